@@ -1,0 +1,11 @@
+"""The two kinds of mistake a user can make. Entries turn both into one sentence on stderr and exit code 2."""
+
+from __future__ import annotations
+
+
+class InputError(ValueError):
+    """Something the user handed in cannot be used: a file, a folder, a value. The message says what, and what would do."""
+
+
+class ConfigError(InputError):
+    """A configuration file or a `--set` override is wrong. The message names the key, the value got, and what is accepted."""

@@ -1,0 +1,108 @@
+"""Reading and writing files so that nothing half-written is ever left behind, and every complaint names its line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from configs.errors import InputError
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file beside its place, sync it to disk, then rename it over `path`.
+
+    Raises:
+        InputError: the folder cannot be made or written.
+    """
+    scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    content = text.encode("utf-8", errors="backslashreplace")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with scratch.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            scratch.replace(path)
+        finally:
+            scratch.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON; NaN and infinities are refused."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Give a scratch folder beside `path`; on success it takes the place of `path`, on any error it disappears.
+
+    Raises:
+        InputError: the folder above cannot be made or written.
+    """
+    scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        scratch.mkdir(parents=True)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
+    try:
+        yield scratch
+        if path.exists():
+            old = scratch.with_name(scratch.name + ".old")
+            path.replace(old)
+            scratch.replace(path)
+            shutil.rmtree(old)
+        else:
+            scratch.replace(path)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+
+
+def read_text(path: Path, what: str) -> str:
+    """Return a UTF-8 text file's content; `what` names its role in the complaint when that fails."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise InputError(f"{what} not found: {path}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {what} {path}: {error}") from error
+
+
+def read_json(path: Path, what: str) -> Any:
+    """Return a JSON file's value; `what` names its role in the complaint when that fails."""
+    try:
+        return json.loads(read_text(path, what))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise InputError(f"{what} {path} is not JSON: {error}") from error
+
+
+def read_jsonl(path: Path, what: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (line number from 1, object) for each non-blank line of a JSONL file.
+
+    Raises:
+        InputError: the file is missing, holds no object, or a line (named) is no JSON object.
+    """
+    found = False
+    # Not splitlines: it also cuts at U+2028 and its like, which may stand raw inside a JSON text.
+    for number, line in enumerate(read_text(path, what).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise InputError(f"{what} {path}, line {number}: not JSON: {error}") from error
+        if not isinstance(value, dict):
+            raise InputError(f"{what} {path}, line {number}: expected an object, got {type(value).__name__}")
+        found = True
+        yield number, value
+    if not found:
+        raise InputError(f"{what} {path} is empty")

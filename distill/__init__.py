@@ -1,0 +1,1 @@
+"""What the target teaches: prompts, target-written answers, tokenised batches, hidden states, divergences."""

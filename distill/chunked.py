@@ -1,0 +1,227 @@
+"""The distillation loss from hidden states, a few positions at a time, so that no `[positions, vocabulary]` tensor ever lives.
+
+draft hidden -> draft head -> logits, target hidden -> target head -> logits, divergence (`distill.losses`), gradient: all of it
+for `chunk_size` positions, then the next. One autograd function does this in its forward, where the logits exist anyway,
+and keeps only the gradients with respect to the draft's hidden states and head; its backward multiplies them with the
+gradient that comes from above. Value and gradients are those of the unchunked loss.
+
+Positions are flat here: row n stands at some position t and predicts token t+1. N rows, M of them with a weight, C rows of
+one chunk, D and E width of draft and target, V target vocabulary, W draft vocabulary.
+
+Left out on purpose: heads whose parameters are sharded. Under FSDP and ZeRO-3 gather the head's parameters around the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from distill.losses import Divergence, acceptance, dense_pair
+from heads.lm_head import head_logits
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitHead:
+    """What makes logits of hidden states, row by row.
+
+    logits_of: `[C, D]` -> `[C, V]`, in whatever dtype the matmul gives (bfloat16 under autocast).
+    parameters: every tensor inside `logits_of` that may want a gradient. One left out silently gets none.
+    """
+
+    logits_of: Callable[[Tensor], Tensor]
+    parameters: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkedLoss:
+    """A loss, and what was seen on the way. Rows of weight 0 were not computed: they read 0 and False.
+
+    loss: scalar, sum of weights times values; backward goes from here.
+    values_N: the divergence at each row, detached.
+    acceptance_N: sum_v min(p, q) at temperature 1, exact, detached; mass outside the draft vocabulary counts as rejected.
+    top1_agrees_N: bool, whether draft and target have the same likeliest token: acceptance under greedy decoding.
+    """
+
+    loss: Tensor
+    values_N: Tensor
+    acceptance_N: Tensor
+    top1_agrees_N: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """All inputs of the autograd function that never get a gradient."""
+
+    draft_logits_of: Callable[[Tensor], Tensor]
+    target_hidden_NE: Tensor
+    target_logits_of: Callable[[Tensor], Tensor]
+    divergence: Divergence
+    weights_N: Tensor
+    chunk_size: int
+    temperature: float
+    draft_token_ids_W: Tensor | None
+    draft_labels_N: Tensor | None
+
+
+def model_head(model: PreTrainedModel) -> LogitHead:
+    """Return the head of a causal LM, with the soft cap or scale of its architecture; tied or not makes no difference."""
+    parameters = tuple(model.get_output_embeddings().parameters())
+    return LogitHead(logits_of=lambda hidden_CD: head_logits(model, hidden_CD), parameters=parameters)
+
+
+def linear_head(weight_VD: Tensor, bias_V: Tensor | None = None) -> LogitHead:
+    """Return the head `hidden @ weight.T + bias`."""
+    parameters = (weight_VD,) if bias_V is None else (weight_VD, bias_V)
+    return LogitHead(logits_of=lambda hidden_CD: F.linear(hidden_CD, weight_VD, bias_V), parameters=parameters)
+
+
+def chunked_loss(
+    draft_hidden_ND: Tensor,
+    draft_head: LogitHead,
+    target_hidden_NE: Tensor,
+    target_head: LogitHead,
+    divergence: Divergence,
+    weights_N: Tensor,
+    *,
+    chunk_size: int,
+    temperature: float = 1.0,
+    draft_token_ids_W: Tensor | None = None,
+    labels_N: Tensor | None = None,
+) -> ChunkedLoss:
+    """Return the weighted sum of a divergence over positions, differentiable in the draft's hidden states and head.
+
+    A batch of weights 0, or of no rows, yields a loss of 0 that still has a (zero) gradient, so that under DDP a rank
+    without labels takes part in the reduction.
+
+    Args:
+        draft_hidden_ND: final, normed hidden states of the draft.
+        draft_head: its output may have W columns, see `draft_token_ids_W`.
+        target_hidden_NE: the target's, at the same positions. No gradient flows into it, nor into the target's head.
+        target_head: the target's head.
+        divergence: a function of `distill.losses`, or a mix of them.
+        weights_N: what each row's value is multiplied with in the sum (`distill.losses.position_weights`). Rows of weight 0
+            (prompts, padding) are left out before any matmul.
+        chunk_size: rows whose logits live at one time, at least 1. Changes memory and speed, never the result.
+        temperature: divides both sides' logits in the divergence.
+        draft_token_ids_W: int64, the target's id of each draft token (d2t); None where the vocabularies are one.
+        labels_N: int64, **target** ids of token t+1, negative for none; for `cross_entropy`. A label that the draft
+            vocabulary leaves out counts as none.
+
+    Raises:
+        ValueError: the row counts differ, chunk_size is below 1, or see `distill.losses.dense_pair`.
+    """
+    rows = {len(draft_hidden_ND), len(target_hidden_NE), len(weights_N), *([] if labels_N is None else [len(labels_N)])}
+    if len(rows) > 1:
+        raise ValueError(f"hidden states, weights and labels must have equally many rows, got {sorted(rows)}")
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    job = _Job(
+        draft_logits_of=draft_head.logits_of,
+        target_hidden_NE=target_hidden_NE,
+        target_logits_of=target_head.logits_of,
+        divergence=divergence,
+        weights_N=weights_N.detach(),
+        chunk_size=chunk_size,
+        temperature=temperature,
+        draft_token_ids_W=draft_token_ids_W,
+        draft_labels_N=_draft_ids(labels_N, draft_token_ids_W),
+    )
+    inputs = (draft_hidden_ND, *draft_head.parameters)
+    if not torch.is_grad_enabled():  # asked here, because inside the function's forward gradients are always off
+        inputs = tuple(tensor.detach() for tensor in inputs)
+    loss, values_N, acceptance_N, top1_agrees_N = _ChunkedLoss.apply(job, draft_head.parameters, *inputs)
+    return ChunkedLoss(loss=loss, values_N=values_N, acceptance_N=acceptance_N, top1_agrees_N=top1_agrees_N)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Computes the loss and, while the logits of a chunk are there, its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, job: _Job, parameters: tuple[Tensor, ...], hidden_ND: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+        wanted = ctx.needs_input_grad[2:]
+        trained = [parameter for parameter, wants in zip(parameters, wanted[1:], strict=True) if wants]
+        wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+        values_N = torch.zeros(len(hidden_ND), dtype=wide, device=hidden_ND.device)
+        acceptance_N = torch.zeros_like(values_N)
+        top1_agrees_N = torch.zeros_like(values_N, dtype=torch.bool)
+        grad_hidden_ND = torch.zeros_like(hidden_ND) if wanted[0] else None
+        grad_parameters = [torch.zeros_like(parameter, dtype=wide) for parameter in trained]
+        weights_N = job.weights_N.to(wide)
+        unit = _largest(weights_N)
+        for rows_C in weights_N.nonzero().squeeze(-1).split(job.chunk_size):
+            hidden_CD = hidden_ND[rows_C].requires_grad_(wanted[0])
+            leaves = [hidden_CD, *trained] if wanted[0] else trained
+            with torch.set_grad_enabled(bool(leaves)):
+                values_C, acceptance_C, top1_agrees_C = _compare(job, rows_C, hidden_CD)
+                loss = (values_C * (weights_N[rows_C] / unit)).sum()
+            values_N[rows_C] = values_C.detach().to(wide)
+            acceptance_N[rows_C] = acceptance_C.to(wide)
+            top1_agrees_N[rows_C] = top1_agrees_C
+            gradients = _gradients(loss, leaves)
+            if grad_hidden_ND is not None:
+                grad_hidden_ND[rows_C] = gradients.pop(0)
+            for total, gradient in zip(grad_parameters, gradients, strict=True):
+                total += gradient
+        ctx.wanted_dtypes = [t.dtype if wants else None for t, wants in zip((hidden_ND, *parameters), wanted, strict=True)]
+        ctx.save_for_backward(unit, *([] if grad_hidden_ND is None else [grad_hidden_ND]), *grad_parameters)
+        ctx.mark_non_differentiable(values_N, acceptance_N, top1_agrees_N)
+        return (weights_N * values_N).sum(), values_N, acceptance_N, top1_agrees_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        unit, *saved = ctx.saved_tensors
+        scale = grad_loss * unit
+        gradients = iter(saved)
+        return None, None, *((next(gradients) * scale).to(dtype) if dtype is not None else None for dtype in ctx.wanted_dtypes)
+
+
+def _compare(job: _Job, rows_C: Tensor, draft_hidden_CD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the divergence, and without gradient the acceptance and the agreement of the likeliest tokens, all `[C]`."""
+    draft_logits_CW = job.draft_logits_of(draft_hidden_CD)
+    with torch.no_grad():
+        target_logits_CV = job.target_logits_of(job.target_hidden_NE[rows_C])
+    ids_W = job.draft_token_ids_W
+    labels_C = None if job.draft_labels_N is None else job.draft_labels_N[rows_C]
+    pair = dense_pair(target_logits_CV, draft_logits_CW, temperature=job.temperature, draft_token_ids_W=ids_W, labels=labels_C)
+    values_C = job.divergence(pair)
+    with torch.no_grad():
+        at_one = pair if job.temperature == 1 else dense_pair(target_logits_CV, draft_logits_CW, draft_token_ids_W=ids_W)
+        acceptance_C = acceptance(at_one)
+        draft_top_C = draft_logits_CW.argmax(-1)
+        top1_agrees_C = target_logits_CV.argmax(-1) == (draft_top_C if ids_W is None else ids_W[draft_top_C])
+    return values_C, acceptance_C, top1_agrees_C
+
+
+def _gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    """Return the gradient of the loss for each leaf; as everywhere, autocast belongs to the forward alone."""
+    if not leaves:
+        return []
+    with torch.autocast(loss.device.type, enabled=False):
+        return list(torch.autograd.grad(loss, leaves))
+
+
+def _largest(weights_N: Tensor) -> Tensor:
+    """Return the largest size among the weights, or 1 where there is none above 0.
+
+    Gradients are kept in units of it. A weight is one over the count of labels, and under float16 the gradient of a logit
+    times that would underflow before the loss scale, which only arrives in the backward, could lift it.
+    """
+    return weights_N.abs().max() if weights_N.any() else weights_N.new_ones(())
+
+
+def _draft_ids(labels_N: Tensor | None, draft_token_ids_W: Tensor | None) -> Tensor | None:
+    """Return the draft's id of each label, -1 for none and for what the draft vocabulary leaves out."""
+    if labels_N is None or draft_token_ids_W is None:
+        return labels_N
+    highest = torch.cat([labels_N, draft_token_ids_W]).max()
+    draft_ids = labels_N.new_full((int(highest) + 1,), -1)
+    draft_ids[draft_token_ids_W] = torch.arange(len(draft_token_ids_W), device=labels_N.device)
+    return torch.where(labels_N >= 0, draft_ids[labels_N.clamp(min=0)], -1)

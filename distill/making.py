@@ -1,0 +1,207 @@
+"""The data set from end to end: prompts, split, answers, and the folder they end in.
+
+Several processes (under `accelerate launch`) share the writing; the main one puts the folder in place. What is finished is
+kept in the output folder until then, so that an interrupted run goes on where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from accelerate.utils import gather_object
+
+from configs.errors import InputError
+from configs.files import new_folder, write_json, write_text
+from configs.provenance import write_run_record
+from configs.schema import DataConfig, PromptsConfig
+from distill.answers import PIECES, Answered, AnswerJob
+from distill.conversations import FORMAT_VERSION, MANIFEST, Conversation, count_answer_tokens
+from distill.partial import PartialFile, fingerprint
+from distill.prompts import Prompt, encode_prompt, load_dataset_prompts, read_prompts
+from distill.self_seeding import self_seed
+from distill.split import Split, split_prompts
+from distill.target import Target, choose_device, load_target
+
+logger = logging.getLogger("draftsmith")
+
+PROMPT_PIECES = ".prompts.partial.jsonl"
+OUTPUTS = ("train.jsonl", "held_out.jsonl", MANIFEST, "run.json")
+
+
+def make_dataset(config: DataConfig) -> None:
+    """Make `train.jsonl`, `held_out.jsonl`, `manifest.json` and `run.json` in `config.output`.
+
+    Raises:
+        InputError: the target or the prompts cannot be had, a prompt does not fit the target, a side of the split ends up
+            empty, or the output folder cannot be written or holds something else.
+    """
+    output = Path(config.output)
+    check_output(output)
+    listed = list_prompts(config.prompts)  # before the target is loaded: a mistake in the file shows at once
+    state = _join_processes(config)
+    target = load_target(config.target)
+    prompts, dropped = (listed, {}) if listed is not None else _self_seed_once(config, target, output, state)
+    split = split_prompts(prompts, config.held_out_share)
+    job = answer_job(config, target, split, output)
+    job.work(rank=state.process_index, num_processes=state.num_processes)
+    state.wait_for_everyone()
+    answered = job.collect()
+    # Every process has read the pieces before the main one replaces the folder that holds them.
+    state.wait_for_everyone()
+    if state.is_main_process:
+        write_dataset(config, target, split, answered, Counter(dropped) + Counter(split.dropped), num_prompts=len(prompts))
+    state.wait_for_everyone()
+
+
+def check_output(output: Path) -> None:
+    """Refuse early what could only fail after the work: the folder will be replaced as a whole.
+
+    Raises:
+        InputError: it holds anything but an earlier run's data, is not a folder, or the folder above cannot be written.
+    """
+    if output.exists() and not output.is_dir():
+        raise InputError(f"output: {output} is a file; name a folder that is new or holds data made before")
+    pieces = {PROMPT_PIECES, *(path.name for path in output.glob(PIECES.format(rank="*")))}
+    others = sorted({path.name for path in output.glob("*")} - pieces - set(OUTPUTS))
+    if others:
+        raise InputError(f"output: {output} holds {others[0]}, which is not data made before; name a folder of its own")
+    above = next(folder for folder in output.absolute().parents if folder.exists())
+    try:
+        with tempfile.TemporaryFile(dir=above):
+            pass
+    except OSError as error:
+        raise InputError(f"output: {above} cannot be written: {error.strerror or error}") from error
+
+
+def list_prompts(settings: PromptsConfig) -> list[Prompt] | None:
+    """Return the first `num_prompts` prompts of a file or data set; None where the target is to write them."""
+    if settings.source == "self_seeded":
+        return None
+    if settings.source == "dataset":
+        return load_dataset_prompts(settings)
+    prompts = read_prompts(Path(str(settings.path)), default_category=settings.category)
+    if len(prompts) < settings.num_prompts:
+        logger.info("%s holds %d prompts, fewer than num_prompts = %d", settings.path, len(prompts), settings.num_prompts)
+    return prompts[: settings.num_prompts]
+
+
+def answer_job(config: DataConfig, target: Target, split: Split, folder: Path) -> AnswerJob:
+    """Return the job of answering both sides of a split, after checking that each prompt fits the target.
+
+    Its fingerprint names everything that decides the answers, and nothing else: a new `held_out_share` reuses them where
+    the prompts stay the same.
+    """
+    prompts = sorted([*split.train, *split.held_out], key=lambda prompt: prompt.prompt_id)
+    encoded = [encode_prompt(target, prompt) for prompt in prompts]
+    content = [[prompt.prompt_id, prompt.category, *prompt.turns, *ids] for prompt, ids in zip(prompts, encoded, strict=True)]
+    return AnswerJob(
+        target=target,
+        prompts=prompts,
+        config=config.answers,
+        seed=config.seed,
+        folder=folder,
+        fingerprint=fingerprint(*_writer(config, target), config.answers.model_dump(), fingerprint(content)),
+    )
+
+
+def write_dataset(
+    config: DataConfig, target: Target, split: Split, answered: Answered, dropped: Counter[str], *, num_prompts: int
+) -> None:
+    """Put the finished folder in place, all of it or nothing.
+
+    Raises:
+        InputError: no answer is left on one of the sides, or the folder cannot be written.
+    """
+    by_prompt: dict[str, list[Conversation]] = {}
+    for conversation in answered.conversations:
+        by_prompt.setdefault(conversation.prompt_id, []).append(conversation)
+    sides = {"train": split.train, "held_out": split.held_out}
+    rows = {name: [row for prompt in side for row in by_prompt.get(prompt.prompt_id, [])] for name, side in sides.items()}
+    for name, conversations in rows.items():
+        if not conversations:
+            raise InputError(f"the target answered none of the {len(sides[name])} {name} prompts (dropped: {answered.dropped})")
+    with new_folder(Path(config.output)) as folder:
+        for name, conversations in rows.items():
+            write_text(folder / f"{name}.jsonl", "".join(row.to_line() for row in conversations))
+        manifest = {
+            "format_version": FORMAT_VERSION,
+            "target": target.identity.to_dict(),
+            "config": config.model_dump(mode="json"),
+            "counts": {
+                "prompts": num_prompts,
+                "dropped": dict(sorted((dropped + Counter(answered.dropped)).items())),
+                **{name: _count(conversations) for name, conversations in rows.items()},
+            },
+            "sha256": {f"{name}.jsonl": _sha256(folder / f"{name}.jsonl") for name in rows},
+        }
+        write_json(folder / MANIFEST, manifest)
+        write_run_record(folder, config)
+    for name, conversations in rows.items():
+        logger.info("%s: %d conversations, %d answer tokens", name, len(conversations), count_answer_tokens(conversations))
+
+
+def _join_processes(config: DataConfig) -> PartialState:
+    """Return this process's place among those that share the work.
+
+    Raises:
+        RuntimeError: the launcher started several processes and accelerate takes each for the only one.
+    """
+    # Without `cpu` accelerate looks for accelerators only, and finds one process where there are several on a CPU.
+    state = PartialState(cpu=choose_device(config.target.device).type == "cpu")
+    num_launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if state.num_processes != num_launched:
+        raise RuntimeError(f"{num_launched} processes were launched, but accelerate sees {state.num_processes}")
+    return state
+
+
+def _self_seed_once(
+    config: DataConfig, target: Target, folder: Path, state: PartialState
+) -> tuple[list[Prompt], dict[str, int]]:
+    """Let the target write the prompts, or take those that an interrupted run of the same settings left."""
+    job = fingerprint(*_writer(config, target), config.prompts.model_dump(), config.answers.batch_size)
+    pieces = PartialFile(folder / PROMPT_PIECES, job)
+    kept = pieces.read().get("prompts")
+    if kept is not None:
+        prompts = [Prompt(**{**values, "turns": tuple(values["turns"]), "history": ()}) for values in kept["prompts"]]
+        return prompts, kept["dropped"]
+    written, dropped = self_seed(
+        target,
+        config.prompts,
+        batch_size=config.answers.batch_size,
+        seed=config.seed,
+        rank=state.process_index,
+        num_processes=state.num_processes,
+        exchange=gather_object,
+    )
+    if state.is_main_process:
+        pieces.append("prompts", {"prompts": [asdict(prompt) for prompt in written], "dropped": dropped})
+    return written, dropped
+
+
+def _writer(config: DataConfig, target: Target) -> tuple[Any, ...]:
+    """Return what decides the tokens that a target writes, apart from the prompts and the sampling."""
+    settings = config.target
+    return (FORMAT_VERSION, target.identity.to_dict(), settings.dtype, settings.attention, config.seed)
+
+
+def _count(conversations: Sequence[Conversation]) -> dict[str, int]:
+    return {
+        "prompts": len({row.prompt_id for row in conversations}),
+        "conversations": len(conversations),
+        "answer_tokens": count_answer_tokens(conversations),
+        "cut_off": sum(not row.ended for row in conversations),
+    }
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

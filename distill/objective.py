@@ -1,0 +1,79 @@
+"""The distillation objective: the target's hidden states of a batch, and the divergence of the draft from what they say.
+
+B batch, T positions, D width of the draft, E width of the target, N rows that have a label, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from configs.schema import LossConfig
+from distill.batches import Batch
+from distill.chunked import ChunkedLoss, LogitHead, chunked_loss, model_head
+from distill.losses import DIVERGENCES
+from distill.target import Target
+from heads.lm_head import backbone
+
+
+@torch.no_grad()
+def target_hidden(target: Target, batch: Batch) -> Tensor:
+    """Return the target's final hidden states `[B, T, E]`; padding stands right, so causality alone hides it."""
+    with torch.autocast(target.device.type, enabled=False):
+        return backbone(target.model)(input_ids=batch.input_ids_BT, use_cache=False).last_hidden_state
+
+
+class DraftObjective(nn.Module):
+    """A draft LM and its loss in one module, so that wrappers (DDP, FSDP, DeepSpeed) see every use of its parameters.
+
+    Args:
+        draft: the draft being trained.
+        target: whose distribution is learnt.
+        config: which divergence, and how much memory it may take.
+    """
+
+    def __init__(self, draft: PreTrainedModel, target: Target, config: LossConfig) -> None:
+        super().__init__()
+        self.draft = draft
+        self._divergence = DIVERGENCES[config.divergence]
+        self._config = config
+        self._shared_vocab_size = min(target.vocab_size, draft.config.get_text_config().vocab_size)
+        # In a tuple, so that the target does not become a submodule and is neither trained nor saved.
+        self._target = (target,)
+
+    def forward(
+        self, input_ids_BT: Tensor, loss_mask_BT: Tensor, hidden_BTE: Tensor, num_labels: Tensor, world_size: int
+    ) -> ChunkedLoss:
+        """Return the loss over all positions whose next token is a label.
+
+        Args:
+            input_ids_BT: token ids.
+            loss_mask_BT: True at label tokens; position t - 1 predicts the label at t.
+            hidden_BTE: the target's hidden states at the same positions.
+            num_labels: labels of the whole optimiser step, over all processes and micro-batches; the loss is a sum over
+                this batch divided by it.
+            world_size: processes whose gradients are averaged afterwards, which this factor undoes.
+        """
+        hidden_BTD = backbone(self.draft)(input_ids=input_ids_BT, use_cache=False).last_hidden_state
+        predicts_label_BT = loss_mask_BT[:, 1:]
+        draft_ND = hidden_BTD[:, :-1][predicts_label_BT]
+        target_NE = hidden_BTE[:, :-1][predicts_label_BT]
+        weights_N = torch.full((len(draft_ND),), float(world_size), device=draft_ND.device) / num_labels
+        (target,) = self._target
+        return chunked_loss(
+            draft_ND,
+            self._trimmed(model_head(self.draft)),
+            target_NE,
+            self._trimmed(model_head(target.model)),
+            self._divergence,
+            weights_N,
+            chunk_size=self._config.chunk_size,
+            temperature=self._config.temperature,
+        )
+
+    def _trimmed(self, head: LogitHead) -> LogitHead:
+        """Return a head without the padded rows that only one of the two models has: no token has those ids."""
+        return LogitHead(
+            logits_of=lambda hidden_ND: head.logits_of(hidden_ND)[..., : self._shared_vocab_size], parameters=head.parameters
+        )

@@ -1,0 +1,152 @@
+"""Loading the target: a Hub id, a folder, a `.gguf` file, or the embedded model. After this, all four look alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from configs.errors import InputError
+from configs.schema import TargetConfig
+from distill.embedded import PREFIX, embedded_folder, load_gguf
+from heads.identity import TargetIdentity, hash_chat_template, hash_files, hash_tokenizer, hash_weights
+from heads.lm_head import check_split
+
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A frozen target, ready to run, with its tokenizer and its identity."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    identity: TargetIdentity
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights live."""
+        return self.model.device
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding, which may be more than the tokenizer knows."""
+        return self.model.config.get_text_config().vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        """The longest context, prompt and answer together, in tokens."""
+        return self.model.config.get_text_config().max_position_embeddings
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, answer_follows: bool = True) -> list[int]:
+        """Return the token ids of a conversation in the chat template; `answer_follows` opens the assistant's turn.
+
+        Raises:
+            InputError: the tokenizer has no chat template.
+        """
+        if self.tokenizer.chat_template is None:
+            raise InputError(f"target {self.identity.name} has no chat template; conversations cannot be encoded")
+        conversation = [dict(message) for message in messages]
+        text = self.tokenizer.apply_chat_template(conversation, add_generation_prompt=answer_follows, tokenize=False)
+        # The template brings its own special tokens; the tokenizer must not add another set.
+        return list(self.tokenizer(str(text), add_special_tokens=False)["input_ids"])
+
+
+def load_target(config: TargetConfig) -> Target:
+    """Load, freeze and identify a target.
+
+    Raises:
+        InputError: it cannot be found, or is no causal LM that draftsmith can split (see `heads.lm_head`).
+    """
+    path = _locate(config)
+    device = choose_device(config.device)
+    if path.suffix == ".gguf":
+        model = load_gguf(path)
+        tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+        weights_sha256 = hash_files([path])
+    else:
+        model = _load_folder(path, config)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        weights_sha256 = hash_weights(path)
+    move(model, device, getattr(torch, config.dtype)).eval().requires_grad_(False)
+    check_split(model)
+    identity = TargetIdentity(
+        name=config.name,
+        revision=config.revision,
+        weights_sha256=weights_sha256,
+        tokenizer_sha256=hash_tokenizer(tokenizer),
+        chat_template_sha256=hash_chat_template(tokenizer),
+    )
+    return Target(model=model, tokenizer=tokenizer, identity=identity, eos_token_ids=_eos_token_ids(model, tokenizer))
+
+
+def move(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """Move a model's weights, in place. (transformers wraps `to` in a way that type checkers cannot follow.)"""
+    torch.nn.Module.to(model, device=device, dtype=dtype)
+    return model
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the device called `name`; `auto` is the first GPU, or the CPU where there is none.
+
+    Raises:
+        InputError: the name is no device, or the device is not there.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"target.device: {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+
+
+def _locate(config: TargetConfig) -> Path:
+    """Return the folder or `.gguf` file that holds the target, downloading it where needed."""
+    if config.name.startswith(PREFIX):
+        return embedded_folder(config.name)
+    path = Path(config.name)
+    if path.exists():
+        return path
+    if path.suffix == ".gguf" or config.name.startswith((".", "/", "~")) or config.name.count("/") != 1:
+        raise InputError(
+            f"target.name: {config.name} is neither a folder or .gguf file here, nor a Hub id (owner/name), nor embedded"
+        )
+    try:
+        return Path(snapshot_download(config.name, revision=config.revision, allow_patterns=HUB_FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise InputError(
+            f"target.name: {config.name} is no folder here and could not be fetched from the Hub: {_first_line(error)}"
+        ) from error
+
+
+def _load_folder(path: Path, config: TargetConfig) -> PreTrainedModel:
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=getattr(torch, config.dtype),
+            attn_implementation=config.attention,
+            trust_remote_code=config.trust_remote_code,
+            local_files_only=True,
+        )
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise InputError(f"target.name: {path} does not hold a causal LM: {_first_line(error)}") from error
+
+
+def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return every id that ends an answer: those of the generation config and of the tokenizer."""
+    declared = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = {declared} if isinstance(declared, int) else set(declared or ())
+    if tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return tuple(sorted(ids))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,58 @@
+"""What each number of a report means, in a sentence. The page shows these beside the numbers they define."""
+
+from __future__ import annotations
+
+DEFINITIONS: dict[str, str] = {
+    "acceptance.tokens_per_target_step": (
+        "Committed tokens divided by the target's decode forwards, pooled over all rounds of all prompts. The target's own "
+        "token of each round is included, the prefill's token is not, and nothing is counted behind the end of a text. "
+        "Plain decoding is exactly 1. Written τ; others call it acceptance length or block efficiency."
+    ),
+    "acceptance.tokens_per_target_step_macro": "The mean over prompts of each prompt's own tokens per target step.",
+    "acceptance.accepted_per_round": "The mean number of drafted tokens accepted in a round, without the target's own token.",
+    "acceptance.draft_token_yield": (
+        "Accepted tokens divided by drafted tokens. It falls as more tokens are drafted a round, so it is no acceptance rate."
+    ),
+    "acceptance.overlap_alpha": (
+        "The acceptance rate α: the sum over the vocabulary of min(p, q), exact from the target's and the draft's "
+        "probabilities, averaged over every drafted position up to and including the first rejected one."
+    ),
+    "acceptance.overlap_alpha_by_position": "The same acceptance rate, averaged at each draft position by itself.",
+    "acceptance.position_conditional": (
+        "Of the rounds in which every draft before this position was accepted, the share in which this one was too. A draft "
+        "behind an accepted end of text was never judged and is not counted."
+    ),
+    "acceptance.position_survival": (
+        "Of the rounds that drafted this far, the share that accepted this far. Where every round drafts as many tokens, these "
+        "are the shares given all before, multiplied up."
+    ),
+    "acceptance.accepted_histogram": "How many rounds accepted 0, 1, 2, ... drafted tokens.",
+    "acceptance.drafted_histogram": "How many rounds drafted 0, 1, 2, ... tokens.",
+    "speed.decode_speedup": (
+        "Plain decoding's seconds per token divided by speculative decoding's: totals over the same prompts, decoded in turns "
+        "in one run by the same loop, counting the same kind of token ids. Prefill excluded; below 1 is slower."
+    ),
+    "speed.decode_speedup_median": "The median over batches of each batch's own decode speedup; less moved by one long answer.",
+    "speed.end_to_end_speedup": "As the decode speedup, with the time and the token of the prefill included on both sides.",
+    "speed.repeats": "How often each batch was decoded in each mode; modes take turns within a repeat.",
+    "speed.phases": (
+        "Decode seconds by what they were spent on: the draft's forwards, the target's forwards, acceptance and drawing, and "
+        "everything else. Time spent on measuring is in none of them."
+    ),
+    "lossless.verdict": (
+        "Whether speculative answers equal plain ones token for token. Up to ties: where they part, the target's logits for "
+        "the two tokens differ by no more than rounding in its dtype explains. Lossy by design: the rule changes the law."
+    ),
+    "by_category": "The same numbers over the prompts of one category alone.",
+    "baselines": (
+        "Other ways to decode, measured in the same run on the same prompts. Prompt lookup drafts by copying from the text so "
+        "far and needs no training."
+    ),
+    "statistics": (
+        "Brackets hold an interval: a percentile bootstrap that draws whole prompts (for seconds, whole batches) with "
+        "replacement and divides sums, with both sides of a ratio from the same draw, and tails widened for few prompts."
+    ),
+    "prompts.failed": (
+        "Prompts whose decoding broke off, in any mode. They stay in the numbers, and no gate passes a report that has any."
+    ),
+}

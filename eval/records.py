@@ -1,0 +1,78 @@
+"""What decoding leaves behind: rounds, generations, timings. Everything measured is computed from these, nothing else.
+
+The decoder writes them, `eval.metrics` and `eval.report` read them, and `records.jsonl` keeps them on disk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+StopReason = Literal["eos", "length", "context", "non_finite"]
+AUTOREGRESSIVE = "autoregressive"
+SPECULATIVE = "speculative"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """One target step: `drafted` went in, `committed` came out.
+
+    Counted on what was committed: where the end of the text cut the round, `num_accepted` is cut as well, and the last
+    committed token may then be an accepted one instead of the target's own.
+    """
+
+    drafted: tuple[int, ...]
+    num_accepted: int
+    committed: tuple[int, ...]
+    overlap: tuple[float, ...] | None = None  # sum_v min(p, q) at each drafted position up to and with the first rejected one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """One prompt's continuation. `tokens[0]` came from the prompt's own forward (prefill), the rest from the rounds."""
+
+    prompt_id: str
+    category: str
+    mode: str  # autoregressive | speculative | the name of a baseline such as prompt_lookup
+    prompt_tokens: tuple[int, ...]
+    tokens: tuple[int, ...]
+    rounds: tuple[Round, ...]
+    stop_reason: StopReason
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Wall-clock seconds of one batch of prompts decoded together. `num_tokens` leaves out each prompt's prefill token."""
+
+    mode: str
+    repeat: int
+    prompt_ids: tuple[str, ...]
+    num_tokens: int
+    num_rounds: int
+    prefill_seconds: float
+    decode_seconds: float  # everything after the prefill but the measuring itself
+    draft_seconds: float
+    verify_seconds: float  # the target's forwards
+    sample_seconds: float  # acceptance, residual and bonus draws
+    measure_seconds: float  # spent on computing overlaps; not part of decode_seconds
+
+    @property
+    def overhead_seconds(self) -> float:
+        """Decode time outside the forwards and the draws."""
+        return self.decode_seconds - self.draft_seconds - self.verify_seconds - self.sample_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence:
+    """Where a speculative output first left the plain one, and by how little the target preferred its own token.
+
+    `logit_gap` is the difference of the two tokens' target logits on the common prefix, recomputed in one forward;
+    `tie_tolerance` the largest gap that counts as a numerical tie in the target's dtype.
+    """
+
+    prompt_id: str
+    position: int  # in tokens of the answer, from 0
+    plain_token: int
+    speculative_token: int
+    logit_gap: float
+    tie_tolerance: float

@@ -1,0 +1,28 @@
+"""Decode a suite of prompts with a draft, compare with plain decoding, write the report.
+
+    python eval/run.py --config configs/eval/demo.yaml
+
+Writes OUTPUT/report.json, report.html, report.md, records.jsonl and run.json.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# Run as a script, this folder comes first on sys.path; the checkout's root must lead, or its packages are not found.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from configs.command import run_command
+from configs.schema import EvalConfig
+
+
+def main(config: EvalConfig) -> int:
+    """Evaluate. What needs torch is imported here, so that a typo in the config is reported at once."""
+    from eval.evaluation import evaluate
+
+    return evaluate(config)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(EvalConfig, main, description=__doc__))

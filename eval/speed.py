@@ -1,0 +1,127 @@
+"""The report's speed section: wall-clock seconds of one mode against another, in the same run and on the same batches.
+
+The cluster is the batch of prompts decoded together; its repeats are summed first, because they share the prompt's
+difficulty and are no independent evidence. Both sides count the same kind of token ids, and the prefill's token belongs to
+neither decode time nor decode tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from eval.intervals import Floats, Interval, median_interval, paired_ratio_interval
+from eval.records import AUTOREGRESSIVE, SPECULATIVE, Timing
+
+PHASES = ("draft_seconds", "verify_seconds", "sample_seconds", "overhead_seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Seconds and tokens of one mode, each [batches], summed over repeats."""
+
+    decode_seconds: Floats
+    prefill_seconds: Floats
+    num_tokens: Floats
+    num_prompts: Floats
+
+
+def summarise_speed(timings: Sequence[Timing], *, samples: int, seed: int) -> dict[str, Any] | None:
+    """Return speculative decoding's speed against plain decoding, or `None` where one of the two was not timed.
+
+    Raises:
+        ValueError: the two were timed on different batches or different numbers of repeats.
+    """
+    plain, speculative = ([timing for timing in timings if timing.mode == mode] for mode in (AUTOREGRESSIVE, SPECULATIVE))
+    if not plain or not speculative:
+        return None
+    result: dict[str, Any] = {}
+    for mode, own in ((AUTOREGRESSIVE, plain), (SPECULATIVE, speculative)):
+        result[f"decode_seconds_{mode}"] = sum(timing.decode_seconds for timing in own)
+        result[f"prefill_seconds_{mode}"] = sum(timing.prefill_seconds for timing in own)
+        result[f"decode_tokens_{mode}"] = sum(timing.num_tokens for timing in own)
+    return {
+        **result,
+        **compare_speed(timings, SPECULATIVE, samples=samples, seed=seed),
+        "repeats": len({timing.repeat for timing in speculative}),
+        "num_batches": len({timing.prompt_ids for timing in speculative}),
+        "interleaving": list(dict.fromkeys(timing.mode for timing in timings)),
+        "measure_seconds": sum(timing.measure_seconds for timing in speculative),
+        "phases": _phases(speculative),
+        "phases_autoregressive": _phases(plain),
+    }
+
+
+def compare_speed(timings: Sequence[Timing], mode: str, *, samples: int, seed: int) -> dict[str, Any]:
+    """Return how much faster `mode` was than plain decoding: totals with prefill and without, and the median batch.
+
+    Raises:
+        ValueError: the two were timed on different batches or different numbers of repeats.
+    """
+    plain, other = _costs_side_by_side(timings, AUTOREGRESSIVE, mode)
+    decode = _speedup(plain.decode_seconds, plain.num_tokens, other.decode_seconds, other.num_tokens, samples, seed)
+    end_to_end = _speedup(
+        plain.decode_seconds + plain.prefill_seconds,
+        plain.num_tokens + plain.num_prompts,
+        other.decode_seconds + other.prefill_seconds,
+        other.num_tokens + other.num_prompts,
+        samples,
+        seed,
+    )
+    timed = (plain.num_tokens > 0) & (other.num_tokens > 0) & (plain.decode_seconds > 0) & (other.decode_seconds > 0)
+    ratios = (plain.decode_seconds[timed] / plain.num_tokens[timed]) / (other.decode_seconds[timed] / other.num_tokens[timed])
+    median = median_interval(ratios, samples=samples, seed=seed)
+    return {
+        "decode_speedup": decode.point,
+        "decode_speedup_ci": decode.bounds,
+        "decode_speedup_median": median.point,
+        "decode_speedup_median_ci": median.bounds,
+        "end_to_end_speedup": end_to_end.point,
+        "end_to_end_speedup_ci": end_to_end.bounds,
+    }
+
+
+def timings_within(timings: Iterable[Timing], prompt_ids: set[str]) -> list[Timing]:
+    """Return the timings of batches that hold only prompts of `prompt_ids`, or none where a batch holds others as well.
+
+    A batch of mixed categories has one time, which cannot be shared out among them.
+    """
+    touching = [timing for timing in timings if prompt_ids.intersection(timing.prompt_ids)]
+    return touching if all(prompt_ids.issuperset(timing.prompt_ids) for timing in touching) else []
+
+
+def _speedup(plain_seconds: Floats, plain_tokens: Floats, seconds: Floats, tokens: Floats, samples: int, seed: int) -> Interval:
+    """Return (plain seconds / plain tokens) / (seconds / tokens), of sums, with both sides drawn from the same batches."""
+    return paired_ratio_interval(plain_seconds, plain_tokens, seconds, tokens, samples=samples, seed=seed)
+
+
+def _costs_side_by_side(timings: Sequence[Timing], mode: str, other: str) -> tuple[Costs, Costs]:
+    """Return both modes' costs with batches in the same order."""
+    runs = [sorted((timing.prompt_ids, timing.repeat) for timing in timings if timing.mode == name) for name in (mode, other)]
+    if runs[0] != runs[1]:
+        raise ValueError(f"{mode} and {other} were timed on different batches or repeats; a speedup needs the same for both")
+    batches = list(dict.fromkeys(timing.prompt_ids for timing in timings if timing.mode == mode))
+    return _costs(timings, mode, batches), _costs(timings, other, batches)
+
+
+def _costs(timings: Iterable[Timing], mode: str, batches: list[tuple[str, ...]]) -> Costs:
+    """Sum one mode's repeats, batch by batch."""
+    row_of = {batch: row for row, batch in enumerate(batches)}
+    sums_BF = np.zeros((len(batches), 4))
+    for timing in timings:
+        if timing.mode == mode:
+            counts = (timing.decode_seconds, timing.prefill_seconds, timing.num_tokens, len(timing.prompt_ids))
+            sums_BF[row_of[timing.prompt_ids]] += counts
+    decode_seconds, prefill_seconds, num_tokens, num_prompts = sums_BF.T
+    return Costs(decode_seconds=decode_seconds, prefill_seconds=prefill_seconds, num_tokens=num_tokens, num_prompts=num_prompts)
+
+
+def _phases(timings: Sequence[Timing]) -> dict[str, Any]:
+    """Return the seconds of each phase, and `shares` of their sum, keyed `draft`, `verify`, `sample`, `overhead`."""
+    seconds = {phase: sum(getattr(timing, phase) for timing in timings) for phase in PHASES}
+    total = sum(seconds.values())
+    shares = {phase.removesuffix("_seconds"): value / total if total else None for phase, value in seconds.items()}
+    return {**seconds, "shares": shares}

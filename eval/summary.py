@@ -1,0 +1,93 @@
+"""A report as a short Markdown text, fit for a pull request or a model card. (Not `markdown`: that is an installed module.)"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from eval.wording import VERDICTS, headline, interval, lossless_detail, number, percent, settings, short, times, warnings
+
+
+def render_markdown(report: Mapping[str, Any]) -> str:
+    """Return the summary of a checked report (`eval.report_schema.check_report`)."""
+    acceptance, speed = report["acceptance"], report["speed"] or {}
+    blocks = [
+        f"## {headline(report)}",
+        *(f"> **Warning:** {_escape(warning)}" for warning in warnings(report)),
+        _table(
+            ("", "value", "95 % interval"),
+            [
+                ("decode speedup", times(speed.get("decode_speedup")), interval(speed.get("decode_speedup_ci"))),
+                ("end-to-end speedup", times(speed.get("end_to_end_speedup")), interval(speed.get("end_to_end_speedup_ci"))),
+                (
+                    "tokens per target step (τ)",
+                    number(acceptance["tokens_per_target_step"]),
+                    interval(acceptance["tokens_per_target_step_ci"]),
+                ),
+                ("acceptance rate (α)", number(acceptance["overlap_alpha"]), interval(acceptance["overlap_alpha_ci"])),
+            ],
+        ),
+        f"**{VERDICTS[report['lossless']['verdict']]}**: {lossless_detail(report)}.",
+        _table(("category", "prompts", "τ", "95 % interval", "decode speedup"), _category_rows(report)),
+        _table(("draft position", "given all before", "survival", "overlap α"), _position_rows(acceptance)),
+        _table(("way of decoding", "τ", "decode speedup", "95 % interval"), _baseline_rows(report)),
+        f"Target `{_escape(report['target']['name'])}`, draft `{_escape(report['draft']['path'])}` "
+        f"({short(report['draft']['sha256'])}), {settings(report)}.",
+    ]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _category_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for name, section in report["by_category"].items():
+        acceptance, speed = section["acceptance"], section["speed"] or {}
+        rows.append(
+            (
+                _escape(name),
+                str(section["num_prompts"]),
+                number(acceptance["tokens_per_target_step"]),
+                interval(acceptance["tokens_per_target_step_ci"]),
+                times(speed.get("decode_speedup")),
+            )
+        )
+    return rows
+
+
+def _position_rows(acceptance: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    columns = zip(
+        acceptance["position_conditional"],
+        acceptance["position_survival"],
+        acceptance["overlap_alpha_by_position"],
+        strict=True,
+    )
+    return [
+        (str(position), percent(conditional), percent(survival), number(overlap))
+        for position, (conditional, survival, overlap) in enumerate(columns, 1)
+    ]
+
+
+def _baseline_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    speculative = {**report["acceptance"], **(report["speed"] or {"decode_speedup": None, "decode_speedup_ci": None})}
+    return [
+        (
+            _escape(name),
+            number(section["tokens_per_target_step"]),
+            times(section["decode_speedup"]),
+            interval(section["decode_speedup_ci"]),
+        )
+        for name, section in {"this draft": speculative, **report["baselines"]}.items()
+    ]
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table with the first column to the left and numbers to the right."""
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *rows))
+
+
+def _escape(text: str) -> str:
+    """Return text from outside so that it can break neither a table nor the page around it."""
+    flat = " ".join(text.split())
+    for character, harmless in (("&", "&amp;"), ("<", "&lt;"), ("|", "\\|"), ("`", "'")):
+        flat = flat.replace(character, harmless)
+    return flat

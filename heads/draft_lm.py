@@ -1,0 +1,87 @@
+"""The independent draft: a small causal LM with the target's tokenizer, decoding with its own key-value cache.
+
+After a fully accepted round its cache lacks the last draft, which it never had to read; the next round's first forward reads
+that token and the pending one together, so no round pays an extra forward. B batch, T tokens, G drafts, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from configs.schema import SamplingConfig
+from heads.kv_cache import RowCache, forward_rows, new_cache
+from heads.law import draw, token_law
+from heads.lm_head import head_logits
+from heads.proposer import Proposal, Tokens
+from heads.streams import Role, Streams
+
+
+class DraftLM:
+    """A draft model as a proposer (`heads.proposer.Proposer`).
+
+    Args:
+        model: a causal LM that reads the target's token ids.
+        vocab_size: the target's; extra padded rows of the draft's head are cut off before the softmax.
+    """
+
+    def __init__(self, model: PreTrainedModel, vocab_size: int) -> None:
+        self.model = model
+        self.vocab_size = vocab_size
+        self._cache: RowCache
+        self._cached: list[int] = []  # positions by row whose keys and values are valid
+        self._proposed_from: list[int] = []  # the rows' lengths when they were last continued
+
+    def start(self, tokens: Tokens, capacity: int) -> None:
+        self._cache = new_cache(self.model, capacity)
+        prompts = [list(row[:-1]) for row in tokens]
+        longest = max(map(len, prompts))
+        ids_BT = self._tensor([row + [0] * (longest - len(row)) for row in prompts])
+        forward_rows(self.model, self._cache, ids_BT, [0] * len(prompts))
+        self._cached = [len(row) for row in prompts]
+
+    def propose(
+        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, streams: Streams, *, keep_logits: bool
+    ) -> Proposal:
+        lengths = [len(row) for row in tokens]
+        unread = max(length - cached for length, cached in zip(lengths, self._cached, strict=True))
+        # Rows that lag less read a few cached tokens again: the same keys and values at the same places.
+        starts = [length - unread for length in lengths]
+        ids_BT = self._tensor([row[-unread:] for row in tokens])
+        positions_B1 = self._tensor(lengths).unsqueeze(1)
+        drafted, laws, logits = [], [], []
+        for step in range(num_tokens):
+            hidden_BD = forward_rows(self.model, self._cache, ids_BT, starts)[:, -1]
+            logits_BV = head_logits(self.model, hidden_BD)[:, : self.vocab_size]
+            if sampling.temperature == 0:
+                drafted_B = logits_BV.argmax(-1)
+            else:
+                laws.append(token_law(logits_BV, sampling))
+                drafted_B = draw(laws[-1], streams.uniform(Role.DRAFT, positions_B1 + step).squeeze(1))
+            drafted.append(drafted_B)
+            if keep_logits:
+                logits.append(logits_BV)
+            ids_BT, starts = drafted_B.unsqueeze(1), [length + step for length in lengths]
+        self._proposed_from = lengths
+        self._cached = [length + num_tokens - 1 for length in lengths]
+        return Proposal(
+            tokens_BG=torch.stack(drafted, 1),
+            num_drafted=[num_tokens] * len(lengths),
+            probs_BGV=torch.stack(laws, 1) if laws else None,
+            logits_BGV=torch.stack(logits, 1) if logits else None,
+        )
+
+    def commit(self, num_accepted: Sequence[int]) -> None:
+        valid = (start + accepted for start, accepted in zip(self._proposed_from, num_accepted, strict=True))
+        self._cached = [min(cached, limit) for cached, limit in zip(self._cached, valid, strict=True)]
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        self._cache.keep_rows(rows)
+        self._cached = [self._cached[row] for row in rows]
+        self._proposed_from = [self._proposed_from[row] for row in rows]
+
+    def _tensor(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor(values, device=self.model.device)

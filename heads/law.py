@@ -1,0 +1,49 @@
+"""The law a token is drawn from: one function for plain decoding, for the target's rows and for the draft's.
+
+Lossless verification needs the same processing on all three and the exact law on the draft's side (METHODS B.4, B.5), so
+nobody else in the project turns logits into probabilities for sampling. Order: temperature, top-k, top-p.
+V vocabulary; `...` any leading dimensions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from configs.schema import SamplingConfig
+
+
+def token_law(logits: Tensor, sampling: SamplingConfig) -> Tensor:
+    """Return the probabilities `[..., V]` (float32) that logits `[..., V]` stand for under `sampling`.
+
+    Temperature 0 gives the one-hot law of the first largest logit. Top-k keeps every token that ties with the k-th; top-p
+    keeps the smallest set of most probable tokens that reaches p, and at least one.
+    """
+    logits = logits.float()
+    if sampling.temperature == 0:
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    logits = logits / sampling.temperature
+    if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
+        smallest_kept = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
+    probs = logits.softmax(-1)
+    if sampling.top_p is None or sampling.top_p == 1:
+        return probs
+    sorted_probs, order = probs.sort(dim=-1, descending=True)
+    mass_before = sorted_probs.cumsum(-1) - sorted_probs
+    dropped = torch.zeros_like(probs, dtype=torch.bool).scatter_(-1, order, mass_before >= sampling.top_p)
+    probs = probs.masked_fill(dropped, 0.0)
+    return probs / probs.sum(-1, keepdim=True)
+
+
+def draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Draw an index a row from unnormalised `weights` `[..., V]`: their distribution function inverted at `uniform` `[...]`.
+
+    Sums run in float64 and a token of weight 0 is never drawn. A row that sums to 0 is the caller's mistake.
+    """
+    cumulated = weights.double().cumsum(-1)
+    thresholds = (uniform.unsqueeze(-1) * cumulated[..., -1:]).contiguous()
+    drawn = torch.searchsorted(cumulated, thresholds, right=True).squeeze(-1)
+    # The product can round up to the total; the last token that has weight then stands for it.
+    last_with_weight = torch.searchsorted(cumulated, cumulated[..., -1:].contiguous(), right=False).squeeze(-1)
+    return torch.minimum(drawn, last_with_weight)

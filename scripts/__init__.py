@@ -1,0 +1,1 @@
+"""Tools a person runs. Nothing imports this package."""

@@ -1,0 +1,27 @@
+"""Prompts in, conversations written by the target out: `python scripts/make_data.py --config configs/data/demo.yaml`.
+
+Under `accelerate launch` several processes share the work. Interrupted, it goes on where it was.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# Run as a script, Python puts scripts/ first on the path; the project's packages lie one folder up.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from configs.command import run_command
+from configs.schema import DataConfig
+
+
+def main(config: DataConfig) -> None:
+    """Make the data set that `config` describes."""
+    # torch and transformers take seconds to import: a mistyped key is reported before that.
+    from distill.making import make_dataset
+
+    make_dataset(config)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(DataConfig, main, description="Let the target write training conversations."))

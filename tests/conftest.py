@@ -1,0 +1,80 @@
+"""Tiny real models for every test: built from a config, random, in float64 so that equality of outputs is a fair demand."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads only wait for each other
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from distill.target import Target
+from heads.identity import TargetIdentity, hash_chat_template, hash_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <end> {% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+SPECIAL = ["<pad>", "<end>", "<user>", "<assistant>", "<system>"]
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer():
+    """A word-level tokenizer of 64 tokens, w0 to w58 and the special ones, with a chat template."""
+    words = {word: index for index, word in enumerate([*SPECIAL, *(f"w{n}" for n in range(59))])}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.add_special_tokens(SPECIAL)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, chat_template=TEMPLATE, eos_token="<end>", pad_token="<pad>", unk_token="<pad>"
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_llama():
+    """A function that makes a random Llama; the same seed gives the same weights."""
+
+    def make(seed=0, vocab_size=64, layers=2, dtype=torch.float64, spread=6.0, **settings):
+        config = LlamaConfig(
+            vocab_size=vocab_size,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=settings.pop("max_position_embeddings", 256),
+            pad_token_id=None,
+            bos_token_id=None,
+            eos_token_id=None,
+            tie_word_embeddings=settings.pop("tie_word_embeddings", False),
+            **settings,
+        )
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config).to(dtype).eval()
+        with torch.no_grad():  # the default initialisation is so flat that every argmax would be a near tie
+            for parameter in model.parameters():
+                if parameter.ndim == 2:
+                    parameter.mul_(spread)
+        return model
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def as_target(tiny_tokenizer):
+    """A function that makes a target of any causal LM."""
+
+    def make(model, eos=(), name="tiny"):
+        identity = TargetIdentity(
+            name=name,
+            revision=None,
+            weights_sha256="0" * 64,
+            tokenizer_sha256=hash_tokenizer(tiny_tokenizer),
+            chat_template_sha256=hash_chat_template(tiny_tokenizer),
+        )
+        return Target(model=model, tokenizer=tiny_tokenizer, identity=identity, eos_token_ids=tuple(eos))
+
+    return make

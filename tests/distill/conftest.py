@@ -1,0 +1,54 @@
+"""A small random target over single bytes, on disk and loaded, and prompts for it."""
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from configs.schema import TargetConfig
+from distill.prompts import Prompt
+from distill.target import load_target
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer():
+    """A tokenizer of one token a byte, so that it can say anything, with a ChatML template."""
+    vocab = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", bos_token="<|im_start|>", chat_template=CHATML
+    )
+
+
+@pytest.fixture(scope="session")
+def byte_target_folder(tmp_path_factory, tiny_llama, byte_tokenizer):
+    """A model folder: a two-layer Llama with a context of 160 bytes and nearly flat laws, so that texts end now and then."""
+    folder = tmp_path_factory.mktemp("byte_target")
+    byte_tokenizer.save_pretrained(folder)
+    tiny_llama(vocab_size=len(byte_tokenizer), spread=2.0, max_position_embeddings=160).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def byte_target(byte_target_folder):
+    """That folder, loaded as a target."""
+    return load_target(TargetConfig(name=str(byte_target_folder), dtype="float32", device="cpu"))
+
+
+@pytest.fixture(scope="session")
+def make_prompts():
+    """A function that gives so many different prompts of different lengths."""
+
+    def make(count):
+        return [
+            Prompt(prompt_id=f"p{number}", category="test", turns=(f"question {number}" + "?" * (number % 7),))
+            for number in range(count)
+        ]
+
+    return make

@@ -1,0 +1,192 @@
+"""Synthetic records with a known law, and the report made of them: what the statistics and the pages are tested on."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from eval.records import AUTOREGRESSIVE, SPECULATIVE, Generation, Round, Timing
+from eval.report import PromptSet, build_report
+
+CATEGORIES = ("writing", "coding", "maths", "reasoning")
+WORDS = ("the", "draft", "is", "cheap", "and", "target", "checks", "every", "word", "at", "once", ".")
+ACCEPTANCE = {"writing": 0.55, "coding": 0.8, "maths": 0.72, "reasoning": 0.62}
+
+
+@pytest.fixture(scope="session")
+def make_round() -> Callable[..., Round]:
+    """Build a round by its counts: `make_round(3, 1)` drafted three, accepted one, and added the target's own token."""
+
+    def build(drafted: int, accepted: int, *, cut: bool = False, overlap: tuple[float, ...] | None = None) -> Round:
+        tokens = tuple(range(1, drafted + 1))
+        own = () if cut else (99,)
+        return Round(drafted=tokens, num_accepted=accepted, committed=tokens[:accepted] + own, overlap=overlap)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def make_generation() -> Callable[..., Generation]:
+    """Build a generation from its rounds; the prefill token is 0."""
+
+    def build(
+        rounds: Sequence[Round],
+        *,
+        prompt_id: str = "writing-1",
+        category: str = "writing",
+        mode: str = SPECULATIVE,
+        stop_reason: str = "length",
+    ) -> Generation:
+        tokens = (0, *(token for round_ in rounds for token in round_.committed))
+        return Generation(
+            prompt_id=prompt_id,
+            category=category,
+            mode=mode,
+            prompt_tokens=(7, 8),
+            tokens=tokens,
+            rounds=tuple(rounds),
+            stop_reason=stop_reason,
+        )
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def make_timing() -> Callable[..., Timing]:
+    """Build a timing whose phases take fixed shares of its decode time: draft 0.2, verify 0.7, sample 0.05, the rest 0.05."""
+
+    def build(
+        mode: str,
+        prompt_ids: tuple[str, ...],
+        decode_seconds: float,
+        num_tokens: int,
+        *,
+        repeat: int = 0,
+        prefill_seconds: float = 0.1,
+    ) -> Timing:
+        return Timing(
+            mode=mode,
+            repeat=repeat,
+            prompt_ids=prompt_ids,
+            num_tokens=num_tokens,
+            num_rounds=num_tokens,
+            prefill_seconds=prefill_seconds,
+            decode_seconds=decode_seconds,
+            draft_seconds=0.2 * decode_seconds,
+            verify_seconds=0.7 * decode_seconds,
+            sample_seconds=0.05 * decode_seconds,
+            measure_seconds=0.01,
+        )
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def random_generations(make_round, make_generation) -> list[Generation]:
+    """32 prompts in four categories, three drafts a round accepted by coin throws, some texts ended inside a round."""
+    dice = random.Random(0)
+    generations = []
+    for number in range(32):
+        category = CATEGORIES[number % 4]
+        rounds = []
+        for _ in range(dice.randint(10, 25)):
+            accepted = next((i for i in range(3) if dice.random() > ACCEPTANCE[category]), 3)
+            overlap = tuple(dice.uniform(0.4, 0.9) for _ in range(min(accepted + 1, 3)))
+            rounds.append(make_round(3, accepted, overlap=overlap))
+        if number % 3 == 0:
+            rounds.append(make_round(3, dice.randint(1, 3), cut=True))
+        generations.append(make_generation(rounds, prompt_id=f"{category}-{number}", category=category))
+    return generations
+
+
+@pytest.fixture(scope="session")
+def random_timings(random_generations, make_timing) -> list[Timing]:
+    """Two interleaved repeats of plain, speculative and prompt-lookup decoding, a prompt at a time."""
+    dice = random.Random(1)
+    timings = []
+    for repeat in range(2):
+        for generation in random_generations:
+            num_tokens, num_rounds = len(generation.tokens) - 1, len(generation.rounds)
+            seconds = {AUTOREGRESSIVE: 0.040 * num_tokens, SPECULATIVE: 0.058 * num_rounds, "prompt_lookup": 0.037 * num_tokens}
+            for mode, exact in seconds.items():
+                measured = exact * dice.uniform(0.97, 1.03)
+                timings.append(make_timing(mode, (generation.prompt_id,), measured, num_tokens, repeat=repeat))
+    return timings
+
+
+def spell(tokens: Sequence[int]) -> str:
+    """Turn token ids into words, as a tokenizer would."""
+    return "".join(" " + WORDS[token % len(WORDS)] for token in tokens)
+
+
+@pytest.fixture(scope="session")
+def shared_inputs(random_generations, random_timings, make_round, make_generation) -> dict:
+    """Everything `build_report` takes, for a run of 32 prompts with a prompt-lookup baseline; only for copying."""
+    lookup = [
+        make_generation(
+            [make_round(3, number % 2)] * 20, prompt_id=generation.prompt_id, category=generation.category, mode="prompt_lookup"
+        )
+        for number, generation in enumerate(random_generations)
+    ]
+    plain = [
+        make_generation(
+            [make_round(0, 0)] * (len(generation.tokens) - 1),
+            prompt_id=generation.prompt_id,
+            category=generation.category,
+            mode=AUTOREGRESSIVE,
+        )
+        for generation in random_generations
+    ]
+    return {
+        "target": {"name": "embedded:smollm2-135m-instruct", "weights_sha256": "a" * 64, "dtype": "bfloat16"},
+        "draft": {"kind": "draft_lm", "path": "runs/distill/artifact", "sha256": "b" * 64},
+        "decode": {"num_speculative_tokens": 3, "temperature": 0.0, "verification": "token", "batch_size": 1, "seed": 0},
+        "prompts": PromptSet(
+            source="eval/suites/house64.jsonl",
+            sha256="c" * 64,
+            texts={generation.prompt_id: f"Question {generation.prompt_id}: why?" for generation in random_generations},
+        ),
+        "generations": [*plain, *random_generations, *lookup],
+        "timings": random_timings,
+        "lossless": {
+            "verdict": "lossless_up_to_ties",
+            "checked_prompts": 32,
+            "divergences": [
+                {
+                    "prompt_id": "coding-1",
+                    "position": 17,
+                    "plain_token": 3,
+                    "speculative_token": 5,
+                    "logit_gap": 0.03,
+                    "tie_tolerance": 0.25,
+                }
+            ],
+        },
+        "decode_tokens": spell,
+        "hardware": {"cpu": "a test machine", "cores": 2},
+        "versions": {"python": "3.11", "torch": "2.13.0"},
+        "git": {"commit": "0123abc", "dirty": False},
+        "command": ["eval/run.py", "--config", "configs/eval/demo.yaml"],
+        "bootstrap_samples": 300,
+    }
+
+
+@pytest.fixture(scope="session")
+def shared_report(shared_inputs) -> dict:
+    """A whole report; only for copying."""
+    return build_report(**shared_inputs)
+
+
+@pytest.fixture
+def report_inputs(shared_inputs) -> dict:
+    """Everything `build_report` takes, to change at will."""
+    return copy.deepcopy(shared_inputs)
+
+
+@pytest.fixture
+def report(shared_report) -> dict:
+    """A whole report, to change at will."""
+    return copy.deepcopy(shared_report)

@@ -1,0 +1,227 @@
+"""The decoder gives what plain decoding gives, counts what it committed, and stops where it must."""
+
+import pytest
+import torch
+
+from configs.errors import InputError
+from configs.schema import DecodeConfig
+from eval.decode import Request, decode, generate
+from eval.records import SPECULATIVE
+from heads.draft_lm import DraftLM
+from heads.law import token_law
+from heads.prompt_lookup import PromptLookup
+from heads.proposer import Proposal
+
+PROMPTS = [[7, 12, 3], [20, 9, 9, 31, 5, 6], [40], [11, 12, 13, 11, 12, 13, 11, 12]]
+
+
+class Scripted:
+    """Proposes the continuation it was given, right or wrong, as far as it goes."""
+
+    def __init__(self, script):
+        self.script = script
+
+    def start(self, tokens, capacity):
+        self.begin = [len(row) - 1 for row in tokens]
+        self.alive = list(range(len(tokens)))
+
+    def propose(self, tokens, num_tokens, sampling, streams, *, keep_logits):
+        drafts = []
+        for row, number in zip(tokens, self.alive, strict=True):
+            done = len(row) - self.begin[number]
+            drafts.append(list(self.script[number][done : done + num_tokens]))
+        padded = torch.tensor([draft + [0] * (num_tokens - len(draft)) for draft in drafts])
+        return Proposal(tokens_BG=padded, num_drafted=[len(draft) for draft in drafts])
+
+    def commit(self, num_accepted):
+        self.last = list(num_accepted)
+
+    def keep_rows(self, rows):
+        self.alive = [self.alive[row] for row in rows]
+
+
+def oracle(model, prompt, num_tokens, eos=()):
+    """Greedy decoding with no cache and no batch."""
+    ids = list(prompt)
+    for _ in range(num_tokens):
+        ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+        if ids[-1] in eos:
+            break
+    return ids[len(prompt) :]
+
+
+def requests_for(prompts):
+    return [Request(prompt_id=f"p{n}", category="c", tokens=tuple(prompt)) for n, prompt in enumerate(prompts)]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_llama, as_target):
+    return as_target(tiny_llama(seed=1))
+
+
+@pytest.fixture(scope="module")
+def answers(target):
+    return [oracle(target.model, prompt, 24) for prompt in PROMPTS]
+
+
+@pytest.fixture
+def proposers(tiny_llama, target, answers):
+    """Proposers from useless to perfect, by name."""
+    wrong_every_third = [[token if n % 3 else (token + 1) % 64 for n, token in enumerate(row)] for row in answers]
+    return {
+        "another_model": DraftLM(tiny_llama(seed=2), 64),
+        "the_target_itself": DraftLM(target.model, 64),
+        "prompt_lookup": PromptLookup(target.device),
+        "script_wrong_every_third": Scripted(wrong_every_third),
+        "nothing_to_propose": Scripted([[]] * 4),
+    }
+
+
+NAMES = ["another_model", "the_target_itself", "prompt_lookup", "script_wrong_every_third", "nothing_to_propose"]
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("gamma", [1, 3, 5])
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_output_is_plain_greedy_output(target, answers, proposers, name, gamma, batch_size):
+    if name.startswith(("script", "nothing")) and batch_size == 1:
+        pytest.skip("the script goes by batch row")
+    config = DecodeConfig(num_speculative_tokens=gamma, max_new_tokens=24, batch_size=batch_size)
+    assert generate(target, PROMPTS, config, proposers[name]) == answers
+
+
+def test_plain_decoding_is_the_oracles(target, answers):
+    for batch_size in (1, 2, 4):
+        config = DecodeConfig(num_speculative_tokens=0, max_new_tokens=24, batch_size=batch_size)
+        assert generate(target, PROMPTS, config) == answers
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_a_draft_equal_to_the_target_is_always_accepted(target, temperature, verification):
+    config = DecodeConfig(num_speculative_tokens=4, max_new_tokens=21, temperature=temperature, verification=verification)
+    generations, _ = decode(target, requests_for(PROMPTS), config, DraftLM(target.model, 64), measure_overlap=True)
+    rounds = [round_ for generation in generations for round_ in generation.rounds]
+    assert all(round_.num_accepted == len(round_.drafted) for round_ in rounds)
+    assert all(overlap == pytest.approx(1.0, abs=1e-5) for round_ in rounds for overlap in round_.overlap)
+
+
+def test_rounds_hold_exactly_the_tokens_after_the_first(target, tiny_llama):
+    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=20)
+    generations, timing = decode(target, requests_for(PROMPTS), config, DraftLM(tiny_llama(seed=2), 64), mode=SPECULATIVE)
+    for generation in generations:
+        committed = [token for round_ in generation.rounds for token in round_.committed]
+        assert list(generation.tokens[1:]) == committed
+        assert generation.stop_reason == "length"
+        assert len(generation.tokens) == 20
+    assert timing.num_tokens == 4 * 19
+    assert timing.num_rounds == sum(len(generation.rounds) for generation in generations)
+
+
+@pytest.mark.parametrize("where", range(1, 8))
+def test_end_of_text_in_any_slot_of_a_block_ends_the_answer_there(tiny_llama, as_target, answers, where):
+    end = answers[0][where]
+    if end in answers[0][:where]:
+        pytest.skip("the token occurs earlier")
+    target = as_target(tiny_llama(seed=1), eos=(end,))
+    config = DecodeConfig(num_speculative_tokens=5, max_new_tokens=24)
+    (generation,), _ = decode(target, requests_for(PROMPTS[:1]), config, Scripted([answers[0]]))
+    assert list(generation.tokens) == answers[0][: where + 1]
+    assert generation.stop_reason == "eos"
+    last = generation.rounds[-1]
+    assert last.committed[-1] == end
+    assert last.num_accepted == len([token for token in last.drafted[: len(last.committed)] if token in last.committed])
+
+
+@pytest.mark.parametrize("max_new_tokens", range(1, 9))
+def test_the_answer_is_never_longer_than_asked_and_no_draft_is_wasted_beyond(target, answers, max_new_tokens):
+    config = DecodeConfig(num_speculative_tokens=4, max_new_tokens=max_new_tokens)
+    (generation,), _ = decode(target, requests_for(PROMPTS[:1]), config, Scripted([answers[0]]))
+    assert list(generation.tokens) == answers[0][:max_new_tokens]
+    assert all(len(round_.drafted) == len(round_.committed) - 1 for round_ in generation.rounds)
+
+
+def test_decoding_stops_at_the_end_of_the_context(tiny_llama, as_target):
+    target = as_target(tiny_llama(seed=1, max_position_embeddings=16))
+    config = DecodeConfig(num_speculative_tokens=4, max_new_tokens=100)
+    (generation,), _ = decode(target, requests_for([[5] * 10]), config, DraftLM(target.model, 64))
+    assert generation.stop_reason == "context"
+    assert len(generation.tokens) == 6
+
+
+@pytest.mark.parametrize("prompt", [[], [3] * 256, [3] * 300])
+def test_a_prompt_that_cannot_be_continued_is_refused(target, prompt):
+    with pytest.raises(InputError, match="prompt p0"):
+        decode(target, requests_for([prompt]), DecodeConfig())
+
+
+@pytest.mark.parametrize("verification", ["token", "block", "match"])
+def test_a_request_gets_the_same_sampled_tokens_in_any_batch(target, tiny_llama, verification):
+    config = DecodeConfig(
+        num_speculative_tokens=3, max_new_tokens=16, temperature=1.0, top_k=20, top_p=0.9, verification=verification
+    )
+    draft = DraftLM(tiny_llama(seed=2), 64)
+    together, _ = decode(target, requests_for(PROMPTS), config, draft)
+    alone = [decode(target, [request], config, draft)[0][0] for request in requests_for(PROMPTS)]
+    assert [generation.tokens for generation in together] == [generation.tokens for generation in alone]
+
+
+def test_sample_and_match_draws_the_very_tokens_of_plain_sampling(target):
+    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=24, temperature=1.0, verification="match")
+    plain, _ = decode(target, requests_for(PROMPTS), config)
+    matched, _ = decode(target, requests_for(PROMPTS), config, PromptLookup(target.device))
+    assert [generation.tokens for generation in matched] == [generation.tokens for generation in plain]
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_sampled_pairs_of_tokens_follow_the_targets_law(tiny_llama, as_target, verification):
+    model = tiny_llama(seed=4, vocab_size=4, dtype=torch.float32, spread=3.0)
+    draft = tiny_llama(seed=5, vocab_size=4, dtype=torch.float32, spread=3.0)
+    target = as_target(model)
+    # The first token comes from the prefill; tokens 2 and 3 come from the first round.
+    config = DecodeConfig(num_speculative_tokens=2, max_new_tokens=3, temperature=1.2, top_p=0.95, verification=verification)
+    number = 6000
+    requests = [Request(prompt_id=str(n), category="", tokens=(1, 2)) for n in range(number)]
+    generations, _ = decode(target, requests, config, DraftLM(draft, 4))
+    counts = torch.zeros(4, 4, 4)
+    for generation in generations:
+        counts[generation.tokens] += 1
+    expected = number * exact_law(model, (1, 2), 3, config)
+    assert (counts[expected == 0] == 0).all()
+    seen = expected > 0
+    statistic = float(((counts - expected)[seen] ** 2 / expected[seen]).sum())
+    degrees = int(seen.sum()) - 1
+    assert statistic < degrees + 4 * (2 * degrees) ** 0.5  # about one false alarm in 10,000
+
+
+def exact_law(model, prompt, num_tokens, config):
+    """The joint probabilities of all continuations."""
+    if num_tokens == 0:
+        return torch.tensor(1.0)
+    law = token_law(model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, -1].detach(), config)
+    return torch.stack([law[token] * exact_law(model, (*prompt, token), num_tokens - 1, config) for token in range(4)])
+
+
+def test_a_request_whose_logits_are_not_finite_fails_alone(tiny_llama, as_target):
+    model = tiny_llama(seed=1)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[40] = float("nan")
+    target = as_target(model)
+    config = DecodeConfig(num_speculative_tokens=2, max_new_tokens=8)
+    healthy = [[7, 12, 3], [20, 9]]
+    alone, _ = decode(target, requests_for(healthy), config, PromptLookup(target.device))
+    mixed, _ = decode(target, requests_for([*healthy, [40]]), config, PromptLookup(target.device))
+    assert [generation.stop_reason for generation in mixed] == [*(each.stop_reason for each in alone), "non_finite"]
+    assert [generation.tokens for generation in mixed[:2]] == [generation.tokens for generation in alone]
+
+
+def test_a_draft_with_padded_rows_in_its_vocabulary_still_decodes_losslessly(target, answers, tiny_llama):
+    padded = DraftLM(tiny_llama(seed=2, vocab_size=80), 64)
+    smaller = DraftLM(tiny_llama(seed=2, vocab_size=50), 50)
+    for draft in (padded, smaller):
+        config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=24, batch_size=4)
+        if draft is padded:
+            assert generate(target, PROMPTS, config, draft) == answers
+    sampled = DecodeConfig(num_speculative_tokens=3, max_new_tokens=12, temperature=1.0)
+    generations, _ = decode(target, requests_for(PROMPTS), sampled, padded)
+    assert all(token < 64 for generation in generations for round_ in generation.rounds for token in round_.drafted)

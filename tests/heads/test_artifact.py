@@ -1,0 +1,113 @@
+"""An artifact round-trips, loads in transformers as it is, and refuses what it was not made for."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from configs.errors import InputError
+from heads.artifact import METADATA_FILE, Metadata, load_draft, read_metadata, save_draft_lm
+
+
+@pytest.fixture
+def target(tiny_llama, as_target):
+    return as_target(tiny_llama(seed=1, dtype=torch.float32))
+
+
+@pytest.fixture
+def draft(tiny_llama):
+    return tiny_llama(seed=2, layers=1, dtype=torch.float32)
+
+
+@pytest.fixture
+def metadata(target):
+    return Metadata(
+        kind="draft_lm",
+        target=target.identity.to_dict(),
+        draft_vocab_size=64,
+        num_speculative_tokens=3,
+        training={"loss": {"divergence": "forward_kl"}},
+        provenance={"step": 7},
+    )
+
+
+@pytest.fixture
+def folder(tmp_path, draft, target, metadata):
+    save_draft_lm(tmp_path / "artifact", draft, target.tokenizer, metadata)
+    return tmp_path / "artifact"
+
+
+def test_it_comes_back_as_it_was_written(folder, target, draft, metadata):
+    loaded = load_draft(folder, target.identity, target.model)
+    assert loaded.metadata == metadata
+    assert loaded.warnings == []
+    assert loaded.num_parameters == sum(parameter.numel() for parameter in draft.parameters())
+    for name, tensor in draft.state_dict().items():
+        assert torch.equal(loaded.proposer.model.state_dict()[name], tensor)
+
+
+def test_transformers_loads_it_as_it_is_and_assists_with_it(folder, target):
+    assistant = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert AutoTokenizer.from_pretrained(folder).get_vocab() == target.tokenizer.get_vocab()
+    ids = torch.tensor([[5, 9, 6]])
+    plain = target.model.generate(ids, max_new_tokens=8, do_sample=False)
+    assisted = target.model.generate(ids, max_new_tokens=8, do_sample=False, assistant_model=assistant)
+    assert torch.equal(plain, assisted)
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [("weights_sha256", "target weights"), ("chat_template_sha256", "chat template")],
+)
+def test_another_target_is_refused_and_can_be_allowed_with_a_warning(folder, target, field, words):
+    other = dataclasses.replace(target.identity, **{field: "1" * 64})
+    with pytest.raises(InputError, match=words):
+        load_draft(folder, other, target.model)
+    assert words in load_draft(folder, other, target.model, allow_target_mismatch=True).warnings[0]
+
+
+def test_another_tokenizer_is_refused_whatever_is_allowed(folder, target):
+    other = dataclasses.replace(target.identity, tokenizer_sha256="1" * 64)
+    with pytest.raises(InputError, match="tokenizer"):
+        load_draft(folder, other, target.model, allow_target_mismatch=True)
+
+
+def test_a_folder_without_metadata_is_no_artifact(tmp_path):
+    with pytest.raises(InputError, match="is no artifact"):
+        read_metadata(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"format_version": 2}, "format_version"),
+        ({"kind": "crystal_ball"}, "kind"),
+        ({"surprise": 1}, "surprise"),
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens"),
+        ({"target": {}}, "identity lacks"),
+    ],
+)
+def test_wrong_metadata_is_named(folder, target, change, words):
+    path = folder / METADATA_FILE
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(InputError, match=words):
+        load_draft(folder, target.identity, target.model)
+
+
+def test_truncated_weights_are_refused_in_one_sentence(folder, target):
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(InputError, match="is damaged"):
+        load_draft(folder, target.identity, target.model)
+
+
+def test_nothing_half_written_is_left_when_saving_fails(tmp_path, draft, target, metadata, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(draft, "save_pretrained", fail)
+    with pytest.raises(OSError, match="no space"):
+        save_draft_lm(tmp_path / "artifact", draft, target.tokenizer, metadata)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,100 @@
+"""Random numbers by counter, and the law tokens are drawn from."""
+
+import pytest
+import torch
+
+from configs.schema import SamplingConfig
+from heads.law import draw, token_law
+from heads.streams import Role, Streams
+
+CPU = torch.device("cpu")
+
+
+def test_numbers_are_uniform_and_uncorrelated_over_positions_requests_and_roles():
+    streams = Streams(0, range(200), CPU)
+    positions = torch.arange(200).expand(200, 200)
+    numbers = {role: streams.uniform(role, positions) for role in Role}
+    for values in numbers.values():
+        assert values.min() >= 0
+        assert values.max() < 1
+        counts = torch.histc(values.float(), 20, 0, 1)
+        assert float(((counts - 2000) ** 2 / 2000).sum()) < 19 + 4 * (2 * 19) ** 0.5
+        for one, other in ((values[:, 1:], values[:, :-1]), (values[1:], values[:-1])):
+            assert abs(float(torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1])) < 0.02
+    table = torch.stack([values.flatten() for values in numbers.values()])
+    assert (torch.corrcoef(table) - torch.eye(4)).abs().max() < 0.02
+
+
+def test_a_request_gets_the_same_numbers_wherever_it_stands():
+    positions = torch.arange(5).expand(3, 5)
+    one = Streams(3, [10, 20, 30], CPU)
+    other = Streams(3, [30, 10], CPU)
+    assert torch.equal(one.uniform(Role.DRAFT, positions)[0], other.uniform(Role.DRAFT, positions[:2])[1])
+    one.keep_rows([2])
+    assert torch.equal(one.uniform(Role.DRAFT, positions[:1])[0], other.uniform(Role.DRAFT, positions[:2])[0])
+
+
+def test_seed_position_and_role_each_change_the_number():
+    position = torch.tensor([[4]])
+    base = Streams(0, [1], CPU).uniform(Role.ACCEPT, position)
+    assert base != Streams(1, [1], CPU).uniform(Role.ACCEPT, position)
+    assert base != Streams(0, [1], CPU).uniform(Role.ACCEPT, position + 1)
+    assert base != Streams(0, [1], CPU).uniform(Role.RESIDUAL, position)
+
+
+def naive_law(logits, temperature, top_k, top_p):
+    """One row, plain Python, float64."""
+    values = [value / temperature for value in logits]
+    order = sorted(range(len(values)), key=lambda index: -values[index])
+    kept = order if top_k is None else [index for index in order if values[index] >= values[order[top_k - 1]]]
+    weights = {index: torch.tensor(values[index], dtype=torch.float64).exp().item() for index in kept}
+    total = sum(weights.values())
+    if top_p is not None:
+        chosen, mass = {}, 0.0
+        for index in kept:
+            if mass >= top_p:
+                break
+            chosen[index] = weights[index]
+            mass += weights[index] / total
+        weights, total = chosen, sum(chosen.values())
+    return [weights.get(index, 0.0) / total for index in range(len(values))]
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(1.0, None, None), (0.5, 3, None), (1.3, None, 0.7), (0.9, 5, 0.6)]
+)
+def test_the_law_is_the_naive_one(temperature, top_k, top_p):
+    logits = torch.randn(6, 12, generator=torch.Generator().manual_seed(2))
+    law = token_law(logits, SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p))
+    expected = torch.tensor([naive_law(row, temperature, top_k, top_p) for row in logits.tolist()])
+    torch.testing.assert_close(law, expected.float(), atol=1e-6, rtol=1e-5)
+
+
+def test_temperature_zero_is_one_hot_and_low_temperature_approaches_it():
+    logits = torch.tensor([[0.1, 2.0, 1.9]])
+    greedy = token_law(logits, SamplingConfig(temperature=0.0))
+    assert greedy.tolist() == [[0.0, 1.0, 0.0]]
+    torch.testing.assert_close(token_law(logits, SamplingConfig(temperature=0.001)), greedy)
+
+
+def test_top_k_beyond_the_vocabulary_and_a_tiny_top_p_are_harmless():
+    logits = torch.tensor([[0.0, 1.0, 0.5]])
+    plain = token_law(logits, SamplingConfig(temperature=1.0))
+    assert torch.equal(token_law(logits, SamplingConfig(temperature=1.0, top_k=99)), plain)
+    assert token_law(logits, SamplingConfig(temperature=1.0, top_p=1e-9)).tolist() == [[0.0, 1.0, 0.0]]
+
+
+def test_draws_invert_the_distribution_function_exactly():
+    weights = torch.tensor([0.0, 2.0, 0.0, 1.0, 1.0, 0.0])
+    uniform = torch.tensor([0.0, 0.25, 0.4999, 0.5, 0.74, 0.75, 0.999999], dtype=torch.float64)
+    drawn = draw(weights.expand(7, 6), uniform)
+    assert drawn.tolist() == [1, 1, 1, 3, 3, 4, 4]
+
+
+def test_a_token_of_weight_zero_is_never_drawn_even_at_the_edge_of_one():
+    weights = torch.rand(50, 40, generator=torch.Generator().manual_seed(0))
+    weights[:, 25:] = 0
+    weights[:, 0] = 0
+    for uniform in (0.0, 1.0 - 2.0**-53):
+        drawn = draw(weights, torch.full((50,), uniform, dtype=torch.float64))
+        assert (weights.gather(1, drawn.unsqueeze(1)) > 0).all()

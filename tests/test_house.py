@@ -1,0 +1,205 @@
+"""The house as a whole: names, recipes, the README's commands, the entries run as scripts, the set-up on a bare machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from configs.dialect import parse_yaml
+from configs.loading import load_config
+from configs.schema import DataConfig, DistillConfig, EvalConfig, GateConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+SCHEMAS = {"data": DataConfig, "distill": DistillConfig, "eval": EvalConfig, "gates": GateConfig}
+OTHER_TOOLS = {"accelerate", "deepspeed"}  # their files are YAML, and checked by the tool itself
+RECIPES = sorted((ROOT / "configs").glob("*/*.yaml"))
+# The design fixes these two names; each entry puts the checkout's root first on sys.path, and is run as a script below.
+FIXED_NAMES = {"train/distill.py", "train/heads.py"}
+# Optional packages that others look for by name, installed or not: transformers and accelerate probe for some of these.
+OPTIONAL = {"deepspeed", "evaluate", "mlflow", "sglang", "speculators", "trackio", "trl", "vllm", "wandb"}
+ENTRIES = {
+    "train/distill.py": [],
+    "eval/run.py": [],
+    "eval/gate.py": ["report.json"],
+    "scripts/make_data.py": [],
+}
+
+
+def relative(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("folder", ["train", "eval", "scripts"])
+def test_no_script_bears_the_name_of_another_module(folder):
+    # A script's folder comes first on sys.path, so that `queue.py` beside it would be imported instead of the standard one.
+    taken = sys.stdlib_module_names | metadata.packages_distributions().keys() | OPTIONAL
+    files = [path for path in (ROOT / folder).glob("*.py") if relative(path) not in FIXED_NAMES]
+    assert files
+    assert [relative(path) for path in files if path.stem in taken] == []
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=relative)
+def test_every_recipe_loads_under_the_schema_of_its_folder(recipe):
+    folder = recipe.parent.name
+    if folder in OTHER_TOOLS:
+        assert isinstance(parse_yaml(recipe.read_text(encoding="utf-8"), str(recipe)), dict)
+    else:
+        assert isinstance(load_config(SCHEMAS[folder], recipe), SCHEMAS[folder])
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=relative)
+def test_every_recipe_opens_with_its_launch_line(recipe):
+    lines = recipe.read_text(encoding="utf-8").splitlines()
+    opening = lines[: next(number for number, line in enumerate(lines) if not line.startswith("#"))]
+    launches = [line for line in opening if re.search(r"\b(python|accelerate launch) ", line) and relative(recipe) in line]
+    assert launches, f"{relative(recipe)} does not open with a comment that holds the command it is for"
+    for launch in launches:
+        assert missing_from(launch.lstrip("# ")) == []
+
+
+def test_every_command_in_the_readme_exists():
+    blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    commands = [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.strip()]
+    assert commands
+    assert [(command, missing_from(command)) for command in commands if missing_from(command)] == []
+
+
+@pytest.mark.parametrize(
+    ("command", "missing"),
+    [
+        ("make test # the suite", []),
+        ("make nosuch && make test", ["make nosuch"]),
+        ("python eval/nosuch.py --config configs/accelerate/nosuch.yaml", ["eval/nosuch.py", "configs/accelerate/nosuch.yaml"]),
+        ("python eval/gate.py runs/eval/report.json --config runs/mine.yaml", []),
+    ],
+)
+def test_the_search_for_missing_things_in_a_command_finds_them(command, missing):
+    assert missing_from(command) == missing
+
+
+def missing_from(command: str) -> list[str]:
+    """Name the make targets, scripts and config files of a shell command that are not there; outputs under runs/ are exempt."""
+    targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    words = shlex.split(command, comments=True)
+    pairs = list(zip(["", *words], words, strict=False))
+    made = [word for before, word in pairs if before == "make"]
+    paths = [word for before, word in pairs if word.endswith(".py") or before in ("--config", "--config_file")]
+    return [f"make {target}" for target in made if target not in targets] + [
+        path for path in paths if not path.startswith("runs/") and not (ROOT / path).is_file()
+    ]
+
+
+def run_entry(entry, folder, *arguments):
+    command = [sys.executable, str(ROOT / entry), *ENTRIES[entry], *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_each_entry_runs_as_a_script_from_another_folder(entry, tmp_path):
+    done = run_entry(entry, tmp_path, "--help")
+    assert done.returncode == 0, done.stderr
+    assert "--config FILE" in done.stdout
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_each_entry_answers_an_unknown_key_with_one_line_and_code_2(entry, tmp_path):
+    done = run_entry(entry, tmp_path, "--set", "nosuch.key=1")
+    assert done.returncode == 2, done.stderr
+    assert re.fullmatch(r"error: --set nosuch\.key: unknown key 'nosuch'; the nearest known key is '\w+'\n", done.stderr)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_config_is_read_and_checked_without_importing_torch():
+    modules = "configs.command, configs.loading, configs.provenance, configs.schema"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+# --- set-up -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bare_machine(tmp_path):
+    """Return a function that runs set-up with a stand-in for pip, and gives its result and the calls that pip got.
+
+    The stand-in notes its arguments and answers a dry run with the names of the packages that pip would install.
+    """
+    for name in ("scripts/setup.sh", "constraints.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for tool in ("dirname", "grep"):
+        (tools / tool).symlink_to(shutil.which(tool))
+    interpreter = tmp_path / ".venv" / "bin" / "python"
+    interpreter.parent.mkdir(parents=True)
+    script = '#!/bin/sh\necho "$*" >> calls\ncase "$*" in *--dry-run*) echo "$PLAN" ;; esac\n'
+    _write_tool(interpreter, script)
+
+    def run(plan: str, *, gpu: bool = False, **environment: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+        if gpu:
+            _write_tool(tools / "nvidia-smi", "#!/bin/sh\n")
+        variables = {"PATH": str(tools), "PYTHON": sys.executable, "PLAN": plan, **environment}
+        done = subprocess.run(
+            [shutil.which("sh"), "scripts/setup.sh"], cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
+        )
+        calls = (tmp_path / "calls").read_text().splitlines()
+        return done, [call.partition(" install ")[2] for call in calls if " install " in call]
+
+    return run
+
+
+CPU_PLAN = '{"install": [{"metadata": {"name": "torch"}}]}'
+CUDA_PLAN = '{"install": [{"metadata": {"name": "torch"}}, {"metadata": {"name": "nvidia-cublas"}}]}'
+THE_REST = "-c constraints.txt -e .[dev]"
+
+
+def test_without_a_gpu_torch_is_installed_first_by_its_exact_pin(bare_machine):
+    done, installs = bare_machine(CPU_PLAN)
+    assert done.returncode == 0, done.stderr
+    assert installs[0].startswith("--quiet --dry-run ")
+    assert re.fullmatch(r"torch==[0-9.]+", installs[1])
+    assert installs[2:] == [THE_REST]
+
+
+def test_without_a_gpu_a_cuda_build_is_refused_before_anything_is_installed(bare_machine):
+    done, installs = bare_machine(CUDA_PLAN)
+    assert done.returncode == 2
+    assert "TORCH_INDEX_URL" in done.stderr
+    assert len(installs) == 1
+    assert "--dry-run" in installs[0]
+
+
+def test_the_index_for_torch_comes_from_the_environment_only(bare_machine):
+    done, installs = bare_machine(CUDA_PLAN, TORCH_INDEX_URL="https://example.org/cpu")
+    assert done.returncode == 0, done.stderr
+    assert installs[0].startswith("--index-url https://example.org/cpu torch==")
+    assert installs[1:] == [THE_REST]
+
+
+@pytest.mark.parametrize(("machine", "asked_first"), [({"gpu": True}, False), ({"ALLOW_CUDA": "1"}, True)])
+def test_a_cuda_build_is_taken_where_there_is_a_gpu_or_where_it_is_asked_for(bare_machine, machine, asked_first):
+    done, installs = bare_machine(CUDA_PLAN, **machine)
+    assert done.returncode == 0, done.stderr
+    assert installs[-1] == THE_REST
+    assert ("--dry-run" in installs[0]) is asked_first
+
+
+def test_every_dependency_of_the_project_is_pinned():
+    pins = {line.partition("==")[0].lower().replace("_", "-") for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    required = [re.match(r"[\w-]+", line).group().lower() for line in metadata.requires("draftsmith") if "cluster" not in line]
+    assert required
+    assert [name for name in required if name not in pins] == []
+
+
+def _write_tool(path: Path, script: str) -> None:
+    path.write_text(script)
+    os.chmod(path, 0o755)

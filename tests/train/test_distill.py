@@ -1,0 +1,170 @@
+"""The training run: it learns, it resumes bit for bit, it keeps the draft that decodes best, it stops on a bad loss."""
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from configs.errors import InputError
+from configs.schema import DecodeConfig, DistillConfig, HeldOutDecodingConfig, OptimizerConfig, ScheduleConfig, StudentConfig
+from distill.batches import ConversationDataset, make_loader
+from distill.conversations import Conversation
+from train.checkpoints import list_checkpoints
+from train.draft_task import DraftTask
+from train.launch import make_accelerator
+from train.loop import make_optimizer, train
+
+
+@pytest.fixture
+def target(tiny_llama, as_target):
+    return as_target(tiny_llama(seed=1, dtype=torch.float32, layers=3))
+
+
+@pytest.fixture
+def rows(target):
+    """Conversations in the target's own words."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(5, 64, (24, 6), generator=generator)
+    answers = target.model.generate(prompts, max_new_tokens=12, do_sample=False, attention_mask=torch.ones_like(prompts))
+    return [
+        Conversation(
+            prompt_id=f"p{number}",
+            category="c",
+            turn=0,
+            messages=(),
+            prompt_ids=tuple(row[:6]),
+            answer_ids=tuple(row[6 : 10 + number % 8]),
+            ended=False,
+        )
+        for number, row in enumerate(answers.tolist())
+    ]
+
+
+def config_for(folder, **schedule):
+    defaults = {
+        "batch_size": 4,
+        "max_steps": 10,
+        "mixed_precision": "no",
+        "log_every_steps": 2,
+        "eval_every_steps": 5,
+        "checkpoint_every_steps": 5,
+        "trackers": [],
+    }
+    return DistillConfig(
+        student=StudentConfig(layers=[0, 2]),
+        optimizer=OptimizerConfig(learning_rate=3e-3),
+        schedule=ScheduleConfig(**defaults | schedule),
+        held_out=HeldOutDecodingConfig(num_prompts=3, decode=DecodeConfig(max_new_tokens=10, num_speculative_tokens=2)),
+        output=str(folder),
+    )
+
+
+def run(config, target, rows, stop_after=None):
+    accelerator = make_accelerator(config.schedule, Path(config.output))
+    task = DraftTask(config, target, rows[:3], accelerator)
+    if stop_after is not None:
+        plain, calls = task.loss, []
+
+        def loss(*args):
+            if len(calls) == stop_after:
+                raise KeyboardInterrupt
+            calls.append(1)
+            return plain(*args)
+
+        task.loss = loss
+    loader = make_loader(ConversationDataset(rows, 64), config.schedule.batch_size, seed=config.schedule.seed)
+    train(task, loader, config.optimizer, config.schedule, accelerator, Path(config.output), config.model_dump(mode="json"))
+    return {name: tensor.clone() for name, tensor in task.module.state_dict().items()}
+
+
+def test_ten_steps_equal_five_then_a_resume_and_five_bit_for_bit(tmp_path, target, rows):
+    whole = run(config_for(tmp_path / "whole"), target, rows)
+    with pytest.raises(KeyboardInterrupt):
+        run(config_for(tmp_path / "parts"), target, rows, stop_after=7)
+    assert [path.name for path in list_checkpoints(tmp_path / "parts" / "checkpoints")] == ["step-00000005"]
+    resumed = run(config_for(tmp_path / "parts"), target, rows)
+    assert whole.keys() == resumed.keys()
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, resumed[name]), name
+
+
+def test_a_checkpoint_of_another_config_is_refused(tmp_path, target, rows):
+    run(config_for(tmp_path, max_steps=5), target, rows)
+    with pytest.raises(InputError, match="another config"):
+        run(config_for(tmp_path, max_steps=5, batch_size=3), target, rows)
+
+
+def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path, target, rows):
+    run(config_for(tmp_path, max_steps=5), target, rows)
+    (newest,) = list_checkpoints(tmp_path / "checkpoints")
+    (newest / "model.safetensors").write_bytes(b"not a tensor")
+    with pytest.raises(InputError, match="step-00000005"):
+        run(config_for(tmp_path, max_steps=10), target, rows)
+
+
+def test_accumulated_micro_batches_give_the_step_of_one_large_batch(tmp_path, target, rows):
+    large = run(config_for(tmp_path / "large", batch_size=8, max_steps=1, eval_every_steps=None), target, rows[:8])
+    small = run(
+        config_for(tmp_path / "small", batch_size=2, gradient_accumulation_steps=4, max_steps=1, eval_every_steps=None),
+        target,
+        rows[:8],
+    )
+    for name, tensor in large.items():
+        torch.testing.assert_close(small[name], tensor, rtol=1e-3, atol=2e-5, msg=name)
+
+
+def test_training_brings_the_draft_closer_to_the_target(tmp_path, target, rows):
+    config = config_for(tmp_path, max_steps=60, eval_every_steps=20)
+    run(config, target, rows)
+    accelerator = Accelerator()
+    before = DraftTask(config, target, rows[:3], accelerator).evaluate(DraftTask(config, target, rows[:3], accelerator).module)
+    provenance = json.loads((tmp_path / "artifact" / "draftsmith.json").read_text())["provenance"]
+    assert provenance["held_out"]["tokens_per_target_step"] > before["tokens_per_target_step"] + 0.2
+
+
+def test_the_artifact_is_the_best_draft_not_the_last(tmp_path, target, rows, monkeypatch):
+    scores = iter([1.5, 2.5, 2.0])
+    monkeypatch.setattr(DraftTask, "evaluate", lambda *_: {"tokens_per_target_step": next(scores)})
+    run(config_for(tmp_path, max_steps=15), target, rows)
+    provenance = json.loads((tmp_path / "artifact" / "draftsmith.json").read_text())["provenance"]
+    assert (provenance["step"], provenance["held_out"]["tokens_per_target_step"]) == (10, 2.5)
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_step_and_says_where(tmp_path, target, rows):
+    config = config_for(tmp_path)
+    accelerator = make_accelerator(config.schedule, tmp_path)
+    task = DraftTask(config, target, rows[:3], accelerator)
+    with torch.no_grad():
+        task.module.draft.model.norm.weight[0] = math.inf
+    before = {name: tensor.clone() for name, tensor in task.module.state_dict().items()}
+    loader = make_loader(ConversationDataset(rows, 64), 4, seed=0)
+    with pytest.raises(RuntimeError, match=r"step 1 .* was not taken"):
+        train(task, loader, config.optimizer, config.schedule, accelerator, tmp_path, config.model_dump(mode="json"))
+    after = task.module.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_learning_rate_warms_up_and_falls_to_its_final_share():
+    module = torch.nn.Linear(3, 3)
+    optimizer, scheduler = make_optimizer(module, OptimizerConfig(learning_rate=1.0, warmup_share=0.1, final_share=0.2), 100)
+    rates = []
+    for _ in range(100):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    assert all(later <= earlier for earlier, later in pairwise(rates[10:]))
+    assert rates[-1] == pytest.approx(0.2, abs=0.01)
+
+
+def test_vectors_are_not_decayed():
+    module = torch.nn.Linear(3, 3)
+    optimizer, _ = make_optimizer(module, OptimizerConfig(weight_decay=0.1), 10)
+    assert {group["weight_decay"]: [tuple(p.shape) for p in group["params"]] for group in optimizer.param_groups} == {
+        0.1: [(3, 3)],
+        0.0: [(3,)],
+    }

@@ -1,0 +1,1 @@
+"""Training: the entries for `accelerate launch`, the one training loop, checkpointing."""

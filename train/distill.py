@@ -1,0 +1,28 @@
+"""Distil a target into a small draft model.
+
+    accelerate launch train/distill.py --config configs/distill/demo.yaml
+
+Writes OUTPUT/artifact (the best draft by tokens per target step on held-out prompts), checkpoints, trackers and run.json.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# A script's own folder comes first on sys.path; `import distill` would find this very file. The checkout's root must lead.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from configs.command import run_command
+from configs.schema import DistillConfig
+
+
+def main(config: DistillConfig) -> int:
+    """Load the target and the conversations, train, and say what came out."""
+    from train.launch import run_distillation
+
+    return run_distillation(config)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(DistillConfig, main, description=__doc__))

@@ -1,0 +1,64 @@
+"""What the training entries do once their config is loaded: accelerate, target, data, task, loop."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration, set_seed
+
+from configs.command import DONE
+from configs.provenance import write_run_record
+from configs.schema import DistillConfig, ScheduleConfig
+from distill.batches import ConversationDataset, make_loader
+from distill.conversations import check_written_for, read_conversations
+from distill.target import load_target
+from train.draft_task import DraftTask
+from train.loop import train
+
+log = logging.getLogger("draftsmith")
+
+
+def run_distillation(config: DistillConfig) -> int:
+    """Distil as configured; see `train/distill.py`."""
+    accelerator = make_accelerator(config.schedule, Path(config.output))
+    train_path, held_out_path = Path(config.data.train), Path(config.data.held_out)
+    train_rows, held_out_rows = read_conversations(train_path), read_conversations(held_out_path)
+    target = load_target(config.target.model_copy(update={"device": str(accelerator.device)}))
+    for difference in check_written_for(train_path, target.identity):
+        log.warning(
+            "%s was written by a target with other %s; drafts learn best from the target's own answers", train_path, difference
+        )
+    dataset = ConversationDataset(train_rows, config.data.max_length)
+    if dataset.num_dropped:
+        log.info(
+            "%d conversations have no answer within %d tokens and were dropped", dataset.num_dropped, config.data.max_length
+        )
+    loader = make_loader(dataset, config.schedule.batch_size, seed=config.schedule.seed)
+    task = DraftTask(config, target, held_out_rows, accelerator)
+    if accelerator.is_main_process:
+        write_run_record(Path(config.output), config)
+    outcome = train(
+        task, loader, config.optimizer, config.schedule, accelerator, Path(config.output), config.model_dump(mode="json")
+    )
+    log.info(
+        "done: %d steps in %.0f s; best tokens per target step on held-out prompts %.3f, at step %d; artifact in %s",
+        outcome.steps,
+        outcome.seconds,
+        outcome.best_score,
+        outcome.best_step,
+        Path(config.output) / "artifact",
+    )
+    return DONE
+
+
+def make_accelerator(schedule: ScheduleConfig, output: Path) -> Accelerator:
+    """Return the accelerator of a training run, everything random seeded."""
+    set_seed(schedule.seed)
+    return Accelerator(
+        mixed_precision=schedule.mixed_precision,
+        log_with=list(schedule.trackers) or None,
+        project_config=ProjectConfiguration(project_dir=str(output), logging_dir=str(output / "trackers")),
+        step_scheduler_with_optimizer=False,
+    )
