@@ -3,7 +3,7 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench bench-decode clean
+.PHONY: help setup demo test check bench bench-decode tables clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -31,6 +31,9 @@ bench: bench-decode ## every side-by-side measurement
 
 bench-decode: setup ## the decoder against transformers' assisted generation, into docs/results/decode.json
 	$(PY) scripts/bench_decode.py
+
+tables: setup ## fill the README's tables from docs/results/
+	$(PY) scripts/results_table.py
 
 clean: ## remove .venv and the tools' caches; runs/ and the downloads in .cache/ stay
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

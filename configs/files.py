@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -15,13 +16,17 @@ from configs.errors import InputError
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file beside its place, sync it to disk, then rename it over `path`.
+    """Write a text file; see `write_bytes`."""
+    write_bytes(path, text.encode("utf-8", errors="backslashreplace"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file beside its place, sync it to disk, then rename it over `path`.
 
     Raises:
         InputError: the folder cannot be made or written.
     """
     scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    content = text.encode("utf-8", errors="backslashreplace")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -39,6 +44,19 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON; NaN and infinities are refused."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes, in hex.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 @contextmanager

@@ -157,7 +157,8 @@ class BucketedBatchSampler(Sampler[list[int]]):
 def make_loader(dataset: ConversationDataset, batch_size: int, *, seed: int) -> DataLoader[Batch]:
     """Return a loader that accelerate can prepare; call `set_epoch` on its `batch_sampler` (or on the prepared loader)."""
     sampler = BucketedBatchSampler(dataset.lengths, batch_size, seed=seed)
-    return DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)  # type: ignore[arg-type]
+    # A generator of its own: a loader without one draws from torch's at each epoch, and a resumed run would draw once more.
+    return DataLoader(dataset, batch_sampler=sampler, collate_fn=collate, generator=torch.Generator())  # type: ignore[arg-type]
 
 
 def collate(examples: Sequence[Example]) -> Batch:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import difflib
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
-from configs.errors import InputError
+from configs.errors import ConfigError, InputError
 from configs.schema import StudentConfig
+from distill.adapters import add_adapters
 from distill.target import Target, move
 from heads.identity import hash_tokenizer
 from heads.kv_cache import check_rolls_back
@@ -16,23 +19,32 @@ from heads.lm_head import check_split
 
 
 def initial_draft(config: StudentConfig, target: Target) -> PreTrainedModel:
-    """Return the untrained draft in float32 on the target's device, in training mode.
+    """Return the untrained draft in float32 on the target's device, in training mode, frozen where it is not trained.
+
+    Args:
+        config: how it is made; a `layer_choice` has become `layers` by now (`distill.layer_choice`).
+        target: what it is made for, and of.
 
     Raises:
-        InputError: a kept block does not exist, or the model reads other token ids than the target.
+        InputError: a kept block does not exist, the model reads other token ids than the target, or it cannot be made.
     """
     if config.init == "target_layers":
         draft = keep_layers(target.model, config.layers or [])
     elif config.init == "model":
         draft = _other_model(str(config.path), target)
-    else:
+    elif config.init == "config":
         draft = _fresh_model(str(config.path), target)
+    else:
+        draft = _overridden_model(config.overrides or {}, target)
     draft = move(draft, target.device, torch.float32)
     check_rolls_back(draft)
     check_split(draft)
-    if not config.train_embeddings:
-        draft.get_input_embeddings().requires_grad_(False)
-        draft.get_output_embeddings().requires_grad_(False)
+    if config.lora is not None:
+        add_adapters(draft, config.lora)
+    # Random embeddings must be trained: frozen, they would stay noise.
+    train_embeddings = config.train_embeddings or config.init in ("config", "fresh")
+    draft.get_input_embeddings().requires_grad_(train_embeddings)
+    draft.get_output_embeddings().requires_grad_(train_embeddings)
     return draft.train()
 
 
@@ -88,6 +100,26 @@ def _fresh_model(path: str, target: Target) -> PreTrainedModel:
     if rows < needed:
         raise InputError(f"student.path: {path} has a vocabulary of {rows}, the target's tokenizer {needed}")
     return _from_config(config, target.model)
+
+
+def _overridden_model(overrides: dict[str, bool | int | float | str], target: Target) -> PreTrainedModel:
+    """Make a randomly initialised model from the target's own config with some values replaced."""
+    config = target.model.config.get_text_config()
+    values = config.to_dict()
+    for name in overrides:
+        if name not in values:
+            nearest = difflib.get_close_matches(name, values, n=1, cutoff=0.0)[0]
+            raise ConfigError(f"student.overrides: the target's config has no {name!r}; the nearest it has is {nearest!r}")
+    if "vocab_size" in overrides:
+        raise ConfigError("student.overrides: vocab_size is the target's; draft_vocab_size makes the draft say fewer tokens")
+    if "num_hidden_layers" in overrides:
+        values.pop("layer_types", None)  # one entry a block: to be made anew
+    try:
+        draft = _from_config(type(config).from_dict(values | overrides), target.model)
+        check_split(draft)  # its probe is a forward: shapes that contradict each other fail here
+    except (ValueError, TypeError, RuntimeError, ZeroDivisionError, StrictDataclassError) as error:
+        raise ConfigError(f"student.overrides: {overrides} make no model: {' '.join(str(error).split())}") from error
+    return draft
 
 
 def _from_config(config: PreTrainedConfig, like: PreTrainedModel) -> PreTrainedModel:

@@ -6,7 +6,6 @@ kept in the output folder until then, so that an interrupted run goes on where i
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import tempfile
@@ -20,9 +19,9 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 
 from configs.errors import InputError
-from configs.files import new_folder, write_json, write_text
+from configs.files import new_folder, sha256_of, write_json, write_text
 from configs.provenance import write_run_record
-from configs.schema import DataConfig, PromptsConfig
+from configs.schema import DataConfig, PromptsConfig, TargetConfig
 from distill.answers import PIECES, Answered, AnswerJob
 from distill.conversations import FORMAT_VERSION, MANIFEST, Conversation, count_answer_tokens
 from distill.partial import PartialFile, fingerprint
@@ -47,7 +46,7 @@ def make_dataset(config: DataConfig) -> None:
     output = Path(config.output)
     check_output(output)
     listed = list_prompts(config.prompts)  # before the target is loaded: a mistake in the file shows at once
-    state = _join_processes(config)
+    state = join_processes(config.target)
     target = load_target(config.target)
     prompts, dropped = (listed, {}) if listed is not None else _self_seed_once(config, target, output, state)
     split = split_prompts(prompts, config.held_out_share)
@@ -141,7 +140,7 @@ def write_dataset(
                 "dropped": dict(sorted((dropped + Counter(answered.dropped)).items())),
                 **{name: _count(conversations) for name, conversations in rows.items()},
             },
-            "sha256": {f"{name}.jsonl": _sha256(folder / f"{name}.jsonl") for name in rows},
+            "sha256": {f"{name}.jsonl": sha256_of(folder / f"{name}.jsonl") for name in rows},
         }
         write_json(folder / MANIFEST, manifest)
         write_run_record(folder, config)
@@ -149,14 +148,14 @@ def write_dataset(
         logger.info("%s: %d conversations, %d answer tokens", name, len(conversations), count_answer_tokens(conversations))
 
 
-def _join_processes(config: DataConfig) -> PartialState:
+def join_processes(target: TargetConfig) -> PartialState:
     """Return this process's place among those that share the work.
 
     Raises:
         RuntimeError: the launcher started several processes and accelerate takes each for the only one.
     """
     # Without `cpu` accelerate looks for accelerators only, and finds one process where there are several on a CPU.
-    state = PartialState(cpu=choose_device(config.target.device).type == "cpu")
+    state = PartialState(cpu=choose_device(target.device).type == "cpu")
     num_launched = int(os.environ.get("WORLD_SIZE", "1"))
     if state.num_processes != num_launched:
         raise RuntimeError(f"{num_launched} processes were launched, but accelerate sees {state.num_processes}")
@@ -200,8 +199,3 @@ def _count(conversations: Sequence[Conversation]) -> dict[str, int]:
         "answer_tokens": count_answer_tokens(conversations),
         "cut_off": sum(not row.ended for row in conversations),
     }
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

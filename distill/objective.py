@@ -1,6 +1,7 @@
 """The distillation objective: the target's hidden states of a batch, and the divergence of the draft from what they say.
 
-B batch, T positions, D width of the draft, E width of the target, N rows that have a label, V vocabulary.
+B batch, T positions, D width of the draft, E width of the target, N rows that have a label, V vocabulary,
+W the draft's vocabulary where it is reduced.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from transformers import PreTrainedModel
 from configs.schema import LossConfig
 from distill.batches import Batch
 from distill.chunked import ChunkedLoss, LogitHead, chunked_loss, model_head
-from distill.losses import DIVERGENCES
+from distill.losses import Divergence, mix
 from distill.target import Target
+from heads.draft_vocabulary import DraftVocabulary, HeadRows, head_rows
 from heads.lm_head import backbone
 
 
@@ -24,6 +26,12 @@ def target_hidden(target: Target, batch: Batch) -> Tensor:
         return backbone(target.model)(input_ids=batch.input_ids_BT, use_cache=False).last_hidden_state
 
 
+def configured_divergence(config: LossConfig) -> Divergence:
+    """Return the divergence, or the weighted mix of them, that a config asks for."""
+    weights = config.weights
+    return mix(weights, {name: each for name, each in config.settings.model_dump().items() if name in weights})
+
+
 class DraftObjective(nn.Module):
     """A draft LM and its loss in one module, so that wrappers (DDP, FSDP, DeepSpeed) see every use of its parameters.
 
@@ -31,14 +39,26 @@ class DraftObjective(nn.Module):
         draft: the draft being trained.
         target: whose distribution is learnt.
         config: which divergence, and how much memory it may take.
+        vocabulary: the tokens the draft will be able to say; None: all of the target's.
+
+    Raises:
+        InputError: the draft's head has no rows for the vocabulary, see `heads.draft_vocabulary.head_rows`.
     """
 
-    def __init__(self, draft: PreTrainedModel, target: Target, config: LossConfig) -> None:
+    token_ids_W: Tensor | None
+
+    def __init__(
+        self, draft: PreTrainedModel, target: Target, config: LossConfig, vocabulary: DraftVocabulary | None = None
+    ) -> None:
         super().__init__()
         self.draft = draft
-        self._divergence = DIVERGENCES[config.divergence]
+        self._divergence = configured_divergence(config)
         self._config = config
         self._shared_vocab_size = min(target.vocab_size, draft.config.get_text_config().vocab_size)
+        if vocabulary is not None:  # refuse a head that cannot be reduced now, not in the first step
+            head_rows(draft, vocabulary.token_ids_W.to(draft.device))
+        # Not saved with the weights, but moved with them.
+        self.register_buffer("token_ids_W", None if vocabulary is None else vocabulary.token_ids_W, persistent=False)
         # In a tuple, so that the target does not become a submodule and is neither trained nor saved.
         self._target = (target,)
 
@@ -59,18 +79,28 @@ class DraftObjective(nn.Module):
         predicts_label_BT = loss_mask_BT[:, 1:]
         draft_ND = hidden_BTD[:, :-1][predicts_label_BT]
         target_NE = hidden_BTE[:, :-1][predicts_label_BT]
+        labels_N = input_ids_BT[:, 1:][predicts_label_BT] if "cross_entropy" in self._config.weights else None
         weights_N = torch.full((len(draft_ND),), float(world_size), device=draft_ND.device) / num_labels
         (target,) = self._target
         return chunked_loss(
             draft_ND,
-            self._trimmed(model_head(self.draft)),
+            self._draft_head(),
             target_NE,
             self._trimmed(model_head(target.model)),
             self._divergence,
             weights_N,
             chunk_size=self._config.chunk_size,
             temperature=self._config.temperature,
+            draft_token_ids_W=self.token_ids_W,
+            labels_N=labels_N,
         )
+
+    def _draft_head(self) -> LogitHead:
+        """Return the draft's head: whole, or the rows of a reduced vocabulary, gathered once for all chunks of a batch."""
+        if self.token_ids_W is None:
+            return self._trimmed(model_head(self.draft))
+        rows = HeadRows(self.draft, self.token_ids_W)
+        return LogitHead(logits_of=rows.logits, parameters=rows.parameters)
 
     def _trimmed(self, head: LogitHead) -> LogitHead:
         """Return a head without the padded rows that only one of the two models has: no token has those ids."""

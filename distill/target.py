@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from configs.errors import InputError
 from configs.schema import TargetConfig
@@ -65,6 +67,8 @@ def load_target(config: TargetConfig) -> Target:
     Raises:
         InputError: it cannot be found, or is no causal LM that draftsmith can split (see `heads.lm_head`).
     """
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # a log of half-drawn bars hides the lines that matter
     path = _locate(config)
     device = choose_device(config.device)
     if path.suffix == ".gguf":

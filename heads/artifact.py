@@ -2,6 +2,9 @@
 
 Writing is atomic. Loading compares the target, tokenizer and chat template the draft was made for with those at hand and
 refuses what differs, because such a draft decodes without an error and is accepted never.
+
+A draft LM with a reduced vocabulary is written with its whole head, so that other programs need not know of the reduction;
+`draft_vocabulary.safetensors` says which rows our decoder keeps.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from configs.errors import InputError
 from configs.files import new_folder, read_json, write_json
 from heads.draft_lm import DraftLM
+from heads.draft_vocabulary import DraftVocabulary, keep_head_rows, read_draft_vocabulary, write_draft_vocabulary
 from heads.identity import TargetIdentity, hash_files
 from heads.kv_cache import check_rolls_back
 from heads.lm_head import check_split
@@ -26,6 +30,7 @@ from heads.proposer import Proposer
 
 METADATA_FILE = "draftsmith.json"
 WEIGHTS_FILE = "model.safetensors"
+VOCABULARY_FILE = "draft_vocabulary.safetensors"
 
 
 class HiddenStates(BaseModel):
@@ -50,8 +55,8 @@ class Metadata(BaseModel):
     kind: Literal["draft_lm"]
     target: dict[str, Any]
     hidden_states: HiddenStates | None = None  # None: the draft reads tokens only
-    draft_vocab_size: int = Field(ge=1)
-    draft_vocabulary: Literal["target"] = "target"  # the draft's ids are the target's
+    draft_vocab_size: int = Field(ge=1)  # tokens the draft can say
+    draft_vocabulary: Literal["target", "reduced"] = "target"  # target: all of its ids; reduced: see VOCABULARY_FILE
     num_speculative_tokens: int = Field(ge=1)
     training: dict[str, Any]  # the resolved config it was trained with
     provenance: dict[str, Any]  # command, versions, git state, step and held-out score
@@ -64,19 +69,30 @@ class Draft:
     metadata: Metadata
     proposer: Proposer
     num_parameters: int
-    sha256: str  # over weights and metadata
+    sha256: str  # over weights, metadata and draft vocabulary
     warnings: list[str]
 
 
-def save_draft_lm(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, metadata: Metadata) -> None:
-    """Write a draft LM as an artifact that `AutoModelForCausalLM.from_pretrained(folder)` also loads.
+def save_draft_lm(
+    folder: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    metadata: Metadata,
+    vocabulary: DraftVocabulary | None = None,
+) -> None:
+    """Write a draft LM, its head whole, as an artifact that `AutoModelForCausalLM.from_pretrained(folder)` also loads.
 
     Raises:
         InputError: the folder cannot be written.
+        ValueError: the metadata says another draft vocabulary than `vocabulary`.
     """
+    if (metadata.draft_vocabulary == "reduced") != (vocabulary is not None):
+        raise ValueError(f"the metadata says draft_vocabulary {metadata.draft_vocabulary!r}, against the vocabulary to write")
     with new_folder(folder) as scratch:
         model.save_pretrained(scratch, max_shard_size="1TB")
         tokenizer.save_pretrained(scratch)
+        if vocabulary is not None:
+            write_draft_vocabulary(scratch / VOCABULARY_FILE, vocabulary)
         write_json(scratch / METADATA_FILE, metadata.model_dump(mode="json"))
 
 
@@ -109,7 +125,7 @@ def load_draft(
         metadata=metadata,
         proposer=proposer,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        sha256=hash_files([folder / WEIGHTS_FILE, folder / METADATA_FILE]),
+        sha256=hash_files(_hashed_files(folder, metadata)),
         warnings=warnings,
     )
 
@@ -132,6 +148,11 @@ def read_metadata(folder: Path) -> Metadata:
         raise InputError(f"{path}: {where}: {first['msg']}") from error
 
 
+def _hashed_files(folder: Path, metadata: Metadata) -> list[Path]:
+    names = [WEIGHTS_FILE, METADATA_FILE]
+    return [folder / name for name in (names if metadata.draft_vocabulary == "target" else [*names, VOCABULARY_FILE])]
+
+
 def _load_draft_lm(folder: Path, metadata: Metadata, target: PreTrainedModel) -> tuple[PreTrainedModel, Proposer]:
     if not (folder / WEIGHTS_FILE).is_file():
         raise InputError(f"{folder} is damaged: it holds no {WEIGHTS_FILE}")
@@ -145,7 +166,23 @@ def _load_draft_lm(folder: Path, metadata: Metadata, target: PreTrainedModel) ->
     model.eval().requires_grad_(False)
     check_rolls_back(model)
     check_split(model)
-    return model, DraftLM(model, vocab_size=min(metadata.draft_vocab_size, target.config.get_text_config().vocab_size))
+    target_vocab_size = target.config.get_text_config().vocab_size
+    if metadata.draft_vocabulary == "target":
+        return model, DraftLM(model, vocab_size=min(metadata.draft_vocab_size, target_vocab_size))
+    vocabulary = _load_vocabulary(folder, metadata, target_vocab_size)
+    keep_head_rows(model, vocabulary)
+    return model, DraftLM(model, target_vocab_size, vocabulary)
+
+
+def _load_vocabulary(folder: Path, metadata: Metadata, target_vocab_size: int) -> DraftVocabulary:
+    """Return the reduced draft vocabulary; that of the target at hand may be padded to another size than the original's."""
+    vocabulary = read_draft_vocabulary(folder / VOCABULARY_FILE)
+    if len(vocabulary) != metadata.draft_vocab_size:
+        words = f"holds {len(vocabulary)} tokens, while {METADATA_FILE} says {metadata.draft_vocab_size}"
+        raise InputError(f"{folder} is damaged: {VOCABULARY_FILE} {words}")
+    if (highest := int(vocabulary.token_ids_W[-1])) >= target_vocab_size:
+        raise InputError(f"{folder}: its draft vocabulary holds token {highest}, the target at hand has {target_vocab_size}")
+    return DraftVocabulary(token_ids_W=vocabulary.token_ids_W, target_vocab_size=target_vocab_size)
 
 
 LOADERS: dict[str, Callable[[Path, Metadata, PreTrainedModel], tuple[torch.nn.Module, Proposer]]] = {"draft_lm": _load_draft_lm}

@@ -1,7 +1,10 @@
 """The independent draft: a small causal LM with the target's tokenizer, decoding with its own key-value cache.
 
+It may know only some of the target's tokens (`heads.draft_vocabulary`): drafts and their law leave here in the target's ids.
+
 After a fully accepted round its cache lacks the last draft, which it never had to read; the next round's first forward reads
-that token and the pending one together, so no round pays an extra forward. B batch, T tokens, G drafts, V vocabulary.
+that token and the pending one together, so no round pays an extra forward.
+B batch, T tokens, G drafts, V target vocabulary, W the draft's.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from configs.schema import SamplingConfig
+from heads.draft_vocabulary import DraftVocabulary
 from heads.kv_cache import RowCache, forward_rows, new_cache
 from heads.law import draw, token_law
 from heads.lm_head import head_logits
@@ -26,11 +30,13 @@ class DraftLM:
     Args:
         model: a causal LM that reads the target's token ids.
         vocab_size: the target's; extra padded rows of the draft's head are cut off before the softmax.
+        vocabulary: the tokens that the rows of the model's head stand for, after `keep_head_rows`; None: the target's own.
     """
 
-    def __init__(self, model: PreTrainedModel, vocab_size: int) -> None:
+    def __init__(self, model: PreTrainedModel, vocab_size: int, vocabulary: DraftVocabulary | None = None) -> None:
         self.model = model
         self.vocab_size = vocab_size
+        self.vocabulary = None if vocabulary is None else vocabulary.to(model.device)
         self._cache: RowCache
         self._cached: list[int] = []  # positions by row whose keys and values are valid
         self._proposed_from: list[int] = []  # the rows' lengths when they were last continued
@@ -55,15 +61,16 @@ class DraftLM:
         drafted, laws, logits = [], [], []
         for step in range(num_tokens):
             hidden_BD = forward_rows(self.model, self._cache, ids_BT, starts)[:, -1]
-            logits_BV = head_logits(self.model, hidden_BD)[:, : self.vocab_size]
+            logits_BW = head_logits(self.model, hidden_BD)[:, : self.vocab_size]
             if sampling.temperature == 0:
-                drafted_B = logits_BV.argmax(-1)
+                drafted_B = self._target_ids(logits_BW.argmax(-1))
             else:
-                laws.append(token_law(logits_BV, sampling))
-                drafted_B = draw(laws[-1], streams.uniform(Role.DRAFT, positions_B1 + step).squeeze(1))
+                law_BW = token_law(logits_BW, sampling)
+                drafted_B = self._target_ids(draw(law_BW, streams.uniform(Role.DRAFT, positions_B1 + step).squeeze(1)))
+                laws.append(self._spread(law_BW, 0.0))
             drafted.append(drafted_B)
             if keep_logits:
-                logits.append(logits_BV)
+                logits.append(self._spread(logits_BW, float("-inf")))
             ids_BT, starts = drafted_B.unsqueeze(1), [length + step for length in lengths]
         self._proposed_from = lengths
         self._cached = [length + num_tokens - 1 for length in lengths]
@@ -82,6 +89,12 @@ class DraftLM:
         self._cache.keep_rows(rows)
         self._cached = [self._cached[row] for row in rows]
         self._proposed_from = [self._proposed_from[row] for row in rows]
+
+    def _target_ids(self, drafted_B: Tensor) -> Tensor:
+        return drafted_B if self.vocabulary is None else self.vocabulary.token_ids_W[drafted_B]
+
+    def _spread(self, values_BW: Tensor, fill: float) -> Tensor:
+        return values_BW if self.vocabulary is None else self.vocabulary.spread(values_BW, fill)
 
     def _tensor(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(values, device=self.model.device)

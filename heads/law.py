@@ -12,6 +12,8 @@ from torch import Tensor
 
 from configs.schema import SamplingConfig
 
+NUCLEUS_CANDIDATES = 1024
+
 
 def token_law(logits: Tensor, sampling: SamplingConfig) -> Tensor:
     """Return the probabilities `[..., V]` (float32) that logits `[..., V]` stand for under `sampling`.
@@ -29,11 +31,22 @@ def token_law(logits: Tensor, sampling: SamplingConfig) -> Tensor:
     probs = logits.softmax(-1)
     if sampling.top_p is None or sampling.top_p == 1:
         return probs
-    sorted_probs, order = probs.sort(dim=-1, descending=True)
+    sorted_probs, order = _most_probable(probs, sampling.top_p)
     mass_before = sorted_probs.cumsum(-1) - sorted_probs
-    dropped = torch.zeros_like(probs, dtype=torch.bool).scatter_(-1, order, mass_before >= sampling.top_p)
-    probs = probs.masked_fill(dropped, 0.0)
+    kept = torch.zeros_like(probs, dtype=torch.bool).scatter_(-1, order, mass_before < sampling.top_p)
+    probs = probs.masked_fill(~kept, 0.0)
     return probs / probs.sum(-1, keepdim=True)
+
+
+def _most_probable(probs: Tensor, mass: float) -> tuple[Tensor, Tensor]:
+    """Return probabilities in falling order and their indices, all of them or at least as many as `mass` takes."""
+    # On a CPU, sorting a vocabulary takes longer than a small model's forward. On a GPU it does not, and asking would wait.
+    if probs.device.type == "cpu" and probs.shape[-1] > NUCLEUS_CANDIDATES:
+        values, order = probs.topk(NUCLEUS_CANDIDATES, dim=-1)
+        if bool((values.sum(-1) >= mass).all()):
+            return values, order
+    values, order = probs.sort(dim=-1, descending=True)
+    return values, order
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:

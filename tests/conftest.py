@@ -1,5 +1,6 @@
 """Tiny real models for every test: built from a config, random, in float64 so that equality of outputs is a fair demand."""
 
+import json
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads only wait for each other
@@ -11,7 +12,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from distill.target import Target
+from configs.schema import TargetConfig
+from distill.target import Target, load_target
+from heads.artifact import Metadata, save_draft_lm
 from heads.identity import TargetIdentity, hash_chat_template, hash_tokenizer
 
 TEMPLATE = (
@@ -78,3 +81,35 @@ def as_target(tiny_tokenizer):
         return Target(model=model, tokenizer=tiny_tokenizer, identity=identity, eos_token_ids=tuple(eos))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory, tiny_llama, tiny_tokenizer):
+    """A folder with `target/`, an `artifact/` made for it, and `suite.jsonl`, 17 prompts in two categories; only for reading.
+
+    To be loaded as a person's are, in float32. The draft is the target with some noise, so that it is often right.
+    """
+    folder = tmp_path_factory.mktemp("run")
+    tiny_llama(seed=1, dtype=torch.float32).save_pretrained(folder / "target")
+    tiny_tokenizer.save_pretrained(folder / "target")
+    target = load_target(TargetConfig(name=str(folder / "target"), dtype="float32", device="cpu"))
+    draft = tiny_llama(seed=1, dtype=torch.float32)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.add_(0.15 * parameter.std() * torch.randn_like(parameter))
+    metadata = Metadata(
+        kind="draft_lm",
+        target=target.identity.to_dict(),
+        draft_vocab_size=64,
+        num_speculative_tokens=3,
+        training={},
+        provenance={},
+    )
+    save_draft_lm(folder / "artifact", draft, tiny_tokenizer, metadata)
+    prompts = [
+        {"question_id": f"q{number}", "category": ("even", "odd")[number % 2], "turns": [f"w{number} w{2 * number} w7"]}
+        for number in range(17)
+    ]
+    (folder / "suite.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    return folder

@@ -30,6 +30,8 @@ ENTRIES = {
     "eval/run.py": [],
     "eval/gate.py": ["report.json"],
     "scripts/make_data.py": [],
+    "scripts/bench_decode.py": [],
+    "scripts/results_table.py": [],
 }
 
 

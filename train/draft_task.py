@@ -10,19 +10,24 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from configs.provenance import describe_git, describe_versions, mask_arguments
-from configs.schema import DistillConfig
-from distill.batches import Batch
+from configs.schema import DistillConfig, StudentConfig
+from distill.adapters import merge_adapters
+from distill.batches import Batch, ConversationDataset
 from distill.conversations import Conversation
 from distill.draft_init import initial_draft
+from distill.layer_choice import choose_layers
 from distill.objective import DraftObjective, target_hidden
 from distill.target import Target, move
+from distill.vocabulary_choice import most_frequent_answer_tokens
 from eval.decode import Request, decode
 from heads.artifact import Metadata, save_draft_lm
 from heads.draft_lm import DraftLM
+from heads.draft_vocabulary import keep_head_rows
 from train.checkpoints import Progress
 from train.loop import BatchLoss
 
@@ -33,15 +38,26 @@ class DraftTask:
     Args:
         config: the run's config.
         target: the frozen target.
+        train: conversations trained on; layers are searched and a reduced draft vocabulary is chosen by them.
         held_out: conversations to decode on; the first `held_out.num_prompts` are used.
         accelerator: shares the held-out prompts over processes.
     """
 
     def __init__(
-        self, config: DistillConfig, target: Target, held_out: Sequence[Conversation], accelerator: Accelerator
+        self,
+        config: DistillConfig,
+        target: Target,
+        train: Sequence[Conversation],
+        held_out: Sequence[Conversation],
+        accelerator: Accelerator,
     ) -> None:
-        self.config, self.target, self.accelerator = config, target, accelerator
-        self.module: nn.Module = DraftObjective(initial_draft(config.student, target), target, config.loss)
+        student = _with_layers(config, target, train)
+        self.config = config.model_copy(update={"student": student})
+        self.target, self.accelerator = target, accelerator
+        size = student.draft_vocab_size
+        self.vocabulary = None if size is None else most_frequent_answer_tokens(train, size, target)
+        draft = initial_draft(student, target)
+        self.module: nn.Module = DraftObjective(draft, target, config.loss, self.vocabulary)
         self.requests = [
             Request(prompt_id=f"{row.prompt_id}/{row.turn}", category=row.category, tokens=row.prompt_ids)
             for row in held_out[: config.held_out.num_prompts]
@@ -59,7 +75,10 @@ class DraftTask:
 
     def evaluate(self, module: nn.Module) -> dict[str, float]:
         """Decode this process's share of the held-out prompts with the draft as it stands; add up counts over processes."""
-        proposer = DraftLM(self._served(module), self.target.vocab_size)
+        served = self._served(module)
+        if self.vocabulary is not None:
+            keep_head_rows(served, self.vocabulary)
+        proposer = DraftLM(served, self.target.vocab_size, self.vocabulary)
         settings = self.config.held_out.decode
         own = self.requests[self.accelerator.process_index :: self.accelerator.num_processes]
         counts = torch.zeros(4, device=self.accelerator.device)
@@ -78,18 +97,21 @@ class DraftTask:
         metadata = Metadata(
             kind="draft_lm",
             target=self.target.identity.to_dict(),
-            draft_vocab_size=self.target.vocab_size,
+            draft_vocab_size=self.target.vocab_size if self.vocabulary is None else len(self.vocabulary),
+            draft_vocabulary="target" if self.vocabulary is None else "reduced",
             num_speculative_tokens=self.config.num_speculative_tokens,
             training=self.config.model_dump(mode="json"),
             provenance=self._provenance(progress, metrics),
         )
-        save_draft_lm(Path(self.config.output) / "artifact", self._served(module), self.target.tokenizer, metadata)
+        artifact = Path(self.config.output) / "artifact"
+        save_draft_lm(artifact, self._served(module), self.target.tokenizer, metadata, self.vocabulary)
 
     def _served(self, module: nn.Module) -> PreTrainedModel:
-        """Return a copy of the draft as it will be served: in the target's dtype, without gradients."""
+        """Return a copy of the draft as it will be served: adapters merged, in the target's dtype, without gradients."""
         assert isinstance(module, DraftObjective)
-        served = move(copy.deepcopy(module.draft), self.target.device, self.target.model.dtype)
-        return served.eval().requires_grad_(False)
+        served = copy.deepcopy(module.draft).eval()
+        merge_adapters(served)
+        return move(served, self.target.device, self.target.model.dtype).requires_grad_(False)
 
     def _provenance(self, progress: Progress, metrics: dict[str, float]) -> dict[str, Any]:
         return {
@@ -99,3 +121,13 @@ class DraftTask:
             "step": progress.step,
             "held_out": metrics,
         }
+
+
+def _with_layers(config: DistillConfig, target: Target, train: Sequence[Conversation]) -> StudentConfig:
+    """Return the student's config with the chosen layers in place of the way to choose them, the same in all processes."""
+    student = config.student
+    if student.layer_choice is None:
+        return student
+    calibration = ConversationDataset(train, config.data.max_length).examples if student.layer_choice == "searched" else []
+    (layers,) = broadcast_object_list([choose_layers(student, target, calibration)])
+    return student.model_copy(update={"layers": layers, "layer_choice": None, "num_layers": None})

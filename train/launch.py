@@ -36,7 +36,7 @@ def run_distillation(config: DistillConfig) -> int:
             "%d conversations have no answer within %d tokens and were dropped", dataset.num_dropped, config.data.max_length
         )
     loader = make_loader(dataset, config.schedule.batch_size, seed=config.schedule.seed)
-    task = DraftTask(config, target, held_out_rows, accelerator)
+    task = DraftTask(config, target, train_rows, held_out_rows, accelerator)
     if accelerator.is_main_process:
         write_run_record(Path(config.output), config)
     outcome = train(

@@ -8,7 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from configs.errors import InputError
-from heads.artifact import METADATA_FILE, Metadata, load_draft, read_metadata, save_draft_lm
+from heads.artifact import METADATA_FILE, VOCABULARY_FILE, Metadata, load_draft, read_metadata, save_draft_lm
+from heads.draft_vocabulary import DraftVocabulary, write_draft_vocabulary
 
 
 @pytest.fixture
@@ -111,3 +112,61 @@ def test_nothing_half_written_is_left_when_saving_fails(tmp_path, draft, target,
     with pytest.raises(OSError, match="no space"):
         save_draft_lm(tmp_path / "artifact", draft, target.tokenizer, metadata)
     assert list(tmp_path.iterdir()) == []
+
+
+# --- reduced draft vocabulary -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def vocabulary():
+    return DraftVocabulary(token_ids_W=torch.tensor([1, 5, 8, 30, 63]), target_vocab_size=64)
+
+
+@pytest.fixture
+def reduced_folder(tmp_path, draft, target, metadata, vocabulary):
+    metadata = metadata.model_copy(update={"draft_vocabulary": "reduced", "draft_vocab_size": 5})
+    save_draft_lm(tmp_path / "reduced", draft, target.tokenizer, metadata, vocabulary)
+    return tmp_path / "reduced"
+
+
+def test_a_reduced_draft_comes_back_with_the_rows_of_its_vocabulary_only(reduced_folder, target, draft, vocabulary):
+    loaded = load_draft(reduced_folder, target.identity, target.model)
+    assert (loaded.metadata.draft_vocabulary, loaded.metadata.draft_vocab_size) == ("reduced", 5)
+    assert loaded.proposer.vocabulary.token_ids_W.tolist() == vocabulary.token_ids_W.tolist()
+    assert torch.equal(loaded.proposer.model.lm_head.weight, draft.lm_head.weight[vocabulary.token_ids_W])
+    assert torch.equal(loaded.proposer.model.get_input_embeddings().weight, draft.get_input_embeddings().weight)
+
+
+def test_transformers_loads_a_reduced_draft_whole(reduced_folder, draft):
+    whole = AutoModelForCausalLM.from_pretrained(reduced_folder, dtype=torch.float32)
+    assert torch.equal(whole.lm_head.weight, draft.lm_head.weight)
+    assert whole.config.vocab_size == 64
+
+
+def test_the_hash_of_a_reduced_draft_covers_its_vocabulary(reduced_folder, target):
+    before = load_draft(reduced_folder, target.identity, target.model).sha256
+    other = DraftVocabulary(token_ids_W=torch.tensor([1, 5, 8, 31, 63]), target_vocab_size=64)
+    write_draft_vocabulary(reduced_folder / VOCABULARY_FILE, other)
+    assert load_draft(reduced_folder, target.identity, target.model).sha256 != before
+
+
+@pytest.mark.parametrize(
+    ("ids", "size", "words"),
+    [([1, 5, 8, 30], 64, "holds 4 tokens, while draftsmith.json says 5"), ([1, 5, 8, 30, 70], 80, "token 70, the target")],
+)
+def test_a_vocabulary_that_does_not_fit_metadata_or_target_is_refused(reduced_folder, target, ids, size, words):
+    wrong = DraftVocabulary(token_ids_W=torch.tensor(ids), target_vocab_size=size)
+    write_draft_vocabulary(reduced_folder / VOCABULARY_FILE, wrong)
+    with pytest.raises(InputError, match=words):
+        load_draft(reduced_folder, target.identity, target.model)
+
+
+def test_a_reduced_draft_without_its_vocabulary_is_refused(reduced_folder, target):
+    (reduced_folder / VOCABULARY_FILE).unlink()
+    with pytest.raises(InputError, match="cannot be read"):
+        load_draft(reduced_folder, target.identity, target.model)
+
+
+def test_metadata_and_vocabulary_must_agree_when_written(tmp_path, draft, target, metadata, vocabulary):
+    with pytest.raises(ValueError, match="draft_vocabulary 'target'"):
+        save_draft_lm(tmp_path / "artifact", draft, target.tokenizer, metadata, vocabulary)

@@ -70,6 +70,15 @@ def test_the_law_is_the_naive_one(temperature, top_k, top_p):
     torch.testing.assert_close(law, expected.float(), atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("flatness", [0.2, 5.0])
+def test_a_nucleus_of_a_large_vocabulary_is_the_naive_one_whether_or_not_few_tokens_reach_it(flatness):
+    logits = torch.randn(2, 3000, generator=torch.Generator().manual_seed(3)) * flatness
+    law = token_law(logits, SamplingConfig(temperature=1.0, top_p=0.9))
+    expected = torch.tensor([naive_law(row, 1.0, None, 0.9) for row in logits.double().tolist()])
+    assert torch.equal(law > 0, expected > 0)
+    torch.testing.assert_close(law, expected.float(), atol=1e-6, rtol=1e-4)
+
+
 def test_temperature_zero_is_one_hot_and_low_temperature_approaches_it():
     logits = torch.tensor([[0.1, 2.0, 1.9]])
     greedy = token_law(logits, SamplingConfig(temperature=0.0))

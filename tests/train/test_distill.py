@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
+from transformers import AutoModelForCausalLM
 
 from configs.errors import InputError
 from configs.schema import DecodeConfig, DistillConfig, HeldOutDecodingConfig, OptimizerConfig, ScheduleConfig, StudentConfig
 from distill.batches import ConversationDataset, make_loader
 from distill.conversations import Conversation
+from distill.draft_init import initial_draft
+from heads.artifact import load_draft
 from train.checkpoints import list_checkpoints
 from train.draft_task import DraftTask
 from train.launch import make_accelerator
@@ -44,7 +47,7 @@ def rows(target):
     ]
 
 
-def config_for(folder, **schedule):
+def config_for(folder, student=None, **schedule):
     defaults = {
         "batch_size": 4,
         "max_steps": 10,
@@ -55,7 +58,7 @@ def config_for(folder, **schedule):
         "trackers": [],
     }
     return DistillConfig(
-        student=StudentConfig(layers=[0, 2]),
+        student=StudentConfig(**{"layers": [0, 2]} | (student or {})),
         optimizer=OptimizerConfig(learning_rate=3e-3),
         schedule=ScheduleConfig(**defaults | schedule),
         held_out=HeldOutDecodingConfig(num_prompts=3, decode=DecodeConfig(max_new_tokens=10, num_speculative_tokens=2)),
@@ -65,7 +68,7 @@ def config_for(folder, **schedule):
 
 def run(config, target, rows, stop_after=None):
     accelerator = make_accelerator(config.schedule, Path(config.output))
-    task = DraftTask(config, target, rows[:3], accelerator)
+    task = DraftTask(config, target, rows, rows[:3], accelerator)
     if stop_after is not None:
         plain, calls = task.loss, []
 
@@ -81,12 +84,13 @@ def run(config, target, rows, stop_after=None):
     return {name: tensor.clone() for name, tensor in task.module.state_dict().items()}
 
 
-def test_ten_steps_equal_five_then_a_resume_and_five_bit_for_bit(tmp_path, target, rows):
-    whole = run(config_for(tmp_path / "whole"), target, rows)
+@pytest.mark.parametrize("student", [{}, {"lora": {"rank": 4}, "draft_vocab_size": 20}], ids=["full", "lora"])
+def test_ten_steps_equal_five_then_a_resume_and_five_bit_for_bit(tmp_path, target, rows, student):
+    whole = run(config_for(tmp_path / "whole", student), target, rows)
     with pytest.raises(KeyboardInterrupt):
-        run(config_for(tmp_path / "parts"), target, rows, stop_after=7)
+        run(config_for(tmp_path / "parts", student), target, rows, stop_after=7)
     assert [path.name for path in list_checkpoints(tmp_path / "parts" / "checkpoints")] == ["step-00000005"]
-    resumed = run(config_for(tmp_path / "parts"), target, rows)
+    resumed = run(config_for(tmp_path / "parts", student), target, rows)
     assert whole.keys() == resumed.keys()
     for name, tensor in whole.items():
         assert torch.equal(tensor, resumed[name]), name
@@ -121,9 +125,46 @@ def test_training_brings_the_draft_closer_to_the_target(tmp_path, target, rows):
     config = config_for(tmp_path, max_steps=60, eval_every_steps=20)
     run(config, target, rows)
     accelerator = Accelerator()
-    before = DraftTask(config, target, rows[:3], accelerator).evaluate(DraftTask(config, target, rows[:3], accelerator).module)
+    before = DraftTask(config, target, rows, rows[:3], accelerator).evaluate(
+        DraftTask(config, target, rows, rows[:3], accelerator).module
+    )
     provenance = json.loads((tmp_path / "artifact" / "draftsmith.json").read_text())["provenance"]
     assert provenance["held_out"]["tokens_per_target_step"] > before["tokens_per_target_step"] + 0.2
+
+
+def test_a_draft_of_a_reduced_vocabulary_is_decoded_and_kept_as_one(tmp_path, target, rows):
+    whole = run(config_for(tmp_path, {"draft_vocab_size": 20}, max_steps=5), target, rows)
+    draft = load_draft(tmp_path / "artifact", target.identity, target.model)
+    spoken = {token for row in rows for token in row.answer_ids}
+    assert (draft.metadata.draft_vocabulary, draft.metadata.draft_vocab_size) == ("reduced", 20)
+    assert set(draft.proposer.vocabulary.token_ids_W.tolist()) <= spoken
+    assert len(whole["draft.lm_head.weight"]) == 64
+    assert draft.metadata.provenance["held_out"]["draft_token_yield"] > 0
+
+
+def test_the_artifact_of_an_adapted_draft_is_the_plain_model_that_it_amounts_to(tmp_path, target, rows, monkeypatch):
+    saved = []
+    plain_save = DraftTask.save
+
+    def save(task, module, *args):
+        saved[:] = [module.draft.eval()(input_ids=torch.tensor([rows[0].prompt_ids])).logits.detach()]
+        module.draft.train()
+        plain_save(task, module, *args)
+
+    monkeypatch.setattr(DraftTask, "save", save)
+    run(config_for(tmp_path, {"lora": {"rank": 4}}, max_steps=5), target, rows)
+    draft = AutoModelForCausalLM.from_pretrained(tmp_path / "artifact", dtype=torch.float32)
+    torch.testing.assert_close(draft(input_ids=torch.tensor([rows[0].prompt_ids])).logits, saved[0], rtol=1e-4, atol=1e-4)
+    untrained = initial_draft(StudentConfig(layers=[0, 2]), target)(input_ids=torch.tensor([rows[0].prompt_ids])).logits
+    assert (untrained - saved[0]).abs().max() > 0.01
+
+
+def test_a_searched_student_is_recorded_with_the_layers_that_were_found(tmp_path, target, rows):
+    student = {"layers": None, "layer_choice": "searched", "num_layers": 2, "search_trials": 2, "search_conversations": 4}
+    run(config_for(tmp_path, student, max_steps=1), target, rows)
+    recorded = json.loads((tmp_path / "artifact" / "draftsmith.json").read_text())["training"]["student"]
+    assert recorded["layers"] in ([0, 1], [0, 2], [1, 2])
+    assert DistillConfig.model_validate({"student": recorded}).student.layer_choice is None
 
 
 def test_the_artifact_is_the_best_draft_not_the_last(tmp_path, target, rows, monkeypatch):
@@ -137,7 +178,7 @@ def test_the_artifact_is_the_best_draft_not_the_last(tmp_path, target, rows, mon
 def test_a_loss_that_is_not_finite_stops_before_the_step_and_says_where(tmp_path, target, rows):
     config = config_for(tmp_path)
     accelerator = make_accelerator(config.schedule, tmp_path)
-    task = DraftTask(config, target, rows[:3], accelerator)
+    task = DraftTask(config, target, rows, rows[:3], accelerator)
     with torch.no_grad():
         task.module.draft.model.norm.weight[0] = math.inf
     before = {name: tensor.clone() for name, tensor in task.module.state_dict().items()}

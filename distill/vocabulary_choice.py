@@ -1,0 +1,40 @@
+"""Choosing a reduced draft vocabulary: the tokens that the target's answers are made of."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from configs.errors import ConfigError
+from distill.conversations import Conversation
+from distill.target import Target
+from heads.draft_vocabulary import DraftVocabulary
+
+log = logging.getLogger("draftsmith")
+
+
+def most_frequent_answer_tokens(conversations: Sequence[Conversation], size: int, target: Target) -> DraftVocabulary:
+    """Return the `size` most frequent answer tokens, ties by the lower id, and in any case those that end an answer.
+
+    Prompts do not count: a draft only ever continues answers. Every process that reads the same conversations chooses the same.
+
+    Raises:
+        ConfigError: `size` is larger than the target's vocabulary, or has no room for the tokens that end an answer.
+        ValueError: there are no conversations.
+    """
+    if not conversations:
+        raise ValueError("a draft vocabulary is chosen from conversations, and there are none")
+    ends = list(target.eos_token_ids)
+    if not len(ends) <= size <= target.vocab_size:
+        limits = f"{max(1, len(ends))} (tokens that end an answer) to {target.vocab_size} (the target's vocabulary)"
+        raise ConfigError(f"student.draft_vocab_size: expected {limits}, got {size}")
+    answers = torch.tensor([token for row in conversations for token in row.answer_ids])
+    counts_V = torch.bincount(answers, minlength=target.vocab_size)
+    priority_V = counts_V.clone()
+    priority_V[ends] = len(answers) + 1
+    ids_W = priority_V.argsort(descending=True, stable=True)[:size].sort().values
+    covered = int(counts_V[ids_W].sum()) / len(answers)
+    log.info("draft vocabulary: %d of %d tokens, %.2f %% of all answer tokens", size, target.vocab_size, 100 * covered)
+    return DraftVocabulary(token_ids_W=ids_W, target_vocab_size=target.vocab_size)

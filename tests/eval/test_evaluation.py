@@ -1,0 +1,208 @@
+"""An evaluation end to end: what it writes, in which turns it measures, and what it refuses before it has written anything."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from configs.command import BAD_INPUT, run_command
+from configs.schema import DecodeConfig, EvalConfig, LosslessConfig, SuiteConfig, TargetConfig
+from eval.decode import Request
+from eval.evaluation import evaluate, measure
+from eval.records import AUTOREGRESSIVE, SPECULATIVE
+from eval.report_schema import read_report
+from eval.run import main
+from heads.artifact import METADATA_FILE
+from heads.draft_lm import DraftLM
+from heads.prompt_lookup import PromptLookup
+
+ENTRY = Path(__file__).resolve().parents[2] / "eval" / "run.py"
+FILES = ["records.jsonl", "report.html", "report.json", "report.md", "run.json"]
+
+
+@pytest.fixture
+def config(tiny_run, tmp_path):
+    return EvalConfig(
+        target=TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu"),
+        draft=str(tiny_run / "artifact"),
+        suite=SuiteConfig(path=str(tiny_run / "suite.jsonl"), num_prompts=5),
+        decode=DecodeConfig(num_speculative_tokens=2, max_new_tokens=10, batch_size=2),
+        repeats=2,
+        lossless=LosslessConfig(check_float32_prompts=1),
+        bootstrap_samples=50,
+        output=str(tmp_path / "evaluation"),
+    )
+
+
+@pytest.fixture
+def requests(tiny_run):
+    return [Request(prompt_id=f"q{number}", category="c", tokens=(7, 12, 3 + number)) for number in range(3)]
+
+
+def records_of(folder):
+    """Return the generations and the timings on disk."""
+    lines = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+    return [[line[kind] for line in lines if kind in line] for kind in ("generation", "timing")]
+
+
+def test_every_file_is_written_and_the_report_says_what_the_records_say(config, capsys):
+    assert evaluate(config) == 0
+
+    folder = Path(config.output)
+    assert sorted(path.name for path in folder.iterdir()) == FILES
+    report = read_report(folder / "report.json")
+    generations, timings = records_of(folder)
+    rounds = [round_ for each in generations if each["mode"] == SPECULATIVE for round_ in each["rounds"]]
+    committed = sum(len(round_["committed"]) for round_ in rounds)
+    assert report["acceptance"]["tokens_per_target_step"] == pytest.approx(committed / len(rounds))
+    assert 1.0 < report["acceptance"]["tokens_per_target_step"] < 3.0
+    assert report["acceptance"]["overlap_alpha"] is not None
+    assert report["lossless"]["verdict"] == "lossless"
+    assert report["prompts"]["ids"] == ["q0", "q1", "q2", "q3", "q4"]
+    assert report["baselines"].keys() == {"autoregressive", "prompt_lookup"}
+    spent = sum(each["decode_seconds"] for each in timings if each["mode"] == SPECULATIVE)
+    assert report["speed"]["decode_seconds_speculative"] == pytest.approx(spent)
+    assert (folder / "report.md").read_text() in capsys.readouterr().out
+    assert json.loads((folder / "run.json").read_text())["config"]["decode"]["batch_size"] == 2
+
+
+def test_modes_take_turns_on_each_batch_and_each_repeat(config):
+    evaluate(config)
+
+    _, timings = records_of(Path(config.output))
+    modes = [AUTOREGRESSIVE, SPECULATIVE, "prompt_lookup"]
+    batches = [["q0", "q1"], ["q2", "q3"], ["q4"]]
+    assert [(each["prompt_ids"], each["repeat"], each["mode"]) for each in timings] == [
+        (batch, repeat, mode) for batch in batches for repeat in range(2) for mode in modes
+    ]
+
+
+def test_plain_decoding_is_always_measured_and_baselines_as_asked_for(config):
+    evaluate(config.model_copy(update={"baselines": []}))
+
+    generations, _ = records_of(Path(config.output))
+    assert {each["mode"] for each in generations} == {AUTOREGRESSIVE, SPECULATIVE}
+    assert read_report(Path(config.output) / "report.json")["baselines"].keys() == {"autoregressive"}
+
+
+def test_generations_are_kept_once_and_overlaps_measured_in_the_first_repeat_only(config, requests, tiny_llama, as_target):
+    target = as_target(tiny_llama(seed=1))
+    proposers = {SPECULATIVE: DraftLM(tiny_llama(seed=2), 64), "prompt_lookup": PromptLookup(target.device)}
+
+    records = measure(target, requests, config, proposers)
+
+    assert [each.prompt_id for each in records.of(SPECULATIVE)] == ["q0", "q1", "q2"]
+    assert all(round_.overlap is not None for each in records.of(SPECULATIVE) for round_ in each.rounds if round_.drafted)
+    measuring = {each.repeat for each in records.timings if each.measure_seconds > 0}
+    assert measuring == {0}
+
+
+def test_a_request_that_fails_is_listed_and_the_others_count(config, tiny_run, tiny_tokenizer, tmp_path):
+    # One word, which only one of the prompts says, has no finite embedding.
+    folder = Path(shutil.copytree(tiny_run / "target", tmp_path / "target"))
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[tiny_tokenizer.convert_tokens_to_ids("w4")] = float("nan")
+    model.save_pretrained(folder)
+    suite = tmp_path / "suite.jsonl"
+    suite.write_text("".join(json.dumps({"question_id": f"q{n}", "turns": [f"w{n}"]}) + "\n" for n in (2, 3, 4, 6, 8)))
+
+    damaged = config.model_copy(
+        update={
+            "target": config.target.model_copy(update={"name": str(folder)}),
+            "suite": SuiteConfig(path=str(suite)),
+            "allow_target_mismatch": True,
+        }
+    )
+    assert evaluate(damaged) == 0
+
+    report = read_report(Path(config.output) / "report.json")
+    failed = report["prompts"]["failed"]
+    assert {(each["prompt_id"], each["stop_reason"]) for each in failed} == {("q4", "non_finite")}
+    assert {each["mode"] for each in failed} >= {AUTOREGRESSIVE, SPECULATIVE}
+    assert (report["prompts"]["num_asked"], report["prompts"]["num_prompts"]) == (5, 4)
+    assert "trained for" in report["warnings"][0]
+    assert "q4" in (Path(config.output) / "report.html").read_text()
+
+
+def test_later_turns_that_were_not_asked_are_confessed(config, tmp_path):
+    suite = tmp_path / "suite.jsonl"
+    suite.write_text(json.dumps({"question_id": "q0", "turns": ["w1", "w2", "w3"]}) + "\n")
+    evaluate(config.model_copy(update={"suite": SuiteConfig(path=str(suite))}))
+    assert read_report(Path(config.output) / "report.json")["warnings"][0].startswith("2 later turns")
+
+
+# --- run as a person runs it --------------------------------------------------------------------------------------
+
+
+def arguments_for(config, **changed):
+    settings = {
+        "target.name": config.target.name,
+        "target.dtype": "float32",
+        "target.device": "cpu",
+        "draft": config.draft,
+        "suite.path": config.suite.path,
+        "suite.num_prompts": 2,
+        "decode.max_new_tokens": 4,
+        "output": "evaluation",
+        **changed,
+    }
+    return [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+
+
+def test_the_entry_evaluates_from_any_folder(config, tmp_path):
+    command = [sys.executable, str(ENTRY), *arguments_for(config)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in (tmp_path / "evaluation").iterdir()) == FILES
+
+
+@pytest.fixture
+def refusal(config, tmp_path, monkeypatch, capsys):
+    """Return a function that runs the command in an empty folder and gives the one sentence it is refused with."""
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+
+    def run(**changed):
+        capsys.readouterr()
+        assert run_command(EvalConfig, main, description="", argv=arguments_for(config, **changed)) == BAD_INPUT
+        assert list(folder.iterdir()) == []
+        # Before it come, at most, transformers' own bars.
+        complaints = [line for line in capsys.readouterr().err.splitlines() if "Loading weights" not in line and line]
+        assert len(complaints) == 1
+        return complaints[0]
+
+    return run
+
+
+def test_a_draft_of_another_tokenizer_is_refused_whatever_is_allowed(refusal, tiny_run, tmp_path):
+    other = Path(shutil.copytree(tiny_run / "artifact", tmp_path / "artifact"))
+    metadata = json.loads((other / METADATA_FILE).read_text())
+    metadata["target"]["tokenizer_sha256"] = "1" * 64
+    (other / METADATA_FILE).write_text(json.dumps(metadata))
+
+    complaint = refusal(draft=other, allow_target_mismatch="true")
+
+    assert complaint.startswith(f"error: {other} was trained for ")
+    assert complaint.endswith(": tokenizer")
+
+
+@pytest.mark.parametrize(
+    ("changed", "beginning"),
+    [
+        ({"suite.path": "nosuch.jsonl"}, "error: suite not found: nosuch.jsonl"),
+        ({"target.name": "./nosuch"}, "error: target.name: ./nosuch is neither"),
+        ({"draft": "nosuch"}, "error: nosuch is no artifact"),
+        ({"output": "/dev/null/evaluation"}, "error: cannot write /dev/null/evaluation"),
+    ],
+)
+def test_what_cannot_be_found_or_written_is_refused_in_one_sentence(refusal, changed, beginning):
+    assert refusal(**changed).startswith(beginning)
