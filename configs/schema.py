@@ -97,6 +97,21 @@ class DataConfig(Settings):
     output: str = "runs/data"  # folder: train.jsonl, held_out.jsonl, manifest.json
 
 
+class CacheConfig(Settings):
+    """`scripts/make_cache.py`: what the target says about training conversations, computed once and kept."""
+
+    target: TargetConfig = TargetConfig()
+    data: str = "runs/data/train.jsonl"
+    max_length: PositiveInt = 512  # tokens; longer conversations are cut at the end. Training may cut shorter, not longer
+    kind: Literal["last_hidden", "top_k"] = "last_hidden"  # top_k is smaller and only approximates the law
+    k: PositiveInt = 32  # top_k: how many of the likeliest tokens are kept at each position
+    dtype: Dtype | None = None  # None: bfloat16 for hidden states, float16 for log-probabilities
+    batch_size: PositiveInt = 8
+    chunk_size: PositiveInt = 128  # top_k: positions whose logits live at one time
+    shard_megabytes: PositiveFloat = 64.0  # size of a file; a cut-off run loses the files under way
+    output: str = "runs/cache"  # folder: manifest.json, shard-00000.safetensors, ...
+
+
 # --- distillation -------------------------------------------------------------------------------------------------
 
 
@@ -239,6 +254,7 @@ class TrainingDataConfig(Settings):
     train: str = "runs/data/train.jsonl"
     held_out: str = "runs/data/held_out.jsonl"
     max_length: PositiveInt = 512  # tokens; longer conversations are cut at the end
+    cache: str | None = None  # a folder made of `train` by `scripts/make_cache.py`; None: the target runs on every batch
 
 
 class ScheduleConfig(Settings):

@@ -34,6 +34,7 @@ class Batch(NamedTuple):
     loss_mask_BT: Tensor  # bool; False on padding
     position_ids_BT: Tensor  # int64, from 0 in each document; runs on over padding
     document_ids_BT: Tensor  # int64; which document of its row a token belongs to, NO_DOCUMENT on padding
+    conversation_B: Tensor  # int64; which conversation of the data file a row is, from 0
 
 
 class Example(NamedTuple):
@@ -41,6 +42,7 @@ class Example(NamedTuple):
 
     input_ids: tuple[int, ...]
     answer_start: int
+    conversation: int = 0  # its place in the data file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,10 @@ class ConversationDataset(Dataset[Example]):
     """
 
     def __init__(self, conversations: Sequence[Conversation], max_length: int) -> None:
-        examples = [Example((row.prompt_ids + row.answer_ids)[:max_length], len(row.prompt_ids)) for row in conversations]
+        examples = [
+            Example((row.prompt_ids + row.answer_ids)[:max_length], len(row.prompt_ids), number)
+            for number, row in enumerate(conversations)
+        ]
         self.examples = [example for example in examples if example.answer_start < len(example.input_ids)]
         self.num_dropped = len(conversations) - len(self.examples)
         if not self.examples:
@@ -173,4 +178,5 @@ def collate(examples: Sequence[Example]) -> Batch:
         loss_mask_BT=inside_BT & (positions_BT >= answer_starts_B1),
         position_ids_BT=positions_BT.contiguous(),
         document_ids_BT=torch.where(inside_BT, 0, NO_DOCUMENT),
+        conversation_B=torch.tensor([example.conversation for example in examples]),
     )

@@ -1,9 +1,10 @@
 """The distillation loss from hidden states, a few positions at a time, so that no `[positions, vocabulary]` tensor ever lives.
 
 draft hidden -> draft head -> logits, target hidden -> target head -> logits, divergence (`distill.losses`), gradient: all of it
-for `chunk_size` positions, then the next. One autograd function does this in its forward, where the logits exist anyway,
-and keeps only the gradients with respect to the draft's hidden states and head; its backward multiplies them with the
-gradient that comes from above. Value and gradients are those of the unchunked loss.
+for `chunk_size` positions, then the next. The target's side may come from elsewhere, see `distill.target_rows`. One autograd
+function does this in its forward, where the logits exist anyway, and keeps only the gradients with respect to the draft's
+hidden states and head; its backward multiplies them with the gradient that comes from above. Value and gradients are those of
+the unchunked loss.
 
 Positions are flat here: row n stands at some position t and predicts token t+1. N rows, M of them with a weight, C rows of
 one chunk, D and E width of draft and target, V target vocabulary, W draft vocabulary.
@@ -23,7 +24,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from distill.losses import Divergence, acceptance, dense_pair
+from distill.losses import Divergence, acceptance
+from distill.target_rows import HiddenRows, TargetRows
 from heads.lm_head import head_logits
 
 
@@ -60,8 +62,7 @@ class _Job:
     """All inputs of the autograd function that never get a gradient."""
 
     draft_logits_of: Callable[[Tensor], Tensor]
-    target_hidden_NE: Tensor
-    target_logits_of: Callable[[Tensor], Tensor]
+    target: TargetRows
     divergence: Divergence
     weights_N: Tensor
     chunk_size: int
@@ -95,16 +96,42 @@ def chunked_loss(
     draft_token_ids_W: Tensor | None = None,
     labels_N: Tensor | None = None,
 ) -> ChunkedLoss:
+    """Return the loss against a target whose hidden states `[N, E]` and head are given; see `chunked_loss_against`."""
+    return chunked_loss_against(
+        HiddenRows(hidden_NE=target_hidden_NE, logits_of=target_head.logits_of),
+        draft_hidden_ND,
+        draft_head,
+        divergence,
+        weights_N,
+        chunk_size=chunk_size,
+        temperature=temperature,
+        draft_token_ids_W=draft_token_ids_W,
+        labels_N=labels_N,
+    )
+
+
+def chunked_loss_against(
+    target: TargetRows,
+    draft_hidden_ND: Tensor,
+    draft_head: LogitHead,
+    divergence: Divergence,
+    weights_N: Tensor,
+    *,
+    chunk_size: int,
+    temperature: float = 1.0,
+    draft_token_ids_W: Tensor | None = None,
+    labels_N: Tensor | None = None,
+) -> ChunkedLoss:
     """Return the weighted sum of a divergence over positions, differentiable in the draft's hidden states and head.
 
     A batch of weights 0, or of no rows, yields a loss of 0 that still has a (zero) gradient, so that under DDP a rank
     without labels takes part in the reduction.
 
     Args:
+        target: what the target says at the same positions. No gradient flows into it. Where it is sparse, `acceptance_N` is
+            an upper bound (`distill.losses.sparse_pair`).
         draft_hidden_ND: final, normed hidden states of the draft.
         draft_head: its output may have W columns, see `draft_token_ids_W`.
-        target_hidden_NE: the target's, at the same positions. No gradient flows into it, nor into the target's head.
-        target_head: the target's head.
         divergence: a function of `distill.losses`, or a mix of them.
         weights_N: what each row's value is multiplied with in the sum (`distill.losses.position_weights`). Rows of weight 0
             (prompts, padding) are left out before any matmul.
@@ -115,17 +142,16 @@ def chunked_loss(
             vocabulary leaves out counts as none.
 
     Raises:
-        ValueError: the row counts differ, chunk_size is below 1, or see `distill.losses.dense_pair`.
+        ValueError: the row counts differ, chunk_size is below 1, or the two sides cannot be paired (`distill.target_rows`).
     """
-    rows = {len(draft_hidden_ND), len(target_hidden_NE), len(weights_N), *([] if labels_N is None else [len(labels_N)])}
+    rows = {len(draft_hidden_ND), len(target), len(weights_N), *([] if labels_N is None else [len(labels_N)])}
     if len(rows) > 1:
         raise ValueError(f"hidden states, weights and labels must have equally many rows, got {sorted(rows)}")
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
     job = _Job(
         draft_logits_of=draft_head.logits_of,
-        target_hidden_NE=target_hidden_NE,
-        target_logits_of=target_head.logits_of,
+        target=target,
         divergence=divergence,
         weights_N=weights_N.detach(),
         chunk_size=chunk_size,
@@ -187,16 +213,16 @@ def _compare(job: _Job, rows_C: Tensor, draft_hidden_CD: Tensor) -> tuple[Tensor
     """Return the divergence, and without gradient the acceptance and the agreement of the likeliest tokens, all `[C]`."""
     draft_logits_CW = job.draft_logits_of(draft_hidden_CD)
     with torch.no_grad():
-        target_logits_CV = job.target_logits_of(job.target_hidden_NE[rows_C])
+        target = job.target.at(rows_C)
     ids_W = job.draft_token_ids_W
     labels_C = None if job.draft_labels_N is None else job.draft_labels_N[rows_C]
-    pair = dense_pair(target_logits_CV, draft_logits_CW, temperature=job.temperature, draft_token_ids_W=ids_W, labels=labels_C)
+    pair = target.pair(draft_logits_CW, temperature=job.temperature, draft_token_ids_W=ids_W, labels=labels_C)
     values_C = job.divergence(pair)
     with torch.no_grad():
-        at_one = pair if job.temperature == 1 else dense_pair(target_logits_CV, draft_logits_CW, draft_token_ids_W=ids_W)
+        at_one = pair if job.temperature == 1 else target.pair(draft_logits_CW, temperature=1.0, draft_token_ids_W=ids_W)
         acceptance_C = acceptance(at_one)
         draft_top_C = draft_logits_CW.argmax(-1)
-        top1_agrees_C = target_logits_CV.argmax(-1) == (draft_top_C if ids_W is None else ids_W[draft_top_C])
+        top1_agrees_C = target.top1_C == (draft_top_C if ids_W is None else ids_W[draft_top_C])
     return values_C, acceptance_C, top1_agrees_C
 
 

@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 
 from configs.schema import LossConfig
 from distill.batches import Batch
-from distill.chunked import ChunkedLoss, LogitHead, chunked_loss, model_head
-from distill.losses import Divergence, mix
+from distill.chunked import ChunkedLoss, LogitHead, chunked_loss_against, model_head
+from distill.losses import Divergence, SparseTarget, mix
 from distill.target import Target
+from distill.target_rows import HiddenRows, SparseRows, TargetRows
 from heads.draft_vocabulary import DraftVocabulary, HeadRows, head_rows
 from heads.lm_head import backbone
 
@@ -63,14 +64,20 @@ class DraftObjective(nn.Module):
         self._target = (target,)
 
     def forward(
-        self, input_ids_BT: Tensor, loss_mask_BT: Tensor, hidden_BTE: Tensor, num_labels: Tensor, world_size: int
+        self,
+        input_ids_BT: Tensor,
+        loss_mask_BT: Tensor,
+        signal: Tensor | SparseTarget,
+        num_labels: Tensor,
+        world_size: int,
     ) -> ChunkedLoss:
         """Return the loss over all positions whose next token is a label.
 
         Args:
             input_ids_BT: token ids.
             loss_mask_BT: True at label tokens; position t - 1 predicts the label at t.
-            hidden_BTE: the target's hidden states at the same positions.
+            signal: what the target says: its hidden states `[B, T, E]`, read before labels only, or a sparse target of the
+                N rows before labels, in the order of the mask.
             num_labels: labels of the whole optimiser step, over all processes and micro-batches; the loss is a sum over
                 this batch divided by it.
             world_size: processes whose gradients are averaged afterwards, which this factor undoes.
@@ -78,15 +85,12 @@ class DraftObjective(nn.Module):
         hidden_BTD = backbone(self.draft)(input_ids=input_ids_BT, use_cache=False).last_hidden_state
         predicts_label_BT = loss_mask_BT[:, 1:]
         draft_ND = hidden_BTD[:, :-1][predicts_label_BT]
-        target_NE = hidden_BTE[:, :-1][predicts_label_BT]
         labels_N = input_ids_BT[:, 1:][predicts_label_BT] if "cross_entropy" in self._config.weights else None
         weights_N = torch.full((len(draft_ND),), float(world_size), device=draft_ND.device) / num_labels
-        (target,) = self._target
-        return chunked_loss(
+        return chunked_loss_against(
+            self._target_rows(signal, predicts_label_BT),
             draft_ND,
             self._draft_head(),
-            target_NE,
-            self._trimmed(model_head(target.model)),
             self._divergence,
             weights_N,
             chunk_size=self._config.chunk_size,
@@ -94,6 +98,14 @@ class DraftObjective(nn.Module):
             draft_token_ids_W=self.token_ids_W,
             labels_N=labels_N,
         )
+
+    def _target_rows(self, signal: Tensor | SparseTarget, predicts_label_BT: Tensor) -> TargetRows:
+        """Return the target's side of the loss at the rows that have a label."""
+        if isinstance(signal, SparseTarget):
+            return SparseRows(target=signal)
+        (target,) = self._target
+        head = self._trimmed(model_head(target.model))
+        return HiddenRows(hidden_NE=signal[:, :-1][predicts_label_BT], logits_of=head.logits_of)
 
     def _draft_head(self) -> LogitHead:
         """Return the draft's head: whole, or the rows of a reduced vocabulary, gathered once for all chunks of a batch."""

@@ -15,10 +15,10 @@ import pytest
 
 from configs.dialect import parse_yaml
 from configs.loading import load_config
-from configs.schema import DataConfig, DistillConfig, EvalConfig, GateConfig
+from configs.schema import CacheConfig, DataConfig, DistillConfig, EvalConfig, GateConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-SCHEMAS = {"data": DataConfig, "distill": DistillConfig, "eval": EvalConfig, "gates": GateConfig}
+SCHEMAS = {"cache": CacheConfig, "data": DataConfig, "distill": DistillConfig, "eval": EvalConfig, "gates": GateConfig}
 OTHER_TOOLS = {"accelerate", "deepspeed"}  # their files are YAML, and checked by the tool itself
 RECIPES = sorted((ROOT / "configs").glob("*/*.yaml"))
 # The design fixes these two names; each entry puts the checkout's root first on sys.path, and is run as a script below.
@@ -29,6 +29,7 @@ ENTRIES = {
     "train/distill.py": [],
     "eval/run.py": [],
     "eval/gate.py": ["report.json"],
+    "scripts/make_cache.py": [],
     "scripts/make_data.py": [],
     "scripts/bench_decode.py": [],
     "scripts/results_table.py": [],

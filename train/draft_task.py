@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from configs.provenance import describe_git, describe_versions, mask_arguments
 from configs.schema import DistillConfig, StudentConfig
 from distill.adapters import merge_adapters
 from distill.batches import Batch, ConversationDataset
+from distill.cache import TargetCache
 from distill.conversations import Conversation
 from distill.draft_init import initial_draft
 from distill.layer_choice import choose_layers
+from distill.losses import SparseTarget
 from distill.objective import DraftObjective, target_hidden
 from distill.target import Target, move
 from distill.vocabulary_choice import most_frequent_answer_tokens
@@ -41,6 +44,7 @@ class DraftTask:
         train: conversations trained on; layers are searched and a reduced draft vocabulary is chosen by them.
         held_out: conversations to decode on; the first `held_out.num_prompts` are used.
         accelerator: shares the held-out prompts over processes.
+        cache: what the target said about `train`; None: the target runs on every batch.
     """
 
     def __init__(
@@ -50,10 +54,13 @@ class DraftTask:
         train: Sequence[Conversation],
         held_out: Sequence[Conversation],
         accelerator: Accelerator,
+        cache: TargetCache | None = None,
     ) -> None:
         student = _with_layers(config, target, train)
         self.config = config.model_copy(update={"student": student})
         self.target, self.accelerator = target, accelerator
+        online: Callable[[Batch], Tensor | SparseTarget] = partial(target_hidden, target)
+        self.signal = online if cache is None else cache.signal
         size = student.draft_vocab_size
         self.vocabulary = None if size is None else most_frequent_answer_tokens(train, size, target)
         draft = initial_draft(student, target)
@@ -64,8 +71,7 @@ class DraftTask:
         ]
 
     def loss(self, module: nn.Module, batch: Batch, num_labels: Tensor, world_size: int) -> BatchLoss:
-        hidden_BTE = target_hidden(self.target, batch)
-        result = module(batch.input_ids_BT, batch.loss_mask_BT, hidden_BTE, num_labels, world_size)
+        result = module(batch.input_ids_BT, batch.loss_mask_BT, self.signal(batch), num_labels, world_size)
         sums = {
             "loss": result.values_N.sum(),
             "acceptance": result.acceptance_N.sum(),

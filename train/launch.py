@@ -12,8 +12,9 @@ from configs.command import DONE
 from configs.provenance import write_run_record
 from configs.schema import DistillConfig, ScheduleConfig
 from distill.batches import ConversationDataset, make_loader
+from distill.cache import TargetCache, check_fits, open_cache
 from distill.conversations import check_written_for, read_conversations
-from distill.target import load_target
+from distill.target import Target, load_target
 from train.draft_task import DraftTask
 from train.loop import train
 
@@ -36,7 +37,8 @@ def run_distillation(config: DistillConfig) -> int:
             "%d conversations have no answer within %d tokens and were dropped", dataset.num_dropped, config.data.max_length
         )
     loader = make_loader(dataset, config.schedule.batch_size, seed=config.schedule.seed)
-    task = DraftTask(config, target, train_rows, held_out_rows, accelerator)
+    cache = open_training_cache(config, dataset, target)
+    task = DraftTask(config, target, train_rows, held_out_rows, accelerator, cache)
     if accelerator.is_main_process:
         write_run_record(Path(config.output), config)
     outcome = train(
@@ -51,6 +53,19 @@ def run_distillation(config: DistillConfig) -> int:
         Path(config.output) / "artifact",
     )
     return DONE
+
+
+def open_training_cache(config: DistillConfig, dataset: ConversationDataset, target: Target) -> TargetCache | None:
+    """Return the cache that a run is to learn from, None where there is to be none.
+
+    Raises:
+        InputError: it is not of this target and data, or cannot serve this config.
+    """
+    if config.data.cache is None:
+        return None
+    cache = open_cache(Path(config.data.cache), Path(config.data.train), target)
+    check_fits(cache, dataset, config)
+    return cache
 
 
 def make_accelerator(schedule: ScheduleConfig, output: Path) -> Accelerator:

@@ -1,0 +1,27 @@
+"""What the target says about training data, onto disk: `python scripts/make_cache.py --config configs/cache/demo.yaml`.
+
+Under `accelerate launch` several processes share the work. Interrupted, it goes on where it was.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# Run as a script, Python puts scripts/ first on the path; the project's packages lie one folder up.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from configs.command import run_command
+from configs.schema import CacheConfig
+
+
+def main(config: CacheConfig) -> None:
+    """Make the cache that `config` describes."""
+    # torch and transformers take seconds to import: a mistyped key is reported before that.
+    from distill.cache_making import make_cache
+
+    make_cache(config)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(CacheConfig, main, description="Keep what the target says about training conversations."))

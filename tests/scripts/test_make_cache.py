@@ -1,0 +1,57 @@
+"""`scripts/make_cache.py` run as a person runs it: as a script, from another folder, on data made by `scripts/make_data.py`."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from configs.command import BAD_INPUT, run_command
+from configs.schema import CacheConfig, DataConfig, TargetConfig
+from distill.cache import open_cache
+from distill.conversations import count_answer_tokens, read_conversations
+from distill.making import make_dataset
+from distill.target import load_target
+from scripts.make_cache import main
+
+ENTRY = Path(__file__).resolve().parents[2] / "scripts" / "make_cache.py"
+
+
+@pytest.fixture
+def data(tmp_path, tiny_run):
+    """A folder with conversations that the target of `tiny_run` wrote."""
+    config = DataConfig(
+        target=TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu"),
+        prompts={"source": "file", "path": str(tiny_run / "suite.jsonl")},
+        answers={"max_new_tokens": 6},
+        held_out_share=0.3,
+        output=str(tmp_path / "data"),
+    )
+    make_dataset(config)
+    return tmp_path / "data"
+
+
+def settings_of(tiny_run, **settings):
+    values = {"target.name": tiny_run / "target", "target.dtype": "float32", "target.device": "cpu", "data": "data/train.jsonl"}
+    return [part for key, value in {**values, **settings}.items() for part in ("--set", f"{key}={value}")]
+
+
+def test_data_become_a_cache_that_opens_for_them_and_their_target(tmp_path, tiny_run, data):
+    command = [sys.executable, str(ENTRY), *settings_of(tiny_run, output="made", kind="top_k", k=4)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "target cache: 13 bytes a token" in done.stderr  # 4 log-probabilities, the tail, and 4 ids of 6 bits
+    target = load_target(TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu"))
+    cache = open_cache(tmp_path / "made", data / "train.jsonl", target)
+    rows = read_conversations(data / "train.jsonl")
+    assert sum(place.length for place in cache.manifest.conversations) == count_answer_tokens(rows)
+    assert json.loads((tmp_path / "made" / "run.json").read_text())["config"]["k"] == 4
+
+
+def test_more_tokens_than_the_vocabulary_are_one_sentence_and_nothing_is_written(tmp_path, tiny_run, data, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    arguments = settings_of(tiny_run, output="made", kind="top_k", k=65)
+    assert run_command(CacheConfig, main, description="", argv=arguments) == BAD_INPUT
+    assert "error: k: expected at most 64, the size of the target's vocabulary, got 65" in capsys.readouterr().err
+    assert not (tmp_path / "made").exists()
