@@ -3,7 +3,7 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench bench-decode tables clean
+.PHONY: help setup demo test check bench bench-decode bench-distill tables clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -27,10 +27,13 @@ check: setup ## format, lint, types, import contract
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 
-bench: bench-decode ## every side-by-side measurement
+bench: bench-decode bench-distill ## every side-by-side measurement
 
 bench-decode: setup ## the decoder against transformers' assisted generation, into docs/results/decode.json
 	$(PY) scripts/bench_decode.py
+
+bench-distill: setup ## the loss and the training against plain ways and TRL, tau before and after, into docs/results/distill.json
+	$(PY) scripts/bench_distill.py
 
 tables: setup ## fill the README's tables from docs/results/
 	$(PY) scripts/results_table.py

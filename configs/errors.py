@@ -9,3 +9,9 @@ class InputError(ValueError):
 
 class ConfigError(InputError):
     """A configuration file or a `--set` override is wrong. The message names the key, the value got, and what is accepted."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of another library's complaint, to be quoted in one of ours; its type where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from configs.errors import ConfigError
-from configs.schema import LoraSettings
+from configs.learning import LoraSettings
 
 
 def add_adapters(draft: PreTrainedModel, settings: LoraSettings) -> None:

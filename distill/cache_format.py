@@ -22,7 +22,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from configs.errors import InputError
 from configs.files import read_json
-from configs.schema import Dtype, NonNegativeInt, PositiveInt, Settings
+from configs.settings import Dtype, NonNegativeInt, PositiveInt, Settings
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"

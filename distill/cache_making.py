@@ -29,9 +29,9 @@ from distill.batches import Batch, ConversationDataset, Example, collate
 from distill.cache_format import MANIFEST, RECORD, SHARD, Layout, Manifest, Place, Shard
 from distill.cache_rows import encode
 from distill.conversations import Conversation, check_written_for, read_conversations
-from distill.making import join_processes
 from distill.objective import target_hidden
 from distill.partial import fingerprint
+from distill.processes import join_processes
 from distill.target import Target, load_target
 
 logger = logging.getLogger("draftsmith")

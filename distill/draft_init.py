@@ -9,10 +9,10 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
-from configs.errors import ConfigError, InputError
-from configs.schema import StudentConfig
+from configs.errors import ConfigError, InputError, first_line
+from configs.learning import StudentConfig
 from distill.adapters import add_adapters
-from distill.target import Target, move
+from distill.target import UNREADABLE, Target, move
 from heads.identity import hash_tokenizer
 from heads.kv_cache import check_rolls_back
 from heads.lm_head import check_split
@@ -52,11 +52,11 @@ def keep_layers(model: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
     """Return a copy of a causal LM that has only these of its blocks; embeddings, final norm and head stay.
 
     Raises:
-        InputError: the model has no such block.
+        InputError: the model has no such block, or names its blocks otherwise than `model.layers.N`.
     """
-    text_config = model.config.get_text_config()
+    name_of_class, text_config = type(model).__name__, model.config.get_text_config()
     if max(layers) >= text_config.num_hidden_layers:
-        blocks = f"{type(model).__name__} has blocks 0 to {text_config.num_hidden_layers - 1}"
+        blocks = f"{name_of_class} has blocks 0 to {text_config.num_hidden_layers - 1}"
         raise InputError(f"student.layers: {max(layers)} was asked for, but {blocks}")
     config = copy.deepcopy(text_config)
     config.num_hidden_layers = len(layers)
@@ -72,7 +72,13 @@ def keep_layers(model: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
             weights[name] = tensor
         elif index in new_index:
             weights[f"{head}{found}{new_index[index]}.{rest}"] = tensor
-    draft.load_state_dict(weights)
+    try:
+        draft.load_state_dict(weights)
+    except RuntimeError as error:
+        raise InputError(
+            f"student.init: blocks of {name_of_class} cannot be kept, since it does not name them model.layers.N; "
+            "give init 'fresh', 'model' or 'config'"
+        ) from error
     return draft
 
 
@@ -81,12 +87,13 @@ def _other_model(path: str, target: Target) -> PreTrainedModel:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         draft = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"student.path: {path} does not hold a causal LM: {str(error).splitlines()[0]}") from error
+    except UNREADABLE as error:
+        raise InputError(f"student.path: {path} does not hold a causal LM and its tokenizer: {first_line(error)}") from error
     if hash_tokenizer(tokenizer) != target.identity.tokenizer_sha256:
         raise InputError(
             f"student.path: {path} has another tokenizer than {target.identity.name}; its drafts would mean other tokens"
         )
+    _check_rows(draft.config, path, target)
     return draft
 
 
@@ -94,11 +101,9 @@ def _fresh_model(path: str, target: Target) -> PreTrainedModel:
     """Make a randomly initialised model from a folder's `config.json`."""
     try:
         config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"student.path: {path} holds no model config: {str(error).splitlines()[0]}") from error
-    rows, needed = config.get_text_config().vocab_size, len(target.tokenizer)
-    if rows < needed:
-        raise InputError(f"student.path: {path} has a vocabulary of {rows}, the target's tokenizer {needed}")
+    except UNREADABLE as error:
+        raise InputError(f"student.path: {path} holds no model config: {first_line(error)}") from error
+    _check_rows(config, path, target)
     return _from_config(config, target.model)
 
 
@@ -120,6 +125,13 @@ def _overridden_model(overrides: dict[str, bool | int | float | str], target: Ta
     except (ValueError, TypeError, RuntimeError, ZeroDivisionError, StrictDataclassError) as error:
         raise ConfigError(f"student.overrides: {overrides} make no model: {' '.join(str(error).split())}") from error
     return draft
+
+
+def _check_rows(config: PreTrainedConfig, path: str, target: Target) -> None:
+    """Refuse a draft whose embedding lacks rows for tokens that it will have to read."""
+    rows, needed = config.get_text_config().vocab_size, len(target.tokenizer)
+    if rows < needed:
+        raise InputError(f"student.path: {path} has a vocabulary of {rows}, the target's tokenizer {needed}")
 
 
 def _from_config(config: PreTrainedConfig, like: PreTrainedModel) -> PreTrainedModel:

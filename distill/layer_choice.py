@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from configs.errors import ConfigError
+from configs.learning import LossConfig, StudentConfig
 from configs.progress import progress
-from configs.schema import LossConfig, StudentConfig
 from distill.batches import Batch, Example, collate
 from distill.draft_init import keep_layers
 from distill.objective import DraftObjective, target_hidden

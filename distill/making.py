@@ -7,7 +7,6 @@ kept in the output folder until then, so that an interrupted run goes on where i
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -21,14 +20,15 @@ from accelerate.utils import gather_object
 from configs.errors import InputError
 from configs.files import new_folder, sha256_of, write_json, write_text
 from configs.provenance import write_run_record
-from configs.schema import DataConfig, PromptsConfig, TargetConfig
+from configs.schema import DataConfig, PromptsConfig
 from distill.answers import PIECES, Answered, AnswerJob
 from distill.conversations import FORMAT_VERSION, MANIFEST, Conversation, count_answer_tokens
 from distill.partial import PartialFile, fingerprint
+from distill.processes import join_processes
 from distill.prompts import Prompt, encode_prompt, load_dataset_prompts, read_prompts
 from distill.self_seeding import self_seed
 from distill.split import Split, split_prompts
-from distill.target import Target, choose_device, load_target
+from distill.target import Target, load_target
 
 logger = logging.getLogger("draftsmith")
 
@@ -146,20 +146,6 @@ def write_dataset(
         write_run_record(folder, config)
     for name, conversations in rows.items():
         logger.info("%s: %d conversations, %d answer tokens", name, len(conversations), count_answer_tokens(conversations))
-
-
-def join_processes(target: TargetConfig) -> PartialState:
-    """Return this process's place among those that share the work.
-
-    Raises:
-        RuntimeError: the launcher started several processes and accelerate takes each for the only one.
-    """
-    # Without `cpu` accelerate looks for accelerators only, and finds one process where there are several on a CPU.
-    state = PartialState(cpu=choose_device(target.device).type == "cpu")
-    num_launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if state.num_processes != num_launched:
-        raise RuntimeError(f"{num_launched} processes were launched, but accelerate sees {state.num_processes}")
-    return state
 
 
 def _self_seed_once(

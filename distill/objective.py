@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from configs.schema import LossConfig
+from configs.learning import LossConfig
 from distill.batches import Batch
 from distill.chunked import ChunkedLoss, LogitHead, chunked_loss_against, model_head
 from distill.losses import Divergence, SparseTarget, mix

@@ -16,7 +16,7 @@ from typing import Any
 
 import datasets
 
-from configs.errors import InputError
+from configs.errors import InputError, first_line
 from configs.files import read_jsonl
 from configs.schema import PromptsConfig
 from distill.conversations import Message
@@ -114,8 +114,7 @@ def _load_rows(path: str, config: PromptsConfig) -> datasets.Dataset:
     except KeyError as error:
         raise InputError(f"prompts.split: data set {path} has no split {config.split!r}; it has {', '.join(loaded)}") from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(f"prompts.path: data set {path} could not be loaded: {reason}") from error
+        raise InputError(f"prompts.path: data set {path} could not be loaded: {first_line(error)}") from error
 
 
 def _parse_row(values: Mapping[str, Any], *, default_category: str, where: str) -> Prompt:

@@ -97,9 +97,7 @@ def self_seed(
             turns = write_turns(target, frame, mine, config, batch_size=batch_size, seed=seed)
             shown = _showing(turns, advance, step=num_processes, room=config.num_prompts - before)
             written = exchange(list(shown))
-            for number, text in sorted(written):
-                if len(chosen) < config.num_prompts:
-                    _choose(number, text, config.category, chosen, dropped)
+            _choose(sorted(written), config, chosen, dropped)
             num_written = wave.stop
             _check_yield(len(chosen), num_written)
     return list(chosen.values()), dict(sorted(dropped.items()))
@@ -208,16 +206,19 @@ def _read_turn(target: Target, frame: UserFrame, ids: Sequence[int]) -> str | No
     return text if len(target.encode_chat([{"role": "user", "content": text}])) < target.max_positions else None
 
 
-def _choose(number: int, text: str | None, category: str, chosen: dict[str, Prompt], dropped: Counter[str]) -> None:
-    """Add a turn to the prompts, or to the count of those dropped."""
-    if text is None:
-        dropped[UNUSABLE] += 1
-    elif len(text) < MIN_CHARACTERS:
-        dropped[TOO_SHORT] += 1
-    elif normalise(text) in chosen:
-        dropped[DUPLICATE] += 1
-    else:
-        chosen[normalise(text)] = Prompt(prompt_id=f"self-{number}", category=category, turns=(text,))
+def _choose(turns: Sequence[Turn], config: PromptsConfig, chosen: dict[str, Prompt], dropped: Counter[str]) -> None:
+    """Add turns, in the order of their numbers, to the prompts or to the count of those dropped, until there are enough."""
+    for number, text in turns:
+        if len(chosen) == config.num_prompts:
+            return
+        if text is None:
+            dropped[UNUSABLE] += 1
+        elif len(text) < MIN_CHARACTERS:
+            dropped[TOO_SHORT] += 1
+        elif normalise(text) in chosen:
+            dropped[DUPLICATE] += 1
+        else:
+            chosen[normalise(text)] = Prompt(prompt_id=f"self-{number}", category=config.category, turns=(text,))
 
 
 def _check_yield(num_chosen: int, num_written: int) -> None:

@@ -8,19 +8,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from accelerate.utils import parse_flag_from_env
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from jinja2 import TemplateError
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from configs.errors import InputError
+from configs.errors import InputError, first_line
 from configs.schema import TargetConfig
 from distill.embedded import PREFIX, embedded_folder, load_gguf
 from heads.identity import TargetIdentity, hash_chat_template, hash_files, hash_tokenizer, hash_weights
 from heads.lm_head import check_split
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+# What transformers raises for a file that is missing, damaged, contradictory, or needs a package that is not installed.
+UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +55,19 @@ class Target:
         """Return the token ids of a conversation in the chat template; `answer_follows` opens the assistant's turn.
 
         Raises:
-            InputError: the tokenizer has no chat template.
+            InputError: the tokenizer has no chat template, or the template refuses the conversation: some know no system
+                message, some ask that user and assistant take turns.
         """
         if self.tokenizer.chat_template is None:
             raise InputError(f"target {self.identity.name} has no chat template; conversations cannot be encoded")
         conversation = [dict(message) for message in messages]
-        text = self.tokenizer.apply_chat_template(conversation, add_generation_prompt=answer_follows, tokenize=False)
+        try:
+            text = self.tokenizer.apply_chat_template(conversation, add_generation_prompt=answer_follows, tokenize=False)
+        except TemplateError as error:
+            roles = ", ".join(message["role"] for message in conversation)
+            raise InputError(
+                f"the chat template of target {self.identity.name} refuses a conversation of {roles}: {first_line(error)}"
+            ) from error
         # The template brings its own special tokens; the tokenizer must not add another set.
         return list(self.tokenizer(str(text), add_special_tokens=False)["input_ids"])
 
@@ -71,14 +82,11 @@ def load_target(config: TargetConfig) -> Target:
         disable_progress_bar()  # a log of half-drawn bars hides the lines that matter
     path = _locate(config)
     device = choose_device(config.device)
-    if path.suffix == ".gguf":
-        model = load_gguf(path)
-        tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-        weights_sha256 = hash_files([path])
-    else:
-        model = _load_folder(path, config)
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-        weights_sha256 = hash_weights(path)
+    try:
+        model, tokenizer = _load_gguf_file(path, config) if path.suffix == ".gguf" else _load_folder(path, config)
+    except UNREADABLE as error:
+        raise InputError(f"target.name: {path} does not hold a causal LM and its tokenizer: {first_line(error)}") from error
+    weights_sha256 = hash_files([path]) if path.is_file() else hash_weights(path)
     move(model, device, getattr(torch, config.dtype)).eval().requires_grad_(False)
     check_split(model)
     identity = TargetIdentity(
@@ -98,17 +106,20 @@ def move(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> Pr
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device called `name`; `auto` is the first GPU, or the CPU where there is none.
+    """Return the device called `name`.
+
+    `auto` is this process's GPU, or the CPU where there is none or `accelerate launch --cpu` asks for it.
 
     Raises:
         InputError: the name is no device, or the device is not there.
     """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        wants_cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
+        return torch.device("cuda" if torch.cuda.is_available() and not wants_cpu else "cpu")
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        raise InputError(f"target.device: {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+        raise InputError(f"target.device: {name!r} cannot be used: {first_line(error)}") from error
 
 
 def _locate(config: TargetConfig) -> Path:
@@ -126,21 +137,23 @@ def _locate(config: TargetConfig) -> Path:
         return Path(snapshot_download(config.name, revision=config.revision, allow_patterns=HUB_FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise InputError(
-            f"target.name: {config.name} is no folder here and could not be fetched from the Hub: {_first_line(error)}"
+            f"target.name: {config.name} is no folder here and could not be fetched from the Hub: {first_line(error)}"
         ) from error
 
 
-def _load_folder(path: Path, config: TargetConfig) -> PreTrainedModel:
-    try:
-        return AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=getattr(torch, config.dtype),
-            attn_implementation=config.attention,
-            trust_remote_code=config.trust_remote_code,
-            local_files_only=True,
-        )
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise InputError(f"target.name: {path} does not hold a causal LM: {_first_line(error)}") from error
+def _load_gguf_file(path: Path, config: TargetConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    return load_gguf(path, config.attention), AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+
+
+def _load_folder(path: Path, config: TargetConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    model = AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=getattr(torch, config.dtype),
+        attn_implementation=config.attention,
+        trust_remote_code=config.trust_remote_code,
+        local_files_only=True,
+    )
+    return model, AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -150,7 +163,3 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     return tuple(sorted(ids))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -126,7 +126,7 @@ def decode(
         mode=mode,
         repeat=repeat,
         prompt_ids=tuple(request.prompt_id for request in requests),
-        num_tokens=sum(row.num_answered - 1 for row in run.rows),
+        num_tokens=sum(max(0, row.num_answered - 1) for row in run.rows),  # no prefill token where the prefill failed
         num_rounds=sum(len(row.rounds) for row in run.rows),
         prefill_seconds=clock.seconds["prefill"],
         decode_seconds=clock.seconds["decode"] - clock.seconds["measure"],
@@ -174,7 +174,7 @@ class _Run:
         self.clock = _Clock(target.device)
         self.streams = Streams(config.seed, [_number(request.prompt_id) for request in requests], target.device)
         longest = max(len(request.tokens) for request in requests)
-        self.capacity = longest + config.max_new_tokens + config.num_speculative_tokens + 1
+        self.capacity = min(longest + config.max_new_tokens, target.max_positions) + config.num_speculative_tokens + 1
         self.cache = new_cache(target.model, self.capacity)
 
     def prefill(self) -> None:
@@ -205,21 +205,23 @@ class _Run:
             num_drafted = [min(*pair) for pair in zip(proposal.num_drafted, room, strict=True)]
             verdict = self._verify(logits_BKV, proposal, num_drafted)
             finite_B = torch.isfinite(logits_BKV.amax((1, 2)))
-            summary_B = torch.stack([verdict.num_accepted_B, verdict.next_token_B, finite_B.long()], 1)
-            outcome = torch.cat([summary_B, proposal.tokens_BG], 1).tolist()
+            if proposal.probs_BGV is not None:  # a draft without a law was drawn from nothing, and so would the residual be
+                finite_B &= torch.isfinite(proposal.probs_BGV.sum((1, 2)))
+            summary_B3 = torch.stack([verdict.num_accepted_B, verdict.next_token_B, finite_B.long()], 1)
+            outcome = torch.cat([summary_B3, proposal.tokens_BG], 1).tolist()
         overlaps = self._overlaps(logits_BKV, proposal, num_drafted) if self.measure_overlap else None
-        if self.proposer is not None:
+        if self.proposer is not None and max(room) > 0:
             with self.clock.phase("draft"):
                 self.proposer.commit([accepted for accepted, *_ in outcome])
         for number, (row, (accepted, next_token, finite, *drafts)) in enumerate(zip(self.active, outcome, strict=True)):
             drafted = drafts[: num_drafted[number]]
             committed = self._commit(row, [*drafted[:accepted], next_token], bool(finite))
-            accepted = min(accepted, len(committed))
-            judged = overlaps[number][: min(accepted + 1, len(drafted))] if overlaps is not None else None
+            # A judged draft left one token, itself or the one in its place; what came after an end of text was not judged.
+            judged = overlaps[number][: min(len(committed), len(drafted))] if overlaps is not None else None
             row.rounds.append(
                 Round(
                     drafted=tuple(drafted),
-                    num_accepted=accepted,
+                    num_accepted=min(accepted, len(committed)),
                     committed=tuple(committed),
                     overlap=tuple(judged) if judged is not None else None,
                 )
@@ -227,7 +229,7 @@ class _Run:
         self._drop_ended()
 
     def _propose(self, room: Sequence[int]) -> Proposal:
-        """Ask for as many drafts as the roomiest row can use; without a proposer, for none."""
+        """Ask for as many drafts as the roomiest row can use; without a proposer or room, for none."""
         num_tokens = min(self.config.num_speculative_tokens, max(room))
         if self.proposer is None or num_tokens == 0:
             return Proposal(tokens_BG=self._tensor([[] for _ in room]).long(), num_drafted=[0] * len(room))
@@ -243,7 +245,7 @@ class _Run:
         if self.config.temperature == 0 or self.config.verification == "match" or q_BGV is None:
             return verify_greedy(self._target_tokens(logits_BKV, positions_BK), proposal.tokens_BG, num_drafted_B)
         p_BKV = token_law(logits_BKV, self.config)
-        accept_BG = self.streams.uniform(Role.ACCEPT, positions_BK[:, :-1])
+        accept_BG = self.streams.uniform(Role.ACCEPT, positions_BK[:, :-1], first_B1)
         residual_B = self.streams.uniform(Role.RESIDUAL, first_B1).squeeze(1)
         bonus_B = self.streams.uniform(Role.TARGET, first_B1 + num_drafted_B.unsqueeze(1)).squeeze(1)
         rule = RULES[self.config.verification]
@@ -257,14 +259,17 @@ class _Run:
         return draw(token_law(logits_BKV, self.config), self.streams.uniform(Role.TARGET, positions_BK))
 
     def _overlaps(self, logits_BKV: Tensor, proposal: Proposal, num_drafted: Sequence[int]) -> list[list[float]] | None:
-        """Return sum_v min(p, q) by row and draft, the exact acceptance rate of sampling; None for drafts without a law."""
+        """Return sum_v min(p, q) by row and draft, the exact acceptance rate of sampling; None for drafts without a law.
+
+        A law that is not finite overlaps with nothing.
+        """
         if proposal.logits_BGV is None or not any(num_drafted):
             return None
         with self.clock.phase("measure"):
             sampling = self.config if self.config.temperature else self.config.model_copy(update={"temperature": 1.0})
             p_BGV = token_law(logits_BKV[:, :-1], sampling)
             q_BGV = _pad_vocabulary(token_law(proposal.logits_BGV, sampling), p_BGV)
-            return torch.minimum(p_BGV, q_BGV).sum(-1).tolist()
+            return torch.minimum(p_BGV, q_BGV).sum(-1).nan_to_num(0.0).tolist()
 
     def _room(self, row: _Row) -> int:
         """Return how many drafts a row can use: one token a round is the target's own."""
@@ -297,7 +302,7 @@ class _Run:
             return
         self.cache.keep_rows(keep)
         self.streams.keep_rows(keep)
-        if self.proposer is not None and any(row.rounds for row in self.active):
+        if self.proposer is not None and any(row.rounds for row in self.active):  # before the first round it has not started
             self.proposer.keep_rows(keep)
 
     def _tensor(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:

@@ -44,7 +44,7 @@ class Outcome:
 
 
 def random_toy(seed: int, vocab_size: int = 3, num_drafts: int = 3) -> Toy:
-    """Return a toy with random laws; some of p's probabilities are 0, as after top-k."""
+    """Return a toy with random laws; some probabilities of p and q are 0, as after top-k or with a reduced draft vocabulary."""
     generator = torch.Generator().manual_seed(seed)
 
     def law(zero_share: float) -> list[float]:
@@ -54,7 +54,7 @@ def random_toy(seed: int, vocab_size: int = 3, num_drafts: int = 3) -> Toy:
         return (weights_V / weights_V.sum()).tolist()
 
     prefixes = [prefix for size in range(num_drafts + 1) for prefix in itertools.product(range(vocab_size), repeat=size)]
-    return Toy(vocab_size, num_drafts, {prefix: law(0.3) for prefix in prefixes}, {prefix: law(0.0) for prefix in prefixes})
+    return Toy(vocab_size, num_drafts, {prefix: law(0.3) for prefix in prefixes}, {prefix: law(0.3) for prefix in prefixes})
 
 
 def enumerate_rule(rule: Rule, toy: Toy) -> Outcome:

@@ -6,8 +6,10 @@ baselines, plain, ...) so that a machine whose speed drifts drifts for all of th
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,6 +23,7 @@ from configs.files import write_text
 from configs.progress import progress
 from configs.provenance import describe_git, describe_hardware, describe_versions, mask_arguments, write_run_record
 from configs.schema import EvalConfig
+from distill.prompts import encode_prompt
 from distill.target import Target, load_target
 from eval.decode import Request, check_decodable, decode
 from eval.lossless import judge_lossless
@@ -55,11 +58,7 @@ def evaluate(config: EvalConfig) -> int:
     target = load_target(config.target)
     draft = _load(config, target)
     requests = [
-        Request(
-            prompt_id=prompt.prompt_id,
-            category=prompt.category,
-            tokens=tuple(target.encode_chat([{"role": "user", "content": prompt.turns[0]}])),
-        )
+        Request(prompt_id=prompt.prompt_id, category=prompt.category, tokens=encode_prompt(target, prompt))
         for prompt in suite.prompts
     ]
     check_decodable(target, requests)
@@ -84,29 +83,25 @@ def evaluate(config: EvalConfig) -> int:
 
 
 def measure(target: Target, requests: Sequence[Request], config: EvalConfig, proposers: Mapping[str, Proposer]) -> Records:
-    """Decode the requests plainly and with each proposer, `config.repeats` times, a batch at a time, modes taking turns."""
+    """Decode the requests plainly and with each proposer, `config.repeats` times, a batch at a time, modes taking turns.
+
+    Before, each mode decodes the batches of the first `config.warmup_prompts` prompts: whole ones, whose shapes are the timed.
+    """
     modes: dict[str, Proposer | None] = {AUTOREGRESSIVE: None, **proposers}
-    for proposer in modes.values():
-        for request in requests[: config.warmup_prompts]:
-            decode(target, [request], config.decode, proposer)
+    size = config.decode.batch_size
+    batches = [requests[start : start + size] for start in range(0, len(requests), size)]
+    for batch, proposer in itertools.product(batches[: math.ceil(config.warmup_prompts / size)], modes.values()):
+        decode(target, batch, config.decode, proposer)
     records = Records()
     with progress("decoding", len(requests), "prompts") as advance:
-        for start in range(0, len(requests), config.decode.batch_size):
-            batch = requests[start : start + config.decode.batch_size]
-            for repeat in range(config.repeats):
-                for mode, proposer in modes.items():
-                    first = repeat == 0
-                    generations, timing = decode(
-                        target,
-                        batch,
-                        config.decode,
-                        proposer,
-                        mode=mode,
-                        repeat=repeat,
-                        measure_overlap=first and mode == SPECULATIVE,
-                    )
-                    records.timings.append(timing)
-                    records.generations += generations if first else []
+        for batch in batches:
+            for repeat, mode in itertools.product(range(config.repeats), modes):
+                measure_overlap = repeat == 0 and mode == SPECULATIVE
+                generations, timing = decode(
+                    target, batch, config.decode, modes[mode], mode=mode, repeat=repeat, measure_overlap=measure_overlap
+                )
+                records.timings.append(timing)
+                records.generations += generations if repeat == 0 else []
             advance(len(batch))
     return records
 

@@ -80,10 +80,12 @@ def _judge_measured(report: Mapping[str, Any]) -> Finding:
 
 def _judge_lossless(report: Mapping[str, Any], config: GateConfig) -> Finding:
     section = report["lossless"]
-    verdict, num_divergences = section["verdict"], len(section["divergences"])
+    verdict, found = section["verdict"], len(section["divergences"])
     reason = ""
-    if verdict not in config.lossless:
-        reason = f"{num_divergences} of {section['checked_prompts']} checked answers differ from plain decoding"
+    if verdict not in config.lossless and found:
+        reason = f"{found} difference{'s' * (found > 1)} from plain decoding in {section['checked_prompts']} checked answers"
+    elif verdict not in config.lossless:
+        reason = "no checked answer differs from plain decoding, but the gate does not allow this verdict"
     elif section["checked_prompts"] == 0:
         reason = "no answer was checked against plain decoding"
     return Finding(

@@ -1,8 +1,9 @@
 """Did speculation change the output? The verdict, and what it rests on.
 
 Greedy decoding must give the same tokens. Where it does not, the target's logits say why: a forward over several rows
-rounds differently from one over a single row, so two tokens whose logits are a few units in the last place apart may swap
-(a numerical tie); any larger gap is a bug. Ties are rare enough in float32 that a few prompts decoded there, with the same
+rounds differently from one over a single row, so two tokens that are nearly equally good may swap (a numerical tie); any
+larger gap is a bug. How near is near is measured, not guessed: by the rounding error of the target's logits at that very
+place, against a copy of it in a wider dtype. Ties are rare enough in float32 that a few prompts decoded there, with the same
 draft, show the difference between rounding and a mistake. Sampling has no such identity, so the rule in use is proved by
 exact enumeration on a toy, and greedy decoding with the same draft and shape checks the machinery around it.
 """
@@ -10,7 +11,6 @@ exact enumeration on a toy, and greedy decoding with the same draft and shape ch
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from configs.schema import DecodeConfig, LosslessConfig
-from distill.target import Target
+from distill.target import Target, move
 from eval.decode import RULES, Request, decode
 from eval.enumeration import enumerate_rule, random_toy
 from eval.records import Divergence, Generation
@@ -27,6 +27,7 @@ from heads.lm_head import backbone, head_logits
 
 LOSSLESS, UP_TO_TIES, NOT_LOSSLESS = "lossless", "lossless_up_to_ties", "not_lossless"
 ENUMERATION_TOLERANCE = 1e-12
+COMPARED_TOKENS = 32  # the likeliest tokens, whose logits' rounding error is looked at
 NO_TIE = float(torch.finfo(torch.float32).max)  # the gap reported where no two tokens can be compared; JSON has no infinity
 
 
@@ -49,7 +50,7 @@ def judge_lossless(
     """
     checks: dict[str, Any] = {}
     if decode_config.temperature == 0:
-        divergences = find_divergences(target, plain, speculative, config.tie_ulps)
+        divergences = find_divergences(target, plain, speculative, config.tie_noise)
         checked = len(speculative)
     else:
         checks["enumeration"] = check_rule(decode_config.verification)
@@ -70,18 +71,26 @@ def judge_lossless(
         "verdict": _verdict(divergences, checks),
         "checked_prompts": checked,
         "divergences": divergences,
-        "tie_ulps": config.tie_ulps,
+        "tie_noise": config.tie_noise,
         "checks": checks,
     }
 
 
 def find_divergences(
-    target: Target, plain: Sequence[Generation], speculative: Sequence[Generation], tie_ulps: float
+    target: Target, plain: Sequence[Generation], speculative: Sequence[Generation], tie_noise: float
 ) -> list[Divergence]:
-    """Return the first difference of each prompt whose two greedy outputs are not the same."""
+    """Return the first difference of each prompt whose two greedy outputs are not the same.
+
+    Args:
+        target: the target both came from; where anything differs, a copy in a wider dtype is made for the while.
+        plain, speculative: the same requests, decoded both ways.
+        tie_noise: see `configs.schema.LosslessConfig`.
+    """
     other = {generation.prompt_id: generation for generation in speculative}
-    found = [_first_difference(target, generation, other[generation.prompt_id], tie_ulps) for generation in plain]
-    return [divergence for divergence in found if divergence is not None]
+    pairs = [(generation, other[generation.prompt_id]) for generation in plain]
+    differing = [(one, another) for one, another in pairs if one.tokens != another.tokens]
+    exact = widened(target) if differing else target
+    return [_first_difference(target, exact, one, another, tie_noise) for one, another in differing]
 
 
 def is_tie(divergence: Divergence) -> bool:
@@ -106,9 +115,9 @@ def _verdict(divergences: Sequence[Divergence], checks: dict[str, Any]) -> str:
     return UP_TO_TIES if all(map(is_tie, divergences)) else NOT_LOSSLESS
 
 
-def _first_difference(target: Target, plain: Generation, speculative: Generation, tie_ulps: float) -> Divergence | None:
-    if plain.tokens == speculative.tokens:
-        return None
+def _first_difference(
+    target: Target, exact: Target, plain: Generation, speculative: Generation, tie_noise: float
+) -> Divergence:
     pairs = zip(plain.tokens, speculative.tokens, strict=False)
     position = next((index for index, (one, other) in enumerate(pairs) if one != other), None)
     if position is None:
@@ -124,27 +133,42 @@ def _first_difference(target: Target, plain: Generation, speculative: Generation
             tie_tolerance=0.0,
         )
     one, other = plain.tokens[position], speculative.tokens[position]
-    gap, tolerance = _logit_gap(target, (*plain.prompt_tokens, *plain.tokens[:position]), one, other, tie_ulps)
+    gap, error = _gap_and_error(target, exact, (*plain.prompt_tokens, *plain.tokens[:position]), one, other)
     return Divergence(
         prompt_id=plain.prompt_id,
         position=position,
         plain_token=one,
         speculative_token=other,
         logit_gap=gap,
-        tie_tolerance=tolerance,
+        tie_tolerance=tie_noise * error,
     )
 
 
+def widened(target: Target) -> Target:
+    """Return the target in the next wider dtype, the measure of its rounding: float32 for half precision, else float64."""
+    dtype = target.model.dtype
+    wider = torch.float32 if dtype in (torch.bfloat16, torch.float16) else torch.float64
+    return target if dtype == wider else replace(target, model=move(copy.deepcopy(target.model), target.device, wider))
+
+
+def _gap_and_error(target: Target, exact: Target, prefix: Sequence[int], one: int, other: int) -> tuple[float, float]:
+    """Return how far the worse of two tokens is from the exact best one, and the rounding error of the target's logits there.
+
+    The error is the largest among the likeliest tokens, and at least the dtype's relative precision of the best logit.
+    Both come from one plain forward over the prefix, not from the decoder under judgement.
+    """
+    exact_V = _last_logits(exact, prefix).double()
+    best_V = exact_V.topk(min(COMPARED_TOKENS, len(exact_V))).indices
+    error = float((_last_logits(target, prefix).double() - exact_V)[best_V].abs().max())
+    least = torch.finfo(target.model.dtype).eps * abs(float(exact_V.max()))
+    return float(exact_V.max() - torch.minimum(exact_V[one], exact_V[other])), max(error, least)
+
+
 @torch.inference_mode()
-def _logit_gap(target: Target, prefix: Sequence[int], one: int, other: int, tie_ulps: float) -> tuple[float, float]:
-    """Return how far the two tokens' logits are from the largest, in one forward over the prefix, and what counts as a tie."""
+def _last_logits(target: Target, prefix: Sequence[int]) -> torch.Tensor:
     ids_1T = torch.tensor([prefix], device=target.device)
     hidden_1TD = backbone(target.model)(input_ids=ids_1T, use_cache=False).last_hidden_state
-    logits_V = head_logits(target.model, hidden_1TD[0, -1]).float()
-    largest = float(logits_V.max())
-    gap = largest - float(torch.minimum(logits_V[one], logits_V[other]))
-    ulp = torch.finfo(target.model.dtype).eps * 2.0 ** math.floor(math.log2(max(abs(largest), 1e-30)))
-    return gap, tie_ulps * ulp
+    return head_logits(target.model, hidden_1TD[:, -1]).squeeze(0)
 
 
 def _check_in_float32(
@@ -155,12 +179,12 @@ def _check_in_float32(
     draft_for: Callable[[Target], Draft],
 ) -> list[Divergence]:
     """Decode requests greedily both ways in float32 and return the differences."""
-    exact = replace(target, model=copy.deepcopy(target.model).float())
-    proposer = draft_for(exact).proposer
+    in_float32 = replace(target, model=copy.deepcopy(target.model).float())
+    proposer = draft_for(in_float32).proposer
     greedy = decode_config.model_copy(update={"temperature": 0.0})
     plain, speculative = [], []
     for start in range(0, len(requests), decode_config.batch_size):
         batch = requests[start : start + decode_config.batch_size]
-        plain += decode(exact, batch, greedy, None)[0]
-        speculative += decode(exact, batch, greedy, proposer)[0]
-    return find_divergences(exact, plain, speculative, config.tie_ulps)
+        plain += decode(in_float32, batch, greedy, None)[0]
+        speculative += decode(in_float32, batch, greedy, proposer)[0]
+    return find_divergences(in_float32, plain, speculative, config.tie_noise)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-StopReason = Literal["eos", "length", "context", "non_finite"]
+StopReason = Literal["eos", "length", "context", "non_finite"]  # non_finite: target or draft computed what is no number
 AUTOREGRESSIVE = "autoregressive"
 SPECULATIVE = "speculative"
 
@@ -66,8 +66,9 @@ class Timing:
 class Divergence:
     """Where a speculative output first left the plain one, and by how little the target preferred its own token.
 
-    `logit_gap` is the difference of the two tokens' target logits on the common prefix, recomputed in one forward;
-    `tie_tolerance` the largest gap that counts as a numerical tie in the target's dtype.
+    `logit_gap` is how far the worse of the two tokens is from the target's best after the common prefix, computed in a wider
+    dtype; `tie_tolerance` the largest gap that counts as a numerical tie, by the rounding error measured there.
+    Where one output ends and the other goes on, both tokens are the longer one's, and the gap is the largest float32.
     """
 
     prompt_id: str

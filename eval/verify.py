@@ -112,14 +112,15 @@ def _finish(
     bonus_B: Tensor,
 ) -> Verdict:
     """Draw the token after `num_accepted_B` drafts: from p where all stayed, else from (weight * p - q)+."""
+    all_stayed_B = num_accepted_B == num_drafted_B
     rows_B = torch.arange(len(num_accepted_B), device=num_accepted_B.device)
     p_BV = p_BKV[rows_B, num_accepted_B]
     q_BV = q_BGV[rows_B, num_accepted_B.clamp(max=q_BGV.shape[1] - 1)]
     rest_BV = (weight_B.unsqueeze(1) * p_BV - q_BV).clamp(min=0)
     # p = q up to rounding leaves no residual; a rejection then has probability 0 up to rounding, and p itself is right.
-    is_bonus_B = (num_accepted_B == num_drafted_B) | (rest_BV.sum(-1) == 0)
-    weights_BV = torch.where(is_bonus_B.unsqueeze(1), p_BV.to(rest_BV.dtype), rest_BV)
-    return Verdict(num_accepted_B, draw(weights_BV, torch.where(is_bonus_B, bonus_B, residual_B)))
+    from_p_B = all_stayed_B | (rest_BV.sum(-1) == 0)
+    weights_BV = torch.where(from_p_B.unsqueeze(1), p_BV.to(rest_BV.dtype), rest_BV)
+    return Verdict(num_accepted_B, draw(weights_BV, torch.where(all_stayed_B, bonus_B, residual_B)))
 
 
 def _drafted(tokens_BG: Tensor, num_drafted_B: Tensor) -> Tensor:

@@ -29,7 +29,8 @@ class DraftLM:
 
     Args:
         model: a causal LM that reads the target's token ids.
-        vocab_size: the target's; extra padded rows of the draft's head are cut off before the softmax.
+        vocab_size: the target's; extra padded rows of the draft's head are cut off before the softmax. A token that the
+            draft has no embedding for (one of the target's padded rows) is read as the draft's last.
         vocabulary: the tokens that the rows of the model's head stand for, after `keep_head_rows`; None: the target's own.
     """
 
@@ -37,6 +38,7 @@ class DraftLM:
         self.model = model
         self.vocab_size = vocab_size
         self.vocabulary = None if vocabulary is None else vocabulary.to(model.device)
+        self._last_id = model.config.get_text_config().vocab_size - 1
         self._cache: RowCache
         self._cached: list[int] = []  # positions by row whose keys and values are valid
         self._proposed_from: list[int] = []  # the rows' lengths when they were last continued
@@ -45,7 +47,7 @@ class DraftLM:
         self._cache = new_cache(self.model, capacity)
         prompts = [list(row[:-1]) for row in tokens]
         longest = max(map(len, prompts))
-        ids_BT = self._tensor([row + [0] * (longest - len(row)) for row in prompts])
+        ids_BT = self._ids([row + [0] * (longest - len(row)) for row in prompts])
         forward_rows(self.model, self._cache, ids_BT, [0] * len(prompts))
         self._cached = [len(row) for row in prompts]
 
@@ -56,7 +58,7 @@ class DraftLM:
         unread = max(length - cached for length, cached in zip(lengths, self._cached, strict=True))
         # Rows that lag less read a few cached tokens again: the same keys and values at the same places.
         starts = [length - unread for length in lengths]
-        ids_BT = self._tensor([row[-unread:] for row in tokens])
+        ids_BT = self._ids([row[-unread:] for row in tokens])
         positions_B1 = self._tensor(lengths).unsqueeze(1)
         drafted, laws, logits = [], [], []
         for step in range(num_tokens):
@@ -66,7 +68,8 @@ class DraftLM:
                 drafted_B = self._target_ids(logits_BW.argmax(-1))
             else:
                 law_BW = token_law(logits_BW, sampling)
-                drafted_B = self._target_ids(draw(law_BW, streams.uniform(Role.DRAFT, positions_B1 + step).squeeze(1)))
+                uniform_B = streams.uniform(Role.DRAFT, positions_B1 + step, positions_B1).squeeze(1)
+                drafted_B = self._target_ids(draw(law_BW, uniform_B))
                 laws.append(self._spread(law_BW, 0.0))
             drafted.append(drafted_B)
             if keep_logits:
@@ -95,6 +98,9 @@ class DraftLM:
 
     def _spread(self, values_BW: Tensor, fill: float) -> Tensor:
         return values_BW if self.vocabulary is None else self.vocabulary.spread(values_BW, fill)
+
+    def _ids(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        return self._tensor(rows).clamp(max=self._last_id)
 
     def _tensor(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(values, device=self.model.device)

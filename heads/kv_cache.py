@@ -148,14 +148,24 @@ def forward_rows(model: PreTrainedModel, cache: RowCache, ids_BT: Tensor, starts
     cache.place(starts, T, ids_BT.device)
     starts_B1 = torch.tensor(starts, device=ids_BT.device).unsqueeze(1)
     positions_BT = starts_B1 + torch.arange(T, device=ids_BT.device)
+    config = model.config.get_text_config()
     output = backbone(model)(
         input_ids=ids_BT,
-        position_ids=positions_BT,
-        attention_mask=_masks(model.config.get_text_config(), positions_BT, starts, model.dtype),
+        position_ids=_within_context(config, positions_BT, max(starts) + T),
+        attention_mask=_masks(config, positions_BT, starts, model.dtype),
         past_key_values=cache,
         use_cache=True,
     )
     return output.last_hidden_state
+
+
+def _within_context(config: PreTrainedConfig, positions_BT: Tensor, end: int) -> Tensor:
+    """Return positions before `end` with those beyond the context put on its last place.
+
+    Only a row's padding stands there while a neighbour in the batch has room, but a learned position table has no such row.
+    """
+    context = getattr(config, "max_position_embeddings", None)
+    return positions_BT if context is None or end <= context else positions_BT.clamp(max=context - 1)
 
 
 def _masks(

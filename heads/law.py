@@ -18,8 +18,9 @@ NUCLEUS_CANDIDATES = 1024
 def token_law(logits: Tensor, sampling: SamplingConfig) -> Tensor:
     """Return the probabilities `[..., V]` (float32) that logits `[..., V]` stand for under `sampling`.
 
-    Temperature 0 gives the one-hot law of the first largest logit. Top-k keeps every token that ties with the k-th; top-p
-    keeps the smallest set of most probable tokens that reaches p, and at least one.
+    Temperature 0 gives the one-hot law of the first largest logit. Top-p keeps the smallest set of most probable tokens that
+    reaches p, and at least one. Both keep every token that ties with the last one kept: 16-bit logits tie often, and the
+    law must not depend on the order in which a sort leaves ties.
     """
     logits = logits.float()
     if sampling.temperature == 0:
@@ -31,32 +32,32 @@ def token_law(logits: Tensor, sampling: SamplingConfig) -> Tensor:
     probs = logits.softmax(-1)
     if sampling.top_p is None or sampling.top_p == 1:
         return probs
-    sorted_probs, order = _most_probable(probs, sampling.top_p)
-    mass_before = sorted_probs.cumsum(-1) - sorted_probs
-    kept = torch.zeros_like(probs, dtype=torch.bool).scatter_(-1, order, mass_before < sampling.top_p)
-    probs = probs.masked_fill(~kept, 0.0)
+    falling = _most_probable(probs, sampling.top_p)
+    mass_before = falling.cumsum(-1) - falling
+    smallest_kept = falling.masked_fill(mass_before >= sampling.top_p, 1.0).amin(-1, keepdim=True)
+    probs = probs.masked_fill(probs < smallest_kept, 0.0)
     return probs / probs.sum(-1, keepdim=True)
 
 
-def _most_probable(probs: Tensor, mass: float) -> tuple[Tensor, Tensor]:
-    """Return probabilities in falling order and their indices, all of them or at least as many as `mass` takes."""
+def _most_probable(probs: Tensor, mass: float) -> Tensor:
+    """Return probabilities in falling order, all of them or at least as many as `mass` takes."""
     # On a CPU, sorting a vocabulary takes longer than a small model's forward. On a GPU it does not, and asking would wait.
     if probs.device.type == "cpu" and probs.shape[-1] > NUCLEUS_CANDIDATES:
-        values, order = probs.topk(NUCLEUS_CANDIDATES, dim=-1)
+        values = probs.topk(NUCLEUS_CANDIDATES, dim=-1).values
         if bool((values.sum(-1) >= mass).all()):
-            return values, order
-    values, order = probs.sort(dim=-1, descending=True)
-    return values, order
+            return values
+    return probs.sort(dim=-1, descending=True).values
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """Draw an index a row from unnormalised `weights` `[..., V]`: their distribution function inverted at `uniform` `[...]`.
 
-    Sums run in float64 and a token of weight 0 is never drawn. A row that sums to 0 is the caller's mistake.
+    Sums run in float64 and a token of weight 0 is never drawn. A row that sums to 0, or to no number, gives an index in range
+    that means nothing: the caller has to know.
     """
     cumulated = weights.double().cumsum(-1)
     thresholds = (uniform.unsqueeze(-1) * cumulated[..., -1:]).contiguous()
     drawn = torch.searchsorted(cumulated, thresholds, right=True).squeeze(-1)
     # The product can round up to the total; the last token that has weight then stands for it.
     last_with_weight = torch.searchsorted(cumulated, cumulated[..., -1:].contiguous(), right=False).squeeze(-1)
-    return torch.minimum(drawn, last_with_weight)
+    return torch.minimum(drawn, last_with_weight).clamp(max=weights.shape[-1] - 1)

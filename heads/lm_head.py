@@ -33,18 +33,20 @@ def head_logits(model: PreTrainedModel, hidden_BTD: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def check_split(model: PreTrainedModel) -> None:
-    """Refuse a model whose logits are not `head_logits` of its backbone's last hidden state.
+    """Refuse a model whose logits are no numbers, or not `head_logits` of its backbone's last hidden state.
 
     Raises:
-        InputError: the two disagree on a probe by more than rounding.
+        InputError: the logits of a probe are not finite, or the two disagree on it by more than rounding.
     """
     ids_BT = torch.arange(1, 9, device=model.device).unsqueeze(0) % model.config.get_text_config().vocab_size
     whole_BTV = model(input_ids=ids_BT, use_cache=False).logits.float()
     hidden_BTD = backbone(model)(input_ids=ids_BT, use_cache=False).last_hidden_state
     halves_BTV = head_logits(model, hidden_BTD).float()
+    name = type(model).__name__
+    if not bool(torch.isfinite(whole_BTV).all()):
+        raise InputError(f"{name} computes logits that are not finite in {model.dtype}: its weights are damaged or overflow")
     tolerance = 8 * torch.finfo(hidden_BTD.dtype).eps * whole_BTV.abs().max()
     if whole_BTV.shape != halves_BTV.shape or (whole_BTV - halves_BTV).abs().max() > tolerance:
-        name = type(model).__name__
         raise InputError(
             f"{name} computes its logits in a way draftsmith does not know: its head applied to its last hidden state differs"
         )

@@ -37,8 +37,11 @@ class PromptLookup:
         self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, streams: Streams, *, keep_logits: bool
     ) -> Proposal:
         drafts = [self._continue(row, number, num_tokens) for number, row in enumerate(tokens)]
-        padded = [draft + [0] * (num_tokens - len(draft)) for draft in drafts]
-        return Proposal(tokens_BG=torch.tensor(padded, device=self.device), num_drafted=[len(draft) for draft in drafts])
+        # No wider than the longest draft: the target computes every column, drafted or not.
+        width = max(map(len, drafts))
+        padded = [draft + [0] * (width - len(draft)) for draft in drafts]
+        tokens_BG = torch.tensor(padded, dtype=torch.int64, device=self.device)
+        return Proposal(tokens_BG=tokens_BG, num_drafted=[len(draft) for draft in drafts])
 
     def commit(self, num_accepted: Sequence[int]) -> None:
         """Nothing to learn: the index is brought up to date from the committed tokens."""

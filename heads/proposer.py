@@ -44,7 +44,10 @@ class Proposer(Protocol):
     def propose(
         self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, streams: Streams, *, keep_logits: bool
     ) -> Proposal:
-        """Continue each row by up to `num_tokens` (at least 1) drafts, drawn with the streams' draft role."""
+        """Continue each row by up to `num_tokens` (at least 1) drafts.
+
+        Draws use the streams' draft role, in the round named by the row's length.
+        """
 
     def commit(self, num_accepted: Sequence[int]) -> None:
         """Learn how many drafts of the last proposal each row kept; the target then added one token of its own."""

@@ -1,7 +1,9 @@
-"""Random numbers by counter: each draw is a pure function of (seed, request, position, role).
+"""Random numbers by counter: each draw is a pure function of (seed, request, round, position, role).
 
-A request therefore gets the same draws whatever its neighbours in the batch, the number of drafts or the order of work, and
-the draft's noise, the acceptance test and the residual never share a number (METHODS: a reused uniform biases the output).
+A request therefore gets the same draws whatever its neighbours in the batch or the order of work, and the draft's noise, the
+acceptance test and the residual never share a number (METHODS: a reused uniform biases the output). The round counts for
+drafting and accepting: block verification looks at every draft of a round before it keeps a part, so the numbers of what it
+threw away are no longer uniform given what it kept, and the next round must not see them at the same positions.
 The mixing function is the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), applied once for each coordinate.
 """
 
@@ -33,6 +35,9 @@ class Role(IntEnum):
     RESIDUAL = 4  # the token after a rejection
 
 
+ROLES_OF_A_ROUND = {Role.DRAFT, Role.ACCEPT}
+
+
 class Streams:
     """The random numbers of one decoding run.
 
@@ -46,9 +51,22 @@ class Streams:
         self.seed = seed
         self.requests_B = torch.tensor(requests, dtype=torch.int64, device=device)
 
-    def uniform(self, role: Role, positions_BT: Tensor) -> Tensor:
-        """Return float64 numbers in [0, 1), shaped like `positions_BT` (positions of the token being decided, int64)."""
+    def uniform(self, role: Role, positions_BT: Tensor, round_B1: Tensor | None = None) -> Tensor:
+        """Return float64 numbers in [0, 1), shaped like `positions_BT`.
+
+        Args:
+            role: what they are for.
+            positions_BT: positions of the tokens being decided, int64.
+            round_B1: position of the round's first draft, int64, which names the round; needed for drafting and accepting.
+
+        Raises:
+            ValueError: the role is one of a round, and no round is given.
+        """
         state_B1 = _mix(_mix(self.requests_B + _signed(self.seed * _GAMMA)) + _signed(role * _GAMMA)).unsqueeze(1)
+        if round_B1 is not None:
+            state_B1 = _mix(state_B1 + (round_B1 + 1) * _GAMMA)
+        elif role in ROLES_OF_A_ROUND:
+            raise ValueError(f"numbers for {role.name} belong to a round; say which")
         bits_BT = _mix(state_B1 + (positions_BT + 1) * _GAMMA)
         return _shift_right(bits_BT, 11).double() * 2.0**-53
 

@@ -257,7 +257,7 @@ def _agreement(target: Target, theirs: TurnsOfSide, ours: TurnsOfSide) -> dict[s
     In bf16 a forward over several rows rounds otherwise than one over a single row, so that near ties may fall either way.
     """
     pair = _first_generations(theirs), _first_generations(ours)
-    divergences = find_divergences(target, *pair, LosslessConfig().tie_ulps)
+    divergences = find_divergences(target, *pair, LosslessConfig().tie_noise)
     not_ties = sum(not is_tie(divergence) for divergence in divergences)
     return {"prompts": len(pair[0]), "differing": len(divergences), "not_ties": not_ties}
 

@@ -19,7 +19,10 @@ ROOT = Path(__file__).resolve().parent.parent
 RUN = Path("runs/demo")
 
 STEPS = {
-    "target: fetch and unpack": ["-c", "from distill.embedded import *; embedded_folder(PREFIX + NAME)"],
+    "target: fetch and unpack": [
+        "-c",
+        "from distill.embedded import NAME, PREFIX, embedded_folder; embedded_folder(PREFIX + NAME)",
+    ],
     "data: the target writes prompts and answers": ["scripts/make_data.py", "--config", "configs/data/demo.yaml"],
     "distil: train the draft": [
         *("-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/one_process_cpu.yaml"),
@@ -41,11 +44,13 @@ def main() -> int:
         code = subprocess.run([sys.executable, *arguments], cwd=ROOT, check=False).returncode
         seconds[name] = time.monotonic() - started
         if code:
+            print(f"\n== stopped: {name.partition(':')[0]} ended with {code}")
             break
     print("\n== time")
     for name, spent in [*seconds.items(), ("in all", sum(seconds.values()))]:
         print(f"   {spent:7.1f} s  {name}")
-    print(f"\nreport: {RUN / 'eval/report.html'}   exit code: {code}")
+    report = RUN / "eval/report.html"
+    print(f"\nreport: {report if (ROOT / report).exists() else 'none'}   exit code: {code}")
     return code
 
 

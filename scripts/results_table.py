@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,11 @@ def _ratios(ratios: Mapping[str, float | None]) -> str:
 
 
 def _rows(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table of flat objects; a number's bounds stand in brackets behind it."""
-    if not rows:
-        return ""
+    """Return a table for each run of rows with the same keys; a number's bounds stand in brackets behind it."""
+    return "\n\n".join(_rows_table(list(alike)) for _, alike in groupby(rows, key=list))
+
+
+def _rows_table(rows: Sequence[Mapping[str, Any]]) -> str:
     columns = [name for name in rows[0] if not name.endswith(BOUNDS)]
     return _table(columns, [[f"{_cell(row[name])} {_bounds(row, name)}".strip() for name in columns] for row in rows])
 

@@ -32,6 +32,7 @@ ENTRIES = {
     "scripts/make_cache.py": [],
     "scripts/make_data.py": [],
     "scripts/bench_decode.py": [],
+    "scripts/bench_distill.py": [],
     "scripts/results_table.py": [],
 }
 

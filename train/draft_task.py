@@ -15,8 +15,9 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from configs.learning import StudentConfig
 from configs.provenance import describe_git, describe_versions, mask_arguments
-from configs.schema import DistillConfig, StudentConfig
+from configs.schema import DistillConfig
 from distill.adapters import merge_adapters
 from distill.batches import Batch, ConversationDataset
 from distill.cache import TargetCache
@@ -27,7 +28,7 @@ from distill.losses import SparseTarget
 from distill.objective import DraftObjective, target_hidden
 from distill.target import Target, move
 from distill.vocabulary_choice import most_frequent_answer_tokens
-from eval.decode import Request, decode
+from eval.decode import Request, check_decodable, decode
 from heads.artifact import Metadata, save_draft_lm
 from heads.draft_lm import DraftLM
 from heads.draft_vocabulary import keep_head_rows
@@ -45,6 +46,9 @@ class DraftTask:
         held_out: conversations to decode on; the first `held_out.num_prompts` are used.
         accelerator: shares the held-out prompts over processes.
         cache: what the target said about `train`; None: the target runs on every batch.
+
+    Raises:
+        InputError: the draft cannot be made, or a held-out prompt cannot be decoded.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class DraftTask:
             Request(prompt_id=f"{row.prompt_id}/{row.turn}", category=row.category, tokens=row.prompt_ids)
             for row in held_out[: config.held_out.num_prompts]
         ]
+        check_decodable(target, self.requests)  # now, not at the end of the training
 
     def loss(self, module: nn.Module, batch: Batch, num_labels: Tensor, world_size: int) -> BatchLoss:
         result = module(batch.input_ids_BT, batch.loss_mask_BT, self.signal(batch), num_labels, world_size)

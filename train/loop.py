@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from configs.schema import OptimizerConfig, ScheduleConfig
+from configs.learning import OptimizerConfig
+from configs.schema import ScheduleConfig
 from distill.batches import Batch
 from train.checkpoints import Progress, list_checkpoints, load_checkpoint, save_checkpoint
 
@@ -112,7 +113,7 @@ class _Training:
         self.module, self.optimizer = accelerator.prepare(task.module, optimizer)
         # Not prepared: accelerate would step it once a process, and this loop counts optimiser steps.
         self.scheduler = scheduler
-        self.progress = Progress(config_sha256=_fingerprint(config))
+        self.progress, self.config_sha256 = Progress(), _fingerprint(config)
         accelerator.register_for_checkpointing(self.scheduler, self.progress)
         accelerator.init_trackers("draftsmith", config={"config": json.dumps(config)})
         self.books = _Books(accelerator)
@@ -144,7 +145,7 @@ class _Training:
     def _resume(self) -> None:
         found = list_checkpoints(self.checkpoints)
         if self.schedule.resume and found:
-            load_checkpoint(self.accelerator, found[-1], self.progress)
+            load_checkpoint(self.accelerator, found[-1], self.config_sha256)
             log.info("resumed from %s", found[-1])
 
     def _windows(self) -> Iterator[list[Batch]]:
@@ -165,7 +166,7 @@ class _Training:
             with nullcontext() if last else self.accelerator.no_sync(self.module):
                 with self.accelerator.autocast():
                     outcome = self.task.loss(self.module, batch, num_labels, self.accelerator.num_processes)
-                self._refuse_non_finite(outcome.loss)
+                self._refuse_non_finite(outcome.loss, number, batch)
                 self.accelerator.backward(outcome.loss)
             self.books.add(outcome.sums)
         norm = self.accelerator.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)
@@ -177,22 +178,30 @@ class _Training:
         self.progress.steps_in_epoch += 1
         return int(own_labels)
 
-    def _refuse_non_finite(self, loss: Tensor) -> None:
+    def _refuse_non_finite(self, loss: Tensor, number: int, batch: Batch) -> None:
         if not torch.isfinite(loss):
             progress = self.progress
             where = f"step {progress.step + 1} (epoch {progress.epoch}, step {progress.steps_in_epoch + 1} of it)"
-            raise RuntimeError(f"the loss is {loss.item()} in {where}; the step was not taken, the last checkpoint stands")
+            rows = ", ".join(map(str, batch.conversation_B.tolist()))
+            raise RuntimeError(
+                f"the loss is {loss.item()} in {where}, micro-batch {number + 1}, conversations {rows} of data.train, counted "
+                "from 0; the step was not taken, the last checkpoint stands"
+            )
 
     def _after_step(self) -> None:
+        """Log, decode held-out prompts and write a checkpoint, each where it is due."""
         step, last = self.progress.step, self.progress.step == self.num_steps
         if last or step % self.schedule.log_every_steps == 0:
             metrics = self.books.report() | {"learning_rate": float(self.scheduler.get_last_lr()[0])}
             self.accelerator.log({f"train/{name}": value for name, value in metrics.items()}, step=step)
             log.info("step %d/%d: %s", step, self.num_steps, _in_words(metrics))
+        started = time.perf_counter()
         if last or _due(step, self.schedule.eval_every_steps):
             self._evaluate()
         if last or _due(step, self.schedule.checkpoint_every_steps):
-            save_checkpoint(self.accelerator, self.checkpoints, step, self.schedule.keep_checkpoints)
+            keep = self.schedule.keep_checkpoints
+            save_checkpoint(self.accelerator, self.checkpoints, step, keep=keep, config_sha256=self.config_sha256)
+        self.books.leave_out(time.perf_counter() - started)
 
     def _evaluate(self) -> None:
         """Decode held-out prompts, and keep the draft if it yields more tokens a target step than any before."""
@@ -229,6 +238,10 @@ class _Books:
         self.labels += labels
         if norm is not None:
             self.norms.append(norm)
+
+    def leave_out(self, seconds: float) -> None:
+        """Count seconds that were not spent on training steps out of the rate."""
+        self.started += seconds
 
     def report(self) -> dict[str, float]:
         """Return averages over labels since the last report, and start anew."""
@@ -268,8 +281,11 @@ def _due(step: int, every: int | None) -> bool:
 
 
 def _fingerprint(config: dict[str, Any]) -> str:
-    """Return a hash of what the weights depend on: the config but for where and how often things are written."""
-    relevant = {name: value for name, value in config.items() if name not in ("output", "schedule", "held_out")}
+    """Return a hash of what decides the weights and which are kept: the config but for where and how often things are written.
+
+    The decoding of held-out prompts belongs to it: scores got in another way cannot be compared with the best so far.
+    """
+    relevant = {name: value for name, value in config.items() if name not in ("output", "schedule")}
     quiet = {"log_every_steps", "eval_every_steps", "checkpoint_every_steps", "keep_checkpoints", "resume", "trackers"}
     relevant["schedule"] = {name: value for name, value in config["schedule"].items() if name not in quiet}
     return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()

@@ -97,7 +97,7 @@ def test_loading_leaves_the_schema_defaults_as_they_were():
         (DistillConfig, "optimizer.learning_rate=yes", "--set optimizer.learning_rate: expected a number, got 'yes'"),
         (DistillConfig, "schedule.batch_size=2.5", "expected a whole number, got 2.5"),
         (DistillConfig, "schedule.batch_size=0", "expected a number of at least 1, got 0"),
-        (DistillConfig, "optimizer.beta1=1.5", "expected a number of at most 1, got 1.5"),
+        (DistillConfig, "optimizer.warmup_share=1.5", "expected a number of at most 1, got 1.5"),
         (DistillConfig, "loss.temperature=0", "expected a number above 0, got 0"),
         (DistillConfig, "loss.temperature=.nan", "expected a finite number, got nan"),
         (DistillConfig, "schedule.resume=no", "expected true or false, got 'no'"),

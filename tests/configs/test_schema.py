@@ -12,7 +12,9 @@ from configs.schema import (
     GateConfig,
     GateRule,
     LossConfig,
+    OptimizerConfig,
     PromptsConfig,
+    ScheduleConfig,
     StudentConfig,
 )
 
@@ -96,3 +98,9 @@ def test_prompts_have_a_path_exactly_when_they_come_from_one(settings):
 def test_a_rule_has_one_threshold(settings):
     with pytest.raises(ValidationError, match="exactly one of min and max"):
         GateRule(metric="speed.decode_speedup", **settings)
+
+
+@pytest.mark.parametrize(("schema", "key", "value"), [(OptimizerConfig, "beta2", 1.0), (ScheduleConfig, "seed", 2**32)])
+def test_values_that_torch_and_numpy_would_refuse_are_refused_here(schema, key, value):
+    with pytest.raises(ValidationError, match="less than"):
+        schema(**{key: value})

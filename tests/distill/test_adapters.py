@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from configs.errors import ConfigError
-from configs.schema import LoraSettings, StudentConfig
+from configs.learning import LoraSettings, StudentConfig
 from distill.adapters import add_adapters, merge_adapters
 from distill.draft_init import initial_draft
 

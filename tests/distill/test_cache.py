@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from configs.errors import ConfigError, InputError
 from configs.files import sha256_of
-from configs.schema import CacheConfig, DistillConfig, LossConfig
+from configs.learning import LossConfig
+from configs.schema import CacheConfig, DistillConfig
 from distill import cache_making
 from distill.batches import ConversationDataset, collate
 from distill.cache import check_fits, open_cache

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from configs.errors import ConfigError
-from configs.schema import StudentConfig
+from configs.learning import StudentConfig
 from distill.batches import Example, collate
 from distill.layer_choice import choose_layers, mean_acceptance, search_layers, spread_layers
 from distill.objective import target_hidden

@@ -10,7 +10,7 @@ from accelerate import PartialState
 
 from configs.errors import InputError
 from configs.schema import DataConfig
-from distill import making
+from distill import making, processes
 from distill.conversations import check_written_for, read_conversations
 from distill.making import make_dataset
 
@@ -131,6 +131,6 @@ def test_a_side_left_without_answers_is_refused_and_nothing_is_put_in_place(conf
 
 def test_processes_that_do_not_know_of_one_another_are_refused(config, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(making, "PartialState", lambda cpu: SimpleNamespace(num_processes=1))
+    monkeypatch.setattr(processes, "PartialState", lambda cpu: SimpleNamespace(num_processes=1))
     with pytest.raises(RuntimeError, match="2 processes were launched, but accelerate sees 1"):
         make_dataset(config)

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from configs.errors import ConfigError, InputError
-from configs.schema import DivergenceName, DivergenceSettings, LossConfig, StudentConfig
+from configs.learning import DivergenceName, DivergenceSettings, LossConfig, StudentConfig
 from distill.batches import Example, collate
 from distill.draft_init import initial_draft, keep_layers
 from distill.losses import DIVERGENCES, Pair

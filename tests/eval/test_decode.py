@@ -141,6 +141,23 @@ def test_the_answer_is_never_longer_than_asked_and_no_draft_is_wasted_beyond(tar
     assert all(len(round_.drafted) == len(round_.committed) - 1 for round_ in generation.rounds)
 
 
+@pytest.mark.parametrize("max_new_tokens", range(1, 6))
+@pytest.mark.parametrize("name", ["another_model", "prompt_lookup"])
+def test_answers_with_room_for_no_or_few_drafts_are_the_oracles(target, answers, proposers, name, max_new_tokens):
+    config = DecodeConfig(num_speculative_tokens=4, max_new_tokens=max_new_tokens, batch_size=4)
+    for _ in range(2):  # a proposer used before must not remember
+        assert generate(target, PROMPTS, config, proposers[name]) == [answer[:max_new_tokens] for answer in answers]
+
+
+@pytest.mark.parametrize("length", [12, 13, 14, 15])
+def test_rows_reach_the_end_of_the_context_each_in_its_own_time(tiny_llama, as_target, length):
+    target = as_target(tiny_llama(seed=1, max_position_embeddings=16))
+    prompts = [[5] * length, [9, 4]]
+    config = DecodeConfig(num_speculative_tokens=4, max_new_tokens=100, batch_size=2)
+    expected = [oracle(target.model, prompt, 16 - len(prompt)) for prompt in prompts]
+    assert generate(target, prompts, config, DraftLM(tiny_llama(seed=2), 64)) == expected
+
+
 def test_decoding_stops_at_the_end_of_the_context(tiny_llama, as_target):
     target = as_target(tiny_llama(seed=1, max_position_embeddings=16))
     config = DecodeConfig(num_speculative_tokens=4, max_new_tokens=100)
@@ -194,12 +211,31 @@ def test_sampled_pairs_of_tokens_follow_the_targets_law(tiny_llama, as_target, v
     assert statistic < degrees + 4 * (2 * degrees) ** 0.5  # about one false alarm in 10,000
 
 
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_sampled_tokens_follow_the_targets_law_over_several_rounds(tiny_llama, as_target, verification):
+    model = tiny_llama(seed=4, vocab_size=3, dtype=torch.float32, spread=3.0)
+    draft = tiny_llama(seed=5, vocab_size=3, dtype=torch.float32, spread=3.0)
+    # A rejection leaves drafted positions behind that the next round drafts and judges again.
+    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=5, temperature=1.2, verification=verification)
+    number = 6000
+    requests = [Request(prompt_id=str(n), category="", tokens=(1, 2)) for n in range(number)]
+    generations, _ = decode(as_target(model), requests, config, DraftLM(draft, 3))
+    assert sum(len(generation.rounds) > 1 for generation in generations) > number / 10
+    counts = torch.zeros(3, 3, 3, 3)
+    for generation in generations:
+        counts[generation.tokens[:4]] += 1
+    expected = number * exact_law(model, (1, 2), 4, config)
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    degrees = counts.numel() - 1
+    assert statistic < degrees + 4 * (2 * degrees) ** 0.5  # about one false alarm in 10,000
+
+
 def exact_law(model, prompt, num_tokens, config):
     """The joint probabilities of all continuations."""
     if num_tokens == 0:
         return torch.tensor(1.0)
     law = token_law(model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, -1].detach(), config)
-    return torch.stack([law[token] * exact_law(model, (*prompt, token), num_tokens - 1, config) for token in range(4)])
+    return torch.stack([law[token] * exact_law(model, (*prompt, token), num_tokens - 1, config) for token in range(len(law))])
 
 
 def test_a_request_whose_logits_are_not_finite_fails_alone(tiny_llama, as_target):
@@ -215,13 +251,80 @@ def test_a_request_whose_logits_are_not_finite_fails_alone(tiny_llama, as_target
     assert [generation.tokens for generation in mixed[:2]] == [generation.tokens for generation in alone]
 
 
+def test_a_request_that_fails_under_way_leaves_nothing_that_is_no_number(tiny_llama, as_target, answers):
+    at = next(n for n, token in enumerate(answers[0]) if n > 2 and token not in [*answers[0][:n], *answers[1], *PROMPTS[1]])
+    model = tiny_llama(seed=1)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[answers[0][at]] = float("nan")
+    config = DecodeConfig(num_speculative_tokens=2, max_new_tokens=24)
+    draft = DraftLM(tiny_llama(seed=2), 64)
+    (failed, healthy), _ = decode(as_target(model), requests_for(PROMPTS[:2]), config, draft, measure_overlap=True)
+    assert (failed.stop_reason, healthy.stop_reason) == ("non_finite", "length")
+    assert list(failed.tokens) == answers[0][: len(failed.tokens)]
+    assert list(healthy.tokens) == answers[1]
+    assert failed.rounds[-1].committed == failed.rounds[-1].overlap == ()
+    overlaps = [overlap for each in (failed, healthy) for round_ in each.rounds for overlap in round_.overlap or ()]
+    assert all(0 <= overlap <= 1 + 1e-6 for overlap in overlaps)
+
+
+def test_a_request_that_fails_in_the_prefill_counts_no_tokens(tiny_llama, as_target):
+    model = tiny_llama(seed=1)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[40] = float("nan")
+    (generation,), timing = decode(as_target(model), requests_for([[40]]), DecodeConfig())
+    assert generation.tokens == ()
+    assert (timing.num_tokens, timing.num_rounds) == (0, 0)
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_a_draft_whose_law_is_no_law_fails_the_request_when_sampling_and_costs_nothing_but_time_else(
+    target, answers, tiny_llama, verification
+):
+    broken = tiny_llama(seed=2)
+    with torch.no_grad():
+        broken.lm_head.weight.fill_(float("nan"))
+    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=12, verification=verification)
+    sampled = config.model_copy(update={"temperature": 1.0})
+    generations, _ = decode(target, requests_for(PROMPTS), sampled, DraftLM(broken, 64))
+    assert {generation.stop_reason for generation in generations} == {"non_finite"}
+    greedy, _ = decode(target, requests_for(PROMPTS), config, DraftLM(broken, 64), measure_overlap=True)
+    assert [list(generation.tokens) for generation in greedy] == [answer[:12] for answer in answers]
+    assert {overlap for generation in greedy for round_ in generation.rounds for overlap in round_.overlap or ()} == {0.0}
+
+
+def test_overlap_is_recorded_for_judged_drafts_only(tiny_llama, as_target, answers):
+    end = next(token for n, token in enumerate(answers[0]) if n > 1 and token not in answers[0][:n])
+    model = tiny_llama(seed=1)
+    config = DecodeConfig(num_speculative_tokens=5, max_new_tokens=24)
+    target = as_target(model, eos=(end,))
+    (generation,), _ = decode(target, requests_for(PROMPTS[:1]), config, DraftLM(model, 64), measure_overlap=True)
+    last = generation.rounds[-1]
+    assert last.committed[-1] == end
+    assert last.num_accepted < len(last.drafted)
+    assert len(last.overlap) == last.num_accepted  # what stands behind the end of the text was not judged
+    (generation,), _ = decode(
+        as_target(model), requests_for(PROMPTS[:1]), config, DraftLM(tiny_llama(seed=2), 64), measure_overlap=True
+    )
+    for round_ in generation.rounds:
+        assert len(round_.overlap or ()) == min(round_.num_accepted + 1, len(round_.drafted))
+
+
 def test_a_draft_with_padded_rows_in_its_vocabulary_still_decodes_losslessly(target, answers, tiny_llama):
     padded = DraftLM(tiny_llama(seed=2, vocab_size=80), 64)
-    smaller = DraftLM(tiny_llama(seed=2, vocab_size=50), 50)
-    for draft in (padded, smaller):
-        config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=24, batch_size=4)
-        if draft is padded:
-            assert generate(target, PROMPTS, config, draft) == answers
+    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=24, batch_size=4)
+    assert generate(target, PROMPTS, config, padded) == answers
     sampled = DecodeConfig(num_speculative_tokens=3, max_new_tokens=12, temperature=1.0)
     generations, _ = decode(target, requests_for(PROMPTS), sampled, padded)
     assert all(token < 64 for generation in generations for round_ in generation.rounds for token in round_.drafted)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_that_has_no_embedding_for_some_of_the_targets_tokens_reads_on(target, tiny_llama, temperature):
+    smaller = DraftLM(tiny_llama(seed=2, vocab_size=20), 20)
+    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=24, temperature=temperature)
+    generations, _ = decode(target, requests_for(PROMPTS), config, smaller)
+    assert any(token >= 20 for generation in generations for token in generation.tokens)
+    assert all(token < 20 for generation in generations for round_ in generation.rounds for token in round_.drafted)
+    if temperature == 0:
+        plain, _ = decode(target, requests_for(PROMPTS), config)
+        assert [generation.tokens for generation in generations] == [generation.tokens for generation in plain]

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from configs.command import BAD_INPUT, run_command
 from configs.schema import DecodeConfig, EvalConfig, LosslessConfig, SuiteConfig, TargetConfig
-from eval.decode import Request
+from eval.decode import Request, decode
 from eval.evaluation import evaluate, measure
 from eval.records import AUTOREGRESSIVE, SPECULATIVE
 from eval.report_schema import read_report
@@ -102,6 +102,39 @@ def test_generations_are_kept_once_and_overlaps_measured_in_the_first_repeat_onl
     assert all(round_.overlap is not None for each in records.of(SPECULATIVE) for round_ in each.rounds if round_.drafted)
     measuring = {each.repeat for each in records.timings if each.measure_seconds > 0}
     assert measuring == {0}
+
+
+def test_what_goes_before_the_question_is_part_of_the_prompt(config, tiny_tokenizer, tmp_path):
+    messages = [
+        {"role": "system", "content": "w1"},
+        {"role": "user", "content": "w2"},
+        {"role": "assistant", "content": "w3"},
+        {"role": "user", "content": "w4"},
+    ]
+    suite = tmp_path / "suite.jsonl"
+    suite.write_text(json.dumps({"question_id": "q0", "messages": messages}) + "\n")
+    evaluate(config.model_copy(update={"suite": SuiteConfig(path=str(suite))}))
+    generations, _ = records_of(Path(config.output))
+    expected = "<system> w1 <end> <user> w2 <end> <assistant> w3 <end> <user> w4 <end> <assistant>"
+    assert tiny_tokenizer.decode(generations[0]["prompt_tokens"]) == expected
+
+
+@pytest.mark.parametrize(("warmup_prompts", "sizes"), [(0, []), (1, [2]), (2, [2]), (3, [2, 1]), (99, [2, 1])])
+def test_warm_up_decodes_whole_batches_in_every_mode(
+    config, requests, tiny_llama, as_target, warmup_prompts, sizes, monkeypatch
+):
+    target, decoded = as_target(tiny_llama(seed=1)), []
+
+    def watch(target, batch, settings, proposer, **labels):
+        if not labels:
+            decoded.append((len(batch), proposer))
+        return decode(target, batch, settings, proposer, **labels)
+
+    monkeypatch.setattr("eval.evaluation.decode", watch)
+    lookup = PromptLookup(target.device)
+    settings = config.model_copy(update={"warmup_prompts": warmup_prompts, "repeats": 1})
+    measure(target, requests, settings, {"prompt_lookup": lookup})
+    assert decoded == [(size, proposer) for size in sizes for proposer in (None, lookup)]
 
 
 def test_a_request_that_fails_is_listed_and_the_others_count(config, tiny_run, tiny_tokenizer, tmp_path):
@@ -193,6 +226,18 @@ def test_a_draft_of_another_tokenizer_is_refused_whatever_is_allowed(refusal, ti
 
     assert complaint.startswith(f"error: {other} was trained for ")
     assert complaint.endswith(": tokenizer")
+
+
+def test_a_prompt_longer_than_the_context_and_damaged_weights_are_refused_in_one_sentence(refusal, tiny_run, tmp_path):
+    suite = tmp_path / "long.jsonl"
+    suite.write_text(json.dumps({"question_id": "q0", "turns": ["w1 " * 300]}) + "\n")
+    assert "error: prompt q0 has " in refusal(**{"suite.path": suite, "suite.num_prompts": 1})
+    damaged = Path(shutil.copytree(tiny_run / "target", tmp_path / "target"))
+    model = LlamaForCausalLM.from_pretrained(damaged, dtype=torch.float32)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    model.save_pretrained(damaged)
+    assert "logits that are not finite" in refusal(**{"target.name": damaged})
 
 
 @pytest.mark.parametrize(

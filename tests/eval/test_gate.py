@@ -199,6 +199,13 @@ def test_a_gate_without_rules_still_fails_an_unsound_report(report, path, value,
     assert [finding.check for finding in verdict.findings if finding.reason] == [check]
 
 
+def test_a_verdict_is_not_explained_by_differences_that_were_not_found(report):
+    report["lossless"] |= {"verdict": "lossy_by_design", "divergences": []}
+    assert "no checked answer differs" in outcome(report, {"metric": TAU, "min": 1.0}, check="lossless").reason
+    report["lossless"] = {**report["lossless"], "verdict": "not_lossless", "divergences": [{}, {}]}
+    assert "2 differences" in outcome(report, {"metric": TAU, "min": 1.0}, check="lossless").reason
+
+
 def test_too_few_prompts_fail_whatever_was_measured(report):
     assert judge(report, GateConfig(min_prompts=33)).outcome == "fail"
     assert judge(report, GateConfig(min_prompts=32)).outcome == "pass"

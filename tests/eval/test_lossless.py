@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from dataclasses import replace
 
 import pytest
@@ -85,7 +84,7 @@ def test_a_real_difference_is_found_where_it_is_with_the_gap_of_the_targets_logi
     best, other = plain[0].tokens[position], int(logits_V.argmin())
     assert best == int(logits_V.argmax())
 
-    (found,) = find_divergences(target, plain, [with_token(plain[0], position, other)], tie_ulps=4.0)
+    (found,) = find_divergences(target, plain, [with_token(plain[0], position, other)], tie_noise=4.0)
 
     assert (found.prompt_id, found.position, found.plain_token, found.speculative_token) == ("p", position, best, other)
     assert found.logit_gap == pytest.approx(float(logits_V.max() - logits_V.min()), rel=1e-6)
@@ -95,7 +94,7 @@ def test_a_real_difference_is_found_where_it_is_with_the_gap_of_the_targets_logi
 
 def test_only_the_first_difference_of_a_prompt_counts(target, plain):
     changed = with_token(with_token(plain[0], 7, 5), 4, 6)
-    (found,) = find_divergences(target, plain, [changed], tie_ulps=4.0)
+    (found,) = find_divergences(target, plain, [changed], tie_noise=4.0)
     assert found.position == 4
 
 
@@ -121,23 +120,35 @@ def test_two_tokens_with_equal_logits_are_a_tie(tied, plain, tie):
     assert section["divergences"][0].logit_gap == 0.0
 
 
-def test_the_tolerance_is_in_units_in_the_last_place_of_the_targets_dtype(target, plain, as_target):
+def test_the_tolerance_is_in_multiples_of_the_rounding_error_measured_there(target, plain, as_target):
     rounded = as_target(copy.deepcopy(target.model).bfloat16())
+    exact = as_target(copy.deepcopy(rounded.model).float())
     prefix = [*PROMPT, *plain[0].tokens[:2]]
-    logits_V = naive_logits(rounded, prefix).float()
-    other = int(logits_V.argmin())
-    answers = [with_token(plain[0], 2, int(logits_V.argmax()))], [with_token(plain[0], 2, other)]
+    rounded_V, exact_V = naive_logits(rounded, prefix).double(), naive_logits(exact, prefix).double()
+    other = int(exact_V.argmin())
+    answers = [with_token(plain[0], 2, int(exact_V.argmax()))], [with_token(plain[0], 2, other)]
 
-    (found,) = find_divergences(rounded, *answers, tie_ulps=4.0)
+    (found,) = find_divergences(rounded, *answers, tie_noise=4.0)
 
-    # bfloat16 has 8 significant bits: between 2^e and 2^(e+1) its numbers are 2^(e-7) apart.
-    exponent = math.floor(math.log2(float(logits_V.max())))
-    assert found.tie_tolerance == 4.0 * 2.0 ** (exponent - 7)
-    in_ulps = found.logit_gap / 2.0 ** (exponent - 7)
-    assert [is_tie(find_divergences(rounded, *answers, tie_ulps=ulps)[0]) for ulps in (in_ulps - 0.1, in_ulps + 0.1)] == [
-        False,
-        True,
-    ]
+    error = float((rounded_V - exact_V)[exact_V.topk(32).indices].abs().max())
+    assert found.tie_tolerance == pytest.approx(4.0 * max(error, 2.0**-7 * float(exact_V.max())), rel=1e-3)
+    assert found.logit_gap == pytest.approx(float(exact_V.max() - exact_V.min()), rel=1e-4)
+    in_errors = 4.0 * found.logit_gap / found.tie_tolerance
+    verdicts = [is_tie(find_divergences(rounded, *answers, tie_noise=times)[0]) for times in (in_errors - 0.1, in_errors + 0.1)]
+    assert verdicts == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wider"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float64),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_a_target_is_measured_against_the_next_wider_dtype(target, as_target, dtype, wider):
+    assert lossless.widened(as_target(copy.deepcopy(target.model).to(dtype))).model.dtype == wider
 
 
 def test_a_draw_between_two_wrong_tokens_is_no_tie(target, plain, as_target):
@@ -155,11 +166,11 @@ def test_an_answer_that_is_the_beginning_of_the_other_is_never_a_tie(target, pla
     cut = [with_tokens(plain[0], plain[0].tokens[:5])]
     pair = (cut, plain) if shorter_side == "plain" else (plain, cut)
 
-    (found,) = find_divergences(target, *pair, tie_ulps=1e30)
+    (found,) = find_divergences(target, *pair, tie_noise=1e30)
 
     assert found.position == 5
     assert not is_tie(found)
-    assert verdict_of(target, *pair, LosslessConfig(check_float32_prompts=0, tie_ulps=1e30)) == "not_lossless"
+    assert verdict_of(target, *pair, LosslessConfig(check_float32_prompts=0, tie_noise=1e30)) == "not_lossless"
 
 
 def test_one_real_difference_among_ties_decides_the_verdict(tied, plain, tie):

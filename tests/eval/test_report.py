@@ -142,6 +142,7 @@ def test_every_definition_defines_something_a_report_holds(report):
     for path in DEFINITIONS:
         value = report
         for key in path.split("."):
+            assert key in value, path
             value = value[key]
 
 

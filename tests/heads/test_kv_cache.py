@@ -6,6 +6,7 @@ from transformers import (
     AutoModelForCausalLM,
     BambaConfig,
     Gemma3TextConfig,
+    GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
@@ -91,6 +92,19 @@ def test_eager_attention_sees_the_same_positions():
     hidden = forward_rows(model, cache, torch.tensor([texts[0][3:6], texts[1][6:9]]), [3, 6])
     torch.testing.assert_close(hidden[0], whole(model, texts[0][:6])[3:])
     torch.testing.assert_close(hidden[1], whole(model, texts[1][:9])[6:])
+
+
+@torch.no_grad()
+def test_padding_of_a_row_may_stand_beyond_the_context_of_a_model_with_learned_positions():
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=64, n_positions=12, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    texts = [list(range(1, 13)), list(range(30, 42))]
+    cache = new_cache(model, 16)
+    forward_rows(model, cache, torch.tensor([text[:11] for text in texts]), [0, 0])
+    hidden = forward_rows(model, cache, torch.tensor([[texts[0][11], 0, 0, 0], texts[1][5:9]]), [11, 5])
+    torch.testing.assert_close(hidden[0, 0], whole(model, texts[0])[11])
+    torch.testing.assert_close(hidden[1], whole(model, texts[1][:9])[5:])
 
 
 def test_the_cache_is_never_copied_or_grown():

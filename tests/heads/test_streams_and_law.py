@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 def test_numbers_are_uniform_and_uncorrelated_over_positions_requests_and_roles():
     streams = Streams(0, range(200), CPU)
     positions = torch.arange(200).expand(200, 200)
-    numbers = {role: streams.uniform(role, positions) for role in Role}
+    numbers = {role: streams.uniform(role, positions, positions[:, :1]) for role in Role}
     for values in numbers.values():
         assert values.min() >= 0
         assert values.max() < 1
@@ -29,17 +29,29 @@ def test_a_request_gets_the_same_numbers_wherever_it_stands():
     positions = torch.arange(5).expand(3, 5)
     one = Streams(3, [10, 20, 30], CPU)
     other = Streams(3, [30, 10], CPU)
-    assert torch.equal(one.uniform(Role.DRAFT, positions)[0], other.uniform(Role.DRAFT, positions[:2])[1])
+    rounds = torch.tensor([[5], [7], [5]])
+    assert torch.equal(
+        one.uniform(Role.DRAFT, positions, rounds)[0], other.uniform(Role.DRAFT, positions[:2], rounds[:2].flip(0))[1]
+    )
     one.keep_rows([2])
-    assert torch.equal(one.uniform(Role.DRAFT, positions[:1])[0], other.uniform(Role.DRAFT, positions[:2])[0])
+    assert torch.equal(one.uniform(Role.TARGET, positions[:1])[0], other.uniform(Role.TARGET, positions[:2])[0])
 
 
 def test_seed_position_and_role_each_change_the_number():
     position = torch.tensor([[4]])
-    base = Streams(0, [1], CPU).uniform(Role.ACCEPT, position)
-    assert base != Streams(1, [1], CPU).uniform(Role.ACCEPT, position)
-    assert base != Streams(0, [1], CPU).uniform(Role.ACCEPT, position + 1)
+    base = Streams(0, [1], CPU).uniform(Role.TARGET, position)
+    assert base != Streams(1, [1], CPU).uniform(Role.TARGET, position)
+    assert base != Streams(0, [1], CPU).uniform(Role.TARGET, position + 1)
     assert base != Streams(0, [1], CPU).uniform(Role.RESIDUAL, position)
+
+
+@pytest.mark.parametrize("role", [Role.DRAFT, Role.ACCEPT])
+def test_a_position_gets_other_numbers_for_drafting_and_accepting_in_another_round(role):
+    streams, positions = Streams(0, range(500), CPU), torch.full((500, 1), 9)
+    one, other = (streams.uniform(role, positions, torch.full((500, 1), first)) for first in (7, 8))
+    assert abs(float(torch.corrcoef(torch.cat([one, other], 1).T)[0, 1])) < 0.15
+    with pytest.raises(ValueError, match="belong to a round"):
+        streams.uniform(role, positions)
 
 
 def naive_law(logits, temperature, top_k, top_p):
@@ -93,11 +105,27 @@ def test_top_k_beyond_the_vocabulary_and_a_tiny_top_p_are_harmless():
     assert token_law(logits, SamplingConfig(temperature=1.0, top_p=1e-9)).tolist() == [[0.0, 1.0, 0.0]]
 
 
+@pytest.mark.parametrize("size", [6, 3000])
+def test_a_nucleus_keeps_all_tokens_that_tie_with_its_last_one_wherever_they_stand(size):
+    logits = torch.full((1, size), -40.0)
+    logits[0, :6] = torch.tensor([1.0, 3.0, 1.0, 2.0, 1.0, 0.0])
+    law = token_law(logits, SamplingConfig(temperature=1.0, top_p=0.8))
+    assert (law[0] > 0).nonzero().flatten().tolist() == [0, 1, 2, 3, 4]
+    assert law[0, 0] == law[0, 2] == law[0, 4]
+    turned = token_law(logits.flip(1), SamplingConfig(temperature=1.0, top_p=0.8))
+    assert torch.equal(turned > 0, law.flip(1) > 0)
+    torch.testing.assert_close(turned, law.flip(1))
+
+
 def test_draws_invert_the_distribution_function_exactly():
     weights = torch.tensor([0.0, 2.0, 0.0, 1.0, 1.0, 0.0])
     uniform = torch.tensor([0.0, 0.25, 0.4999, 0.5, 0.74, 0.75, 0.999999], dtype=torch.float64)
     drawn = draw(weights.expand(7, 6), uniform)
     assert drawn.tolist() == [1, 1, 1, 3, 3, 4, 4]
+
+
+def test_weights_that_are_no_numbers_give_an_index_that_can_be_looked_up():
+    assert 0 <= int(draw(torch.full((1, 5), float("nan")), torch.tensor([0.3], dtype=torch.float64))) < 5
 
 
 def test_a_token_of_weight_zero_is_never_drawn_even_at_the_edge_of_one():

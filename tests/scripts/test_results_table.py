@@ -60,6 +60,15 @@ def test_a_document_without_tables_stays_as_it_is(results):
     assert fill_tables("No table: <!-- end -->\n", results) == "No table: <!-- end -->\n"
 
 
+def test_rows_with_other_keys_stand_in_a_table_of_their_own(results):
+    rows = [{"draft": "a", "tau": 1.5}, {"draft": "b", "tau": 1.75}, {"loss": "chunked", "seconds": 2.0}]
+    (results / "decode.json").write_text(json.dumps(RESULTS | {"rows": rows}))
+    tables = (
+        "| draft | tau |\n| --- | --- |\n| a | 1.50 |\n| b | 1.75 |\n\n| loss | seconds |\n| --- | --- |\n| chunked | 2.00 |\n"
+    )
+    assert tables in fill_tables("<!-- table: decode -->\n<!-- end -->", results)
+
+
 def test_gpus_name_the_machine(results):
     hardware = {"cpu": "a test machine", "cores": 2, "gpus": [{"name": "GPU A"}, {"name": "GPU B"}]}
     (results / "decode.json").write_text(json.dumps(RESULTS | {"hardware": hardware}))

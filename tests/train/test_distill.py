@@ -1,5 +1,6 @@
 """The training run: it learns, it resumes bit for bit, it keeps the draft that decodes best, it stops on a bad loss."""
 
+import dataclasses
 import json
 import math
 from itertools import pairwise
@@ -10,15 +11,16 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 
-from configs.errors import InputError
-from configs.schema import DecodeConfig, DistillConfig, HeldOutDecodingConfig, OptimizerConfig, ScheduleConfig, StudentConfig
+from configs.errors import ConfigError, InputError
+from configs.learning import OptimizerConfig, StudentConfig
+from configs.schema import DecodeConfig, DistillConfig, HeldOutDecodingConfig, ScheduleConfig, TargetConfig
 from distill.batches import ConversationDataset, make_loader
 from distill.conversations import Conversation
 from distill.draft_init import initial_draft
 from heads.artifact import load_draft
 from train.checkpoints import list_checkpoints
 from train.draft_task import DraftTask
-from train.launch import make_accelerator
+from train.launch import make_accelerator, run_distillation
 from train.loop import make_optimizer, train
 
 
@@ -96,18 +98,73 @@ def test_ten_steps_equal_five_then_a_resume_and_five_bit_for_bit(tmp_path, targe
         assert torch.equal(tensor, resumed[name]), name
 
 
-def test_a_checkpoint_of_another_config_is_refused(tmp_path, target, rows):
+@pytest.mark.parametrize(("every", "stop_after"), [(3, 10), (4, 12)], ids=["at an epoch's end", "within the second epoch"])
+def test_a_resume_finds_its_place_among_accumulated_batches(tmp_path, target, rows, every, stop_after):
+    # An epoch is 8 micro-batches: steps of 3, 3 and 2 of them.
+    def config(name):
+        schedule = {"batch_size": 3, "gradient_accumulation_steps": 3, "max_steps": 7, "checkpoint_every_steps": every}
+        return config_for(tmp_path / name, eval_every_steps=None, **schedule)
+
+    whole = run(config("whole"), target, rows)
+    with pytest.raises(KeyboardInterrupt):
+        run(config("parts"), target, rows, stop_after=stop_after)
+    assert [path.name for path in list_checkpoints(tmp_path / "parts" / "checkpoints")] == [f"step-0000000{every}"]
+    resumed = run(config("parts"), target, rows)
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+
+
+def test_a_run_that_does_not_resume_leaves_no_checkpoint_of_the_one_before(tmp_path, target, rows):
+    run(config_for(tmp_path), target, rows)
+    anew = {"max_steps": 6, "checkpoint_every_steps": 2, "keep_checkpoints": 1}
+    with pytest.raises(KeyboardInterrupt):
+        run(config_for(tmp_path, resume=False, **anew), target, rows, stop_after=5)
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000004"]
+    run(config_for(tmp_path, **anew), target, rows)
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000006"]
+
+
+@pytest.mark.parametrize("change", [{"batch_size": 3}, {"student": {"layers": [1]}}], ids=["schedule", "weights"])
+def test_a_checkpoint_of_another_config_is_refused(tmp_path, target, rows, change):
     run(config_for(tmp_path, max_steps=5), target, rows)
     with pytest.raises(InputError, match="another config"):
-        run(config_for(tmp_path, max_steps=5, batch_size=3), target, rows)
+        run(config_for(tmp_path, max_steps=5, **change), target, rows)
 
 
-def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path, target, rows):
+def test_a_held_out_prompt_that_cannot_be_decoded_is_refused_before_training(tmp_path, target, rows):
+    config = config_for(tmp_path)
+    long = dataclasses.replace(rows[0], prompt_ids=(5,) * 300)
+    with pytest.raises(InputError, match="p0/0 has 300 tokens; the target's context is 256"):
+        DraftTask(config, target, rows, [long], make_accelerator(config.schedule, tmp_path))
+
+
+def test_a_device_that_accelerate_does_not_train_on_is_refused(tmp_path):
+    config = config_for(tmp_path).model_copy(update={"target": TargetConfig(device="meta")})
+    with pytest.raises(ConfigError, match=r"target\.device: training runs on .*, got meta"):
+        run_distillation(config)
+
+
+def test_a_tracker_that_is_not_installed_is_not_left_out_in_silence(tmp_path, monkeypatch):
+    monkeypatch.setattr("train.launch.get_available_trackers", list)
+    with pytest.raises(ConfigError, match=r"schedule\.trackers: wandb is not installed"):
+        make_accelerator(ScheduleConfig(trackers=["wandb"]), tmp_path)
+
+
+def test_a_precision_that_the_machine_does_not_have_is_a_sentence(tmp_path, monkeypatch):
+    def accelerator(mixed_precision, **_):
+        raise ValueError(f"{mixed_precision} mixed precision requires a GPU")
+
+    monkeypatch.setattr("train.launch.Accelerator", accelerator)
+    with pytest.raises(ConfigError, match=r"schedule\.mixed_precision: fp16 cannot be used: fp16 mixed precision requires"):
+        make_accelerator(ScheduleConfig(mixed_precision="fp16"), tmp_path)
+
+
+@pytest.mark.parametrize("damaged", ["model.safetensors", "optimizer.bin", "custom_checkpoint_1.pkl"])
+def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path, target, rows, damaged):
     run(config_for(tmp_path, max_steps=5), target, rows)
     (newest,) = list_checkpoints(tmp_path / "checkpoints")
-    (newest / "model.safetensors").write_bytes(b"not a tensor")
-    with pytest.raises(InputError, match="step-00000005"):
-        run(config_for(tmp_path, max_steps=10), target, rows)
+    (newest / damaged).write_bytes(b"not a tensor")
+    with pytest.raises(InputError, match="step-00000005 cannot be read"):
+        run(config_for(tmp_path, max_steps=5), target, rows)
 
 
 def test_accumulated_micro_batches_give_the_step_of_one_large_batch(tmp_path, target, rows):
@@ -183,7 +240,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_step_and_says_where(tmp_path
         task.module.draft.model.norm.weight[0] = math.inf
     before = {name: tensor.clone() for name, tensor in task.module.state_dict().items()}
     loader = make_loader(ConversationDataset(rows, 64), 4, seed=0)
-    with pytest.raises(RuntimeError, match=r"step 1 .* was not taken"):
+    with pytest.raises(RuntimeError, match=r"step 1 .*, micro-batch 1, conversations (\d+, ){3}\d+ of .* was not taken"):
         train(task, loader, config.optimizer, config.schedule, accelerator, tmp_path, config.model_dump(mode="json"))
     after = task.module.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
