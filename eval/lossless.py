@@ -148,7 +148,11 @@ def widened(target: Target) -> Target:
     """Return the target in the next wider dtype, the measure of its rounding: float32 for half precision, else float64."""
     dtype = target.model.dtype
     wider = torch.float32 if dtype in (torch.bfloat16, torch.float16) else torch.float64
-    return target if dtype == wider else replace(target, model=move(copy.deepcopy(target.model), target.device, wider))
+    return target if dtype == wider else _copied(target, wider)
+
+
+def _copied(target: Target, dtype: torch.dtype) -> Target:
+    return replace(target, model=move(copy.deepcopy(target.model), target.device, dtype))
 
 
 def _gap_and_error(target: Target, exact: Target, prefix: Sequence[int], one: int, other: int) -> tuple[float, float]:
@@ -179,7 +183,7 @@ def _check_in_float32(
     draft_for: Callable[[Target], Draft],
 ) -> list[Divergence]:
     """Decode requests greedily both ways in float32 and return the differences."""
-    in_float32 = replace(target, model=copy.deepcopy(target.model).float())
+    in_float32 = _copied(target, torch.float32)
     proposer = draft_for(in_float32).proposer
     greedy = decode_config.model_copy(update={"temperature": 0.0})
     plain, speculative = [], []

@@ -56,12 +56,11 @@ def take_turns(
     turns: dict[str, list[list[Turn[R]]]] = {name: [[] for _ in cases] for name in sides}
     with progress(description, len(cases), unit) as advance:
         for number, case in enumerate(cases):
-            for repeat in range(repeats):
-                backwards = (number + repeat) % 2 == 1
-                for name in reversed(names) if backwards else names:
-                    started = time.perf_counter()
-                    result = sides[name](case, repeat)
-                    turns[name][number].append(Turn(result, time.perf_counter() - started))
+            order = [(repeat, name) for repeat in range(repeats) for name in names[:: -1 if (number + repeat) % 2 else 1]]
+            for repeat, name in order:
+                started = time.perf_counter()
+                result = sides[name](case, repeat)
+                turns[name][number].append(Turn(result, time.perf_counter() - started))
             advance(1)
     return turns
 

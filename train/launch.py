@@ -31,9 +31,8 @@ def run_distillation(config: DistillConfig) -> int:
         InputError: data, target, student or cache cannot be had or do not go together, or the output cannot be written.
         RuntimeError: a loss is not finite.
     """
-    join_processes(
-        config.target
-    )  # before the accelerator, which would take each of several processes on a CPU for the only one
+    # Before the accelerator, which would take each of several processes on a CPU for the only one.
+    join_processes(config.target)
     accelerator = make_accelerator(config.schedule, Path(config.output))
     if config.target.device not in ("auto", accelerator.device.type, str(accelerator.device)):
         raise ConfigError(

@@ -7,9 +7,11 @@ import random
 from collections.abc import Callable, Sequence
 
 import pytest
+import torch
 
 from eval.records import AUTOREGRESSIVE, SPECULATIVE, Generation, Round, Timing
 from eval.report import PromptSet, build_report
+from heads.law import token_law
 
 CATEGORIES = ("writing", "coding", "maths", "reasoning")
 WORDS = ("the", "draft", "is", "cheap", "and", "target", "checks", "every", "word", "at", "once", ".")
@@ -190,3 +192,16 @@ def report_inputs(shared_inputs) -> dict:
 def report(shared_report) -> dict:
     """A whole report, to change at will."""
     return copy.deepcopy(shared_report)
+
+
+@pytest.fixture(scope="session")
+def exact_law():
+    """A function that gives the joint probabilities of all continuations of a prompt, a dimension a token."""
+
+    def law_of(model, prompt, num_tokens, config):
+        if num_tokens == 0:
+            return torch.tensor(1.0)
+        law = token_law(model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, -1].detach(), config)
+        return torch.stack([law[token] * law_of(model, (*prompt, token), num_tokens - 1, config) for token in range(len(law))])
+
+    return law_of

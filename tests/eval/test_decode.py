@@ -8,7 +8,6 @@ from configs.schema import DecodeConfig
 from eval.decode import Request, decode, generate
 from eval.records import SPECULATIVE
 from heads.draft_lm import DraftLM
-from heads.law import token_law
 from heads.prompt_lookup import PromptLookup
 from heads.proposer import Proposal
 
@@ -191,7 +190,7 @@ def test_sample_and_match_draws_the_very_tokens_of_plain_sampling(target):
 
 
 @pytest.mark.parametrize("verification", ["token", "block"])
-def test_sampled_pairs_of_tokens_follow_the_targets_law(tiny_llama, as_target, verification):
+def test_sampled_pairs_of_tokens_follow_the_targets_law(tiny_llama, as_target, verification, exact_law):
     model = tiny_llama(seed=4, vocab_size=4, dtype=torch.float32, spread=3.0)
     draft = tiny_llama(seed=5, vocab_size=4, dtype=torch.float32, spread=3.0)
     target = as_target(model)
@@ -212,7 +211,7 @@ def test_sampled_pairs_of_tokens_follow_the_targets_law(tiny_llama, as_target, v
 
 
 @pytest.mark.parametrize("verification", ["token", "block"])
-def test_sampled_tokens_follow_the_targets_law_over_several_rounds(tiny_llama, as_target, verification):
+def test_sampled_tokens_follow_the_targets_law_over_several_rounds(tiny_llama, as_target, verification, exact_law):
     model = tiny_llama(seed=4, vocab_size=3, dtype=torch.float32, spread=3.0)
     draft = tiny_llama(seed=5, vocab_size=3, dtype=torch.float32, spread=3.0)
     # A rejection leaves drafted positions behind that the next round drafts and judges again.
@@ -228,14 +227,6 @@ def test_sampled_tokens_follow_the_targets_law_over_several_rounds(tiny_llama, a
     statistic = float(((counts - expected) ** 2 / expected).sum())
     degrees = counts.numel() - 1
     assert statistic < degrees + 4 * (2 * degrees) ** 0.5  # about one false alarm in 10,000
-
-
-def exact_law(model, prompt, num_tokens, config):
-    """The joint probabilities of all continuations."""
-    if num_tokens == 0:
-        return torch.tensor(1.0)
-    law = token_law(model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, -1].detach(), config)
-    return torch.stack([law[token] * exact_law(model, (*prompt, token), num_tokens - 1, config) for token in range(len(law))])
 
 
 def test_a_request_whose_logits_are_not_finite_fails_alone(tiny_llama, as_target):

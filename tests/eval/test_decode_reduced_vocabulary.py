@@ -63,7 +63,7 @@ def test_overlap_counts_the_mass_on_unknown_tokens_as_rejected(target, tiny_llam
 
 
 @pytest.mark.parametrize("verification", ["token", "block"])
-def test_sampled_pairs_of_tokens_follow_the_targets_law(tiny_llama, as_target, verification):
+def test_sampled_pairs_of_tokens_follow_the_targets_law(tiny_llama, as_target, verification, exact_law):
     model = tiny_llama(seed=4, vocab_size=5, dtype=torch.float32, spread=3.0)
     draft = reduced(tiny_llama(seed=5, vocab_size=5, dtype=torch.float32, spread=3.0), [1, 2, 4])
     config = DecodeConfig(num_speculative_tokens=2, max_new_tokens=3, temperature=1.2, verification=verification)
@@ -79,11 +79,3 @@ def test_sampled_pairs_of_tokens_follow_the_targets_law(tiny_llama, as_target, v
     statistic = float(((counts - expected) ** 2 / expected).sum())
     degrees = counts.numel() - 1
     assert statistic < degrees + 4 * (2 * degrees) ** 0.5  # about one false alarm in 10,000
-
-
-def exact_law(model, prompt, num_tokens, config):
-    """The joint probabilities of all continuations."""
-    if num_tokens == 0:
-        return torch.tensor(1.0)
-    law = token_law(model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, -1].detach(), config)
-    return torch.stack([law[token] * exact_law(model, (*prompt, token), num_tokens - 1, config) for token in range(5)])
