@@ -1,30 +1,34 @@
 """The distillation loss from hidden states, a few positions at a time, so that no `[positions, vocabulary]` tensor ever lives.
 
-draft hidden -> draft head -> logits, target hidden -> target head -> logits, divergence (`distill.losses`), gradient: all of it
-for `chunk_size` positions, then the next. The target's side may come from elsewhere, see `distill.target_rows`. One autograd
-function does this in its forward, where the logits exist anyway, and keeps only the gradients with respect to the draft's
-hidden states and head; its backward multiplies them with the gradient that comes from above. Value and gradients are those of
-the unchunked loss.
+draft hidden -> draft head -> logits, target hidden -> target head -> logits, divergence and gradient (`distill.comparison`),
+back through the head: all of it for `chunk_size` positions, then the next. The target's side may come from elsewhere, see
+`distill.target_rows`. One autograd function does this in its forward, where the logits exist anyway, and keeps only the
+gradients with respect to the draft's hidden states and head; its backward multiplies them with the gradient that comes from
+above. Value and gradients are those of the unchunked loss.
 
 Positions are flat here: row n stands at some position t and predicts token t+1. N rows, M of them with a weight, C rows of
 one chunk, D and E width of draft and target, V target vocabulary, W draft vocabulary.
 
-Left out on purpose: heads whose parameters are sharded. Under FSDP and ZeRO-3 gather the head's parameters around the call.
+Left out on purpose: heads whose parameters are sharded (under FSDP and ZeRO-3 gather the head's parameters around the call),
+and handing the work to liger-kernel on a GPU: its losses see no acceptance, and results would depend on what is installed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.func import functional_call
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from distill.losses import Divergence, acceptance
+from distill.comparison import Comparison, Rule, compare
+from distill.losses import Divergence
 from distill.target_rows import HiddenRows, TargetRows
 from heads.lm_head import head_logits
 
@@ -63,18 +67,39 @@ class _Job:
 
     draft_logits_of: Callable[[Tensor], Tensor]
     target: TargetRows
-    divergence: Divergence
+    rule: Rule
     weights_N: Tensor
     chunk_size: int
-    temperature: float
-    draft_token_ids_W: Tensor | None
     draft_labels_N: Tensor | None
 
 
 def model_head(model: PreTrainedModel) -> LogitHead:
-    """Return the head of a causal LM, with the soft cap or scale of its architecture; tied or not makes no difference."""
+    """Return the head of a causal LM, with the soft cap or scale of its architecture; tied or not makes no difference.
+
+    For one batch: what of it is frozen is cast for autocast when first used, and kept.
+    """
+    head = cast(PreTrainedModel, _HeadOnce(model))  # `head_logits` asks for the config and the output embeddings only
     parameters = tuple(model.get_output_embeddings().parameters())
-    return LogitHead(logits_of=lambda hidden_CD: head_logits(model, hidden_CD), parameters=parameters)
+    return LogitHead(logits_of=lambda hidden_CD: head_logits(head, hidden_CD), parameters=parameters)
+
+
+class _HeadOnce:
+    """A causal LM's head that casts its frozen weights once; autocast remembers trained ones only, and would for each chunk."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.config, self._head = model.config, model.get_output_embeddings()
+
+    @cached_property
+    def _cast_weights(self) -> dict[str, Tensor]:
+        """The weights that autocast would cast and not remember, in its dtype."""
+        return {
+            name: weight.to(torch.get_autocast_dtype(weight.device.type))
+            for name, weight in self._head.named_parameters()
+            if torch.is_autocast_enabled(weight.device.type) and weight.dtype == torch.float32 and not weight.requires_grad
+        }
+
+    def get_output_embeddings(self) -> Callable[[Tensor], Tensor]:
+        return lambda hidden: functional_call(self._head, self._cast_weights, (hidden,))
 
 
 def linear_head(weight_VD: Tensor, bias_V: Tensor | None = None) -> LogitHead:
@@ -152,11 +177,9 @@ def chunked_loss_against(
     job = _Job(
         draft_logits_of=draft_head.logits_of,
         target=target,
-        divergence=divergence,
+        rule=Rule(divergence=divergence, temperature=temperature, draft_token_ids_W=draft_token_ids_W),
         weights_N=weights_N.detach(),
         chunk_size=chunk_size,
-        temperature=temperature,
-        draft_token_ids_W=draft_token_ids_W,
         draft_labels_N=_draft_ids(labels_N, draft_token_ids_W),
     )
     inputs = (draft_hidden_ND, *draft_head.parameters)
@@ -174,23 +197,19 @@ class _ChunkedLoss(torch.autograd.Function):
         wanted = ctx.needs_input_grad[2:]
         trained = [parameter for parameter, wants in zip(parameters, wanted[1:], strict=True) if wants]
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+        weights_N = job.weights_N.to(wide)
+        unit = _largest(weights_N)
         values_N = torch.zeros(len(hidden_ND), dtype=wide, device=hidden_ND.device)
         acceptance_N = torch.zeros_like(values_N)
         top1_agrees_N = torch.zeros_like(values_N, dtype=torch.bool)
         grad_hidden_ND = torch.zeros_like(hidden_ND) if wanted[0] else None
         grad_parameters = [torch.zeros_like(parameter, dtype=wide) for parameter in trained]
-        weights_N = job.weights_N.to(wide)
-        unit = _largest(weights_N)
         for rows_C in weights_N.nonzero().squeeze(-1).split(job.chunk_size):
             hidden_CD = hidden_ND[rows_C].requires_grad_(wanted[0])
             leaves = [hidden_CD, *trained] if wanted[0] else trained
-            with torch.set_grad_enabled(bool(leaves)):
-                values_C, acceptance_C, top1_agrees_C = _compare(job, rows_C, hidden_CD)
-                loss = (values_C * (weights_N[rows_C] / unit)).sum()
-            values_N[rows_C] = values_C.detach().to(wide)
-            acceptance_N[rows_C] = acceptance_C.to(wide)
-            top1_agrees_N[rows_C] = top1_agrees_C
-            gradients = _gradients(loss, leaves)
+            seen, gradients = _compare(job, rows_C, hidden_CD, leaves, weights_N[rows_C] / unit)
+            values_N[rows_C], acceptance_N[rows_C] = seen.values_C.to(wide), seen.acceptance_C.to(wide)
+            top1_agrees_N[rows_C] = seen.top1_agrees_C
             if grad_hidden_ND is not None:
                 grad_hidden_ND[rows_C] = gradients.pop(0)
             for total, gradient in zip(grad_parameters, gradients, strict=True):
@@ -209,29 +228,23 @@ class _ChunkedLoss(torch.autograd.Function):
         return None, None, *((next(gradients) * scale).to(dtype) if dtype is not None else None for dtype in ctx.wanted_dtypes)
 
 
-def _compare(job: _Job, rows_C: Tensor, draft_hidden_CD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the divergence, and without gradient the acceptance and the agreement of the likeliest tokens, all `[C]`."""
-    draft_logits_CW = job.draft_logits_of(draft_hidden_CD)
-    with torch.no_grad():
-        target = job.target.at(rows_C)
-    ids_W = job.draft_token_ids_W
+def _compare(
+    job: _Job, rows_C: Tensor, hidden_CD: Tensor, leaves: list[Tensor], weights_C: Tensor
+) -> tuple[Comparison, list[Tensor]]:
+    """Return what was seen at the rows of a chunk, and the gradient of their weighted sum for each leaf of the draft's head.
+
+    A function of its own so that a chunk's logits are gone before the next chunk's are made.
+    """
+    with torch.set_grad_enabled(bool(leaves)):
+        draft_logits_CW = job.draft_logits_of(hidden_CD)
     labels_C = None if job.draft_labels_N is None else job.draft_labels_N[rows_C]
-    pair = target.pair(draft_logits_CW, temperature=job.temperature, draft_token_ids_W=ids_W, labels=labels_C)
-    values_C = job.divergence(pair)
-    with torch.no_grad():
-        at_one = pair if job.temperature == 1 else target.pair(draft_logits_CW, temperature=1.0, draft_token_ids_W=ids_W)
-        acceptance_C = acceptance(at_one)
-        draft_top_C = draft_logits_CW.argmax(-1)
-        top1_agrees_C = target.top1_C == (draft_top_C if ids_W is None else ids_W[draft_top_C])
-    return values_C, acceptance_C, top1_agrees_C
-
-
-def _gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
-    """Return the gradient of the loss for each leaf; as everywhere, autocast belongs to the forward alone."""
+    target = job.target.at(rows_C)
+    seen, gradient_CW = compare(job.rule, target, draft_logits_CW.detach(), labels_C, weights_C if leaves else None)
     if not leaves:
-        return []
-    with torch.autocast(loss.device.type, enabled=False):
-        return list(torch.autograd.grad(loss, leaves))
+        return seen, []
+    del target  # before the head's gradient takes memory
+    with torch.autocast(hidden_CD.device.type, enabled=False):  # as everywhere, autocast belongs to the forward alone
+        return seen, list(torch.autograd.grad(draft_logits_CW, leaves, gradient_CW))
 
 
 def _largest(weights_N: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 A divergence takes a `Pair` (both sides as log-probabilities over the same buckets) and returns `[...]` values. Pairs come from
 `dense_pair` (logits on both sides) or `sparse_pair` (the target's top-k log-probabilities and its tail mass). Position t
 predicts token t+1: dropping positions whose label is not trained is the caller's mask, see `reduce_by_count`.
-The logits of a whole batch at once take memory; `distill.chunked` feeds the same functions a few rows at a time.
+The logits of a whole batch at once take memory; `distill.chunked` goes through them a few rows at a time, with the gradient in
+closed form where `distill.closed_forms` has it. A divergence that stands only here works everywhere, by autograd.
 
 Left out on purpose: sparse targets for a reduced draft vocabulary, whose tail cannot be split into what the draft can say and
 what it cannot. V target vocabulary, W draft vocabulary, K kept tokens, C buckets (V, W or K + 1); `...` any leading dims.
@@ -12,7 +13,7 @@ what it cannot. V target vocabulary, W draft vocabulary, K kept tokens, C bucket
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -108,10 +109,9 @@ def dense_pair(
     target = _scaled(target_logits.detach(), temperature)
     draft = _scaled(draft_logits, temperature)
     log_reach = None
-    if draft_token_ids_W is None:
-        log_p = target.log_softmax(-1)
-    else:
-        log_p = target[..., draft_token_ids_W] - target.logsumexp(-1, keepdim=True)
+    log_p = target.log_softmax(-1)
+    if draft_token_ids_W is not None:
+        log_p = log_p.index_select(-1, draft_token_ids_W)
         log_reach = log_p.logsumexp(-1).clamp(min=LOG_ZERO)
     return Pair(
         log_p=log_p.clamp_(min=LOG_ZERO),
@@ -216,9 +216,14 @@ def kl_tv_blend(pair: Pair, *, eta: float = 3.0, mean_acceptance: float | Tensor
         mean_acceptance: alpha measured over many positions (a scalar, say the last step's mean over all ranks).
             None: every position is weighed by its own, detached acceptance.
     """
-    alpha = acceptance(pair).detach() if mean_acceptance is None else mean_acceptance
-    weight = torch.exp(-eta * torch.as_tensor(alpha, dtype=pair.log_q.dtype, device=pair.log_q.device))
+    weight = blend_weight(pair, eta, mean_acceptance)
     return weight * forward_kl(pair) + (1 - weight) * total_variation(pair)
+
+
+def blend_weight(pair: Pair, eta: float, mean_acceptance: float | Tensor | None) -> Tensor:
+    """Return the KL's weight in `kl_tv_blend`, whose arguments these are: `[...]`, or a scalar; without gradient."""
+    alpha = acceptance(pair).detach() if mean_acceptance is None else mean_acceptance
+    return torch.exp(-eta * torch.as_tensor(alpha, dtype=pair.log_q.dtype, device=pair.log_q.device))
 
 
 # --- labels, mixes, reduction -------------------------------------------------------------------------------------
@@ -246,7 +251,18 @@ DIVERGENCES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def mix(weights: Mapping[str, float], settings: Mapping[str, Mapping[str, float]] | None = None) -> Divergence:
+@dataclass(frozen=True)
+class Mix:
+    """The weighted sum of divergences, itself a divergence."""
+
+    parts: Sequence[tuple[Divergence, float]]
+
+    def __call__(self, pair: Pair) -> Tensor:
+        """Return `[...]` the sum."""
+        return torch.stack([weight * divergence(pair) for divergence, weight in self.parts]).sum(0)
+
+
+def mix(weights: Mapping[str, float], settings: Mapping[str, Mapping[str, float]] | None = None) -> Mix:
     """Return the weighted sum of named divergences, as one divergence. Weights are used as given, not normalised.
 
     Args:
@@ -269,11 +285,7 @@ def mix(weights: Mapping[str, float], settings: Mapping[str, Mapping[str, float]
     parts = [(partial(DIVERGENCES[name], **settings.get(name, {})), weight) for name, weight in weights.items() if weight > 0]
     if not parts:
         raise InputError(f"loss mix: at least one weight must be above 0, got {dict(weights)}")
-
-    def mixed(pair: Pair) -> Tensor:
-        return torch.stack([weight * divergence(pair) for divergence, weight in parts]).sum(0)
-
-    return mixed
+    return Mix(tuple(parts))
 
 
 def position_weights(mask: Tensor, global_count: int | Tensor, *, world_size: int = 1) -> Tensor:
@@ -307,15 +319,16 @@ def _kl(a: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    wide = _at_least_float32(logits)
+    wide = at_least_float32(logits)
     return wide if temperature == 1 else wide / temperature
 
 
-def _at_least_float32(values: Tensor) -> Tensor:
+def at_least_float32(values: Tensor) -> Tensor:
+    """Return values in float32, or as they are in float64: what a divergence is computed in."""
     return values if values.dtype == torch.float64 else values.float()
 
 
 def _label_log_q(draft_logits: Tensor, labels: Tensor) -> Tensor:
-    logits = _at_least_float32(draft_logits)
+    logits = at_least_float32(draft_logits)
     log_q = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
     return torch.where(labels >= 0, log_q.clamp(min=LOG_ZERO), 0)

@@ -8,15 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from distill.losses import Pair, SparseTarget, dense_pair, sparse_pair
+from distill.losses import Pair, SparseTarget, at_least_float32, dense_pair, sparse_pair
 
 
 class TargetChunk(Protocol):
     """What the target says at the rows of one chunk."""
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether `pair` gives each of the draft's tokens a bucket of its own, in their order, and has no other buckets."""
+
+    @property
+    def num_columns(self) -> int:
+        """Values held of each row."""
+
+    def part(self, rows: slice) -> TargetChunk:
+        """Return some of the rows."""
 
     @property
     def top1_C(self) -> Tensor:
@@ -68,15 +79,7 @@ class SparseRows:
 
     def at(self, rows_C: Tensor) -> SparseChunk:
         """Take these rows."""
-        target = self.target
-        return SparseChunk(
-            target=SparseTarget(
-                log_probs=target.log_probs[rows_C],
-                token_ids=target.token_ids[rows_C],
-                log_tail=target.log_tail[rows_C],
-                temperature=target.temperature,
-            )
-        )
+        return SparseChunk(target=_rows_of(self.target, rows_C))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +87,16 @@ class DenseChunk:
     """Logits of the whole vocabulary, `[C, V]`."""
 
     logits_CV: Tensor
+    is_dense: ClassVar[bool] = True
+
+    @property
+    def num_columns(self) -> int:
+        """V."""
+        return self.logits_CV.shape[-1]
+
+    def part(self, rows: slice) -> DenseChunk:
+        """Return some of the rows, their logits in float32 at least."""
+        return DenseChunk(logits_CV=at_least_float32(self.logits_CV[rows]))
 
     @property
     def top1_C(self) -> Tensor:
@@ -109,6 +122,16 @@ class SparseChunk:
     """The K likeliest tokens of each row, `[C, K]`, likeliest first, and the tail."""
 
     target: SparseTarget
+    is_dense: ClassVar[bool] = False
+
+    @property
+    def num_columns(self) -> int:
+        """K."""
+        return self.target.log_probs.shape[-1]
+
+    def part(self, rows: slice) -> SparseChunk:
+        """Return some of the rows."""
+        return SparseChunk(target=_rows_of(self.target, rows))
 
     @property
     def top1_C(self) -> Tensor:
@@ -133,3 +156,12 @@ class SparseChunk:
         if draft_token_ids_W is not None:
             raise ValueError("a sparse target cannot be paired with a reduced draft vocabulary")
         return sparse_pair(self.target, draft_logits_CW, labels=labels)
+
+
+def _rows_of(target: SparseTarget, rows: Tensor | slice) -> SparseTarget:
+    return SparseTarget(
+        log_probs=target.log_probs[rows],
+        token_ids=target.token_ids[rows],
+        log_tail=target.log_tail[rows],
+        temperature=target.temperature,
+    )

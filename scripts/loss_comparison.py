@@ -1,8 +1,9 @@
 """The distillation benchmark's loss part: our chunked loss, the plain one through autograd, and TRL's chunked one.
 
-All three compute the mean Jensen-Shannon divergence (beta 1/2, textbook size) of the same random hidden states through frozen
-bfloat16 heads, with float32 logits in the divergence, and its gradient with respect to the draft's hidden states. Ours also
-finds acceptance and top-1 agreement on the way, as it does in training. On the CPU: peaks are those of the resident set.
+All compute the mean divergence of the same random hidden states through frozen bfloat16 heads, with float32 in the divergence,
+and its gradient with respect to the draft's hidden states: the Jensen-Shannon divergence (beta 1/2, textbook size), and beside
+TRL both KLs too. Ours also finds acceptance and top-1 agreement on the way, as it does in training. Each pass has a process of
+its own, which tells the time it took and by how much it grew. On the CPU: peaks are those of the resident set.
 
 N positions, D width, V vocabulary.
 """
@@ -10,35 +11,37 @@ N positions, D width, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from configs.benchmarks import BenchLossConfig
 from configs.errors import InputError
 from configs.progress import track
-from configs.schema import BenchLossConfig
 from distill.chunked import chunked_loss, linear_head
 from distill.losses import jsd
 from eval.intervals import Interval, paired_ratio_interval
-from scripts.benchmarks import take_turns, with_bounds
+from scripts.benchmarks import with_bounds
 from scripts.trl_peer import trl_chunked_jsd, trl_is_installed
 
 OURS, UNCHUNKED, TRL = "chunked", "unchunked", "trl_chunked"
+BETAS = {"jsd": 0.5, "forward_kl": 0.0, "reverse_kl": 1.0}  # the generalised JSD by its ends, as TRL takes it, too
 
 # Tensors of [N, V] float32 that the unchunked loss holds at its peak: measured as a little over eight, rounded up. For
 # choosing N, never for a result.
 TENSORS_AT_PEAK = 9
 BYTES_AT_PEAK = 4 * TENSORS_AT_PEAK
 GIBIBYTE = 2**30
-# Largest relative difference of two sides' values: all round logits to bfloat16, in matrix products of other shapes.
+# Largest relative difference of two sides' values: TRL does not round logits to bfloat16, the others do.
 TOLERANCE = 1e-3
 
 
@@ -55,101 +58,119 @@ class LossInputs:
 LossSide = Callable[[LossInputs], Tensor]
 
 
+class Key(NamedTuple):
+    """What one side computes."""
+
+    divergence: str
+    side: str
+
+
+class Pass(NamedTuple):
+    """One forward and backward: growth of the resident set over the loaded inputs, wall-clock seconds, the loss."""
+
+    peak_mebibytes: float
+    seconds: float
+    value: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class LossMeasurement:
-    """What every side took, repeat by repeat, by the side's name.
-
-    positions: of the memory and of the time measurement.
-    peak_mebibytes: growth of the resident set over the loaded inputs, each in a process of its own.
-    seconds: of a forward and backward.
-    values: the loss itself.
-    """
+    """What every side took for each divergence it knows, repeat by repeat."""
 
     config: BenchLossConfig
-    memory_positions: int
-    time_positions: int
-    peak_mebibytes: Mapping[str, Sequence[float]]
-    seconds: Mapping[str, Sequence[float]]
-    values: Mapping[str, float]
+    positions: int
+    passes: Mapping[Key, Sequence[Pass]]
+
+    @property
+    def values(self) -> dict[str, dict[str, float]]:
+        """The loss by divergence and side."""
+        values: dict[str, dict[str, float]] = {}
+        for key, passes in self.passes.items():
+            values.setdefault(key.divergence, {})[key.side] = passes[0].value
+        return values
 
     @property
     def agrees(self) -> bool:
         """Whether all sides computed the same loss."""
-        return all(math.isclose(value, self.values[UNCHUNKED], rel_tol=TOLERANCE) for value in self.values.values())
+        return all(
+            math.isclose(value, by_side[OURS], rel_tol=TOLERANCE)
+            for by_side in self.values.values()
+            for value in by_side.values()
+        )
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row for every side."""
+        """Return a row for every divergence and side."""
         return [
             {
-                "loss": name,
+                "loss": key.side,
+                "divergence": key.divergence,
                 "vocabulary": self.config.vocab_size,
-                "memory_positions": self.memory_positions,
-                "peak_mebibytes": _mean(self.peak_mebibytes[name]),
-                "time_positions": self.time_positions,
-                "seconds": _mean(self.seconds[name]),
+                "positions": self.positions,
+                "peak_mebibytes": _mean([each.peak_mebibytes for each in passes]),
+                "seconds": _mean([each.seconds for each in passes]),
             }
-            for name in self.seconds
+            for key, passes in self.passes.items()
         ]
 
     def ratios(self, samples: int) -> dict[str, float | None]:
-        """Return our memory and time over each other side's, with bounds; below 1 we take less."""
+        """Return our memory and time over each other side's, with bounds; below 1 we take less. Those of the JSD are plain."""
         ratios: dict[str, float | None] = {}
-        for other in (name for name in self.seconds if name != OURS):
-            memory = _ratio(self.peak_mebibytes[OURS], self.peak_mebibytes[other], samples)
-            seconds = _ratio(self.seconds[OURS], self.seconds[other], samples)
-            ratios |= with_bounds(f"loss_peak_memory_vs_{other}", memory) | with_bounds(f"loss_time_vs_{other}", seconds)
+        for key, theirs in self.passes.items():
+            if key.side == OURS:
+                continue
+            ours, prefix = self.passes[Key(key.divergence, OURS)], "" if key.divergence == "jsd" else f"{key.divergence}_"
+            memory = _ratio([each.peak_mebibytes for each in ours], [each.peak_mebibytes for each in theirs], samples)
+            seconds = _ratio([each.seconds for each in ours], [each.seconds for each in theirs], samples)
+            ratios |= with_bounds(f"{prefix}loss_peak_memory_vs_{key.side}", memory)
+            ratios |= with_bounds(f"{prefix}loss_time_vs_{key.side}", seconds)
         return ratios
 
 
 def measure_losses(config: BenchLossConfig) -> LossMeasurement:
-    """Measure peak memory, then time, of every side in turns.
+    """Measure memory and time of every side, in turns.
 
     Raises:
         InputError: the machine does not tell its memory the way Linux does, or has too little for a single position.
     """
-    positions = fitting_positions(config, config.memory_positions)
-    sides = loss_sides(config.chunk_size)
-    peaks: dict[str, list[float]] = {name: [] for name in sides}
-    for name in track(list(sides) * config.memory_repeats, description="peak memory of the loss", unit="processes"):
-        peaks[name].append(in_fresh_process(config, name, positions))
-    time_positions = fitting_positions(config, config.time_positions)
-    inputs = make_inputs(time_positions, config.width, config.vocab_size)
-    runs = {name: partial(_timed_side, side, inputs) for name, side in sides.items()}
-    turns = take_turns(runs, range(config.time_repeats), 1, description="time of the loss", unit="repeats")
-    return LossMeasurement(
-        config=config,
-        memory_positions=positions,
-        time_positions=time_positions,
-        peak_mebibytes=peaks,
-        seconds={name: [turn.seconds for (turn,) in cases] for name, cases in turns.items()},
-        values={name: cases[0][0].result for name, cases in turns.items()},
-    )
+    positions = fitting_positions(config)
+    passes: dict[Key, list[Pass]] = {key: [] for key in loss_sides(config.chunk_size)}
+    order = list(_in_turns(list(passes), config.repeats))
+    for key in track(order, description="memory and time of the loss", unit="processes"):
+        passes[key].append(in_fresh_process(config, key, positions))
+    return LossMeasurement(config=config, positions=positions, passes=passes)
+
+
+def _in_turns(keys: list[Key], repeats: int) -> Iterator[Key]:
+    """Yield every side once a repeat, every second time in reverse, so that none always follows the same neighbour."""
+    for repeat in range(repeats):
+        yield from reversed(keys) if repeat % 2 else keys
 
 
 # --- the sides ----------------------------------------------------------------------------------------------------
 
 
-def loss_sides(chunk_size: int) -> dict[str, LossSide]:
-    """Return the sides by name; TRL's only where that is installed."""
-    sides: dict[str, LossSide] = {OURS: partial(chunked_jsd, chunk_size=chunk_size), UNCHUNKED: unchunked_jsd}
-    if trl_is_installed():
-        sides[TRL] = trl_jsd
-    return sides
+def loss_sides(chunk_size: int) -> dict[Key, LossSide]:
+    """Return the sides; TRL's, and ours that have only those beside them, where that is installed."""
+    ours = {Key(name, OURS): partial(chunked_divergence, beta=beta, chunk_size=chunk_size) for name, beta in BETAS.items()}
+    plain: dict[Key, LossSide] = {Key("jsd", OURS): ours[Key("jsd", OURS)], Key("jsd", UNCHUNKED): unchunked_jsd}
+    if not trl_is_installed():
+        return plain
+    return plain | ours | {Key(name, TRL): partial(trl_divergence, beta=beta) for name, beta in BETAS.items()}
 
 
-def chunked_jsd(inputs: LossInputs, *, chunk_size: int) -> Tensor:
-    """Return the loss by `distill.chunked`, divided by the four that our JSD is larger by at beta 1/2."""
+def chunked_divergence(inputs: LossInputs, *, beta: float, chunk_size: int) -> Tensor:
+    """Return the loss by `distill.chunked`, divided between the ends by what our JSD is larger by."""
     num_positions = len(inputs.draft_hidden_ND)
     result = chunked_loss(
         inputs.draft_hidden_ND,
         linear_head(inputs.draft_head_VD),
         inputs.target_hidden_ND,
         linear_head(inputs.target_head_VD),
-        partial(jsd, beta=0.5),
+        partial(jsd, beta=beta),
         torch.full((num_positions,), 1 / num_positions),
         chunk_size=chunk_size,
     )
-    return result.loss / 4
+    return result.loss * (beta * (1 - beta) or 1)
 
 
 def unchunked_jsd(inputs: LossInputs) -> Tensor:
@@ -164,10 +185,10 @@ def unchunked_jsd(inputs: LossInputs) -> Tensor:
     return (target_side_N + draft_side_N).mean() / 2
 
 
-def trl_jsd(inputs: LossInputs) -> Tensor:
+def trl_divergence(inputs: LossInputs, *, beta: float) -> Tensor:
     """Return the loss by TRL's tiles."""
     return trl_chunked_jsd(
-        inputs.draft_hidden_ND, inputs.target_hidden_ND, inputs.draft_head_VD, inputs.target_head_VD, beta=0.5
+        inputs.draft_hidden_ND, inputs.target_hidden_ND, inputs.draft_head_VD, inputs.target_head_VD, beta=beta
     )
 
 
@@ -195,21 +216,17 @@ def forward_backward(side: LossSide, inputs: LossInputs) -> float:
     return loss.item()
 
 
-def _timed_side(side: LossSide, inputs: LossInputs, case: int, repeat: int) -> float:
-    return forward_backward(side, inputs)
+# --- one pass -----------------------------------------------------------------------------------------------------
 
 
-# --- memory -------------------------------------------------------------------------------------------------------
-
-
-def fitting_positions(config: BenchLossConfig, wanted: int) -> int:
-    """Halve a number of positions until the unchunked loss fits into the memory allowed and available.
+def fitting_positions(config: BenchLossConfig) -> int:
+    """Halve the number of positions until the unchunked loss fits into the memory allowed and available.
 
     Raises:
         InputError: not even one position does, or the memory is unknown.
     """
     limit = min(config.max_gibibytes * GIBIBYTE, _read_kibibytes("/proc/meminfo", "MemAvailable") * 1024)
-    positions = wanted
+    positions = config.positions
     while positions * config.vocab_size * BYTES_AT_PEAK > limit:
         positions //= 2
     if positions == 0:
@@ -221,25 +238,27 @@ def fitting_positions(config: BenchLossConfig, wanted: int) -> int:
     return positions
 
 
-def peak_growth(config: BenchLossConfig, name: str, num_positions: int) -> float:
-    """Return by how many MiB this process's resident set grew at its peak, over the loaded inputs, in one pass of a side.
+def measure_pass(config: BenchLossConfig, key: Key, num_positions: int) -> Pass:
+    """Return what one pass of a side takes.
 
     To be called once, in a fresh process: memory that earlier work left with the allocator would be used again unseen.
     """
-    side = loss_sides(config.chunk_size)[name]
+    side = loss_sides(config.chunk_size)[key]
     forward_backward(side, make_inputs(2, config.width, 16))  # what libraries take at their first use is not the loss's
     inputs = make_inputs(num_positions, config.width, config.vocab_size)
     # Not getrusage's ru_maxrss: that begins with the peak of the process this one was started from.
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # begin the peak anew
     before = _read_kibibytes("/proc/self/status", "VmRSS")
-    forward_backward(side, inputs)
-    return (_read_kibibytes("/proc/self/status", "VmHWM") - before) / 1024
+    started = time.perf_counter()
+    value = forward_backward(side, inputs)
+    seconds = time.perf_counter() - started
+    return Pass((_read_kibibytes("/proc/self/status", "VmHWM") - before) / 1024, seconds, value)
 
 
-def in_fresh_process(config: BenchLossConfig, name: str, num_positions: int) -> float:
-    """Return `peak_growth` as a new process measures it, which inherits neither memory nor a peak from this one."""
+def in_fresh_process(config: BenchLossConfig, key: Key, num_positions: int) -> Pass:
+    """Return `measure_pass` of a new process, which inherits neither memory nor a peak from this one."""
     with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(peak_growth, config, name, num_positions).result()
+        return pool.submit(measure_pass, config, key, num_positions).result()
 
 
 def _read_kibibytes(path: str, name: str) -> int:

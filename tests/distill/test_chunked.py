@@ -292,6 +292,30 @@ def test_tiny_weights_do_not_underflow_in_float16_before_the_loss_scale_arrives(
     torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-4)
 
 
+class Casts(TorchDispatchMode):
+    """Counts the casts of tensors of one shape."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._to_copy.default and tuple(args[0].shape) == self.shape
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_autocast_casts_a_head_once_and_not_for_every_chunk(trained: bool) -> None:
+    model = tiny_llama().requires_grad_(trained)
+    hidden_ND = torch.randn(ROWS, 16, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16), Casts((VOCABULARY, 16)) as casts:
+        heads = model_head(model), linear_head(torch.randn(VOCABULARY, 16, dtype=torch.bfloat16))
+        result = chunked_loss(hidden_ND, heads[0], hidden_ND.detach(), heads[1], forward_kl, torch.ones(ROWS), chunk_size=1)
+        assert casts.count == 1 + ROWS * trained  # each chunk's gradient of a trained weight comes back to float32
+        pair = dense_pair(heads[1].logits_of(hidden_ND.detach()), head_logits(model, hidden_ND))
+        torch.testing.assert_close(result.loss, forward_kl(pair).sum(), rtol=1e-6, atol=0)
+
+
 def test_target_hidden_states_from_inference_mode_are_accepted() -> None:
     inputs = Inputs()
     expected = gradients(inputs.chunked(forward_kl, 2).loss, inputs.trained)
@@ -429,6 +453,32 @@ def test_no_tensor_is_larger_than_one_chunk_of_logits(name: str) -> None:
             labels_N=torch.zeros(num_rows, dtype=torch.int64),
         ).loss.backward()
     assert largest.num_elements == chunk_size * vocabulary
+
+
+class Products(TorchDispatchMode):
+    """Collects the shapes of matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default:
+            self.shapes.append(tuple(result.shape))
+        return result
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_chunk_costs_two_products_for_logits_one_for_the_states_and_one_more_where_the_head_is_trained(trained: bool) -> None:
+    hidden_ND, weight_VD = torch.randn(4, 5, requires_grad=True), torch.randn(9, 5, requires_grad=trained)
+    with Products() as products:
+        heads = linear_head(weight_VD), linear_head(weight_VD.detach())
+        chunked_loss(hidden_ND, heads[0], hidden_ND.detach(), heads[1], forward_kl, torch.ones(4), chunk_size=2).loss.backward()
+    of_the_weight = [shape for shape in products.shapes if shape in ((9, 5), (5, 9))]
+    assert sorted(set(products.shapes) - set(of_the_weight)) == [(2, 5), (2, 9)]
+    assert len(products.shapes) - len(of_the_weight) == 2 * 3
+    assert len(of_the_weight) == 2 * trained
 
 
 def test_row_counts_that_differ_are_refused() -> None:
