@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -32,7 +32,9 @@ EXPECTED = {
     "list_type": "a list",
     "dict_type": "a section of its own",
     "model_type": "a section of its own",
+    "model_attributes_type": "a section of its own",
     "literal_error": "{expected}",
+    "union_tag_invalid": "one of {expected_tags}",
     "greater_than_equal": "a number of at least {ge:g}",
     "greater_than": "a number above {gt:g}",
     "less_than_equal": "a number of at most {le:g}",
@@ -135,13 +137,17 @@ def _slot(holder: Any, part: str, above: Sequence[str]) -> str | int:
 
 def _sentence(schema: type[BaseModel], finding: ErrorDetails, where: str, override_keys: Sequence[str]) -> str:
     """Turn one of pydantic's findings into a sentence that begins with the place to change."""
-    key = ".".join(str(part) for part in finding["loc"])
+    kind, context = finding["type"], finding.get("ctx", {})
+    keys, section = _located(schema, finding["loc"])
+    if kind in ("union_tag_invalid", "union_tag_not_found"):  # the finding stands at the section, the mistake in its tag
+        keys = [*keys, context["discriminator"].strip("'")]
+    key = ".".join(keys)
     place = next((f"--set {given}" for given in reversed(override_keys) if _overlap(given, key)), where)
     subject = place if not key or place == f"--set {key}" else f"{place}: {key}"
-    got, kind, context = _shown(finding["input"]), finding["type"], finding.get("ctx", {})
+    got = _shown(context["tag"] if kind == "union_tag_invalid" else finding["input"])
     if kind == "extra_forbidden":
-        return f"{place}: unknown key {key!r}; the nearest known key is {_nearest(schema, finding['loc'])!r}"
-    if kind == "missing":
+        return f"{place}: unknown key {key!r}; the nearest known key is {_nearest(schema, keys, section)!r}"
+    if kind in ("missing", "union_tag_not_found"):
         return f"{place}: {key!r} is missing"
     if kind == "value_error":
         return f"{subject}: {context['error']}"
@@ -154,20 +160,50 @@ def _overlap(one: str, other: str) -> bool:
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
-def _nearest(schema: type[BaseModel], location: tuple[int | str, ...]) -> str:
+def _located(schema: type[BaseModel], location: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel]]:
+    """Return the keys that lead to a finding, as a file has them, and the model in which the last one stands.
+
+    Where a section is one of several kinds, pydantic puts the kind between its key and those in it.
+    """
+    keys: list[str] = []
+    section, inside, tagged = schema, [schema], False
+    for part in location:
+        if tagged:
+            inside = [model for model in inside if part in _tags(model)]
+            tagged = False
+            continue
+        keys.append(str(part))
+        if isinstance(part, int) or not inside:
+            continue
+        section = inside[0]
+        field = section.model_fields.get(part)
+        inside = [] if field is None else [model for model, _ in _models_in(field.annotation)]
+        tagged = field is not None and field.discriminator is not None
+    return keys, section
+
+
+def _tags(model: type[BaseModel]) -> set[Any]:
+    """Return every value that a field of a model names as one of few; the kind of a section is among them."""
+    return {
+        value
+        for field in model.model_fields.values()
+        if get_origin(field.annotation) is Literal
+        for value in get_args(field.annotation)
+    }
+
+
+def _nearest(schema: type[BaseModel], keys: list[str], section: type[BaseModel]) -> str:
     """Return the known dotted key that an unknown one was most likely meant to be.
 
     A key right in name but in the wrong section is found wherever it belongs; otherwise it is the closest name in the section.
     """
-    section, name = [str(part) for part in location[:-1]], str(location[-1])
-    known = list(_known_keys(schema))
-    for key in known:
-        if key[-1] == name:
-            return ".".join(key)
-    pattern = ["0" if part.isdigit() else part for part in section]
-    siblings = [key[-1] for key in known if key[:-1] == pattern]
-    closest = difflib.get_close_matches(name, siblings, n=1, cutoff=0.0)
-    return ".".join([*section, *closest])
+    *above, name = keys
+    pattern = ["0" if part.isdigit() else part for part in keys]
+    for known in _known_keys(schema):
+        if known[-1] == name and known != pattern:
+            return ".".join(known)
+    closest = difflib.get_close_matches(name, section.model_fields, n=1, cutoff=0.0)
+    return ".".join([*above, *closest])
 
 
 def _known_keys(schema: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[list[str]]:

@@ -1,17 +1,21 @@
 """Every command's config, typed and checked: what a YAML file and `--set` may say.
 
-One frozen model a concern (`configs.settings`); how a draft learns is in `configs.learning`. Unknown keys, wrong types and
-values out of range are refused (`configs.loading` turns pydantic's findings into one sentence each). `None` means off. Paths
-are strings, relative to the working directory. This module imports no torch, so that a typo is reported in milliseconds.
+One frozen model a concern (`configs.settings`); how a draft learns is in `configs.learning`, a sweep in `configs.sweep`.
+Unknown keys, wrong types and values out of range are refused (`configs.loading` turns pydantic's findings into one sentence
+each). `None` means off. Paths are strings, relative to the working directory. This module imports no torch, so that a typo is
+reported in milliseconds.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
+from configs.head_families import Eagle3Settings, HeadConfig
 from configs.learning import LossConfig, OptimizerConfig, StudentConfig
+from configs.policy import PolicyConfig
 from configs.settings import Dtype, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings, Share
 
 
@@ -69,9 +73,11 @@ class PromptsConfig(Settings):
 
 
 class AnswersConfig(SamplingConfig):
-    """How the target writes the answers."""
+    """Who writes the answers, and how the target does."""
 
-    max_new_tokens: PositiveInt = 128
+    # dataset: the assistant message that a prompt's chat ends with is kept, as text from a writer other than the target
+    written_by: Literal["target", "dataset"] = "target"
+    max_new_tokens: PositiveInt = 128  # longer answers are cut off
     batch_size: PositiveInt = 32
 
 
@@ -85,6 +91,39 @@ class DataConfig(Settings):
     seed: NonNegativeInt = 0
     output: str = "runs/data"  # folder: train.jsonl, held_out.jsonl, manifest.json
 
+    @model_validator(mode="after")
+    def _answers_come_with_prompts(self) -> Self:
+        if self.answers.written_by == "dataset" and self.prompts.source == "self_seeded":
+            raise ValueError(
+                "answers.written_by 'dataset' needs prompts that bring answers, and prompts.source 'self_seeded' brings none: "
+                "give source 'file' or 'dataset'"
+            )
+        return self
+
+
+class ServerConfig(Settings):
+    """A target on another machine, behind an OpenAI-compatible API that gives log-probabilities of a prompt by token id."""
+
+    url: str  # of the API, such as http://host:8000/v1
+    model: str  # what the server calls the target
+    api_key_variable: str | None = None  # name of the environment variable that holds the key
+    concurrency: PositiveInt = 8  # requests under way at one time, a process
+    timeout_seconds: PositiveFloat = 120.0  # of one request
+    retries: NonNegativeInt = 5  # further attempts after a failed connection, a timeout, 429 or 5xx
+    # Nats: how far the log-probabilities of the server's likeliest tokens may lie from the target's, on average over a few
+    # positions. SmolLM2 in vLLM was 0.01 to 0.03 off in bfloat16, rounded to 8 bits 0.03 to 0.07, to 4 bits 0.2 to 0.7.
+    probe_tolerance: PositiveFloat = 0.1
+
+    @model_validator(mode="after")
+    def _url_is_plain(self) -> Self:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+            raise ValueError("url must be that of an API, such as http://host:8000/v1")
+        # The url is written beside the cache; what is secret stays out of it, and out of this sentence.
+        if parts.username or parts.password or parts.query or parts.fragment:
+            raise ValueError("url must hold no user, password or query; name the variable with the key in api_key_variable")
+        return self
+
 
 class CacheConfig(Settings):
     """`scripts/make_cache.py`: what the target says about training conversations, computed once and kept."""
@@ -94,11 +133,29 @@ class CacheConfig(Settings):
     max_length: PositiveInt = 512  # tokens; longer conversations are cut at the end. Training may cut shorter, not longer
     kind: Literal["last_hidden", "top_k"] = "last_hidden"  # top_k is smaller and only approximates the law
     k: PositiveInt = 32  # top_k: how many of the likeliest tokens are kept at each position
+    # last_hidden, for heads: the states after these blocks too (h_0 is the embedding output), all at every position and not
+    # only before labels. [] for heads that read the final state alone; None: a cache for distillation
+    taps: list[NonNegativeInt] | None = None
     dtype: Dtype | None = None  # None: bfloat16 for hidden states, float16 for log-probabilities
     batch_size: PositiveInt = 8
-    chunk_size: PositiveInt = 128  # top_k: positions whose logits live at one time
+    chunk_size: PositiveInt = 128  # top_k, taps: positions whose logits live at one time
     shard_megabytes: PositiveFloat = 64.0  # size of a file; a cut-off run loses the files under way
+    server: ServerConfig | None = None  # top_k: asked instead of the local target, which then only checks the server
     output: str = "runs/cache"  # folder: manifest.json, shard-00000.safetensors, ...
+
+    @model_validator(mode="after")
+    def _servers_give_log_probabilities_only(self) -> Self:
+        if self.server is not None and self.kind != "top_k":
+            raise ValueError(f"kind must be top_k with a server, which hands out no hidden states, got {self.kind}")
+        return self
+
+    @model_validator(mode="after")
+    def _taps_are_hidden_states(self) -> Self:
+        if self.taps is not None and self.kind != "last_hidden":
+            raise ValueError(f"kind must be last_hidden with taps, got {self.kind}")
+        if self.taps is not None and sorted(set(self.taps)) != self.taps:
+            raise ValueError(f"taps must rise and name each state once, got {self.taps}")
+        return self
 
 
 # --- distillation -------------------------------------------------------------------------------------------------
@@ -143,12 +200,75 @@ class DistillConfig(Settings):
     target: TargetConfig = TargetConfig()
     data: TrainingDataConfig = TrainingDataConfig()
     student: StudentConfig = StudentConfig()
+    policy: PolicyConfig = PolicyConfig()
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     held_out: HeldOutDecodingConfig = HeldOutDecodingConfig()
     num_speculative_tokens: PositiveInt = 3  # written into the artifact as its default
     output: str = "runs/distill"
+
+    @model_validator(mode="after")
+    def _loss_and_cache_can_follow_the_policy(self) -> Self:
+        if not self.policy.rewrites:
+            return self
+        if "cross_entropy" in self.loss.weights:
+            raise ValueError(
+                "a phase of policy lets the draft write answers, and cross_entropy would take its tokens for labels: give loss "
+                "another divergence, or take on_policy and draft_states out of policy.phases"
+            )
+        if self.data.cache is not None:
+            raise ValueError(
+                "a phase of policy lets the draft write answers, which no cache knows: set data.cache to null, or take "
+                "on_policy and draft_states out of policy.phases"
+            )
+        return self
+
+
+# --- heads --------------------------------------------------------------------------------------------------------
+
+
+class SanityConfig(Settings):
+    """Gates before a head is trained: an artifact written and read back, one conversation learnt by heart."""
+
+    enabled: bool = True
+    overfit_steps: PositiveInt = 100  # at most; it is enough when the decoder accepts a whole block
+    learning_rate: PositiveFloat = 3e-3
+
+
+class HeadsConfig(Settings):
+    """`train/heads.py`: train a head on the frozen target."""
+
+    target: TargetConfig = TargetConfig()
+    data: TrainingDataConfig = TrainingDataConfig()
+    head: HeadConfig = Eagle3Settings(kind="eagle3")
+    loss: LossConfig = LossConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    held_out: HeldOutDecodingConfig = HeldOutDecodingConfig()
+    sanity: SanityConfig = SanityConfig()
+    num_speculative_tokens: PositiveInt = 3  # written into the artifact as its default
+    output: str = "runs/heads"
+
+    @model_validator(mode="after")
+    def _the_head_can_draft_that_many(self) -> Self:
+        longest = self.head.longest_draft
+        for where, wanted in (
+            ("num_speculative_tokens", self.num_speculative_tokens),
+            ("held_out.decode.num_speculative_tokens", self.held_out.decode.num_speculative_tokens),
+        ):
+            if longest is not None and wanted > longest:
+                raise ValueError(
+                    f"{where} must be at most {longest}, what a {self.head.kind} head of this size can draft, got {wanted}; "
+                    "ask for fewer, or change head"
+                )
+        return self
+
+
+class StitchConfig(Settings):
+    """`scripts/stitch_mtp.py`: put trained MTP modules into a copy of the target they were trained for."""
+
+    allow_target_mismatch: bool = False  # the folder's weights may be others than those of the target trained for
 
 
 # --- evaluation and gate ------------------------------------------------------------------------------------------
@@ -208,52 +328,3 @@ class GateConfig(Settings):
     rules: list[GateRule] = []
     lossless: list[Literal["lossless", "lossless_up_to_ties", "lossy_by_design"]] = ["lossless", "lossless_up_to_ties"]
     min_prompts: PositiveInt = 1
-
-
-# --- benchmarks ---------------------------------------------------------------------------------------------------
-
-
-class BenchDecodeConfig(Settings):
-    """`scripts/bench_decode.py`: the decoder beside transformers' own generation, on the same prompts and in turns."""
-
-    target: TargetConfig = TargetConfig()
-    draft: str = "runs/demo/distill/artifact"  # the artifact of a draft LM
-    suite: SuiteConfig = SuiteConfig(num_prompts=24)
-    num_speculative_tokens: PositiveInt = 3
-    max_new_tokens: PositiveInt = 32
-    repeats: PositiveInt = 2  # timed runs of every side on every prompt; sampled runs take another seed each time
-    bootstrap_samples: PositiveInt = 2000
-    output: str = "docs/results/decode.json"
-
-
-class BenchLossConfig(Settings):
-    """The loss part of `scripts/bench_distill.py`: forward and backward over random hidden states and frozen heads."""
-
-    vocab_size: PositiveInt = 151_936  # rows of both heads
-    width: PositiveInt = 576  # of both sides' hidden states
-    chunk_size: PositiveInt = 128  # positions whose logits live at one time in our loss
-    memory_positions: PositiveInt = 4096  # halved until the unchunked loss fits into max_gibibytes and the free memory
-    memory_repeats: PositiveInt = 2  # processes by side
-    time_positions: PositiveInt = 512  # halved likewise
-    time_repeats: PositiveInt = 6
-    max_gibibytes: PositiveFloat = 16.0  # most memory that the unchunked loss may take
-
-
-class BenchDistillConfig(Settings):
-    """`scripts/bench_distill.py`: the loss's memory and time, training from a cache, a draft before and after training."""
-
-    draft: str = "runs/demo/distill/artifact"  # a distilled draft LM; its target, data and recipe are what is measured
-    loss: BenchLossConfig = BenchLossConfig()
-    num_batches: PositiveInt = 12  # timed optimiser steps by side
-    trl_batch_size: PositiveInt = 4  # conversations a batch beside TRL's trainer, where that is installed
-    num_prompts: PositiveInt = 24  # held-out conversations decoded for tau, the last of the file: the first chose the draft
-    max_new_tokens: PositiveInt = 48
-    bootstrap_samples: PositiveInt = 2000
-    output: str = "docs/results/distill.json"
-
-
-class ResultsTableConfig(Settings):
-    """`scripts/results_table.py`: the tables of a document, made from the files of the benchmarks."""
-
-    document: str = "README.md"
-    results: str = "docs/results"  # folder with NAME.json for each `<!-- table: NAME -->`

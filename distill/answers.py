@@ -32,7 +32,7 @@ from heads.law import draw, token_law
 from heads.lm_head import head_logits
 from heads.streams import Role, Streams
 
-EMPTY = "empty_answer"  # the target ended its answer at once
+EMPTY = "empty_answer"  # it ended at once
 NO_ROOM = "no_room_in_context"  # a later turn, with all before it, fills the context
 UNREACHED = "turn_after_a_dropped_one"
 
@@ -237,6 +237,12 @@ def next_tokens(
         return logits_BV.argmax(-1).tolist()
     positions_B1 = torch.tensor(list(positions), device=target.device).unsqueeze(1)
     return draw(token_law(logits_BV, sampling), streams.uniform(Role.TARGET, positions_B1).squeeze(1)).tolist()
+
+
+def up_to_end(ids: Sequence[int], end_ids: Collection[int]) -> list[int]:
+    """Return token ids up to the first that ends an answer, which is then the last one returned."""
+    end = next((place for place, token in enumerate(ids) if token in end_ids), len(ids))
+    return list(ids[: end + 1])
 
 
 def request_number(name: str) -> int:

@@ -1,4 +1,4 @@
-"""Conversations written by the target: the row that lies on disk, and reading it back.
+"""Conversations, written by the target unless the manifest says otherwise: the row that lies on disk, and reading it back.
 
 Training reads the token ids, never the text: text decoded and encoded again may come back as other tokens than those the
 target chose. The text of the messages is there for people.
@@ -18,6 +18,7 @@ from heads.identity import TargetIdentity
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
+WRITTEN_BY = "answers_written_by"  # in the manifest: "target", also where it says nothing, or "dataset"
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
 
@@ -83,11 +84,7 @@ def check_written_for(path: Path, identity: TargetIdentity) -> list[str]:
     Raises:
         InputError: there is no manifest, or the token ids mean something else to this target.
     """
-    manifest = path.parent / MANIFEST
-    content = read_json(manifest, "data manifest")
-    if not isinstance(content, dict) or content.get("format_version") != FORMAT_VERSION:
-        raise InputError(f"data manifest {manifest}: format_version must be {FORMAT_VERSION}; make the data again")
-    writer = TargetIdentity.from_dict(content.get("target") or {}, str(manifest))
+    writer = TargetIdentity.from_dict(_read_manifest(path).get("target") or {}, str(path.parent / MANIFEST))
     differences = writer.differences(identity)
     if "tokenizer" in differences:
         raise InputError(
@@ -97,9 +94,27 @@ def check_written_for(path: Path, identity: TargetIdentity) -> list[str]:
     return differences
 
 
+def is_written_by_target(path: Path) -> bool:
+    """Return whether the answers in a conversations file are a target's, by the manifest beside it.
+
+    Raises:
+        InputError: there is no manifest of this format version.
+    """
+    return _read_manifest(path).get(WRITTEN_BY, "target") == "target"
+
+
 def count_answer_tokens(conversations: Iterable[Conversation]) -> int:
-    """Return how many tokens the target wrote in all."""
+    """Return how many tokens the answers have in all."""
     return sum(len(conversation.answer_ids) for conversation in conversations)
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """Return the manifest beside a conversations file."""
+    manifest = path.parent / MANIFEST
+    content = read_json(manifest, "data manifest")
+    if not isinstance(content, dict) or content.get("format_version") != FORMAT_VERSION:
+        raise InputError(f"data manifest {manifest}: format_version must be {FORMAT_VERSION}; make the data again")
+    return content
 
 
 def _is_text(value: object) -> bool:

@@ -36,7 +36,7 @@ def initial_draft(config: StudentConfig, target: Target) -> PreTrainedModel:
         draft = _fresh_model(str(config.path), target)
     else:
         draft = _overridden_model(config.overrides or {}, target)
-    draft = move(draft, target.device, torch.float32)
+    draft = move(draft, target.device, torch.float32).eval()  # dropout would blur the checks
     check_rolls_back(draft)
     check_split(draft)
     if config.lora is not None:
@@ -120,7 +120,7 @@ def _overridden_model(overrides: dict[str, bool | int | float | str], target: Ta
     if "num_hidden_layers" in overrides:
         values.pop("layer_types", None)  # one entry a block: to be made anew
     try:
-        draft = _from_config(type(config).from_dict(values | overrides), target.model)
+        draft = _from_config(type(config).from_dict(values | overrides), target.model).eval()
         check_split(draft)  # its probe is a forward: shapes that contradict each other fail here
     except (ValueError, TypeError, RuntimeError, ZeroDivisionError, StrictDataclassError) as error:
         raise ConfigError(f"student.overrides: {overrides} make no model: {' '.join(str(error).split())}") from error

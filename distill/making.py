@@ -1,4 +1,4 @@
-"""The data set from end to end: prompts, split, answers, and the folder they end in.
+"""The data set from end to end: prompts, split, answers (the target's, or the data set's own), and the folder they end in.
 
 Several processes (under `accelerate launch`) share the writing; the main one puts the folder in place. What is finished is
 kept in the output folder until then, so that an interrupted run goes on where it was.
@@ -22,7 +22,8 @@ from configs.files import new_folder, sha256_of, write_json, write_text
 from configs.provenance import write_run_record
 from configs.schema import DataConfig, PromptsConfig
 from distill.answers import PIECES, Answered, AnswerJob
-from distill.conversations import FORMAT_VERSION, MANIFEST, Conversation, count_answer_tokens
+from distill.conversations import FORMAT_VERSION, MANIFEST, WRITTEN_BY, Conversation, count_answer_tokens
+from distill.given_answers import check_given, given_answers
 from distill.partial import PartialFile, fingerprint
 from distill.processes import join_processes
 from distill.prompts import Prompt, encode_prompt, load_dataset_prompts, read_prompts
@@ -40,22 +41,22 @@ def make_dataset(config: DataConfig) -> None:
     """Make `train.jsonl`, `held_out.jsonl`, `manifest.json` and `run.json` in `config.output`.
 
     Raises:
-        InputError: the target or the prompts cannot be had, a prompt does not fit the target, a side of the split ends up
-            empty, or the output folder cannot be written or holds something else.
+        InputError: the target or the prompts cannot be had, a prompt does not fit the target or brings no answer where it is
+            to, a side of the split ends up empty, or the output folder cannot be written or holds something else.
     """
     output = Path(config.output)
     check_output(output)
     listed = list_prompts(config.prompts)  # before the target is loaded: a mistake in the file shows at once
+    if config.answers.written_by == "dataset":
+        check_given(listed or [])
     state = join_processes(config.target)
     target = load_target(config.target)
     prompts, dropped = (listed, {}) if listed is not None else _self_seed_once(config, target, output, state)
     split = split_prompts(prompts, config.held_out_share)
-    job = answer_job(config, target, split, output)
-    job.work(rank=state.process_index, num_processes=state.num_processes)
-    state.wait_for_everyone()
-    answered = job.collect()
-    # Every process has read the pieces before the main one replaces the folder that holds them.
-    state.wait_for_everyone()
+    if config.answers.written_by == "dataset":
+        answered = given_answers(target, [*split.train, *split.held_out], config.answers.max_new_tokens)
+    else:
+        answered = _write_answers(answer_job(config, target, split, output), state)
     if state.is_main_process:
         write_dataset(config, target, split, answered, Counter(dropped) + Counter(split.dropped), num_prompts=len(prompts))
     state.wait_for_everyone()
@@ -112,6 +113,16 @@ def answer_job(config: DataConfig, target: Target, split: Split, folder: Path) -
     )
 
 
+def _write_answers(job: AnswerJob, state: PartialState) -> Answered:
+    """Let all processes answer their shares, and return what they wrote together."""
+    job.work(rank=state.process_index, num_processes=state.num_processes)
+    state.wait_for_everyone()
+    answered = job.collect()
+    # Every process has read the pieces before the main one replaces the folder that holds them.
+    state.wait_for_everyone()
+    return answered
+
+
 def write_dataset(
     config: DataConfig, target: Target, split: Split, answered: Answered, dropped: Counter[str], *, num_prompts: int
 ) -> None:
@@ -127,13 +138,14 @@ def write_dataset(
     rows = {name: [row for prompt in side for row in by_prompt.get(prompt.prompt_id, [])] for name, side in sides.items()}
     for name, conversations in rows.items():
         if not conversations:
-            raise InputError(f"the target answered none of the {len(sides[name])} {name} prompts (dropped: {answered.dropped})")
+            raise InputError(f"no answer is left to any of the {len(sides[name])} {name} prompts (dropped: {answered.dropped})")
     with new_folder(Path(config.output)) as folder:
         for name, conversations in rows.items():
             write_text(folder / f"{name}.jsonl", "".join(row.to_line() for row in conversations))
         manifest = {
             "format_version": FORMAT_VERSION,
             "target": target.identity.to_dict(),
+            WRITTEN_BY: config.answers.written_by,
             "config": config.model_dump(mode="json"),
             "counts": {
                 "prompts": num_prompts,

@@ -1,7 +1,8 @@
 """Prompts: what one is, and reading them from a JSONL file or a `datasets` data set.
 
 A prompt is one or several user turns, in the `turns` form of MT-bench and Spec-Bench, or chat `messages` that end with the
-user. A last message by the assistant is the data set's own answer: it is dropped, since the target writes its own.
+user. A last message by the assistant is the data set's own answer: it is kept apart, since the target writes its own unless
+asked not to (`distill.given_answers`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ class Prompt:
     category: str
     turns: tuple[str, ...]
     history: tuple[Message, ...] = ()  # what went before the first turn: a system message, earlier exchanges
+    answer: str | None = field(default=None, compare=False)  # the data set's own, no part of what is asked
 
     @property
     def messages(self) -> list[Message]:
@@ -47,7 +49,7 @@ class Prompt:
 def read_prompts(path: Path, *, default_category: str, what: str = "prompt file") -> list[Prompt]:
     """Return the prompts of a JSONL file in file order.
 
-    Each line holds `turns` (a list of texts) or `messages` (a chat that ends with the user, or with an answer to be dropped);
+    Each line holds `turns` (a list of texts) or `messages` (a chat that ends with the user, or with the data set's answer);
     `question_id` (or `id`) and `category` may be left out. Other keys are nobody's business.
 
     Raises:
@@ -123,10 +125,11 @@ def _parse_row(values: Mapping[str, Any], *, default_category: str, where: str) 
         raise InputError(f"{where}: expected either 'turns' or 'messages', got the keys {', '.join(values) or 'none'}")
     turns: tuple[str, ...]
     history: tuple[Message, ...] = ()
+    answer: str | None = None
     if "turns" in values:
         turns = _parse_turns(values["turns"], where)
     else:
-        history, turns = _parse_messages(values["messages"], where)
+        history, turns, answer = _parse_messages(values["messages"], where)
     given = values.get("question_id", values.get("id"))
     if isinstance(given, bool) or not isinstance(given, str | int | None) or given == "":
         raise InputError(f"{where}: question_id must be a text or a whole number, got {given!r}")
@@ -134,7 +137,7 @@ def _parse_row(values: Mapping[str, Any], *, default_category: str, where: str) 
     if not isinstance(category, str):
         raise InputError(f"{where}: category must be a text, got {category!r}")
     prompt_id = str(given) if given is not None else _content_id(history, turns)
-    return Prompt(prompt_id=prompt_id, category=category, turns=turns, history=history)
+    return Prompt(prompt_id=prompt_id, category=category, turns=turns, history=history, answer=answer)
 
 
 def _parse_turns(value: Any, where: str) -> tuple[str, ...]:
@@ -146,19 +149,18 @@ def _parse_turns(value: Any, where: str) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _parse_messages(value: Any, where: str) -> tuple[tuple[Message, ...], tuple[str, ...]]:
-    """Return what goes before the last user message, and that message as the one turn."""
+def _parse_messages(value: Any, where: str) -> tuple[tuple[Message, ...], tuple[str, ...], str | None]:
+    """Return what goes before the last user message, that message as the one turn, and the answer to it if there is one."""
     if not isinstance(value, list) or not value:
         raise InputError(f"{where}: messages must be a list of at least one message, got {_short(value)}")
     for message in value:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise InputError(f"{where}: a message must have a role and a content, both texts, got {_short(message)}")
     messages = [{"role": message["role"], "content": message["content"]} for message in value]
-    if messages[-1]["role"] == "assistant":
-        messages.pop()
+    answer = messages.pop()["content"] if messages[-1]["role"] == "assistant" else None
     if not messages or messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
         raise InputError(f"{where}: messages must end with a user message that is not blank (one assistant message may follow)")
-    return tuple(messages[:-1]), (messages[-1]["content"],)
+    return tuple(messages[:-1]), (messages[-1]["content"],), answer
 
 
 def _content_id(history: Sequence[Message], turns: Sequence[str]) -> str:

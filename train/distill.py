@@ -2,7 +2,8 @@
 
     accelerate launch train/distill.py --config configs/distill/demo.yaml
 
-Writes OUTPUT/artifact (the best draft by tokens per target step on held-out prompts), checkpoints, trackers and run.json.
+Writes OUTPUT/artifact (the best draft by tokens per target step on held-out prompts), checkpoints, trackers, run.json,
+history.jsonl and .svg (every evaluation) and outcome.json.
 """
 
 from __future__ import annotations

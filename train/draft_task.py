@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -16,7 +14,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from configs.learning import StudentConfig
-from configs.provenance import describe_git, describe_versions, mask_arguments
 from configs.schema import DistillConfig
 from distill.adapters import merge_adapters
 from distill.batches import Batch, ConversationDataset
@@ -26,14 +23,15 @@ from distill.draft_init import initial_draft
 from distill.layer_choice import choose_layers
 from distill.losses import SparseTarget
 from distill.objective import DraftObjective, target_hidden
+from distill.policy import Rewriter
 from distill.target import Target, move
 from distill.vocabulary_choice import most_frequent_answer_tokens
-from eval.decode import Request, check_decodable, decode
 from heads.artifact import Metadata, save_draft_lm
 from heads.draft_lm import DraftLM
 from heads.draft_vocabulary import keep_head_rows
 from train.checkpoints import Progress
-from train.loop import BatchLoss
+from train.held_out import HeldOutDecoding, training_provenance
+from train.loop import BatchLoss, Prepared, StepPlace
 
 
 class DraftTask:
@@ -69,11 +67,23 @@ class DraftTask:
         self.vocabulary = None if size is None else most_frequent_answer_tokens(train, size, target)
         draft = initial_draft(student, target)
         self.module: nn.Module = DraftObjective(draft, target, config.loss, self.vocabulary)
-        self.requests = [
-            Request(prompt_id=f"{row.prompt_id}/{row.turn}", category=row.category, tokens=row.prompt_ids)
-            for row in held_out[: config.held_out.num_prompts]
+        self.rewriter = Rewriter(config, target) if config.policy.rewrites else None
+        self.held_out = HeldOutDecoding(config.held_out, target, held_out, accelerator)
+
+    def prepare(self, module: nn.Module, window: list[Batch], place: StepPlace) -> Prepared:
+        """Let the draft write on a share of the rows where the data policy asks for it."""
+        if self.rewriter is None:
+            return Prepared(batches=window, sums={})
+        choices = [
+            self.rewriter.choose(len(batch.input_ids_BT), step=place.step, num_steps=place.num_steps, micro_batch=number)
+            for number, batch in enumerate(window)
         ]
-        check_decodable(target, self.requests)  # now, not at the end of the training
+        batches, written = window, [0]
+        if any(choices):
+            draft = self._proposer(module)
+            pairs = [self.rewriter.rewrite(*pair, draft) for pair in zip(window, choices, strict=True)]
+            batches, written = [batch for batch, _ in pairs], [count for _, count in pairs]
+        return Prepared(batches=batches, sums={"rewritten_share": torch.tensor(sum(written), device=self.accelerator.device)})
 
     def loss(self, module: nn.Module, batch: Batch, num_labels: Tensor, world_size: int) -> BatchLoss:
         result = module(batch.input_ids_BT, batch.loss_mask_BT, self.signal(batch), num_labels, world_size)
@@ -85,23 +95,8 @@ class DraftTask:
         return BatchLoss(loss=result.loss, sums=sums)
 
     def evaluate(self, module: nn.Module) -> dict[str, float]:
-        """Decode this process's share of the held-out prompts with the draft as it stands; add up counts over processes."""
-        served = self._served(module)
-        if self.vocabulary is not None:
-            keep_head_rows(served, self.vocabulary)
-        proposer = DraftLM(served, self.target.vocab_size, self.vocabulary)
-        settings = self.config.held_out.decode
-        own = self.requests[self.accelerator.process_index :: self.accelerator.num_processes]
-        counts = torch.zeros(4, device=self.accelerator.device)
-        for start in range(0, len(own), settings.batch_size):
-            generations, _ = decode(self.target, own[start : start + settings.batch_size], settings, proposer)
-            rounds = [round_ for generation in generations for round_ in generation.rounds]
-            committed = sum(len(round_.committed) for round_ in rounds)
-            accepted = sum(round_.num_accepted for round_ in rounds)
-            drafted = sum(len(round_.drafted) for round_ in rounds)
-            counts += torch.tensor([committed, len(rounds), accepted, drafted], device=counts.device)
-        committed, num_rounds, accepted, drafted = self.accelerator.reduce(counts, "sum").tolist()
-        return {"tokens_per_target_step": committed / max(num_rounds, 1), "draft_token_yield": accepted / max(drafted, 1)}
+        """Decode held-out prompts with the draft as it stands."""
+        return self.held_out.score(self._proposer(module))
 
     def save(self, module: nn.Module, progress: Progress, metrics: dict[str, float]) -> None:
         """Write the draft, in the target's dtype, as the run's artifact."""
@@ -112,10 +107,20 @@ class DraftTask:
             draft_vocabulary="target" if self.vocabulary is None else "reduced",
             num_speculative_tokens=self.config.num_speculative_tokens,
             training=self.config.model_dump(mode="json"),
-            provenance=self._provenance(progress, metrics),
+            provenance=training_provenance(progress, metrics),
         )
         artifact = Path(self.config.output) / "artifact"
         save_draft_lm(artifact, self._served(module), self.target.tokenizer, metadata, self.vocabulary)
+
+    def _proposer(self, module: nn.Module) -> DraftLM:
+        """Return the draft as it stands, at work."""
+        served = self._served(module)
+        if self.vocabulary is not None:
+            # The new head is made with random weights before it gets its own; training's random numbers stay where they are.
+            devices = [served.device] if served.device.type == "cuda" else []
+            with torch.random.fork_rng(devices):
+                keep_head_rows(served, self.vocabulary)
+        return DraftLM(served, self.target.vocab_size, self.vocabulary)
 
     def _served(self, module: nn.Module) -> PreTrainedModel:
         """Return a copy of the draft as it will be served: adapters merged, in the target's dtype, without gradients."""
@@ -123,15 +128,6 @@ class DraftTask:
         served = copy.deepcopy(module.draft).eval()
         merge_adapters(served)
         return move(served, self.target.device, self.target.model.dtype).requires_grad_(False)
-
-    def _provenance(self, progress: Progress, metrics: dict[str, float]) -> dict[str, Any]:
-        return {
-            "command": mask_arguments(sys.orig_argv),
-            "versions": describe_versions(),
-            "git": describe_git(),
-            "step": progress.step,
-            "held_out": metrics,
-        }
 
 
 def _with_layers(config: DistillConfig, target: Target, train: Sequence[Conversation]) -> StudentConfig:

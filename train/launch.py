@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -11,17 +13,31 @@ from accelerate.utils import ProjectConfiguration, set_seed
 
 from configs.command import DONE
 from configs.errors import ConfigError, first_line
+from configs.files import write_json
 from configs.provenance import write_run_record
-from configs.schema import DistillConfig, ScheduleConfig
+from configs.schema import DistillConfig, HeadsConfig, ScheduleConfig
 from distill.batches import ConversationDataset, make_loader
 from distill.cache import TargetCache, check_fits, open_cache
-from distill.conversations import check_written_for, read_conversations
+from distill.conversations import Conversation, check_written_for, is_written_by_target, read_conversations
 from distill.processes import join_processes
 from distill.target import Target, load_target
 from train.draft_task import DraftTask
-from train.loop import train
+from train.head_task import HeadTask
+from train.loop import Task, train
+from train.sanity import check_before_training
 
 log = logging.getLogger("draftsmith")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Materials:
+    """What a task is made of, loaded and checked against each other."""
+
+    target: Target
+    train: list[Conversation]
+    held_out: list[Conversation]
+    dataset: ConversationDataset
+    accelerator: Accelerator
 
 
 def run_distillation(config: DistillConfig) -> int:
@@ -31,9 +47,63 @@ def run_distillation(config: DistillConfig) -> int:
         InputError: data, target, student or cache cannot be had or do not go together, or the output cannot be written.
         RuntimeError: a loss is not finite.
     """
+
+    def make_task(materials: Materials) -> Task:
+        cache = open_training_cache(config, materials.dataset, materials.target)
+        return DraftTask(config, materials.target, materials.train, materials.held_out, materials.accelerator, cache)
+
+    return _run(config, make_task)
+
+
+def run_heads(config: HeadsConfig) -> int:
+    """Train a head as configured; see `train/heads.py`.
+
+    Raises:
+        InputError: data, target, head or cache cannot be had or do not go together, the output cannot be written, or a sanity
+            gate does not pass.
+        RuntimeError: a loss is not finite.
+    """
+
+    def make_task(materials: Materials) -> Task:
+        cache = open_training_cache(config, materials.dataset, materials.target)
+        task = HeadTask(config, materials.target, materials.train, materials.held_out, materials.accelerator, cache)
+        if config.sanity.enabled:
+            check_before_training(task, materials.dataset, materials.accelerator)
+        return task
+
+    return _run(config, make_task)
+
+
+def _run(config: DistillConfig | HeadsConfig, make_task: Callable[[Materials], Task]) -> int:
     # Before the accelerator, which would take each of several processes on a CPU for the only one.
     join_processes(config.target)
-    accelerator = make_accelerator(config.schedule, Path(config.output))
+    output = Path(config.output)
+    accelerator = make_accelerator(config.schedule, output)
+    materials = load_materials(config, accelerator)
+    loader = make_loader(materials.dataset, config.schedule.batch_size, seed=config.schedule.seed)
+    task = make_task(materials)
+    if accelerator.is_main_process:
+        write_run_record(output, config)
+    outcome = train(task, loader, config.optimizer, config.schedule, accelerator, output, config.model_dump(mode="json"))
+    if accelerator.is_main_process:
+        write_json(output / "outcome.json", asdict(outcome))
+    log.info(
+        "done: %d steps in %.0f s; best tokens per target step on held-out prompts %.3f, at step %d; artifact in %s",
+        outcome.steps,
+        outcome.seconds,
+        outcome.best_score,
+        outcome.best_step,
+        output / "artifact",
+    )
+    return DONE
+
+
+def load_materials(config: DistillConfig | HeadsConfig, accelerator: Accelerator) -> Materials:
+    """Load target and conversations, and say what does not fit together.
+
+    Raises:
+        InputError: they cannot be had, or no conversation is left to train on.
+    """
     if config.target.device not in ("auto", accelerator.device.type, str(accelerator.device)):
         raise ConfigError(
             f"target.device: training runs on {accelerator.device}, where accelerate put this process, got "
@@ -47,31 +117,19 @@ def run_distillation(config: DistillConfig) -> int:
             log.warning(
                 "%s was written by a target with other %s; drafts learn best from the target's own answers", path, difference
             )
+    if not is_written_by_target(train_path):
+        log.warning("%s: answers were written by the data set, not by the target: expect lower acceptance", train_path)
     dataset = ConversationDataset(train_rows, config.data.max_length)
     if dataset.num_dropped:
         log.info(
             "%d conversations have no answer within %d tokens and were dropped", dataset.num_dropped, config.data.max_length
         )
-    loader = make_loader(dataset, config.schedule.batch_size, seed=config.schedule.seed)
-    cache = open_training_cache(config, dataset, target)
-    task = DraftTask(config, target, train_rows, held_out_rows, accelerator, cache)
-    if accelerator.is_main_process:
-        write_run_record(Path(config.output), config)
-    outcome = train(
-        task, loader, config.optimizer, config.schedule, accelerator, Path(config.output), config.model_dump(mode="json")
-    )
-    log.info(
-        "done: %d steps in %.0f s; best tokens per target step on held-out prompts %.3f, at step %d; artifact in %s",
-        outcome.steps,
-        outcome.seconds,
-        outcome.best_score,
-        outcome.best_step,
-        Path(config.output) / "artifact",
-    )
-    return DONE
+    return Materials(target=target, train=train_rows, held_out=held_out_rows, dataset=dataset, accelerator=accelerator)
 
 
-def open_training_cache(config: DistillConfig, dataset: ConversationDataset, target: Target) -> TargetCache | None:
+def open_training_cache(
+    config: DistillConfig | HeadsConfig, dataset: ConversationDataset, target: Target
+) -> TargetCache | None:
     """Return the cache that a run is to learn from, None where there is to be none.
 
     Raises:

@@ -1,7 +1,7 @@
 """The one training loop: batch, loss, backward, clip, step; then log?, evaluate?, checkpoint?
 
 It knows neither drafts nor targets. A `Task` brings the module, the loss of a batch, the score on held-out prompts and the
-way to save what was trained; the loop brings accelerate, the schedule, the books and the checkpoints.
+way to save what was trained; the loop brings accelerate, the schedule, the books, the history and the checkpoints.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import json
 import logging
 import math
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,7 +27,9 @@ from torch.utils.data import DataLoader
 from configs.learning import OptimizerConfig
 from configs.schema import ScheduleConfig
 from distill.batches import Batch
+from train.books import Books
 from train.checkpoints import Progress, list_checkpoints, load_checkpoint, save_checkpoint
+from train.history import History, explain_gap
 
 log = logging.getLogger("draftsmith")
 
@@ -40,9 +41,27 @@ class BatchLoss:
     Args:
         loss: scalar to go backward from.
         sums: metric name -> sum over this batch's labels; the loop adds them up and divides once by all labels.
+        counts: what to divide by in place of the labels, for metrics that are sums over something else.
     """
 
     loss: Tensor
+    sums: Mapping[str, Tensor]
+    counts: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlace:
+    """Where in the run an optimiser step lies."""
+
+    step: int  # optimiser steps done before it
+    num_steps: int  # of the whole run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """The micro-batches of an optimiser step as they are trained on, and sums over their labels for the books."""
+
+    batches: list[Batch]
     sums: Mapping[str, Tensor]
 
 
@@ -50,6 +69,9 @@ class Task(Protocol):
     """What is trained, how it is judged, and how it is kept."""
 
     module: nn.Module
+
+    def prepare(self, module: nn.Module, window: list[Batch], place: StepPlace) -> Prepared:
+        """Return the micro-batches to train on in place of those in the data; leaves the module and all randomness alone."""
 
     def loss(self, module: nn.Module, batch: Batch, num_labels: Tensor, world_size: int) -> BatchLoss:
         """Return the loss of a micro-batch under the (wrapped) module."""
@@ -69,7 +91,9 @@ class Outcome:
     best_score: float
     best_step: int
     seconds: float
+    training_seconds: float  # of them, those of training steps: held-out decoding and checkpoints left out
     labels: int  # trained on in this process since it started
+    trained_parameters: int
 
 
 def train(
@@ -103,24 +127,28 @@ class _Training:
         output: Path,
         config: dict[str, Any],
     ) -> None:
-        self.task, self.schedule, self.accelerator = task, schedule, accelerator
+        self.task, self.schedule, self.accelerator, self.output = task, schedule, accelerator, output
         self.max_grad_norm = optimizer_config.max_grad_norm
         self.checkpoints = output / "checkpoints"
         self.loader = accelerator.prepare(loader)
         steps_per_epoch = math.ceil(len(self.loader) / schedule.gradient_accumulation_steps)
         self.num_steps = schedule.max_steps or schedule.epochs * steps_per_epoch
         optimizer, scheduler = make_optimizer(task.module, optimizer_config, self.num_steps)
+        # Before the module is wrapped: a wrapper may shard it over the processes.
+        self.trained_parameters = sum(each.numel() for each in task.module.parameters() if each.requires_grad)
         self.module, self.optimizer = accelerator.prepare(task.module, optimizer)
         # Not prepared: accelerate would step it once a process, and this loop counts optimiser steps.
         self.scheduler = scheduler
         self.progress, self.config_sha256 = Progress(), _fingerprint(config)
         accelerator.register_for_checkpointing(self.scheduler, self.progress)
         accelerator.init_trackers("draftsmith", config={"config": json.dumps(config)})
-        self.books = _Books(accelerator)
+        self.books = Books(accelerator)
+        self.seconds_aside = 0.0  # not spent on training steps
 
     def run(self) -> Outcome:
-        started = time.perf_counter()
+        self.started = time.perf_counter()
         self._resume()
+        self.history = History(self.output, done_steps=self.progress.step)
         labels = 0
         while self.progress.step < self.num_steps:
             for window in self._windows():
@@ -134,12 +162,15 @@ class _Training:
         self.accelerator.end_training()
         if self.progress.best_score is None or self.progress.best_step is None:
             raise RuntimeError("the run ended without an evaluation")
+        seconds = time.perf_counter() - self.started
         return Outcome(
             steps=self.progress.step,
             best_score=self.progress.best_score,
             best_step=self.progress.best_step,
-            seconds=time.perf_counter() - started,
+            seconds=seconds,
+            training_seconds=seconds - self.seconds_aside,
             labels=labels,
+            trained_parameters=self.trained_parameters,
         )
 
     def _resume(self) -> None:
@@ -159,6 +190,10 @@ class _Training:
 
     def _step(self, window: list[Batch]) -> int:
         """Take one optimiser step over the micro-batches in `window`; return how many labels this process gave."""
+        place = StepPlace(step=self.progress.step, num_steps=self.num_steps)
+        prepared = self.task.prepare(self.accelerator.unwrap_model(self.module), window, place)
+        window = prepared.batches
+        self.books.add(prepared.sums)
         own_labels = torch.stack([batch.loss_mask_BT[:, 1:].sum() for batch in window]).sum()
         num_labels = self.accelerator.reduce(own_labels.clone(), "sum").clamp(min=1)
         for number, batch in enumerate(window):
@@ -168,7 +203,7 @@ class _Training:
                     outcome = self.task.loss(self.module, batch, num_labels, self.accelerator.num_processes)
                 self._refuse_non_finite(outcome.loss, number, batch)
                 self.accelerator.backward(outcome.loss)
-            self.books.add(outcome.sums)
+            self.books.add(outcome.sums, outcome.counts)
         norm = self.accelerator.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)
         self.optimizer.step()
         self.scheduler.step()
@@ -197,63 +232,31 @@ class _Training:
             log.info("step %d/%d: %s", step, self.num_steps, _in_words(metrics))
         started = time.perf_counter()
         if last or _due(step, self.schedule.eval_every_steps):
-            self._evaluate()
+            metrics = self._evaluate()
+            if last and (gap := explain_gap(metrics)) is not None:
+                log.warning(gap)
         if last or _due(step, self.schedule.checkpoint_every_steps):
             keep = self.schedule.keep_checkpoints
             save_checkpoint(self.accelerator, self.checkpoints, step, keep=keep, config_sha256=self.config_sha256)
-        self.books.leave_out(time.perf_counter() - started)
+        aside = time.perf_counter() - started
+        self.seconds_aside += aside
+        self.books.leave_out(aside)
 
-    def _evaluate(self) -> None:
-        """Decode held-out prompts, and keep the draft if it yields more tokens a target step than any before."""
+    def _evaluate(self) -> dict[str, float]:
+        """Decode held-out prompts, write down how that went, and keep the draft if it beats all before; return the metrics."""
         unwrapped = self.accelerator.unwrap_model(self.module)
         metrics = self.task.evaluate(unwrapped)
         self.accelerator.log({f"held_out/{name}": value for name, value in metrics.items()}, step=self.progress.step)
         log.info("step %d/%d, held out: %s", self.progress.step, self.num_steps, _in_words(metrics))
+        if self.accelerator.is_main_process:
+            self.history.add(self.progress.step, time.perf_counter() - self.started, metrics)
         score = metrics["tokens_per_target_step"]
         if self.progress.best_score is None or score > self.progress.best_score:
             self.progress.best_score, self.progress.best_step = score, self.progress.step
             if self.accelerator.is_main_process:
                 self.task.save(unwrapped, self.progress, metrics)
         self.accelerator.wait_for_everyone()
-
-
-class _Books:
-    """Sums and counts between two log lines, added over processes before any division."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator = accelerator
-        self._clear()
-
-    def _clear(self) -> None:
-        self.sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.accelerator.device))
-        self.labels = torch.zeros((), device=self.accelerator.device)
-        self.norms: list[Tensor] = []
-        self.started = time.perf_counter()
-
-    def add(self, sums: Mapping[str, Tensor]) -> None:
-        for name, value in sums.items():
-            self.sums[name] += value.detach()
-
-    def close_step(self, labels: Tensor, norm: Tensor | None) -> None:
-        self.labels += labels
-        if norm is not None:
-            self.norms.append(norm)
-
-    def leave_out(self, seconds: float) -> None:
-        """Count seconds that were not spent on training steps out of the rate."""
-        self.started += seconds
-
-    def report(self) -> dict[str, float]:
-        """Return averages over labels since the last report, and start anew."""
-        names = sorted(self.sums)
-        totals = self.accelerator.reduce(torch.stack([self.labels, *(self.sums[name] for name in names)]), "sum").tolist()
-        labels, *sums = totals
-        seconds = time.perf_counter() - self.started
-        report = {name: value / max(labels, 1) for name, value in zip(names, sums, strict=True)}
-        report["gradient_norm"] = float(sum(map(float, self.norms)) / max(len(self.norms), 1))
-        report["labels_per_second"] = labels / seconds
-        self._clear()
-        return report
+        return metrics
 
 
 def make_optimizer(module: nn.Module, config: OptimizerConfig, num_steps: int) -> tuple[torch.optim.Optimizer, LambdaLR]:
@@ -281,11 +284,11 @@ def _due(step: int, every: int | None) -> bool:
 
 
 def _fingerprint(config: dict[str, Any]) -> str:
-    """Return a hash of what decides the weights and which are kept: the config but for where and how often things are written.
+    """Return a hash of what decides the weights and which are kept: not where and how often things are written, nor the gates.
 
     The decoding of held-out prompts belongs to it: scores got in another way cannot be compared with the best so far.
     """
-    relevant = {name: value for name, value in config.items() if name not in ("output", "schedule")}
+    relevant = {name: value for name, value in config.items() if name not in ("output", "sanity", "schedule")}
     quiet = {"log_every_steps", "eval_every_steps", "checkpoint_every_steps", "keep_checkpoints", "resume", "trackers"}
     relevant["schedule"] = {name: value for name, value in config["schedule"].items() if name not in quiet}
     return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from configs.errors import ConfigError
 from configs.loading import load_config
-from configs.schema import DataConfig, DecodeConfig, DistillConfig, EvalConfig, GateConfig
+from configs.schema import DataConfig, DecodeConfig, DistillConfig, EvalConfig, GateConfig, HeadsConfig
 
 
 @pytest.fixture
@@ -109,6 +109,14 @@ def test_loading_leaves_the_schema_defaults_as_they_were():
         (DistillConfig, "target.name", "--set target.name: expected dotted.key=value"),
         (DistillConfig, "target..name=x", "expected dotted.key=value"),
         (DistillConfig, "output=@x", "--set output, line 1: found character '@'"),
+        (HeadsConfig, "head.knd=2", "--set head.knd: unknown key 'head.knd'; the nearest known key is 'head.kind'$"),
+        (HeadsConfig, "head={kind: medusa, num_layer: 2}", "key 'head.num_layer'; the nearest known key is 'head.num_layers'$"),
+        # right for another kind of head, which this one is not
+        (HeadsConfig, "head.prefix_attention=true", "unknown key 'head.prefix_attention'; .* is 'head.[a-oq-z][a-z_]*'$"),
+        (HeadsConfig, "head.num_layers=0", "--set head.num_layers: expected a number of at least 1, got 0"),
+        (HeadsConfig, "head={kind: eagle4}", "--set head: head.kind: expected one of 'medusa', .*, got 'eagle4'"),
+        (HeadsConfig, "head.kind=", "--set head.kind: expected one of 'medusa', .*, got 'None'"),
+        (HeadsConfig, "head=3", "--set head: expected a section of its own, got 3"),
     ],
 )
 def test_each_mistake_in_an_override_has_its_sentence(schema, override, sentence):

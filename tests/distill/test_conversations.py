@@ -5,7 +5,14 @@ import json
 import pytest
 
 from configs.errors import InputError
-from distill.conversations import MANIFEST, Conversation, check_written_for, count_answer_tokens, read_conversations
+from distill.conversations import (
+    MANIFEST,
+    Conversation,
+    check_written_for,
+    count_answer_tokens,
+    is_written_by_target,
+    read_conversations,
+)
 from heads.identity import TargetIdentity
 
 ROW = Conversation(
@@ -72,6 +79,14 @@ def test_data_of_other_weights_is_usable_and_named(tmp_path):
 def test_data_of_another_tokenizer_is_refused(tmp_path):
     with pytest.raises(InputError, match="tokenizer is not that of"):
         check_written_for(write_manifest(tmp_path, tokenizer_sha256="other"), IDENTITY)
+
+
+def test_answers_are_the_targets_unless_the_manifest_says_otherwise(tmp_path):
+    path = write_manifest(tmp_path)
+    assert is_written_by_target(path)
+    manifest = json.loads((tmp_path / MANIFEST).read_text())
+    (tmp_path / MANIFEST).write_text(json.dumps(manifest | {"answers_written_by": "dataset"}))
+    assert not is_written_by_target(path)
 
 
 def test_data_without_its_manifest_is_refused(tmp_path):

@@ -48,3 +48,9 @@ def test_a_model_without_rows_for_every_token_is_refused(tmp_path, tiny_llama, t
 def test_a_folder_that_holds_no_model_is_refused(tmp_path, target, init):
     with pytest.raises(InputError, match=r"student\.path: .* hold"):
         initial_draft(StudentConfig(init=init, path=str(tmp_path)), target)
+
+
+def test_a_draft_with_dropout_is_checked_without_it(target):
+    draft = initial_draft(StudentConfig(init="fresh", overrides={"attention_dropout": 0.5}), target)
+    assert draft.training
+    assert draft.config.attention_dropout == 0.5

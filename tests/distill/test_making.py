@@ -11,7 +11,7 @@ from accelerate import PartialState
 from configs.errors import InputError
 from configs.schema import DataConfig
 from distill import making, processes
-from distill.conversations import check_written_for, read_conversations
+from distill.conversations import check_written_for, is_written_by_target, read_conversations
 from distill.making import make_dataset
 
 
@@ -59,6 +59,7 @@ def test_the_folder_holds_both_sides_and_a_manifest_that_counts_and_hashes_them(
     assert counts["dropped"]["duplicate"] == 2
     assert manifest["sha256"] == {name: hashlib.sha256(files[name]).hexdigest() for name in ("train.jsonl", "held_out.jsonl")}
     assert check_written_for(folder / "train.jsonl", byte_target.identity) == []
+    assert is_written_by_target(folder / "train.jsonl")
 
 
 def test_the_same_config_gives_the_same_bytes(config, tmp_path):
@@ -124,7 +125,7 @@ def test_an_output_that_is_a_file_or_below_one_is_refused_before_the_target_is_l
 def test_a_side_left_without_answers_is_refused_and_nothing_is_put_in_place(config, monkeypatch):
     nothing = making.Answered(conversations=(), dropped={"empty_answer": 38})
     monkeypatch.setattr(making.AnswerJob, "collect", lambda job: nothing)
-    with pytest.raises(InputError, match=r"answered none of the .* train prompts"):
+    with pytest.raises(InputError, match=r"no answer is left to any of the \d+ train prompts"):
         make_dataset(config)
     assert not (Path(config.output) / "manifest.json").exists()
 

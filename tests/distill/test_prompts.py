@@ -45,8 +45,10 @@ def test_messages_become_a_history_and_one_turn(write):
     assert prompt.user_text == "Hello?\nAnd?"
 
 
-def test_the_data_sets_own_answer_is_dropped(write):
-    assert read(write({"messages": [SYSTEM, USER, ASSISTANT]})) == read(write({"messages": [SYSTEM, USER]}))
+def test_the_data_sets_own_answer_is_kept_and_no_part_of_the_prompt(write):
+    [answered], [open_] = read(write({"messages": [SYSTEM, USER, ASSISTANT]})), read(write({"messages": [SYSTEM, USER]}))
+    assert answered == open_
+    assert (answered.answer, open_.answer) == ("Hello.", None)
 
 
 def test_a_prompt_without_an_id_is_named_by_its_content(write):

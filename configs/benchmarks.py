@@ -1,0 +1,79 @@
+"""The configs of the benchmarks under `scripts/`: what is measured beside what, how often, and where the figures go.
+
+The defaults are the runs whose figures stand in `docs/results/`. Commands that train, evaluate or ship have theirs in
+`configs.schema`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from configs.schema import LosslessConfig, SuiteConfig, TargetConfig
+from configs.settings import PositiveFloat, PositiveInt, Settings
+
+
+class BenchDecodeConfig(Settings):
+    """`scripts/bench_decode.py`: the decoder beside transformers' own generation, on the same prompts and in turns."""
+
+    target: TargetConfig = TargetConfig()
+    draft: str = "runs/demo/distill/artifact"  # the artifact of a draft LM
+    suite: SuiteConfig = SuiteConfig(num_prompts=24)
+    num_speculative_tokens: PositiveInt = 3
+    max_new_tokens: PositiveInt = 32
+    repeats: PositiveInt = 2  # timed runs of every side on every prompt; sampled runs take another seed each time
+    bootstrap_samples: PositiveInt = 2000
+    output: str = "docs/results/decode.json"
+
+
+class BenchLossConfig(Settings):
+    """The loss part of `scripts/bench_distill.py`: forward and backward over random hidden states and frozen heads."""
+
+    vocab_size: PositiveInt = 151_936  # rows of both heads
+    width: PositiveInt = 576  # of both sides' hidden states
+    chunk_size: PositiveInt = 128  # positions whose logits live at one time in our loss
+    positions: PositiveInt = 4096  # halved until the unchunked loss fits into max_gibibytes and the free memory
+    repeats: PositiveInt = 3  # processes by side, each for one pass
+    max_gibibytes: PositiveFloat = 24.0  # most memory that the unchunked loss may take; 4096 positions take 21
+
+
+class BenchDistillConfig(Settings):
+    """`scripts/bench_distill.py`: the loss's memory and time, training from a cache, a draft before and after training."""
+
+    draft: str = "runs/demo/distill/artifact"  # a distilled draft LM; its target, data and recipe are what is measured
+    loss: BenchLossConfig = BenchLossConfig()
+    num_batches: PositiveInt = 12  # timed optimiser steps by side
+    trl_batch_size: PositiveInt = 4  # conversations a batch beside TRL's trainer, where that is installed
+    num_prompts: PositiveInt = 24  # held-out conversations decoded for tau, the last of the file: the first chose the draft
+    max_new_tokens: PositiveInt = 48
+    sweep: str | None = "runs/sweep/sweep.json"  # of `scripts/sweep.py`: where the file exists, its rows join ours
+    bootstrap_samples: PositiveInt = 2000
+    output: str = "docs/results/distill.json"
+
+
+class BenchHeadsConfig(Settings):
+    """`scripts/bench_heads.py`: every head family trained and measured on one target and one set of data."""
+
+    data: str | None = "configs/data/heads.yaml"  # of `scripts/make_data.py`, run where its output is not there; None: never
+    recipes: list[str] = [  # of `train/heads.py`, a row of the table each; all on the same target and data
+        "configs/heads/medusa.yaml",
+        "configs/heads/hydra.yaml",
+        "configs/heads/eagle3.yaml",
+        "configs/heads/mtp.yaml",
+        "configs/heads/peagle.yaml",
+        "configs/heads/dflash.yaml",
+    ]
+    draft_models: list[str] = []  # of `train/distill.py`, measured beside the heads
+    runs: str = "runs/heads/bench"  # folder: what was trained, kept for the next time
+    num_prompts: PositiveInt = 32  # held-out prompts decoded, the last of the file: the first chose the checkpoints
+    max_new_tokens: PositiveInt = 64
+    repeats: PositiveInt = 2  # timed runs of every prompt
+    lossless: LosslessConfig = LosslessConfig()
+    eagle3: str | None = "configs/heads/eagle3.yaml"  # trained beside speculators' module, if that is installed; None: not
+    num_batches: PositiveInt = 8  # timed optimiser steps by side of that
+    bootstrap_samples: PositiveInt = 2000
+    output: str = "docs/results/heads.json"
+
+
+class ResultsTableConfig(Settings):
+    """`scripts/results_table.py`: the tables of a document, made from the files of the benchmarks."""
+
+    document: str = "README.md"
+    results: str = "docs/results"  # folder with NAME.json for each `<!-- table: NAME -->`

@@ -1,0 +1,218 @@
+"""Training under a data policy: it resumes bit for bit, teaches what was drawn, and leaves a run without one alone."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import PartialState
+from accelerate.state import AcceleratorState
+
+from configs.schema import DataConfig, DecodeConfig, DistillConfig
+from distill.batches import ConversationDataset, collate, make_loader
+from distill.conversations import Conversation
+from distill.making import make_dataset
+from distill.policy import examples_of
+from train.draft_task import DraftTask
+from train.launch import make_accelerator, run_distillation
+from train.loop import Prepared, StepPlace, train
+
+LATER = {"phases": [{}, {"from_share": 0.4, "on_policy": 0.25, "draft_states": 0.5}]}
+ALWAYS = {"phases": [{"on_policy": 0.5, "draft_states": 0.25}]}
+
+
+@pytest.fixture
+def target(tiny_llama, as_target):
+    return as_target(tiny_llama(seed=1, dtype=torch.float32, layers=3), eos=(9,))
+
+
+@pytest.fixture
+def rows():
+    generator = torch.Generator().manual_seed(0)
+    answers = torch.randint(5, 64, (24, 20), generator=generator).tolist()
+    return [
+        Conversation(
+            prompt_id=f"p{number}",
+            category="c",
+            turn=0,
+            messages=(),
+            prompt_ids=tuple(ids[:5]),
+            answer_ids=tuple(ids[5 : 8 + number % 12]),
+            ended=False,
+        )
+        for number, ids in enumerate(answers)
+    ]
+
+
+def config_for(folder, policy=None, student=None, **schedule):
+    defaults = {
+        "batch_size": 4,
+        "max_steps": 10,
+        "mixed_precision": "no",
+        "log_every_steps": 1,
+        "checkpoint_every_steps": 5,
+        "trackers": [],
+    }
+    return DistillConfig.model_validate(
+        {
+            "student": {"layers": [0, 2], **(student or {})},
+            "policy": policy or {},
+            "schedule": defaults | schedule,
+            "held_out": {"num_prompts": 1, "decode": DecodeConfig(max_new_tokens=4)},
+            "output": str(folder),
+        }
+    )
+
+
+def make_task(config, target, rows):
+    return DraftTask(config, target, rows, rows[:2], make_accelerator(config.schedule, Path(config.output)))
+
+
+def run(config, target, rows, stop_after=None, task=None):
+    """Train as configured; return the weights at the end, or stop before so many micro-batches."""
+    task = task or make_task(config, target, rows)
+    plain, calls = task.loss, []
+
+    def loss(*args):
+        if len(calls) == stop_after:
+            raise KeyboardInterrupt
+        calls.append(1)
+        return plain(*args)
+
+    task.loss = loss
+    loader = make_loader(ConversationDataset(rows, 64), config.schedule.batch_size, seed=config.schedule.seed)
+    output, settings = Path(config.output), config.model_dump(mode="json")
+    train(task, loader, config.optimizer, config.schedule, task.accelerator, output, settings)
+    return {name: tensor.clone() for name, tensor in task.module.state_dict().items()}
+
+
+def equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def metrics_of(caplog):
+    """Return the logged metrics of each step."""
+    lines = [record.getMessage().split(": ")[1] for record in caplog.records if "gradient_norm" in record.getMessage()]
+    return [{name: float(value) for name, value in (part.split() for part in line.split(", "))} for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("student", "schedule"),
+    [
+        ({}, {}),
+        ({"lora": {"rank": 4, "dropout": 0.1}, "draft_vocab_size": 20}, {}),
+        ({}, {"batch_size": 2, "gradient_accumulation_steps": 2}),
+    ],
+    ids=["full", "lora, reduced vocabulary", "accumulated"],
+)
+def test_a_resumed_run_rewrites_as_the_undisturbed_one(tmp_path, target, rows, student, schedule):
+    per_step = schedule.get("gradient_accumulation_steps", 1)
+    whole = run(config_for(tmp_path / "whole", LATER, student, **schedule), target, rows)
+    with pytest.raises(KeyboardInterrupt):
+        run(config_for(tmp_path / "parts", LATER, student, **schedule), target, rows, stop_after=7 * per_step)
+    assert equal(run(config_for(tmp_path / "parts", LATER, student, **schedule), target, rows), whole)
+    assert not equal(run(config_for(tmp_path / "none", None, student, **schedule), target, rows), whole)
+
+
+@pytest.mark.parametrize("policy", [None, {"phases": [{}, {"from_share": 1.0, "on_policy": 1.0}]}], ids=["none", "never"])
+def test_a_policy_that_rewrites_nothing_changes_nothing_and_makes_no_copy_of_the_draft(
+    tmp_path, target, rows, policy, monkeypatch
+):
+    student = {"lora": {"rank": 4, "dropout": 0.1}, "draft_vocab_size": 20}
+    config = config_for(tmp_path / "policy", policy, student)
+    task, copies, plain = make_task(config, target, rows), [], DraftTask._proposer
+    monkeypatch.setattr(DraftTask, "_proposer", lambda *args: copies.append(1) or plain(*args))
+    with_policy = run(config, target, rows, task=task)
+    assert len(copies) == 1  # to decode held-out prompts at the end
+    monkeypatch.setattr(DraftTask, "prepare", lambda task, module, window, place: Prepared(batches=window, sums={}))
+    assert equal(with_policy, run(config_for(tmp_path / "bare", None, student), target, rows))
+
+
+def test_steps_before_the_phase_are_those_of_a_run_without_a_policy_and_the_books_tell_the_share(
+    tmp_path, target, rows, caplog
+):
+    caplog.set_level(logging.INFO, "draftsmith")
+    run(config_for(tmp_path / "none"), target, rows)
+    without = metrics_of(caplog)
+    caplog.clear()
+    run(config_for(tmp_path / "later", LATER), target, rows)
+    later = metrics_of(caplog)
+    shares = [metrics.pop("rewritten_share") for metrics in later]
+    assert shares[:4] == [0.0] * 4
+    assert all(0 < share < 1 for share in shares[4:])
+    without, later = ([metrics["loss"] for metrics in run_] for run_ in (without, later))
+    assert later[:4] == without[:4]
+    assert all(one != other for one, other in zip(later[4:], without[4:], strict=True))
+
+
+def window_of(rows, count=4):
+    return [collate(ConversationDataset(rows, 64).examples[:count])]
+
+
+def test_drawing_leaves_the_draft_in_training_and_all_randomness_where_it_was(tmp_path, target, rows):
+    config = config_for(tmp_path, ALWAYS, {"lora": {"rank": 4, "dropout": 0.5}, "draft_vocab_size": 20})
+    task = make_task(config, target, rows)
+    for layer in task.module.draft.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    task.module.train()
+    before = {name: tensor.clone() for name, tensor in task.module.state_dict().items()}
+    states = torch.get_rng_state()
+    prepared = [task.prepare(task.module, window_of(rows), StepPlace(step=0, num_steps=10)) for _ in range(2)]
+    assert torch.equal(torch.get_rng_state(), states)
+    assert int(prepared[0].sums["rewritten_share"]) > 0
+    # Dropout would give other draws the second time.
+    assert torch.equal(prepared[0].batches[0].input_ids_BT, prepared[1].batches[0].input_ids_BT)
+    assert all(module.training for module in task.module.draft.modules())
+    assert all(parameter.grad is None for parameter in task.module.parameters())
+    assert any(parameter.requires_grad for parameter in task.module.parameters())
+    assert equal(before, task.module.state_dict())
+
+
+def test_the_drafts_words_are_those_of_the_weights_as_they_stand(tmp_path, target, rows):
+    task = make_task(config_for(tmp_path, ALWAYS | {"temperature": 0.0}), target, rows)
+    place = StepPlace(step=0, num_steps=10)
+    first = task.prepare(task.module, window_of(rows), place).batches[0]
+    with torch.no_grad():
+        for parameter in task.module.draft.model.layers.parameters():
+            parameter.mul_(-1)
+    second = task.prepare(task.module, window_of(rows), place).batches[0]
+    assert examples_of(first) != examples_of(second)
+
+
+def test_the_gradient_is_that_of_the_divergence_at_fixed_tokens(tmp_path, target, rows):
+    task = make_task(config_for(tmp_path, ALWAYS), target, rows)
+    (batch,) = task.prepare(task.module, window_of(rows), StepPlace(step=3, num_steps=10)).batches
+    num_labels = batch.loss_mask_BT.sum()
+    task.loss(task.module, batch, num_labels, 1).loss.backward()
+    measured = {
+        name: parameter.grad.clone() for name, parameter in task.module.draft.named_parameters() if parameter.requires_grad
+    }
+    task.module.zero_grad()
+    ids_BT = torch.tensor(batch.input_ids_BT.tolist())  # tokens alone: nothing of how they were drawn
+    p_BTV = target.model(input_ids=ids_BT).logits.softmax(-1)
+    log_q_BTV = task.module.draft(input_ids=ids_BT).logits.log_softmax(-1)
+    divergence_BT = (p_BTV * (p_BTV.log() - log_q_BTV)).sum(-1)
+    (divergence_BT[:, :-1][batch.loss_mask_BT[:, 1:]].sum() / num_labels).backward()
+    assert measured
+    for name, gradient in measured.items():
+        torch.testing.assert_close(task.module.draft.get_parameter(name).grad, gradient, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_training_on_the_data_sets_answers_warns(tmp_path, tiny_run, caplog):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    chats = [
+        {"messages": [{"role": "user", "content": f"w{n} w{n + 1}"}, {"role": "assistant", "content": f"w{n} w{n + 2} w3"}]}
+        for n in range(20)
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    model = {"name": str(tiny_run / "target"), "dtype": "float32", "device": "cpu"}
+    prompts = {"source": "file", "path": str(tmp_path / "chats.jsonl")}
+    data = {"target": model, "prompts": prompts, "held_out_share": 0.3, "output": str(tmp_path / "data")}
+    make_dataset(DataConfig.model_validate(data | {"answers": {"written_by": "dataset"}}))
+    PartialState._reset_state()
+    files = {name: str(tmp_path / "data" / f"{name}.jsonl") for name in ("train", "held_out")}
+    config = config_for(tmp_path / "out", ALWAYS, {"layers": [0]}, max_steps=2).model_dump() | {"target": model, "data": files}
+    assert run_distillation(DistillConfig.model_validate(config)) == 0
+    assert "answers were written by the data set, not by the target: expect lower acceptance" in caplog.text
+    AcceleratorState._reset_state(reset_partial_state=True)

@@ -1,0 +1,64 @@
+"""The books of a training run: sums and counts between two log lines, added over processes before any division."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+
+class Books:
+    """What has happened in this process since the last report.
+
+    Args:
+        accelerator: adds up over processes.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self._clear()
+
+    def add(self, sums: Mapping[str, Tensor], counts: Mapping[str, Tensor] | None = None) -> None:
+        """Add sums over labels, by metric; `counts` says over how many of anything else a metric of that name was summed.
+
+        In the time between two reports every process must give the same names.
+        """
+        for name, value in sums.items():
+            self.sums[name] += value.detach()
+        for name, value in (counts or {}).items():
+            self.counts[name] += value.detach()
+
+    def close_step(self, labels: Tensor, norm: Tensor | None) -> None:
+        """Add a step's labels in this process, and the norm of its gradient."""
+        self.labels += labels
+        if norm is not None:
+            self.norms.append(norm)
+
+    def leave_out(self, seconds: float) -> None:
+        """Count seconds that were not spent on training steps out of the rate."""
+        self.started += seconds
+
+    def report(self) -> dict[str, float]:
+        """Return averages over labels since the last report, and start anew."""
+        names = sorted(self.sums)
+        counts = [self.counts.get(name, self.labels) for name in names]
+        table = torch.stack([self.labels, *(self.sums[name] for name in names), *counts])
+        labels, *totals = self.accelerator.reduce(table, "sum").tolist()
+        seconds = time.perf_counter() - self.started
+        pairs = zip(totals[: len(names)], totals[len(names) :], strict=True)
+        report = {name: value / max(count, 1) for name, (value, count) in zip(names, pairs, strict=True)}
+        report["gradient_norm"] = float(sum(map(float, self.norms)) / max(len(self.norms), 1))
+        report["labels_per_second"] = labels / seconds
+        self._clear()
+        return report
+
+    def _clear(self) -> None:
+        self.sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.accelerator.device))
+        self.counts: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.accelerator.device))
+        self.labels = torch.zeros((), device=self.accelerator.device)
+        self.norms: list[Tensor] = []
+        self.started = time.perf_counter()
