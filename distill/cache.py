@@ -2,10 +2,12 @@
 
 A cache is opened for one data file and one target, and refused for any other. Each shard is checked against its checksum
 when it is first needed. Hidden states in the target's own dtype are those of the online forward up to rounding by batch
-shape (another padding, another order of the same sums); top-k rows are what `distill.losses.sparse_pair` makes of them.
+shape (another padding, another order of the same sums); top-k rows are what `distill.losses.sparse_pair` makes of them. A
+cache with taps gives heads what `heads.target_states.read_states` does, and the normalisers of the target's logits.
 
-Left out on purpose: conversations that change during training; a cache knows those of its data file only.
-B batch, T positions, N label rows of a batch, E width of the target.
+Left out on purpose: conversations that change during training, and several in one row; a cache knows those of its data file
+only, by their number.
+B batch, T positions, P = B * T flat places, N rows of a batch that are kept, E width of the target.
 """
 
 from __future__ import annotations
@@ -20,13 +22,15 @@ from torch import Tensor
 
 from configs.errors import ConfigError, InputError
 from configs.files import sha256_of
-from configs.schema import DistillConfig
-from distill.batches import Batch, ConversationDataset
-from distill.cache_format import MANIFEST, REMAKE, Manifest, read_manifest
-from distill.cache_rows import unpack_ids
+from configs.schema import DistillConfig, HeadsConfig
+from distill.batches import NO_DOCUMENT, Batch, ConversationDataset
+from distill.cache_format import CONVENTION, MANIFEST, REMAKE, Manifest, read_manifest, tap_name
+from distill.cache_rows import num_rows, unpack_ids
 from distill.losses import SparseTarget
 from distill.target import Target
 from heads.identity import TargetIdentity
+from heads.target_states import TargetStates
+from heads.training import Normalisers
 
 
 class TargetCache:
@@ -46,47 +50,112 @@ class TargetCache:
         """Return what the target says about a batch, on the batch's device.
 
         Returns:
-            last_hidden: hidden states `[B, T, E]` in the target's dtype, those before a label; 0 at all other positions.
+            last_hidden: hidden states `[B, T, E]` in the target's dtype, those before a label; 0 at positions not kept.
             top_k: a sparse target of the N rows before a label, in the order of the batch's mask.
 
         Raises:
             InputError: a shard is damaged.
         """
-        predicts_label_BT = batch.loss_mask_BT[:, 1:]
-        kept = self.rows(batch.conversation_B.tolist(), predicts_label_BT.sum(1).tolist())
-        kept = {name: tensor.to(batch.input_ids_BT.device) for name, tensor in kept.items()}
+        if self.manifest.layout.every_position:
+            return self.states(batch).final_BTE
+        before_label_BT = torch.zeros_like(batch.loss_mask_BT)
+        before_label_BT[:, :-1] = batch.loss_mask_BT[:, 1:]
+        kept = self._rows_of(batch, before_label_BT)
         if self.manifest.layout.kind == "top_k":
             return SparseTarget(log_probs=kept["log_probs"], token_ids=kept["token_ids"], log_tail=kept["log_tail"])
-        hidden_NE = kept["hidden"].to(self.dtype)
-        hidden_BTE = hidden_NE.new_zeros(*batch.input_ids_BT.shape, hidden_NE.shape[-1])
-        hidden_BTE[:, :-1][predicts_label_BT] = hidden_NE
-        return hidden_BTE
+        return _placed(kept["hidden"].to(self.dtype), before_label_BT)
 
-    def rows(self, numbers: Sequence[int], lengths: Sequence[int]) -> dict[str, Tensor]:
+    def states(self, batch: Batch, taps: Sequence[int] = ()) -> TargetStates:
+        """Return the target's states at every position of a batch, on the batch's device and in the target's dtype.
+
+        Args:
+            batch: conversations of the cache's data file.
+            taps: some of the cache's (`check_keeps`), in the order in which they are wanted.
+
+        Returns:
+            The states; 0 on padding.
+
+        Raises:
+            InputError: a shard is damaged.
+        """
+        inside_BT = batch.document_ids_BT != NO_DOCUMENT
+        names = ["hidden", *map(tap_name, taps)]
+        kept = self._rows_of(batch, inside_BT, names)
+        final_BTE, *taps_ABTE = (_placed(kept[name].to(self.dtype), inside_BT) for name in names)
+        return TargetStates(final_BTE=final_BTE, taps_ABTE=tuple(taps_ABTE))
+
+    def normalisers(self, batch: Batch) -> Normalisers:
+        """Return the normalisers of the target's logits at every position of a batch, on its device; 0 on padding.
+
+        Raises:
+            InputError: a shard is damaged.
+        """
+        inside_BT = batch.document_ids_BT != NO_DOCUMENT
+        kept = self._rows_of(batch, inside_BT, ["log_sum", "top1"])
+        log_sum_BT, top1_BT = (_placed(kept[name], inside_BT) for name in ("log_sum", "top1"))
+        return Normalisers(log_sum_P=log_sum_BT.flatten(), top1_P=top1_BT.flatten().long())
+
+    def check_keeps(self, taps: Sequence[int]) -> None:
+        """Refuse a head whose states are not in the cache; fewer taps than the cache has are served.
+
+        Raises:
+            InputError: the cache is one for distillation, names its taps by another convention, lacks one, or its normalisers
+                are those of a target in another dtype.
+        """
+        layout = self.manifest.layout
+        if layout.taps is None:
+            raise InputError(
+                f"target cache {self.folder} (kind {layout.kind}, without taps) knows positions before answer tokens only, and "
+                f"a head reads all of them; make one with kind: last_hidden and taps: {list(taps)}, or set data.cache to null"
+            )
+        if layout.convention != CONVENTION:
+            raise InputError(
+                f"target cache {self.folder} keeps taps under another convention: there, {layout.convention}; here, "
+                f"{CONVENTION}; {REMAKE}"
+            )
+        if missing := [tap for tap in taps if tap not in layout.taps]:
+            raise InputError(
+                f"target cache {self.folder} keeps taps {layout.taps}, and the head reads {list(taps)}: {missing} cannot be "
+                "had; make the cache with these taps, or change head.taps"
+            )
+        if layout.target_dtype != (here := str(self.dtype).removeprefix("torch.")):
+            raise InputError(
+                f"target cache {self.folder} was made with target.dtype {layout.target_dtype}, and the target is in {here} "
+                f"here: their logits differ; set target.dtype to {layout.target_dtype}, or {REMAKE}"
+            )
+
+    def rows(self, numbers: Sequence[int], lengths: Sequence[int], names: Sequence[str] | None = None) -> dict[str, Tensor]:
         """Return the first `lengths` rows of conversations, one after the other, by name; token ids unpacked.
 
         Args:
             numbers: places of the conversations in the data file, from 0.
             lengths: rows wanted of each.
+            names: tensors wanted; None: all.
 
         Raises:
             InputError: a shard is damaged.
             ValueError: more rows are asked for than a conversation has.
         """
         layout = self.manifest.layout
-        parts = [self._conversation(number, length) for number, length in zip(numbers, lengths, strict=True)]
-        kept = {name: torch.cat([part[name] for part in parts]) for name in layout.tensors(0)}
-        if layout.kind == "top_k":
+        wanted = list(layout.tensors(0)) if names is None else names
+        parts = [self._conversation(number, length, wanted) for number, length in zip(numbers, lengths, strict=True)]
+        kept = {name: torch.cat([part[name] for part in parts]) for name in wanted}
+        if "token_ids" in kept:
             kept["token_ids"] = unpack_ids(kept["token_ids"], layout.width, layout.bits)
         return kept
 
-    def _conversation(self, number: int, length: int) -> dict[str, Tensor]:
+    def _rows_of(self, batch: Batch, kept_BT: Tensor, names: Sequence[str] | None = None) -> dict[str, Tensor]:
+        """Return the rows of the positions where `kept_BT` is True, the first ones of each conversation, on its device."""
+        kept = self.rows(batch.conversation_B.tolist(), kept_BT.sum(1).tolist(), names)
+        return {name: values.to(kept_BT.device) for name, values in kept.items()}
+
+    def _conversation(self, number: int, length: int, names: Sequence[str]) -> dict[str, Tensor]:
         place = self.manifest.conversations[number]
         if length > place.length:
             raise ValueError(f"conversation {number} has {place.length} cached rows, asked for {length}")
         shard = self._shard(place.shard)
         rows = slice(place.offset, place.offset + length)
-        return {name: shard.get_slice(name)[rows] for name in self.manifest.layout.tensors(0)}
+        return {name: shard.get_slice(name)[rows] for name in names}
 
     def _shard(self, number: int) -> Any:
         """Return a shard's open file, checked at its first use."""
@@ -134,20 +203,20 @@ def open_cache(folder: Path, data_file: Path, target: Target) -> TargetCache:
     return TargetCache(folder, manifest, target.model.dtype)
 
 
-def check_fits(cache: TargetCache, dataset: ConversationDataset, config: DistillConfig) -> None:
-    """Refuse early what training from a cache cannot do.
+def check_fits(cache: TargetCache, dataset: ConversationDataset, config: DistillConfig | HeadsConfig) -> None:
+    """Refuse early what training from a cache cannot do; what a head reads, `TargetCache.check_keeps` compares.
 
     Raises:
         ConfigError: conversations are longer than those of the cache, or a top-k cache is asked for what it cannot answer.
     """
     manifest = cache.manifest
     for example in dataset.examples:
-        if len(example.input_ids) - example.answer_start > manifest.conversations[example.conversation].length:
+        if num_rows(manifest.layout, example) > manifest.conversations[example.conversation].length:
             raise ConfigError(
                 f"data.max_length: expected at most {manifest.max_length}, which target cache {cache.folder} was made with, "
                 f"got {config.data.max_length}"
             )
-    if manifest.layout.kind == "last_hidden":
+    if manifest.layout.kind == "last_hidden" or isinstance(config, HeadsConfig):
         return
     if config.loss.temperature != 1:
         raise ConfigError(
@@ -159,3 +228,10 @@ def check_fits(cache: TargetCache, dataset: ConversationDataset, config: Distill
             f"student.draft_vocab_size: expected null with top_k cache {cache.folder}, whose tail cannot be split, got "
             f"{config.student.draft_vocab_size}; a last_hidden cache serves any"
         )
+
+
+def _placed(values_N: Tensor, where_BT: Tensor) -> Tensor:
+    """Return values `[B, T, ...]` of the positions where `where_BT` is True, 0 elsewhere."""
+    placed_BT = values_N.new_zeros(*where_BT.shape, *values_N.shape[1:])
+    placed_BT[where_BT] = values_N
+    return placed_BT

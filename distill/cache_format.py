@@ -7,6 +7,11 @@ label: row j of a conversation is position `len(prompt_ids) - 1 + j` and stands 
     top_k         `log_probs [N, K]` at temperature 1, likeliest first, `log_tail [N]`, the log mass of all other tokens, and
                   `token_ids [N, ceil(K b / 8)]`, uint8: ids of b = ceil(log2 V) bits, packed, lowest bit first.
 
+Heads read the target at **every** position. For them a last_hidden cache has taps, possibly none but the final state, and row j
+of a conversation is position j. Beside `hidden` lie then `h_2 [N, E]`, ... for each tap, named by the convention that the
+manifest holds (`heads.target_states`), and of the logits that `hidden` makes over all rows of the target's head `log_sum [N]`,
+float32, the log of the sum of exp(logits), and `top1 [N]`, int32, the likeliest token.
+
 Beside each shard lies `shard-00000.json`, by which a cut-off run knows a finished shard; readers need the manifest only.
 N rows, E width of the target, K kept tokens, V tokens.
 """
@@ -23,12 +28,14 @@ from pydantic import Field, ValidationError, model_validator
 from configs.errors import InputError
 from configs.files import read_json
 from configs.settings import Dtype, NonNegativeInt, PositiveInt, Settings
+from heads.artifact import HiddenStates
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 SHARD = "shard-{number:05d}.safetensors"
 RECORD = "shard-{number:05d}.json"  # says that the shard beside it is finished
 REMAKE = "make the cache again with scripts/make_cache.py"
+CONVENTION = str(HiddenStates.model_fields["convention"].default)  # what a tap's number means, here and in artifacts
 
 # A shard's name is a plain one: whatever a manifest says, nothing outside its folder is opened.
 ShardName = Annotated[str, Field(pattern=r"^shard-[0-9]+\.safetensors$")]
@@ -42,12 +49,24 @@ class Layout(Settings):
     dtype: Dtype  # of hidden states, or of log-probabilities
     width: PositiveInt  # last_hidden: E; top_k: K
     vocab_size: PositiveInt  # tokens the target's law is over: V without padded rows that no token has
+    taps: list[NonNegativeInt] | None = None  # last_hidden: states kept beside the final one; None: rows before labels only
+    convention: str | None = None  # what the numbers in `taps` mean
+    target_dtype: str | None = None  # of the target whose logits were normalised
 
     @model_validator(mode="after")
     def _keeps_no_more_than_there_is(self) -> Self:
         if self.kind == "top_k" and self.width > self.vocab_size:
             raise ValueError(f"{self.width} tokens cannot be kept of a vocabulary of {self.vocab_size}")
+        if self.kind == "top_k" and self.taps is not None:
+            raise ValueError("a top_k cache keeps no hidden states, so it has no taps")
+        if len({value is None for value in (self.taps, self.convention, self.target_dtype)}) > 1:
+            raise ValueError("taps, their convention and the target's dtype go together")
         return self
+
+    @property
+    def every_position(self) -> bool:
+        """Whether every position of a conversation has a row, and not only those before labels."""
+        return self.taps is not None
 
     @property
     def bits(self) -> int:
@@ -63,12 +82,19 @@ class Layout(Settings):
         """Return the shape and type of each tensor of a shard."""
         dtype = getattr(torch, self.dtype)
         if self.kind == "last_hidden":
-            return {"hidden": ([num_rows, self.width], dtype)}
+            states = ["hidden", *map(tap_name, self.taps or [])]
+            normalisers = {"log_sum": ([num_rows], torch.float32), "top1": ([num_rows], torch.int32)}
+            return {name: ([num_rows, self.width], dtype) for name in states} | (normalisers if self.every_position else {})
         return {
             "log_probs": ([num_rows, self.width], dtype),
             "log_tail": ([num_rows], dtype),
             "token_ids": ([num_rows, math.ceil(self.width * self.bits / 8)], torch.uint8),
         }
+
+
+def tap_name(tap: int) -> str:
+    """Return the name of a tapped state's tensor."""
+    return f"h_{tap}"
 
 
 class Shard(Settings):
@@ -80,7 +106,7 @@ class Shard(Settings):
 
 
 class Place(Settings):
-    """Where a conversation's rows lie. One without an answer within the length has none: length 0."""
+    """Where a conversation's rows lie. One without an answer within `max_length` has none: length 0."""
 
     prompt_id: str
     turn: NonNegativeInt
@@ -89,12 +115,20 @@ class Place(Settings):
     length: NonNegativeInt
 
 
+class Server(Settings):
+    """A server that wrote a cache in the target's place."""
+
+    url: str
+    model: str
+
+
 class Manifest(Settings):
     """What a cache holds, and what it was made of."""
 
     format_version: PositiveInt = FORMAT_VERSION
     layout: Layout
     target: dict[str, str | None]  # heads.identity.TargetIdentity
+    server: Server | None = None  # None: the target itself wrote it
     data_file: str
     data_sha256: Sha256
     max_length: PositiveInt  # tokens that conversations were cut at

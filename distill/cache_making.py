@@ -1,17 +1,17 @@
-"""Making a target cache: one forward of the target over each training conversation, kept on disk.
+"""Making a target cache: one forward of the target, here or on a server, over each training conversation, kept on disk.
 
 Conversations are dealt to shards by length alone, before any process takes its part, and the batches of a shard are made of
 its own conversations. A shard's bytes are therefore the same however many processes share the work and however often it was
 cut off; a finished one is known by the small file beside it and kept. The manifest comes last: a cache without it is none.
-N rows, E width of the target.
+(A server batches as it likes, and its bytes may differ in rounding from one run to the next.)
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,34 +20,41 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from configs.errors import ConfigError, InputError
+from configs.errors import ConfigError
 from configs.files import read_json, sha256_of, write_bytes, write_json
 from configs.progress import progress
 from configs.provenance import write_run_record
 from configs.schema import CacheConfig
-from distill.batches import Batch, ConversationDataset, Example, collate
-from distill.cache_format import MANIFEST, RECORD, SHARD, Layout, Manifest, Place, Shard
-from distill.cache_rows import encode
+from distill.batches import ConversationDataset, Example
+from distill.cache_folder import DISPOSABLE, check_folder, check_room
+from distill.cache_format import CONVENTION, MANIFEST, RECORD, SHARD, Layout, Manifest, Place, Server, Shard
+from distill.cache_rows import local_rows, num_rows
 from distill.conversations import Conversation, check_written_for, read_conversations
-from distill.objective import target_hidden
 from distill.partial import fingerprint
 from distill.processes import join_processes
+from distill.server import TargetServer
+from distill.server_rows import check_serves, server_rows
 from distill.target import Target, load_target
+from heads.target_states import check_taps, num_blocks
 
 logger = logging.getLogger("draftsmith")
-
-# What a run may leave behind, scratch files of a killed one among it, and what it may throw away.
-DISPOSABLE = (MANIFEST, "shard-[0-9]*.safetensors", "shard-[0-9]*.json", ".shard-[0-9]*", f".{MANIFEST}.*", ".run.json.*")
-OURS = (*DISPOSABLE, "run.json")
 
 
 def make_cache(config: CacheConfig) -> None:
     """Make the cache that `config` describes; goes on where a cut-off run of the same settings stopped.
 
     Raises:
-        InputError: the data or the target cannot be had or do not go together, or the output folder cannot be written,
-            holds something else, or lies on a disk without room.
+        InputError: the data, the target or the server cannot be had or do not go together, or the output folder cannot be
+            written, holds something else, or lies on a disk without room.
     """
+    with nullcontext() if config.server is None else TargetServer(config.server) as server:
+        if server is not None:
+            server.check_model()  # before a large target is loaded
+        _make(config, server)
+
+
+def _make(config: CacheConfig, server: TargetServer | None) -> None:
+    """Do this process's share of the work."""
     data_file, folder = Path(config.data), Path(config.output)
     check_folder(folder)
     conversations = read_conversations(data_file)
@@ -55,7 +62,8 @@ def make_cache(config: CacheConfig) -> None:
     target = load_target(config.target)
     for difference in check_written_for(data_file, target.identity):
         logger.warning("%s was written by a target with other %s", data_file, difference)
-    job = CacheJob(target=target, conversations=conversations, config=config, data_sha256=sha256_of(data_file))
+    data_sha256 = sha256_of(data_file)
+    job = CacheJob(target=target, conversations=conversations, config=config, data_sha256=data_sha256, server=server)
     if state.is_main_process:
         job.prepare()
     state.wait_for_everyone()
@@ -64,35 +72,6 @@ def make_cache(config: CacheConfig) -> None:
     if state.is_main_process:
         job.finish()
     state.wait_for_everyone()
-
-
-def check_folder(folder: Path) -> None:
-    """Refuse a folder that holds anything but a cache: what lies there may be overwritten.
-
-    Raises:
-        InputError: it does, or is no folder.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"output: {folder} is a file; name a folder that is new or holds a target cache")
-    ours = {path.name for pattern in OURS for path in folder.glob(pattern)}
-    others = sorted({path.name for path in folder.glob("*")} - ours)
-    if others:
-        raise InputError(f"output: {folder} holds {others[0]}, which is no part of a target cache; name a folder of its own")
-
-
-def check_room(folder: Path, num_bytes: int) -> None:
-    """Refuse to begin what the disk has no room for.
-
-    Raises:
-        InputError: fewer than `num_bytes` bytes are free.
-    """
-    above = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(above).free
-    if free < num_bytes:
-        raise InputError(
-            f"output: {folder} needs {num_bytes / 1e6:.1f} MB more, and its disk has {free / 1e6:.1f} MB free; name a folder "
-            "elsewhere, or keep less (kind: top_k)"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,26 +83,32 @@ class CacheJob:
         conversations: all rows of the data file.
         config: the command's config.
         data_sha256: hash of the data file.
+        server: who is asked for the target's words; None: the target itself.
     """
 
     target: Target
     conversations: Sequence[Conversation]
     config: CacheConfig
     data_sha256: str
+    server: TargetServer | None = None
 
     def prepare(self) -> None:
         """Drop what cannot be used of what lies in the folder, and see that there is room for the rest. One process does it.
 
         Raises:
-            ConfigError: `k` is larger than the vocabulary.
-            InputError: the folder cannot be written, or the disk has too little room.
+            ConfigError: `k` is larger than the vocabulary, or a tap lies behind the last block.
+            InputError: the folder cannot be written, the disk has too little room, the target's taps do not lead to its
+                logits, or the server does not serve the target.
         """
+        check_taps(self.target.model, self.layout.taps or ())
         finished = {number: shard for number, shard in self.finished().items() if self._is_whole(shard)}
         sizes = [self.layout.bytes_per_row * self._num_rows(number) for number in range(len(self._plan))]
         logger.info("target cache: %d bytes a token, %.1f MB in all", self.layout.bytes_per_row, sum(sizes) / 1e6)
         if finished:
             logger.info("%d of %d shards were finished by an earlier run", len(finished), len(self._plan))
         check_room(self._folder, sum(size for number, size in enumerate(sizes) if number not in finished))
+        if self.server is not None:
+            check_serves(self.server, self.target, self.layout, self._examples[0])
         kept = {name for number in finished for name in (_shard_name(number), _record_name(number))}
         for path in [path for pattern in DISPOSABLE for path in self._folder.glob(pattern) if path.name not in kept]:
             path.unlink()
@@ -133,7 +118,7 @@ class CacheJob:
         """Write this process's share of the shards, all but those finished before.
 
         Raises:
-            InputError: the target's hidden states or logits are not finite, or a shard cannot be written.
+            InputError: the target's hidden states or logits are not finite, the server fails, or a shard cannot be written.
         """
         mine = range(rank, len(self._plan), num_processes)
         finished = self.finished()
@@ -161,6 +146,7 @@ class CacheJob:
         manifest = Manifest(
             layout=self.layout,
             target=self.target.identity.to_dict(),
+            server=None if self.server is None else Server(url=self.server.config.url, model=self.server.config.model),
             data_file=self.config.data,
             data_sha256=self.data_sha256,
             max_length=self.config.max_length,
@@ -175,7 +161,7 @@ class CacheJob:
         """What is kept of each row.
 
         Raises:
-            ConfigError: `k` is larger than the vocabulary.
+            ConfigError: `k` is larger than the vocabulary, or a tap lies behind the last block.
         """
         # Rows of the head beyond the tokenizer are padding: no token has those ids, and a draft's head may lack them.
         vocab_size = min(self.target.vocab_size, len(self.target.tokenizer))
@@ -183,19 +169,32 @@ class CacheJob:
             raise ConfigError(f"k: expected at most {vocab_size}, the size of the target's vocabulary, got {self.config.k}")
         if self.config.kind == "top_k":
             return Layout(kind="top_k", dtype=self.config.dtype or "float16", width=self.config.k, vocab_size=vocab_size)
-        width = self.target.model.config.get_text_config().hidden_size
-        return Layout(kind="last_hidden", dtype=self.config.dtype or "bfloat16", width=width, vocab_size=vocab_size)
+        taps, last = self.config.taps, num_blocks(self.target.model)
+        if taps and taps[-1] > last:
+            raise ConfigError(f"taps: expected h_0 (embedding) to h_{last} (last block of the target), got {taps}")
+        return Layout(
+            kind="last_hidden",
+            dtype=self.config.dtype or "bfloat16",
+            width=self.target.model.config.get_text_config().hidden_size,
+            vocab_size=vocab_size,
+            taps=taps,
+            convention=None if taps is None else CONVENTION,
+            target_dtype=None if taps is None else str(self.target.model.dtype).removeprefix("torch."),
+        )
 
     @cached_property
     def digest(self) -> str:
         """A hash of all that decides the bytes of the shards."""
         config, settings = self.config, self.config.target
+        # Without its address: a server that moved goes on where it was, after it has shown again that it serves the target.
+        writer = [] if self.server is None else [["server", self.server.config.model]]
         return fingerprint(
             self.layout.model_dump(),
             self.target.identity.to_dict(),
             [settings.dtype, settings.attention],
             self.data_sha256,
             [config.max_length, config.batch_size, config.chunk_size, config.shard_megabytes],
+            *writer,
         )
 
     @cached_property
@@ -206,7 +205,7 @@ class CacheJob:
     def _plan(self) -> list[range]:
         """Which examples each shard holds."""
         rows_per_shard = int(self.config.shard_megabytes * 1e6 / self.layout.bytes_per_row)
-        return list(plan_shards([_num_labels(example) for example in self._examples], rows_per_shard))
+        return list(plan_shards([num_rows(self.layout, example) for example in self._examples], rows_per_shard))
 
     @property
     def _folder(self) -> Path:
@@ -214,7 +213,7 @@ class CacheJob:
 
     def _num_rows(self, number: int) -> int:
         """Return how many rows a shard has."""
-        return sum(_num_labels(self._examples[index]) for index in self._plan[number])
+        return sum(num_rows(self.layout, self._examples[index]) for index in self._plan[number])
 
     def _noted(self, number: int) -> Shard | None:
         """Return a shard that its record says this job has finished; None without such a record."""
@@ -238,18 +237,24 @@ class CacheJob:
 
     def _shard_tensors(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         """Return the tensors of a shard: the rows of its conversations, one conversation after the other."""
-        lengths = torch.tensor([_num_labels(example) for example in examples])
+        lengths = torch.tensor([num_rows(self.layout, example) for example in examples])
         starts = lengths.cumsum(0) - lengths
         tensors = {
             name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in self.layout.tensors(int(lengths.sum())).items()
         }
-        for group in _by_length(examples, self.config.batch_size):
-            batch = Batch(*(tensor.to(self.target.device) for tensor in collate([examples[index] for index in group])))
-            hidden_NE = target_hidden(self.target, batch)[:, :-1][batch.loss_mask_BT[:, 1:]]
+        for group, kept in self._rows(examples):
             rows_N = torch.cat([torch.arange(int(starts[index]), int(starts[index] + lengths[index])) for index in group])
-            for name, values in encode(self.target, self.layout, hidden_NE, self.config.chunk_size).items():
+            for name, values in kept.items():
                 tensors[name][rows_N] = values
         return tensors
+
+    def _rows(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
+        """Yield places of examples, and their rows, from whoever is asked for them."""
+        if self.server is not None:
+            rows = server_rows(self.server, self.layout, examples)
+            return (([index], kept) for index, kept in enumerate(rows))
+        config = self.config
+        return local_rows(self.target, self.layout, examples, batch_size=config.batch_size, chunk_size=config.chunk_size)
 
     def _places(self) -> list[Place]:
         """Return where each conversation of the data file lies."""
@@ -258,8 +263,9 @@ class CacheJob:
             offset = 0
             for index in indices:
                 example = self._examples[index]
-                rows[example.conversation] = (number, offset, _num_labels(example))
-                offset += _num_labels(example)
+                length = num_rows(self.layout, example)
+                rows[example.conversation] = (number, offset, length)
+                offset += length
         places = []
         for index, row in enumerate(self.conversations):
             shard, offset, length = rows.get(index, (0, 0, 0))
@@ -282,18 +288,6 @@ def plan_shards(lengths: Sequence[int], rows_per_shard: int) -> Iterator[range]:
         rows += length
     if start < len(lengths):
         yield range(start, len(lengths))
-
-
-def _by_length(examples: Sequence[Example], batch_size: int) -> Iterator[list[int]]:
-    """Yield batches of places in `examples`, those of similar length together: padding is work thrown away."""
-    order = sorted(range(len(examples)), key=lambda index: len(examples[index].input_ids))
-    for start in range(0, len(order), batch_size):
-        yield sorted(order[start : start + batch_size])
-
-
-def _num_labels(example: Example) -> int:
-    """Return how many of an example's tokens are labels."""
-    return len(example.input_ids) - example.answer_start
 
 
 def _shard_name(number: int) -> str:

@@ -18,8 +18,9 @@ from configs.schema import CacheConfig, DistillConfig
 from distill import cache_making
 from distill.batches import ConversationDataset, collate
 from distill.cache import check_fits, open_cache
+from distill.cache_folder import check_folder
 from distill.cache_format import Layout
-from distill.cache_making import CacheJob, check_folder, plan_shards
+from distill.cache_making import CacheJob, plan_shards
 from distill.cache_rows import encode, pack_ids, unpack_ids
 from distill.conversations import Conversation
 from distill.objective import DraftObjective, target_hidden
