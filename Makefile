@@ -1,9 +1,10 @@
 # Every command of the project. They share one environment, .venv, made by the first that needs it.
 PY := .venv/bin/python
 STAMP := .venv/.installed
+VLLM_STAMP := .cache/venvs/vllm/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench bench-decode bench-distill tables clean
+.PHONY: help setup demo test check bench bench-decode sweep bench-distill bench-heads tables serve-check clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -27,16 +28,29 @@ check: setup ## format, lint, types, import contract
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 
-bench: bench-decode bench-distill ## every side-by-side measurement
+bench: bench-decode bench-distill bench-heads ## every side-by-side measurement
 
 bench-decode: setup ## the decoder against transformers' assisted generation, into docs/results/decode.json
 	$(PY) scripts/bench_decode.py
 
-bench-distill: setup ## the loss and the training against plain ways and TRL, tau before and after, into docs/results/distill.json
+sweep: setup ## small distillation runs over divergences and data policies, and which to take (after make demo)
+	$(PY) scripts/sweep.py --config configs/sweep/demo.yaml
+
+bench-distill: setup sweep ## the loss and the training against plain ways and TRL, tau before and after, into docs/results/distill.json
 	$(PY) scripts/bench_distill.py
+
+bench-heads: setup ## every head family trained and measured, EAGLE-3's training against speculators, into docs/results/heads.json
+	$(PY) scripts/bench_heads.py
 
 tables: setup ## fill the README's tables from docs/results/
 	$(PY) scripts/results_table.py
+
+serve-check: setup $(VLLM_STAMP) ## a cache made from a real vLLM server against the local one (once 1 GB of downloads, then minutes)
+	$(PY) -m pytest -m slow -s tests/distill/test_served_target.py
+
+$(VLLM_STAMP): scripts/setup_vllm.sh scripts/vllm_pins.txt
+	sh scripts/setup_vllm.sh
+	@touch $@
 
 clean: ## remove .venv and the tools' caches; runs/ and the downloads in .cache/ stay
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

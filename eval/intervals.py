@@ -78,6 +78,20 @@ def paired_ratio_interval(
     return _resampled(_divide_twice, columns_FC, samples, seed, level)
 
 
+def statistic_interval(
+    statistic: Callable[[Floats], Floats], *columns: Sequence[float] | Floats, samples: int, seed: int, level: float = LEVEL
+) -> Interval:
+    """Return any statistic of column sums with its interval, such as a ratio of means of ratios.
+
+    Args:
+        statistic: takes the sums [columns] of all clusters, or those of all resamples [columns, resamples], and returns a
+            number, or [resamples].
+        columns: each [clusters], in the same order; clusters with zeros in all of them are left out.
+        samples, seed, level: see `ratio_interval`.
+    """
+    return _resampled(statistic, _columns(*columns), samples, seed, level)
+
+
 def median_interval(values: Sequence[float] | Floats, *, samples: int, seed: int, level: float = LEVEL) -> Interval:
     """Return the median of `values` [clusters] with its interval."""
     values_C = np.asarray(values, dtype=np.float64)

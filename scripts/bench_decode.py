@@ -14,8 +14,8 @@ from pathlib import Path
 # Run as a script, Python puts scripts/ first on the path; the project's packages lie one folder up.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from configs.benchmarks import BenchDecodeConfig
 from configs.command import run_command
-from configs.schema import BenchDecodeConfig
 
 
 def main(config: BenchDecodeConfig) -> int:

@@ -18,8 +18,9 @@ from typing import Any, Literal
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from configs.benchmarks import BenchDecodeConfig
 from configs.command import DONE, GATE_FAILED
-from configs.schema import BenchDecodeConfig, DecodeConfig, LosslessConfig
+from configs.schema import DecodeConfig, LosslessConfig
 from distill.target import Target, load_target, move
 from eval.acceptance import count_per_prompt
 from eval.decode import Request, check_decodable, decode

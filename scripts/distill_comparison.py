@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
+from configs.benchmarks import BenchDistillConfig
 from configs.command import DONE, GATE_FAILED
 from configs.errors import InputError
-from configs.schema import BenchDistillConfig, DecodeConfig, DistillConfig
+from configs.schema import DecodeConfig, DistillConfig
 from distill.conversations import read_conversations
 from distill.target import load_target
 from eval.acceptance import count_per_prompt
@@ -28,6 +29,7 @@ from heads.artifact import load_draft, read_metadata
 from heads.proposer import Proposer
 from scripts.benchmarks import with_bounds, write_results
 from scripts.loss_comparison import LossMeasurement, measure_losses
+from scripts.sweep_results import read_rows
 from scripts.training_comparison import Bench, compare_cached, compare_with_trl, training_ratios, training_rows
 from scripts.trl_peer import trl_is_installed
 from train.checkpoints import Progress
@@ -51,6 +53,9 @@ def compare_distillation(config: BenchDistillConfig) -> int:
     training = read_training(config.draft)
     if not trl_is_installed():
         log.info("trl is not installed: its sides are left out (pip install trl==1.16.0)")
+    swept = read_rows(Path(config.sweep)) if config.sweep and Path(config.sweep).is_file() else []
+    if not swept:
+        log.info("there is no sweep (%s): its rows are left out (make sweep)", config.sweep)
     losses = measure_losses(config.loss)
     with TemporaryDirectory(prefix="bench-distill-") as scratch:
         bench = open_bench(config, training, Path(scratch))
@@ -61,13 +66,13 @@ def compare_distillation(config: BenchDistillConfig) -> int:
         Path(config.output),
         "distill",
         config,
-        rows=[*acceptance_rows(training, counts, samples), *losses.rows(), *training_rows(bench, cached, beside_trl)],
+        rows=[*acceptance_rows(training, counts, samples), *losses.rows(), *training_rows(bench, cached, beside_trl), *swept],
         ratios={
             **losses.ratios(samples),
             **training_ratios(cached, beside_trl, samples),
             **with_bounds("tau_distilled_vs_undistilled", tau_ratio(counts, samples)),
         },
-        loss_values=dict(losses.values),
+        loss_values=losses.values,
         device=str(bench.target.device),
         threads=torch.get_num_threads(),
     )
@@ -198,7 +203,7 @@ def verdict(losses: LossMeasurement) -> int:
     """Return the exit code: a ratio of the times of two different computations would mean nothing."""
     if losses.agrees:
         return DONE
-    log.error(
-        "the sides do not compute the same loss: %s", ", ".join(f"{name} {value}" for name, value in losses.values.items())
-    )
+    for divergence, by_side in losses.values.items():
+        log.error("%s by side: %s", divergence, ", ".join(f"{side} {value}" for side, value in by_side.items()))
+    log.error("the sides do not compute the same loss")
     return GATE_FAILED

@@ -16,10 +16,10 @@ from typing import Any
 # Run as a script, Python puts scripts/ first on the path; the project's packages lie one folder up.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from configs.benchmarks import ResultsTableConfig
 from configs.command import run_command
 from configs.errors import InputError
 from configs.files import read_json, read_text, write_text
-from configs.schema import ResultsTableConfig
 
 OPENING = re.compile(r"<!-- table: ([\w-]+) -->")
 TABLE = re.compile(OPENING.pattern + r"\n.*?(?=<!-- end -->)", re.DOTALL)

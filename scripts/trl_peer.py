@@ -104,7 +104,7 @@ class GkdPeer:
             "attention_mask": (batch.document_ids_BT != NO_DOCUMENT).long(),
             "labels": batch.input_ids_BT.masked_fill(~batch.loss_mask_BT, IGNORED),
         }
-        loss = self.trainer.training_step(self.model, inputs, batch.loss_mask_BT[:, 1:].sum())
+        loss = self.trainer.training_step(self.model, inputs, int(batch.loss_mask_BT[:, 1:].sum()))
         self.trainer.accelerator.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -15,10 +15,19 @@ import pytest
 
 from configs.dialect import parse_yaml
 from configs.loading import load_config
-from configs.schema import CacheConfig, DataConfig, DistillConfig, EvalConfig, GateConfig
+from configs.schema import CacheConfig, DataConfig, DistillConfig, EvalConfig, GateConfig, HeadsConfig
+from configs.sweep import SweepConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-SCHEMAS = {"cache": CacheConfig, "data": DataConfig, "distill": DistillConfig, "eval": EvalConfig, "gates": GateConfig}
+SCHEMAS = {
+    "cache": CacheConfig,
+    "data": DataConfig,
+    "distill": DistillConfig,
+    "eval": EvalConfig,
+    "gates": GateConfig,
+    "heads": HeadsConfig,
+    "sweep": SweepConfig,
+}
 OTHER_TOOLS = {"accelerate", "deepspeed"}  # their files are YAML, and checked by the tool itself
 RECIPES = sorted((ROOT / "configs").glob("*/*.yaml"))
 # The design fixes these two names; each entry puts the checkout's root first on sys.path, and is run as a script below.
@@ -27,13 +36,17 @@ FIXED_NAMES = {"train/distill.py", "train/heads.py"}
 OPTIONAL = {"deepspeed", "evaluate", "mlflow", "sglang", "speculators", "trackio", "trl", "vllm", "wandb"}
 ENTRIES = {
     "train/distill.py": [],
+    "train/heads.py": [],
     "eval/run.py": [],
     "eval/gate.py": ["report.json"],
     "scripts/make_cache.py": [],
     "scripts/make_data.py": [],
     "scripts/bench_decode.py": [],
     "scripts/bench_distill.py": [],
+    "scripts/bench_heads.py": [],
     "scripts/results_table.py": [],
+    "scripts/stitch_mtp.py": ["artifact", "--target", "target", "--out", "out"],
+    "scripts/sweep.py": [],
 }
 
 

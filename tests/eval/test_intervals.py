@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from eval import intervals
-from eval.intervals import Interval, median_interval, paired_ratio_interval, ratio_interval
+from eval.intervals import Interval, median_interval, paired_ratio_interval, ratio_interval, statistic_interval
 
 FAST = {"samples": 400, "seed": 0}
 
@@ -112,3 +112,12 @@ def test_cutting_the_draws_into_chunks_changes_no_bound_of_a_large_suite():
     interval = ratio_interval(np.full(10_000, 3.0), np.full(10_000, 2.0), samples=300, seed=0)
 
     assert interval.bounds == pytest.approx([1.5, 1.5])
+
+
+def test_a_statistic_of_sums_that_divides_them_is_the_pooled_ratio():
+    numerators, denominators = [3.0, 9.0, 4.0, 8.0, 0.0], [2.0, 3.0, 3.0, 4.0, 0.0]
+
+    interval = statistic_interval(lambda sums: sums[0] / sums[1], numerators, denominators, **FAST)
+
+    assert interval == ratio_interval(numerators, denominators, **FAST)
+    assert interval != statistic_interval(lambda sums: sums[0] / sums[1] ** 2, numerators, denominators, **FAST)

@@ -5,8 +5,9 @@ import json
 
 import pytest
 
+from configs.benchmarks import BenchDecodeConfig
 from configs.command import BAD_INPUT, DONE, GATE_FAILED, run_command
-from configs.schema import BenchDecodeConfig, SuiteConfig, TargetConfig
+from configs.schema import SuiteConfig, TargetConfig
 from eval.decode import decode
 from scripts.bench_decode import main
 from scripts.decode_comparison import compare_decoding, measure_batches, measure_sampled, open_bench

@@ -2,13 +2,15 @@
 
 import json
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
+from configs.benchmarks import BenchDistillConfig, BenchLossConfig
 from configs.command import BAD_INPUT, DONE, GATE_FAILED, run_command
 from configs.errors import InputError
-from configs.schema import BenchDistillConfig, BenchLossConfig, DataConfig, DecodeConfig, DistillConfig, TargetConfig
+from configs.schema import DataConfig, DecodeConfig, DistillConfig, TargetConfig
 from distill.batches import Example, collate
 from distill.conversations import read_conversations
 from distill.making import make_dataset
@@ -26,22 +28,36 @@ from scripts.distill_comparison import (
     verdict,
 )
 from scripts.loss_comparison import (
+    BETAS,
+    Key,
     LossMeasurement,
-    chunked_jsd,
+    Pass,
+    chunked_divergence,
     fitting_positions,
     forward_backward,
+    loss_sides,
     make_inputs,
-    peak_growth,
+    measure_losses,
+    measure_pass,
     unchunked_jsd,
 )
-from scripts.training_comparison import CACHED, GKD, ONLINE, SAME_LOSS, SAME_WORK, compare_cached, compare_with_trl
+from scripts.training_comparison import (
+    CACHED,
+    DEFAULT,
+    GKD,
+    ONLINE,
+    SAME_LOSS,
+    SAME_WORK,
+    compare_cached,
+    compare_with_trl,
+    training_ratios,
+    training_rows,
+)
 from train.checkpoints import Progress
 from train.draft_task import DraftTask
 from train.launch import make_accelerator
 
-TINY_LOSS = BenchLossConfig(
-    vocab_size=64, width=8, chunk_size=4, memory_positions=16, memory_repeats=1, time_positions=16, time_repeats=2
-)
+TINY_LOSS = BenchLossConfig(vocab_size=64, width=8, chunk_size=4, positions=16, repeats=2)
 RATIOS = {
     "loss_peak_memory_vs_unchunked",
     "loss_time_vs_unchunked",
@@ -89,6 +105,7 @@ def config(tmp_path, tiny_run):
         num_batches=2,
         num_prompts=3,
         max_new_tokens=12,
+        sweep=str(tmp_path / "sweep.json"),
         bootstrap_samples=50,
         output=str(tmp_path / "distill.json"),
     )
@@ -101,13 +118,17 @@ def bench(config, tmp_path):
 
 def test_the_file_holds_every_ratio_and_the_rows_of_every_part(config, monkeypatch):
     # A process of its own costs seconds of imports; the one test of a real one is below.
-    monkeypatch.setattr(loss_comparison, "in_fresh_process", lambda config, name, positions: {"chunked": 2.0}.get(name, 8.0))
+    by_side = {"chunked": Pass(2.0, 3.0, 0.5), "unchunked": Pass(8.0, 4.0, 0.50001)}
+    monkeypatch.setattr(loss_comparison, "in_fresh_process", lambda config, key, positions: by_side[key.side])
+    swept = {"divergence": "jsd", "data_policy": "on_policy", "tau_t0": 1.5}
+    Path(config.sweep).write_text(json.dumps({"rows": [swept]}))
     assert compare_distillation(config) == DONE
     with open(config.output, encoding="utf-8") as file:
         results = json.load(file)
     ratios = results["ratios"]
     assert ratios.keys() == {name + end for name in RATIOS for end in ("", "_low", "_high")}
     assert ratios["loss_peak_memory_vs_unchunked"] == 0.25
+    assert ratios["loss_time_vs_unchunked"] == 0.75
     assert ratios["cached_speed_vs_online"] > 0
     assert ratios["tau_distilled_vs_undistilled"] > 1
     rows = results["rows"]
@@ -115,14 +136,16 @@ def test_the_file_holds_every_ratio_and_the_rows_of_every_part(config, monkeypat
     assert drafts == [("undistilled", 0.0, 3), ("undistilled", 1.0, 3), ("distilled", 0.0, 3), ("distilled", 1.0, 3)]
     assert all(row["tau_low"] <= row["tau"] <= row["tau_high"] for row in rows if "draft" in row)
     assert {row["divergence"] for row in rows if row.get("draft") == "distilled"} == {"forward_kl"}
-    assert [row["loss"] for row in rows if "loss" in row] == ["chunked", "unchunked"]
+    losses = [(row["loss"], row["divergence"], row["positions"]) for row in rows if "loss" in row]
+    assert losses == [("chunked", "jsd", 16), ("unchunked", "jsd", 16)]
     assert [row["training"] for row in rows if "training" in row] == ["online", "cached"]
-    assert len(rows) == 8
+    assert rows[-1] == swept
+    assert len(rows) == 9
 
 
 def test_the_sides_of_the_loss_give_the_same_value_and_gradient():
     values, gradients = [], []
-    for side in (partial(chunked_jsd, chunk_size=5), unchunked_jsd):
+    for side in (partial(chunked_divergence, beta=0.5, chunk_size=5), unchunked_jsd):
         inputs = make_inputs(12, 8, 64)
         values.append(forward_backward(side, inputs))
         gradients.append(inputs.draft_hidden_ND.grad.float())
@@ -132,36 +155,73 @@ def test_the_sides_of_the_loss_give_the_same_value_and_gradient():
     assert gradients[1].abs().max() > 0
 
 
+def measured(**values):
+    passes = {Key("jsd", side): [Pass(1.0, 1.0, value)] for side, value in values.items()}
+    return LossMeasurement(config=TINY_LOSS, positions=16, passes=passes)
+
+
 def test_sides_that_compute_different_losses_fail_the_benchmark():
-    parts = {"config": TINY_LOSS, "memory_positions": 1, "time_positions": 1, "peak_mebibytes": {}, "seconds": {}}
-    same = LossMeasurement(values={"chunked": 0.5, "unchunked": 0.50001}, **parts)
-    other = LossMeasurement(values={"chunked": 2.0, "unchunked": 0.5}, **parts)
-    assert verdict(same) == DONE
-    assert verdict(other) == GATE_FAILED
+    assert verdict(measured(chunked=0.5, unchunked=0.50001)) == DONE
+    assert verdict(measured(chunked=2.0, unchunked=0.5)) == GATE_FAILED
+
+
+def test_ratios_are_ours_over_the_other_side_of_the_same_divergence_summed_over_repeats():
+    passes = {
+        Key("jsd", "chunked"): [Pass(2.0, 3.0, 0.5), Pass(4.0, 1.0, 0.5)],
+        Key("jsd", "unchunked"): [Pass(10.0, 4.0, 0.5), Pass(10.0, 4.0, 0.5)],
+        Key("forward_kl", "chunked"): [Pass(1.0, 1.0, 0.1), Pass(1.0, 1.0, 0.1)],
+        Key("forward_kl", "trl_chunked"): [Pass(4.0, 2.0, 0.1), Pass(4.0, 2.0, 0.1)],
+    }
+    ratios = LossMeasurement(config=TINY_LOSS, positions=16, passes=passes).ratios(50)
+    points = {name: ratio for name, ratio in ratios.items() if not name.endswith(("_low", "_high"))}
+    assert points == {
+        "loss_peak_memory_vs_unchunked": 0.3,
+        "loss_time_vs_unchunked": 0.5,
+        "forward_kl_loss_peak_memory_vs_trl_chunked": 0.25,
+        "forward_kl_loss_time_vs_trl_chunked": 0.5,
+    }
+    assert ratios["loss_time_vs_unchunked_low"] <= 0.5 <= ratios["loss_time_vs_unchunked_high"]
+
+
+def test_sides_take_turns_and_turn_round_every_second_time(monkeypatch):
+    order = []
+    monkeypatch.setattr(
+        loss_comparison, "in_fresh_process", lambda config, key, positions: order.append(key.side) or Pass(1.0, 1.0, 1.0)
+    )
+    measure_losses(TINY_LOSS)
+    assert order == ["chunked", "unchunked", "unchunked", "chunked"]
 
 
 def test_positions_are_halved_until_the_unchunked_loss_fits_and_too_little_memory_is_named():
     tensors = 4 * loss_comparison.TENSORS_AT_PEAK * 64 / 2**30
-    room_for_nine = TINY_LOSS.model_copy(update={"max_gibibytes": 9 * tensors})
-    assert fitting_positions(room_for_nine, 16) == 8
-    assert fitting_positions(TINY_LOSS, 16) == 16
+    assert fitting_positions(TINY_LOSS.model_copy(update={"max_gibibytes": 9 * tensors})) == 8
+    assert fitting_positions(TINY_LOSS) == 16
     with pytest.raises(InputError, match=r"loss\.max_gibibytes: expected at least"):
-        fitting_positions(TINY_LOSS.model_copy(update={"max_gibibytes": tensors / 2}), 16)
+        fitting_positions(TINY_LOSS.model_copy(update={"max_gibibytes": tensors / 2}))
+
+
+def test_by_default_4096_positions_are_asked_for_and_the_memory_they_take_is_allowed():
+    config = BenchLossConfig()
+    assert config.positions == 4096
+    assert config.positions * config.vocab_size * loss_comparison.BYTES_AT_PEAK < config.max_gibibytes * 2**30
 
 
 def test_the_peak_of_the_unchunked_loss_is_several_logit_tensors_and_that_of_the_chunked_less_than_one():
     # 64 MB a tensor of float32 logits: too large for the allocator to keep, so that no process of its own is needed.
     config = TINY_LOSS.model_copy(update={"vocab_size": 16384, "chunk_size": 16})
     tensor = 1024 * 16384 * 4 / 2**20
-    unchunked = peak_growth(config, "unchunked", 1024)
-    chunked = peak_growth(config, "chunked", 1024)
-    assert 5 * tensor < unchunked < loss_comparison.TENSORS_AT_PEAK * tensor
-    assert chunked < tensor
+    unchunked = measure_pass(config, Key("jsd", "unchunked"), 1024)
+    chunked = measure_pass(config, Key("jsd", "chunked"), 1024)
+    assert 5 * tensor < unchunked.peak_mebibytes < loss_comparison.TENSORS_AT_PEAK * tensor
+    assert chunked.peak_mebibytes < tensor
+    assert chunked.value == pytest.approx(unchunked.value, rel=1e-5)
+    assert chunked.seconds > 0
 
 
 def test_a_fresh_process_measures_as_this_one():
     config = TINY_LOSS.model_copy(update={"vocab_size": 16384})
-    assert loss_comparison.in_fresh_process(config, "unchunked", 256) > 5 * 256 * 16384 * 4 / 2**20
+    found = loss_comparison.in_fresh_process(config, Key("jsd", "unchunked"), 256)
+    assert found.peak_mebibytes > 5 * 256 * 16384 * 4 / 2**20
 
 
 def test_cached_and_online_steps_learn_the_same_from_the_same_draft_and_only_the_online_ones_run_the_target(bench):
@@ -219,14 +279,38 @@ def test_a_training_config_of_another_version_is_named(tiny_run, tmp_path):
         read_training(str(tmp_path))
 
 
+needs_trl = pytest.mark.skipif(not training_comparison.trl_is_installed(), reason="trl is not installed")
+
+
+@needs_trl
 @pytest.mark.filterwarnings("ignore")  # TRL's own
-@pytest.mark.skipif(not training_comparison.trl_is_installed(), reason="trl is not installed")
-def test_trl_computes_the_same_losses_and_takes_the_same_steps(bench, monkeypatch):
+@pytest.mark.parametrize("name", BETAS)
+def test_trl_computes_the_same_divergences(name, monkeypatch):
+    monkeypatch.setattr(loss_comparison, "trl_is_installed", lambda: True)
+    sides, inputs = loss_sides(5), make_inputs(12, 8, 64)
+    assert set(sides) == {Key("jsd", "unchunked"), *(Key(each, side) for each in BETAS for side in ("chunked", "trl_chunked"))}
+    theirs, ours = (forward_backward(sides[Key(name, side)], inputs) for side in ("trl_chunked", "chunked"))
+    assert theirs == pytest.approx(ours, rel=1e-3)
+
+
+@needs_trl
+@pytest.mark.filterwarnings("ignore")  # TRL's own
+def test_trl_takes_the_same_steps_and_every_way_has_a_row_and_a_ratio(bench, monkeypatch):
     monkeypatch.setattr(training_comparison, "trl_is_installed", lambda: True)
-    inputs = make_inputs(12, 8, 64)
-    assert forward_backward(loss_comparison.trl_jsd, inputs) == pytest.approx(forward_backward(unchunked_jsd, inputs), rel=1e-3)
     turns = compare_with_trl(bench)
-    theirs, ours, same_work = ([turn.result for (turn,) in turns[name]] for name in (GKD, SAME_LOSS, SAME_WORK))
+    theirs, ours, same_work, default = (
+        [turn.result for (turn,) in turns[name]] for name in (GKD, SAME_LOSS, SAME_WORK, DEFAULT)
+    )
     assert [step.num_tokens for step in ours] == [step.num_tokens for step in theirs]
     assert [step.loss for step in ours] == pytest.approx([step.loss for step in theirs], rel=0.02)
     assert [step.loss for step in same_work] != pytest.approx([step.loss for step in ours], rel=1e-3)
+    assert [step.loss for step in default] != pytest.approx([step.loss for step in ours], rel=1e-3)  # 32 of 64 tokens
+    cached = dict.fromkeys((CACHED, ONLINE), turns[SAME_LOSS])
+    names = [row["training"] for row in training_rows(bench, cached, turns)]
+    assert names == ["cached", "online", "trl_gkd", "ours, the same work", "ours, the same loss", "ours, our default"]
+    ratios = training_ratios(cached, turns, 50)
+    assert {name for name in ratios if "trl" in name and "_gkd_" not in name} == {
+        "tokens_per_second_vs_trl_gkd",
+        "same_loss_tokens_per_second_vs_trl_gkd",
+        "default_tokens_per_second_vs_trl_gkd",
+    }

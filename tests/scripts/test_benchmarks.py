@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from configs.schema import BenchDecodeConfig
+from configs.benchmarks import BenchDecodeConfig
 from eval.intervals import Interval
 from scripts import benchmarks
 from scripts.benchmarks import Turn, speed_ratio, take_turns, with_bounds, write_results

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from configs.benchmarks import ResultsTableConfig
 from configs.command import BAD_INPUT, DONE, run_command
 from configs.errors import InputError
-from configs.schema import ResultsTableConfig
 from scripts.results_table import fill_tables, main
 
 ROOT = Path(__file__).resolve().parents[2]

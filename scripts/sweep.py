@@ -1,0 +1,30 @@
+"""Choose the distillation recipe by evidence: small runs over divergences and data policies, and one table of tau.
+
+    make sweep
+
+or `python scripts/sweep.py --config configs/sweep/demo.yaml`. Every cell is trained in a process of its own from the same
+seed and the same order of data, then decodes the same held-out prompts. Writes OUTPUT/sweep.json and prints it as a table,
+with the recipe to take. Started again, it trains only cells that are not finished or whose config or data have changed.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# Run as a script, Python puts scripts/ first on the path; the project's packages lie one folder up.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from configs.command import run_command
+from configs.sweep import SweepConfig
+
+
+def main(config: SweepConfig) -> None:
+    """Run the sweep. What needs torch is imported here, so that a typo in the config is reported at once."""
+    from scripts.recipe_sweep import run_sweep
+
+    run_sweep(config)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(SweepConfig, main, description="Train small runs over divergences and data policies, and choose."))
