@@ -21,11 +21,12 @@ from configs.schema import DecodeConfig
 from distill.target import Target
 from eval.records import AUTOREGRESSIVE, Generation, Round, StopReason, Timing
 from eval.verify import Verdict, verify_block, verify_greedy, verify_tokens
-from heads.kv_cache import check_rolls_back, forward_rows, new_cache
+from heads.kv_cache import check_rolls_back, new_cache
 from heads.law import draw, token_law
 from heads.lm_head import head_logits
 from heads.proposer import Proposal, Proposer
 from heads.streams import Role, Streams
+from heads.target_states import forward_states
 
 RULES = {"token": verify_tokens, "block": verify_block}
 
@@ -176,21 +177,23 @@ class _Run:
         longest = max(len(request.tokens) for request in requests)
         self.capacity = min(longest + config.max_new_tokens, target.max_positions) + config.num_speculative_tokens + 1
         self.cache = new_cache(target.model, self.capacity)
+        self.taps = () if proposer is None else proposer.taps
 
     def prefill(self) -> None:
         """Read the prompts and commit each row's first token, which becomes pending."""
         lengths = [len(row.tokens) for row in self.active]
         ids_BT = self._tensor([row.tokens + [0] * (max(lengths) - len(row.tokens)) for row in self.active])
-        hidden_BTD = forward_rows(self.target.model, self.cache, ids_BT, [0] * len(lengths))
-        last_B1D = hidden_BTD[torch.arange(len(lengths)), self._tensor(lengths) - 1].unsqueeze(1)
+        states = forward_states(self.target.model, self.cache, ids_BT, [0] * len(lengths), self.taps)
+        last_B1D = states.final_BTE[torch.arange(len(lengths)), self._tensor(lengths) - 1].unsqueeze(1)
         logits_B1V = head_logits(self.target.model, last_B1D)
         tokens_B1 = self._target_tokens(logits_B1V, self._tensor(lengths).unsqueeze(1))
         finite_B = torch.isfinite(logits_B1V.amax((1, 2)))
         for row, token, finite in zip(self.active, tokens_B1.squeeze(1).tolist(), finite_B.tolist(), strict=True):
             self._commit(row, [token] if finite else [], finite)
-        self._drop_ended()
+        keep = self._drop_ended()
         if self.proposer is not None and self.active:
-            self.proposer.start([row.tokens for row in self.active], self.capacity)
+            states = states.map(lambda state_BTE: state_BTE[keep])
+            self.proposer.start([row.tokens for row in self.active], self.capacity, states)
 
     def round(self) -> None:
         """Run one target step: draft, verify, commit."""
@@ -199,8 +202,9 @@ class _Run:
             proposal = self._propose(room)
         with self.clock.phase("verify"):
             ids_BK = torch.cat([self._tensor([[row.tokens[-1]] for row in self.active]), proposal.tokens_BG], 1)
-            hidden_BKD = forward_rows(self.target.model, self.cache, ids_BK, [len(row.tokens) - 1 for row in self.active])
-            logits_BKV = head_logits(self.target.model, hidden_BKD)
+            starts = [len(row.tokens) - 1 for row in self.active]
+            states = forward_states(self.target.model, self.cache, ids_BK, starts, self.taps)
+            logits_BKV = head_logits(self.target.model, states.final_BTE)
         with self.clock.phase("sample"):
             num_drafted = [min(*pair) for pair in zip(proposal.num_drafted, room, strict=True)]
             verdict = self._verify(logits_BKV, proposal, num_drafted)
@@ -212,7 +216,7 @@ class _Run:
         overlaps = self._overlaps(logits_BKV, proposal, num_drafted) if self.measure_overlap else None
         if self.proposer is not None and max(room) > 0:
             with self.clock.phase("draft"):
-                self.proposer.commit([accepted for accepted, *_ in outcome])
+                self.proposer.commit([accepted for accepted, *_ in outcome], states)
         for number, (row, (accepted, next_token, finite, *drafts)) in enumerate(zip(self.active, outcome, strict=True)):
             drafted = drafts[: num_drafted[number]]
             committed = self._commit(row, [*drafted[:accepted], next_token], bool(finite))
@@ -293,17 +297,19 @@ class _Run:
             row.stop_reason = "context"
         return committed
 
-    def _drop_ended(self) -> None:
+    def _drop_ended(self) -> list[int]:
+        """Let rows that ended leave the batch; return the numbers of those that stay."""
         keep = [number for number, row in enumerate(self.active) if row.stop_reason is None]
         if len(keep) == len(self.active):
-            return
+            return keep
         self.active = [self.active[number] for number in keep]
         if not keep:
-            return
+            return keep
         self.cache.keep_rows(keep)
         self.streams.keep_rows(keep)
         if self.proposer is not None and any(row.rounds for row in self.active):  # before the first round it has not started
             self.proposer.keep_rows(keep)
+        return keep
 
     def _tensor(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(values, device=self.target.device)

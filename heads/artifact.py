@@ -9,7 +9,6 @@ A draft LM with a reduced vocabulary is written with its whole head, so that oth
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,16 +16,19 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from configs.errors import InputError
+from configs.errors import InputError, first_line
 from configs.files import new_folder, read_json, write_json
 from heads.draft_lm import DraftLM
 from heads.draft_vocabulary import DraftVocabulary, keep_head_rows, read_draft_vocabulary, write_draft_vocabulary
+from heads.families import FAMILIES, serve
 from heads.identity import TargetIdentity, hash_files
 from heads.kv_cache import check_rolls_back
 from heads.lm_head import check_split
 from heads.proposer import Proposer
+from heads.target_states import check_taps
 
 METADATA_FILE = "draftsmith.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -52,9 +54,10 @@ class Metadata(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     format_version: Literal[1] = 1
-    kind: Literal["draft_lm"]
+    kind: str  # draft_lm, or a family of `heads.families`
     target: dict[str, Any]
     hidden_states: HiddenStates | None = None  # None: the draft reads tokens only
+    head: dict[str, Any] | None = None  # a head's settings (`configs.head_families`), nothing left open; None for a draft LM
     draft_vocab_size: int = Field(ge=1)  # tokens the draft can say
     draft_vocabulary: Literal["target", "reduced"] = "target"  # target: all of its ids; reduced: see VOCABULARY_FILE
     num_speculative_tokens: int = Field(ge=1)
@@ -96,6 +99,20 @@ def save_draft_lm(
         write_json(scratch / METADATA_FILE, metadata.model_dump(mode="json"))
 
 
+def save_head(folder: Path, head: torch.nn.Module, metadata: Metadata, vocabulary: DraftVocabulary | None = None) -> None:
+    """Write a head on a frozen target as an artifact; what it borrows from the target is not written.
+
+    Raises:
+        InputError: the folder cannot be written.
+    """
+    with new_folder(folder) as scratch:
+        tensors = {name: value.detach().cpu().contiguous() for name, value in head.state_dict().items()}
+        save_file(tensors, scratch / WEIGHTS_FILE)
+        if vocabulary is not None:
+            write_draft_vocabulary(scratch / VOCABULARY_FILE, vocabulary)
+        write_json(scratch / METADATA_FILE, metadata.model_dump(mode="json"))
+
+
 def load_draft(
     folder: str | Path, identity: TargetIdentity, target: PreTrainedModel, *, allow_target_mismatch: bool = False
 ) -> Draft:
@@ -120,7 +137,8 @@ def load_draft(
         if "tokenizer" in differences or not allow_target_mismatch:
             raise InputError(words + ("" if "tokenizer" in differences else " (allow_target_mismatch makes this a warning)"))
         warnings.append(words)
-    model, proposer = LOADERS[metadata.kind](folder, metadata, target)
+    load = _load_draft_lm if metadata.kind == "draft_lm" else _load_head
+    model, proposer = load(folder, metadata, target)
     return Draft(
         metadata=metadata,
         proposer=proposer,
@@ -174,6 +192,29 @@ def _load_draft_lm(folder: Path, metadata: Metadata, target: PreTrainedModel) ->
     return model, DraftLM(model, target_vocab_size, vocabulary)
 
 
+def _load_head(folder: Path, metadata: Metadata, target: PreTrainedModel) -> tuple[torch.nn.Module, Proposer]:
+    if metadata.kind not in FAMILIES:
+        raise InputError(f"{folder} holds a draft of kind {metadata.kind!r}; known are draft_lm, {', '.join(FAMILIES)}")
+    family = FAMILIES[metadata.kind]
+    try:
+        settings = family.settings.model_validate(metadata.head)
+        tensors = load_file(folder / WEIGHTS_FILE)
+    except (OSError, SafetensorError, ValidationError) as error:
+        raise InputError(f"{folder} is damaged: {first_line(error)}") from error
+    check_rolls_back(target)
+    vocabulary = None
+    if metadata.draft_vocabulary == "reduced":
+        vocabulary = _load_vocabulary(folder, metadata, target.config.get_text_config().vocab_size)
+    head = family.build(settings, target, vocabulary)
+    try:
+        head.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise InputError(f"{folder} does not hold the weights of its head: {' '.join(str(error).split())}") from error
+    check_taps(target, family.taps(head))
+    served = serve(head, target)
+    return served, family.propose(served, target.device)
+
+
 def _load_vocabulary(folder: Path, metadata: Metadata, target_vocab_size: int) -> DraftVocabulary:
     """Return the reduced draft vocabulary; that of the target at hand may be padded to another size than the original's."""
     vocabulary = read_draft_vocabulary(folder / VOCABULARY_FILE)
@@ -183,6 +224,3 @@ def _load_vocabulary(folder: Path, metadata: Metadata, target_vocab_size: int) -
     if (highest := int(vocabulary.token_ids_W[-1])) >= target_vocab_size:
         raise InputError(f"{folder}: its draft vocabulary holds token {highest}, the target at hand has {target_vocab_size}")
     return DraftVocabulary(token_ids_W=vocabulary.token_ids_W, target_vocab_size=target_vocab_size)
-
-
-LOADERS: dict[str, Callable[[Path, Metadata, PreTrainedModel], tuple[torch.nn.Module, Proposer]]] = {"draft_lm": _load_draft_lm}

@@ -17,11 +17,12 @@ from transformers import PreTrainedModel
 
 from configs.schema import SamplingConfig
 from heads.draft_vocabulary import DraftVocabulary
+from heads.drafting import Drafting
 from heads.kv_cache import RowCache, forward_rows, new_cache
-from heads.law import draw, token_law
 from heads.lm_head import head_logits
 from heads.proposer import Proposal, Tokens
-from heads.streams import Role, Streams
+from heads.streams import Streams
+from heads.target_states import TargetStates
 
 
 class DraftLM:
@@ -34,6 +35,8 @@ class DraftLM:
         vocabulary: the tokens that the rows of the model's head stand for, after `keep_head_rows`; None: the target's own.
     """
 
+    taps: Sequence[int] = ()
+
     def __init__(self, model: PreTrainedModel, vocab_size: int, vocabulary: DraftVocabulary | None = None) -> None:
         self.model = model
         self.vocab_size = vocab_size
@@ -43,7 +46,7 @@ class DraftLM:
         self._cached: list[int] = []  # positions by row whose keys and values are valid
         self._proposed_from: list[int] = []  # the rows' lengths when they were last continued
 
-    def start(self, tokens: Tokens, capacity: int) -> None:
+    def start(self, tokens: Tokens, capacity: int, states: TargetStates | None = None) -> None:
         self._cache = new_cache(self.model, capacity)
         prompts = [list(row[:-1]) for row in tokens]
         longest = max(map(len, prompts))
@@ -55,36 +58,22 @@ class DraftLM:
         self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, streams: Streams, *, keep_logits: bool
     ) -> Proposal:
         lengths = [len(row) for row in tokens]
+        drafting = Drafting(
+            lengths, sampling, streams, self.model.device, self._target_ids, self._spread, keep_logits=keep_logits
+        )
         unread = max(length - cached for length, cached in zip(lengths, self._cached, strict=True))
         # Rows that lag less read a few cached tokens again: the same keys and values at the same places.
         starts = [length - unread for length in lengths]
         ids_BT = self._ids([row[-unread:] for row in tokens])
-        positions_B1 = self._tensor(lengths).unsqueeze(1)
-        drafted, laws, logits = [], [], []
         for step in range(num_tokens):
             hidden_BD = forward_rows(self.model, self._cache, ids_BT, starts)[:, -1]
-            logits_BW = head_logits(self.model, hidden_BD)[:, : self.vocab_size]
-            if sampling.temperature == 0:
-                drafted_B = self._target_ids(logits_BW.argmax(-1))
-            else:
-                law_BW = token_law(logits_BW, sampling)
-                uniform_B = streams.uniform(Role.DRAFT, positions_B1 + step, positions_B1).squeeze(1)
-                drafted_B = self._target_ids(draw(law_BW, uniform_B))
-                laws.append(self._spread(law_BW, 0.0))
-            drafted.append(drafted_B)
-            if keep_logits:
-                logits.append(self._spread(logits_BW, float("-inf")))
+            drafted_B = drafting.add(head_logits(self.model, hidden_BD)[:, : self.vocab_size])
             ids_BT, starts = drafted_B.unsqueeze(1), [length + step for length in lengths]
         self._proposed_from = lengths
         self._cached = [length + num_tokens - 1 for length in lengths]
-        return Proposal(
-            tokens_BG=torch.stack(drafted, 1),
-            num_drafted=[num_tokens] * len(lengths),
-            probs_BGV=torch.stack(laws, 1) if laws else None,
-            logits_BGV=torch.stack(logits, 1) if logits else None,
-        )
+        return drafting.proposal()
 
-    def commit(self, num_accepted: Sequence[int]) -> None:
+    def commit(self, num_accepted: Sequence[int], states: TargetStates | None = None) -> None:
         valid = (start + accepted for start, accepted in zip(self._proposed_from, num_accepted, strict=True))
         self._cached = [min(cached, limit) for cached, limit in zip(self._cached, valid, strict=True)]
 

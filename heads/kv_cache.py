@@ -104,6 +104,11 @@ class RowCache(Cache):
         for layer in self.rows:
             layer.slots = slots
 
+    @property
+    def placed_end(self) -> int:
+        """How many positions the layers return after the forward under way: up to the furthest row's end."""
+        return self.rows[0].slots.end
+
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Drop all rows but these, in this order."""
         for layer in self.rows:

@@ -13,6 +13,7 @@ import torch
 from configs.schema import SamplingConfig
 from heads.proposer import Proposal, Tokens
 from heads.streams import Streams
+from heads.target_states import TargetStates
 
 
 class PromptLookup:
@@ -23,13 +24,15 @@ class PromptLookup:
         device: where the decoder wants the drafts.
     """
 
+    taps: Sequence[int] = ()
+
     def __init__(self, device: torch.device, longest: int = 3) -> None:
         self.device = device
         self.longest = longest
         self._indices: list[dict[tuple[int, ...], int]] = []  # by row: n-gram -> position after its latest occurrence
         self._indexed: list[int] = []  # by row: positions whose n-grams are in the index
 
-    def start(self, tokens: Tokens, capacity: int) -> None:
+    def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
         self._indices = [{} for _ in tokens]
         self._indexed = [0] * len(tokens)
 
@@ -43,7 +46,7 @@ class PromptLookup:
         tokens_BG = torch.tensor(padded, dtype=torch.int64, device=self.device)
         return Proposal(tokens_BG=tokens_BG, num_drafted=[len(draft) for draft in drafts])
 
-    def commit(self, num_accepted: Sequence[int]) -> None:
+    def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
         """Nothing to learn: the index is brought up to date from the committed tokens."""
 
     def keep_rows(self, rows: Sequence[int]) -> None:

@@ -1,7 +1,7 @@
 """What the decoder asks of anything that proposes tokens. The decoder knows no family by name, only this.
 
-A round: `propose` continues the committed tokens, the target judges, `commit` tells how many stayed. Lists are on the host,
-one entry a batch row. B batch, G drafted tokens, V vocabulary.
+A round: `propose` continues the committed tokens, the target judges, `commit` tells how many stayed and what the target's
+hidden states were. Lists are on the host, one entry a batch row. B batch, G drafted tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from configs.schema import SamplingConfig
 from heads.streams import Streams
+from heads.target_states import TargetStates
 
 Tokens = Sequence[Sequence[int]]  # committed ids by row: prompt and answer so far, the pending token last
 
@@ -38,8 +39,18 @@ class Proposal:
 class Proposer(Protocol):
     """A draft at work on one batch. One object serves one batch at a time; `start` makes it forget the last."""
 
-    def start(self, tokens: Tokens, capacity: int) -> None:
-        """Read the prompts. `tokens` end with the pending token; no row will ever hold more than `capacity` positions."""
+    @property
+    def taps(self) -> Sequence[int]:
+        """Which of the target's hidden states it reads besides the final one (`heads.target_states`)."""
+
+    def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
+        """Read the prompts.
+
+        Args:
+            tokens: prompt and first token, which is pending.
+            capacity: no row will ever hold more positions.
+            states: the target's at the prompts' positions, `[B, T, ...]`; those of row b end with its prompt.
+        """
 
     def propose(
         self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, streams: Streams, *, keep_logits: bool
@@ -49,8 +60,14 @@ class Proposer(Protocol):
         Draws use the streams' draft role, in the round named by the row's length.
         """
 
-    def commit(self, num_accepted: Sequence[int]) -> None:
-        """Learn how many drafts of the last proposal each row kept; the target then added one token of its own."""
+    def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
+        """Learn how many drafts of the last proposal each row kept; the target then added one token of its own.
+
+        Args:
+            num_accepted: by row.
+            states: the target's at the once pending token and the drafts, `[B, 1 + G, ...]`; the first 1 + `num_accepted[b]`
+                of row b belong to tokens that stayed.
+        """
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Drop all rows but these, in this order."""

@@ -20,7 +20,9 @@ class Scripted:
     def __init__(self, script):
         self.script = script
 
-    def start(self, tokens, capacity):
+    taps = ()
+
+    def start(self, tokens, capacity, states):
         self.begin = [len(row) - 1 for row in tokens]
         self.alive = list(range(len(tokens)))
 
@@ -32,7 +34,7 @@ class Scripted:
         padded = torch.tensor([draft + [0] * (num_tokens - len(draft)) for draft in drafts])
         return Proposal(tokens_BG=padded, num_drafted=[len(draft) for draft in drafts])
 
-    def commit(self, num_accepted):
+    def commit(self, num_accepted, states):
         self.last = list(num_accepted)
 
     def keep_rows(self, rows):

@@ -1,0 +1,95 @@
+"""The last step of every head family: from a state of the target's width to logits over the draft vocabulary.
+
+It starts as the target's own head, whole or the rows of a reduced vocabulary. Whole and frozen it is the target's head, not a
+copy, and nothing of it is saved. D width, W draft vocabulary, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from heads.draft_vocabulary import DraftVocabulary, head_rows
+from heads.lm_head import head_logits
+
+
+class DraftHead(nn.Module):
+    """A linear head, soft-capped or scaled as the target's.
+
+    Args:
+        target: whose head it starts from.
+        vocabulary: the tokens it can say; None: all of the target's. Kept as the buffer `token_ids` (d2t).
+        trainable: learn it, apart from the target's.
+
+    Raises:
+        InputError: the target's head is no plain linear layer (`heads.draft_vocabulary.head_rows`).
+    """
+
+    weight: nn.Parameter | Tensor | None
+    bias: nn.Parameter | Tensor | None
+    token_ids: Tensor | None
+
+    def __init__(self, target: PreTrainedModel, vocabulary: DraftVocabulary | None, *, trainable: bool) -> None:
+        super().__init__()
+        self._target = (target,)  # in a tuple: neither trained nor saved with the head
+        self.vocab_size = target.config.get_text_config().vocab_size
+        ids_W = None if vocabulary is None else vocabulary.token_ids_W.to(target.device)
+        self.register_buffer("token_ids", ids_W, persistent=False)  # the artifact has a file for it
+        shared = vocabulary is None and not trainable
+        wanted_W = torch.arange(1 if shared else self.vocab_size, device=target.device) if ids_W is None else ids_W
+        weight_WD, bias_W = head_rows(target, wanted_W)  # also where nothing is copied: it refuses what is no linear head
+        dtype = torch.float32 if trainable else weight_WD.dtype
+        for name, value in (("weight", weight_WD), ("bias", bias_W)):
+            if shared or value is None:
+                setattr(self, name, None)
+            elif trainable:
+                self.register_parameter(name, nn.Parameter(value.detach().to(dtype).clone()))
+            else:
+                self.register_buffer(name, value.detach().clone())
+
+    @property
+    def parameters_used(self) -> tuple[Tensor, ...]:
+        """Every tensor that the logits depend on."""
+        weight_WD, bias_W = self._weights()
+        return (weight_WD,) if bias_W is None else (weight_WD, bias_W)
+
+    @property
+    def vocabulary(self) -> DraftVocabulary | None:
+        """The tokens it can say; None: all of the target's."""
+        if self.token_ids is None:
+            return None
+        return DraftVocabulary(token_ids_W=self.token_ids, target_vocab_size=self.vocab_size)
+
+    @property
+    def config(self) -> object:
+        """The target's, for `heads.lm_head.head_logits`."""
+        return self._target[0].config
+
+    def get_output_embeddings(self) -> Callable[[Tensor], Tensor]:
+        """Return what makes raw logits, for `heads.lm_head.head_logits`."""
+        weight_WD, bias_W = self._weights()
+        return lambda hidden: functional.linear(hidden.to(weight_WD.dtype), weight_WD, bias_W)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits `[..., W]` of final states `[..., D]`."""
+        return head_logits(cast(PreTrainedModel, self), hidden)
+
+    def target_ids(self, drafted: Tensor) -> Tensor:
+        """Return the target's ids of draft tokens."""
+        return drafted if self.token_ids is None else self.token_ids[drafted]
+
+    def spread(self, values_BW: Tensor, fill: float) -> Tensor:
+        """Return values over the draft vocabulary at their places in the target's, `fill` elsewhere."""
+        vocabulary = self.vocabulary
+        return values_BW if vocabulary is None else vocabulary.spread(values_BW, fill)
+
+    def _weights(self) -> tuple[Tensor, Tensor | None]:
+        if self.weight is not None:
+            return self.weight, self.bias
+        head = cast(nn.Linear, self._target[0].get_output_embeddings())
+        return head.weight, head.bias

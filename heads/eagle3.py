@@ -1,0 +1,199 @@
+"""EAGLE-3: one or more layers over fused taps of the target and the embedding of the next token.
+
+Li et al. 2025, arXiv 2503.01840. The feature of position j is a projection of the target's low, mid and high states there; the
+first layer attends over [norm(embedding of x_{j+1}); norm(feature)], its residual is the feature. In training the module is
+unrolled over its own states (`heads.unrolling`), so that it has met in training what it meets when drafting. Names of the
+tensors are those that serving engines know. Departures: the output head starts as the target's rows, and the norm before it
+with the target's scale. What P-EAGLE shares with it stands here as `EagleBody`.
+B batch, T positions, A taps, E width of the target, D = E width of the layer, K depths, W draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from configs.errors import InputError
+from configs.head_families import Eagle3Settings, EagleSettings
+from heads.draft_head import DraftHead
+from heads.draft_layer import DraftAttention, LayerShape, Rotary, Rotation, causal_mask, mlp, norm, placed_mask, shape_like
+from heads.draft_vocabulary import DraftVocabulary
+from heads.feature_chain import FeatureChain
+from heads.kv_cache import RowCache
+from heads.proposer import Proposer
+from heads.tap_noise import with_noise
+from heads.target_states import TargetStates, blocks, final_norm_scale, num_blocks
+from heads.training import Depth, HeadInputs, flat, labelled_origins, shifted_left
+from heads.unrolling import UnrolledKeys
+
+
+class EagleBody(nn.Module):
+    """Fused taps, layers, the norm after them and the output head.
+
+    Args:
+        settings: of the family.
+        target: whose states are read; its embedding is borrowed.
+        vocabulary: the tokens the head can say; None: all of the target's.
+
+    Raises:
+        InputError: the target has too few blocks for the default taps, or no block to start from as asked.
+    """
+
+    def __init__(self, settings: EagleSettings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
+        super().__init__()
+        self.taps = default_taps(target) if settings.taps is None else tuple(settings.taps)
+        self.num_caches = settings.num_layers
+        self._target = (target,)  # in a tuple: neither trained nor saved with the head
+        shape = shape_like(target)
+        width, num_taps = shape.width, len(self.taps)
+        self.fc_norm = nn.ModuleList(norm(shape) for _ in range(num_taps if settings.norm_taps else 0))
+        self.fc = nn.Linear(num_taps * width, width, bias=False)
+        self.layers = nn.ModuleList(Eagle3Layer(shape, settings, first=n == 0) for n in range(settings.num_layers))
+        self.norm = norm(shape)
+        self.norm.load_state_dict({"weight": final_norm_scale(target)})
+        self.lm_head = DraftHead(target, vocabulary, trainable=settings.train_head)
+        self.rotary = Rotary(shape)
+        if settings.init_block is not None:
+            for layer in self.layers:
+                copy_block(target, settings.init_block, layer)
+
+    @property
+    def token_ids_W(self) -> Tensor | None:
+        """The target's id of each draft token; None where it can say all of them."""
+        return self.lm_head.token_ids
+
+    def features(self, states: TargetStates) -> Tensor:
+        """Return the fused taps `[B, T, D]`."""
+        return self.fuse(states.joined_BTF)
+
+    def fuse(self, joined_BTF: Tensor) -> Tensor:
+        """Return the projection `[B, T, D]` of taps that stand side by side."""
+        taps = joined_BTF.to(self.fc.weight.dtype).chunk(len(self.taps), -1)
+        if len(self.fc_norm):
+            taps = tuple(each(tap) for each, tap in zip(self.fc_norm, taps, strict=True))
+        return self.fc(torch.cat(taps, -1))
+
+    def embed(self, ids_BT: Tensor) -> Tensor:
+        """Return the target's embeddings `[B, T, D]`, in the dtype of the head."""
+        return self._target[0].get_input_embeddings()(ids_BT).to(self.fc.weight.dtype)
+
+
+class Eagle3(EagleBody):
+    """An EAGLE-3 head on a frozen target (`heads.training.HeadModule`, `heads.feature_chain.ChainModule`)."""
+
+    def __init__(self, settings: Eagle3Settings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
+        super().__init__(settings, target, vocabulary)
+        self.settings = settings.model_copy(update={"taps": list(self.taps)})
+
+    def forward(self, inputs: HeadInputs) -> list[Depth]:
+        """Unroll the head over `num_depths` depths from every origin at once."""
+        visible_B1TT = causal_mask(inputs.document_ids_BT)
+        unrolled = [UnrolledKeys(visible_B1TT) for _ in self.layers]
+        states_BTD = self.features(with_noise(inputs.states, self.settings.tap_noise if self.training else 0.0))
+        depths = []
+        for depth in range(self.settings.num_depths):
+            embedded_BTD = self.embed(shifted_left(inputs.input_ids_BT, depth + 1))
+            rotation = self.rotary(embedded_BTD, inputs.position_ids_BT + depth)
+            for layer, keys in zip(self.layers, unrolled, strict=True):
+                states_BTD = layer(embedded_BTD, states_BTD, rotation, keys)
+            if self.settings.norm_feedback:
+                states_BTD = self.norm(states_BTD)
+            origins_N = labelled_origins(inputs, depth)
+            depths.append(
+                Depth(
+                    hidden_ND=self.to_head(flat(states_BTD, origins_N), depth),
+                    origins_N=origins_N,
+                    judged_N=origins_N + depth + 1,
+                    logits_of=self.lm_head.logits,
+                    parameters=self.lm_head.parameters_used,
+                    weight=self.settings.depth_decay**depth,
+                )
+            )
+        return depths
+
+    def read(self, features_BTF: Tensor, ids_BT: Tensor, positions_BT: Tensor, cache: RowCache, depth: int) -> Tensor:
+        """See `heads.feature_chain.ChainModule.read`."""
+        embedded_BTD = self.embed(ids_BT)
+        rotation = self.rotary(embedded_BTD, positions_BT)
+        visible_B1TS = placed_mask(cache, positions_BT)
+        states_BTD = features_BTF
+        for number, layer in enumerate(self.layers):
+            states_BTD = layer(embedded_BTD, states_BTD, rotation, CachedKeys(cache, number, visible_B1TS))
+        return self.norm(states_BTD) if self.settings.norm_feedback else states_BTD
+
+    def to_head(self, states_BD: Tensor, depth: int) -> Tensor:
+        """Return the normed states, which the output head reads."""
+        return states_BD if self.settings.norm_feedback else self.norm(states_BD)
+
+
+class Eagle3Layer(nn.Module):
+    """A Llama layer; the first one's attention reads the embedding beside the state."""
+
+    def __init__(self, shape: LayerShape, settings: EagleSettings, *, first: bool) -> None:
+        super().__init__()
+        self.first, self.norm_before_residual = first, settings.norm_before_residual
+        self.input_layernorm = norm(shape)
+        self.hidden_norm = norm(shape) if first else nn.Identity()
+        self.self_attn = DraftAttention(shape, 2 * shape.width if first else shape.width)
+        self.post_attention_layernorm = norm(shape)
+        self.mlp = mlp(shape)
+
+    def forward(self, embedded_BTD: Tensor, states_BTD: Tensor, rotation: Rotation, keys: UnrolledKeys | CachedKeys) -> Tensor:
+        """Return the states after this layer."""
+        if self.first:
+            normed_BTD = self.hidden_norm(states_BTD)
+            read_BTX = torch.cat([self.input_layernorm(embedded_BTD), normed_BTD], -1)
+            residual_BTD = normed_BTD if self.norm_before_residual else states_BTD
+        else:
+            read_BTX, residual_BTD = self.input_layernorm(states_BTD), states_BTD
+        states_BTD = residual_BTD + keys.attend(self.self_attn, read_BTX, rotation)
+        return states_BTD + self.mlp(self.post_attention_layernorm(states_BTD))
+
+
+class CachedKeys:
+    """Keys and values of one layer in a cache, for drafting."""
+
+    def __init__(self, cache: RowCache, layer: int, visible_B1TS: Tensor) -> None:
+        self.cache, self.layer, self.visible_B1TS = cache, layer, visible_B1TS
+
+    def attend(self, attention: DraftAttention, states_BTX: Tensor, rotation: Rotation) -> Tensor:
+        """Return the attention output `[B, T, D]` at the placed positions, whose keys are added."""
+        k_BMSH, v_BMSH = self.cache.update(*attention.keys_values(states_BTX, rotation), self.layer)
+        return attention.attend(attention.queries(states_BTX, rotation), k_BMSH, v_BMSH, self.visible_B1TS)
+
+
+def default_taps(target: PreTrainedModel) -> tuple[int, int, int]:
+    """Return the low, mid and high states that EAGLE-3 engines read where nothing else is said: h_2, h_{L/2}, h_{L-3}."""
+    last = num_blocks(target)
+    low, mid, high = min(2, last), last // 2, max(last - 3, 0)
+    if not low < mid < high:
+        raise InputError(
+            f"a target of {last} blocks is too shallow for the default taps h_2, h_{{L/2}}, h_{{L-3}}; give head.taps"
+        )
+    return low, mid, high
+
+
+def copy_block(target: PreTrainedModel, number: int, layer: nn.Module) -> None:
+    """Start attention output, MLP and the norm between them from a block of a Llama-like target.
+
+    Raises:
+        InputError: there is no such block, or it is built otherwise, as Gemma's are, which norm what a sublayer puts out.
+    """
+    if not 0 <= number < num_blocks(target):
+        raise InputError(f"head.init_block {number}: the target's blocks are 0 to {num_blocks(target) - 1}")
+    own = layer.state_dict()
+    source = blocks(target)[number].state_dict()
+    if "pre_feedforward_layernorm.weight" in source:
+        raise InputError(f"head.init_block: a block of {type(target).__name__} norms otherwise than the head; leave it null")
+    wanted = ["self_attn.o_proj.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"]
+    for name in wanted:
+        if name not in source or source[name].shape != own[name].shape:
+            raise InputError(f"head.init_block: block {number} of {type(target).__name__} has no {name} that fits the head")
+    copied = {name: source[name] for name in [*wanted, "post_attention_layernorm.weight"] if name in source}
+    layer.load_state_dict({name: value.float() for name, value in copied.items()}, strict=False)
+
+
+def make_proposer(module: Eagle3, device: torch.device) -> Proposer:
+    """Return the decoding side."""
+    return FeatureChain(module, device)

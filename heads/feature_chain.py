@@ -1,0 +1,96 @@
+"""The decoding side of heads that draft one token after another from their own last state: EAGLE-3 and MTP.
+
+A module reads, at every position t that the target has read, the feature made of the target's states there and the embedding
+of the token at t + 1, and yields a state that the head turns into the law of the token at t + 2. A chain goes on by feeding
+that state back in place of the feature. Keys and values made of fed-back states are written over by those made of the
+target's own, as soon as it has read the tokens.
+B batch, T positions, F width of a feature, D width of a state, W draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from configs.schema import SamplingConfig
+from heads.draft_head import DraftHead
+from heads.drafting import Drafting
+from heads.kv_cache import RowCache
+from heads.proposer import Proposal, Tokens
+from heads.streams import Streams
+from heads.target_states import TargetStates
+from heads.unread import Unread
+
+
+class ChainModule(Protocol):
+    """What the chain asks of a family's module."""
+
+    num_caches: int
+    lm_head: DraftHead
+
+    @property
+    def taps(self) -> Sequence[int]:
+        """Which of the target's hidden states it reads besides the final one."""
+
+    def features(self, states: TargetStates) -> Tensor:
+        """Return what is kept of the target's states, `[B, T, F]`."""
+
+    def read(self, features_BTF: Tensor, ids_BT: Tensor, positions_BT: Tensor, cache: RowCache, depth: int) -> Tensor:
+        """Return the states `[B, T, D]` at placed positions, from features and the tokens after them.
+
+        Args:
+            features_BTF: made of the target's states at depth 0, states that `read` itself returned afterwards.
+            ids_BT: the tokens at `positions_BT + 1`.
+            positions_BT: where the features stand, also in the cache, whose `place` was called for them.
+            cache: keys and values of `num_caches` layers.
+            depth: how many drafted tokens lie behind, from 0.
+        """
+
+    def to_head(self, states_BD: Tensor, depth: int) -> Tensor:
+        """Return what the output head reads of states `[..., D]`."""
+
+
+class FeatureChain:
+    """A feature-fed module as a proposer (`heads.proposer.Proposer`)."""
+
+    def __init__(self, module: ChainModule, device: torch.device) -> None:
+        self.module, self.device = module, device
+        self.taps = module.taps
+        self._cache: RowCache
+        self._unread: Unread
+
+    def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
+        self._cache = RowCache(self.module.num_caches, capacity)
+        self._unread = Unread(self.module.features(states), [len(row) - 1 for row in tokens])
+
+    def propose(
+        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, streams: Streams, *, keep_logits: bool
+    ) -> Proposal:
+        head, unread = self.module.lm_head, self._unread
+        lengths = [len(row) for row in tokens]
+        drafting = Drafting(lengths, sampling, streams, self.device, head.target_ids, head.spread, keep_logits=keep_logits)
+        states_BTD = self._read(unread.features_BTF, unread.next_tokens(tokens), unread.first, 0)
+        state_BD = states_BTD[torch.arange(len(lengths), device=self.device), unread.last_B]
+        for depth in range(num_tokens):
+            drafted_B = drafting.add(head.logits(self.module.to_head(state_BD, depth)))
+            if depth + 1 < num_tokens:
+                starts = [end + depth for end in unread.ends]
+                state_BD = self._read(state_BD.unsqueeze(1), drafted_B.unsqueeze(1), starts, depth + 1)[:, 0]
+        return drafting.proposal()
+
+    def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
+        self._unread.replace(self.module.features(states), [accepted + 1 for accepted in num_accepted])
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        self._cache.keep_rows(rows)
+        self._unread.keep_rows(rows)
+
+    def _read(self, features_BTF: Tensor, ids_BT: Tensor, starts: Sequence[int], depth: int) -> Tensor:
+        T = ids_BT.shape[1]
+        self._cache.place(starts, T, self.device)
+        starts_B1 = torch.tensor(starts, device=self.device).unsqueeze(1)
+        positions_BT = starts_B1 + torch.arange(T, device=self.device)
+        return self.module.read(features_BTF, ids_BT, positions_BT, self._cache, depth)
