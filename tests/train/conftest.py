@@ -1,0 +1,57 @@
+"""A tiny target with conversations in its own greedy words, and the task of training a head on it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from configs.schema import DecodeConfig, HeadsConfig
+from distill.conversations import Conversation
+from eval.decode import generate
+from tests.train.tiny_heads import HEADS
+from train.head_task import HeadTask
+from train.launch import make_accelerator
+
+
+@pytest.fixture(scope="session")
+def greedy_target(tiny_llama, as_target):
+    """A target in float32, as targets are loaded; only for reading."""
+    return as_target(tiny_llama(seed=1, dtype=torch.float32, layers=3).requires_grad_(False))
+
+
+@pytest.fixture(scope="session")
+def greedy_rows(greedy_target):
+    """Sixteen conversations whose answers, of 8 to 19 tokens, are the target's greedy ones."""
+    prompts = torch.randint(5, 64, (16, 6), generator=torch.Generator().manual_seed(0)).tolist()
+    plain = DecodeConfig(num_speculative_tokens=0, max_new_tokens=19, batch_size=16)
+    return [
+        Conversation(
+            prompt_id=f"p{number}",
+            category="c",
+            turn=0,
+            messages=(),
+            prompt_ids=tuple(prompt),
+            answer_ids=tuple(answer[: 8 + number % 12]),
+            ended=False,
+        )
+        for number, (prompt, answer) in enumerate(zip(prompts, generate(greedy_target, prompts, plain), strict=True))
+    ]
+
+
+@pytest.fixture
+def head_task(tmp_path, greedy_target, greedy_rows):
+    """A function that makes the task of training a head of some kind; further settings go into its config."""
+
+    def make(kind="eagle3", train=greedy_rows, held_out=greedy_rows[:5], **settings):
+        decode = {"num_speculative_tokens": 3, "max_new_tokens": 12, "batch_size": 2}
+        config = {
+            "head": HEADS[kind] | settings.pop("head", {}),
+            "schedule": {"batch_size": 4, "max_steps": 6, "mixed_precision": "no", "trackers": [], "log_every_steps": 3},
+            "held_out": {"num_prompts": 5, "decode": decode},
+            "sanity": {"learning_rate": 1e-2},
+            "output": str(tmp_path / "run"),
+        }
+        config = HeadsConfig.model_validate(config | settings)
+        return HeadTask(config, greedy_target, train, held_out, make_accelerator(config.schedule, Path(config.output)))
+
+    return make

@@ -1,0 +1,232 @@
+"""Training a head from files to an artifact that decodes: what is scored is what is kept, and a run can be repeated."""
+
+import copy
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+
+from configs.errors import ConfigError, InputError
+from configs.schema import DecodeConfig, HeadsConfig, TargetConfig
+from distill.batches import ConversationDataset, collate, make_loader
+from distill.conversations import FORMAT_VERSION, MANIFEST, Conversation
+from distill.target import load_target
+from eval.decode import generate
+from heads.artifact import load_draft
+from train.checkpoints import list_checkpoints
+from train.launch import run_heads
+from train.loop import train
+
+# Each draws random numbers while it trains: noise on the taps, the origins that are kept, the anchors.
+RANDOM = {
+    "eagle3": {"tap_noise": 0.2, "draft_vocab_size": 30, "train_head": True},
+    "peagle": {"keep_share": 0.5},
+    "dflash": {"num_anchors": 2, "tap_noise": 0.1},
+}
+KINDS = pytest.mark.parametrize("kind", RANDOM)
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory, tiny_run):
+    """Twelve conversations in the words of the target in `tiny_run`, on disk."""
+    target = load_target(TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu"))
+    prompts = torch.randint(5, 64, (12, 6), generator=torch.Generator().manual_seed(0)).tolist()
+    answers = generate(target, prompts, DecodeConfig(num_speculative_tokens=0, max_new_tokens=14, batch_size=12))
+    rows = [
+        Conversation(
+            prompt_id=f"p{number}",
+            category="c",
+            turn=0,
+            messages=(),
+            prompt_ids=tuple(prompt),
+            answer_ids=tuple(answer),
+            ended=False,
+        )
+        for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+    ]
+    folder = tmp_path_factory.mktemp("heads")
+    (folder / "train.jsonl").write_text("".join(row.to_line() for row in rows))
+    (folder / "held_out.jsonl").write_text("".join(row.to_line() for row in rows[:4]))
+    manifest = {"format_version": FORMAT_VERSION, "target": target.identity.to_dict()}
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    return folder
+
+
+@pytest.fixture
+def own_precision():
+    """The one precision that accelerate keeps for a whole process may be another one in this test."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def config_for(run_folder, tiny_run, output, **settings):
+    return HeadsConfig.model_validate(
+        {
+            "target": {"name": str(tiny_run / "target"), "dtype": "bfloat16", "device": "cpu"},
+            "data": {"train": str(run_folder / "train.jsonl"), "held_out": str(run_folder / "held_out.jsonl")},
+            "head": {"kind": "eagle3", "taps": [0, 1, 2], "num_depths": 3},
+            "schedule": {"batch_size": 4, "max_steps": 8, "trackers": [], "log_every_steps": 2, "eval_every_steps": 4},
+            "held_out": {"num_prompts": 4, "decode": {"num_speculative_tokens": 3, "max_new_tokens": 10, "batch_size": 4}},
+            "sanity": {"enabled": False},
+            "output": str(output),
+        }
+        | settings
+    )
+
+
+def run(task, rows, stop_after=None):
+    """Train a task to its end, or until so many batches have been trained on; return the weights."""
+    if stop_after is not None:
+        plain, calls = task.loss, []
+
+        def loss(*arguments):
+            if len(calls) == stop_after:
+                raise KeyboardInterrupt
+            calls.append(1)
+            return plain(*arguments)
+
+        task.loss = loss
+    config, accelerator = task.config, task.held_out.accelerator
+    loader = make_loader(ConversationDataset(rows, 64), config.schedule.batch_size, seed=config.schedule.seed)
+    train(task, loader, config.optimizer, config.schedule, accelerator, Path(config.output), config.model_dump(mode="json"))
+    return {name: tensor.clone() for name, tensor in task.module.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        {"kind": "eagle3", "taps": [0, 1, 2], "num_depths": 3, "draft_vocab_size": 40, "norm_taps": True},
+        {"kind": "peagle", "taps": [0, 1, 2], "num_depths": 3, "num_layers": 2, "train_head": True, "mask_token_id": 0},
+    ],
+    ids=["eagle3", "peagle"],
+)
+@pytest.mark.usefixtures("own_precision")
+def test_from_files_to_a_head_that_decodes_as_the_target_alone(run_folder, tiny_run, tmp_path, head):
+    assert run_heads(config_for(run_folder, tiny_run, tmp_path / "out", head=head)) == 0  # under bfloat16, as by default
+    outcome = json.loads((tmp_path / "out" / "outcome.json").read_text())
+    assert outcome["steps"] == 8
+    target = load_target(TargetConfig(name=str(tiny_run / "target"), dtype="bfloat16", device="cpu"))
+    draft = load_draft(tmp_path / "out" / "artifact", target.identity, target.model)
+    assert draft.metadata.kind == head["kind"]
+    assert draft.metadata.hidden_states.taps == [0, 1, 2]
+    assert draft.metadata.provenance["held_out"]["tokens_per_target_step"] == outcome["best_score"]
+    prompts = [[5, 6, 7, 8], [20, 21]]
+    plain = generate(target, prompts, DecodeConfig(num_speculative_tokens=0, max_new_tokens=8, batch_size=2))
+    with_head = generate(
+        target, prompts, DecodeConfig(num_speculative_tokens=3, max_new_tokens=8, batch_size=2), draft.proposer
+    )
+    assert with_head == plain
+
+
+@KINDS
+def test_the_score_is_that_of_the_artifact(head_task, greedy_rows, greedy_target, kind):
+    task = head_task(kind, head=RANDOM[kind])
+    run(task, greedy_rows)
+    draft = load_draft(Path(task.config.output) / "artifact", greedy_target.identity, greedy_target.model)
+    recorded = draft.metadata.provenance["held_out"]
+    loaded = task.held_out.score(draft.proposer)
+    assert loaded == {name: recorded[name] for name in loaded}
+    assert loaded["tokens_per_target_step"] >= 1
+
+
+@KINDS
+def test_a_resumed_run_ends_as_the_undisturbed_one_and_so_does_a_second_one(head_task, greedy_rows, tmp_path, kind):
+    schedule = {"batch_size": 4, "max_steps": 6, "mixed_precision": "no", "trackers": [], "checkpoint_every_steps": 2}
+    schedule |= {"eval_every_steps": 3}  # decoding in between leaves the random numbers of training alone
+
+    def task(name):
+        return head_task(kind, head=RANDOM[kind], schedule=schedule, output=str(tmp_path / name))
+
+    whole, again = (run(task(name), greedy_rows) for name in ("whole", "again"))
+    with pytest.raises(KeyboardInterrupt):
+        run(task("parts"), greedy_rows, stop_after=5)
+    assert [path.name for path in list_checkpoints(tmp_path / "parts" / "checkpoints")] == ["step-00000002", "step-00000004"]
+    resumed = run(task("parts"), greedy_rows)
+    start = task("start").module.state_dict()
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, again[name]), name
+        assert torch.equal(tensor, resumed[name]), name
+    assert any(not torch.equal(whole[name], start[name]) for name in whole)
+
+
+def test_training_brings_the_head_closer_to_the_target(head_task, greedy_rows):
+    schedule = {"batch_size": 8, "max_steps": 40, "mixed_precision": "no", "trackers": []}
+    task = head_task(schedule=schedule, optimizer={"learning_rate": 1e-2})
+    before = task.evaluate(task.module)["tokens_per_target_step"]
+    run(task, greedy_rows)
+    assert task.evaluate(task.module)["tokens_per_target_step"] > before + 0.5
+
+
+def test_metrics_by_depth_are_shares_of_what_they_are_counted_over(head_task, greedy_rows):
+    task = head_task(head={"num_depths": 2})
+    batch = collate(ConversationDataset(greedy_rows[:4], 64).examples)
+    outcome = task.loss(task.module, batch, torch.tensor(20.0), 1)
+    seen = task.module(task.inputs(batch), torch.tensor(20.0), 1)
+    assert outcome.sums["conditional_2"] == seen.joint_agrees_K[1]
+    # Chains that agree at depth 1 but end with the text before depth 2 are no failures of depth 2.
+    assert outcome.counts["conditional_2"] == seen.reached_K[1]
+    assert outcome.counts["joint_2"] == seen.origins_K[1] < outcome.counts["joint_1"] == seen.origins_K[0]
+    assert outcome.counts["acceptance_1"] == seen.labels_K[0]
+    assert float(outcome.sums["loss"]) == pytest.approx(float((seen.values_K / seen.labels_K).mean()))
+    assert set(outcome.counts) == set(outcome.sums)
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_step(head_task, greedy_rows):
+    task = head_task()
+    with torch.no_grad():
+        task.module.head.fc.weight[0, 0] = math.nan
+    before = copy.deepcopy(task.module.state_dict())
+    with pytest.raises(RuntimeError, match="the loss is nan in step 1"):
+        run(task, greedy_rows)
+    after = task.module.state_dict()
+    assert all(torch.equal(before[name].nan_to_num(), after[name].nan_to_num()) for name in before)
+
+
+def test_an_artifact_says_nothing_by_omission(head_task, greedy_rows):
+    task = head_task("peagle", head={"draft_vocab_size": 20})
+    run(task, greedy_rows)
+    written = json.loads((Path(task.config.output) / "artifact" / "draftsmith.json").read_text())
+    assert (written["head"]["taps"], written["head"]["mask_token_id"]) == ([1, 2, 3], 0)
+    assert written["hidden_states"]["concat_order"] == ["h_1", "h_2", "h_3"]
+    assert (written["draft_vocabulary"], written["draft_vocab_size"]) == ("reduced", 20)
+
+
+@pytest.mark.parametrize(
+    ("kind", "head", "sentence"),
+    [
+        ("eagle3", {"taps": [1, 4]}, r"head\.taps: 4 is none of the hidden states h_0 \(embedding\) to h_3"),
+        ("eagle3", {"taps": None}, r"3 blocks is too shallow .* give head\.taps"),
+        ("eagle3", {"init_block": 3}, r"head\.init_block 3: the target's blocks are 0 to 2"),
+        ("peagle", {"mask_token_id": 64}, r"head\.mask_token_id: the target's tokens are 0 to 63, got 64"),
+        ("peagle", {"mask_token_id": None}, "names neither a padding nor an end-of-text token"),
+        ("eagle3", {"draft_vocab_size": 65}, r"draft_vocab_size: expected .* 64 .*, got 65"),
+    ],
+)
+def test_a_head_that_the_target_cannot_carry_is_refused_before_training(head_task, kind, head, sentence):
+    with pytest.raises(InputError, match=sentence):
+        head_task(kind, head=head)
+
+
+def test_a_target_that_cannot_take_tokens_back_is_refused(head_task, greedy_target, monkeypatch):
+    monkeypatch.setattr(greedy_target.model.config, "layer_types", ["full_attention", "linear_attention"], raising=False)
+    with pytest.raises(InputError, match="layers of type linear_attention: rejected tokens cannot be rolled back"):
+        head_task()
+
+
+@pytest.mark.parametrize("where", ["num_speculative_tokens", "held_out"])
+def test_more_drafts_than_a_head_has_depths_are_refused(run_folder, tiny_run, tmp_path, where):
+    head = {"kind": "peagle", "num_depths": 3, "taps": [1], "mask_token_id": 0}
+    wanted = {"num_speculative_tokens": 4, "held_out": {"decode": {"num_speculative_tokens": 4}}}
+    with pytest.raises(ValueError, match=f"{where}.* must be at most 3, what a peagle head of this size can draft, got 4"):
+        config_for(run_folder, tiny_run, tmp_path, head=head, **{where: wanted[where]})
+
+
+@pytest.mark.usefixtures("own_precision")
+def test_a_missing_conversations_file_is_named(run_folder, tiny_run, tmp_path):
+    config = config_for(run_folder, tiny_run, tmp_path, data={"train": str(tmp_path / "none.jsonl")})
+    with pytest.raises((InputError, ConfigError), match=r"none\.jsonl"):
+        run_heads(config)

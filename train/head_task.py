@@ -1,0 +1,159 @@
+"""Training a head on the frozen target as a task of the training loop: loss, score on held-out prompts, artifact."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from configs.schema import HeadsConfig
+from distill.batches import Batch
+from distill.cache import TargetCache
+from distill.conversations import Conversation
+from distill.head_objective import HeadLoss, HeadObjective
+from distill.target import Target
+from distill.vocabulary_choice import most_frequent_answer_tokens
+from heads.artifact import HiddenStates, Metadata, save_head
+from heads.families import FAMILIES, serve
+from heads.kv_cache import check_rolls_back
+from heads.proposer import Proposer
+from heads.target_states import TargetStates, check_taps, read_states
+from heads.training import HeadInputs, HeadModule, Normalisers
+from train.checkpoints import Progress
+from train.held_out import HeldOutDecoding, training_provenance
+from train.loop import BatchLoss, Prepared, StepPlace
+from train.predicted import HeldOutPrediction
+
+
+class HeadTask:
+    """See the module's docstring; the interface is `train.loop.Task`.
+
+    Args:
+        config: the run's config.
+        target: the frozen target.
+        train: conversations trained on; a reduced draft vocabulary is chosen by them.
+        held_out: conversations to decode on; the first `held_out.num_prompts` are used.
+        accelerator: shares the held-out prompts over processes.
+        cache: the target's states over `train`; None: the target runs on every batch.
+
+    Raises:
+        InputError: the target cannot carry the head, the cache lacks states that it reads, or a held-out prompt cannot be
+            decoded.
+    """
+
+    def __init__(
+        self,
+        config: HeadsConfig,
+        target: Target,
+        train: Sequence[Conversation],
+        held_out: Sequence[Conversation],
+        accelerator: Accelerator,
+        cache: TargetCache | None = None,
+    ) -> None:
+        self.config, self.target, self.cache = config, target, cache
+        check_rolls_back(target.model)
+        self.family = FAMILIES[config.head.kind]
+        size = config.head.draft_vocab_size
+        self.vocabulary = None if size is None else most_frequent_answer_tokens(train, size, target)
+        head = self.family.build(config.head, target.model, self.vocabulary).float()
+        self.family.start(head, target.model)
+        self.taps = self.family.taps(head)
+        check_taps(target.model, self.taps)
+        if cache is not None:
+            cache.check_keeps(self.taps)
+        self.module: nn.Module = HeadObjective(head, target, config.loss)
+        self.held_out = HeldOutDecoding(config.held_out, target, held_out, accelerator)
+        self.prediction = HeldOutPrediction(config.held_out, held_out, accelerator)
+
+    def prepare(self, module: nn.Module, window: list[Batch], place: StepPlace) -> Prepared:
+        """Heads are trained on the data as it is."""
+        return Prepared(batches=window, sums={})
+
+    def loss(self, module: nn.Module, batch: Batch, num_labels: Tensor, world_size: int) -> BatchLoss:
+        result: HeadLoss = module(self.training_inputs(batch), num_labels, world_size)
+        sums, counts = _metrics(result)
+        return BatchLoss(loss=result.loss, sums=sums, counts=counts)
+
+    def training_inputs(self, batch: Batch) -> HeadInputs:
+        """Return a batch of the training conversations with the target's states over it, kept ones where there is a cache."""
+        if self.cache is None:
+            return self.inputs(batch)
+        return _inputs(batch, self.cache.states(batch, self.taps), self.cache.normalisers(batch))
+
+    def inputs(self, batch: Batch) -> HeadInputs:
+        """Return a batch of any conversations with the target's states over it, computed now."""
+        return _inputs(batch, read_states(self.target.model, batch.input_ids_BT, self.taps))
+
+    def evaluate(self, module: nn.Module) -> dict[str, float]:
+        """Decode held-out prompts with the head as it stands, and say what its agreement with the answers promises."""
+        assert isinstance(module, HeadObjective)
+        return self.held_out.score(self.proposer(module)) | self.prediction.score(module, self.inputs)
+
+    def proposer(self, module: nn.Module) -> Proposer:
+        """Return a copy of the head as it stands, at work."""
+        return self.family.propose(serve(self.copy_of(module), self.target.model), self.target.device)
+
+    def save(self, module: nn.Module, progress: Progress, metrics: dict[str, float]) -> None:
+        """Write the head as the run's artifact."""
+        self.write(Path(self.config.output) / "artifact", module, progress, metrics)
+
+    def write(self, folder: Path, module: nn.Module, progress: Progress, metrics: dict[str, float]) -> None:
+        """Write the head, in the target's dtype, as an artifact."""
+        assert isinstance(module, HeadObjective)
+        metadata = Metadata(
+            kind=self.config.head.kind,
+            target=self.target.identity.to_dict(),
+            hidden_states=HiddenStates(
+                taps=list(self.taps), concat_order=[f"h_{tap}" for tap in self.taps], last_is_post_norm=True
+            ),
+            head=cast(HeadModule, module.head).settings.model_dump(mode="json"),
+            draft_vocab_size=self.target.vocab_size if self.vocabulary is None else len(self.vocabulary),
+            draft_vocabulary="target" if self.vocabulary is None else "reduced",
+            num_speculative_tokens=self.config.num_speculative_tokens,
+            training=self.config.model_dump(mode="json"),
+            provenance=training_provenance(progress, metrics),
+        )
+        save_head(folder, serve(self.copy_of(module), self.target.model), metadata, self.vocabulary)
+
+    def copy_of(self, module: nn.Module) -> nn.Module:
+        """Return a new head with the trained weights, made as loading an artifact makes it; training's randomness stays."""
+        assert isinstance(module, HeadObjective)
+        devices = [self.target.device] if self.target.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            head = self.family.build(self.config.head, self.target.model, self.vocabulary)
+        head.load_state_dict(module.head.state_dict())
+        return head
+
+
+def _inputs(batch: Batch, states: TargetStates, normalisers: Normalisers | None = None) -> HeadInputs:
+    return HeadInputs(
+        input_ids_BT=batch.input_ids_BT,
+        loss_mask_BT=batch.loss_mask_BT,
+        document_ids_BT=batch.document_ids_BT,
+        position_ids_BT=batch.position_ids_BT,
+        states=states,
+        normalisers=normalisers,
+    )
+
+
+def _metrics(result: HeadLoss) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return sums by metric, and what each is to be divided by.
+
+    `conditional_k`: the likeliest tokens agree at depth k where they did at all before; `joint_k`: at all up to k. The sum of
+    the joints and 1 is the mean over all places of what a greedy round would yield there; see `train.predicted` for tau.
+    """
+    sums: dict[str, Tensor] = {"loss": (result.values_K / result.labels_K.clamp(min=1)).mean()}
+    counts: dict[str, Tensor] = {"loss": torch.ones_like(sums["loss"])}
+    for name, sums_K, counts_K in (
+        ("top1_agreement", result.agrees_K, result.labels_K),
+        ("acceptance", result.acceptance_K, result.labels_K),
+        ("conditional", result.joint_agrees_K, result.reached_K),
+        ("joint", result.joint_agrees_K, result.origins_K),
+    ):
+        for number, (total, count) in enumerate(zip(sums_K, counts_K, strict=True), start=1):
+            sums[f"{name}_{number}"], counts[f"{name}_{number}"] = total, count
+    return sums, counts

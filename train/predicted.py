@@ -1,0 +1,117 @@
+"""What decoding would yield if the head drafted as it was trained: held-out answers gone through without decoding them.
+
+The objective looks at every place of the answers at once, the text being given, and says how many drafts in a row would be
+right from there. Walking through each answer by these numbers, a round at a time, gives the tokens per target step that
+greedy decoding must yield, exactly, where training and decoding do the same thing and the answers are the target's greedy
+ones. So a gap to what is decoded is a finding. One plus the joint agreements would not do: they are means over all places,
+while decoding passes easy places in large steps and stands at hard ones more often.
+
+Left out on purpose: sampled decoding, of which the agreement of the likeliest tokens says nothing.
+B batch, T positions, K depths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from configs.schema import HeldOutDecodingConfig
+from distill.batches import Batch, Example, collate
+from distill.conversations import Conversation
+from distill.head_objective import HeadLoss, HeadObjective
+from heads.training import HeadInputs
+
+
+class HeldOutPrediction:
+    """Looks at the conversations whose prompts `train.held_out.HeldOutDecoding` decodes, as far as it decodes them.
+
+    Args:
+        config: how many conversations, and how they are decoded.
+        conversations: the held-out side of the data.
+        accelerator: shares them over processes.
+    """
+
+    def __init__(self, config: HeldOutDecodingConfig, conversations: Sequence[Conversation], accelerator: Accelerator) -> None:
+        self.decode, self.accelerator = config.decode, accelerator
+        self.examples = [
+            Example(row.prompt_ids + row.answer_ids[: self.decode.max_new_tokens], len(row.prompt_ids))
+            for row in conversations[: config.num_prompts]
+        ]
+
+    @torch.no_grad()
+    def score(self, objective: HeadObjective, inputs_of: Callable[[Batch], HeadInputs]) -> dict[str, float]:
+        """Return what training promises; the objective is left in the mode it was in.
+
+        Args:
+            objective: the head under training, not wrapped.
+            inputs_of: reads the target's states over a batch.
+
+        Returns:
+            `conditional_k` and `joint_k` for each draft k of a round, over all places: whether the likeliest tokens agree at
+            depth k where they did at all before (left out where they never did), and at all up to k. `predicted_tau`, where
+            decoding is greedy.
+        """
+        was_training = objective.training
+        objective.eval()
+        try:
+            tokens, rounds, *by_depth = self._counts(objective, inputs_of).tolist()
+        finally:
+            objective.train(was_training)
+        num_depths = len(by_depth) // 3
+        columns = zip(*(by_depth[start : start + num_depths] for start in range(0, len(by_depth), num_depths)), strict=True)
+        metrics = {} if self.decode.temperature else {"predicted_tau": tokens / max(rounds, 1)}
+        for number, (agreed, reached, origins) in enumerate(list(columns)[: self.decode.num_speculative_tokens], start=1):
+            if reached:
+                metrics[f"conditional_{number}"] = agreed / reached
+            metrics[f"joint_{number}"] = agreed / max(origins, 1)
+        return metrics
+
+    def _counts(self, objective: HeadObjective, inputs_of: Callable[[Batch], HeadInputs]) -> Tensor:
+        """Return tokens and rounds of the walks, then by depth where all agreed, where all before did, and all places."""
+        own = self.examples[self.accelerator.process_index :: self.accelerator.num_processes]
+        counts = torch.stack(
+            [
+                self._batch_counts(objective, inputs_of, examples)
+                for examples in _batches(own or self.examples[:1], self.decode.batch_size)
+            ]
+        ).sum(0)
+        # A process without conversations takes part in the sum all the same.
+        return self.accelerator.reduce(counts if own else torch.zeros_like(counts), "sum")
+
+    def _batch_counts(
+        self, objective: HeadObjective, inputs_of: Callable[[Batch], HeadInputs], examples: Sequence[Example]
+    ) -> Tensor:
+        batch = Batch(*(tensor.to(self.accelerator.device) for tensor in collate(examples)))
+        with self.accelerator.autocast():
+            result: HeadLoss = objective(inputs_of(batch), batch.loss_mask_BT[:, 1:].sum().clamp(min=1), 1)
+        accepted_BT = result.accepted_P.view_as(batch.input_ids_BT).tolist()
+        walks = [
+            walk(accepted_T, example.answer_start, len(example.input_ids), self.decode.num_speculative_tokens)
+            for accepted_T, example in zip(accepted_BT, examples, strict=True)
+        ]
+        by_depth = torch.cat([result.joint_agrees_K, result.reached_K, result.origins_K])
+        return torch.cat([by_depth.new_tensor(walks).sum(0), by_depth])
+
+
+def walk(accepted_T: Sequence[int], start: int, end: int, num_tokens: int) -> tuple[int, int]:
+    """Return how many tokens greedy decoding commits in an answer after its first one, and in how many rounds.
+
+    Args:
+        accepted_T: by origin j, how many drafts in a row the target would accept where x_{j+1} is pending.
+        start: position of the answer's first token, which comes from reading the prompt.
+        end: the position after the answer's last token.
+        num_tokens: drafts a round.
+    """
+    pending, rounds = start, 0
+    while pending + 1 < end:
+        room = end - pending - 2  # one token of each round is the target's own
+        pending += 1 + min(accepted_T[pending - 1], num_tokens, room)
+        rounds += 1
+    return end - 1 - start, rounds
+
+
+def _batches(examples: Sequence[Example], size: int) -> list[Sequence[Example]]:
+    return [examples[start : start + size] for start in range(0, len(examples), size)]

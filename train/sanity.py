@@ -1,0 +1,217 @@
+"""Gates before a long run: what would make hours of training worthless is looked for in seconds.
+
+1. The target's states lead to its logits (`heads.target_states.check_taps`, `heads.lm_head.check_split`): asked where target
+   and `HeadTask` are made, so before what stands here.
+2. Dry run: the untrained head is written as an artifact, loaded, and drafts what the head at hand drafts.
+3. One conversation learnt by heart: a copy of the head is trained on it until the decoder accepts a whole block of drafts.
+   The decoder only does where the states, places and labels of training are those that drafting starts from.
+4. The copy drafts from the logits that training gives it (`train.parity`).
+
+Copies are thrown away and random numbers put back: a run is the same to the bit with these gates and without.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from configs.errors import ConfigError, InputError
+from configs.schema import DecodeConfig
+from distill.batches import Batch, ConversationDataset, Example, collate
+from distill.head_objective import HeadLoss, HeadObjective
+from eval.decode import Request, decode, generate
+from eval.records import Round
+from heads.artifact import load_draft
+from heads.proposer import Proposer
+from train.checkpoints import Progress
+from train.head_task import HeadTask
+from train.parity import Gap, largest_gap
+
+log = logging.getLogger("draftsmith")
+
+LONGEST_ANSWER = 32  # tokens learnt by heart, or twice the drafts of a round if that is more
+NUM_TRIES = 16  # conversations whose prompts the target is asked to answer
+DECODE_EVERY = 10  # steps
+LEARNT = 0.9  # share of places where training agrees with the target that says it has learnt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learnt:
+    """How far a conversation was learnt by heart, and how near drafting then is to training.
+
+    num_accepted: the most drafts accepted in a round.
+    agreement: share of places where the likeliest tokens agree in training, by depth.
+    """
+
+    steps: int
+    num_drafts: int  # of a whole block
+    num_accepted: int
+    agreement: tuple[float, ...]
+    gap: Gap
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a whole block was accepted."""
+        return self.num_accepted == self.num_drafts
+
+    def __str__(self) -> str:
+        agreement = ", ".join(f"{share:.2f}" for share in self.agreement)
+        return (
+            f"{self.num_accepted} of {self.num_drafts} drafts accepted in a round, agreement in training by depth {agreement}, "
+            f"logits drafted from within {self.gap.size:.2g} of those of training"
+        )
+
+
+def check_before_training(task: HeadTask, dataset: ConversationDataset, accelerator: Accelerator) -> None:
+    """Run the gates on a head that is about to be trained, which stays as it is.
+
+    Raises:
+        ConfigError: no training conversation serves.
+        InputError: the output cannot be written; or the head does not learn a conversation by heart, or not so that the
+            decoder accepts it.
+        RuntimeError: the head drafts otherwise than it was trained, or than it was written.
+    """
+    started = time.perf_counter()
+    devices = [accelerator.device] if accelerator.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        text = choose_text(task, dataset)
+        check_reload(task, text)
+        learnt = learn_by_heart(task, text, accelerator)
+    _refuse(learnt, text)
+    seconds = time.perf_counter() - started
+    log.info("sanity: passed in %.0f s; the untrained artifact reads back; %s", seconds, _in_words(learnt, text))
+
+
+def choose_text(task: HeadTask, dataset: ConversationDataset) -> Example:
+    """Return the prompt of one of the shortest conversations that serve, with the target's own greedy answer.
+
+    The data's answer may have been sampled, or be another writer's; the decoder would then never come to that text. The
+    answer ends before a token that repeats the one before it: a draft one place off would be right there as well.
+
+    Raises:
+        ConfigError: no conversation serves.
+    """
+    num_drafts = task.config.num_speculative_tokens
+    least, longest = max(2 * num_drafts, num_drafts + 2), max(LONGEST_ANSWER, 2 * num_drafts)
+    fitting = [each for each in dataset.examples if len(each.input_ids) - each.answer_start >= least]
+    for example in sorted(fitting, key=lambda each: len(each.input_ids))[:NUM_TRIES]:
+        prompt = example.input_ids[: example.answer_start]
+        (answer,) = generate(task.target, [prompt], DecodeConfig(num_speculative_tokens=0, max_new_tokens=longest))
+        text = _changing(answer)
+        if len(text) >= least and _can_say(task, text[1 : num_drafts + 1]):
+            return Example((*prompt, *text), len(prompt), example.conversation)
+    raise ConfigError(
+        f"data.train: {len(fitting)} of {len(dataset)} conversations have an answer of at least {least} tokens, and to none of "
+        f"the {NUM_TRIES} shortest does the target itself answer so much without repeating a token and in tokens that the "
+        "draft can say, so the sanity gates have nothing to learn by heart; make data with longer answers, raise "
+        "data.max_length or head.draft_vocab_size, or set sanity.enabled to false"
+    )
+
+
+def check_reload(task: HeadTask, text: Example) -> None:
+    """Write the head, load it as anybody would, and let both draft.
+
+    Raises:
+        InputError: the output cannot be written, or the artifact not be read.
+        RuntimeError: they draft different tokens.
+    """
+    folder = Path(task.config.output) / f".dry-run-{uuid.uuid4().hex[:8]}"
+    try:
+        task.write(folder, task.module, Progress(), {})
+        loaded = load_draft(folder, task.target.identity, task.target.model).proposer
+        num_drafts = task.config.num_speculative_tokens
+        at_hand, read_back = (
+            [round_.drafted for round_ in _decode(task, text, proposer, num_drafts)]
+            for proposer in (task.proposer(task.module), loaded)
+        )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if at_hand != read_back:
+        raise RuntimeError(
+            f"sanity: an untrained {task.config.head.kind} head drafts other tokens after it was written and loaded, namely "
+            f"{read_back} in place of {at_hand}: the artifact does not hold all that the head is made of"
+        )
+
+
+def learn_by_heart(task: HeadTask, text: Example, accelerator: Accelerator) -> Learnt:
+    """Train a copy of the head on one conversation until the decoder accepts a whole block, or the steps are used up."""
+    settings = task.config.sanity
+    batch = Batch(*(tensor.to(accelerator.device) for tensor in collate([text])))
+    inputs = task.inputs(batch)
+    objective = HeadObjective(task.copy_of(task.module).float(), task.target, task.config.loss).train()
+    trained = [parameter for parameter in objective.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=settings.learning_rate, weight_decay=0.0)
+    num_accepted, num_drafts = 0, task.config.num_speculative_tokens
+    for step in range(1, settings.overfit_steps + 1):
+        with accelerator.autocast():
+            result: HeadLoss = objective(inputs, batch.loss_mask_BT[:, 1:].sum(), 1)
+        optimizer.zero_grad()
+        result.loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, task.config.optimizer.max_grad_norm)
+        optimizer.step()
+        if step % DECODE_EVERY and step < settings.overfit_steps:
+            continue
+        num_drafts = min(num_drafts, len(result.labels_K))
+        num_accepted = max(each.num_accepted for each in _decode(task, text, task.proposer(objective), num_drafts))
+        if num_accepted == num_drafts:
+            break
+    return Learnt(
+        steps=step,
+        num_drafts=num_drafts,
+        num_accepted=num_accepted,
+        agreement=tuple((result.agrees_K / result.labels_K.clamp(min=1)).tolist()),
+        gap=largest_gap(task, objective, text, num_drafts),
+    )
+
+
+def _decode(task: HeadTask, text: Example, proposer: Proposer, num_drafts: int) -> Sequence[Round]:
+    request = Request(prompt_id="sanity", category="", tokens=text.input_ids[: text.answer_start])
+    config = DecodeConfig(num_speculative_tokens=num_drafts, max_new_tokens=len(text.input_ids) - text.answer_start)
+    (generation,), _ = decode(task.target, [request], config, proposer)
+    return generation.rounds
+
+
+def _changing(answer: Sequence[int]) -> Sequence[int]:
+    """Return an answer up to the first token that is the same as the one before it."""
+    repeats = [place for place, (before, token) in enumerate(pairwise(answer), 1) if before == token]
+    return answer[: repeats[0]] if repeats else answer
+
+
+def _can_say(task: HeadTask, tokens: Sequence[int]) -> bool:
+    return task.vocabulary is None or set(tokens) <= set(task.vocabulary.token_ids_W.tolist())
+
+
+def _in_words(learnt: Learnt, text: Example) -> str:
+    return f"after {learnt.steps} steps on one conversation of {len(text.input_ids)} tokens: {learnt}"
+
+
+def _refuse(learnt: Learnt, text: Example) -> None:
+    """Say what failing usually means."""
+    found, gap = f"sanity: {_in_words(learnt, text)}", learnt.gap
+    if not gap.is_rounding:
+        raise RuntimeError(
+            f"{found}, which rounding does not explain (draft {gap.draft} of round {gap.round}; {gap.tolerance} would do): the "
+            "head drafts from something else than it was trained on, such as a wrong hidden state or token, a place too early "
+            "or too late, another concat order; sanity.enabled=false trains all the same"
+        )
+    if learnt.is_whole:
+        return
+    if min(learnt.agreement[: learnt.num_drafts]) >= LEARNT:
+        raise InputError(
+            f"{found}. Training agrees with the target and drafting with training, but the decoder does not accept: the labels "
+            "or the target's states that training judges by are of another place; sanity.enabled=false trains all the same"
+        )
+    raise InputError(
+        f"{found}. The head does not learn a single conversation: it reads states of a wrong place, no gradient reaches it, or "
+        "it needs more; raise sanity.overfit_steps or sanity.learning_rate if the agreement is still growing; "
+        "sanity.enabled=false trains all the same"
+    )
