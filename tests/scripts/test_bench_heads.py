@@ -1,0 +1,419 @@
+"""The head benchmark on a tiny target: what its rows say, what is kept, that both sides of the training do the same work."""
+
+import dataclasses
+import json
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from configs.benchmarks import BenchHeadsConfig
+from configs.command import BAD_INPUT, DONE, GATE_FAILED, run_command
+from configs.errors import ConfigError, InputError
+from configs.loading import load_config
+from configs.schema import DataConfig, DecodeConfig, DistillConfig, HeadsConfig, TargetConfig
+from distill.batches import Example, collate
+from distill.conversations import read_conversations
+from distill.making import make_dataset
+from distill.target import load_target
+from eval.decode import Request, decode
+from heads.artifact import load_draft
+from heads.prompt_lookup import PromptLookup
+from scripts import eagle3_comparison, head_comparison, trained_runs
+from scripts.bench_heads import main
+from scripts.benchmarks import Turn
+from scripts.eagle3_comparison import (
+    ANSWERS,
+    EVERY_TOKEN,
+    OURS,
+    THEIRS,
+    Step,
+    TrainingComparison,
+    comparable,
+    compare_eagle3,
+    make_cases,
+    make_task,
+    name_of,
+    our_side,
+    their_side,
+)
+from scripts.head_comparison import compare_heads, make_data, verdict
+from scripts.speculators_peer import pack, why_not_installed
+from train.launch import make_accelerator, run_distillation, run_heads
+
+RATIO = "eagle3_tokens_per_second_vs_speculators"
+with_speculators = pytest.mark.skipif(why_not_installed() is not None, reason="speculators is not installed")
+ignoring_its_warnings = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_run, tmp_path_factory):
+    """A folder with recipes `medusa`, `eagle3` and `draft_lm` for the tiny target, and their data; only for reading."""
+    folder = tmp_path_factory.mktemp("heads")
+    target = TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu")
+    data = DataConfig(
+        target=target,
+        prompts={"source": "file", "path": str(tiny_run / "suite.jsonl")},
+        answers={"max_new_tokens": 8},
+        held_out_share=0.4,
+        output=str(folder / "data"),
+    )
+    make_dataset(data)
+    (folder / "data.yaml").write_text(json.dumps(data.model_dump(mode="json")))
+    shared = {
+        "target": target.model_dump(mode="json"),
+        "data": {"train": f"{folder}/data/train.jsonl", "held_out": f"{folder}/data/held_out.jsonl", "max_length": 64},
+        "optimizer": {"learning_rate": 0.01},
+        "schedule": {"batch_size": 3, "max_steps": 3, "mixed_precision": "no", "trackers": []},
+        "held_out": {"num_prompts": 1, "decode": {"num_speculative_tokens": 2, "max_new_tokens": 4}},
+        "num_speculative_tokens": 2,
+    }
+    ungated = {"enabled": False}
+    special = {
+        "medusa": {"head": {"kind": "medusa", "num_depths": 2}, "sanity": ungated},
+        "eagle3": {
+            "head": {"kind": "eagle3", "num_depths": 3, "taps": [0, 1, 2], "draft_vocab_size": 32},
+            "sanity": ungated,
+        },
+        "draft_lm": {"student": {"layers": [0]}},
+    }
+    for name, own in special.items():
+        (folder / f"{name}.yaml").write_text(json.dumps(shared | own))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def make_config(folder, tmp_path_factory):
+    """A function that makes the benchmark's config, changed as asked; all share one folder of trained runs."""
+    output = tmp_path_factory.mktemp("bench")
+
+    def make(**changes):
+        settings = {
+            "data": str(folder / "data.yaml"),
+            "recipes": [str(folder / "medusa.yaml"), str(folder / "eagle3.yaml")],
+            "draft_models": [str(folder / "draft_lm.yaml")],
+            "runs": str(output / "runs"),
+            "num_prompts": 3,
+            "max_new_tokens": 10,
+            "repeats": 1,
+            "lossless": {"check_float32_prompts": 1},
+            "eagle3": str(folder / "eagle3.yaml"),
+            "num_batches": 2,
+            "bootstrap_samples": 50,
+            "output": str(output / "heads.json"),
+        }
+        return BenchHeadsConfig.model_validate(settings | changes)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def results(make_config):
+    """What the benchmark wrote without speculators, and the names of the entries that it trained by, in this process."""
+    entries = []
+
+    def run_training(entry, path):
+        entries.append(entry.name)
+        schema, run = {"heads.py": (HeadsConfig, run_heads), "distill.py": (DistillConfig, run_distillation)}[entry.name]
+        return run(load_config(schema, path))
+
+    config = make_config()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trained_runs, "run_training", run_training)
+        patch.setattr(eagle3_comparison, "why_not_installed", lambda: "No module named 'speculators'")
+        assert compare_heads(config) == DONE
+    with open(config.output, encoding="utf-8") as file:
+        return SimpleNamespace(content=json.load(file), entries=entries)
+
+
+@pytest.fixture(scope="module")
+def target(folder):
+    return load_target(load_config(HeadsConfig, folder / "eagle3.yaml").target)
+
+
+# --- rows ---------------------------------------------------------------------------------------------------------
+
+
+def test_there_is_a_row_for_every_draft_and_one_for_prompt_lookup(results):
+    rows = results.content["rows"]
+    names = [(row["family"], row["recipe"]) for row in rows]
+    assert names == [("medusa", "medusa"), ("eagle3", "eagle3"), ("draft_lm", "draft_lm"), ("prompt_lookup", None)]
+    assert results.entries == ["heads.py", "heads.py", "distill.py"]
+    for row in rows:
+        assert row["tau_low"] <= row["tau"] <= row["tau_high"]
+        assert 0 < row["speedup_low"] <= row["speedup"] <= row["speedup_high"]
+        assert row["lossless"] == "lossless"
+    assert len({tuple(row) for row in rows}) == 1  # the same columns, for one table
+    assert results.content["name"] == "heads"
+    assert results.content["ratios"] == {}
+
+
+def test_tau_and_alpha_are_those_of_the_artifact_on_the_last_prompts_at_its_own_number_of_drafts(results, target, folder):
+    prompts = [row.prompt_ids for row in read_conversations(folder / "data/held_out.jsonl")[-3:]]
+    lookup = results.content["rows"][-1]
+    for run, row in zip([*results.content["runs"], {"artifact": None}], results.content["rows"], strict=True):
+        if run["artifact"] is None:
+            proposer = PromptLookup(target.device)
+        else:
+            proposer = load_draft(run["artifact"], target.identity, target.model).proposer
+        settings = DecodeConfig(num_speculative_tokens=2, max_new_tokens=10)
+        rounds = [
+            round_
+            for number, prompt in enumerate(prompts)
+            for round_ in decode(target, [Request(prompt_id=f"{number}", category="", tokens=prompt)], settings, proposer)[0][
+                0
+            ].rounds
+        ]
+        assert row["tau"] == pytest.approx(sum(len(round_.committed) for round_ in rounds) / len(rounds))
+        first = [round_.num_accepted > 0 for round_ in rounds if round_.drafted]
+        expected = f"{sum(first) / len(first):.2f}" if first else "–"
+        assert row["alpha_by_position"].split(" / ")[0] == expected
+        assert (row["num_speculative_tokens"], row["prompts"]) == (2, 3)
+    assert (lookup["parameters"], lookup["training_seconds"], lookup["answer_tokens"]) == (0, 0, 0)
+
+
+def test_costs_are_those_of_the_artifact_the_data_and_the_run(results, folder):
+    answer_tokens = sum(len(row.answer_ids) for row in read_conversations(folder / "data/train.jsonl"))
+    width, mlp, vocabulary = 32, 64, 64
+    trained = {
+        "medusa": 2 * (width * width + width),  # a residual block a head; its output head is the target's
+        "eagle3": 3 * width * width  # fc
+        + 2 * width * (width + width // 2 + width // 2)  # queries, keys and values of half as many heads
+        + width * width
+        + 3 * width * mlp
+        + 4 * width,  # norms
+        "draft_lm": 2 * width * width + 2 * width * width // 2 + 3 * width * mlp + 3 * width,
+    }
+    borrowed_rows = {"medusa": 0, "eagle3": 32 * width, "draft_lm": 2 * vocabulary * width}  # frozen, and in the artifact
+    for run, row in zip(results.content["runs"], results.content["rows"], strict=False):
+        name = row["family"]
+        tensors = load_file(f"{run['artifact']}/model.safetensors")
+        assert row["parameters"] == sum(tensor.numel() for tensor in tensors.values()) == trained[name] + borrowed_rows[name]
+        assert row["trained_parameters"] == trained[name]
+        assert row["answer_tokens"] == answer_tokens
+        assert 3 * 3 <= row["labels"] <= 3 * 3 * 8
+        assert 0 < row["training_seconds"] < row["run_seconds"]
+
+
+def test_finished_runs_are_kept_and_a_changed_recipe_is_trained_alone(results, make_config, folder, monkeypatch):
+    trained = []
+
+    def refuse(entry, path):
+        trained.append(json.loads(path.read_text())["head"])
+        return BAD_INPUT
+
+    monkeypatch.setattr(trained_runs, "run_training", refuse)
+    monkeypatch.setattr(eagle3_comparison, "why_not_installed", lambda: "left out")
+    output = str(folder / "again.json")
+    assert compare_heads(make_config(output=output)) == DONE
+    assert trained == []
+    with open(output, encoding="utf-8") as file:
+        again = json.load(file)
+    assert [row["tau"] for row in again["rows"]] == [row["tau"] for row in results.content["rows"]]
+    assert again["runs"] == results.content["runs"]
+
+    changed = json.loads((folder / "medusa.yaml").read_text()) | {"head": {"kind": "medusa", "num_depths": 3}}
+    (folder / "medusa3.yaml").write_text(json.dumps(changed))
+    with pytest.raises(InputError, match=r"^recipe medusa3: its training .* ended with code 2"):
+        compare_heads(make_config(recipes=[str(folder / "medusa3.yaml"), str(folder / "eagle3.yaml")], output=output))
+    assert [head["num_depths"] for head in trained] == [3]
+
+
+def test_an_answer_that_no_rounding_explains_and_unlike_losses_fail_the_benchmark():
+    fine = {"recipe": "medusa", "family": "medusa", "lossless": "lossless_up_to_ties"}
+    sides = {name_of(whose, labels): 2.0 for whose in (OURS, THEIRS) for labels in (ANSWERS, EVERY_TOKEN)}
+    agreeing = TrainingComparison(turns={}, losses=sides, batch_size=1)
+    other = TrainingComparison(turns={}, losses=sides | {name_of(OURS, EVERY_TOKEN): 2.02}, batch_size=1)
+    assert verdict([fine], None) == DONE
+    assert verdict([fine], agreeing) == DONE
+    assert verdict([fine], other) == GATE_FAILED
+    assert verdict([fine, fine | {"lossless": "not_lossless"}], agreeing) == GATE_FAILED
+
+
+# --- what is refused, and what is made -----------------------------------------------------------------------------
+
+
+def test_data_are_made_by_the_real_command_where_they_are_not_there(make_config, folder, monkeypatch):
+    codes, commands = [0, BAD_INPUT, 1], []
+
+    def run(command, check):
+        commands.append(command)
+        return SimpleNamespace(returncode=codes.pop(0))
+
+    monkeypatch.setattr(head_comparison.subprocess, "run", run)
+    make_data(make_config())
+    assert commands == []
+    absent = json.loads((folder / "data.yaml").read_text()) | {"output": str(folder / "absent")}
+    (folder / "absent.yaml").write_text(json.dumps(absent))
+    config = make_config(data=str(folder / "absent.yaml"))
+    make_data(config)
+    assert commands[0][1:] == [str(trained_runs.ROOT / "scripts/make_data.py"), "--config", config.data]
+    for error in (InputError, RuntimeError):
+        with pytest.raises(error, match=r"make_data.py --config .*absent.yaml ended with code"):
+            make_data(config)
+    make_data(make_config(data=None))
+    assert len(commands) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"recipes": [], "draft_models": []}, "recipes: there is none; name at least one file of configs/heads"),
+        ({"draft_models": ["{folder}/other/eagle3.yaml"]}, "recipes: two are called eagle3; give each a file name of its own"),
+        ({"recipes": ["{folder}/other/medusa.yaml"]}, "recipes: all must have the same data.held_out, got"),
+        ({"eagle3": "{folder}/medusa.yaml"}, "eagle3: expected the recipe of an eagle3 head, got one of a medusa head"),
+    ],
+)
+def test_recipes_that_make_no_table_are_refused(make_config, folder, changes, complaint, monkeypatch):
+    monkeypatch.setattr(eagle3_comparison, "why_not_installed", lambda: None)
+    monkeypatch.setattr(trained_runs, "run_training", None)
+    (folder / "other").mkdir(exist_ok=True)
+    recipe = json.loads((folder / "medusa.yaml").read_text())
+    recipe["data"]["held_out"] = recipe["data"]["train"]
+    (folder / "other/medusa.yaml").write_text(json.dumps(recipe))
+    config = make_config()
+    for key, value in changes.items():
+        filled = [path.format(folder=folder) for path in value] if isinstance(value, list) else value.format(folder=folder)
+        config = config.model_copy(update={key: filled})
+    with pytest.raises(ConfigError) as caught:
+        compare_heads(config)
+    assert str(caught.value).startswith(complaint)
+
+
+def test_a_recipe_that_is_not_there_is_one_sentence_and_code_2(capsys):
+    assert run_command(BenchHeadsConfig, main, description="", argv=["--set", "recipes=[nosuch.yaml]"]) == BAD_INPUT
+    assert capsys.readouterr().err.endswith("error: config file not found: nosuch.yaml\n")
+
+
+def test_missing_speculators_is_said_and_its_part_left_out(make_config, target, folder, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(eagle3_comparison, "why_not_installed", lambda: "No module named 'speculators'")
+    recipe = load_config(HeadsConfig, folder / "eagle3.yaml")
+    with caplog.at_level(logging.INFO, "draftsmith"):
+        assert compare_eagle3(make_config(), target, recipe, tmp_path) is None
+    assert "speculators cannot be imported (No module named 'speculators'): its side is left out (pip install" in caplog.text
+
+
+# --- beside speculators --------------------------------------------------------------------------------------------
+
+
+def test_ratios_and_rows_are_tokens_by_seconds():
+    seconds = {OURS: 2.0, THEIRS: 3.0}
+    turns = {
+        name_of(whose, labels): [
+            [Turn(Step(num_tokens=tokens, loss=1.0), tokens * each * (1 if labels == ANSWERS else 2))] for tokens in (10, 30)
+        ]
+        for whose, each in seconds.items()
+        for labels in (ANSWERS, EVERY_TOKEN)
+    }
+    comparison = TrainingComparison(turns=turns, losses=dict.fromkeys(turns, 1.0), batch_size=4)
+    ratios = comparison.ratios(samples=20)
+    assert ratios[RATIO] == pytest.approx(1.5)
+    assert ratios[f"same_work_{RATIO}"] == pytest.approx(1.5)
+    assert ratios.keys() == {name + end for name in (RATIO, f"same_work_{RATIO}") for end in ("", "_low", "_high")}
+    rows = {(row["training"], row["labels"]): row for row in comparison.rows()}
+    assert rows["eagle3, ours", "answers"]["tokens_per_second"] == pytest.approx(1 / 2)
+    assert rows["eagle3, speculators", "every token"]["tokens_per_second"] == pytest.approx(1 / 6)
+    assert {row["steps"] for row in rows.values()} == {2}
+
+
+def test_a_packed_row_pairs_each_token_with_the_state_before_it_and_the_label_after_it():
+    batch = collate([Example((10, 11, 12, 13), 2), Example((20, 21), 1)])
+    states_BTE = batch.input_ids_BT.unsqueeze(-1).float() + 0.5  # the state after a token bears its number
+    row = pack(batch, states_BTE, states_BTE + 100)
+    assert row.input_ids_1S.tolist() == [[11, 12, 13, 21]]
+    assert row.hidden_states_1SF.squeeze(-1).tolist() == [[10.5, 11.5, 12.5, 20.5]]
+    assert row.last_states_1SE.squeeze(-1).tolist() == [[111.5, 112.5, 113.5, 121.5]]
+    assert row.loss_mask_1S.tolist() == [[True, True, False, False]]  # by whether 12, 13 are labels; then nothing follows
+    assert row.document_ids_1S.tolist() == [[0, 0, 0, 1]]
+    assert row.position_ids_1S.tolist() == [[1, 2, 3, 1]]
+
+
+def head_recipe(folder, **settings):
+    recipe = comparable(load_config(HeadsConfig, folder / "eagle3.yaml"))
+    return recipe.model_copy(update={"head": recipe.head.model_copy(update=settings)})
+
+
+def test_no_label_of_a_case_can_be_reached_from_another_conversation(target, folder, tmp_path):
+    recipe = head_recipe(folder)
+    task = make_task(recipe, target, make_accelerator(recipe.schedule, tmp_path))
+    cases = make_cases(2, task)
+    K = recipe.head.num_depths
+    for labels, own in cases.items():
+        assert len(own) == 2
+        for case in own:
+            mask_BT, real_BT = case.ours.loss_mask_BT, case.ours.document_ids_BT >= 0
+            assert not mask_BT[:, : K + 1].any()
+            if labels == EVERY_TOKEN:
+                assert torch.equal(mask_BT[:, K + 1 :], real_BT[:, K + 1 :])
+            assert int(case.num_labels) == int(mask_BT.sum()) == int(case.theirs.loss_mask_1S.sum())
+            assert case.num_tokens == int(real_BT.sum())
+    assert int(cases[ANSWERS][0].num_labels) < int(cases[EVERY_TOKEN][0].num_labels)
+
+
+VARIANTS = [
+    {},
+    {"num_layers": 2, "norm_taps": True, "depth_decay": 0.5},
+    {"norm_before_residual": True, "norm_feedback": True, "draft_vocab_size": None, "num_depths": 1},
+]
+
+
+@with_speculators
+@ignoring_its_warnings
+@pytest.mark.parametrize("settings", VARIANTS)
+def test_both_sides_compute_the_same_loss_and_gradient_and_stay_together_as_they_learn(target, folder, tmp_path, settings):
+    recipe = head_recipe(folder, **settings)
+    accelerator = make_accelerator(recipe.schedule, tmp_path)
+    task = make_task(recipe, target, accelerator)
+    ours, theirs = our_side(task, accelerator), their_side(task, accelerator)
+    own = dict(task.module.head.named_parameters())
+    cases = [case for each in make_cases(2, task).values() for case in each]
+    for case in cases:
+        assert ours.loss(case) == pytest.approx(theirs.loss(case), rel=1e-4)  # theirs adds 1e-5 to the number of labels
+        (ours.loss_of(case) * ours.scale).backward()
+        theirs.loss_of(case).backward()
+        gradients = {name: each.grad for name, each in theirs.module.model.named_parameters() if each.grad is not None}
+        assert gradients.keys() == own.keys()
+        for name, gradient in gradients.items():
+            assert torch.allclose(own[name].grad, gradient, atol=1e-4 * gradient.abs().max().item()), name
+        ours.optimizer.zero_grad()
+        theirs.optimizer.zero_grad()
+    for case in cases:  # AdamW makes much of the rounding of small gradients
+        assert ours.step(case).loss == pytest.approx(theirs.step(case).loss, rel=1e-2)
+
+
+@with_speculators
+@ignoring_its_warnings
+def test_a_shift_by_one_is_seen(target, folder, tmp_path):
+    recipe = head_recipe(folder)
+    accelerator = make_accelerator(recipe.schedule, tmp_path)
+    task = make_task(recipe, target, accelerator)
+    case = make_cases(1, task)[ANSWERS][0]
+    shifted = dataclasses.replace(case, ours=case.ours._replace(loss_mask_BT=case.ours.loss_mask_BT.roll(-1, 1)))
+    ours, theirs = our_side(task, accelerator), their_side(task, accelerator)
+    off = TrainingComparison(
+        turns={},
+        losses={
+            name_of(OURS, ANSWERS): ours.loss(shifted),
+            name_of(THEIRS, ANSWERS): theirs.loss(case),
+            name_of(OURS, EVERY_TOKEN): 1.0,
+            name_of(THEIRS, EVERY_TOKEN): 1.0,
+        },
+        batch_size=1,
+    )
+    assert not off.agrees
+
+
+@with_speculators
+@ignoring_its_warnings
+def test_the_benchmark_times_both_sides_on_the_same_batches(make_config, target, folder, tmp_path):
+    recipe = load_config(HeadsConfig, folder / "eagle3.yaml")
+    comparison = compare_eagle3(make_config(), target, recipe, tmp_path)
+    assert comparison.agrees
+    ratios = comparison.ratios(samples=20)
+    assert ratios[RATIO] > 0
+    assert ratios[f"same_work_{RATIO}"] > 0
+    tokens = {name: [turn.result.num_tokens for case in cases for turn in case] for name, cases in comparison.turns.items()}
+    assert len(set(map(tuple, tokens.values()))) == 1
+    assert len(tokens[name_of(OURS, ANSWERS)]) == 2
