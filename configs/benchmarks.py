@@ -52,6 +52,8 @@ class BenchHeadsConfig(Settings):
     """`scripts/bench_heads.py`: every head family trained and measured on one target and one set of data."""
 
     data: str | None = "configs/data/heads.yaml"  # of `scripts/make_data.py`, run where its output is not there; None: never
+    # of `scripts/make_cache.py`, made once of that data and read by every head's training; None: the target runs on every batch
+    cache: str | None = "configs/cache/heads.yaml"
     recipes: list[str] = [  # of `train/heads.py`, a row of the table each; all on the same target and data
         "configs/heads/medusa.yaml",
         "configs/heads/hydra.yaml",

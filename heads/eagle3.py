@@ -3,8 +3,9 @@
 Li et al. 2025, arXiv 2503.01840. The feature of position j is a projection of the target's low, mid and high states there; the
 first layer attends over [norm(embedding of x_{j+1}); norm(feature)], its residual is the feature. In training the module is
 unrolled over its own states (`heads.unrolling`), so that it has met in training what it meets when drafting. Names of the
-tensors are those that serving engines know. Departures: the output head starts as the target's rows, and the norm before it
-with the target's scale. What P-EAGLE shares with it stands here as `EagleBody`.
+tensors are those that serving engines know. Departures, all in what it starts from: the output head as the target's rows, the
+norm before it with the target's scale, the feature as the last tap, layers as a block (`heads.warm_start`). What P-EAGLE
+shares with it stands here as `EagleBody`.
 B batch, T positions, A taps, E width of the target, D = E width of the layer, K depths, W draft vocabulary.
 """
 
@@ -23,9 +24,10 @@ from heads.feature_chain import FeatureChain
 from heads.kv_cache import RowCache
 from heads.proposer import Proposer
 from heads.tap_noise import with_noise
-from heads.target_states import TargetStates, blocks, final_norm_scale, num_blocks
+from heads.target_states import TargetStates, final_norm_scale, num_blocks
 from heads.training import Depth, HeadInputs, flat, labelled_origins, shifted_left
 from heads.unrolling import UnrolledKeys
+from heads.warm_start import copy_block, pass_last_tap
 
 
 class EagleBody(nn.Module):
@@ -49,6 +51,7 @@ class EagleBody(nn.Module):
         width, num_taps = shape.width, len(self.taps)
         self.fc_norm = nn.ModuleList(norm(shape) for _ in range(num_taps if settings.norm_taps else 0))
         self.fc = nn.Linear(num_taps * width, width, bias=False)
+        pass_last_tap(self.fc)
         self.layers = nn.ModuleList(Eagle3Layer(shape, settings, first=n == 0) for n in range(settings.num_layers))
         self.norm = norm(shape)
         self.norm.load_state_dict({"weight": final_norm_scale(target)})
@@ -172,26 +175,6 @@ def default_taps(target: PreTrainedModel) -> tuple[int, int, int]:
             f"a target of {last} blocks is too shallow for the default taps h_2, h_{{L/2}}, h_{{L-3}}; give head.taps"
         )
     return low, mid, high
-
-
-def copy_block(target: PreTrainedModel, number: int, layer: nn.Module) -> None:
-    """Start attention output, MLP and the norm between them from a block of a Llama-like target.
-
-    Raises:
-        InputError: there is no such block, or it is built otherwise, as Gemma's are, which norm what a sublayer puts out.
-    """
-    if not 0 <= number < num_blocks(target):
-        raise InputError(f"head.init_block {number}: the target's blocks are 0 to {num_blocks(target) - 1}")
-    own = layer.state_dict()
-    source = blocks(target)[number].state_dict()
-    if "pre_feedforward_layernorm.weight" in source:
-        raise InputError(f"head.init_block: a block of {type(target).__name__} norms otherwise than the head; leave it null")
-    wanted = ["self_attn.o_proj.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"]
-    for name in wanted:
-        if name not in source or source[name].shape != own[name].shape:
-            raise InputError(f"head.init_block: block {number} of {type(target).__name__} has no {name} that fits the head")
-    copied = {name: source[name] for name in [*wanted, "post_attention_layernorm.weight"] if name in source}
-    layer.load_state_dict({name: value.float() for name, value in copied.items()}, strict=False)
 
 
 def make_proposer(module: Eagle3, device: torch.device) -> Proposer:

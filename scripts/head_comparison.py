@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +19,11 @@ import torch
 from safetensors import safe_open
 
 from configs.benchmarks import BenchHeadsConfig
-from configs.command import BAD_INPUT, DONE, GATE_FAILED
-from configs.errors import ConfigError, InputError
+from configs.command import DONE, GATE_FAILED
 from configs.loading import load_config
-from configs.schema import DataConfig, DecodeConfig, DistillConfig, EvalConfig, HeadsConfig, LosslessConfig
+from configs.schema import DecodeConfig, EvalConfig, HeadsConfig, LosslessConfig
 from distill.batches import ConversationDataset
-from distill.conversations import MANIFEST, read_conversations
+from distill.conversations import read_conversations
 from distill.target import Target, load_target
 from eval.acceptance import summarise_acceptance
 from eval.decode import Request, check_decodable
@@ -38,9 +35,10 @@ from heads.artifact import WEIGHTS_FILE, Draft, load_draft
 from heads.prompt_lookup import PromptLookup
 from scripts.benchmarks import write_results
 from scripts.eagle3_comparison import TrainingComparison, compare_eagle3
+from scripts.head_recipes import check_comparable, make_cache, make_data, read_cache_seconds, read_recipes, with_cache
 from scripts.measured_prompts import measured_rows, to_request
 from scripts.results_table import NOT_AVAILABLE
-from scripts.trained_runs import ROOT, Recipe, TrainingRun, in_own_folder, train_all
+from scripts.trained_runs import TrainingRun, in_own_folder, train_all
 
 log = logging.getLogger("draftsmith")
 
@@ -71,8 +69,12 @@ def compare_heads(config: BenchHeadsConfig) -> int:
     eagle3 = None if config.eagle3 is None else load_config(HeadsConfig, config.eagle3)
     check_comparable([*recipes.values(), *([] if eagle3 is None else [eagle3])])
     make_data(config)
+    make_cache(config)
     parent = Path(config.runs)
-    runs = [TrainingRun(name=name, recipe=in_own_folder(recipe, parent, name)) for name, recipe in recipes.items()]
+    runs = [
+        TrainingRun(name=name, recipe=in_own_folder(with_cache(recipe, config.cache), parent, name))
+        for name, recipe in recipes.items()
+    ]
     train_all(runs, "recipe")
     bench = open_bench(config, runs)
     training = None
@@ -87,63 +89,12 @@ def compare_heads(config: BenchHeadsConfig) -> int:
         rows=[*rows, *(training.rows() if training is not None else [])],
         ratios=training.ratios(config.bootstrap_samples) if training is not None else {},
         runs=[{"recipe": run.name, "artifact": str(run.artifact), "git": run.read_git()} for run in runs],
+        cache_seconds=read_cache_seconds(config),
         device=str(bench.target.device),
         threads=torch.get_num_threads(),
     )
     log.info("results in %s", config.output)
     return verdict(rows, training)
-
-
-def read_recipes(config: BenchHeadsConfig) -> dict[str, Recipe]:
-    """Return the recipes by the names of their files.
-
-    Raises:
-        ConfigError: there is none, one cannot be read, or two files have one name.
-    """
-    paths = [Path(path) for path in (*config.recipes, *config.draft_models)]
-    names = [path.stem for path in paths]
-    if not names:
-        raise ConfigError("recipes: there is none; name at least one file of configs/heads")
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ConfigError(f"recipes: two are called {twice[0]}; give each a file name of its own")
-    heads: list[Recipe] = [load_config(HeadsConfig, path) for path in config.recipes]
-    return dict(zip(names, [*heads, *(load_config(DistillConfig, path) for path in config.draft_models)], strict=True))
-
-
-def check_comparable(recipes: Sequence[Recipe]) -> None:
-    """Refuse recipes that a table would compare wrongly: on other targets, or on prompts that another was trained on.
-
-    Raises:
-        ConfigError: two differ in target or data.
-    """
-    first = recipes[0]
-    for other in recipes[1:]:
-        for where, one, another in (
-            ("target", first.target, other.target),
-            ("data.train", first.data.train, other.data.train),
-            ("data.held_out", first.data.held_out, other.data.held_out),
-        ):
-            if one != another:
-                raise ConfigError(f"recipes: all must have the same {where}, got {one} and {another}")
-
-
-def make_data(config: BenchHeadsConfig) -> None:
-    """Make the data in a process of its own, where they are not there.
-
-    Raises:
-        InputError: that was refused.
-        RuntimeError: it failed.
-    """
-    if config.data is None:
-        return
-    output = Path(load_config(DataConfig, config.data).output)
-    if (output / MANIFEST).is_file():
-        return
-    command = [sys.executable, str(ROOT / "scripts" / "make_data.py"), "--config", config.data]
-    code = subprocess.run(command, check=False).returncode
-    if code:
-        error = InputError if code == BAD_INPUT else RuntimeError
-        raise error(f"data: scripts/make_data.py --config {config.data} ended with code {code}, see above")
 
 
 def open_bench(config: BenchHeadsConfig, runs: Sequence[TrainingRun]) -> Bench:

@@ -9,10 +9,13 @@ from transformers import AutoModelForCausalLM
 from configs.errors import InputError
 from configs.head_families import Eagle3Settings
 from heads.artifact import WEIGHTS_FILE
+from heads.draft_layer import causal_mask
 from heads.draft_vocabulary import DraftVocabulary
-from heads.eagle3 import Eagle3, copy_block, default_taps
+from heads.eagle3 import Eagle3, default_taps
 from heads.families import serve
 from heads.target_states import blocks, final_norm
+from heads.unrolling import UnrolledKeys
+from heads.warm_start import copy_block
 from tests.heads import family_checks as checks
 from tests.heads.naive_eagle import NaiveBody
 
@@ -169,11 +172,33 @@ def test_taps_are_those_of_the_engines_where_none_are_given(tiny_llama):
 
 
 def test_layers_may_start_from_a_block_of_the_target(target):
-    head = Eagle3(PLAIN.model_copy(update={"init_block": 2}), target.model, None)
-    own, block = head.layers[0].state_dict(), blocks(target.model)[2].state_dict()
+    head = Eagle3(PLAIN.model_copy(update={"init_block": 2, "num_layers": 2}), target.model, None)
+    block = blocks(target.model)[2].state_dict()
     copied = ["self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "post_attention_layernorm"]
-    for name in copied:
-        torch.testing.assert_close(own[f"{name}.weight"], block[f"{name}.weight"].float())
+    width = target.model.config.hidden_size
+    for layer, state_norm in zip(head.layers, ("hidden_norm", "input_layernorm"), strict=True):
+        own = layer.state_dict()
+        for name in copied:
+            torch.testing.assert_close(own[f"{name}.weight"], block[f"{name}.weight"].float())
+        for name in ("q_proj", "k_proj", "v_proj"):
+            reads_state = own[f"self_attn.{name}.weight"][:, -width:]
+            torch.testing.assert_close(reads_state, block[f"self_attn.{name}.weight"].float())
+        torch.testing.assert_close(own[f"{state_norm}.weight"], block["input_layernorm.weight"].float())
+
+
+@torch.no_grad()
+def test_a_head_that_starts_from_the_next_block_says_what_that_block_would(target):
+    settings = PLAIN.model_copy(update={"init_block": 2, "taps": [1, 2]})
+    head = Eagle3(settings, target.model, None).to(target.model.dtype)
+    nn.init.zeros_(head.layers[0].input_layernorm.weight)  # the embedding's half is silent
+    inputs = checks.inputs_of(target.model, checks.PROMPTS, (1, 2, 3))
+    low_BTE, feature_BTE, after_BTE = inputs.states.taps_ABTE
+    joined_BTF = torch.cat([torch.zeros_like(low_BTE), feature_BTE], -1)
+    rotation = head.rotary(feature_BTE, inputs.position_ids_BT)
+    unrolled = UnrolledKeys(causal_mask(inputs.document_ids_BT))
+    states_BTD = head.layers[0](head.embed(inputs.input_ids_BT), head.fuse(joined_BTF), rotation, unrolled)
+    known_BT = inputs.document_ids_BT >= 0
+    torch.testing.assert_close(states_BTD[known_BT], after_BTE[known_BT], atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize(

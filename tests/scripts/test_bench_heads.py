@@ -21,7 +21,7 @@ from distill.target import load_target
 from eval.decode import Request, decode
 from heads.artifact import load_draft
 from heads.prompt_lookup import PromptLookup
-from scripts import eagle3_comparison, head_comparison, trained_runs
+from scripts import eagle3_comparison, head_recipes, trained_runs
 from scripts.bench_heads import main
 from scripts.benchmarks import Turn
 from scripts.eagle3_comparison import (
@@ -39,7 +39,8 @@ from scripts.eagle3_comparison import (
     our_side,
     their_side,
 )
-from scripts.head_comparison import compare_heads, make_data, verdict
+from scripts.head_comparison import compare_heads, verdict
+from scripts.head_recipes import make_cache, make_data, read_cache_seconds, with_cache
 from scripts.speculators_peer import pack, why_not_installed
 from train.launch import make_accelerator, run_distillation, run_heads
 
@@ -62,6 +63,8 @@ def folder(tiny_run, tmp_path_factory):
     )
     make_dataset(data)
     (folder / "data.yaml").write_text(json.dumps(data.model_dump(mode="json")))
+    cache = {"target": data.target.model_dump(mode="json"), "data": f"{folder}/data/train.jsonl", "taps": [0, 1, 2]}
+    (folder / "cache.yaml").write_text(json.dumps(cache | {"max_length": 64, "output": f"{folder}/cache"}))
     shared = {
         "target": target.model_dump(mode="json"),
         "data": {"train": f"{folder}/data/train.jsonl", "held_out": f"{folder}/data/held_out.jsonl", "max_length": 64},
@@ -92,6 +95,7 @@ def make_config(folder, tmp_path_factory):
     def make(**changes):
         settings = {
             "data": str(folder / "data.yaml"),
+            "cache": None,
             "recipes": [str(folder / "medusa.yaml"), str(folder / "eagle3.yaml")],
             "draft_models": [str(folder / "draft_lm.yaml")],
             "runs": str(output / "runs"),
@@ -242,7 +246,7 @@ def test_data_are_made_by_the_real_command_where_they_are_not_there(make_config,
         commands.append(command)
         return SimpleNamespace(returncode=codes.pop(0))
 
-    monkeypatch.setattr(head_comparison.subprocess, "run", run)
+    monkeypatch.setattr(head_recipes.subprocess, "run", run)
     make_data(make_config())
     assert commands == []
     absent = json.loads((folder / "data.yaml").read_text()) | {"output": str(folder / "absent")}
@@ -255,6 +259,20 @@ def test_data_are_made_by_the_real_command_where_they_are_not_there(make_config,
             make_data(config)
     make_data(make_config(data=None))
     assert len(commands) == 3
+
+
+def test_a_cache_is_made_once_timed_and_read_by_heads_alone(make_config, folder, tmp_path):
+    config = make_config(cache=str(folder / "cache.yaml"), runs=str(tmp_path))
+    for _ in range(2):
+        make_cache(config)
+    seconds = read_cache_seconds(config)
+    assert seconds is not None
+    assert seconds > 0
+    head = load_config(HeadsConfig, folder / "eagle3.yaml")
+    assert with_cache(head, config.cache).data.cache == f"{folder}/cache"
+    draft = load_config(DistillConfig, folder / "draft_lm.yaml")
+    assert with_cache(draft, config.cache) == draft
+    assert read_cache_seconds(make_config()) is None
 
 
 @pytest.mark.parametrize(
