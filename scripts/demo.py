@@ -2,9 +2,9 @@
 
     make demo
 
-Four commands, the same that a person would type: data written by the target, a draft distilled from it, an evaluation of
-the draft, a gate on the report. Results of finished steps are made anew each time, but for the target, which stays in
-`.cache/`. Ends with the gate's exit code.
+The commands that a person would type: data written by the target, a draft LM distilled from it and a head trained on the
+target's states, an evaluation of each, a gate on each report. Results of finished steps are made anew each time, but for the
+target, which stays in `.cache/`. Ends with the exit code of the first step that fails, or with 0.
 """
 
 from __future__ import annotations
@@ -18,18 +18,22 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RUN = Path("runs/demo")
 
+LAUNCH = ("-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/one_process_cpu.yaml")
+GATE = ("--config", "configs/gates/demo.yaml")
+REPORTS = {"draft LM": RUN / "eval", "head": RUN / "eval_head"}
+
 STEPS = {
     "target: fetch and unpack": [
         "-c",
         "from distill.embedded import NAME, PREFIX, embedded_folder; embedded_folder(PREFIX + NAME)",
     ],
     "data: the target writes prompts and answers": ["scripts/make_data.py", "--config", "configs/data/demo.yaml"],
-    "distil: train the draft": [
-        *("-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/one_process_cpu.yaml"),
-        *("train/distill.py", "--config", "configs/distill/demo.yaml"),
-    ],
-    "evaluate: decode with it": ["eval/run.py", "--config", "configs/eval/demo.yaml"],
-    "gate: the verdict": ["eval/gate.py", str(RUN / "eval/report.json"), "--config", "configs/gates/demo.yaml"],
+    "distil: train a draft LM": [*LAUNCH, "train/distill.py", "--config", "configs/distill/demo.yaml"],
+    "head: train an EAGLE-3 head": [*LAUNCH, "train/heads.py", "--config", "configs/heads/demo.yaml"],
+    "evaluate: decode with the draft LM": ["eval/run.py", "--config", "configs/eval/demo.yaml"],
+    "evaluate: decode with the head": ["eval/run.py", "--config", "configs/eval/demo_head.yaml"],
+    "gate: the draft LM's verdict": ["eval/gate.py", str(REPORTS["draft LM"] / "report.json"), *GATE],
+    "gate: the head's verdict": ["eval/gate.py", str(REPORTS["head"] / "report.json"), *GATE],
 }
 
 
@@ -49,8 +53,11 @@ def main() -> int:
     print("\n== time")
     for name, spent in [*seconds.items(), ("in all", sum(seconds.values()))]:
         print(f"   {spent:7.1f} s  {name}")
-    report = RUN / "eval/report.html"
-    print(f"\nreport: {report if (ROOT / report).exists() else 'none'}   exit code: {code}")
+    print()
+    for name, folder in REPORTS.items():
+        page = folder / "report.html"
+        print(f"report of the {name}: {page if (ROOT / page).exists() else 'none'}")
+    print(f"exit code: {code}")
     return code
 
 

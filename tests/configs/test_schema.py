@@ -31,7 +31,7 @@ def test_a_config_cannot_be_changed_after_it_was_checked():
 
 
 def test_layers_are_kept_by_default_only_where_the_student_is_made_of_the_target():
-    assert StudentConfig().layers == [0, 1, 28, 29]
+    assert StudentConfig().layers == [0, 1, 2, 3]
     assert StudentConfig(init="model", path="small").layers is None
     assert StudentConfig(layer_choice="spread", num_layers=4).layers is None
 
