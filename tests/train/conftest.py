@@ -42,7 +42,7 @@ def greedy_rows(greedy_target):
 def head_task(tmp_path, greedy_target, greedy_rows):
     """A function that makes the task of training a head of some kind; further settings go into its config."""
 
-    def make(kind="eagle3", train=greedy_rows, held_out=greedy_rows[:5], **settings):
+    def make(kind="eagle3", train=greedy_rows, held_out=greedy_rows[:5], target=greedy_target, **settings):
         decode = {"num_speculative_tokens": 3, "max_new_tokens": 12, "batch_size": 2}
         config = {
             "head": HEADS[kind] | settings.pop("head", {}),
@@ -52,6 +52,6 @@ def head_task(tmp_path, greedy_target, greedy_rows):
             "output": str(tmp_path / "run"),
         }
         config = HeadsConfig.model_validate(config | settings)
-        return HeadTask(config, greedy_target, train, held_out, make_accelerator(config.schedule, Path(config.output)))
+        return HeadTask(config, target, train, held_out, make_accelerator(config.schedule, Path(config.output)))
 
     return make

@@ -1,4 +1,6 @@
-"""Settings of small heads, one a family, for targets of three blocks."""
+"""Settings of small heads, one a family, for targets of three blocks; and what drafts from something else than it should."""
+
+import dataclasses
 
 HEADS = {
     "medusa": {"kind": "medusa", "num_depths": 3},
@@ -8,3 +10,49 @@ HEADS = {
     "peagle": {"kind": "peagle", "taps": [1, 2, 3], "num_depths": 3, "num_layers": 1, "mask_token_id": 0},
     "dflash": {"kind": "dflash", "taps": [1, 2, 3], "block_size": 4, "mask_token_id": 0},
 }
+
+
+class Misled:
+    """A proposer that is handed other tokens, or other states, than it should be.
+
+    Args:
+        proposer: the right one.
+        tokens: makes a row's tokens wrong.
+        states: makes the target's states wrong.
+        from_commit: which call of `commit` is the first with wrong states, from 1; 0: `start` has them as well.
+    """
+
+    def __init__(self, proposer, tokens=lambda row: row, states=lambda states: states, from_commit=0):
+        self.proposer, self.taps = proposer, proposer.taps
+        self.tokens, self.states, self.left = tokens, states, from_commit
+        self.keep_rows = proposer.keep_rows
+
+    def start(self, tokens, capacity, states):
+        self.proposer.start(tokens, capacity, states if self.left else self.states(states))
+
+    def propose(self, tokens, *args, **settings):
+        return self.proposer.propose([self.tokens(row) for row in tokens], *args, **settings)
+
+    def commit(self, num_accepted, states):
+        self.left = max(0, self.left - 1)
+        self.proposer.commit(num_accepted, states if self.left else self.states(states))
+
+
+def misled(family, **how):
+    """Return a family whose proposers are misled."""
+    return dataclasses.replace(family, propose=lambda head, device: Misled(family.propose(head, device), **how))
+
+
+def token_before(row):
+    """Put the token before the pending one in its place."""
+    return [*row[:-1], row[-2]]
+
+
+def place_early(states):
+    """Put the state of the position before in the place of each."""
+    return states.map(lambda state_BTE: state_BTE.roll(1, 1))
+
+
+def other_order(states):
+    """Join the taps from the last to the first."""
+    return dataclasses.replace(states, taps_ABTE=states.taps_ABTE[::-1])
