@@ -15,6 +15,7 @@ from distill.batches import NO_DOCUMENT
 from distill.head_objective import HeadObjective
 from eval.decode import generate
 from heads.artifact import HiddenStates, Metadata, load_draft, save_head
+from heads.draft_vocabulary import DraftVocabulary
 from heads.families import FAMILIES, serve
 from heads.kv_cache import new_cache
 from heads.streams import Streams
@@ -46,6 +47,7 @@ CONFIGS = {
     ),
     "gpt_neox": GPTNeoXConfig(**SMALL),
 }
+SOME_TOKENS = DraftVocabulary(token_ids_W=torch.arange(1, VOCAB_SIZE, 2), target_vocab_size=VOCAB_SIZE)
 PROMPTS = [[7, 12, 3, 44, 9], [20, 9, 9, 31, 5, 6, 2, 50, 17], [40, 11, 12]]
 # By round: how many drafts each row keeps, and which rows then stay in the batch.
 ROUNDS = [([0, 2, 3], [0, 1, 2]), ([3, 0, 1], [0, 1, 2]), ([1, 1, 0], [2, 0]), ([2, 0], [0, 1]), ([0, 3], [1]), ([1], [0])]

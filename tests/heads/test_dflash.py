@@ -9,19 +9,16 @@ from torch.nn import functional
 from configs.head_families import DFlashSettings
 from configs.schema import SamplingConfig
 from heads.draft_layer import shape_like
-from heads.draft_vocabulary import DraftVocabulary
 from heads.families import FAMILIES
 from heads.streams import Streams
 from heads.target_states import read_states
 from tests.heads.family_checks import (
     CONFIGS,
     PROMPTS,
-    VOCAB_SIZE,
+    SOME_TOKENS,
     assert_comes_back,
     assert_documents_are_apart,
-    assert_drafts_as_trained,
     assert_gradients_reach_everything,
-    assert_greedy_output_is_plain,
     assert_learns,
     build,
     inputs_of,
@@ -30,23 +27,6 @@ from tests.heads.family_checks import (
 
 SETTINGS = DFlashSettings(kind="dflash", taps=[1, 3], block_size=5, mask_token_id=2)
 TARGETS = sorted(CONFIGS)
-
-
-def some_tokens():
-    return DraftVocabulary(token_ids_W=torch.arange(1, VOCAB_SIZE, 2), target_vocab_size=VOCAB_SIZE)
-
-
-@pytest.mark.parametrize("name", TARGETS)
-def test_the_logits_drafted_from_are_those_of_the_training_forward(name):
-    model = tiny_target(name)
-    assert_drafts_as_trained(build(SETTINGS, model), model)
-    assert_drafts_as_trained(build(SETTINGS.model_copy(update={"train_head": True}), model, some_tokens()), model)
-
-
-@pytest.mark.parametrize("name", TARGETS)
-def test_decoding_greedily_with_it_gives_what_plain_decoding_gives(name, as_target):
-    model = tiny_target(name)
-    assert_greedy_output_is_plain(build(SETTINGS, model), as_target(model))
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -140,7 +120,7 @@ def test_it_learns_a_conversation(as_target):
 @pytest.mark.parametrize("reduced", [False, True])
 def test_it_comes_back_from_an_artifact(reduced, tmp_path, as_target):
     target = as_target(tiny_target("qwen3"))
-    vocabulary = some_tokens() if reduced else None
+    vocabulary = SOME_TOKENS if reduced else None
     settings = SETTINGS.model_copy(update={"train_head": reduced})
     assert_comes_back(tmp_path / "artifact", build(settings, target.model, vocabulary), target, vocabulary)
 

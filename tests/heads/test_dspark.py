@@ -8,7 +8,6 @@ from configs.head_families import DFlashSettings, DSparkSettings
 from configs.learning import LossConfig
 from configs.schema import SamplingConfig
 from distill.head_objective import HeadObjective
-from heads.draft_vocabulary import DraftVocabulary
 from heads.families import FAMILIES
 from heads.lm_head import head_logits
 from heads.streams import Streams
@@ -17,12 +16,11 @@ from heads.training import flat
 from tests.heads.family_checks import (
     CONFIGS,
     PROMPTS,
+    SOME_TOKENS,
     VOCAB_SIZE,
     assert_comes_back,
     assert_documents_are_apart,
-    assert_drafts_as_trained,
     assert_gradients_reach_everything,
-    assert_greedy_output_is_plain,
     build,
     inputs_of,
     tiny_target,
@@ -30,23 +28,6 @@ from tests.heads.family_checks import (
 
 SETTINGS = DSparkSettings(kind="dspark", taps=[1, 3], block_size=5, mask_token_id=2, markov_rank=6)
 TARGETS = sorted(CONFIGS)
-
-
-def some_tokens():
-    return DraftVocabulary(token_ids_W=torch.arange(1, VOCAB_SIZE, 2), target_vocab_size=VOCAB_SIZE)
-
-
-@pytest.mark.parametrize("name", TARGETS)
-def test_the_logits_drafted_from_are_those_of_the_training_forward(name):
-    model = tiny_target(name)
-    assert_drafts_as_trained(build(SETTINGS, model), model)
-    assert_drafts_as_trained(build(SETTINGS, model, some_tokens()), model)
-
-
-@pytest.mark.parametrize("name", TARGETS)
-def test_decoding_greedily_with_it_gives_what_plain_decoding_gives(name, as_target):
-    model = tiny_target(name)
-    assert_greedy_output_is_plain(build(SETTINGS, model), as_target(model))
 
 
 def test_documents_of_a_row_are_apart():
@@ -57,7 +38,7 @@ def test_documents_of_a_row_are_apart():
 @pytest.mark.parametrize("reduced", [False, True])
 def test_it_comes_back_from_an_artifact(reduced, tmp_path, as_target):
     target = as_target(tiny_target("qwen3"))
-    vocabulary = some_tokens() if reduced else None
+    vocabulary = SOME_TOKENS if reduced else None
     assert_comes_back(tmp_path / "artifact", build(SETTINGS, target.model, vocabulary), target, vocabulary)
 
 
@@ -71,7 +52,7 @@ def test_its_further_tensors_bear_the_names_that_engines_know():
     plain = build(
         DFlashSettings(**SETTINGS.model_dump(exclude={"kind", "markov_rank", "confidence_weight"}), kind="dflash"), model
     )
-    further = {name: tuple(value.shape) for name, value in build(SETTINGS, model, some_tokens()).state_dict().items()}
+    further = {name: tuple(value.shape) for name, value in build(SETTINGS, model, SOME_TOKENS).state_dict().items()}
     own = {name: further[name] for name in further.keys() - plain.state_dict().keys() if not name.startswith("lm_head")}
     assert own == {
         "markov_head.markov_w1.weight": (VOCAB_SIZE, 6),

@@ -12,7 +12,6 @@ from configs.head_families import HydraSettings
 from configs.schema import HeadsConfig
 from heads.artifact import WEIGHTS_FILE
 from heads.draft_layer import shape_like
-from heads.draft_vocabulary import DraftVocabulary
 from heads.families import FAMILIES
 from heads.lm_head import head_logits
 from tests.heads import family_checks as checks
@@ -20,7 +19,6 @@ from tests.heads import family_checks as checks
 PLAIN = HydraSettings(kind="hydra", num_depths=3, num_layers=2)
 PREFIX = HydraSettings(kind="hydra", num_depths=3, prefix_attention=True)
 BOTH = pytest.mark.parametrize("settings", [PLAIN, PREFIX], ids=["plain", "prefix"])
-SOME_TOKENS = DraftVocabulary(token_ids_W=torch.arange(1, 64, 2), target_vocab_size=64)
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +126,7 @@ def test_it_drafts_as_it_was_trained(settings, name):
 
 
 def test_it_drafts_as_it_was_trained_from_some_of_the_tokens(target):
-    checks.assert_drafts_as_trained(checks.build(PREFIX, target.model, SOME_TOKENS), target.model)
+    checks.assert_drafts_as_trained(checks.build(PREFIX, target.model, checks.SOME_TOKENS), target.model)
 
 
 @BOTH
@@ -169,7 +167,7 @@ NORMS = {f"prefix_layer.{name}.weight" for name in ("input_layernorm", "post_att
     ("settings", "vocabulary", "names"),
     [
         (PLAIN, None, FIRST | LATER | {name.replace("layers.0", "layers.1") for name in LATER}),
-        (PREFIX, SOME_TOKENS, FIRST | LATER | ATTENTION | MLP | NORMS | {"lm_head.weight"}),
+        (PREFIX, checks.SOME_TOKENS, FIRST | LATER | ATTENTION | MLP | NORMS | {"lm_head.weight"}),
     ],
     ids=["plain", "prefix_reduced"],
 )

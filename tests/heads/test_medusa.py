@@ -8,7 +8,6 @@ from safetensors.torch import load_file
 from configs.head_families import MedusaSettings
 from configs.schema import HeadsConfig, SamplingConfig
 from heads.artifact import WEIGHTS_FILE
-from heads.draft_vocabulary import DraftVocabulary
 from heads.families import FAMILIES
 from heads.law import token_law
 from heads.lm_head import head_logits
@@ -19,7 +18,6 @@ from tests.heads import family_checks as checks
 
 SHARED = MedusaSettings(kind="medusa", num_depths=3, num_layers=2)
 OWN = MedusaSettings(kind="medusa", num_depths=3, own_output_heads=True, train_head=True)
-SOME_TOKENS = DraftVocabulary(token_ids_W=torch.arange(1, 64, 2), target_vocab_size=64)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +81,7 @@ def test_it_drafts_as_it_was_trained(name):
 
 @pytest.mark.parametrize("settings", [SHARED, OWN], ids=["shared", "own"])
 def test_it_drafts_as_it_was_trained_from_some_of_the_tokens(target, settings):
-    checks.assert_drafts_as_trained(checks.build(settings, target.model, SOME_TOKENS), target.model)
+    checks.assert_drafts_as_trained(checks.build(settings, target.model, checks.SOME_TOKENS), target.model)
 
 
 @pytest.mark.parametrize("name", checks.CONFIGS)
@@ -114,7 +112,7 @@ BLOCKS = {f"blocks.{head}.layers.0.{part}" for head in range(3) for part in ("we
     [
         (SHARED, None, BLOCKS | {name.replace("layers.0", "layers.1") for name in BLOCKS}),
         (OWN, None, BLOCKS | {f"lm_heads.{head}.weight" for head in range(3)}),
-        (OWN, SOME_TOKENS, BLOCKS | {f"lm_heads.{head}.weight" for head in range(3)}),
+        (OWN, checks.SOME_TOKENS, BLOCKS | {f"lm_heads.{head}.weight" for head in range(3)}),
     ],
     ids=["shared", "own", "own_reduced"],
 )
@@ -125,7 +123,7 @@ def test_it_comes_back_from_disk_under_the_names_that_engines_know(tmp_path, tar
 
 @torch.no_grad()
 def test_the_law_of_a_draft_is_the_one_it_was_drawn_from(target):
-    proposer = MedusaDrafts(checks.build(SHARED, target.model, SOME_TOKENS), target.device)
+    proposer = MedusaDrafts(checks.build(SHARED, target.model, checks.SOME_TOKENS), target.device)
     sampling = SamplingConfig(temperature=1.3, top_k=7)
     tokens = [[*prompt, 1] for prompt in checks.PROMPTS[:1]]
     proposer.start(tokens, 32, read_states(target.model, torch.tensor(checks.PROMPTS[:1]), ()))

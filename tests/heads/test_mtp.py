@@ -13,7 +13,6 @@ from configs.errors import InputError
 from configs.head_families import MtpSettings
 from configs.schema import HeadsConfig, SamplingConfig
 from heads.artifact import WEIGHTS_FILE
-from heads.draft_vocabulary import DraftVocabulary
 from heads.families import FAMILIES
 from heads.lm_head import backbone
 from heads.mtp import Mtp
@@ -25,7 +24,6 @@ SHARED = MtpSettings(kind="mtp", num_depths=3)
 OWN = MtpSettings(kind="mtp", num_depths=3, shared_depths=False)
 KINDS = pytest.mark.parametrize("settings", [SHARED, OWN], ids=["shared", "own"])
 FAMILY_NAMES = pytest.mark.parametrize("name", checks.CONFIGS)
-SOME_TOKENS = DraftVocabulary(token_ids_W=torch.arange(1, 64, 2), target_vocab_size=64)
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +170,7 @@ def test_it_drafts_as_it_was_trained_under_eager_attention(settings):
 
 
 def test_it_drafts_as_it_was_trained_from_some_of_the_tokens(target):
-    head = checks.build(changed(SHARED, train_head=True), target.model, SOME_TOKENS)
+    head = checks.build(changed(SHARED, train_head=True), target.model, checks.SOME_TOKENS)
     checks.assert_drafts_as_trained(head, target.model, tolerance=1e-4)
 
 
@@ -205,7 +203,9 @@ def test_gradients_reach_every_parameter(as_target, name, settings):
 
 
 @pytest.mark.parametrize(
-    ("settings", "vocabulary", "more"), [(SHARED, None, set()), (OWN, SOME_TOKENS, {"lm_head.weight"})], ids=["shared", "own"]
+    ("settings", "vocabulary", "more"),
+    [(SHARED, None, set()), (OWN, checks.SOME_TOKENS, {"lm_head.weight"})],
+    ids=["shared", "own"],
 )
 def test_it_comes_back_from_disk_under_the_names_that_transformers_knows(tmp_path, target, settings, vocabulary, more):
     head = checks.build(settings, target.model, vocabulary)
