@@ -106,15 +106,8 @@ class DFlash(nn.Module):
         rows_N, columns_N = labelled_BA.nonzero(as_tuple=True)
         origins_N = rows_N * inputs.input_ids_BT.shape[1] + anchors.places_BA[rows_N, columns_N] - 1
         hidden_ND = states_BAD[rows_N, columns_N]
-        return Depth(
-            hidden_ND=hidden_ND,
-            origins_N=origins_N,
-            judged_N=origins_N + slot,
-            logits_of=self.lm_head.logits,
-            parameters=self.lm_head.parameters_used,
-            weight=math.exp(-(slot - 1) / self.settings.position_decay),
-            row_weights_N=anchors.weights_BA[rows_N, columns_N],
-        )
+        weight, row_weights_N = math.exp(-(slot - 1) / self.settings.position_decay), anchors.weights_BA[rows_N, columns_N]
+        return self.lm_head.at_depth(slot - 1, hidden_ND, origins_N, weight=weight, row_weights_N=row_weights_N)
 
     def _block_ids(self, pending: Tensor) -> Tensor:
         """Return the ids `[..., S]` in the slots of blocks."""

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from heads.draft_vocabulary import DraftVocabulary, head_rows
 from heads.lm_head import head_logits
+from heads.training import Depth
 
 
 class DraftHead(nn.Module):
@@ -78,6 +79,20 @@ class DraftHead(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits `[..., W]` of final states `[..., D]`."""
         return head_logits(cast(PreTrainedModel, self), hidden)
+
+    def at_depth(
+        self, depth: int, hidden_ND: Tensor, origins_N: Tensor, *, weight: float, row_weights_N: Tensor | None = None
+    ) -> Depth:
+        """Return what it says of the tokens at a depth, counted from 0, from final states at these origins."""
+        return Depth(
+            hidden_ND=hidden_ND,
+            origins_N=origins_N,
+            judged_N=origins_N + depth + 1,
+            logits_of=self.logits,
+            parameters=self.parameters_used,
+            weight=weight,
+            row_weights_N=row_weights_N,
+        )
 
     def target_ids(self, drafted: Tensor) -> Tensor:
         """Return the target's ids of draft tokens."""

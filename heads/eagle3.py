@@ -103,16 +103,8 @@ class Eagle3(EagleBody):
             if self.settings.norm_feedback:
                 states_BTD = self.norm(states_BTD)
             origins_N = labelled_origins(inputs, depth)
-            depths.append(
-                Depth(
-                    hidden_ND=self.to_head(flat(states_BTD, origins_N), depth),
-                    origins_N=origins_N,
-                    judged_N=origins_N + depth + 1,
-                    logits_of=self.lm_head.logits,
-                    parameters=self.lm_head.parameters_used,
-                    weight=self.settings.depth_decay**depth,
-                )
-            )
+            hidden_ND = self.to_head(flat(states_BTD, origins_N), depth)
+            depths.append(self.lm_head.at_depth(depth, hidden_ND, origins_N, weight=self.settings.depth_decay**depth))
         return depths
 
     def read(self, features_BTF: Tensor, ids_BT: Tensor, positions_BT: Tensor, cache: RowCache, depth: int) -> Tensor:

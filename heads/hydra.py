@@ -71,16 +71,8 @@ class Hydra(nn.Module):
         for depth, blocks in enumerate(self.blocks):
             origins_N = labelled_origins(inputs, depth)
             known = [flat(embedded_BTE, origins_N + 1 + ahead) for ahead in range(depth + 1)]
-            depths.append(
-                Depth(
-                    hidden_ND=blocks(torch.cat([flat(states_BTE, origins_N), *known], -1)),
-                    origins_N=origins_N,
-                    judged_N=origins_N + depth + 1,
-                    logits_of=self.lm_head.logits,
-                    parameters=self.lm_head.parameters_used,
-                    weight=self.settings.depth_decay**depth,
-                )
-            )
+            hidden_ND = blocks(torch.cat([flat(states_BTE, origins_N), *known], -1))
+            depths.append(self.lm_head.at_depth(depth, hidden_ND, origins_N, weight=self.settings.depth_decay**depth))
         return depths
 
     def features(self, states: TargetStates) -> Tensor:

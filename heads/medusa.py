@@ -62,16 +62,8 @@ class Medusa(nn.Module):
         for depth, blocks in enumerate(self.blocks):
             origins_N = labelled_origins(inputs, depth)
             head = self.output_head(depth)
-            depths.append(
-                Depth(
-                    hidden_ND=blocks(flat(inputs.states.final_BTE, origins_N)),
-                    origins_N=origins_N,
-                    judged_N=origins_N + depth + 1,
-                    logits_of=head.logits,
-                    parameters=head.parameters_used,
-                    weight=self.settings.depth_decay**depth,
-                )
-            )
+            hidden_ND = blocks(flat(inputs.states.final_BTE, origins_N))
+            depths.append(head.at_depth(depth, hidden_ND, origins_N, weight=self.settings.depth_decay**depth))
         return depths
 
     def draft_logits(self, final_BE: Tensor, num_depths: int) -> Sequence[Tensor]:

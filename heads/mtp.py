@@ -78,16 +78,8 @@ class Mtp(nn.Module):
                 chain,
             )
             origins_N = labelled_origins(inputs, depth)
-            depths.append(
-                Depth(
-                    hidden_ND=flat(states_BTD, origins_N),
-                    origins_N=origins_N,
-                    judged_N=origins_N + depth + 1,
-                    logits_of=self.lm_head.logits,
-                    parameters=self.lm_head.parameters_used,
-                    weight=self.settings.depth_decay**depth,
-                )
-            )
+            hidden_ND = flat(states_BTD, origins_N)
+            depths.append(self.lm_head.at_depth(depth, hidden_ND, origins_N, weight=self.settings.depth_decay**depth))
         return depths
 
     def features(self, states: TargetStates) -> Tensor:

@@ -88,15 +88,8 @@ class PEagle(EagleBody):
         return states_BUD
 
     def _depth(self, states_ND: Tensor, origins_N: Tensor, row_weights_B: Tensor, depth: int, T: int) -> Depth:
-        return Depth(
-            hidden_ND=self.norm(states_ND),
-            origins_N=origins_N,
-            judged_N=origins_N + depth + 1,
-            logits_of=self.lm_head.logits,
-            parameters=self.lm_head.parameters_used,
-            weight=self.settings.depth_decay**depth,
-            row_weights_N=row_weights_B[origins_N // T],
-        )
+        weight, row_weights_N = self.settings.depth_decay**depth, row_weights_B[origins_N // T]
+        return self.lm_head.at_depth(depth, self.norm(states_ND), origins_N, weight=weight, row_weights_N=row_weights_N)
 
     def _shares(self) -> list[float]:
         settings = self.settings
