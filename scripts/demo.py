@@ -29,7 +29,7 @@ STEPS = {
     ],
     "data: the target writes prompts and answers": ["scripts/make_data.py", "--config", "configs/data/demo.yaml"],
     "distil: train a draft LM": [*LAUNCH, "train/distill.py", "--config", "configs/distill/demo.yaml"],
-    "head: train an EAGLE-3 head": [*LAUNCH, "train/heads.py", "--config", "configs/heads/demo.yaml"],
+    "head: train a Hydra head": [*LAUNCH, "train/heads.py", "--config", "configs/heads/demo.yaml"],
     "evaluate: decode with the draft LM": ["eval/run.py", "--config", "configs/eval/demo.yaml"],
     "evaluate: decode with the head": ["eval/run.py", "--config", "configs/eval/demo_head.yaml"],
     "gate: the draft LM's verdict": ["eval/gate.py", str(REPORTS["draft LM"] / "report.json"), *GATE],
