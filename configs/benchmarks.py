@@ -66,7 +66,7 @@ class BenchHeadsConfig(Settings):
     runs: str = "runs/heads/bench"  # folder: what was trained, kept for the next time
     num_prompts: PositiveInt = 32  # held-out prompts decoded, the last of the file: the first chose the checkpoints
     max_new_tokens: PositiveInt = 64
-    repeats: PositiveInt = 2  # timed runs of every prompt
+    repeats: PositiveInt = 1  # timed runs of every prompt
     lossless: LosslessConfig = LosslessConfig()
     eagle3: str | None = "configs/heads/eagle3.yaml"  # trained beside speculators' module, if that is installed; None: not
     num_batches: PositiveInt = 8  # timed optimiser steps by side of that
