@@ -12,7 +12,7 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import ProjectConfiguration, set_seed
 
 from configs.command import DONE
-from configs.errors import ConfigError, first_line
+from configs.errors import ConfigError, InputError, first_line
 from configs.files import write_json
 from configs.provenance import write_run_record
 from configs.schema import DistillConfig, HeadsConfig, ScheduleConfig
@@ -147,6 +147,7 @@ def make_accelerator(schedule: ScheduleConfig, output: Path) -> Accelerator:
 
     Raises:
         ConfigError: a tracker is not installed, or the machine does not have the precision.
+        InputError: the processes were launched with DeepSpeed's ZeRO-3.
     """
     available = {tracker.value for tracker in get_available_trackers()}
     for tracker in schedule.trackers:
@@ -154,7 +155,7 @@ def make_accelerator(schedule: ScheduleConfig, output: Path) -> Accelerator:
             raise ConfigError(f"schedule.trackers: {tracker} is not installed; install it, or take it out of the list")
     set_seed(schedule.seed)
     try:
-        return Accelerator(
+        accelerator = Accelerator(
             mixed_precision=schedule.mixed_precision,
             log_with=list(schedule.trackers) or None,
             project_config=ProjectConfiguration(project_dir=str(output), logging_dir=str(output / "trackers")),
@@ -164,3 +165,20 @@ def make_accelerator(schedule: ScheduleConfig, output: Path) -> Accelerator:
         raise ConfigError(
             f"schedule.mixed_precision: {schedule.mixed_precision} cannot be used: {first_line(error)}"
         ) from error
+    refuse_zero3(accelerator)
+    return accelerator
+
+
+def refuse_zero3(accelerator: Accelerator) -> None:
+    """Stop before a run that could only fail: ZeRO-3 gathers a module's weights while that module runs, and the chunked loss
+    takes the output head's without running it.
+
+    Raises:
+        InputError: it is in force.
+    """
+    plugin = accelerator.state.deepspeed_plugin
+    if plugin is not None and plugin.zero_stage == 3:
+        raise InputError(
+            "DeepSpeed's ZeRO stage 3 splits the output head's weights, which the loss needs whole; set zero_stage to 1 or 2 "
+            "in accelerate's config (a draft is small: what is large is the target, which no stage of its training touches)"
+        )

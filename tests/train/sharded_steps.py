@@ -140,13 +140,11 @@ def join(engine: str) -> Accelerator:
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {
             "stage": int(engine.removeprefix("zero")),
-            "stage3_param_persistence_threshold": 0,  # or weights as small as these would not be sharded at all
-            "stage3_gather_16bit_weights_on_model_save": True,  # in whatever dtype they are
         },
     }
     gloo = InitProcessGroupKwargs(backend="gloo")
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), kwargs_handlers=[gloo])
-    unset_hf_deepspeed_config()  # or transformers would shard each model that it loads, the target as well
+    unset_hf_deepspeed_config()  # transformers would otherwise mind it in each model that it loads
     return accelerator
 
 
