@@ -2,9 +2,10 @@
 PY := .venv/bin/python
 STAMP := .venv/.installed
 VLLM_STAMP := .cache/venvs/vllm/.installed
+GEMMA := .cache/gemma/gemma-3-270m-q4_k_m.gguf
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench bench-decode sweep bench-distill bench-heads tables serve-check clean
+.PHONY: help setup demo test check bench bench-decode sweep bench-distill bench-heads tables serve-check gemma-check clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -51,6 +52,12 @@ serve-check: setup $(VLLM_STAMP) ## a cache made from a real vLLM server against
 $(VLLM_STAMP): scripts/setup_vllm.sh scripts/vllm_pins.txt
 	sh scripts/setup_vllm.sh
 	@touch $@
+
+gemma-check: setup $(GEMMA) ## every head family on Gemma-3-270m, a vocabulary of 262k (once 240 MB of downloads, then minutes)
+	$(PY) -m pytest -m slow -s tests/train/test_gemma_270m.py
+
+$(GEMMA): scripts/fetch_gemma.sh | setup
+	sh scripts/fetch_gemma.sh
 
 clean: ## remove .venv and the tools' caches; runs/ and the downloads in .cache/ stay
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,218 @@
+"""Gemma-3-270m: every head family trains on it, is written, read back, and decodes to what the target says alone.
+
+Slow: `make gemma-check` fetches the weights and runs this. The tiny random Gemma of `tests/heads` has layers of the same kind;
+here they have learnt magnitudes, 262,144 tokens and a window of 512 positions. All is in float32, where decoding with a head
+and without must agree on every token. The weights are those of a pretrained model without a chat template, so prompts are
+plain text; `scripts/make_data.py`, which wants one, is left out. Runs read a folder that the GGUF file was turned into, because
+reading the file takes longer than training on it.
+"""
+
+import gc
+import json
+import logging
+import re
+import resource
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from configs.schema import DecodeConfig, HeadsConfig, TargetConfig
+from distill.conversations import FORMAT_VERSION, MANIFEST, Conversation
+from distill.target import load_target
+from eval.decode import Request, decode, generate
+from heads.artifact import load_draft
+from heads.families import FAMILIES
+from heads.kv_cache import new_cache
+from heads.target_states import forward_states, read_states
+from train.launch import run_heads
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+GGUF = Path(__file__).resolve().parents[2] / ".cache" / "gemma" / "gemma-3-270m-q4_k_m.gguf"
+PLACE = {"dtype": "float32", "device": "cpu"}
+TEXTS = [
+    "Water boils at",
+    "Monday, Tuesday, Wednesday,",
+    "def add(a, b):\n    return",
+    "The capital of France is",
+    "Once upon a time there was a little",
+]
+ANSWER_LENGTH = 16
+NUM_STEPS = 12
+NUM_DRAFTS = 3
+HEADS = {
+    "medusa": {"num_depths": NUM_DRAFTS},
+    "hydra": {"num_depths": NUM_DRAFTS},
+    "eagle3": {"num_depths": NUM_DRAFTS},
+    "mtp": {"num_depths": NUM_DRAFTS},
+    "peagle": {"num_depths": NUM_DRAFTS, "num_layers": 2},
+    "dflash": {"block_size": NUM_DRAFTS + 1},
+    "dspark": {"block_size": NUM_DRAFTS + 1},
+}
+
+
+@pytest.fixture(scope="module")
+def from_file():
+    """The target in the GGUF file."""
+    if not GGUF.exists():
+        pytest.fail(f"{GGUF} is missing; make gemma-check fetches it")
+    return load_target(TargetConfig(name=str(GGUF), **PLACE))
+
+
+@pytest.fixture(scope="module")
+def target(from_file, tmp_path_factory):
+    """The same target from a folder, which is 1.1 GB large and removed at the end."""
+    folder = tmp_path_factory.mktemp("gemma")
+    from_file.model.save_pretrained(folder)
+    from_file.tokenizer.save_pretrained(folder)
+    yield load_target(TargetConfig(name=str(folder), **PLACE))
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def prompts(target):
+    """The texts as token ids, and all of them again and again until they are longer than the window."""
+    rows = [target.tokenizer(text)["input_ids"] for text in TEXTS]
+    bos, *_ = rows[0]
+    told = [token for row in rows for token in row[1:]]
+    length = target.model.config.sliding_window + 20
+    return [*rows, [bos, *(told * (length // len(told) + 1))[:length]]]
+
+
+@pytest.fixture(scope="module")
+def answers(target, prompts):
+    """What the target says to each prompt alone, greedily."""
+    return generate(target, prompts, DecodeConfig(num_speculative_tokens=0, max_new_tokens=ANSWER_LENGTH))
+
+
+@pytest.fixture(scope="module")
+def data(target, prompts, answers, tmp_path_factory):
+    """A folder with the short conversations, as `scripts/make_data.py` writes them."""
+    rows = [
+        Conversation(
+            prompt_id=f"p{number}",
+            category="text",
+            turn=0,
+            messages=(),
+            prompt_ids=tuple(prompt),
+            answer_ids=tuple(answer),
+            ended=answer[-1] in target.eos_token_ids,
+        )
+        for number, (prompt, answer) in enumerate(zip(prompts[: len(TEXTS)], answers, strict=False))
+    ]
+    folder = tmp_path_factory.mktemp("data")
+    for name in ("train", "held_out"):
+        (folder / f"{name}.jsonl").write_text("".join(row.to_line() for row in rows))
+    (folder / MANIFEST).write_text(json.dumps({"format_version": FORMAT_VERSION, "target": target.identity.to_dict()}))
+    return folder
+
+
+def test_the_file_is_read_as_the_model_that_it_is(target, answers):
+    config = target.model.config
+    assert (config.vocab_size, config.sliding_window) == (262_144, 512)
+    assert set(config.layer_types) == {"sliding_attention", "full_attention"}
+    assert target.model.get_output_embeddings().weight is target.model.get_input_embeddings().weight
+    for answer, known in zip(answers, ("100 degrees Celsius", "Thursday", "a + b"), strict=False):
+        assert target.tokenizer.decode(answer).strip().startswith(known)
+
+
+def test_the_folder_holds_what_the_file_does(target, from_file):
+    assert target.identity.tokenizer_sha256 == from_file.identity.tokenizer_sha256
+    weights = target.model.state_dict()
+    assert all(torch.equal(weights[name], value) for name, value in from_file.model.state_dict().items())
+    assert target.model.config.rope_parameters == from_file.model.config.rope_parameters
+    assert target.eos_token_ids == from_file.eos_token_ids
+
+
+def test_plain_decoding_is_that_of_transformers_within_the_window_and_beyond_it(target, prompts, answers):
+    """Its cache keeps a window's worth of keys where ours keeps all and masks them."""
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids_BT = torch.tensor([prompt])
+        said_BT = target.model.generate(
+            ids_BT, attention_mask=torch.ones_like(ids_BT), do_sample=False, max_new_tokens=ANSWER_LENGTH
+        )
+        assert said_BT[0, len(prompt) :].tolist() == answer
+
+
+@torch.no_grad()
+def test_states_read_in_rounds_beyond_the_window_are_those_of_one_forward(target, prompts):
+    ids_BT = torch.tensor([prompts[-1]])
+    taps = [0, 6, 18]
+    whole = read_states(target.model, ids_BT, taps)
+    cache, start = new_cache(target.model, ids_BT.shape[1]), 0
+    for length in (500, 4, 20, 1, 7):  # the third crosses the window's end
+        states = forward_states(target.model, cache, ids_BT[:, start : start + length], [start], taps)
+        for seen, expected in zip((states.final_BTE, *states.taps_ABTE), (whole.final_BTE, *whole.taps_ABTE), strict=True):
+            expected = expected[:, start : start + length]
+            torch.testing.assert_close(seen, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+        start += length
+
+
+def test_no_family_is_left_out():
+    assert set(HEADS) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_learns_is_written_and_decodes_as_the_target_alone(kind, target, prompts, answers, data, tmp_path, caplog):
+    """The gates of the run ask, besides, that drafting is training's forward and that the artifact reads back."""
+    caplog.set_level(logging.INFO, "draftsmith")
+    started = time.perf_counter()
+    assert run_heads(config_for(kind, target, data, tmp_path)) == 0
+    seconds = time.perf_counter() - started
+    gc.collect()  # the run's own copy of the target
+    (gates,) = [line for line in caplog.messages if line.startswith("sanity: passed")]
+    losses = [float(loss) for line in caplog.messages for loss in re.findall(r"^step \d+/\d+: .*\bloss ([^,]+)", line)]
+    assert len(losses) == NUM_STEPS
+    assert sum(losses[-3:]) / 3 < 0.8 * losses[0]
+
+    draft = load_draft(tmp_path / "artifact", target.identity, target.model)
+    assert (draft.metadata.kind, draft.metadata.draft_vocab_size) == (kind, 4096)
+    config = DecodeConfig(num_speculative_tokens=NUM_DRAFTS, max_new_tokens=ANSWER_LENGTH, batch_size=3)
+    generations = [
+        generation
+        for start in range(0, len(prompts), config.batch_size)
+        for generation in decode(target, requests(prompts[start : start + config.batch_size]), config, draft.proposer)[0]
+    ]
+    assert [list(generation.tokens) for generation in generations] == answers
+    rounds = [round_ for generation in generations for round_ in generation.rounds]
+    accepted, drafted = (
+        sum(counts) for counts in zip(*((each.num_accepted, len(each.drafted)) for each in rounds), strict=True)
+    )
+    assert accepted > 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # kB on Linux
+    print(
+        f"\n{kind}: {draft.num_parameters / 1e6:.1f} M parameters, {seconds:.0f} s of loading, gates and training, loss "
+        f"{losses[0]:.2f} -> {losses[-1]:.2f}, {accepted} of {drafted} drafts accepted, peak {peak:.1f} GB\n{gates}"
+    )
+
+
+def config_for(kind, target, data, output):
+    return HeadsConfig.model_validate(
+        {
+            "target": {"name": target.identity.name, **PLACE},
+            "data": {"train": str(data / "train.jsonl"), "held_out": str(data / "held_out.jsonl")},
+            "head": {"kind": kind, "draft_vocab_size": 4096, **HEADS[kind]},
+            "schedule": {
+                "batch_size": len(TEXTS),  # every step sees all the text, so that its loss can be held against the first
+                "max_steps": NUM_STEPS,
+                "mixed_precision": "no",
+                "log_every_steps": 1,
+                "trackers": [],
+            },
+            "held_out": {
+                "num_prompts": 2,
+                "decode": {"num_speculative_tokens": NUM_DRAFTS, "max_new_tokens": 12, "batch_size": 2},
+            },
+            # All depths of P-EAGLE read one placeholder, which it learns to tell apart by place: more steps than the default.
+            "sanity": {"overfit_steps": 400},
+            "num_speculative_tokens": NUM_DRAFTS,
+            "output": str(output),
+        }
+    )
+
+
+def requests(prompts):
+    return [Request(prompt_id=str(number), category="", tokens=tuple(prompt)) for number, prompt in enumerate(prompts)]
