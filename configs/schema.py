@@ -17,6 +17,8 @@ from configs.head_families import Eagle3Settings, HeadConfig
 from configs.learning import LossConfig, OptimizerConfig, StudentConfig
 from configs.policy import PolicyConfig
 from configs.settings import Dtype, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings, Share
+from configs.stopping import CostStopping, StoppingConfig
+from configs.trees import TreeConfig
 
 
 class TargetConfig(Settings):
@@ -26,6 +28,9 @@ class TargetConfig(Settings):
     revision: str | None = None  # a Hub revision; only for Hub ids
     dtype: Dtype = "bfloat16"
     attention: Literal["sdpa", "eager"] = "sdpa"
+    # lean: decode by a forward of draftsmith's own (Llama, Mistral, Qwen2, Qwen3), which packs the weights a second time in the
+    # form that a CPU reads fastest. The draft then runs by one too, where it is of such a family.
+    forward: Literal["transformers", "lean"] = "transformers"
     device: str = "auto"  # auto takes the GPU where there is one
     trust_remote_code: bool = False
 
@@ -42,10 +47,45 @@ class DecodeConfig(SamplingConfig):
     """One way of decoding. `num_speculative_tokens: 0` is plain decoding through the same loop."""
 
     num_speculative_tokens: NonNegativeInt = 3
+    stopping: StoppingConfig = None  # when a round drafts fewer; None: never by choice
     verification: Literal["token", "block", "match"] = "token"  # at temperature 0 all three are the greedy rule
     max_new_tokens: PositiveInt = 128
     batch_size: PositiveInt = 1
     seed: NonNegativeInt = 0
+    # Several candidates for each position, down to num_speculative_tokens; None: a chain. At a temperature above 0, `token`
+    # draws a static tree's tokens and judges siblings by recursive rejection, `match` takes the draft's likeliest.
+    tree: TreeConfig = None
+
+    @model_validator(mode="after")
+    def _the_tree_can_be_drafted_and_judged(self) -> Self:
+        if self.tree is None or self.num_speculative_tokens == 0:
+            return self
+        if self.tree.kind == "static" and self.tree.depth > self.num_speculative_tokens:
+            raise ValueError(
+                f"tree is {self.tree.depth} tokens deep, and num_speculative_tokens allows {self.num_speculative_tokens}; "
+                "raise that, or cut the tree"
+            )
+        if self.stopping is not None:
+            raise ValueError("stopping cuts chains only: set it to null, or tree to null")
+        if self.temperature > 0 and self.verification == "block":
+            raise ValueError("verification block judges chains only: set it to token or match, or tree to null")
+        if self.temperature > 0 and self.verification == "token" and self.tree.kind == "dynamic":
+            raise ValueError(
+                "a dynamic tree leaves out drafts for their probability, so they cannot be drawn at a temperature above 0: "
+                "set verification to match, or tree to a static one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _costs_are_known_for_every_length(self) -> Self:
+        if isinstance(self.stopping, CostStopping):
+            known, needed = len(self.stopping.target_step_milliseconds), self.num_speculative_tokens + 1
+            if known < needed:
+                raise ValueError(
+                    f"stopping.target_step_milliseconds must have {needed} entries or more, for 1 to {needed} rows "
+                    f"(num_speculative_tokens + 1), got {known}"
+                )
+        return self
 
 
 # --- data ---------------------------------------------------------------------------------------------------------

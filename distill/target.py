@@ -20,6 +20,7 @@ from configs.errors import InputError, first_line
 from configs.schema import TargetConfig
 from distill.embedded import PREFIX, embedded_folder, load_gguf
 from heads.identity import TargetIdentity, hash_chat_template, hash_files, hash_tokenizer, hash_weights
+from heads.lean_forward import make_lean
 from heads.lm_head import check_split
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
@@ -76,7 +77,8 @@ def load_target(config: TargetConfig) -> Target:
     """Load, freeze and identify a target.
 
     Raises:
-        InputError: it cannot be found, or is no causal LM that draftsmith can split (see `heads.lm_head`).
+        InputError: it cannot be found, is no causal LM that draftsmith can split (see `heads.lm_head`), or has no lean forward
+            and was asked for one.
     """
     if not sys.stderr.isatty():
         disable_progress_bar()  # a log of half-drawn bars hides the lines that matter
@@ -89,6 +91,8 @@ def load_target(config: TargetConfig) -> Target:
     weights_sha256 = hash_files([path]) if path.is_file() else hash_weights(path)
     move(model, device, getattr(torch, config.dtype)).eval().requires_grad_(False)
     check_split(model)
+    if config.forward == "lean":
+        make_lean(model)
     identity = TargetIdentity(
         name=config.name,
         revision=config.revision,

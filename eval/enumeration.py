@@ -75,10 +75,10 @@ def enumerate_rule(rule: Rule, toy: Toy) -> Outcome:
     law: dict[Prefix, float] = dict.fromkeys(itertools.product(range(toy.vocab_size), repeat=toy.num_drafts + 1), 0.0)
     tokens = 0.0
     for number, (draft, _) in enumerate(cases):
-        if weight := weights[number] * _joint(toy.q, draft):
+        if weight := weights[number] * joint(toy.q, draft):
             tokens += weight * (accepted[number] + 1)
-            _spread(toy, law, draft[: accepted[number]], next_law[number], weight)
-    distance = sum(abs(probability - _joint(toy.p, sequence)) for sequence, probability in law.items()) / 2
+            spread(toy, law, draft[: accepted[number]], next_law[number], weight)
+    distance = sum(abs(probability - joint(toy.p, sequence)) for sequence, probability in law.items()) / 2
     return Outcome(total_variation=distance, tokens_per_round=tokens)
 
 
@@ -109,7 +109,7 @@ class _Cases:
                 accept_BG[:, position] = uniform_B
                 return self.judge(accept_BG, half_B).num_accepted_B > position
 
-            columns.append(_bisect(wins, len(self.tokens_BG)))
+            columns.append(bisect(wins, len(self.tokens_BG)))
         return torch.stack(columns, 1)
 
     def next_token_law(self, accept_BG: Tensor) -> tuple[list[int], list[list[float]]]:
@@ -121,11 +121,11 @@ class _Cases:
             def at_most(uniform_B: Tensor, token: int = token) -> Tensor:
                 return self.judge(accept_BG, uniform_B).next_token_B <= token
 
-            bounds.append(_bisect(at_most, len(accept_BG)))
+            bounds.append(bisect(at_most, len(accept_BG)))
         return num_accepted_B.tolist(), torch.stack(bounds, 1).diff(dim=1).tolist()
 
 
-def _bisect(holds: Callable[[Tensor], Tensor], size: int) -> Tensor:
+def bisect(holds: Callable[[Tensor], Tensor], size: int) -> Tensor:
     """Return, for each case, the least upper bound of the uniforms at which a condition that only ever turns false holds."""
     zero_B = torch.zeros(size, dtype=torch.float64)
     low_B, high_B = zero_B.clone(), zero_B + 1.0
@@ -137,16 +137,16 @@ def _bisect(holds: Callable[[Tensor], Tensor], size: int) -> Tensor:
     return torch.where(never_B, zero_B, torch.where(always_B, zero_B + 1.0, low_B))
 
 
-def _spread(toy: Toy, law: dict[Prefix, float], accepted: Prefix, next_V: list[float], weight: float) -> None:
+def spread(toy: Toy, law: dict[Prefix, float], accepted: Prefix, next_V: list[float], weight: float) -> None:
     """Add the committed tokens' probability to `law`, continued with p to full length."""
     missing = toy.num_drafts - len(accepted)
     for token, share in enumerate(next_V):
         committed = (*accepted, token)
         for rest in itertools.product(range(toy.vocab_size), repeat=missing):
-            law[committed + rest] += weight * share * _joint(toy.p, rest, after=committed)
+            law[committed + rest] += weight * share * joint(toy.p, rest, after=committed)
 
 
-def _joint(laws: dict[Prefix, list[float]], sequence: Prefix, after: Prefix = ()) -> float:
+def joint(laws: dict[Prefix, list[float]], sequence: Prefix, after: Prefix = ()) -> float:
     """Return the probability of a sequence after a prefix."""
     probability = 1.0
     for index, token in enumerate(sequence):

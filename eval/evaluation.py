@@ -88,17 +88,21 @@ def measure(target: Target, requests: Sequence[Request], config: EvalConfig, pro
     Before, each mode decodes the batches of the first `config.warmup_prompts` prompts: whole ones, whose shapes are the timed.
     """
     modes: dict[str, Proposer | None] = {AUTOREGRESSIVE: None, **proposers}
+    # The free baselines draft chains, whatever shape the draft under evaluation is asked for.
+    settings = {
+        mode: config.decode if mode == SPECULATIVE else config.decode.model_copy(update={"tree": None}) for mode in modes
+    }
     size = config.decode.batch_size
     batches = [requests[start : start + size] for start in range(0, len(requests), size)]
-    for batch, proposer in itertools.product(batches[: math.ceil(config.warmup_prompts / size)], modes.values()):
-        decode(target, batch, config.decode, proposer)
+    for batch, mode in itertools.product(batches[: math.ceil(config.warmup_prompts / size)], modes):
+        decode(target, batch, settings[mode], modes[mode])
     records = Records()
     with progress("decoding", len(requests), "prompts") as advance:
         for batch in batches:
             for repeat, mode in itertools.product(range(config.repeats), modes):
                 measure_overlap = repeat == 0 and mode == SPECULATIVE
                 generations, timing = decode(
-                    target, batch, config.decode, modes[mode], mode=mode, repeat=repeat, measure_overlap=measure_overlap
+                    target, batch, settings[mode], modes[mode], mode=mode, repeat=repeat, measure_overlap=measure_overlap
                 )
                 records.timings.append(timing)
                 records.generations += generations if repeat == 0 else []
@@ -148,7 +152,7 @@ def _describe(
         | {
             "dtype": config.target.dtype,
             "attention": config.target.attention,
-            "tree": None,
+            "forward": config.target.forward,
             "compile": False,
             "warmup_prompts": config.warmup_prompts,
         },

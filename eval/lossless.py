@@ -19,10 +19,13 @@ import torch
 
 from configs.schema import DecodeConfig, LosslessConfig
 from distill.target import Target, move
-from eval.decode import RULES, Request, decode
+from eval.decode import Request, decode
 from eval.enumeration import enumerate_rule, random_toy
+from eval.judging import RULES
 from eval.records import Divergence, Generation
 from heads.artifact import Draft
+from heads.fast_forward import is_registered
+from heads.lean_forward import make_lean
 from heads.lm_head import backbone, head_logits
 
 LOSSLESS, UP_TO_TIES, NOT_LOSSLESS = "lossless", "lossless_up_to_ties", "not_lossless"
@@ -184,6 +187,8 @@ def _check_in_float32(
 ) -> list[Divergence]:
     """Decode requests greedily both ways in float32 and return the differences."""
     in_float32 = _copied(target, torch.float32)
+    if is_registered(target.model):
+        make_lean(in_float32.model)
     proposer = draft_for(in_float32).proposer
     greedy = decode_config.model_copy(update={"temperature": 0.0})
     plain, speculative = [], []

@@ -81,17 +81,20 @@ class RoundAcceptance(Metric):
     """What became of the drafted tokens, all of it read from one table of rounds by (cut, drafted, accepted).
 
     A position is judged when every draft before it was accepted and the text had not ended. Drafts behind an accepted end
-    of text count as drafted (they cost time) but not as judged: nobody knows whether they would have been accepted.
+    of text count as drafted (they cost time) but not as judged: nobody knows whether they would have been accepted. The
+    drafts of a tree count in its yield all, and elsewhere those on the way that was walked.
     """
 
     full_state_update = False
     rounds_CGA: Tensor
+    drafts: Tensor
 
     def __init__(self, num_positions: int) -> None:
         super().__init__()
         self.num_positions = num_positions
         size = num_positions + 1
         self.add_state("rounds_CGA", torch.zeros((2, size, size), dtype=torch.int64), dist_reduce_fx="sum")
+        self.add_state("drafts", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, generations: Sequence[Generation]) -> None:
         """Count the rounds of some prompts.
@@ -104,6 +107,7 @@ class RoundAcceptance(Metric):
         for round_ in (round_ for generation in generations for round_ in generation.rounds):
             if len(round_.drafted) > self.num_positions:
                 raise ValueError(f"a round drafted {len(round_.drafted)} tokens, more than num_positions={self.num_positions}")
+            self.drafts += round_.num_drafted
             cells.append((was_cut(round_) * size + len(round_.drafted)) * size + round_.num_accepted)
         counts = torch.bincount(torch.tensor(cells, dtype=torch.int64), minlength=2 * size * size)
         self.rounds_CGA += counts.view(2, size, size).to(self.rounds_CGA.device)
@@ -116,7 +120,7 @@ class RoundAcceptance(Metric):
         num_accepted = (accepted_A * lengths).sum()
         return {
             "accepted_per_round": _ratio(num_accepted, rounds_GA.sum()),
-            "draft_token_yield": _ratio(num_accepted, (drafted_G * lengths).sum()),
+            "draft_token_yield": _ratio(num_accepted, self.drafts),
             "position_conditional": [self._conditional(position) for position in range(self.num_positions)],
             "position_survival": [self._survival(position) for position in range(self.num_positions)],
             "accepted_histogram": accepted_A.tolist(),

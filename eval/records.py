@@ -18,13 +18,21 @@ class Round:
     """One target step: `drafted` went in, `committed` came out.
 
     Counted on what was committed: where the end of the text cut the round, `num_accepted` is cut as well, and the last
-    committed token may then be an accepted one instead of the target's own.
+    committed token may then be an accepted one instead of the target's own. Of a tree, `drafted` is the way that was walked
+    (the accepted drafts and the likeliest branch below them), so that positions mean what they mean for a chain.
     """
 
     drafted: tuple[int, ...]
     num_accepted: int
     committed: tuple[int, ...]
     overlap: tuple[float, ...] | None = None  # sum_v min(p, q) at each drafted position up to and with the first rejected one
+    ranks: tuple[int, ...] | None = None  # of a tree: which child of its parent each accepted draft is, 0 the likeliest
+    num_nodes: int | None = None  # of a tree: its drafts, on the way walked and off it
+
+    @property
+    def num_drafted(self) -> int:
+        """How many drafts the target judged."""
+        return len(self.drafted) if self.num_nodes is None else self.num_nodes
 
 
 @dataclass(frozen=True, kw_only=True)

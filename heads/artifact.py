@@ -24,8 +24,10 @@ from configs.files import new_folder, read_json, write_json
 from heads.draft_lm import DraftLM
 from heads.draft_vocabulary import DraftVocabulary, keep_head_rows, read_draft_vocabulary, write_draft_vocabulary
 from heads.families import FAMILIES, serve
+from heads.fast_forward import is_registered
 from heads.identity import TargetIdentity, hash_files
 from heads.kv_cache import check_rolls_back
+from heads.lean_forward import make_lean
 from heads.lm_head import check_split
 from heads.proposer import Proposer
 from heads.target_states import check_taps
@@ -139,6 +141,8 @@ def load_draft(
         warnings.append(words)
     load = _load_draft_lm if metadata.kind == "draft_lm" else _load_head
     model, proposer = load(folder, metadata, target)
+    if metadata.kind == "draft_lm":
+        warnings += _run_like_the_target(proposer, target)
     return Draft(
         metadata=metadata,
         proposer=proposer,
@@ -190,6 +194,17 @@ def _load_draft_lm(folder: Path, metadata: Metadata, target: PreTrainedModel) ->
     vocabulary = _load_vocabulary(folder, metadata, target_vocab_size)
     keep_head_rows(model, vocabulary)
     return model, DraftLM(model, target_vocab_size, vocabulary)
+
+
+def _run_like_the_target(proposer: Proposer, target: PreTrainedModel) -> list[str]:
+    """Give a draft LM a lean forward where its target has one; return what to tell the user where that cannot be."""
+    if not is_registered(target) or not isinstance(proposer, DraftLM):
+        return []
+    try:
+        make_lean(proposer.model)
+    except InputError as error:
+        return [f"the draft runs by transformers' forward, slower than its target's: {error}"]
+    return []
 
 
 def _load_head(folder: Path, metadata: Metadata, target: PreTrainedModel) -> tuple[torch.nn.Module, Proposer]:

@@ -146,11 +146,10 @@ def causal_mask(document_ids_BT: Tensor) -> Tensor:
 
 
 def placed_mask(cache: RowCache, positions_BT: Tensor) -> Tensor:
-    """Return which cached keys each position sees when decoding, bool `[B, 1, T, S]`: those up to its own place.
+    """Return which cached keys each position sees when decoding, bool `[B, 1, T, S]` (`heads.kv_cache.RowCache.visible`).
 
     Args:
         cache: after `place` for the forward under way; S is what its layers will return.
-        positions_BT: places of the new tokens in the cache.
+        positions_BT: positions of the new tokens in the text.
     """
-    keys_S = torch.arange(cache.placed_end, device=positions_BT.device)
-    return (keys_S <= positions_BT.unsqueeze(-1)).unsqueeze(1)
+    return cache.visible(positions_BT).unsqueeze(1)

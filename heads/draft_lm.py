@@ -23,10 +23,12 @@ from heads.lm_head import head_logits
 from heads.proposer import Proposal, Tokens
 from heads.streams import Streams
 from heads.target_states import TargetStates
+from heads.tree_drafting import TreeSlots, grow
+from heads.trees import GrownTree, Tree
 
 
 class DraftLM:
-    """A draft model as a proposer (`heads.proposer.Proposer`).
+    """A draft model as a proposer (`heads.proposer.TreeProposer`).
 
     Args:
         model: a causal LM that reads the target's token ids.
@@ -36,6 +38,7 @@ class DraftLM:
     """
 
     taps: Sequence[int] = ()
+    num_trees = 1
 
     def __init__(self, model: PreTrainedModel, vocab_size: int, vocabulary: DraftVocabulary | None = None) -> None:
         self.model = model
@@ -61,17 +64,32 @@ class DraftLM:
         drafting = Drafting(
             lengths, sampling, streams, self.model.device, self._target_ids, self._spread, keep_logits=keep_logits
         )
-        unread = max(length - cached for length, cached in zip(lengths, self._cached, strict=True))
-        # Rows that lag less read a few cached tokens again: the same keys and values at the same places.
-        starts = [length - unread for length in lengths]
-        ids_BT = self._ids([row[-unread:] for row in tokens])
+        ids_BT, starts = self._unread(tokens)
         for step in range(num_tokens):
             hidden_BD = forward_rows(self.model, self._cache, ids_BT, starts)[:, -1]
             drafted_B = drafting.add(head_logits(self.model, hidden_BD)[:, : self.vocab_size])
+            if drafting.finished:
+                break
             ids_BT, starts = drafted_B.unsqueeze(1), [length + step for length in lengths]
         self._proposed_from = lengths
-        self._cached = [length + num_tokens - 1 for length in lengths]
+        self._cached = [length + step for length in lengths]  # up to the last draft, which was not read
         return drafting.proposal()
+
+    def propose_tree(
+        self, tokens: Tokens, tree: Tree | GrownTree, drawn_by: SamplingConfig | None, streams: Streams
+    ) -> Proposal:
+        lengths = [len(row) for row in tokens]
+        growth = grow(tree, lengths, drawn_by, streams, self._target_ids, self._spread)
+        slots = TreeSlots(lengths, self.model.device)
+        ids_BT, starts = self._unread(tokens)
+        hidden_BMD = forward_rows(self.model, self._cache, ids_BT, starts)[:, -1:]
+        while frontier := growth.add(head_logits(self.model, hidden_BMD)[..., : self.vocab_size]):
+            branches = slots.place(frontier)
+            hidden_BMD = forward_rows(self.model, self._cache, frontier.tokens_BM, branches.starts, branches)
+        # What the tree left in the cache is not looked through for the path that stays: the next round's first forward reads
+        # its tokens again, together with the pending one.
+        self._proposed_from = self._cached = lengths
+        return growth.proposal()
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates | None = None) -> None:
         valid = (start + accepted for start, accepted in zip(self._proposed_from, num_accepted, strict=True))
@@ -81,6 +99,12 @@ class DraftLM:
         self._cache.keep_rows(rows)
         self._cached = [self._cached[row] for row in rows]
         self._proposed_from = [self._proposed_from[row] for row in rows]
+
+    def _unread(self, tokens: Tokens) -> tuple[Tensor, list[int]]:
+        """Return the tokens `[B, T]` that the cache lacks, and the position of each row's first."""
+        unread = max(len(row) - cached for row, cached in zip(tokens, self._cached, strict=True))
+        # Rows that lag less read a few cached tokens again: the same keys and values at the same places.
+        return self._ids([row[-unread:] for row in tokens]), [len(row) - unread for row in tokens]
 
     def _target_ids(self, drafted_B: Tensor) -> Tensor:
         return drafted_B if self.vocabulary is None else self.vocabulary.token_ids_W[drafted_B]

@@ -1,7 +1,8 @@
 """From a family's logits to a proposal: the choice of each drafted token and the law it was drawn from.
 
-Every family drafts through this, so that the law handed to verification is the law drawn from, in the target's ids, and that
-draws use the draft's own stream in the round that is named by the row's length.
+Every family drafts through this, so that the law handed to verification is the law drawn from, in the target's ids, that
+draws use the draft's own stream in the round that is named by the row's length, and that a row stops where the decoder's
+rule says (`heads.stopping`).
 B batch, G drafts, W draft vocabulary, V target vocabulary.
 """
 
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor
 
 from configs.schema import SamplingConfig
-from heads.law import draw, token_law
+from heads.law import draw, likeliest, token_law
 from heads.proposer import Proposal
+from heads.stopping import looked_at, rule_for
 from heads.streams import Role, Streams
 
 Spread = Callable[[Tensor, float], Tensor]
@@ -25,7 +27,7 @@ class Drafting:
 
     Args:
         lengths: tokens by row, the pending one included; the first draft stands at that position.
-        sampling: the law to draft by.
+        sampling: the law to draft by, and when to stop.
         streams: random numbers.
         target_ids: the target's ids of draft tokens.
         spread: puts values over the draft vocabulary at their places in the target's.
@@ -47,17 +49,25 @@ class Drafting:
         self.target_ids, self.spread = target_ids, spread
         self.lengths = list(lengths)
         self._first_B1 = torch.tensor(self.lengths, device=device).unsqueeze(1)
+        self._rule = rule_for(sampling)
+        self._open_B = torch.ones(len(self.lengths), dtype=torch.bool, device=device)  # rows that still draft
+        self._num_drafted_B = torch.zeros(len(self.lengths), dtype=torch.int64, device=device)
         self._drafted: list[Tensor] = []
         self._laws: list[Tensor] = []
         self._logits: list[Tensor] = []
 
     def add(self, logits_BW: Tensor) -> Tensor:
-        """Choose the next draft of every row from its logits; return the target's ids `[B]`."""
-        step = len(self._drafted)
-        if self.sampling.temperature == 0:
-            drafted_B = self.target_ids(logits_BW.argmax(-1))
+        """Choose the next draft of every row from its logits; return the target's ids `[B]`.
+
+        Rows that have stopped are given one too, which counts for nothing.
+        """
+        step, greedy = len(self._drafted), self.sampling.temperature == 0
+        if not greedy or self._rule is not None:
+            law_BW = token_law(logits_BW, looked_at(self.sampling))
+            self._look(law_BW)
+        if greedy:
+            drafted_B = self.target_ids(likeliest(logits_BW))
         else:
-            law_BW = token_law(logits_BW, self.sampling)
             uniform_B = self.streams.uniform(Role.DRAFT, self._first_B1 + step, self._first_B1).squeeze(1)
             drafted_B = self.target_ids(draw(law_BW, uniform_B))
             self._laws.append(self.spread(law_BW, 0.0))
@@ -66,11 +76,27 @@ class Drafting:
             self._logits.append(self.spread(logits_BW, float("-inf")))
         return drafted_B
 
+    @property
+    def finished(self) -> bool:
+        """Whether every row has stopped, so that another step is wasted. With a rule in force, this waits for the device."""
+        return self._rule is not None and not bool(self._open_B.any())
+
     def proposal(self) -> Proposal:
-        """Return what was drafted, as many tokens a row as there were calls of `add`."""
+        """Return what was drafted: a token a row for each call of `add`, fewer where the row had stopped."""
+        num_drafted = [len(self._drafted)] * len(self.lengths) if self._rule is None else self._num_drafted_B.tolist()
+        # No wider than the longest draft: the target computes every column, drafted or not.
+        width = max(num_drafted)
         return Proposal(
-            tokens_BG=torch.stack(self._drafted, 1),
-            num_drafted=[len(self._drafted)] * len(self.lengths),
-            probs_BGV=torch.stack(self._laws, 1) if self._laws else None,
-            logits_BGV=torch.stack(self._logits, 1) if self._logits else None,
+            tokens_BG=torch.stack(self._drafted, 1)[:, :width],
+            num_drafted=num_drafted,
+            probs_BGV=torch.stack(self._laws[:width], 1) if self._laws[:width] else None,
+            logits_BGV=torch.stack(self._logits[:width], 1) if self._logits[:width] else None,
         )
+
+    def _look(self, law_BW: Tensor) -> None:
+        """Let the rule see the law before anything is drawn from it."""
+        if self._rule is None:
+            return
+        draws_B, goes_on_B = self._rule.look(law_BW)
+        self._num_drafted_B += self._open_B & draws_B
+        self._open_B &= goes_on_B

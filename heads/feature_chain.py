@@ -1,9 +1,9 @@
-"""The decoding side of heads that draft one token after another from their own last state: EAGLE-3 and MTP.
+"""The decoding side of heads that draft one token after another from their own last state, a chain or a tree: EAGLE-3, MTP.
 
 A module reads, at every position t that the target has read, the feature made of the target's states there and the embedding
 of the token at t + 1, and yields a state that the head turns into the law of the token at t + 2. A chain goes on by feeding
-that state back in place of the feature. Keys and values made of fed-back states are written over by those made of the
-target's own, as soon as it has read the tokens.
+that state back in place of the feature, a tree by doing so for each token that goes on. Keys and values made of fed-back
+states are written over by those made of the target's own, as soon as it has read the tokens.
 B batch, T positions, F width of a feature, D width of a state, W draft vocabulary.
 """
 
@@ -22,6 +22,8 @@ from heads.kv_cache import RowCache
 from heads.proposer import Proposal, Tokens
 from heads.streams import Streams
 from heads.target_states import TargetStates
+from heads.tree_drafting import TreeSlots, grow
+from heads.trees import Branches, GrownTree, Tree
 from heads.unread import Unread
 
 
@@ -44,7 +46,7 @@ class ChainModule(Protocol):
         Args:
             features_BTF: made of the target's states at depth 0, states that `read` itself returned afterwards.
             ids_BT: the tokens at `positions_BT + 1`.
-            positions_BT: where the features stand, also in the cache, whose `place` was called for them.
+            positions_BT: where the features stand in the text. The cache's `place` was called for them.
             cache: keys and values of `num_caches` layers.
             depth: how many drafted tokens lie behind, from 0.
         """
@@ -54,7 +56,9 @@ class ChainModule(Protocol):
 
 
 class FeatureChain:
-    """A feature-fed module as a proposer (`heads.proposer.Proposer`)."""
+    """A feature-fed module as a proposer (`heads.proposer.TreeProposer`)."""
+
+    num_trees = 1
 
     def __init__(self, module: ChainModule, device: torch.device) -> None:
         self.module, self.device = module, device
@@ -69,17 +73,28 @@ class FeatureChain:
     def propose(
         self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, streams: Streams, *, keep_logits: bool
     ) -> Proposal:
-        head, unread = self.module.lm_head, self._unread
-        lengths = [len(row) for row in tokens]
+        head, lengths = self.module.lm_head, [len(row) for row in tokens]
         drafting = Drafting(lengths, sampling, streams, self.device, head.target_ids, head.spread, keep_logits=keep_logits)
-        states_BTD = self._read(unread.features_BTF, unread.next_tokens(tokens), unread.first, 0)
-        state_BD = states_BTD[torch.arange(len(lengths), device=self.device), unread.last_B]
+        state_BD = self._first_state(tokens)
         for depth in range(num_tokens):
             drafted_B = drafting.add(head.logits(self.module.to_head(state_BD, depth)))
             if depth + 1 < num_tokens:
-                starts = [end + depth for end in unread.ends]
+                starts = [end + depth for end in self._unread.ends]
                 state_BD = self._read(state_BD.unsqueeze(1), drafted_B.unsqueeze(1), starts, depth + 1)[:, 0]
         return drafting.proposal()
+
+    def propose_tree(
+        self, tokens: Tokens, tree: Tree | GrownTree, drawn_by: SamplingConfig | None, streams: Streams
+    ) -> Proposal:
+        head = self.module.lm_head
+        growth = grow(tree, [len(row) for row in tokens], drawn_by, streams, head.target_ids, head.spread)
+        slots = TreeSlots(self._unread.ends, self.device)
+        states_BMD, depth = self._first_state(tokens).unsqueeze(1), 0
+        while frontier := growth.add(head.logits(self.module.to_head(states_BMD, depth))):
+            branches, depth = slots.place(frontier), depth + 1
+            states_BMD = frontier.of_origins(states_BMD)
+            states_BMD = self._read(states_BMD, frontier.tokens_BM, branches.starts, depth, branches)
+        return growth.proposal()
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
         self._unread.replace(self.module.features(states), [accepted + 1 for accepted in num_accepted])
@@ -88,9 +103,24 @@ class FeatureChain:
         self._cache.keep_rows(rows)
         self._unread.keep_rows(rows)
 
-    def _read(self, features_BTF: Tensor, ids_BT: Tensor, starts: Sequence[int], depth: int) -> Tensor:
+    def _first_state(self, tokens: Tokens) -> Tensor:
+        """Read what is unread; return the state `[B, D]` that the first draft comes from."""
+        unread = self._unread
+        states_BTD = self._read(unread.features_BTF, unread.next_tokens(tokens), unread.first, 0)
+        return states_BTD[torch.arange(len(tokens), device=self.device), unread.last_B]
+
+    def _read(
+        self,
+        features_BTF: Tensor,
+        ids_BT: Tensor,
+        starts: Sequence[int],
+        depth: int,
+        branches: Branches | None = None,
+    ) -> Tensor:
         T = ids_BT.shape[1]
-        self._cache.place(starts, T, self.device)
-        starts_B1 = torch.tensor(starts, device=self.device).unsqueeze(1)
-        positions_BT = starts_B1 + torch.arange(T, device=self.device)
+        self._cache.place(starts, T, self.device, branches)
+        if branches is None:
+            positions_BT = torch.tensor(starts, device=self.device).unsqueeze(1) + torch.arange(T, device=self.device)
+        else:
+            positions_BT = branches.positions_BT
         return self.module.read(features_BTF, ids_BT, positions_BT, self._cache, depth)

@@ -33,6 +33,7 @@ from heads.proposer import Proposal, Proposer, Tokens
 from heads.streams import Streams
 from heads.target_states import TargetStates
 from heads.training import Depth, HeadInputs, flat, labelled_origins
+from heads.trees import GrownTree, Tree
 
 
 class Hydra(nn.Module):
@@ -162,6 +163,11 @@ class HydraChain(FeatureChain):
         self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, streams: Streams, *, keep_logits: bool
     ) -> Proposal:
         return super().propose(tokens, min(num_tokens, self.num_depths), sampling, streams, keep_logits=keep_logits)
+
+    def propose_tree(
+        self, tokens: Tokens, tree: Tree | GrownTree, drawn_by: SamplingConfig | None, streams: Streams
+    ) -> Proposal:
+        return super().propose_tree(tokens, tree.cut(self.num_depths), drawn_by, streams)
 
 
 def make_proposer(module: Hydra, device: torch.device) -> Proposer:

@@ -2,10 +2,12 @@
 
 transformers' caches grow by concatenation and roll back, if at all, by the same count for every row. Here each forward says
 at which position each row's new tokens start (`starts`), keys and values are written there, and a mask hides whatever lies
-beyond. Rolling back is therefore starting again at an earlier position: nothing is copied, and rows may differ.
+beyond. Rolling back is therefore starting again at an earlier position: nothing is copied, and rows may differ. Tokens of a
+tree take consecutive slots whatever their depth (`heads.trees.Branches`); those of the path that stays are then moved to where
+a chain would have put them, the only copy there is.
 
 Sliding-window layers keep the full length and are masked; left out on purpose: paged and quantised storage.
-B batch, T new tokens, S cache length, N key-value heads, H head width, D width.
+B batch, T new tokens, S cache length, N key-value heads, H head width, D width, A accepted drafts.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.configuration_utils import PreTrainedConfig
 
 from configs.errors import InputError
+from heads.fast_forward import fast_forward
 from heads.lm_head import backbone
+from heads.trees import Branches
 
 KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -32,6 +36,7 @@ class _Slots:
     starts: Sequence[int]
     length: int
     index: tuple[Tensor, slice, Tensor] | None  # rows [B, 1], all heads, positions [B, T]; None where all rows start alike
+    branches: Branches | None = None  # None: the tokens follow one another
 
     @property
     def end(self) -> int:
@@ -87,9 +92,12 @@ class RowCache(Cache):
         self.rows = [_RowLayer(capacity) for _ in range(num_layers)]
         super().__init__(layers=list(self.rows))
         self.capacity = capacity
+        self._slots = _Slots(starts=[0], length=0, index=None)
 
-    def place(self, starts: Sequence[int], length: int, device: torch.device) -> None:
+    def place(self, starts: Sequence[int], length: int, device: torch.device, branches: Branches | None = None) -> None:
         """Say where the next forward writes: `length` tokens a row, row b from position `starts[b]` on.
+
+        With `branches` they are tokens of a tree, and `starts` their first slots; None: each follows the one before it.
 
         Raises:
             ValueError: that would run past the capacity.
@@ -98,16 +106,51 @@ class RowCache(Cache):
             raise ValueError(f"positions up to {max(starts) + length} were asked of a cache of {self.capacity}")
         index = None
         if min(starts) != max(starts):
-            positions_BT = torch.tensor(starts, device=device).unsqueeze(1) + torch.arange(length, device=device)
-            index = (torch.arange(len(starts), device=device).unsqueeze(1), slice(None), positions_BT)
-        slots = _Slots(starts=list(starts), length=length, index=index)
+            index = _index(starts, torch.arange(length, device=device))
+        self._slots = _Slots(starts=list(starts), length=length, index=index, branches=branches)
         for layer in self.rows:
-            layer.slots = slots
+            layer.slots = self._slots
 
     @property
-    def placed_end(self) -> int:
-        """How many positions the layers return after the forward under way: up to the furthest row's end."""
-        return self.rows[0].slots.end
+    def holds_tree(self) -> bool:
+        """Whether the tokens of the forward under way are those of a tree."""
+        return self._slots.branches is not None
+
+    def visible(self, positions_BT: Tensor, window: int | None = None) -> Tensor:
+        """Return which slots the tokens of the forward under way see, bool `[B, T, S]`.
+
+        In a text each sees the places up to its own, in a tree the committed ones, its ancestors and itself.
+
+        Args:
+            positions_BT: where the tokens stand in the text.
+            window: how many positions they see, their own counted; None: all.
+        """
+        keys_S = torch.arange(self._slots.end, device=positions_BT.device)
+        key_positions = keys_S
+        if self._slots.branches is None:
+            visible_BTS = keys_S <= positions_BT.unsqueeze(-1)
+        else:
+            visible_BTS, key_positions_BS = self._slots.branches.over(keys_S)
+            key_positions = key_positions_BS.unsqueeze(1)
+        return visible_BTS if window is None else visible_BTS & (key_positions > positions_BT.unsqueeze(-1) - window)
+
+    def keep_path(self, starts: Sequence[int], columns: Sequence[Sequence[int]]) -> None:
+        """Move the states of a tree's accepted tokens together, as if they alone had been read.
+
+        Args:
+            starts: the first slot of the tree, by row.
+            columns: by row, the slots to keep, counted from `starts` and rising. Row b keeps as many; rows may differ.
+        """
+        A = max(map(len, columns))
+        # A row that keeps fewer copies what stands there onto itself.
+        columns = [[*row, *range(len(row), A)] for row in columns]
+        if all(column == place for row in columns for place, column in enumerate(row)):
+            return
+        device = self.rows[0].keys.device
+        source, goal = _index(starts, torch.tensor(columns, device=device)), _index(starts, torch.arange(A, device=device))
+        for layer in self.rows:
+            layer.keys[goal] = layer.keys[source]
+            layer.values[goal] = layer.values[source]
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Drop all rows but these, in this order."""
@@ -115,6 +158,12 @@ class RowCache(Cache):
             if layer.is_initialized:
                 index_B = torch.tensor(rows, device=layer.keys.device)
                 layer.keys, layer.values = layer.keys[index_B], layer.values[index_B]
+
+
+def _index(starts: Sequence[int], columns: Tensor) -> tuple[Tensor, slice, Tensor]:
+    """Return the index of slots `starts[b] + columns` of each row, all heads; `columns` is `[T]` or `[B, T]`."""
+    starts_B1 = torch.tensor(starts, device=columns.device).unsqueeze(1)
+    return torch.arange(len(starts), device=columns.device).unsqueeze(1), slice(None), starts_B1 + columns
 
 
 def new_cache(model: PreTrainedModel, capacity: int) -> RowCache:
@@ -137,7 +186,9 @@ def check_rolls_back(model: PreTrainedModel) -> None:
         )
 
 
-def forward_rows(model: PreTrainedModel, cache: RowCache, ids_BT: Tensor, starts: Sequence[int]) -> Tensor:
+def forward_rows(
+    model: PreTrainedModel, cache: RowCache, ids_BT: Tensor, starts: Sequence[int], branches: Branches | None = None
+) -> Tensor:
     """Run a causal LM's backbone on tokens that continue each row at its own position.
 
     Args:
@@ -145,21 +196,24 @@ def forward_rows(model: PreTrainedModel, cache: RowCache, ids_BT: Tensor, starts
         cache: keys and values of positions before `starts`; those of the new tokens are added.
         ids_BT: token ids; column t of row b stands at position `starts[b] + t`.
         starts: first position by row. Anything cached at or after it is overwritten or hidden.
+        branches: the tokens are those of a tree, whose first slots are `starts`.
 
     Returns:
         The final, normed hidden states `[B, T, D]`; position t predicts t + 1 (`heads.lm_head.head_logits`).
     """
     T = ids_BT.shape[1]
-    cache.place(starts, T, ids_BT.device)
-    starts_B1 = torch.tensor(starts, device=ids_BT.device).unsqueeze(1)
-    positions_BT = starts_B1 + torch.arange(T, device=ids_BT.device)
+    cache.place(starts, T, ids_BT.device, branches)
+    if branches is None:
+        positions_BT = torch.tensor(starts, device=ids_BT.device).unsqueeze(1) + torch.arange(T, device=ids_BT.device)
+    else:
+        positions_BT = branches.positions_BT
     config = model.config.get_text_config()
+    places_BT = _within_context(config, positions_BT, max(starts) + T)
+    masks = _masks(config, cache, positions_BT, starts, model.dtype)
+    if (fast := fast_forward(model)) is not None:
+        return fast.hidden(ids_BT, places_BT, masks, cache)
     output = backbone(model)(
-        input_ids=ids_BT,
-        position_ids=_within_context(config, positions_BT, max(starts) + T),
-        attention_mask=_masks(config, positions_BT, starts, model.dtype),
-        past_key_values=cache,
-        use_cache=True,
+        input_ids=ids_BT, position_ids=places_BT, attention_mask=masks, past_key_values=cache, use_cache=True
     )
     return output.last_hidden_state
 
@@ -174,24 +228,23 @@ def _within_context(config: PreTrainedConfig, positions_BT: Tensor, end: int) ->
 
 
 def _masks(
-    config: PreTrainedConfig, positions_BT: Tensor, starts: Sequence[int], dtype: torch.dtype
+    config: PreTrainedConfig, cache: RowCache, positions_BT: Tensor, starts: Sequence[int], dtype: torch.dtype
 ) -> Tensor | dict[str, Tensor | None] | None:
-    """Return masks that show each position exactly those up to its own, or None where the model's own causality does."""
+    """Return masks that show each token exactly what `RowCache.visible` says, or None where the model's own causality does."""
     T = positions_BT.shape[1]
     window = getattr(config, "sliding_window", None)
     layer_types = set(getattr(config, "layer_types", None) or ())
-    keys_S = torch.arange(max(starts) + T, device=positions_BT.device)
     causal_BTS = None
     # From position 0 on the model's own causal mask is right and takes a faster kernel; so is none for one token that sees all.
-    if max(starts) > 0 and (T > 1 or min(starts) != max(starts)):
-        causal_BTS = keys_S <= positions_BT.unsqueeze(-1)
+    if cache.holds_tree or (max(starts) > 0 and (T > 1 or min(starts) != max(starts))):
+        causal_BTS = cache.visible(positions_BT)
     if window is None or (layer_types and "sliding_attention" not in layer_types):
         return _for_attention(causal_BTS, config, dtype)
-    sliding_BTS = (keys_S <= positions_BT.unsqueeze(-1)) & (keys_S > positions_BT.unsqueeze(-1) - window)
+    sliding_BTS = cache.visible(positions_BT, window)
     if not layer_types:
         return _for_attention(sliding_BTS, config, dtype)
     if causal_BTS is None:
-        causal_BTS = keys_S <= positions_BT.unsqueeze(-1)
+        causal_BTS = cache.visible(positions_BT)
     masks = {
         "full_attention": _for_attention(causal_BTS, config, dtype),
         "sliding_attention": _for_attention(sliding_BTS, config, dtype),

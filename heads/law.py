@@ -39,6 +39,12 @@ def token_law(logits: Tensor, sampling: SamplingConfig) -> Tensor:
     return probs / probs.sum(-1, keepdim=True)
 
 
+def likeliest(logits: Tensor) -> Tensor:
+    """Return the first largest logit's index `[...]` of `[..., V]`; that of a NaN where there is one."""
+    # What `argmax` gives, which on a CPU takes five times as long over 16-bit logits.
+    return logits.max(-1).indices
+
+
 def _most_probable(probs: Tensor, mass: float) -> Tensor:
     """Return probabilities in falling order, all of them or at least as many as `mass` takes."""
     # On a CPU, sorting a vocabulary takes longer than a small model's forward. On a GPU it does not, and asking would wait.

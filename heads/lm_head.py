@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from configs.errors import InputError
+from heads.fast_forward import fast_forward
 
 
 def backbone(model: PreTrainedModel) -> nn.Module:
@@ -21,7 +22,8 @@ def backbone(model: PreTrainedModel) -> nn.Module:
 def head_logits(model: PreTrainedModel, hidden_BTD: Tensor) -> Tensor:
     """Return the next-token logits `[..., V]` of final hidden states `[..., D]`, soft-capped or scaled as the model does."""
     config = model.config
-    logits_BTV = model.get_output_embeddings()(hidden_BTD)
+    fast = fast_forward(model)
+    logits_BTV = model.get_output_embeddings()(hidden_BTD) if fast is None else fast.logits(hidden_BTD)
     if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
         logits_BTV = logits_BTV * scale
     if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite

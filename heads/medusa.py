@@ -5,7 +5,7 @@ x + SiLU(W x + b) for each depth and then through an output head. W and b start 
 target says about x_{j+1}. No head reads a drafted token, nor the pending one. Names of the tensors are those that vLLM knows.
 
 Departures: every block has weights of its own (the published code repeats one block where a head has several), and the law
-each token is drawn from is handed to verification, which stays exact. Left out on purpose: trees and typical acceptance.
+each token is drawn from is handed to verification, which stays exact. Left out on purpose: typical acceptance.
 B batch, T positions, N rows of one depth, E width of the target, K depths, W draft vocabulary.
 """
 
@@ -28,6 +28,8 @@ from heads.proposer import Proposal, Proposer, Tokens
 from heads.streams import Streams
 from heads.target_states import TargetStates
 from heads.training import Depth, HeadInputs, flat, labelled_origins
+from heads.tree_drafting import grow
+from heads.trees import GrownTree, Tree
 
 
 class Medusa(nn.Module):
@@ -95,12 +97,13 @@ class ResidualBlocks(nn.Module):
 
 
 class MedusaDrafts:
-    """Medusa heads as a proposer (`heads.proposer.Proposer`); drafts at most as many tokens as there are heads.
+    """Medusa heads as a proposer (`heads.proposer.TreeProposer`); drafts at most as many tokens as there are heads.
 
     All it remembers is the target's final state at the last position that the target has read and that stayed.
     """
 
     taps: Sequence[int] = ()
+    num_trees = 1
 
     def __init__(self, module: Medusa, device: torch.device) -> None:
         self.module, self.device = module, device
@@ -117,6 +120,15 @@ class MedusaDrafts:
         for logits_BW in self.module.draft_logits(self._final_BE, num_tokens):
             drafting.add(logits_BW)
         return drafting.proposal()
+
+    def propose_tree(
+        self, tokens: Tokens, tree: Tree | GrownTree, drawn_by: SamplingConfig | None, streams: Streams
+    ) -> Proposal:
+        head, tree = self.module.output_head(0), tree.cut(self.module.settings.num_depths)
+        growth = grow(tree, [len(row) for row in tokens], drawn_by, streams, head.target_ids, head.spread)
+        for logits_BW in self.module.draft_logits(self._final_BE, tree.depth):
+            growth.add(logits_BW.unsqueeze(1))  # a head's word is the same whatever was drafted before
+        return growth.proposal()
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
         self._final_BE = self._columns(states, num_accepted)

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from configs.errors import InputError
-from heads.draft_layer import placed_mask
 from heads.kv_cache import RowCache
 from heads.lm_head import backbone
 from heads.target_states import blocks, num_blocks, tapped
@@ -157,9 +156,5 @@ def unrolled_mask(visible_B1TT: Tensor, depth: int, window: int | None) -> Tenso
 
 
 def cached_mask(cache: RowCache, positions_BT: Tensor, window: int | None) -> Tensor:
-    """Return which cached keys placed positions see, bool `[B, 1, T, S]` (`heads.draft_layer.placed_mask`), in a window."""
-    visible_B1TS = placed_mask(cache, positions_BT)
-    if window is None:
-        return visible_B1TS
-    keys_S = torch.arange(visible_B1TS.shape[-1], device=positions_BT.device)
-    return visible_B1TS & (keys_S > positions_BT.unsqueeze(-1) - window).unsqueeze(1)
+    """Return which cached keys placed positions see in a window, bool `[B, 1, T, S]` (`heads.kv_cache.RowCache.visible`)."""
+    return cache.visible(positions_BT, window).unsqueeze(1)

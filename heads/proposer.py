@@ -1,20 +1,22 @@
 """What the decoder asks of anything that proposes tokens. The decoder knows no family by name, only this.
 
 A round: `propose` continues the committed tokens, the target judges, `commit` tells how many stayed and what the target's
-hidden states were. Lists are on the host, one entry a batch row. B batch, G drafted tokens, V vocabulary.
+hidden states were. Lists are on the host, one entry a batch row. What is drafted is a chain, or a tree (`heads.trees`).
+B batch, G drafted tokens, N drafts of a tree, K = N + 1 rows of the target's, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from configs.schema import SamplingConfig
 from heads.streams import Streams
 from heads.target_states import TargetStates
+from heads.trees import GrownTree, Tree
 
 Tokens = Sequence[Sequence[int]]  # committed ids by row: prompt and answer so far, the pending token last
 
@@ -28,12 +30,18 @@ class Proposal:
         num_drafted: drafts by row, 0..G.
         probs_BGV: the law each token was drawn from; None says deterministic (a point mass on the token).
         logits_BGV: the raw logits behind it, kept only when the caller asked to measure overlap and the family has any.
+        parents_BN: for a tree, the row of the target's that each draft continues (`heads.trees`), -1 for one that does not
+            count; siblings in the order of their ranks. None: a chain.
+        laws_BKV: for a tree, the law that the children of each row were drawn from, without replacement; rows without
+            children are not read. None says deterministic. A tree has no `probs_BGV`.
     """
 
     tokens_BG: Tensor
     num_drafted: list[int]
     probs_BGV: Tensor | None = None
     logits_BGV: Tensor | None = None
+    parents_BN: Tensor | None = None
+    laws_BKV: Tensor | None = None
 
 
 class Proposer(Protocol):
@@ -71,3 +79,30 @@ class Proposer(Protocol):
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Drop all rows but these, in this order."""
+
+
+@runtime_checkable
+class TreeProposer(Proposer, Protocol):
+    """A draft that can also propose trees.
+
+    Args:
+        num_trees: a proposal holds at most so many times the drafts of the tree asked for; 1 for a single draft.
+    """
+
+    num_trees: int
+
+    def propose_tree(
+        self, tokens: Tokens, tree: Tree | GrownTree, drawn_by: SamplingConfig | None, streams: Streams
+    ) -> Proposal:
+        """Continue each row by a tree.
+
+        `commit` then gets the number of tokens on the path that stays and the target's states along it, the pending token's
+        first. The path need not be one of the proposal's: other drafts may have had a part in what the target judged.
+
+        Args:
+            tokens: as for `propose`.
+            tree: what it looks like; shallower where the draft does not reach as deep.
+            drawn_by: draw the children of a token by this law, without replacement (a `GrownTree` cannot be drawn: what it
+                leaves out for its probability would be missing from the law). None: take the likeliest.
+            streams: random numbers for that.
+        """

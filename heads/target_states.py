@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from configs.errors import InputError
+from heads.fast_forward import fast_forward
 from heads.kv_cache import RowCache, forward_rows
 from heads.lm_head import backbone, head_logits
+from heads.trees import Branches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,19 +129,29 @@ def tapped(model: PreTrainedModel, taps: Sequence[int]) -> Iterator[dict[int, Te
             handles.append(layers[0].register_forward_pre_hook(partial(_keep_input, seen), with_kwargs=True))
         else:
             handles.append(layers[tap - 1].register_forward_hook(partial(_keep_output, seen, tap)))
+    fast = fast_forward(model)
+    if fast is not None:
+        fast.watch(taps, seen)
     try:
         yield seen
     finally:
+        if fast is not None:
+            fast.watch((), {})
         for handle in handles:
             handle.remove()
 
 
 def forward_states(
-    model: PreTrainedModel, cache: RowCache, ids_BT: Tensor, starts: Sequence[int], taps: Sequence[int]
+    model: PreTrainedModel,
+    cache: RowCache,
+    ids_BT: Tensor,
+    starts: Sequence[int],
+    taps: Sequence[int],
+    branches: Branches | None = None,
 ) -> TargetStates:
     """Run the target on tokens that continue each row (`heads.kv_cache.forward_rows`) and return its states there."""
     with tapped(model, taps) as seen:
-        final_BTE = forward_rows(model, cache, ids_BT, starts)
+        final_BTE = forward_rows(model, cache, ids_BT, starts, branches)
     return TargetStates(final_BTE=final_BTE, taps_ABTE=tuple(seen[tap] for tap in taps))
 
 

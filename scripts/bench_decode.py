@@ -2,7 +2,7 @@
 
     make bench-decode
 
-On the embedded target with the demo's draft (run `make demo` first), about eight minutes on two cores. Ends with 1 where the
+On the embedded target with the demo's draft (run `make demo` first), about ten minutes on two cores. Ends with 1 where the
 two sides' greedy answers differ by more than a numerical tie.
 """
 

@@ -1,93 +1,50 @@
-"""The decode benchmark: what is measured, in which turns, and what is made of it.
+"""The decode benchmark: what is measured, in which turns, and what is made of it (`scripts.decode_setup`: on what).
 
 Greedy, one prompt at a time: ours and transformers' with the same draft, ours and transformers' plainly, ours with prompt
-lookup. Speculative in batches of eight against one by one. At temperature 1, in batches: plainly and by each verification
-rule. Seconds against transformers are of the whole call, prompt included; a row's speedup is that of the report: decode
-seconds against our own plain decoding. Left out: trees and compiled forwards, which the decoder does not have.
+lookup, and ours by lean forwards (`heads.lean_forward`) with the draft and plainly. Speculative in batches of eight against
+one by one. At temperature 1, in batches: plainly and by each verification rule. Seconds against transformers are of the whole
+call, prompt included; a row's speedup is that of the report: decode seconds against our own plain decoding by the same
+forward. `compiled_speed_vs_eager` compares plain decoding by lean forwards, which nothing compiles, with transformers'.
+Left out: trees.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from configs.benchmarks import BenchDecodeConfig
 from configs.command import DONE, GATE_FAILED
 from configs.schema import DecodeConfig, LosslessConfig
-from distill.target import Target, load_target, move
+from distill.target import Target
 from eval.acceptance import count_per_prompt
-from eval.decode import Request, check_decodable, decode
+from eval.decode import decode
 from eval.intervals import Interval, paired_ratio_interval, ratio_interval
 from eval.lossless import find_divergences, is_tie, judge_lossless
-from eval.records import AUTOREGRESSIVE, SPECULATIVE, Generation, Timing
+from eval.records import AUTOREGRESSIVE, SPECULATIVE, Generation
 from eval.speed import compare_speed
-from eval.suite import load_suite
-from heads.artifact import Draft, load_draft
 from heads.prompt_lookup import PromptLookup
 from heads.proposer import Proposer
 from scripts.benchmarks import Turn, speed_ratio, take_turns, with_bounds, write_results
+from scripts.decode_setup import LARGE_BATCH, Answers, Bench, Requests, Rule, load_for_transformers, open_bench
+from scripts.memory_floor import floor_shares
 from scripts.transformers_peer import TransformersPeer
 
 log = logging.getLogger("draftsmith")
 
-LARGE_BATCH = 8  # the ratio `batch8_vs_batch1` bears it in its name
 ASSISTED, GENERATE = "transformers_assisted", "transformers"
+LEAN, LEAN_PLAIN = "lean_speculative", "lean_autoregressive"
 
-Rule = Literal["token", "block", "match"]
 SAMPLING_RULES: tuple[Rule, ...] = ("token", "block", "match")
 
-
-@dataclass(frozen=True, kw_only=True)
-class Answers:
-    """What a side made of some prompts; transformers keeps no timings by phase."""
-
-    generations: list[Generation]
-    timings: list[Timing]
-
-    @property
-    def num_tokens(self) -> int:
-        """New token ids, the first of each answer included."""
-        return sum(len(generation.tokens) for generation in self.generations)
-
-
-Requests = Sequence[Request]
 Side = Callable[[Requests, int], Answers]
 TurnsOfSide = list[list[Turn[Answers]]]  # by case and repeat
 Turns = dict[str, TurnsOfSide]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bench:
-    """A target, a draft and what they are measured on."""
-
-    config: BenchDecodeConfig
-    target: Target
-    proposer: Proposer
-    requests: list[Request]
-
-    def settings(self, temperature: float, verification: Rule = "token") -> DecodeConfig:
-        """Return how to decode."""
-        return DecodeConfig(
-            num_speculative_tokens=self.config.num_speculative_tokens,
-            max_new_tokens=self.config.max_new_tokens,
-            temperature=temperature,
-            verification=verification,
-        )
-
-    def batches(self) -> list[Requests]:
-        """Return the requests in large batches, the last of which may be smaller."""
-        return [self.requests[start : start + LARGE_BATCH] for start in range(0, len(self.requests), LARGE_BATCH)]
-
-    def load_draft_for(self, target: Target) -> Draft:
-        """Load the draft once more, for a target in another dtype."""
-        return load_draft(self.config.draft, target.identity, target.model)
 
 
 def compare_decoding(config: BenchDecodeConfig) -> int:
@@ -100,6 +57,9 @@ def compare_decoding(config: BenchDecodeConfig) -> int:
         "speculative_and_transformers_assisted": _agreement(bench.target, greedy[ASSISTED], greedy[SPECULATIVE]),
         "plain_and_transformers_generate": _agreement(bench.target, greedy[GENERATE], greedy[AUTOREGRESSIVE]),
     }
+    if bench.lean_target is not None:
+        agreement["lean_and_transformers_assisted"] = _agreement(bench.target, greedy[ASSISTED], greedy[LEAN])
+        agreement["lean_plain_and_transformers_generate"] = _agreement(bench.target, greedy[GENERATE], greedy[LEAN_PLAIN])
     write_results(
         Path(config.output),
         "decode",
@@ -107,6 +67,7 @@ def compare_decoding(config: BenchDecodeConfig) -> int:
         rows=summarise_rows(bench, greedy, sampled),
         ratios=summarise_ratios(bench, greedy, batched, sampled),
         agreement=agreement,
+        memory_floor=floor_shares(bench.target.model, _seconds_by_forward(greedy)),
         device=str(bench.target.device),
         threads=torch.get_num_threads(),
     )
@@ -116,39 +77,11 @@ def compare_decoding(config: BenchDecodeConfig) -> int:
     return GATE_FAILED if any(found["not_ties"] for found in agreement.values()) else DONE
 
 
-def open_bench(config: BenchDecodeConfig) -> Bench:
-    """Load what is measured.
-
-    Raises:
-        InputError: the draft is not for this target, or a prompt cannot be decoded.
-    """
-    suite = load_suite(config.suite)
-    target = load_target(config.target)
-    draft = load_draft(config.draft, target.identity, target.model)
-    requests = [
-        Request(
-            prompt_id=prompt.prompt_id,
-            category=prompt.category,
-            tokens=tuple(target.encode_chat([{"role": "user", "content": prompt.turns[0]}])),
-        )
-        for prompt in suite.prompts
-    ]
-    check_decodable(target, requests)
-    return Bench(config=config, target=target, proposer=draft.proposer, requests=requests)
-
-
-def load_for_transformers(draft: str, target: Target) -> PreTrainedModel:
-    """Load a draft LM's artifact once more, as a user of transformers does: ours may keep a part of its head only."""
-    attention = target.model.config._attn_implementation
-    model = AutoModelForCausalLM.from_pretrained(draft, dtype=target.model.dtype, attn_implementation=attention)
-    return move(model, target.device, target.model.dtype).eval()
-
-
 # --- measuring ----------------------------------------------------------------------------------------------------
 
 
 def measure_greedy(bench: Bench) -> Turns:
-    """Decode greedily, a prompt at a time: both of ours, both of theirs, and prompt lookup, taking turns."""
+    """Decode greedily, a prompt at a time: ours by either forward, theirs, and prompt lookup, taking turns."""
     config, settings = bench.config, bench.settings(temperature=0.0)
     draft_model = load_for_transformers(config.draft, bench.target)
     peer = TransformersPeer(bench.target, draft_model, config.num_speculative_tokens, config.max_new_tokens)
@@ -165,6 +98,10 @@ def measure_greedy(bench: Bench) -> Turns:
         ASSISTED: partial(theirs, assisted=True),
         "prompt_lookup": partial(ours, lookup, "prompt_lookup"),
     }
+    if bench.lean_target is not None:
+        lean = partial(_decode, bench.lean_target, settings)
+        # Its plain runs bear the name of plain runs, which a speedup is counted from.
+        sides |= {LEAN_PLAIN: partial(lean, None, AUTOREGRESSIVE), LEAN: partial(lean, bench.lean_proposer, LEAN)}
     cases: list[Requests] = [[request] for request in bench.requests]
     return take_turns(sides, cases, config.repeats, description="greedy, beside transformers")
 
@@ -215,6 +152,13 @@ def summarise_ratios(bench: Bench, greedy: Turns, batched: Turns, sampled: Turns
         "overhead_share": _overhead_share(greedy[SPECULATIVE], samples),
         "block_vs_token_verification": _tau_ratio(sampled["block"], sampled["token"], samples),
     }
+    if bench.lean_target is not None:
+        ratios |= {
+            "lean_speed_vs_transformers_assisted": speed(greedy[LEAN], greedy[ASSISTED]),
+            "lean_plain_speed_vs_transformers_generate": speed(greedy[LEAN_PLAIN], greedy[GENERATE]),
+            "compiled_speed_vs_eager": speed(greedy[LEAN_PLAIN], greedy[AUTOREGRESSIVE]),
+            "lean_overhead_share": _overhead_share(greedy[LEAN], samples),
+        }
     if batched:
         ratios["batch8_vs_batch1"] = speed(batched["together"], batched["alone"])
     return {key: value for name, interval in ratios.items() for key, value in with_bounds(name, interval).items()}
@@ -223,27 +167,38 @@ def summarise_ratios(bench: Bench, greedy: Turns, batched: Turns, sampled: Turns
 def summarise_rows(bench: Bench, greedy: Turns, sampled: Turns) -> list[dict[str, Any]]:
     """Return a row for each way of decoding that was measured."""
     kind = "draft_lm"
+    lean = [] if bench.lean_target is None else [_row(bench, greedy, LEAN, kind, bench.settings(0.0), 1, plain=LEAN_PLAIN)]
     return [
         _row(bench, greedy, SPECULATIVE, kind, bench.settings(0.0), 1),
+        *lean,
         _row(bench, greedy, "prompt_lookup", "prompt_lookup", bench.settings(0.0), 1),
         *(_row(bench, sampled, rule, kind, bench.settings(1.0, rule), LARGE_BATCH) for rule in SAMPLING_RULES),
     ]
 
 
-def _row(bench: Bench, turns: Turns, mode: str, proposer: str, settings: DecodeConfig, batch_size: int) -> dict[str, Any]:
+def _row(
+    bench: Bench,
+    turns: Turns,
+    mode: str,
+    proposer: str,
+    settings: DecodeConfig,
+    batch_size: int,
+    plain: str = AUTOREGRESSIVE,
+) -> dict[str, Any]:
     samples = bench.config.bootstrap_samples
     committed, rounds = _counts(turns[mode])
-    timings = [timing for name in (AUTOREGRESSIVE, mode) for answers in _answers(turns[name]) for timing in answers.timings]
+    timings = [timing for name in (plain, mode) for answers in _answers(turns[name]) for timing in answers.timings]
     speed = compare_speed(timings, mode, samples=samples, seed=0)
     speedup = Interval(speed["decode_speedup"], *(speed["decode_speedup_ci"] or (None, None)))
     # Greedy answers are compared with plain ones; a sampling rule is held against exact enumeration.
     checks = LosslessConfig(check_float32_prompts=0)
-    pair = _first_generations(turns[AUTOREGRESSIVE]), _first_generations(turns[mode])
+    pair = _first_generations(turns[plain]), _first_generations(turns[mode])
     verdict = judge_lossless(bench.target, *pair, settings, checks, bench.load_draft_for)["verdict"]
     return {
         "rule": "greedy" if settings.temperature == 0 else settings.verification,
         "shape": "chain",
         "proposer": proposer,
+        "forward": "transformers" if plain == AUTOREGRESSIVE else "lean",
         "lossless": verdict,
         **with_bounds("tau", ratio_interval(committed, rounds, samples=samples, seed=0)),
         **with_bounds("speedup", speedup),
@@ -261,6 +216,16 @@ def _agreement(target: Target, theirs: TurnsOfSide, ours: TurnsOfSide) -> dict[s
     divergences = find_divergences(target, *pair, LosslessConfig().tie_noise)
     not_ties = sum(not is_tie(divergence) for divergence in divergences)
     return {"prompts": len(pair[0]), "differing": len(divergences), "not_ties": not_ties}
+
+
+def _seconds_by_forward(greedy: Turns) -> dict[str, float]:
+    """Return the decode seconds of a plain token by each forward, prompts and repeats pooled."""
+    seconds = {}
+    for forward, mode in (("transformers", AUTOREGRESSIVE), ("lean", LEAN_PLAIN)):
+        timings = [timing for answers in _answers(greedy.get(mode, [])) for timing in answers.timings]
+        if tokens := sum(timing.num_tokens for timing in timings):
+            seconds[forward] = sum(timing.decode_seconds for timing in timings) / tokens
+    return seconds
 
 
 def _overhead_share(turns: TurnsOfSide, samples: int) -> Interval:

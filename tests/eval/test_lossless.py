@@ -202,7 +202,7 @@ def test_a_broken_greedy_rule_is_caught_by_the_float32_check_alone(target, plain
     def accept_everything(target_tokens_BK, tokens_BG, num_drafted_B):
         return Verdict(num_drafted_B, target_tokens_BK.gather(1, num_drafted_B.unsqueeze(1)).squeeze(1))
 
-    monkeypatch.setattr("eval.decode.verify_greedy", accept_everything)
+    monkeypatch.setattr("eval.judging.verify_greedy", accept_everything)
     assert verdict_of(target, plain, plain) == "lossless"
     section = judge_lossless(target, plain, plain, GREEDY, LosslessConfig(check_float32_prompts=1), draft_for)
     assert section["verdict"] == "not_lossless"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from configs.schema import SamplingConfig
-from heads.law import draw, token_law
+from heads.law import draw, likeliest, token_law
 from heads.streams import Role, Streams
 
 CPU = torch.device("cpu")
@@ -96,6 +96,15 @@ def test_temperature_zero_is_one_hot_and_low_temperature_approaches_it():
     greedy = token_law(logits, SamplingConfig(temperature=0.0))
     assert greedy.tolist() == [[0.0, 1.0, 0.0]]
     torch.testing.assert_close(token_law(logits, SamplingConfig(temperature=0.001)), greedy)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_likeliest_token_is_the_first_of_those_that_tie_and_a_nan_shows(dtype):
+    logits = torch.randint(-3, 4, (50, 3, 999), generator=torch.Generator().manual_seed(0)).to(dtype)
+    first = torch.tensor([[row.index(max(row)) for row in rows] for rows in logits.tolist()])
+    assert torch.equal(likeliest(logits), first)
+    logits[0, 1, 7] = float("nan")
+    assert likeliest(logits)[0, 1] == 7
 
 
 def test_top_k_beyond_the_vocabulary_and_a_tiny_top_p_are_harmless():

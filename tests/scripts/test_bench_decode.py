@@ -7,8 +7,10 @@ import pytest
 
 from configs.benchmarks import BenchDecodeConfig
 from configs.command import BAD_INPUT, DONE, GATE_FAILED, run_command
+from configs.errors import InputError
 from configs.schema import SuiteConfig, TargetConfig
 from eval.decode import decode
+from scripts import decode_setup
 from scripts.bench_decode import main
 from scripts.decode_comparison import compare_decoding, measure_batches, measure_sampled, open_bench
 from scripts.transformers_peer import TransformersPeer
@@ -19,6 +21,10 @@ RATIOS = {
     "overhead_share",
     "block_vs_token_verification",
     "batch8_vs_batch1",
+    "lean_speed_vs_transformers_assisted",
+    "lean_plain_speed_vs_transformers_generate",
+    "compiled_speed_vs_eager",
+    "lean_overhead_share",
 }
 
 
@@ -48,17 +54,21 @@ def test_the_file_holds_every_ratio_with_its_interval_and_a_row_for_every_way_of
     assert all(ratios[f"{name}_low"] <= ratios[name] <= ratios[f"{name}_high"] for name in RATIOS)
     assert 0 < ratios["overhead_share"] < 1
     rows = results["rows"]
-    assert [(row["rule"], row["proposer"]) for row in rows] == [
-        ("greedy", "draft_lm"),
-        ("greedy", "prompt_lookup"),
-        ("token", "draft_lm"),
-        ("block", "draft_lm"),
-        ("match", "draft_lm"),
+    assert [(row["rule"], row["proposer"], row["forward"]) for row in rows] == [
+        ("greedy", "draft_lm", "transformers"),
+        ("greedy", "draft_lm", "lean"),
+        ("greedy", "prompt_lookup", "transformers"),
+        ("token", "draft_lm", "transformers"),
+        ("block", "draft_lm", "transformers"),
+        ("match", "draft_lm", "transformers"),
     ]
+    assert rows[1]["tau"] == rows[0]["tau"]
     assert {row["lossless"] for row in rows} == {"lossless"}
     assert {row["shape"] for row in rows} == {"chain"}
     assert all(row["speedup"] > 0 for row in rows)
     assert all(found == {"prompts": 17, "differing": 0, "not_ties": 0} for found in results["agreement"].values())
+    assert len(results["agreement"]) == 4
+    assert results["memory_floor"].keys() == {"bytes_per_token", "gigabytes_per_second", "share_transformers", "share_lean"}
 
     bench = open_bench(config)
     rounds = [
@@ -85,6 +95,22 @@ def test_an_answer_that_no_rounding_explains_fails_the_benchmark(config, monkeyp
         agreement = json.load(file)["agreement"]
     assert agreement["speculative_and_transformers_assisted"] == {"prompts": 17, "differing": 17, "not_ties": 17}
     assert agreement["plain_and_transformers_generate"]["differing"] == 0
+    assert agreement["lean_and_transformers_assisted"]["not_ties"] == 17
+    assert agreement["lean_plain_and_transformers_generate"]["differing"] == 0
+
+
+def test_a_target_without_a_lean_forward_is_measured_without(config, monkeypatch, caplog):
+    def refuse(model):
+        raise InputError("the lean forward does not know it")
+
+    monkeypatch.setattr(decode_setup, "lean_twin", refuse)
+    few = config.model_copy(update={"repeats": 1, "suite": config.suite.model_copy(update={"num_prompts": 2})})
+    assert compare_decoding(few) == DONE
+    with open(config.output, encoding="utf-8") as file:
+        results = json.load(file)
+    assert "compiled_speed_vs_eager" not in results["ratios"]
+    assert [row["forward"] for row in results["rows"]] == ["transformers"] * 5
+    assert "lean forwards are not measured: the lean forward does not know it" in caplog.text
 
 
 def test_eight_prompts_together_give_the_answers_of_one_by_one_and_a_smaller_batch_is_not_called_eight(config):

@@ -1,0 +1,127 @@
+"""The target's word on a proposal: from its logits and what was drafted to how much stays and what comes next.
+
+Picks the rule in force (`eval.verify` for chains, `eval.tree_rules` for trees) and the random numbers it decides by; also
+measures how far target and draft agree.
+B batch, G drafts of a chain, N of a tree, K = G + 1 or N + 1 target rows, D depth of a tree, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from configs.schema import DecodeConfig
+from eval.tree_rules import TreeVerdict, match_tree, tokens_of, verify_tree
+from eval.verify import Verdict, verify_block, verify_greedy, verify_tokens
+from heads.law import draw, likeliest, token_law
+from heads.proposer import Proposal
+from heads.streams import Role, Streams
+from heads.trees import GrownTree, Tree, apart
+
+RULES = {"token": verify_tokens, "block": verify_block}
+
+
+class Judge:
+    """Judges the proposals of one batch.
+
+    Args:
+        config: the law and the rule.
+        streams: random numbers, whose rows are the batch's.
+    """
+
+    def __init__(self, config: DecodeConfig, streams: Streams) -> None:
+        self.config, self.streams = config, streams
+
+    def chain(self, logits_BKV: Tensor, proposal: Proposal, num_drafted: Sequence[int], lengths: Sequence[int]) -> Verdict:
+        """Apply the rule to a chain.
+
+        Args:
+            logits_BKV: row i predicts the token at position (row's length + i).
+            proposal: what was drafted.
+            num_drafted: drafts that count, by row.
+            lengths: committed tokens by row, the pending one included.
+        """
+        num_drafted_B = _tensor(num_drafted, logits_BKV)
+        first_B1 = _tensor(lengths, logits_BKV).unsqueeze(1)
+        positions_BK = first_B1 + torch.arange(logits_BKV.shape[1], device=logits_BKV.device)
+        q_BGV = proposal.probs_BGV
+        if self.config.temperature == 0 or self.config.verification == "match" or q_BGV is None:
+            return verify_greedy(self.target_tokens(logits_BKV, positions_BK), proposal.tokens_BG, num_drafted_B)
+        p_BKV = token_law(logits_BKV, self.config)
+        accept_BG = self.streams.uniform(Role.ACCEPT, positions_BK[:, :-1], first_B1)
+        residual_B = self.streams.uniform(Role.RESIDUAL, first_B1).squeeze(1)
+        bonus_B = self.streams.uniform(Role.TARGET, first_B1 + num_drafted_B.unsqueeze(1)).squeeze(1)
+        rule = RULES[self.config.verification]
+        q_BGV = _pad_vocabulary(q_BGV, p_BKV)
+        return rule(p_BKV, q_BGV, proposal.tokens_BG, num_drafted_B, accept_BG, residual_B, bonus_B)
+
+    def tree(
+        self, logits_BKV: Tensor, proposal: Proposal, depths_BK: Tensor, lengths: Sequence[int], tree: Tree | GrownTree
+    ) -> TreeVerdict:
+        """Apply the rule to a tree.
+
+        Args:
+            logits_BKV: row k predicts the token at position (row's length + depth of k).
+            proposal: what was drafted.
+            depths_BK: of the rows, 0 for the pending token.
+            lengths: committed tokens by row, the pending one included.
+            tree: what was asked for.
+
+        Returns:
+            The verdict; its path names rows, so draft i as i + 1.
+        """
+        if proposal.parents_BN is None:
+            raise ValueError("the proposal is a chain")
+        tokens_BK = functional.pad(proposal.tokens_BG, (1, 0))
+        parents_BK = functional.pad(proposal.parents_BN, (1, 0), value=-1)
+        if self.config.temperature == 0:
+            return match_tree(tokens_of(likeliest(logits_BKV)), tokens_BK, parents_BK, tree.depth)
+        rows_B, first_B1 = torch.arange(len(tokens_BK), device=tokens_BK.device), _tensor(lengths, logits_BKV).unsqueeze(1)
+        laws_BKV = None if self.config.verification == "match" else proposal.laws_BKV
+        return verify_tree(
+            lambda node_B: token_law(logits_BKV[rows_B, node_B], self.config),
+            None if laws_BKV is None else _pad_vocabulary(laws_BKV, logits_BKV),
+            tokens_BK,
+            parents_BK,
+            self.streams.uniform(Role.ACCEPT, apart(first_B1 + depths_BK - 1), first_B1),
+            self.streams.uniform(Role.TARGET, first_B1 + torch.arange(tree.depth + 1, device=tokens_BK.device)),
+            width=tree.width,
+        )
+
+    def target_tokens(self, logits_BKV: Tensor, positions_BK: Tensor) -> Tensor:
+        """Return what the target itself would put at each position: its greedy choice, or a draw from its own stream."""
+        if self.config.temperature == 0:
+            return likeliest(logits_BKV)
+        return draw(token_law(logits_BKV, self.config), self.streams.uniform(Role.TARGET, positions_BK))
+
+    def overlaps(self, logits_BKV: Tensor, logits_BGV: Tensor) -> list[list[float]]:
+        """Return sum_v min(p, q) by row and draft of a chain, the exact acceptance rate of sampling.
+
+        At temperature 1 when decoding greedily. A law that is not finite overlaps with nothing.
+        """
+        sampling = self.config if self.config.temperature else self.config.model_copy(update={"temperature": 1.0})
+        p_BGV = token_law(logits_BKV[:, :-1], sampling)
+        q_BGV = _pad_vocabulary(token_law(logits_BGV, sampling), p_BGV)
+        return torch.minimum(p_BGV, q_BGV).sum(-1).nan_to_num(0.0).tolist()
+
+
+def finite_rows(logits_BKV: Tensor, proposal: Proposal) -> Tensor:
+    """Return which rows the target, and the draft where its law counts, computed numbers for, bool `[B]`."""
+    finite_B = torch.isfinite(logits_BKV.amax((1, 2)))
+    laws = proposal.probs_BGV if proposal.laws_BKV is None else proposal.laws_BKV
+    if laws is not None:  # a draft without a law was drawn from nothing, and so would the residual be
+        finite_B &= torch.isfinite(laws.sum((1, 2)))
+    return finite_B
+
+
+def _pad_vocabulary(q_BGV: Tensor, like_BKV: Tensor) -> Tensor:
+    """Give a law over fewer tokens zeros for the rest: a draft never proposes what it does not know."""
+    missing = like_BKV.shape[-1] - q_BGV.shape[-1]
+    return functional.pad(q_BGV, (0, missing)) if missing else q_BGV
+
+
+def _tensor(values: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(values, device=like.device)

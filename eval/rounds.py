@@ -1,0 +1,192 @@
+"""A batch in the decoder: the prompts are read once, then each round drafts, verifies and commits.
+
+The cache of the target and the rows of the batch are here; what a proposal is worth is judged in `eval.judging`. Each round
+costs one transfer to the host. B batch, G drafted tokens, K = G + 1 target rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from configs.schema import DecodeConfig
+from distill.target import Target
+from eval.clock import Clock
+from eval.judging import Judge, finite_rows
+from eval.outcomes import Outcome, chain_outcome, tree_outcome
+from eval.records import Round
+from eval.rows import Request, Row
+from heads.kv_cache import new_cache
+from heads.lm_head import head_logits
+from heads.proposer import Proposal, Proposer, TreeProposer
+from heads.streams import Streams
+from heads.target_states import TargetStates, forward_states
+from heads.trees import Branches, GrownTree, Tree, tree_from, whole_tree
+
+
+class BatchRun:
+    """The state of one batch: its rows, the target's cache, the random streams.
+
+    Args:
+        target: whose law the output follows.
+        requests: the batch.
+        config: how to decode.
+        proposer: who drafts; None: nobody.
+        measure_overlap: note sum_v min(p, q) of each judged draft of a chain.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        requests: Sequence[Request],
+        config: DecodeConfig,
+        proposer: Proposer | None,
+        measure_overlap: bool,
+    ) -> None:
+        self.target, self.config, self.proposer, self.measure_overlap = target, config, proposer, measure_overlap
+        self.rows = [Row(request, target, config) for request in requests]
+        self.active = list(self.rows)
+        self.clock = Clock(target.device)
+        self.streams = Streams(config.seed, [request.number for request in requests], target.device)
+        self.judge = Judge(config, self.streams)
+        self.tree, num_slots = None, config.num_speculative_tokens
+        if config.tree is not None and isinstance(proposer, TreeProposer):
+            self.tree = tree_from(config.tree, config.num_speculative_tokens)
+            num_slots = self.tree.num_slots * proposer.num_trees
+        longest = max(len(request.tokens) for request in requests)
+        self.capacity = min(longest + config.max_new_tokens, target.max_positions) + num_slots + 1
+        self.cache = new_cache(target.model, self.capacity)
+        self.taps = () if proposer is None else proposer.taps
+
+    def prefill(self) -> None:
+        """Read the prompts and commit each row's first token, which becomes pending."""
+        lengths = self._lengths
+        ids_BT = self._tensor([row.tokens + [0] * (max(lengths) - len(row.tokens)) for row in self.active])
+        states = forward_states(self.target.model, self.cache, ids_BT, [0] * len(lengths), self.taps)
+        last_B1D = states.final_BTE[torch.arange(len(lengths)), self._tensor(lengths) - 1].unsqueeze(1)
+        logits_B1V = head_logits(self.target.model, last_B1D)
+        tokens_B1 = self.judge.target_tokens(logits_B1V, self._tensor(lengths).unsqueeze(1))
+        finite_B = torch.isfinite(logits_B1V.amax((1, 2)))
+        for row, token, finite in zip(self.active, tokens_B1.squeeze(1).tolist(), finite_B.tolist(), strict=True):
+            row.commit([token] if finite else [], finite=finite)
+        keep = self._drop_ended()
+        if self.proposer is not None and self.active:
+            states = states.map(lambda state_BTE: state_BTE[keep])
+            self.proposer.start([row.tokens for row in self.active], self.capacity, states)
+
+    def round(self) -> None:
+        """Run one target step: draft, verify, commit."""
+        room = [row.room for row in self.active]
+        tree = None if self.tree is None else self.tree.cut(max(room))
+        with self.clock.phase("draft"):
+            proposal = self._propose(room, tree)
+        starts = [length - 1 for length in self._lengths]
+        branches = None if proposal.parents_BN is None else whole_tree(proposal.parents_BN, starts)
+        with self.clock.phase("verify"):
+            ids_BK = torch.cat([self._tensor([[row.tokens[-1]] for row in self.active]), proposal.tokens_BG], 1)
+            states = forward_states(self.target.model, self.cache, ids_BK, starts, self.taps, branches)
+            logits_BKV = head_logits(self.target.model, states.final_BTE)
+        with self.clock.phase("sample"):
+            outcomes = self._judge(logits_BKV, proposal, branches, tree, room)
+        overlaps = self._overlaps(logits_BKV, proposal, outcomes) if self.measure_overlap else None
+        if branches is not None:
+            states = self._keep_paths(starts, outcomes, states)
+        if self.proposer is not None and max(room) > 0:
+            with self.clock.phase("draft"):
+                self.proposer.commit([outcome.num_accepted for outcome in outcomes], states)
+        for number, (row, outcome) in enumerate(zip(self.active, outcomes, strict=True)):
+            _finish(row, outcome, overlaps[number] if overlaps is not None else None)
+        self._drop_ended()
+
+    def _propose(self, room: Sequence[int], tree: Tree | GrownTree | None) -> Proposal:
+        """Ask for as many drafts as the roomiest row can use; without a proposer or room, for none."""
+        num_tokens = min(self.config.num_speculative_tokens, max(room))
+        if self.proposer is None or num_tokens == 0:
+            return Proposal(tokens_BG=self._tensor([[] for _ in room]).long(), num_drafted=[0] * len(room))
+        tokens = [row.tokens for row in self.active]
+        if tree is None:
+            return self.proposer.propose(tokens, num_tokens, self.config, self.streams, keep_logits=self.measure_overlap)
+        drawn = self.config.temperature > 0 and self.config.verification == "token"
+        return cast(TreeProposer, self.proposer).propose_tree(tokens, tree, self.config if drawn else None, self.streams)
+
+    def _judge(
+        self,
+        logits_BKV: Tensor,
+        proposal: Proposal,
+        branches: Branches | None,
+        tree: Tree | GrownTree | None,
+        room: Sequence[int],
+    ) -> list[Outcome]:
+        """Return what the round brings each row, in one transfer from the device."""
+        finite_B = finite_rows(logits_BKV, proposal).long()
+        if branches is None or tree is None or proposal.parents_BN is None:
+            num_drafted = [min(*pair) for pair in zip(proposal.num_drafted, room, strict=True)]
+            accepted_B, next_B = self.judge.chain(logits_BKV, proposal, num_drafted, self._lengths)
+            table = torch.cat([torch.stack([accepted_B, next_B, finite_B], 1), proposal.tokens_BG], 1).tolist()
+            return [chain_outcome(row, drafted) for row, drafted in zip(table, num_drafted, strict=True)]
+        # Drafts that a row has no room for do not count, so that it is judged as it would be alone.
+        too_deep_BN = branches.depths_BX[:, 1:] > self._tensor(room).unsqueeze(1)
+        proposal = replace(proposal, parents_BN=proposal.parents_BN.masked_fill(too_deep_BN, -1))
+        path_BD, accepted_B, next_B = self.judge.tree(logits_BKV, proposal, branches.depths_BX, self._lengths, tree)
+        summary_B3 = torch.stack([accepted_B, next_B, finite_B], 1)
+        table = torch.cat([summary_B3, path_BD, proposal.tokens_BG, cast(Tensor, proposal.parents_BN)], 1).tolist()
+        return [tree_outcome(row, tree.depth) for row in table]
+
+    def _overlaps(self, logits_BKV: Tensor, proposal: Proposal, outcomes: Sequence[Outcome]) -> list[list[float]] | None:
+        """Return sum_v min(p, q) by row and draft; None for a tree, and for drafts without a law."""
+        if proposal.logits_BGV is None or not any(outcome.drafted for outcome in outcomes):
+            return None
+        with self.clock.phase("measure"):
+            return self.judge.overlaps(logits_BKV, proposal.logits_BGV)
+
+    def _keep_paths(self, starts: Sequence[int], outcomes: Sequence[Outcome], states: TargetStates) -> TargetStates:
+        """Move what the target computed along each row's path together, in the cache; return the states along it."""
+        columns = [[0, *outcome.path] for outcome in outcomes]
+        self.cache.keep_path(starts, columns)
+        longest = max(map(len, columns))
+        columns_BA = self._tensor([row + [0] * (longest - len(row)) for row in columns])
+        rows_B1 = torch.arange(len(columns), device=columns_BA.device).unsqueeze(1)
+        return states.map(lambda state_BTE: state_BTE[rows_B1, columns_BA])
+
+    def _drop_ended(self) -> list[int]:
+        """Let rows that ended leave the batch; return the numbers of those that stay."""
+        keep = [number for number, row in enumerate(self.active) if row.stop_reason is None]
+        if len(keep) == len(self.active):
+            return keep
+        self.active = [self.active[number] for number in keep]
+        if not keep:
+            return keep
+        self.cache.keep_rows(keep)
+        self.streams.keep_rows(keep)
+        if self.proposer is not None and any(row.rounds for row in self.active):  # before the first round it has not started
+            self.proposer.keep_rows(keep)
+        return keep
+
+    @property
+    def _lengths(self) -> list[int]:
+        return [len(row.tokens) for row in self.active]
+
+    def _tensor(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor(values, device=self.target.device)
+
+
+def _finish(row: Row, outcome: Outcome, overlaps: Sequence[float] | None) -> None:
+    """Commit what a round brought a row, and note the round."""
+    accepted = outcome.num_accepted
+    committed = row.commit([*outcome.drafted[:accepted], outcome.next_token], finite=outcome.finite)
+    # A judged draft left one token, itself or the one in its place; what came after an end of text was not judged.
+    judged = overlaps[: min(len(committed), len(outcome.drafted))] if overlaps is not None else None
+    row.rounds.append(
+        Round(
+            drafted=tuple(outcome.drafted),
+            num_accepted=min(accepted, len(committed)),
+            committed=tuple(committed),
+            overlap=tuple(judged) if judged is not None else None,
+            ranks=outcome.ranks if outcome.ranks is None else tuple(outcome.ranks[: len(committed)]),
+            num_nodes=outcome.num_nodes,
+        )
+    )

@@ -1,0 +1,85 @@
+"""A request on its way through the decoder: what is to be continued, what has been committed, and why it ended."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+from configs.schema import DecodeConfig
+from distill.target import Target
+from eval.records import Generation, Round, StopReason
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A prompt to continue. `prompt_id` also names its random numbers, so it gives the same tokens in any batch."""
+
+    prompt_id: str
+    category: str
+    tokens: tuple[int, ...]
+
+    @property
+    def number(self) -> int:
+        """A 63-bit number for its name, the same in every process."""
+        return int.from_bytes(hashlib.sha256(self.prompt_id.encode()).digest()[:8], "big") >> 1
+
+
+@dataclass
+class Row:
+    """One request under way. `tokens` is prompt and answer; the last one is pending: committed, not yet read by the target."""
+
+    request: Request
+    target: Target
+    config: DecodeConfig
+    tokens: list[int] = field(init=False)
+    rounds: list[Round] = field(default_factory=list)
+    stop_reason: StopReason | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.tokens)
+
+    @property
+    def num_answered(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.tokens) - len(self.request.tokens)
+
+    @property
+    def room(self) -> int:
+        """How many drafts it can use: one token a round is the target's own."""
+        answer = self.config.max_new_tokens - self.num_answered
+        context = self.target.max_positions - len(self.tokens)
+        return max(0, min(answer, context) - 1)
+
+    def commit(self, tokens: list[int], *, finite: bool) -> list[int]:
+        """Append tokens up to the first end-of-text, and note why the row ended if it did. Return what was appended."""
+        if not finite:
+            self.stop_reason = "non_finite"
+            return []
+        ends = [index for index, token in enumerate(tokens) if token in self.target.eos_token_ids]
+        committed = tokens[: ends[0] + 1] if ends else tokens
+        self.tokens += committed
+        if ends:
+            self.stop_reason = "eos"
+        elif self.num_answered >= self.config.max_new_tokens:
+            self.stop_reason = "length"
+        elif len(self.tokens) >= self.target.max_positions:
+            self.stop_reason = "context"
+        return committed
+
+    def to_generation(self, mode: str) -> Generation:
+        """Return its record.
+
+        Raises:
+            RuntimeError: it has not ended.
+        """
+        if self.stop_reason is None:
+            raise RuntimeError(f"prompt {self.request.prompt_id} left the decoder without a reason")
+        return Generation(
+            prompt_id=self.request.prompt_id,
+            category=self.request.category,
+            mode=mode,
+            prompt_tokens=self.request.tokens,
+            tokens=tuple(self.tokens[len(self.request.tokens) :]),
+            rounds=tuple(self.rounds),
+            stop_reason=self.stop_reason,
+        )

@@ -1,0 +1,44 @@
+"""Several candidates for one position, drawn from one law: with replacement, or without.
+
+Drafting a sampled tree draws each node's children here; the rules in `eval.candidates` are lossless for exactly these draws.
+Deterministic candidates, the likeliest few, are a `topk` and need no function. Numbers come in as uniforms, one a candidate:
+sequential inversion has the law of Gumbel top-k, which would want one number a vocabulary entry.
+B rows, C candidates, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from heads.law import draw
+
+
+def draw_with_replacement(law_BV: Tensor, uniform_BC: Tensor) -> Tensor:
+    """Return C independent draws `[B, C]` a row; the same token may come twice.
+
+    Args:
+        law_BV: weights, not necessarily normalised.
+        uniform_BC: independent uniforms in [0, 1).
+    """
+    cumulated_BV = law_BV.double().cumsum(-1)
+    last_B1 = torch.searchsorted(cumulated_BV, cumulated_BV[:, -1:].contiguous(), right=False)
+    drawn_BC = torch.searchsorted(cumulated_BV, (uniform_BC * cumulated_BV[:, -1:]).contiguous(), right=True)
+    return torch.minimum(drawn_BC, last_B1).clamp(max=law_BV.shape[-1] - 1)
+
+
+def draw_without_replacement(law_BV: Tensor, uniform_BC: Tensor) -> Tensor:
+    """Return up to C distinct draws `[B, C]` a row, in order: each from the law without the tokens drawn before it.
+
+    A law with fewer than C tokens runs out; what stands in the columns beyond is an id in range that means nothing, and
+    `eval.candidates.without_replacement` passes over it.
+
+    Args: as for `draw_with_replacement`.
+    """
+    left_BV = law_BV
+    drawn = []
+    for uniform_B in uniform_BC.unbind(1):
+        token_B = draw(left_BV, uniform_B)
+        left_BV = left_BV.scatter(-1, token_B.unsqueeze(-1), 0.0)
+        drawn.append(token_B)
+    return torch.stack(drawn, 1)

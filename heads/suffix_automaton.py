@@ -1,0 +1,121 @@
+"""A suffix automaton: every stretch of tokens that occurs in some texts, with how often and how lately each did.
+
+The smallest automaton that knows all of them (Blumer et al. 1985): a state stands for stretches that end at the same places,
+and its link leads to the longest of their suffixes that ends at more. Texts grow a token at a time, several of them side by
+side; a token costs a few dictionary operations, whatever the length of the texts, and at most two states.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+# A token is counted for this many ever shorter suffixes. Text has a handful of them, one token repeated n times has n; there
+# the shortest, which matter only where no longer one has a continuation, go uncounted, and n tokens do not cost n * n.
+MOST_COUNTED = 64
+
+ROOT = 0  # the empty stretch
+
+
+class Match(NamedTuple):
+    """A stretch that occurs: the state it belongs to and its length in tokens."""
+
+    state: int
+    length: int
+
+
+class Following(NamedTuple):
+    """A token that followed a stretch, the state that both lead to, and its share of the times that anything did."""
+
+    token: int
+    state: int
+    share: float
+
+
+class SuffixAutomaton:
+    """See the module's docstring. States are numbers; the empty stretch is `ROOT`."""
+
+    def __init__(self) -> None:
+        self._next: list[dict[int, int]] = [{}]
+        self._link = [-1]
+        self._length = [0]  # of the longest stretch of a state
+        self._count = [0]  # how often its stretches occur
+        self._latest = [0]  # when one last did
+        self._clock = 0
+
+    def __len__(self) -> int:
+        """Return the number of states."""
+        return len(self._next)
+
+    def extend(self, end: int, token: int) -> int:
+        """Append a token to the text that ends in state `end`, `ROOT` for a new text; return the state where it now ends."""
+        state = end = self._append(end, token)
+        self._clock += 1
+        for _ in range(MOST_COUNTED):
+            if state == ROOT:
+                break
+            self._count[state] += 1
+            self._latest[state] = self._clock
+            state = self._link[state]
+        return end
+
+    def follow(self, match: Match, token: int) -> Match:
+        """Return the longest suffix of a stretch and this token that occurs."""
+        state, length = match
+        while token not in self._next[state]:
+            if state == ROOT:
+                return Match(ROOT, 0)
+            state = self._link[state]
+            length = self._length[state]
+        return Match(self._next[state][token], length + 1)
+
+    def continued(self, match: Match) -> Match:
+        """Return the longest suffix of a stretch that is followed by anything."""
+        state, length = match
+        while state != ROOT and not self._next[state]:
+            state = self._link[state]
+            length = self._length[state]
+        return Match(state, length)
+
+    def longest(self, state: int) -> Match:
+        """Return the longest stretch of a state; of the state where a text ends that is the whole text."""
+        return Match(state, self._length[state])
+
+    def likeliest(self, state: int) -> Following | None:
+        """Return the token that followed a state's stretches most often, the latest among equals; None where none did."""
+        following = self._next[state]
+        if not following:
+            return None
+        token, after = max(following.items(), key=lambda item: (self._count[item[1]], self._latest[item[1]]))
+        return Following(token, after, self._count[after] / sum(self._count[other] for other in following.values()))
+
+    def _append(self, end: int, token: int) -> int:
+        if token in self._next[end]:  # another text has been here
+            return self._exactly(end, token)
+        new = self._new_state(self._length[end] + 1, {})
+        state = end
+        while state != -1 and token not in self._next[state]:
+            self._next[state][token] = new
+            state = self._link[state]
+        self._link[new] = ROOT if state == -1 else self._exactly(state, token)
+        return new
+
+    def _exactly(self, state: int, token: int) -> int:
+        """Return the state whose longest stretch is that of `state` and the token, split off from one of longer ones."""
+        after = self._next[state][token]
+        if self._length[after] == self._length[state] + 1:
+            return after
+        split = self._new_state(self._length[state] + 1, dict(self._next[after]))
+        self._link[split], self._link[after] = self._link[after], split
+        self._count[split], self._latest[split] = self._count[after], self._latest[after]
+        while state != -1 and self._next[state].get(token) == after:
+            self._next[state][token] = split
+            state = self._link[state]
+        return split
+
+    def _new_state(self, length: int, following: dict[int, int]) -> int:
+        self._next.append(following)
+        self._link.append(ROOT)
+        self._length.append(length)
+        self._count.append(0)
+        self._latest.append(0)
+        return len(self._next) - 1
