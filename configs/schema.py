@@ -315,19 +315,36 @@ class StitchConfig(Settings):
 
 
 class SuiteConfig(Settings):
-    """Prompts to evaluate on."""
+    """Prompts to evaluate on: a JSONL file, or a `datasets` data set. `eval/suites/README.md` says what the formats are."""
 
-    path: str = "eval/suites/house64.jsonl"
+    path: str = "eval/suites/house64.jsonl"  # a file; a data set's folder or Hub id (owner/name)
+    format: Literal["auto", "turns", "messages", "humaneval", "gsm8k", "column"] = "auto"  # auto: told from the first row
+    column: str | None = None  # format column: where the prompt stands, as a text, a list of turns or chat messages
+    subset: str | None = None  # data set: configuration name
+    split: str = "test"  # data set
     num_prompts: PositiveInt | None = None  # None: all; otherwise spread evenly over the categories
+    max_turns: PositiveInt | None = None  # None: all; the report warns of those left out
+
+    @model_validator(mode="after")
+    def _column_goes_with_its_format(self) -> Self:
+        if self.column is not None and self.format not in ("auto", "column"):
+            raise ValueError(f"column is for format 'column' only, got format {self.format!r}: leave one of the two out")
+        if self.column is None and self.format == "column":
+            raise ValueError("column is needed with format 'column': name the one that holds the prompts")
+        return self
 
 
 class LosslessConfig(Settings):
-    """When a difference from plain decoding counts as a numerical tie."""
+    """When a difference from plain decoding counts as a numerical tie, and how samples are tested against the target's law."""
 
     # Largest gap between the two tokens' logits, in multiples of the rounding error measured at that position: either token
     # may be off by one error. On SmolLM2 in bf16 the largest gap seen among 51 differences was 1.2 errors.
     tie_noise: NonNegativeFloat = 2.0
     check_float32_prompts: NonNegativeInt = 2  # prompts decoded once more in float32, where both runs must be equal
+    # At temperature > 0: how often a lossless decoder may fail the statistical tests. None: only the rule is proved.
+    false_alarm_rate: Annotated[float, Field(gt=0, lt=1)] | None = 0.01
+    # Samples of one text whose first tokens are counted; 0: that test is off. 26 s of one core with SmolLM2-135M.
+    first_token_samples: NonNegativeInt = 256
 
 
 class EvalConfig(Settings):
@@ -343,11 +360,22 @@ class EvalConfig(Settings):
     baselines: list[Literal["prompt_lookup"]] = ["prompt_lookup"]
     lossless: LosslessConfig = LosslessConfig()
     bootstrap_samples: PositiveInt = 2000
+    previous_report: str | None = None  # of the draft before, shown beside this one on the page; the gate takes --baseline
     output: str = "runs/eval"  # folder: report.json, report.html, report.md, records.jsonl
 
 
+class CompareConfig(Settings):
+    """`eval/compare.py`: several reports side by side."""
+
+    may_differ_in: list[Literal["target", "suite"]] = []  # what the reports are of; refused unless named here
+    output: str = "runs/comparison.html"
+
+
 class GateRule(Settings):
-    """One threshold on one number of the report, named by its dotted path, e.g. `acceptance.tokens_per_target_step`."""
+    """One threshold on one number of the report, named by its dotted path, e.g. `acceptance.tokens_per_target_step`.
+
+    `by_category.*.acceptance.tokens_per_target_step` holds every category of the report to the same threshold.
+    """
 
     metric: str
     min: float | None = None
@@ -368,3 +396,9 @@ class GateConfig(Settings):
     rules: list[GateRule] = []
     lossless: list[Literal["lossless", "lossless_up_to_ties", "lossy_by_design"]] = ["lossless", "lossless_up_to_ties"]
     min_prompts: PositiveInt = 1
+    # Ways to decode that need no training, measured in the same run: both tau and speed must lie above theirs
+    must_beat: list[Literal["prompt_lookup"]] = []
+    suite_sha256: str | None = None  # what the report's prompts must hash to (its prompts.sha256)
+    allow_target_mismatch: bool = False  # the draft may have been made for other weights than those it was measured with
+    # What a baseline report may have been made with otherwise. Target and prompts are never in question.
+    baseline_may_differ_in: list[Literal["num_speculative_tokens", "decode", "machine"]] = []

@@ -59,7 +59,7 @@ def read_prompts(path: Path, *, default_category: str, what: str = "prompt file"
     seen: dict[str, tuple[int, Prompt]] = {}
     for line, values in read_jsonl(path, what):
         where = f"{what} {path}, line {line}"
-        prompt = _parse_row(values, default_category=default_category, where=where)
+        prompt = parse_row(values, default_category=default_category, where=where)
         first_line, first = seen.setdefault(prompt.prompt_id, (line, prompt))
         if first != prompt:
             raise InputError(f"{where}: question_id {prompt.prompt_id!r} was used on line {first_line} for another prompt")
@@ -74,7 +74,7 @@ def load_dataset_prompts(config: PromptsConfig) -> list[Prompt]:
         InputError: the data set, its split or the column cannot be had, or a row (named) holds no prompt.
     """
     path = str(config.path)
-    rows = _load_rows(path, config)
+    rows = load_rows(path, config.subset, config.split, section="prompts")
     columns = rows.column_names
     if config.field not in columns:
         raise InputError(f"data set {path} has no column {config.field!r} (prompts.field); it has {', '.join(columns)}")
@@ -85,7 +85,7 @@ def load_dataset_prompts(config: PromptsConfig) -> list[Prompt]:
         content = {"messages": value} if is_chat else {"turns": [value] if isinstance(value, str) else value}
         values = {**content, "question_id": f"row-{number}", "category": row.get("category") or config.category}
         where = f"data set {path}, row {number}, column {config.field!r}"
-        prompts.append(_parse_row(values, default_category=config.category, where=where))
+        prompts.append(parse_row(values, default_category=config.category, where=where))
     if not prompts:
         raise InputError(f"data set {path}, split {config.split!r}, is empty")
     return prompts
@@ -106,21 +106,29 @@ def encode_prompt(target: Target, prompt: Prompt) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _load_rows(path: str, config: PromptsConfig) -> datasets.Dataset:
-    """Open a data set saved by `save_to_disk`, a folder of data files, or one of the Hub."""
+def load_rows(path: str, subset: str | None, split: str, *, section: str) -> datasets.Dataset:
+    """Open a data set saved by `save_to_disk`, a folder of data files, or one of the Hub.
+
+    Raises:
+        InputError: it cannot be had, or has no such split; `section` names the config's section in the complaint.
+    """
     try:
         if any((Path(path) / name).is_file() for name in ("state.json", "dataset_dict.json")):
             loaded = datasets.load_from_disk(path)
-            return loaded[config.split] if isinstance(loaded, datasets.DatasetDict) else loaded
-        return datasets.load_dataset(path, config.subset, split=config.split)
+            return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+        return datasets.load_dataset(path, subset, split=split)
     except KeyError as error:
-        raise InputError(f"prompts.split: data set {path} has no split {config.split!r}; it has {', '.join(loaded)}") from error
+        raise InputError(f"{section}.split: data set {path} has no split {split!r}; it has {', '.join(loaded)}") from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise InputError(f"prompts.path: data set {path} could not be loaded: {first_line(error)}") from error
+        raise InputError(f"{section}.path: data set {path} could not be loaded: {first_line(error)}") from error
 
 
-def _parse_row(values: Mapping[str, Any], *, default_category: str, where: str) -> Prompt:
-    """Return the prompt that one row describes; `where` names the row in the complaint."""
+def parse_row(values: Mapping[str, Any], *, default_category: str, where: str) -> Prompt:
+    """Return the prompt that a row with `turns` or `messages` describes; see `read_prompts`.
+
+    Raises:
+        InputError: it describes none; `where` names the row in the complaint.
+    """
     if ("turns" in values) == ("messages" in values):
         raise InputError(f"{where}: expected either 'turns' or 'messages', got the keys {', '.join(values) or 'none'}")
     turns: tuple[str, ...]

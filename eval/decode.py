@@ -73,8 +73,7 @@ def decode(
         config: how; `batch_size` is not read here.
         proposer: who drafts; None, or `num_speculative_tokens` 0, is plain decoding.
         mode, repeat: labels for the records.
-        measure_overlap: also compute sum_v min(p, q) for each judged draft (at temperature 1 when decoding greedily); the
-            time for it is kept apart.
+        measure_overlap: also compare the two laws at each judged draft (`eval.law_comparison`); the time for it is kept apart.
 
     Returns:
         The generations in the order of the requests, and the batch's timing.

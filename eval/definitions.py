@@ -18,6 +18,25 @@ DEFINITIONS: dict[str, str] = {
         "probabilities, averaged over every drafted position up to and including the first rejected one."
     ),
     "acceptance.overlap_alpha_by_position": "The same acceptance rate, averaged at each draft position by itself.",
+    "acceptance.top1_agreement": (
+        "The share of compared positions at which draft and target give their highest probability to the same token. At "
+        "temperature 0 it is what decides acceptance."
+    ),
+    "acceptance.kl_divergence": (
+        "The Kullback-Leibler divergence KL(p ‖ q) of the target's law p from the draft's q, in nats, averaged over compared "
+        "positions. Over the tokens that the draft can say, with p made to sum to 1 there; the rest is in the uncovered mass."
+    ),
+    "acceptance.uncovered_mass": (
+        "The target's probability of tokens that the draft cannot say, averaged over compared positions."
+    ),
+    "acceptance.calibration_error": (
+        "How far the draft's probability for its token lies from the target's probability for the same token: the difference "
+        "of their means by class of confidence, averaged over all drafts. 0 for a draft equal to the target."
+    ),
+    "acceptance.reliability": (
+        "Drafted tokens in ten classes by the draft's own probability for them: the mean of it, the target's mean probability "
+        "for the same tokens, and the share the target kept."
+    ),
     "acceptance.position_conditional": (
         "Of the rounds in which every draft before this position was accepted, the share in which this one was too. A draft "
         "behind an accepted end of text was never judged and is not counted."
@@ -39,14 +58,20 @@ DEFINITIONS: dict[str, str] = {
         "Decode seconds by what they were spent on: the draft's forwards, the target's forwards, acceptance and drawing, and "
         "everything else. Time spent on measuring is in none of them."
     ),
+    "speed.predicted": (
+        "Decode speedup as a cost model expects it, fitted to a short timing sweep of target and draft on this machine and to "
+        "the measured survival by position, at other batch sizes and numbers of drafts. The measured one stands beside it."
+    ),
     "lossless.verdict": (
         "Whether speculative answers equal plain ones token for token. Up to ties: where they part, the target's logits for "
-        "the two tokens differ by no more than rounding in its dtype explains. Lossy by design: the rule changes the law."
+        "the two tokens differ by no more than rounding in its dtype explains. Lossy by design: the rule changes the law. "
+        "Sampled answers differ anyway: there the rule is proved by enumeration, and two statistical tests of the samples "
+        "against the target's law must not fail."
     ),
     "by_category": "The same numbers over the prompts of one category alone.",
     "baselines": (
         "Other ways to decode, measured in the same run on the same prompts. Prompt lookup drafts by copying from the text so "
-        "far and needs no training."
+        "far and needs no training. A ratio is this draft's number over theirs, with the same prompts drawn for both."
     ),
     "statistics": (
         "Brackets hold an interval: a percentile bootstrap that draws whole prompts (for seconds, whole batches) with "

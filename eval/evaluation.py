@@ -1,18 +1,12 @@
-"""One evaluation: decode every prompt plainly, with the draft and with the free baselines, interleaved; judge; report.
+"""One evaluation: decode every prompt plainly, with the draft and with the free baselines (`eval.measuring`); judge; report.
 
-All modes run through the same decoder on the same prompts and count the same token ids. Repeats alternate (plain, draft,
-baselines, plain, ...) so that a machine whose speed drifts drifts for all of them.
+Several processes share the decoding (`eval.shared_run`); the main one does the rest.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
 import logging
-import math
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +14,21 @@ import torch
 
 from configs.command import DONE
 from configs.files import write_text
-from configs.progress import progress
 from configs.provenance import describe_git, describe_hardware, describe_versions, mask_arguments, write_run_record
 from configs.schema import EvalConfig
-from distill.prompts import encode_prompt
+from distill.processes import join_processes
 from distill.target import Target, load_target
-from eval.decode import Request, check_decodable, decode
+from eval.decode import check_decodable
 from eval.lossless import judge_lossless
 from eval.page import render_page
-from eval.records import AUTOREGRESSIVE, SPECULATIVE, Generation, Timing
+from eval.records import AUTOREGRESSIVE, SPECULATIVE
 from eval.report import PromptSet, build_report, write_report
+from eval.report_schema import read_report
+from eval.shared_run import measure_share
 from eval.suite import Suite, load_suite
 from eval.summary import render_markdown
+from eval.tally import Tally
+from eval.turns import Turns
 from heads.artifact import Draft, load_draft
 from heads.prompt_lookup import PromptLookup
 from heads.proposer import Proposer
@@ -39,31 +36,23 @@ from heads.proposer import Proposer
 log = logging.getLogger("draftsmith")
 
 
-@dataclass
-class Records:
-    """Everything a run measured."""
-
-    generations: list[Generation] = field(default_factory=list)  # of the first repeat
-    timings: list[Timing] = field(default_factory=list)
-
-    def of(self, mode: str) -> list[Generation]:
-        """Return one mode's generations in the order of the prompts."""
-        return [generation for generation in self.generations if generation.mode == mode]
-
-
 def evaluate(config: EvalConfig) -> int:
     """Evaluate as configured and write `report.json`, `.html`, `.md`, `records.jsonl` and `run.json`; see `eval/run.py`."""
     output = Path(config.output)
     suite = load_suite(config.suite)
+    previous = None if config.previous_report is None else read_report(Path(config.previous_report), "previous report")
+    state = join_processes(config.target)
     target = load_target(config.target)
     draft = _load(config, target)
-    requests = [
-        Request(prompt_id=prompt.prompt_id, category=prompt.category, tokens=encode_prompt(target, prompt))
-        for prompt in suite.prompts
-    ]
-    check_decodable(target, requests)
-    write_run_record(output, config)
-    records = measure(target, requests, config, {SPECULATIVE: draft.proposer, **_baselines(config, target)})
+    turns = Turns(target, suite.prompts)
+    check_decodable(target, turns.first)
+    if state.is_main_process:
+        write_run_record(output, config, processes=state.num_processes)
+    state.wait_for_everyone()  # the folder is there
+    proposers = {SPECULATIVE: draft.proposer, **_baselines(config, target)}
+    records = measure_share(target, turns, config, proposers, state)
+    if records is None:
+        return DONE
     lossless = judge_lossless(
         target,
         records.of(AUTOREGRESSIVE),
@@ -72,49 +61,13 @@ def evaluate(config: EvalConfig) -> int:
         config.lossless,
         lambda other: load_draft(config.draft, other.identity, other.model, allow_target_mismatch=config.allow_target_mismatch),
     )
-    report = _describe(config, suite, target, draft, records, lossless)
-    write_records(output / "records.jsonl", records)
+    report = _describe(config, suite, target, draft, records, lossless, state.num_processes)
     write_report(output / "report.json", report)
     write_text(output / "report.md", render_markdown(report))
-    write_text(output / "report.html", render_page(report))
+    write_text(output / "report.html", render_page(report, previous))
     print(render_markdown(report))
     log.info("report in %s", output / "report.html")
     return DONE
-
-
-def measure(target: Target, requests: Sequence[Request], config: EvalConfig, proposers: Mapping[str, Proposer]) -> Records:
-    """Decode the requests plainly and with each proposer, `config.repeats` times, a batch at a time, modes taking turns.
-
-    Before, each mode decodes the batches of the first `config.warmup_prompts` prompts: whole ones, whose shapes are the timed.
-    """
-    modes: dict[str, Proposer | None] = {AUTOREGRESSIVE: None, **proposers}
-    # The free baselines draft chains, whatever shape the draft under evaluation is asked for.
-    settings = {
-        mode: config.decode if mode == SPECULATIVE else config.decode.model_copy(update={"tree": None}) for mode in modes
-    }
-    size = config.decode.batch_size
-    batches = [requests[start : start + size] for start in range(0, len(requests), size)]
-    for batch, mode in itertools.product(batches[: math.ceil(config.warmup_prompts / size)], modes):
-        decode(target, batch, settings[mode], modes[mode])
-    records = Records()
-    with progress("decoding", len(requests), "prompts") as advance:
-        for batch in batches:
-            for repeat, mode in itertools.product(range(config.repeats), modes):
-                measure_overlap = repeat == 0 and mode == SPECULATIVE
-                generations, timing = decode(
-                    target, batch, settings[mode], modes[mode], mode=mode, repeat=repeat, measure_overlap=measure_overlap
-                )
-                records.timings.append(timing)
-                records.generations += generations if repeat == 0 else []
-            advance(len(batch))
-    return records
-
-
-def write_records(path: Path, records: Records) -> None:
-    """Write one JSON line for each generation and each timing."""
-    lines = [json.dumps({"generation": asdict(generation)}) for generation in records.generations]
-    lines += [json.dumps({"timing": asdict(timing)}) for timing in records.timings]
-    write_text(path, "\n".join(lines) + "\n")
 
 
 def _load(config: EvalConfig, target: Target) -> Draft:
@@ -130,13 +83,20 @@ def _baselines(config: EvalConfig, target: Target) -> dict[str, Proposer]:
 
 
 def _describe(
-    config: EvalConfig, suite: Suite, target: Target, draft: Draft, records: Records, lossless: dict[str, Any]
+    config: EvalConfig,
+    suite: Suite,
+    target: Target,
+    draft: Draft,
+    records: Tally,
+    lossless: dict[str, Any],
+    num_processes: int,
 ) -> dict[str, Any]:
     """Put the records and everything that says where they come from into the report."""
     warnings = list(draft.warnings)
-    if suite.num_later_turns:
+    if suite.num_turns_left_out:
         warnings.append(
-            f"{suite.num_later_turns} later turns of the suite's conversations were not asked; only first turns were"
+            f"{suite.num_turns_left_out} later turns of the suite's conversations were not asked: suite.max_turns is "
+            f"{config.suite.max_turns}"
         )
     return build_report(
         target=target.identity.to_dict()
@@ -159,13 +119,15 @@ def _describe(
         prompts=PromptSet(
             source=suite.source,
             sha256=suite.sha256,
+            format=suite.format,
             texts={prompt.prompt_id: prompt.turns[0] for prompt in suite.prompts},
+            later_turns={prompt.prompt_id: prompt.turns[1:] for prompt in suite.prompts},
         ),
-        generations=records.generations,
-        timings=records.timings,
+        generations=records,
         lossless=lossless,
         decode_tokens=lambda ids: str(target.tokenizer.decode(list(ids), skip_special_tokens=False)),
-        hardware=describe_hardware() | {"device": str(target.device), "threads": torch.get_num_threads()},
+        hardware=describe_hardware()
+        | {"device": str(target.device), "threads": torch.get_num_threads(), "processes": num_processes},
         versions=describe_versions(),
         git=describe_git(),
         command=mask_arguments(sys.orig_argv),

@@ -1,67 +1,85 @@
-"""Judging a report by a gate's rules: pass, fail, or inconclusive where the interval still holds the threshold.
+"""Judging a report by a gate: pass, fail, or inconclusive where the interval still holds the threshold.
 
-Some checks no rule can switch off: a simulated report never passes, a run must have answered every prompt it was asked, and
-the losslessness verdict must be one that the gate allows. Torch-free and pure; `eval.gate` is the command.
+Some checks no rule can switch off: a simulated report never passes, a run must have answered every prompt it was asked, the
+losslessness verdict must be one that the gate allows, and the draft must be the one that is to be released, made for the
+target it was measured with. A baseline report that cannot be compared with is refused. The rules themselves are
+`eval.gate_rules`'. Torch-free and pure; `eval.gate` is the command.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from configs.errors import InputError
-from configs.schema import GateConfig, GateRule
-from eval.intervals import Interval, paired_ratio_interval
-from eval.report_schema import numbers_of
-
-Outcome = Literal["pass", "fail", "inconclusive"]
-PAIRED_METRIC = "acceptance.tokens_per_target_step"  # the one whose counts a report keeps prompt by prompt
-NO_METRICS = ("acceptance.per_prompt.", "samples.", "lossless.divergences.", "statistics.", "schema_version")
+from configs.schema import GateConfig
+from eval.comparability import IDENTITY, Difference, differences
+from eval.gate_rules import is_of_a_machine, judge_against_free, judge_rule
+from eval.verdict import Finding, Outcome, Verdict
+from eval.wording import checks_in_words, short
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
-    """What one check found; `low` and `high` only where an interval was judged."""
+class Artifact:
+    """What an artifact folder says of itself; see `eval.shipped`."""
 
-    check: str
-    outcome: Outcome
-    value: float | str | None
-    low: float | None = None
-    high: float | None = None
-    required: str
-    reason: str = ""  # why it did not pass
+    sha256: str
+    target: Mapping[str, Any]  # the hashes of what it was made for, keyed as in `eval.comparability.IDENTITY`
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """All findings, and what they come to: any failure fails, else anything inconclusive leaves it open."""
-
-    findings: tuple[Finding, ...]
-
-    @property
-    def outcome(self) -> Outcome:
-        """The worst outcome among the findings."""
-        outcomes = {finding.outcome for finding in self.findings}
-        return "fail" if "fail" in outcomes else "inconclusive" if "inconclusive" in outcomes else "pass"
-
-
-def judge(report: Mapping[str, Any], config: GateConfig, baseline: Mapping[str, Any] | None = None) -> Verdict:
+def judge(
+    report: Mapping[str, Any],
+    config: GateConfig,
+    baseline: Mapping[str, Any] | None = None,
+    artifact: Artifact | None = None,
+) -> Verdict:
     """Apply the checks that always hold, then every rule.
 
     Args:
         report: a checked report (`eval.report_schema.read_report`).
         config: the gate.
         baseline: an earlier checked report, for rules with `relative_to_baseline`.
+        artifact: the draft that is to be released; without it, the report's own account of its draft is judged.
 
     Raises:
-        InputError: a rule names an unknown metric, asks for an interval that its metric has not, or needs a baseline report.
+        InputError: a rule names an unknown metric, asks for an interval that its metric has not, or needs a baseline report;
+            or the baseline report cannot be compared with.
     """
-    if baseline is not None and baseline["simulated"]:
+    allowed = [] if baseline is None else _check_baseline(report, baseline, config)
+    findings = [
+        _judge_measured(report),
+        _judge_lossless(report, config),
+        _judge_prompts(report, config),
+        _judge_provenance(report, config, artifact),
+    ]
+    for rule in config.rules:
+        findings += judge_rule(report, rule, baseline)
+    for name in config.must_beat:
+        findings += judge_against_free(report, name)
+    notes = [f"the baseline report differs in {difference}, which the gate allows" for difference in allowed]
+    return Verdict(findings=tuple(findings), notes=tuple(notes))
+
+
+def _check_baseline(report: Mapping[str, Any], baseline: Mapping[str, Any], config: GateConfig) -> list[Difference]:
+    """Return the differences to the baseline report that the gate allows and that touch its rules.
+
+    Raises:
+        InputError: it is simulated, incomplete, or was made with something else that the gate does not allow.
+    """
+    if baseline["simulated"]:
         raise InputError("the baseline report is simulated; compare with a measured one")
-    always = (_judge_measured(report), _judge_lossless(report, config), _judge_prompts(report, config))
-    return Verdict(findings=(*always, *(_judge_rule(report, rule, baseline) for rule in config.rules)))
+    if reason := _unanswered(baseline["prompts"]):
+        raise InputError(f"the baseline report is incomplete: {reason}; compare with one that answered every prompt")
+    touched = any(rule.relative_to_baseline and is_of_a_machine(rule) for rule in config.rules)
+    found = [each for each in differences(report, baseline) if each.aspect != "machine" or touched]
+    refused = [each for each in found if each.aspect not in config.baseline_may_differ_in]
+    if refused:
+        raise InputError(
+            f"the baseline report cannot be compared with, it differs in {'; '.join(map(str, refused))}: measure both alike, "
+            "or name num_speculative_tokens, decode or machine in baseline_may_differ_in (target and prompts may not differ)"
+        )
+    return found
 
 
 # --- checks that always hold --------------------------------------------------------------------------------------
@@ -81,142 +99,67 @@ def _judge_measured(report: Mapping[str, Any]) -> Finding:
 def _judge_lossless(report: Mapping[str, Any], config: GateConfig) -> Finding:
     section = report["lossless"]
     verdict, found = section["verdict"], len(section["divergences"])
-    reason = ""
-    if verdict not in config.lossless and found:
+    outcome: Outcome = "fail"
+    if verdict == "inconclusive":
+        outcome, reason = "inconclusive", "the losslessness check needs more answers than it got"
+        if checks := checks_in_words(section, "inconclusive_checks"):
+            reason += f": {checks}"
+    elif verdict not in config.lossless and found:
         reason = f"{found} difference{'s' * (found > 1)} from plain decoding in {section['checked_prompts']} checked answers"
+    elif verdict not in config.lossless and section.get("failed_checks"):
+        reason = f"failed: {checks_in_words(section, 'failed_checks')}"
     elif verdict not in config.lossless:
         reason = "no checked answer differs from plain decoding, but the gate does not allow this verdict"
     elif section["checked_prompts"] == 0:
         reason = "no answer was checked against plain decoding"
-    return Finding(
-        check="lossless",
-        outcome="fail" if reason else "pass",
-        value=verdict,
-        required=" or ".join(config.lossless) or "nothing (the gate allows no verdict)",
-        reason=reason,
-    )
+    else:
+        outcome, reason = "pass", ""
+    required = " or ".join(config.lossless) or "nothing (the gate allows no verdict)"
+    return Finding(check="lossless", outcome=outcome, value=verdict, required=required, reason=reason)
 
 
 def _judge_prompts(report: Mapping[str, Any], config: GateConfig) -> Finding:
     prompts = report["prompts"]
-    measured, asked, num_failed = prompts["num_prompts"], prompts["num_asked"], len(prompts["failed"])
-    reason = ""
-    if num_failed:
-        reason = f"{num_failed} requests failed, the first on prompt {prompts['failed'][0]['prompt_id']}"
-    elif measured != asked:
-        reason = f"{asked - measured} of the {asked} prompts asked for were not answered"
-    elif measured < config.min_prompts:
+    measured, wanted = prompts["num_prompts"], config.suite_sha256
+    reason = _unanswered(prompts)
+    if not reason and measured < config.min_prompts:
         reason = f"the gate asks for at least {config.min_prompts} prompts (min_prompts)"
+    if not reason and wanted is not None and prompts["sha256"] != wanted:
+        reason = f"the prompts, of {prompts['source']}, hash to {short(prompts['sha256'])}, not to the gate's suite_sha256"
+    required = f"all {prompts['num_asked']} asked for, at least {config.min_prompts}"
     return Finding(
         check="prompts",
         outcome="fail" if reason else "pass",
         value=float(measured),
-        required=f"all {asked} asked for, at least {config.min_prompts}",
+        required=required if wanted is None else f"{required}, of suite {short(wanted)}",
         reason=reason,
     )
 
 
-# --- rules --------------------------------------------------------------------------------------------------------
+def _unanswered(prompts: Mapping[str, Any]) -> str:
+    """Return what is missing of the answers that were asked for, or nothing."""
+    measured, asked, num_failed = prompts["num_prompts"], prompts["num_asked"], len(prompts["failed"])
+    if num_failed:
+        return f"{num_failed} requests failed, the first on prompt {prompts['failed'][0]['prompt_id']}"
+    if measured != asked:
+        return f"{asked - measured} of the {asked} prompts asked for were not answered"
+    return ""
 
 
-def _judge_rule(report: Mapping[str, Any], rule: GateRule, baseline: Mapping[str, Any] | None) -> Finding:
-    """Compare one metric, or its ratio to the baseline's, with the rule's threshold."""
-    interval = _look_up(report, rule, "report")
-    if rule.relative_to_baseline:
-        if baseline is None:
-            raise InputError(f"rule on {rule.metric} is relative to a baseline report; give one with --baseline previous.json")
-        interval = _relative(report, baseline, rule, interval)
-    outcome, reason = _compare(interval, rule)
-    threshold = f"at least {rule.min:g}" if rule.min is not None else f"at most {rule.max:g}"
+def _judge_provenance(report: Mapping[str, Any], config: GateConfig, artifact: Artifact | None) -> Finding:
+    """Check that the draft was made for the target it was measured with and, given the artifact, that it is this one."""
+    draft, target = report["draft"], report["target"]
+    made_for = {"weights_sha256": draft.get("target_sha256")} if artifact is None else artifact.target
+    others = [IDENTITY[key] for key, digest in made_for.items() if digest != target.get(key)]
+    reason = ""
+    if artifact is not None and artifact.sha256 != draft["sha256"]:
+        reason = f"the artifact hashes to {short(artifact.sha256)}, the draft measured to {short(draft['sha256'])}: measure it"
+    elif others and not config.allow_target_mismatch:
+        reason = f"the draft was made for other {', '.join(others)} than it was measured with"
     return Finding(
-        check=rule.metric,
-        outcome=outcome,
-        value=interval.point,
-        low=interval.low if rule.bound == "confidence" else None,
-        high=interval.high if rule.bound == "confidence" else None,
-        required=threshold + (" times the baseline" if rule.relative_to_baseline else ""),
+        check="provenance",
+        outcome="fail" if reason else "pass",
+        value=short(draft["sha256"]),
+        required="a draft made for this target" if artifact is None else "the artifact's hash, made for this target",
         reason=reason,
-    )
-
-
-def _compare(interval: Interval, rule: GateRule) -> tuple[Outcome, str]:
-    """Return the outcome and, unless it passed, the reason."""
-    if interval.point is None:
-        return "fail", "not measured in this report"
-    low, high = (interval.point, interval.point) if rule.bound == "point" else (interval.low, interval.high)
-    if low is None or high is None:
-        return "inconclusive", "no interval: fewer than two prompts (or batches, for speed) were measured"
-    if rule.min is not None and low >= rule.min:
-        return "pass", ""
-    if rule.max is not None and high <= rule.max:
-        return "pass", ""
-    if (rule.min is not None and high < rule.min) or (rule.max is not None and low > rule.max):
-        return "fail", "below the threshold" if rule.min is not None else "above the threshold"
-    return "inconclusive", "the interval holds the threshold: measure more prompts, or ask for less"
-
-
-def _look_up(report: Mapping[str, Any], rule: GateRule, where: str) -> Interval:
-    """Return a metric with the interval that stands beside it as `..._ci`; both may be unmeasured (`None`).
-
-    Raises:
-        InputError: no such metric, or it comes without an interval although the rule asks for its bounds.
-    """
-    numbers = {path: number for path, number in numbers_of(report) if not path.startswith(NO_METRICS)}
-    if _under_null(rule.metric, numbers):
-        return Interval(None)
-    if rule.metric not in numbers:
-        metrics = [path for path in numbers if "_ci" not in path]
-        nearest = difflib.get_close_matches(rule.metric, metrics, n=1, cutoff=0.0)
-        raise InputError(f"rules: the {where} has no number {rule.metric!r}; the nearest is {nearest[0]!r}")
-    bounds = f"{rule.metric}_ci"
-    if rule.bound == "confidence" and bounds not in numbers and f"{bounds}.0" not in numbers:
-        raise InputError(f"rules: {rule.metric} comes without an interval; give its rule `bound: point`")
-    return Interval(numbers[rule.metric], numbers.get(f"{bounds}.0"), numbers.get(f"{bounds}.1"))
-
-
-def _under_null(metric: str, numbers: Mapping[str, float | None]) -> bool:
-    """Say whether a whole section above the metric is null, as `speed` is in a run that timed nothing."""
-    keys = metric.split(".")
-    sections = (".".join(keys[:depth]) for depth in range(1, len(keys)))
-    return any(section in numbers and numbers[section] is None for section in sections)
-
-
-# --- relative to a baseline report --------------------------------------------------------------------------------
-
-
-def _relative(report: Mapping[str, Any], baseline: Mapping[str, Any], rule: GateRule, ours: Interval) -> Interval:
-    """Return ours / theirs: paired by prompt where both reports allow it, else from bounds that assume the worst.
-
-    Raises:
-        InputError: the baseline's number is missing, or nothing to divide by.
-    """
-    theirs = _look_up(baseline, rule, "baseline report")
-    divisor = theirs.low if rule.bound == "confidence" and theirs.low is not None else theirs.point
-    if theirs.point is None or divisor is None or divisor <= 0:
-        raise InputError(f"rules: {rule.metric} is {divisor} in the baseline report; a ratio needs a number above 0")
-    if ours.point is None:
-        return ours
-    if rule.metric == PAIRED_METRIC and _same_prompts(report, baseline):
-        return _paired(report, baseline)
-    point = ours.point / theirs.point
-    if rule.bound == "point" or ours.low is None or ours.high is None or theirs.low is None or theirs.high is None:
-        return Interval(point)
-    return Interval(point, ours.low / theirs.high, ours.high / theirs.low)
-
-
-def _same_prompts(report: Mapping[str, Any], baseline: Mapping[str, Any]) -> bool:
-    """Say whether both reports measured the same prompts of the same file."""
-    ours, theirs = ((each["prompts"]["sha256"], each["acceptance"]["per_prompt"].keys()) for each in (report, baseline))
-    return ours == theirs
-
-
-def _paired(report: Mapping[str, Any], baseline: Mapping[str, Any]) -> Interval:
-    """Return the ratio of the two reports' tokens per target step, with the same prompts drawn for both."""
-    ours, theirs = report["acceptance"]["per_prompt"], baseline["acceptance"]["per_prompt"]
-    statistics = report["statistics"]
-    columns: Sequence[list[int]] = [
-        [counts[prompt_id][column] for prompt_id in ours] for counts in (ours, theirs) for column in (0, 1)
-    ]
-    return paired_ratio_interval(
-        *columns, samples=statistics["bootstrap_samples"], seed=statistics["seed"], level=statistics["level"]
     )

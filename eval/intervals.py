@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 LEVEL = 0.95
+MOST_CLUSTERS = 2000  # more are drawn in blocks: at this number, the bounds' own noise from it is below 2 % of their width
 DRAWS_AT_A_TIME = 1 << 20  # drawn clusters held in memory together; a constant, because the random stream is cut here
 
 
@@ -129,17 +130,32 @@ def _resampled(statistic: Callable[[Floats], Floats], columns_FC: Floats, sample
             return Interval(None)
         if num_clusters < 2:
             return Interval(point)
+        columns_FC = _in_blocks(columns_FC, seed)
         # One column at a time: gathering single numbers is several times faster than gathering rows of two or four.
         sums_FS = np.concatenate(
             [
                 np.stack([column_C[drawn_SC].sum(axis=1) for column_C in columns_FC])
-                for drawn_SC in _draws(num_clusters, samples, seed)
+                for drawn_SC in _draws(columns_FC.shape[1], samples, seed)
             ],
             axis=1,
         )
         values_S = statistic(sums_FS)
     values_S = values_S[np.isfinite(values_S)]  # a resample without a single round says nothing about a ratio per round
     return Interval(point, *_percentiles(values_S, num_clusters, level)) if values_S.size else Interval(point)
+
+
+def _in_blocks(columns_FC: Floats, seed: int) -> Floats:
+    """Add up very many clusters in `MOST_CLUSTERS` blocks of equal size, put together at random.
+
+    Blocks of independent clusters are independent clusters as well, and statistics here see sums only; so the bounds stay
+    what they are, at a fraction of the draws. In the order they come in, blocks would be more alike than chance makes them.
+    """
+    num_clusters = columns_FC.shape[1]
+    if num_clusters <= MOST_CLUSTERS:
+        return columns_FC
+    order_C = np.random.default_rng([seed, num_clusters]).permutation(num_clusters)
+    block_C = np.arange(num_clusters) % MOST_CLUSTERS
+    return np.stack([np.bincount(block_C, column_C[order_C]) for column_C in columns_FC])
 
 
 def _draws(num_clusters: int, samples: int, seed: int) -> Iterator[NDArray[np.int64]]:
@@ -152,14 +168,14 @@ def _draws(num_clusters: int, samples: int, seed: int) -> Iterator[NDArray[np.in
 
 def _percentiles(values_S: Floats, num_clusters: int, level: float) -> tuple[float, float]:
     """Return the two bounds, with tails widened for `num_clusters` as the module's docstring says."""
-    quantile = _student_quantile((1 + level) / 2, num_clusters - 1)
+    quantile = student_quantile((1 + level) / 2, num_clusters - 1)
     tail = NormalDist().cdf(-quantile * math.sqrt(num_clusters / (num_clusters - 1)))
     low, high = np.quantile(values_S, [tail, 1 - tail])
     return float(low), float(high)
 
 
-def _student_quantile(probability: float, degrees: int) -> float:
-    """Return Student's t quantile by the Cornish-Fisher series (Abramowitz and Stegun 26.7.5).
+def student_quantile(probability: float, degrees: int) -> float:
+    """Return Student's t quantile, for 1 degree of freedom or more, by the Cornish-Fisher series (Abramowitz, Stegun 26.7.5).
 
     Off by under 0.5 % from five degrees of freedom on. Below, it is too small, where the tail it leads to already reaches
     the outermost resamples.

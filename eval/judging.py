@@ -1,7 +1,6 @@
 """The target's word on a proposal: from its logits and what was drafted to how much stays and what comes next.
 
-Picks the rule in force (`eval.verify` for chains, `eval.tree_rules` for trees) and the random numbers it decides by; also
-measures how far target and draft agree.
+Picks the rule in force (`eval.verify` for chains, `eval.tree_rules` for trees) and the random numbers it decides by.
 B batch, G drafts of a chain, N of a tree, K = G + 1 or N + 1 target rows, D depth of a tree, V vocabulary.
 """
 
@@ -96,16 +95,6 @@ class Judge:
         if self.config.temperature == 0:
             return likeliest(logits_BKV)
         return draw(token_law(logits_BKV, self.config), self.streams.uniform(Role.TARGET, positions_BK))
-
-    def overlaps(self, logits_BKV: Tensor, logits_BGV: Tensor) -> list[list[float]]:
-        """Return sum_v min(p, q) by row and draft of a chain, the exact acceptance rate of sampling.
-
-        At temperature 1 when decoding greedily. A law that is not finite overlaps with nothing.
-        """
-        sampling = self.config if self.config.temperature else self.config.model_copy(update={"temperature": 1.0})
-        p_BGV = token_law(logits_BKV[:, :-1], sampling)
-        q_BGV = _pad_vocabulary(token_law(logits_BGV, sampling), p_BGV)
-        return torch.minimum(p_BGV, q_BGV).sum(-1).nan_to_num(0.0).tolist()
 
 
 def finite_rows(logits_BKV: Tensor, proposal: Proposal) -> Tensor:

@@ -4,8 +4,8 @@ Greedy decoding must give the same tokens. Where it does not, the target's logit
 rounds differently from one over a single row, so two tokens that are nearly equally good may swap (a numerical tie); any
 larger gap is a bug. How near is near is measured, not guessed: by the rounding error of the target's logits at that very
 place, against a copy of it in a wider dtype. Ties are rare enough in float32 that a few prompts decoded there, with the same
-draft, show the difference between rounding and a mistake. Sampling has no such identity, so the rule in use is proved by
-exact enumeration on a toy, and greedy decoding with the same draft and shape checks the machinery around it.
+draft, show the difference between rounding and a mistake. Sampling has no such identity; `eval.lossless_sampled` proves the
+rule and tests the samples, and greedy decoding with the same draft and shape checks the machinery around them.
 """
 
 from __future__ import annotations
@@ -20,16 +20,14 @@ import torch
 from configs.schema import DecodeConfig, LosslessConfig
 from distill.target import Target, move
 from eval.decode import Request, decode
-from eval.enumeration import enumerate_rule, random_toy
-from eval.judging import RULES
-from eval.records import Divergence, Generation
+from eval.lossless_sampled import FAIL, INCONCLUSIVE, PASS, check_rule, check_samples, pair_answers
+from eval.records import UNDECODED, Divergence, Generation
 from heads.artifact import Draft
 from heads.fast_forward import is_registered
 from heads.lean_forward import make_lean
 from heads.lm_head import backbone, head_logits
 
 LOSSLESS, UP_TO_TIES, NOT_LOSSLESS = "lossless", "lossless_up_to_ties", "not_lossless"
-ENUMERATION_TOLERANCE = 1e-12
 COMPARED_TOKENS = 32  # the likeliest tokens, whose logits' rounding error is looked at
 NO_TIE = float(torch.finfo(torch.float32).max)  # the gap reported where no two tokens can be compared; JSON has no infinity
 
@@ -44,39 +42,37 @@ def judge_lossless(
 ) -> dict[str, Any]:
     """Return the report's `lossless` section.
 
+    Every entry of `checks` has an `outcome`: pass, fail or inconclusive. One that fails makes the verdict `not_lossless`; else
+    one that is inconclusive makes it that, and `failed_checks` and `inconclusive_checks` name them.
+
     Args:
         target: the target the generations came from.
         plain, speculative: the same requests, decoded both ways under `decode_config`.
         decode_config: how they were decoded.
-        config: what counts as a tie, and how many prompts are checked once more in float32.
-        draft_for: loads the draft for a copy of the target in another dtype.
+        config: what counts as a tie, how many prompts are checked once more in float32, and how samples are tested.
+        draft_for: loads the draft for a target: this one, to sample once more, or a copy of it in another dtype.
+
+    Raises:
+        ValueError: the two sides do not answer the same requests.
     """
-    checks: dict[str, Any] = {}
+    compared = _decoded(plain, speculative)
+    plain, speculative = [one for one, _ in compared], [another for _, another in compared]
+    checks: dict[str, dict[str, Any]] = {}
+    divergences: list[Divergence] = []
     if decode_config.temperature == 0:
         divergences = find_divergences(target, plain, speculative, config.tie_noise)
-        checked = len(speculative)
+        checks["greedy"] = _outcome_of(divergences, len(compared))
     else:
         checks["enumeration"] = check_rule(decode_config.verification)
-        divergences, checked = [], 0
-    requests = [
-        Request(prompt_id=generation.prompt_id, category=generation.category, tokens=generation.prompt_tokens)
-        for generation in speculative[: config.check_float32_prompts]
-    ]
-    if requests:
+    if decode_config.temperature > 0 and config.false_alarm_rate is not None:
+        proposer = draft_for(target).proposer if config.first_token_samples else None
+        checks |= check_samples(target, proposer, plain, speculative, decode_config, config)
+    if requests := [_request(generation) for generation in speculative[: config.check_float32_prompts]]:
         in_float32 = _check_in_float32(target, requests, decode_config, config, draft_for)
-        checks["float32_greedy"] = {
-            "checked_prompts": len(requests),
-            "divergences": [asdict(divergence) for divergence in in_float32],
-        }
-        checked = max(checked, len(requests))
-        divergences = divergences + [divergence for divergence in in_float32 if not is_tie(divergence)]
-    return {
-        "verdict": _verdict(divergences, checks),
-        "checked_prompts": checked,
-        "divergences": divergences,
-        "tie_noise": config.tie_noise,
-        "checks": checks,
-    }
+        described = {"divergences": [asdict(divergence) for divergence in in_float32]}
+        checks["float32_greedy"] = _outcome_of(in_float32, len(requests)) | described
+        divergences += [divergence for divergence in in_float32 if not is_tie(divergence)]
+    return _section(divergences, checks, config)
 
 
 def find_divergences(
@@ -89,9 +85,7 @@ def find_divergences(
         plain, speculative: the same requests, decoded both ways.
         tie_noise: see `configs.schema.LosslessConfig`.
     """
-    other = {generation.prompt_id: generation for generation in speculative}
-    pairs = [(generation, other[generation.prompt_id]) for generation in plain]
-    differing = [(one, another) for one, another in pairs if one.tokens != another.tokens]
+    differing = [(one, another) for one, another in pair_answers(plain, speculative) if one.tokens != another.tokens]
     exact = widened(target) if differing else target
     return [_first_difference(target, exact, one, another, tie_noise) for one, another in differing]
 
@@ -101,21 +95,43 @@ def is_tie(divergence: Divergence) -> bool:
     return divergence.logit_gap <= divergence.tie_tolerance
 
 
-def check_rule(name: str) -> dict[str, Any]:
-    """Hold a sampling rule against exact enumeration on random toys; `match` draws the target's own tokens and needs none."""
-    if name not in RULES:
-        return {"rule": name, "toys": 0, "max_total_variation": 0.0}
-    distances = [enumerate_rule(RULES[name], random_toy(seed)).total_variation for seed in range(3)]
-    return {"rule": name, "toys": len(distances), "max_total_variation": max(distances)}
+def _decoded(plain: Sequence[Generation], speculative: Sequence[Generation]) -> list[tuple[Generation, Generation]]:
+    """Return the pairs of answers; without those of which one was never decoded, which the report lists as failed."""
+    pairs = pair_answers(plain, speculative)
+    return [pair for pair in pairs if not UNDECODED.intersection(answer.stop_reason for answer in pair)]
 
 
-def _verdict(divergences: Sequence[Divergence], checks: dict[str, Any]) -> str:
-    enumeration = checks.get("enumeration")
-    if enumeration is not None and enumeration["max_total_variation"] > ENUMERATION_TOLERANCE:
-        return NOT_LOSSLESS
-    if not divergences:
-        return LOSSLESS
-    return UP_TO_TIES if all(map(is_tie, divergences)) else NOT_LOSSLESS
+def _request(generation: Generation) -> Request:
+    return Request(
+        prompt_id=generation.prompt_id, category=generation.category, tokens=generation.prompt_tokens, turn=generation.turn
+    )
+
+
+def _outcome_of(divergences: Sequence[Divergence], num_checked: int) -> dict[str, Any]:
+    """Judge greedy answers: any difference that is no tie fails."""
+    not_ties = sum(not is_tie(divergence) for divergence in divergences)
+    counts = {"checked_prompts": num_checked, "num_divergences": len(divergences), "num_ties": len(divergences) - not_ties}
+    return {"outcome": FAIL if not_ties else PASS, **counts}
+
+
+def _section(divergences: Sequence[Divergence], checks: dict[str, dict[str, Any]], config: LosslessConfig) -> dict[str, Any]:
+    """Draw the verdict from the checks."""
+    failed, inconclusive = ([name for name in checks if checks[name]["outcome"] == outcome] for outcome in (FAIL, INCONCLUSIVE))
+    verdict = NOT_LOSSLESS if failed else INCONCLUSIVE if inconclusive else UP_TO_TIES if divergences else LOSSLESS
+    return {
+        "verdict": verdict,
+        "checked_prompts": max((_num_checked(check) for check in checks.values()), default=0),
+        "divergences": list(divergences),
+        "tie_noise": config.tie_noise,
+        "failed_checks": failed,
+        "inconclusive_checks": inconclusive,
+        "checks": checks,
+    }
+
+
+def _num_checked(check: dict[str, Any]) -> int:
+    """Return how many prompts' answers a check looked at; the proof of a rule looks at none."""
+    return int(check.get("checked_prompts", check.get("num_prompts", 0)))
 
 
 def _first_difference(
@@ -129,6 +145,7 @@ def _first_difference(
         longer = max(plain.tokens, speculative.tokens, key=len)
         return Divergence(
             prompt_id=plain.prompt_id,
+            turn=plain.turn,
             position=position,
             plain_token=longer[position],
             speculative_token=longer[position],
@@ -139,6 +156,7 @@ def _first_difference(
     gap, error = _gap_and_error(target, exact, (*plain.prompt_tokens, *plain.tokens[:position]), one, other)
     return Divergence(
         prompt_id=plain.prompt_id,
+        turn=plain.turn,
         position=position,
         plain_token=one,
         speculative_token=other,

@@ -1,35 +1,40 @@
 """Acceptance metrics with sum and count states: any number of ranks, in any split of the prompts, agree on one answer.
 
-Each metric takes whole generations, some at a time or none, and computes a dict whose keys are fields of the report
-(`eval.definitions` says in a sentence what each means). Ratios are formed once, at the end, from counts over all rounds:
-never a mean of ratios except where the name says `macro`. A ratio with nothing to divide by is `None`.
+Each metric takes the rounds of whole prompts (`eval.round_table`), some at a time or none, and computes a dict whose keys are
+fields of the report (`eval.definitions` says in a sentence what each means). Ratios are formed once, at the end, from counts
+over all rounds: never a mean of ratios except where the name says `macro`. A ratio with nothing to divide by is `None`.
+How alike the two laws are, measured from the logits, is in `eval.law_metrics`.
 
 Left out: intervals, which need the counts prompt by prompt (`eval.acceptance`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
+from eval.law_metrics import Calibration, LawAgreement, ratio
 from eval.records import Generation, Round
+from eval.round_table import RoundTable
 
-# Shapes: C whether the end of the text cut the round (0 no, 1 yes), G number drafted, A number accepted, K draft position.
+# Shapes: R rounds, C whether the end of the text cut the round (0 no, 1 yes), G number drafted, A number accepted.
 
 
-def acceptance_metrics(num_positions: int) -> MetricCollection:
-    """Return all metrics of this file as one; `compute()` gives one flat dict.
+def acceptance_metrics(num_positions: int, **settings: Any) -> MetricCollection:
+    """Return all metrics of this file and of `eval.law_metrics` as one; `compute()` gives one flat dict.
 
     Args:
         num_positions: the most tokens a round may draft.
+        settings: torchmetrics' own, such as `sync_on_compute`.
     """
     metrics: list[Metric | MetricCollection] = [
-        TokensPerTargetStep(),
-        RoundAcceptance(num_positions),
-        OverlapAlpha(num_positions),
+        TokensPerTargetStep(**settings),
+        RoundAcceptance(num_positions, **settings),
+        LawAgreement(num_positions, **settings),
+        Calibration(**settings),
     ]
     return MetricCollection(metrics, compute_groups=False)
 
@@ -53,25 +58,27 @@ class TokensPerTargetStep(Metric):
     prompt_ratios: Tensor
     prompts: Tensor
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
         for name in ("committed", "rounds", "prompts"):
             self.add_state(name, torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
         self.add_state("prompt_ratios", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
-    def update(self, generations: Sequence[Generation]) -> None:
-        """Count some prompts. One whose answer ended with the prefill token took no decode forward and has no ratio."""
-        counts = [(count_committed(generation), len(generation.rounds)) for generation in generations if generation.rounds]
-        self.committed += sum(committed for committed, _ in counts)
-        self.rounds += sum(rounds for _, rounds in counts)
-        self.prompt_ratios += sum(committed / rounds for committed, rounds in counts)
-        self.prompts += len(counts)
+    def update(self, table: RoundTable) -> None:
+        """Count some prompts, each with all its turns. One that took no decode forward has no ratio."""
+        rounds_P = table.sum_by_prompt(torch.ones_like(table.prompt_R), table.prompt_R)
+        committed_P = table.sum_by_prompt(table.committed_R, table.prompt_R)
+        decoded_P = rounds_P > 0
+        self.committed += table.committed_R.sum().to(self.committed)
+        self.rounds += len(table.committed_R)
+        self.prompt_ratios += (committed_P[decoded_P] / rounds_P[decoded_P]).sum().to(self.prompt_ratios)
+        self.prompts += decoded_P.sum().to(self.prompts)
 
     def compute(self) -> dict[str, float | int | None]:
         """Return `tokens_per_target_step`, its `_macro` variant and the two counts."""
         return {
-            "tokens_per_target_step": _ratio(self.committed, self.rounds),
-            "tokens_per_target_step_macro": _ratio(self.prompt_ratios, self.prompts),
+            "tokens_per_target_step": ratio(self.committed, self.rounds),
+            "tokens_per_target_step_macro": ratio(self.prompt_ratios, self.prompts),
             "num_tokens": int(self.committed),
             "num_rounds": int(self.rounds),
         }
@@ -89,28 +96,27 @@ class RoundAcceptance(Metric):
     rounds_CGA: Tensor
     drafts: Tensor
 
-    def __init__(self, num_positions: int) -> None:
-        super().__init__()
+    def __init__(self, num_positions: int, **settings: Any) -> None:
+        super().__init__(**settings)
         self.num_positions = num_positions
         size = num_positions + 1
         self.add_state("rounds_CGA", torch.zeros((2, size, size), dtype=torch.int64), dist_reduce_fx="sum")
         self.add_state("drafts", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
-    def update(self, generations: Sequence[Generation]) -> None:
+    def update(self, table: RoundTable) -> None:
         """Count the rounds of some prompts.
 
         Raises:
             ValueError: a round drafted more than `num_positions` tokens.
         """
         size = self.num_positions + 1
-        cells = []
-        for round_ in (round_ for generation in generations for round_ in generation.rounds):
-            if len(round_.drafted) > self.num_positions:
-                raise ValueError(f"a round drafted {len(round_.drafted)} tokens, more than num_positions={self.num_positions}")
-            self.drafts += round_.num_drafted
-            cells.append((was_cut(round_) * size + len(round_.drafted)) * size + round_.num_accepted)
-        counts = torch.bincount(torch.tensor(cells, dtype=torch.int64), minlength=2 * size * size)
+        longest = int(table.drafted_R.max()) if len(table.drafted_R) else 0
+        if longest > self.num_positions:
+            raise ValueError(f"a round drafted {longest} tokens, more than num_positions={self.num_positions}")
+        cells_R = (table.cut_R * size + table.drafted_R) * size + table.accepted_R
+        counts = torch.bincount(cells_R, minlength=2 * size * size)
         self.rounds_CGA += counts.view(2, size, size).to(self.rounds_CGA.device)
+        self.drafts += table.judged_R.sum().to(self.drafts)
 
     def compute(self) -> dict[str, float | list[int] | list[float | None] | None]:
         """Return the report's fields on accepted and drafted tokens; lists go by draft position or by length, from 0."""
@@ -119,8 +125,8 @@ class RoundAcceptance(Metric):
         drafted_G, accepted_A = rounds_GA.sum(1), rounds_GA.sum(0)
         num_accepted = (accepted_A * lengths).sum()
         return {
-            "accepted_per_round": _ratio(num_accepted, rounds_GA.sum()),
-            "draft_token_yield": _ratio(num_accepted, self.drafts),
+            "accepted_per_round": ratio(num_accepted, rounds_GA.sum()),
+            "draft_token_yield": ratio(num_accepted, self.drafts),
             "position_conditional": [self._conditional(position) for position in range(self.num_positions)],
             "position_survival": [self._survival(position) for position in range(self.num_positions)],
             "accepted_histogram": accepted_A.tolist(),
@@ -130,12 +136,12 @@ class RoundAcceptance(Metric):
     def _conditional(self, position: int) -> float | None:
         """Return accepted at `position` / judged there."""
         accepted, reached = self._accepted_and_drafted(position, from_accepted=position)
-        return _ratio(accepted, reached)
+        return ratio(accepted, reached)
 
     def _survival(self, position: int) -> float | None:
         """Return accepted at `position` / drafted so far and not cut before: the chance that a draft gets this far."""
         accepted, drafted = self._accepted_and_drafted(position, from_accepted=0)
-        return _ratio(accepted, drafted)
+        return ratio(accepted, drafted)
 
     def _accepted_and_drafted(self, position: int, *, from_accepted: int) -> tuple[Tensor, Tensor]:
         """Count rounds that drafted past `position`: those accepted there, and all that had at least `from_accepted`."""
@@ -143,36 +149,3 @@ class RoundAcceptance(Metric):
         accepted = whole_GA[:, position + 1 :].sum() + cut_GA[:, position + 1 :].sum()
         refused = whole_GA[:, from_accepted : position + 1].sum()  # a cut round refused nothing
         return accepted, accepted + refused
-
-
-class OverlapAlpha(Metric):
-    """sum_v min(p, q), exact from the logits, at the positions where the decoder recorded it: the acceptance rate alpha."""
-
-    full_state_update = False
-    sum_K: Tensor
-    count_K: Tensor
-
-    def __init__(self, num_positions: int) -> None:
-        super().__init__()
-        self.add_state("sum_K", torch.zeros(num_positions, dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("count_K", torch.zeros(num_positions, dtype=torch.int64), dist_reduce_fx="sum")
-
-    def update(self, generations: Sequence[Generation]) -> None:
-        """Add the overlaps of some prompts' rounds."""
-        given = [round_.overlap for generation in generations for round_ in generation.rounds if round_.overlap]
-        positions = torch.tensor([position for overlap in given for position in range(len(overlap))], dtype=torch.int64)
-        values = torch.tensor([value for overlap in given for value in overlap], dtype=torch.float64)
-        size = len(self.sum_K)
-        self.sum_K += torch.bincount(positions, values, minlength=size).to(self.sum_K)
-        self.count_K += torch.bincount(positions, minlength=size).to(self.count_K)
-
-    def compute(self) -> dict[str, float | list[float | None] | None]:
-        """Return the mean over all recorded positions, and by position."""
-        return {
-            "overlap_alpha": _ratio(self.sum_K.sum(), self.count_K.sum()),
-            "overlap_alpha_by_position": [_ratio(*pair) for pair in zip(self.sum_K, self.count_K, strict=True)],
-        }
-
-
-def _ratio(numerator: Tensor, denominator: Tensor) -> float | None:
-    return numerator.item() / denominator.item() if denominator.item() else None

@@ -1,7 +1,7 @@
 """A report as one HTML page that needs no network: text, tables, pictures and styles in a single file.
 
-The layout is `templates/report.html.j2`. Everything from outside, such as a model's answer, is escaped by the template
-engine; the only markup let through is the pictures drawn here.
+The layout is `templates/report.html.j2`; `eval.comparison_page` makes its page by the same means. Everything from outside,
+such as a model's answer, is escaped by the template engine; the only markup let through is the pictures drawn here.
 """
 
 from __future__ import annotations
@@ -14,33 +14,58 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from eval import wording
+from eval.comparison import FIXED, Entry, compare, in_words
 from eval.definitions import DEFINITIONS
-from eval.plots import draw_categories, draw_histogram, draw_phases, draw_positions
+from eval.plots import draw_categories, draw_histogram, draw_phases, draw_positions, draw_predicted, draw_reliability
 
 TEMPLATES = Path(__file__).with_name("templates")
 PROVENANCE = ("target", "draft", "decode", "statistics", "hardware", "versions", "git")
 
 
-def render_page(report: Mapping[str, Any]) -> str:
-    """Return the page of a checked report (`eval.report_schema.check_report`); equal reports give equal pages."""
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    helpers = (wording.number, wording.times, wording.percent, wording.interval)
-    environment.filters.update({helper.__name__: helper for helper in helpers})
-    return environment.get_template("report.html.j2").render(
+def render_page(report: Mapping[str, Any], previous: Mapping[str, Any] | None = None) -> str:
+    """Return the page of a report; equal reports give equal pages.
+
+    Args:
+        report: a checked report (`eval.report_schema.check_report`).
+        previous: a checked report of the draft before, to be shown beside it; of another target or other prompts, the page
+            says that it cannot be compared with.
+    """
+    return render(
+        "report.html.j2",
         report=report,
         headline=wording.headline(report),
         settings=wording.settings(report),
         warnings=wording.warnings(report),
         verdict=wording.VERDICTS[report["lossless"]["verdict"]],
         lossless_detail=wording.lossless_detail(report),
-        lossless_facts=list(_facts(_extras(report["lossless"]))),
+        lossless_facts=list(facts_of(_extras(report["lossless"]))),
+        previous=previous,
+        beside=None if previous is None else _beside(report, previous),
+        in_words=in_words,
         sample_pairs=list(zip(report["samples"]["worst"], report["samples"]["best"], strict=True)),
-        plots={name: Markup(svg) if svg else None for name, svg in _plots(report).items()},
-        provenance={name: list(_facts(report[name])) for name in PROVENANCE if report[name]},
-        definitions=DEFINITIONS,
+        plots=as_pictures(_plots(report)),
+        provenance={name: list(facts_of(report[name])) for name in PROVENANCE if report[name]},
     )
+
+
+def _beside(report: Mapping[str, Any], previous: Mapping[str, Any]) -> Entry:
+    """Return the report as an entry that is compared with the previous one, whatever that is of."""
+    return compare([("previous", previous), ("report", report)], may_differ_in=FIXED)[1]
+
+
+def render(template: str, **values: Any) -> str:
+    """Fill in one of the templates: escaped throughout, strict about names, with the filters and definitions of all pages."""
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    helpers = (wording.number, wording.times, wording.percent, wording.interval)
+    environment.filters.update({helper.__name__: helper for helper in helpers})
+    return environment.get_template(template).render(definitions=DEFINITIONS, **values)
+
+
+def as_pictures(plots: Mapping[str, str | None]) -> dict[str, Markup | None]:
+    """Mark pictures drawn by `eval.plots` as the markup they are; matplotlib has escaped their text."""
+    return {name: Markup(svg) if svg else None for name, svg in plots.items()}
 
 
 def _plots(report: Mapping[str, Any]) -> dict[str, str | None]:
@@ -48,7 +73,9 @@ def _plots(report: Mapping[str, Any]) -> dict[str, str | None]:
         "positions": draw_positions(report),
         "histogram": draw_histogram(report),
         "phases": draw_phases(report),
+        "predicted": draw_predicted(report),
         "categories": draw_categories(report),
+        "reliability": draw_reliability(report),
     }
 
 
@@ -57,13 +84,13 @@ def _extras(lossless: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in lossless.items() if key not in ("verdict", "checked_prompts", "divergences")}
 
 
-def _facts(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+def facts_of(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
     """Yield (name, text) of every leaf of nested descriptions, without those that are off or empty."""
     if isinstance(value, Mapping):
         for key, child in value.items():
-            yield from _facts(child, f"{name} {key}".strip())
+            yield from facts_of(child, f"{name} {key}".strip())
     elif isinstance(value, list) and any(isinstance(child, Mapping) for child in value):
         for number, child in enumerate(value, 1):
-            yield from _facts(child, f"{name} {number}")
+            yield from facts_of(child, f"{name} {number}")
     elif value is not None and value != []:
         yield name, ", ".join(map(str, value)) if isinstance(value, list) else str(value)

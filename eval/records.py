@@ -8,9 +8,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-StopReason = Literal["eos", "length", "context", "non_finite"]  # non_finite: target or draft computed what is no number
+# non_finite: target or draft computed what is no number; error: the machine gave up, e.g. for want of memory;
+# no_room_in_context: a later turn with all before it does not fit; after_a_failed_turn: nothing was there to ask it after.
+StopReason = Literal["eos", "length", "context", "non_finite", "error", "no_room_in_context", "after_a_failed_turn"]
+UNDECODED = frozenset(("error", "no_room_in_context", "after_a_failed_turn"))  # such a generation has no tokens
+FAILED = UNDECODED | {"non_finite"}
 AUTOREGRESSIVE = "autoregressive"
 SPECULATIVE = "speculative"
+
+
+@dataclass(frozen=True)
+class Laws:
+    """Target and draft side by side at the drafted positions for which a round has an overlap (`eval.law_comparison`)."""
+
+    kl: tuple[float, ...]  # nats
+    uncovered: tuple[float, ...]
+    agrees: tuple[bool, ...]
+    confidence: tuple[float, ...]
+    target_probability: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +41,7 @@ class Round:
     num_accepted: int
     committed: tuple[int, ...]
     overlap: tuple[float, ...] | None = None  # sum_v min(p, q) at each drafted position up to and with the first rejected one
+    laws: Laws | None = None  # more of the same comparison
     ranks: tuple[int, ...] | None = None  # of a tree: which child of its parent each accepted draft is, 0 the likeliest
     num_nodes: int | None = None  # of a tree: its drafts, on the way walked and off it
 
@@ -46,6 +62,7 @@ class Generation:
     tokens: tuple[int, ...]
     rounds: tuple[Round, ...]
     stop_reason: StopReason
+    turn: int = 0  # which turn of the prompt is answered; `prompt_tokens` hold the turns before and their plain answers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +79,7 @@ class Timing:
     draft_seconds: float
     verify_seconds: float  # the target's forwards
     sample_seconds: float  # acceptance, residual and bonus draws
-    measure_seconds: float  # spent on computing overlaps; not part of decode_seconds
+    measure_seconds: float  # spent on comparing laws; not part of decode_seconds
 
     @property
     def overhead_seconds(self) -> float:
@@ -85,3 +102,4 @@ class Divergence:
     speculative_token: int
     logit_gap: float
     tie_tolerance: float
+    turn: int = 0

@@ -6,21 +6,27 @@ the form, `eval.summary` and `eval.page` make text of it, `eval.gating` judges i
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from configs.files import write_json
-from eval.acceptance import count_per_prompt, summarise_acceptance
+from eval.advantage import summarise_advantage
 from eval.intervals import LEVEL
+from eval.power import detectable_percent
 from eval.records import SPECULATIVE, Divergence, Generation, Timing
 from eval.report_schema import SCHEMA_VERSION, check_report
 from eval.samples import pick_samples
 from eval.speed import compare_speed, summarise_speed, timings_within
+from eval.tally import SAMPLES_A_SIDE, Tally
 
-FAILED = "non_finite"
+
+class Bootstrap(TypedDict):
+    """The resampling behind every interval of a report."""
+
+    samples: int
+    seed: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +36,17 @@ class PromptSet:
     source: str
     sha256: str
     texts: Mapping[str, str]  # prompt id -> what is shown of the prompt; the keys are all ids asked for
+    later_turns: Mapping[str, Sequence[str]] = field(default_factory=dict)  # prompt id -> what was asked after the first turn
+    format: str | None = None  # of the suite's rows (`eval.suite_formats`)
+
+    @property
+    def places(self) -> list[tuple[str, int]]:
+        """Every (prompt id, turn) asked for, in order."""
+        return [(prompt_id, turn) for prompt_id in self.texts for turn in range(1 + len(self.later_turns.get(prompt_id, ())))]
+
+    def text_of(self, prompt_id: str, turn: int) -> str:
+        """Return what the user said in a turn."""
+        return self.later_turns[prompt_id][turn - 1] if turn else self.texts[prompt_id]
 
 
 def build_report(
@@ -38,8 +55,8 @@ def build_report(
     draft: Mapping[str, Any],
     decode: Mapping[str, Any],
     prompts: PromptSet,
-    generations: Sequence[Generation],
-    timings: Sequence[Timing],
+    generations: Sequence[Generation] | Tally,
+    timings: Sequence[Timing] = (),
     lossless: Mapping[str, Any],
     decode_tokens: Callable[[Sequence[int]], str],
     hardware: Mapping[str, Any],
@@ -56,7 +73,8 @@ def build_report(
     Args:
         target, draft, decode, hardware, versions, git, command: descriptions, kept as they are.
         prompts: what was asked for; answers may be missing, and that shows.
-        generations: at most one a mode and prompt. Where a run was repeated, those of the first repeat.
+        generations: at most one a mode, prompt and turn, those of the first repeat where a run was repeated; or a tally of
+            them, which then holds the timings as well.
         timings: of all repeats; empty where nothing was timed.
         lossless: `verdict`, `checked_prompts`, `divergences` (`Divergence` or dict), and whatever else the check found.
         decode_tokens: turns token ids into text, special tokens included.
@@ -67,8 +85,9 @@ def build_report(
     Raises:
         ValueError: records contradict each other, or a description lacks a field that `eval.report_schema` requires.
     """
-    modes = _by_mode(generations, prompts)
-    bootstrap = {"samples": bootstrap_samples, "seed": seed}
+    tally = generations if isinstance(generations, Tally) else _tally(generations, timings, decode["num_speculative_tokens"])
+    _check_places(tally, prompts)
+    bootstrap: Bootstrap = {"samples": bootstrap_samples, "seed": seed}
     report = {
         "schema_version": SCHEMA_VERSION,
         "simulated": simulated,
@@ -81,10 +100,10 @@ def build_report(
         "versions": dict(versions),
         "git": None if git is None else dict(git),
         "statistics": {"bootstrap_samples": bootstrap_samples, "seed": seed, "level": LEVEL},
-        "prompts": _prompts(prompts, modes),
-        **_measurements(modes, timings, decode["num_speculative_tokens"], bootstrap),
+        "prompts": _prompts(prompts, tally),
+        **_measurements(tally, bootstrap),
         "lossless": {**lossless, "divergences": [_as_dict(divergence) for divergence in lossless["divergences"]]},
-        "samples": pick_samples(modes[SPECULATIVE], prompts.texts, decode_tokens),
+        "samples": _samples(tally, prompts, decode_tokens),
     }
     return check_report(report, "the report just built")
 
@@ -98,80 +117,94 @@ def write_report(path: Path, report: Mapping[str, Any]) -> None:
     write_json(path, check_report(dict(report), f"report for {path}"))
 
 
-def _by_mode(generations: Sequence[Generation], prompts: PromptSet) -> dict[str, list[Generation]]:
-    """Sort generations by mode, in the order of the records."""
-    modes: dict[str, list[Generation]] = {SPECULATIVE: []}
-    for (mode, prompt_id), count in Counter((each.mode, each.prompt_id) for each in generations).items():
-        if count > 1:
-            raise ValueError(f"{count} generations of prompt {prompt_id} in mode {mode}; hand in those of one repeat")
-        if prompt_id not in prompts.texts:
-            raise ValueError(f"prompt {prompt_id} was decoded but is not among the prompts asked for")
-    for generation in generations:
-        modes.setdefault(generation.mode, []).append(generation)
-    return modes
+def _tally(generations: Sequence[Generation], timings: Sequence[Timing], num_positions: int) -> Tally:
+    tally = Tally(num_positions)
+    tally.add(generations, timings)
+    return tally
 
 
-def _prompts(prompts: PromptSet, modes: Mapping[str, Sequence[Generation]]) -> dict[str, Any]:
-    """Describe what was asked and what came of it; a prompt counts when every mode answered it without failing."""
-    failed = [generation for own in modes.values() for generation in own if generation.stop_reason == FAILED]
-    answered = set.intersection(*({generation.prompt_id for generation in own} for own in modes.values()))
+def _check_places(tally: Tally, prompts: PromptSet) -> None:
+    """Refuse answers to what was not asked.
+
+    Raises:
+        ValueError: there are some.
+    """
+    if unknown := tally.places - set(prompts.places):
+        raise ValueError("prompt {}, turn {} was decoded but is not among the prompts asked for".format(*min(unknown)))
+
+
+def _prompts(prompts: PromptSet, tally: Tally) -> dict[str, Any]:
+    """Describe what was asked and what came of it; a prompt counts when all its turns were answered in every mode."""
     return {
         "source": prompts.source,
+        "format": prompts.format,
         "sha256": prompts.sha256,
         "ids": list(prompts.texts),
         "num_asked": len(prompts.texts),
-        "num_prompts": len(answered - {generation.prompt_id for generation in failed}),
-        "categories": dict(Counter(generation.category for generation in modes[SPECULATIVE])),
+        "num_turns": len(prompts.places),
+        "num_prompts": len(tally.answered(prompts.places)),
+        "categories": tally.categories,
         "failed": [
-            {"prompt_id": generation.prompt_id, "mode": generation.mode, "stop_reason": generation.stop_reason}
-            for generation in failed
+            {"prompt_id": each.prompt_id, "turn": each.turn, "mode": each.mode, "stop_reason": each.stop_reason}
+            for each in tally.failed
         ],
     }
 
 
-def _measurements(
-    modes: Mapping[str, Sequence[Generation]], timings: Sequence[Timing], num_positions: int, bootstrap: Mapping[str, int]
-) -> dict[str, Any]:
+def _measurements(tally: Tally, bootstrap: Bootstrap) -> dict[str, Any]:
     """Compute the sections that are numbers: over all prompts, by category, and of the baselines."""
-    speculative = modes[SPECULATIVE]
-    acceptance = summarise_acceptance(speculative, num_positions, **bootstrap)
-    baselines = {mode: own for mode, own in modes.items() if mode != SPECULATIVE}
+    speculative = tally.of_mode(SPECULATIVE)
     return {
-        "acceptance": {**acceptance, "per_prompt": count_per_prompt(speculative)},
-        "speed": summarise_speed(timings, **bootstrap),
-        "by_category": _by_category(speculative, timings, num_positions, bootstrap),
-        "baselines": {mode: _baseline(own, timings, num_positions, bootstrap) for mode, own in baselines.items()},
+        "acceptance": {
+            **speculative.summarise(**bootstrap),
+            "detectable_change_percent": detectable_percent(*_columns(speculative.per_prompt)),
+            "per_prompt": speculative.per_prompt,
+        },
+        "speed": summarise_speed(tally.timings, keep_batches=True, **bootstrap),
+        "by_category": {category: _category(tally, category, bootstrap) for category in tally.categories},
+        "baselines": {
+            mode: _baseline(tally, mode, speculative.per_prompt, bootstrap) for mode in tally.modes if mode != SPECULATIVE
+        },
     }
 
 
-def _by_category(
-    generations: Sequence[Generation], timings: Sequence[Timing], num_positions: int, bootstrap: Mapping[str, int]
-) -> dict[str, Any]:
-    sections = {}
-    for category in dict.fromkeys(generation.category for generation in generations):
-        own = [generation for generation in generations if generation.category == category]
-        own_timings = timings_within(timings, {generation.prompt_id for generation in own})
-        sections[category] = {
-            "num_prompts": len(own),
-            "acceptance": summarise_acceptance(own, num_positions, **bootstrap),
-            "speed": summarise_speed(own_timings, **bootstrap),
-        }
-    return sections
+def _columns(per_prompt: Mapping[str, Sequence[int]]) -> tuple[list[list[int]], list[list[int]]]:
+    """Return what is above and below the line of tau, prompt by prompt."""
+    return [[counts[0] for counts in per_prompt.values()]], [[counts[1] for counts in per_prompt.values()]]
 
 
-def _baseline(
-    generations: Sequence[Generation], timings: Sequence[Timing], num_positions: int, bootstrap: Mapping[str, int]
-) -> dict[str, Any]:
-    mode = generations[0].mode
-    acceptance = summarise_acceptance(generations, num_positions, **bootstrap)
-    own = [timing for timing in timings if timing.mode == mode]
+def _category(tally: Tally, category: str, bootstrap: Bootstrap) -> dict[str, Any]:
+    share = tally.of_category(category)
+    return {
+        "num_prompts": share.num_prompts,
+        "acceptance": share.summarise(**bootstrap),
+        "speed": summarise_speed(timings_within(tally.timings, set(share.per_prompt)), **bootstrap),
+    }
+
+
+def _baseline(tally: Tally, mode: str, speculative: Mapping[str, Sequence[int]], bootstrap: Bootstrap) -> dict[str, Any]:
+    """Describe another way of decoding, and what the draft has over it; `speculative` are the draft's counts by prompt."""
+    own = tally.of_mode(mode)
+    acceptance = own.summarise(**bootstrap)
+    timings = [timing for timing in tally.timings if timing.mode == mode]
     kept = ("tokens_per_target_step", "tokens_per_target_step_ci", "accepted_per_round", "draft_token_yield")
     return {
         **{name: acceptance[name] for name in kept},
-        "decode_seconds": sum(timing.decode_seconds for timing in own),
-        "decode_tokens": sum(timing.num_tokens for timing in own),
-        **compare_speed(timings if own else [], mode, **bootstrap),
+        "decode_seconds": sum(timing.decode_seconds for timing in timings),
+        "decode_tokens": sum(timing.num_tokens for timing in timings),
+        **compare_speed(tally.timings if timings else [], mode, **bootstrap),
+        **summarise_advantage(speculative, own.per_prompt, tally.timings, mode, **bootstrap),
     }
+
+
+def _samples(tally: Tally, prompts: PromptSet, decode_tokens: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    """Show the answers at both ends; those to later turns go by the prompt's id and the turn, counted from 1."""
+    texts, shown = {}, []
+    for each in tally.samples:
+        name = f"{each.prompt_id}, turn {each.turn + 1}" if each.turn else each.prompt_id
+        texts[name] = prompts.text_of(each.prompt_id, each.turn)
+        shown.append(replace(each, prompt_id=name))
+    return pick_samples(shown, texts, decode_tokens, SAMPLES_A_SIDE)
 
 
 def _as_dict(divergence: Divergence | Mapping[str, Any]) -> dict[str, Any]:

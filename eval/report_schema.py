@@ -22,7 +22,7 @@ SCHEMA_VERSION = 1
 Number = float | None
 Bounds = Annotated[list[float], Field(min_length=2, max_length=2)] | None
 Count = Annotated[int, Field(ge=0)]
-Verdict = Literal["lossless", "lossless_up_to_ties", "not_lossless", "lossy_by_design"]
+Verdict = Literal["lossless", "lossless_up_to_ties", "not_lossless", "lossy_by_design", "inconclusive"]
 
 
 class Measured(BaseModel):
@@ -79,6 +79,7 @@ class FailedRequest(Measured):
     """A prompt whose decoding broke off for a reason of ours."""
 
     prompt_id: str
+    turn: Count = 0
     mode: str
     stop_reason: str
 
@@ -87,12 +88,25 @@ class PromptsSection(Measured):
     """What was asked, and how much of it was answered. `num_prompts` counts prompts decoded in every mode without failing."""
 
     source: str
+    format: str | None = None  # of the suite's rows
     sha256: str
     ids: list[str]
     num_asked: Count
+    num_turns: Count | None = None  # of all prompts; None in reports from before later turns were asked
     num_prompts: Count
     categories: dict[str, Count]
     failed: list[FailedRequest]
+
+
+class ReliabilitySection(Measured):
+    """Drafts of one class of confidence: what the draft gave its tokens, what the target gives them, and how many it kept."""
+
+    confidence_from: float
+    confidence_to: float
+    num_drafts: Count
+    confidence: Number
+    target_probability: Number
+    accepted: Number
 
 
 class AcceptanceSection(Measured):
@@ -113,11 +127,25 @@ class AcceptanceSection(Measured):
     overlap_alpha: Number
     overlap_alpha_ci: Bounds
     overlap_alpha_by_position: list[Number]
+    # What follows is missing from reports of an earlier draftsmith.
+    accepted_per_round_ci: Bounds = None
+    draft_token_yield_ci: Bounds = None
+    top1_agreement: Number = None
+    top1_agreement_ci: Bounds = None
+    top1_agreement_by_position: list[Number] = []
+    kl_divergence: Number = None  # nats
+    kl_divergence_ci: Bounds = None
+    kl_divergence_by_position: list[Number] = []
+    uncovered_mass: Number = None
+    uncovered_mass_by_position: list[Number] = []
+    calibration_error: Number = None
+    reliability: list[ReliabilitySection] = []
 
 
 class WholeAcceptanceSection(AcceptanceSection):
     """Acceptance over all prompts, with the counts that a later report is compared by."""
 
+    detectable_change_percent: Number = None  # of tau, against a fixed number; see eval.power
     per_prompt: dict[str, Annotated[list[Count], Field(min_length=2, max_length=2)]]  # [committed tokens, rounds]
 
 
@@ -159,10 +187,45 @@ class SpeedSection(SpeedupSection):
     phases_autoregressive: PhasesSection
 
 
+class BatchSection(Measured):
+    """Prompts that were decoded together: [decode seconds, decode tokens] plainly and with the draft, over all repeats."""
+
+    prompt_ids: list[str]
+    autoregressive: Annotated[list[float], Field(min_length=2, max_length=2)]
+    speculative: Annotated[list[float], Field(min_length=2, max_length=2)]
+
+
+class PredictedSpeedup(Measured):
+    """What the cost model expects of one setting."""
+
+    num_speculative_tokens: Count
+    batch_size: Count
+    context_tokens: Count
+    decode_speedup: float
+
+
+class PredictedSection(Measured):
+    """Decode speedup by the fitted cost model; `None` for a best or a break-even that does not exist."""
+
+    context_tokens: Count  # of this run, and of the settings that the page shows
+    settings: list[PredictedSpeedup]
+    decode_speedup: Number  # of this run's own setting, to be held against the measured one
+    best_num_speculative_tokens: Count | None  # at this run's batch size; None: plain decoding is faster
+    break_even_batch_size: Count | None  # the largest at which any number of drafts still pays
+
+
+class WholeSpeedSection(SpeedSection):
+    """Speed over all prompts, with the seconds that a later report is compared by."""
+
+    predicted: PredictedSection | None = None  # None: no cost model was fitted
+    per_batch: list[BatchSection] | None = None  # None: a report of before it was kept
+
+
 class DivergenceSection(Measured):
     """A place where the speculative answer left the plain one; see `eval.records.Divergence`."""
 
     prompt_id: str
+    turn: Count = 0
     position: Count
     plain_token: Count
     speculative_token: Count
@@ -187,8 +250,12 @@ class CategorySection(Measured):
 
 
 class BaselineSection(SpeedupSection):
-    """Another way of decoding the same prompts in the same run."""
+    """Another way of decoding the same prompts in the same run; the ratios are this draft's numbers over this way's."""
 
+    tokens_per_target_step_ratio: Number = None
+    tokens_per_target_step_ratio_ci: Bounds = None
+    decode_speed_ratio: Number = None
+    decode_speed_ratio_ci: Bounds = None
     tokens_per_target_step: Number
     tokens_per_target_step_ci: Bounds
     accepted_per_round: Number
@@ -230,7 +297,7 @@ class Report(Measured):
     statistics: StatisticsSection
     prompts: PromptsSection
     acceptance: WholeAcceptanceSection
-    speed: SpeedSection | None
+    speed: WholeSpeedSection | None
     lossless: LosslessSection
     by_category: dict[str, CategorySection]
     baselines: dict[str, BaselineSection]

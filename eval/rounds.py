@@ -17,8 +17,9 @@ from configs.schema import DecodeConfig
 from distill.target import Target
 from eval.clock import Clock
 from eval.judging import Judge, finite_rows
+from eval.law_comparison import compare_laws
 from eval.outcomes import Outcome, chain_outcome, tree_outcome
-from eval.records import Round
+from eval.records import Laws, Round
 from eval.rows import Request, Row
 from heads.kv_cache import new_cache
 from heads.lm_head import head_logits
@@ -36,7 +37,7 @@ class BatchRun:
         requests: the batch.
         config: how to decode.
         proposer: who drafts; None: nobody.
-        measure_overlap: note sum_v min(p, q) of each judged draft of a chain.
+        measure_overlap: compare the laws of target and draft at each judged draft of a chain.
     """
 
     def __init__(
@@ -92,14 +93,14 @@ class BatchRun:
             logits_BKV = head_logits(self.target.model, states.final_BTE)
         with self.clock.phase("sample"):
             outcomes = self._judge(logits_BKV, proposal, branches, tree, room)
-        overlaps = self._overlaps(logits_BKV, proposal, outcomes) if self.measure_overlap else None
+        compared = self._compare(logits_BKV, proposal, outcomes) if self.measure_overlap else None
         if branches is not None:
             states = self._keep_paths(starts, outcomes, states)
         if self.proposer is not None and max(room) > 0:
             with self.clock.phase("draft"):
                 self.proposer.commit([outcome.num_accepted for outcome in outcomes], states)
         for number, (row, outcome) in enumerate(zip(self.active, outcomes, strict=True)):
-            _finish(row, outcome, overlaps[number] if overlaps is not None else None)
+            _finish(row, outcome, compared[number] if compared is not None else None)
         self._drop_ended()
 
     def _propose(self, room: Sequence[int], tree: Tree | GrownTree | None) -> Proposal:
@@ -136,12 +137,13 @@ class BatchRun:
         table = torch.cat([summary_B3, path_BD, proposal.tokens_BG, cast(Tensor, proposal.parents_BN)], 1).tolist()
         return [tree_outcome(row, tree.depth) for row in table]
 
-    def _overlaps(self, logits_BKV: Tensor, proposal: Proposal, outcomes: Sequence[Outcome]) -> list[list[float]] | None:
-        """Return sum_v min(p, q) by row and draft; None for a tree, and for drafts without a law."""
+    def _compare(self, logits_BKV: Tensor, proposal: Proposal, outcomes: Sequence[Outcome]) -> list[list[list[float]]] | None:
+        """Return the numbers of `LawComparison` by row and draft; None for a tree, and for drafts without a law."""
         if proposal.logits_BGV is None or not any(outcome.drafted for outcome in outcomes):
             return None
         with self.clock.phase("measure"):
-            return self.judge.overlaps(logits_BKV, proposal.logits_BGV)
+            compared = compare_laws(logits_BKV[:, :-1], proposal.logits_BGV, proposal.tokens_BG, self.config)
+            return torch.stack(list(compared), -1).tolist()
 
     def _keep_paths(self, starts: Sequence[int], outcomes: Sequence[Outcome], states: TargetStates) -> TargetStates:
         """Move what the target computed along each row's path together, in the cache; return the states along it."""
@@ -174,19 +176,27 @@ class BatchRun:
         return torch.tensor(values, device=self.target.device)
 
 
-def _finish(row: Row, outcome: Outcome, overlaps: Sequence[float] | None) -> None:
-    """Commit what a round brought a row, and note the round."""
+def _finish(row: Row, outcome: Outcome, compared: Sequence[Sequence[float]] | None) -> None:
+    """Commit what a round brought a row, and note the round; `compared` has the numbers of `LawComparison` by draft."""
     accepted = outcome.num_accepted
     committed = row.commit([*outcome.drafted[:accepted], outcome.next_token], finite=outcome.finite)
     # A judged draft left one token, itself or the one in its place; what came after an end of text was not judged.
-    judged = overlaps[: min(len(committed), len(outcome.drafted))] if overlaps is not None else None
+    judged = compared[: min(len(committed), len(outcome.drafted))] if compared is not None else None
+    overlap, laws = _laws(judged) if judged is not None else (None, None)
     row.rounds.append(
         Round(
             drafted=tuple(outcome.drafted),
             num_accepted=min(accepted, len(committed)),
             committed=tuple(committed),
-            overlap=tuple(judged) if judged is not None else None,
+            overlap=overlap,
+            laws=laws,
             ranks=outcome.ranks if outcome.ranks is None else tuple(outcome.ranks[: len(committed)]),
             num_nodes=outcome.num_nodes,
         )
     )
+
+
+def _laws(judged: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], Laws]:
+    """Return the overlaps of the judged drafts of a round, and the rest of the comparison."""
+    overlap, kl, uncovered, agrees, *rest = (tuple(column) for column in zip(*judged, strict=True)) if judged else [()] * 6
+    return overlap, Laws(kl, uncovered, tuple(map(bool, agrees)), *rest)

@@ -12,16 +12,18 @@ from eval.records import Generation, Round, StopReason
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A prompt to continue. `prompt_id` also names its random numbers, so it gives the same tokens in any batch."""
+    """A prompt to continue. `prompt_id` and `turn` name its random numbers, so it gives the same tokens in any batch."""
 
     prompt_id: str
     category: str
     tokens: tuple[int, ...]
+    turn: int = 0
 
     @property
     def number(self) -> int:
         """A 63-bit number for its name, the same in every process."""
-        return int.from_bytes(hashlib.sha256(self.prompt_id.encode()).digest()[:8], "big") >> 1
+        name = f"{self.prompt_id}/{self.turn}" if self.turn else self.prompt_id
+        return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8], "big") >> 1
 
 
 @dataclass
@@ -82,4 +84,5 @@ class Row:
             tokens=tuple(self.tokens[len(self.request.tokens) :]),
             rounds=tuple(self.rounds),
             stop_reason=self.stop_reason,
+            turn=self.request.turn,
         )

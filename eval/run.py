@@ -1,6 +1,7 @@
 """Decode a suite of prompts with a draft, compare with plain decoding, write the report.
 
     python eval/run.py --config configs/eval/demo.yaml
+    accelerate launch eval/run.py --config configs/eval/demo.yaml      (shares the prompts over processes)
 
 Writes OUTPUT/report.json, report.html, report.md, records.jsonl and run.json.
 """

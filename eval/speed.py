@@ -1,13 +1,13 @@
 """The report's speed section: wall-clock seconds of one mode against another, in the same run and on the same batches.
 
-The cluster is the batch of prompts decoded together; its repeats are summed first, because they share the prompt's
+The cluster is the batch of prompts decoded together; its repeats and turns are summed first, because they share the prompts'
 difficulty and are no independent evidence. Both sides count the same kind of token ids, and the prefill's token belongs to
 neither decode time nor decode tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +29,13 @@ class Costs:
     num_prompts: Floats
 
 
-def summarise_speed(timings: Sequence[Timing], *, samples: int, seed: int) -> dict[str, Any] | None:
+def summarise_speed(timings: Sequence[Timing], *, samples: int, seed: int, keep_batches: bool = False) -> dict[str, Any] | None:
     """Return speculative decoding's speed against plain decoding, or `None` where one of the two was not timed.
+
+    Args:
+        timings: of all modes and repeats.
+        samples, seed: of the bootstrap over batches.
+        keep_batches: also return `per_batch`, with which another report is compared batch by batch (`eval.paired`).
 
     Raises:
         ValueError: the two were timed on different batches or different numbers of repeats.
@@ -47,11 +52,12 @@ def summarise_speed(timings: Sequence[Timing], *, samples: int, seed: int) -> di
         **result,
         **compare_speed(timings, SPECULATIVE, samples=samples, seed=seed),
         "repeats": len({timing.repeat for timing in speculative}),
-        "num_batches": len({timing.prompt_ids for timing in speculative}),
+        "num_batches": len(set(home_batches(speculative).values())),
         "interleaving": list(dict.fromkeys(timing.mode for timing in timings)),
         "measure_seconds": sum(timing.measure_seconds for timing in speculative),
         "phases": _phases(speculative),
         "phases_autoregressive": _phases(plain),
+        **({"per_batch": _per_batch(timings)} if keep_batches else {}),
     }
 
 
@@ -93,6 +99,21 @@ def timings_within(timings: Iterable[Timing], prompt_ids: set[str]) -> list[Timi
     return touching if all(prompt_ids.issuperset(timing.prompt_ids) for timing in touching) else []
 
 
+def home_batches(timings: Iterable[Timing]) -> dict[tuple[str, ...], tuple[str, ...]]:
+    """Return for each batch, by its prompts, the one its prompts were first decoded in.
+
+    A later turn goes on with those prompts of a batch that have one: a smaller batch of the same conversations, and no
+    independent evidence.
+    """
+    first_with: dict[str, tuple[str, ...]] = {}
+    home: dict[tuple[str, ...], tuple[str, ...]] = {}
+    for batch in dict.fromkeys(timing.prompt_ids for timing in timings):
+        home[batch] = first_with.get(batch[0], batch)
+        for prompt_id in batch:
+            first_with.setdefault(prompt_id, home[batch])
+    return home
+
+
 def _speedup(plain_seconds: Floats, plain_tokens: Floats, seconds: Floats, tokens: Floats, samples: int, seed: int) -> Interval:
     """Return (plain seconds / plain tokens) / (seconds / tokens), of sums, with both sides drawn from the same batches."""
     return paired_ratio_interval(plain_seconds, plain_tokens, seconds, tokens, samples=samples, seed=seed)
@@ -103,20 +124,33 @@ def _costs_side_by_side(timings: Sequence[Timing], mode: str, other: str) -> tup
     runs = [sorted((timing.prompt_ids, timing.repeat) for timing in timings if timing.mode == name) for name in (mode, other)]
     if runs[0] != runs[1]:
         raise ValueError(f"{mode} and {other} were timed on different batches or repeats; a speedup needs the same for both")
-    batches = list(dict.fromkeys(timing.prompt_ids for timing in timings if timing.mode == mode))
-    return _costs(timings, mode, batches), _costs(timings, other, batches)
+    home = home_batches([timing for timing in timings if timing.mode == mode])
+    row_of_home = {batch: row for row, batch in enumerate(dict.fromkeys(home.values()))}
+    row_of = {batch: row_of_home[home[batch]] for batch in home}
+    return _costs(timings, mode, row_of), _costs(timings, other, row_of)
 
 
-def _costs(timings: Iterable[Timing], mode: str, batches: list[tuple[str, ...]]) -> Costs:
-    """Sum one mode's repeats, batch by batch."""
-    row_of = {batch: row for row, batch in enumerate(batches)}
-    sums_BF = np.zeros((len(batches), 4))
+def _costs(timings: Iterable[Timing], mode: str, row_of: Mapping[tuple[str, ...], int]) -> Costs:
+    """Sum one mode's repeats and turns, batch by batch; `row_of` says which rows belong together."""
+    sums_BF = np.zeros((len(set(row_of.values())), 4))
     for timing in timings:
         if timing.mode == mode:
             counts = (timing.decode_seconds, timing.prefill_seconds, timing.num_tokens, len(timing.prompt_ids))
             sums_BF[row_of[timing.prompt_ids]] += counts
     decode_seconds, prefill_seconds, num_tokens, num_prompts = sums_BF.T
     return Costs(decode_seconds=decode_seconds, prefill_seconds=prefill_seconds, num_tokens=num_tokens, num_prompts=num_prompts)
+
+
+def _per_batch(timings: Sequence[Timing]) -> list[dict[str, Any]]:
+    """Return the prompts of each batch, and [decode seconds, decode tokens] of both modes, summed over repeats."""
+    sums: dict[tuple[str, ...], dict[str, list[float]]] = {}
+    home = home_batches(timings)
+    for timing in timings:
+        if timing.mode in (AUTOREGRESSIVE, SPECULATIVE):
+            batch = sums.setdefault(home[timing.prompt_ids], {AUTOREGRESSIVE: [0.0, 0.0], SPECULATIVE: [0.0, 0.0]})
+            batch[timing.mode][0] += timing.decode_seconds
+            batch[timing.mode][1] += timing.num_tokens
+    return [{"prompt_ids": list(prompt_ids), **batch} for prompt_ids, batch in sums.items()]
 
 
 def _phases(timings: Sequence[Timing]) -> dict[str, Any]:

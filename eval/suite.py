@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import chain, zip_longest
 from pathlib import Path
+from typing import Any
 
 from configs.errors import InputError
+from configs.files import read_jsonl, sha256_of
 from configs.schema import SuiteConfig
-from distill.prompts import Prompt, read_prompts
+from distill.prompts import Prompt, load_rows
+from eval.suite_formats import detect_format, to_prompt
 
 CHECKOUT = Path(__file__).resolve().parent.parent
+
+Row = tuple[str, Mapping[str, Any]]  # what names it in a complaint, its keys and values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +27,10 @@ class Suite:
 
     prompts: tuple[Prompt, ...]
     source: str  # the path as it was given
-    sha256: str  # of the whole file, also where only some of its prompts are taken
-    num_later_turns: int  # turns after the first, which are not asked: they would need the answers to those before
+    format: str
+    # Of the whole file, or of all prompts of a data set as JSON, also where only some of its prompts are taken
+    sha256: str
+    num_turns_left_out: int  # of the prompts chosen, behind `max_turns`
 
     @property
     def ids(self) -> list[str]:
@@ -38,27 +46,73 @@ class Suite:
 def load_suite(config: SuiteConfig) -> Suite:
     """Read a suite and choose `num_prompts` of it, evenly over the categories.
 
-    A path that does not exist in the working directory is looked up in the checkout, where the suites live that come with it.
+    A path that does not exist in the working directory is looked up in the checkout, where the suites live that come with it;
+    a folder, or a name of the form owner/name that is neither, is a data set.
 
     Raises:
-        InputError: the file is missing or malformed, names two prompts alike, or holds fewer prompts than asked for.
+        InputError: the file or data set is missing or malformed, names two prompts alike, or holds fewer prompts than asked
+            for.
     """
     path = Path(config.path)
     if not path.is_absolute() and not path.exists():
         path = CHECKOUT / path if (CHECKOUT / path).exists() else path
-    prompts = read_prompts(path, default_category="uncategorised", what="suite")
-    if len({prompt.prompt_id for prompt in prompts}) < len(prompts):
+    is_data_set = path.is_dir() or (
+        not path.exists() and path.suffix not in (".json", ".jsonl") and config.path.count("/") == 1
+    )
+    rows = _data_set_rows(str(path), config) if is_data_set else _file_rows(path)
+    format: str = config.format
+    if format == "auto":
+        where, row = rows[0]
+        format = "column" if config.column is not None else detect_format(row, where)
+    prompts = [
+        to_prompt(row, number, format=format, column=config.column, where=where) for number, (where, row) in enumerate(rows)
+    ]
+    _check_ids(prompts, rows, path)
+    chosen = _choose(prompts, config.num_prompts, path)
+    asked = [replace(prompt, turns=prompt.turns[: config.max_turns]) for prompt in chosen]
+    return Suite(
+        prompts=tuple(asked),
+        source=config.path,
+        format=format,
+        sha256=_hash_prompts(prompts) if is_data_set else sha256_of(path),
+        num_turns_left_out=sum(len(prompt.turns) for prompt in chosen) - sum(len(prompt.turns) for prompt in asked),
+    )
+
+
+def _file_rows(path: Path) -> list[Row]:
+    return [(f"suite {path}, line {line}", values) for line, values in read_jsonl(path, "suite")]
+
+
+def _data_set_rows(path: str, config: SuiteConfig) -> list[Row]:
+    loaded = load_rows(path, config.subset, config.split, section="suite")
+    if not len(loaded):
+        raise InputError(f"suite: data set {path}, split {config.split!r}, is empty")
+    return [(f"suite {path}, row {number}", row) for number, row in enumerate(loaded)]
+
+
+def _check_ids(prompts: Sequence[Prompt], rows: Sequence[Row], path: Path) -> None:
+    """Refuse prompts that could not be told apart in a report."""
+    seen: dict[str, tuple[str, Prompt]] = {}
+    for prompt, (where, _) in zip(prompts, rows, strict=True):
+        first_where, first = seen.setdefault(prompt.prompt_id, (where, prompt))
+        if first != prompt:
+            raise InputError(f"{where}: the id {prompt.prompt_id!r} was used by another prompt ({first_where})")
+    if len(seen) < len(prompts):
         raise InputError(f"suite {path} holds the same prompt twice")
-    num_prompts = config.num_prompts or len(prompts)
+
+
+def _choose(prompts: Sequence[Prompt], num_prompts: int | None, path: Path) -> Sequence[Prompt]:
+    if num_prompts is None or num_prompts == len(prompts):
+        return prompts
     if num_prompts > len(prompts):
         raise InputError(f"suite.num_prompts: {num_prompts} asked for, but {path} holds {len(prompts)}")
-    chosen = prompts if num_prompts == len(prompts) else spread_over_categories(prompts, num_prompts)
-    return Suite(
-        prompts=tuple(chosen),
-        source=config.path,
-        sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
-        num_later_turns=sum(len(prompt.turns) - 1 for prompt in chosen),
-    )
+    return spread_over_categories(prompts, num_prompts)
+
+
+def _hash_prompts(prompts: Iterable[Prompt]) -> str:
+    """Return the SHA-256 of what a data set asks: its files may be packed anew without a change of their content."""
+    content = json.dumps([asdict(prompt) for prompt in prompts], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def spread_over_categories(prompts: Sequence[Prompt], num_prompts: int) -> list[Prompt]:

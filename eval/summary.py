@@ -13,8 +13,8 @@ def render_markdown(report: Mapping[str, Any]) -> str:
     acceptance, speed = report["acceptance"], report["speed"] or {}
     blocks = [
         f"## {headline(report)}",
-        *(f"> **Warning:** {_escape(warning)}" for warning in warnings(report)),
-        _table(
+        *(f"> **Warning:** {escape(warning)}" for warning in warnings(report)),
+        table(
             ("", "value", "95 % interval"),
             [
                 ("decode speedup", times(speed.get("decode_speedup")), interval(speed.get("decode_speedup_ci"))),
@@ -28,10 +28,10 @@ def render_markdown(report: Mapping[str, Any]) -> str:
             ],
         ),
         f"**{VERDICTS[report['lossless']['verdict']]}**: {lossless_detail(report)}.",
-        _table(("category", "prompts", "τ", "95 % interval", "decode speedup"), _category_rows(report)),
-        _table(("draft position", "given all before", "survival", "overlap α"), _position_rows(acceptance)),
-        _table(("way of decoding", "τ", "decode speedup", "95 % interval"), _baseline_rows(report)),
-        f"Target `{_escape(report['target']['name'])}`, draft `{_escape(report['draft']['path'])}` "
+        table(("category", "prompts", "τ", "95 % interval", "decode speedup"), _category_rows(report)),
+        table(("draft position", "given all before", "survival", "overlap α"), _position_rows(acceptance)),
+        table(("way of decoding", "τ", "decode speedup", "95 % interval"), _baseline_rows(report)),
+        f"Target `{escape(report['target']['name'])}`, draft `{escape(report['draft']['path'])}` "
         f"({short(report['draft']['sha256'])}), {settings(report)}.",
     ]
     return "\n\n".join(blocks) + "\n"
@@ -43,7 +43,7 @@ def _category_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
         acceptance, speed = section["acceptance"], section["speed"] or {}
         rows.append(
             (
-                _escape(name),
+                escape(name),
                 str(section["num_prompts"]),
                 number(acceptance["tokens_per_target_step"]),
                 interval(acceptance["tokens_per_target_step_ci"]),
@@ -70,7 +70,7 @@ def _baseline_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     speculative = {**report["acceptance"], **(report["speed"] or {"decode_speedup": None, "decode_speedup_ci": None})}
     return [
         (
-            _escape(name),
+            escape(name),
             number(section["tokens_per_target_step"]),
             times(section["decode_speedup"]),
             interval(section["decode_speedup_ci"]),
@@ -79,15 +79,15 @@ def _baseline_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     ]
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table with the first column to the left and numbers to the right."""
-    rule = ["---", *["---:"] * (len(header) - 1)]
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = True) -> str:
+    """Return a Markdown table; the first column is to the left, and the others to the right where they are numbers."""
+    rule = ["---", *["---:" if numbers else "---"] * (len(header) - 1)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *rows))
 
 
-def _escape(text: str) -> str:
+def escape(text: str) -> str:
     """Return text from outside so that it can break neither a table nor the page around it."""
     flat = " ".join(text.split())
-    for character, harmless in (("&", "&amp;"), ("<", "&lt;"), ("|", "\\|"), ("`", "'")):
+    for character, harmless in (("&", "&amp;"), ("<", "&lt;"), ("|", "\\|"), ("`", "'"), ("[", "\\[")):
         flat = flat.replace(character, harmless)
     return flat

@@ -12,6 +12,7 @@ VERDICTS = {
     "lossless_up_to_ties": "Lossless up to ties",
     "not_lossless": "Not lossless",
     "lossy_by_design": "Lossy by design",
+    "inconclusive": "Not decided",
 }
 
 
@@ -68,16 +69,34 @@ def headline(report: Mapping[str, Any]) -> str:
         "lossless_up_to_ties": "with answers unchanged up to numerical ties",
         "not_lossless": "but answers differ from plain decoding",
         "lossy_by_design": "with a rule that changes answers by design",
+        "inconclusive": "with too few answers to say whether they are unchanged",
     }[verdict]
     return f"{_speed_in_words(report)}, {unchanged}."
 
 
 def lossless_detail(report: Mapping[str, Any]) -> str:
-    """Say what the losslessness check looked at and found."""
+    """Say what the losslessness check looked at and found. Sampled answers differ anyway; they are tested, not compared."""
     section = report["lossless"]
     num_found = len(section["divergences"])
     found = "no difference" if num_found == 0 else f"{num_found} difference{'s' * (num_found > 1)}"
-    return f"{section['checked_prompts']} answers checked, {found}"
+    if report["decode"]["temperature"] > 0 and num_found == 0:
+        found = "sampled, and held against the target's law"
+    parts = [f"{section['checked_prompts']} answers checked, {found}"]
+    for key, word in (("failed_checks", "failed"), ("inconclusive_checks", "open")):
+        if names := checks_in_words(section, key):
+            parts.append(f"{word}: {names}")
+    return "; ".join(parts)
+
+
+def checks_in_words(section: Mapping[str, Any], key: str) -> str:
+    """Name the losslessness checks listed under `key`, with the p-value of a test or the reason why it has none."""
+    named = []
+    for name in section.get(key, ()):
+        check = section["checks"][name]
+        p_value, reason = check.get("adjusted_p_value"), check.get("reason")
+        grounds = reason if p_value is None else f"p = {p_value:.2g}"
+        named.append(" ".join(filter(None, (name, f"({grounds})" if grounds else ""))).replace("_", " "))
+    return ", ".join(named)
 
 
 def _speed_in_words(report: Mapping[str, Any]) -> str:

@@ -147,7 +147,7 @@ def load_draft(
         metadata=metadata,
         proposer=proposer,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        sha256=hash_files(_hashed_files(folder, metadata)),
+        sha256=hash_artifact(folder, metadata),
         warnings=warnings,
     )
 
@@ -170,9 +170,18 @@ def read_metadata(folder: Path) -> Metadata:
         raise InputError(f"{path}: {where}: {first['msg']}") from error
 
 
-def _hashed_files(folder: Path, metadata: Metadata) -> list[Path]:
+def hash_artifact(folder: Path, metadata: Metadata) -> str:
+    """Return the one hash of an artifact: over its weights, its metadata and its draft vocabulary.
+
+    Raises:
+        InputError: one of the files cannot be read.
+    """
     names = [WEIGHTS_FILE, METADATA_FILE]
-    return [folder / name for name in (names if metadata.draft_vocabulary == "target" else [*names, VOCABULARY_FILE])]
+    files = names if metadata.draft_vocabulary == "target" else [*names, VOCABULARY_FILE]
+    try:
+        return hash_files([folder / name for name in files])
+    except OSError as error:
+        raise InputError(f"{folder} is damaged: cannot read {error.filename}: {error.strerror}") from error
 
 
 def _load_draft_lm(folder: Path, metadata: Metadata, target: PreTrainedModel) -> tuple[PreTrainedModel, Proposer]:

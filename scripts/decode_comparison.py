@@ -191,7 +191,7 @@ def _row(
     speed = compare_speed(timings, mode, samples=samples, seed=0)
     speedup = Interval(speed["decode_speedup"], *(speed["decode_speedup_ci"] or (None, None)))
     # Greedy answers are compared with plain ones; a sampling rule is held against exact enumeration.
-    checks = LosslessConfig(check_float32_prompts=0)
+    checks = LosslessConfig(check_float32_prompts=0, false_alarm_rate=None)
     pair = _first_generations(turns[plain]), _first_generations(turns[mode])
     verdict = judge_lossless(bench.target, *pair, settings, checks, bench.load_draft_for)["verdict"]
     return {

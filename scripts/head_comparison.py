@@ -27,8 +27,8 @@ from distill.conversations import read_conversations
 from distill.target import Target, load_target
 from eval.acceptance import summarise_acceptance
 from eval.decode import Request, check_decodable
-from eval.evaluation import Records, measure
 from eval.lossless import NOT_LOSSLESS, judge_lossless
+from eval.measuring import Records, measure
 from eval.records import AUTOREGRESSIVE, SPECULATIVE
 from eval.speed import compare_speed
 from heads.artifact import WEIGHTS_FILE, Draft, load_draft

@@ -39,6 +39,7 @@ ENTRIES = {
     "train/heads.py": [],
     "eval/run.py": [],
     "eval/gate.py": ["report.json"],
+    "eval/compare.py": ["one.json", "other.json"],
     "scripts/make_cache.py": [],
     "scripts/make_data.py": [],
     "scripts/bench_decode.py": [],

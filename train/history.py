@@ -20,7 +20,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from configs.errors import InputError
 from configs.files import read_jsonl, write_text
-from eval.plots import FAINT, FIRST, FOURTH, INK, LINE, SECOND, STYLE, THIRD, WIDTH
+from eval.canvas import FAINT, FIRST, FOURTH, INK, LINE, SECOND, STYLE, THIRD, WIDTH
 
 LINES_FILE = "history.jsonl"
 PICTURE_FILE = "history.svg"

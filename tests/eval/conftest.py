@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from eval.records import AUTOREGRESSIVE, SPECULATIVE, Generation, Round, Timing
+from eval.records import AUTOREGRESSIVE, SPECULATIVE, Generation, Laws, Round, Timing
 from eval.report import PromptSet, build_report
 from heads.law import token_law
 
@@ -22,10 +22,17 @@ ACCEPTANCE = {"writing": 0.55, "coding": 0.8, "maths": 0.72, "reasoning": 0.62}
 def make_round() -> Callable[..., Round]:
     """Build a round by its counts: `make_round(3, 1)` drafted three, accepted one, and added the target's own token."""
 
-    def build(drafted: int, accepted: int, *, cut: bool = False, overlap: tuple[float, ...] | None = None) -> Round:
+    def build(
+        drafted: int,
+        accepted: int,
+        *,
+        cut: bool = False,
+        overlap: tuple[float, ...] | None = None,
+        laws: Laws | None = None,
+    ) -> Round:
         tokens = tuple(range(1, drafted + 1))
         own = () if cut else (99,)
-        return Round(drafted=tokens, num_accepted=accepted, committed=tokens[:accepted] + own, overlap=overlap)
+        return Round(drafted=tokens, num_accepted=accepted, committed=tokens[:accepted] + own, overlap=overlap, laws=laws)
 
     return build
 
@@ -86,10 +93,21 @@ def make_timing() -> Callable[..., Timing]:
     return build
 
 
+def random_laws(count: int, dice: random.Random) -> Laws:
+    """Make up the comparison of as many drafts."""
+    return Laws(
+        kl=tuple(dice.uniform(0, 2) for _ in range(count)),
+        uncovered=(0.0,) * count,
+        agrees=tuple(dice.random() < 0.7 for _ in range(count)),
+        confidence=tuple(dice.random() for _ in range(count)),
+        target_probability=tuple(dice.random() for _ in range(count)),
+    )
+
+
 @pytest.fixture(scope="session")
 def random_generations(make_round, make_generation) -> list[Generation]:
     """32 prompts in four categories, three drafts a round accepted by coin throws, some texts ended inside a round."""
-    dice = random.Random(0)
+    dice, more_dice = random.Random(0), random.Random(2)
     generations = []
     for number in range(32):
         category = CATEGORIES[number % 4]
@@ -97,7 +115,7 @@ def random_generations(make_round, make_generation) -> list[Generation]:
         for _ in range(dice.randint(10, 25)):
             accepted = next((i for i in range(3) if dice.random() > ACCEPTANCE[category]), 3)
             overlap = tuple(dice.uniform(0.4, 0.9) for _ in range(min(accepted + 1, 3)))
-            rounds.append(make_round(3, accepted, overlap=overlap))
+            rounds.append(make_round(3, accepted, overlap=overlap, laws=random_laws(len(overlap), more_dice)))
         if number % 3 == 0:
             rounds.append(make_round(3, dice.randint(1, 3), cut=True))
         generations.append(make_generation(rounds, prompt_id=f"{category}-{number}", category=category))
@@ -143,8 +161,14 @@ def shared_inputs(random_generations, random_timings, make_round, make_generatio
         for generation in random_generations
     ]
     return {
-        "target": {"name": "embedded:smollm2-135m-instruct", "weights_sha256": "a" * 64, "dtype": "bfloat16"},
-        "draft": {"kind": "draft_lm", "path": "runs/distill/artifact", "sha256": "b" * 64},
+        "target": {
+            "name": "embedded:smollm2-135m-instruct",
+            "weights_sha256": "a" * 64,
+            "tokenizer_sha256": "d" * 64,
+            "chat_template_sha256": "e" * 64,
+            "dtype": "bfloat16",
+        },
+        "draft": {"kind": "draft_lm", "path": "runs/distill/artifact", "sha256": "b" * 64, "target_sha256": "a" * 64},
         "decode": {"num_speculative_tokens": 3, "temperature": 0.0, "verification": "token", "batch_size": 1, "seed": 0},
         "prompts": PromptSet(
             source="eval/suites/house64.jsonl",

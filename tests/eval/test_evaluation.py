@@ -15,7 +15,8 @@ from transformers import LlamaForCausalLM
 from configs.command import BAD_INPUT, run_command
 from configs.schema import DecodeConfig, EvalConfig, LosslessConfig, SuiteConfig, TargetConfig
 from eval.decode import Request, decode
-from eval.evaluation import evaluate, measure
+from eval.evaluation import evaluate
+from eval.measuring import measure
 from eval.records import AUTOREGRESSIVE, SPECULATIVE
 from eval.report_schema import read_report
 from eval.run import main
@@ -59,8 +60,8 @@ def test_every_file_is_written_and_the_report_says_what_the_records_say(config, 
     assert sorted(path.name for path in folder.iterdir()) == FILES
     report = read_report(folder / "report.json")
     generations, timings = records_of(folder)
-    rounds = [round_ for each in generations if each["mode"] == SPECULATIVE for round_ in each["rounds"]]
-    committed = sum(len(round_["committed"]) for round_ in rounds)
+    rounds = [committed for each in generations if each["mode"] == SPECULATIVE for committed in each["rounds"]["committed"]]
+    committed = sum(rounds)
     assert report["acceptance"]["tokens_per_target_step"] == pytest.approx(committed / len(rounds))
     assert 1.0 < report["acceptance"]["tokens_per_target_step"] < 3.0
     assert report["acceptance"]["overlap_alpha"] is not None
@@ -130,7 +131,7 @@ def test_warm_up_decodes_whole_batches_in_every_mode(
             decoded.append((len(batch), proposer))
         return decode(target, batch, settings, proposer, **labels)
 
-    monkeypatch.setattr("eval.evaluation.decode", watch)
+    monkeypatch.setattr("eval.measuring.decode", watch)
     lookup = PromptLookup(target.device)
     settings = config.model_copy(update={"warmup_prompts": warmup_prompts, "repeats": 1})
     measure(target, requests, settings, {"prompt_lookup": lookup})
@@ -163,13 +164,6 @@ def test_a_request_that_fails_is_listed_and_the_others_count(config, tiny_run, t
     assert (report["prompts"]["num_asked"], report["prompts"]["num_prompts"]) == (5, 4)
     assert "trained for" in report["warnings"][0]
     assert "q4" in (Path(config.output) / "report.html").read_text()
-
-
-def test_later_turns_that_were_not_asked_are_confessed(config, tmp_path):
-    suite = tmp_path / "suite.jsonl"
-    suite.write_text(json.dumps({"question_id": "q0", "turns": ["w1", "w2", "w3"]}) + "\n")
-    evaluate(config.model_copy(update={"suite": SuiteConfig(path=str(suite))}))
-    assert read_report(Path(config.output) / "report.json")["warnings"][0].startswith("2 later turns")
 
 
 # --- run as a person runs it --------------------------------------------------------------------------------------
@@ -246,6 +240,7 @@ def test_a_prompt_longer_than_the_context_and_damaged_weights_are_refused_in_one
         ({"suite.path": "nosuch.jsonl"}, "error: suite not found: nosuch.jsonl"),
         ({"target.name": "./nosuch"}, "error: target.name: ./nosuch is neither"),
         ({"draft": "nosuch"}, "error: nosuch is no artifact"),
+        ({"previous_report": "nosuch.json"}, "error: previous report not found: nosuch.json"),
         ({"output": "/dev/null/evaluation"}, "error: cannot write /dev/null/evaluation"),
     ],
 )

@@ -16,7 +16,7 @@ def test_the_point_is_the_pooled_ratio_and_not_the_mean_of_ratios():
 
 
 def test_bounds_are_the_percentiles_of_ratios_drawn_by_a_plain_loop(monkeypatch):
-    monkeypatch.setattr(intervals, "_student_quantile", lambda _, degrees: 1.959964 * np.sqrt(degrees / (degrees + 1)))
+    monkeypatch.setattr(intervals, "student_quantile", lambda _, degrees: 1.959964 * np.sqrt(degrees / (degrees + 1)))
     numerators, denominators = [3.0, 9.0, 4.0, 8.0, 6.0], [2.0, 3.0, 3.0, 4.0, 2.0]
 
     interval = ratio_interval(numerators, denominators, samples=50, seed=7)
@@ -104,7 +104,7 @@ def test_the_median_and_its_interval_follow_the_middle_and_not_the_outlier():
 
 @pytest.mark.parametrize(("degrees", "quantile"), [(5, 2.5706), (10, 2.2281), (30, 2.0423), (100, 1.9840)])
 def test_students_quantile_agrees_with_the_printed_tables(degrees, quantile):
-    assert intervals._student_quantile(0.975, degrees) == pytest.approx(quantile, rel=5e-3)
+    assert intervals.student_quantile(0.975, degrees) == pytest.approx(quantile, rel=5e-3)
 
 
 def test_cutting_the_draws_into_chunks_changes_no_bound_of_a_large_suite():
@@ -121,3 +121,16 @@ def test_a_statistic_of_sums_that_divides_them_is_the_pooled_ratio():
 
     assert interval == ratio_interval(numerators, denominators, **FAST)
     assert interval != statistic_interval(lambda sums: sums[0] / sums[1] ** 2, numerators, denominators, **FAST)
+
+
+def test_very_many_clusters_are_drawn_in_blocks_with_the_same_bounds(monkeypatch):
+    generator = np.random.default_rng(0)
+    rounds = generator.integers(20, 60, 9_001).astype(float)
+    # In order of difficulty: blocks of neighbours, or one from each stretch, would be anything but alike by chance.
+    committed = rounds * np.sort(generator.normal(2.0, 0.4, 9_001))
+    found = ratio_interval(committed, rounds, samples=2000, seed=0)
+    monkeypatch.setattr(intervals, "MOST_CLUSTERS", 10_000)
+    expected = ratio_interval(committed, rounds, samples=2000, seed=0)
+    assert found.point == expected.point
+    assert found.high - found.low == pytest.approx(expected.high - expected.low, rel=0.15)
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=0.1 * (expected.high - expected.low))

@@ -1,17 +1,23 @@
 """Acceptance metrics: against counting by hand, against their identities, and over any split into ranks."""
 
 import math
+import multiprocessing
+from dataclasses import replace
 from itertools import accumulate
 from operator import mul
 
 import pytest
+import torch
 
-from eval.metrics import OverlapAlpha, RoundAcceptance, TokensPerTargetStep, acceptance_metrics
+from eval.law_metrics import Calibration, LawAgreement
+from eval.metrics import RoundAcceptance, TokensPerTargetStep, acceptance_metrics
+from eval.report_schema import numbers_of
+from eval.round_table import tabulate
 
 
 def measured(generations, num_positions=3):
     metrics = acceptance_metrics(num_positions)
-    metrics.update(generations)
+    metrics.update(tabulate(generations))
     return metrics.compute()
 
 
@@ -108,12 +114,21 @@ def test_rounds_too_short_for_a_position_do_not_speak_about_it(make_round, make_
 
 
 def test_pooled_weighs_rounds_and_macro_weighs_prompts(make_round, make_generation):
-    long, short = make_generation([make_round(3, 0)] * 9), make_generation([make_round(3, 3)])
+    long, short = make_generation([make_round(3, 0)] * 9), make_generation([make_round(3, 3)], prompt_id="writing-2")
 
     fields = measured([long, short])
 
     assert fields["tokens_per_target_step"] == 13 / 10
     assert fields["tokens_per_target_step_macro"] == (1 + 4) / 2
+
+
+def test_all_turns_of_a_prompt_weigh_as_one_prompt(make_round, make_generation):
+    first, second = make_generation([make_round(3, 0)] * 9), make_generation([make_round(3, 3)])
+    other = make_generation([make_round(3, 1)], prompt_id="writing-2")
+
+    fields = measured([first, replace(second, turn=1), other])
+
+    assert fields["tokens_per_target_step_macro"] == (13 / 10 + 2) / 2
 
 
 def test_a_prompt_answered_by_its_prefill_token_alone_changes_nothing(random_generations, make_generation):
@@ -124,7 +139,7 @@ def test_a_prompt_answered_by_its_prefill_token_alone_changes_nothing(random_gen
 def test_any_number_of_ranks_agrees_with_one(random_generations, num_ranks):
     ranks = [acceptance_metrics(3) for _ in range(num_ranks)]
     for number, rank in enumerate(ranks):
-        rank.update(random_generations[number::num_ranks])
+        rank.update(tabulate(random_generations[number::num_ranks]))
     merged, *others = ranks
     for name, metric in merged.items():
         for other in others:
@@ -132,8 +147,27 @@ def test_any_number_of_ranks_agrees_with_one(random_generations, num_ranks):
 
     together, alone = merged.compute(), measured(random_generations)
     assert together.keys() == alone.keys()
-    for name, value in alone.items():
-        assert together[name] == pytest.approx(value), name
+    assert dict(numbers_of(together)) == pytest.approx(dict(numbers_of(alone)))
+
+
+def share_of_two(rank, folder, generations, results):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    metrics = acceptance_metrics(3)
+    metrics.update(tabulate(generations[rank::2]))
+    results.put(dict(numbers_of(metrics.compute())))
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_agree_with_one_and_with_each_other(random_generations, tmp_path):
+    context = multiprocessing.get_context("fork")  # a fresh interpreter would spend seconds on imports
+    results = context.Queue()
+    shares = [context.Process(target=share_of_two, args=(rank, tmp_path, random_generations, results)) for rank in range(2)]
+    for share in shares:
+        share.start()
+    found = [results.get(timeout=100) for _ in shares]
+    for share in shares:
+        share.join()
+    assert found == [pytest.approx(dict(numbers_of(measured(random_generations))))] * 2
 
 
 def test_nothing_measured_gives_none_and_never_nan():
@@ -145,13 +179,14 @@ def test_nothing_measured_gives_none_and_never_nan():
 
 def test_a_round_longer_than_announced_is_a_mistake_of_the_caller(make_round, make_generation):
     with pytest.raises(ValueError, match="drafted 4 tokens, more than num_positions=3"):
-        RoundAcceptance(3).update([make_generation([make_round(4, 0)])])
+        RoundAcceptance(3).update(tabulate([make_generation([make_round(4, 0)])]))
 
 
 def test_metrics_start_anew_after_reset(random_generations):
-    for metric in (TokensPerTargetStep(), RoundAcceptance(3), OverlapAlpha(3)):
-        metric.update(random_generations)
+    table = tabulate(random_generations)
+    for metric in (TokensPerTargetStep(), RoundAcceptance(3), LawAgreement(3), Calibration()):
+        metric.update(table)
         once = metric.compute()
         metric.reset()
-        metric.update(random_generations)
+        metric.update(table)
         assert metric.compute() == once

@@ -1,14 +1,17 @@
 """The page: one file without the network, deaf to hostile text, the same bytes for the same report."""
 
+import copy
 import re
 from html.parser import HTMLParser
 
 import pytest
 
+from eval.canvas import VARIABLES
 from eval.definitions import DEFINITIONS
 from eval.page import render_page
-from eval.plots import VARIABLES, draw_categories, draw_histogram, draw_phases, draw_positions
+from eval.plots import draw_categories, draw_histogram, draw_phases, draw_positions, draw_predicted, draw_reliability
 from eval.report import build_report
+from eval.report_schema import check_report
 
 VOID = {"meta", "br", "link", "img", "hr", "input"}
 
@@ -165,3 +168,90 @@ def test_a_gap_without_bound_is_shown_in_a_few_characters(report):
     report["lossless"]["divergences"][0]["logit_gap"] = 3.4028234663852886e38
 
     assert "3.4e+38" in Reader(render_page(report)).text
+
+
+def test_definitions_are_not_hidden_from_the_links_that_lead_to_them(page):
+    # Not every browser opens a closed <details> around the target of a link.
+    closed = re.sub(r"<details open>.*?</details>", "", page, flags=re.DOTALL)
+
+    assert 'id="def-' in page
+    assert 'id="def-' not in closed
+
+
+def test_what_the_draft_s_confidence_is_worth_is_shown_where_it_was_measured(report):
+    report["acceptance"] |= {
+        "calibration_error": 0.07,
+        "top1_agreement": 0.81,
+        "kl_divergence": 0.31,
+        "reliability": [
+            {
+                "confidence_from": place / 10,
+                "confidence_to": (place + 1) / 10,
+                "num_drafts": 5 * place,
+                "confidence": place / 10 + 0.05 if place else None,
+                "target_probability": place / 10 if place else None,
+                "accepted": place / 10 if place else None,
+            }
+            for place in range(10)
+        ],
+    }
+
+    text = " ".join(Reader(render_page(report)).text)
+
+    assert "likeliest token" in text
+    assert "81 %" in text
+    assert "the draft's own probability for its token" in text
+    assert draw_reliability(report | {"acceptance": {**report["acceptance"], "reliability": []}}) is None
+
+
+def test_the_previous_draft_stands_beside_this_one(report):
+    previous = copy.deepcopy(report)
+    previous["draft"]["path"] = "runs/previous/artifact"
+    previous["acceptance"]["per_prompt"] = {
+        prompt_id: [2 * committed, 2 * rounds + rounds % 2]
+        for prompt_id, (committed, rounds) in report["acceptance"]["per_prompt"].items()
+    }
+
+    text = " ".join(Reader(render_page(report, previous)).text)
+
+    assert "runs/previous/artifact" in text
+    assert re.search(r"×1\.\d\d \[[\d., ]+\] better", text)
+
+
+def test_a_previous_report_of_other_prompts_is_shown_and_not_compared_with(report):
+    previous = copy.deepcopy(report)
+    previous["prompts"]["sha256"] = "f" * 64
+
+    text = " ".join(Reader(render_page(report, previous)).text)
+
+    assert "cannot be compared prompt by prompt" in text
+    assert "The two runs differ in prompts" in text
+
+
+def test_the_predicted_speed_is_drawn_by_batch_with_the_measured_one_beside_it(report):
+    assert draw_predicted(report) is None
+    report["speed"]["predicted"] = {
+        "context_tokens": 256,
+        "settings": [
+            {
+                "num_speculative_tokens": gamma,
+                "batch_size": batch,
+                "context_tokens": context,
+                "decode_speedup": 1.6 - 0.1 * batch,
+            }
+            for gamma in (1, 3, 5)
+            for batch in (1, 2, 4, 8)
+            for context in (256, 1024)
+        ],
+        "decode_speedup": 1.5,
+        "best_num_speculative_tokens": 3,
+        "break_even_batch_size": 6,
+    }
+
+    svg = draw_predicted(check_report(report, "report"))
+    text = " ".join(Reader(render_page(report)).text)
+
+    assert all(f">{label}<" in svg for label in ("1 draft", "3 drafts", "5 drafts"))
+    assert ">measured<" in svg
+    assert "At this batch size 3 drafts a round would be fastest" in text
+    assert "pays up to a batch of 6" in text

@@ -13,6 +13,8 @@ from html import escape, unescape
 
 import pytest
 
+from eval.comparison import compare
+from eval.comparison_page import render_comparison
 from eval.page import render_page
 from eval.report import build_report
 
@@ -28,7 +30,7 @@ const found = {
   height: document.documentElement.scrollHeight,
   pictures: boxes.map((box) => [box.width, box.height]),
   headline: document.querySelector("h1").getBoundingClientRect().height,
-  styled: getComputedStyle(document.querySelector(".card")).borderTopStyle,
+  styled: getComputedStyle(document.querySelector(".card, td")).borderBottomStyle,
   fetched: performance.getEntriesByType("resource").map((entry) => entry.name),
 };
 document.body.insertAdjacentHTML("beforeend", "<pre id='probe'></pre>");
@@ -74,17 +76,20 @@ def hostile_report(report_inputs):
     return build_report(**report_inputs)
 
 
+@pytest.mark.parametrize(("kind", "num_pictures"), [("report", 5), ("comparison", 2)])
 @pytest.mark.parametrize("width", [1280, 500])
-def test_the_page_is_laid_out_within_the_window_and_fetches_nothing(report, browse, width):
-    dom, console = browse(render_page(report).replace("</body>", PROBE), width)
+def test_the_page_is_laid_out_within_the_window_and_fetches_nothing(report, browse, kind, num_pictures, width):
+    page = render_page(report) if kind == "report" else render_comparison(compare([("one", report), ("two", report)]))
+
+    dom, console = browse(page.replace("</body>", PROBE), width)
 
     found = json.loads(unescape(re.search(r'<pre id="probe">(.*?)</pre>', dom)[1]))
     assert found["overflow"] <= 0
     assert found["height"] > 1000
     assert found["headline"] > 0
     assert found["styled"] == "solid"
-    assert len(found["pictures"]) == 4
-    assert all(size > 100 for picture in found["pictures"] for size in picture)
+    assert len(found["pictures"]) == num_pictures
+    assert all(size > 60 for picture in found["pictures"] for size in picture)
     assert found["fetched"] == []
     assert console == []
 

@@ -10,7 +10,7 @@ from configs.errors import InputError
 from eval.definitions import DEFINITIONS
 from eval.records import SPECULATIVE, Divergence
 from eval.report import build_report, write_report
-from eval.report_schema import check_report, numbers_of, read_report
+from eval.report_schema import Report, check_report, numbers_of, read_report
 
 CONTRACT = {
     "acceptance": [
@@ -97,7 +97,7 @@ def test_a_failed_request_is_counted_listed_and_kept_in_the_numbers(report, repo
     with_failure = build_report(**{**report_inputs, "generations": [*others, failed]})
 
     assert with_failure["prompts"]["failed"] == [
-        {"prompt_id": broken.prompt_id, "mode": SPECULATIVE, "stop_reason": "non_finite"}
+        {"prompt_id": broken.prompt_id, "turn": 0, "mode": SPECULATIVE, "stop_reason": "non_finite"}
     ]
     assert (with_failure["prompts"]["num_prompts"], with_failure["prompts"]["num_asked"]) == (31, 32)
     assert with_failure["acceptance"]["num_rounds"] == report["acceptance"]["num_rounds"]
@@ -138,12 +138,20 @@ def test_two_answers_to_one_prompt_in_one_mode_are_a_mistake_of_the_caller(repor
         build_report(**{**report_inputs, "generations": twice})
 
 
-def test_every_definition_defines_something_a_report_holds(report):
+def test_every_definition_defines_something_a_report_may_hold():
+    schema = Report.model_json_schema()
+
+    def fields(node):
+        """The fields of a section, found behind references and beside `null`."""
+        name = node.get("$ref", "").rpartition("/")[2]
+        inner = [schema["$defs"][name]] if name else node.get("anyOf", [])
+        return node.get("properties", {}) | {key: value for each in inner for key, value in fields(each).items()}
+
     for path in DEFINITIONS:
-        value = report
+        node = schema
         for key in path.split("."):
-            assert key in value, path
-            value = value[key]
+            assert key in fields(node), path
+            node = fields(node)[key]
 
 
 def damaged(report, path, value):

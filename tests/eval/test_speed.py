@@ -100,3 +100,15 @@ def test_the_time_of_a_mixed_batch_belongs_to_no_category(make_timing):
     assert timings_within([pure, mixed], {"a"}) == []
     assert timings_within([pure, mixed], {"a", "b"}) == [pure, mixed]
     assert timings_within([pure, make_timing(SPECULATIVE, ("c",), 1.0, 10)], {"a"}) == [pure]
+
+
+def test_later_turns_belong_to_the_batch_that_their_prompts_came_from(make_timing):
+    turns = [("a", "b", "c"), ("a", "c"), ("c",), ("d", "e"), ("e",)]
+    timings = [
+        make_timing(mode, batch, 1.0 + place, 10) for place, batch in enumerate(turns) for mode in (AUTOREGRESSIVE, SPECULATIVE)
+    ]
+    section = summarise_speed(timings, samples=50, seed=0, keep_batches=True)
+    assert section["num_batches"] == 2
+    assert [batch["prompt_ids"] for batch in section["per_batch"]] == [["a", "b", "c"], ["d", "e"]]
+    assert [batch[SPECULATIVE] for batch in section["per_batch"]] == [[6.0, 30.0], [9.0, 20.0]]
+    assert section["decode_speedup_ci"] == pytest.approx([1.0, 1.0])

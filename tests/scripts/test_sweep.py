@@ -258,7 +258,7 @@ def plain_percentiles(monkeypatch):
     def quantile(probability, degrees):
         return NormalDist().inv_cdf(probability) * np.sqrt(degrees / (degrees + 1))
 
-    monkeypatch.setattr(intervals, "_student_quantile", quantile)
+    monkeypatch.setattr(intervals, "student_quantile", quantile)
 
 
 def naive_mean_tau(cell, prompts):

@@ -12,7 +12,7 @@ from configs.errors import InputError
 from configs.learning import OptimizerConfig
 from configs.schema import ScheduleConfig
 from distill.batches import ConversationDataset, make_loader
-from eval.plots import VARIABLES
+from eval.canvas import VARIABLES
 from train.history import LINES_FILE, PICTURE_FILE, History, draw_history, explain_gap
 from train.launch import make_accelerator
 from train.loop import BatchLoss, Prepared, train

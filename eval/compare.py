@@ -1,0 +1,44 @@
+"""Set reports side by side: `python eval/compare.py runs/a/report.json runs/b/report.json [...]`.
+
+Prints a table, the first report being what the others are held against, and writes one page (`--set output=FILE`). A folder
+stands for the `report.json` in it. Reports of different targets or prompts are refused unless `may_differ_in` names them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+# Python puts this script's folder first, where `suite` or `report` could hide an installed module: the checkout goes before it.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from configs.command import DONE, run_command
+from configs.errors import InputError
+from configs.files import write_text
+from configs.schema import CompareConfig
+from eval.comparison import as_table, compare
+from eval.comparison_page import render_comparison
+from eval.report_schema import read_report
+
+
+def main(config: CompareConfig, args: argparse.Namespace) -> int:
+    """Read, compare, write, print."""
+    paths = [Path(path) / "report.json" if Path(path).is_dir() else Path(path) for path in args.reports]
+    output = Path(config.output)
+    if output.resolve() in [path.resolve() for path in paths]:
+        raise InputError(f"output: the page would overwrite the report {output}; give another file")
+    entries = compare([(str(path), read_report(path)) for path in paths], config.may_differ_in)
+    write_text(output, render_comparison(entries))
+    print(as_table(entries))
+    print(f"\npage: {output}")
+    return DONE
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the reports."""
+    parser.add_argument("reports", metavar="REPORT", nargs="+", help="report.json, or the folder that eval/run.py wrote it to")
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(CompareConfig, main, description="Set reports side by side.", add_arguments=add_arguments))
