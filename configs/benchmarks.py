@@ -6,21 +6,8 @@ The defaults are the runs whose figures stand in `docs/results/`. Commands that 
 
 from __future__ import annotations
 
-from configs.schema import LosslessConfig, SuiteConfig, TargetConfig
+from configs.schema import LosslessConfig, TargetConfig
 from configs.settings import PositiveFloat, PositiveInt, Settings
-
-
-class BenchDecodeConfig(Settings):
-    """`scripts/bench_decode.py`: the decoder beside transformers' own generation, on the same prompts and in turns."""
-
-    target: TargetConfig = TargetConfig()
-    draft: str = "runs/demo/distill/artifact"  # the artifact of a draft LM
-    suite: SuiteConfig = SuiteConfig(num_prompts=24)
-    num_speculative_tokens: PositiveInt = 3
-    max_new_tokens: PositiveInt = 32
-    repeats: PositiveInt = 2  # timed runs of every side on every prompt; sampled runs take another seed each time
-    bootstrap_samples: PositiveInt = 2000
-    output: str = "docs/results/decode.json"
 
 
 class BenchLossConfig(Settings):
@@ -72,6 +59,28 @@ class BenchHeadsConfig(Settings):
     num_batches: PositiveInt = 8  # timed optimiser steps by side of that
     bootstrap_samples: PositiveInt = 2000
     output: str = "docs/results/heads.json"
+
+
+class BenchDecodeConfig(Settings):
+    """`scripts/bench_decode.py`: the decoder beside transformers' own generation, and every way of decoding beside the others.
+
+    All on the same prompts and in turns.
+    """
+
+    target: TargetConfig = TargetConfig()
+    draft: str = "runs/demo/distill/artifact"  # the artifact of a draft LM
+    heads: BenchHeadsConfig | None = BenchHeadsConfig()  # whose heads join the table, trained where they are not; None: none
+    held_out: str = "runs/heads/data/held_out.jsonl"  # conversations on which nothing was trained
+    num_choosing: PositiveInt = 16  # at the file's beginning, which chose checkpoints and choose trees and lengths here
+    num_prompts: PositiveInt = 24  # measured, the last of the file
+    past_answers: str | None = (
+        "runs/heads/data/train.jsonl"  # conversations that suffix lookup has seen; None: it has seen none
+    )
+    num_speculative_tokens: PositiveInt = 3
+    max_new_tokens: PositiveInt = 48
+    repeats: PositiveInt = 2  # timed runs of every side on every prompt; sampled runs take another seed each time
+    bootstrap_samples: PositiveInt = 2000
+    output: str = "docs/results/decode.json"
 
 
 class ResultsTableConfig(Settings):

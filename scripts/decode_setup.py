@@ -1,4 +1,4 @@
-"""What the decode benchmark measures: the target by either forward, the draft, the prompts (`scripts.decode_comparison`: how).
+"""What the decode benchmark measures: the target by either forward, the drafts, the prompts (`scripts.decode_comparison`: how).
 
 The two forwards run the very same weights; the lean one (`heads.lean_forward`) adds its packed copy of them.
 """
@@ -6,29 +6,31 @@ The two forwards run the very same weights; the lean one (`heads.lean_forward`) 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import Path
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from configs.benchmarks import BenchDecodeConfig
 from configs.errors import InputError
 from configs.schema import DecodeConfig
+from distill.conversations import read_conversations
 from distill.target import Target, load_target, move
 from eval.decode import Request, check_decodable
 from eval.records import Generation, Timing
-from eval.suite import load_suite
 from heads.artifact import Draft, load_draft
 from heads.lean_forward import lean_twin
 from heads.proposer import Proposer
+from scripts.head_recipes import train_recipes
+from scripts.measured_prompts import first_requests, measured_rows
 
 log = logging.getLogger("draftsmith")
 
 LARGE_BATCH = 8  # the ratio `batch8_vs_batch1` bears it in its name
+DRAFT_LM = "draft_lm"
 
 Requests = Sequence[Request]
-Rule = Literal["token", "block", "match"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,24 +46,42 @@ class Answers:
         return sum(len(generation.tokens) for generation in self.generations)
 
 
+Side = Callable[[Requests, int], Answers]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """A target, a draft and what they are measured on."""
+    """A target, drafts and what they are measured on.
+
+    drafts: for `fastest_target`, by what the table calls them; the draft LM first.
+    lengths: tokens that each of them drafts a round.
+    proposer: the draft LM for `target`.
+    requests, choosing: prompts that are measured, and others that choose trees and lengths.
+    lean_target: the same weights, run by a lean forward; None where its family has none.
+    past_answers: token ids of the target's answers to other prompts.
+    """
 
     config: BenchDecodeConfig
     target: Target
     proposer: Proposer
+    lean_target: Target | None
+    drafts: dict[str, Proposer]
+    lengths: dict[str, int]
     requests: list[Request]
-    lean_target: Target | None  # the same weights, run by a lean forward; None: its family has none
-    lean_proposer: Proposer | None
+    choosing: list[Request]
+    past_answers: list[list[int]]
 
-    def settings(self, temperature: float, verification: Rule = "token") -> DecodeConfig:
-        """Return how to decode."""
+    @property
+    def fastest_target(self) -> Target:
+        """The target by the fastest forward that it has."""
+        return self.target if self.lean_target is None else self.lean_target
+
+    def settings(self, temperature: float) -> DecodeConfig:
+        """Return how to decode: chains, at batch 1."""
         return DecodeConfig(
             num_speculative_tokens=self.config.num_speculative_tokens,
             max_new_tokens=self.config.max_new_tokens,
             temperature=temperature,
-            verification=verification,
         )
 
     def batches(self) -> list[Requests]:
@@ -69,7 +89,7 @@ class Bench:
         return [self.requests[start : start + LARGE_BATCH] for start in range(0, len(self.requests), LARGE_BATCH)]
 
     def load_draft_for(self, target: Target) -> Draft:
-        """Load the draft once more, for a target in another dtype."""
+        """Load the draft LM once more, for a target in another dtype."""
         return load_draft(self.config.draft, target.identity, target.model)
 
 
@@ -77,28 +97,32 @@ def open_bench(config: BenchDecodeConfig) -> Bench:
     """Load what is measured.
 
     Raises:
-        InputError: the draft is not for this target, or a prompt cannot be decoded.
+        InputError: a draft is not for this target, or a prompt cannot be decoded.
     """
-    suite = load_suite(config.suite)
+    folders = {DRAFT_LM: config.draft}
+    if config.heads is not None:
+        folders |= {run.name: str(run.artifact) for run in train_recipes(config.heads)}
+    rows = measured_rows(Path(config.held_out), config.num_prompts, config.num_choosing)
+    requests = first_requests(rows)
+    choosing = first_requests(read_conversations(Path(config.held_out))[: config.num_choosing])
     target = load_target(config.target.model_copy(update={"forward": "transformers"}))
-    draft = load_draft(config.draft, target.identity, target.model)
-    lean_target, lean_proposer = _run_lean(config, target)
-    requests = [
-        Request(
-            prompt_id=prompt.prompt_id,
-            category=prompt.category,
-            tokens=tuple(target.encode_chat([{"role": "user", "content": prompt.turns[0]}])),
-        )
-        for prompt in suite.prompts
-    ]
-    check_decodable(target, requests)
+    check_decodable(target, [*requests, *choosing])
+    lean_target = _run_lean(target)
+    fastest = target if lean_target is None else lean_target
+    loaded = {name: load_draft(folder, target.identity, fastest.model) for name, folder in folders.items()}
+    for name, draft in loaded.items():
+        for warning in draft.warnings:
+            log.warning("%s: %s", name, warning)
     return Bench(
         config=config,
         target=target,
-        proposer=draft.proposer,
-        requests=requests,
+        proposer=load_draft(config.draft, target.identity, target.model).proposer,
         lean_target=lean_target,
-        lean_proposer=lean_proposer,
+        drafts={name: draft.proposer for name, draft in loaded.items()},
+        lengths={name: draft.metadata.num_speculative_tokens for name, draft in loaded.items() if name != DRAFT_LM},
+        requests=requests,
+        choosing=choosing,
+        past_answers=_answers(config),
     )
 
 
@@ -109,14 +133,17 @@ def load_for_transformers(draft: str, target: Target) -> PreTrainedModel:
     return move(model, target.device, target.model.dtype).eval()
 
 
-def _run_lean(config: BenchDecodeConfig, target: Target) -> tuple[Target, Proposer] | tuple[None, None]:
-    """Return the target and the draft by lean forwards, or nothing where the target's family has none."""
+def _run_lean(target: Target) -> Target | None:
+    """Return the target by a lean forward, or nothing where its family has none."""
     try:
-        lean_target = replace(target, model=lean_twin(target.model))
+        return replace(target, model=lean_twin(target.model))
     except InputError as error:
         log.warning("lean forwards are not measured: %s", error)
-        return None, None
-    draft = load_draft(config.draft, target.identity, lean_target.model)
-    for warning in draft.warnings:
-        log.warning("%s", warning)
-    return lean_target, draft.proposer
+        return None
+
+
+def _answers(config: BenchDecodeConfig) -> list[list[int]]:
+    """Return the answers that suffix lookup has seen."""
+    if config.past_answers is None:
+        return []
+    return [list(row.answer_ids) for row in read_conversations(Path(config.past_answers))]

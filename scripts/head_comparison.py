@@ -35,10 +35,10 @@ from heads.artifact import WEIGHTS_FILE, Draft, load_draft
 from heads.prompt_lookup import PromptLookup
 from scripts.benchmarks import write_results
 from scripts.eagle3_comparison import TrainingComparison, compare_eagle3
-from scripts.head_recipes import check_comparable, make_cache, make_data, read_cache_seconds, read_recipes, with_cache
-from scripts.measured_prompts import measured_rows, to_request
+from scripts.head_recipes import read_cache_seconds, train_recipes
+from scripts.measured_prompts import first_requests, measured_rows
 from scripts.results_table import NOT_AVAILABLE
-from scripts.trained_runs import TrainingRun, in_own_folder, train_all
+from scripts.trained_runs import TrainingRun
 
 log = logging.getLogger("draftsmith")
 
@@ -65,17 +65,8 @@ def compare_heads(config: BenchHeadsConfig) -> int:
         InputError: the target or the data cannot be had or used.
         RuntimeError: a training failed, or a draft computes what is no number.
     """
-    recipes = read_recipes(config)
     eagle3 = None if config.eagle3 is None else load_config(HeadsConfig, config.eagle3)
-    check_comparable([*recipes.values(), *([] if eagle3 is None else [eagle3])])
-    make_data(config)
-    make_cache(config)
-    parent = Path(config.runs)
-    runs = [
-        TrainingRun(name=name, recipe=in_own_folder(with_cache(recipe, config.cache), parent, name))
-        for name, recipe in recipes.items()
-    ]
-    train_all(runs, "recipe")
+    runs = train_recipes(config, [] if eagle3 is None else [eagle3])
     bench = open_bench(config, runs)
     training = None
     if eagle3 is not None:
@@ -106,10 +97,8 @@ def open_bench(config: BenchHeadsConfig, runs: Sequence[TrainingRun]) -> Bench:
     recipes = [run.recipe for run in runs]
     num_choosing = max(recipe.held_out.num_prompts for recipe in recipes)
     rows = measured_rows(Path(recipes[0].data.held_out), config.num_prompts, num_choosing)
-    # One turn a prompt: the turns of one are no independent evidence.
-    first_turns = list({row.prompt_id: row for row in reversed(rows)}.values())[::-1]
     target = load_target(recipes[0].target)
-    requests = [to_request(row) for row in first_turns]
+    requests = first_requests(rows)
     check_decodable(target, requests)
     return Bench(config=config, target=target, requests=requests)
 

@@ -1,4 +1,4 @@
-"""What the head benchmark trains by: recipes that can be compared, and the data and cache that are made once for all."""
+"""The heads that benchmarks compare: recipes that can be compared, data and cache made once for all, and their training."""
 
 from __future__ import annotations
 
@@ -16,9 +16,33 @@ from configs.loading import load_config
 from configs.schema import CacheConfig, DataConfig, DistillConfig, HeadsConfig
 from distill.cache_format import MANIFEST as CACHE_MANIFEST
 from distill.conversations import MANIFEST
-from scripts.trained_runs import ROOT, Recipe
+from scripts.trained_runs import ROOT, Recipe, TrainingRun, in_own_folder, train_all
 
 CACHE_TIME = "cache_time.json"
+
+
+def train_recipes(config: BenchHeadsConfig, also: Sequence[Recipe] = ()) -> list[TrainingRun]:
+    """Train what is not trained yet, its data and cache made before, and return all runs.
+
+    Args:
+        config: the recipes; what they need is made where it is not there.
+        also: recipes that are compared with theirs and not trained here.
+
+    Raises:
+        ConfigError: a recipe cannot be read, or two cannot be compared.
+        InputError: the target or the data cannot be had or used.
+        RuntimeError: a training failed.
+    """
+    recipes = read_recipes(config)
+    check_comparable([*recipes.values(), *also])
+    make_data(config)
+    make_cache(config)
+    runs = [
+        TrainingRun(name=name, recipe=in_own_folder(with_cache(recipe, config.cache), Path(config.runs), name))
+        for name, recipe in recipes.items()
+    ]
+    train_all(runs, "recipe")
+    return runs
 
 
 def read_recipes(config: BenchHeadsConfig) -> dict[str, Recipe]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from configs.errors import InputError
@@ -36,3 +37,12 @@ def measured_rows(path: Path, num_prompts: int, num_choosing: int) -> list[Conve
 def to_request(row: Conversation) -> Request:
     """Return the prompt of a conversation as the decoder takes it."""
     return Request(prompt_id=f"{row.prompt_id}/{row.turn}", category=row.category, tokens=row.prompt_ids)
+
+
+def first_requests(rows: Sequence[Conversation]) -> list[Request]:
+    """Return the prompts of conversations as the decoder takes them, of each the first turn there is.
+
+    The turns of one prompt are no independent evidence.
+    """
+    first_turns = {row.prompt_id: row for row in reversed(rows)}
+    return [to_request(row) for row in reversed(first_turns.values())]

@@ -93,7 +93,8 @@ def in_own_folder(recipe: R, parent: Path, name: str) -> R:
         InputError: a data file cannot be read.
     """
     schedule = recipe.schedule.model_copy(update={"resume": False})
-    values = recipe.model_copy(update={"schedule": schedule}).model_dump(mode="json", exclude={"output"})
+    # None is an option that is off: one that the schema gains later leaves the folders of today's runs as they are.
+    values = recipe.model_copy(update={"schedule": schedule}).model_dump(mode="json", exclude={"output"}, exclude_none=True)
     data = [sha256_of(Path(path)) for path in (recipe.data.train, recipe.data.held_out)]
     decides = json.dumps([values, data], sort_keys=True)
     folder = parent / f"{name}-{hashlib.sha256(decides.encode()).hexdigest()[:12]}"

@@ -2,17 +2,22 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 
-from configs.benchmarks import BenchDecodeConfig
+from configs.benchmarks import BenchDecodeConfig, BenchHeadsConfig
 from configs.command import BAD_INPUT, DONE, GATE_FAILED, run_command
 from configs.errors import InputError
-from configs.schema import SuiteConfig, TargetConfig
+from configs.schema import TargetConfig
+from distill.conversations import Conversation
+from distill.target import load_target
 from eval.decode import decode
 from scripts import decode_setup
 from scripts.bench_decode import main
-from scripts.decode_comparison import compare_decoding, measure_batches, measure_sampled, open_bench
+from scripts.decode_comparison import compare_decoding, measure_batches, open_bench
+from scripts.decode_table import PLAIN, measure_ways
+from scripts.decode_ways import chain_ways, list_ways, lookup_ways
 from scripts.transformers_peer import TransformersPeer
 
 RATIOS = {
@@ -20,20 +25,51 @@ RATIOS = {
     "plain_speed_vs_transformers_generate",
     "overhead_share",
     "block_vs_token_verification",
+    "static_tree_vs_chain_at_equal_rows",
+    "dynamic_tree_vs_chain_at_equal_rows",
     "batch8_vs_batch1",
     "lean_speed_vs_transformers_assisted",
     "lean_plain_speed_vs_transformers_generate",
     "compiled_speed_vs_eager",
     "lean_overhead_share",
 }
+NUM_PROMPTS, NUM_CHOOSING = 17, 4
+
+
+@pytest.fixture(scope="module")
+def held_out(tiny_run, tmp_path_factory):
+    """A file of conversations with the tiny target, in its own template."""
+    target = load_target(TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu"))
+    path = tmp_path_factory.mktemp("held_out") / "held_out.jsonl"
+    rows = []
+    for number in range(NUM_CHOOSING + NUM_PROMPTS):
+        question = {"role": "user", "content": f"w{number} w{2 * number} w7"}
+        messages = (question, {"role": "assistant", "content": "w1 w2 w3 w4"})
+        rows.append(
+            Conversation(
+                prompt_id=f"q{number}",
+                category="any",
+                turn=0,
+                messages=messages,
+                prompt_ids=tuple(target.encode_chat([question])),
+                answer_ids=tuple(target.tokenizer.encode("w1 w2 w3 w4", add_special_tokens=False)),
+                ended=True,
+            )
+        )
+    path.write_text("".join(row.to_line() for row in rows))
+    return path
 
 
 @pytest.fixture
-def config(tiny_run, tmp_path):
+def config(tiny_run, held_out, tmp_path):
     return BenchDecodeConfig(
         target=TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu"),
         draft=str(tiny_run / "artifact"),
-        suite=SuiteConfig(path=str(tiny_run / "suite.jsonl")),
+        heads=None,
+        held_out=str(held_out),
+        past_answers=str(held_out),
+        num_choosing=NUM_CHOOSING,
+        num_prompts=NUM_PROMPTS,
         max_new_tokens=12,
         repeats=2,
         bootstrap_samples=100,
@@ -54,19 +90,25 @@ def test_the_file_holds_every_ratio_with_its_interval_and_a_row_for_every_way_of
     assert all(ratios[f"{name}_low"] <= ratios[name] <= ratios[f"{name}_high"] for name in RATIOS)
     assert 0 < ratios["overhead_share"] < 1
     rows = results["rows"]
-    assert [(row["rule"], row["proposer"], row["forward"]) for row in rows] == [
-        ("greedy", "draft_lm", "transformers"),
-        ("greedy", "draft_lm", "lean"),
-        ("greedy", "prompt_lookup", "transformers"),
-        ("token", "draft_lm", "transformers"),
-        ("block", "draft_lm", "transformers"),
-        ("match", "draft_lm", "transformers"),
+    assert [(row["rule"], row["shape"], row["proposer"]) for row in rows] == [
+        ("greedy", "chain", "draft_lm"),
+        ("greedy", "static tree", "draft_lm"),
+        ("greedy", "dynamic tree", "draft_lm"),
+        ("greedy", "long chain", "draft_lm"),
+        ("token", "chain", "draft_lm"),
+        ("block", "chain", "draft_lm"),
+        ("match", "chain", "draft_lm"),
+        ("token", "static tree", "draft_lm"),
+        ("match", "static tree", "draft_lm"),
+        ("greedy", "chain", "prompt_lookup"),
+        ("greedy", "chain", "suffix_lookup"),
     ]
-    assert rows[1]["tau"] == rows[0]["tau"]
     assert {row["lossless"] for row in rows} == {"lossless"}
-    assert {row["shape"] for row in rows} == {"chain"}
+    assert {row["temperature"] for row in rows if row["rule"] == "greedy"} == {0.0}
+    assert {row["temperature"] for row in rows if row["rule"] != "greedy"} == {1.0}
     assert all(row["speedup"] > 0 for row in rows)
-    assert all(found == {"prompts": 17, "differing": 0, "not_ties": 0} for found in results["agreement"].values())
+    assert all(1 <= row["tau"] <= 1 + row["drafts_a_round"] for row in rows)
+    assert all(found == {"prompts": NUM_PROMPTS, "differing": 0, "not_ties": 0} for found in results["agreement"].values())
     assert len(results["agreement"]) == 4
     assert results["memory_floor"].keys() == {"bytes_per_token", "gigabytes_per_second", "share_transformers", "share_lean"}
 
@@ -93,9 +135,13 @@ def test_an_answer_that_no_rounding_explains_fails_the_benchmark(config, monkeyp
     assert compare_decoding(config) == GATE_FAILED
     with open(config.output, encoding="utf-8") as file:
         agreement = json.load(file)["agreement"]
-    assert agreement["speculative_and_transformers_assisted"] == {"prompts": 17, "differing": 17, "not_ties": 17}
+    assert agreement["speculative_and_transformers_assisted"] == {
+        "prompts": NUM_PROMPTS,
+        "differing": NUM_PROMPTS,
+        "not_ties": NUM_PROMPTS,
+    }
     assert agreement["plain_and_transformers_generate"]["differing"] == 0
-    assert agreement["lean_and_transformers_assisted"]["not_ties"] == 17
+    assert agreement["lean_and_transformers_assisted"]["not_ties"] == NUM_PROMPTS
     assert agreement["lean_plain_and_transformers_generate"]["differing"] == 0
 
 
@@ -104,12 +150,12 @@ def test_a_target_without_a_lean_forward_is_measured_without(config, monkeypatch
         raise InputError("the lean forward does not know it")
 
     monkeypatch.setattr(decode_setup, "lean_twin", refuse)
-    few = config.model_copy(update={"repeats": 1, "suite": config.suite.model_copy(update={"num_prompts": 2})})
+    few = config.model_copy(update={"repeats": 1, "num_prompts": 2})
     assert compare_decoding(few) == DONE
     with open(config.output, encoding="utf-8") as file:
         results = json.load(file)
     assert "compiled_speed_vs_eager" not in results["ratios"]
-    assert [row["forward"] for row in results["rows"]] == ["transformers"] * 5
+    assert len(results["rows"]) == 11
     assert "lean forwards are not measured: the lean forward does not know it" in caplog.text
 
 
@@ -118,24 +164,52 @@ def test_eight_prompts_together_give_the_answers_of_one_by_one_and_a_smaller_bat
     (together, _), (alone, _) = turns["together"], turns["alone"]
     assert len(together[0].result.generations) == 8
     assert [each.tokens for each in together[0].result.generations] == [each.tokens for each in alone[0].result.generations]
-    fewer = config.model_copy(update={"suite": config.suite.model_copy(update={"num_prompts": 7})})
+    fewer = config.model_copy(update={"num_prompts": 7})
     assert measure_batches(open_bench(fewer)) == {}
 
 
 def test_each_repeat_of_a_sampled_run_has_its_own_seed_and_matching_gives_what_plain_sampling_gives(config):
-    turns = measure_sampled(open_bench(config))
-    first, second = ([each.tokens for each in turn.result.generations] for turn in turns["match"][0])
-    plain = [each.tokens for each in turns["autoregressive"][0][0].result.generations]
+    bench = open_bench(config)
+    ways = [way for way in list_ways(bench) if way.rule == "match" and way.shape == "chain"]
+    turns = measure_ways(bench, ways)
+    first, second = ([each.tokens for each in turn.result.generations] for turn in turns[ways[0].name][0])
+    plain = [each.tokens for each in turns[PLAIN[1.0]][0][0].result.generations]
     assert first != second
     assert first == plain
-    assert sum(len(case[0].result.generations) for case in turns["block"]) == 17
+
+
+def test_a_way_that_changes_the_answers_fails_the_benchmark(config, monkeypatch):
+    def one_too_many(logits_BV):
+        return (logits_BV.argmax(-1) + (logits_BV.shape[1] > 1)) % 64
+
+    monkeypatch.setattr("eval.judging.likeliest", one_too_many)
+    assert compare_decoding(config.model_copy(update={"repeats": 1, "num_prompts": 2})) == GATE_FAILED
+
+
+def test_a_trained_head_joins_the_table_under_its_recipes_name(config, monkeypatch, tiny_run, as_target):
+    run = SimpleNamespace(name="medusa", artifact=tiny_run / "artifact")
+    monkeypatch.setattr(decode_setup, "train_recipes", lambda heads: [run])
+    bench = open_bench(config.model_copy(update={"heads": BenchHeadsConfig(), "num_prompts": 2}))
+    assert list(bench.drafts) == ["draft_lm", "medusa"]
+    assert bench.lengths == {"medusa": 3}
+    ways = chain_ways(bench.drafts, bench.settings(0.0), {"medusa": 2})
+    assert [(way.proposer, way.settings.num_speculative_tokens) for way in ways] == [("draft_lm", 3), ("medusa", 2)]
+
+
+def test_suffix_lookup_begins_anew_for_every_prompt(config):
+    bench = open_bench(config)
+    way = next(way for way in lookup_ways(bench, bench.settings(0.0)) if way.proposer == "suffix_lookup")
+    (again,) = measure_ways(bench, [way])[way.name][:1]
+    assert again[0].result.generations[0].rounds == again[1].result.generations[0].rounds
 
 
 def test_a_draft_that_is_not_there_is_one_sentence_and_code_2(config, tmp_path, capsys):
     settings = [
         f"target.name={config.target.name}",
-        f"suite.path={config.suite.path}",
-        "suite.num_prompts=2",
+        f"held_out={config.held_out}",
+        "heads=null",
+        "num_prompts=2",
+        "num_choosing=1",
         f"draft={tmp_path}",
     ]
     arguments = [part for setting in settings for part in ("--set", setting)]

@@ -1,0 +1,113 @@
+"""The decode benchmark's table: every way of decoding on the same prompts, in turns with plain decoding, a row for each.
+
+One prompt at a time, through the fastest forward the target has. Plain decoding is run once greedily and once sampled, and a
+row's speedup is against the one with its own law: decode seconds, the prompts' forwards left out, as in a report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from configs.schema import DecodeConfig, LosslessConfig
+from distill.target import Target
+from eval.acceptance import count_per_prompt
+from eval.decode import decode
+from eval.intervals import Interval, paired_ratio_interval, ratio_interval
+from eval.lossless import judge_lossless
+from eval.records import AUTOREGRESSIVE, Generation
+from eval.speed import compare_speed
+from heads.proposer import Proposer
+from scripts.benchmarks import Turn, take_turns, with_bounds
+from scripts.decode_setup import Answers, Bench, Requests, Side
+from scripts.decode_ways import COMPARED, Way
+
+TurnsOfSide = list[list[Turn[Answers]]]  # by case and repeat
+Turns = dict[str, TurnsOfSide]
+
+PLAIN = {0.0: f"{AUTOREGRESSIVE}, greedy", 1.0: f"{AUTOREGRESSIVE}, sampled"}  # by temperature
+
+
+def measure_ways(bench: Bench, ways: Sequence[Way]) -> Turns:
+    """Decode every prompt in every way and plainly, in turns; each repeat of a sampled one has a seed of its own."""
+    plain = {PLAIN[heat]: _side(bench, bench.settings(heat), None, AUTOREGRESSIVE) for heat in PLAIN}
+    sides = plain | {way.name: _side(bench, way.settings, way, way.name) for way in ways}
+    cases: list[Requests] = [[request] for request in bench.requests]
+    return take_turns(sides, cases, bench.config.repeats, description=f"{len(ways)} ways of decoding")
+
+
+def summarise_ways(bench: Bench, ways: Sequence[Way], turns: Turns) -> list[dict[str, Any]]:
+    """Return the table's rows."""
+    return [_row(bench, way, turns[PLAIN[way.settings.temperature]], turns[way.name]) for way in ways]
+
+
+def tau_ratio(ours: TurnsOfSide, other: TurnsOfSide, samples: int) -> Interval:
+    """Return the ratio of tokens per target step, paired by prompt."""
+    return paired_ratio_interval(*_counts(ours), *_counts(other), samples=samples, seed=0)
+
+
+def first_generations(turns: TurnsOfSide) -> list[Generation]:
+    """Return the first repeat's generations, in the order of the prompts."""
+    return [generation for repeats in turns for generation in repeats[0].result.generations]
+
+
+def answers_of(turns: TurnsOfSide) -> Iterable[Answers]:
+    """Return what a side made of all prompts in all repeats."""
+    return (turn.result for repeats in turns for turn in repeats)
+
+
+def decode_side(
+    target: Target, settings: DecodeConfig, proposer: Proposer | None, mode: str, batch: Requests, repeat: int
+) -> Answers:
+    """Decode a batch; the repeat is also the seed, which greedy decoding does not read."""
+    seeded = settings.model_copy(update={"seed": repeat})
+    generations, timing = decode(target, batch, seeded, proposer, mode=mode, repeat=repeat)
+    return Answers(generations=generations, timings=[timing])
+
+
+def _side(bench: Bench, settings: DecodeConfig, way: Way | None, mode: str) -> Side:
+    def run(batch: Requests, repeat: int) -> Answers:
+        return decode_side(bench.fastest_target, settings, None if way is None else way.make(), mode, batch, repeat)
+
+    return run
+
+
+def _row(bench: Bench, way: Way, plain: TurnsOfSide, own: TurnsOfSide) -> dict[str, Any]:
+    samples = bench.config.bootstrap_samples
+    committed, rounds = _counts(own)
+    timings = [timing for turns in (plain, own) for answers in answers_of(turns) for timing in answers.timings]
+    speed = compare_speed(timings, way.name, samples=samples, seed=0)
+    speedup = Interval(speed["decode_speedup"], *(speed["decode_speedup_ci"] or (None, None)))
+    # Greedy answers are compared with plain ones; a sampling rule is held against exact enumeration.
+    checks = LosslessConfig(check_float32_prompts=0, false_alarm_rate=None)
+    pair = first_generations(plain), first_generations(own)
+    verdict = judge_lossless(bench.fastest_target, *pair, way.settings, checks, bench.load_draft_for)["verdict"]
+    drafted = [round_.num_drafted for generation in pair[1] for round_ in generation.rounds]
+    return {
+        "rule": way.rule,
+        "shape": way.shape,
+        "proposer": way.proposer,
+        "temperature": way.settings.temperature,
+        "drafts_a_round": sum(drafted) / max(len(drafted), 1),
+        "lossless": verdict,
+        **with_bounds("tau", ratio_interval(committed, rounds, samples=samples, seed=0)),
+        **with_bounds("speedup", speedup),
+    }
+
+
+def _counts(turns: TurnsOfSide) -> tuple[list[float], list[float]]:
+    """Return committed tokens and rounds by prompt, summed over the repeats."""
+    sums: dict[str, list[int]] = {}
+    for answers in answers_of(turns):
+        for prompt_id, counts in count_per_prompt(answers.generations).items():
+            sums[prompt_id] = [sum(pair) for pair in zip(sums.get(prompt_id, (0, 0)), counts, strict=True)]
+    return [float(committed) for committed, _ in sums.values()], [float(rounds) for _, rounds in sums.values()]
+
+
+def summarise_rules(bench: Bench, turns: Turns) -> dict[str, float | None]:
+    """Return the ratios of tokens per target step between ways that were measured, each with its bounds."""
+    ratios: dict[str, float | None] = {}
+    for name, (one, other) in COMPARED.items():
+        if one in turns and other in turns:
+            ratios |= with_bounds(name, tau_ratio(turns[one], turns[other], bench.config.bootstrap_samples))
+    return ratios

@@ -1,0 +1,204 @@
+"""The ways of decoding that the decode benchmark's table compares: verification rule x shape of the proposal x proposer.
+
+Every draft is asked for chains; those that can, for trees as well. A static tree is the fastest by what the draft shows on
+prompts that are not measured: how often each rank is accepted, what drafting a depth takes, what the target takes for more
+rows (`eval.tree_shapes`). Left out: rules for trees other than the draft LM's, whose tables would only repeat its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from configs.schema import DecodeConfig
+from configs.trees import DynamicTree, Path, StaticTree
+from distill.target import Target
+from eval.decode import Request, decode
+from eval.records import SPECULATIVE
+from eval.tree_shapes import Profile, fastest_tree, measure_profile
+from heads.kv_cache import new_cache
+from heads.lm_head import head_logits
+from heads.prompt_lookup import PromptLookup
+from heads.proposer import Proposer, TreeProposer
+from heads.suffix_lookup import SuffixLookup
+from heads.target_states import forward_states
+from scripts.decode_setup import DRAFT_LM, Bench
+
+log = logging.getLogger("draftsmith")
+
+WIDE = [4, 3, 2]  # children by depth of the tree that shows how often each rank is accepted
+MOST_ROWS = 17  # of a target forward, whose time bounds a tree
+TIMED_FORWARDS = 9  # by number of rows
+CHAIN_RULES = ("token", "block", "match")
+TREE_RULES = ("token", "match")
+# Ratios of tokens per target step that the results file holds: of the first way to the second.
+COMPARED = {
+    "block_vs_token_verification": (f"block, chain, {DRAFT_LM}", f"token, chain, {DRAFT_LM}"),
+    "static_tree_vs_chain_at_equal_rows": (f"greedy, static tree, {DRAFT_LM}", f"greedy, long chain, {DRAFT_LM}"),
+    "dynamic_tree_vs_chain_at_equal_rows": (f"greedy, dynamic tree, {DRAFT_LM}", f"greedy, long chain, {DRAFT_LM}"),
+}
+ONE_PASS = frozenset(("dflash", "dspark", "peagle"))  # families that draft a whole block in one forward
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A row of the table.
+
+    rule, shape, proposer: what the row calls them.
+    settings: how to decode; a `tree` only where the shape is one.
+    make: returns the proposer for one call of the decoder.
+    """
+
+    rule: str
+    shape: str
+    proposer: str
+    settings: DecodeConfig
+    make: Callable[[], Proposer]
+
+    @property
+    def name(self) -> str:
+        """What tells it from the others."""
+        return f"{self.rule}, {self.shape}, {self.proposer}"
+
+
+def list_ways(bench: Bench) -> list[Way]:
+    """Return every way that the table compares, trees chosen on the prompts set apart for that."""
+    settings = bench.settings(0.0)
+    ways = chain_ways(bench.drafts, settings, bench.lengths)
+    for name, draft in bench.drafts.items():
+        if isinstance(draft, TreeProposer):
+            paths = choose_paths(bench.fastest_target, draft, bench.choosing, settings)
+            log.info("%s: the fastest tree drafts %d tokens, %s", name, len(paths), paths)
+            ways += tree_ways(name, draft, settings, paths)
+            if name == DRAFT_LM:
+                ways += [_long_chain(draft, settings, len(paths)), *sampled_ways(draft, bench.settings(1.0), paths)]
+    return ways + lookup_ways(bench, settings)
+
+
+def chain_ways(drafts: Mapping[str, Proposer], settings: DecodeConfig, lengths: Mapping[str, int]) -> list[Way]:
+    """Return a greedy chain, or a block drafted in one pass, for every draft.
+
+    Args:
+        drafts: by what the table calls them.
+        settings: greedy.
+        lengths: how many tokens each drafts, where not as many as `settings` says.
+    """
+    return [
+        Way(
+            rule="greedy",
+            shape="one-pass block" if name in ONE_PASS else "chain",
+            proposer=name,
+            settings=settings.model_copy(update={"num_speculative_tokens": lengths.get(name, settings.num_speculative_tokens)}),
+            make=_always(draft),
+        )
+        for name, draft in drafts.items()
+    ]
+
+
+def tree_ways(name: str, draft: TreeProposer, settings: DecodeConfig, paths: Sequence[Path]) -> list[Way]:
+    """Return greedy decoding with one draft's static tree, and with one grown anew each round, of as many tokens."""
+    static = StaticTree(kind="static", paths=[list(path) for path in paths])
+    grown = DynamicTree(kind="dynamic", num_nodes=len(paths), width=min(4, len(paths)))
+    depth = max(static.depth, settings.num_speculative_tokens)
+    return [
+        Way(
+            rule="greedy",
+            shape=f"{tree.kind} tree",
+            proposer=name,
+            settings=settings.model_copy(update={"tree": tree, "num_speculative_tokens": depth}),
+            make=_always(draft),
+        )
+        for tree in (static, grown)
+    ]
+
+
+def sampled_ways(draft: Proposer, settings: DecodeConfig, paths: Sequence[Path]) -> list[Way]:
+    """Return sampling from the draft LM by every rule, in chains and in its tree.
+
+    Args:
+        draft: the draft LM.
+        settings: at a temperature above 0.
+        paths: its tree.
+    """
+    tree = StaticTree(kind="static", paths=[list(path) for path in paths])
+    in_tree = settings.model_copy(update={"tree": tree, "num_speculative_tokens": tree.depth})
+    chains = [("chain", rule, settings.model_copy(update={"verification": rule})) for rule in CHAIN_RULES]
+    trees = [("static tree", rule, in_tree.model_copy(update={"verification": rule})) for rule in TREE_RULES]
+    return [
+        Way(rule=rule, shape=shape, proposer=DRAFT_LM, settings=asked, make=_always(draft))
+        for shape, rule, asked in (*chains, *trees)
+    ]
+
+
+def lookup_ways(bench: Bench, settings: DecodeConfig) -> list[Way]:
+    """Return greedy chains that are copied: from the prompt, or from what was seen before."""
+    device = bench.target.device
+
+    def suffix_lookup() -> Proposer:
+        lookup = SuffixLookup(device)  # a new one for each prompt: none may be copied from its own answer of the last repeat
+        for answer in bench.past_answers:
+            lookup.learn(answer)
+        return lookup
+
+    makers = {"prompt_lookup": lambda: PromptLookup(device), "suffix_lookup": suffix_lookup}
+    return [Way(rule="greedy", shape="chain", proposer=name, settings=settings, make=make) for name, make in makers.items()]
+
+
+def _long_chain(draft: Proposer, settings: DecodeConfig, num_tokens: int) -> Way:
+    """Return a chain of as many tokens as the draft LM's tree has."""
+    longer = settings.model_copy(update={"num_speculative_tokens": num_tokens})
+    return Way(rule="greedy", shape="long chain", proposer=DRAFT_LM, settings=longer, make=_always(draft))
+
+
+def choose_paths(target: Target, draft: TreeProposer, requests: Sequence[Request], settings: DecodeConfig) -> list[Path]:
+    """Return the tree with the most tokens a second by what the draft shows on some prompts.
+
+    Args:
+        target: as it is measured later.
+        draft: who drafts.
+        requests: prompts apart from those measured.
+        settings: greedy.
+    """
+    wide = StaticTree(kind="static", branching=WIDE)
+    asked = settings.model_copy(update={"tree": wide, "num_speculative_tokens": len(WIDE)})
+    profile, depth_seconds = _show(target, draft, requests, asked, wide)
+    return fastest_tree(profile, _row_seconds(target, requests[0]), depth_seconds).paths
+
+
+def _show(
+    target: Target, draft: TreeProposer, requests: Sequence[Request], settings: DecodeConfig, wide: StaticTree
+) -> tuple[Profile, float]:
+    """Return the acceptance profile, and the seconds that drafting one depth takes."""
+    generations, seconds, rounds = [], 0.0, 0
+    for request in requests:
+        decoded, timing = decode(target, [request], settings, draft, mode=SPECULATIVE)
+        generations += decoded
+        seconds, rounds = seconds + timing.draft_seconds, rounds + timing.num_rounds
+    return measure_profile(generations, wide.all_paths()), seconds / max(rounds, 1) / len(WIDE)
+
+
+@torch.inference_mode()
+def _row_seconds(target: Target, request: Request) -> list[float]:
+    """Return the median seconds of the target's forward over 1, 2, ... rows that follow a prompt."""
+    length = len(request.tokens)
+    cache = new_cache(target.model, length + MOST_ROWS)
+    ids_1T = torch.tensor([request.tokens], device=target.device)
+    forward_states(target.model, cache, ids_1T, [0], ())
+    seconds: list[list[float]] = [[] for _ in range(MOST_ROWS)]
+    for _ in range(TIMED_FORWARDS):
+        for rows in range(1, MOST_ROWS + 1):
+            ids_1K = ids_1T[:, -1:].expand(1, rows)
+            started = time.perf_counter()
+            states = forward_states(target.model, cache, ids_1K, [length], ())
+            float(head_logits(target.model, states.final_BTE).amax())  # waits for the device
+            seconds[rows - 1].append(time.perf_counter() - started)
+    return [median(each) for each in seconds]
+
+
+def _always(draft: Proposer) -> Callable[[], Proposer]:
+    return lambda: draft
