@@ -5,7 +5,7 @@ VLLM_STAMP := .cache/venvs/vllm/.installed
 GEMMA := .cache/gemma/gemma-3-270m-q4_k_m.gguf
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench bench-decode sweep bench-distill bench-heads tables serve-check gemma-check clean
+.PHONY: help setup demo test check bench bench-decode sweep bench-distill bench-heads law-check tables serve-check gemma-check clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -42,6 +42,9 @@ bench-distill: setup sweep ## the loss and the training against plain ways and T
 
 bench-heads: setup ## every head family trained and measured, EAGLE-3's training against speculators, into docs/results/heads.json
 	$(PY) scripts/bench_heads.py
+
+law-check: setup ## 100,000 samples of the whole decoder for every rule and shape against the target's exact law (minutes)
+	$(PY) -m pytest -m slow -s tests/eval/test_law.py
 
 tables: setup ## fill the README's tables from docs/results/
 	$(PY) scripts/results_table.py

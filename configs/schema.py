@@ -15,7 +15,9 @@ from pydantic import Field, model_validator
 
 from configs.head_families import Eagle3Settings, HeadConfig
 from configs.learning import LossConfig, OptimizerConfig, StudentConfig
+from configs.lossy import LossyConfig
 from configs.policy import PolicyConfig
+from configs.rules import Rule, Verification, check_lossy, check_tree_rule, draws_drafts, rule_of
 from configs.settings import Dtype, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings, Share
 from configs.stopping import CostStopping, StoppingConfig
 from configs.trees import TreeConfig
@@ -48,13 +50,26 @@ class DecodeConfig(SamplingConfig):
 
     num_speculative_tokens: NonNegativeInt = 3
     stopping: StoppingConfig = None  # when a round drafts fewer; None: never by choice
-    verification: Literal["token", "block", "match"] = "token"  # at temperature 0 all three are the greedy rule
+    # At temperature 0 all three are the greedy rule. None: block for chains; for trees token, or match where nothing is drawn
+    verification: Verification | None = None
     max_new_tokens: PositiveInt = 128
     batch_size: PositiveInt = 1
     seed: NonNegativeInt = 0
     # Several candidates for each position, down to num_speculative_tokens; None: a chain. At a temperature above 0, `token`
-    # draws a static tree's tokens and judges siblings by recursive rejection, `match` takes the draft's likeliest.
+    # judges siblings as `tree.candidates` says, `match` takes the draft's likeliest, as a dynamic tree always does.
     tree: TreeConfig = None
+    # Above temperature 0: give up the target's law for speed; needs the quality measured beside it. None: lossless
+    lossy: LossyConfig = None
+
+    @property
+    def rule(self) -> Rule:
+        """The verification rule that these settings come to."""
+        return rule_of(self)
+
+    @property
+    def draws(self) -> bool:
+        """Whether drafts are drawn from the draft's law; else they are its likeliest tokens."""
+        return draws_drafts(self)
 
     @model_validator(mode="after")
     def _the_tree_can_be_drafted_and_judged(self) -> Self:
@@ -67,13 +82,12 @@ class DecodeConfig(SamplingConfig):
             )
         if self.stopping is not None:
             raise ValueError("stopping cuts chains only: set it to null, or tree to null")
-        if self.temperature > 0 and self.verification == "block":
-            raise ValueError("verification block judges chains only: set it to token or match, or tree to null")
-        if self.temperature > 0 and self.verification == "token" and self.tree.kind == "dynamic":
-            raise ValueError(
-                "a dynamic tree leaves out drafts for their probability, so they cannot be drawn at a temperature above 0: "
-                "set verification to match, or tree to a static one"
-            )
+        check_tree_rule(self)
+        return self
+
+    @model_validator(mode="after")
+    def _the_lossy_mode_goes_with_the_rest(self) -> Self:
+        check_lossy(self)
         return self
 
     @model_validator(mode="after")
@@ -232,6 +246,12 @@ class HeldOutDecodingConfig(Settings):
 
     num_prompts: PositiveInt = 8
     decode: DecodeConfig = DecodeConfig(max_new_tokens=48)
+
+    @model_validator(mode="after")
+    def _acceptance_is_that_of_a_lossless_rule(self) -> Self:
+        if self.decode.lossy is not None:
+            raise ValueError("decode.lossy must be null: a lossy rule keeps drafts that the target would not have written")
+        return self
 
 
 class DistillConfig(Settings):

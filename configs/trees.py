@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from configs.settings import NonNegativeInt, PositiveInt, Settings
 
 Path = tuple[int, ...]
+Candidates = Literal["without_replacement", "with_replacement", "k_seq", "top_k"]
 
 
 class StaticTree(Settings):
@@ -23,6 +24,11 @@ class StaticTree(Settings):
     kind: Literal["static"]
     paths: list[list[NonNegativeInt]] | None = None
     branching: list[PositiveInt] | None = None  # [3, 2]: three tokens at depth 1, two below each of them
+    # At a temperature above 0, how siblings come from the draft's law, and with that the rule that judges them
+    # (`eval.candidates`): drawn one after the other, each from what is left; drawn independently, with recursive rejection or
+    # SpecTr's k-SEQ; or the likeliest, held against draws of the target's own. None: without_replacement, but top_k where
+    # `verification` is match or typical acceptance takes the likeliest.
+    candidates: Candidates | None = None
 
     @model_validator(mode="after")
     def _is_a_tree(self) -> Self:

@@ -80,7 +80,9 @@ def _settings(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Differ
     if gammas[0] != gammas[1]:
         aspect: Aspect = "num_speculative_tokens"
         found.append(Difference(aspect=aspect, what=aspect, ours=gammas[0], theirs=gammas[1]))
-    keys = [key for key in dict.fromkeys([*ours, *theirs]) if key not in SAME_LAW]
+    greedy = ours.get("temperature") == theirs.get("temperature") == 0  # every rule is the same one then
+    ignored = (*SAME_LAW, "verification") if greedy else SAME_LAW
+    keys = [key for key in dict.fromkeys([*ours, *theirs]) if key not in ignored]
     return found + [
         Difference(aspect="decode", what=f"decode.{key}", ours=str(ours.get(key)), theirs=str(theirs.get(key)))
         for key in keys

@@ -84,6 +84,8 @@ def decode(
     check_decodable(target, requests)
     proposer = proposer if config.num_speculative_tokens else None
     _check_tree(config, proposer)
+    if proposer is None:  # what a lossy mode gives up has no part in plain decoding
+        config = config.model_copy(update={"lossy": None})
     run = BatchRun(target, requests, config, proposer, measure_overlap)
     clock = run.clock
     with clock.phase("prefill"):

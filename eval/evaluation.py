@@ -113,6 +113,7 @@ def _describe(
             "dtype": config.target.dtype,
             "attention": config.target.attention,
             "forward": config.target.forward,
+            "verification": config.decode.rule,
             "compile": False,
             "warmup_prompts": config.warmup_prompts,
         },

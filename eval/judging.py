@@ -1,6 +1,7 @@
 """The target's word on a proposal: from its logits and what was drafted to how much stays and what comes next.
 
-Picks the rule in force (`eval.verify` for chains, `eval.tree_rules` for trees) and the random numbers it decides by.
+Picks the rule in force (`eval.verify` for chains, `eval.tree_rules` for trees, `eval.typical` where the law may change) and the
+random numbers it decides by.
 B batch, G drafts of a chain, N of a tree, K = G + 1 or N + 1 target rows, D depth of a tree, V vocabulary.
 """
 
@@ -12,8 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from configs.lossy import TypicalAcceptance
 from configs.schema import DecodeConfig
+from eval.candidates import CANDIDATE_RULES, without_replacement
 from eval.tree_rules import TreeVerdict, match_tree, tokens_of, verify_tree
+from eval.typical import verify_typical, verify_typical_tree
 from eval.verify import Verdict, verify_block, verify_greedy, verify_tokens
 from heads.law import draw, likeliest, token_law
 from heads.proposer import Proposal
@@ -33,6 +37,7 @@ class Judge:
 
     def __init__(self, config: DecodeConfig, streams: Streams) -> None:
         self.config, self.streams = config, streams
+        self.typical = config.lossy if isinstance(config.lossy, TypicalAcceptance) and config.rule == "typical" else None
 
     def chain(self, logits_BKV: Tensor, proposal: Proposal, num_drafted: Sequence[int], lengths: Sequence[int]) -> Verdict:
         """Apply the rule to a chain.
@@ -46,14 +51,16 @@ class Judge:
         num_drafted_B = _tensor(num_drafted, logits_BKV)
         first_B1 = _tensor(lengths, logits_BKV).unsqueeze(1)
         positions_BK = first_B1 + torch.arange(logits_BKV.shape[1], device=logits_BKV.device)
-        q_BGV = proposal.probs_BGV
-        if self.config.temperature == 0 or self.config.verification == "match" or q_BGV is None:
+        q_BGV, rule = proposal.probs_BGV, RULES.get(self.config.rule)
+        if self.typical is not None:
+            p_BKV = token_law(logits_BKV, self.config)
+            return verify_typical(p_BKV, proposal.tokens_BG, num_drafted_B, self.typical.epsilon, self.typical.delta)
+        if rule is None or q_BGV is None:
             return verify_greedy(self.target_tokens(logits_BKV, positions_BK), proposal.tokens_BG, num_drafted_B)
         p_BKV = token_law(logits_BKV, self.config)
         accept_BG = self.streams.uniform(Role.ACCEPT, positions_BK[:, :-1], first_B1)
         residual_B = self.streams.uniform(Role.RESIDUAL, first_B1).squeeze(1)
         bonus_B = self.streams.uniform(Role.TARGET, first_B1 + num_drafted_B.unsqueeze(1)).squeeze(1)
-        rule = RULES[self.config.verification]
         q_BGV = _pad_vocabulary(q_BGV, p_BKV)
         return rule(p_BKV, q_BGV, proposal.tokens_BG, num_drafted_B, accept_BG, residual_B, bonus_B)
 
@@ -78,8 +85,11 @@ class Judge:
         parents_BK = functional.pad(proposal.parents_BN, (1, 0), value=-1)
         if self.config.temperature == 0:
             return match_tree(tokens_of(likeliest(logits_BKV)), tokens_BK, parents_BK, tree.depth)
+        if self.typical is not None:
+            p_BKV, (epsilon, delta) = token_law(logits_BKV, self.config), (self.typical.epsilon, self.typical.delta)
+            return verify_typical_tree(p_BKV, tokens_BK, parents_BK, tree.depth, epsilon, delta)
         rows_B, first_B1 = torch.arange(len(tokens_BK), device=tokens_BK.device), _tensor(lengths, logits_BKV).unsqueeze(1)
-        laws_BKV = None if self.config.verification == "match" else proposal.laws_BKV
+        laws_BKV = None if self.config.rule == "match" else proposal.laws_BKV
         return verify_tree(
             lambda node_B: token_law(logits_BKV[rows_B, node_B], self.config),
             None if laws_BKV is None else _pad_vocabulary(laws_BKV, logits_BKV),
@@ -88,6 +98,7 @@ class Judge:
             self.streams.uniform(Role.ACCEPT, apart(first_B1 + depths_BK - 1), first_B1),
             self.streams.uniform(Role.TARGET, first_B1 + torch.arange(tree.depth + 1, device=tokens_BK.device)),
             width=tree.width,
+            rule=CANDIDATE_RULES.get(self.config.rule, without_replacement),
         )
 
     def target_tokens(self, logits_BKV: Tensor, positions_BK: Tensor) -> Tensor:

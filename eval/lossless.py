@@ -20,8 +20,9 @@ import torch
 from configs.schema import DecodeConfig, LosslessConfig
 from distill.target import Target, move
 from eval.decode import Request, decode
-from eval.lossless_sampled import FAIL, INCONCLUSIVE, PASS, check_rule, check_samples, pair_answers
+from eval.lossless_sampled import FAIL, INCONCLUSIVE, PASS, check_samples, pair_answers
 from eval.records import UNDECODED, Divergence, Generation
+from eval.rule_proof import check_rule
 from heads.artifact import Draft
 from heads.fast_forward import is_registered
 from heads.lean_forward import make_lean
@@ -63,7 +64,7 @@ def judge_lossless(
         divergences = find_divergences(target, plain, speculative, config.tie_noise)
         checks["greedy"] = _outcome_of(divergences, len(compared))
     else:
-        checks["enumeration"] = check_rule(decode_config.verification)
+        checks["enumeration"] = check_rule(decode_config)
     if decode_config.temperature > 0 and config.false_alarm_rate is not None:
         proposer = draft_for(target).proposer if config.first_token_samples else None
         checks |= check_samples(target, proposer, plain, speculative, decode_config, config)

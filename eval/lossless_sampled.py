@@ -1,6 +1,6 @@
 """Is sampling with a draft still sampling from the target? Three answers, each blind where another sees.
 
-The rule in use is held against exact enumeration on toys (`eval.enumeration`): certain, but about the rule alone. The first
+The rule in use is held against exact enumeration on toys (`eval.rule_proof`): certain, but about the rule alone. The first
 tokens of many samples of one text are counted against the target's exact law (`eval.first_tokens`): about the real decoder,
 sharp, but in one place. The answers to all prompts are compared with plain decoding's by the target's log-likelihood of them:
 about whole answers in the batches in use, but only their mean. The last two are tests that chance alone sometimes fails, so
@@ -17,26 +17,14 @@ import torch
 
 from configs.schema import DecodeConfig, LosslessConfig
 from distill.target import Target
-from eval.enumeration import enumerate_rule, random_toy
 from eval.first_tokens import answer_logits, check_first_tokens
-from eval.judging import RULES
 from eval.power import detectable_mean
 from eval.records import FAILED, Generation
 from eval.significance import holm, sign_flip_test
 from heads.proposer import Proposer
 
 PASS, FAIL, INCONCLUSIVE = "pass", "fail", "inconclusive"
-ENUMERATION_TOLERANCE = 1e-12
 LEAST_PROMPTS = 16  # below, the mean of so few differences tells nothing about a decoder that is not grossly wrong
-
-
-def check_rule(name: str) -> dict[str, Any]:
-    """Hold a sampling rule against exact enumeration on random toys; `match` draws the target's own tokens and needs none."""
-    if name not in RULES:
-        return {"outcome": PASS, "rule": name, "toys": 0, "max_total_variation": 0.0}
-    distances = [enumerate_rule(RULES[name], random_toy(seed)).total_variation for seed in range(3)]
-    outcome = PASS if max(distances) <= ENUMERATION_TOLERANCE else FAIL
-    return {"outcome": outcome, "rule": name, "toys": len(distances), "max_total_variation": max(distances)}
 
 
 def check_samples(

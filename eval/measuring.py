@@ -81,8 +81,8 @@ class Measurement:
     ) -> None:
         self.target, self.config, self.follow = target, config, follow
         self.modes: dict[str, Proposer | None] = {AUTOREGRESSIVE: None, **proposers}
-        # The free baselines draft chains, whatever shape the draft under evaluation is asked for.
-        chains = config.decode.model_copy(update={"tree": None})
+        # The free baselines draft chains and are lossless, whatever the draft under evaluation is asked for.
+        chains = config.decode.model_copy(update={"tree": None, "lossy": None})
         self.settings = {mode: config.decode if mode == SPECULATIVE else chains for mode in self.modes}
 
     def warm_up(self, batches: Sequence[Sequence[Request]]) -> None:

@@ -110,9 +110,10 @@ class BatchRun:
             return Proposal(tokens_BG=self._tensor([[] for _ in room]).long(), num_drafted=[0] * len(room))
         tokens = [row.tokens for row in self.active]
         if tree is None:
-            return self.proposer.propose(tokens, num_tokens, self.config, self.streams, keep_logits=self.measure_overlap)
-        drawn = self.config.temperature > 0 and self.config.verification == "token"
-        return cast(TreeProposer, self.proposer).propose_tree(tokens, tree, self.config if drawn else None, self.streams)
+            sampling = self.config if self.config.draws else self.config.model_copy(update={"temperature": 0.0})
+            return self.proposer.propose(tokens, num_tokens, sampling, self.streams, keep_logits=self.measure_overlap)
+        drawn_by = self.config if self.config.draws else None
+        return cast(TreeProposer, self.proposer).propose_tree(tokens, tree, drawn_by, self.streams)
 
     def _judge(
         self,

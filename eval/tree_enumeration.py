@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from eval.enumeration import ALMOST_ONE, Outcome, Prefix, Toy, bisect, joint, spread
 from eval.tree_rules import LawAfter, TreeVerdict, rows_of
 
+Draws = Callable[[Tensor, Tensor], Tensor]
 SiblingLaw = Callable[[Sequence[float], Prefix], float]
 
 
@@ -55,6 +57,36 @@ def distinct(q_V: Sequence[float], siblings: Prefix) -> float:
         probability *= left[token] / mass if mass > 0 else float(token == 0)
         left[token] = 0.0
     return probability
+
+
+def law_of_draws(draws: Draws) -> SiblingLaw:
+    """Return the law of siblings that a way of drawing them has, found as a rule's is: by bisection of its uniforms.
+
+    Args:
+        draws: of `heads.candidate_draws`; each draw must be monotone in its own uniform, given those before it.
+    """
+
+    @cache
+    def law(q: tuple[float, ...], siblings: Prefix) -> float:
+        weights_BV = torch.tensor(q, dtype=torch.float64).expand(2, -1)
+        uniforms_BC = torch.full((2, len(siblings)), 0.5, dtype=torch.float64)
+        probability = 1.0
+        for place, token in enumerate(siblings):
+            # Row 0 looks for where the draw passes the token before this one, row 1 for where it passes this one.
+            bound_B = torch.tensor([token - 1, token])
+
+            def at_most(uniform_B: Tensor, place: int = place, bound_B: Tensor = bound_B) -> Tensor:
+                columns_BC = uniforms_BC.index_copy(1, torch.tensor([place]), uniform_B.unsqueeze(1))
+                return draws(weights_BV, columns_BC)[:, place] <= bound_B
+
+            low, high = bisect(at_most, 2).tolist()
+            uniforms_BC[:, place] = (low + high) / 2
+            probability *= high - low
+            if probability == 0:
+                break
+        return probability
+
+    return lambda q_V, siblings: law(tuple(q_V), siblings)
 
 
 def enumerate_tree(verify: TreeVerifier, toy: Toy, parents: Sequence[int], sibling_law: SiblingLaw) -> Outcome:

@@ -8,6 +8,8 @@ B rows, C candidates, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -42,3 +44,10 @@ def draw_without_replacement(law_BV: Tensor, uniform_BC: Tensor) -> Tensor:
         left_BV = left_BV.scatter(-1, token_B.unsqueeze(-1), 0.0)
         drawn.append(token_B)
     return torch.stack(drawn, 1)
+
+
+DRAWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "with_replacement": draw_with_replacement,
+    "without_replacement": draw_without_replacement,
+    "k_seq": draw_with_replacement,
+}

@@ -32,7 +32,7 @@ class Proposal:
         logits_BGV: the raw logits behind it, kept only when the caller asked to measure overlap and the family has any.
         parents_BN: for a tree, the row of the target's that each draft continues (`heads.trees`), -1 for one that does not
             count; siblings in the order of their ranks. None: a chain.
-        laws_BKV: for a tree, the law that the children of each row were drawn from, without replacement; rows without
+        laws_BKV: for a tree, the law that the children of each row were drawn from, as its `candidates` say; rows without
             children are not read. None says deterministic. A tree has no `probs_BGV`.
     """
 
@@ -102,7 +102,7 @@ class TreeProposer(Proposer, Protocol):
         Args:
             tokens: as for `propose`.
             tree: what it looks like; shallower where the draft does not reach as deep.
-            drawn_by: draw the children of a token by this law, without replacement (a `GrownTree` cannot be drawn: what it
-                leaves out for its probability would be missing from the law). None: take the likeliest.
+            drawn_by: draw the children of a token by this law, as `tree.candidates` says (a `GrownTree` cannot be drawn: what
+                it leaves out for its probability would be missing from the law). None: take the likeliest.
             streams: random numbers for that.
         """

@@ -2,7 +2,7 @@
 
 A family hands over the logits after each token of the frontier (at first the pending token alone) and gets the next frontier:
 the tokens it has to read to go on. So one loop serves every tree and every family. Children of a token are its likeliest
-successors, or draws without replacement from the draft's law; the law handed to verification is the one drawn from.
+successors, or draws from the draft's law, which is then handed to verification.
 B batch, M tokens of a frontier, C children of one token at most, P candidates or drafts of one depth, N drafts, K = N + 1 rows
 of the target's, W draft vocabulary, V target vocabulary, X slots of a draft's cache.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from configs.errors import InputError
 from configs.schema import SamplingConfig
-from heads.candidate_draws import draw_without_replacement
+from heads.candidate_draws import DRAWS
 from heads.drafting import Spread
 from heads.law import likeliest, token_law
 from heads.proposer import Proposal
@@ -130,7 +130,7 @@ class StaticGrowth:
 
 
 class DrawnGrowth(StaticGrowth):
-    """A static tree of draws: the children of a token are drawn from the draft's law after it, without replacement."""
+    """A static tree of draws: the children of a token come from the draft's law after it, as `tree.candidates` says."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class DrawnGrowth(StaticGrowth):
         first_B1 = torch.tensor(self.lengths, device=law_BMW.device).unsqueeze(1)
         positions_BP = apart((first_B1 + depth).expand(-1, M * C))
         uniform_BP = self.streams.uniform(Role.DRAFT, positions_BP, first_B1)
-        drawn = draw_without_replacement(law_BMW.flatten(0, 1), uniform_BP.reshape(-1, C))
+        drawn = DRAWS[self.tree.candidates](law_BMW.flatten(0, 1), uniform_BP.reshape(-1, C))
         return drawn.unflatten(0, (self.num_rows, M))
 
     def _laws(self) -> Tensor:

@@ -15,7 +15,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from configs.trees import DynamicTree, Path, StaticTree
+from configs.rules import candidates_of
+from configs.trees import Candidates, DynamicTree, Path, StaticTree
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,15 @@ class Tree:
 
     Args:
         parents: by draft; breadth first, siblings side by side in the order of their ranks.
+        candidates: how siblings come from the draft's law where they are drawn, which names their rule too
+            (`heads.candidate_draws`, `eval.candidates`).
 
     Raises:
         ValueError: a draft continues no earlier row, or the order is another.
     """
 
     parents: tuple[int, ...]
+    candidates: Candidates = "without_replacement"
 
     def __post_init__(self) -> None:
         check_parents(self.parents)
@@ -37,11 +41,11 @@ class Tree:
             raise ValueError(f"a tree's drafts go breadth first, siblings side by side; got parents {list(self.parents)}")
 
     @classmethod
-    def of(cls, paths: Sequence[Path]) -> Tree:
+    def of(cls, paths: Sequence[Path], candidates: Candidates = "without_replacement") -> Tree:
         """Return the tree of the tokens with these paths (`configs.trees.StaticTree.all_paths`)."""
         ordered = sorted(paths, key=lambda path: (len(path), path))
         rows = {(): 0, **{path: number for number, path in enumerate(ordered, start=1)}}
-        return cls(tuple(rows[path[:-1]] for path in ordered))
+        return cls(tuple(rows[path[:-1]] for path in ordered), candidates)
 
     @property
     def num_nodes(self) -> int:
@@ -72,7 +76,7 @@ class Tree:
         """Return the tree down to a depth."""
         if depth >= self.depth:
             return self
-        return Tree(self.parents[: sum(0 < each <= depth for each in self.depths)])
+        return Tree(self.parents[: sum(0 < each <= depth for each in self.depths)], self.candidates)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +106,7 @@ class GrownTree:
 def tree_from(settings: StaticTree | DynamicTree, depth: int) -> Tree | GrownTree:
     """Return the tree that settings ask for, no deeper than `depth`."""
     if settings.kind == "static":
-        return Tree.of(settings.all_paths()).cut(depth)
+        return Tree.of(settings.all_paths(), candidates_of(settings)).cut(depth)
     return GrownTree(num_nodes=settings.num_nodes, width=settings.width, depth=depth)
 
 

@@ -157,9 +157,8 @@ def test_a_tree_that_is_a_chain_is_the_chain(target, tiny_llama, sampled):
     one, _ = decode(target, requests_for(PROMPTS), config, DraftLM(tiny_llama(seed=2), 64))
     other, _ = decode(target, requests_for(PROMPTS), config.model_copy(update={"tree": chain}), DraftLM(tiny_llama(seed=2), 64))
     assert [each.tokens for each in one] == [each.tokens for each in other]
-    if not sampled:  # a sampling draft draws its chains, and takes the likeliest for trees that are matched
-        for rounds, others in ((each.rounds, another.rounds) for each, another in zip(one, other, strict=True)):
-            assert [(each.drafted, each.num_accepted) for each in rounds] == [(e.drafted, e.num_accepted) for e in others]
+    for rounds, others in ((each.rounds, another.rounds) for each, another in zip(one, other, strict=True)):
+        assert [(each.drafted, each.num_accepted) for each in rounds] == [(e.drafted, e.num_accepted) for e in others]
 
 
 @pytest.mark.parametrize("tree", TREES)
@@ -268,7 +267,7 @@ def test_a_draft_that_only_drafts_chains_is_refused(target):
     [
         ({"num_speculative_tokens": 2}, "3 tokens deep, and num_speculative_tokens allows 2"),
         ({"temperature": 1.0, "verification": "block"}, "chains only"),
-        ({"temperature": 1.0, "tree": TREES["grown"]}, "set verification to match"),
+        ({"temperature": 1.0, "verification": "token", "tree": TREES["grown"]}, "set verification to match"),
         ({"stopping": {"rule": "confidence"}}, "stopping cuts chains only"),
     ],
 )

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from configs.schema import DecodeConfig, LosslessConfig
-from eval import lossless, lossless_sampled
+from eval import judging, lossless
 from eval.decode import Request, decode
 from eval.enumeration import enumerate_rule, random_toy
 from eval.lossless import find_divergences, is_tie, judge_lossless
-from eval.lossless_sampled import check_rule
+from eval.rule_proof import check_rule
 from eval.verify import Verdict, verify_block, verify_tokens
 from heads.artifact import Draft, Metadata
 from heads.draft_lm import DraftLM
@@ -219,8 +219,8 @@ def test_a_rule_is_checked_on_several_toys_and_judged_by_the_worst(monkeypatch):
         verdict = verify_tokens(p, q, tokens, num_drafted, accept, residual, bonus)
         return Verdict(verdict.num_accepted_B, torch.zeros_like(verdict.next_token_B))
 
-    monkeypatch.setitem(lossless_sampled.RULES, "token", no_bonus)
-    found = check_rule("token")
+    monkeypatch.setitem(judging.RULES, "token", no_bonus)
+    found = check_rule(GREEDY.model_copy(update={"temperature": 1.0, "verification": "token"}))
     distances = [enumerate_rule(no_bonus, random_toy(seed)).total_variation for seed in range(found["toys"])]
     assert found["toys"] >= 2
     assert found["max_total_variation"] == max(distances) > 0.01
@@ -239,7 +239,7 @@ def test_a_rule_that_accepts_a_little_too_often_turns_the_verdict(target, plain,
         return verify_block(p, q, tokens, num_drafted, accept * 0.99, residual, bonus)
 
     sampled = GREEDY.model_copy(update={"temperature": 1.0, "verification": "block"})
-    monkeypatch.setitem(lossless_sampled.RULES, "block", lenient)
+    monkeypatch.setitem(judging.RULES, "block", lenient)
     checks = ONLY_THE_RULE.model_copy(update={"check_float32_prompts": 1})
     section = judge_lossless(target, plain, plain, sampled, checks, draft_for)
     assert section["checks"]["float32_greedy"]["divergences"] == []
