@@ -23,7 +23,7 @@ from eval.records import Laws, Round
 from eval.rows import Request, Row
 from heads.kv_cache import new_cache
 from heads.lm_head import head_logits
-from heads.proposer import Proposal, Proposer, TreeProposer
+from heads.proposer import Proposal, Proposer, TargetReader, TreeProposer
 from heads.streams import Streams
 from heads.target_states import TargetStates, forward_states
 from heads.trees import Branches, GrownTree, Tree, tree_from, whole_tree
@@ -67,7 +67,7 @@ class BatchRun:
         """Read the prompts and commit each row's first token, which becomes pending."""
         lengths = self._lengths
         ids_BT = self._tensor([row.tokens + [0] * (max(lengths) - len(row.tokens)) for row in self.active])
-        states = forward_states(self.target.model, self.cache, ids_BT, [0] * len(lengths), self.taps)
+        states = self._read(ids_BT, [0] * len(lengths))
         last_B1D = states.final_BTE[torch.arange(len(lengths)), self._tensor(lengths) - 1].unsqueeze(1)
         logits_B1V = head_logits(self.target.model, last_B1D)
         tokens_B1 = self.judge.target_tokens(logits_B1V, self._tensor(lengths).unsqueeze(1))
@@ -89,7 +89,7 @@ class BatchRun:
         branches = None if proposal.parents_BN is None else whole_tree(proposal.parents_BN, starts)
         with self.clock.phase("verify"):
             ids_BK = torch.cat([self._tensor([[row.tokens[-1]] for row in self.active]), proposal.tokens_BG], 1)
-            states = forward_states(self.target.model, self.cache, ids_BK, starts, self.taps, branches)
+            states = self._read(ids_BK, starts, branches)
             logits_BKV = head_logits(self.target.model, states.final_BTE)
         with self.clock.phase("sample"):
             outcomes = self._judge(logits_BKV, proposal, branches, tree, room)
@@ -102,6 +102,12 @@ class BatchRun:
         for number, (row, outcome) in enumerate(zip(self.active, outcomes, strict=True)):
             _finish(row, outcome, compared[number] if compared is not None else None)
         self._drop_ended()
+
+    def _read(self, ids_BT: Tensor, starts: Sequence[int], branches: Branches | None = None) -> TargetStates:
+        """Read the target, by way of the proposer where it is made of the target and may have begun to."""
+        if isinstance(self.proposer, TargetReader):
+            return self.proposer.forward_states(self.cache, ids_BT, starts, self.taps, branches)
+        return forward_states(self.target.model, self.cache, ids_BT, starts, self.taps, branches)
 
     def _propose(self, room: Sequence[int], tree: Tree | GrownTree | None) -> Proposal:
         """Ask for as many drafts as the roomiest row can use; without a proposer or room, for none."""

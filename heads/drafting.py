@@ -2,7 +2,8 @@
 
 Every family drafts through this, so that the law handed to verification is the law drawn from, in the target's ids, that
 draws use the draft's own stream in the round that is named by the row's length, and that a row stops where the decoder's
-rule says (`heads.stopping`).
+rule says (`heads.stopping`). A family that drafts one token after another ends its steps when all rows are `finished`; one
+that has all laws from a single forward adds them all, and the rule decides which of them are drafts.
 B batch, G drafts, W draft vocabulary, V target vocabulary.
 """
 

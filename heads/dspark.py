@@ -3,7 +3,7 @@
 To the logits of slot s comes W2 W1[x_{a+s-1}], a Markov bias of low rank: in training the text's own token, when drafting the
 one just drafted. The layers run once for the block all the same; only the choice of tokens goes slot by slot. A confidence
 head reads the slot's final state beside W1[x_{a+s-1}] and is trained, by binary cross-entropy, to say the slot's acceptance
-1 - TV(p, q). Its word for the last proposal is kept for rules that stop drafting early; nothing here stops on it.
+1 - TV(p, q). Its word for the last proposal is kept; rules that stop drafting early (`heads.stopping`) read the laws.
 Names of the tensors are those that serving engines know. Left out on purpose: the gated and the recurrent bias, and drafting
 from slot 0. B batch, N rows of one depth, G drafts, D width, R rank of the bias, W draft vocabulary.
 """
@@ -102,6 +102,8 @@ class MarkovDrafter(BlockDrafter):
             confidences.append(self.module.confidence_head(joined_BD))
             bias_BW = self.module.markov_head.markov_w2(joined_BD[:, state_BD.shape[-1] :])
             before_B = drafting.add(logits_BW + bias_BW)
+            if drafting.finished:
+                break
         self.confidences_BG = torch.stack(confidences, 1).float().sigmoid()
 
 

@@ -78,9 +78,10 @@ class FeatureChain:
         state_BD = self._first_state(tokens)
         for depth in range(num_tokens):
             drafted_B = drafting.add(head.logits(self.module.to_head(state_BD, depth)))
-            if depth + 1 < num_tokens:
-                starts = [end + depth for end in self._unread.ends]
-                state_BD = self._read(state_BD.unsqueeze(1), drafted_B.unsqueeze(1), starts, depth + 1)[:, 0]
+            if depth + 1 == num_tokens or drafting.finished:
+                break
+            starts = [end + depth for end in self._unread.ends]
+            state_BD = self._read(state_BD.unsqueeze(1), drafted_B.unsqueeze(1), starts, depth + 1)[:, 0]
         return drafting.proposal()
 
     def propose_tree(

@@ -27,7 +27,8 @@ class DepthChain:
     """Modules of one depth each as a proposer (`heads.proposer.Proposer`); drafts at most one token a module.
 
     Once a round has asked for fewer tokens, later ones of the same batch get no more than that: the deeper modules have not
-    read along, and what they missed is not kept.
+    read along, and what they missed is not kept. So where a rule stops a round (`heads.stopping`), all modules still read, and
+    what is saved is the target's rows alone.
     """
 
     def __init__(self, module: ChainModule, device: torch.device) -> None:

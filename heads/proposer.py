@@ -14,9 +14,10 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from configs.schema import SamplingConfig
+from heads.kv_cache import RowCache
 from heads.streams import Streams
 from heads.target_states import TargetStates
-from heads.trees import GrownTree, Tree
+from heads.trees import Branches, GrownTree, Tree
 
 Tokens = Sequence[Sequence[int]]  # committed ids by row: prompt and answer so far, the pending token last
 
@@ -79,6 +80,21 @@ class Proposer(Protocol):
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Drop all rows but these, in this order."""
+
+
+@runtime_checkable
+class TargetReader(Proposer, Protocol):
+    """A draft that is made of the target, and reads it for the decoder, so that what drafting has computed is not run again."""
+
+    def forward_states(
+        self,
+        cache: RowCache,
+        ids_BT: Tensor,
+        starts: Sequence[int],
+        taps: Sequence[int],
+        branches: Branches | None = None,
+    ) -> TargetStates:
+        """Read the target: the prompts, then each round's pending tokens and drafts (`heads.target_states.forward_states`)."""
 
 
 @runtime_checkable

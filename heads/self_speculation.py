@@ -3,9 +3,9 @@
 Nothing is trained or copied: the draft is made of the target's modules. Two ways to use it. `early_exit` is a causal LM like
 any other, for `heads.draft_lm.DraftLM`: it works in every decoder, with a cache of its own. `SelfSpeculation` writes into the
 target's cache, and the verification goes on from what the draft has computed: the prompt is read once, and a round of G drafts
-takes G + 1 rows through the first blocks in place of 2 G + 1. For that the decoder has to read the target through
-`SelfSpeculation.forward_states`. Where a forward's time is that of its weights, not of its rows, what this saves is the
-draft's prefill and its cache.
+takes G + 1 rows through the first blocks in place of 2 G + 1. For that the decoder reads the target through
+`SelfSpeculation.forward_states` (`heads.proposer.TargetReader`). Where a forward's time is that of its weights, not of its
+rows, what this saves is the draft's prefill and its cache.
 
 Left out on purpose: a norm or head trained for the exit, blocks skipped in the middle.
 B batch, T tokens, G drafts, K = G + 1, E width of the target, V vocabulary.
@@ -46,7 +46,7 @@ def early_exit(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
 
 
 class SelfSpeculation:
-    """The target's first blocks as a proposer (`heads.proposer.Proposer`) whose work the target's verification goes on from.
+    """The target's first blocks as a proposer (`heads.proposer.TargetReader`) whose work the target's verification goes on from.
 
     Args:
         model: the target.
@@ -64,7 +64,7 @@ class SelfSpeculation:
         self.early = early_exit(model, num_layers)
         self.late = _part(model, num_layers, num_blocks(model))
         self.late.set_input_embeddings(nn.Identity())  # what it reads are states already
-        self._cache: RowCache
+        self._cache: RowCache | None = None  # the target's, of the batch under way
         self._exits: list[Tensor] = []  # `[B, 1, E]`: states behind the first blocks, of the pending token and the drafts
         _check_parts(self)
 
@@ -90,7 +90,8 @@ class SelfSpeculation:
         """
         if taps or branches is not None:
             raise ValueError(f"self-speculation reads chains and no taps, got {list(taps)}, {branches}")
-        self._cache = cache
+        if cache is not self._cache:
+            self._cache, self._exits = cache, []  # another batch; one that broke off may have left what it had drafted
         exits, self._exits = self._exits[: ids_BT.shape[1]], []
         if not exits:
             return forward_states(self.model, cache, ids_BT, starts, ())
@@ -125,6 +126,8 @@ class SelfSpeculation:
 
     def _read(self, ids_BT: Tensor, starts: Sequence[int], exits: list[Tensor]) -> Tensor:
         """Run the first blocks; append the states behind them to `exits`, return those that the head reads, `[B, T, E]`."""
+        if self._cache is None:
+            raise ValueError("the target's first blocks draft into its cache: read the prompts by forward_states first")
         with tapped(self.early, [self.num_layers]) as seen:
             final_BTE = forward_rows(self.early, self._cache, ids_BT, starts)
         exits.append(seen[self.num_layers])

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import eval.rounds
 from configs.errors import InputError
 from configs.schema import DecodeConfig
 from configs.stopping import ConfidenceStopping
@@ -21,21 +20,8 @@ def requests_for(prompts):
     return [Request(prompt_id=f"p{n}", category="c", tokens=tuple(prompt)) for n, prompt in enumerate(prompts)]
 
 
-@pytest.fixture
-def shared(monkeypatch):
-    """A function that makes a `SelfSpeculation` of a target and lets the decoder read that target through it."""
-
-    def make(model, num_layers):
-        proposer = SelfSpeculation(model, num_layers, 64)
-
-        def through_it(asked, cache, ids_BT, starts, taps, *rest):
-            assert asked is model
-            return proposer.forward_states(cache, ids_BT, starts, taps)
-
-        monkeypatch.setattr(eval.rounds, "forward_states", through_it)
-        return proposer
-
-    return make
+def shared(model, num_layers):
+    return SelfSpeculation(model, num_layers, 64)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -53,7 +39,7 @@ def test_the_draft_is_the_targets_own_modules(name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_greedy_output_is_plain_greedy_output(name, batch_size, as_target, shared):
+def test_greedy_output_is_plain_greedy_output(name, batch_size, as_target):
     target = as_target(tiny_target(name))
     plain = generate(target, PROMPTS, DecodeConfig(num_speculative_tokens=0, max_new_tokens=16))
     config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=16, batch_size=batch_size)
@@ -64,7 +50,7 @@ def test_greedy_output_is_plain_greedy_output(name, batch_size, as_target, share
 @pytest.mark.parametrize("num_layers", [1, 3])
 @pytest.mark.parametrize("stopping", [None, ConfidenceStopping(rule="confidence", threshold=0.3)], ids=["fixed", "stopping"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_shared_work_gives_the_rounds_of_a_draft_with_a_cache_of_its_own(num_layers, stopping, temperature, as_target, shared):
+def test_shared_work_gives_the_rounds_of_a_draft_with_a_cache_of_its_own(num_layers, stopping, temperature, as_target):
     target = as_target(tiny_target("llama"))
     config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=20, temperature=temperature, stopping=stopping)
     apart, _ = decode(target, requests_for(PROMPTS), config, DraftLM(early_exit(target.model, num_layers), 64))
@@ -83,7 +69,7 @@ def rows_through_first_block(target, config, proposer):
     return sum(seen), generation
 
 
-def test_no_token_goes_twice_through_the_blocks_that_draft_in_one_round(as_target, shared):
+def test_no_token_goes_twice_through_the_blocks_that_draft_in_one_round(as_target):
     target = as_target(tiny_target("llama"))
     config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=20)
     apart, _ = rows_through_first_block(target, config, DraftLM(early_exit(target.model, 2), 64))
@@ -92,6 +78,21 @@ def test_no_token_goes_twice_through_the_blocks_that_draft_in_one_round(as_targe
     # With a cache of its own the draft reads the prompt too, and a token for each draft.
     drafted = sum(len(round_.drafted) for round_ in generation.rounds)
     assert apart >= together + len(PROMPTS[0]) + drafted
+
+
+def test_a_batch_that_broke_off_in_the_middle_of_a_round_leaves_nothing_behind(as_target, monkeypatch):
+    target = as_target(tiny_target("llama"))
+    proposer = shared(target.model, 2)
+    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=20)
+    expected = generate(target, PROMPTS, config, proposer)
+    with monkeypatch.context() as patched:
+        patched.setattr(proposer, "late", None)  # the draft's blocks run, the others fail
+        with pytest.raises(AttributeError):
+            generate(target, PROMPTS, config, proposer)
+        patched.setattr(SelfSpeculation, "forward_states", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            generate(target, PROMPTS, config, proposer)
+    assert generate(target, PROMPTS, config, proposer) == expected
 
 
 @pytest.mark.parametrize("num_layers", [0, 4, 9])
