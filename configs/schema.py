@@ -32,7 +32,9 @@ class TargetConfig(Settings):
     attention: Literal["sdpa", "eager"] = "sdpa"
     # lean: decode by a forward of draftsmith's own (Llama, Mistral, Qwen2, Qwen3), which packs the weights a second time in the
     # form that a CPU reads fastest. The draft then runs by one too, where it is of such a family.
-    forward: Literal["transformers", "lean"] = "transformers"
+    # compiled: that forward, or transformers' for other families, by torch.compile for fixed shapes: faster by a little after
+    # half a minute or more for each shape, so for long runs. The draft runs the same way.
+    forward: Literal["transformers", "lean", "compiled"] = "transformers"
     device: str = "auto"  # auto takes the GPU where there is one
     trust_remote_code: bool = False
 

@@ -186,7 +186,8 @@ class CacheJob:
     def digest(self) -> str:
         """A hash of all that decides the bytes of the shards."""
         config, settings = self.config, self.config.target
-        # Without its address: a server that moved goes on where it was, after it has shown again that it serves the target.
+        # A server counts without its address: one that moved goes on where it was, after it has shown again what it serves.
+        # target.forward does not count: only decoding runs another than transformers' (`heads.fast_forward`).
         writer = [] if self.server is None else [["server", self.server.config.model]]
         return fingerprint(
             self.layout.model_dump(),

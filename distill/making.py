@@ -187,7 +187,7 @@ def _self_seed_once(
 def _writer(config: DataConfig, target: Target) -> tuple[Any, ...]:
     """Return what decides the tokens that a target writes, apart from the prompts and the sampling."""
     settings = config.target
-    return (FORMAT_VERSION, target.identity.to_dict(), settings.dtype, settings.attention, config.seed)
+    return (FORMAT_VERSION, target.identity.to_dict(), settings.dtype, settings.attention, settings.forward, config.seed)
 
 
 def _count(conversations: Sequence[Conversation]) -> dict[str, int]:

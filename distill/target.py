@@ -19,6 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 from configs.errors import InputError, first_line
 from configs.schema import TargetConfig
 from distill.embedded import PREFIX, embedded_folder, load_gguf
+from heads.compiled_forward import make_compiled
 from heads.identity import TargetIdentity, hash_chat_template, hash_files, hash_tokenizer, hash_weights
 from heads.lean_forward import make_lean
 from heads.lm_head import check_split
@@ -93,6 +94,8 @@ def load_target(config: TargetConfig) -> Target:
     check_split(model)
     if config.forward == "lean":
         make_lean(model)
+    elif config.forward == "compiled":
+        make_compiled(model)
     identity = TargetIdentity(
         name=config.name,
         revision=config.revision,

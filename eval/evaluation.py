@@ -114,7 +114,7 @@ def _describe(
             "attention": config.target.attention,
             "forward": config.target.forward,
             "verification": config.decode.rule,
-            "compile": False,
+            "compile": config.target.forward == "compiled",
             "warmup_prompts": config.warmup_prompts,
         },
         prompts=PromptSet(

@@ -24,8 +24,7 @@ from eval.lossless_sampled import FAIL, INCONCLUSIVE, PASS, check_samples, pair_
 from eval.records import UNDECODED, Divergence, Generation
 from eval.rule_proof import check_rule
 from heads.artifact import Draft
-from heads.fast_forward import is_registered
-from heads.lean_forward import make_lean
+from heads.compiled_forward import run_alike
 from heads.lm_head import backbone, head_logits
 
 LOSSLESS, UP_TO_TIES, NOT_LOSSLESS = "lossless", "lossless_up_to_ties", "not_lossless"
@@ -206,8 +205,7 @@ def _check_in_float32(
 ) -> list[Divergence]:
     """Decode requests greedily both ways in float32 and return the differences."""
     in_float32 = _copied(target, torch.float32)
-    if is_registered(target.model):
-        make_lean(in_float32.model)
+    run_alike(in_float32.model, target.model)
     proposer = draft_for(in_float32).proposer
     greedy = decode_config.model_copy(update={"temperature": 0.0})
     plain, speculative = [], []

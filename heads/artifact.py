@@ -21,13 +21,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from configs.errors import InputError, first_line
 from configs.files import new_folder, read_json, write_json
+from heads.compiled_forward import run_alike
 from heads.draft_lm import DraftLM
 from heads.draft_vocabulary import DraftVocabulary, keep_head_rows, read_draft_vocabulary, write_draft_vocabulary
 from heads.families import FAMILIES, serve
 from heads.fast_forward import is_registered
 from heads.identity import TargetIdentity, hash_files
 from heads.kv_cache import check_rolls_back
-from heads.lean_forward import make_lean
 from heads.lm_head import check_split
 from heads.proposer import Proposer
 from heads.target_states import check_taps
@@ -210,7 +210,7 @@ def _run_like_the_target(proposer: Proposer, target: PreTrainedModel) -> list[st
     if not is_registered(target) or not isinstance(proposer, DraftLM):
         return []
     try:
-        make_lean(proposer.model)
+        run_alike(proposer.model, target)
     except InputError as error:
         return [f"the draft runs by transformers' forward, slower than its target's: {error}"]
     return []

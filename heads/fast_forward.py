@@ -42,6 +42,9 @@ class FastForward(Protocol):
     def watch(self, taps: Sequence[int], seen: dict[int, Tensor]) -> None:
         """Put the states h_i of these taps into `seen` at each forward from now on; no taps: stop that."""
 
+    def cache_size(self, capacity: int) -> int:
+        """Return how many positions a row of its cache should have room for where `capacity` are needed."""
+
 
 _FORWARDS: WeakKeyDictionary[PreTrainedModel, FastForward] = WeakKeyDictionary()
 
@@ -57,6 +60,11 @@ def register(model: PreTrainedModel, forward: FastForward | None) -> None:
 def is_registered(model: PreTrainedModel) -> bool:
     """Say whether decoding runs `model` by a forward of ours."""
     return model in _FORWARDS
+
+
+def registered(model: PreTrainedModel) -> FastForward | None:
+    """Return the forward that decoding runs `model` by; None: transformers' own."""
+    return _FORWARDS.get(model)
 
 
 def fast_forward(model: PreTrainedModel) -> FastForward | None:

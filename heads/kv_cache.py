@@ -37,10 +37,11 @@ class _Slots:
     length: int
     index: tuple[Tensor, slice, Tensor] | None  # rows [B, 1], all heads, positions [B, T]; None where all rows start alike
     branches: Branches | None = None  # None: the tokens follow one another
+    span: int | None = None  # how many slots are read; None: up to the furthest row's end
 
     @property
     def end(self) -> int:
-        return max(self.starts) + self.length
+        return max(self.starts) + self.length if self.span is None else self.span
 
 
 class _RowLayer(CacheLayerMixin):
@@ -111,6 +112,36 @@ class RowCache(Cache):
         for layer in self.rows:
             layer.slots = self._slots
 
+    def widen(self, length: int) -> None:
+        """Let the forward under way write `length` tokens a row and read every slot: the same shapes at every place."""
+        slots = self._slots
+        index = _index(slots.starts, torch.arange(length, device=self.rows[0].keys.device))
+        self._slots = _Slots(
+            starts=slots.starts, length=length, index=index, branches=slots.branches, span=self.rows[0].capacity
+        )
+        for layer in self.rows:
+            layer.slots = self._slots
+
+    @property
+    def end(self) -> int:
+        """How many slots the forward under way reads."""
+        return self._slots.end
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether a forward has been here before."""
+        return self.rows[0].is_initialized
+
+    def has_room(self, length: int) -> bool:
+        """Say whether the forward under way could write so many tokens."""
+        return max(self._slots.starts) + length <= self.capacity
+
+    def mark_static(self) -> None:
+        """Tell CUDA graphs that keys and values stay where they are, so that they are not copied before each run."""
+        for layer in self.rows:
+            torch._dynamo.mark_static_address(layer.keys)
+            torch._dynamo.mark_static_address(layer.values)
+
     @property
     def holds_tree(self) -> bool:
         """Whether the tokens of the forward under way are those of a tree."""
@@ -167,8 +198,9 @@ def _index(starts: Sequence[int], columns: Tensor) -> tuple[Tensor, slice, Tenso
 
 
 def new_cache(model: PreTrainedModel, capacity: int) -> RowCache:
-    """Return an empty cache for `model` that holds `capacity` positions a row."""
-    return RowCache(model.config.get_text_config().num_hidden_layers, capacity)
+    """Return an empty cache for `model` that holds `capacity` positions a row, or more."""
+    fast = fast_forward(model)
+    return RowCache(model.config.get_text_config().num_hidden_layers, capacity if fast is None else fast.cache_size(capacity))
 
 
 def check_rolls_back(model: PreTrainedModel) -> None:

@@ -120,6 +120,9 @@ class LeanForward:
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         return self._head(hidden_BTD)
 
+    def cache_size(self, capacity: int) -> int:
+        return capacity
+
     def hidden(self, ids_BT: Tensor, positions_BT: Tensor, masks: Masks, cache: RowCache) -> Tensor:
         hidden_BTD = self._embed(ids_BT)
         turn = self._turn(hidden_BTD, positions_BT)

@@ -22,6 +22,11 @@ from torch import Tensor, nn
 ROWS = 4
 
 
+# The compiler wants oneDNN's weights as constants of each graph, a copy for each; it does not look behind an operator of ours.
+_LIBRARY = torch.library.Library("draftsmith", "FRAGMENT")
+_LIBRARY.define("packed_linear(Tensor input, Tensor weight, Tensor? bias, int outputs) -> Tensor")
+
+
 class PackedLinear:
     """Some linear layers with the same input, as one function; their outputs stand side by side `[..., O]`.
 
@@ -34,14 +39,17 @@ class PackedLinear:
         biases = [layer.bias for layer in layers]
         self.weight_OI = weights[0] if len(weights) == 1 else torch.cat(weights)
         self.bias_O = _joined(biases, [len(weight) for weight in weights], weights[0])
+        self.num_outputs = len(self.weight_OI)
         self.is_packed = can_pack(self.weight_OI)
         if self.is_packed:
             self.weight_OI = torch.ops.mkldnn._reorder_linear_weight(self.weight_OI.contiguous(), ROWS)
 
     def __call__(self, input_: Tensor) -> Tensor:
-        if self.is_packed:
-            output: Tensor = torch.ops.mkldnn._linear_pointwise(input_, self.weight_OI, self.bias_O, "none", [], "")
+        if self.is_packed and torch.compiler.is_compiling():
+            output: Tensor = torch.ops.draftsmith.packed_linear(input_, self.weight_OI, self.bias_O, self.num_outputs)
             return output
+        if self.is_packed:
+            return _multiply(input_, self.weight_OI, self.bias_O, self.num_outputs)
         return nn.functional.linear(input_, self.weight_OI, self.bias_O)
 
 
@@ -52,6 +60,20 @@ def can_pack(weight: Tensor) -> bool:
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return weight.dtype == torch.float32
+
+
+def _multiply(input_: Tensor, weight_OI: Tensor, bias_O: Tensor | None, outputs: int) -> Tensor:
+    output: Tensor = torch.ops.mkldnn._linear_pointwise(input_, weight_OI, bias_O, "none", [], "")
+    return output
+
+
+def _shape_only(input_: Tensor, weight_OI: Tensor, bias_O: Tensor | None, outputs: int) -> Tensor:
+    return input_.new_empty((*input_.shape[:-1], outputs))
+
+
+_LIBRARY.impl("packed_linear", _multiply, "CPU")
+_LIBRARY.impl("packed_linear", _multiply, "MkldnnCPU")
+torch.library.register_fake("draftsmith::packed_linear", _shape_only, lib=_LIBRARY)
 
 
 def _joined(biases: Sequence[Tensor | None], sizes: Sequence[int], like: Tensor) -> Tensor | None:

@@ -68,6 +68,14 @@ def test_the_same_config_gives_the_same_bytes(config, tmp_path):
     assert [first[name] for name in ("train.jsonl", "held_out.jsonl")] == [again["train.jsonl"], again["held_out.jsonl"]]
 
 
+def test_answers_by_another_forward_are_another_jobs(config, byte_target):
+    jobs = set()
+    for forward in ("transformers", "lean"):
+        changed = config.model_copy(update={"target": config.target.model_copy(update={"forward": forward})})
+        jobs.add(making.fingerprint(*making._writer(changed, byte_target)))
+    assert len(jobs) == 2
+
+
 def test_an_interrupted_run_goes_on_and_ends_like_an_undisturbed_one(config, tmp_path, monkeypatch):
     undisturbed = made(config, output=str(tmp_path / "undisturbed"))
     answer, calls = making.AnswerJob._answer, []
