@@ -17,6 +17,7 @@ from configs.head_families import Eagle3Settings, HeadConfig
 from configs.learning import LossConfig, OptimizerConfig, StudentConfig
 from configs.lossy import LossyConfig
 from configs.policy import PolicyConfig
+from configs.quality import QualityConfig, refuse_unjudged_loss
 from configs.rules import Rule, Verification, check_lossy, check_tree_rule, draws_drafts, rule_of
 from configs.settings import Dtype, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings, Share
 from configs.stopping import CostStopping, StoppingConfig
@@ -381,9 +382,16 @@ class EvalConfig(Settings):
     warmup_prompts: NonNegativeInt = 1
     baselines: list[Literal["prompt_lookup"]] = ["prompt_lookup"]
     lossless: LosslessConfig = LosslessConfig()
+    quality: QualityConfig | None = None  # what answers are worth, with and without the draft; a lossy mode needs it
+    energy: bool = False  # joules per token, by the machine's own counters where they can be read
     bootstrap_samples: PositiveInt = 2000
     previous_report: str | None = None  # of the draft before, shown beside this one on the page; the gate takes --baseline
     output: str = "runs/eval"  # folder: report.json, report.html, report.md, records.jsonl
+
+    @model_validator(mode="after")
+    def _lossy_answers_are_judged(self) -> Self:
+        refuse_unjudged_loss(self.decode.model_dump(), self.quality)
+        return self
 
 
 class CompareConfig(Settings):

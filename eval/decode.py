@@ -13,6 +13,7 @@ import torch
 from configs.errors import InputError
 from configs.schema import DecodeConfig
 from distill.target import Target
+from eval.meters import Meter
 from eval.records import AUTOREGRESSIVE, Generation, Timing
 from eval.rounds import BatchRun
 from eval.rows import Request
@@ -64,6 +65,7 @@ def decode(
     mode: str = AUTOREGRESSIVE,
     repeat: int = 0,
     measure_overlap: bool = False,
+    meter: Meter | None = None,
 ) -> tuple[list[Generation], Timing]:
     """Continue a batch of requests together until each has ended.
 
@@ -74,6 +76,7 @@ def decode(
         proposer: who drafts; None, or `num_speculative_tokens` 0, is plain decoding.
         mode, repeat: labels for the records.
         measure_overlap: also compare the two laws at each judged draft (`eval.law_comparison`); the time for it is kept apart.
+        meter: measures the energy of what is timed as decoding (`eval.meters`).
 
     Returns:
         The generations in the order of the requests, and the batch's timing.
@@ -86,7 +89,7 @@ def decode(
     _check_tree(config, proposer)
     if proposer is None:  # what a lossy mode gives up has no part in plain decoding
         config = config.model_copy(update={"lossy": None})
-    run = BatchRun(target, requests, config, proposer, measure_overlap)
+    run = BatchRun(target, requests, config, proposer, measure_overlap, meter)
     clock = run.clock
     with clock.phase("prefill"):
         run.prefill()
@@ -106,6 +109,7 @@ def decode(
         verify_seconds=clock.seconds["verify"],
         sample_seconds=clock.seconds["sample"],
         measure_seconds=clock.seconds["measure"],
+        decode_joules=None if clock.joules is None else clock.joules["decode"] - clock.joules["measure"],
     )
     return generations, timing
 

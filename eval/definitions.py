@@ -47,6 +47,10 @@ DEFINITIONS: dict[str, str] = {
     ),
     "acceptance.accepted_histogram": "How many rounds accepted 0, 1, 2, ... drafted tokens.",
     "acceptance.drafted_histogram": "How many rounds drafted 0, 1, 2, ... tokens.",
+    "acceptance.detectable_change_percent": (
+        "The smallest change of tokens per target step that so many prompts would show in four of five runs, held against a "
+        "fixed number. A comparison prompt by prompt with another draft shows less; it says how little by itself."
+    ),
     "speed.decode_speedup": (
         "Plain decoding's seconds per token divided by speculative decoding's: totals over the same prompts, decoded in turns "
         "in one run by the same loop, counting the same kind of token ids. Prefill excluded; below 1 is slower."
@@ -67,6 +71,21 @@ DEFINITIONS: dict[str, str] = {
         "the two tokens differ by no more than rounding in its dtype explains. Lossy by design: the rule changes the law. "
         "Sampled answers differ anyway: there the rule is proved by enumeration, and two statistical tests of the samples "
         "against the target's law must not fail."
+    ),
+    "quality.perplexity": (
+        "exp of the mean negative log-probability that the target itself, at temperature 1 and without top-k or top-p, gives "
+        "the tokens of an answer; pooled over all answers. The change is speculative over plain: above 1, the draft made the "
+        "answers less likely to the target."
+    ),
+    "quality.scores": (
+        "The mean over all answers of what a scorer gives each; for exact match, the share whose number is the reference's. "
+        "The change is speculative minus plain, prompt by prompt. Where no answer is scored otherwise, its interval is that of "
+        "a share of which none was seen."
+    ),
+    "energy": (
+        "Joules of the decode seconds divided by the tokens decoded in them, by the counters of the GPU's board (NVML), or of "
+        "all of the processor's packages (RAPL): idle power and other work on the machine included, prefill excluded. The "
+        "ratio is speculative over plain; below 1 the draft saves energy."
     ),
     "by_category": "The same numbers over the prompts of one category alone.",
     "baselines": (

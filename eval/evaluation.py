@@ -19,8 +19,11 @@ from configs.schema import EvalConfig
 from distill.processes import join_processes
 from distill.target import Target, load_target
 from eval.decode import check_decodable
+from eval.energy import summarise_energy
 from eval.lossless import judge_lossless
+from eval.meters import find_meter
 from eval.page import render_page
+from eval.quality import Quality
 from eval.records import AUTOREGRESSIVE, SPECULATIVE
 from eval.report import PromptSet, build_report, write_report
 from eval.report_schema import read_report
@@ -40,6 +43,7 @@ def evaluate(config: EvalConfig) -> int:
     """Evaluate as configured and write `report.json`, `.html`, `.md`, `records.jsonl` and `run.json`; see `eval/run.py`."""
     output = Path(config.output)
     suite = load_suite(config.suite)
+    quality = Quality(config, suite.prompts)
     previous = None if config.previous_report is None else read_report(Path(config.previous_report), "previous report")
     state = join_processes(config.target)
     target = load_target(config.target)
@@ -50,7 +54,8 @@ def evaluate(config: EvalConfig) -> int:
         write_run_record(output, config, processes=state.num_processes)
     state.wait_for_everyone()  # the folder is there
     proposers = {SPECULATIVE: draft.proposer, **_baselines(config, target)}
-    records = measure_share(target, turns, config, proposers, state)
+    metering = find_meter(target.device, state.num_processes) if config.energy else None
+    records = measure_share(target, turns, config, proposers, state, None if metering is None else metering.meter)
     if records is None:
         return DONE
     lossless = judge_lossless(
@@ -62,6 +67,8 @@ def evaluate(config: EvalConfig) -> int:
         lambda other: load_draft(config.draft, other.identity, other.model, allow_target_mismatch=config.allow_target_mismatch),
     )
     report = _describe(config, suite, target, draft, records, lossless, state.num_processes)
+    report["quality"] = quality.judge(target, records)
+    report["energy"] = None if metering is None else summarise_energy(records.timings, metering, config)
     write_report(output / "report.json", report)
     write_text(output / "report.md", render_markdown(report))
     write_text(output / "report.html", render_page(report, previous))

@@ -17,6 +17,7 @@ from configs.progress import progress
 from configs.schema import EvalConfig
 from distill.target import Target
 from eval.decode import Request, decode
+from eval.meters import Meter
 from eval.records import AUTOREGRESSIVE, SPECULATIVE, Generation, Timing
 from eval.turns import undecoded
 from heads.proposer import Proposer
@@ -74,12 +75,18 @@ class Measurement:
         proposers: by mode; plain decoding comes before them.
         follow: takes the plain answers to a turn and gives the requests of the next, and what is lost (`eval.turns`); None
             where prompts have one turn.
+        meter: measures the energy of what is timed (`eval.meters`).
     """
 
     def __init__(
-        self, target: Target, config: EvalConfig, proposers: Mapping[str, Proposer], follow: Follow | None = None
+        self,
+        target: Target,
+        config: EvalConfig,
+        proposers: Mapping[str, Proposer],
+        follow: Follow | None = None,
+        meter: Meter | None = None,
     ) -> None:
-        self.target, self.config, self.follow = target, config, follow
+        self.target, self.config, self.follow, self.meter = target, config, follow, meter
         self.modes: dict[str, Proposer | None] = {AUTOREGRESSIVE: None, **proposers}
         # The free baselines draft chains and are lossless, whatever the draft under evaluation is asked for.
         chains = config.decode.model_copy(update={"tree": None, "lossy": None})
@@ -120,6 +127,7 @@ class Measurement:
                     mode=mode,
                     repeat=repeat,
                     measure_overlap=repeat == 0 and mode == SPECULATIVE,
+                    meter=self.meter,
                 )
             except RuntimeError:  # what torch raises where memory runs out or a kernel fails
                 log.exception("%s decoding of the batch of prompt %s failed", mode, batch[0].prompt_id)

@@ -80,6 +80,7 @@ class Timing:
     verify_seconds: float  # the target's forwards
     sample_seconds: float  # acceptance, residual and bonus draws
     measure_seconds: float  # spent on comparing laws; not part of decode_seconds
+    decode_joules: float | None = None  # spent in decode_seconds; None: nobody measured
 
     @property
     def overhead_seconds(self) -> float:

@@ -103,6 +103,8 @@ def build_report(
         "prompts": _prompts(prompts, tally),
         **_measurements(tally, bootstrap),
         "lossless": {**lossless, "divergences": [_as_dict(divergence) for divergence in lossless["divergences"]]},
+        "quality": None,  # these two are of runs that ask for them (`eval.evaluation`)
+        "energy": None,
         "samples": _samples(tally, prompts, decode_tokens),
     }
     return check_report(report, "the report just built")

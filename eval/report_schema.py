@@ -10,38 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 
 from configs.errors import InputError
 from configs.files import read_json
+from eval.report_base import Bounds, Count, Described, Measured, Number
+from eval.report_extras import EnergySection, QualitySection
 
 SCHEMA_VERSION = 1
 
-Number = float | None
-Bounds = Annotated[list[float], Field(min_length=2, max_length=2)] | None
-Count = Annotated[int, Field(ge=0)]
 Verdict = Literal["lossless", "lossless_up_to_ties", "not_lossless", "lossy_by_design", "inconclusive"]
-
-
-class Measured(BaseModel):
-    """A section of numbers: strict types, no unknown fields, every interval the right way round."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="after")
-    def _intervals_rise(self) -> Self:
-        for name, value in self:
-            if name.endswith("_ci") and value is not None and value[0] > value[1]:
-                raise ValueError(f"{name} must be [low, high], got {value}")
-        return self
-
-
-class Described(BaseModel):
-    """A section that says what was measured; it may hold more than the fields named."""
-
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
 
 class TargetSection(Described):
@@ -299,6 +279,8 @@ class Report(Measured):
     acceptance: WholeAcceptanceSection
     speed: WholeSpeedSection | None
     lossless: LosslessSection
+    quality: QualitySection | None = None  # None: not asked for
+    energy: EnergySection | None = None  # None: not asked for
     by_category: dict[str, CategorySection]
     baselines: dict[str, BaselineSection]
     samples: dict[Literal["worst", "best"], list[Sample]]

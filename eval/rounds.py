@@ -18,6 +18,7 @@ from distill.target import Target
 from eval.clock import Clock
 from eval.judging import Judge, finite_rows
 from eval.law_comparison import compare_laws
+from eval.meters import Meter
 from eval.outcomes import Outcome, chain_outcome, tree_outcome
 from eval.records import Laws, Round
 from eval.rows import Request, Row
@@ -38,6 +39,7 @@ class BatchRun:
         config: how to decode.
         proposer: who drafts; None: nobody.
         measure_overlap: compare the laws of target and draft at each judged draft of a chain.
+        meter: reads the machine's energy counters; None: nobody does.
     """
 
     def __init__(
@@ -47,11 +49,12 @@ class BatchRun:
         config: DecodeConfig,
         proposer: Proposer | None,
         measure_overlap: bool,
+        meter: Meter | None = None,
     ) -> None:
         self.target, self.config, self.proposer, self.measure_overlap = target, config, proposer, measure_overlap
         self.rows = [Row(request, target, config) for request in requests]
         self.active = list(self.rows)
-        self.clock = Clock(target.device)
+        self.clock = Clock(target.device, meter)
         self.streams = Streams(config.seed, [request.number for request in requests], target.device)
         self.judge = Judge(config, self.streams)
         self.tree, num_slots = None, config.num_speculative_tokens

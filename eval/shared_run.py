@@ -17,6 +17,7 @@ from configs.progress import progress
 from configs.schema import EvalConfig
 from distill.target import Target
 from eval.measuring import Measurement, in_batches
+from eval.meters import Meter
 from eval.record_files import Piece, RecordWriter, join_parts
 from eval.tally import Tally
 from eval.turns import Turns
@@ -24,7 +25,12 @@ from heads.proposer import Proposer
 
 
 def measure_share(
-    target: Target, turns: Turns, config: EvalConfig, proposers: Mapping[str, Proposer], state: PartialState
+    target: Target,
+    turns: Turns,
+    config: EvalConfig,
+    proposers: Mapping[str, Proposer],
+    state: PartialState,
+    meter: Meter | None = None,
 ) -> Tally | None:
     """Decode this process's share of the prompts; return what all processes measured in the main one, None in the others.
 
@@ -36,7 +42,7 @@ def measure_share(
     """
     batches = in_batches(turns.first, config.decode.batch_size)
     mine = range(state.process_index, len(batches), state.num_processes)
-    measurement = Measurement(target, config, proposers, turns.follow)
+    measurement = Measurement(target, config, proposers, turns.follow, meter)
     measurement.warm_up([batches[number] for number in mine])
     tally = Tally(config.decode.num_speculative_tokens)
     with (

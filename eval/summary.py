@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from eval.wording import VERDICTS, headline, interval, lossless_detail, number, percent, settings, short, times, warnings
@@ -31,10 +31,42 @@ def render_markdown(report: Mapping[str, Any]) -> str:
         table(("category", "prompts", "τ", "95 % interval", "decode speedup"), _category_rows(report)),
         table(("draft position", "given all before", "survival", "overlap α"), _position_rows(acceptance)),
         table(("way of decoding", "τ", "decode speedup", "95 % interval"), _baseline_rows(report)),
+        *worth_tables(report),
         f"Target `{escape(report['target']['name'])}`, draft `{escape(report['draft']['path'])}` "
         f"({short(report['draft']['sha256'])}), {settings(report)}.",
     ]
     return "\n\n".join(blocks) + "\n"
+
+
+def worth_tables(report: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what the answers are worth and what they burn, in runs that asked; reports of before hold neither."""
+    quality, energy = report.get("quality"), report.get("energy")
+    if quality is not None:
+        header = ("quality", "plain", "speculative", "change", "95 % interval")
+        yield table(header, [*_perplexity_rows(quality["perplexity"]), *map(_score_row, quality["scores"].items())])
+    if energy is not None and energy["source"] is None:
+        yield f"Energy: not available, {escape(energy['reason'])}."
+    elif energy is not None:
+        yield table(("energy", "plain", "speculative", "ratio", "95 % interval"), [_energy_row(energy)])
+
+
+def _perplexity_rows(found: Mapping[str, Any] | None) -> list[tuple[str, ...]]:
+    if found is None:
+        return []
+    values = (number(found["autoregressive"]), number(found["speculative"]), times(found["ratio"], 3))
+    return [("perplexity", *values, interval(found["ratio_ci"], 3))]
+
+
+def _score_row(named: tuple[str, Mapping[str, Any]]) -> tuple[str, ...]:
+    name, found = named
+    values = (number(found[key], 3) for key in ("autoregressive", "speculative", "difference"))
+    return (escape(name), *values, interval(found["difference_ci"], 3))
+
+
+def _energy_row(energy: Mapping[str, Any]) -> tuple[str, ...]:
+    plain, speculative, ratio = (energy[f"joules_per_token_{side}"] for side in ("autoregressive", "speculative", "ratio"))
+    bounds = interval(energy["joules_per_token_ratio_ci"])
+    return (f"joules per token ({escape(energy['source'])})", number(plain), number(speculative), times(ratio), bounds)
 
 
 def _category_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:

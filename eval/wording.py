@@ -23,9 +23,9 @@ def number(value: float | None, digits: int = 2) -> str:
     return f"{value:.{digits}f}" if abs(value) < TOO_LARGE else f"{value:.1e}"
 
 
-def times(value: float | None) -> str:
+def times(value: float | None, digits: int = 2) -> str:
     """Return a ratio as `1.42×`, or a dash."""
-    return NOT_AVAILABLE if value is None else f"{value:.2f}×"
+    return NOT_AVAILABLE if value is None else f"{value:.{digits}f}×"
 
 
 def percent(value: float | None) -> str:
