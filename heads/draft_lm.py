@@ -82,7 +82,9 @@ class DraftLM:
         growth = grow(tree, lengths, drawn_by, streams, self._target_ids, self._spread)
         slots = TreeSlots(lengths, self.model.device)
         ids_BT, starts = self._unread(tokens)
-        hidden_BMD = forward_rows(self.model, self._cache, ids_BT, starts)[:, -1:]
+        hidden_BTD = forward_rows(self.model, self._cache, ids_BT, starts)
+        last_B = self._tensor([length - start - 1 for length, start in zip(lengths, starts, strict=True)])
+        hidden_BMD = hidden_BTD[torch.arange(len(lengths), device=last_B.device), last_B].unsqueeze(1)
         while frontier := growth.add(head_logits(self.model, hidden_BMD)[..., : self.vocab_size]):
             branches = slots.place(frontier)
             hidden_BMD = forward_rows(self.model, self._cache, frontier.tokens_BM, branches.starts, branches)
@@ -101,10 +103,15 @@ class DraftLM:
         self._proposed_from = [self._proposed_from[row] for row in rows]
 
     def _unread(self, tokens: Tokens) -> tuple[Tensor, list[int]]:
-        """Return the tokens `[B, T]` that the cache lacks, and the position of each row's first."""
+        """Return the tokens `[B, T]` that the cache lacks, and the position of each row's first.
+
+        A row of fewer than T tokens is filled up behind them, where its drafts will be written over the filling. After a chain
+        there is none: it leaves two tokens unread at most, and no row has fewer.
+        """
         unread = max(len(row) - cached for row, cached in zip(tokens, self._cached, strict=True))
         # Rows that lag less read a few cached tokens again: the same keys and values at the same places.
-        return self._ids([row[-unread:] for row in tokens]), [len(row) - unread for row in tokens]
+        rows = [[*row[-unread:], *[0] * (unread - len(row))] for row in tokens]
+        return self._ids(rows), [max(0, len(row) - unread) for row in tokens]
 
     def _target_ids(self, drafted_B: Tensor) -> Tensor:
         return drafted_B if self.vocabulary is None else self.vocabulary.token_ids_W[drafted_B]
