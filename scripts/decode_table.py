@@ -6,6 +6,7 @@ row's speedup is against the one with its own law: decode seconds, the prompts' 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from eval.acceptance import count_per_prompt
 from eval.decode import decode
 from eval.intervals import Interval, paired_ratio_interval, ratio_interval
 from eval.lossless import judge_lossless
+from eval.quality import nats_of
 from eval.records import AUTOREGRESSIVE, Generation
 from eval.speed import compare_speed
 from heads.proposer import Proposer
@@ -92,7 +94,15 @@ def _row(bench: Bench, way: Way, plain: TurnsOfSide, own: TurnsOfSide) -> dict[s
         "lossless": verdict,
         **with_bounds("tau", ratio_interval(committed, rounds, samples=samples, seed=0)),
         **with_bounds("speedup", speedup),
+        "perplexity_vs_plain": _perplexity_ratio(bench, *pair),
     }
+
+
+def _perplexity_ratio(bench: Bench, plain: Sequence[Generation], own: Sequence[Generation]) -> float:
+    """Return the perplexity of a way's answers under the target over that of plain answers; 1 where it loses nothing."""
+    nats = [sum(nats_of(bench.target, answer) for answer in answers) for answers in (plain, own)]
+    tokens = [sum(len(answer.tokens) for answer in answers) for answers in (plain, own)]
+    return math.exp(nats[1] / tokens[1] - nats[0] / tokens[0])
 
 
 def _counts(turns: TurnsOfSide) -> tuple[list[float], list[float]]:

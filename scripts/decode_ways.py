@@ -12,11 +12,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 
+from configs.lossy import ParticleSampling, TypicalAcceptance
+from configs.rules import Verification
 from configs.schema import DecodeConfig
-from configs.trees import DynamicTree, Path, StaticTree
+from configs.trees import Candidates, DynamicTree, Path, StaticTree
 from distill.target import Target
 from eval.decode import Request, decode
 from eval.records import SPECULATIVE
@@ -34,8 +37,9 @@ log = logging.getLogger("draftsmith")
 WIDE = [4, 3, 2]  # children by depth of the tree that shows how often each rank is accepted
 MOST_ROWS = 17  # of a target forward, whose time bounds a tree
 TIMED_FORWARDS = 9  # by number of rows
-CHAIN_RULES = ("token", "block", "match")
-TREE_RULES = ("token", "match")
+CHAIN_RULES: tuple[Verification, ...] = ("token", "block", "match")
+TREE_CANDIDATES: tuple[Candidates, ...] = ("without_replacement", "with_replacement", "k_seq", "top_k")
+LOSSY: tuple[TypicalAcceptance | ParticleSampling, ...] = (TypicalAcceptance(kind="typical"), ParticleSampling(kind="smc"))
 # Ratios of tokens per target step that the results file holds: of the first way to the second.
 COMPARED = {
     "block_vs_token_verification": (f"block, chain, {DRAFT_LM}", f"token, chain, {DRAFT_LM}"),
@@ -118,21 +122,19 @@ def tree_ways(name: str, draft: TreeProposer, settings: DecodeConfig, paths: Seq
 
 
 def sampled_ways(draft: Proposer, settings: DecodeConfig, paths: Sequence[Path]) -> list[Way]:
-    """Return sampling from the draft LM by every rule, in chains and in its tree.
+    """Return sampling with the draft LM by every rule, in chains and in its tree, and by the modes that give up the law.
 
     Args:
         draft: the draft LM.
         settings: at a temperature above 0.
         paths: its tree.
     """
-    tree = StaticTree(kind="static", paths=[list(path) for path in paths])
-    in_tree = settings.model_copy(update={"tree": tree, "num_speculative_tokens": tree.depth})
-    chains = [("chain", rule, settings.model_copy(update={"verification": rule})) for rule in CHAIN_RULES]
-    trees = [("static tree", rule, in_tree.model_copy(update={"verification": rule})) for rule in TREE_RULES]
-    return [
-        Way(rule=rule, shape=shape, proposer=DRAFT_LM, settings=asked, make=_always(draft))
-        for shape, rule, asked in (*chains, *trees)
-    ]
+    changes: list[dict[str, Any]] = [{"verification": rule} for rule in CHAIN_RULES]
+    for candidates in TREE_CANDIDATES:
+        tree = StaticTree(kind="static", paths=[list(path) for path in paths], candidates=candidates)
+        changes.append({"tree": tree, "num_speculative_tokens": tree.depth})
+    changes += [{"lossy": lossy} for lossy in LOSSY]
+    return [_sampled(draft, settings.model_copy(update=change)) for change in changes]
 
 
 def lookup_ways(bench: Bench, settings: DecodeConfig) -> list[Way]:
@@ -147,6 +149,11 @@ def lookup_ways(bench: Bench, settings: DecodeConfig) -> list[Way]:
 
     makers = {"prompt_lookup": lambda: PromptLookup(device), "suffix_lookup": suffix_lookup}
     return [Way(rule="greedy", shape="chain", proposer=name, settings=settings, make=make) for name, make in makers.items()]
+
+
+def _sampled(draft: Proposer, settings: DecodeConfig) -> Way:
+    shape = "chain" if settings.tree is None else "static tree"
+    return Way(rule=settings.rule, shape=shape, proposer=DRAFT_LM, settings=settings, make=_always(draft))
 
 
 def _long_chain(draft: Proposer, settings: DecodeConfig, num_tokens: int) -> Way:
