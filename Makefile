@@ -44,7 +44,7 @@ bench-heads: setup ## every head family trained and measured, EAGLE-3's training
 	$(PY) scripts/bench_heads.py
 
 law-check: setup ## 100,000 samples of the whole decoder for every rule and shape against the target's exact law (minutes)
-	$(PY) -m pytest -m slow -s tests/eval/test_law.py
+	$(PY) -m pytest -m slow -s tests/eval/test_law.py tests/eval/test_lossy.py
 
 tables: setup ## fill the README's tables from docs/results/
 	$(PY) scripts/results_table.py

@@ -1,7 +1,8 @@
 """The decoder: propose, verify, commit. Plain decoding is the same loop with no proposer, and is the baseline.
 
 Every number in a report comes from here, and so does the acceptance that training selects checkpoints by. Rows of a batch
-advance by their own accepted lengths; a row that ends leaves the batch (`eval.rounds`).
+advance by their own accepted lengths; a row that ends leaves the batch (`eval.rounds`). One lossy mode has a loop of its own
+(`eval.particle_run`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from configs.errors import InputError
 from configs.schema import DecodeConfig
 from distill.target import Target
 from eval.meters import Meter
+from eval.particle_run import ParticleRun
 from eval.records import AUTOREGRESSIVE, Generation, Timing
 from eval.rounds import BatchRun
 from eval.rows import Request
@@ -75,7 +77,8 @@ def decode(
         config: how; `batch_size` is not read here.
         proposer: who drafts; None, or `num_speculative_tokens` 0, is plain decoding.
         mode, repeat: labels for the records.
-        measure_overlap: also compare the two laws at each judged draft (`eval.law_comparison`); the time for it is kept apart.
+        measure_overlap: also compare the two laws at each judged draft of a chain (`eval.law_comparison`), except of
+            particles; the time for it is kept apart.
         meter: measures the energy of what is timed as decoding (`eval.meters`).
 
     Returns:
@@ -89,7 +92,7 @@ def decode(
     _check_tree(config, proposer)
     if proposer is None:  # what a lossy mode gives up has no part in plain decoding
         config = config.model_copy(update={"lossy": None})
-    run = BatchRun(target, requests, config, proposer, measure_overlap, meter)
+    run = _new_run(target, requests, config, proposer, measure_overlap, meter)
     clock = run.clock
     with clock.phase("prefill"):
         run.prefill()
@@ -112,6 +115,20 @@ def decode(
         decode_joules=None if clock.joules is None else clock.joules["decode"] - clock.joules["measure"],
     )
     return generations, timing
+
+
+def _new_run(
+    target: Target,
+    requests: Sequence[Request],
+    config: DecodeConfig,
+    proposer: Proposer | None,
+    measure_overlap: bool,
+    meter: Meter | None,
+) -> BatchRun | ParticleRun:
+    """Return the batch about to be decoded: by particles where that is asked for, else by verification."""
+    if config.rule == "smc" and proposer is not None:
+        return ParticleRun(target, requests, config, proposer, meter)
+    return BatchRun(target, requests, config, proposer, measure_overlap, meter)
 
 
 def _check_tree(config: DecodeConfig, proposer: Proposer | None) -> None:

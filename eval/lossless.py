@@ -5,7 +5,8 @@ rounds differently from one over a single row, so two tokens that are nearly equ
 larger gap is a bug. How near is near is measured, not guessed: by the rounding error of the target's logits at that very
 place, against a copy of it in a wider dtype. Ties are rare enough in float32 that a few prompts decoded there, with the same
 draft, show the difference between rounding and a mistake. Sampling has no such identity; `eval.lossless_sampled` proves the
-rule and tests the samples, and greedy decoding with the same draft and shape checks the machinery around them.
+rule and tests the samples, and greedy decoding with the same draft and shape checks the machinery around them. A lossy mode
+(`configs.lossy`) claims nothing that could be proved; it is named as such, and its samples are not tested.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from heads.artifact import Draft
 from heads.compiled_forward import run_alike
 from heads.lm_head import backbone, head_logits
 
-LOSSLESS, UP_TO_TIES, NOT_LOSSLESS = "lossless", "lossless_up_to_ties", "not_lossless"
+LOSSLESS, UP_TO_TIES, NOT_LOSSLESS, LOSSY = "lossless", "lossless_up_to_ties", "not_lossless", "lossy_by_design"
 COMPARED_TOKENS = 32  # the likeliest tokens, whose logits' rounding error is looked at
 NO_TIE = float(torch.finfo(torch.float32).max)  # the gap reported where no two tokens can be compared; JSON has no infinity
 
@@ -62,17 +63,18 @@ def judge_lossless(
     if decode_config.temperature == 0:
         divergences = find_divergences(target, plain, speculative, config.tie_noise)
         checks["greedy"] = _outcome_of(divergences, len(compared))
-    else:
+    elif decode_config.lossy is None:
         checks["enumeration"] = check_rule(decode_config)
-    if decode_config.temperature > 0 and config.false_alarm_rate is not None:
+    if decode_config.temperature > 0 and decode_config.lossy is None and config.false_alarm_rate is not None:
         proposer = draft_for(target).proposer if config.first_token_samples else None
         checks |= check_samples(target, proposer, plain, speculative, decode_config, config)
-    if requests := [_request(generation) for generation in speculative[: config.check_float32_prompts]]:
+    again = 0 if decode_config.rule == "smc" else config.check_float32_prompts  # greedily nothing of that mode would run
+    if requests := [_request(generation) for generation in speculative[:again]]:
         in_float32 = _check_in_float32(target, requests, decode_config, config, draft_for)
         described = {"divergences": [asdict(divergence) for divergence in in_float32]}
         checks["float32_greedy"] = _outcome_of(in_float32, len(requests)) | described
         divergences += [divergence for divergence in in_float32 if not is_tie(divergence)]
-    return _section(divergences, checks, config)
+    return _section(divergences, checks, config, lossy=decode_config.lossy is not None)
 
 
 def find_divergences(
@@ -114,10 +116,13 @@ def _outcome_of(divergences: Sequence[Divergence], num_checked: int) -> dict[str
     return {"outcome": FAIL if not_ties else PASS, **counts}
 
 
-def _section(divergences: Sequence[Divergence], checks: dict[str, dict[str, Any]], config: LosslessConfig) -> dict[str, Any]:
-    """Draw the verdict from the checks."""
+def _section(
+    divergences: Sequence[Divergence], checks: dict[str, dict[str, Any]], config: LosslessConfig, *, lossy: bool
+) -> dict[str, Any]:
+    """Draw the verdict from the checks; of a lossy mode they are about the machinery around the rule."""
     failed, inconclusive = ([name for name in checks if checks[name]["outcome"] == outcome] for outcome in (FAIL, INCONCLUSIVE))
     verdict = NOT_LOSSLESS if failed else INCONCLUSIVE if inconclusive else UP_TO_TIES if divergences else LOSSLESS
+    verdict = LOSSY if lossy and not failed else verdict
     return {
         "verdict": verdict,
         "checked_prompts": max((_num_checked(check) for check in checks.values()), default=0),

@@ -46,8 +46,9 @@ def short(digest: str) -> str:
 def settings(report: Mapping[str, Any]) -> str:
     """Name the decoding settings and the number of prompts."""
     decode, prompts = report["decode"], report["prompts"]
+    lossy = f"lossy mode {decode['lossy']['kind']}, " if decode.get("lossy") else ""
     return (
-        f"{decode['num_speculative_tokens']} speculative tokens, temperature {decode['temperature']:g}, "
+        f"{lossy}{decode['num_speculative_tokens']} speculative tokens, temperature {decode['temperature']:g}, "
         f"batch size {decode['batch_size']}, {prompts['num_prompts']} of {prompts['num_asked']} prompts"
     )
 
@@ -80,7 +81,8 @@ def lossless_detail(report: Mapping[str, Any]) -> str:
     num_found = len(section["divergences"])
     found = "no difference" if num_found == 0 else f"{num_found} difference{'s' * (num_found > 1)}"
     if report["decode"]["temperature"] > 0 and num_found == 0:
-        found = "sampled, and held against the target's law"
+        lossy = section["verdict"] == "lossy_by_design"
+        found = "sampled by a rule that changes the law" if lossy else "sampled, and held against the target's law"
     parts = [f"{section['checked_prompts']} answers checked, {found}"]
     for key, word in (("failed_checks", "failed"), ("inconclusive_checks", "open")):
         if names := checks_in_words(section, key):

@@ -1,4 +1,4 @@
-"""Samples of the whole decoder on a tiny model against the target's exact law, by the shape that drafts and the rule that judges.
+"""Samples of the whole decoder on a tiny model against the target's exact law, by the shape of drafts and the rule that judges.
 
 The first tokens of answers to one prompt: one comes from the prefill, the next ones from rounds. Shared by the quick test of
 the suite and by `make law-check`, which has fifty times the samples.

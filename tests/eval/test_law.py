@@ -1,6 +1,6 @@
 """What the whole decoder samples follows the target's law, for every shape and rule; a small mistake is found by many samples.
 
-The quick tests run 2,000 samples a case. The slow ones, `make law-check`, run 100,000, at which a bias of one in a hundred shows.
+The quick tests run 2,000 samples a case, the slow ones, `make law-check`, 100,000, at which a bias of one in a hundred shows.
 """
 
 import pytest
@@ -48,9 +48,8 @@ def test_many_samples_follow_the_targets_law(pair, law, capsys):
         counts, rounds = checks.sample(*pair, config, SLOW)
         found[name] = checks.held_against(law, counts)
         with capsys.disabled():
-            print(
-                f"{name:28} {found[name].degrees_of_freedom + 1} cells, {rounds / SLOW:.2f} rounds, p = {found[name].p_value:.3f}"
-            )
+            cells, p_value = found[name].degrees_of_freedom + 1, found[name].p_value
+            print(f"{name:28} {cells} cells, {rounds / SLOW:.2f} rounds, p = {p_value:.3f}")
     adjusted = holm({name: test.p_value for name, test in found.items()})
     assert min(adjusted.values()) > LEVEL
 
