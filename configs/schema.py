@@ -58,6 +58,8 @@ class DecodeConfig(SamplingConfig):
     max_new_tokens: PositiveInt = 128
     batch_size: PositiveInt = 1
     seed: NonNegativeInt = 0
+    # Strings in the answer's text that end it with the token that completes the first of them; None: only ends of text do.
+    stop: list[str] | None = None
     # Several candidates for each position, down to num_speculative_tokens; None: a chain. At a temperature above 0, `token`
     # judges siblings as `tree.candidates` says, `match` takes the draft's likeliest, as a dynamic tree always does.
     tree: TreeConfig = None
@@ -91,6 +93,16 @@ class DecodeConfig(SamplingConfig):
     @model_validator(mode="after")
     def _the_lossy_mode_goes_with_the_rest(self) -> Self:
         check_lossy(self)
+        return self
+
+    @model_validator(mode="after")
+    def _stops_can_be_found(self) -> Self:
+        if self.stop is None:
+            return self
+        if not self.stop or not all(self.stop):
+            raise ValueError(f"stop must hold strings of one character or more, got {self.stop}; null is for none")
+        if unknown := [stop for stop in self.stop if "\ufffd" in stop]:
+            raise ValueError(f"stop: {unknown[0]!r} holds U+FFFD, as which every unfinished character is shown; leave it out")
         return self
 
     @model_validator(mode="after")

@@ -209,7 +209,7 @@ def _laws_after(target: Target, text: Prefix, prefixes: Sequence[Prefix], sampli
 
 
 def _sample(target: Target, proposer: Proposer, start: Start, config: DecodeConfig, num_samples: int) -> Iterator[Generation]:
-    settings = config.model_copy(update={"max_new_tokens": _answer_length(config)})
+    settings = config.model_copy(update={"max_new_tokens": _answer_length(config), "stop": None})
     requests = [Request(prompt_id=f"{start.prompt_id}/sample {n}", category="", tokens=start.text) for n in range(num_samples)]
     with progress("sampling first tokens", num_samples, "samples") as advance:
         for first in range(0, num_samples, AT_ONCE):

@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+# stop: a stop string is complete; context: the target's is full;
 # non_finite: target or draft computed what is no number; error: the machine gave up, e.g. for want of memory;
 # no_room_in_context: a later turn with all before it does not fit; after_a_failed_turn: nothing was there to ask it after.
-StopReason = Literal["eos", "length", "context", "non_finite", "error", "no_room_in_context", "after_a_failed_turn"]
+StopReason = Literal["eos", "stop", "length", "context", "non_finite", "error", "no_room_in_context", "after_a_failed_turn"]
 UNDECODED = frozenset(("error", "no_room_in_context", "after_a_failed_turn"))  # such a generation has no tokens
 FAILED = UNDECODED | {"non_finite"}
 AUTOREGRESSIVE = "autoregressive"

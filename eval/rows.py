@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from configs.schema import DecodeConfig
 from distill.target import Target
 from eval.records import Generation, Round, StopReason
+from eval.stops import StopStrings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +37,11 @@ class Row:
     tokens: list[int] = field(init=False)
     rounds: list[Round] = field(default_factory=list)
     stop_reason: StopReason | None = None
+    stops: StopStrings | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.tokens)
+        self.stops = StopStrings(self.target.tokenizer, self.config.stop) if self.config.stop else None
 
     @property
     def num_answered(self) -> int:
@@ -53,20 +56,28 @@ class Row:
         return max(0, min(answer, context) - 1)
 
     def commit(self, tokens: list[int], *, finite: bool) -> list[int]:
-        """Append tokens up to the first end-of-text, and note why the row ended if it did. Return what was appended."""
+        """Append tokens up to the first that ends the answer, and note why it ended if it did. Return what was appended."""
         if not finite:
             self.stop_reason = "non_finite"
             return []
-        ends = [index for index, token in enumerate(tokens) if token in self.target.eos_token_ids]
-        committed = tokens[: ends[0] + 1] if ends else tokens
+        committed: list[int] = []
+        for token in tokens:
+            committed.append(token)
+            self.stop_reason = self._ended_by(token)
+            if self.stop_reason is not None:
+                break
         self.tokens += committed
-        if ends:
-            self.stop_reason = "eos"
-        elif self.num_answered >= self.config.max_new_tokens:
+        if self.stop_reason is None and self.num_answered >= self.config.max_new_tokens:
             self.stop_reason = "length"
-        elif len(self.tokens) >= self.target.max_positions:
+        elif self.stop_reason is None and len(self.tokens) >= self.target.max_positions:
             self.stop_reason = "context"
         return committed
+
+    def _ended_by(self, token: int) -> StopReason | None:
+        """Return why the answer ends with this token, its next; None: it does not."""
+        if token in self.target.eos_token_ids:
+            return "eos"
+        return "stop" if self.stops is not None and self.stops.completes(token) else None
 
     def to_generation(self, mode: str) -> Generation:
         """Return its record.
