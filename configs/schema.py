@@ -60,6 +60,9 @@ class DecodeConfig(SamplingConfig):
     seed: NonNegativeInt = 0
     # Strings in the answer's text that end it with the token that completes the first of them; None: only ends of text do.
     stop: list[str] | None = None
+    # int8: the target keeps keys and values in 8 bits, for half the memory; None: in its dtype. It changes the target's law a
+    # little, for plain decoding as for speculative; the draft's cache stays as it is.
+    kv_cache: Literal["int8"] | None = None
     # Several candidates for each position, down to num_speculative_tokens; None: a chain. At a temperature above 0, `token`
     # judges siblings as `tree.candidates` says, `match` takes the draft's likeliest, as a dynamic tree always does.
     tree: TreeConfig = None

@@ -105,6 +105,11 @@ def _describe(
             f"{suite.num_turns_left_out} later turns of the suite's conversations were not asked: suite.max_turns is "
             f"{config.suite.max_turns}"
         )
+    if config.decode.kv_cache is not None:
+        warnings.append(
+            "the target kept its keys and values in int8, in plain and in speculative decoding: both follow a law that is a "
+            "little different from the target's own, and are compared with each other"
+        )
     return build_report(
         target=target.identity.to_dict()
         | {"dtype": config.target.dtype, "num_parameters": sum(each.numel() for each in target.model.parameters())},

@@ -22,6 +22,7 @@ from eval.meters import Meter
 from eval.outcomes import Outcome, chain_outcome, tree_outcome
 from eval.records import Laws, Round
 from eval.rows import Request, Row
+from heads.int8_cache import LAYERS
 from heads.kv_cache import new_cache
 from heads.lm_head import head_logits
 from heads.proposer import Proposal, Proposer, TargetReader, TreeProposer
@@ -63,7 +64,7 @@ class BatchRun:
             num_slots = self.tree.num_slots * proposer.num_trees
         longest = max(len(request.tokens) for request in requests)
         self.capacity = min(longest + config.max_new_tokens, target.max_positions) + num_slots + 1
-        self.cache = new_cache(target.model, self.capacity)
+        self.cache = new_cache(target.model, self.capacity, LAYERS[config.kv_cache])
         self.taps = () if proposer is None else proposer.taps
 
     def prefill(self) -> None:

@@ -6,8 +6,8 @@ few sizes and is read whole behind a mask, and whatever fits no width (a prompt)
 is compiled is the lean forward (`heads.lean_forward`) where the family has one, transformers' own elsewhere. The output matrix
 is one product and stays outside.
 
-On two cores with SmolLM2 in bfloat16 a graph takes 30 s to compile, and a pass of the lean forward then 5 to 15 % less; a pass
-of transformers' forward a fifth to a third less, for 45 s. Each width, batch size, cache size and set of taps is a graph of its
+With SmolLM2 in bfloat16 on two cores a graph of the lean forward takes 30 s to compile and saves 5 to 15 % of a pass
+(`docs/forwards.md`). Each width, batch size, cache size and set of taps is a graph of its
 own, so this is for long runs at one batch size. The weights are inputs of the graphs, not constants of them: all share one
 packed copy. The path by CUDA graphs (`mode="reduce-overhead"`) was written without a GPU to run it on. Left out on purpose:
 batches filled up to a fixed size; taps of a forward by transformers, which runs as it is while something is tapped.

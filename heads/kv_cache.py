@@ -6,13 +6,13 @@ beyond. Rolling back is therefore starting again at an earlier position: nothing
 tree take consecutive slots whatever their depth (`heads.trees.Branches`); those of the path that stays are then moved to where
 a chain would have put them, the only copy there is.
 
-Sliding-window layers keep the full length and are masked; left out on purpose: paged and quantised storage.
+Sliding-window layers keep the full length and are masked; left out on purpose: paged storage (quantised: `heads.int8_cache`).
 B batch, T new tokens, S cache length, N key-value heads, H head width, D width, A accepted drafts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,10 +44,11 @@ class _Slots:
         return max(self.starts) + self.length if self.span is None else self.span
 
 
-class _RowLayer(CacheLayerMixin):
+class RowLayer(CacheLayerMixin):
     """One layer's keys and values, `[B, N, capacity, H]`, allocated when the first states show their shape."""
 
     is_sliding = False
+    stored: Sequence[str] = ("keys", "values")  # attributes, `[B, N, capacity, ...]`
     keys: Tensor
     values: Tensor
 
@@ -76,6 +77,17 @@ class _RowLayer(CacheLayerMixin):
             self.values[self.slots.index] = value_states.transpose(1, 2)
         return self.keys[:, :, :end], self.values[:, :, :end]
 
+    def move(self, goal: tuple[Tensor, slice, Tensor], source: tuple[Tensor, slice, Tensor]) -> None:
+        """Copy what stands in the slots `source` to `goal`."""
+        for name in self.stored:
+            tensor = getattr(self, name)
+            tensor[goal] = tensor[source]
+
+    def keep_rows(self, index_B: Tensor) -> None:
+        """Drop all rows but these, in this order."""
+        for name in self.stored:
+            setattr(self, name, getattr(self, name)[index_B])
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.slots.end, 0
 
@@ -87,10 +99,13 @@ class _RowLayer(CacheLayerMixin):
 
 
 class RowCache(Cache):
-    """Keys and values of `num_layers` layers for up to `capacity` positions a row; see the module's docstring."""
+    """Keys and values of `num_layers` layers for up to `capacity` positions a row; see the module's docstring.
 
-    def __init__(self, num_layers: int, capacity: int) -> None:
-        self.rows = [_RowLayer(capacity) for _ in range(num_layers)]
+    `layer` makes one layer's storage of the capacity.
+    """
+
+    def __init__(self, num_layers: int, capacity: int, layer: Callable[[int], RowLayer] = RowLayer) -> None:
+        self.rows = [layer(capacity) for _ in range(num_layers)]
         super().__init__(layers=list(self.rows))
         self.capacity = capacity
         self._slots = _Slots(starts=[0], length=0, index=None)
@@ -139,8 +154,8 @@ class RowCache(Cache):
     def mark_static(self) -> None:
         """Tell CUDA graphs that keys and values stay where they are, so that they are not copied before each run."""
         for layer in self.rows:
-            torch._dynamo.mark_static_address(layer.keys)
-            torch._dynamo.mark_static_address(layer.values)
+            for name in layer.stored:
+                torch._dynamo.mark_static_address(getattr(layer, name))
 
     @property
     def holds_tree(self) -> bool:
@@ -180,15 +195,13 @@ class RowCache(Cache):
         device = self.rows[0].keys.device
         source, goal = _index(starts, torch.tensor(columns, device=device)), _index(starts, torch.arange(A, device=device))
         for layer in self.rows:
-            layer.keys[goal] = layer.keys[source]
-            layer.values[goal] = layer.values[source]
+            layer.move(goal, source)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Drop all rows but these, in this order."""
         for layer in self.rows:
             if layer.is_initialized:
-                index_B = torch.tensor(rows, device=layer.keys.device)
-                layer.keys, layer.values = layer.keys[index_B], layer.values[index_B]
+                layer.keep_rows(torch.tensor(rows, device=layer.keys.device))
 
 
 def _index(starts: Sequence[int], columns: Tensor) -> tuple[Tensor, slice, Tensor]:
@@ -197,10 +210,11 @@ def _index(starts: Sequence[int], columns: Tensor) -> tuple[Tensor, slice, Tenso
     return torch.arange(len(starts), device=columns.device).unsqueeze(1), slice(None), starts_B1 + columns
 
 
-def new_cache(model: PreTrainedModel, capacity: int) -> RowCache:
-    """Return an empty cache for `model` that holds `capacity` positions a row, or more."""
+def new_cache(model: PreTrainedModel, capacity: int, layer: Callable[[int], RowLayer] = RowLayer) -> RowCache:
+    """Return an empty cache for `model` that holds `capacity` positions a row, or more; `layer` as for `RowCache`."""
     fast = fast_forward(model)
-    return RowCache(model.config.get_text_config().num_hidden_layers, capacity if fast is None else fast.cache_size(capacity))
+    size = capacity if fast is None else fast.cache_size(capacity)
+    return RowCache(model.config.get_text_config().num_hidden_layers, size, layer)
 
 
 def check_rolls_back(model: PreTrainedModel) -> None:
