@@ -7,10 +7,10 @@ is compiled is the lean forward (`heads.lean_forward`) where the family has one,
 is one product and stays outside.
 
 With SmolLM2 in bfloat16 on two cores a graph of the lean forward takes 30 s to compile and saves 5 to 15 % of a pass
-(`docs/forwards.md`). Each width, batch size, cache size and set of taps is a graph of its
-own, so this is for long runs at one batch size. The weights are inputs of the graphs, not constants of them: all share one
-packed copy. The path by CUDA graphs (`mode="reduce-overhead"`) was written without a GPU to run it on. Left out on purpose:
-batches filled up to a fixed size; taps of a forward by transformers, which runs as it is while something is tapped.
+(`docs/forwards.md`). Each width, batch size, cache size and set of taps is a graph of its own, so this is for long runs at one
+batch size. The weights are inputs of the graphs, not constants of them: all share one packed copy. The path by CUDA graphs
+(`mode="reduce-overhead"`) was written without a GPU to run it on. Left out on purpose: batches filled up to a fixed size; taps
+of a forward by transformers, which runs as it is while something is tapped.
 B batch, T new tokens, W tokens of a graph, S cache length, D width.
 """
 

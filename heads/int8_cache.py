@@ -7,8 +7,8 @@ were read together, and speculative decoding gives the answers of plain decoding
 with their vectors, and starting again at an earlier position is all there is to rolling back (`heads.kv_cache`).
 
 On SmolLM2-135M the answers of the full cache have perplexity 1.908 in place of 1.904, and 3.4 % of the likeliest tokens are
-others (`docs/forwards.md`). Left out on purpose: attention on the eight bits themselves. What is read is widened first, which takes
-time and, one layer at a time, a full layer's memory.
+others (`docs/forwards.md`). Left out on purpose: attention on the eight bits themselves. What is read is widened first, which
+takes time and, one layer at a time, a full layer's memory.
 B batch, N key-value heads, T new tokens, S cache length, H head width.
 """
 
