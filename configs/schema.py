@@ -8,10 +8,10 @@ reported in milliseconds.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from configs.head_families import Eagle3Settings, HeadConfig
 from configs.learning import LossConfig, OptimizerConfig, StudentConfig
@@ -385,17 +385,23 @@ class LosslessConfig(Settings):
     first_token_samples: NonNegativeInt = 256
 
 
+FreeDraft = Literal["prompt_lookup", "suffix_lookup", "self_speculation"]  # ways of drafting that need no training
+
+
 class EvalConfig(Settings):
     """`eval/run.py`: decode with a draft, compare with plain decoding, write the report."""
 
     target: TargetConfig = TargetConfig()
-    draft: str = "runs/distill/artifact"  # an artifact folder
+    # An artifact folder, or a list of them, whose candidates are merged into one tree in the order of the list
+    draft: str | list[str] = "runs/distill/artifact"
+    draft_device: str | None = None  # of draft LMs, such as cuda:1; None: the target's. Not yet run on two devices
     allow_target_mismatch: bool = False
     suite: SuiteConfig = SuiteConfig()
     decode: DecodeConfig = DecodeConfig()
     repeats: PositiveInt = 2  # interleaved: plain, speculative, baselines, plain, ...
     warmup_prompts: NonNegativeInt = 1
-    baselines: list[Literal["prompt_lookup"]] = ["prompt_lookup"]
+    baselines: list[FreeDraft] = ["prompt_lookup"]  # measured beside the draft (`eval.baselines`)
+    self_speculation_layers: PositiveInt | None = None  # of the target's blocks, for that baseline; None: a quarter of them
     lossless: LosslessConfig = LosslessConfig()
     quality: QualityConfig | None = None  # what answers are worth, with and without the draft; a lossy mode needs it
     energy: bool = False  # joules per token, by the machine's own counters where they can be read
@@ -406,6 +412,45 @@ class EvalConfig(Settings):
     @model_validator(mode="after")
     def _lossy_answers_are_judged(self) -> Self:
         refuse_unjudged_loss(self.decode.model_dump(), self.quality)
+        return self
+
+    @property
+    def drafts(self) -> list[str]:
+        """The artifact folders that `draft` names."""
+        return [self.draft] if isinstance(self.draft, str) else self.draft
+
+    @field_validator("draft", mode="before")
+    @classmethod
+    def _draft_is_named_by_text(cls, value: Any) -> Any:
+        """Say in one sentence what pydantic would say once for each form that a draft may have."""
+        if not all(isinstance(each, str) for each in (value if isinstance(value, list) else [value])):
+            raise ValueError(f"expected an artifact folder or a list of them, got {value!r}")
+        return value
+
+    @model_validator(mode="after")
+    def _several_drafts_can_be_merged(self) -> Self:
+        if not self.drafts:
+            raise ValueError("draft names no artifact folder: give one, or a list of several")
+        if len(set(self.drafts)) < len(self.drafts):
+            raise ValueError(f"draft names the same folder twice, got {self.drafts}; a draft adds nothing to itself")
+        if len(self.drafts) == 1:
+            return self
+        if self.decode.tree is None or self.decode.num_speculative_tokens == 0:
+            raise ValueError(
+                "several drafts are merged into a tree: set decode.tree, for instance to a static one with branching "
+                "[1, 1, 1], and decode.num_speculative_tokens to at least its depth"
+            )
+        if self.decode.draws:
+            raise ValueError(
+                f"tokens of several drafts cannot be drawn from one law, as rule {self.decode.rule} asks for: set "
+                "decode.verification to match, or decode.temperature to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _baselines_are_named_once(self) -> Self:
+        if len(set(self.baselines)) < len(self.baselines):
+            raise ValueError(f"baselines must name each way once, got {self.baselines}")
         return self
 
 
@@ -442,7 +487,7 @@ class GateConfig(Settings):
     lossless: list[Literal["lossless", "lossless_up_to_ties", "lossy_by_design"]] = ["lossless", "lossless_up_to_ties"]
     min_prompts: PositiveInt = 1
     # Ways to decode that need no training, measured in the same run: both tau and speed must lie above theirs
-    must_beat: list[Literal["prompt_lookup"]] = []
+    must_beat: list[FreeDraft] = []
     suite_sha256: str | None = None  # what the report's prompts must hash to (its prompts.sha256)
     allow_target_mismatch: bool = False  # the draft may have been made for other weights than those it was measured with
     # What a baseline report may have been made with otherwise. Target and prompts are never in question.

@@ -90,7 +90,8 @@ DEFINITIONS: dict[str, str] = {
     "by_category": "The same numbers over the prompts of one category alone.",
     "baselines": (
         "Other ways to decode, measured in the same run on the same prompts. Prompt lookup drafts by copying from the text so "
-        "far and needs no training. A ratio is this draft's number over theirs, with the same prompts drawn for both."
+        "far and needs no training. Suffix lookup does so too, and knows the answers to the suite's earlier prompts of the same "
+        "process, never that to the prompt at hand. Self-speculation drafts with the target's own first blocks. A ratio is this draft's number over theirs, with the same prompts drawn for both."
     ),
     "statistics": (
         "Brackets hold an interval: a percentile bootstrap that draws whole prompts (for seconds, whole batches) with "

@@ -18,7 +18,9 @@ from configs.provenance import describe_git, describe_hardware, describe_version
 from configs.schema import EvalConfig
 from distill.processes import join_processes
 from distill.target import Target, load_target
+from eval.baselines import make_baselines
 from eval.decode import check_decodable
+from eval.drafts import EvaluatedDraft, load_evaluated
 from eval.energy import summarise_energy
 from eval.lossless import judge_lossless
 from eval.meters import find_meter
@@ -32,9 +34,6 @@ from eval.suite import Suite, load_suite
 from eval.summary import render_markdown
 from eval.tally import Tally
 from eval.turns import Turns
-from heads.artifact import Draft, load_draft
-from heads.prompt_lookup import PromptLookup
-from heads.proposer import Proposer
 
 log = logging.getLogger("draftsmith")
 
@@ -53,7 +52,7 @@ def evaluate(config: EvalConfig) -> int:
     if state.is_main_process:
         write_run_record(output, config, processes=state.num_processes)
     state.wait_for_everyone()  # the folder is there
-    proposers = {SPECULATIVE: draft.proposer, **_baselines(config, target)}
+    proposers = {SPECULATIVE: draft.proposer, **make_baselines(config, target)}
     metering = find_meter(target.device, state.num_processes) if config.energy else None
     records = measure_share(target, turns, config, proposers, state, None if metering is None else metering.meter)
     if records is None:
@@ -64,7 +63,7 @@ def evaluate(config: EvalConfig) -> int:
         records.of(SPECULATIVE),
         config.decode,
         config.lossless,
-        lambda other: load_draft(config.draft, other.identity, other.model, allow_target_mismatch=config.allow_target_mismatch),
+        lambda other: load_evaluated(config, other),
     )
     report = _describe(config, suite, target, draft, records, lossless, state.num_processes)
     report["quality"] = quality.judge(target, records)
@@ -77,23 +76,18 @@ def evaluate(config: EvalConfig) -> int:
     return DONE
 
 
-def _load(config: EvalConfig, target: Target) -> Draft:
-    draft = load_draft(config.draft, target.identity, target.model, allow_target_mismatch=config.allow_target_mismatch)
+def _load(config: EvalConfig, target: Target) -> EvaluatedDraft:
+    draft = load_evaluated(config, target)
     for warning in draft.warnings:
         log.warning("%s", warning)
     return draft
-
-
-def _baselines(config: EvalConfig, target: Target) -> dict[str, Proposer]:
-    makers = {"prompt_lookup": lambda: PromptLookup(target.device)}
-    return {name: makers[name]() for name in config.baselines}
 
 
 def _describe(
     config: EvalConfig,
     suite: Suite,
     target: Target,
-    draft: Draft,
+    draft: EvaluatedDraft,
     records: Tally,
     lossless: dict[str, Any],
     num_processes: int,
@@ -113,13 +107,7 @@ def _describe(
     return build_report(
         target=target.identity.to_dict()
         | {"dtype": config.target.dtype, "num_parameters": sum(each.numel() for each in target.model.parameters())},
-        draft={
-            "kind": draft.metadata.kind,
-            "path": config.draft,
-            "sha256": draft.sha256,
-            "num_parameters": draft.num_parameters,
-            "target_sha256": draft.metadata.target["weights_sha256"],
-        },
+        draft=draft.section,
         decode=config.decode.model_dump(mode="json")
         | {
             "dtype": config.target.dtype,

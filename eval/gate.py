@@ -2,14 +2,15 @@
 
 Prints a table and writes the verdict beside the report as `gate.json`, `gate.md` (for a pull request) and `gate.xml` (JUnit,
 for a CI system). Ends with 0 for pass, 1 for fail, 2 for bad input, 3 where the prompts were too few to say. With
-`--artifact FOLDER` the draft that is to be released must be, by its hash, the one that was measured. The checks are
-`eval.gating`'s.
+`--artifact FOLDER`, once for each where several were measured as one, the draft that is to be released must be, by its hash,
+the one that was measured. The checks are `eval.gating`'s.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 # Python puts this script's folder first, where `suite` or `report` could hide an installed module: the checkout goes before it.
@@ -42,7 +43,7 @@ def main(config: GateConfig, args: argparse.Namespace) -> int:
         "report": args.report,
         "report_sha256": sha256_of(report_path),
         "baseline": args.baseline,
-        "artifact": args.artifact,
+        "artifact": " + ".join(args.artifact) or None,
         "config": config.model_dump(mode="json"),
     }
     write_json(output, record)
@@ -68,19 +69,25 @@ def _clear_output(args: argparse.Namespace) -> Path:
     return output
 
 
-def _read_artifact(folder: str | None) -> Artifact | None:
-    if folder is None:
+def _read_artifact(folders: Sequence[str]) -> Artifact | None:
+    if not folders:
         return None
     from eval.shipped import read_shipped  # imports torch
 
-    return read_shipped(Path(folder))
+    return read_shipped([Path(folder) for folder in folders])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the gate's own arguments."""
     parser.add_argument("report", metavar="REPORT", help="report.json, written by eval/run.py")
     parser.add_argument("--baseline", metavar="FILE", help="an earlier report.json, for rules with relative_to_baseline")
-    parser.add_argument("--artifact", metavar="FOLDER", help="the draft to be released: must be the one that was measured")
+    parser.add_argument(
+        "--artifact",
+        metavar="FOLDER",
+        action="append",
+        default=[],
+        help="the draft to be released: must be the one that was measured; repeat it for several measured together, in order",
+    )
     parser.add_argument("--output", metavar="FILE", help="where the verdict goes; by default gate.json beside the report")
 
 

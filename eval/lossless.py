@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,13 +24,21 @@ from eval.decode import Request, decode
 from eval.lossless_sampled import FAIL, INCONCLUSIVE, PASS, check_samples, pair_answers
 from eval.records import UNDECODED, Divergence, Generation
 from eval.rule_proof import check_rule
-from heads.artifact import Draft
 from heads.compiled_forward import run_alike
 from heads.lm_head import backbone, head_logits
+from heads.proposer import Proposer
 
 LOSSLESS, UP_TO_TIES, NOT_LOSSLESS, LOSSY = "lossless", "lossless_up_to_ties", "not_lossless", "lossy_by_design"
 COMPARED_TOKENS = 32  # the likeliest tokens, whose logits' rounding error is looked at
 NO_TIE = float(torch.finfo(torch.float32).max)  # the gap reported where no two tokens can be compared; JSON has no infinity
+
+
+class HasProposer(Protocol):
+    """A loaded draft: `heads.artifact.Draft`, or several as one."""
+
+    @property
+    def proposer(self) -> Proposer:
+        """Its decoding side."""
 
 
 def judge_lossless(
@@ -39,7 +47,7 @@ def judge_lossless(
     speculative: Sequence[Generation],
     decode_config: DecodeConfig,
     config: LosslessConfig,
-    draft_for: Callable[[Target], Draft],
+    draft_for: Callable[[Target], HasProposer],
 ) -> dict[str, Any]:
     """Return the report's `lossless` section.
 
@@ -206,7 +214,7 @@ def _check_in_float32(
     requests: Sequence[Request],
     decode_config: DecodeConfig,
     config: LosslessConfig,
-    draft_for: Callable[[Target], Draft],
+    draft_for: Callable[[Target], HasProposer],
 ) -> list[Divergence]:
     """Decode requests greedily both ways in float32 and return the differences."""
     in_float32 = _copied(target, torch.float32)

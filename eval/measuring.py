@@ -20,7 +20,7 @@ from eval.decode import Request, decode
 from eval.meters import Meter
 from eval.records import AUTOREGRESSIVE, SPECULATIVE, Generation, Timing
 from eval.turns import undecoded
-from heads.proposer import Proposer
+from heads.proposer import Learner, Proposer
 
 log = logging.getLogger("draftsmith")
 
@@ -88,8 +88,8 @@ class Measurement:
     ) -> None:
         self.target, self.config, self.follow, self.meter = target, config, follow, meter
         self.modes: dict[str, Proposer | None] = {AUTOREGRESSIVE: None, **proposers}
-        # The free baselines draft chains and are lossless, whatever the draft under evaluation is asked for.
-        chains = config.decode.model_copy(update={"tree": None, "lossy": None})
+        # The free baselines draft chains to their full length and are lossless, whatever is asked for of the draft.
+        chains = config.decode.model_copy(update={"tree": None, "stopping": None, "lossy": None})
         self.settings = {mode: config.decode if mode == SPECULATIVE else chains for mode in self.modes}
 
     def warm_up(self, batches: Sequence[Sequence[Request]]) -> None:
@@ -135,7 +135,15 @@ class Measurement:
                 continue
             records.timings.append(timing)
             records.generations += generations if repeat == 0 else []
+        self._teach(records)
         return _without(records, gave_up, batch) if gave_up else records
+
+    def _teach(self, records: Records) -> None:
+        """Tell drafts with a memory the answers they drafted for, now that no repeat can copy them."""
+        for mode, proposer in self.modes.items():
+            if isinstance(proposer, Learner):
+                for generation in records.of(mode):
+                    proposer.learn(generation.tokens)
 
 
 def _without(records: Records, modes: Collection[str], batch: Sequence[Request]) -> Records:

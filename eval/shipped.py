@@ -5,20 +5,27 @@ Apart from `eval.gating` because reading an artifact imports torch, which a gate
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from eval.comparability import IDENTITY
+from eval.drafts import agreed
 from eval.gating import Artifact
-from heads.artifact import hash_artifact, read_metadata
+from heads.artifact import hash_artifact, hash_together, read_metadata
 from heads.identity import TargetIdentity
 
 
-def read_shipped(folder: Path) -> Artifact:
-    """Return an artifact folder's own hash and those of the target that it was made for.
+def read_shipped(folders: Sequence[Path]) -> Artifact:
+    """Return the hash of an artifact folder, or of several together, and those of the target that it was made for.
+
+    Where several were made for different targets, what they differ in equals no target's.
 
     Raises:
-        InputError: it is no artifact, or a file of it is missing.
+        InputError: one is no artifact, or a file of it is missing.
     """
-    metadata = read_metadata(folder)
-    made_for = TargetIdentity.from_dict(metadata.target, str(folder)).to_dict()
-    return Artifact(sha256=hash_artifact(folder, metadata), target={key: made_for[key] for key in IDENTITY})
+    hashes, made_for = [], []
+    for folder in folders:
+        metadata = read_metadata(folder)
+        hashes.append(hash_artifact(folder, metadata))
+        made_for.append(TargetIdentity.from_dict(metadata.target, str(folder)).to_dict())
+    return Artifact(sha256=hash_together(hashes), target={key: agreed(each[key] for each in made_for) for key in IDENTITY})

@@ -9,6 +9,8 @@ A draft LM with a reduced vocabulary is written with its whole head, so that oth
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +26,7 @@ from configs.files import new_folder, read_json, write_json
 from heads.compiled_forward import run_alike
 from heads.draft_lm import DraftLM
 from heads.draft_vocabulary import DraftVocabulary, keep_head_rows, read_draft_vocabulary, write_draft_vocabulary
+from heads.elsewhere import Elsewhere
 from heads.families import FAMILIES, serve
 from heads.fast_forward import is_registered
 from heads.identity import TargetIdentity, hash_files
@@ -116,18 +119,25 @@ def save_head(folder: Path, head: torch.nn.Module, metadata: Metadata, vocabular
 
 
 def load_draft(
-    folder: str | Path, identity: TargetIdentity, target: PreTrainedModel, *, allow_target_mismatch: bool = False
+    folder: str | Path,
+    identity: TargetIdentity,
+    target: PreTrainedModel,
+    *,
+    allow_target_mismatch: bool = False,
+    device: str | None = None,
 ) -> Draft:
-    """Load an artifact for a target, on the target's device and in its dtype.
+    """Load an artifact for a target, in its dtype.
 
     Args:
         folder: the artifact.
         identity: who the target at hand is.
         target: the target's model.
         allow_target_mismatch: make the refusal of another target a warning. Another tokenizer stays refused.
+        device: where a draft LM is to run (`heads.elsewhere`); None: where the target is.
 
     Raises:
-        InputError: it is no artifact, is damaged, or was made for another target, tokenizer or chat template.
+        InputError: it is no artifact, is damaged, or was made for another target, tokenizer or chat template; or a device is
+            given that this machine lacks, or for a head.
     """
     folder = Path(folder)
     metadata = read_metadata(folder)
@@ -139,10 +149,19 @@ def load_draft(
         if "tokenizer" in differences or not allow_target_mismatch:
             raise InputError(words + ("" if "tokenizer" in differences else " (allow_target_mismatch makes this a warning)"))
         warnings.append(words)
-    load = _load_draft_lm if metadata.kind == "draft_lm" else _load_head
-    model, proposer = load(folder, metadata, target)
+    model: torch.nn.Module
+    proposer: Proposer
     if metadata.kind == "draft_lm":
-        warnings += _run_like_the_target(proposer, target)
+        model, draft_lm = _load_draft_lm(folder, metadata, target, device)
+        warnings += _run_like_the_target(draft_lm, target)
+        proposer = draft_lm if device is None else Elsewhere(draft_lm, draft_lm.model.device, target.device)
+    elif device is not None:
+        raise InputError(
+            f"draft_device {device}: {folder} holds a head of kind {metadata.kind!r}, which reads the target's states and "
+            "borrows its weights, so it runs where the target does; leave draft_device out"
+        )
+    else:
+        model, proposer = _load_head(folder, metadata, target)
     return Draft(
         metadata=metadata,
         proposer=proposer,
@@ -184,7 +203,14 @@ def hash_artifact(folder: Path, metadata: Metadata) -> str:
         raise InputError(f"{folder} is damaged: cannot read {error.filename}: {error.strerror}") from error
 
 
-def _load_draft_lm(folder: Path, metadata: Metadata, target: PreTrainedModel) -> tuple[PreTrainedModel, Proposer]:
+def hash_together(hashes: Sequence[str]) -> str:
+    """Return the one hash of several artifacts that draft together, in their order; a single one keeps its own."""
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("\n".join(hashes).encode()).hexdigest()
+
+
+def _load_draft_lm(
+    folder: Path, metadata: Metadata, target: PreTrainedModel, device: str | None
+) -> tuple[PreTrainedModel, DraftLM]:
     if not (folder / WEIGHTS_FILE).is_file():
         raise InputError(f"{folder} is damaged: it holds no {WEIGHTS_FILE}")
     try:
@@ -193,7 +219,7 @@ def _load_draft_lm(folder: Path, metadata: Metadata, target: PreTrainedModel) ->
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise InputError(f"{folder} is damaged: {str(error).splitlines()[0]}") from error
-    torch.nn.Module.to(model, device=target.device, dtype=target.dtype)
+    torch.nn.Module.to(model, device=_device(device, target), dtype=target.dtype)
     model.eval().requires_grad_(False)
     check_rolls_back(model)
     check_split(model)
@@ -205,9 +231,23 @@ def _load_draft_lm(folder: Path, metadata: Metadata, target: PreTrainedModel) ->
     return model, DraftLM(model, target_vocab_size, vocabulary)
 
 
-def _run_like_the_target(proposer: Proposer, target: PreTrainedModel) -> list[str]:
+def _device(name: str | None, target: PreTrainedModel) -> torch.device:
+    """Return the device of a name, the target's where there is none.
+
+    Raises:
+        InputError: it is no name of a device, or the machine lacks that device.
+    """
+    if name is None:
+        return target.device
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch raises one or the other, by backend
+        raise InputError(f"draft_device {name!r} is no device of this machine: {first_line(error)}") from error
+
+
+def _run_like_the_target(proposer: DraftLM, target: PreTrainedModel) -> list[str]:
     """Give a draft LM a lean forward where its target has one; return what to tell the user where that cannot be."""
-    if not is_registered(target) or not isinstance(proposer, DraftLM):
+    if not is_registered(target):
         return []
     try:
         run_alike(proposer.model, target)

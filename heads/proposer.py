@@ -83,6 +83,14 @@ class Proposer(Protocol):
 
 
 @runtime_checkable
+class Learner(Protocol):
+    """A draft that remembers answers, and is told which."""
+
+    def learn(self, answer: Sequence[int]) -> None:
+        """Remember an answer. Must not be called while a batch is under way."""
+
+
+@runtime_checkable
 class TargetReader(Proposer, Protocol):
     """A draft that is made of the target, and reads it for the decoder, so that what drafting has computed is not run again."""
 

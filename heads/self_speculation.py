@@ -46,7 +46,7 @@ def early_exit(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
 
 
 class SelfSpeculation:
-    """The target's first blocks as a proposer (`heads.proposer.TargetReader`) whose work the target's verification goes on from.
+    """The target's first blocks as a proposer (`heads.proposer.TargetReader`); verification goes on from what they computed.
 
     Args:
         model: the target.

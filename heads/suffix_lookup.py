@@ -7,8 +7,8 @@ Drafts are deterministic, so verification by sample-and-match leaves the output'
 SmolLM2-135M that were at hand, three drafts a round would have made tau 1.20 by prompt lookup, 1.19 by the text alone, 1.48
 with the answers before in the memory, 1.83 with 2,054 others learnt first; at 15 to 45 microseconds a round.
 
-**When measuring**: a prompt that was decoded before is in the memory, and decoding it again copies the answer. Measure each
-prompt once, or with `memory_tokens` 0.
+**When measuring**: a prompt that was decoded before is in the memory, and decoding it again copies the answer. Let it learn
+nothing by itself (`learns_own_answers`), and tell it an answer when that prompt is done with, as `eval.measuring` does.
 """
 
 from __future__ import annotations
@@ -55,14 +55,21 @@ class SuffixLookup:
         min_share: a draft ends before the token with which it becomes, by the counts, less likely than this.
         drafts_per_matched: it is at most so many times as long as its match, rounded up: longer matches agree for longer.
         memory_tokens: how many tokens of earlier answers are remembered, the newest; 0: none.
+        learns_own_answers: remember what it drafted for as soon as the next batch starts; otherwise only what `learn` is told.
     """
 
     taps: Sequence[int] = ()
 
     def __init__(
-        self, device: torch.device, *, min_share: float = 0.1, drafts_per_matched: float = 2.0, memory_tokens: int = 100_000
+        self,
+        device: torch.device,
+        *,
+        min_share: float = 0.1,
+        drafts_per_matched: float = 2.0,
+        memory_tokens: int = 100_000,
+        learns_own_answers: bool = True,
     ) -> None:
-        self.device = device
+        self.device, self.learns_own_answers = device, learns_own_answers
         self.min_share, self.drafts_per_matched, self.memory_tokens = min_share, drafts_per_matched, memory_tokens
         self._memory = SuffixAutomaton()
         self._answers: deque[list[int]] = deque()
@@ -81,7 +88,7 @@ class SuffixLookup:
             self._forget_the_oldest()
 
     def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
-        for row in [*self._ended, *self._rows]:
+        for row in [*self._ended, *self._rows] if self.learns_own_answers else ():
             self.learn(row.answer)
         self._ended = []
         self._rows = [_Row(prompt_length=len(row) - 1) for row in tokens]

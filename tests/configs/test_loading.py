@@ -147,7 +147,7 @@ def test_a_mistake_in_the_file_names_the_file_even_beside_overrides(written):
 
 
 def test_of_several_mistakes_the_first_is_told_and_the_others_are_counted(written):
-    with pytest.raises(ConfigError, match=r"draft: expected text, got 3 \(and 2 more\)$"):
+    with pytest.raises(ConfigError, match=r"draft: expected an artifact folder or a list of them, got 3 \(and 2 more\)$"):
         load_config(EvalConfig, written("draft: 3\noutput: 4\nrepeats: x"))
 
 

@@ -353,7 +353,7 @@ def test_another_artifact_than_the_measured_one_fails_even_where_another_target_
 def test_an_artifact_on_disk_hashes_as_it_does_when_it_is_loaded(tiny_run):
     target = load_target(TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu"))
 
-    shipped = read_shipped(tiny_run / "artifact")
+    shipped = read_shipped([tiny_run / "artifact"])
 
     assert shipped.sha256 == load_draft(tiny_run / "artifact", target.identity, target.model).sha256
     assert shipped.target["weights_sha256"] == target.identity.weights_sha256
@@ -364,7 +364,19 @@ def test_an_artifact_without_its_weights_is_called_damaged(tiny_run, tmp_path):
     (tmp_path / "artifact/model.safetensors").unlink()
 
     with pytest.raises(InputError, match=r"is damaged: cannot read .*model.safetensors"):
-        read_shipped(tmp_path / "artifact")
+        read_shipped([tmp_path / "artifact"])
+
+
+def test_several_artifacts_hash_together_in_their_order(tiny_run, tmp_path):
+    other = Path(shutil.copytree(tiny_run / "artifact", tmp_path / "other"))
+    metadata = json.loads((other / "draftsmith.json").read_text())
+    metadata["target"]["weights_sha256"] = "f" * 64
+    (other / "draftsmith.json").write_text(json.dumps(metadata))
+    alone, both = read_shipped([tiny_run / "artifact"]), read_shipped([tiny_run / "artifact", other])
+
+    assert both.sha256 != read_shipped([other, tiny_run / "artifact"]).sha256 != alone.sha256
+    assert both.target["tokenizer_sha256"] == alone.target["tokenizer_sha256"]
+    assert both.target["weights_sha256"] == f"{alone.target['weights_sha256']}, {'f' * 64}"
 
 
 # --- checks without a rule ----------------------------------------------------------------------------------------
