@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
+from configs.costs import CostConfig
 from configs.head_families import Eagle3Settings, HeadConfig
 from configs.learning import LossConfig, OptimizerConfig, StudentConfig
 from configs.lossy import LossyConfig
@@ -403,6 +404,7 @@ class EvalConfig(Settings):
     baselines: list[FreeDraft] = ["prompt_lookup"]  # measured beside the draft (`eval.baselines`)
     self_speculation_layers: PositiveInt | None = None  # of the target's blocks, for that baseline; None: a quarter of them
     lossless: LosslessConfig = LosslessConfig()
+    cost: CostConfig | None = None  # a timing sweep, from which the speed at other settings is predicted; None: no prediction
     quality: QualityConfig | None = None  # what answers are worth, with and without the draft; a lossy mode needs it
     energy: bool = False  # joules per token, by the machine's own counters where they can be read
     bootstrap_samples: PositiveInt = 2000
@@ -451,6 +453,13 @@ class EvalConfig(Settings):
     def _baselines_are_named_once(self) -> Self:
         if len(set(self.baselines)) < len(self.baselines):
             raise ValueError(f"baselines must name each way once, got {self.baselines}")
+        return self
+
+    @model_validator(mode="after")
+    def _costs_are_those_of_whole_chains(self) -> Self:
+        if self.cost is not None and (self.decode.tree is not None or self.decode.stopping is not None):
+            name = "tree" if self.decode.tree is not None else "stopping"
+            raise ValueError(f"cost predicts chains of a fixed length only: set it to null, or decode.{name} to null")
         return self
 
 

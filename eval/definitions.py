@@ -64,7 +64,9 @@ DEFINITIONS: dict[str, str] = {
     ),
     "speed.predicted": (
         "Decode speedup as a cost model expects it, fitted to a short timing sweep of target and draft on this machine and to "
-        "the measured survival by position, at other batch sizes and numbers of drafts. The measured one stands beside it."
+        "the measured survival by position, at other batch sizes and numbers of drafts. Positions beyond those measured are "
+        "given the last one's conditional acceptance; batches beyond the sweep's largest follow the fit. The measured one "
+        "stands beside it."
     ),
     "lossless.verdict": (
         "Whether speculative answers equal plain ones token for token. Up to ties: where they part, the target's logits for "

@@ -25,6 +25,7 @@ from eval.energy import summarise_energy
 from eval.lossless import judge_lossless
 from eval.meters import find_meter
 from eval.page import render_page
+from eval.prediction import predict_speed
 from eval.quality import Quality
 from eval.records import AUTOREGRESSIVE, SPECULATIVE
 from eval.report import PromptSet, build_report, write_report
@@ -33,6 +34,7 @@ from eval.shared_run import measure_share
 from eval.suite import Suite, load_suite
 from eval.summary import render_markdown
 from eval.tally import Tally
+from eval.timing_sweep import check_sweep
 from eval.turns import Turns
 
 log = logging.getLogger("draftsmith")
@@ -49,6 +51,8 @@ def evaluate(config: EvalConfig) -> int:
     draft = _load(config, target)
     turns = Turns(target, suite.prompts)
     check_decodable(target, turns.first)
+    if config.cost is not None:
+        check_sweep(target, config.cost)
     if state.is_main_process:
         write_run_record(output, config, processes=state.num_processes)
     state.wait_for_everyone()  # the folder is there
@@ -68,6 +72,9 @@ def evaluate(config: EvalConfig) -> int:
     report = _describe(config, suite, target, draft, records, lossless, state.num_processes)
     report["quality"] = quality.judge(target, records)
     report["energy"] = None if metering is None else summarise_energy(records.timings, metering, config)
+    if config.cost is not None and report["speed"] is not None:
+        plain = records.of(AUTOREGRESSIVE)
+        report["speed"]["predicted"] = predict_speed(target, draft.proposer, plain, report, config.decode, config.cost)
     write_report(output / "report.json", report)
     write_text(output / "report.md", render_markdown(report))
     write_text(output / "report.html", render_page(report, previous))

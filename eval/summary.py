@@ -18,6 +18,7 @@ def render_markdown(report: Mapping[str, Any]) -> str:
             ("", "value", "95 % interval"),
             [
                 ("decode speedup", times(speed.get("decode_speedup")), interval(speed.get("decode_speedup_ci"))),
+                ("decode speedup predicted by the cost model", times((speed.get("predicted") or {}).get("decode_speedup")), ""),
                 ("end-to-end speedup", times(speed.get("end_to_end_speedup")), interval(speed.get("end_to_end_speedup_ci"))),
                 (
                     "tokens per target step (τ)",
@@ -27,6 +28,7 @@ def render_markdown(report: Mapping[str, Any]) -> str:
                 ("acceptance rate (α)", number(acceptance["overlap_alpha"]), interval(acceptance["overlap_alpha_ci"])),
             ],
         ),
+        *_expected(speed),
         f"**{VERDICTS[report['lossless']['verdict']]}**: {lossless_detail(report)}.",
         table(("category", "prompts", "τ", "95 % interval", "decode speedup"), _category_rows(report)),
         table(("draft position", "given all before", "survival", "overlap α"), _position_rows(acceptance)),
@@ -67,6 +69,17 @@ def _energy_row(energy: Mapping[str, Any]) -> tuple[str, ...]:
     plain, speculative, ratio = (energy[f"joules_per_token_{side}"] for side in ("autoregressive", "speculative", "ratio"))
     bounds = interval(energy["joules_per_token_ratio_ci"])
     return (f"joules per token ({escape(energy['source'])})", number(plain), number(speculative), times(ratio), bounds)
+
+
+def _expected(speed: Mapping[str, Any]) -> list[str]:
+    """Say which settings the cost model would choose."""
+    predicted = speed.get("predicted")
+    if predicted is None:
+        return []
+    best, largest = predicted["best_num_speculative_tokens"], predicted["break_even_batch_size"]
+    fastest = "no number of drafts is expected to pay" if best is None else f"the fastest is expected at {best} a round"
+    up_to = "every batch that was looked at" if largest is None else f"a batch of {largest}"
+    return [f"Drafts at this batch size: {fastest}" + (f"; drafting pays up to {up_to}." if largest != 0 else ".")]
 
 
 def _category_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:

@@ -40,6 +40,7 @@ ENTRIES = {
     "eval/run.py": [],
     "eval/gate.py": ["report.json"],
     "eval/compare.py": ["one.json", "other.json"],
+    "eval/predict.py": ["report.json"],
     "scripts/make_cache.py": [],
     "scripts/make_data.py": [],
     "scripts/bench_decode.py": [],

@@ -1,0 +1,163 @@
+"""The cost model: what speculation gains by number of drafts, batch and context, on this machine or on another one.
+
+Expected seconds are expected rounds (`eval.expected_rounds`) times what a round takes: drafting, the target's forward over
+one row more than drafts, and the rest. On this machine those come from the timing sweep (`eval.cost_surface`); for another
+one the sweep's work, in bytes and operations, is divided by its bandwidth and speed, whichever takes longer (the roofline of
+Williams et al., CACM 2009), with nothing for launching kernels: what small models lose to that shows as too much speed.
+A batch is taken to stay full, as a server keeps it; its rows differ in how much they keep, and the one that kept most decides
+what the draft reads next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any, Protocol
+
+import numpy as np
+
+from eval.cost_surface import Sizes, Surface, Terms, drafting_terms, forward_terms, other_terms
+from eval.expected_rounds import AcceptanceProfile, AnswerLength, Floats, expected_rounds
+from eval.timing_sweep import TimedRound
+
+BATCHES_SHOWN = (1, 2, 4, 8, 16, 32, 64)
+LARGEST_BATCH = 1024  # none beyond is looked at
+
+
+class Costs(Protocol):
+    """Seconds of a round's parts by number of drafts, batch and context."""
+
+    def round_seconds(self, drafts: int, batch: int, context: float, after_full: float) -> float:
+        """Return the seconds of a whole round, `after_full` being the chance that the round before kept all drafts."""
+
+
+class MeasuredCosts:
+    """This machine's, from the timing sweep."""
+
+    def __init__(self, sweep: Sequence[TimedRound]) -> None:
+        self.verify = _surface(sweep, lambda each: each.verify_seconds, forward_terms)
+        self.other = _surface(sweep, lambda each: each.other_seconds, other_terms)
+        speculative = [each for each in sweep if each.num_speculative_tokens]
+        self.draft = _surface(speculative, lambda each: each.draft_seconds, drafting_terms)
+        self.draft_after_full = _surface(speculative, lambda each: each.draft_seconds_after_full, drafting_terms)
+
+    def round_seconds(self, drafts: int, batch: int, context: float, after_full: float) -> float:
+        sizes = drafts, batch, context
+        seconds = self.verify(*sizes) + self.other(*sizes)
+        if drafts:
+            seconds += (1 - after_full) * self.draft(*sizes) + after_full * self.draft_after_full(*sizes)
+        return seconds
+
+
+class RooflineCosts:
+    """Another machine's, from the work.
+
+    Args:
+        sweep: whose work counts, not its seconds.
+        bytes_per_second: at which it reads memory.
+        flops_per_second: of its matrix products in the dtype that was swept.
+    """
+
+    def __init__(self, sweep: Sequence[TimedRound], bytes_per_second: float, flops_per_second: float) -> None:
+        self.bytes_per_second, self.flops_per_second = bytes_per_second, flops_per_second
+        speculative = [each for each in sweep if each.num_speculative_tokens]
+        self.verify_bytes = _surface(sweep, lambda each: each.verify_bytes, forward_terms)
+        self.verify_flops = _surface(sweep, lambda each: each.verify_flops, forward_terms)
+        self.draft_bytes = _surface(speculative, lambda each: each.draft_bytes, drafting_terms)
+        self.draft_flops = _surface(speculative, lambda each: each.draft_flops, drafting_terms)
+
+    def round_seconds(self, drafts: int, batch: int, context: float, after_full: float) -> float:
+        sizes = drafts, batch, context
+        seconds = self._longer(self.verify_bytes(*sizes), self.verify_flops(*sizes))
+        return seconds + self._longer(self.draft_bytes(*sizes), self.draft_flops(*sizes)) if drafts else seconds
+
+    def _longer(self, num_bytes: float, num_flops: float) -> float:
+        return max(num_bytes / self.bytes_per_second, num_flops / self.flops_per_second)
+
+
+class CostModel:
+    """Predicts decode speedups.
+
+    Args:
+        costs: of a round.
+        profile: the acceptance.
+        answers: how long the answers are.
+        longest: the most drafts of a round that the costs know.
+    """
+
+    def __init__(self, costs: Costs, profile: AcceptanceProfile, answers: Iterable[AnswerLength], longest: int) -> None:
+        self.costs, self.profile, self.longest = costs, profile, longest
+        answers = list(answers)
+        self.num_tokens = sum(answer.num_tokens * answer.num_answers for answer in answers)
+        self._rounds: Callable[[int], Floats] = cache(lambda drafts: expected_rounds(profile, drafts, answers))
+
+    def speedup(self, drafts: int, batch: int, context: float) -> float:
+        """Return plain decoding's seconds over those with as many drafts a round."""
+        plain = self.num_tokens * self.costs.round_seconds(0, batch, context, 0.0)
+        # The few shorter rounds at an answer's end follow whole ones.
+        after_full = 1 - (1 - float(self.profile.accepted(drafts)[-1])) ** batch
+        rounds_G = self._rounds(drafts)
+        seconds_G = [self.costs.round_seconds(own, batch, context, after_full) for own in range(drafts + 1)]
+        return float(plain / np.dot(rounds_G, seconds_G))
+
+    def best(self, batch: int, context: float) -> tuple[int, float]:
+        """Return the fastest number of drafts, and its speedup, be it below 1."""
+        speedups = {drafts: self.speedup(drafts, batch, context) for drafts in range(1, self.longest + 1)}
+        drafts = max(speedups, key=lambda each: speedups[each])
+        return drafts, speedups[drafts]
+
+    def break_even_batch(self, context: float) -> int | None:
+        """Return the largest batch at which some number of drafts pays: 0 if none does, None if all up to `LARGEST_BATCH` do.
+
+        Looked for among powers of two, then between the two where it ceases to pay for good.
+        """
+        powers = [2**power for power in range(LARGEST_BATCH.bit_length())]
+        paying = [batch for batch in powers if self._pays(batch, context)]
+        if not paying:
+            return 0
+        pays, fails = paying[-1], 2 * paying[-1]
+        if fails > LARGEST_BATCH:
+            return None
+        while fails - pays > 1:
+            middle = (pays + fails) // 2
+            pays, fails = (middle, fails) if self._pays(middle, context) else (pays, middle)
+        return pays
+
+    def _pays(self, batch: int, context: float) -> bool:
+        return self.best(batch, context)[1] > 1
+
+
+def summarise_model(model: CostModel, drafts: int, batch: int, context: int, other_contexts: Iterable[int]) -> dict[str, Any]:
+    """Return the numbers of the report's `speed.predicted`.
+
+    Args:
+        model: the cost model.
+        drafts, batch, context: of the run that was measured.
+        other_contexts: for which settings are listed too.
+    """
+    fastest, speedup = model.best(batch, context)
+    settings = [
+        {
+            "num_speculative_tokens": each,
+            "batch_size": size,
+            "context_tokens": length,
+            "decode_speedup": model.speedup(each, size, length),
+        }
+        for length in sorted({context, *other_contexts})
+        for size in sorted({batch, *BATCHES_SHOWN})
+        for each in range(1, model.longest + 1)
+    ]
+    return {
+        "context_tokens": context,
+        "settings": settings,
+        "decode_speedup": model.speedup(drafts, batch, context) if drafts <= model.longest else None,
+        "best_num_speculative_tokens": fastest if speedup > 1 else None,
+        "break_even_batch_size": model.break_even_batch(context),
+    }
+
+
+def _surface(sweep: Sequence[TimedRound], cost: Callable[[TimedRound], float], terms: Terms) -> Surface:
+    measured: Mapping[Sizes, float] = {
+        (each.num_speculative_tokens, each.batch_size, each.context_tokens): cost(each) for each in sweep
+    }
+    return Surface(measured, terms)
