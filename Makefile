@@ -5,7 +5,7 @@ VLLM_STAMP := .cache/venvs/vllm/.installed
 GEMMA := .cache/gemma/gemma-3-270m-q4_k_m.gguf
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench bench-decode sweep bench-distill bench-heads law-check tables serve-check gemma-check clean
+.PHONY: help setup demo test check bench bench-decode sweep bench-distill bench-heads bench-eval law-check tables serve-check gemma-check clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -29,7 +29,7 @@ check: setup ## format, lint, types, import contract
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 
-bench: bench-decode bench-distill bench-heads ## every side-by-side measurement
+bench: bench-decode bench-distill bench-heads bench-eval ## every side-by-side measurement
 
 bench-decode: setup ## the decoder against transformers' assisted generation, into docs/results/decode.json
 	$(PY) scripts/bench_decode.py
@@ -42,6 +42,9 @@ bench-distill: setup sweep ## the loss and the training against plain ways and T
 
 bench-heads: setup ## every head family trained and measured, EAGLE-3's training against speculators, into docs/results/heads.json
 	$(PY) scripts/bench_heads.py
+
+bench-eval: setup ## predicted speed against measured, the evaluator's own cost, into docs/results/eval.json (after make demo)
+	$(PY) scripts/bench_eval.py
 
 law-check: setup ## 100,000 samples of the whole decoder for every rule and shape against the target's exact law (minutes)
 	$(PY) -m pytest -m slow -s tests/eval/test_law.py tests/eval/test_lossy.py

@@ -6,7 +6,8 @@ The defaults are the runs whose figures stand in `docs/results/`. Commands that 
 
 from __future__ import annotations
 
-from configs.schema import LosslessConfig, TargetConfig
+from configs.costs import CostConfig
+from configs.schema import LosslessConfig, SuiteConfig, TargetConfig
 from configs.settings import PositiveFloat, PositiveInt, Settings
 
 
@@ -73,14 +74,29 @@ class BenchDecodeConfig(Settings):
     held_out: str = "runs/heads/data/held_out.jsonl"  # conversations on which nothing was trained
     num_choosing: PositiveInt = 16  # at the file's beginning, which chose checkpoints and choose trees and lengths here
     num_prompts: PositiveInt = 24  # measured, the last of the file
-    past_answers: str | None = (
-        "runs/heads/data/train.jsonl"  # conversations that suffix lookup has seen; None: it has seen none
-    )
+    past_answers: str | None = "runs/heads/data/train.jsonl"  # conversations whose answers suffix lookup has seen; None: none
     num_speculative_tokens: PositiveInt = 3
     max_new_tokens: PositiveInt = 48
     repeats: PositiveInt = 2  # timed runs of every side on every prompt; sampled runs take another seed each time
     bootstrap_samples: PositiveInt = 2000
     output: str = "docs/results/decode.json"
+
+
+class BenchEvalConfig(Settings):
+    """`scripts/bench_eval.py`: predicted speedups against measured ones, and what evaluating costs beyond decoding."""
+
+    target: TargetConfig = TargetConfig()
+    draft: str = "runs/demo/distill/artifact"  # the artifact of a draft
+    suite: SuiteConfig = SuiteConfig(num_prompts=24)
+    max_new_tokens: PositiveInt = 32
+    repeats: PositiveInt = 1  # timed runs of every prompt by every number of drafts
+    # The sweep that predictions are made of; its num_speculative_tokens is the largest that is predicted and measured
+    cost: CostConfig = CostConfig(batch_sizes=[1], context_tokens=[96, 192], repeats=5)
+    aggregated_prompts: PositiveInt = 10_000  # whose records, of made-up rounds, are counted and summarised
+    simulations: PositiveInt = 1000  # of a suite of prompts with a known truth, for the coverage of intervals
+    bootstrap_samples: PositiveInt = 2000
+    output: str = "docs/results/eval.json"
+    runs: str = "runs/bench_eval"  # folder: the evaluation that predictions are made of
 
 
 class ResultsTableConfig(Settings):

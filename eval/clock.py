@@ -1,4 +1,4 @@
-"""Where the seconds of decoding a batch went, by phase; and the joules of those phases that are timed against each other."""
+"""Where the seconds went: of decoding a batch by phase, with the joules of what is timed; of a command by part."""
 
 from __future__ import annotations
 
@@ -38,3 +38,20 @@ class Clock:
         if self._on_gpu:
             torch.cuda.synchronize()
         return time.perf_counter()
+
+
+class Laps:
+    """Wall-clock seconds of a command's parts, which follow one another; a part may come again."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._since = time.perf_counter()
+
+    def done(self, part: str) -> None:
+        """Count the time since the last part ended, or since the laps began."""
+        now = time.perf_counter()
+        self.seconds[part] = self.seconds.get(part, 0.0) + now - self._since
+        self._since = now
+
+    def __str__(self) -> str:
+        return ", ".join(f"{part} {seconds:.1f} s" for part, seconds in self.seconds.items())

@@ -100,6 +100,10 @@ class CostModel:
         seconds_G = [self.costs.round_seconds(own, batch, context, after_full) for own in range(drafts + 1)]
         return float(plain / np.dot(rounds_G, seconds_G))
 
+    def tau(self, drafts: int) -> float:
+        """Return the tokens per target step, shorter rounds at the answers' ends included."""
+        return float(self.num_tokens / self._rounds(drafts).sum())
+
     def best(self, batch: int, context: float) -> tuple[int, float]:
         """Return the fastest number of drafts, and its speedup, be it below 1."""
         speedups = {drafts: self.speedup(drafts, batch, context) for drafts in range(1, self.longest + 1)}

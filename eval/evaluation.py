@@ -19,6 +19,7 @@ from configs.schema import EvalConfig
 from distill.processes import join_processes
 from distill.target import Target, load_target
 from eval.baselines import make_baselines
+from eval.clock import Laps
 from eval.decode import check_decodable
 from eval.drafts import EvaluatedDraft, load_evaluated
 from eval.energy import summarise_energy
@@ -40,8 +41,14 @@ from eval.turns import Turns
 log = logging.getLogger("draftsmith")
 
 
-def evaluate(config: EvalConfig) -> int:
-    """Evaluate as configured and write `report.json`, `.html`, `.md`, `records.jsonl` and `run.json`; see `eval/run.py`."""
+def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
+    """Evaluate as configured and write `report.json`, `.html`, `.md`, `records.jsonl` and `run.json`; see `eval/run.py`.
+
+    Args:
+        config: what to decode, and how.
+        laps: are told how long each part took; begun by the caller.
+    """
+    laps = Laps() if laps is None else laps
     output = Path(config.output)
     suite = load_suite(config.suite)
     quality = Quality(config, suite.prompts)
@@ -56,11 +63,13 @@ def evaluate(config: EvalConfig) -> int:
     if state.is_main_process:
         write_run_record(output, config, processes=state.num_processes)
     state.wait_for_everyone()  # the folder is there
+    laps.done("loading")
     proposers = {SPECULATIVE: draft.proposer, **make_baselines(config, target)}
     metering = find_meter(target.device, state.num_processes) if config.energy else None
     records = measure_share(target, turns, config, proposers, state, None if metering is None else metering.meter)
     if records is None:
         return DONE
+    laps.done("decoding")
     lossless = judge_lossless(
         target,
         records.of(AUTOREGRESSIVE),
@@ -69,16 +78,22 @@ def evaluate(config: EvalConfig) -> int:
         config.lossless,
         lambda other: load_evaluated(config, other),
     )
+    laps.done("losslessness")
     report = _describe(config, suite, target, draft, records, lossless, state.num_processes)
+    laps.done("report")
     report["quality"] = quality.judge(target, records)
     report["energy"] = None if metering is None else summarise_energy(records.timings, metering, config)
+    laps.done("quality")
     if config.cost is not None and report["speed"] is not None:
         plain = records.of(AUTOREGRESSIVE)
         report["speed"]["predicted"] = predict_speed(target, draft.proposer, plain, report, config.decode, config.cost)
+    laps.done("timing sweep")
     write_report(output / "report.json", report)
     write_text(output / "report.md", render_markdown(report))
     write_text(output / "report.html", render_page(report, previous))
     print(render_markdown(report))
+    laps.done("report")
+    log.info("took: %s", laps)
     log.info("report in %s", output / "report.html")
     return DONE
 

@@ -225,7 +225,7 @@ def fitting_positions(config: BenchLossConfig) -> int:
     Raises:
         InputError: not even one position does, or the memory is unknown.
     """
-    limit = min(config.max_gibibytes * GIBIBYTE, _read_kibibytes("/proc/meminfo", "MemAvailable") * 1024)
+    limit = min(config.max_gibibytes * GIBIBYTE, read_kibibytes("/proc/meminfo", "MemAvailable") * 1024)
     positions = config.positions
     while positions * config.vocab_size * BYTES_AT_PEAK > limit:
         positions //= 2
@@ -248,11 +248,11 @@ def measure_pass(config: BenchLossConfig, key: Key, num_positions: int) -> Pass:
     inputs = make_inputs(num_positions, config.width, config.vocab_size)
     # Not getrusage's ru_maxrss: that begins with the peak of the process this one was started from.
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # begin the peak anew
-    before = _read_kibibytes("/proc/self/status", "VmRSS")
+    before = read_kibibytes("/proc/self/status", "VmRSS")
     started = time.perf_counter()
     value = forward_backward(side, inputs)
     seconds = time.perf_counter() - started
-    return Pass((_read_kibibytes("/proc/self/status", "VmHWM") - before) / 1024, seconds, value)
+    return Pass((read_kibibytes("/proc/self/status", "VmHWM") - before) / 1024, seconds, value)
 
 
 def in_fresh_process(config: BenchLossConfig, key: Key, num_positions: int) -> Pass:
@@ -261,7 +261,7 @@ def in_fresh_process(config: BenchLossConfig, key: Key, num_positions: int) -> P
         return pool.submit(measure_pass, config, key, num_positions).result()
 
 
-def _read_kibibytes(path: str, name: str) -> int:
+def read_kibibytes(path: str, name: str) -> int:
     """Return a `Name:  123 kB` line of a file of the kernel's.
 
     Raises:

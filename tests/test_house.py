@@ -45,6 +45,7 @@ ENTRIES = {
     "scripts/make_data.py": [],
     "scripts/bench_decode.py": [],
     "scripts/bench_distill.py": [],
+    "scripts/bench_eval.py": [],
     "scripts/bench_heads.py": [],
     "scripts/results_table.py": [],
     "scripts/stitch_mtp.py": ["artifact", "--target", "target", "--out", "out"],
