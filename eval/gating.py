@@ -110,6 +110,8 @@ def _judge_lossless(report: Mapping[str, Any], config: GateConfig) -> Finding:
         reason = f"failed: {checks_in_words(section, 'failed_checks')}"
     elif verdict not in config.lossless:
         reason = "no checked answer differs from plain decoding, but the gate does not allow this verdict"
+    elif verdict == "lossy_by_design" and report.get("quality") is None:
+        reason = "the rule changes answers, and nothing says what they are worth: evaluate with `quality` in the config"
     elif section["checked_prompts"] == 0:
         reason = "no answer was checked against plain decoding"
     else:

@@ -218,6 +218,36 @@ def report(shared_report) -> dict:
     return copy.deepcopy(shared_report)
 
 
+@pytest.fixture
+def quality_section() -> dict:
+    """What a report says of the worth of its answers, where a run asks for it."""
+    return {
+        "num_answers": 32,
+        "num_identical": 30,
+        "num_failed": 0,
+        "num_cut": 29,
+        "perplexity": {
+            "autoregressive": 1.52,
+            "autoregressive_ci": [1.40, 1.70],
+            "speculative": 1.55,
+            "speculative_ci": [1.41, 1.72],
+            "ratio": 1.02,
+            "ratio_ci": [0.99, 1.05],
+        },
+        "scores": {
+            "gsm8k": {
+                "autoregressive": 0.25,
+                "autoregressive_ci": [0.1, 0.4],
+                "speculative": 0.22,
+                "speculative_ci": None,
+                "difference": -0.031,
+                "difference_ci": [-0.09, 0.01],
+                "num_changed": 1,
+            }
+        },
+    }
+
+
 @pytest.fixture(scope="session")
 def exact_law():
     """A function that gives the joint probabilities of all continuations of a prompt, a dimension a token."""

@@ -12,6 +12,7 @@ from configs.schema import DecodeConfig, EvalConfig
 from eval.clock import Clock
 from eval.decode import Request, decode
 from eval.energy import summarise_energy
+from eval.law_comparison import compare_laws
 from eval.measuring import Measurement
 from eval.meters import Metering, find_meter
 from eval.page import render_page
@@ -198,6 +199,24 @@ def test_a_decode_s_timing_holds_its_joules_and_none_without_a_meter(tiny_llama,
 
     assert decode(target, request, config, meter=CountingMeter())[1].decode_joules == 1.0
     assert decode(target, request, config)[1].decode_joules is None
+
+
+def test_joules_spent_on_comparing_laws_are_not_decoding_s(tiny_llama, as_target, monkeypatch):
+    target, spent = as_target(tiny_llama(seed=1)), [0]
+    meter = SimpleNamespace(read=lambda: list(spent), joules_between=lambda before, after: after[0] - before[0])
+
+    def costly(*arguments):
+        spent[0] += 100
+        return compare_laws(*arguments)
+
+    monkeypatch.setattr("eval.rounds.compare_laws", costly)
+    request = [Request(prompt_id="q", category="c", tokens=(7, 8))]
+    draft = DraftLM(tiny_llama(seed=2), 64)
+
+    _, timing = decode(target, request, DecodeConfig(max_new_tokens=6), draft, measure_overlap=True, meter=meter)
+
+    assert spent[0] >= 100
+    assert timing.decode_joules == 0
 
 
 def test_every_timed_run_is_metered_and_no_warm_up(tiny_llama, as_target):

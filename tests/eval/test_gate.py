@@ -435,10 +435,31 @@ def test_an_undecided_losslessness_check_leaves_the_gate_open(report):
     assert judge(report, GateConfig()).outcome == "inconclusive"
 
 
-def test_a_lossy_rule_passes_where_the_gate_allows_it(report):
+def test_a_lossy_rule_passes_where_the_gate_allows_it_and_its_answers_were_judged(report, quality_section):
     report["lossless"]["verdict"] = "lossy_by_design"
+    gate = GateConfig(lossless=["lossy_by_design"])
+    (unjudged,) = [each for each in judge(report, gate).findings if each.outcome == "fail"]
+    report["quality"] = quality_section
 
-    assert judge(report, GateConfig(lossless=["lossy_by_design"])).outcome == "pass"
+    assert (unjudged.check, unjudged.outcome) == ("lossless", "fail")
+    assert "nothing says what they are worth" in unjudged.reason
+    assert judge(report, gate).outcome == "pass"
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        ({"metric": "quality.perplexity.ratio", "max": 1.06}, "pass"),
+        ({"metric": "quality.perplexity.ratio", "max": 1.02}, "inconclusive"),
+        ({"metric": "quality.scores.gsm8k.difference", "min": -0.1}, "pass"),
+        ({"metric": "quality.scores.gsm8k.difference", "min": -0.02}, "inconclusive"),
+        ({"metric": "energy.joules_per_token_ratio", "max": 1.0}, "fail"),  # not measured
+    ],
+)
+def test_quality_and_energy_are_judged_by_their_intervals(report, quality_section, rule, expected):
+    report["quality"] = quality_section
+
+    assert outcome(report, rule).outcome == expected
 
 
 def test_a_failure_outweighs_what_is_inconclusive(report):

@@ -255,3 +255,22 @@ def test_the_predicted_speed_is_drawn_by_batch_with_the_measured_one_beside_it(r
     assert ">measured<" in svg
     assert "At this batch size 3 drafts a round would be fastest" in text
     assert "pays up to a batch of 6" in text
+
+
+def test_what_answers_are_worth_is_shown_side_by_side_where_it_was_asked_for(report, quality_section):
+    assert "What the answers are worth" not in render_page(report)
+    report["quality"] = quality_section | {"scores": {"<b>mine</b>": quality_section["scores"]["gsm8k"]}}
+
+    page = render_page(check_report(report, "report"))
+    text = " ".join(Reader(page).text)
+
+    assert "What the answers are worth" in text
+    assert "29 were cut off" in text
+    assert all(number in text for number in ("1.020×", "[0.990, 1.050]", "-0.031", "[-0.090, 0.010]"))
+    assert "<b>mine" not in page
+
+
+def test_how_small_a_change_would_show_is_said(report):
+    report["acceptance"]["detectable_change_percent"] = 4.26
+
+    assert "would show a change of τ by 4.3 %" in " ".join(Reader(render_page(report)).text)

@@ -77,7 +77,7 @@ def hostile_report(report_inputs):
 
 
 @pytest.mark.parametrize(("kind", "num_pictures"), [("report", 5), ("comparison", 2)])
-@pytest.mark.parametrize("width", [1280, 500])
+@pytest.mark.parametrize("width", [1280, 500, 390])
 def test_the_page_is_laid_out_within_the_window_and_fetches_nothing(report, browse, kind, num_pictures, width):
     page = render_page(report) if kind == "report" else render_comparison(compare([("one", report), ("two", report)]))
 
