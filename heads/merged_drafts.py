@@ -118,7 +118,7 @@ def _likeliest(draft: Proposer, tokens: Tokens, tree: Tree | GrownTree, streams:
 
 def _nodes(proposal: Proposal) -> list[Nodes]:
     """Return a proposal's tokens and parents by row, on the host."""
-    rows = proposal.tokens_BG.tolist()
     if proposal.parents_BN is None:
-        return [(row[:count], list(range(count))) for row, count in zip(rows, proposal.num_drafted, strict=True)]
-    return list(zip(rows, proposal.parents_BN.tolist(), strict=True))
+        rows = zip(proposal.tokens_BG.tolist(), proposal.num_drafted, strict=True)
+        return [(row[:count], list(range(count))) for row, count in rows]
+    return [(ids, parents) for ids, parents in torch.stack([proposal.tokens_BG, proposal.parents_BN], 1).tolist()]
