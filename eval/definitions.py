@@ -37,6 +37,13 @@ DEFINITIONS: dict[str, str] = {
         "Drafted tokens in ten classes by the draft's own probability for them: the mean of it, the target's mean probability "
         "for the same tokens, and the share the target kept."
     ),
+    "acceptance.stopping_reliability": (
+        "Drafts in ten classes by the largest probability of the draft's law, which is what the rules that end a round early "
+        "read, and the share of them the target kept where it had kept all before them."
+    ),
+    "acceptance.stopping_calibration_error": (
+        "How far that confidence lies from the share kept, by class, averaged over all drafts. A cost rule corrects for it."
+    ),
     "acceptance.position_conditional": (
         "Of the rounds in which every draft before this position was accepted, the share in which this one was too. A draft "
         "behind an accepted end of text was never judged and is not counted."
@@ -92,8 +99,9 @@ DEFINITIONS: dict[str, str] = {
     "by_category": "The same numbers over the prompts of one category alone.",
     "baselines": (
         "Other ways to decode, measured in the same run on the same prompts. Prompt lookup drafts by copying from the text so "
-        "far and needs no training. Suffix lookup does so too, and knows the answers to the suite's earlier prompts of the same "
-        "process, never that to the prompt at hand. Self-speculation drafts with the target's own first blocks. A ratio is this draft's number over theirs, with the same prompts drawn for both."
+        "far and needs no training. Suffix lookup does so too, and knows the answers to the suite's earlier prompts of the "
+        "same process, never that to the prompt at hand. Self-speculation drafts with the target's own first blocks. A ratio "
+        "is this draft's number over theirs, with the same prompts drawn for both."
     ),
     "statistics": (
         "Brackets hold an interval: a percentile bootstrap that draws whole prompts (for seconds, whole batches) with "

@@ -9,13 +9,15 @@ R rounds, G drafts of a round.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from configs.stopping import CalibrationPoint, CostStopping
-from eval.calibration import CalibrationCurve, DraftedRound
+from eval.calibration import DraftedRound
+from eval.reliability import class_sums, describe_classes
 from heads.stopping import CostRule, calibrated, tokens_per_millisecond
 
 MOST_ITERATIONS = 50
@@ -51,14 +53,14 @@ def fit_stopping(
             f"times of target steps on 1 to {longest + 1} rows are needed for rounds of {longest} drafts, "
             f"got {len(target_step_milliseconds)}"
         )
-    curve = CalibrationCurve(num_bins)
-    curve.update(pairs)
+    confidence_N, accepted_N = torch.tensor(pairs, dtype=torch.float64).unbind(1)
+    classes = describe_classes(class_sums(confidence_N, accepted_N, num_classes=num_bins), ("accepted",))
     settings = CostStopping(
         rule="cost",
         draft_step_milliseconds=draft_step_milliseconds,
         target_step_milliseconds=list(target_step_milliseconds),
         round_milliseconds=round_milliseconds,
-        calibration=calibration_points(curve),
+        calibration=calibration_points(classes),
         acceptance=min(sum(accepted for _, accepted in pairs) / len(pairs), 0.999),
     )
     # Shorter rounds are those for which an answer had no more room; they say nothing of how long it pays to draft.
@@ -67,12 +69,18 @@ def fit_stopping(
     return settings.model_copy(update={"tokens_per_second": 1000 * price})
 
 
-def calibration_points(curve: CalibrationCurve) -> list[CalibrationPoint]:
-    """Return a curve's bins as points that never fall: neighbours that do are pooled, by their counts (isotonic regression)."""
+def calibration_points(classes: Iterable[Mapping[str, Any]]) -> list[CalibrationPoint]:
+    """Return a curve as points that never fall: neighbours that do are pooled, by their counts (isotonic regression).
+
+    Args:
+        classes: of `eval.reliability.describe_classes`, `accepted` among their means, or a report's `stopping_reliability`.
+    """
     pooled: list[list[float]] = []  # count, sum of confidences, sum of acceptances
-    for bin_ in curve.compute()["bins"]:
-        count = bin_["num_drafts"]
-        pooled.append([count, count * bin_["confidence"], count * bin_["acceptance"]])
+    for each in classes:
+        count = each["num_drafts"]
+        if count == 0:
+            continue
+        pooled.append([count, count * each["confidence"], count * each["accepted"]])
         while len(pooled) > 1 and pooled[-2][2] / pooled[-2][0] > pooled[-1][2] / pooled[-1][0]:
             last = pooled.pop()
             pooled[-1] = [one + other for one, other in zip(pooled[-1], last, strict=True)]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from configs.schema import SamplingConfig
 from heads.law import token_law
+from heads.stopping import confidence
 
 
 class LawComparison(NamedTuple):
@@ -27,6 +28,7 @@ class LawComparison(NamedTuple):
         agrees_BG: 1 where both put the same token first, else 0.
         confidence_BG: q of the drafted token.
         target_probability_BG: p of the drafted token.
+        law_confidence_BG: the largest probability of q, which is what stopping rules read (`heads.stopping.confidence`).
     """
 
     overlap_BG: Tensor
@@ -35,6 +37,7 @@ class LawComparison(NamedTuple):
     agrees_BG: Tensor
     confidence_BG: Tensor
     target_probability_BG: Tensor
+    law_confidence_BG: Tensor
 
 
 def compare_laws(p_logits_BGV: Tensor, q_logits_BGV: Tensor, tokens_BG: Tensor, sampling: SamplingConfig) -> LawComparison:
@@ -63,6 +66,7 @@ def compare_laws(p_logits_BGV: Tensor, q_logits_BGV: Tensor, tokens_BG: Tensor, 
         agrees_BG=(p_logits_BGV.argmax(-1) == q_logits_BGV.nan_to_num(float("-inf")).argmax(-1)).float(),
         confidence_BG=_of_tokens(q_BGV, tokens_BG),
         target_probability_BG=_of_tokens(p_BGV, tokens_BG).nan_to_num(0.0),
+        law_confidence_BG=confidence(q_BGV),
     )
 
 

@@ -13,15 +13,10 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from eval.reliability import NUM_CLASSES, class_sums, describe_classes, mean_gap, ratio
 from eval.round_table import LAWS, RoundTable
 
-NUM_CLASSES = 10  # of confidence, equally wide
 FIELDS = {"overlap": "overlap_alpha", "agrees": "top1_agreement", "kl": "kl_divergence", "uncovered": "uncovered_mass"}
-
-
-def ratio(numerator: Tensor, denominator: Tensor) -> float | None:
-    """Return a quotient as a number, `None` where there is nothing to divide by."""
-    return numerator.item() / denominator.item() if denominator.item() else None
 
 
 class LawAgreement(Metric):
@@ -69,44 +64,49 @@ class Calibration(Metric):
     """
 
     full_state_update = False
-    count_C: Tensor
-    confidence_C: Tensor
-    target_C: Tensor
-    kept_C: Tensor
+    sums_FC: Tensor
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.add_state("count_C", torch.zeros(NUM_CLASSES, dtype=torch.int64), dist_reduce_fx="sum")
-        self.add_state("kept_C", torch.zeros(NUM_CLASSES, dtype=torch.int64), dist_reduce_fx="sum")
-        for name in ("confidence_C", "target_C"):
-            self.add_state(name, torch.zeros(NUM_CLASSES, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("sums_FC", torch.zeros((4, NUM_CLASSES), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, table: RoundTable) -> None:
         """Add the compared drafts of some prompts' rounds."""
         confidence_N, target_N = (table.laws_FN[LAWS.index(name)] for name in ("confidence", "target_probability"))
         known_N = ~(confidence_N.isnan() | target_N.isnan())
-        confidence_N, target_N, kept_N = confidence_N[known_N], target_N[known_N], table.kept_N[known_N]
-        class_N = (confidence_N * NUM_CLASSES).long().clamp(0, NUM_CLASSES - 1)
-        self.count_C += torch.bincount(class_N, minlength=NUM_CLASSES).to(self.count_C)
-        self.kept_C += torch.bincount(class_N[kept_N], minlength=NUM_CLASSES).to(self.kept_C)
-        self.confidence_C += torch.bincount(class_N, confidence_N, minlength=NUM_CLASSES).to(self.confidence_C)
-        self.target_C += torch.bincount(class_N, target_N, minlength=NUM_CLASSES).to(self.target_C)
+        self.sums_FC += class_sums(confidence_N[known_N], target_N[known_N], table.kept_N[known_N]).to(self.sums_FC)
 
     def compute(self) -> dict[str, Any]:
         """Return `calibration_error` and `reliability`, one dict a class; a class without drafts has `None` for its means."""
-        gaps_C = (self.confidence_C - self.target_C).abs()
-        columns = zip(self.count_C, self.confidence_C, self.target_C, self.kept_C, strict=True)
         return {
-            "calibration_error": ratio(gaps_C.sum(), self.count_C.sum()),
-            "reliability": [
-                {
-                    "confidence_from": number / NUM_CLASSES,
-                    "confidence_to": (number + 1) / NUM_CLASSES,
-                    "num_drafts": int(count),
-                    "confidence": ratio(confidence, count),
-                    "target_probability": ratio(target, count),
-                    "accepted": ratio(kept, count),
-                }
-                for number, (count, confidence, target, kept) in enumerate(columns)
-            ],
+            "calibration_error": mean_gap(self.sums_FC, 2),
+            "reliability": describe_classes(self.sums_FC, ("target_probability", "accepted")),
+        }
+
+
+class StoppingCalibration(Metric):
+    """What the confidence that stopping rules read is worth: the largest probability of a draft's law, against acceptance.
+
+    Of drafts before which all others of their round were kept (`heads.stopping`). The error is the expected calibration error
+    of Guo et al. with acceptance as the outcome; `eval.draft_lengths` makes a rule's settings of the curve.
+    """
+
+    full_state_update = False
+    sums_FC: Tensor
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.add_state("sums_FC", torch.zeros((3, NUM_CLASSES), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, table: RoundTable) -> None:
+        """Add the compared drafts of some prompts' rounds."""
+        confidence_N = table.laws_FN[LAWS.index("law_confidence")]
+        known_N = ~confidence_N.isnan()
+        self.sums_FC += class_sums(confidence_N[known_N], table.kept_N[known_N]).to(self.sums_FC)
+
+    def compute(self) -> dict[str, Any]:
+        """Return `stopping_calibration_error` and `stopping_reliability`, one dict a class."""
+        return {
+            "stopping_calibration_error": mean_gap(self.sums_FC, 2),
+            "stopping_reliability": describe_classes(self.sums_FC, ("accepted",)),
         }

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
-from eval.law_metrics import Calibration, LawAgreement, ratio
+from eval.law_metrics import Calibration, LawAgreement, StoppingCalibration
 from eval.records import Generation, Round
+from eval.reliability import ratio
 from eval.round_table import RoundTable
 
 # Shapes: R rounds, C whether the end of the text cut the round (0 no, 1 yes), G number drafted, A number accepted.
@@ -35,6 +36,7 @@ def acceptance_metrics(num_positions: int, **settings: Any) -> MetricCollection:
         RoundAcceptance(num_positions, **settings),
         LawAgreement(num_positions, **settings),
         Calibration(**settings),
+        StoppingCalibration(**settings),
     ]
     return MetricCollection(metrics, compute_groups=False)
 

@@ -16,7 +16,15 @@ from markupsafe import Markup
 from eval import wording
 from eval.comparison import FIXED, Entry, compare, in_words
 from eval.definitions import DEFINITIONS
-from eval.plots import draw_categories, draw_histogram, draw_phases, draw_positions, draw_predicted, draw_reliability
+from eval.plots import (
+    draw_categories,
+    draw_histogram,
+    draw_phases,
+    draw_positions,
+    draw_predicted,
+    draw_reliability,
+    draw_stopping,
+)
 
 TEMPLATES = Path(__file__).with_name("templates")
 PROVENANCE = ("target", "draft", "decode", "statistics", "hardware", "versions", "git")
@@ -76,6 +84,7 @@ def _plots(report: Mapping[str, Any]) -> dict[str, str | None]:
         "predicted": draw_predicted(report),
         "categories": draw_categories(report),
         "reliability": draw_reliability(report),
+        "stopping": draw_stopping(report),
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -151,7 +151,23 @@ def draw_reliability(report: Mapping[str, Any]) -> str | None:
 
     The area of a point is the share of drafts in its class. `None` where no draft was compared.
     """
-    classes = [each for each in report["acceptance"].get("reliability") or () if each["num_drafts"]]
+    lines = (("target's probability", "target_probability", FIRST), ("share kept", "accepted", SECOND))
+    classes = report["acceptance"].get("reliability") or ()
+    return _draw_classes(classes, lines, "the draft's own probability for its token", "reliability")
+
+
+def draw_stopping(report: Mapping[str, Any]) -> str | None:
+    """Draw the share kept by the confidence that stopping rules read; `None` without a rule, or where nothing was compared."""
+    if report["decode"].get("stopping") is None:
+        return None
+    classes = report["acceptance"].get("stopping_reliability") or ()
+    return _draw_classes(classes, (("share kept", "accepted", SECOND),), "the law's largest probability", "stopping")
+
+
+def _draw_classes(
+    classes: Sequence[Mapping[str, Any]], lines: Sequence[tuple[str, str, str]], label: str, name: str
+) -> str | None:
+    classes = [each for each in classes if each["num_drafts"]]
     if not classes:
         return None
     confidences = [each["confidence"] for each in classes]
@@ -160,12 +176,12 @@ def draw_reliability(report: Mapping[str, Any]) -> str | None:
     with matplotlib.rc_context(STYLE):
         figure, axes = canvas(2.9)
         axes.plot([0, 1], [0, 1], color=FAINT, linewidth=0.9, linestyle=(0, (2, 2)))
-        for label, key, colour in (("target's probability", "target_probability", FIRST), ("share kept", "accepted", SECOND)):
+        for line, key, colour in lines:
             values = [each[key] for each in classes]
-            axes.plot(confidences, values, color=colour, label=label)
+            axes.plot(confidences, values, color=colour, label=line)
             axes.scatter(confidences, values, s=areas, color=colour, alpha=0.55, linewidths=0)
-        axes.set(xlim=(0, 1), ylim=(0, 1.03), xlabel="the draft's own probability for its token")
+        axes.set(xlim=(0, 1), ylim=(0, 1.03), xlabel=label)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(PercentFormatter(1.0))
         legend_above(figure)
-        return as_svg(figure, "reliability")
+        return as_svg(figure, name)

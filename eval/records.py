@@ -27,6 +27,7 @@ class Laws:
     agrees: tuple[bool, ...]
     confidence: tuple[float, ...]
     target_probability: tuple[float, ...]
+    law_confidence: tuple[float, ...] = ()  # what stopping rules read; nothing in records of before it was kept
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,6 +89,16 @@ class ReliabilitySection(Measured):
     accepted: Number
 
 
+class StoppingClass(Measured):
+    """Drafts from laws of one class of confidence, all before them in their rounds being kept, and how many were kept too."""
+
+    confidence_from: float
+    confidence_to: float
+    num_drafts: Count
+    confidence: Number
+    accepted: Number
+
+
 class AcceptanceSection(Measured):
     """How many drafted tokens the target took. Lists go by draft position or by length, from 0."""
 
@@ -120,6 +130,8 @@ class AcceptanceSection(Measured):
     uncovered_mass_by_position: list[Number] = []
     calibration_error: Number = None
     reliability: list[ReliabilitySection] = []
+    stopping_calibration_error: Number = None
+    stopping_reliability: list[StoppingClass] = []
 
 
 class WholeAcceptanceSection(AcceptanceSection):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from eval.records import Generation, Round
 
-LAWS = ("overlap", "kl", "uncovered", "agrees", "confidence", "target_probability")  # the rows of `laws_FN`
+LAWS = ("overlap", "kl", "uncovered", "agrees", "confidence", "target_probability", "law_confidence")  # the rows of `laws_FN`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,4 +88,5 @@ def _recorded(round_: Round, name: str) -> Sequence[float]:
     overlap: tuple[float, ...] = round_.overlap or ()
     if name == "overlap":
         return overlap
-    return (float("nan"),) * len(overlap) if round_.laws is None else getattr(round_.laws, name)
+    values: Sequence[float] = () if round_.laws is None else getattr(round_.laws, name)
+    return values or (float("nan"),) * len(overlap)

@@ -209,5 +209,5 @@ def _finish(row: Row, outcome: Outcome, compared: Sequence[Sequence[float]] | No
 
 def _laws(judged: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], Laws]:
     """Return the overlaps of the judged drafts of a round, and the rest of the comparison."""
-    overlap, kl, uncovered, agrees, *rest = (tuple(column) for column in zip(*judged, strict=True)) if judged else [()] * 6
+    overlap, kl, uncovered, agrees, *rest = (tuple(column) for column in zip(*judged, strict=True)) if judged else [()] * 7
     return overlap, Laws(kl, uncovered, tuple(map(bool, agrees)), *rest)

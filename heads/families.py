@@ -38,12 +38,14 @@ class Family:
         settings: its class in `configs.head_families`.
         build: makes the module on a target, new weights and all: settings, target, draft vocabulary (None: all tokens).
         propose: makes the decoding side of a module that `serve` returned, on a device.
+        in_one_forward: all drafts of a round come out of one forward, so that a further one costs no time of the draft's.
         start: gives a module that is about to be trained, and not one that is loaded, further first weights: module, target.
     """
 
     settings: type[BaseModel]
     build: Callable[[Any, PreTrainedModel, DraftVocabulary | None], nn.Module]
     propose: Callable[[Any, torch.device], Proposer]
+    in_one_forward: bool = False
     start: Callable[[Any, PreTrainedModel], None] = _as_built
 
     def taps(self, head: nn.Module) -> Sequence[int]:
@@ -52,12 +54,12 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
-    "medusa": Family(settings=MedusaSettings, build=medusa.Medusa, propose=medusa.make_proposer),
+    "medusa": Family(settings=MedusaSettings, build=medusa.Medusa, propose=medusa.make_proposer, in_one_forward=True),
     "hydra": Family(settings=HydraSettings, build=hydra.Hydra, propose=hydra.make_proposer),
     "eagle3": Family(settings=Eagle3Settings, build=eagle3.Eagle3, propose=eagle3.make_proposer),
-    "peagle": Family(settings=PEagleSettings, build=peagle.PEagle, propose=peagle.make_proposer),
-    "dflash": Family(settings=DFlashSettings, build=dflash.DFlash, propose=dflash.make_proposer),
-    "dspark": Family(settings=DSparkSettings, build=dspark.DSpark, propose=dspark.make_proposer),
+    "peagle": Family(settings=PEagleSettings, build=peagle.PEagle, propose=peagle.make_proposer, in_one_forward=True),
+    "dflash": Family(settings=DFlashSettings, build=dflash.DFlash, propose=dflash.make_proposer, in_one_forward=True),
+    "dspark": Family(settings=DSparkSettings, build=dspark.DSpark, propose=dspark.make_proposer, in_one_forward=True),
     "mtp": Family(settings=MtpSettings, build=mtp.Mtp, propose=mtp.make_proposer, start=mtp.start_from_checkpoint),
 }
 

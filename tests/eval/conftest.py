@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -95,13 +96,14 @@ def make_timing() -> Callable[..., Timing]:
 
 def random_laws(count: int, dice: random.Random) -> Laws:
     """Make up the comparison of as many drafts."""
-    return Laws(
+    laws = Laws(
         kl=tuple(dice.uniform(0, 2) for _ in range(count)),
         uncovered=(0.0,) * count,
         agrees=tuple(dice.random() < 0.7 for _ in range(count)),
         confidence=tuple(dice.random() for _ in range(count)),
         target_probability=tuple(dice.random() for _ in range(count)),
     )
+    return replace(laws, law_confidence=tuple((1 + 2 * own) / 3 for own in laws.confidence))
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,10 @@
-"""Confidences are paired with what became of their drafts, and the curve of such pairs is torchmetrics' and a count by hand."""
+"""Confidences are paired with what became of their drafts."""
 
 import pytest
 import torch
-from torchmetrics.functional.classification import binary_calibration_error
 
 from configs.schema import DecodeConfig
-from eval.calibration import CalibrationCurve, ConfidenceProbe, DraftedRound
+from eval.calibration import ConfidenceProbe, DraftedRound
 from eval.decode import Request, decode
 from heads.draft_lm import DraftLM
 from heads.prompt_lookup import PromptLookup
@@ -20,43 +19,6 @@ def requests_for(prompts):
 @pytest.fixture(scope="module")
 def target(tiny_llama, as_target):
     return as_target(tiny_llama(seed=1))
-
-
-def random_pairs(number=500):
-    generator = torch.Generator().manual_seed(0)
-    sure = torch.rand(number, generator=generator, dtype=torch.float64)
-    accepted = torch.rand(number, generator=generator, dtype=torch.float64) < sure**2
-    return list(zip(sure.tolist(), accepted.tolist(), strict=True))
-
-
-@pytest.mark.parametrize("num_bins", [1, 10, 15])
-def test_the_error_is_that_of_torchmetrics_in_one_piece_or_several(num_bins):
-    pairs = [*random_pairs(), (1.0, True), (0.0, False)]
-    curve = CalibrationCurve(num_bins)
-    for part in (pairs[:100], [], pairs[100:]):
-        curve.update(part)
-    sure, accepted = torch.tensor(pairs, dtype=torch.float64).T.contiguous()
-    expected = binary_calibration_error(sure, accepted.long(), n_bins=num_bins, norm="l1")
-    assert curve.compute()["expected_calibration_error"] == pytest.approx(float(expected), abs=1e-9)
-
-
-def test_the_curve_counts_each_pair_in_the_bin_of_its_confidence():
-    curve = CalibrationCurve(4)
-    curve.update([(0.0, False), (0.2, True), (0.6, True), (0.7, False), (0.62, True), (1.0, True)])
-    result = curve.compute()
-    bins = {(bin_["low"], bin_["high"]): bin_ for bin_ in result["bins"]}
-    assert list(bins) == [(0.0, 0.25), (0.5, 0.75), (0.75, 1.0)]
-    assert [bin_["num_drafts"] for bin_ in bins.values()] == [2, 3, 1]
-    assert [bin_["acceptance"] for bin_ in bins.values()] == pytest.approx([1 / 2, 2 / 3, 1.0])
-    assert [bin_["confidence"] for bin_ in bins.values()] == pytest.approx([0.1, 0.64, 1.0])
-    assert result["expected_calibration_error"] == pytest.approx((2 * 0.4 + 3 * (2 / 3 - 0.64)) / 6)
-    assert result["num_drafts"] == 6
-
-
-def test_without_pairs_there_is_no_error_and_no_bin():
-    curve = CalibrationCurve(3)
-    curve.update([])
-    assert curve.compute() == {"expected_calibration_error": None, "num_drafts": 0, "bins": []}
 
 
 def test_drafts_behind_the_first_refused_one_are_not_judged():

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from configs.schema import DecodeConfig
-from eval.calibration import CalibrationCurve, DraftedRound
+from eval.calibration import DraftedRound
 from eval.draft_lengths import calibration_points, expected_rate, fit_stopping
+from eval.reliability import class_sums, describe_classes
 from heads.stopping import CostRule, calibrated, tokens_per_millisecond
 
 ROWS = [10.0, 10.0, 10.5, 11.0, 12.0]
@@ -37,9 +38,9 @@ def test_the_calibration_is_the_acceptance_that_the_rounds_were_made_with(rounds
 
 
 def test_bins_that_fall_are_pooled_by_their_counts():
-    curve = CalibrationCurve(4)
-    curve.update([(0.1, False)] * 2 + [(0.3, True)] * 3 + [(0.6, True), (0.6, False), (0.6, False)] + [(0.9, True)] * 2)
-    points = [(point.confidence, point.acceptance) for point in calibration_points(curve)]
+    pairs = [(0.1, 0)] * 2 + [(0.3, 1)] * 3 + [(0.6, 1), (0.6, 0), (0.6, 0)] + [(0.9, 1)] * 2
+    classes = describe_classes(class_sums(*torch.tensor(pairs).T, num_classes=4), ["accepted"])
+    points = [(point.confidence, point.acceptance) for point in calibration_points(classes)]
     assert points == [pytest.approx(pair) for pair in ((0.1, 0.0), (0.45, 4 / 6), (0.9, 1.0))]
 
 

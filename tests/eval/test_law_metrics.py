@@ -9,9 +9,10 @@ import torch
 
 from configs.schema import SamplingConfig
 from eval.law_comparison import compare_laws
-from eval.law_metrics import NUM_CLASSES, Calibration, LawAgreement
+from eval.law_metrics import Calibration, LawAgreement, StoppingCalibration
 from eval.metrics import acceptance_metrics
 from eval.records import Laws
+from eval.reliability import NUM_CLASSES
 from eval.round_table import tabulate
 
 T1 = SamplingConfig(temperature=1.0)
@@ -135,6 +136,28 @@ def test_the_reliability_curve_equals_counting_in_plain_python(random_generation
         assert each["accepted"] == sum(kept for _, kept in own) / len(own)
         error += len(own) / len(drafts) * abs(confidence - target)
     assert fields["calibration_error"] == pytest.approx(error)
+
+
+def test_the_stopping_curve_equals_counting_in_plain_python(random_generations):
+    metric = StoppingCalibration()
+    metric.update(tabulate(random_generations))
+    fields = metric.compute()
+    drafts, error = drafts_of(random_generations), 0.0
+    for number, each in enumerate(fields["stopping_reliability"]):
+        own = [(laws["law_confidence"], kept) for _, kept, laws in drafts if int(laws["law_confidence"] * 10) == number]
+        assert each["num_drafts"] == len(own)
+        if own:
+            assert each["confidence"] == pytest.approx(sum(sure for sure, _ in own) / len(own))
+            assert each["accepted"] == pytest.approx(sum(kept for _, kept in own) / len(own))
+            error += len(own) / len(drafts) * abs(each["confidence"] - each["accepted"])
+    assert fields["stopping_calibration_error"] == pytest.approx(error)
+
+
+def test_records_of_before_the_laws_confidence_was_kept_give_no_stopping_curve(make_round, make_generation):
+    laws = Laws(kl=(0.0,), uncovered=(0.0,), agrees=(True,), confidence=(1.0,), target_probability=(1.0,))
+    metric = StoppingCalibration()
+    metric.update(tabulate([make_generation([make_round(1, 1, overlap=(1.0,), laws=laws)])]))
+    assert metric.compute()["stopping_calibration_error"] is None
 
 
 def calibrated(make_round, make_generation, shift):

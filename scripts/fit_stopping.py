@@ -1,0 +1,48 @@
+"""A cost rule for a draft on a machine, from a report: `python scripts/fit_stopping.py REPORT --out FILE`.
+
+Prints the settings, and with `--out` writes a YAML file whose `decode.stopping` they are, for `eval/run.py --config`; the
+other settings are the defaults. Measure before and after: by `eval/compare.py`, or with the report as the gate's baseline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+# Run as a script, Python puts scripts/ first on the path; the project's packages lie one folder up.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import yaml
+
+from configs.command import run_command
+from configs.files import write_text
+from configs.settings import Settings
+
+
+class FitConfig(Settings):
+    """Nothing to set: all that is needed is in the report."""
+
+
+def main(config: FitConfig, args: argparse.Namespace) -> None:
+    """Read, fit, print, write."""
+    # torch takes seconds to import: a mistyped argument is reported before that.
+    from eval.fitted_stopping import stopping_from_report
+    from eval.report_schema import read_report
+
+    stopping = stopping_from_report(read_report(Path(args.report)))
+    text = yaml.safe_dump({"decode": {"stopping": stopping.model_dump(mode="json", exclude_none=True)}}, sort_keys=False)
+    print(text, end="")
+    if args.out is not None:
+        write_text(Path(args.out), text)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's own arguments."""
+    parser.add_argument("report", metavar="REPORT", help="report.json of a chain drafted to a fixed length, batch size 1")
+    parser.add_argument("--out", metavar="FILE", help="YAML file to write")
+
+
+if __name__ == "__main__":
+    description = "Fit a cost rule for when to stop drafting to a report."
+    sys.exit(run_command(FitConfig, main, description=description, add_arguments=add_arguments))
