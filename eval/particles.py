@@ -3,7 +3,7 @@
 Several particles continue one prompt. Each drafts from q, the target scores what was drafted, and a particle's weight takes up
 the ratio of the two; particles of little weight die by resampling, nothing is ever rolled back. Pure functions over laws; the
 law of the particle chosen in the end tends to the target's as particles grow in number. A report on it must say so, and put
-the task's quality beside the speed. Left out: the caches, and the models.
+the task's quality beside the speed. Left out: the caches and the models, which are in `eval.particle_run`.
 
 A cycle: draft G tokens a particle, `weigh` them, `draw_bonus`, `resample` the particles that are worn out; at the end `choose`.
 Particles that have ended go on as ancestors, with nothing left to weigh.

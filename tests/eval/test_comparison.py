@@ -66,6 +66,13 @@ def test_seeds_versions_and_drafts_are_no_reason_against_a_comparison(report, pa
     assert differences(report, changed(report, path, value)) == []
 
 
+def test_the_rule_is_a_difference_of_samples_and_none_of_greedy_answers(report):
+    other = changed(report, "decode.verification", "block")
+    assert differences(report, other) == []
+    both = [changed(each, "decode.temperature", 1.0) for each in (report, other)]
+    assert [found.what for found in differences(*both)] == ["decode.verification"]
+
+
 # --- side by side -------------------------------------------------------------------------------------------------
 
 

@@ -13,9 +13,12 @@ import torch
 from transformers import LlamaForCausalLM
 
 from configs.command import BAD_INPUT, run_command
-from configs.schema import DecodeConfig, EvalConfig, LosslessConfig, SuiteConfig, TargetConfig
+from configs.lossy import ParticleSampling, TypicalAcceptance
+from configs.schema import DecodeConfig, EvalConfig, GateConfig, LosslessConfig, SuiteConfig, TargetConfig
+from configs.trees import StaticTree
 from eval.decode import Request, decode
 from eval.evaluation import evaluate
+from eval.gating import judge
 from eval.measuring import measure
 from eval.records import AUTOREGRESSIVE, SPECULATIVE
 from eval.report_schema import read_report
@@ -103,6 +106,30 @@ def test_generations_are_kept_once_and_overlaps_measured_in_the_first_repeat_onl
     assert all(round_.overlap is not None for each in records.of(SPECULATIVE) for round_ in each.rounds if round_.drafted)
     measuring = {each.repeat for each in records.timings if each.measure_seconds > 0}
     assert measuring == {0}
+
+
+def test_a_report_of_samples_names_the_rule_and_shape_in_use_and_proves_them(config):
+    tree = StaticTree(kind="static", branching=[2], candidates="k_seq")
+    sampled = config.decode.model_copy(update={"temperature": 1.0, "tree": tree})
+    evaluate(config.model_copy(update={"decode": sampled, "repeats": 1}))
+
+    report = read_report(Path(config.output) / "report.json")
+    proof = report["lossless"]["checks"]["enumeration"]
+    assert (proof["outcome"], proof["rule"], proof["shape"]) == ("pass", "k_seq", "static_tree")
+    assert (report["decode"]["verification"], report["decode"]["lossy"]) == ("k_seq", None)
+
+
+@pytest.mark.parametrize("lossy", [TypicalAcceptance(kind="typical"), ParticleSampling(kind="smc", num_particles=3)])
+def test_a_lossy_report_says_so_and_its_baselines_do_not_take_part(config, lossy):
+    sampled = config.decode.model_copy(update={"temperature": 1.0, "lossy": lossy})
+    evaluate(config.model_copy(update={"decode": sampled, "repeats": 1}))
+
+    report = read_report(Path(config.output) / "report.json")
+    assert report["decode"]["lossy"] == lossy.model_dump()
+    assert (report["decode"]["verification"], report["lossless"]["verdict"]) == (lossy.kind, "lossy_by_design")
+    assert "enumeration" not in report["lossless"]["checks"]
+    assert "with a rule that changes answers by design" in (Path(config.output) / "report.md").read_text()
+    assert judge(report, GateConfig()).outcome == "fail"
 
 
 def test_what_goes_before_the_question_is_part_of_the_prompt(config, tiny_tokenizer, tmp_path):

@@ -7,6 +7,7 @@ import torch
 from pydantic import ValidationError
 
 from configs.errors import InputError
+from configs.head_families import Eagle3Settings, MedusaSettings
 from configs.lossy import ParticleSampling, TypicalAcceptance
 from configs.schema import DecodeConfig, EvalConfig, GateConfig, LosslessConfig
 from configs.trees import DynamicTree, StaticTree
@@ -18,11 +19,19 @@ from eval.particle_run import ParticleRun
 from eval.particles import weigh
 from eval.typical import typical_threshold
 from heads.draft_lm import DraftLM
+from heads.families import FAMILIES
 from heads.law import token_law
 from heads.prompt_lookup import PromptLookup
+from heads.streams import Streams
+from heads.target_states import read_states
 from tests.eval import law_checks as checks
+from tests.heads import family_checks
 
 PROMPTS = [(7, 12, 3), (20, 9, 9, 31, 5, 6), (40,)]
+HEADS = {
+    "medusa": MedusaSettings(kind="medusa", num_depths=3, num_layers=1),
+    "eagle3": Eagle3Settings(kind="eagle3", num_depths=3, taps=[1, 2, 3]),
+}
 TREES = {
     "chain": None,
     "static": StaticTree(kind="static", branching=[3, 2, 1]),
@@ -202,6 +211,30 @@ def test_resampled_places_go_on_with_their_ancestors_cache(target, tiny_llama, m
         after = [particle.tokens[: len(text)] for particle, text in zip(run.active, before, strict=False)]
         moved += sum(one != other for one, other in zip(before, after, strict=False))
     assert moved > 0
+
+
+@pytest.mark.parametrize("head", HEADS)
+@torch.no_grad()
+def test_heads_go_on_from_what_their_ancestor_had_read(head, as_target, monkeypatch):
+    """The law of each place's first draft is that of the same head started afresh on the text so far."""
+    seen = []
+    monkeypatch.setattr("eval.particle_run.weigh", lambda *values: seen.append(values[2].flatten(0, 1)) or weigh(*values))
+    target = as_target(family_checks.tiny_target("llama"))
+    module = family_checks.build(HEADS[head], target.model)
+    config = sampled(smc(3, resample_below=1.0), num_speculative_tokens=2, max_new_tokens=10)
+    run = ParticleRun(target, requests_for(PROMPTS[:2]), config, FAMILIES[head].propose(module, target.device))
+    run.prefill()
+    while run.active:
+        texts = [list(particle.tokens) for particle in run.active]
+        run.round()
+        for row, text in enumerate(texts):
+            fresh = FAMILIES[head].propose(module, target.device)
+            states = read_states(target.model, torch.tensor([text[:-1]]), fresh.taps)
+            fresh.start([text], 64, states)
+            streams = Streams(0, [1], target.device)
+            proposal = fresh.propose([text], 1, config, streams, keep_logits=False)
+            torch.testing.assert_close(seen[-1][row, 0], proposal.probs_BGV[0, 0], atol=1e-5, rtol=1e-4)
+    assert len(seen) == 3
 
 
 def test_texts_may_end_at_any_place_and_the_answer_stops_there(tiny_llama, as_target, draft):
