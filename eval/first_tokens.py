@@ -4,7 +4,8 @@ The law of the first three tokens of an answer is a tree: the target's forward a
 one after each likely first token the second's, and so on. Leaves too unlikely to be met five times are pooled, so that the
 cells suit a G-test. The first token comes from the prompt's own forward, so speculation shows in the second and third; the
 text is therefore chosen, by the target's laws and plain decoding's answers alone, where the next token is nearly certain and
-the one after it is open. Samples are decoded with as many drafts a round as in use, in batches of a fixed size.
+the one after it is open. Samples are decoded with as many drafts a round as in use, in batches of a fixed size, and no further
+than the tokens that are looked at.
 
 Left out: a truncation (top-k, top-p) whose last kept token changes with the rounding of a batch; what it moves is pooled with
 the other unlikely tokens. N samples, P prefixes, T positions, V vocabulary.
@@ -22,8 +23,9 @@ from torch import Tensor
 from configs.progress import progress
 from configs.schema import DecodeConfig, SamplingConfig
 from distill.target import Target
-from eval.decode import Request, decode
 from eval.records import FAILED, Generation
+from eval.rounds import BatchRun
+from eval.rows import Request
 from eval.significance import g_test
 from heads.law import token_law
 from heads.lm_head import backbone, head_logits
@@ -95,10 +97,10 @@ def check_first_tokens(
         return {"p_value": None, "reason": "no_answer_to_start_from", "num_samples": 0}
     cells = find_cells(target, start.text, config, num_samples)
     answers = list(_sample(target, proposer, start, config, num_samples))
-    complete = [answer for answer in answers if answer.stop_reason not in FAILED]
+    complete = [tokens for tokens in answers if tokens is not None]
     counts = [0] * len(cells.probabilities)
-    for answer in complete:
-        counts[cells.find(answer.tokens[:DEPTH])] += 1
+    for tokens in complete:
+        counts[cells.find(tokens[:DEPTH])] += 1
     found = g_test(counts, cells.probabilities)
     num_failed = len(answers) - len(complete)
     reason = _too_little(num_samples, num_failed, found.degrees_of_freedom)
@@ -208,14 +210,21 @@ def _laws_after(target: Target, text: Prefix, prefixes: Sequence[Prefix], sampli
     return laws
 
 
-def _sample(target: Target, proposer: Proposer, start: Start, config: DecodeConfig, num_samples: int) -> Iterator[Generation]:
+@torch.inference_mode()
+def _sample(
+    target: Target, proposer: Proposer, start: Start, config: DecodeConfig, num_samples: int
+) -> Iterator[list[int] | None]:
+    """Yield the first tokens of each sample, `DEPTH` or more unless the answer ended; `None` for one that failed."""
     settings = config.model_copy(update={"max_new_tokens": _answer_length(config), "stop": None})
     requests = [Request(prompt_id=f"{start.prompt_id}/sample {n}", category="", tokens=start.text) for n in range(num_samples)]
     with progress("sampling first tokens", num_samples, "samples") as advance:
         for first in range(0, num_samples, AT_ONCE):
-            batch = requests[first : first + AT_ONCE]
-            yield from decode(target, batch, settings, proposer)[0]
-            advance(len(batch))
+            run = BatchRun(target, requests[first : first + AT_ONCE], settings, proposer, measure_overlap=False)
+            run.prefill()
+            while any(row.num_answered < DEPTH for row in run.active):
+                run.round()
+            yield from (None if row.stop_reason in FAILED else row.tokens[len(start.text) :] for row in run.rows)
+            advance(len(run.rows))
 
 
 def _answer_length(config: DecodeConfig) -> int:

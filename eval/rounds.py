@@ -68,10 +68,16 @@ class BatchRun:
         self.taps = () if proposer is None else proposer.taps
 
     def prefill(self) -> None:
-        """Read the prompts and commit each row's first token, which becomes pending."""
+        """Read the prompts and commit each row's first token, which becomes pending. The target reads equal prompts once."""
         lengths = self._lengths
-        ids_BT = self._tensor([row.tokens + [0] * (max(lengths) - len(row.tokens)) for row in self.active])
-        states = self._read(ids_BT, [0] * len(lengths))
+        prompts = [tuple(row.tokens) for row in self.active]
+        place_of = {prompt: place for place, prompt in enumerate(dict.fromkeys(prompts))}
+        ids_BT = self._tensor([[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in place_of])
+        states = self._read(ids_BT, [0] * len(place_of))
+        if len(place_of) < len(prompts):
+            places = [place_of[prompt] for prompt in prompts]
+            self.cache.keep_rows(places)
+            states = states.map(lambda state_BTE: state_BTE[places])
         last_B1D = states.final_BTE[torch.arange(len(lengths)), self._tensor(lengths) - 1].unsqueeze(1)
         logits_B1V = head_logits(self.target.model, last_B1D)
         tokens_B1 = self.judge.target_tokens(logits_B1V, self._tensor(lengths).unsqueeze(1))

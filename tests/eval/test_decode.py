@@ -10,6 +10,7 @@ from eval.records import SPECULATIVE
 from heads.draft_lm import DraftLM
 from heads.prompt_lookup import PromptLookup
 from heads.proposer import Proposal
+from heads.target_states import forward_states
 
 PROMPTS = [[7, 12, 3], [20, 9, 9, 31, 5, 6], [40], [11, 12, 13, 11, 12, 13, 11, 12]]
 
@@ -321,3 +322,25 @@ def test_a_draft_that_has_no_embedding_for_some_of_the_targets_tokens_reads_on(t
     if temperature == 0:
         plain, _ = decode(target, requests_for(PROMPTS), config)
         assert [generation.tokens for generation in generations] == [generation.tokens for generation in plain]
+
+
+@pytest.mark.parametrize("order", [[0, 0, 0], [1, 0, 1, 2, 0]])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_equal_prompts_are_read_once_and_answered_each_for_itself(target, tiny_llama, order, temperature, monkeypatch):
+    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=12, temperature=temperature)
+    requests = requests_for([PROMPTS[number] for number in order])
+    draft = DraftLM(tiny_llama(seed=2), 64)
+    alone = [decode(target, [request], config, draft)[0][0].tokens for request in requests]
+    seen, told = [], []
+
+    def watch(model, cache, ids_BT, *others):
+        seen.append(len(ids_BT))
+        return forward_states(model, cache, ids_BT, *others)
+
+    monkeypatch.setattr("eval.rounds.forward_states", watch)
+    start = draft.start
+    monkeypatch.setattr(draft, "start", lambda *others: (told.append(others[-1].final_BTE.shape[0]), start(*others)))
+    together, _ = decode(target, requests, config, draft)
+
+    assert (seen[0], told) == (len(set(order)), [len(order)])
+    assert [generation.tokens for generation in together] == alone
