@@ -31,7 +31,9 @@ CONFIGS = {
 TOLERANCE = {"sdpa": 1e-9, "eager": 1e-5, "lean": 1e-5}
 FORWARDS = [(name, way) for name in CONFIGS for way in ("sdpa", "eager", "lean") if (name, way) != ("gemma3_mixed", "lean")]
 
-parents_of_trees = st.integers(1, 10).flatmap(lambda n: st.tuples(*(st.integers(0, draft) for draft in range(n))))
+bushy = st.integers(1, 10).flatmap(lambda n: st.tuples(*(st.integers(0, draft) for draft in range(n))))
+slim = st.integers(6, 10).flatmap(lambda n: st.tuples(*(st.integers(max(0, draft - 2), draft) for draft in range(n))))
+parents_of_trees = st.one_of(bushy, slim)  # slim ones are deeper than the window
 rows_of_trees = st.lists(parents_of_trees, min_size=1, max_size=3)
 
 
