@@ -5,7 +5,7 @@ Speculative decoding that is lossless changes no answer's worth; a lossy mode ma
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import field_validator, model_validator
 
@@ -41,18 +41,18 @@ class QualityConfig(Settings):
         return self
 
 
-def refuse_unjudged_loss(decode: dict[str, Any], quality: QualityConfig | None) -> None:
+def refuse_unjudged_loss(lossy: str | None, quality: QualityConfig | None) -> None:
     """Refuse a way of decoding that changes answers on purpose where nothing says what they are worth afterwards.
 
     Args:
-        decode: the decoding settings; `lossy` names such a way.
+        lossy: the kind of such a way; None: decoding is lossless.
         quality: the judges.
 
     Raises:
         ValueError: they are off.
     """
-    if decode.get("lossy") is not None and quality is None:
+    if lossy is not None and quality is None:
         raise ValueError(
-            f"decode.lossy ({decode['lossy']}) changes answers, and nothing judges them: set quality (quality.perplexity=true "
-            "or more), or decode.lossy to null"
+            f"decode.lossy {lossy} changes answers, and nothing judges them: set quality (quality.perplexity=true or more), or "
+            "decode.lossy to null"
         )

@@ -413,7 +413,7 @@ class EvalConfig(Settings):
 
     @model_validator(mode="after")
     def _lossy_answers_are_judged(self) -> Self:
-        refuse_unjudged_loss(self.decode.model_dump(), self.quality)
+        refuse_unjudged_loss(None if self.decode.lossy is None else self.decode.lossy.kind, self.quality)
         return self
 
     @property

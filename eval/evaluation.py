@@ -80,10 +80,9 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     )
     laps.done("losslessness")
     report = _describe(config, suite, target, draft, records, lossless, state.num_processes)
-    laps.done("report")
     report["quality"] = quality.judge(target, records)
     report["energy"] = None if metering is None else summarise_energy(records.timings, metering, config)
-    laps.done("quality")
+    laps.done("report")
     if config.cost is not None and report["speed"] is not None:
         plain = records.of(AUTOREGRESSIVE)
         report["speed"]["predicted"] = predict_speed(target, draft.proposer, plain, report, config.decode, config.cost)

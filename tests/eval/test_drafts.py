@@ -109,7 +109,7 @@ def test_drafts_may_be_merged_on_a_device_of_their_own(config):
         ({"draft": ["a", "b"], "decode": {"tree": CHAINS, "num_speculative_tokens": 0}}, "num_speculative_tokens to at least"),
         (
             {"draft": ["a", "b"], "decode": {"tree": CHAINS, "temperature": 1.0}},
-            "set decode.verification to match, got token",
+            "set decode.verification to match, or decode.temperature to 0",
         ),
     ],
 )

@@ -10,7 +10,12 @@ from tests.eval.test_greedy_matrix import HEADS
 from tests.heads import family_checks as checks
 
 # In a context of 24 tokens the rows have room for 6, 15, 22 and 1 more.
-PROMPTS = [[(7 * n + 3) % 64 for n in range(18)], [20, 9, 9, 31, 5, 6, 2, 50, 17], [40, 11], [(5 * n + 1) % 64 for n in range(23)]]
+PROMPTS = [
+    [(7 * n + 3) % 64 for n in range(18)],
+    [20, 9, 9, 31, 5, 6, 2, 50, 17],
+    [40, 11],
+    [(5 * n + 1) % 64 for n in range(23)],
+]
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from configs.errors import InputError
 from configs.head_families import Eagle3Settings, MedusaSettings
 from configs.lossy import ParticleSampling, TypicalAcceptance
+from configs.quality import QualityConfig
 from configs.schema import DecodeConfig, EvalConfig, GateConfig, LosslessConfig
 from configs.trees import DynamicTree, StaticTree
 from eval.decode import Request, decode
@@ -289,9 +290,12 @@ def test_the_gate_refuses_a_lossy_report_unless_it_lists_the_verdict(report):
     report["lossless"] |= {"verdict": "lossy_by_design", "divergences": []}
     report["decode"]["lossy"] = {"kind": "typical", "epsilon": 0.09, "delta": 0.3, "drafts": "likeliest"}
     assert judge(report, GateConfig()).outcome == "fail"
+    report["quality"] = {"num_answers": 2, "num_identical": 1, "num_failed": 0, "num_cut": 0, "perplexity": None, "scores": {}}
+    assert judge(report, GateConfig()).outcome == "fail"
     assert judge(report, GateConfig(lossless=["lossy_by_design"])).outcome == "pass"
 
 
 def test_an_evaluation_refuses_a_lossy_mode_without_the_quality_beside_it():
-    with pytest.raises(ValidationError, match="quality must be measured"):
+    with pytest.raises(ValidationError, match="changes answers, and nothing judges them: set quality"):
         EvalConfig(decode=sampled(typical()))
+    assert EvalConfig(decode=sampled(typical()), quality=QualityConfig()).decode.rule == "typical"

@@ -8,7 +8,6 @@ from pydantic import ValidationError
 
 from configs.errors import InputError
 from configs.quality import QualityConfig
-from configs.schema import DecodeConfig, EvalConfig
 from distill.prompts import Prompt
 from eval.scorers import load_scorers
 
@@ -97,22 +96,6 @@ def test_exact_match_needs_a_reference_with_a_number_for_every_prompt(prompts, r
 def test_a_config_that_cannot_be_meant_is_refused(settings, complaint):
     with pytest.raises(ValidationError, match=complaint):
         QualityConfig(**settings)
-
-
-class LossyDecodeConfig(DecodeConfig):
-    """A way of decoding that changes answers on purpose."""
-
-    lossy: str | None = None
-
-
-def test_a_lossy_mode_is_refused_without_a_judge():
-    with pytest.raises(
-        ValidationError, match=r"decode\.lossy \(typical\) changes answers, and nothing judges them: set quality"
-    ):
-        EvalConfig(decode=LossyDecodeConfig(lossy="typical"))
-
-    assert EvalConfig(decode=LossyDecodeConfig(lossy="typical"), quality=QualityConfig()).quality.perplexity
-    assert EvalConfig(decode=LossyDecodeConfig()).quality is None
 
 
 def test_a_scorer_s_mistake_later_on_is_told_by_prompt_and_answer(module, prompts):

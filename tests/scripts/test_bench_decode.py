@@ -98,12 +98,18 @@ def test_the_file_holds_every_ratio_with_its_interval_and_a_row_for_every_way_of
         ("token", "chain", "draft_lm"),
         ("block", "chain", "draft_lm"),
         ("match", "chain", "draft_lm"),
-        ("token", "static tree", "draft_lm"),
+        ("without_replacement", "static tree", "draft_lm"),
+        ("with_replacement", "static tree", "draft_lm"),
+        ("k_seq", "static tree", "draft_lm"),
         ("match", "static tree", "draft_lm"),
+        ("typical", "chain", "draft_lm"),
+        ("smc", "chain", "draft_lm"),
         ("greedy", "chain", "prompt_lookup"),
         ("greedy", "chain", "suffix_lookup"),
     ]
-    assert {row["lossless"] for row in rows} == {"lossless"}
+    assert all((row["lossless"] == "lossless") == (row["rule"] not in ("typical", "smc")) for row in rows)
+    assert {row["lossless"] for row in rows} == {"lossless", "lossy_by_design"}
+    assert {row["perplexity_vs_plain"] for row in rows if row["rule"] in ("greedy", "match")} == {1.0}
     assert {row["temperature"] for row in rows if row["rule"] == "greedy"} == {0.0}
     assert {row["temperature"] for row in rows if row["rule"] != "greedy"} == {1.0}
     assert all(row["speedup"] > 0 for row in rows)
@@ -155,7 +161,7 @@ def test_a_target_without_a_lean_forward_is_measured_without(config, monkeypatch
     with open(config.output, encoding="utf-8") as file:
         results = json.load(file)
     assert "compiled_speed_vs_eager" not in results["ratios"]
-    assert len(results["rows"]) == 11
+    assert len(results["rows"]) == 15
     assert "lean forwards are not measured: the lean forward does not know it" in caplog.text
 
 
