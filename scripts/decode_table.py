@@ -1,13 +1,15 @@
 """The decode benchmark's table: every way of decoding on the same prompts, in turns with plain decoding, a row for each.
 
-One prompt at a time, through the fastest forward the target has. Plain decoding is run once greedily and once sampled, and a
-row's speedup is against the one with its own law: decode seconds, the prompts' forwards left out, as in a report.
+One prompt at a time, through the fastest forward the target has (self-speculation, made of transformers' modules: through
+theirs). A row's speedup is against plain decoding by the same forward and at the same temperature: decode seconds, the prompts'
+forwards left out, as in a report. Its quality is that of its answers under the target, beside those of plain decoding.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from configs.schema import DecodeConfig, LosslessConfig
@@ -21,26 +23,35 @@ from eval.records import AUTOREGRESSIVE, Generation
 from eval.speed import compare_speed
 from heads.proposer import Proposer
 from scripts.benchmarks import Turn, take_turns, with_bounds
-from scripts.decode_setup import Answers, Bench, Requests, Side
+from scripts.decode_setup import Answers, Bench, Requests
 from scripts.decode_ways import COMPARED, Way
 
 TurnsOfSide = list[list[Turn[Answers]]]  # by case and repeat
 Turns = dict[str, TurnsOfSide]
 
-PLAIN = {0.0: f"{AUTOREGRESSIVE}, greedy", 1.0: f"{AUTOREGRESSIVE}, sampled"}  # by temperature
+# Plain decoding, by temperature and by whether the forward is the fastest.
+PLAIN = {
+    (0.0, True): f"{AUTOREGRESSIVE}, greedy",
+    (1.0, True): f"{AUTOREGRESSIVE}, sampled",
+    (0.0, False): f"{AUTOREGRESSIVE}, greedy, transformers",
+}
 
 
 def measure_ways(bench: Bench, ways: Sequence[Way]) -> Turns:
     """Decode every prompt in every way and plainly, in turns; each repeat of a sampled one has a seed of its own."""
-    plain = {PLAIN[heat]: _side(bench, bench.settings(heat), None, AUTOREGRESSIVE) for heat in PLAIN}
-    sides = plain | {way.name: _side(bench, way.settings, way, way.name) for way in ways}
+    sides = {
+        name: partial(decode_side, _target(bench, fastest), bench.settings(heat), None, AUTOREGRESSIVE)
+        for (heat, fastest), name in PLAIN.items()
+    }
+    for way in ways:
+        sides[way.name] = partial(decode_side, _target(bench, way.fastest), way.settings, way.draft, way.name)
     cases: list[Requests] = [[request] for request in bench.requests]
     return take_turns(sides, cases, bench.config.repeats, description=f"{len(ways)} ways of decoding")
 
 
 def summarise_ways(bench: Bench, ways: Sequence[Way], turns: Turns) -> list[dict[str, Any]]:
     """Return the table's rows."""
-    return [_row(bench, way, turns[PLAIN[way.settings.temperature]], turns[way.name]) for way in ways]
+    return [_row(bench, way, turns[PLAIN[way.settings.temperature, way.fastest]], turns[way.name]) for way in ways]
 
 
 def tau_ratio(ours: TurnsOfSide, other: TurnsOfSide, samples: int) -> Interval:
@@ -67,11 +78,8 @@ def decode_side(
     return Answers(generations=generations, timings=[timing])
 
 
-def _side(bench: Bench, settings: DecodeConfig, way: Way | None, mode: str) -> Side:
-    def run(batch: Requests, repeat: int) -> Answers:
-        return decode_side(bench.fastest_target, settings, None if way is None else way.make(), mode, batch, repeat)
-
-    return run
+def _target(bench: Bench, fastest: bool) -> Target:
+    return bench.fastest_target if fastest else bench.target
 
 
 def _row(bench: Bench, way: Way, plain: TurnsOfSide, own: TurnsOfSide) -> dict[str, Any]:
@@ -83,12 +91,13 @@ def _row(bench: Bench, way: Way, plain: TurnsOfSide, own: TurnsOfSide) -> dict[s
     # Greedy answers are compared with plain ones; a sampling rule is held against exact enumeration.
     checks = LosslessConfig(check_float32_prompts=0, false_alarm_rate=None)
     pair = first_generations(plain), first_generations(own)
-    verdict = judge_lossless(bench.fastest_target, *pair, way.settings, checks, bench.load_draft_for)["verdict"]
+    verdict = judge_lossless(_target(bench, way.fastest), *pair, way.settings, checks, bench.load_draft_for)["verdict"]
     drafted = [round_.num_drafted for generation in pair[1] for round_ in generation.rounds]
     return {
         "rule": way.rule,
         "shape": way.shape,
         "proposer": way.proposer,
+        "forward": "lean" if way.fastest and bench.lean_target is not None else "transformers",
         "temperature": way.settings.temperature,
         "drafts_a_round": sum(drafted) / max(len(drafted), 1),
         "lossless": verdict,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -21,20 +21,25 @@ from configs.rules import Verification
 from configs.schema import DecodeConfig
 from configs.trees import Candidates, DynamicTree, Path, StaticTree
 from distill.target import Target
+from eval.calibration import ConfidenceProbe
 from eval.decode import Request, decode
+from eval.draft_lengths import fit_stopping
 from eval.records import SPECULATIVE
 from eval.tree_shapes import Profile, fastest_tree, measure_profile
 from heads.kv_cache import new_cache
 from heads.lm_head import head_logits
+from heads.merged_drafts import MergedDrafts
 from heads.prompt_lookup import PromptLookup
 from heads.proposer import Proposer, TreeProposer
+from heads.self_speculation import SelfSpeculation
 from heads.suffix_lookup import SuffixLookup
-from heads.target_states import forward_states
+from heads.target_states import forward_states, num_blocks
 from scripts.decode_setup import DRAFT_LM, Bench
 
 log = logging.getLogger("draftsmith")
 
 WIDE = [4, 3, 2]  # children by depth of the tree that shows how often each rank is accepted
+LONGEST_CHAIN = 8  # that the cost rule may draft
 MOST_ROWS = 17  # of a target forward, whose time bounds a tree
 TIMED_FORWARDS = 9  # by number of rows
 CHAIN_RULES: tuple[Verification, ...] = ("token", "block", "match")
@@ -55,14 +60,16 @@ class Way:
 
     rule, shape, proposer: what the row calls them.
     settings: how to decode; a `tree` only where the shape is one.
-    make: returns the proposer for one call of the decoder.
+    draft: who drafts.
+    fastest: by the target's fastest forward; else by transformers' own.
     """
 
     rule: str
     shape: str
     proposer: str
     settings: DecodeConfig
-    make: Callable[[], Proposer]
+    draft: Proposer
+    fastest: bool = True
 
     @property
     def name(self) -> str:
@@ -80,8 +87,9 @@ def list_ways(bench: Bench) -> list[Way]:
             log.info("%s: the fastest tree drafts %d tokens, %s", name, len(paths), paths)
             ways += tree_ways(name, draft, settings, paths)
             if name == DRAFT_LM:
-                ways += [_long_chain(draft, settings, len(paths)), *sampled_ways(draft, bench.settings(1.0), paths)]
-    return ways + lookup_ways(bench, settings)
+                ways += [_long_chain(draft, settings, len(paths)), _stopped(bench, draft, settings)]
+                ways += sampled_ways(draft, bench.settings(1.0), paths)
+    return [*ways, *free_ways(bench, settings), *merged_ways(bench, settings)]
 
 
 def chain_ways(drafts: Mapping[str, Proposer], settings: DecodeConfig, lengths: Mapping[str, int]) -> list[Way]:
@@ -98,7 +106,7 @@ def chain_ways(drafts: Mapping[str, Proposer], settings: DecodeConfig, lengths: 
             shape="one-pass block" if name in ONE_PASS else "chain",
             proposer=name,
             settings=settings.model_copy(update={"num_speculative_tokens": lengths.get(name, settings.num_speculative_tokens)}),
-            make=_always(draft),
+            draft=draft,
         )
         for name, draft in drafts.items()
     ]
@@ -115,7 +123,7 @@ def tree_ways(name: str, draft: TreeProposer, settings: DecodeConfig, paths: Seq
             shape=f"{tree.kind} tree",
             proposer=name,
             settings=settings.model_copy(update={"tree": tree, "num_speculative_tokens": depth}),
-            make=_always(draft),
+            draft=draft,
         )
         for tree in (static, grown)
     ]
@@ -137,29 +145,55 @@ def sampled_ways(draft: Proposer, settings: DecodeConfig, paths: Sequence[Path])
     return [_sampled(draft, settings.model_copy(update=change)) for change in changes]
 
 
-def lookup_ways(bench: Bench, settings: DecodeConfig) -> list[Way]:
-    """Return greedy chains that are copied: from the prompt, or from what was seen before."""
-    device = bench.target.device
+def free_ways(bench: Bench, settings: DecodeConfig) -> list[Way]:
+    """Return greedy chains that no training made: copied from the text or from earlier answers, or by the target itself."""
+    device, target = bench.target.device, bench.target
+    drafts: dict[str, Proposer] = {"prompt_lookup": PromptLookup(device), "suffix_lookup": _suffix_lookup(bench)}
+    ways = [Way(rule="greedy", shape="chain", proposer=name, settings=settings, draft=draft) for name, draft in drafts.items()]
+    own = SelfSpeculation(target.model, max(1, num_blocks(target.model) // 4), target.vocab_size)
+    return [*ways, Way(rule="greedy", shape="chain", proposer="self_speculation", settings=settings, draft=own, fastest=False)]
 
-    def suffix_lookup() -> Proposer:
-        lookup = SuffixLookup(device)  # a new one for each prompt: none may be copied from its own answer of the last repeat
-        for answer in bench.past_answers:
-            lookup.learn(answer)
-        return lookup
 
-    makers = {"prompt_lookup": lambda: PromptLookup(device), "suffix_lookup": suffix_lookup}
-    return [Way(rule="greedy", shape="chain", proposer=name, settings=settings, make=make) for name, make in makers.items()]
+def merged_ways(bench: Bench, settings: DecodeConfig) -> list[Way]:
+    """Return a tree of two chains, each by a proposer of its own: the first head of the list, and suffix lookup."""
+    head = next((name for name in bench.drafts if name != DRAFT_LM), DRAFT_LM)
+    chain = StaticTree(kind="static", branching=[1] * settings.num_speculative_tokens)
+    merged = MergedDrafts([bench.drafts[head], _suffix_lookup(bench)], bench.target.device)
+    asked = settings.model_copy(update={"tree": chain})
+    return [Way(rule="greedy", shape="two chains", proposer=f"{head} + suffix_lookup", settings=asked, draft=merged)]
+
+
+def _suffix_lookup(bench: Bench) -> Proposer:
+    lookup = SuffixLookup(bench.target.device, learns_own_answers=False)
+    for answer in bench.past_answers:
+        lookup.learn(answer)
+    return lookup
 
 
 def _sampled(draft: Proposer, settings: DecodeConfig) -> Way:
     shape = "chain" if settings.tree is None else "static tree"
-    return Way(rule=settings.rule, shape=shape, proposer=DRAFT_LM, settings=settings, make=_always(draft))
+    return Way(rule=settings.rule, shape=shape, proposer=DRAFT_LM, settings=settings, draft=draft)
 
 
 def _long_chain(draft: Proposer, settings: DecodeConfig, num_tokens: int) -> Way:
     """Return a chain of as many tokens as the draft LM's tree has."""
     longer = settings.model_copy(update={"num_speculative_tokens": num_tokens})
-    return Way(rule="greedy", shape="long chain", proposer=DRAFT_LM, settings=longer, make=_always(draft))
+    return Way(rule="greedy", shape="long chain", proposer=DRAFT_LM, settings=longer, draft=draft)
+
+
+def _stopped(bench: Bench, draft: Proposer, settings: DecodeConfig) -> Way:
+    """Return chains whose length the cost rule decides, fitted to what the draft LM shows on prompts set apart."""
+    longest = settings.model_copy(update={"num_speculative_tokens": LONGEST_CHAIN})
+    probe = ConfidenceProbe(draft)
+    timings = [decode(bench.fastest_target, [request], longest, probe)[1] for request in bench.choosing]
+    seconds = sum(timing.draft_seconds for timing in timings) / sum(timing.num_rounds for timing in timings) / LONGEST_CHAIN
+    stopping = fit_stopping(
+        probe.rounds,
+        draft_step_milliseconds=1000 * seconds,
+        target_step_milliseconds=[1000 * each for each in _row_seconds(bench.fastest_target, bench.choosing[0])],
+    )
+    stopped = longest.model_copy(update={"stopping": stopping})
+    return Way(rule="greedy", shape="chain, stopped by cost", proposer=DRAFT_LM, settings=stopped, draft=draft)
 
 
 def choose_paths(target: Target, draft: TreeProposer, requests: Sequence[Request], settings: DecodeConfig) -> list[Path]:
@@ -205,7 +239,3 @@ def _row_seconds(target: Target, request: Request) -> list[float]:
             float(head_logits(target.model, states.final_BTE).amax())  # waits for the device
             seconds[rows - 1].append(time.perf_counter() - started)
     return [median(each) for each in seconds]
-
-
-def _always(draft: Proposer) -> Callable[[], Proposer]:
-    return lambda: draft

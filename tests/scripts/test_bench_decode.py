@@ -17,7 +17,7 @@ from scripts import decode_setup
 from scripts.bench_decode import main
 from scripts.decode_comparison import compare_decoding, measure_batches, open_bench
 from scripts.decode_table import PLAIN, measure_ways
-from scripts.decode_ways import chain_ways, list_ways, lookup_ways
+from scripts.decode_ways import chain_ways, free_ways, list_ways
 from scripts.transformers_peer import TransformersPeer
 
 RATIOS = {
@@ -95,6 +95,7 @@ def test_the_file_holds_every_ratio_with_its_interval_and_a_row_for_every_way_of
         ("greedy", "static tree", "draft_lm"),
         ("greedy", "dynamic tree", "draft_lm"),
         ("greedy", "long chain", "draft_lm"),
+        ("greedy", "chain, stopped by cost", "draft_lm"),
         ("token", "chain", "draft_lm"),
         ("block", "chain", "draft_lm"),
         ("match", "chain", "draft_lm"),
@@ -106,6 +107,8 @@ def test_the_file_holds_every_ratio_with_its_interval_and_a_row_for_every_way_of
         ("smc", "chain", "draft_lm"),
         ("greedy", "chain", "prompt_lookup"),
         ("greedy", "chain", "suffix_lookup"),
+        ("greedy", "chain", "self_speculation"),
+        ("greedy", "two chains", "draft_lm + suffix_lookup"),
     ]
     assert all((row["lossless"] == "lossless") == (row["rule"] not in ("typical", "smc")) for row in rows)
     assert {row["lossless"] for row in rows} == {"lossless", "lossy_by_design"}
@@ -161,7 +164,7 @@ def test_a_target_without_a_lean_forward_is_measured_without(config, monkeypatch
     with open(config.output, encoding="utf-8") as file:
         results = json.load(file)
     assert "compiled_speed_vs_eager" not in results["ratios"]
-    assert len(results["rows"]) == 15
+    assert len(results["rows"]) == 18
     assert "lean forwards are not measured: the lean forward does not know it" in caplog.text
 
 
@@ -179,7 +182,7 @@ def test_each_repeat_of_a_sampled_run_has_its_own_seed_and_matching_gives_what_p
     ways = [way for way in list_ways(bench) if way.rule == "match" and way.shape == "chain"]
     turns = measure_ways(bench, ways)
     first, second = ([each.tokens for each in turn.result.generations] for turn in turns[ways[0].name][0])
-    plain = [each.tokens for each in turns[PLAIN[1.0]][0][0].result.generations]
+    plain = [each.tokens for each in turns[PLAIN[1.0, True]][0][0].result.generations]
     assert first != second
     assert first == plain
 
@@ -202,9 +205,9 @@ def test_a_trained_head_joins_the_table_under_its_recipes_name(config, monkeypat
     assert [(way.proposer, way.settings.num_speculative_tokens) for way in ways] == [("draft_lm", 3), ("medusa", 2)]
 
 
-def test_suffix_lookup_begins_anew_for_every_prompt(config):
+def test_suffix_lookup_learns_nothing_from_the_prompts_that_are_measured(config):
     bench = open_bench(config)
-    way = next(way for way in lookup_ways(bench, bench.settings(0.0)) if way.proposer == "suffix_lookup")
+    way = next(way for way in free_ways(bench, bench.settings(0.0)) if way.proposer == "suffix_lookup")
     (again,) = measure_ways(bench, [way])[way.name][:1]
     assert again[0].result.generations[0].rounds == again[1].result.generations[0].rounds
 
