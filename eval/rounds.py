@@ -93,6 +93,8 @@ class BatchRun:
         """Run one target step: draft, verify, commit."""
         room = [row.room for row in self.active]
         tree = None if self.tree is None else self.tree.cut(max(room))
+        if isinstance(tree, GrownTree):
+            tree = replace(tree, rooms=tuple(room))
         with self.clock.phase("draft"):
             proposal = self._propose(room, tree)
         starts = [length - 1 for length in self._lengths]

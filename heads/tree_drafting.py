@@ -204,6 +204,10 @@ class GrownGrowth:
         """See `Growth.proposal`."""
         tokens_BP, scores_BP, parents_BP = (torch.cat(parts, 1) for parts in (self._tokens, self._scores, self._parents))
         num_nodes = min(self.tree.num_nodes, scores_BP.shape[1])
+        if self.tree.rooms is not None:  # what a row has no room for must not take the place of what it has room for
+            depths_P = torch.cat([torch.full_like(each[0], depth) for depth, each in enumerate(self._tokens, start=1)])
+            rooms_B1 = torch.tensor(self.tree.rooms, device=depths_P.device).unsqueeze(1)
+            scores_BP = scores_BP.masked_fill(depths_P > rooms_B1, -torch.inf)
         # A stable order keeps parents before children of the same confidence; sorted, they stand depth by depth again.
         kept_BN = scores_BP.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes].sort(1).values
         new_rows_BP = torch.zeros_like(parents_BP[:, :1]).repeat(1, scores_BP.shape[1] + 1)

@@ -9,7 +9,7 @@ B batch, N drafts, K = N + 1 rows, T new tokens, X slots of a cache that a tree 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -87,11 +87,13 @@ class GrownTree:
         num_nodes: drafts a round, fewer where there are not as many candidates.
         width: tokens of a depth that are continued, and candidates for what follows each of them.
         depth: the longest way down.
+        rooms: by row, how deep its own drafts may lie, so that it gets the tree it would get alone; None: all as deep as that.
     """
 
     num_nodes: int
     width: int
     depth: int
+    rooms: tuple[int, ...] | None = None
 
     @property
     def num_slots(self) -> int:
@@ -100,7 +102,7 @@ class GrownTree:
 
     def cut(self, depth: int) -> GrownTree:
         """Return the tree down to a depth."""
-        return GrownTree(num_nodes=self.num_nodes, width=self.width, depth=min(depth, self.depth))
+        return replace(self, depth=min(depth, self.depth))
 
 
 def tree_from(settings: StaticTree | DynamicTree, depth: int) -> Tree | GrownTree:
