@@ -37,7 +37,7 @@ class ConfidenceProbe:
     """A proposer that notes every round in `rounds` and is otherwise the one it goes around.
 
     An answer's last round is left out: where an answer ends, drafts may stand behind the last judged one that look refused.
-    Proposals without a law (lookups) leave nothing to note. Not for self-speculation, which has to be seen by the decoder itself.
+    Proposals without a law (lookups) leave nothing to note. Not for self-speculation, which the decoder has to see itself.
     """
 
     def __init__(self, proposer: Proposer) -> None:
