@@ -14,8 +14,8 @@ from configs.learning import StudentConfig
 from distill.adapters import add_adapters
 from distill.target import UNREADABLE, Target, move
 from heads.identity import hash_tokenizer
-from heads.kv_cache import check_rolls_back
 from heads.lm_head import check_split
+from heads.rollback import check_rolls_back
 
 
 def initial_draft(config: StudentConfig, target: Target) -> PreTrainedModel:

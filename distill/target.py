@@ -25,6 +25,7 @@ from heads.lean_forward import make_lean
 from heads.lm_head import check_split
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+UNLIMITED = 2**31 - 1  # positions
 # What transformers raises for a file that is missing, damaged, contradictory, or needs a package that is not installed.
 UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError)
 
@@ -50,8 +51,10 @@ class Target:
 
     @property
     def max_positions(self) -> int:
-        """The longest context, prompt and answer together, in tokens."""
-        return self.model.config.get_text_config().max_position_embeddings
+        """The longest context, prompt and answer together, in tokens; `UNLIMITED` where the model names none (ALiBi)."""
+        config = self.model.config.get_text_config()
+        limits = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))  # the latter: MPT
+        return next((limit for limit in limits if limit is not None and limit > 0), UNLIMITED)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]], *, answer_follows: bool = True) -> list[int]:
         """Return the token ids of a conversation in the chat template; `answer_follows` opens the assistant's turn.

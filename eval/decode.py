@@ -19,8 +19,8 @@ from eval.particle_run import ParticleRun
 from eval.records import AUTOREGRESSIVE, Generation, Timing
 from eval.rounds import BatchRun
 from eval.rows import Request
-from heads.kv_cache import check_rolls_back
 from heads.proposer import Proposer, TreeProposer
+from heads.rollback import check_rolls_back
 
 __all__ = ["Request", "check_decodable", "decode", "generate"]
 
@@ -40,13 +40,19 @@ def generate(
     return answers
 
 
-def check_decodable(target: Target, requests: Sequence[Request]) -> None:
+def check_decodable(target: Target, requests: Sequence[Request], config: DecodeConfig | None = None) -> None:
     """Refuse what could only fail later, in the middle of a run.
 
     Raises:
-        InputError: the target's cache cannot roll back, a prompt is empty, or prompt and answer do not fit the context.
+        InputError: the target's cache cannot roll back, more drafts are asked for than its context holds, a prompt is empty,
+            or prompt and answer do not fit the context.
     """
     check_rolls_back(target.model)
+    if config is not None and config.num_speculative_tokens >= target.max_positions:
+        raise InputError(
+            f"decode.num_speculative_tokens is {config.num_speculative_tokens}, and the target's context, prompt and answer "
+            f"together, is {target.max_positions} tokens; ask for fewer"
+        )
     for request in requests:
         if not request.tokens:
             raise InputError(f"prompt {request.prompt_id} is empty")
@@ -87,7 +93,7 @@ def decode(
     Raises:
         InputError: see `check_decodable`; or a tree is asked of a proposer that drafts none.
     """
-    check_decodable(target, requests)
+    check_decodable(target, requests, config)
     proposer = proposer if config.num_speculative_tokens else None
     _check_tree(config, proposer)
     if proposer is None:  # what a lossy mode gives up has no part in plain decoding

@@ -57,7 +57,7 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     target = load_target(config.target)
     draft = _load(config, target)
     turns = Turns(target, suite.prompts)
-    check_decodable(target, turns.first)
+    check_decodable(target, turns.first, config.decode)
     if config.cost is not None:
         check_sweep(target, config.cost)
     if state.is_main_process:

@@ -30,9 +30,9 @@ from heads.elsewhere import Elsewhere
 from heads.families import FAMILIES, serve
 from heads.fast_forward import is_registered
 from heads.identity import TargetIdentity, hash_files
-from heads.kv_cache import check_rolls_back
 from heads.lm_head import check_split
 from heads.proposer import Proposer
+from heads.rollback import check_rolls_back
 from heads.target_states import check_taps
 
 METADATA_FILE = "draftsmith.json"
@@ -225,6 +225,9 @@ def _load_draft_lm(
     check_split(model)
     target_vocab_size = target.config.get_text_config().vocab_size
     if metadata.draft_vocabulary == "target":
+        if (rows := model.config.get_text_config().vocab_size) < metadata.draft_vocab_size:
+            words = f"its model has {rows} tokens, while {METADATA_FILE} says {metadata.draft_vocab_size}"
+            raise InputError(f"{folder} is damaged: {words}")
         return model, DraftLM(model, vocab_size=min(metadata.draft_vocab_size, target_vocab_size))
     vocabulary = _load_vocabulary(folder, metadata, target_vocab_size)
     keep_head_rows(model, vocabulary)

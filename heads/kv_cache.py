@@ -21,12 +21,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.configuration_utils import PreTrainedConfig
 
-from configs.errors import InputError
 from heads.fast_forward import fast_forward
 from heads.lm_head import backbone
 from heads.trees import Branches
-
-KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 @dataclass
@@ -215,21 +212,6 @@ def new_cache(model: PreTrainedModel, capacity: int, layer: Callable[[int], RowL
     fast = fast_forward(model)
     size = capacity if fast is None else fast.cache_size(capacity)
     return RowCache(model.config.get_text_config().num_hidden_layers, size, layer)
-
-
-def check_rolls_back(model: PreTrainedModel) -> None:
-    """Refuse a model whose memory of the past cannot be taken back after a rejected draft.
-
-    Raises:
-        InputError: it has recurrent, linear-attention or otherwise unknown layers.
-    """
-    config = model.config.get_text_config()
-    unknown = set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYER_TYPES
-    if model._is_stateful or unknown:
-        what = f"layers of type {', '.join(sorted(unknown))}" if unknown else "a recurrent state"
-        raise InputError(
-            f"{type(model).__name__} has {what}: rejected tokens cannot be rolled back, so it cannot be decoded speculatively"
-        )
 
 
 def forward_rows(

@@ -43,6 +43,8 @@ def make_lean(model: PreTrainedModel) -> None:
     """Let decoding run `model` by a lean forward from now on.
 
     Its weights must not change afterwards: on a CPU the forward keeps a packed copy of them, which takes as much memory again.
+    The model's own stay, since transformers' forward still runs wherever answers are judged rather than decoded, heads are
+    made of them, and the checks in a wider dtype copy them.
 
     Raises:
         InputError: the family is none that the lean forward knows, or the two forwards disagree on a probe.

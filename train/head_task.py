@@ -19,8 +19,8 @@ from distill.target import Target
 from distill.vocabulary_choice import most_frequent_answer_tokens
 from heads.artifact import HiddenStates, Metadata, save_head
 from heads.families import FAMILIES, serve
-from heads.kv_cache import check_rolls_back
 from heads.proposer import Proposer
+from heads.rollback import check_rolls_back
 from heads.target_states import TargetStates, check_taps, read_states
 from heads.training import HeadInputs, HeadModule, Normalisers
 from train.checkpoints import Progress

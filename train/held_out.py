@@ -43,7 +43,7 @@ class HeldOutDecoding:
             Request(prompt_id=f"{row.prompt_id}/{row.turn}", category=row.category, tokens=row.prompt_ids)
             for row in conversations[: config.num_prompts]
         ]
-        check_decodable(target, self.requests)  # now, not at the end of the training
+        check_decodable(target, self.requests, config.decode)  # now, not at the end of the training
 
     def score(self, proposer: Proposer) -> dict[str, float]:
         """Decode this process's share of the prompts; add up counts over processes before any division."""
