@@ -123,7 +123,7 @@ def to_values(generation: Generation) -> dict[str, Any]:
         columns["num_nodes"] = [round_.num_nodes for round_ in rounds]
     if any(round_.overlap is not None for round_ in rounds):
         columns["overlap"] = [round_.overlap for round_ in rounds]
-        columns["laws"] = [None if round_.laws is None else list(asdict(round_.laws).values()) for round_ in rounds]
+        columns["laws"] = [None if round_.laws is None else list(vars(round_.laws).values()) for round_ in rounds]
     return {**_without_rounds(generation), "rounds": columns}
 
 
