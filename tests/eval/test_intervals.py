@@ -75,6 +75,22 @@ def test_95_percent_intervals_hold_the_truth_about_95_percent_of_the_time(num_cl
     assert 930 <= held <= 970
 
 
+@pytest.mark.parametrize("num_batches", [8, 32])
+def test_95_percent_intervals_of_a_speedup_hold_the_truth_about_95_percent_of_the_time(num_batches):
+    """Batches differ in length and in how fast either way decodes them; a busy machine slows both at once. The truth is 1.5."""
+    generator = np.random.default_rng(100 + num_batches)
+    held = 0
+    for simulation in range(1000):
+        tokens = generator.integers(20, 120, num_batches)
+        busy = generator.uniform(1.0, 2.0, num_batches)
+        plain = 0.03 * tokens * busy * generator.normal(1.0, 0.05, num_batches)
+        speculative = 0.02 * tokens * busy * generator.normal(1.0, 0.2, num_batches)
+        interval = paired_ratio_interval(plain, tokens, speculative, tokens, samples=400, seed=simulation)
+        held += interval.low <= 1.5 <= interval.high
+
+    assert 930 <= held <= 970
+
+
 def test_one_cluster_has_a_point_but_no_interval():
     assert ratio_interval([3], [2], **FAST) == Interval(1.5)
     assert median_interval([3.0], **FAST) == Interval(3.0)
