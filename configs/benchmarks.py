@@ -7,7 +7,8 @@ The defaults are the runs whose figures stand in `docs/results/`. Commands that 
 from __future__ import annotations
 
 from configs.costs import CostConfig
-from configs.schema import LosslessConfig, SuiteConfig, TargetConfig
+from configs.decoding import TargetConfig
+from configs.evaluating import LosslessConfig, SuiteConfig
 from configs.settings import PositiveFloat, PositiveInt, Settings
 
 

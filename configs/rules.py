@@ -17,7 +17,7 @@ Verification = Literal["token", "block", "match"]
 
 
 class Decoding(Protocol):
-    """What is read of a `configs.schema.DecodeConfig`."""
+    """What is read of a `configs.decoding.DecodeConfig`."""
 
     @property
     def temperature(self) -> float: ...

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from configs.decoding import SamplingConfig
 from configs.progress import progress
-from configs.schema import AnswersConfig, SamplingConfig
+from configs.schema import AnswersConfig
 from distill.conversations import Conversation, Message
 from distill.partial import PartialFile
 from distill.prompts import Prompt

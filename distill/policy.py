@@ -21,8 +21,9 @@ from dataclasses import dataclass
 
 import torch
 
+from configs.decoding import SamplingConfig
 from configs.policy import PolicyConfig
-from configs.schema import DistillConfig, SamplingConfig
+from configs.schema import DistillConfig
 from distill.answers import request_number, up_to_end
 from distill.batches import NO_DOCUMENT, Batch, Example, collate
 from distill.target import Target

@@ -6,7 +6,7 @@ import os
 
 from accelerate import PartialState
 
-from configs.schema import TargetConfig
+from configs.decoding import TargetConfig
 from distill.target import choose_device
 
 

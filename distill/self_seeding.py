@@ -18,9 +18,10 @@ from itertools import islice
 
 import torch
 
+from configs.decoding import SamplingConfig
 from configs.errors import InputError
 from configs.progress import progress
-from configs.schema import PromptsConfig, SamplingConfig
+from configs.schema import PromptsConfig
 from distill.answers import next_tokens, request_number
 from distill.prompts import Prompt
 from distill.split import DUPLICATE, normalise

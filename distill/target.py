@@ -16,8 +16,8 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from configs.decoding import TargetConfig
 from configs.errors import InputError, first_line
-from configs.schema import TargetConfig
 from distill.embedded import PREFIX, embedded_folder, load_gguf
 from heads.compiled_forward import make_compiled
 from heads.identity import TargetIdentity, hash_chat_template, hash_files, hash_tokenizer, hash_weights

@@ -1,7 +1,7 @@
 """The ways of drafting that need no training and are measured beside a draft: made by name, for a target.
 
 They draft chains to their full length, whatever shape and stopping rule the draft under evaluation is asked for
-(`eval.measuring`). Adding one is a line here and its name in `configs.schema.FreeDraft`.
+(`eval.measuring`). Adding one is a line here and its name in `configs.evaluating.FreeDraft`.
 
 What suffix lookup may know: the texts under way, and the answers to the prompts that this process measured before, in the
 order of the suite. A prompt's answer is learnt once, after its last repeat; warming up teaches nothing. So no repeat copies
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from configs.schema import EvalConfig, FreeDraft
+from configs.evaluating import EvalConfig, FreeDraft
 from distill.target import Target
 from heads.prompt_lookup import PromptLookup
 from heads.proposer import Proposer

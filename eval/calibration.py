@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from configs.schema import SamplingConfig
+from configs.decoding import SamplingConfig
 from heads.law import token_law
 from heads.proposer import Proposal, Proposer, Tokens
 from heads.stopping import confidence, looked_at

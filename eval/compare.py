@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from configs.command import DONE, run_command
 from configs.errors import InputError
+from configs.evaluating import CompareConfig
 from configs.files import write_text
-from configs.schema import CompareConfig
 from eval.comparison import as_table, compare
 from eval.comparison_page import render_comparison
 from eval.report_schema import read_report

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
+from configs.decoding import DecodeConfig
 from configs.errors import InputError
-from configs.schema import DecodeConfig
 from distill.target import Target
 from eval.meters import Meter
 from eval.particle_run import ParticleRun

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from configs.schema import EvalConfig
+from configs.evaluating import EvalConfig
 from distill.target import Target
 from heads.artifact import Draft, hash_together, load_draft
 from heads.merged_drafts import MergedDrafts

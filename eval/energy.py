@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from configs.schema import EvalConfig
+from configs.evaluating import EvalConfig
 from eval.intervals import paired_ratio_interval, ratio_interval
 from eval.meters import Meter, Metering
 from eval.records import AUTOREGRESSIVE, SPECULATIVE, Timing

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from configs.command import DONE
+from configs.evaluating import EvalConfig
 from configs.files import write_text
 from configs.provenance import describe_git, describe_hardware, describe_versions, mask_arguments, write_run_record
-from configs.schema import EvalConfig
 from distill.processes import join_processes
 from distill.target import Target, load_target
 from eval.baselines import make_baselines

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from configs.decoding import DecodeConfig, SamplingConfig
 from configs.progress import progress
-from configs.schema import DecodeConfig, SamplingConfig
 from distill.target import Target
 from eval.records import FAILED, Generation
 from eval.rounds import BatchRun

@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from configs.command import DONE, GATE_FAILED, INCONCLUSIVE, run_command
 from configs.errors import InputError
+from configs.evaluating import GateConfig
 from configs.files import sha256_of, write_json, write_text
-from configs.schema import GateConfig
 from eval.gating import Artifact, judge
 from eval.junit import as_junit
 from eval.report_schema import read_report

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from configs.errors import InputError
-from configs.schema import GateRule
+from configs.evaluating import GateRule
 from eval.intervals import Interval
 from eval.paired import Change, compare_reports
 from eval.report_schema import numbers_of

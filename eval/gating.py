@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.errors import InputError
-from configs.schema import GateConfig
+from configs.evaluating import GateConfig
 from eval.comparability import IDENTITY, Difference, differences
 from eval.gate_rules import is_of_a_machine, judge_against_free, judge_rule
 from eval.verdict import Finding, Outcome, Verdict

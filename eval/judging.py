@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from configs.decoding import DecodeConfig
 from configs.lossy import TypicalAcceptance
-from configs.schema import DecodeConfig
 from eval.candidates import CANDIDATE_RULES, without_replacement
 from eval.tree_rules import TreeVerdict, match_tree, tokens_of, verify_tree
 from eval.typical import verify_typical, verify_typical_tree

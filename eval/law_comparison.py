@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from configs.schema import SamplingConfig
+from configs.decoding import SamplingConfig
 from heads.law import token_law
 from heads.stopping import confidence
 

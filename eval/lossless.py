@@ -18,7 +18,8 @@ from typing import Any, Protocol
 
 import torch
 
-from configs.schema import DecodeConfig, LosslessConfig
+from configs.decoding import DecodeConfig
+from configs.evaluating import LosslessConfig
 from distill.target import Target, move
 from eval.decode import Request, decode
 from eval.lossless_sampled import FAIL, INCONCLUSIVE, PASS, check_samples, pair_answers
@@ -93,7 +94,7 @@ def find_divergences(
     Args:
         target: the target both came from; where anything differs, a copy in a wider dtype is made for the while.
         plain, speculative: the same requests, decoded both ways.
-        tie_noise: see `configs.schema.LosslessConfig`.
+        tie_noise: see `configs.evaluating.LosslessConfig`.
     """
     differing = [(one, another) for one, another in pair_answers(plain, speculative) if one.tokens != another.tokens]
     exact = widened(target) if differing else target

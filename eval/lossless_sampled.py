@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from configs.schema import DecodeConfig, LosslessConfig
+from configs.decoding import DecodeConfig
+from configs.evaluating import LosslessConfig
 from distill.target import Target
 from eval.first_tokens import answer_logits, check_first_tokens
 from eval.power import detectable_mean

@@ -13,8 +13,8 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from configs.evaluating import EvalConfig
 from configs.progress import progress
-from configs.schema import EvalConfig
 from distill.target import Target
 from eval.decode import Request, decode
 from eval.meters import Meter

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from configs.decoding import DecodeConfig
 from configs.errors import InputError
 from configs.lossy import ParticleSampling
-from configs.schema import DecodeConfig
 from distill.target import Target
 from eval.clock import Clock
 from eval.judging import finite_rows

@@ -11,8 +11,8 @@ from dataclasses import asdict
 from typing import Any
 
 from configs.costs import CostConfig
+from configs.decoding import DecodeConfig
 from configs.errors import InputError
-from configs.schema import DecodeConfig
 from distill.target import Target
 from eval.cost_model import CostModel, MeasuredCosts, RooflineCosts, summarise_model
 from eval.expected_rounds import AcceptanceProfile, AnswerLength, answer_lengths

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from configs.evaluating import EvalConfig
 from configs.quality import QualityConfig
-from configs.schema import EvalConfig
 from distill.prompts import Prompt
 from distill.target import Target
 from eval.intervals import LEVEL, Floats, Interval, statistic_interval

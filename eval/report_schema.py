@@ -40,7 +40,7 @@ class DraftSection(Described):
 
 
 class DecodeSection(Described):
-    """The decoding settings, as in `configs.schema.DecodeConfig`."""
+    """The decoding settings, as in `configs.decoding.DecodeConfig`."""
 
     num_speculative_tokens: Count
     temperature: float

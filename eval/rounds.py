@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from configs.schema import DecodeConfig
+from configs.decoding import DecodeConfig
 from distill.target import Target
 from eval.clock import Clock
 from eval.judging import Judge, finite_rows

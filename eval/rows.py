@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 
-from configs.schema import DecodeConfig
+from configs.decoding import DecodeConfig
 from distill.target import Target
 from eval.records import Generation, Round, StopReason
 from eval.stops import StopStrings

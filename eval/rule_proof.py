@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from configs.schema import DecodeConfig
+from configs.decoding import DecodeConfig
 from eval.candidates import CANDIDATE_RULES
 from eval.enumeration import Outcome, enumerate_rule, random_toy
 from eval.judging import RULES

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from configs.command import run_command
-from configs.schema import EvalConfig
+from configs.evaluating import EvalConfig
 
 
 def main(config: EvalConfig) -> int:

@@ -13,8 +13,8 @@ from pathlib import Path
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
+from configs.evaluating import EvalConfig
 from configs.progress import progress
-from configs.schema import EvalConfig
 from distill.target import Target
 from eval.measuring import Measurement, in_batches
 from eval.meters import Meter

@@ -3,7 +3,7 @@
 An answer is searched as its text grows token by token, so the same tokens end at the same place however many of them a round
 brought. Only the end of the text is decoded: a tail long enough for the longest string and for what decoders do differently at
 the beginning of a text, which is to drop a space, or to show the rest of a character whose first bytes lie before it. A
-character whose bytes are not all there yet decodes to U+FFFD, which no stop string may hold (`configs.schema.DecodeConfig`).
+character whose bytes are not all there yet decodes to U+FFFD, which no stop string may hold (`configs.decoding.DecodeConfig`).
 Special tokens count as the text that they are written as. Left out on purpose: strings that begin in the prompt.
 """
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import InputError
+from configs.evaluating import SuiteConfig
 from configs.files import read_jsonl, sha256_of
-from configs.schema import SuiteConfig
 from distill.prompts import Prompt, load_rows
 from eval.suite_formats import detect_format, to_prompt
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from configs.costs import CostConfig
+from configs.decoding import DecodeConfig
 from configs.errors import InputError
 from configs.progress import progress
-from configs.schema import DecodeConfig
 from distill.target import Target
 from eval.judging import Judge
 from eval.rounds import BatchRun

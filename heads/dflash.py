@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from configs.decoding import SamplingConfig
 from configs.head_families import DFlashSettings
-from configs.schema import SamplingConfig
 from heads.anchors import Anchors, choose_anchors
 from heads.block_attention import BlockKeys
 from heads.draft_head import DraftHead

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from configs.schema import SamplingConfig
+from configs.decoding import SamplingConfig
 from heads.draft_vocabulary import DraftVocabulary
 from heads.drafting import Drafting
 from heads.kv_cache import RowCache, forward_rows, new_cache

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from configs.schema import SamplingConfig
+from configs.decoding import SamplingConfig
 from heads.law import draw, likeliest, token_law
 from heads.proposer import Proposal
 from heads.stopping import looked_at, rule_for

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from configs.schema import SamplingConfig
+from configs.decoding import SamplingConfig
 from heads.proposer import Proposal, Tokens, TreeProposer
 from heads.streams import Streams
 from heads.target_states import TargetStates

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from configs.schema import SamplingConfig
+from configs.decoding import SamplingConfig
 from heads.draft_head import DraftHead
 from heads.drafting import Drafting
 from heads.kv_cache import RowCache

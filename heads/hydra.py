@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from configs.decoding import SamplingConfig
 from configs.head_families import HydraSettings
-from configs.schema import SamplingConfig
 from heads.draft_head import DraftHead
 from heads.draft_layer import DraftAttention, LayerShape, Rotary, Rotation, causal_mask, mlp, norm, placed_mask, shape_like
 from heads.draft_vocabulary import DraftVocabulary

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from configs.schema import SamplingConfig
+from configs.decoding import SamplingConfig
 
 NUCLEUS_CANDIDATES = 1024
 

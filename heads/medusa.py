@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from configs.decoding import SamplingConfig
 from configs.head_families import MedusaSettings
-from configs.schema import SamplingConfig
 from heads.draft_head import DraftHead
 from heads.draft_vocabulary import DraftVocabulary
 from heads.drafting import Drafting

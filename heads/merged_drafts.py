@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 import torch
 
+from configs.decoding import SamplingConfig
 from configs.errors import InputError
-from configs.schema import SamplingConfig
 from heads.proposer import Proposal, Proposer, Tokens, TreeProposer
 from heads.streams import Streams
 from heads.target_states import TargetStates

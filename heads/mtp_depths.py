@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from configs.schema import SamplingConfig
+from configs.decoding import SamplingConfig
 from heads.drafting import Drafting
 from heads.feature_chain import ChainModule
 from heads.kv_cache import RowCache

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from configs.decoding import SamplingConfig
 from configs.head_families import PEagleSettings
-from configs.schema import SamplingConfig
 from heads.draft_layer import causal_mask, placed_mask
 from heads.draft_vocabulary import DraftVocabulary
 from heads.drafting import Drafting

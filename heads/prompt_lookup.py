@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from configs.schema import SamplingConfig
+from configs.decoding import SamplingConfig
 from heads.proposer import Proposal, Tokens
 from heads.streams import Streams
 from heads.target_states import TargetStates

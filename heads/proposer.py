@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from configs.schema import SamplingConfig
+from configs.decoding import SamplingConfig
 from heads.kv_cache import RowCache
 from heads.streams import Streams
 from heads.target_states import TargetStates

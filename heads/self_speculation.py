@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from configs.decoding import SamplingConfig
 from configs.errors import InputError
-from configs.schema import SamplingConfig
 from heads.drafting import Drafting
 from heads.kv_cache import RowCache, forward_rows, new_cache
 from heads.lm_head import backbone, head_logits

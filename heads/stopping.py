@@ -26,7 +26,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from configs.schema import DecodeConfig, SamplingConfig
+from configs.decoding import DecodeConfig, SamplingConfig
 from configs.stopping import CalibrationPoint, ConfidenceStopping, CostStopping, EntropyStopping
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from configs.schema import SamplingConfig
+from configs.decoding import SamplingConfig
 from heads.proposer import Proposal, Tokens
 from heads.streams import Streams
 from heads.suffix_automaton import ROOT, Match, SuffixAutomaton

@@ -17,8 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from configs.decoding import SamplingConfig
 from configs.errors import InputError
-from configs.schema import SamplingConfig
 from heads.candidate_draws import DRAWS
 from heads.drafting import Spread
 from heads.law import likeliest, token_law

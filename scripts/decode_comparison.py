@@ -17,7 +17,7 @@ import torch
 
 from configs.benchmarks import BenchDecodeConfig
 from configs.command import DONE, GATE_FAILED
-from configs.schema import LosslessConfig
+from configs.evaluating import LosslessConfig
 from distill.target import Target
 from eval.intervals import Interval, ratio_interval
 from eval.lossless import NOT_LOSSLESS, find_divergences, is_tie

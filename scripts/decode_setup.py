@@ -13,8 +13,8 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from configs.benchmarks import BenchDecodeConfig
+from configs.decoding import DecodeConfig
 from configs.errors import InputError
-from configs.schema import DecodeConfig
 from distill.conversations import read_conversations
 from distill.target import Target, load_target, move
 from eval.decode import Request, check_decodable

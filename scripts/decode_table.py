@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from configs.schema import DecodeConfig, LosslessConfig
+from configs.decoding import DecodeConfig
+from configs.evaluating import LosslessConfig
 from distill.target import Target
 from eval.acceptance import count_per_prompt
 from eval.decode import decode

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from configs.decoding import DecodeConfig
 from configs.lossy import ParticleSampling, TypicalAcceptance
 from configs.rules import Verification
-from configs.schema import DecodeConfig
 from configs.trees import Candidates, DynamicTree, Path, StaticTree
 from distill.target import Target
 from eval.calibration import ConfidenceProbe

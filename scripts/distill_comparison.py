@@ -18,8 +18,9 @@ from pydantic import ValidationError
 
 from configs.benchmarks import BenchDistillConfig
 from configs.command import DONE, GATE_FAILED
+from configs.decoding import DecodeConfig
 from configs.errors import InputError
-from configs.schema import DecodeConfig, DistillConfig
+from configs.schema import DistillConfig
 from distill.conversations import read_conversations
 from distill.target import load_target
 from eval.acceptance import count_per_prompt

@@ -20,8 +20,10 @@ from safetensors import safe_open
 
 from configs.benchmarks import BenchHeadsConfig
 from configs.command import DONE, GATE_FAILED
+from configs.decoding import DecodeConfig
+from configs.evaluating import EvalConfig, LosslessConfig
 from configs.loading import load_config
-from configs.schema import DecodeConfig, EvalConfig, HeadsConfig, LosslessConfig
+from configs.schema import HeadsConfig
 from distill.batches import ConversationDataset
 from distill.conversations import read_conversations
 from distill.target import Target, load_target

@@ -19,7 +19,8 @@ import torch
 
 from configs.benchmarks import BenchEvalConfig
 from configs.command import DONE
-from configs.schema import DecodeConfig, EvalConfig, LosslessConfig
+from configs.decoding import DecodeConfig
+from configs.evaluating import EvalConfig, LosslessConfig
 from distill.target import load_target
 from eval.clock import Laps
 from eval.cost_model import CostModel

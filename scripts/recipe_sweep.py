@@ -19,9 +19,10 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from configs.command import DONE
+from configs.decoding import DecodeConfig
 from configs.files import read_json, write_json
 from configs.provenance import mask_arguments
-from configs.schema import DecodeConfig, DistillConfig
+from configs.schema import DistillConfig
 from configs.sweep import SweepConfig
 from distill.conversations import read_conversations
 from distill.target import Target, load_target

@@ -12,7 +12,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from configs.schema import TargetConfig
+from configs.decoding import TargetConfig
 from distill.target import Target, load_target
 from heads.artifact import Metadata, save_draft_lm
 from heads.identity import TargetIdentity, hash_chat_template, hash_tokenizer

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from configs.dialect import parse_yaml
+from configs.evaluating import EvalConfig, GateConfig
 from configs.loading import load_config
-from configs.schema import CacheConfig, DataConfig, DistillConfig, EvalConfig, GateConfig, HeadsConfig
+from configs.schema import CacheConfig, DataConfig, DistillConfig, HeadsConfig
 from configs.sweep import SweepConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -138,7 +139,7 @@ def test_each_entry_answers_an_unknown_key_with_one_line_and_code_2(entry, tmp_p
 
 
 def test_a_config_is_read_and_checked_without_importing_torch():
-    modules = "configs.command, configs.loading, configs.provenance, configs.schema"
+    modules = "configs.command, configs.loading, configs.provenance, configs.schema, configs.evaluating"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 

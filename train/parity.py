@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from configs.schema import DecodeConfig, SamplingConfig
+from configs.decoding import DecodeConfig, SamplingConfig
 from distill.batches import Batch, Example, collate
 from eval.decode import Request, decode
 from heads.families import serve

@@ -26,8 +26,8 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from configs.decoding import DecodeConfig
 from configs.errors import ConfigError, InputError
-from configs.schema import DecodeConfig
 from distill.batches import Batch, ConversationDataset, Example, collate
 from distill.head_objective import HeadLoss, HeadObjective
 from eval.decode import Request, decode, generate

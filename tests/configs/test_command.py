@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from configs.command import BAD_INPUT, DONE, GATE_FAILED, INCONCLUSIVE, INTERRUPTED, run_command
+from configs.decoding import DecodeConfig
 from configs.errors import ConfigError, InputError
-from configs.schema import DecodeConfig
 
 
 def run(main, *argv, **options):

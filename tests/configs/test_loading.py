@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from configs.decoding import DecodeConfig
 from configs.errors import ConfigError
+from configs.evaluating import EvalConfig, GateConfig
 from configs.loading import load_config
-from configs.schema import DataConfig, DecodeConfig, DistillConfig, EvalConfig, GateConfig, HeadsConfig
+from configs.schema import DataConfig, DistillConfig, HeadsConfig
 
 
 @pytest.fixture

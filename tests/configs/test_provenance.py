@@ -12,6 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 from configs import provenance
+from configs.decoding import DecodeConfig
 from configs.errors import InputError
 from configs.provenance import (
     describe_git,
@@ -21,7 +22,6 @@ from configs.provenance import (
     mask_secrets,
     write_run_record,
 )
-from configs.schema import DecodeConfig
 
 
 class HubConfig(BaseModel):

@@ -3,8 +3,9 @@
 import pytest
 from pydantic import ValidationError
 
+from configs.decoding import DecodeConfig
 from configs.lossy import ParticleSampling, TypicalAcceptance
-from configs.schema import DecodeConfig, HeldOutDecodingConfig
+from configs.schema import HeldOutDecodingConfig
 from configs.stopping import EntropyStopping
 from configs.trees import DynamicTree, StaticTree
 
@@ -71,3 +72,10 @@ def test_settings_that_contradict_each_other_are_refused(settings, reason):
 def test_checkpoints_are_not_chosen_by_a_lossy_rule():
     with pytest.raises(ValidationError, match=r"decode\.lossy must be null"):
         HeldOutDecodingConfig(decode=DecodeConfig(temperature=1.0, lossy=TYPICAL))
+
+
+@pytest.mark.parametrize("temperature", [1e-40, 9e-5])
+def test_a_temperature_by_which_no_logit_can_be_divided_is_refused(temperature):
+    with pytest.raises(ValidationError, match="temperature must be 0"):
+        DecodeConfig(temperature=temperature)
+    assert DecodeConfig(temperature=1e-4).rule == "block"

@@ -5,18 +5,8 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from configs.schema import (
-    DataConfig,
-    DistillConfig,
-    EvalConfig,
-    GateConfig,
-    GateRule,
-    LossConfig,
-    OptimizerConfig,
-    PromptsConfig,
-    ScheduleConfig,
-    StudentConfig,
-)
+from configs.evaluating import EvalConfig, GateConfig, GateRule
+from configs.schema import DataConfig, DistillConfig, LossConfig, OptimizerConfig, PromptsConfig, ScheduleConfig, StudentConfig
 
 
 @pytest.mark.parametrize("schema", [DataConfig, DistillConfig, EvalConfig, GateConfig])

@@ -2,9 +2,10 @@
 
 import pytest
 
+from configs.decoding import DecodeConfig
 from configs.errors import ConfigError
+from configs.evaluating import EvalConfig
 from configs.loading import load_config
-from configs.schema import DecodeConfig, EvalConfig
 from configs.stopping import CostStopping, EntropyStopping
 
 COST = "rule: cost, draft_step_milliseconds: 1, target_step_milliseconds: [10, 10, 11, 12]"

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from configs.schema import TargetConfig
+from configs.decoding import TargetConfig
 from distill.prompts import Prompt
 from distill.target import load_target
 

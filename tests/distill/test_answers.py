@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from configs.schema import AnswersConfig, SamplingConfig
+from configs.decoding import SamplingConfig
+from configs.schema import AnswersConfig
 from distill.answers import EMPTY, NO_ROOM, UNREACHED, AnswerJob, answer_prompts, continue_tokens
 from distill.prompts import Prompt
 from heads.law import token_law

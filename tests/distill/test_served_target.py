@@ -17,9 +17,10 @@ import httpx2
 import pytest
 import torch
 
+from configs.decoding import TargetConfig
 from configs.errors import InputError
 from configs.learning import LossConfig, StudentConfig
-from configs.schema import CacheConfig, ServerConfig, TargetConfig
+from configs.schema import CacheConfig, ServerConfig
 from distill.batches import ConversationDataset, collate
 from distill.cache import open_cache
 from distill.cache_making import make_cache

@@ -9,10 +9,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
+from configs.decoding import TargetConfig
 from configs.errors import ConfigError, InputError
 from configs.files import sha256_of
 from configs.loading import load_config
-from configs.schema import CacheConfig, ServerConfig, TargetConfig
+from configs.schema import CacheConfig, ServerConfig
 from distill import cache_making
 from distill.batches import Example
 from distill.cache import open_cache

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
+from configs.decoding import TargetConfig
 from configs.errors import InputError
-from configs.schema import TargetConfig
 from distill.target import choose_device, load_target
 
 NO_SYSTEM = (

@@ -10,7 +10,7 @@ from collections import Counter
 
 import torch
 
-from configs.schema import DecodeConfig
+from configs.decoding import DecodeConfig
 from configs.trees import StaticTree
 from eval.decode import Request, decode
 from eval.significance import GTest, g_test

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig, MptConfig
 
+from configs.decoding import DecodeConfig
 from configs.errors import InputError
-from configs.schema import DecodeConfig
 from configs.trees import DynamicTree, StaticTree
 from distill.target import UNLIMITED
 from eval.decode import check_decodable, decode

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from configs.decoding import DecodeConfig, TargetConfig
 from configs.errors import InputError
-from configs.schema import DecodeConfig, EvalConfig, LosslessConfig, SuiteConfig, TargetConfig
+from configs.evaluating import EvalConfig, LosslessConfig, SuiteConfig
 from configs.stopping import ConfidenceStopping
 from configs.trees import StaticTree
 from eval.baselines import MAKERS, make_baselines

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from configs.schema import DecodeConfig
+from configs.decoding import DecodeConfig
 from eval.calibration import ConfidenceProbe, DraftedRound
 from eval.decode import Request, decode
 from heads.draft_lm import DraftLM

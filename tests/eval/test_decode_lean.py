@@ -4,8 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
+from configs.decoding import DecodeConfig, TargetConfig
 from configs.errors import InputError
-from configs.schema import DecodeConfig, LosslessConfig, TargetConfig
+from configs.evaluating import LosslessConfig
 from distill.target import load_target
 from eval.decode import Request, decode, generate
 from eval.lossless import judge_lossless

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.schema import DecodeConfig
+from configs.decoding import DecodeConfig
 from configs.trees import StaticTree
 from eval.decode import Request, decode
 from heads.draft_lm import DraftLM

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from configs.schema import DecodeConfig
+from configs.decoding import DecodeConfig
 from eval.decode import Request, decode, generate
 from heads.draft_lm import DraftLM
 from heads.draft_vocabulary import DraftVocabulary, keep_head_rows

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, MistralConfig
 
+from configs.decoding import DecodeConfig
 from configs.errors import InputError
 from configs.head_families import Eagle3Settings, HydraSettings, MedusaSettings, MtpSettings
-from configs.schema import DecodeConfig
 from configs.trees import DynamicTree, StaticTree
 from eval.decode import Request, decode, generate
 from heads.draft_lm import DraftLM

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from configs.schema import DecodeConfig
+from configs.decoding import DecodeConfig
 from eval.calibration import DraftedRound
 from eval.draft_lengths import calibration_points, expected_rate, fit_stopping
 from eval.reliability import class_sums, describe_classes

@@ -7,7 +7,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from configs.schema import DecodeConfig, EvalConfig, GateConfig, LosslessConfig, SuiteConfig, TargetConfig
+from configs.decoding import DecodeConfig, TargetConfig
+from configs.evaluating import EvalConfig, GateConfig, LosslessConfig, SuiteConfig
 from configs.trees import StaticTree
 from distill.target import load_target
 from eval.drafts import load_evaluated

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from configs.schema import DecodeConfig, TargetConfig
+from configs.decoding import DecodeConfig, TargetConfig
 from distill.draft_init import keep_layers
 from distill.target import load_target
 from eval.decode import generate

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from configs.schema import DecodeConfig, EvalConfig
+from configs.decoding import DecodeConfig
+from configs.evaluating import EvalConfig
 from eval.clock import Clock
 from eval.decode import Request, decode
 from eval.energy import summarise_energy

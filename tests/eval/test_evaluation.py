@@ -13,8 +13,9 @@ import torch
 from transformers import LlamaForCausalLM
 
 from configs.command import BAD_INPUT, run_command
+from configs.decoding import DecodeConfig, TargetConfig
+from configs.evaluating import EvalConfig, GateConfig, LosslessConfig, SuiteConfig
 from configs.lossy import ParticleSampling, TypicalAcceptance
-from configs.schema import DecodeConfig, EvalConfig, GateConfig, LosslessConfig, SuiteConfig, TargetConfig
 from configs.trees import StaticTree
 from eval.decode import Request, decode
 from eval.evaluation import evaluate

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from configs.schema import DecodeConfig
+from configs.decoding import DecodeConfig
 from eval import verify
 from eval.decode import Request, decode
 from eval.first_tokens import LEAST_EXPECTED, answer_logits, check_first_tokens, choose_start, find_cells

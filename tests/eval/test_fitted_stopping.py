@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from configs.decoding import DecodeConfig, TargetConfig
 from configs.errors import InputError
+from configs.evaluating import EvalConfig, LosslessConfig, SuiteConfig
 from configs.loading import load_config
-from configs.schema import DecodeConfig, EvalConfig, LosslessConfig, SuiteConfig, TargetConfig
 from eval.evaluation import evaluate
 from eval.fitted_stopping import stopping_from_report
 from eval.report import write_report

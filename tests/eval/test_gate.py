@@ -10,10 +10,11 @@ from xml.etree import ElementTree
 
 import pytest
 
+from configs.decoding import TargetConfig
 from configs.errors import InputError
+from configs.evaluating import GateConfig, GateRule
 from configs.files import sha256_of
 from configs.loading import load_config
-from configs.schema import GateConfig, GateRule, TargetConfig
 from distill.target import load_target
 from eval.gating import Artifact, judge
 from eval.report import write_report

@@ -10,6 +10,7 @@ from functools import cache
 import pytest
 import torch
 
+from configs.decoding import DecodeConfig
 from configs.errors import InputError
 from configs.head_families import (
     DFlashSettings,
@@ -20,7 +21,6 @@ from configs.head_families import (
     MtpSettings,
     PEagleSettings,
 )
-from configs.schema import DecodeConfig
 from configs.trees import DynamicTree, StaticTree
 from eval.decode import Request, decode
 from heads.draft_lm import DraftLM

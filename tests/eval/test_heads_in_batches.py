@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from configs.schema import DecodeConfig
+from configs.decoding import DecodeConfig
 from configs.trees import DynamicTree
 from eval.decode import Request, decode
 from heads.families import FAMILIES

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from configs.schema import SamplingConfig
+from configs.decoding import SamplingConfig
 from eval.law_comparison import compare_laws
 from eval.law_metrics import Calibration, LawAgreement, StoppingCalibration
 from eval.metrics import acceptance_metrics

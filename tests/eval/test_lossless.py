@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from configs.schema import DecodeConfig, LosslessConfig
+from configs.decoding import DecodeConfig
+from configs.evaluating import LosslessConfig
 from eval import judging, lossless
 from eval.decode import Request, decode
 from eval.enumeration import enumerate_rule, random_toy

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from configs.schema import GateConfig
+from configs.evaluating import GateConfig
 from eval.gating import judge
 from eval.report_schema import check_report
 from eval.wording import lossless_detail

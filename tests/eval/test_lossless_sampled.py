@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from configs.schema import DecodeConfig, LosslessConfig
+from configs.decoding import DecodeConfig
+from configs.evaluating import LosslessConfig
 from eval import verify
 from eval.decode import Request, decode
 from eval.lossless import judge_lossless

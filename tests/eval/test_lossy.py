@@ -6,11 +6,12 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from configs.decoding import DecodeConfig
 from configs.errors import InputError
+from configs.evaluating import EvalConfig, GateConfig, LosslessConfig
 from configs.head_families import Eagle3Settings, MedusaSettings
 from configs.lossy import ParticleSampling, TypicalAcceptance
 from configs.quality import QualityConfig
-from configs.schema import DecodeConfig, EvalConfig, GateConfig, LosslessConfig
 from configs.trees import DynamicTree, StaticTree
 from eval.decode import Request, decode
 from eval.gating import judge

@@ -9,7 +9,8 @@ from pydantic import ValidationError
 
 from configs.command import BAD_INPUT, DONE, run_command
 from configs.costs import CostConfig, PredictConfig
-from configs.schema import DecodeConfig, EvalConfig, LosslessConfig, SuiteConfig, TargetConfig
+from configs.decoding import DecodeConfig, TargetConfig
+from configs.evaluating import EvalConfig, LosslessConfig, SuiteConfig
 from configs.stopping import ConfidenceStopping
 from eval.evaluation import evaluate
 from eval.predict import add_arguments, main

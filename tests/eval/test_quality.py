@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from configs.decoding import DecodeConfig, TargetConfig
+from configs.evaluating import EvalConfig, LosslessConfig, SuiteConfig
 from configs.quality import QualityConfig
-from configs.schema import DecodeConfig, EvalConfig, LosslessConfig, SuiteConfig, TargetConfig
 from distill.prompts import Prompt
 from eval.evaluation import evaluate
 from eval.quality import Quality, nats_of, sums_by_prompt, unseen_change

@@ -8,7 +8,7 @@ forward as the pending token.
 import pytest
 import torch
 
-from configs.schema import DecodeConfig
+from configs.decoding import DecodeConfig
 from configs.trees import StaticTree
 from eval.decode import Request, decode
 from heads.draft_lm import DraftLM

@@ -12,7 +12,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from configs.command import DONE, GATE_FAILED
-from configs.schema import DecodeConfig, EvalConfig, GateConfig, GateRule, LosslessConfig, SuiteConfig, TargetConfig
+from configs.decoding import DecodeConfig, TargetConfig
+from configs.evaluating import EvalConfig, GateConfig, GateRule, LosslessConfig, SuiteConfig
 from eval import verify
 from eval.evaluation import evaluate
 from eval.gate import main

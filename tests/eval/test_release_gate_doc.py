@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from configs.dialect import parse_yaml
+from configs.evaluating import EvalConfig, GateConfig
 from configs.loading import load_config
-from configs.schema import EvalConfig, GateConfig
 from eval.report import write_report
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torchmetrics.functional.classification import binary_calibration_error
 
-from configs.schema import DecodeConfig
+from configs.decoding import DecodeConfig
 from eval.calibration import ConfidenceProbe
 from eval.decode import Request, decode
 from eval.law_metrics import StoppingCalibration

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config
 
-from configs.schema import DecodeConfig
+from configs.decoding import DecodeConfig
 from configs.trees import DynamicTree, StaticTree
 from eval.decode import Request
 from eval.rounds import BatchRun

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from configs.schema import DecodeConfig
+from configs.decoding import DecodeConfig
 from configs.trees import DynamicTree, StaticTree
 from eval import candidates, judging, rule_proof
 from eval.candidates import CANDIDATE_RULES, Choice

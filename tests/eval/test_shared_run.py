@@ -11,7 +11,8 @@ import torch
 from accelerate import PartialState
 
 import eval.measuring
-from configs.schema import DecodeConfig, EvalConfig, SuiteConfig, TargetConfig
+from configs.decoding import DecodeConfig, TargetConfig
+from configs.evaluating import EvalConfig, SuiteConfig
 from eval.decode import decode
 from eval.evaluation import evaluate
 from eval.record_files import read_records

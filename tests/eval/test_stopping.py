@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from configs.schema import DecodeConfig
+from configs.decoding import DecodeConfig
 from configs.stopping import ConfidenceStopping, CostStopping, EntropyStopping
 from eval.decode import Request, decode, generate
 from eval.enumeration import enumerate_rule, random_toy

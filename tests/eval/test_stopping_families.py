@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import heads.drafting
+from configs.decoding import DecodeConfig
 from configs.head_families import (
     DFlashSettings,
     DSparkSettings,
@@ -15,7 +16,6 @@ from configs.head_families import (
     MtpSettings,
     PEagleSettings,
 )
-from configs.schema import DecodeConfig
 from configs.stopping import CalibrationPoint, ConfidenceStopping, CostStopping, EntropyStopping
 from eval.decode import Request, decode
 from heads.families import FAMILIES, serve

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from configs.decoding import DecodeConfig
 from configs.errors import ConfigError
+from configs.evaluating import EvalConfig
 from configs.loading import load_config
-from configs.schema import DecodeConfig, EvalConfig
 from eval.decode import decode, generate
 from eval.stops import StopStrings
 from heads.draft_lm import DraftLM

@@ -8,7 +8,7 @@ import datasets
 import pytest
 
 from configs.errors import InputError
-from configs.schema import SuiteConfig
+from configs.evaluating import SuiteConfig
 from eval.suite import CHECKOUT, load_suite
 
 HOUSE = "eval/suites/house64.jsonl"

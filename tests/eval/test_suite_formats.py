@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from configs.errors import InputError
-from configs.schema import SuiteConfig
+from configs.evaluating import SuiteConfig
 from eval.suite_formats import detect_format, to_prompt
 
 ROWS = {

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from configs.costs import CostConfig
+from configs.decoding import DecodeConfig
 from configs.errors import InputError
-from configs.schema import DecodeConfig
 from eval import timing_sweep
 from eval.clock import Clock
 from eval.timing_sweep import sweep_rounds

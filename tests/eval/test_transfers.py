@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 import eval.candidates
 import eval.tree_rules
-from configs.schema import DecodeConfig
+from configs.decoding import DecodeConfig
 from configs.stopping import ConfidenceStopping
 from configs.trees import DynamicTree, StaticTree
 from eval.decode import Request

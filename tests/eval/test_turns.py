@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from configs.schema import DecodeConfig, EvalConfig, SuiteConfig, TargetConfig
+from configs.decoding import DecodeConfig, TargetConfig
+from configs.evaluating import EvalConfig, SuiteConfig
 from distill.prompts import Prompt
 from eval.decode import decode
 from eval.evaluation import evaluate

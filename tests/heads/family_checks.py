@@ -9,8 +9,8 @@ from functools import cache
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPTNeoXConfig, LlamaConfig, Qwen3Config
 
+from configs.decoding import DecodeConfig, SamplingConfig
 from configs.learning import LossConfig
-from configs.schema import DecodeConfig, SamplingConfig
 from distill.batches import NO_DOCUMENT
 from distill.head_objective import HeadObjective
 from eval.decode import generate

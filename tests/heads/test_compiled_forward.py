@@ -11,7 +11,7 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
-from configs.schema import DecodeConfig, TargetConfig
+from configs.decoding import DecodeConfig, TargetConfig
 from distill.target import load_target
 from eval.decode import generate
 from heads import compiled_forward

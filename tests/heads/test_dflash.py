@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+from configs.decoding import SamplingConfig
 from configs.head_families import DFlashSettings
-from configs.schema import SamplingConfig
 from heads.draft_layer import shape_like
 from heads.families import FAMILIES
 from heads.streams import Streams

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from configs.schema import SamplingConfig
+from configs.decoding import SamplingConfig
 from heads.draft_vocabulary import DraftVocabulary
 from heads.drafting import Drafting
 from heads.law import draw, token_law

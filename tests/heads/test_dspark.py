@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.nn import functional
 
+from configs.decoding import SamplingConfig
 from configs.head_families import DFlashSettings, DSparkSettings
 from configs.learning import LossConfig
-from configs.schema import SamplingConfig
 from distill.head_objective import HeadObjective
 from heads.families import FAMILIES
 from heads.lm_head import head_logits

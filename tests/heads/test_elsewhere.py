@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import heads.elsewhere
+from configs.decoding import DecodeConfig, TargetConfig
 from configs.errors import InputError
-from configs.schema import DecodeConfig, TargetConfig
 from configs.trees import StaticTree
 from distill.target import load_target
 from eval.decode import Request, decode

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.schema import DecodeConfig
+from configs.decoding import DecodeConfig
 from eval.decode import decode, generate
 from heads.draft_lm import DraftLM
 from heads.int8_cache import Int8Layer, narrow, widen

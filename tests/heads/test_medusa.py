@@ -5,8 +5,9 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
+from configs.decoding import SamplingConfig
 from configs.head_families import MedusaSettings
-from configs.schema import HeadsConfig, SamplingConfig
+from configs.schema import HeadsConfig
 from heads.artifact import WEIGHTS_FILE
 from heads.families import FAMILIES
 from heads.law import token_law

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs.decoding import DecodeConfig
 from configs.errors import InputError
 from configs.head_families import Eagle3Settings, MedusaSettings, PEagleSettings
-from configs.schema import DecodeConfig
 from configs.trees import DynamicTree, StaticTree
 from eval.decode import Request, decode, generate
 from heads.draft_lm import DraftLM

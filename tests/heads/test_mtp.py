@@ -9,9 +9,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
+from configs.decoding import SamplingConfig
 from configs.errors import InputError
 from configs.head_families import MtpSettings
-from configs.schema import HeadsConfig, SamplingConfig
+from configs.schema import HeadsConfig
 from heads.artifact import WEIGHTS_FILE
 from heads.families import FAMILIES
 from heads.lm_head import backbone

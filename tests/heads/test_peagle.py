@@ -4,10 +4,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from configs.decoding import SamplingConfig
 from configs.errors import InputError
 from configs.head_families import PEagleSettings
 from configs.learning import LossConfig
-from configs.schema import SamplingConfig
 from distill.head_objective import HeadObjective
 from heads.artifact import WEIGHTS_FILE
 from heads.draft_layer import DraftAttention

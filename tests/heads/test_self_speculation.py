@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from configs.decoding import DecodeConfig
 from configs.errors import InputError
-from configs.schema import DecodeConfig
 from configs.stopping import ConfidenceStopping
 from eval.decode import Request, decode, generate
 from heads.draft_lm import DraftLM

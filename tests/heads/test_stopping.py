@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from configs.schema import DecodeConfig, SamplingConfig
+from configs.decoding import DecodeConfig, SamplingConfig
 from configs.stopping import CalibrationPoint, ConfidenceStopping, CostStopping, EntropyStopping
 from heads.drafting import Drafting
 from heads.stopping import CostRule, calibrated, rule_for, tokens_per_millisecond

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from configs.schema import SamplingConfig
+from configs.decoding import SamplingConfig
 from heads.law import draw, likeliest, token_law
 from heads.streams import Role, Streams
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.schema import DecodeConfig, SamplingConfig
+from configs.decoding import DecodeConfig, SamplingConfig
 from eval.decode import Request, decode, generate
 from heads.streams import Streams
 from heads.suffix_automaton import MOST_COUNTED, ROOT, Match, SuffixAutomaton

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from configs.decoding import SamplingConfig
 from configs.errors import InputError
 from configs.head_families import Eagle3Settings, HydraSettings, MedusaSettings, MtpSettings
-from configs.schema import SamplingConfig
 from heads.draft_lm import DraftLM
 from heads.draft_vocabulary import DraftVocabulary
 from heads.families import FAMILIES

@@ -8,8 +8,8 @@ import pytest
 
 from configs.benchmarks import BenchDecodeConfig, BenchHeadsConfig
 from configs.command import BAD_INPUT, DONE, GATE_FAILED, run_command
+from configs.decoding import TargetConfig
 from configs.errors import InputError
-from configs.schema import TargetConfig
 from distill.conversations import Conversation
 from distill.target import load_target
 from eval.decode import decode

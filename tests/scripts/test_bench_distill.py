@@ -9,8 +9,9 @@ import torch
 
 from configs.benchmarks import BenchDistillConfig, BenchLossConfig
 from configs.command import BAD_INPUT, DONE, GATE_FAILED, run_command
+from configs.decoding import DecodeConfig, TargetConfig
 from configs.errors import InputError
-from configs.schema import DataConfig, DecodeConfig, DistillConfig, TargetConfig
+from configs.schema import DataConfig, DistillConfig
 from distill.batches import Example, collate
 from distill.conversations import read_conversations
 from distill.making import make_dataset

@@ -7,7 +7,8 @@ import pytest
 from configs.benchmarks import BenchEvalConfig
 from configs.command import DONE
 from configs.costs import CostConfig
-from configs.schema import SuiteConfig, TargetConfig
+from configs.decoding import TargetConfig
+from configs.evaluating import SuiteConfig
 from eval.clock import Laps
 from eval.report_schema import read_report
 from scripts import prediction_comparison

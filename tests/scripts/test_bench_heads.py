@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 
 from configs.benchmarks import BenchHeadsConfig
 from configs.command import BAD_INPUT, DONE, GATE_FAILED, run_command
+from configs.decoding import DecodeConfig, TargetConfig
 from configs.errors import ConfigError, InputError
 from configs.loading import load_config
-from configs.schema import DataConfig, DecodeConfig, DistillConfig, HeadsConfig, TargetConfig
+from configs.schema import DataConfig, DistillConfig, HeadsConfig
 from distill.batches import Example, collate
 from distill.conversations import read_conversations
 from distill.making import make_dataset

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from configs.command import BAD_INPUT, run_command
-from configs.schema import CacheConfig, DataConfig, TargetConfig
+from configs.decoding import TargetConfig
+from configs.schema import CacheConfig, DataConfig
 from distill.cache import open_cache
 from distill.conversations import count_answer_tokens, read_conversations
 from distill.making import make_dataset

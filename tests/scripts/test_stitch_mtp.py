@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from configs.command import BAD_INPUT, DONE, run_command
+from configs.decoding import TargetConfig
 from configs.head_families import MtpSettings
-from configs.schema import StitchConfig, TargetConfig
+from configs.schema import StitchConfig
 from distill.target import load_target
 from heads.artifact import METADATA_FILE, Metadata, save_head
 from heads.families import FAMILIES

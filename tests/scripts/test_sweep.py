@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from configs.command import BAD_INPUT, DONE, GATE_FAILED, run_command
+from configs.decoding import TargetConfig
 from configs.errors import ConfigError, InputError
 from configs.loading import load_config
-from configs.schema import DataConfig, DistillConfig, TargetConfig
+from configs.schema import DataConfig, DistillConfig
 from configs.sweep import SweepConfig
 from distill.conversations import read_conversations
 from distill.making import make_dataset

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from configs.decoding import DecodeConfig
 from configs.errors import InputError
-from configs.schema import DecodeConfig
 from eval.decode import Request, decode
 from scripts.transformers_peer import TransformersPeer
 

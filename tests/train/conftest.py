@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.schema import DecodeConfig, HeadsConfig
+from configs.decoding import DecodeConfig
+from configs.schema import HeadsConfig
 from distill.conversations import Conversation
 from eval.decode import generate
 from tests.train.tiny_heads import HEADS

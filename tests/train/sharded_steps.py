@@ -25,8 +25,8 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 from transformers.integrations import unset_hf_deepspeed_config
 
+from configs.decoding import TargetConfig
 from configs.learning import LossConfig
-from configs.schema import TargetConfig
 from distill.objective import DraftObjective
 from distill.processes import join_processes
 from distill.target import load_target

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from configs.decoding import DecodeConfig
 from configs.errors import ConfigError, InputError
 from configs.files import sha256_of
-from configs.schema import CacheConfig, DecodeConfig, DistillConfig
+from configs.schema import CacheConfig, DistillConfig
 from distill.batches import ConversationDataset, make_loader
 from distill.cache_making import CacheJob
 from distill.conversations import Conversation

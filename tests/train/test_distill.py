@@ -11,9 +11,10 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 
+from configs.decoding import DecodeConfig, TargetConfig
 from configs.errors import ConfigError, InputError
 from configs.learning import OptimizerConfig, StudentConfig
-from configs.schema import DecodeConfig, DistillConfig, HeldOutDecodingConfig, ScheduleConfig, TargetConfig
+from configs.schema import DistillConfig, HeldOutDecodingConfig, ScheduleConfig
 from distill.batches import ConversationDataset, make_loader
 from distill.conversations import Conversation
 from distill.draft_init import initial_draft

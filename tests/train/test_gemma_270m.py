@@ -19,7 +19,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.schema import DecodeConfig, HeadsConfig, TargetConfig
+from configs.decoding import DecodeConfig, TargetConfig
+from configs.schema import HeadsConfig
 from distill.conversations import FORMAT_VERSION, MANIFEST, Conversation
 from distill.target import load_target
 from eval.decode import Request, decode, generate

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from configs.decoding import DecodeConfig
 from configs.errors import ConfigError, InputError
 from configs.files import sha256_of
-from configs.schema import CacheConfig, DecodeConfig, HeadsConfig
+from configs.schema import CacheConfig, HeadsConfig
 from distill import head_objective, normalised_rows
 from distill.batches import ConversationDataset, collate, make_loader
 from distill.cache_making import CacheJob

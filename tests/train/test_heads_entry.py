@@ -9,8 +9,9 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
+from configs.decoding import DecodeConfig, TargetConfig
 from configs.errors import ConfigError, InputError
-from configs.schema import DecodeConfig, HeadsConfig, TargetConfig
+from configs.schema import HeadsConfig
 from distill.batches import ConversationDataset, collate, make_loader
 from distill.conversations import FORMAT_VERSION, MANIFEST, Conversation
 from distill.target import load_target

@@ -9,7 +9,8 @@ import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 
-from configs.schema import DataConfig, DecodeConfig, DistillConfig
+from configs.decoding import DecodeConfig
+from configs.schema import DataConfig, DistillConfig
 from distill.batches import ConversationDataset, collate, make_loader
 from distill.conversations import Conversation
 from distill.making import make_dataset
