@@ -86,7 +86,7 @@ def load_target(config: TargetConfig) -> Target:
     """
     if not sys.stderr.isatty():
         disable_progress_bar()  # a log of half-drawn bars hides the lines that matter
-    path = _locate(config)
+    path = locate(config)
     device = choose_device(config.device)
     try:
         model, tokenizer = _load_gguf_file(path, config) if path.suffix == ".gguf" else _load_folder(path, config)
@@ -132,7 +132,7 @@ def choose_device(name: str) -> torch.device:
         raise InputError(f"target.device: {name!r} cannot be used: {first_line(error)}") from error
 
 
-def _locate(config: TargetConfig) -> Path:
+def locate(config: TargetConfig) -> Path:
     """Return the folder or `.gguf` file that holds the target, downloading it where needed."""
     if config.name.startswith(PREFIX):
         return embedded_folder(config.name)

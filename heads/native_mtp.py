@@ -130,7 +130,7 @@ class NativeMtp:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._files = _files_by_key(folder)
+        self._files = files_by_key(folder)
         self._num_blocks = _num_blocks(folder)
         counted = [(naming, self._count(naming)) for naming in NAMINGS]
         self.naming, self.num_layers = max(counted, key=lambda each: each[1])
@@ -246,7 +246,7 @@ class NativeMtp:
             return list(file.get_slice(key).get_shape())
 
 
-def _files_by_key(folder: Path) -> dict[str, str]:
+def files_by_key(folder: Path) -> dict[str, str]:
     """Return the file of every tensor, by the index where there is one."""
     if (folder / INDEX_FILE).is_file():
         index = read_json(folder / INDEX_FILE, "index of the checkpoint")

@@ -1,0 +1,89 @@
+"""A draft LM as an ordinary model folder, for every engine that takes one: transformers' assistant, vLLM, SGLang.
+
+The artifact is such a folder already. What is added are the settings by which transformers drafts a fixed number of tokens:
+by itself it starts at 20 and stops where the draft is unsure, and it reads both from the draft's own generation config only.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from configs.errors import InputError
+from configs.files import read_json
+from heads.artifact import METADATA_FILE, VOCABULARY_FILE
+from heads.formats.flat import UNTRIED
+from heads.formats.layout import Layout
+from heads.formats.source import Source
+from heads.formats.speculators import vllm_command
+from heads.native_mtp import SINGLE_FILE
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+WRITTEN = {CONFIG, GENERATION, SINGLE_FILE, METADATA_FILE, VOCABULARY_FILE}
+
+
+def transformers(source: Source) -> Layout:
+    """Return the folder for `generate(assistant_model=...)`."""
+    dtype = source.dtype_name
+    serve = "\n".join(
+        [
+            f"target = AutoModelForCausalLM.from_pretrained({source.target.name!r}, dtype=torch.{dtype})",
+            f"draft = AutoModelForCausalLM.from_pretrained('{{out}}', dtype=torch.{dtype})",
+            "target.generate(**inputs, assistant_model=draft)",
+        ]
+    )
+    notes = (
+        "The number of drafts stands in generation_config.json; as an argument of `generate` it is ignored.",
+        "One prompt at a time.",
+    )
+    return _folder(source, serve, notes)
+
+
+def vllm(source: Source) -> Layout:
+    """Return the folder for vLLM."""
+    method = {"method": "draft_model", "model": "{out}", "num_speculative_tokens": source.num_speculative_tokens}
+    return _folder(source, vllm_command(source, method), ())
+
+
+def sglang(source: Source) -> Layout:
+    """Return the folder for SGLang."""
+    tokens = source.num_speculative_tokens
+    serve = (
+        f"python -m sglang.launch_server --model-path {source.target.name} --speculative-algorithm STANDALONE "
+        f"--speculative-draft-model-path {{out}} --speculative-num-steps {tokens} --speculative-eagle-topk 1 "
+        f"--speculative-num-draft-tokens {tokens + 1}"
+    )
+    return _folder(source, serve, (UNTRIED,))
+
+
+def _folder(source: Source, serve: str, notes: tuple[str, ...]) -> Layout:
+    config = read_json(source.folder / CONFIG, "config of the draft")
+    size = config.get("vocab_size")
+    if size != source.target.vocab_size:
+        raise InputError(f"its vocabulary has {size} rows, the target's {source.target.vocab_size}; engines ask for the same")
+    if source.vocabulary is not None:
+        notes = (*notes, f"The engine uses its whole head; draftsmith cut that to {source.draft_vocab_size} tokens, for speed.")
+    return Layout(
+        config=config | {"dtype": source.dtype_name},
+        weights=source.weights,
+        expected={name: stored.shape for name, stored in source.weights.items()},
+        serve=serve,
+        notes=notes,
+        files=_others(source.folder),
+        json_files={GENERATION: _generation(source)},
+    )
+
+
+def _others(folder: Path) -> dict[str, Path]:
+    """Return the tokenizer's files and whatever else transformers wrote."""
+    return {path.name: path for path in folder.iterdir() if path.is_file() and path.name not in WRITTEN}
+
+
+def _generation(source: Source) -> dict[str, Any]:
+    path = source.folder / GENERATION
+    known: dict[str, Any] = read_json(path, "generation config of the draft") if path.is_file() else {}
+    return known | {
+        "num_assistant_tokens": source.num_speculative_tokens,
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": 0.0,
+    }

@@ -1,0 +1,100 @@
+"""Writing an artifact for an engine: refuse, write tensor by tensor, read back and check, then put in place."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from configs.errors import InputError
+from configs.files import new_folder, write_json, write_text
+from heads.formats.layout import Layout, check_names
+from heads.formats.source import Source
+from heads.formats.table import check_path, form_of
+from heads.formats.tensors import Weights, read_weights, write_weights
+from heads.identity import hash_weights
+from heads.native_mtp import SINGLE_FILE
+
+SERVE_FILE = "serve.txt"
+
+
+def export(source: Source, engine: str, out: Path, *, allow_target_mismatch: bool = False) -> Layout:
+    """Write an artifact as a folder that an engine loads, with the line that serves it.
+
+    Args:
+        source: the artifact (`heads.formats.source.read_source`).
+        engine: a key of `heads.formats.table.FORMS`.
+        out: the folder to make.
+        allow_target_mismatch: the target's weights may be others than those trained for.
+
+    Raises:
+        InputError: `out` exists, the target is another one, the engine cannot hold the draft, or the artifact's tensors are
+            not those that its settings call for.
+    """
+    if out.exists():
+        raise InputError(f"{out} exists already; give a new folder")
+    check_path(engine, source.metadata.kind, str(out.resolve()))
+    known = source.metadata.target
+    if not allow_target_mismatch and hash_weights(source.target.folder) != known.get("weights_sha256"):
+        raise InputError(
+            f"{source.folder} was trained for {known.get('name')}, and the weights in {source.target.folder} are others "
+            "(--set allow_target_mismatch=true exports nevertheless)"
+        )
+    form = form_of(engine, source.metadata.kind)
+    try:
+        layout = form(source)
+        check_names({name: stored.shape for name, stored in layout.weights.items()}, layout.expected)
+    except InputError as error:
+        raise InputError(f"{source.folder} cannot be written for {engine}: {error}") from error
+    with new_folder(out) as scratch:
+        _write(layout, scratch)
+        _check_written(layout, scratch, source)
+        write_text(scratch / SERVE_FILE, _serve_text(layout, engine, out.resolve()))
+    return layout
+
+
+def _write(layout: Layout, folder: Path) -> None:
+    for name, path in layout.files.items():
+        _take_over(path.resolve(), folder / name)
+    write_weights(folder / layout.weights_file, layout.weights)
+    write_json(folder / "config.json", dict(layout.config))
+    for name, value in layout.json_files.items():
+        write_json(folder / name, value)
+
+
+def _take_over(path: Path, to: Path) -> None:
+    """Link a file where the file system allows, copy it elsewhere."""
+    try:
+        os.link(path, to)
+    except OSError:  # another file system, or one without hard links
+        shutil.copy2(path, to)
+
+
+def _check_written(layout: Layout, folder: Path, source: Source) -> None:
+    """Read the folder back: every tensor is there as planned, and the offsets lead to the draft's tokens.
+
+    Raises:
+        RuntimeError: what was written is not what was to be.
+    """
+    there = read_weights(folder)
+    for name, stored in layout.weights.items():
+        if name not in there or (there[name].shape, there[name].dtype) != (stored.shape, stored.dtype):
+            raise RuntimeError(f"{folder} was written without {name} as planned")
+    if layout.weights_file == SINGLE_FILE and there.keys() != layout.weights.keys():
+        raise RuntimeError(f"{folder} was written with tensors that were not planned")
+    if source.vocabulary is not None and "d2t" in there:
+        _check_offsets(there, source.vocabulary.token_ids_W)
+
+
+def _check_offsets(there: Weights, token_ids_W: torch.Tensor) -> None:
+    d2t_W, t2d_V = there["d2t"].load(), there["t2d"].load()
+    named_W = d2t_W + torch.arange(len(d2t_W))
+    if not torch.equal(named_W, token_ids_W) or not torch.equal(t2d_V.nonzero().squeeze(1), named_W):
+        raise RuntimeError("d2t and t2d as written do not name the tokens of the draft vocabulary")
+
+
+def _serve_text(layout: Layout, engine: str, out: Path) -> str:
+    lines = [f"Serve with {engine}:", "", layout.serve.replace("{out}", str(out)), ""]
+    return "\n".join([*lines, *(f"- {note}" for note in layout.notes)]).rstrip() + "\n"

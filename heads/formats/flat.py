@@ -1,0 +1,178 @@
+"""Flat forms: EAGLE-3 as SGLang, SpecForge and TensorRT-LLM read it, DFlash as z-lab and as transformers have it.
+
+Flat means that the draft's own sizes stand at the config's top level. Ids of hidden states count blocks from 0 and mean the
+output of that block, so each is ours less one: h_0, the embedding, has no id there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from configs.errors import InputError
+from heads.formats import speculators
+from heads.formats.layout import Layout, Shapes, layer_config, renamed
+from heads.formats.source import Source
+from heads.formats.tensors import Weights, constant
+from heads.target_states import num_blocks
+
+UNTRIED = "Format-checked only: names, shapes and ids were compared with what the engine reads; it was not run."
+# By name of a DFlash tensor, that of transformers' native class.
+TRANSFORMERS_DFLASH = (("fc.", "encoder.fc."), ("hidden_norm.", "encoder.output_norm_enc."))
+
+
+def block_ids(source: Source) -> list[int]:
+    """Return the taps as ids of blocks whose output they are.
+
+    Raises:
+        InputError: one of them is the embedding.
+    """
+    taps: list[int] = list(source.settings.taps or ())
+    if 0 in taps:
+        raise InputError("it reads h_0, the embedding output, and this form names only what comes out of a block")
+    return [tap - 1 for tap in taps]
+
+
+def sglang_eagle(source: Source) -> Layout:
+    """Return EAGLE-3 for SGLang."""
+    tokens = source.num_speculative_tokens
+    serve = (
+        f"python -m sglang.launch_server --model-path {source.target.name} --speculative-algorithm EAGLE3 "
+        f"--speculative-draft-model-path {{out}} --speculative-num-steps {tokens} --speculative-eagle-topk 1 "
+        f"--speculative-num-draft-tokens {tokens + 1}"
+    )
+    return _flat_eagle(source, serve)
+
+
+def tensorrt_eagle(source: Source) -> Layout:
+    """Return EAGLE-3 for TensorRT-LLM's PyTorch backend, which reads the same folder."""
+    serve = (
+        f'trtllm-serve {source.target.name} --extra_llm_api_options options.yaml, options.yaml holding "speculative_config: '
+        f'{{decoding_type: Eagle, max_draft_len: {source.num_speculative_tokens}, speculative_model_dir: {{out}}}}"'
+    )
+    return _flat_eagle(source, serve)
+
+
+def _flat_eagle(source: Source, serve: str) -> Layout:
+    source.target.check_plain()
+    settings = source.settings
+    if settings.norm_before_residual:
+        raise InputError("its residual starts from the normed feature (norm_before_residual), here it starts from the raw one")
+    if settings.num_layers != 1:
+        raise InputError(f"it has {settings.num_layers} layers, and the form has a place for one (midlayer)")
+    if len(settings.taps or ()) != 3:
+        raise InputError(f"it reads {len(settings.taps or ())} of the target's states, and the form has a place for three")
+    shape, vocab_size = source.target.shape, source.target.vocab_size
+    config = layer_config(shape, "llama", 1, vocab_size) | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": source.draft_vocab_size,
+        # Readers of before transformers 5 know these two only.
+        "rope_theta": shape.rope_theta,
+        "rope_scaling": None,
+        "dtype": source.dtype_name,
+        "torch_dtype": source.dtype_name,
+        "fc_norm": settings.norm_taps,
+        "norm_output": settings.norm_feedback,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": block_ids(source), "use_aux_hidden_state": True},
+    }
+    weights = source.weights_with_head() | _offsets(source)
+    expected: Shapes = speculators.eagle_shapes(source) | {
+        "lm_head.weight": (source.draft_vocab_size, shape.width),
+        "d2t": (source.draft_vocab_size,),
+        "t2d": (vocab_size,),
+    }
+    return Layout(
+        config=config,
+        weights=renamed(weights, [("layers.0.", "midlayer.")]),
+        expected={name.replace("layers.0.", "midlayer."): sizes for name, sizes in expected.items()},
+        serve=serve,
+        notes=(
+            UNTRIED,
+            "Not for vLLM: it takes the ids of hidden states as they stand, one further than meant here; export for vllm.",
+        ),
+    )
+
+
+def _offsets(source: Source) -> Weights:
+    if source.vocabulary is not None:
+        return source.offsets()
+    vocab_size = source.target.vocab_size
+    return {"d2t": constant(torch.zeros(vocab_size, dtype=torch.int64)), "t2d": constant(torch.ones(vocab_size).bool())}
+
+
+def sglang_dflash(source: Source) -> Layout:
+    """Return DFlash in z-lab's form for SGLang."""
+    settings = source.settings
+    config = _dflash_config(source, "qwen3") | {
+        "architectures": ["DFlashDraftModel"],
+        "num_target_layers": num_blocks(source.target.model),
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "rope_theta": source.target.shape.rope_theta,
+        "block_size": settings.block_size,
+        "dflash_config": {"mask_token_id": settings.mask_token_id, "target_layer_ids": block_ids(source)},
+    }
+    serve = (
+        f"python -m sglang.launch_server --model-path {source.target.name} --speculative-algorithm DFLASH "
+        "--speculative-draft-model-path {out}"
+    )
+    notes = (UNTRIED, *_whole_vocabulary(source, "SGLang"))
+    return Layout(config=config, weights=source.body(), expected=speculators.dflash_shapes(source), serve=serve, notes=notes)
+
+
+def transformers_dflash(source: Source) -> Layout:
+    """Return DFlash as transformers 5.23 decodes it natively.
+
+    Raises:
+        InputError: it reads the last block's state, which transformers hands out after the final norm.
+    """
+    settings, last = source.settings, num_blocks(source.target.model)
+    if last in (settings.taps or ()):
+        raise InputError(f"it reads h_{last}, the last block's state, and transformers hands that out after the final norm")
+    config = _dflash_config(source, "muse_glimmer_assistant") | {
+        "architectures": ["MuseGlimmerAssistantModel"],
+        "block_size": settings.block_size,
+        "mask_token_id": settings.mask_token_id,
+        "target_layer_ids": block_ids(source),
+        "sliding_window": source.target.shape.max_positions,  # no layer slides, but the class wants a number
+    }
+    dtype = source.dtype_name
+    serve = "\n".join(
+        [
+            f"target = AutoModelForCausalLM.from_pretrained({source.target.name!r}, dtype=torch.{dtype})",
+            f"draft = AutoModel.from_pretrained('{{out}}', dtype=torch.{dtype})",
+            'target.generate(**inputs, assistant_model=draft, speculation_type="dflash", do_sample=False)',
+        ]
+    )
+    expected = speculators.dflash_shapes(source)
+    return Layout(
+        config=config,
+        weights=renamed(source.body(), TRANSFORMERS_DFLASH),
+        expected={_new_name(name): sizes for name, sizes in expected.items()},
+        serve=serve,
+        notes=(
+            f"One prompt at a time; {settings.block_size - 1} drafts a round, whatever num_assistant_tokens says.",
+            "Draft and target must have the same dtype.",
+            *_whole_vocabulary(source, "transformers"),
+        ),
+    )
+
+
+def _new_name(name: str) -> str:
+    for old, new in TRANSFORMERS_DFLASH:
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
+
+
+def _dflash_config(source: Source, model_type: str) -> dict[str, Any]:
+    source.target.check_plain()
+    settings = source.settings
+    layers = layer_config(source.target.shape, model_type, settings.num_layers, source.target.vocab_size)
+    return layers | {"layer_types": ["full_attention"] * settings.num_layers, "dtype": source.dtype_name}
+
+
+def _whole_vocabulary(source: Source, engine: str) -> tuple[str, ...]:
+    source.check_head_is_the_targets(engine)
+    return source.whole_vocabulary_note(engine)

@@ -1,0 +1,153 @@
+"""Weights on their way from one checkpoint to another, one tensor at a time.
+
+A `Stored` tensor knows its shape and dtype and is read when it is written; so an export needs memory for one tensor, whatever
+the model's size. Files are safetensors, alone or several with an index; a `.bin` or `.pt` file of torch's is read mapped.
+The writer is our own because safetensors' `save_file` wants all tensors in memory at once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from configs.errors import InputError, first_line
+from heads.native_mtp import INDEX_FILE, SINGLE_FILE, files_by_key
+
+MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+TORCH_FILES = ("pytorch_model.bin", "medusa_lm_head.pt")
+NAMES = {  # safetensors' names of dtypes
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """A tensor that is not in memory.
+
+    Args:
+        shape: its sizes.
+        dtype: of the values that `load` returns.
+        load: reads it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    load: Callable[[], Tensor]
+
+    def cast(self, dtype: torch.dtype | None) -> Stored:
+        """Return the same numbers in another floating dtype; None, and what is no floating number, stay as they are."""
+        if dtype is None or dtype == self.dtype or not self.dtype.is_floating_point:
+            return self
+        return replace(self, dtype=dtype, load=lambda: self.load().to(dtype))
+
+    def halves_swapped(self) -> Stored:
+        """Return a matrix with the two halves of its columns the other way round."""
+        return replace(self, load=lambda: self.load().roll(self.shape[1] // 2, 1))
+
+    def rows(self, ids_W: Tensor) -> Stored:
+        """Return some rows of a matrix."""
+        return replace(self, shape=(len(ids_W), *self.shape[1:]), load=lambda: self.load()[ids_W])
+
+
+Weights = dict[str, Stored]
+
+
+def constant(value: Tensor) -> Stored:
+    """Return a tensor that is in memory."""
+    return Stored(shape=tuple(value.shape), dtype=value.dtype, load=lambda: value)
+
+
+def zeros(size: int, dtype: torch.dtype) -> Stored:
+    """Return a vector of zeros."""
+    return Stored(shape=(size,), dtype=dtype, load=lambda: torch.zeros(size, dtype=dtype))
+
+
+def read_weights(folder: Path) -> Weights:
+    """Return all tensors of a checkpoint's folder by name.
+
+    Raises:
+        InputError: the folder holds no weights of a known form, or they cannot be read.
+    """
+    if (folder / SINGLE_FILE).is_file() or (folder / INDEX_FILE).is_file():
+        paths = sorted({folder / file for file in files_by_key(folder).values()})
+        return {name: stored for path in paths for name, stored in _safetensors(path).items()}
+    for file in (*MEDUSA_FILES, *TORCH_FILES):
+        if (folder / file).is_file():
+            read = _torch_file if file in TORCH_FILES else _safetensors
+            return read(folder / file)
+    raise InputError(f"{folder} holds none of {', '.join((SINGLE_FILE, INDEX_FILE, *MEDUSA_FILES, TORCH_FILES[0]))}")
+
+
+def write_weights(path: Path, weights: Mapping[str, Stored]) -> None:
+    """Write a safetensors file, reading one tensor after another.
+
+    Raises:
+        RuntimeError: a tensor that was read is not what it was said to be.
+    """
+    spelled = {dtype: name for name, dtype in NAMES.items()}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    # By falling size of a number, as safetensors does, so that every tensor begins at a multiple of it.
+    order = sorted(weights, key=lambda name: (-weights[name].dtype.itemsize, name))
+    for name in order:
+        stored = weights[name]
+        end = offset + math.prod(stored.shape) * stored.dtype.itemsize
+        header[name] = {"dtype": spelled[stored.dtype], "shape": list(stored.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            value = weights[name].load().cpu().contiguous()
+            if value.dtype != weights[name].dtype or tuple(value.shape) != weights[name].shape:
+                raise RuntimeError(
+                    f"{name} was to be {weights[name].dtype} {weights[name].shape}, got {value.dtype} {value.shape}"
+                )
+            file.write(value.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _safetensors(path: Path) -> Weights:
+    try:
+        with safe_open(path, "pt") as file:
+            slices = {name: file.get_slice(name) for name in list(file.keys())}
+            described = {name: (each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()}
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{path} cannot be read: {first_line(error)}") from error
+    unknown = sorted({dtype for dtype, _ in described.values()} - NAMES.keys())
+    if unknown:
+        raise InputError(f"{path} holds numbers of type {', '.join(unknown)}; known are {', '.join(NAMES)}")
+    return {
+        name: Stored(shape=shape, dtype=NAMES[dtype], load=partial(_read, path, name))
+        for name, (dtype, shape) in described.items()
+    }
+
+
+def _read(path: Path, name: str) -> Tensor:
+    with safe_open(path, "pt") as file:
+        value: Tensor = file.get_tensor(name)
+    return value
+
+
+def _torch_file(path: Path) -> Weights:
+    try:
+        values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, ValueError, EOFError) as error:
+        raise InputError(f"{path} cannot be read: {first_line(error)}") from error
+    if not isinstance(values, dict) or not all(isinstance(value, Tensor) for value in values.values()):
+        raise InputError(f"{path} holds something else than tensors by name")
+    return {name: constant(value) for name, value in values.items()}

@@ -1,0 +1,61 @@
+"""An artifact for the engine that serves it: `python scripts/export.py ARTIFACT --to vllm --out DIR`.
+
+Writes a folder with config, weights and `serve.txt`, the line that serves it. The target it was trained for is looked up by the
+name in the artifact; `--target` names another place of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+# Run as a script, Python puts scripts/ first on the path; the project's packages lie one folder up.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from configs.command import run_command
+from configs.exchange import ENGINES, ExportConfig
+
+
+def main(config: ExportConfig, args: argparse.Namespace) -> None:
+    """Find the target, read the artifact, write the folder."""
+    # torch and transformers take seconds to import: a mistyped key is reported before that.
+    import torch
+
+    from configs.errors import InputError
+    from configs.schema import TargetConfig
+    from distill.target import locate
+    from heads.artifact import read_metadata
+    from heads.formats.exporting import SERVE_FILE, export
+    from heads.formats.source import TargetFolder, read_source
+
+    artifact, out = Path(args.artifact), Path(args.out)
+    known = read_metadata(artifact).target
+    name = args.target or known.get("name", "")
+    folder = locate(TargetConfig(name=name, revision=None if args.target else known.get("revision")))
+    if folder.is_file():
+        raise InputError(
+            f"--target: {folder} is a single file; an export needs the target as a folder with config and safetensors"
+        )
+    told = name if not Path(name).exists() and not name.startswith("embedded:") else str(folder.resolve())
+    source = read_source(
+        artifact,
+        TargetFolder(folder, told),
+        num_speculative_tokens=config.num_speculative_tokens,
+        dtype=None if config.dtype is None else getattr(torch, config.dtype),
+    )
+    export(source, args.to, out, allow_target_mismatch=config.allow_target_mismatch)
+    print((out / SERVE_FILE).read_text(encoding="utf-8"), end="")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's own arguments."""
+    parser.add_argument("artifact", metavar="ARTIFACT", help="folder written by train/distill.py or train/heads.py")
+    parser.add_argument("--to", choices=ENGINES, required=True, help="who is to load it")
+    parser.add_argument("--out", metavar="DIR", required=True, help="the folder to make")
+    parser.add_argument("--target", metavar="NAME", help="folder or Hub id of the target; default: as the artifact says")
+
+
+if __name__ == "__main__":
+    description = "Write a draft in the form that an engine serves."
+    sys.exit(run_command(ExportConfig, main, description=description, add_arguments=add_arguments))

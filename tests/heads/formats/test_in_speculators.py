@@ -1,0 +1,138 @@
+"""Exported heads say in speculators' own modules what they say in ours.
+
+speculators takes a conversation without its first token beside the states without the last; its heads' logits are caught where
+they leave the output head. B batch, T positions, W draft vocabulary.
+"""
+
+import importlib
+
+import pytest
+import torch
+
+from configs.head_families import DFlashSettings, Eagle3Settings, MtpSettings, PEagleSettings
+from heads.formats.exporting import export
+from heads.target_states import num_blocks, read_states
+from tests.heads import family_checks as checks
+
+pytest.importorskip("speculators")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # speculators' own
+    pytest.mark.parametrize("vocabulary", [None, checks.SOME_TOKENS], ids=["whole", "reduced"]),
+]
+TOLERANCE = {"atol": 2e-4, "rtol": 2e-4}
+
+
+def loaded(folder):
+    """Return speculators' module for an exported folder."""
+    speculators = importlib.import_module("speculators")
+    config = speculators.SpeculatorModelConfig.from_pretrained(folder)
+    config.transformer_layer_config._attn_implementation = "sdpa"
+    return speculators.SpeculatorModel.from_pretrained(folder, config=config, dtype=torch.float32).eval()
+
+
+def caught(module):
+    """Return a list to which the outputs of a module's output head are added."""
+    outputs = []
+    module.lm_head.register_forward_hook(lambda _, __, output: outputs.append(output.detach()))
+    return outputs
+
+
+def shifted(written, ids_BT):
+    """Return what a draft that reads x_{j+1} beside the states of j is given."""
+    states = read_states(written.model, ids_BT, written.head.taps)
+    T = ids_BT.shape[1] - 1
+    return {
+        "input_ids": ids_BT[:, 1:],
+        "hidden_states": states.joined_BTF[:, :-1],
+        "document_ids": torch.zeros(1, T, dtype=torch.long),
+        "position_ids": torch.arange(1, T + 1).unsqueeze(0),
+    }
+
+
+def own_depths(written, ids_BT):
+    return written.head(checks.inputs_of(written.model, ids_BT.tolist(), written.head.taps))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"norm_before_residual": True},
+        {"norm_taps": True, "norm_feedback": True},
+        {"num_layers": 2, "taps": [0, 2]},
+        {"train_head": True},
+    ],
+    ids=lambda options: ",".join(options) or "plain",
+)
+@torch.no_grad()
+def test_eagle3(write, text_ids, vocabulary, options):
+    written = write(Eagle3Settings(**{"kind": "eagle3", "taps": [1, 2, 3], "num_depths": 3} | options), vocabulary=vocabulary)
+    export(written.source(), "speculators", written.out)
+    module = loaded(written.out)
+    outputs = caught(module)
+    module(**shifted(written, text_ids), ttt_steps=3)
+    for ours, theirs_BTW in zip(own_depths(written, text_ids), outputs, strict=True):
+        torch.testing.assert_close(theirs_BTW[0, ours.origins_N], ours.logits_of(ours.hidden_ND), **TOLERANCE)
+
+
+@torch.no_grad()
+def test_peagle(write, text_ids, vocabulary, monkeypatch):
+    settings = PEagleSettings(kind="peagle", taps=[1, 2, 3], num_layers=2, num_depths=3, mask_token_id=5)
+    written = write(settings, vocabulary=vocabulary)
+    export(written.source(), "speculators", written.out)
+    module, seen = loaded(written.out), {}
+    core = importlib.import_module("speculators.models.peagle.core")
+    monkeypatch.setattr(core, "compute_metrics", lambda **values: (seen.update(values), {}))
+    T = text_ids.shape[1] - 1
+    module(
+        **shifted(written, text_ids),
+        loss_mask=torch.ones(1, T),
+        verifier_last_hidden_states=torch.zeros(1, T, 32),
+        num_depths=3,
+        down_sample_ratio=1.0,
+    )
+    for depth, ours in enumerate(own_depths(written, text_ids)):
+        theirs = {int(seen["anchor_pos"][place]): place for place in (seen["depth"] == depth).nonzero().squeeze(1)}
+        both = [(row, theirs[origin]) for row, origin in enumerate(ours.origins_N.tolist()) if origin in theirs]
+        assert len(both) > 15
+        rows, places = (torch.tensor(each) for each in zip(*both, strict=True))
+        torch.testing.assert_close(seen["logits"][0, places], ours.logits_of(ours.hidden_ND)[rows], **TOLERANCE)
+
+
+@torch.no_grad()
+def test_dflash(write, text_ids, vocabulary):
+    settings = DFlashSettings(kind="dflash", taps=[1, 2, 3], block_size=4, mask_token_id=5)
+    written = write(settings, vocabulary=vocabulary)
+    export(written.source(), "speculators", written.out)
+    module = loaded(written.out)
+    outputs, anchor, T = caught(module), 9, text_ids.shape[1]
+    module(
+        input_ids=text_ids,
+        hidden_states=read_states(written.model, text_ids, written.head.taps).joined_BTF,
+        document_ids=torch.zeros(1, T, dtype=torch.long),
+        loss_mask=(torch.arange(T) == anchor).unsqueeze(0),
+        verifier_last_hidden_states=torch.zeros(1, T, 32),
+        max_anchors=1,
+        loss_config=importlib.import_module("speculators.losses").resolve_loss_config("kl_div", "eager"),
+    )
+    for slot, ours in enumerate(own_depths(written, text_ids), start=1):
+        hidden_1D = ours.hidden_ND[ours.origins_N == anchor - 1]
+        torch.testing.assert_close(outputs[0][:, slot], ours.logits_of(hidden_1D), **TOLERANCE)
+
+
+@pytest.mark.parametrize("order", ["embedding_first", "hidden_first"])
+@torch.no_grad()
+def test_mtp(write, text_ids, vocabulary, order):
+    written = write(MtpSettings(kind="mtp", num_depths=1, concat_order=order), "qwen3", vocabulary)
+    export(written.source(), "speculators", written.out)
+    final_BTE = read_states(written.model, text_ids, [num_blocks(written.model)]).final_BTE
+    outputs, _, _ = loaded(written.out)(input_ids=text_ids, hidden_states=final_BTE)
+    (ours,) = own_depths(written, text_ids)
+    count = outputs[0].shape[1]  # speculators leaves out the last positions, one for each of its steps
+    here_N = ours.origins_N < count
+    logits_NW = ours.logits_of(ours.hidden_ND[here_N])
+    theirs_NV = outputs[0][0, ours.origins_N[here_N]]
+    assert count > 15
+    torch.testing.assert_close(
+        theirs_NV if vocabulary is None else theirs_NV[:, vocabulary.token_ids_W], logits_NW, **TOLERANCE
+    )

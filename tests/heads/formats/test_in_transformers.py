@@ -1,0 +1,99 @@
+"""Exported drafts decode in transformers, round by round from the logits that our own head gives there."""
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForCausalLM
+from transformers.modeling_layers import MtpModel
+
+from configs.head_families import DFlashSettings, MtpSettings
+from heads.artifact import read_metadata
+from heads.formats.exporting import SERVE_FILE, export
+from heads.formats.source import TargetFolder, read_source
+from tests.heads import family_checks as checks
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
+TOLERANCE = {"atol": 2e-4, "rtol": 2e-4}
+VOCABULARIES = pytest.mark.parametrize("vocabulary", [None, checks.SOME_TOKENS], ids=["whole", "reduced"])
+
+
+def of_draft_vocabulary(logits_BGV, vocabulary):
+    return logits_BGV if vocabulary is None else logits_BGV[..., vocabulary.token_ids_W]
+
+
+@VOCABULARIES
+@torch.no_grad()
+def test_dflash(write, text_ids, vocabulary):
+    settings = DFlashSettings(kind="dflash", taps=[1, 2, 3], block_size=4, mask_token_id=5)
+    written = write(settings, vocabulary=vocabulary)
+    export(written.source(), "transformers", written.out)
+    draft, info = AutoModel.from_pretrained(written.out, dtype=torch.float32, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    rounds = []
+    draft.register_forward_hook(lambda _, __, kwargs, output: rounds.append((kwargs, output)), with_kwargs=True)
+    model = written.model
+    plain = model.generate(text_ids, max_new_tokens=12, do_sample=False)
+    answer = model.generate(text_ids, max_new_tokens=12, do_sample=False, assistant_model=draft, speculation_type="dflash")
+    assert torch.equal(answer, plain)
+    assert len(rounds) > 3
+    for kwargs, output in rounds:
+        length = int(kwargs["position_ids"][0, -4]) + 1  # slot 0 is the pending token
+        row = answer[0, :length].tolist()
+        logits_BGV = model.get_output_embeddings()(output.last_hidden_state[:, 1:])
+        expected = checks.trained_logits(written.head, model, [row], [[1, 1, 1]])
+        torch.testing.assert_close(of_draft_vocabulary(logits_BGV, vocabulary), expected, **TOLERANCE)
+
+
+@VOCABULARIES
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@torch.no_grad()
+def test_mtp(write, text_ids, vocabulary, family, monkeypatch):
+    settings = MtpSettings(kind="mtp", num_depths=2, shared_depths=False, concat_order="hidden_first")
+    written = write(settings, family, vocabulary, num_speculative_tokens=2)
+    export(written.source(), "transformers", written.out)
+    model = AutoModelForCausalLM.from_pretrained(written.out, dtype=torch.float32)
+    monkeypatch.setattr(model, "_keys_to_ignore_on_load_unexpected", [r"^mtp\."])
+    rounds, forward = [], MtpModel.forward
+
+    def watched(self, *args, **kwargs):
+        drafted = forward(self, *args, **kwargs)
+        rounds.append((kwargs["full_input_ids"], drafted))
+        return drafted
+
+    monkeypatch.setattr(MtpModel, "forward", watched)
+    answer = model.generate(text_ids, max_new_tokens=10, do_sample=False, use_mtp=True)
+    assert torch.equal(answer, written.model.generate(text_ids, max_new_tokens=10, do_sample=False))
+    assert len(rounds) > 3
+    for row_BT, (drafted_BG, logits_BGV, _) in rounds:
+        expected = checks.trained_logits(written.head, written.model, row_BT.tolist(), drafted_BG.tolist())
+        torch.testing.assert_close(of_draft_vocabulary(logits_BGV, vocabulary), expected, **TOLERANCE)
+
+
+@torch.no_grad()
+def test_a_module_applied_again_is_written_once_a_depth(write, text_ids):
+    written = write(MtpSettings(kind="mtp", num_depths=3))
+    layout = export(written.source(), "transformers", written.out)
+    assert layout.config["num_mtp_layers"] == 3
+    for depth in (1, 2):
+        first, later = (layout.weights[f"mtp.layers.{k}.eh_proj.weight"].load() for k in (0, depth))
+        assert torch.equal(first, later)
+    assert "acceptance there is lower than measured" in (written.out / SERVE_FILE).read_text()
+
+
+def test_the_target_is_linked_not_copied(write):
+    written = write(MtpSettings(kind="mtp", num_depths=1), num_speculative_tokens=1)
+    export(written.source(), "transformers", written.out)
+    assert (written.out / "target.safetensors").stat().st_ino == (written.target_folder / "model.safetensors").stat().st_ino
+
+
+@torch.no_grad()
+def test_a_draft_lm_drafts_the_number_of_tokens_it_was_made_for(tiny_run, tmp_path, text_ids):
+    source = read_source(tiny_run / "artifact", TargetFolder(tiny_run / "target", str(tiny_run / "target")))
+    export(source, "transformers", tmp_path / "out")
+    target = AutoModelForCausalLM.from_pretrained(tiny_run / "target")
+    draft = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    widths = []
+    target.register_forward_hook(lambda _, __, kwargs, ___: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
+    answer = target.generate(text_ids, max_new_tokens=12, do_sample=False, assistant_model=draft)
+    assert max(widths[1:]) == read_metadata(tiny_run / "artifact").num_speculative_tokens + 1
+    assert torch.equal(answer, target.generate(text_ids, max_new_tokens=12, do_sample=False))
