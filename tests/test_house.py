@@ -49,6 +49,8 @@ ENTRIES = {
     "scripts/bench_eval.py": [],
     "scripts/bench_heads.py": [],
     "scripts/results_table.py": [],
+    "scripts/export.py": ["artifact", "--to", "vllm", "--out", "out"],
+    "scripts/import.py": ["draft", "--out", "out"],
     "scripts/stitch_mtp.py": ["artifact", "--target", "target", "--out", "out"],
     "scripts/sweep.py": [],
 }

@@ -1,0 +1,235 @@
+"""Turning another program's draft into an artifact: it must fit the target, to the last tensor, or it is refused.
+
+Our heads are built in the sizes of the target's own blocks and borrow its embedding, so a draft with other sizes or an
+embedding of its own has no place here; the refusal says which. Tensors are streamed from file to file.
+B batch, W draft vocabulary, V target vocabulary, D width.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
+
+from configs.errors import InputError, first_line
+from configs.files import new_folder, write_json
+from heads.artifact import METADATA_FILE, VOCABULARY_FILE, WEIGHTS_FILE, HiddenStates, Metadata
+from heads.draft_layer import LayerShape, shape_like
+from heads.draft_vocabulary import DraftVocabulary, head_rows, write_draft_vocabulary
+from heads.families import FAMILIES
+from heads.formats.layout import check_names
+from heads.formats.reading import Foreign
+from heads.formats.tensors import Stored, Weights, write_weights
+from heads.identity import TargetIdentity
+
+HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+DEFAULT_TOKENS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """A foreign draft that fits a target.
+
+    Args:
+        settings: of its family, nothing left open.
+        taps: of the target's states, those it reads.
+        weights: exactly the tensors of our head.
+        vocabulary: the tokens it can say; None: all of the target's.
+    """
+
+    settings: Any
+    taps: tuple[int, ...]
+    weights: Weights
+    vocabulary: DraftVocabulary | None
+
+
+def fit(foreign: Foreign, target: PreTrainedModel) -> Fitted:
+    """Fit a foreign draft to a target.
+
+    Args:
+        foreign: as `heads.formats.reading.read_foreign` tells it.
+        target: what it was trained for.
+
+    Raises:
+        InputError: it has other sizes, an embedding of its own, wrong offsets, or tensors that are missing, unknown (all of
+            them are named) or of another shape.
+    """
+    _check_sizes(foreign, target)
+    weights = foreign.optional | foreign.weights
+    vocabulary = _take_vocabulary(weights, target)
+    _take_embedding(weights, target)
+    trained_head = _settle_head(foreign, weights, vocabulary, target)
+    size = None if vocabulary is None else len(vocabulary)
+    settings = foreign.checked_settings(draft_vocab_size=size, **trained_head)
+    head = FAMILIES[foreign.kind].build(settings, target, vocabulary)
+    own = {name: tuple(value.shape) for name, value in head.state_dict().items()}
+    if "mask_hidden" in weights and math.prod(weights["mask_hidden"].shape) == math.prod(own.get("mask_hidden", (0,))):
+        weights["mask_hidden"] = _reshaped(weights["mask_hidden"], own["mask_hidden"])
+    check_names({name: stored.shape for name, stored in weights.items()}, own)
+    taps = tuple(FAMILIES[foreign.kind].taps(head))
+    return Fitted(settings=cast(Any, head).settings, taps=taps, weights=weights, vocabulary=vocabulary)
+
+
+def write_artifact(
+    fitted: Fitted,
+    out: Path,
+    identity: TargetIdentity,
+    *,
+    vocab_size: int,
+    num_speculative_tokens: int,
+    provenance: dict[str, Any],
+) -> None:
+    """Write a fitted draft as an artifact.
+
+    Args:
+        fitted: the draft.
+        out: the folder to make.
+        identity: who the target is.
+        vocab_size: V.
+        num_speculative_tokens: drafts a round.
+        provenance: where it comes from.
+
+    Raises:
+        InputError: `out` exists or cannot be written.
+    """
+    if out.exists():
+        raise InputError(f"{out} exists already; give a new folder")
+    vocabulary = fitted.vocabulary
+    metadata = Metadata(
+        kind=fitted.settings.kind,
+        target=identity.to_dict(),
+        hidden_states=HiddenStates(
+            taps=list(fitted.taps), concat_order=[f"h_{tap}" for tap in fitted.taps], last_is_post_norm=True
+        ),
+        head=fitted.settings.model_dump(mode="json"),
+        draft_vocab_size=vocab_size if vocabulary is None else len(vocabulary),
+        draft_vocabulary="target" if vocabulary is None else "reduced",
+        num_speculative_tokens=num_speculative_tokens,
+        training={},
+        provenance=provenance,
+    )
+    with new_folder(out) as scratch:
+        write_weights(scratch / WEIGHTS_FILE, fitted.weights)
+        if vocabulary is not None:
+            write_draft_vocabulary(scratch / VOCABULARY_FILE, vocabulary)
+        write_json(scratch / METADATA_FILE, metadata.model_dump(mode="json"))
+
+
+def _check_sizes(foreign: Foreign, target: PreTrainedModel) -> None:
+    """Refuse layers of other sizes than the target's blocks, or of a kind that our heads do not have."""
+    if foreign.layer is None:
+        return
+    given = {key: value for key, value in foreign.layer.items() if key not in ("architectures", "dtype", "torch_dtype")}
+    try:
+        config = AutoConfig.for_model(given.pop("model_type"), **given)
+    except (KeyError, ValueError, TypeError) as error:
+        raise InputError(f"the config of its layers cannot be read: {first_line(error)}") from error
+    if foreign.kind == "mtp" and config.model_type != target.config.get_text_config().model_type:
+        own = target.config.get_text_config().model_type
+        raise InputError(f"its block is of the {config.model_type} family, the target's are of {own}")
+    sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
+    if foreign.kind != "mtp" and (sliding or kind != "default"):
+        what = "has sliding layers" if sliding else f"has rotary embeddings of type {kind}"
+        raise InputError(f"it {what}; draftsmith's heads have full attention and plain rotary embeddings")
+    differences = _differences(shape_like(cast(PreTrainedModel, _Holder(config))), shape_like(target))
+    if differences:
+        raise InputError(
+            f"its layers have other sizes than the target's blocks, which ours take over: {'; '.join(differences)}"
+        )
+
+
+class _Holder:
+    """A config in the place of a model, for `shape_like`, which asks for no more."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+
+def _differences(theirs: LayerShape, ours: LayerShape) -> list[str]:
+    """Name the sizes that differ; how long a text may be is no size."""
+    pairs = asdict(replace(theirs, max_positions=ours.max_positions)), asdict(ours)
+    return [
+        f"{name} {value}, the target's {pairs[1][name]}"
+        for name, value in pairs[0].items()
+        if not math.isclose(value, pairs[1][name], rel_tol=1e-3)
+    ]
+
+
+def _take_vocabulary(weights: Weights, target: PreTrainedModel) -> DraftVocabulary | None:
+    """Take `d2t` and `t2d` out of the tensors; return what they say."""
+    d2t, t2d = weights.pop("d2t", None), weights.pop("t2d", None)
+    if d2t is None:
+        return None
+    V = target.config.get_text_config().vocab_size
+    ids_W = d2t.load().long() + torch.arange(d2t.shape[0])
+    try:
+        vocabulary = DraftVocabulary(token_ids_W=ids_W, target_vocab_size=V)
+    except ValueError as error:
+        raise InputError(f"d2t, read as offsets: {error}") from error
+    if t2d is not None and t2d.load().nonzero().squeeze(1).tolist() != ids_W.tolist():
+        raise InputError("t2d marks other tokens than d2t names; d2t must hold offsets (the target's id less the draft's)")
+    return None if len(vocabulary) == V else vocabulary
+
+
+def _take_embedding(weights: Weights, target: PreTrainedModel) -> None:
+    """Take a copy of the target's embedding out of the tensors.
+
+    Raises:
+        InputError: it is no copy.
+    """
+    stored = weights.pop(EMBEDDING, None)
+    if stored is None:
+        return
+    own_VD = cast(Tensor, target.get_input_embeddings().weight)
+    if not _same(stored, own_VD):
+        raise InputError(f"{EMBEDDING} is not the target's embedding, and draftsmith's heads have none of their own")
+
+
+def _settle_head(
+    foreign: Foreign, weights: Weights, vocabulary: DraftVocabulary | None, target: PreTrainedModel
+) -> dict[str, bool]:
+    """Return whether the output head counts as trained; drop a whole one that is the target's."""
+    if foreign.settings.get("own_output_heads"):
+        return {}
+    stored = weights.get(HEAD)
+    if stored is None:
+        return {"train_head": False}
+    V = target.config.get_text_config().vocab_size
+    ids_W = torch.arange(V, device=target.device) if vocabulary is None else vocabulary.token_ids_W.to(target.device)
+    is_targets = _same(stored, head_rows(target, ids_W)[0])
+    if is_targets and vocabulary is None:
+        del weights[HEAD]
+    return {"train_head": not is_targets}
+
+
+def _same(stored: Stored, own: Tensor) -> bool:
+    """Whether a tensor is the target's, in the coarser of the two dtypes."""
+    if stored.shape != tuple(own.shape):
+        return False
+    value = stored.load().to(own.device)
+    coarser = min(value.dtype, own.dtype, key=lambda dtype: -torch.finfo(dtype).eps)
+    return torch.equal(value.to(coarser), own.detach().to(coarser))
+
+
+def _reshaped(stored: Stored, shape: tuple[int, ...]) -> Stored:
+    return replace(stored, shape=shape, load=lambda: stored.load().reshape(shape))
+
+
+def drafts_a_round(foreign: Foreign, asked: int | None, settings: Any) -> int:
+    """Return how many tokens to draft a round: as asked, else as the draft's config says, else 3, and no more than it can.
+
+    Raises:
+        InputError: more were asked for than the head has.
+    """
+    longest = settings.longest_draft
+    if asked is not None and longest is not None and asked > longest:
+        raise InputError(f"num_speculative_tokens {asked}: the draft says at most {longest} tokens a round")
+    wanted = asked or foreign.num_speculative_tokens or DEFAULT_TOKENS
+    return wanted if longest is None else min(wanted, longest)

@@ -1,0 +1,227 @@
+"""Drafts that other programs wrote, told in our words: settings, tensors under our names, draft vocabulary.
+
+Known are EAGLE-3, P-EAGLE, DFlash and MTP of the speculators library, flat EAGLE-3 (SGLang, SpecForge), Medusa (vLLM's names
+and the published ones), DFlash of z-lab and of transformers. What a format says and our families cannot do is refused here;
+whether the tensors fit the target is seen in `heads.formats.importing`.
+W draft vocabulary, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from configs.errors import InputError
+from configs.files import read_json
+from heads.families import FAMILIES
+from heads.formats.flat import TRANSFORMERS_DFLASH
+from heads.formats.layout import renamed
+from heads.formats.speculators import MTP_PARTS
+from heads.formats.tensors import Weights, read_weights, zeros
+
+KNOWN = (
+    "speculators eagle3, peagle, dflash and mtp; flat EAGLE-3 (architecture ...Eagle3); Medusa (medusa_num_heads); DFlash "
+    "(architecture DFlashDraftModel or MuseGlimmerAssistantModel)"
+)
+OLD_MEDUSA = re.compile(r"^(?:medusa_heads?\.)?(\d+)\.(\d+)\.(?:(linear)\.)?(weight|bias)$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Foreign:
+    """A draft as another program wrote it.
+
+    Args:
+        form: the format, in words.
+        kind: the family of ours that it is.
+        settings: of that family, checked later.
+        layer: the config of its layers; None: it has none.
+        weights: its tensors under our names, and `embed_tokens.weight`, `d2t`, `t2d` where they are in the file.
+        num_speculative_tokens: what its config says; None: nothing.
+    """
+
+    form: str
+    kind: str
+    settings: Mapping[str, Any]
+    layer: Mapping[str, Any] | None
+    weights: Weights
+    num_speculative_tokens: int | None = None
+    optional: Weights = field(default_factory=dict)  # what to add where the file leaves it out
+
+    def checked_settings(self, **more: Any) -> Any:
+        """Return the family's settings, with further ones.
+
+        Raises:
+            InputError: a value that the family does not take.
+        """
+        try:
+            return FAMILIES[self.kind].settings.model_validate(dict(self.settings) | {"kind": self.kind} | more)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise InputError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}") from error
+
+
+def read_foreign(folder: Path, *, layer_ids: str = "block_output", reads: str = "post_norm") -> Foreign:
+    """Read a draft's config, and where its tensors are.
+
+    Args:
+        folder: with `config.json` and weights.
+        layer_ids: what ids in a flat EAGLE-3 config mean (`configs.exchange.ImportConfig`).
+        reads: which state an MTP head was trained on.
+
+    Raises:
+        InputError: the format is none of those known, or the draft does something that our families do not.
+    """
+    config = read_json(folder / "config.json", "config of the draft")
+    if not isinstance(config, dict):
+        raise InputError(f"{folder / 'config.json'} holds no object")
+    weights = read_weights(folder)
+    architectures = " ".join(config.get("architectures") or ())
+    try:
+        if "speculators_model_type" in config:
+            return _speculators(config, weights, reads)
+        if config.get("model_type") == "medusa" or "medusa_num_heads" in config:
+            return _medusa(config, weights)
+        if "MuseGlimmerAssistant" in architectures:
+            return _dflash(
+                config, config, renamed(weights, [(new, old) for old, new in TRANSFORMERS_DFLASH]), "transformers DFlash"
+            )
+        if "DFlashDraftModel" in architectures:
+            nested = config.get("dflash_config") or {}
+            return _dflash(config, config | nested, weights, "z-lab DFlash")
+        if "Eagle3" in architectures:
+            return _flat_eagle(config, weights, layer_ids)
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{folder / 'config.json'} lacks or garbles a key of its format: {error!r}") from error
+    except InputError as error:
+        raise InputError(f"{folder} cannot be imported: {error}") from error
+    raise InputError(f"{folder} is in no form that draftsmith reads ({KNOWN}); its architectures: {architectures or 'none'}")
+
+
+def _speculators(config: dict[str, Any], weights: Weights, reads: str) -> Foreign:
+    kind, layer = config["speculators_model_type"], config["transformer_layer_config"]
+    if not isinstance(layer, dict):
+        raise InputError(f"expected transformer_layer_config to be a section, got {layer!r}")
+    readers: dict[str, Callable[[], dict[str, Any]]] = {
+        "eagle3": lambda: (
+            _eagle_settings(config, layer, normed_by_default=True) | {"norm_feedback": config.get("norm_output", False)}
+        ),
+        "peagle": lambda: _eagle_settings(config, layer, normed_by_default=False) | {"mask_token_id": config["mask_token_id"]},
+        "dflash": lambda: _dflash_settings(config, layer, config["aux_hidden_state_layer_ids"]),
+        "mtp": lambda: {"shared_depths": True, "reads": reads},
+    }
+    if kind not in readers:
+        raise InputError(f"speculators_model_type {kind!r} is none of {', '.join(readers)}")
+    tokens = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    settings = readers[kind]()
+    if kind != "dflash":
+        settings["num_depths"] = tokens
+    if kind == "mtp":
+        weights = renamed(weights, [(theirs, ours) for ours, theirs in MTP_PARTS])
+    return Foreign(
+        form=f"speculators {kind}",
+        kind=kind,
+        settings=settings,
+        layer=layer,
+        weights=weights,
+        num_speculative_tokens=tokens,
+    )
+
+
+def _eagle_settings(config: Mapping[str, Any], layer: Mapping[str, Any], *, normed_by_default: bool) -> dict[str, Any]:
+    if config.get("norm_before_fc"):
+        raise InputError("it norms all taps as one vector (norm_before_fc), which draftsmith's EAGLE heads do not")
+    return {
+        "taps": _ascending(config.get("eagle_aux_hidden_state_layer_ids")),
+        "num_layers": layer.get("num_hidden_layers", 1),
+        "norm_taps": config.get("fc_norm", False),
+        "norm_before_residual": config.get(
+            "norm_before_residual", normed_by_default
+        ),  # what vLLM 0.32 takes where it is missing
+    }
+
+
+def _flat_eagle(config: dict[str, Any], weights: Weights, layer_ids: str) -> Foreign:
+    nested = config.get("eagle_config") or {}
+    options = nested | config
+    ids = _ascending(options.get("eagle_aux_hidden_state_layer_ids"))
+    if ids is not None and layer_ids == "block_output":
+        ids = [number + 1 for number in ids]
+    settings = _eagle_settings(options, config, normed_by_default=False)
+    settings |= {"taps": ids, "norm_feedback": options.get("norm_output", False)}
+    return Foreign(
+        form="flat EAGLE-3",
+        kind="eagle3",
+        settings=settings,
+        layer=config,
+        weights=renamed(weights, [("midlayer.", "layers.0.")]),
+    )
+
+
+def _dflash(config: dict[str, Any], options: dict[str, Any], weights: Weights, form: str) -> Foreign:
+    if options.get("causal"):
+        raise InputError("its slots see earlier slots only (causal), draftsmith's see the whole block")
+    taps = [number + 1 for number in options["target_layer_ids"]]
+    settings = _dflash_settings(options, config, taps)
+    return Foreign(
+        form=form,
+        kind="dflash",
+        settings=settings,
+        layer=config,
+        weights=weights,
+        num_speculative_tokens=options["block_size"] - 1,
+    )
+
+
+def _dflash_settings(options: Mapping[str, Any], layer: Mapping[str, Any], taps: list[int]) -> dict[str, Any]:
+    if options.get("sample_from_anchor"):
+        raise InputError("it drafts from the pending token's slot too (sample_from_anchor), draftsmith's DFlash does not")
+    return {
+        "taps": _ascending(taps),
+        "num_layers": layer["num_hidden_layers"],
+        "block_size": options["block_size"],
+        "mask_token_id": options["mask_token_id"],
+    }
+
+
+def _medusa(config: dict[str, Any], weights: Weights) -> Foreign:
+    num_heads, num_layers = config["medusa_num_heads"], config["medusa_num_layers"]
+    weights = {_medusa_name(name, num_layers): stored for name, stored in weights.items()}
+    own = any(name.startswith("lm_heads.") for name in weights)
+    added: Weights = {}
+    for head in range(num_heads):
+        for layer in range(num_layers):
+            stem = f"blocks.{head}.layers.{layer}"
+            if f"{stem}.weight" in weights:  # a block without bias is one with a bias of 0
+                width, dtype = weights[f"{stem}.weight"].shape[0], weights[f"{stem}.weight"].dtype
+                added[f"{stem}.bias"] = zeros(width, dtype)
+    settings = {"num_depths": num_heads, "num_layers": num_layers, "own_output_heads": own, "train_head": own}
+    return Foreign(
+        form="Medusa",
+        kind="medusa",
+        settings=settings,
+        layer=None,
+        weights=weights,
+        num_speculative_tokens=num_heads,
+        optional=added,
+    )
+
+
+def _medusa_name(name: str, num_layers: int) -> str:
+    """Return our name of a Medusa tensor; the published ones count a head's blocks and then its output matrix."""
+    found = OLD_MEDUSA.match(name)
+    if found is None:
+        return name
+    head, layer, linear, part = found.groups()
+    if linear is None and int(layer) == num_layers:
+        return f"lm_heads.{head}.{part}"
+    return f"blocks.{head}.layers.{layer}.{part}" if linear else name
+
+
+def _ascending(ids: list[int] | None) -> list[int] | None:
+    """Return ids as engines take them: sorted, each once."""
+    return None if ids is None else sorted(set(ids))

@@ -1,0 +1,64 @@
+"""Another program's draft as an artifact: `python scripts/import.py DRAFT --out DIR --set target.name=NAME`.
+
+Reads the forms of speculators, SGLang and SpecForge (EAGLE-3), Medusa, z-lab and transformers (DFlash). One prompt is decoded
+with it before anything is written: a draft that the target never accepts is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+# Run as a script, Python puts scripts/ first on the path; the project's packages lie one folder up.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from configs.command import run_command
+from configs.errors import InputError
+from configs.exchange import ImportConfig
+
+
+def main(config: ImportConfig, args: argparse.Namespace) -> None:
+    """Read the draft, fit it to the target, try it, write the artifact."""
+    # torch and transformers take seconds to import: a mistyped key is reported before that.
+    from configs.provenance import describe_versions
+    from distill.target import load_target
+    from heads.formats.importing import drafts_a_round, fit, write_artifact
+    from heads.formats.reading import read_foreign
+    from scripts.foreign_drafts import try_out
+
+    folder, out = Path(args.draft), Path(args.out)
+    if out.exists():
+        raise InputError(f"{out} exists already; give a new folder")
+    foreign = read_foreign(folder, layer_ids=config.layer_ids, reads=config.reads)
+    target = load_target(config.target)
+    try:
+        fitted = fit(foreign, target.model)
+    except InputError as error:
+        raise InputError(f"{folder} ({foreign.form}) does not fit {config.target.name}: {error}") from error
+    tokens = drafts_a_round(foreign, config.num_speculative_tokens, fitted.settings)
+    accepted = try_out(fitted, target, config, tokens)
+    provenance = {"imported_from": str(folder), "form": foreign.form, "versions": describe_versions(), "probe": accepted}
+    write_artifact(
+        fitted,
+        out,
+        target.identity,
+        vocab_size=target.vocab_size,
+        num_speculative_tokens=tokens,
+        provenance=provenance,
+    )
+    print(
+        f"{out}: {fitted.settings.kind} from {foreign.form}"
+        + ("" if accepted is None else f", {accepted:.2f} accepted a round")
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's own arguments."""
+    parser.add_argument("draft", metavar="DRAFT", help="folder with the draft's config.json and weights")
+    parser.add_argument("--out", metavar="DIR", required=True, help="the artifact to make")
+
+
+if __name__ == "__main__":
+    description = "Turn a draft that another program wrote into an artifact."
+    sys.exit(run_command(ImportConfig, main, description=description, add_arguments=add_arguments))
