@@ -135,6 +135,10 @@ def transformers_dflash(source: Source) -> Layout:
         "block_size": settings.block_size,
         "mask_token_id": settings.mask_token_id,
         "target_layer_ids": block_ids(source),
+        # Otherwise the class takes those of the model it was written for, which are no ids here.
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
         "sliding_window": source.target.shape.max_positions,  # no layer slides, but the class wants a number
     }
     dtype = source.dtype_name
