@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from pydantic import BaseModel
 
-from configs.errors import InputError
+from configs.errors import InputError, Stopped
 from configs.loading import load_config
 from configs.progress import is_main_process, setup_logging
 
@@ -21,8 +21,9 @@ GATE_FAILED = 1
 BAD_INPUT = 2
 INCONCLUSIVE = 3
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
+TERMINATED = 143  # what a shell reports for SIGTERM; training has written a checkpoint then
 
-EPILOG = "Exit codes: 0 done or pass, 1 gate failed, 2 bad input, 3 gate inconclusive."
+EPILOG = "Exit codes: 0 done or pass, 1 gate failed, 2 bad input, 3 gate inconclusive, 143 stopped by SIGTERM (run it again)."
 
 
 def run_command(
@@ -65,6 +66,9 @@ def run_command(
     except InputError as error:
         _say(f"error: {error}")
         return BAD_INPUT
+    except Stopped as stopped:
+        _say(str(stopped))
+        return TERMINATED
     except KeyboardInterrupt:
         _say("interrupted")
         return INTERRUPTED

@@ -11,6 +11,10 @@ class ConfigError(InputError):
     """A configuration file or a `--set` override is wrong. The message names the key, the value got, and what is accepted."""
 
 
+class Stopped(Exception):
+    """The process was asked to end (SIGTERM) and did so in good order; the message says how to go on."""
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of another library's complaint, to be quoted in one of ours; its type where it says nothing."""
     lines = str(error).strip().splitlines()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ def write_bytes(path: Path, content: bytes) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             scratch.replace(path)
+            sync(path.parent)
         finally:
             scratch.unlink(missing_ok=True)
     except OSError as error:
@@ -61,7 +63,8 @@ def sha256_of(path: Path) -> str:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Give a scratch folder beside `path`; on success it takes the place of `path`, on any error it disappears.
+    """Give a scratch folder beside `path`; on success it is synced to disk and takes the place of `path`, on any error it
+    disappears.
 
     Raises:
         InputError: the folder above cannot be made or written.
@@ -73,16 +76,72 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise InputError(f"cannot write {path}: {error.strerror or error}") from error
     try:
         yield scratch
+        sync_folder(scratch)
         if path.exists():
             old = scratch.with_name(scratch.name + ".old")
             path.replace(old)
             scratch.replace(path)
+            sync(path.parent)
             shutil.rmtree(old)
         else:
             scratch.replace(path)
+            sync(path.parent)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
+
+
+def drop_leftovers(path: Path) -> None:
+    """Remove what a killed `new_folder` left beside `path`; a folder that it had only moved out of the way comes back.
+
+    Only for one who knows that nobody else is writing `path` now (`configs.claims`).
+    """
+    if not path.parent.is_dir():
+        return
+    left = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}(?P<old>\.old)?")
+    found = [(other, match) for other in path.parent.iterdir() if (match := left.fullmatch(other.name)) and other.is_dir()]
+    for other, match in found:
+        if match["old"] and not path.exists():
+            other.replace(path)
+        else:
+            shutil.rmtree(other)
+
+
+def sync_folder(folder: Path) -> None:
+    """Return once all files below `folder`, and the folders that list them, are on the disk."""
+    for path in [folder, *folder.rglob("*")]:
+        if not path.is_symlink():
+            sync(path)
+
+
+def sync(path: Path) -> None:
+    """Return once a file, or the list of names in a folder, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def inside(folder: Path, name: str, what: str) -> Path:
+    """Return `folder/name` for a name that a file gives, which must not lead out of `folder`.
+
+    Args:
+        folder: where the file that gives the name lies.
+        name: a relative path.
+        what: names the giver in the complaint.
+
+    Raises:
+        InputError: it is absolute, climbs out by `..` or a link, or is no path at all.
+    """
+    path = folder / name
+    try:
+        within = bool(name) and not Path(name).is_absolute() and path.resolve().is_relative_to(folder.resolve())
+    except (OSError, ValueError, RuntimeError):  # too long, a NUL, a loop of links
+        within = False
+    if not within or path.resolve() == folder.resolve():
+        raise InputError(f"{what}: expected the name of a file in {folder}, got {name[:60]!r}, which leads out of it")
+    return path
 
 
 def read_text(path: Path, what: str) -> str:

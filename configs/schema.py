@@ -153,7 +153,8 @@ class ScheduleConfig(Settings):
     log_every_steps: PositiveInt = 10
     eval_every_steps: PositiveInt | None = None  # None: only at the end
     checkpoint_every_steps: PositiveInt | None = None  # None: only at the end
-    keep_checkpoints: PositiveInt = 2
+    keep_checkpoints: PositiveInt = 2  # the newest; that of the best step stays as well
+    process_timeout_seconds: PositiveInt = 600  # one of several processes that others wait for longer than this is given up
     resume: bool = True  # go on from the newest checkpoint in the output folder
     trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = ["tensorboard"]
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # numpy, which is seeded as well, takes no larger one

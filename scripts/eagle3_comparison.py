@@ -40,7 +40,7 @@ from scripts.benchmarks import Turn, speed_ratio, take_turns, with_bounds
 from scripts.speculators_peer import INSTALL, Eagle3Peer, PackedRow, pack, why_not_installed
 from train.head_task import HeadTask
 from train.launch import make_accelerator
-from train.loop import make_optimizer
+from train.optimizer import make_optimizer
 
 log = logging.getLogger("draftsmith")
 

@@ -34,7 +34,7 @@ from eval.intervals import Interval
 from scripts.benchmarks import Turn, speed_ratio, take_turns, with_bounds
 from scripts.trl_peer import GkdPeer, trl_is_installed
 from train.draft_task import DraftTask
-from train.loop import make_optimizer
+from train.optimizer import make_optimizer
 
 ONLINE, CACHED = "online", "cached"
 GKD, SAME_WORK, SAME_LOSS, DEFAULT = "trl_gkd", "ours, the same work", "ours, the same loss", "ours, our default"

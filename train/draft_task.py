@@ -31,11 +31,11 @@ from heads.draft_lm import DraftLM
 from heads.draft_vocabulary import keep_head_rows
 from train.checkpoints import Progress
 from train.held_out import HeldOutDecoding, training_provenance
-from train.loop import BatchLoss, Prepared, StepPlace
+from train.task import BatchLoss, Prepared, StepPlace
 
 
 class DraftTask:
-    """See the module's docstring; the interface is `train.loop.Task`.
+    """See the module's docstring; the interface is `train.task.Task`.
 
     Args:
         config: the run's config.

@@ -25,12 +25,12 @@ from heads.target_states import TargetStates, check_taps, read_states
 from heads.training import HeadInputs, HeadModule, Normalisers
 from train.checkpoints import Progress
 from train.held_out import HeldOutDecoding, training_provenance
-from train.loop import BatchLoss, Prepared, StepPlace
 from train.predicted import HeldOutPrediction
+from train.task import BatchLoss, Prepared, StepPlace
 
 
 class HeadTask:
-    """See the module's docstring; the interface is `train.loop.Task`.
+    """See the module's docstring; the interface is `train.task.Task`.
 
     Args:
         config: the run's config.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -11,20 +12,23 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import ProjectConfiguration, set_seed
 
+from configs.claims import claimed
 from configs.command import DONE
 from configs.errors import ConfigError, InputError, first_line
-from configs.files import write_json
+from configs.files import drop_leftovers, sha256_of, write_json
 from configs.provenance import write_run_record
 from configs.schema import DistillConfig, HeadsConfig, ScheduleConfig
 from distill.batches import ConversationDataset, make_loader
 from distill.cache import TargetCache, check_fits, open_cache
+from distill.cache_format import MANIFEST
 from distill.conversations import Conversation, check_written_for, is_written_by_target, read_conversations
 from distill.processes import join_processes
 from distill.target import Target, load_target
 from train.draft_task import DraftTask
 from train.head_task import HeadTask
-from train.loop import Task, train
+from train.loop import train
 from train.sanity import check_before_training
+from train.task import Task
 
 log = logging.getLogger("draftsmith")
 
@@ -76,15 +80,23 @@ def run_heads(config: HeadsConfig) -> int:
 
 def _run(config: DistillConfig | HeadsConfig, make_task: Callable[[Materials], Task]) -> int:
     # Before the accelerator, which would take each of several processes on a CPU for the only one.
-    join_processes(config.target)
+    state = join_processes(config.target, timeout_seconds=config.schedule.process_timeout_seconds)
+    with claimed(Path(config.output)) if state.is_main_process else nullcontext():
+        return _run_alone(config, make_task)
+
+
+def _run_alone(config: DistillConfig | HeadsConfig, make_task: Callable[[Materials], Task]) -> int:
+    """Do this process's part of a run that no other run disturbs."""
     output = Path(config.output)
     accelerator = make_accelerator(config.schedule, output)
     materials = load_materials(config, accelerator)
     loader = make_loader(materials.dataset, config.schedule.batch_size, seed=config.schedule.seed)
     task = make_task(materials)
     if accelerator.is_main_process:
+        drop_leftovers(output / "artifact")
         write_run_record(output, config)
-    outcome = train(task, loader, config.optimizer, config.schedule, accelerator, output, config.model_dump(mode="json"))
+    values, contents = config.model_dump(mode="json"), hash_materials(config, materials.target)
+    outcome = train(task, loader, config.optimizer, config.schedule, accelerator, output, values, contents)
     if accelerator.is_main_process:
         write_json(output / "outcome.json", asdict(outcome))
     log.info(
@@ -125,6 +137,18 @@ def load_materials(config: DistillConfig | HeadsConfig, accelerator: Accelerator
             "%d conversations have no answer within %d tokens and were dropped", dataset.num_dropped, config.data.max_length
         )
     return Materials(target=target, train=train_rows, held_out=held_out_rows, dataset=dataset, accelerator=accelerator)
+
+
+def hash_materials(config: DistillConfig | HeadsConfig, target: Target) -> dict[str, str]:
+    """Return hashes of what the config's paths hold: both sides of the data, the target's weights, the cache's manifest.
+
+    Raises:
+        InputError: a file cannot be read.
+    """
+    hashes = {name: sha256_of(Path(getattr(config.data, name))) for name in ("train", "held_out")}
+    if config.data.cache is not None:
+        hashes["cache"] = sha256_of(Path(config.data.cache) / MANIFEST)
+    return hashes | {"target": target.identity.weights_sha256 or "unknown"}
 
 
 def open_training_cache(

@@ -6,81 +6,35 @@ way to save what was trained; the loop brings accelerate, the schedule, the book
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
+from torch import Tensor
 from torch.utils.data import DataLoader
 
+from configs.errors import Stopped
 from configs.learning import OptimizerConfig
 from configs.schema import ScheduleConfig
 from distill.batches import Batch
 from train.books import Books
-from train.checkpoints import Progress, list_checkpoints, load_checkpoint, save_checkpoint
+from train.checkpoints import Checkpoints, Progress, writing
 from train.history import History, explain_gap
+from train.lineage import Lineage
+from train.optimizer import make_optimizer
+from train.task import StepPlace, Task
+from train.termination import StopRequest, listening
 
 log = logging.getLogger("draftsmith")
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchLoss:
-    """The loss of one micro-batch, already divided by the labels of the whole step, and sums for the books.
-
-    Args:
-        loss: scalar to go backward from.
-        sums: metric name -> sum over this batch's labels; the loop adds them up and divides once by all labels.
-        counts: what to divide by in place of the labels, for metrics that are sums over something else.
-    """
-
-    loss: Tensor
-    sums: Mapping[str, Tensor]
-    counts: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepPlace:
-    """Where in the run an optimiser step lies."""
-
-    step: int  # optimiser steps done before it
-    num_steps: int  # of the whole run
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """The micro-batches of an optimiser step as they are trained on, and sums over their labels for the books."""
-
-    batches: list[Batch]
-    sums: Mapping[str, Tensor]
-
-
-class Task(Protocol):
-    """What is trained, how it is judged, and how it is kept."""
-
-    module: nn.Module
-
-    def prepare(self, module: nn.Module, window: list[Batch], place: StepPlace) -> Prepared:
-        """Return the micro-batches to train on in place of those in the data; leaves the module and all randomness alone."""
-
-    def loss(self, module: nn.Module, batch: Batch, num_labels: Tensor, world_size: int) -> BatchLoss:
-        """Return the loss of a micro-batch under the (wrapped) module."""
-
-    def evaluate(self, module: nn.Module) -> dict[str, float]:
-        """Return metrics on held-out prompts; `tokens_per_target_step` among them chooses what is kept."""
-
-    def save(self, module: nn.Module, progress: Progress, metrics: dict[str, float]) -> None:
-        """Keep the module as the best so far."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,14 +58,26 @@ def train(
     accelerator: Accelerator,
     output: Path,
     config: dict[str, Any],
+    contents: Mapping[str, str] | None = None,
 ) -> Outcome:
-    """Train until the schedule ends, going on from the newest checkpoint in `output` where asked to.
+    """Train until the schedule ends, going on from the newest usable checkpoint in `output` where asked to.
+
+    Args:
+        task: what is trained.
+        loader: the training batches.
+        optimizer_config, schedule: how.
+        accelerator: of this process.
+        output: the run's folder.
+        config: the whole config as JSON values; a checkpoint of another one is not gone on from.
+        contents: hashes of the files that `config` names; nor is one of other files.
 
     Raises:
-        InputError: the checkpoint belongs to another config.
+        InputError: no checkpoint that lies there can be gone on from, or one cannot be written.
         RuntimeError: a loss is not finite; the step it would have spoilt is not taken.
+        Stopped: SIGTERM came; a checkpoint was written.
     """
-    return _Training(task, loader, optimizer_config, schedule, accelerator, output, config).run()
+    with listening() as request:
+        return _Training(task, loader, optimizer_config, schedule, accelerator, output, config, contents or {}, request).run()
 
 
 class _Training:
@@ -126,10 +92,12 @@ class _Training:
         accelerator: Accelerator,
         output: Path,
         config: dict[str, Any],
+        contents: Mapping[str, str],
+        request: StopRequest,
     ) -> None:
+        self.request, self.stopping = request, False
         self.task, self.schedule, self.accelerator, self.output = task, schedule, accelerator, output
         self.max_grad_norm = optimizer_config.max_grad_norm
-        self.checkpoints = output / "checkpoints"
         self.loader = accelerator.prepare(loader)
         steps_per_epoch = math.ceil(len(self.loader) / schedule.gradient_accumulation_steps)
         self.num_steps = schedule.max_steps or schedule.epochs * steps_per_epoch
@@ -139,8 +107,15 @@ class _Training:
         self.module, self.optimizer = accelerator.prepare(task.module, optimizer)
         # Not prepared: accelerate would step it once a process, and this loop counts optimiser steps.
         self.scheduler = scheduler
-        self.progress, self.config_sha256 = Progress(), _fingerprint(config)
-        accelerator.register_for_checkpointing(self.scheduler, self.progress)
+        self.progress = Progress()
+        self.checkpoints = Checkpoints(
+            folder=output / "checkpoints",
+            accelerator=accelerator,
+            scheduler=scheduler,
+            lineage=Lineage.of(accelerator, schedule, config, contents),
+            keep=schedule.keep_checkpoints,
+            progress=self.progress,
+        )
         accelerator.init_trackers("draftsmith", config={"config": json.dumps(config)})
         self.books = Books(accelerator)
         self.seconds_aside = 0.0  # not spent on training steps
@@ -148,7 +123,11 @@ class _Training:
     def run(self) -> Outcome:
         self.started = time.perf_counter()
         self._resume()
-        self.history = History(self.output, done_steps=self.progress.step)
+        # Where the evaluation of the last step is still to be made, its line is not to be there yet.
+        done = self.progress.step - (not self.progress.settled)
+        self.history = History(self.output, done_steps=done)
+        if not self.progress.settled:
+            self._settle()
         labels = 0
         while self.progress.step < self.num_steps:
             for window in self._windows():
@@ -174,10 +153,8 @@ class _Training:
         )
 
     def _resume(self) -> None:
-        found = list_checkpoints(self.checkpoints)
-        if self.schedule.resume and found:
-            load_checkpoint(self.accelerator, found[-1], self.config_sha256)
-            log.info("resumed from %s", found[-1])
+        if self.schedule.resume and (path := self.checkpoints.resume()) is not None:
+            log.info("resumed from %s", path)
 
     def _windows(self) -> Iterator[list[Batch]]:
         """Yield the micro-batches of each remaining optimiser step of this epoch."""
@@ -195,7 +172,10 @@ class _Training:
         window = prepared.batches
         self.books.add(prepared.sums)
         own_labels = torch.stack([batch.loss_mask_BT[:, 1:].sum() for batch in window]).sum()
-        num_labels = self.accelerator.reduce(own_labels.clone(), "sum").clamp(min=1)
+        # A stop asked of one process is one of all: they learn of it with the labels, at no cost, and end after this step.
+        table = torch.stack([own_labels, torch.full_like(own_labels, self.request.made)])
+        all_labels, stops = self.accelerator.reduce(table, "sum")
+        num_labels, self.stopping = all_labels.clamp(min=1), bool(stops)
         for number, batch in enumerate(window):
             last = number == len(window) - 1
             with nullcontext() if last else self.accelerator.no_sync(self.module):
@@ -224,20 +204,37 @@ class _Training:
             )
 
     def _after_step(self) -> None:
-        """Log, decode held-out prompts and write a checkpoint, each where it is due."""
+        """Log, decode held-out prompts and write a checkpoint, each where it is due; or stop where that was asked for."""
         step, last = self.progress.step, self.progress.step == self.num_steps
         if last or step % self.schedule.log_every_steps == 0:
             metrics = self.books.report() | {"learning_rate": float(self.scheduler.get_last_lr()[0])}
             self.accelerator.log({f"train/{name}": value for name, value in metrics.items()}, step=step)
             log.info("step %d/%d: %s", step, self.num_steps, _in_words(metrics))
+        self.progress.settled = False
+        if self.stopping:
+            self._stop()
+        self._settle()
+
+    def _stop(self) -> None:
+        """Write a checkpoint and end the run. What is due after this step may take longer than the machine is still ours."""
+        self.checkpoints.save()
+        self.accelerator.end_training()
+        raise Stopped(
+            f"stopped by SIGTERM after step {self.progress.step} of {self.num_steps}; a checkpoint is in "
+            f"{self.checkpoints.folder}: run the same command again to go on from it"
+        )
+
+    def _settle(self) -> None:
+        """Do what is due after a step beside logging."""
+        step, last = self.progress.step, self.progress.step == self.num_steps
         started = time.perf_counter()
         if last or _due(step, self.schedule.eval_every_steps):
             metrics = self._evaluate()
             if last and (gap := explain_gap(metrics)) is not None:
                 log.warning(gap)
+        self.progress.settled = True
         if last or _due(step, self.schedule.checkpoint_every_steps):
-            keep = self.schedule.keep_checkpoints
-            save_checkpoint(self.accelerator, self.checkpoints, step, keep=keep, config_sha256=self.config_sha256)
+            self.checkpoints.save()
         aside = time.perf_counter() - started
         self.seconds_aside += aside
         self.books.leave_out(aside)
@@ -254,44 +251,14 @@ class _Training:
         if self.progress.best_score is None or score > self.progress.best_score:
             self.progress.best_score, self.progress.best_step = score, self.progress.step
             if self.accelerator.is_main_process:
-                self.task.save(unwrapped, self.progress, metrics)
+                with writing(self.output / "artifact"):
+                    self.task.save(unwrapped, self.progress, metrics)
         self.accelerator.wait_for_everyone()
         return metrics
 
 
-def make_optimizer(module: nn.Module, config: OptimizerConfig, num_steps: int) -> tuple[torch.optim.Optimizer, LambdaLR]:
-    """Return AdamW over the trainable parameters, no decay on vectors, and linear warm-up with a cosine to `final_share`."""
-    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for parameter in trainable if parameter.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [parameter for parameter in trainable if parameter.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2))
-    warmup = max(1, round(config.warmup_share * num_steps))
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        done = min(1.0, (step - warmup) / max(1, num_steps - warmup))
-        return config.final_share + (1 - config.final_share) * 0.5 * (1 + math.cos(math.pi * done))
-
-    return optimizer, LambdaLR(optimizer, factor)
-
-
 def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
-
-
-def _fingerprint(config: dict[str, Any]) -> str:
-    """Return a hash of what decides the weights and which are kept: not where and how often things are written, nor the gates.
-
-    The decoding of held-out prompts belongs to it: scores got in another way cannot be compared with the best so far.
-    """
-    relevant = {name: value for name, value in config.items() if name not in ("output", "sanity", "schedule")}
-    quiet = {"log_every_steps", "eval_every_steps", "checkpoint_every_steps", "keep_checkpoints", "resume", "trackers"}
-    relevant["schedule"] = {name: value for name, value in config["schedule"].items() if name not in quiet}
-    return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()
 
 
 def _in_words(metrics: Mapping[str, float]) -> str:

@@ -22,7 +22,8 @@ from heads.artifact import load_draft
 from train.checkpoints import list_checkpoints
 from train.draft_task import DraftTask
 from train.launch import make_accelerator, run_distillation
-from train.loop import make_optimizer, train
+from train.loop import train
+from train.optimizer import make_optimizer
 
 
 @pytest.fixture
@@ -157,15 +158,6 @@ def test_a_precision_that_the_machine_does_not_have_is_a_sentence(tmp_path, monk
     monkeypatch.setattr("train.launch.Accelerator", accelerator)
     with pytest.raises(ConfigError, match=r"schedule\.mixed_precision: fp16 cannot be used: fp16 mixed precision requires"):
         make_accelerator(ScheduleConfig(mixed_precision="fp16"), tmp_path)
-
-
-@pytest.mark.parametrize("damaged", ["model.safetensors", "optimizer.bin", "custom_checkpoint_1.pkl"])
-def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path, target, rows, damaged):
-    run(config_for(tmp_path, max_steps=5), target, rows)
-    (newest,) = list_checkpoints(tmp_path / "checkpoints")
-    (newest / damaged).write_bytes(b"not a tensor")
-    with pytest.raises(InputError, match="step-00000005 cannot be read"):
-        run(config_for(tmp_path, max_steps=5), target, rows)
 
 
 def test_accumulated_micro_batches_give_the_step_of_one_large_batch(tmp_path, target, rows):

@@ -15,7 +15,8 @@ from distill.batches import ConversationDataset, make_loader
 from eval.canvas import VARIABLES
 from train.history import LINES_FILE, PICTURE_FILE, History, draw_history, explain_gap
 from train.launch import make_accelerator
-from train.loop import BatchLoss, Prepared, train
+from train.loop import train
+from train.task import BatchLoss, Prepared
 
 METRICS = {"tokens_per_target_step": 1.5, "predicted_tau": 1.9, "conditional_1": 0.6, "conditional_2": 0.4}
 

@@ -17,7 +17,8 @@ from distill.making import make_dataset
 from distill.policy import examples_of
 from train.draft_task import DraftTask
 from train.launch import make_accelerator, run_distillation
-from train.loop import Prepared, StepPlace, train
+from train.loop import train
+from train.task import Prepared, StepPlace
 
 LATER = {"phases": [{}, {"from_share": 0.4, "on_policy": 0.25, "draft_states": 0.5}]}
 ALWAYS = {"phases": [{"on_policy": 0.5, "draft_states": 0.25}]}

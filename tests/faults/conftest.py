@@ -1,0 +1,70 @@
+"""Runs of a second on a tiny target, and what they end with when nothing disturbs them."""
+
+from pathlib import Path
+
+import pytest
+from accelerate.state import AcceleratorState, PartialState
+
+from distill.cache_making import make_cache
+from distill.making import make_dataset
+from scripts.soak_children import Child
+from scripts.soak_setup import Workshop
+from train.launch import run_distillation
+
+
+@pytest.fixture(scope="session")
+def workshop(tmp_path_factory):
+    """A target, prompts and data; only for reading."""
+    workshop = Workshop(tmp_path_factory.mktemp("workshop"))
+    try:
+        workshop.furnish()
+    finally:
+        AcceleratorState._reset_state()
+        PartialState._reset_state()
+    return workshop
+
+
+@pytest.fixture(scope="session")
+def undisturbed(workshop):
+    """The output of a distillation, of data making and of a cache, none of them disturbed; only for reading."""
+    outputs = {name: workshop.folder / "undisturbed" / name for name in ("distill", "data", "cache")}
+    works = {"distill": run_distillation, "data": make_dataset, "cache": make_cache}
+    children = [
+        Child(works[name], getattr(workshop, name)(output), workshop.folder, f"undisturbed-{name}")
+        for name, output in outputs.items()
+    ]
+    for child in children:
+        assert child.end() == 0, child.said
+    return outputs
+
+
+@pytest.fixture
+def start(tmp_path):
+    """A function that starts a command in a child that can be killed; children still at work are killed at the end."""
+    children = []
+
+    def start(main, config, **settings):
+        child = Child(main, config, tmp_path, f"child-{len(children)}", **settings)
+        children.append(child)
+        return child
+
+    yield start
+    for child in children:
+        child.kill()
+
+
+@pytest.fixture
+def distilled(workshop, tmp_path, start):
+    """A function that distils in a child to the end and returns the child; settings go to its schedule."""
+
+    def distil(**schedule):
+        child = start(run_distillation, workshop.distill(tmp_path / "run", **schedule))
+        child.end()
+        return child
+
+    return distil
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of all files below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

@@ -1,0 +1,94 @@
+"""What a run must have in common with a checkpoint to go on from it, and the sentence where it has not.
+
+Another number of processes is taken where every process holds all weights and a step has as many micro-batches in all as
+before: `gradient_accumulation_steps` makes up for processes that are missing. Micro-batches are dealt out in the same order
+then, so the run goes on with the same steps, up to the rounding of sums; random streams of processes that are new begin at
+the seed. Not written: resharding what FSDP and DeepSpeed split over processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, Self
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from pydantic import Field
+
+from configs.schema import ScheduleConfig
+from configs.settings import PositiveInt, Settings
+
+SPLIT = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+# Where and how often things are written, and what micro_batches_per_step stands for.
+QUIET = {
+    "log_every_steps",
+    "eval_every_steps",
+    "checkpoint_every_steps",
+    "keep_checkpoints",
+    "resume",
+    "trackers",
+    "gradient_accumulation_steps",
+    "process_timeout_seconds",
+}
+
+
+class Lineage(Settings):
+    """The run that a checkpoint belongs to."""
+
+    config_sha256: str = Field(pattern="^[0-9a-f]{64}$")  # of the config and of what its paths hold
+    engine: str  # "whole": every process holds all weights; or accelerate's name of what splits them
+    num_processes: PositiveInt
+    micro_batches_per_step: PositiveInt  # over all processes
+
+    @classmethod
+    def of(
+        cls, accelerator: Accelerator, schedule: ScheduleConfig, config: Mapping[str, Any], contents: Mapping[str, str]
+    ) -> Self:
+        """Return the lineage of a run.
+
+        Args:
+            accelerator: the run's.
+            schedule: the run's.
+            config: the whole config as JSON values.
+            contents: hashes of what the config's paths hold, by key: a file may change under its name.
+        """
+        kind = accelerator.distributed_type
+        return cls(
+            config_sha256=fingerprint(config, contents),
+            engine=kind.value if kind in SPLIT else "whole",
+            num_processes=accelerator.num_processes,
+            micro_batches_per_step=accelerator.num_processes * schedule.gradient_accumulation_steps,
+        )
+
+    def objection(self, then: Lineage) -> str | None:
+        """Return why this run cannot go on from a checkpoint of `then`, in words that follow "checkpoint X"; None if it can."""
+        if then.config_sha256 != self.config_sha256:
+            return "belongs to a run with another config or other data"
+        if then.engine != self.engine:
+            return f"was written with weights held {_held(then)}, and this run holds them {_held(self)}"
+        if then.num_processes != self.num_processes and self.engine != "whole":
+            return f"was split over {then.num_processes} processes by {self.engine}, and this run has {self.num_processes}"
+        if then.micro_batches_per_step != self.micro_batches_per_step:
+            return (
+                f"had steps of {then.micro_batches_per_step} micro-batches over {then.num_processes} processes, this run has "
+                f"steps of {self.micro_batches_per_step} over {self.num_processes}: choose "
+                "schedule.gradient_accumulation_steps so that its product with the processes is the same"
+            )
+        return None
+
+
+def fingerprint(config: Mapping[str, Any], contents: Mapping[str, str]) -> str:
+    """Return a hash of what decides the weights and which are kept: not where and how often things are written, nor the gates.
+
+    The decoding of held-out prompts belongs to it: scores got in another way cannot be compared with the best so far.
+    """
+    relevant = {name: value for name, value in config.items() if name not in ("output", "sanity", "schedule")}
+    relevant["schedule"] = {name: value for name, value in config["schedule"].items() if name not in QUIET}
+    relevant["contents"] = dict(contents)
+    return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()
+
+
+def _held(lineage: Lineage) -> str:
+    return "whole in every process" if lineage.engine == "whole" else f"in parts by {lineage.engine}"
