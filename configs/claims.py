@@ -1,4 +1,4 @@
-"""One process at a time in an output folder: an exclusive lock (flock) on a small file in it.
+"""One process at a time in an output folder: an exclusive lock (flock) on a small file in it or beside it.
 
 The kernel releases the lock when the process ends, however it ends, so a killed run leaves nothing to clean up; the empty
 file stays. Of several processes that share a run only the main one claims. Filesystems without locks (some network ones)
@@ -21,15 +21,20 @@ logger = logging.getLogger("draftsmith")
 
 
 @contextmanager
-def claimed(folder: Path) -> Iterator[None]:
-    """Keep other processes from claiming `folder`, which is made where there is none, until the block ends.
+def claimed(folder: Path, *, beside: bool = False) -> Iterator[None]:
+    """Keep other processes from claiming `folder` until the block ends.
+
+    Args:
+        folder: made where there is none, unless `beside`.
+        beside: lock a file beside the folder, for one that is replaced as a whole.
 
     Raises:
         InputError: another process has claimed it, or it cannot be written.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK_FILE).open("ab")
+        lock = folder.with_name(f".{folder.name}{LOCK_FILE}") if beside else folder / LOCK_FILE
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        file = lock.open("ab")
     except OSError as error:
         raise InputError(f"output: {folder} cannot be written: {error.strerror or error}") from error
     with file:

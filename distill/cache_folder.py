@@ -5,12 +5,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from configs.claims import LOCK_FILE
 from configs.errors import InputError
 from distill.cache_format import MANIFEST
 
 # What a run may leave behind, scratch files of a killed one among it, and what it may throw away.
 DISPOSABLE = (MANIFEST, "shard-[0-9]*.safetensors", "shard-[0-9]*.json", ".shard-[0-9]*", f".{MANIFEST}.*", ".run.json.*")
-OURS = (*DISPOSABLE, "run.json")
+OURS = (*DISPOSABLE, "run.json", LOCK_FILE)
 
 
 def check_folder(folder: Path) -> None:

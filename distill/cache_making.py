@@ -17,9 +17,11 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 from safetensors.torch import save
 from torch import Tensor
 
+from configs.claims import claimed
 from configs.errors import ConfigError
 from configs.files import read_json, sha256_of, write_bytes, write_json
 from configs.progress import progress
@@ -54,11 +56,18 @@ def make_cache(config: CacheConfig) -> None:
 
 
 def _make(config: CacheConfig, server: TargetServer | None) -> None:
-    """Do this process's share of the work."""
-    data_file, folder = Path(config.data), Path(config.output)
-    check_folder(folder)
-    conversations = read_conversations(data_file)
+    """Do this process's share of the work, in a folder where nobody else is at work."""
+    check_folder(Path(config.output))
+    conversations = read_conversations(Path(config.data))
     state = join_processes(config.target)
+    with claimed(Path(config.output)) if state.is_main_process else nullcontext():
+        _make_claimed(config, server, conversations, state)
+
+
+def _make_claimed(
+    config: CacheConfig, server: TargetServer | None, conversations: Sequence[Conversation], state: PartialState
+) -> None:
+    data_file = Path(config.data)
     target = load_target(config.target)
     for difference in check_written_for(data_file, target.identity):
         logger.warning("%s was written by a target with other %s", data_file, difference)

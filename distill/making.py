@@ -10,6 +10,7 @@ import logging
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from typing import Any
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
+from configs.claims import claimed
 from configs.errors import InputError
-from configs.files import new_folder, sha256_of, write_json, write_text
+from configs.files import drop_leftovers, new_folder, sha256_of, write_json, write_text
 from configs.provenance import write_run_record
 from configs.schema import DataConfig, PromptsConfig
 from distill.answers import PIECES, Answered, AnswerJob
@@ -50,6 +52,16 @@ def make_dataset(config: DataConfig) -> None:
     if config.answers.written_by == "dataset":
         check_given(listed or [])
     state = join_processes(config.target)
+    with claimed(output, beside=True) if state.is_main_process else nullcontext():
+        _make_claimed(config, listed, state)
+
+
+def _make_claimed(config: DataConfig, listed: list[Prompt] | None, state: PartialState) -> None:
+    """Do this process's part in a folder where nobody else is at work."""
+    output = Path(config.output)
+    if state.is_main_process:
+        drop_leftovers(output)
+    state.wait_for_everyone()
     target = load_target(config.target)
     prompts, dropped = (listed, {}) if listed is not None else _self_seed_once(config, target, output, state)
     split = split_prompts(prompts, config.held_out_share)

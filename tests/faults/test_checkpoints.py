@@ -1,4 +1,4 @@
-"""Checkpoints: what is not whole is passed over by name, what belongs elsewhere is refused, nothing is read that may run code."""
+"""Checkpoints: what is not whole or another run's is passed over by name, and nothing is read that may run code."""
 
 import json
 import logging

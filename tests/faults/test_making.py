@@ -1,0 +1,97 @@
+"""Data and caches whose making is killed end with the bytes of an undisturbed run; one process at a time makes them."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from configs import files
+from configs.claims import claimed
+from configs.command import BAD_INPUT, DONE
+from distill import cache_making
+from distill.answers import AnswerJob
+from distill.cache_making import make_cache
+from distill.making import make_dataset
+from tests.faults.conftest import content
+
+MADE = ("train.jsonl", "held_out.jsonl")
+
+
+def kill_at_call(owner, name: str, number: int, *, after: bool = False):
+    """Return a fault: the process is killed when it calls a function for that time, before or after the work."""
+
+    def plant() -> None:
+        plain, calls = getattr(owner, name), []
+
+        def deadly(*args, **kwargs):
+            calls.append(1)
+            if len(calls) < number:
+                return plain(*args, **kwargs)
+            if after:
+                plain(*args, **kwargs)
+            return os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(owner, name, deadly)
+
+    return plant
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        kill_at_call(AnswerJob, "_answer", 3),
+        kill_at_call(os, "fsync", 3),
+        kill_at_call(files, "sync_folder", 1),
+        kill_at_call(Path, "replace", 5, after=True),
+    ],
+    ids=["among the answers", "as a piece is written", "before the folder takes its place", "as the old one has gone"],
+)
+def test_data_whose_making_was_killed_ends_with_the_same_bytes(workshop, undisturbed, tmp_path, start, plant):
+    config = workshop.data(tmp_path / "data")
+    killed = start(make_dataset, config, before=plant)
+    assert killed.end() == -signal.SIGKILL, killed.said
+    assert not (tmp_path / "data" / "manifest.json").exists()
+    assert start(make_dataset, config).end() == DONE
+    made, expected = content(tmp_path / "data"), content(undisturbed["data"])
+    assert [made[name] for name in MADE] == [expected[name] for name in MADE]
+    assert {path.name for path in tmp_path.iterdir() if path.name.startswith(".")} == {".data.lock"}
+
+
+def test_answers_survive_a_kill_between_the_two_renames(workshop, tmp_path, start):
+    config = workshop.data(tmp_path / "data")
+    assert start(make_dataset, config, before=kill_at_call(Path, "replace", 5, after=True)).end() == -signal.SIGKILL
+    assert not (tmp_path / "data").exists()  # moved out of the way, and the new one not yet there
+    again = start(make_dataset, config, before=kill_at_call(AnswerJob, "_answer", 1))
+    assert again.end() == DONE, again.said  # no answer was asked for again
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        kill_at_call(cache_making, "write_bytes", 3),
+        kill_at_call(os, "fsync", 6),
+        kill_at_call(cache_making, "write_json", 3),
+        kill_at_call(cache_making.CacheJob, "finish", 1),
+    ],
+    ids=["before a shard", "as a file is written", "before a shard's record", "before the manifest"],
+)
+def test_a_cache_whose_making_was_killed_ends_with_the_same_bytes(workshop, undisturbed, tmp_path, start, plant):
+    config = workshop.cache(tmp_path / "cache")
+    killed = start(make_cache, config, before=plant)
+    assert killed.end() == -signal.SIGKILL, killed.said
+    assert not (tmp_path / "cache" / "manifest.json").exists()
+    assert start(make_cache, config).end() == DONE
+    made, expected = content(tmp_path / "cache"), content(undisturbed["cache"])
+    for record in (made, expected):
+        del record["run.json"]  # names the folder and the time
+    assert made == expected
+
+
+@pytest.mark.parametrize(("work", "name", "beside"), [(make_dataset, "data", True), (make_cache, "cache", False)])
+def test_a_second_process_is_refused(workshop, tmp_path, start, work, name, beside):
+    config = getattr(workshop, name)(tmp_path / name)
+    with claimed(tmp_path / name, beside=beside):
+        second = start(work, config)
+        assert second.end() == BAD_INPUT
+        assert f"another process is at work in {tmp_path / name}" in second.said
