@@ -9,7 +9,7 @@ from __future__ import annotations
 from configs.costs import CostConfig
 from configs.decoding import TargetConfig
 from configs.evaluating import LosslessConfig, SuiteConfig
-from configs.settings import PositiveFloat, PositiveInt, Settings
+from configs.settings import NonNegativeInt, PositiveFloat, PositiveInt, Settings
 
 
 class BenchLossConfig(Settings):
@@ -98,6 +98,16 @@ class BenchEvalConfig(Settings):
     bootstrap_samples: PositiveInt = 2000
     output: str = "docs/results/eval.json"
     runs: str = "runs/bench_eval"  # folder: the evaluation that predictions are made of
+
+
+class SoakConfig(Settings):
+    """`scripts/soak.py`: tiny runs that are killed, stopped and damaged at random, and must end as if nothing had happened."""
+
+    rounds: PositiveInt = 210  # shared evenly by the faults
+    most_kills: PositiveInt = 3  # of one run, before it is left to end
+    seed: NonNegativeInt = 0
+    folder: str | None = None  # where the runs lie; None: a temporary folder. Those that ended otherwise than they should stay
+    output: str = "docs/results/soak.json"
 
 
 class ResultsTableConfig(Settings):

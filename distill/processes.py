@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 from accelerate import PartialState
+from torch.distributed import DistError
 
 from configs.decoding import TargetConfig
+from configs.errors import first_line
 from distill.target import choose_device
 
 
@@ -28,3 +32,21 @@ def join_processes(target: TargetConfig, *, timeout_seconds: int | None = None) 
     if state.num_processes != num_launched:
         raise RuntimeError(f"{num_launched} processes were launched, but accelerate sees {state.num_processes}")
     return state
+
+
+@contextmanager
+def naming_lost_processes() -> Iterator[None]:
+    """Say what it means where waiting for another process fails: the complaint of the transport does not.
+
+    Raises:
+        RuntimeError: another process has ended, or did not answer for as long as `join_processes` was told to wait.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not (isinstance(error, DistError) or "/gloo/" in str(error)):  # gloo's own are of no class of theirs
+            raise
+        raise RuntimeError(
+            f"another process of this run has ended or does not answer ({first_line(error)}); its own log says why. Nothing "
+            "is lost that was kept on disk: start it again to go on from the last checkpoint"
+        ) from error

@@ -22,7 +22,7 @@ from distill.batches import ConversationDataset, make_loader
 from distill.cache import TargetCache, check_fits, open_cache
 from distill.cache_format import MANIFEST
 from distill.conversations import Conversation, check_written_for, is_written_by_target, read_conversations
-from distill.processes import join_processes
+from distill.processes import join_processes, naming_lost_processes
 from distill.target import Target, load_target
 from train.draft_task import DraftTask
 from train.head_task import HeadTask
@@ -81,7 +81,7 @@ def run_heads(config: HeadsConfig) -> int:
 def _run(config: DistillConfig | HeadsConfig, make_task: Callable[[Materials], Task]) -> int:
     # Before the accelerator, which would take each of several processes on a CPU for the only one.
     state = join_processes(config.target, timeout_seconds=config.schedule.process_timeout_seconds)
-    with claimed(Path(config.output)) if state.is_main_process else nullcontext():
+    with claimed(Path(config.output)) if state.is_main_process else nullcontext(), naming_lost_processes():
         return _run_alone(config, make_task)
 
 

@@ -2,8 +2,9 @@
 
 Another number of processes is taken where every process holds all weights and a step has as many micro-batches in all as
 before: `gradient_accumulation_steps` makes up for processes that are missing. Micro-batches are dealt out in the same order
-then, so the run goes on with the same steps, up to the rounding of sums; random streams of processes that are new begin at
-the seed. Not written: resharding what FSDP and DeepSpeed split over processes.
+then, so the run goes on with the same steps up to the rounding of sums, but for the last step of an epoch, which accelerate
+fills up so that all processes have equally many. Random streams of processes that are new begin at the seed. Left out:
+resharding what FSDP and DeepSpeed split over processes.
 """
 
 from __future__ import annotations

@@ -6,8 +6,10 @@ import socket
 import time
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from configs.command import DONE, TERMINATED
+from configs.command import BAD_INPUT, DONE, TERMINATED
 from tests.faults.test_training import die_at_step
 from train.checkpoints import list_checkpoints, read_manifest
 from train.draft_task import DraftTask
@@ -22,7 +24,7 @@ def start_two(workshop, tmp_path, start):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
-        config = workshop.distill(tmp_path / "run", batch_size=2, **schedule)
+        config = workshop.distill(tmp_path / "run", **{"batch_size": 2} | schedule)
         return [
             start(
                 run_distillation,
@@ -81,3 +83,22 @@ def test_a_stop_asked_of_one_process_ends_both_after_the_same_step(tmp_path, sta
     (*_, newest) = list_checkpoints(tmp_path / "run" / "checkpoints")
     assert read_manifest(newest).step == 6
     assert [child.end() for child in start_two()] == [DONE, DONE]
+
+
+def test_a_run_of_one_process_goes_on_with_two_where_its_steps_stay_the_same(workshop, tmp_path, start, start_two):
+    def alone(name, **settings):
+        config = workshop.distill(tmp_path / name, batch_size=2, gradient_accumulation_steps=2, max_steps=9)
+        return start(run_distillation, config, **settings).end()
+
+    assert alone("whole") == DONE
+    assert alone("run", before=die_at_step(14)) == -signal.SIGKILL  # the loss of a micro-batch of step 7
+    children = start_two(gradient_accumulation_steps=2, max_steps=9)
+    assert [child.end() for child in children] == [BAD_INPUT, BAD_INPUT]
+    assert "had steps of 2 micro-batches over 1 processes, this run has steps of 4 over 2" in children[0].said
+    assert [child.end() for child in start_two(gradient_accumulation_steps=1, max_steps=9)] == [DONE, DONE]
+    weights, expected = (
+        load_file(tmp_path / name / "checkpoints" / "step-00000009" / "model.safetensors") for name in ("run", "whole")
+    )
+    # All within an epoch: at its end accelerate gives two processes equally many batches, some of them a second time.
+    for name, tensor in expected.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-5, msg=name)

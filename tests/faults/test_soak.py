@@ -1,0 +1,36 @@
+"""The soak, one round of each fault, and that it tells a run that ended otherwise."""
+
+import json
+
+import pytest
+
+from configs.benchmarks import SoakConfig
+from configs.command import DONE, GATE_FAILED
+from scripts import soak_rounds
+from scripts.soak_rounds import FAULTS, soak
+
+
+@pytest.fixture
+def config(workshop, tmp_path):
+    """A soak in the workshop that is there already."""
+    (tmp_path / "workshop").symlink_to(workshop.folder)
+    return SoakConfig(rounds=len(FAULTS), most_kills=2, folder=str(tmp_path), output=str(tmp_path / "soak.json"))
+
+
+def test_a_round_of_each_fault_ends_as_if_nothing_had_happened(config, tmp_path):
+    assert soak(config) == DONE
+    results = json.loads((tmp_path / "soak.json").read_text())
+    assert results["name"] == "soak"
+    assert [row["rounds"] for row in results["rows"]] == [1] * len(FAULTS)
+    assert all(row["final_weights_equal"] for row in results["rows"])
+    assert list(tmp_path.glob("round-*")) == []
+
+
+def test_a_run_that_ends_otherwise_is_told_and_kept(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(soak_rounds, "FAULTS", FAULTS[-1:])
+    plain = soak_rounds._reference
+    monkeypatch.setattr(
+        soak_rounds, "_reference", lambda *args: soak_rounds._Reference(content={}, seconds=plain(*args).seconds)
+    )
+    assert soak(config.model_copy(update={"rounds": 1})) == GATE_FAILED
+    assert (tmp_path / "round-00000" / "output" / "manifest.json").exists()
