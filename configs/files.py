@@ -158,7 +158,7 @@ def read_json(path: Path, what: str) -> Any:
     """Return a JSON file's value; `what` names its role in the complaint when that fails."""
     try:
         return json.loads(read_text(path, what))
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is a plain ValueError
         raise InputError(f"{what} {path} is not JSON: {error}") from error
 
 
@@ -175,7 +175,7 @@ def read_jsonl(path: Path, what: str) -> Iterator[tuple[int, dict[str, Any]]]:
             continue
         try:
             value = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{what} {path}, line {number}: not JSON: {error}") from error
         if not isinstance(value, dict):
             raise InputError(f"{what} {path}, line {number}: expected an object, got {type(value).__name__}")

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from configs.errors import ConfigError, InputError
-from configs.files import sha256_of
+from configs.files import inside, sha256_of
 from configs.schema import DistillConfig, HeadsConfig
 from distill.batches import NO_DOCUMENT, Batch, ConversationDataset
 from distill.cache_format import CONVENTION, MANIFEST, REMAKE, Manifest, read_manifest, tap_name
@@ -161,7 +161,7 @@ class TargetCache:
         """Return a shard's open file, checked at its first use."""
         if number not in self._open:
             shard = self.manifest.shards[number]
-            path = self.folder / shard.file
+            path = inside(self.folder, shard.file, f"target cache {MANIFEST}")
             if not path.is_file():
                 raise InputError(f"target cache shard {path} is missing; {REMAKE}")
             if sha256_of(path) != shard.sha256:

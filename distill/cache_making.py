@@ -231,7 +231,7 @@ class CacheJob:
         if not (record.is_file() and (self._folder / _shard_name(number)).is_file()):
             return None
         noted = read_json(record, "record of a target cache's shard")
-        if not isinstance(noted, dict) or noted.get("job") != self.digest:
+        if not isinstance(noted, dict) or noted.get("job") != self.digest or not isinstance(noted.get("sha256"), str):
             return None
         return Shard(file=_shard_name(number), sha256=noted["sha256"], num_rows=self._num_rows(number))
 

@@ -17,6 +17,8 @@ from heads.identity import hash_tokenizer
 from heads.lm_head import check_split
 from heads.rollback import check_rolls_back
 
+UNTRUSTED = {"trust_remote_code": False}  # left open, transformers asks on the terminal
+
 
 def initial_draft(config: StudentConfig, target: Target) -> PreTrainedModel:
     """Return the untrained draft in float32 on the target's device, in training mode, frozen where it is not trained.
@@ -85,8 +87,8 @@ def keep_layers(model: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
 def _other_model(path: str, target: Target) -> PreTrainedModel:
     """Load a smaller model; its tokenizer must be the target's, while its embedding may hold more padded rows."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        draft = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(path, **UNTRUSTED)
+        draft = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, use_safetensors=True, **UNTRUSTED)
     except UNREADABLE as error:
         raise InputError(f"student.path: {path} does not hold a causal LM and its tokenizer: {first_line(error)}") from error
     if hash_tokenizer(tokenizer) != target.identity.tokenizer_sha256:
@@ -100,7 +102,7 @@ def _other_model(path: str, target: Target) -> PreTrainedModel:
 def _fresh_model(path: str, target: Target) -> PreTrainedModel:
     """Make a randomly initialised model from a folder's `config.json`."""
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, **UNTRUSTED)
     except UNREADABLE as error:
         raise InputError(f"student.path: {path} holds no model config: {first_line(error)}") from error
     _check_rows(config, path, target)

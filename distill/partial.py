@@ -81,10 +81,11 @@ class PartialFile:
 
 
 def _parse_piece(line: bytes) -> dict[str, Any] | None:
-    """Return a line's entry, None where writing it was cut off."""
+    """Return a line's entry, None where writing it was cut off or the line was damaged since."""
     if not line.endswith(b"\n"):
         return None
     try:
-        return json.loads(line)
-    except ValueError:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
         return None
+    return entry if isinstance(entry, dict) and isinstance(entry.get("key"), str) and "piece" in entry else None

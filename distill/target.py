@@ -161,6 +161,7 @@ def _load_folder(path: Path, config: TargetConfig) -> tuple[PreTrainedModel, Pre
         dtype=getattr(torch, config.dtype),
         attn_implementation=config.attention,
         trust_remote_code=config.trust_remote_code,
+        use_safetensors=True,
         local_files_only=True,
     )
     return model, AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)

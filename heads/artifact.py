@@ -215,7 +215,12 @@ def _load_draft_lm(
         raise InputError(f"{folder} is damaged: it holds no {WEIGHTS_FILE}")
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=target.dtype, attn_implementation=target.config._attn_implementation, local_files_only=True
+            folder,
+            dtype=target.dtype,
+            attn_implementation=target.config._attn_implementation,
+            local_files_only=True,
+            trust_remote_code=False,  # left open, transformers asks on the terminal
+            use_safetensors=True,
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise InputError(f"{folder} is damaged: {str(error).splitlines()[0]}") from error

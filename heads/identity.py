@@ -42,8 +42,10 @@ class TargetIdentity:
             InputError: a field is missing or not a string.
         """
         known = {field.name for field in fields(cls)}
-        if not isinstance(values, dict) or not known <= set(values):
-            raise InputError(f"{where}: the target's identity lacks {sorted(known - set(values or {}))}")
+        if not isinstance(values, dict):
+            raise InputError(f"{where}: the target's identity must be an object, got {str(values)[:60]!r}")
+        if not known <= set(values):
+            raise InputError(f"{where}: the target's identity lacks {sorted(known - set(values))}")
         wrong = [
             name for name in sorted(known) if not isinstance(values[name], str) and (name, values[name]) != ("revision", None)
         ]

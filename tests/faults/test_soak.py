@@ -28,6 +28,7 @@ def test_a_round_of_each_fault_ends_as_if_nothing_had_happened(config, tmp_path)
 
 def test_a_run_that_ends_otherwise_is_told_and_kept(config, tmp_path, monkeypatch):
     monkeypatch.setattr(soak_rounds, "FAULTS", FAULTS[-1:])
+    monkeypatch.setattr(soak_rounds, "WORKS", {"cache": soak_rounds.WORKS["cache"]})
     plain = soak_rounds._reference
     monkeypatch.setattr(
         soak_rounds, "_reference", lambda *args: soak_rounds._Reference(content={}, seconds=plain(*args).seconds)

@@ -1,0 +1,187 @@
+"""Whatever lies in a file that a user hands in, the answer is its content or one sentence: no traceback, no hang."""
+
+import json
+from contextlib import suppress
+from datetime import timedelta
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from configs.errors import InputError
+from configs.files import inside
+from configs.loading import load_config
+from configs.schema import CacheConfig, DataConfig, DistillConfig, EvalConfig, HeadsConfig
+from distill.cache_format import read_manifest as read_cache_manifest
+from distill.conversations import check_written_for, is_written_by_target, read_conversations
+from distill.prompts import read_prompts
+from heads.artifact import read_metadata
+from heads.identity import TargetIdentity
+from train.checkpoints import read_manifest as read_checkpoint_manifest
+from train.history import History
+
+FUZZ = settings(
+    max_examples=60,
+    deadline=timedelta(seconds=5),
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+IDENTITY = TargetIdentity(
+    name="tiny", revision=None, weights_sha256="0" * 64, tokenizer_sha256="1" * 64, chat_template_sha256="2" * 64
+)
+ODD = st.sampled_from(
+    [None, True, -1, 0, 1e308, float("nan"), float("inf"), 10**400, "", "..", "/etc/passwd", "\ud800", "\0", [], {}]
+)
+VALUES = st.recursive(
+    ODD | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+CACHE = {
+    "format_version": 1,
+    "layout": {"kind": "top_k", "dtype": "float16", "width": 4, "vocab_size": 64},
+    "target": IDENTITY.to_dict(),
+    "server": {"url": "http://host/v1", "model": "m"},
+    "data_file": "train.jsonl",
+    "data_sha256": "0" * 64,
+    "max_length": 64,
+    "shards": [{"file": "shard-00000.safetensors", "sha256": "0" * 64, "num_rows": 9}],
+    "conversations": [{"prompt_id": "p", "turn": 0, "shard": 0, "offset": 0, "length": 9}],
+}
+ARTIFACT = {
+    "format_version": 1,
+    "kind": "eagle3",
+    "target": IDENTITY.to_dict(),
+    "hidden_states": {"taps": [1], "concat_order": ["h_1"], "last_is_post_norm": True},
+    "head": {"kind": "eagle3"},
+    "draft_vocab_size": 64,
+    "num_speculative_tokens": 3,
+    "training": {},
+    "provenance": {},
+}
+CHECKPOINT = {
+    "format_version": 1,
+    "step": 3,
+    "lineage": {"config_sha256": "0" * 64, "engine": "whole", "num_processes": 1, "micro_batches_per_step": 1},
+    "sha256": {"progress.json": "0" * 64},
+}
+DATA = {"format_version": 1, "target": IDENTITY.to_dict(), "answers_written_by": "target"}
+PROMPT = {"question_id": "q", "category": "c", "turns": ["hello"]}
+CHAT = {"id": 1, "messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"}]}
+ROW = {
+    "prompt_id": "p",
+    "category": "c",
+    "turn": 0,
+    "messages": [{"role": "user", "content": "a"}],
+    "prompt_ids": [1],
+    "answer_ids": [2],
+    "ended": True,
+}
+HISTORY = {"step": 1, "seconds": 0.5, "tokens_per_target_step": 1.5}
+
+
+def read_artifact(folder):
+    TargetIdentity.from_dict(read_metadata(folder).target, "draftsmith.json")
+
+
+def read_data(folder):
+    check_written_for(folder / "train.jsonl", IDENTITY)
+    is_written_by_target(folder / "train.jsonl")
+
+
+PARSERS = {
+    "cache manifest": ("manifest.json", CACHE, read_cache_manifest),
+    "draftsmith.json": ("draftsmith.json", ARTIFACT, read_artifact),
+    "checkpoint manifest": ("checkpoint.json", CHECKPOINT, read_checkpoint_manifest),
+    "data manifest": ("manifest.json", DATA, read_data),
+    "prompts": ("prompts.jsonl", PROMPT, lambda folder: read_prompts(folder / "prompts.jsonl", default_category="c")),
+    "chats": ("prompts.jsonl", CHAT, lambda folder: read_prompts(folder / "prompts.jsonl", default_category="c")),
+    "conversations": ("train.jsonl", ROW, lambda folder: read_conversations(folder / "train.jsonl")),
+    "history": ("history.jsonl", HISTORY, lambda folder: History(folder, done_steps=9)),
+}
+EACH = pytest.mark.parametrize(("name", "content", "read"), PARSERS.values(), ids=PARSERS)
+
+
+@EACH
+def test_the_unspoilt_file_is_read(tmp_path, name, content, read):
+    (tmp_path / name).write_text(json.dumps(content))
+    read(tmp_path)
+
+
+@EACH
+@given(data=st.data())
+@FUZZ
+def test_a_value_put_in_anywhere_is_content_or_a_sentence(tmp_path, name, content, read, data):
+    spoilt = spoil(content, data)
+    (tmp_path / name).write_text(json.dumps(spoilt))
+    answered(read, tmp_path)
+
+
+@EACH
+@given(data=st.data())
+@FUZZ
+def test_bytes_changed_anywhere_are_content_or_a_sentence(tmp_path, name, content, read, data):
+    whole = json.dumps(content).encode()
+    start = data.draw(st.integers(0, len(whole)))
+    end = data.draw(st.integers(start, len(whole)))
+    (tmp_path / name).write_bytes(whole[:start] + data.draw(st.binary(max_size=12)) + whole[end:])
+    answered(read, tmp_path)
+
+
+@EACH
+@pytest.mark.parametrize("content_of", ["[" * 100_000, "9" * 5000, '{"a":' * 50_000, "\ufeff{}", "null", "", "\n\n"])
+def test_hostile_files_are_a_sentence(tmp_path, name, content, read, content_of):
+    (tmp_path / name).write_text(content_of)
+    with pytest.raises(InputError) as caught:
+        read(tmp_path)
+    assert "\n" not in str(caught.value).strip()
+
+
+@pytest.mark.parametrize("schema", [DistillConfig, HeadsConfig, DataConfig, CacheConfig, EvalConfig])
+@given(data=st.data())
+@FUZZ
+def test_a_config_of_any_values_is_a_config_or_a_sentence(tmp_path, schema, data):
+    fields = list(schema.model_fields)
+    value = data.draw(st.dictionaries(st.sampled_from(fields) | st.text(max_size=6), VALUES, max_size=4))
+    for field in data.draw(st.lists(st.sampled_from(fields), max_size=3)):
+        section = schema.model_fields[field].annotation
+        keys = list(getattr(section, "model_fields", {"x": None}))
+        value[field] = data.draw(st.dictionaries(st.sampled_from(keys), VALUES, max_size=3))
+    (tmp_path / "config.yaml").write_text(json.dumps(value))
+    answered(lambda folder: load_config(schema, folder / "config.yaml"), tmp_path)
+
+
+@given(text=st.text(max_size=60) | st.text("{}[]:-&*!|>'\"%@#, \n\ta1", max_size=60))
+@FUZZ
+def test_any_text_for_a_config_is_a_config_or_a_sentence(tmp_path, text):
+    (tmp_path / "config.yaml").write_text(text, errors="surrogatepass")
+    answered(lambda folder: load_config(DistillConfig, folder / "config.yaml"), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["..", "../x", "a/../../x", "/etc/passwd", "", ".", "link", "folder/x", "a\0b"])
+def test_a_name_that_leads_out_of_its_folder_is_refused(tmp_path, name):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "link").symlink_to("/etc/passwd")
+    (tmp_path / "in" / "folder").symlink_to(tmp_path)
+    with pytest.raises(InputError, match=r"manifest: expected the name of a file in .*, which leads out of it"):
+        inside(tmp_path / "in", name, "manifest")
+    assert inside(tmp_path / "in", "a/b.bin", "manifest") == tmp_path / "in" / "a" / "b.bin"
+
+
+def answered(read, folder):
+    """Let it read, or complain in a way that becomes one sentence."""
+    with suppress(InputError):
+        read(folder)
+
+
+def spoil(value, data):
+    """Return a JSON value with something else, or nothing, in one place."""
+    if isinstance(value, dict) and value and data.draw(st.integers(0, 3)):
+        key = data.draw(st.sampled_from(sorted(value)))
+        if not data.draw(st.integers(0, 4)):
+            return {name: kept for name, kept in value.items() if name != key}
+        return value | {key: spoil(value[key], data)}
+    if isinstance(value, list) and value and data.draw(st.integers(0, 1)):
+        place = data.draw(st.integers(0, len(value) - 1))
+        return [*value[:place], spoil(value[place], data), *value[place + 1 :]]
+    return data.draw(VALUES)
