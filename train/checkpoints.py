@@ -5,8 +5,8 @@ schedule. `checkpoint.json` comes last: it names every file with its SHA-256 and
 that is cut short, damaged or another run's is passed over with a warning, and the one before it is taken.
 
 accelerate's way to keep further objects (`register_for_checkpointing`) is left out on purpose: it reads them back with a
-pickle that may run code. What is read here is JSON, safetensors, or loaded with `weights_only`; only DeepSpeed reads its own
-files in its own way, so go on from DeepSpeed checkpoints of people you trust.
+pickle that may run code. What is read here is JSON, safetensors, or loaded with `weights_only`; only DeepSpeed and FSDP read
+their own files in their own ways, so go on from such checkpoints only where you trust who wrote them.
 """
 
 from __future__ import annotations

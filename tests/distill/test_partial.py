@@ -58,3 +58,16 @@ def test_a_folder_that_cannot_be_made_is_reported(tmp_path):
 def test_fingerprints_tell_settings_apart_but_not_their_order():
     assert fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1})
     assert fingerprint({"a": 1}) != fingerprint({"a": 2})
+
+
+@pytest.mark.parametrize(
+    "damaged", [b"null\n", b"[1]\n", b'{"key": 1, "piece": 2}\n', b'{"key": "b"}\n', b"[" * 100_000 + b"\n"]
+)
+def test_a_line_damaged_since_ends_what_is_read_and_is_written_over(path, damaged):
+    PartialFile(path, "job").append("a", 1)
+    with path.open("ab") as file:
+        file.write(damaged)
+    again = PartialFile(path, "job")
+    assert again.read() == {"a": 1}
+    again.append("b", 2)
+    assert PartialFile(path, "job").read() == {"a": 1, "b": 2}
