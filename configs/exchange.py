@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from configs.schema import TargetConfig
+from configs.decoding import TargetConfig
 from configs.settings import Dtype, NonNegativeFloat, PositiveInt, Settings
 
 ENGINES = ("vllm", "transformers", "speculators", "sglang", "tensorrt_llm")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from configs.schema import DecodeConfig
+from configs.decoding import DecodeConfig
 from distill.target import Target
 from eval.decode import decode
 from eval.rows import Request

@@ -9,9 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from configs.errors import InputError
+from configs.evaluating import EvalConfig
 from configs.files import inside
 from configs.loading import load_config
-from configs.schema import CacheConfig, DataConfig, DistillConfig, EvalConfig, HeadsConfig
+from configs.schema import CacheConfig, DataConfig, DistillConfig, HeadsConfig
 from distill.cache_format import read_manifest as read_cache_manifest
 from distill.conversations import check_written_for, is_written_by_target, read_conversations
 from distill.prompts import read_prompts

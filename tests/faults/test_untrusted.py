@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from configs.decoding import TargetConfig
 from configs.errors import InputError
 from configs.learning import StudentConfig
-from configs.schema import TargetConfig
 from distill.cache import TargetCache
 from distill.cache_format import read_manifest
 from distill.draft_init import initial_draft

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from configs.command import BAD_INPUT, DONE, run_command
+from configs.decoding import TargetConfig
 from configs.exchange import ENGINES, ImportConfig
 from configs.head_families import MedusaSettings
-from configs.schema import TargetConfig
 from distill.target import load_target
 from heads.artifact import HiddenStates, Metadata, read_metadata, save_head
 from heads.families import FAMILIES

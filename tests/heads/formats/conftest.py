@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from configs.schema import TargetConfig
+from configs.decoding import TargetConfig
 from distill.target import load_target
 from heads.artifact import HiddenStates, Metadata, save_head
 from heads.formats.source import TargetFolder, read_source
