@@ -48,7 +48,9 @@ def config(tiny_run, tmp_path):
 def gate(config, *, baseline=None, artifact=None, **settings):
     """Judge the report that an evaluation wrote; return the exit code and the checks that did not pass, with their reasons."""
     folder = Path(config.output)
-    arguments = argparse.Namespace(report=str(folder / "report.json"), baseline=baseline, artifact=artifact, output=None)
+    arguments = argparse.Namespace(
+        report=str(folder / "report.json"), baseline=baseline, artifact=[] if artifact is None else [artifact], output=None
+    )
     code = main(GateConfig(**settings), arguments)
     findings = json.loads((folder / "gate.json").read_text())["findings"]
     return code, {each["check"]: each["reason"] for each in findings if each["outcome"] != "pass"}

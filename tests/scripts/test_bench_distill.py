@@ -18,6 +18,7 @@ from distill.making import make_dataset
 from distill.target import load_target
 from eval.decode import Request, decode
 from heads.artifact import load_draft
+from heads.rollback import check_rolls_back
 from scripts import distill_comparison, loss_comparison, training_comparison
 from scripts.bench_distill import main
 from scripts.distill_comparison import (
@@ -226,6 +227,7 @@ def test_a_fresh_process_measures_as_this_one():
 
 
 def test_cached_and_online_steps_learn_the_same_from_the_same_draft_and_only_the_online_ones_run_the_target(bench):
+    check_rolls_back(bench.target.model)  # by a probe, which is no step
     forwards = []
     bench.target.model.base_model.register_forward_hook(lambda *_: forwards.append(1))
     turns = compare_cached(bench)

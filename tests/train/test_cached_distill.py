@@ -12,6 +12,7 @@ from configs.schema import CacheConfig, DistillConfig
 from distill.batches import ConversationDataset, make_loader
 from distill.cache_making import CacheJob
 from distill.conversations import Conversation
+from heads.rollback import check_rolls_back
 from train.draft_task import DraftTask
 from train.launch import make_accelerator, open_training_cache
 from train.loop import train
@@ -102,6 +103,7 @@ def test_a_run_from_the_cache_is_the_run_online(tmp_path, target, rows, make_cac
 
 def test_the_target_is_never_run_on_a_batch(tmp_path, target, rows, make_cache, monkeypatch):
     cache = make_cache()
+    check_rolls_back(target.model)  # by a probe, which is no batch
     monkeypatch.setattr("train.draft_task.target_hidden", lambda *_: pytest.fail("the target was run"))
     monkeypatch.setattr(DraftTask, "evaluate", lambda *_: {"tokens_per_target_step": 1.0})
     target.model.model.forward = lambda *_, **__: pytest.fail("the target was run")
