@@ -49,7 +49,7 @@ bench-eval: setup ## predicted speed against measured, the evaluator's own cost,
 law-check: setup ## 100,000 samples of the whole decoder for every rule and shape against the target's exact law (minutes)
 	$(PY) -m pytest -m slow -s tests/eval/test_law.py tests/eval/test_lossy.py
 
-soak: setup ## 210 tiny runs killed, stopped and damaged at random, each to end with an undisturbed run's weights (half an hour)
+soak: setup ## 210 tiny runs killed, stopped and damaged at random, each to end with an undisturbed run's weights (about 15 minutes)
 	$(PY) scripts/soak.py
 
 tables: setup ## fill the README's tables from docs/results/
