@@ -4,7 +4,7 @@
 
 Each round starts a run of a second or two on a tiny random target (distillation, a head, data or a cache), ends it as its
 fault says, starts it again, and compares what it ends with, byte for byte, with a run that nothing disturbed. 210 rounds take
-about twenty minutes on two quiet cores. Ends with 1 where bytes differ, or more steps are done twice than lie between two
+about fifteen minutes on two cores. Ends with 1 where bytes differ, or more steps are done twice than lie between two
 checkpoints. Linux only: the runs are forked, so that each begins at once.
 """
 
