@@ -161,7 +161,10 @@ class BatchRun:
         if proposal.logits_BGV is None or not any(outcome.drafted for outcome in outcomes):
             return None
         with self.clock.phase("measure"):
-            compared = compare_laws(logits_BKV[:, :-1], proposal.logits_BGV, proposal.tokens_BG, self.config)
+            # Drafts behind the first rejected one were judged in no row.
+            judged = min(proposal.tokens_BG.shape[1], 1 + max(outcome.num_accepted for outcome in outcomes))
+            p_logits_BJV, q_logits_BJV = logits_BKV[:, :judged], proposal.logits_BGV[:, :judged]
+            compared = compare_laws(p_logits_BJV, q_logits_BJV, proposal.tokens_BG[:, :judged], self.config)
             return torch.stack(list(compared), -1).tolist()
 
     def _keep_paths(self, starts: Sequence[int], outcomes: Sequence[Outcome], states: TargetStates) -> TargetStates:
