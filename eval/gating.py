@@ -98,26 +98,35 @@ def _judge_measured(report: Mapping[str, Any]) -> Finding:
 
 def _judge_lossless(report: Mapping[str, Any], config: GateConfig) -> Finding:
     section = report["lossless"]
-    verdict, found = section["verdict"], len(section["divergences"])
-    outcome: Outcome = "fail"
-    if verdict == "inconclusive":
-        outcome, reason = "inconclusive", "the losslessness check needs more answers than it got"
-        if checks := checks_in_words(section, "inconclusive_checks"):
-            reason += f": {checks}"
-    elif verdict not in config.lossless and found:
-        reason = f"{found} difference{'s' * (found > 1)} from plain decoding in {section['checked_prompts']} checked answers"
-    elif verdict not in config.lossless and section.get("failed_checks"):
-        reason = f"failed: {checks_in_words(section, 'failed_checks')}"
-    elif verdict not in config.lossless:
-        reason = "no checked answer differs from plain decoding, but the gate does not allow this verdict"
-    elif verdict == "lossy_by_design" and report.get("quality") is None:
-        reason = "the rule changes answers, and nothing says what they are worth: evaluate with `quality` in the config"
-    elif section["checked_prompts"] == 0:
-        reason = "no answer was checked against plain decoding"
-    else:
-        outcome, reason = "pass", ""
+    reason = _doubt(section)
+    outcome: Outcome = "inconclusive" if reason else "pass"
+    if not reason and (reason := _change(report, config)):
+        outcome = "fail"
     required = " or ".join(config.lossless) or "nothing (the gate allows no verdict)"
-    return Finding(check="lossless", outcome=outcome, value=verdict, required=required, reason=reason)
+    return Finding(check="lossless", outcome=outcome, value=section["verdict"], required=required, reason=reason)
+
+
+def _doubt(section: Mapping[str, Any]) -> str:
+    """Return why nobody knows whether answers were changed, or nothing."""
+    if section["verdict"] != "inconclusive":
+        return ""
+    checks = checks_in_words(section, "inconclusive_checks")
+    return "the losslessness check needs more answers than it got" + (f": {checks}" if checks else "")
+
+
+def _change(report: Mapping[str, Any], config: GateConfig) -> str:
+    """Return what speaks against the answers, or nothing."""
+    section = report["lossless"]
+    verdict, found = section["verdict"], len(section["divergences"])
+    if verdict not in config.lossless and found:
+        return f"{found} difference{'s' * (found > 1)} from plain decoding in {section['checked_prompts']} checked answers"
+    if verdict not in config.lossless and section.get("failed_checks"):
+        return f"failed: {checks_in_words(section, 'failed_checks')}"
+    if verdict not in config.lossless:
+        return "no checked answer differs from plain decoding, but the gate does not allow this verdict"
+    if verdict == "lossy_by_design" and report.get("quality") is None:
+        return "the rule changes answers, and nothing says what they are worth: evaluate with `quality` in the config"
+    return "no answer was checked against plain decoding" if section["checked_prompts"] == 0 else ""
 
 
 def _judge_prompts(report: Mapping[str, Any], config: GateConfig) -> Finding:

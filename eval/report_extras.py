@@ -1,6 +1,6 @@
-"""The sections of a report that are there only where the config asks for them: what the answers are worth, what they burn.
+"""The sections of a report that are there only where the config asks for them: quality, energy, what the cost model expects.
 
-Both set plain and speculative decoding side by side. `eval.quality` and `eval.energy` fill them in.
+The first two set plain and speculative decoding side by side. `eval.quality`, `eval.energy` and `eval.prediction` fill them in.
 """
 
 from __future__ import annotations
@@ -55,3 +55,49 @@ class EnergySection(Measured):
     joules_per_token_speculative_ci: Bounds
     joules_per_token_ratio: Number  # speculative over plain; below 1 saves energy
     joules_per_token_ratio_ci: Bounds
+
+
+class PredictedSpeedup(Measured):
+    """What the cost model expects of one setting."""
+
+    num_speculative_tokens: Count
+    batch_size: Count
+    context_tokens: Count
+    decode_speedup: float
+
+
+class TimedRoundSection(Measured):
+    """A round of the timing sweep; see `eval.timing_sweep.TimedRound`."""
+
+    num_speculative_tokens: Count
+    batch_size: Count
+    context_tokens: Count
+    draft_seconds: float
+    draft_seconds_after_full: float
+    verify_seconds: float
+    other_seconds: float
+    draft_bytes: float
+    draft_flops: float
+    verify_bytes: float
+    verify_flops: float
+
+
+class AnswerLengthSection(Measured):
+    """Answers of one length; see `eval.expected_rounds.AnswerLength`."""
+
+    num_tokens: Count
+    room_behind: Count
+    num_answers: Count
+
+
+class PredictedSection(Measured):
+    """Decode speedup by the fitted cost model, and what the model was made of besides the acceptance."""
+
+    context_tokens: Count  # of this run, and of the settings that the page shows
+    settings: list[PredictedSpeedup]
+    decode_speedup: Number  # of this run's own setting, to be held against the measured one
+    best_num_speculative_tokens: Count | None  # at this run's batch size; None: plain decoding is faster
+    # The largest at which any number of drafts still pays: 0 where none does, None where every one does that was looked at.
+    break_even_batch_size: Count | None
+    sweep: list[TimedRoundSection] = []
+    answers: list[AnswerLengthSection] = []

@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError
 from configs.errors import InputError
 from configs.files import read_json
 from eval.report_base import Bounds, Count, Described, Measured, Number
-from eval.report_extras import EnergySection, QualitySection
+from eval.report_extras import EnergySection, PredictedSection, QualitySection
 
 SCHEMA_VERSION = 1
 
@@ -185,52 +185,6 @@ class BatchSection(Measured):
     prompt_ids: list[str]
     autoregressive: Annotated[list[float], Field(min_length=2, max_length=2)]
     speculative: Annotated[list[float], Field(min_length=2, max_length=2)]
-
-
-class PredictedSpeedup(Measured):
-    """What the cost model expects of one setting."""
-
-    num_speculative_tokens: Count
-    batch_size: Count
-    context_tokens: Count
-    decode_speedup: float
-
-
-class TimedRoundSection(Measured):
-    """A round of the timing sweep; see `eval.timing_sweep.TimedRound`."""
-
-    num_speculative_tokens: Count
-    batch_size: Count
-    context_tokens: Count
-    draft_seconds: float
-    draft_seconds_after_full: float
-    verify_seconds: float
-    other_seconds: float
-    draft_bytes: float
-    draft_flops: float
-    verify_bytes: float
-    verify_flops: float
-
-
-class AnswerLengthSection(Measured):
-    """Answers of one length; see `eval.expected_rounds.AnswerLength`."""
-
-    num_tokens: Count
-    room_behind: Count
-    num_answers: Count
-
-
-class PredictedSection(Measured):
-    """Decode speedup by the fitted cost model, and what the model was made of besides the acceptance."""
-
-    context_tokens: Count  # of this run, and of the settings that the page shows
-    settings: list[PredictedSpeedup]
-    decode_speedup: Number  # of this run's own setting, to be held against the measured one
-    best_num_speculative_tokens: Count | None  # at this run's batch size; None: plain decoding is faster
-    # The largest at which any number of drafts still pays: 0 where none does, None where every one does that was looked at.
-    break_even_batch_size: Count | None
-    sweep: list[TimedRoundSection] = []
-    answers: list[AnswerLengthSection] = []
 
 
 class WholeSpeedSection(SpeedSection):
