@@ -156,8 +156,9 @@ def read_text(path: Path, what: str) -> str:
 
 def read_json(path: Path, what: str) -> Any:
     """Return a JSON file's value; `what` names its role in the complaint when that fails."""
+    text = read_text(path, what)
     try:
-        return json.loads(read_text(path, what))
+        return json.loads(text)
     except (ValueError, RecursionError) as error:  # a number of thousands of digits is a plain ValueError
         raise InputError(f"{what} {path} is not JSON: {error}") from error
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from configs.claims import LOCK_FILE
 from configs.command import BAD_INPUT, run_command
 from configs.decoding import TargetConfig
 from configs.schema import CacheConfig, DataConfig
@@ -55,4 +56,4 @@ def test_more_tokens_than_the_vocabulary_are_one_sentence_and_nothing_is_written
     arguments = settings_of(tiny_run, output="made", kind="top_k", k=65)
     assert run_command(CacheConfig, main, description="", argv=arguments) == BAD_INPUT
     assert "error: k: expected at most 64, the size of the target's vocabulary, got 65" in capsys.readouterr().err
-    assert not (tmp_path / "made").exists()
+    assert [path.name for path in (tmp_path / "made").iterdir()] == [LOCK_FILE]  # the claim of the folder, and nothing else
