@@ -158,15 +158,13 @@ class _Runs:
         self.drafting, self.judge = _start(target, text, batch, start, settings, proposer)
 
     def time(self, samples: dict[int, _Samples], *, downwards: bool) -> None:
-        """Time four rounds of each number of drafts, and the second of two plain ones before each of those numbers.
+        """Time four rounds of each number of drafts, and four plain ones before each of those numbers.
 
         Which rounds keep all decides what the next one's draft has to read: of two that keep the same the second is timed.
         """
         for drafts in sorted(range(1, self.longest + 1), reverse=downwards):
-            run_round(
-                self.plain, 0
-            )  # what drafting left in the processor's caches slows the next round, plain ones follow plain
-            self._time_round(self.plain, 0, samples[0])
+            for _ in range(4):  # as many as with drafts: what other rounds left in the processor's caches slows the first
+                self._time_round(self.plain, 0, samples[0])
             for keeps_all in (False, True):
                 self.judge.keeps_all = keeps_all
                 self._time_round(self.drafting, drafts, samples[drafts])
