@@ -7,8 +7,6 @@ trained at another commit, that is said. Imports no torch.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import shutil
 import subprocess
@@ -21,6 +19,7 @@ from typing import Any, TypeVar, cast
 from configs.command import BAD_INPUT
 from configs.errors import InputError
 from configs.files import read_json, sha256_of, write_json
+from configs.fingerprint import training_fingerprint
 from configs.provenance import describe_git
 from configs.schema import DistillConfig, HeadsConfig
 
@@ -93,11 +92,11 @@ def in_own_folder(recipe: R, parent: Path, name: str) -> R:
         InputError: a data file cannot be read.
     """
     schedule = recipe.schedule.model_copy(update={"resume": False})
-    # None is an option that is off: one that the schema gains later leaves the folders of today's runs as they are.
-    values = recipe.model_copy(update={"schedule": schedule}).model_dump(mode="json", exclude={"output"}, exclude_none=True)
-    data = [sha256_of(Path(path)) for path in (recipe.data.train, recipe.data.held_out)]
-    decides = json.dumps([values, data], sort_keys=True)
-    folder = parent / f"{name}-{hashlib.sha256(decides.encode()).hexdigest()[:12]}"
+    contents = {
+        name: sha256_of(Path(path)) for name, path in (("train", recipe.data.train), ("held_out", recipe.data.held_out))
+    }
+    contents["micro_batches_per_step"] = str(schedule.gradient_accumulation_steps)
+    folder = parent / f"{name}-{training_fingerprint(recipe.model_dump(mode='json'), contents)[:12]}"
     return cast(R, recipe.model_copy(update={"schedule": schedule, "output": str(folder)}))
 
 

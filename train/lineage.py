@@ -9,8 +9,6 @@ resharding what FSDP and DeepSpeed split over processes.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -18,21 +16,11 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from pydantic import Field
 
+from configs.fingerprint import training_fingerprint
 from configs.schema import ScheduleConfig
 from configs.settings import PositiveInt, Settings
 
 SPLIT = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
-# Where and how often things are written, and what micro_batches_per_step stands for.
-QUIET = {
-    "log_every_steps",
-    "eval_every_steps",
-    "checkpoint_every_steps",
-    "keep_checkpoints",
-    "resume",
-    "trackers",
-    "gradient_accumulation_steps",
-    "process_timeout_seconds",
-}
 
 
 class Lineage(Settings):
@@ -57,7 +45,7 @@ class Lineage(Settings):
         """
         kind = accelerator.distributed_type
         return cls(
-            config_sha256=fingerprint(config, contents),
+            config_sha256=training_fingerprint(config, contents),
             engine=kind.value if kind in SPLIT else "whole",
             num_processes=accelerator.num_processes,
             micro_batches_per_step=accelerator.num_processes * schedule.gradient_accumulation_steps,
@@ -78,17 +66,6 @@ class Lineage(Settings):
                 "schedule.gradient_accumulation_steps so that its product with the processes is the same"
             )
         return None
-
-
-def fingerprint(config: Mapping[str, Any], contents: Mapping[str, str]) -> str:
-    """Return a hash of what decides the weights and which are kept: not where and how often things are written, nor the gates.
-
-    The decoding of held-out prompts belongs to it: scores got in another way cannot be compared with the best so far.
-    """
-    relevant = {name: value for name, value in config.items() if name not in ("output", "sanity", "schedule")}
-    relevant["schedule"] = {name: value for name, value in config["schedule"].items() if name not in QUIET}
-    relevant["contents"] = dict(contents)
-    return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()
 
 
 def _held(lineage: Lineage) -> str:

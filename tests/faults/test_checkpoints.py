@@ -13,8 +13,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from configs.errors import InputError
 from configs.files import sha256_of
+from configs.fingerprint import training_fingerprint
 from train.checkpoints import MANIFEST, Checkpoints, Progress, list_checkpoints, read_manifest
-from train.lineage import Lineage, fingerprint
+from train.lineage import Lineage
 
 
 def lineage(**changes):
@@ -145,8 +146,15 @@ def test_what_an_engine_split_is_not_taken_by_other_numbers_of_processes():
 def test_data_of_the_same_name_and_other_content_is_another_run():
     config = {"data": {"train": "train.jsonl"}, "output": "a", "schedule": {"seed": 1, "keep_checkpoints": 1}}
     quiet = {"data": {"train": "train.jsonl"}, "output": "b", "schedule": {"seed": 1, "keep_checkpoints": 2}}
-    assert fingerprint(config, {"train": "1"}) == fingerprint(quiet, {"train": "1"})
-    assert fingerprint(config, {"train": "1"}) != fingerprint(config, {"train": "2"})
+    assert training_fingerprint(config, {"train": "1"}) == training_fingerprint(quiet, {"train": "1"})
+    assert training_fingerprint(config, {"train": "1"}) != training_fingerprint(config, {"train": "2"})
+
+
+def test_an_option_that_is_off_leaves_the_run_what_it_was_and_one_that_is_on_does_not():
+    config = {"head": {"layers": [1, {"kind": "a"}]}, "schedule": {"seed": 1}}
+    off = {"head": {"layers": [1, {"kind": "a", "new": None}], "new": None}, "schedule": {"seed": 1}}
+    on = {"head": {"layers": [1, {"kind": "a", "new": 0}]}, "schedule": {"seed": 1}}
+    assert training_fingerprint(config, {}) == training_fingerprint(off, {}) != training_fingerprint(on, {})
 
 
 class Trap:
