@@ -39,6 +39,7 @@ from scripts.decode_setup import DRAFT_LM, Bench
 log = logging.getLogger("draftsmith")
 
 WIDE = [4, 3, 2]  # children by depth of the tree that shows how often each rank is accepted
+MERGED = "hydra"  # whose chain is merged with suffix lookup's
 LONGEST_CHAIN = 8  # that the cost rule may draft
 MOST_ROWS = 17  # of a target forward, whose time bounds a tree
 TIMED_FORWARDS = 9  # by number of rows
@@ -155,8 +156,8 @@ def free_ways(bench: Bench, settings: DecodeConfig) -> list[Way]:
 
 
 def merged_ways(bench: Bench, settings: DecodeConfig) -> list[Way]:
-    """Return a tree of two chains, each by a proposer of its own: the first head of the list, and suffix lookup."""
-    head = next((name for name in bench.drafts if name != DRAFT_LM), DRAFT_LM)
+    """Return a tree of two chains, each by a proposer of its own: a head where it is there, and suffix lookup."""
+    head = MERGED if MERGED in bench.drafts else DRAFT_LM
     chain = StaticTree(kind="static", branching=[1] * settings.num_speculative_tokens)
     merged = MergedDrafts([bench.drafts[head], _suffix_lookup(bench)], bench.target.device)
     asked = settings.model_copy(update={"tree": chain})
