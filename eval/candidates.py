@@ -1,9 +1,10 @@
 """The verification rules for several candidates at one position: which of them stays, and what law the next token has if none.
 
 Pure functions over (p, q, tokens, uniforms), batched over rows; `eval.tree_rules` walks them down a tree level by level, and
-`eval.tree_enumeration` proves that their output follows the target's law. Every rule but `match_candidates` is for candidates
-drawn from q by `heads.candidate_draws`, whose way of drawing must be the rule's. Left out: the optimal coupling, a linear
-programme over V^C tuples of candidates (Sun et al., 2310.15141), which these rules stand in for.
+`eval.tree_enumeration` proves that their output follows the target's law. Every rule is for candidates drawn from
+q by `heads.candidate_draws`, whose way of drawing must be the rule's; those that were not drawn are matched with the target's
+own token (`eval.tree_rules.match_tree`). Left out: the optimal coupling, a linear programme over V^C tuples of candidates (Sun
+et al., 2310.15141), which these rules stand in for.
 B rows, C candidates, V vocabulary.
 """
 
@@ -124,23 +125,6 @@ def k_seq_rho(p_BV: Tensor, q_BV: Tensor, num_candidates_B: Tensor) -> Tensor:
         enough_B = rho_B * b_B >= 1 - (1 - b_B) ** num_candidates_B
         low_B, high_B = torch.where(enough_B, low_B, rho_B), torch.where(enough_B, rho_B, high_B)
     return high_B
-
-
-def match_candidates(target_token_B: Tensor, tokens_BC: Tensor, num_candidates_B: Tensor) -> Tensor:
-    """Return which candidate is the target's own token `[B]`, -1 for none: the rule for candidates that were not drawn.
-
-    With a token drawn from p, candidate c stays with probability p(c), and the token that comes instead has the law p without
-    the candidates, renormalised. That is what judging a fixed list one by one comes to: the test of the i-th succeeds with
-    p(c_i)/(1 - p(c_1) - .. - p(c_{i-1})) given that it is reached, hence with p(c_i) overall. One draw does it all, and it is
-    the very draw of plain decoding. With the target's greedy choice this is greedy decoding.
-
-    Args:
-        target_token_B: what the target puts there itself.
-        tokens_BC, num_candidates_B: as for `with_replacement`.
-    """
-    counts_BC = torch.arange(tokens_BC.shape[1], device=tokens_BC.device) < num_candidates_B.unsqueeze(1)
-    hits_BC = (tokens_BC == target_token_B.unsqueeze(1)) & counts_BC
-    return torch.where(hits_BC.any(1), hits_BC.int().argmax(1), -1)
 
 
 def may_hold(flags_B: Tensor) -> bool:

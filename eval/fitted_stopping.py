@@ -60,6 +60,11 @@ def _check(report: Mapping[str, Any]) -> None:
         raise InputError("the report has no times: a cost rule weighs tokens against time")
     if decode["batch_size"] != 1:
         raise InputError(f"the report is of batches of {decode['batch_size']}: measure with decode.batch_size 1")
+    if decode["temperature"] not in (0, 1) and decode.get("verification") in ("match", "typical"):
+        raise InputError(
+            f"the report is of likeliest drafts at temperature {decode['temperature']:g}: stopping then looks at laws at "
+            "temperature 1, of which the report says nothing; measure with decode.temperature 0 or 1"
+        )
     for setting in ("tree", "stopping"):
         if decode.get(setting) is not None:
             raise InputError(

@@ -29,6 +29,7 @@ from eval.meters import Meter
 from eval.particles import choose, draw_bonus, resample, weigh
 from eval.records import Round
 from eval.rows import Request, Row
+from heads.int8_cache import LAYERS
 from heads.kv_cache import new_cache
 from heads.law import draw, token_law
 from heads.lm_head import head_logits
@@ -51,9 +52,7 @@ class Particle:
 
     def copied(self) -> Particle:
         """Return another that goes on from here by itself."""
-        row = Row(self.row.request, self.row.target, self.row.config)
-        row.tokens, row.rounds, row.stop_reason = list(self.row.tokens), list(self.row.rounds), self.row.stop_reason
-        return Particle(row, list(self.tokens))
+        return Particle(self.row.copied(), list(self.tokens))
 
 
 class ParticleRun:
@@ -87,7 +86,7 @@ class ParticleRun:
         self._streams = Streams(config.seed, [n for request in requests for n in self._place_numbers(request)], target.device)
         longest = max(len(request.tokens) for request in requests)
         self.capacity = min(longest + config.max_new_tokens, target.max_positions) + config.num_speculative_tokens + 1
-        self.cache = new_cache(target.model, self.capacity)
+        self.cache = new_cache(target.model, self.capacity, LAYERS[config.kv_cache])
 
     @property
     def active(self) -> list[Particle]:
@@ -126,7 +125,8 @@ class ParticleRun:
 
     def round(self) -> None:
         """Run one cycle: draft, weigh, add the target's token, choose where all has ended, resample the others."""
-        room = [max(particle.row.room for particle in places if not particle.ended) for places in self._particles]
+        # Where resampling left copies of ended texts only, a cycle without drafts follows, after which one of them is chosen.
+        room = [max((each.row.room for each in places if not each.ended), default=0) for places in self._particles]
         with self.clock.phase("draft"):
             proposal = self._propose(max(room))
         counts = self._counts(proposal, room)

@@ -80,6 +80,8 @@ def resample(log_weights_BN: Tensor, uniform_B: Tensor, below: float = RESAMPLE_
     """
     num_particles = log_weights_BN.shape[-1]
     worn_B1 = (effective_sample_size(log_weights_BN) < below * num_particles).unsqueeze(-1)
+    # Where the target has ruled out every text, it would weigh none of them any more: they go on, and alike.
+    worn_B1 = worn_B1 | torch.isneginf(log_weights_BN).all(-1, keepdim=True)
     itself_N = torch.arange(num_particles, device=log_weights_BN.device)
     ancestors_BN = torch.where(worn_B1, systematic_ancestors(log_weights_BN, uniform_B), itself_N)
     return ancestors_BN, log_weights_BN.masked_fill(worn_B1, 0.0)

@@ -1,7 +1,8 @@
 """A batch in the decoder: the prompts are read once, then each round drafts, verifies and commits.
 
-The cache of the target and the rows of the batch are here; what a proposal is worth is judged in `eval.judging`. Each round
-costs one transfer to the host. B batch, G drafted tokens, K = G + 1 target rows, V vocabulary.
+The cache of the target and the rows of the batch are here; what a proposal is worth is judged in `eval.judging`. A round
+costs one transfer to the host; stopping rules, merged drafts and comparing laws cost more.
+B batch, G drafted tokens, K = G + 1 target rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -204,7 +205,7 @@ def _finish(row: Row, outcome: Outcome, compared: Sequence[Sequence[float]] | No
     committed = row.commit([*outcome.drafted[:accepted], outcome.next_token], finite=outcome.finite)
     # A judged draft left one token, itself or the one in its place; what came after an end of text was not judged.
     judged = compared[: min(len(committed), len(outcome.drafted))] if compared is not None else None
-    overlap, laws = _laws(judged) if judged is not None else (None, None)
+    overlap, laws = _laws(judged) if judged is not None and outcome.drafted else (None, None)
     row.rounds.append(
         Round(
             drafted=tuple(outcome.drafted),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from dataclasses import dataclass, field
 
@@ -72,6 +73,13 @@ class Row:
         elif self.stop_reason is None and len(self.tokens) >= self.target.max_positions:
             self.stop_reason = "context"
         return committed
+
+    def copied(self) -> Row:
+        """Return another that goes on from here by itself."""
+        other = Row(self.request, self.target, self.config)
+        other.tokens, other.rounds, other.stop_reason = list(self.tokens), list(self.rounds), self.stop_reason
+        other.stops = copy.deepcopy(self.stops, {id(self.target.tokenizer): self.target.tokenizer})
+        return other
 
     def _ended_by(self, token: int) -> StopReason | None:
         """Return why the answer ends with this token, its next; None: it does not."""

@@ -121,7 +121,7 @@ def sweep_rounds(
     target = replace(target, eos_token_ids=())  # no round may end the text
     places = [(batch, config.context_tokens[0]) for batch in config.batch_sizes]
     places += [(config.batch_sizes[0], context) for context in config.context_tokens[1:]]
-    longest = _longest_draft(target, proposer, text, decode, config)
+    longest, may_rise = _drafts_of(target, proposer, text, decode, config)
     if longest == 0:
         return []
     samples = {(drafts, *place): _Samples() for place in places for drafts in range(longest + 1)}
@@ -130,7 +130,8 @@ def sweep_rounds(
             for place in places:
                 runs = _Runs(target, proposer, text, decode, place, longest)
                 own = {drafts: samples[drafts, *place] for drafts in range(longest + 1)}
-                runs.count_work(own) if repeat < 0 else runs.time(own, downwards=repeat % 2 == 1)
+                measure = runs.count_work if repeat < 0 else runs.time
+                measure(own, downwards=not may_rise or repeat in range(1, config.repeats, 2))
                 advance(1)
     return [_summarise(drafts, batch, own) for (drafts, batch, _), own in samples.items()]
 
@@ -171,9 +172,9 @@ class _Runs:
                 draft_seconds = self._time_round(self.drafting, drafts, samples[drafts])
                 (samples[drafts].draft_after_full if keeps_all else samples[drafts].draft).append(draft_seconds)
 
-    def count_work(self, samples: dict[int, _Samples]) -> None:
+    def count_work(self, samples: dict[int, _Samples], *, downwards: bool) -> None:
         """Count the work of a round of each number of drafts."""
-        for drafts, own in samples.items():
+        for drafts, own in sorted(samples.items(), reverse=downwards):
             run = self.drafting if drafts else self.plain
             for clock in (run.clock, WorkClock(run.target.device)):  # the first round reads what the last one left unread
                 usual, run.clock = run.clock, clock
@@ -206,12 +207,22 @@ def run_round(run: BatchRun, drafts: int) -> None:
         raise RuntimeError("target or draft computed what is no number while rounds were timed")
 
 
-def _longest_draft(target: Target, proposer: Proposer, text: Sequence[int], decode: DecodeConfig, config: CostConfig) -> int:
-    """Return how many drafts a round has at most: what is asked for, or as many as the draft can."""
+def _drafts_of(
+    target: Target, proposer: Proposer, text: Sequence[int], decode: DecodeConfig, config: CostConfig
+) -> tuple[int, bool]:
+    """Return how many drafts a round has at most, what is asked for or as many as the draft can, and whether it may rise.
+
+    MTP modules of a depth each draft no more, in a batch, than they once did: what they did not read is lost to them.
+    """
     place = config.batch_sizes[0], config.context_tokens[0]
     runs = _Runs(target, proposer, text, decode, place, config.num_speculative_tokens)
     run_round(runs.drafting, config.num_speculative_tokens)
-    return runs.judge.num_drafted
+    longest = runs.judge.num_drafted
+    if longest == 0:
+        return 0, True
+    for drafts in (1, longest):
+        run_round(runs.drafting, drafts)
+    return longest, runs.judge.num_drafted == longest
 
 
 def _span(context: int, longest: int) -> tuple[int, int]:

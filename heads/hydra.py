@@ -7,7 +7,7 @@ final states through one decoder layer first ("prefix attention"), so that a hea
 
 Departures: W starts at 0 and R as a copy of the state, so that an untrained head is the target's word on x_{j+1}, as Medusa's
 is; blocks never share weights; no norm follows the prefix layer, whose output the target's own head can then read. Left out on
-purpose: an output head for each depth (published so; they outweigh everything else), dropout, trees.
+purpose: an output head for each depth (published so; they outweigh everything else), dropout.
 B batch, T positions, N rows of one depth, E width of the target, K depths, F width of what a head reads.
 """
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from itertools import chain
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +65,7 @@ class SelfSpeculation:
         self.early = early_exit(model, num_layers)
         self.late = _part(model, num_layers, num_blocks(model))
         self.late.set_input_embeddings(nn.Identity())  # what it reads are states already
-        self._cache: RowCache | None = None  # the target's, of the batch under way
+        self._cache: ref[RowCache] | None = None  # the target's, of the batch under way; the decoder holds it, and lets it go
         self._exits: list[Tensor] = []  # `[B, 1, E]`: states behind the first blocks, of the pending token and the drafts
         _check_parts(self)
 
@@ -90,8 +91,8 @@ class SelfSpeculation:
         """
         if taps or branches is not None:
             raise ValueError(f"self-speculation reads chains and no taps, got {list(taps)}, {branches}")
-        if cache is not self._cache:
-            self._cache, self._exits = cache, []  # another batch; one that broke off may have left what it had drafted
+        if self._cache is None or cache is not self._cache():
+            self._cache, self._exits = ref(cache), []  # another batch; one that broke off may have left what it had drafted
         exits, self._exits = self._exits[: ids_BT.shape[1]], []
         if not exits:
             return forward_states(self.model, cache, ids_BT, starts, ())
@@ -126,10 +127,11 @@ class SelfSpeculation:
 
     def _read(self, ids_BT: Tensor, starts: Sequence[int], exits: list[Tensor]) -> Tensor:
         """Run the first blocks; append the states behind them to `exits`, return those that the head reads, `[B, T, E]`."""
-        if self._cache is None:
+        cache = None if self._cache is None else self._cache()
+        if cache is None:
             raise ValueError("the target's first blocks draft into its cache: read the prompts by forward_states first")
         with tapped(self.early, [self.num_layers]) as seen:
-            final_BTE = forward_rows(self.early, self._cache, ids_BT, starts)
+            final_BTE = forward_rows(self.early, cache, ids_BT, starts)
         exits.append(seen[self.num_layers])
         return final_BTE
 
@@ -160,10 +162,11 @@ def _check_parts(parts: SelfSpeculation) -> None:
     model = parts.model
     ids_BT = torch.arange(1, 9, device=model.device).unsqueeze(0) % model.config.get_text_config().vocab_size
     whole_BTE = forward_rows(model, new_cache(model, 8), ids_BT, [0])
-    parts._cache = new_cache(model, 8)
+    cache = new_cache(model, 8)
+    parts._cache = ref(cache)
     exits: list[Tensor] = []
     parts._read(ids_BT, [0], exits)
-    rebuilt_BTE = forward_rows(parts.late, parts._cache, exits[0], [0])
+    rebuilt_BTE = forward_rows(parts.late, cache, exits[0], [0])
     tolerance = 16 * torch.finfo(model.dtype).eps * whole_BTE.abs().max()
     if not bool((whole_BTE - rebuilt_BTE).abs().max() <= tolerance):
         raise InputError(f"{type(model).__name__} cannot draft for itself: its blocks, in two parts, are not the whole model")

@@ -31,7 +31,7 @@ NOTHING = Match(ROOT, 0)
 
 @dataclass
 class _Row:
-    """One text under way. `drafts` are the last proposal, `kept` those of them that stayed but do not stand in `text` yet."""
+    """One text under way, as far as it was read when drafts were last asked for."""
 
     prompt_length: int
     text: list[int] = field(default_factory=list)
@@ -39,12 +39,11 @@ class _Row:
     end: int = ROOT  # the state of `own` where the text ends
     past: Match = NOTHING  # the text's longest suffix in the memory
     drafts: list[int] = field(default_factory=list)
-    kept: list[int] = field(default_factory=list)
 
     @property
     def answer(self) -> list[int]:
-        """As far as it is known: the target's own token of the last round is not."""
-        return [*self.text[self.prompt_length :], *self.kept]
+        """As far as it was read: what the last round brought is not known."""
+        return self.text[self.prompt_length :]
 
 
 class SuffixLookup:
@@ -106,8 +105,7 @@ class SuffixLookup:
         return Proposal(tokens_BG=tokens_BG, num_drafted=[len(row.drafts) for row in self._rows])
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
-        for row, accepted in zip(self._rows, num_accepted, strict=True):
-            row.kept = row.drafts[:accepted]
+        """Nothing to learn: what stayed is read from the text in the next round."""
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         staying = set(rows)
@@ -120,7 +118,6 @@ class SuffixLookup:
             row.end = row.own.extend(row.end, token)
             row.past = self._memory.follow(row.past, token)
         row.text += tokens
-        row.kept = []
 
     def _continue(self, row: _Row, num_tokens: int) -> list[int]:
         own = row.own.continued(row.own.longest(row.end))

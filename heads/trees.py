@@ -98,7 +98,7 @@ class GrownTree:
     @property
     def num_slots(self) -> int:
         """How many slots of a cache it takes at most, while drafted or judged, beside the pending token's."""
-        return max(self.num_nodes, self.width * (self.depth - 1))
+        return max(self.num_nodes, self.width * (self.depth - 1), self.depth)  # a draft that knows chains only gives a chain
 
     def cut(self, depth: int) -> GrownTree:
         """Return the tree down to a depth."""

@@ -56,6 +56,7 @@ def test_the_mean_acceptance_is_that_of_judged_drafts(report):
         (lambda report: report.update(speed=None), "no times"),
         (lambda report: report.update(simulated=True), "simulated"),
         (lambda report: report["decode"].update(batch_size=4), "batches of 4"),
+        (lambda report: report["decode"].update(temperature=0.5, verification="match"), "likeliest drafts at temperature 0.5"),
         (lambda report: report["decode"].update(tree={"kind": "static"}), "decode.tree is set"),
         (lambda report: report["decode"].update(stopping={"rule": "entropy"}), "decode.stopping is set"),
         (lambda report: report["acceptance"].pop("stopping_reliability"), "no stopping_reliability"),

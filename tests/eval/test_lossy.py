@@ -19,9 +19,11 @@ from eval.lossless import judge_lossless
 from eval.measuring import measure
 from eval.particle_run import ParticleRun
 from eval.particles import weigh
+from eval.rows import Row
 from eval.typical import typical_threshold
 from heads.draft_lm import DraftLM
 from heads.families import FAMILIES
+from heads.int8_cache import Int8Layer
 from heads.law import token_law
 from heads.prompt_lookup import PromptLookup
 from heads.streams import Streams
@@ -248,6 +250,29 @@ def test_texts_may_end_at_any_place_and_the_answer_stops_there(tiny_llama, as_ta
         ends = [place for place, token in enumerate(generation.tokens) if token in target.eos_token_ids]
         assert (ends == [len(generation.tokens) - 1]) == (generation.stop_reason == "eos")
         assert sum(len(round_.committed) for round_ in generation.rounds) == len(generation.tokens) - 1
+
+
+def test_texts_of_which_only_ended_ones_are_left_end_their_request(tiny_llama, as_target):
+    target, draft = as_target(tiny_llama(seed=1), eos=(3, 11, 25, 40)), DraftLM(tiny_llama(seed=2), 64)
+    requests = requests_for([(7, n, 12) for n in range(40)])
+    generations, _ = decode(target, requests, sampled(smc(8), temperature=1.0), draft)
+    assert {each.stop_reason for each in generations} == {"eos", "length"}
+
+
+def test_a_copied_text_ends_at_a_stop_string_that_was_begun_before_it_was_copied(target):
+    row = Row(requests_for([(7,)])[0], target, DecodeConfig(stop=["w1 w2"]))
+    one, two = target.tokenizer.convert_tokens_to_ids(["w1", "w2"])
+    row.commit([one], finite=True)
+    other = row.copied()
+    other.commit([two], finite=True)
+    assert (other.stop_reason, row.stop_reason) == ("stop", None)
+    row.commit([one], finite=True)
+    assert (len(other.tokens), len(row.tokens)) == (3, 3)
+
+
+def test_particles_keep_keys_and_values_as_plain_decoding_does(target, draft):
+    run = ParticleRun(target, requests_for(PROMPTS), sampled(smc(2), kv_cache="int8"), draft)
+    assert {type(layer) for layer in run.cache.rows} == {Int8Layer}
 
 
 def test_a_request_whose_logits_are_not_finite_fails_alone(tiny_llama, as_target, draft):

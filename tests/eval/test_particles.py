@@ -129,3 +129,11 @@ def test_no_offset_leads_to_a_particle_without_weight(uniform):
 
 def test_particles_that_are_all_impossible_share_alike():
     assert weight_shares(torch.full((1, 4), -math.inf)).tolist() == [[0.25] * 4]
+
+
+def test_where_the_target_rules_out_every_text_all_go_on_and_are_weighed_again():
+    weights_BN = torch.tensor([[-torch.inf] * 3, [0.0, -torch.inf, 0.0]])
+    ancestors_BN, after_BN = resample(weights_BN, torch.full((2,), 0.4), below=0.5)
+    assert ancestors_BN[0].tolist() == [0, 1, 2]
+    assert after_BN[0].tolist() == [0.0, 0.0, 0.0]
+    assert torch.equal(after_BN[1], weights_BN[1])

@@ -144,3 +144,32 @@ def test_each_kind_of_product_is_counted_by_hand():
         _ = torch.bmm(c, torch.ones(4, 3, 5))
     assert work.flops == 2 * (2 * 3 * 5) + 2 * (2 * 3 * 5) + 2 * (4 * 2 * 3 * 5)
     assert work.bytes == 4 * (2 * (6 + 15) + 24 + 60)
+
+
+class Lessened(DraftLM):
+    """Drafts no more, in a batch, than it once did."""
+
+    def start(self, tokens, capacity, states=None):
+        super().start(tokens, capacity, states)
+        self.most = 99
+
+    def propose(self, tokens, num_tokens, *others, **settings):
+        self.most = min(self.most, num_tokens)
+        return super().propose(tokens, self.most, *others, **settings)
+
+
+def test_a_draft_that_never_drafts_more_than_it_once_did_is_timed_downwards(target, tiny_llama, monkeypatch):
+    drafted, chain = [], timing_sweep.ScriptedJudge.chain
+
+    def watch(judge, logits_BKV, proposal, num_drafted, lengths):
+        drafted.append(max(num_drafted))
+        return chain(judge, logits_BKV, proposal, num_drafted, lengths)
+
+    asked, run_round = [], timing_sweep.run_round
+    monkeypatch.setattr(timing_sweep, "run_round", lambda run, drafts: (asked.append(drafts), run_round(run, drafts)))
+    monkeypatch.setattr(timing_sweep.ScriptedJudge, "chain", watch)
+    sweep_rounds(target, Lessened(tiny_llama(seed=2, layers=1), 64), TEXT, DecodeConfig(), SWEEP)
+
+    looked, timed = slice(0, 3), slice(3, None)  # whether it may rise is tried out first
+    assert (asked[looked], drafted[looked]) == ([3, 1, 3], [3, 1, 1])
+    assert drafted[timed] == asked[timed]

@@ -1,5 +1,7 @@
 """The target's first blocks draft: no copies, no change of output, and no row of theirs computed twice where work is shared."""
 
+import gc
+
 import pytest
 import torch
 
@@ -45,6 +47,14 @@ def test_greedy_output_is_plain_greedy_output(name, batch_size, as_target):
     config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=16, batch_size=batch_size)
     assert generate(target, PROMPTS, config, DraftLM(early_exit(target.model, 2), 64)) == plain
     assert generate(target, PROMPTS, config, shared(target.model, 2)) == plain
+
+
+def test_the_targets_cache_is_let_go_with_the_batch_that_it_was_for(as_target):
+    target = as_target(tiny_target("llama"))
+    draft = shared(target.model, 2)
+    generate(target, PROMPTS, DecodeConfig(num_speculative_tokens=3, max_new_tokens=8, batch_size=3), draft)
+    gc.collect()
+    assert draft._cache() is None
 
 
 @pytest.mark.parametrize("num_layers", [1, 3])

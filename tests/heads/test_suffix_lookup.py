@@ -132,7 +132,7 @@ def test_an_earlier_answer_is_continued_where_it_matches_longer_than_the_text_it
     ]
 
 
-def test_answers_are_remembered_from_batch_to_batch_with_the_drafts_of_their_last_round_and_without_their_prompts():
+def test_answers_are_remembered_from_batch_to_batch_as_far_as_they_were_read_and_without_their_prompts():
     lookup = SuffixLookup(CPU)
     prompts = [[11, 12, 13, 10], [21, 22, 20]]
     lookup.start(prompts, 64, None)
@@ -146,7 +146,7 @@ def test_answers_are_remembered_from_batch_to_batch_with_the_drafts_of_their_las
     lookup.commit([0], None)
     lookup.start([[9, 40, 41], [9, 12]], 64, None)
     assert propose(lookup, [[9, 40, 41], [9, 12]]) == [[42], []]
-    assert [list(answer) for answer in lookup._answers] == [[10, 30, 31, 10, 30, 31, 10], [20, 40, 41, 42]]
+    assert [list(answer) for answer in lookup._answers] == [[10, 30, 31, 10, 30], [20, 40, 41, 42]]
 
 
 def test_the_oldest_answers_are_forgotten_and_none_are_kept_where_none_may_be():

@@ -127,3 +127,4 @@ def test_a_tree_knows_its_measures_and_can_be_cut():
     assert (Tree(()).depth, Tree(()).width) == (0, 0)
     grown = GrownTree(num_nodes=6, width=4, depth=5)
     assert (grown.cut(2).depth, grown.num_slots, grown.cut(2).num_slots) == (2, 16, 6)
+    assert GrownTree(num_nodes=2, width=1, depth=5).num_slots == 5  # a chain in its place may be as long as it is deep
