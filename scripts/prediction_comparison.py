@@ -75,7 +75,7 @@ def compare_predictions(config: BenchEvalConfig) -> int:
 
 
 def evaluate_once(config: BenchEvalConfig, laps: Laps) -> tuple[dict[str, Any], dict[str, float]]:
-    """Evaluate at the largest number of drafts; return the report, and the seconds of the run's parts.
+    """Evaluate at the largest number of drafts, every prompt as often as by default; return the report and its parts' seconds.
 
     Checks of a fixed length are off (answers in float32) or a part of their own (the timing sweep), so that what remains
     grows with the prompts as decoding does.
@@ -85,7 +85,6 @@ def evaluate_once(config: BenchEvalConfig, laps: Laps) -> tuple[dict[str, Any], 
         draft=config.draft,
         suite=config.suite,
         decode=DecodeConfig(num_speculative_tokens=config.cost.num_speculative_tokens, max_new_tokens=config.max_new_tokens),
-        repeats=1,
         warmup_prompts=0,
         lossless=LosslessConfig(check_float32_prompts=0),
         cost=config.cost,
