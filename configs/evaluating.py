@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from configs.costs import CostConfig
 from configs.decoding import DecodeConfig, TargetConfig
 from configs.quality import QualityConfig, refuse_unjudged_loss
-from configs.settings import NonNegativeFloat, NonNegativeInt, PositiveInt, Settings
+from configs.settings import NonNegativeInt, PositiveInt, Settings, Share
 
 
 class SuiteConfig(Settings):
@@ -37,7 +37,7 @@ class LosslessConfig(Settings):
 
     # Largest gap between the two tokens' logits, in multiples of the rounding error measured at that position: either token
     # may be off by one error. On SmolLM2 in bf16 the largest gap seen among 51 differences was 1.2 errors.
-    tie_noise: NonNegativeFloat = 2.0
+    tie_noise: Annotated[float, Field(ge=0, le=10)] = 2.0
     check_float32_prompts: NonNegativeInt = 2  # prompts decoded once more in float32, where both runs must be equal
     # At temperature > 0: how often a lossless decoder may fail the statistical tests. None: only the rule is proved.
     false_alarm_rate: Annotated[float, Field(gt=0, lt=1)] | None = 0.01
@@ -65,6 +65,9 @@ class EvalConfig(Settings):
     lossless: LosslessConfig = LosslessConfig()
     cost: CostConfig | None = None  # a timing sweep, from which the speed at other settings is predicted; None: no prediction
     quality: QualityConfig | None = None  # what answers are worth, with and without the draft; a lossy mode needs it
+    # Acceptance by position, drawn at these rates instead of judged, the last one holding beyond: the speed of a draft that is
+    # not there yet. The report says that it is simulated, and no gate takes it. None: nothing is made up
+    simulate_acceptance: Annotated[list[Share], Field(min_length=1)] | None = None
     energy: bool = False  # joules per token, by the machine's own counters where they can be read
     bootstrap_samples: PositiveInt = 2000
     previous_report: str | None = None  # of the draft before, shown beside this one on the page; the gate takes --baseline
@@ -106,6 +109,18 @@ class EvalConfig(Settings):
                 f"tokens of several drafts cannot be drawn from one law, as rule {self.decode.rule} asks for: set "
                 "decode.verification to match, or decode.temperature to 0"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _chains_are_simulated(self) -> Self:
+        if self.simulate_acceptance is not None and (self.decode.tree is not None or self.decode.lossy is not None):
+            raise ValueError("simulate_acceptance is for lossless chains: set decode.tree and decode.lossy to null, or it")
+        return self
+
+    @model_validator(mode="after")
+    def _all_energy_is_counted(self) -> Self:
+        if self.energy and self.draft_device is not None:
+            raise ValueError("energy is read of the target's device only: set draft_device to null, or energy to false")
         return self
 
     @model_validator(mode="after")

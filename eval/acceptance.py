@@ -119,7 +119,7 @@ def _sums_by_prompt(table: RoundTable) -> Floats:
         "committed": table.committed_R,
         "rounds": torch.ones_like(table.prompt_R),
         "accepted": table.accepted_R,
-        "drafted": table.drafted_R,
+        "drafted": table.judged_R,
     }
     by_draft = {name: table.laws_FN[LAWS.index(name)].nan_to_num(0.0) for name in ("overlap", "kl", "agrees")}
     by_draft["compared"] = torch.ones_like(by_draft["overlap"])

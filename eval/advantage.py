@@ -11,6 +11,7 @@ from typing import Any
 
 from eval.intervals import Interval, paired_ratio_interval
 from eval.records import SPECULATIVE, Timing
+from eval.speed import home_batches
 
 Sums = Mapping[Any, Sequence[float]]  # two sums by cluster
 
@@ -54,9 +55,10 @@ def _ratio(ours: Sums, theirs: Sums, samples: int, seed: int) -> Interval:
 def _speeds(timings: Iterable[Timing], mode: str) -> Sums:
     """Return decoded tokens and seconds by batch; its repeats and turns are no evidence of their own and are added up."""
     sums: dict[tuple[str, ...], list[float]] = {}
-    for timing in timings:
-        if timing.mode == mode:
-            own = sums.setdefault(timing.prompt_ids, [0.0, 0.0])
-            own[0] += timing.num_tokens
-            own[1] += timing.decode_seconds
+    own_timings = [timing for timing in timings if timing.mode == mode]
+    home = home_batches(own_timings)
+    for timing in own_timings:
+        own = sums.setdefault(home[timing.prompt_ids], [0.0, 0.0])
+        own[0] += timing.num_tokens
+        own[1] += timing.decode_seconds
     return sums

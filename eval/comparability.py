@@ -59,6 +59,9 @@ def _suite(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Differenc
     if ours["sha256"] != theirs["sha256"]:
         names = [f"{prompts['source']}, {short(prompts['sha256'])}" for prompts in (ours, theirs)]
         return [Difference(aspect="suite", what="prompts", ours=names[0], theirs=names[1])]
+    for key, what in (("format", "format of the suite"), ("num_turns", "turns asked")):
+        if None not in (ours.get(key), theirs.get(key)) and ours[key] != theirs[key]:  # reports of before it was kept hold none
+            return [Difference(aspect="suite", what=what, ours=str(ours[key]), theirs=str(theirs[key]))]
     only_ours, only_theirs = set(ours["ids"]) - set(theirs["ids"]), set(theirs["ids"]) - set(ours["ids"])
     if not only_ours and not only_theirs:
         return []

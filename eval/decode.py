@@ -19,6 +19,7 @@ from eval.particle_run import ParticleRun
 from eval.records import AUTOREGRESSIVE, Generation, Timing
 from eval.rounds import BatchRun
 from eval.rows import Request
+from eval.simulation import SimulatedJudge
 from heads.proposer import Proposer, TreeProposer
 from heads.rollback import check_rolls_back
 
@@ -74,6 +75,7 @@ def decode(
     repeat: int = 0,
     measure_overlap: bool = False,
     meter: Meter | None = None,
+    simulate_acceptance: Sequence[float] | None = None,
 ) -> tuple[list[Generation], Timing]:
     """Continue a batch of requests together until each has ended.
 
@@ -86,6 +88,7 @@ def decode(
         measure_overlap: also compare the two laws at each judged draft of a chain (`eval.law_comparison`), except of
             particles; the time for it is kept apart.
         meter: measures the energy of what is timed as decoding (`eval.meters`).
+        simulate_acceptance: draw how many drafts of a chain stay, at these rates by position (`eval.simulation`).
 
     Returns:
         The generations in the order of the requests, and the batch's timing.
@@ -99,6 +102,8 @@ def decode(
     if proposer is None:  # what a lossy mode gives up has no part in plain decoding
         config = config.model_copy(update={"lossy": None})
     run = _new_run(target, requests, config, proposer, measure_overlap, meter)
+    if simulate_acceptance is not None and isinstance(run, BatchRun):
+        run.judge = SimulatedJudge(config, run.streams, simulate_acceptance)
     clock = run.clock
     with clock.phase("prefill"):
         run.prefill()

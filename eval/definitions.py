@@ -108,6 +108,7 @@ DEFINITIONS: dict[str, str] = {
         "replacement and divides sums, with both sides of a ratio from the same draw, and tails widened for few prompts."
     ),
     "prompts.failed": (
-        "Prompts whose decoding broke off, in any mode. They stay in the numbers, and no gate passes a report that has any."
+        "Prompts whose decoding broke off, in any mode. What was decoded of them is counted, a batch that broke off is "
+        "timed in no mode, and no gate passes a report that has any."
     ),
 }

@@ -23,7 +23,7 @@ from eval.clock import Laps
 from eval.decode import check_decodable
 from eval.drafts import EvaluatedDraft, load_evaluated
 from eval.energy import summarise_energy
-from eval.lossless import judge_lossless
+from eval.lossless import NOT_LOSSLESS, judge_lossless
 from eval.meters import find_meter
 from eval.page import render_page
 from eval.prediction import predict_speed
@@ -70,14 +70,7 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     if records is None:
         return DONE
     laps.done("decoding")
-    lossless = judge_lossless(
-        target,
-        records.of(AUTOREGRESSIVE),
-        records.of(SPECULATIVE),
-        config.decode,
-        config.lossless,
-        lambda other: load_evaluated(config, other),
-    )
+    lossless = _judge(config, target, records)
     laps.done("losslessness")
     report = _describe(config, suite, target, draft, records, lossless, state.num_processes)
     report["quality"] = quality.judge(target, records)
@@ -95,6 +88,20 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     log.info("took: %s", laps)
     log.info("report in %s", output / "report.html")
     return DONE
+
+
+def _judge(config: EvalConfig, target: Target, records: Tally) -> dict[str, Any]:
+    """Return the verdict on losslessness; what was made up is not looked at."""
+    if config.simulate_acceptance is not None:
+        return {"verdict": NOT_LOSSLESS, "checked_prompts": 0, "divergences": [], "checks": {}, "failed_checks": []}
+    return judge_lossless(
+        target,
+        records.of(AUTOREGRESSIVE),
+        records.of(SPECULATIVE),
+        config.decode,
+        config.lossless,
+        lambda other: load_evaluated(config, other),
+    )
 
 
 def _load(config: EvalConfig, target: Target) -> EvaluatedDraft:
@@ -154,6 +161,7 @@ def _describe(
         git=describe_git(),
         command=mask_arguments(sys.orig_argv),
         warnings=warnings,
+        simulated=config.simulate_acceptance is not None,
         bootstrap_samples=config.bootstrap_samples,
         seed=config.decode.seed,
     )

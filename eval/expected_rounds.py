@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.records import Generation
+from eval.records import ENDED, Generation
 
 Floats = NDArray[np.float64]
 
@@ -94,7 +94,7 @@ class AnswerLength:
 def answer_lengths(generations: Iterable[Generation], max_new_tokens: int) -> list[AnswerLength]:
     """Count answers by their length; those without rounds are left out, as they are of every speed."""
     counts = Counter(
-        (len(each.tokens) - 1, max_new_tokens - len(each.tokens) if each.stop_reason == "eos" else 0)
+        (len(each.tokens) - 1, max_new_tokens - len(each.tokens) if each.stop_reason in ENDED else 0)
         for each in generations
         if len(each.tokens) > 1
     )

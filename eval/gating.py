@@ -19,6 +19,8 @@ from eval.gate_rules import is_of_a_machine, judge_against_free, judge_rule
 from eval.verdict import Finding, Outcome, Verdict
 from eval.wording import checks_in_words, short
 
+LEAST_RESAMPLES = 200  # of the bootstrap behind a report's intervals
+
 
 @dataclass(frozen=True, kw_only=True)
 class Artifact:
@@ -52,6 +54,7 @@ def judge(
         _judge_lossless(report, config),
         _judge_prompts(report, config),
         _judge_provenance(report, config, artifact),
+        *_judge_intervals(report),
     ]
     for rule in config.rules:
         findings += judge_rule(report, rule, baseline)
@@ -126,6 +129,8 @@ def _change(report: Mapping[str, Any], config: GateConfig) -> str:
         return "no checked answer differs from plain decoding, but the gate does not allow this verdict"
     if verdict == "lossy_by_design" and report.get("quality") is None:
         return "the rule changes answers, and nothing says what they are worth: evaluate with `quality` in the config"
+    if verdict == "lossy_by_design":  # what is allowed to differ is not checked
+        return ""
     return "no answer was checked against plain decoding" if section["checked_prompts"] == 0 else ""
 
 
@@ -145,6 +150,16 @@ def _judge_prompts(report: Mapping[str, Any], config: GateConfig) -> Finding:
         required=required if wanted is None else f"{required}, of suite {short(wanted)}",
         reason=reason,
     )
+
+
+def _judge_intervals(report: Mapping[str, Any]) -> list[Finding]:
+    """Return a finding where the report's intervals are too roughly drawn to be judged by, else none."""
+    samples = report["statistics"]["bootstrap_samples"]
+    if samples >= LEAST_RESAMPLES:
+        return []
+    reason = "so few resamples make intervals of chance: evaluate with bootstrap_samples as it is by default"
+    required = f"at least {LEAST_RESAMPLES} resamples"
+    return [Finding(check="intervals", outcome="inconclusive", value=float(samples), required=required, reason=reason)]
 
 
 def _unanswered(prompts: Mapping[str, Any]) -> str:

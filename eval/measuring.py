@@ -128,6 +128,7 @@ class Measurement:
                     repeat=repeat,
                     measure_overlap=repeat == 0 and mode == SPECULATIVE,
                     meter=self.meter,
+                    simulate_acceptance=self.config.simulate_acceptance if mode == SPECULATIVE else None,
                 )
             except RuntimeError:  # what torch raises where memory runs out or a kernel fails
                 log.exception("%s decoding of the batch of prompt %s failed", mode, batch[0].prompt_id)

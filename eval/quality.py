@@ -23,7 +23,7 @@ from distill.prompts import Prompt
 from distill.target import Target
 from eval.intervals import LEVEL, Floats, Interval, statistic_interval
 from eval.lossless_sampled import mean_log_likelihood, pair_answers
-from eval.records import AUTOREGRESSIVE, FAILED, SPECULATIVE, Generation
+from eval.records import AUTOREGRESSIVE, ENDED, FAILED, SPECULATIVE, Generation
 from eval.scorers import Scorer, load_scorers, reference_of
 from eval.tally import Tally
 
@@ -60,7 +60,7 @@ class Quality:
             "num_answers": len(complete),
             "num_identical": sum(plain.tokens == speculative.tokens for plain, speculative in complete),
             "num_failed": len(pairs) - len(complete),
-            "num_cut": sum(any(answer.stop_reason != "eos" for answer in pair) for pair in complete),
+            "num_cut": sum(any(answer.stop_reason not in ENDED for answer in pair) for pair in complete),
             "perplexity": self._perplexity(target, complete) if self.asked.perplexity and complete else None,
             "scores": {name: self._scores(target, complete, name) for name in self.scorers} if complete else {},
         }

@@ -62,8 +62,11 @@ class RecordWriter:
         lines = [json.dumps({"generation": to_values(generation)}) for generation in generations]
         lines += [json.dumps({"timing": asdict(timing)}) for timing in timings]
         start = self._file.tell()
-        self._file.write("".join(line + "\n" for line in lines).encode())
-        self._file.flush()
+        try:
+            self._file.write("".join(line + "\n" for line in lines).encode())
+            self._file.flush()
+        except OSError as error:
+            raise InputError(f"cannot write {self.path}: {error.strerror or error}") from error
         self.pieces.append(Piece(batch, self.path, start, self._file.tell()))
 
 

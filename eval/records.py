@@ -14,6 +14,7 @@ from typing import Literal
 StopReason = Literal["eos", "stop", "length", "context", "non_finite", "error", "no_room_in_context", "after_a_failed_turn"]
 UNDECODED = frozenset(("error", "no_room_in_context", "after_a_failed_turn"))  # such a generation has no tokens
 FAILED = UNDECODED | {"non_finite"}
+ENDED = frozenset(("eos", "stop"))  # by what was written, not by a limit
 AUTOREGRESSIVE = "autoregressive"
 SPECULATIVE = "speculative"
 

@@ -152,7 +152,12 @@ class _Runs:
         self.longest = longest
         start, grows_by = _span(context, longest)
         settings = decode.model_copy(
-            update={"num_speculative_tokens": longest, "max_new_tokens": grows_by + longest + 2, "batch_size": batch}
+            update={
+                "num_speculative_tokens": longest,
+                "max_new_tokens": grows_by + longest + 2,
+                "batch_size": batch,
+                "stop": None,  # no round may end the text
+            }
         )
         self.context = start + grows_by // 2  # halfway through the rounds; the plain ones, of a token each, all stand near it
         self.plain, _ = _start(target, text, batch, self.context, settings, None)

@@ -54,3 +54,12 @@ def test_repeats_of_a_batch_are_one_cluster(make_timing):
     found = summarise_advantage({}, {}, timings, AUTOREGRESSIVE, samples=50, seed=0)
 
     assert (found["decode_speed_ratio"], found["decode_speed_ratio_ci"]) == (1.0, None)
+
+
+def test_a_later_turn_is_of_the_batch_that_it_goes_on_with(make_timing):
+    batches = [("a", "b"), ("b",)]
+    timings = [make_timing(mode, batch, 1.0, 10) for mode in (SPECULATIVE, AUTOREGRESSIVE) for batch in batches]
+
+    found = summarise_advantage({}, {}, timings, AUTOREGRESSIVE, samples=50, seed=0)
+
+    assert (found["decode_speed_ratio"], found["decode_speed_ratio_ci"]) == (1.0, None)  # one cluster says nothing of chance

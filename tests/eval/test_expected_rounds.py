@@ -1,5 +1,6 @@
 """Expected rounds: against rounds played out on text, against plain recursion, and the formulas of special cases."""
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -102,6 +103,7 @@ def test_answers_are_counted_without_their_first_token_and_with_the_room_behind_
     cut = make_generation(plain, stop_reason="length")
     empty = make_generation([], stop_reason="eos")
 
+    assert answer_lengths([replace(ended, stop_reason="stop")], 10) == answer_lengths([ended], 10)
     assert answer_lengths([ended, cut, cut, empty], 10) == [
         AnswerLength(num_tokens=5, room_behind=0, num_answers=2),
         AnswerLength(num_tokens=5, room_behind=4, num_answers=1),

@@ -445,6 +445,29 @@ def test_a_lossy_rule_passes_where_the_gate_allows_it_and_its_answers_were_judge
     assert (unjudged.check, unjudged.outcome) == ("lossless", "fail")
     assert "nothing says what they are worth" in unjudged.reason
     assert judge(report, gate).outcome == "pass"
+    report["lossless"]["checked_prompts"] = 0  # what is allowed to differ need not be compared
+    assert judge(report, gate).outcome == "pass"
+
+
+def test_intervals_of_a_handful_of_resamples_are_not_judged_by(report):
+    report["statistics"]["bootstrap_samples"] = 10
+
+    verdict = judge(report, GateConfig())
+
+    assert verdict.outcome == "inconclusive"
+    assert [each.check for each in verdict.findings if each.outcome != "pass"] == ["intervals"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "what"), [("num_turns", 64, "turns asked"), ("format", "gsm8k", "format of the suite")]
+)
+def test_a_baseline_that_was_asked_otherwise_is_refused(report, key, value, what):
+    report["prompts"] |= {"num_turns": 32, "format": "turns"}
+    baseline = copy.deepcopy(report)
+    baseline["prompts"][key] = value
+
+    with pytest.raises(InputError, match=what):
+        judge(report, GateConfig(), baseline)
 
 
 @pytest.mark.parametrize(

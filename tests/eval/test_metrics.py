@@ -9,6 +9,7 @@ from operator import mul
 import pytest
 import torch
 
+from eval.acceptance import summarise_acceptance
 from eval.law_metrics import Calibration, LawAgreement
 from eval.metrics import RoundAcceptance, TokensPerTargetStep, acceptance_metrics
 from eval.report_schema import numbers_of
@@ -190,3 +191,12 @@ def test_metrics_start_anew_after_reset(random_generations):
         metric.reset()
         metric.update(table)
         assert metric.compute() == once
+
+
+def test_the_yield_of_trees_and_its_interval_count_every_node_that_was_judged(random_generations):
+    trees = [replace(each, rounds=tuple(replace(round_, num_nodes=9) for round_ in each.rounds)) for each in random_generations]
+    found = summarise_acceptance(trees, 3, samples=200, seed=0)
+
+    low, high = found["draft_token_yield_ci"]
+    assert low <= found["draft_token_yield"] <= high
+    assert found["draft_token_yield"] == found["accepted_per_round"] / 9

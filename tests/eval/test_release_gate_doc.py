@@ -1,5 +1,6 @@
 """docs/release-gate.md: its workflow is a workflow, and its steps do what the text says when they are run."""
 
+import copy
 import os
 import re
 import subprocess
@@ -39,7 +40,7 @@ def checkout(tmp_path):
 
 
 def run_step(steps, name, folder, **variables):
-    environment = {**os.environ, **steps["env"], "TORCH_INDEX_URL": "", **variables}
+    environment = {**os.environ, **steps["env"], "TORCH_INDEX_URL": "", "BASE": "no-such-branch", **variables}
     command = ["bash", "-eo", "pipefail", "-c", steps[name]["run"]]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280, check=False)
 
@@ -78,13 +79,22 @@ def test_the_gate_step_ends_with_the_gate_s_code_and_the_summary_step_shows_why(
     assert summary.read_text().startswith("## ❌ fail")
 
 
-def test_with_a_served_report_the_gate_compares_with_it(steps, checkout, report, tiny_run):
+def test_a_draft_is_held_against_the_report_of_the_branch_it_goes_to_not_against_its_own(steps, checkout, report, tiny_run):
+    served = copy.deepcopy(report)
+    report["acceptance"]["per_prompt"] = {
+        name: [committed, 2 * rounds] for name, (committed, rounds) in report["acceptance"]["per_prompt"].items()
+    }
+    write_report(checkout / "release/served.json", served)
+    for command in (["init", "-q"], ["add", "release"], ["commit", "-qm", "Serve a draft"], ["branch", "base"]):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *command], cwd=checkout, check=True)
+    write_report(checkout / "release/served.json", report)  # as the pull request has it
     write_report(checkout / steps["env"]["REPORT"], report)
-    write_report(checkout / "release/served.json", report)
 
-    gated = run_step(steps, "Gate", checkout, ARTIFACT=str(tiny_run / "artifact"))
+    gated = run_step(steps, "Gate", checkout, ARTIFACT=str(tiny_run / "artifact"), BASE="base")
 
-    assert "times the baseline" in gated.stdout, gated.stderr
+    (compared,) = [line for line in gated.stdout.splitlines() if "times the baseline" in line]
+    assert compared.startswith("FAIL"), gated.stdout
+    assert "0.5" in compared
 
 
 def test_the_summary_step_has_nothing_to_show_where_the_gate_gave_no_verdict(steps, checkout):
