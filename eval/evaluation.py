@@ -73,6 +73,9 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     lossless = _judge(config, target, records)
     laps.done("losslessness")
     report = _describe(config, suite, target, draft, records, lossless, state.num_processes)
+    # What follows may fail, in a scorer or for want of memory; the decoding must not be lost with it.
+    partial = output / "report.partial.json"
+    write_report(partial, report)
     report["quality"] = quality.judge(target, records)
     report["energy"] = None if metering is None else summarise_energy(records.timings, metering, config)
     laps.done("report")
@@ -81,6 +84,7 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
         report["speed"]["predicted"] = predict_speed(target, draft.proposer, plain, report, config.decode, config.cost)
     laps.done("timing sweep")
     write_report(output / "report.json", report)
+    partial.unlink()
     write_text(output / "report.md", render_markdown(report))
     write_text(output / "report.html", render_page(report, previous))
     print(render_markdown(report))

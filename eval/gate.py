@@ -65,7 +65,10 @@ def _clear_output(args: argparse.Namespace) -> Path:
     if output.resolve() in [Path(path).resolve() for path in (args.report, args.baseline) if path is not None]:
         raise InputError(f"the verdict would overwrite the report {output}; give another file with --output")
     for suffix in (".json", ".md", ".xml"):
-        output.with_suffix(suffix).unlink(missing_ok=True)
+        try:
+            output.with_suffix(suffix).unlink(missing_ok=True)
+        except OSError as error:
+            raise InputError(f"--output: {output.with_suffix(suffix)} cannot be replaced: {error.strerror or error}") from error
     return output
 
 

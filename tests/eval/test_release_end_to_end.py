@@ -117,3 +117,14 @@ def test_an_artifact_changed_after_it_was_measured_is_caught(config, tmp_path):
     code, found = gate(config, artifact=str(changed))
 
     assert (code, list(found)) == (GATE_FAILED, ["provenance"])
+
+
+def test_what_was_decoded_is_reported_even_where_judging_its_worth_breaks_off(config, monkeypatch):
+    monkeypatch.setattr("eval.quality.Quality.judge", lambda *_: 1 / 0)
+
+    with pytest.raises(ZeroDivisionError):
+        evaluate(config)
+
+    report = read_report(Path(config.output) / "report.partial.json")
+    assert report["acceptance"]["num_rounds"] > 0
+    assert not (Path(config.output) / "report.json").exists()
