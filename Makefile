@@ -5,7 +5,7 @@ VLLM_STAMP := .cache/venvs/vllm/.installed
 GEMMA := .cache/gemma/gemma-3-270m-q4_k_m.gguf
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench bench-decode sweep bench-distill bench-heads bench-eval law-check soak tables serve-check gemma-check clean
+.PHONY: help setup demo test check bench bench-decode sweep bench-distill bench-heads bench-eval law-check slow-check soak tables serve-check gemma-check clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -48,6 +48,9 @@ bench-eval: setup ## predicted speed against measured, the evaluator's own cost,
 
 law-check: setup ## 100,000 samples of the whole decoder for every rule and shape against the target's exact law (minutes)
 	$(PY) -m pytest -m slow -s tests/eval/test_law.py tests/eval/test_lossy.py
+
+slow-check: setup ## a forward compiled by the real compiler, 10,000 prompts counted (a minute or two)
+	$(PY) -m pytest -m slow -s tests/heads/test_compiled_forward.py tests/eval/test_tally.py
 
 soak: setup ## 210 tiny runs killed, stopped and damaged at random, each to end with an undisturbed run's weights (about 15 minutes)
 	$(PY) scripts/soak.py
