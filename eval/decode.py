@@ -101,9 +101,7 @@ def decode(
     _check_tree(config, proposer)
     if proposer is None:  # what a lossy mode gives up has no part in plain decoding
         config = config.model_copy(update={"lossy": None})
-    run = _new_run(target, requests, config, proposer, measure_overlap, meter)
-    if simulate_acceptance is not None and isinstance(run, BatchRun):
-        run.judge = SimulatedJudge(config, run.streams, simulate_acceptance)
+    run = _new_run(target, requests, config, proposer, measure_overlap, meter, simulate_acceptance)
     clock = run.clock
     with clock.phase("prefill"):
         run.prefill()
@@ -135,11 +133,15 @@ def _new_run(
     proposer: Proposer | None,
     measure_overlap: bool,
     meter: Meter | None,
+    simulate_acceptance: Sequence[float] | None,
 ) -> BatchRun | ParticleRun:
     """Return the batch about to be decoded: by particles where that is asked for, else by verification."""
     if config.rule == "smc" and proposer is not None:
         return ParticleRun(target, requests, config, proposer, meter)
-    return BatchRun(target, requests, config, proposer, measure_overlap, meter)
+    run = BatchRun(target, requests, config, proposer, measure_overlap, meter)
+    if simulate_acceptance is not None:
+        run.judge = SimulatedJudge(config, run.streams, simulate_acceptance)
+    return run
 
 
 def _check_tree(config: DecodeConfig, proposer: Proposer | None) -> None:

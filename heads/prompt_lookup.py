@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from configs.decoding import SamplingConfig
-from heads.proposer import Proposal, Tokens
+from heads.proposer import Proposal, Tokens, copied
 from heads.streams import Streams
 from heads.target_states import TargetStates
 
@@ -39,12 +39,7 @@ class PromptLookup:
     def propose(
         self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, streams: Streams, *, keep_logits: bool
     ) -> Proposal:
-        drafts = [self._continue(row, number, num_tokens) for number, row in enumerate(tokens)]
-        # No wider than the longest draft: the target computes every column, drafted or not.
-        width = max(map(len, drafts))
-        padded = [draft + [0] * (width - len(draft)) for draft in drafts]
-        tokens_BG = torch.tensor(padded, dtype=torch.int64, device=self.device)
-        return Proposal(tokens_BG=tokens_BG, num_drafted=[len(draft) for draft in drafts])
+        return copied([self._continue(row, number, num_tokens) for number, row in enumerate(tokens)], self.device)
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
         """Nothing to learn: the index is brought up to date from the committed tokens."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from configs.decoding import SamplingConfig
@@ -43,6 +44,14 @@ class Proposal:
     logits_BGV: Tensor | None = None
     parents_BN: Tensor | None = None
     laws_BKV: Tensor | None = None
+
+
+def copied(drafts: Sequence[Sequence[int]], device: torch.device) -> Proposal:
+    """Return a proposal of ids by row that no law was asked for; no wider than the longest, since every column is computed."""
+    width = max(map(len, drafts))
+    padded = [[*draft, *[0] * (width - len(draft))] for draft in drafts]
+    tokens_BG = torch.tensor(padded, dtype=torch.int64, device=device)
+    return Proposal(tokens_BG=tokens_BG, num_drafted=[len(draft) for draft in drafts])
 
 
 class Proposer(Protocol):

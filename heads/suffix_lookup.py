@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 
 from configs.decoding import SamplingConfig
-from heads.proposer import Proposal, Tokens
+from heads.proposer import Proposal, Tokens, copied
 from heads.streams import Streams
 from heads.suffix_automaton import ROOT, Match, SuffixAutomaton
 from heads.target_states import TargetStates
@@ -38,7 +38,6 @@ class _Row:
     own: SuffixAutomaton = field(default_factory=SuffixAutomaton)
     end: int = ROOT  # the state of `own` where the text ends
     past: Match = NOTHING  # the text's longest suffix in the memory
-    drafts: list[int] = field(default_factory=list)
 
     @property
     def answer(self) -> list[int]:
@@ -97,12 +96,7 @@ class SuffixLookup:
     ) -> Proposal:
         for row, text in zip(self._rows, tokens, strict=True):
             self._read(row, text[len(row.text) :])
-            row.drafts = self._continue(row, num_tokens)
-        # No wider than the longest draft: the target computes every column, drafted or not.
-        width = max(len(row.drafts) for row in self._rows)
-        padded = [row.drafts + [0] * (width - len(row.drafts)) for row in self._rows]
-        tokens_BG = torch.tensor(padded, dtype=torch.int64, device=self.device)
-        return Proposal(tokens_BG=tokens_BG, num_drafted=[len(row.drafts) for row in self._rows])
+        return copied([self._continue(row, num_tokens) for row in self._rows], self.device)
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
         """Nothing to learn: what stayed is read from the text in the next round."""

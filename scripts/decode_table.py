@@ -52,7 +52,14 @@ def measure_ways(bench: Bench, ways: Sequence[Way]) -> Turns:
 
 def summarise_ways(bench: Bench, ways: Sequence[Way], turns: Turns) -> list[dict[str, Any]]:
     """Return the table's rows."""
-    return [_row(bench, way, turns[PLAIN[way.settings.temperature, way.fastest]], turns[way.name]) for way in ways]
+    nats = {name: _nats_a_token(bench, own) for name, own in turns.items()}
+    rows = []
+    for way in ways:
+        plain = PLAIN[way.settings.temperature, way.fastest]
+        # 1 where the answers are as likely to the target as its own.
+        perplexity = math.exp(nats[way.name] - nats[plain])
+        rows.append({**_row(bench, way, turns[plain], turns[way.name]), "perplexity_vs_plain": perplexity})
+    return rows
 
 
 def tau_ratio(ours: TurnsOfSide, other: TurnsOfSide, samples: int) -> Interval:
@@ -104,15 +111,13 @@ def _row(bench: Bench, way: Way, plain: TurnsOfSide, own: TurnsOfSide) -> dict[s
         "lossless": verdict,
         **with_bounds("tau", ratio_interval(committed, rounds, samples=samples, seed=0)),
         **with_bounds("speedup", speedup),
-        "perplexity_vs_plain": _perplexity_ratio(bench, *pair),
     }
 
 
-def _perplexity_ratio(bench: Bench, plain: Sequence[Generation], own: Sequence[Generation]) -> float:
-    """Return the perplexity of a way's answers under the target over that of plain answers; 1 where it loses nothing."""
-    nats = [sum(nats_of(bench.target, answer) for answer in answers) for answers in (plain, own)]
-    tokens = [sum(len(answer.tokens) for answer in answers) for answers in (plain, own)]
-    return math.exp(nats[1] / tokens[1] - nats[0] / tokens[0])
+def _nats_a_token(bench: Bench, turns: TurnsOfSide) -> float:
+    """Return the mean negative log-probability of a token of a side's answers under the target."""
+    answers = first_generations(turns)
+    return sum(nats_of(bench.target, answer) for answer in answers) / sum(len(answer.tokens) for answer in answers)
 
 
 def _counts(turns: TurnsOfSide) -> tuple[list[float], list[float]]:
