@@ -17,8 +17,6 @@ from torch import Tensor
 
 from heads.law import draw
 
-RESAMPLE_BELOW = 0.5
-
 
 def weigh(
     log_weights_BN: Tensor, p_BNGV: Tensor, q_BNGV: Tensor, tokens_BNG: Tensor, num_drafted_BN: Tensor, power: float = 1.0
@@ -67,7 +65,7 @@ def effective_sample_size(log_weights_BN: Tensor) -> Tensor:
     return 1 / weight_shares(log_weights_BN).square().sum(-1)
 
 
-def resample(log_weights_BN: Tensor, uniform_B: Tensor, below: float = RESAMPLE_BELOW) -> tuple[Tensor, Tensor]:
+def resample(log_weights_BN: Tensor, uniform_B: Tensor, below: float) -> tuple[Tensor, Tensor]:
     """Return which particle each place goes on from `[B, N]`, and the log-weights after it.
 
     Only requests whose effective sample size is under `below` times N resample, and start again from equal weights; in the

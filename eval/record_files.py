@@ -110,7 +110,7 @@ def _parse(line: str, where: str) -> Generation | Timing:
         if "generation" in values:
             return from_values(values["generation"])
         return Timing(**{**values["timing"], "prompt_ids": tuple(values["timing"]["prompt_ids"])})
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:  # ValueError: no JSON, or a number of thousands of digits
         raise InputError(f"{where} is neither a generation nor a timing: {error!r}") from error
 
 

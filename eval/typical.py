@@ -14,11 +14,8 @@ from torch import Tensor
 from eval.tree_rules import TreeVerdict
 from eval.verify import Verdict
 
-EPSILON = 0.09
-DELTA = 0.3
 
-
-def typical_threshold(p: Tensor, epsilon: float = EPSILON, delta: float = DELTA) -> Tensor:
+def typical_threshold(p: Tensor, epsilon: float, delta: float) -> Tensor:
     """Return min(epsilon, delta exp(-H(p))) `[...]` for laws `[..., V]`: the probability a token must exceed to be plausible.
 
     Args:
@@ -35,9 +32,7 @@ def typical_threshold(p: Tensor, epsilon: float = EPSILON, delta: float = DELTA)
     return (delta * (-entropy).exp()).clamp(max=epsilon)
 
 
-def verify_typical(
-    p_BKV: Tensor, tokens_BG: Tensor, num_drafted_B: Tensor, epsilon: float = EPSILON, delta: float = DELTA
-) -> Verdict:
+def verify_typical(p_BKV: Tensor, tokens_BG: Tensor, num_drafted_B: Tensor, epsilon: float, delta: float) -> Verdict:
     """Keep the leading drafts that are plausible, then put the target's likeliest token. Lossy.
 
     Args:
@@ -54,7 +49,7 @@ def verify_typical(
 
 
 def verify_typical_tree(
-    p_BNV: Tensor, tokens_BN: Tensor, parents_BN: Tensor, depth: int, epsilon: float = EPSILON, delta: float = DELTA
+    p_BNV: Tensor, tokens_BN: Tensor, parents_BN: Tensor, depth: int, epsilon: float, delta: float
 ) -> TreeVerdict:
     """Keep the deepest path of plausible tokens, the likeliest of equals, then put the target's likeliest token. Lossy.
 

@@ -87,7 +87,7 @@ def test_every_kept_draft_is_plausible_and_the_target_adds_its_likeliest(target,
             for place, token in enumerate(round_.committed):
                 law_V = token_law(target.model(torch.tensor([text])).logits[0, -1], config)
                 if place < round_.num_accepted:
-                    assert law_V[token] > typical_threshold(law_V)
+                    assert law_V[token] > typical_threshold(law_V, config.lossy.epsilon, config.lossy.delta)
                 else:
                     assert token == law_V.argmax()
                 text.append(token)

@@ -115,7 +115,7 @@ def test_systematic_resampling_gives_each_particle_its_share_of_places_on_averag
 
 def test_only_worn_out_requests_resample_and_they_start_again_from_equal_weights():
     weights = torch.tensor([[0.0, 0.1, 0.0, 0.1], [0.0, -9.0, -9.0, -9.0]])
-    ancestors, after = resample(weights, torch.tensor([0.3, 0.3]))
+    ancestors, after = resample(weights, torch.tensor([0.3, 0.3]), below=0.5)
     assert ancestors.tolist() == [[0, 1, 2, 3], [0, 0, 0, 0]]
     assert torch.equal(after, torch.stack([weights[0], torch.zeros(4)]))
 

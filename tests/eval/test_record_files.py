@@ -58,7 +58,7 @@ def test_finished_batches_are_on_disk_while_the_run_goes_on(random_generations, 
         assert list(read_records(writer.path)) == random_generations[:2]
 
 
-@pytest.mark.parametrize("line", ["", "{", "[]", '{"generation": {"prompt_id": "q"}}', '{"timing": {"mode": 1}}'])
+@pytest.mark.parametrize("line", ["", "{", "[]", '{"generation": {"prompt_id": "q"}}', '{"timing": {"mode": 1}}', "9" * 5000])
 def test_a_line_that_is_no_record_is_named(random_generations, tmp_path, line):
     path = written(tmp_path, random_generations[:1])
     with path.open("a") as file:

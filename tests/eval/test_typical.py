@@ -7,10 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs.lossy import TypicalAcceptance
 from eval.enumeration import enumerate_rule, random_toy
 from eval.tree_rules import match_tree, tokens_of
-from eval.typical import DELTA, EPSILON, typical_threshold, verify_typical, verify_typical_tree
+from eval.typical import typical_threshold, verify_typical, verify_typical_tree
 from eval.verify import verify_greedy
+
+DEFAULTS = TypicalAcceptance(kind="typical")
+EPSILON, DELTA = DEFAULTS.epsilon, DEFAULTS.delta
 
 
 def random_laws(seed, *shape):
@@ -24,8 +28,8 @@ def is_plausible(p_V, token):
 
 def test_the_threshold_is_epsilon_where_the_target_is_sure_and_falls_with_its_entropy():
     sure, undecided = torch.tensor([1.0, 0, 0]), torch.full((1000,), 1e-3)
-    assert typical_threshold(sure).item() == pytest.approx(EPSILON)
-    assert typical_threshold(undecided).item() == pytest.approx(DELTA / 1000, rel=1e-4)
+    assert typical_threshold(sure, EPSILON, DELTA).item() == pytest.approx(EPSILON)
+    assert typical_threshold(undecided, EPSILON, DELTA).item() == pytest.approx(DELTA / 1000, rel=1e-4)
 
 
 @pytest.mark.parametrize(("epsilon", "delta"), [(0.0, 0.3), (1.0, 0.3), (0.09, 0.0), (0.09, math.nan)])
@@ -54,7 +58,7 @@ def test_a_tree_keeps_the_deepest_plausible_path_and_the_likeliest_of_equals(dat
     parents = [-1] + [data.draw(st.integers(0, node)) for node in range(data.draw(st.integers(1, 7)))]
     p_BNV = random_laws(seed, 3, len(parents), 4)
     tokens_BN = torch.randint(4, (3, len(parents)), generator=torch.Generator().manual_seed(seed))
-    verdict = verify_typical_tree(p_BNV, tokens_BN, torch.tensor(parents), len(parents) - 1)
+    verdict = verify_typical_tree(p_BNV, tokens_BN, torch.tensor(parents), len(parents) - 1, EPSILON, DELTA)
     for row in range(3):
         path = naive_path(p_BNV[row].tolist(), tokens_BN[row].tolist(), parents)
         assert verdict.path_BD[row].tolist() == path + [-1] * (len(parents) - 1 - len(path))
@@ -65,7 +69,7 @@ def test_a_tree_keeps_the_deepest_plausible_path_and_the_likeliest_of_equals(dat
 def test_a_chain_keeps_its_leading_plausible_drafts_and_never_more_than_were_drafted():
     p_BKV, tokens_BG = random_laws(0, 100, 4, 5), torch.randint(5, (100, 3), generator=torch.Generator().manual_seed(0))
     num_drafted_B = torch.arange(100) % 4
-    verdict = verify_typical(p_BKV, tokens_BG, num_drafted_B)
+    verdict = verify_typical(p_BKV, tokens_BG, num_drafted_B, EPSILON, DELTA)
     for row in range(100):
         flags = [is_plausible(p_BKV[row, i].tolist(), tokens_BG[row, i]) for i in range(num_drafted_B[row])]
         accepted = (*flags, False).index(False)
@@ -80,15 +84,18 @@ def test_at_temperature_0_it_is_greedy():
     p_BNV = torch.nn.functional.one_hot(target_BN, 3).double()
     parents_N = torch.tensor([-1, 0, 1, 1, 3, 2])
     tokens_BN[:, 3] = (tokens_BN[:, 2] + 1) % 3  # siblings that differ
-    one, other = verify_typical_tree(p_BNV, tokens_BN, parents_N, 3), match_tree(tokens_of(target_BN), tokens_BN, parents_N, 3)
+    one, other = (
+        verify_typical_tree(p_BNV, tokens_BN, parents_N, 3, EPSILON, DELTA),
+        match_tree(tokens_of(target_BN), tokens_BN, parents_N, 3),
+    )
     assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
     chain, greedy = (
-        verify_typical(p_BNV, tokens_BN[:, 1:], torch.full((50,), 5)),
+        verify_typical(p_BNV, tokens_BN[:, 1:], torch.full((50,), 5), EPSILON, DELTA),
         verify_greedy(target_BN, tokens_BN[:, 1:], torch.full((50,), 5)),
     )
     assert all(torch.equal(*pair) for pair in zip(chain, greedy, strict=True))
 
 
 def test_its_output_does_not_follow_the_targets_law():
-    outcome = enumerate_rule(lambda p, q, tokens, count, *_: verify_typical(p, tokens, count), random_toy(0))
+    outcome = enumerate_rule(lambda p, q, tokens, count, *_: verify_typical(p, tokens, count, EPSILON, DELTA), random_toy(0))
     assert outcome.total_variation > 0.1
