@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Mapping
 
@@ -10,16 +9,19 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from distill.step_clock import STEP_PARTS, StepClock
+
 
 class Books:
     """What has happened in this process since the last report.
 
     Args:
         accelerator: adds up over processes.
+        clock: says how long the steps took.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator = accelerator
+    def __init__(self, accelerator: Accelerator, clock: StepClock) -> None:
+        self.accelerator, self.clock = accelerator, clock
         self._clear()
 
     def add(self, sums: Mapping[str, Tensor], counts: Mapping[str, Tensor] | None = None) -> None:
@@ -38,17 +40,13 @@ class Books:
         if norm is not None:
             self.norms.append(norm)
 
-    def leave_out(self, seconds: float) -> None:
-        """Count seconds that were not spent on training steps out of the rate."""
-        self.started += seconds
-
     def report(self) -> dict[str, float]:
         """Return averages over labels since the last report, and start anew."""
         names = sorted(self.sums)
         counts = [self.counts.get(name, self.labels) for name in names]
         table = torch.stack([self.labels, *(self.sums[name] for name in names), *counts])
         labels, *totals = self.accelerator.reduce(table, "sum").tolist()
-        seconds = time.perf_counter() - self.started
+        seconds = self._step_seconds() - self.seconds_before
         pairs = zip(totals[: len(names)], totals[len(names) :], strict=True)
         report = {name: value / max(count, 1) for name, (value, count) in zip(names, pairs, strict=True)}
         report["gradient_norm"] = float(sum(map(float, self.norms)) / max(len(self.norms), 1))
@@ -61,4 +59,8 @@ class Books:
         self.counts: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.accelerator.device))
         self.labels = torch.zeros((), device=self.accelerator.device)
         self.norms: list[Tensor] = []
-        self.started = time.perf_counter()
+        self.seconds_before = self._step_seconds()
+
+    def _step_seconds(self) -> float:
+        seconds = self.clock.seconds()
+        return sum(seconds[part] for part in STEP_PARTS)

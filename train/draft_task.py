@@ -24,6 +24,7 @@ from distill.layer_choice import choose_layers
 from distill.losses import SparseTarget
 from distill.objective import DraftObjective, target_hidden
 from distill.policy import Rewriter
+from distill.step_clock import StepClock
 from distill.target import Target, move
 from distill.vocabulary_choice import most_frequent_answer_tokens
 from heads.artifact import Metadata, save_draft_lm
@@ -61,6 +62,7 @@ class DraftTask:
         student = _with_layers(config, target, train)
         self.config = config.model_copy(update={"student": student})
         self.target, self.accelerator = target, accelerator
+        self.clock = StepClock(accelerator.device)
         online: Callable[[Batch], Tensor | SparseTarget] = partial(target_hidden, target)
         self.signal = online if cache is None else cache.signal
         size = student.draft_vocab_size

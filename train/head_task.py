@@ -15,6 +15,7 @@ from distill.batches import Batch
 from distill.cache import TargetCache
 from distill.conversations import Conversation
 from distill.head_objective import HeadLoss, HeadObjective
+from distill.step_clock import StepClock
 from distill.target import Target
 from distill.vocabulary_choice import most_frequent_answer_tokens
 from heads.artifact import HiddenStates, Metadata, save_head
@@ -55,6 +56,7 @@ class HeadTask:
         cache: TargetCache | None = None,
     ) -> None:
         self.config, self.target, self.cache = config, target, cache
+        self.clock = StepClock(accelerator.device)
         check_rolls_back(target.model)
         self.family = FAMILIES[config.head.kind]
         size = config.head.draft_vocab_size

@@ -26,6 +26,7 @@ from configs.errors import Stopped
 from configs.learning import OptimizerConfig
 from configs.schema import ScheduleConfig
 from distill.batches import Batch
+from distill.step_clock import STEP_PARTS
 from train.books import Books
 from train.checkpoints import Checkpoints, Progress, writing
 from train.history import History, explain_gap
@@ -44,8 +45,12 @@ class Outcome:
     steps: int
     best_score: float
     best_step: int
+    # Of this process since it started: seconds = training_seconds + evaluation_seconds + checkpoint_seconds.
     seconds: float
-    training_seconds: float  # of them, those of training steps: held-out decoding and checkpoints left out
+    training_seconds: float  # training steps, logging included
+    evaluation_seconds: float  # decoding held-out prompts
+    checkpoint_seconds: float  # writing checkpoints and the best draft, and reading the one gone on from
+    input_seconds: float  # part of training_seconds: waiting for batches, and reading a cache of the target
     labels: int  # trained on in this process since it started
     trained_parameters: int
 
@@ -117,11 +122,12 @@ class _Training:
             progress=self.progress,
         )
         accelerator.init_trackers("draftsmith", config={"config": json.dumps(config)})
-        self.books = Books(accelerator)
-        self.seconds_aside = 0.0  # not spent on training steps
+        self.clock = task.clock
+        self.books = Books(accelerator, self.clock)
 
     def run(self) -> Outcome:
         self.started = time.perf_counter()
+        self.clock.start()
         self._resume()
         # Where the evaluation of the last step is still to be made, its line is not to be there yet.
         done = self.progress.step - (not self.progress.settled)
@@ -141,19 +147,26 @@ class _Training:
         self.accelerator.end_training()
         if self.progress.best_score is None or self.progress.best_step is None:
             raise RuntimeError("the run ended without an evaluation")
-        seconds = time.perf_counter() - self.started
+        seconds = self.clock.seconds()
         return Outcome(
             steps=self.progress.step,
             best_score=self.progress.best_score,
             best_step=self.progress.best_step,
-            seconds=seconds,
-            training_seconds=seconds - self.seconds_aside,
+            seconds=sum(seconds.values()),
+            training_seconds=sum(seconds[part] for part in STEP_PARTS),
+            evaluation_seconds=seconds["evaluation"],
+            checkpoint_seconds=seconds["checkpoint"],
+            input_seconds=seconds["data"],
             labels=labels,
             trained_parameters=self.trained_parameters,
         )
 
     def _resume(self) -> None:
-        if self.schedule.resume and (path := self.checkpoints.resume()) is not None:
+        if not self.schedule.resume:
+            return
+        with self.clock("checkpoint"):
+            path = self.checkpoints.resume()
+        if path is not None:
             log.info("resumed from %s", path)
 
     def _windows(self) -> Iterator[list[Batch]]:
@@ -162,8 +175,12 @@ class _Training:
         self.loader.set_epoch(self.progress.epoch)
         done = self.progress.steps_in_epoch * accumulate
         batches = iter(self.accelerator.skip_first_batches(self.loader, done) if done else self.loader)
-        while window := list(islice(batches, accumulate)):
+        while window := self._next(batches, accumulate):
             yield window
+
+    def _next(self, batches: Iterator[Batch], num_batches: int) -> list[Batch]:
+        with self.clock("data"):
+            return list(islice(batches, num_batches))
 
     def _step(self, window: list[Batch]) -> int:
         """Take one optimiser step over the micro-batches in `window`; return how many labels this process gave."""
@@ -227,17 +244,15 @@ class _Training:
     def _settle(self) -> None:
         """Do what is due after a step beside logging."""
         step, last = self.progress.step, self.progress.step == self.num_steps
-        started = time.perf_counter()
         if last or _due(step, self.schedule.eval_every_steps):
-            metrics = self._evaluate()
+            with self.clock("evaluation"):
+                metrics = self._evaluate()
             if last and (gap := explain_gap(metrics)) is not None:
                 log.warning(gap)
         self.progress.settled = True
         if last or _due(step, self.schedule.checkpoint_every_steps):
-            self.checkpoints.save()
-        aside = time.perf_counter() - started
-        self.seconds_aside += aside
-        self.books.leave_out(aside)
+            with self.clock("checkpoint"):
+                self.checkpoints.save()
 
     def _evaluate(self) -> dict[str, float]:
         """Decode held-out prompts, write down how that went, and keep the draft if it beats all before; return the metrics."""
@@ -251,7 +266,7 @@ class _Training:
         if self.progress.best_score is None or score > self.progress.best_score:
             self.progress.best_score, self.progress.best_step = score, self.progress.step
             if self.accelerator.is_main_process:
-                with writing(self.output / "artifact"):
+                with self.clock("checkpoint"), writing(self.output / "artifact"):
                     self.task.save(unwrapped, self.progress, metrics)
         self.accelerator.wait_for_everyone()
         return metrics

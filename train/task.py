@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from distill.batches import Batch
+from distill.step_clock import StepClock
 from train.checkpoints import Progress
 
 
@@ -47,6 +48,7 @@ class Task(Protocol):
     """What is trained, how it is judged, and how it is kept."""
 
     module: nn.Module
+    clock: StepClock  # the loop starts it; the task says when target and draft are at work
 
     def prepare(self, module: nn.Module, window: list[Batch], place: StepPlace) -> Prepared:
         """Return the micro-batches to train on in place of those in the data; leaves the module and all randomness alone."""

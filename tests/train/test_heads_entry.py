@@ -110,6 +110,10 @@ def test_from_files_to_a_head_that_decodes_as_the_target_alone(run_folder, tiny_
     assert run_heads(config_for(run_folder, tiny_run, tmp_path / "out", head=head)) == 0  # under bfloat16, as by default
     outcome = json.loads((tmp_path / "out" / "outcome.json").read_text())
     assert outcome["steps"] == 8
+    parts = [outcome[f"{part}_seconds"] for part in ("training", "evaluation", "checkpoint")]
+    assert sum(parts) == pytest.approx(outcome["seconds"])
+    assert min(*parts, outcome["input_seconds"]) > 0
+    assert outcome["input_seconds"] < outcome["training_seconds"]
     target = load_target(TargetConfig(name=str(tiny_run / "target"), dtype="bfloat16", device="cpu"))
     draft = load_draft(tmp_path / "out" / "artifact", target.identity, target.model)
     assert draft.metadata.kind == head["kind"]

@@ -12,6 +12,7 @@ from configs.errors import InputError
 from configs.learning import OptimizerConfig
 from configs.schema import ScheduleConfig
 from distill.batches import ConversationDataset, make_loader
+from distill.step_clock import StepClock
 from eval.canvas import VARIABLES
 from train.history import LINES_FILE, PICTURE_FILE, History, draw_history, explain_gap
 from train.launch import make_accelerator
@@ -26,6 +27,7 @@ class Task:
 
     def __init__(self, scores, stop_after=None):
         self.module, self.scores, self.steps_left = nn.Linear(1, 1), iter(scores), stop_after
+        self.clock = StepClock(torch.device("cpu"))
 
     def prepare(self, module, window, place):
         if self.steps_left == 0:
