@@ -174,13 +174,23 @@ def read_jsonl(path: Path, what: str) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, line in enumerate(read_text(path, what).split("\n"), 1):
         if not line.strip():
             continue
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{what} {path}, line {number}: not JSON: {error}") from error
-        if not isinstance(value, dict):
-            raise InputError(f"{what} {path}, line {number}: expected an object, got {type(value).__name__}")
+        value = json_object(line, f"{what} {path}, line {number}")
         found = True
         yield number, value
     if not found:
         raise InputError(f"{what} {path} is empty")
+
+
+def json_object(line: str | bytes, where: str) -> dict[str, Any]:
+    """Return a line of JSONL as an object; `where` names it in the complaint.
+
+    Raises:
+        InputError: it is no JSON object.
+    """
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or bytes that are no UTF-8, are the former
+        raise InputError(f"{where}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{where}: expected an object, got {type(value).__name__}")
+    return value

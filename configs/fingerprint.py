@@ -17,6 +17,7 @@ QUIET = {
     "trackers",
     "gradient_accumulation_steps",
     "process_timeout_seconds",
+    "loader_workers",
 }
 
 

@@ -140,12 +140,32 @@ class TrainingDataConfig(Settings):
     held_out: str = "runs/data/held_out.jsonl"
     max_length: PositiveInt = 512  # tokens; longer conversations are cut at the end
     cache: str | None = None  # a folder made of `train` by `scripts/make_cache.py`; None: the target runs on every batch
+    # Several conversations in a row, kept apart; schedule.batch_size then counts rows. None: a row is one, padded to its batch
+    packing: Literal[True] | None = None
+    # packing: tokens a row. None: twice max_length. Longer rows leave less padding, and cost more attention where it is dense
+    pack_length: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _rows_hold_any_conversation(self) -> Self:
+        if self.pack_length is not None and self.packing is None:
+            raise ValueError("pack_length is for packed rows: set packing to true, or pack_length to null")
+        if self.pack_length is not None and self.pack_length < self.max_length:
+            raise ValueError(
+                f"pack_length must be at least max_length, or a conversation would not fit into a row, got {self.pack_length} "
+                f"and {self.max_length}"
+            )
+        return self
+
+    @property
+    def row_length(self) -> int | None:
+        """Tokens that a packed row has room for; None where rows are not packed."""
+        return (self.pack_length or 2 * self.max_length) if self.packing else None
 
 
 class ScheduleConfig(Settings):
     """Lengths and rhythms of a training run, in optimiser steps unless said otherwise."""
 
-    batch_size: PositiveInt = 8  # conversations a process and micro-step
+    batch_size: PositiveInt = 8  # conversations (data.packing: rows of them) a process and micro-step
     gradient_accumulation_steps: PositiveInt = 1
     epochs: PositiveInt = 1
     max_steps: PositiveInt | None = None  # in place of epochs, fewer steps or more
@@ -155,6 +175,7 @@ class ScheduleConfig(Settings):
     checkpoint_every_steps: PositiveInt | None = None  # None: only at the end
     keep_checkpoints: PositiveInt = 2  # the newest; that of the best step stays as well
     process_timeout_seconds: PositiveInt = 600  # one of several processes that others wait for longer than this is given up
+    loader_workers: PositiveInt | None = None  # processes that make batches ahead; None: made by training itself, when due
     resume: bool = True  # go on from the newest checkpoint in the output folder
     trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = ["tensorboard"]
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # numpy, which is seeded as well, takes no larger one
@@ -195,6 +216,11 @@ class DistillConfig(Settings):
             raise ValueError(
                 "a phase of policy lets the draft write answers, and cross_entropy would take its tokens for labels: give loss "
                 "another divergence, or take on_policy and draft_states out of policy.phases"
+            )
+        if self.data.packing:
+            raise ValueError(
+                "a phase of policy lets the draft write answers anew, for which a row has to be one conversation: set "
+                "data.packing to null, or take on_policy and draft_states out of policy.phases"
             )
         if self.data.cache is not None:
             raise ValueError(

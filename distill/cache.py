@@ -5,9 +5,8 @@ when it is first needed. Hidden states in the target's own dtype are those of th
 shape (another padding, another order of the same sums); top-k rows are what `distill.losses.sparse_pair` makes of them. A
 cache with taps gives heads what `heads.target_states.read_states` does, and the normalisers of the target's logits.
 
-Left out on purpose: conversations that change during training, and several in one row; a cache knows those of its data file
-only, by their number.
-B batch, T positions, P = B * T flat places, N rows of a batch that are kept, E width of the target.
+Left out on purpose: conversations that change during training; a cache knows those of its data file only, by their number.
+B batch, T positions, C documents of a row at most, P = B * T flat places, N kept positions of a batch, E width of the target.
 """
 
 from __future__ import annotations
@@ -146,7 +145,10 @@ class TargetCache:
 
     def _rows_of(self, batch: Batch, kept_BT: Tensor, names: Sequence[str] | None = None) -> dict[str, Tensor]:
         """Return the rows of the positions where `kept_BT` is True, the first ones of each conversation, on its device."""
-        kept = self.rows(batch.conversation_B.tolist(), kept_BT.sum(1).tolist(), names)
+        documents_BT = batch.document_ids_BT.clamp(min=0)
+        counts_BC = torch.zeros_like(batch.conversations_BC).scatter_add_(1, documents_BT, kept_BT.long())
+        there_BC = batch.conversations_BC != NO_DOCUMENT
+        kept = self.rows(batch.conversations_BC[there_BC].tolist(), counts_BC[there_BC].tolist(), names)
         return {name: values.to(kept_BT.device) for name, values in kept.items()}
 
     def _conversation(self, number: int, length: int, names: Sequence[str]) -> dict[str, Tensor]:
@@ -210,8 +212,8 @@ def check_fits(cache: TargetCache, dataset: ConversationDataset, config: Distill
         ConfigError: conversations are longer than those of the cache, or a top-k cache is asked for what it cannot answer.
     """
     manifest = cache.manifest
-    for example in dataset.examples:
-        if num_rows(manifest.layout, example) > manifest.conversations[example.conversation].length:
+    for number, length, start in zip(dataset.numbers, dataset.lengths, dataset.answer_starts, strict=True):
+        if num_rows(manifest.layout, length, start) > manifest.conversations[number].length:
             raise ConfigError(
                 f"data.max_length: expected at most {manifest.max_length}, which target cache {cache.folder} was made with, "
                 f"got {config.data.max_length}"

@@ -31,7 +31,8 @@ from distill.batches import ConversationDataset, Example
 from distill.cache_folder import DISPOSABLE, check_folder, check_room
 from distill.cache_format import CONVENTION, MANIFEST, RECORD, SHARD, Layout, Manifest, Place, Server, Shard
 from distill.cache_rows import local_rows, num_rows
-from distill.conversations import Conversation, check_written_for, read_conversations
+from distill.conversation_file import open_conversations
+from distill.conversations import Conversation, check_written_for
 from distill.partial import fingerprint
 from distill.processes import join_processes
 from distill.server import TargetServer
@@ -58,7 +59,7 @@ def make_cache(config: CacheConfig) -> None:
 def _make(config: CacheConfig, server: TargetServer | None) -> None:
     """Do this process's share of the work, in a folder where nobody else is at work."""
     check_folder(Path(config.output))
-    conversations = read_conversations(Path(config.data))
+    conversations = open_conversations(Path(config.data))
     state = join_processes(config.target)
     with claimed(Path(config.output)) if state.is_main_process else nullcontext():
         _make_claimed(config, server, conversations, state)
@@ -117,7 +118,7 @@ class CacheJob:
             logger.info("%d of %d shards were finished by an earlier run", len(finished), len(self._plan))
         check_room(self._folder, sum(size for number, size in enumerate(sizes) if number not in finished))
         if self.server is not None:
-            check_serves(self.server, self.target, self.layout, self._examples[0])
+            check_serves(self.server, self.target, self.layout, self._dataset[0])
         kept = {name for number in finished for name in (_shard_name(number), _record_name(number))}
         for path in [path for pattern in DISPOSABLE for path in self._folder.glob(pattern) if path.name not in kept]:
             path.unlink()
@@ -208,14 +209,21 @@ class CacheJob:
         )
 
     @cached_property
-    def _examples(self) -> list[Example]:
-        return ConversationDataset(self.conversations, self.config.max_length).examples
+    def _dataset(self) -> ConversationDataset:
+        return ConversationDataset(self.conversations, self.config.max_length)
+
+    @cached_property
+    def _lengths(self) -> list[int]:
+        """How many rows each example has."""
+        dataset = self._dataset
+        pairs = zip(dataset.lengths.tolist(), dataset.answer_starts.tolist(), strict=True)
+        return [num_rows(self.layout, length, start) for length, start in pairs]
 
     @cached_property
     def _plan(self) -> list[range]:
         """Which examples each shard holds."""
         rows_per_shard = int(self.config.shard_megabytes * 1e6 / self.layout.bytes_per_row)
-        return list(plan_shards([num_rows(self.layout, example) for example in self._examples], rows_per_shard))
+        return list(plan_shards(self._lengths, rows_per_shard))
 
     @property
     def _folder(self) -> Path:
@@ -223,7 +231,7 @@ class CacheJob:
 
     def _num_rows(self, number: int) -> int:
         """Return how many rows a shard has."""
-        return sum(num_rows(self.layout, self._examples[index]) for index in self._plan[number])
+        return sum(self._lengths[index] for index in self._plan[number])
 
     def _noted(self, number: int) -> Shard | None:
         """Return a shard that its record says this job has finished; None without such a record."""
@@ -240,14 +248,14 @@ class CacheJob:
 
     def _write_shard(self, number: int) -> None:
         """Write one shard, then the record beside it that says it is finished."""
-        content = save(self._shard_tensors([self._examples[index] for index in self._plan[number]]))
+        content = save(self._shard_tensors([self._dataset[index] for index in self._plan[number]]))
         write_bytes(self._folder / _shard_name(number), content)
         record = {"job": self.digest, "sha256": hashlib.sha256(content).hexdigest()}
         write_json(self._folder / _record_name(number), record)
 
     def _shard_tensors(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         """Return the tensors of a shard: the rows of its conversations, one conversation after the other."""
-        lengths = torch.tensor([num_rows(self.layout, example) for example in examples])
+        lengths = torch.tensor([num_rows(self.layout, len(each.input_ids), each.answer_start) for each in examples])
         starts = lengths.cumsum(0) - lengths
         tensors = {
             name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in self.layout.tensors(int(lengths.sum())).items()
@@ -272,9 +280,8 @@ class CacheJob:
         for number, indices in enumerate(self._plan):
             offset = 0
             for index in indices:
-                example = self._examples[index]
-                length = num_rows(self.layout, example)
-                rows[example.conversation] = (number, offset, length)
+                length = self._lengths[index]
+                rows[int(self._dataset.numbers[index])] = (number, offset, length)
                 offset += length
         places = []
         for index, row in enumerate(self.conversations):

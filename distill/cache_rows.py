@@ -21,9 +21,9 @@ from heads.lm_head import head_logits
 from heads.target_states import read_states
 
 
-def num_rows(layout: Layout, example: Example) -> int:
-    """Return how many rows a conversation has: one a label, or one a token."""
-    return len(example.input_ids) - (0 if layout.every_position else example.answer_start)
+def num_rows(layout: Layout, length: int, answer_start: int) -> int:
+    """Return how many rows a conversation of `length` tokens has: one a label, or one a token."""
+    return length - (0 if layout.every_position else answer_start)
 
 
 def local_rows(

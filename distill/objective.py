@@ -16,15 +16,15 @@ from distill.chunked import ChunkedLoss, LogitHead, chunked_loss_against, model_
 from distill.losses import Divergence, SparseTarget, mix
 from distill.target import Target
 from distill.target_rows import HiddenRows, SparseRows, TargetRows
+from heads.documents import read_documents
 from heads.draft_vocabulary import DraftVocabulary, HeadRows, head_rows
-from heads.lm_head import backbone
 
 
 @torch.no_grad()
 def target_hidden(target: Target, batch: Batch) -> Tensor:
-    """Return the target's final hidden states `[B, T, E]`; padding stands right, so causality alone hides it."""
+    """Return the target's final hidden states `[B, T, E]`, each document's as if it stood alone."""
     with torch.autocast(target.device.type, enabled=False):
-        return backbone(target.model)(input_ids=batch.input_ids_BT, use_cache=False).last_hidden_state
+        return read_documents(target.model, batch.input_ids_BT, batch.packed_positions_BT)
 
 
 def configured_divergence(config: LossConfig) -> Divergence:
@@ -70,6 +70,7 @@ class DraftObjective(nn.Module):
         signal: Tensor | SparseTarget,
         num_labels: Tensor,
         world_size: int,
+        packed_positions_BT: Tensor | None = None,
     ) -> ChunkedLoss:
         """Return the loss over all positions whose next token is a label.
 
@@ -81,8 +82,9 @@ class DraftObjective(nn.Module):
             num_labels: labels of the whole optimiser step, over all processes and micro-batches; the loss is a sum over
                 this batch divided by it.
             world_size: processes whose gradients are averaged afterwards, which this factor undoes.
+            packed_positions_BT: positions from 0 in each document; None: each row is a single one.
         """
-        hidden_BTD = backbone(self.draft)(input_ids=input_ids_BT, use_cache=False).last_hidden_state
+        hidden_BTD = read_documents(self.draft, input_ids_BT, packed_positions_BT)
         predicts_label_BT = loss_mask_BT[:, 1:]
         draft_ND = hidden_BTD[:, :-1][predicts_label_BT]
         labels_N = input_ids_BT[:, 1:][predicts_label_BT] if "cross_entropy" in self._config.weights else None

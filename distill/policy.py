@@ -144,7 +144,7 @@ def examples_of(batch: Batch) -> list[Example]:
     """Return the conversations that a batch was collated from."""
     lengths = (batch.document_ids_BT != NO_DOCUMENT).sum(1).tolist()
     answer_starts = batch.loss_mask_BT.int().argmax(1).tolist()
-    ids, conversations = batch.input_ids_BT.tolist(), batch.conversation_B.tolist()
+    ids, conversations = batch.input_ids_BT.tolist(), batch.conversations_BC[:, 0].tolist()
     return [
         Example(tuple(row[:length]), start, conversation)
         for row, length, start, conversation in zip(ids, lengths, answer_starts, conversations, strict=True)

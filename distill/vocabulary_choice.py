@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from configs.errors import ConfigError
 from distill.conversations import Conversation
@@ -13,6 +14,8 @@ from distill.target import Target
 from heads.draft_vocabulary import DraftVocabulary
 
 log = logging.getLogger("draftsmith")
+
+ROWS_AT_ONCE = 1024
 
 
 def most_frequent_answer_tokens(conversations: Sequence[Conversation], size: int, target: Target) -> DraftVocabulary:
@@ -30,11 +33,20 @@ def most_frequent_answer_tokens(conversations: Sequence[Conversation], size: int
     if not len(ends) <= size <= target.vocab_size:
         limits = f"{max(1, len(ends))} (tokens that end an answer) to {target.vocab_size} (the target's vocabulary)"
         raise ConfigError(f"student.draft_vocab_size: expected {limits}, got {size}")
-    answers = torch.tensor([token for row in conversations for token in row.answer_ids])
-    counts_V = torch.bincount(answers, minlength=target.vocab_size)
+    counts_V = _count_answer_tokens(conversations, target.vocab_size)
+    total = int(counts_V.sum())
     priority_V = counts_V.clone()
-    priority_V[ends] = len(answers) + 1
+    priority_V[ends] = total + 1
     ids_W = priority_V.argsort(descending=True, stable=True)[:size].sort().values
-    covered = int(counts_V[ids_W].sum()) / len(answers)
+    covered = int(counts_V[ids_W].sum()) / total
     log.info("draft vocabulary: %d of %d tokens, %.2f %% of all answer tokens", size, target.vocab_size, 100 * covered)
     return DraftVocabulary(token_ids_W=ids_W, target_vocab_size=target.vocab_size)
+
+
+def _count_answer_tokens(conversations: Sequence[Conversation], vocab_size: int) -> Tensor:
+    """Return how often each token stands in an answer, int64 `[V]`, with the ids of some conversations in memory at a time."""
+    counts_V = torch.zeros(vocab_size, dtype=torch.int64)
+    for start in range(0, len(conversations), ROWS_AT_ONCE):
+        tokens = [token for row in conversations[start : start + ROWS_AT_ONCE] for token in row.answer_ids]
+        counts_V += torch.bincount(torch.tensor(tokens), minlength=vocab_size)
+    return counts_V

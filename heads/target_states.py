@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from configs.errors import InputError
+from heads.documents import read_documents
 from heads.fast_forward import fast_forward
 from heads.kv_cache import RowCache, forward_rows
 from heads.lm_head import backbone, head_logits
@@ -156,10 +157,12 @@ def forward_states(
 
 
 @torch.no_grad()
-def read_states(model: PreTrainedModel, ids_BT: Tensor, taps: Sequence[int]) -> TargetStates:
-    """Return the target's states over whole conversations; padding stands right, so causality alone hides it."""
+def read_states(
+    model: PreTrainedModel, ids_BT: Tensor, taps: Sequence[int], packed_positions_BT: Tensor | None = None
+) -> TargetStates:
+    """Return the target's states over whole rows (`heads.documents.read_documents`)."""
     with torch.autocast(model.device.type, enabled=False), tapped(model, taps) as seen:
-        final_BTE = backbone(model)(input_ids=ids_BT, use_cache=False).last_hidden_state
+        final_BTE = read_documents(model, ids_BT, packed_positions_BT)
     return TargetStates(final_BTE=final_BTE, taps_ABTE=tuple(seen[tap] for tap in taps))
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from configs.learning import StudentConfig
 from configs.schema import DistillConfig
 from distill.adapters import merge_adapters
-from distill.batches import Batch, ConversationDataset
+from distill.batches import Batch, ConversationDataset, Example
 from distill.cache import TargetCache
 from distill.conversations import Conversation
 from distill.draft_init import initial_draft
@@ -28,6 +28,7 @@ from distill.step_clock import StepClock
 from distill.target import Target, move
 from distill.vocabulary_choice import most_frequent_answer_tokens
 from heads.artifact import Metadata, save_draft_lm
+from heads.documents import check_keeps_apart
 from heads.draft_lm import DraftLM
 from heads.draft_vocabulary import keep_head_rows
 from train.checkpoints import Progress
@@ -47,7 +48,7 @@ class DraftTask:
         cache: what the target said about `train`; None: the target runs on every batch.
 
     Raises:
-        InputError: the draft cannot be made, or a held-out prompt cannot be decoded.
+        InputError: the draft cannot be made, a held-out prompt cannot be decoded, or a model cannot be trained on packed rows.
     """
 
     def __init__(
@@ -68,6 +69,9 @@ class DraftTask:
         size = student.draft_vocab_size
         self.vocabulary = None if size is None else most_frequent_answer_tokens(train, size, target)
         draft = initial_draft(student, target)
+        if config.data.packing:
+            for model in (draft, *([target.model] if cache is None else [])):
+                check_keeps_apart(model)
         self.module: nn.Module = DraftObjective(draft, target, config.loss, self.vocabulary)
         self.rewriter = Rewriter(config, target) if config.policy.rewrites else None
         self.held_out = HeldOutDecoding(config.held_out, target, held_out, accelerator)
@@ -88,7 +92,8 @@ class DraftTask:
         return Prepared(batches=batches, sums={"rewritten_share": torch.tensor(sum(written), device=self.accelerator.device)})
 
     def loss(self, module: nn.Module, batch: Batch, num_labels: Tensor, world_size: int) -> BatchLoss:
-        result = module(batch.input_ids_BT, batch.loss_mask_BT, self.signal(batch), num_labels, world_size)
+        signal, places_BT = self.signal(batch), batch.packed_positions_BT
+        result = module(batch.input_ids_BT, batch.loss_mask_BT, signal, num_labels, world_size, places_BT)
         sums = {
             "loss": result.values_N.sum(),
             "acceptance": result.acceptance_N.sum(),
@@ -137,6 +142,9 @@ def _with_layers(config: DistillConfig, target: Target, train: Sequence[Conversa
     student = config.student
     if student.layer_choice is None:
         return student
-    calibration = ConversationDataset(train, config.data.max_length).examples if student.layer_choice == "searched" else []
+    calibration: list[Example] = []
+    if student.layer_choice == "searched":
+        dataset = ConversationDataset(train, config.data.max_length)
+        calibration = [dataset[index] for index in range(min(len(dataset), student.search_conversations))]
     (layers,) = broadcast_object_list([choose_layers(student, target, calibration)])
     return student.model_copy(update={"layers": layers, "layer_choice": None, "num_layers": None})

@@ -19,6 +19,7 @@ from distill.step_clock import StepClock
 from distill.target import Target
 from distill.vocabulary_choice import most_frequent_answer_tokens
 from heads.artifact import HiddenStates, Metadata, save_head
+from heads.documents import check_keeps_apart
 from heads.families import FAMILIES, serve
 from heads.proposer import Proposer
 from heads.rollback import check_rolls_back
@@ -42,8 +43,8 @@ class HeadTask:
         cache: the target's states over `train`; None: the target runs on every batch.
 
     Raises:
-        InputError: the target cannot carry the head, the cache lacks states that it reads, or a held-out prompt cannot be
-            decoded.
+        InputError: the target cannot carry the head or be run on packed rows, the cache lacks states that the head reads, or a
+            held-out prompt cannot be decoded.
     """
 
     def __init__(
@@ -58,6 +59,8 @@ class HeadTask:
         self.config, self.target, self.cache = config, target, cache
         self.clock = StepClock(accelerator.device)
         check_rolls_back(target.model)
+        if config.data.packing and cache is None:
+            check_keeps_apart(target.model)
         self.family = FAMILIES[config.head.kind]
         size = config.head.draft_vocab_size
         self.vocabulary = None if size is None else most_frequent_answer_tokens(train, size, target)
@@ -88,7 +91,7 @@ class HeadTask:
 
     def inputs(self, batch: Batch) -> HeadInputs:
         """Return a batch of any conversations with the target's states over it, computed now."""
-        return _inputs(batch, read_states(self.target.model, batch.input_ids_BT, self.taps))
+        return _inputs(batch, read_states(self.target.model, batch.input_ids_BT, self.taps, batch.packed_positions_BT))
 
     def evaluate(self, module: nn.Module) -> dict[str, float]:
         """Decode held-out prompts with the head as it stands, and say what its agreement with the answers promises."""

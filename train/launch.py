@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from pathlib import Path
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import ProjectConfiguration, set_seed
+from torch.utils.data import DataLoader
 
 from configs.claims import claimed
 from configs.command import DONE
@@ -18,10 +19,13 @@ from configs.errors import ConfigError, InputError, first_line
 from configs.files import drop_leftovers, sha256_of, write_json
 from configs.provenance import write_run_record
 from configs.schema import DistillConfig, HeadsConfig, ScheduleConfig
-from distill.batches import ConversationDataset, make_loader
+from distill.batches import Batch, ConversationDataset, make_loader
 from distill.cache import TargetCache, check_fits, open_cache
 from distill.cache_format import MANIFEST
-from distill.conversations import Conversation, check_written_for, is_written_by_target, read_conversations
+from distill.conversation_file import open_conversations
+from distill.conversations import Conversation, check_written_for, is_written_by_target
+from distill.loader_workers import Workers
+from distill.packing import make_packed_loader
 from distill.processes import join_processes, naming_lost_processes
 from distill.target import Target, load_target
 from train.draft_task import DraftTask
@@ -38,8 +42,8 @@ class Materials:
     """What a task is made of, loaded and checked against each other."""
 
     target: Target
-    train: list[Conversation]
-    held_out: list[Conversation]
+    train: Sequence[Conversation]
+    held_out: Sequence[Conversation]
     dataset: ConversationDataset
     accelerator: Accelerator
 
@@ -90,13 +94,15 @@ def _run_alone(config: DistillConfig | HeadsConfig, make_task: Callable[[Materia
     output = Path(config.output)
     accelerator = make_accelerator(config.schedule, output)
     materials = load_materials(config, accelerator)
-    loader = make_loader(materials.dataset, config.schedule.batch_size, seed=config.schedule.seed)
+    workers = make_workers(config.schedule)
+    loader = make_training_loader(config, materials.dataset, workers)
     task = make_task(materials)
     if accelerator.is_main_process:
         drop_leftovers(output / "artifact")
         write_run_record(output, config)
     values, contents = config.model_dump(mode="json"), hash_materials(config, materials.target)
-    outcome = train(task, loader, config.optimizer, config.schedule, accelerator, output, values, contents)
+    with nullcontext() if workers is None else workers.naming_failures():
+        outcome = train(task, loader, config.optimizer, config.schedule, accelerator, output, values, contents)
     if accelerator.is_main_process:
         write_json(output / "outcome.json", asdict(outcome))
     log.info(
@@ -108,6 +114,22 @@ def _run_alone(config: DistillConfig | HeadsConfig, make_task: Callable[[Materia
         output / "artifact",
     )
     return DONE
+
+
+def make_workers(schedule: ScheduleConfig) -> Workers | None:
+    """Return the processes that are to make batches ahead, None where there are to be none."""
+    num_workers = schedule.loader_workers
+    return None if num_workers is None else Workers(num_workers, schedule.process_timeout_seconds)
+
+
+def make_training_loader(
+    config: DistillConfig | HeadsConfig, dataset: ConversationDataset, workers: Workers | None = None
+) -> DataLoader[Batch]:
+    """Return the training batches, a conversation a row or packed."""
+    batch_size, seed, length = config.schedule.batch_size, config.schedule.seed, config.data.row_length
+    if length is None:
+        return make_loader(dataset, batch_size, seed=seed, workers=workers)
+    return make_packed_loader(dataset, batch_size, pack_length=length, seed=seed, workers=workers)
 
 
 def load_materials(config: DistillConfig | HeadsConfig, accelerator: Accelerator) -> Materials:
@@ -122,7 +144,7 @@ def load_materials(config: DistillConfig | HeadsConfig, accelerator: Accelerator
             f"{config.target.device}; give auto, and choose GPUs by CUDA_VISIBLE_DEVICES or accelerate's gpu_ids"
         )
     train_path, held_out_path = Path(config.data.train), Path(config.data.held_out)
-    train_rows, held_out_rows = read_conversations(train_path), read_conversations(held_out_path)
+    train_rows, held_out_rows = open_conversations(train_path), open_conversations(held_out_path)
     target = load_target(config.target.model_copy(update={"device": str(accelerator.device)}))
     for path in (train_path, held_out_path):
         for difference in check_written_for(path, target.identity):

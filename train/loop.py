@@ -214,7 +214,7 @@ class _Training:
         if not torch.isfinite(loss):
             progress = self.progress
             where = f"step {progress.step + 1} (epoch {progress.epoch}, step {progress.steps_in_epoch + 1} of it)"
-            rows = ", ".join(map(str, batch.conversation_B.tolist()))
+            rows = ", ".join(map(str, batch.conversations_BC[batch.conversations_BC >= 0].tolist()))
             raise RuntimeError(
                 f"the loss is {loss.item()} in {where}, micro-batch {number + 1}, conversations {rows} of data.train, counted "
                 "from 0; the step was not taken, the last checkpoint stands"
