@@ -9,8 +9,12 @@ above. Value and gradients are those of the unchunked loss.
 Positions are flat here: row n stands at some position t and predicts token t+1. N rows, M of them with a weight, C rows of
 one chunk, D and E width of draft and target, V target vocabulary, W draft vocabulary.
 
-Left out on purpose: heads whose parameters are sharded (under FSDP and ZeRO-3 gather the head's parameters around the call),
-and handing the work to liger-kernel on a GPU: its losses see no acceptance, and results would depend on what is installed.
+A head's weights must be whole for the call (`distill.gathering`), not for the backward. A linear head is applied without
+running its module: engines that split weights do work whenever a module runs, all processes together, and these may have
+different numbers of chunks.
+
+Left out on purpose: handing the work to liger-kernel on a GPU, whose losses see no acceptance, and results would depend on
+what is installed.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from functools import cached_property
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -99,7 +103,10 @@ class _HeadOnce:
         }
 
     def get_output_embeddings(self) -> Callable[[Tensor], Tensor]:
-        return lambda hidden: functional_call(self._head, self._cast_weights, (hidden,))
+        if type(self._head) is not nn.Linear:
+            return lambda hidden: functional_call(self._head, self._cast_weights, (hidden,))
+        weights = {**dict(self._head.named_parameters()), **self._cast_weights}
+        return lambda hidden: F.linear(hidden, weights["weight"], weights.get("bias"))
 
 
 def linear_head(weight_VD: Tensor, bias_V: Tensor | None = None) -> LogitHead:

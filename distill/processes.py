@@ -6,12 +6,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
 from torch.distributed import DistError
 
 from configs.decoding import TargetConfig
-from configs.errors import first_line
+from configs.errors import InputError, first_line
 from distill.target import choose_device
 
 
@@ -23,11 +25,21 @@ def join_processes(target: TargetConfig, *, timeout_seconds: int | None = None) 
         timeout_seconds: how long a process waits for the others before it gives up; None: torch's own limit.
 
     Raises:
+        InputError: DeepSpeed is asked for and not installed.
         RuntimeError: the launcher started several processes and accelerate takes each for the only one.
     """
+    settings: dict[str, Any] = {} if timeout_seconds is None else {"timeout": timedelta(seconds=timeout_seconds)}
+    on_cpu = choose_device(target.device).type == "cpu"
+    if on_cpu and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        # accelerate has DeepSpeed for accelerators only; told the transport, it takes the CPU for one.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        settings |= {"backend": "gloo"}
+        on_cpu = False
     # Without `cpu` accelerate looks for accelerators only, and finds one process where there are several on a CPU.
-    limit = {} if timeout_seconds is None else {"timeout": timedelta(seconds=timeout_seconds)}
-    state = PartialState(cpu=choose_device(target.device).type == "cpu", **limit)
+    try:
+        state = PartialState(cpu=on_cpu, **settings)
+    except ImportError as error:
+        raise InputError(f"the processes were launched for DeepSpeed, which is not installed: {first_line(error)}") from error
     num_launched = int(os.environ.get("WORLD_SIZE", "1"))
     if state.num_processes != num_launched:
         raise RuntimeError(f"{num_launched} processes were launched, but accelerate sees {state.num_processes}")

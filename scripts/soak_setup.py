@@ -28,16 +28,19 @@ class Workshop:
 
     Args:
         folder: where all of it lies; filled by `furnish`.
+        num_prompts: of which about a fifth is held out.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, num_prompts: int = NUM_PROMPTS) -> None:
+        self.folder, self.num_prompts = folder, num_prompts
         self.target = {"name": str(folder / "target"), "dtype": "float32", "device": "cpu"}
 
     def furnish(self) -> None:
         """Write the target, the prompts, and the data that training reads."""
         _save_target(self.folder / "target")
-        rows = [{"question_id": n, "turns": [f"w{n} w{(7 * n) % 59} w{(3 * n) % 50}"]} for n in range(NUM_PROMPTS)]
+        rows = [
+            {"question_id": n, "turns": [f"w{n % 60} w{(7 * n) % 59} w{(3 * n) % 50}"]} for n in range(self.num_prompts)
+        ]
         (self.folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         make_dataset(self.data(self.folder / "data"))
 
@@ -46,7 +49,7 @@ class Workshop:
         return DataConfig.model_validate(
             {
                 "target": self.target,
-                "prompts": {"source": "file", "path": str(self.folder / "prompts.jsonl"), "num_prompts": NUM_PROMPTS},
+                "prompts": {"source": "file", "path": str(self.folder / "prompts.jsonl"), "num_prompts": self.num_prompts},
                 "answers": {"max_new_tokens": 16, "batch_size": 4, "temperature": 1.0},
                 "held_out_share": 0.2,
                 "output": str(output),

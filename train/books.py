@@ -34,7 +34,7 @@ class Books:
         for name, value in (counts or {}).items():
             self.counts[name] += value.detach()
 
-    def close_step(self, labels: Tensor, norm: Tensor | None) -> None:
+    def close_step(self, labels: Tensor, norm: Tensor | float | None) -> None:
         """Add a step's labels in this process, and the norm of its gradient."""
         self.labels += labels
         if norm is not None:
@@ -58,7 +58,7 @@ class Books:
         self.sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.accelerator.device))
         self.counts: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.accelerator.device))
         self.labels = torch.zeros((), device=self.accelerator.device)
-        self.norms: list[Tensor] = []
+        self.norms: list[Tensor | float] = []
         self.seconds_before = self._step_seconds()
 
     def _step_seconds(self) -> float:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from accelerate import Accelerator
@@ -20,6 +21,7 @@ from distill.batches import Batch, ConversationDataset, Example
 from distill.cache import TargetCache
 from distill.conversations import Conversation
 from distill.draft_init import initial_draft
+from distill.gathering import Gather
 from distill.layer_choice import choose_layers
 from distill.losses import SparseTarget
 from distill.objective import DraftObjective, target_hidden
@@ -31,6 +33,7 @@ from heads.artifact import Metadata, save_draft_lm
 from heads.documents import check_keeps_apart
 from heads.draft_lm import DraftLM
 from heads.draft_vocabulary import keep_head_rows
+from heads.target_states import blocks
 from train.checkpoints import Progress
 from train.held_out import HeldOutDecoding, training_provenance
 from train.task import BatchLoss, Prepared, StepPlace
@@ -75,6 +78,25 @@ class DraftTask:
         self.module: nn.Module = DraftObjective(draft, target, config.loss, self.vocabulary)
         self.rewriter = Rewriter(config, target) if config.policy.rewrites else None
         self.held_out = HeldOutDecoding(config.held_out, target, held_out, accelerator)
+
+    @property
+    def drafts_while_training(self) -> bool:
+        return self.rewriter is not None
+
+    def copy_of_module(self) -> nn.Module:
+        return copy.deepcopy(self.module, {id(self.target): self.target})
+
+    def units(self) -> Sequence[nn.Module]:
+        """Return the draft's blocks.
+
+        Raises:
+            InputError: they are kept in a way draftsmith does not know.
+        """
+        return list(blocks(cast(DraftObjective, self.module).draft))
+
+    def gather_by(self, gather: Gather) -> bool:
+        cast(DraftObjective, self.module).gather = gather
+        return True
 
     def prepare(self, module: nn.Module, window: list[Batch], place: StepPlace) -> Prepared:
         """Let the draft write on a share of the rows where the data policy asks for it."""

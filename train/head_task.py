@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -14,6 +15,7 @@ from configs.schema import HeadsConfig
 from distill.batches import Batch
 from distill.cache import TargetCache
 from distill.conversations import Conversation
+from distill.gathering import Gather
 from distill.head_objective import HeadLoss, HeadObjective
 from distill.step_clock import StepClock
 from distill.target import Target
@@ -73,6 +75,20 @@ class HeadTask:
         self.module: nn.Module = HeadObjective(head, target, config.loss)
         self.held_out = HeldOutDecoding(config.held_out, target, held_out, accelerator)
         self.prediction = HeldOutPrediction(config.held_out, held_out, accelerator)
+
+    @property
+    def drafts_while_training(self) -> bool:
+        return False
+
+    def copy_of_module(self) -> nn.Module:
+        shared = (self.target, self.target.model)
+        return copy.deepcopy(self.module, {id(each): each for each in shared})
+
+    def units(self) -> Sequence[nn.Module]:
+        return []  # a head reads its parts' weights in ways of its family's: all of it is one unit
+
+    def gather_by(self, gather: Gather) -> bool:
+        return False
 
     def prepare(self, module: nn.Module, window: list[Batch], place: StepPlace) -> Prepared:
         """Heads are trained on the data as it is."""

@@ -10,12 +10,13 @@ from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import ProjectConfiguration, set_seed
+from accelerate.utils import ProjectConfiguration, patch_environment, set_seed
 from torch.utils.data import DataLoader
+from transformers.integrations import unset_hf_deepspeed_config
 
 from configs.claims import claimed
 from configs.command import DONE
-from configs.errors import ConfigError, InputError, first_line
+from configs.errors import ConfigError, first_line
 from configs.files import drop_leftovers, sha256_of, write_json
 from configs.provenance import write_run_record
 from configs.schema import DistillConfig, HeadsConfig, ScheduleConfig
@@ -29,6 +30,7 @@ from distill.packing import make_packed_loader
 from distill.processes import join_processes, naming_lost_processes
 from distill.target import Target, load_target
 from train.draft_task import DraftTask
+from train.engines import check_engine
 from train.head_task import HeadTask
 from train.loop import train
 from train.sanity import check_before_training
@@ -192,39 +194,26 @@ def make_accelerator(schedule: ScheduleConfig, output: Path) -> Accelerator:
     """Return the accelerator of a training run, everything random seeded.
 
     Raises:
-        ConfigError: a tracker is not installed, or the machine does not have the precision.
-        InputError: the processes were launched with DeepSpeed's ZeRO-3.
+        ConfigError: a tracker is not installed, the machine does not have the precision, or `train.engines.check_engine`.
     """
     available = {tracker.value for tracker in get_available_trackers()}
     for tracker in schedule.trackers:
         if tracker not in available:  # accelerate would leave it out in silence
             raise ConfigError(f"schedule.trackers: {tracker} is not installed; install it, or take it out of the list")
+    check_engine(schedule)
     set_seed(schedule.seed)
     try:
-        accelerator = Accelerator(
-            mixed_precision=schedule.mixed_precision,
-            log_with=list(schedule.trackers) or None,
-            project_config=ProjectConfiguration(project_dir=str(output), logging_dir=str(output / "trackers")),
-            step_scheduler_with_optimizer=False,
-        )
+        with patch_environment(ACCELERATE_USE_FSDP="false"):  # `train.engines` splits the weights, not accelerate
+            accelerator = Accelerator(
+                mixed_precision=schedule.mixed_precision,
+                log_with=list(schedule.trackers) or None,
+                project_config=ProjectConfiguration(project_dir=str(output), logging_dir=str(output / "trackers")),
+                step_scheduler_with_optimizer=False,
+            )
     except ValueError as error:
         raise ConfigError(
             f"schedule.mixed_precision: {schedule.mixed_precision} cannot be used: {first_line(error)}"
         ) from error
-    refuse_zero3(accelerator)
+    unset_hf_deepspeed_config()  # under ZeRO-3 transformers would split each model that it loads, the target as well
     return accelerator
 
-
-def refuse_zero3(accelerator: Accelerator) -> None:
-    """Stop before a run that could only fail: ZeRO-3 gathers a module's weights while that module runs, and the chunked loss
-    takes the output head's without running it.
-
-    Raises:
-        InputError: it is in force.
-    """
-    plugin = accelerator.state.deepspeed_plugin
-    if plugin is not None and plugin.zero_stage == 3:
-        raise InputError(
-            "DeepSpeed's ZeRO stage 3 splits the output head's weights, which the loss needs whole; set zero_stage to 1 or 2 "
-            "in accelerate's config (a draft is small: what is large is the target, which no stage of its training touches)"
-        )

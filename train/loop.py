@@ -11,15 +11,15 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from configs.errors import Stopped
@@ -29,6 +29,7 @@ from distill.batches import Batch
 from distill.step_clock import STEP_PARTS
 from train.books import Books
 from train.checkpoints import Checkpoints, Progress, writing
+from train.engines import choose_engine
 from train.history import History, explain_gap
 from train.lineage import Lineage
 from train.optimizer import make_optimizer
@@ -103,20 +104,20 @@ class _Training:
         self.request, self.stopping = request, False
         self.task, self.schedule, self.accelerator, self.output = task, schedule, accelerator, output
         self.max_grad_norm = optimizer_config.max_grad_norm
+        self.engine = choose_engine(accelerator, schedule, optimizer_config)
         self.loader = accelerator.prepare(loader)
         steps_per_epoch = math.ceil(len(self.loader) / schedule.gradient_accumulation_steps)
         self.num_steps = schedule.max_steps or schedule.epochs * steps_per_epoch
-        optimizer, scheduler = make_optimizer(task.module, optimizer_config, self.num_steps)
         # Before the module is wrapped: a wrapper may shard it over the processes.
         self.trained_parameters = sum(each.numel() for each in task.module.parameters() if each.requires_grad)
-        self.module, self.optimizer = accelerator.prepare(task.module, optimizer)
-        # Not prepared: accelerate would step it once a process, and this loop counts optimiser steps.
-        self.scheduler = scheduler
+        make = partial(make_optimizer, config=optimizer_config, num_steps=self.num_steps)
+        # The scheduler is not prepared: accelerate would step it once a process, and this loop counts optimiser steps.
+        self.module, self.optimizer, self.scheduler = self.engine.prepare(task, make)
         self.progress = Progress()
         self.checkpoints = Checkpoints(
             folder=output / "checkpoints",
             accelerator=accelerator,
-            scheduler=scheduler,
+            scheduler=self.scheduler,
             lineage=Lineage.of(accelerator, schedule, config, contents),
             keep=schedule.keep_checkpoints,
             progress=self.progress,
@@ -185,7 +186,8 @@ class _Training:
     def _step(self, window: list[Batch]) -> int:
         """Take one optimiser step over the micro-batches in `window`; return how many labels this process gave."""
         place = StepPlace(step=self.progress.step, num_steps=self.num_steps)
-        prepared = self.task.prepare(self.accelerator.unwrap_model(self.module), window, place)
+        with self.engine.while_training(self.module, self.task) as unwrapped:
+            prepared = self.task.prepare(unwrapped, window, place)
         window = prepared.batches
         self.books.add(prepared.sums)
         own_labels = torch.stack([batch.loss_mask_BT[:, 1:].sum() for batch in window]).sum()
@@ -195,13 +197,13 @@ class _Training:
         num_labels, self.stopping = all_labels.clamp(min=1), bool(stops)
         for number, batch in enumerate(window):
             last = number == len(window) - 1
-            with nullcontext() if last else self.accelerator.no_sync(self.module):
+            with self.engine.micro_batch(self.module, last=last):
                 with self.accelerator.autocast():
                     outcome = self.task.loss(self.module, batch, num_labels, self.accelerator.num_processes)
                 self._refuse_non_finite(outcome.loss, number, batch)
-                self.accelerator.backward(outcome.loss)
+                self.engine.backward(outcome.loss)
             self.books.add(outcome.sums, outcome.counts)
-        norm = self.accelerator.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)
+        norm = self.engine.clip(self.module, self.max_grad_norm)
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
@@ -255,8 +257,11 @@ class _Training:
                 self.checkpoints.save()
 
     def _evaluate(self) -> dict[str, float]:
+        with self.engine.whole(self.module) as unwrapped:
+            return self._evaluate_whole(unwrapped)
+
+    def _evaluate_whole(self, unwrapped: nn.Module) -> dict[str, float]:
         """Decode held-out prompts, write down how that went, and keep the draft if it beats all before; return the metrics."""
-        unwrapped = self.accelerator.unwrap_model(self.module)
         metrics = self.task.evaluate(unwrapped)
         self.accelerator.log({f"held_out/{name}": value for name, value in metrics.items()}, step=self.progress.step)
         log.info("step %d/%d, held out: %s", self.progress.step, self.num_steps, _in_words(metrics))

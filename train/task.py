@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
 from distill.batches import Batch
+from distill.gathering import Gather
 from distill.step_clock import StepClock
 from train.checkpoints import Progress
 
@@ -61,3 +62,24 @@ class Task(Protocol):
 
     def save(self, module: nn.Module, progress: Progress, metrics: dict[str, float]) -> None:
         """Keep the module as the best so far."""
+
+
+@runtime_checkable
+class SplitTask(Task, Protocol):
+    """A task whose weights can be split over processes, as `train.engines` does."""
+
+    @property
+    def drafts_while_training(self) -> bool:
+        """Whether `prepare` reads the module's weights."""
+
+    def copy_of_module(self) -> nn.Module:
+        """Return a copy of the module around the same target."""
+
+    def units(self) -> Sequence[nn.Module]:
+        """Return parts of the module that need be whole only while their own forward and backward run."""
+
+    def gather_by(self, gather: Gather) -> bool:
+        """Let the module call `gather` for weights that it reads outside of the modules that own them.
+
+        Returns False where it does not: its weights must then stay whole during a step.
+        """
