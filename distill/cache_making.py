@@ -20,6 +20,7 @@ import torch
 from accelerate import PartialState
 from safetensors.torch import save
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from configs.claims import claimed
 from configs.errors import ConfigError
@@ -174,23 +175,7 @@ class CacheJob:
             ConfigError: `k` is larger than the vocabulary, or a tap lies behind the last block.
         """
         # Rows of the head beyond the tokenizer are padding: no token has those ids, and a draft's head may lack them.
-        vocab_size = min(self.target.vocab_size, len(self.target.tokenizer))
-        if self.config.kind == "top_k" and self.config.k > vocab_size:
-            raise ConfigError(f"k: expected at most {vocab_size}, the size of the target's vocabulary, got {self.config.k}")
-        if self.config.kind == "top_k":
-            return Layout(kind="top_k", dtype=self.config.dtype or "float16", width=self.config.k, vocab_size=vocab_size)
-        taps, last = self.config.taps, num_blocks(self.target.model)
-        if taps and taps[-1] > last:
-            raise ConfigError(f"taps: expected h_0 (embedding) to h_{last} (last block of the target), got {taps}")
-        return Layout(
-            kind="last_hidden",
-            dtype=self.config.dtype or "bfloat16",
-            width=self.target.model.config.get_text_config().hidden_size,
-            vocab_size=vocab_size,
-            taps=taps,
-            convention=None if taps is None else CONVENTION,
-            target_dtype=None if taps is None else str(self.target.model.dtype).removeprefix("torch."),
-        )
+        return layout_of(self.config, self.target.model, min(self.target.vocab_size, len(self.target.tokenizer)))
 
     @cached_property
     def digest(self) -> str:
@@ -288,6 +273,35 @@ class CacheJob:
             shard, offset, length = rows.get(index, (0, 0, 0))
             places.append(Place(prompt_id=row.prompt_id, turn=row.turn, shard=shard, offset=offset, length=length))
         return places
+
+
+def layout_of(config: CacheConfig, target: PreTrainedModel, vocab_size: int) -> Layout:
+    """Return what a cache keeps of each row; of the target only its shape and dtype are asked.
+
+    Args:
+        config: the cache's.
+        target: the target's model.
+        vocab_size: tokens that its law is over.
+
+    Raises:
+        ConfigError: `k` is larger than the vocabulary, or a tap lies behind the last block.
+    """
+    if config.kind == "top_k" and config.k > vocab_size:
+        raise ConfigError(f"k: expected at most {vocab_size}, the size of the target's vocabulary, got {config.k}")
+    if config.kind == "top_k":
+        return Layout(kind="top_k", dtype=config.dtype or "float16", width=config.k, vocab_size=vocab_size)
+    taps, last = config.taps, num_blocks(target)
+    if taps and taps[-1] > last:
+        raise ConfigError(f"taps: expected h_0 (embedding) to h_{last} (last block of the target), got {taps}")
+    return Layout(
+        kind="last_hidden",
+        dtype=config.dtype or "bfloat16",
+        width=target.config.get_text_config().hidden_size,
+        vocab_size=vocab_size,
+        taps=taps,
+        convention=None if taps is None else CONVENTION,
+        target_dtype=None if taps is None else str(target.dtype).removeprefix("torch."),
+    )
 
 
 def plan_shards(lengths: Sequence[int], rows_per_shard: int) -> Iterator[range]:

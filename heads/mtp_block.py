@@ -113,6 +113,8 @@ class Surroundings:
     @torch.inference_mode()
     def _check(self, target: PreTrainedModel, number: int) -> None:
         """Refuse a block that needs more around it than it gets here: run it on what it read in a probe, and compare."""
+        if target.device.type == "meta":  # a plan builds heads without any values to compare
+            return
         T = 8
         positions_BT = torch.arange(T, device=target.device).unsqueeze(0)
         ids_BT = (positions_BT + 1) % target.config.get_text_config().vocab_size

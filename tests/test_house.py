@@ -16,6 +16,7 @@ import pytest
 from configs.dialect import parse_yaml
 from configs.evaluating import EvalConfig, GateConfig
 from configs.loading import load_config
+from configs.planning import PlanHeadsConfig
 from configs.schema import CacheConfig, DataConfig, DistillConfig, HeadsConfig
 from configs.sweep import SweepConfig
 
@@ -27,6 +28,7 @@ SCHEMAS = {
     "eval": EvalConfig,
     "gates": GateConfig,
     "heads": HeadsConfig,
+    "plan": PlanHeadsConfig,
     "sweep": SweepConfig,
 }
 OTHER_TOOLS = {"accelerate", "deepspeed"}  # their files are YAML, and checked by the tool itself
@@ -44,6 +46,7 @@ ENTRIES = {
     "eval/predict.py": ["report.json"],
     "scripts/make_cache.py": [],
     "scripts/make_data.py": [],
+    "scripts/plan.py": [],
     "scripts/bench_decode.py": [],
     "scripts/bench_distill.py": [],
     "scripts/bench_eval.py": [],

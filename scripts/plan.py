@@ -1,0 +1,67 @@
+"""Say what a training recipe takes before it is run: `python scripts/plan.py --config configs/heads/eagle3.yaml`.
+
+    python scripts/plan.py --config configs/heads/eagle3.yaml --set target.name=meta-llama/Llama-3.1-8B-Instruct \\
+        --set hardware.preset=h100_80gb --set hardware.num_accelerators=8 --scaling
+
+Reads a recipe of `train/heads.py` or `train/distill.py` as it stands, and of the target nothing but its config: memory by part,
+the target cache, FLOPs, tokens a second, hours, which of configs/accelerate fits and why the simpler ones do not. The sections
+`hardware` and `workload` (configs/planning.py) come on top, by --set or in the file; `--hardware FILE` takes the first from a
+file of its own. A recipe with a section `head` is one of heads, any other of distillation. `--scaling` adds the step on 8, 64
+and 1,024 accelerators. Where `data.train` does not exist yet, `workload` says how much there will be. How far plans were from
+measured runs is in docs/scaling.md. Writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+# Run as a script, Python puts scripts/ first on the path; the project's packages lie one folder up.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from configs.command import run_command
+from configs.dialect import parse_yaml
+from configs.errors import ConfigError, InputError
+from configs.loading import load_config
+from configs.planning import HardwareConfig, PlanConfig, PlanDistillConfig, PlanHeadsConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what a plan takes beside a config."""
+    parser.add_argument("--hardware", metavar="FILE", help="YAML file with the settings of the section hardware")
+    parser.add_argument("--scaling", action="store_true", help="add the step on 8, 64 and 1,024 accelerators")
+
+
+def main(config: PlanConfig, arguments: argparse.Namespace) -> None:
+    """Print the plan."""
+    from scripts.plan_page import plan_page
+
+    if arguments.hardware is not None:
+        if config.hardware != HardwareConfig():
+            raise ConfigError("hardware: give it once, by --hardware or by the recipe and --set, not by both")
+        config = config.model_copy(update={"hardware": load_config(HardwareConfig, arguments.hardware)})
+    print(plan_page(config, with_scaling=arguments.scaling))
+
+
+def schema_of(argv: list[str]) -> type[PlanHeadsConfig] | type[PlanDistillConfig]:
+    """Return which of the two kinds of recipe a command line names: one of heads has a section `head`, and is the default.
+
+    A file that cannot be read is left to the command itself to complain of.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config")
+    parser.add_argument("--set", action="append", default=[])
+    try:
+        known, _ = parser.parse_known_args(argv)
+        content = None if known.config is None else parse_yaml(Path(known.config).read_text(encoding="utf-8"), known.config)
+    except (argparse.ArgumentError, OSError, UnicodeDecodeError, InputError):
+        return PlanHeadsConfig
+    keys = {*(content if isinstance(content, dict) else ()), *(each.split("=")[0].split(".")[0] for each in known.set)}
+    return PlanHeadsConfig if "head" in keys or content is None else PlanDistillConfig
+
+
+if __name__ == "__main__":
+    sys.exit(
+        run_command(schema_of(sys.argv[1:]), main, description="Say what a training recipe takes.", add_arguments=add_arguments)
+    )
