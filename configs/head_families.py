@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from configs.draft_layers import LayerSettings
 from configs.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings
 
 Decay = Annotated[float, Field(gt=0, le=1)]
@@ -33,6 +34,7 @@ class TappedSettings(HeadSettings):
 
     taps: list[NonNegativeInt] | None = None  # h_0 is the embedding output, h_i the state after block i; None: low, mid, high
     tap_noise: NonNegativeFloat = 0.0  # training: uniform noise of this half-width, in units of each tap's root mean square
+    layer: LayerSettings | None = None  # sizes of the head's layers; None: those of the target's blocks
 
     @model_validator(mode="after")
     def _taps_rise(self) -> Self:
@@ -71,11 +73,22 @@ class HydraSettings(HeadSettings):
     num_depths: PositiveInt = 4
     num_layers: PositiveInt = 1  # residual blocks after the one that joins state and embeddings
     prefix_attention: bool = False  # Hydra++: a decoder layer over the final states first
+    prefix_norm: bool | None = None  # an RMS norm after that layer, as the published heads have
+    own_output_heads: bool | None = None  # an output head with a bias for each depth, as published; needs train_head
+    layer: LayerSettings | None = None  # sizes of the prefix layer; None: those of the target's blocks
 
     @property
     def longest_draft(self) -> int:
         """A token a head."""
         return self.num_depths
+
+    @model_validator(mode="after")
+    def _options_belong_together(self) -> Self:
+        if self.own_output_heads and (not self.train_head or self.draft_vocab_size is not None):
+            raise ValueError("own_output_heads needs train_head true and draft_vocab_size null: such heads say every token")
+        if self.prefix_norm and not self.prefix_attention:
+            raise ValueError("prefix_norm norms what the prefix layer puts out: set prefix_attention to true, or leave it out")
+        return self
 
 
 class EagleSettings(TappedSettings):
@@ -84,8 +97,16 @@ class EagleSettings(TappedSettings):
     num_layers: PositiveInt = 1
     num_depths: PositiveInt = 4
     norm_taps: bool = False  # an RMS norm of each tap before they are joined
+    norm_joined_taps: bool | None = None  # an RMS norm of all taps as one vector (speculators' norm_before_fc)
+    own_embedding: bool | None = None  # an embedding of the head's own, which starts as the target's
     norm_before_residual: bool = False  # the residual starts from the normed feature
     init_block: NonNegativeInt | None = None  # start attention output and MLP from this block of the target, counted from 0
+
+    @model_validator(mode="after")
+    def _one_norm_of_taps(self) -> Self:
+        if self.norm_taps and self.norm_joined_taps:
+            raise ValueError("norm_taps and norm_joined_taps exclude each other: taps are normed each or as one vector")
+        return self
 
 
 class Eagle3Settings(EagleSettings):

@@ -25,7 +25,7 @@ from configs.head_families import DFlashSettings
 from heads.anchors import Anchors, choose_anchors
 from heads.block_attention import BlockKeys
 from heads.draft_head import DraftHead
-from heads.draft_layer import DraftAttention, LayerShape, Rotary, Rotation, mlp, norm, placed_mask, shape_like
+from heads.draft_layer import DraftAttention, LayerShape, Rotary, Rotation, layer_shape, mlp, norm, placed_mask
 from heads.draft_vocabulary import DraftVocabulary
 from heads.drafting import Drafting
 from heads.eagle3 import CachedKeys, default_taps
@@ -48,7 +48,7 @@ class DFlash(nn.Module):
         self.taps = tuple(self.settings.taps or ())
         self.mask_token_id = mask_token(self.settings.mask_token_id, target)
         self._target = (target,)  # in a tuple: neither trained nor saved with the head
-        shape = shape_like(target)
+        shape = layer_shape(target, settings.layer)
         self.fc = nn.Linear(len(self.taps) * shape.width, shape.width, bias=False)
         self.hidden_norm = norm(shape)
         self.layers = nn.ModuleList(DFlashLayer(shape) for _ in range(settings.num_layers))

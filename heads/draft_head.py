@@ -26,6 +26,7 @@ class DraftHead(nn.Module):
         target: whose head it starts from.
         vocabulary: the tokens it can say; None: all of the target's. Kept as the buffer `token_ids` (d2t).
         trainable: learn it, apart from the target's.
+        with_bias: a trainable head has a bias even where the target's has none; it starts at 0.
 
     Raises:
         InputError: the target's head is no plain linear layer (`heads.draft_vocabulary.head_rows`).
@@ -35,7 +36,9 @@ class DraftHead(nn.Module):
     bias: nn.Parameter | Tensor | None
     token_ids: Tensor | None
 
-    def __init__(self, target: PreTrainedModel, vocabulary: DraftVocabulary | None, *, trainable: bool) -> None:
+    def __init__(
+        self, target: PreTrainedModel, vocabulary: DraftVocabulary | None, *, trainable: bool, with_bias: bool = False
+    ) -> None:
         super().__init__()
         self._target = (target,)  # in a tuple: neither trained nor saved with the head
         self.vocab_size = target.config.get_text_config().vocab_size
@@ -44,6 +47,8 @@ class DraftHead(nn.Module):
         shared = vocabulary is None and not trainable
         wanted_W = torch.arange(1 if shared else self.vocab_size, device=target.device) if ids_W is None else ids_W
         weight_WD, bias_W = head_rows(target, wanted_W)  # also where nothing is copied: it refuses what is no linear head
+        if with_bias and bias_W is None:
+            bias_W = weight_WD.new_zeros(len(wanted_W))
         dtype = torch.float32 if trainable else weight_WD.dtype
         for name, value in (("weight", weight_WD), ("bias", bias_W)):
             if shared or value is None:

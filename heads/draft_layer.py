@@ -7,7 +7,8 @@ B batch, T positions, S keys, D width, N heads, M key-value heads, H head width.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -16,9 +17,13 @@ from torch.nn import functional
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from configs.draft_layers import LayerSettings
+from configs.errors import InputError
 from heads.kv_cache import RowCache
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, [B, T, H]
+# Kinds of rotary embeddings whose frequencies do not depend on the text's length, which a cache of rotated keys needs.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +38,7 @@ class LayerShape:
     norm_epsilon: float
     rope_theta: float
     max_positions: int
+    rope_scaling: Mapping[str, Any] | None = None  # further rope parameters than theta; None: plain rotary embeddings
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON writes them."""
@@ -48,8 +54,13 @@ class LayerShape:
             head_dim=self.head_width,
             rms_norm_eps=self.norm_epsilon,
             max_position_embeddings=self.max_positions,
-            rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
+            rope_parameters=self.rope_parameters,
         )
+
+    @property
+    def rope_parameters(self) -> dict[str, Any]:
+        """What describes the rotary embedding, as configs of transformers spell it."""
+        return {"rope_type": "default"} | dict(self.rope_scaling or {}) | {"rope_theta": self.rope_theta}
 
 
 def shape_like(target: PreTrainedModel) -> LayerShape:
@@ -70,6 +81,26 @@ def shape_like(target: PreTrainedModel) -> LayerShape:
         rope_theta=theta,
         max_positions=config.max_position_embeddings,
     )
+
+
+def layer_shape(target: PreTrainedModel, settings: LayerSettings | None) -> LayerShape:
+    """Return the shape of a head's layers: the target's, with the sizes that the settings name.
+
+    Raises:
+        InputError: heads that cannot share keys, or rotary embeddings of a kind that heads do not have.
+    """
+    own = shape_like(target)
+    if settings is None:
+        return own
+    shape = replace(own, **{name: value for name, value in settings.model_dump().items() if value is not None})
+    if shape.num_heads % shape.num_key_value_heads or shape.width % shape.num_heads:
+        raise InputError(
+            f"head.layer: {shape.num_heads} heads with {shape.num_key_value_heads} key-value heads and a width of {shape.width}; "
+            "num_heads must be a multiple of num_key_value_heads, and the width one of num_heads"
+        )
+    if (kind := shape.rope_parameters["rope_type"]) not in ROPE_TYPES:
+        raise InputError(f"head.layer.rope_scaling: rotary embeddings of type {kind}; heads have {', '.join(ROPE_TYPES)}")
+    return shape
 
 
 class Rotary(nn.Module):

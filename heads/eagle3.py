@@ -11,6 +11,8 @@ B batch, T positions, A taps, E width of the target, D = E width of the layer, K
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -18,7 +20,7 @@ from transformers import PreTrainedModel
 from configs.errors import InputError
 from configs.head_families import Eagle3Settings, EagleSettings
 from heads.draft_head import DraftHead
-from heads.draft_layer import DraftAttention, LayerShape, Rotary, Rotation, causal_mask, mlp, norm, placed_mask, shape_like
+from heads.draft_layer import DraftAttention, LayerShape, Rotary, Rotation, causal_mask, layer_shape, mlp, norm, placed_mask
 from heads.draft_vocabulary import DraftVocabulary
 from heads.feature_chain import FeatureChain
 from heads.kv_cache import RowCache
@@ -47,8 +49,10 @@ class EagleBody(nn.Module):
         self.taps = default_taps(target) if settings.taps is None else tuple(settings.taps)
         self.num_caches = settings.num_layers
         self._target = (target,)  # in a tuple: neither trained nor saved with the head
-        shape = shape_like(target)
+        shape = layer_shape(target, settings.layer)
         width, num_taps = shape.width, len(self.taps)
+        joined = replace(shape, width=num_taps * width)
+        self.input_norm = norm(joined) if settings.norm_joined_taps else nn.Identity()
         self.fc_norm = nn.ModuleList(norm(shape) for _ in range(num_taps if settings.norm_taps else 0))
         self.fc = nn.Linear(num_taps * width, width, bias=False)
         pass_last_tap(self.fc)
@@ -56,6 +60,7 @@ class EagleBody(nn.Module):
         self.norm = norm(shape)
         self.norm.load_state_dict({"weight": final_norm_scale(target)})
         self.lm_head = DraftHead(target, vocabulary, trainable=settings.train_head)
+        self.embed_tokens = own_embedding(target) if settings.own_embedding else None
         self.rotary = Rotary(shape)
         if settings.init_block is not None:
             for layer in self.layers:
@@ -72,14 +77,16 @@ class EagleBody(nn.Module):
 
     def fuse(self, joined_BTF: Tensor) -> Tensor:
         """Return the projection `[B, T, D]` of taps that stand side by side."""
-        taps = joined_BTF.to(self.fc.weight.dtype).chunk(len(self.taps), -1)
+        joined_BTF = self.input_norm(joined_BTF.to(self.fc.weight.dtype))
+        taps = joined_BTF.chunk(len(self.taps), -1)
         if len(self.fc_norm):
             taps = tuple(each(tap) for each, tap in zip(self.fc_norm, taps, strict=True))
         return self.fc(torch.cat(taps, -1))
 
     def embed(self, ids_BT: Tensor) -> Tensor:
-        """Return the target's embeddings `[B, T, D]`, in the dtype of the head."""
-        return self._target[0].get_input_embeddings()(ids_BT).to(self.fc.weight.dtype)
+        """Return the embeddings `[B, T, D]`, the target's or the head's own, in the dtype of the head."""
+        embedding = self._target[0].get_input_embeddings() if self.embed_tokens is None else self.embed_tokens
+        return embedding(ids_BT).to(self.fc.weight.dtype)
 
 
 class Eagle3(EagleBody):
@@ -156,6 +163,14 @@ class CachedKeys:
         """Return the attention output `[B, T, D]` at the placed positions, whose keys are added."""
         k_BMSH, v_BMSH = self.cache.update(*attention.keys_values(states_BTX, rotation), self.layer)
         return attention.attend(attention.queries(states_BTX, rotation), k_BMSH, v_BMSH, self.visible_B1TS)
+
+
+@torch.no_grad()
+def own_embedding(target: PreTrainedModel) -> nn.Embedding:
+    """Return a trainable embedding in float32 that gives what the target's gives, scaled as that may be."""
+    embedding = target.get_input_embeddings()
+    ids_V = torch.arange(target.config.get_text_config().vocab_size, device=target.device)
+    return nn.Embedding.from_pretrained(embedding(ids_V).float(), freeze=False)
 
 
 def default_taps(target: PreTrainedModel) -> tuple[int, int, int]:

@@ -73,11 +73,11 @@ class FeatureChain:
     def propose(
         self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, streams: Streams, *, keep_logits: bool
     ) -> Proposal:
-        head, lengths = self.module.lm_head, [len(row) for row in tokens]
+        head, lengths = self.head(0), [len(row) for row in tokens]
         drafting = Drafting(lengths, sampling, streams, self.device, head.target_ids, head.spread, keep_logits=keep_logits)
         state_BD = self._first_state(tokens)
         for depth in range(num_tokens):
-            drafted_B = drafting.add(head.logits(self.module.to_head(state_BD, depth)))
+            drafted_B = drafting.add(self.head(depth).logits(self.module.to_head(state_BD, depth)))
             if depth + 1 == num_tokens or drafting.finished:
                 break
             starts = [end + depth for end in self._unread.ends]
@@ -87,11 +87,11 @@ class FeatureChain:
     def propose_tree(
         self, tokens: Tokens, tree: Tree | GrownTree, drawn_by: SamplingConfig | None, streams: Streams
     ) -> Proposal:
-        head = self.module.lm_head
+        head = self.head(0)
         growth = grow(tree, [len(row) for row in tokens], drawn_by, streams, head.target_ids, head.spread)
         slots = TreeSlots(self._unread.ends, self.device)
         states_BMD, depth = self._first_state(tokens).unsqueeze(1), 0
-        while frontier := growth.add(head.logits(self.module.to_head(states_BMD, depth))):
+        while frontier := growth.add(self.head(depth).logits(self.module.to_head(states_BMD, depth))):
             branches, depth = slots.place(frontier), depth + 1
             states_BMD = frontier.of_origins(states_BMD)
             states_BMD = self._read(states_BMD, frontier.tokens_BM, branches.starts, depth, branches)
@@ -103,6 +103,10 @@ class FeatureChain:
     def keep_rows(self, rows: Sequence[int]) -> None:
         self._cache.keep_rows(rows)
         self._unread.keep_rows(rows)
+
+    def head(self, depth: int) -> DraftHead:
+        """Return the output head that says the tokens of a depth, counted from 0; all have the same vocabulary."""
+        return self.module.lm_head
 
     def _first_state(self, tokens: Tokens) -> Tensor:
         """Read what is unread; return the state `[B, D]` that the first draft comes from."""

@@ -6,8 +6,9 @@ first block narrows that to the target's width, by R z + SiLU(W z), then come re
 final states through one decoder layer first ("prefix attention"), so that a head knows more of the text than its last state.
 
 Departures: W starts at 0 and R as a copy of the state, so that an untrained head is the target's word on x_{j+1}, as Medusa's
-is; blocks never share weights; no norm follows the prefix layer, whose output the target's own head can then read. Left out on
-purpose: an output head for each depth (published so; they outweigh everything else), dropout.
+is; blocks never share weights; no norm follows the prefix layer, whose output the target's own head can then read; one output
+head serves all depths. The published heads have such a norm, and an output head for each depth, which outweigh everything
+else; `prefix_norm` and `own_output_heads` are there for those. Left out on purpose: dropout.
 B batch, T positions, N rows of one depth, E width of the target, K depths, F width of what a head reads.
 """
 
@@ -24,7 +25,7 @@ from transformers import PreTrainedModel
 from configs.decoding import SamplingConfig
 from configs.head_families import HydraSettings
 from heads.draft_head import DraftHead
-from heads.draft_layer import DraftAttention, LayerShape, Rotary, Rotation, causal_mask, mlp, norm, placed_mask, shape_like
+from heads.draft_layer import DraftAttention, LayerShape, Rotary, Rotation, causal_mask, layer_shape, mlp, norm, placed_mask
 from heads.draft_vocabulary import DraftVocabulary
 from heads.feature_chain import FeatureChain
 from heads.kv_cache import RowCache
@@ -49,31 +50,40 @@ class Hydra(nn.Module):
         self.settings = settings
         self.num_caches = int(settings.prefix_attention)
         self._target = (target,)  # in a tuple: neither trained nor saved with the head
-        shape = shape_like(target)
+        shape = layer_shape(target, settings.layer)
         self.prefix_layer = PrefixLayer(shape) if settings.prefix_attention else None
+        self.prefix_norm = norm(shape) if settings.prefix_norm else nn.Identity()
         self.blocks = nn.ModuleList(
             GroundedBlocks(shape.width, depth + 2, settings.num_layers) for depth in range(settings.num_depths)
         )
-        self.lm_head = DraftHead(target, vocabulary, trainable=settings.train_head)
+        if settings.own_output_heads:
+            self.lm_heads = nn.ModuleList(DraftHead(target, None, trainable=True, with_bias=True) for _ in self.blocks)
+        else:
+            self.lm_head = DraftHead(target, vocabulary, trainable=settings.train_head)
 
     @property
     def token_ids_W(self) -> Tensor | None:
         """The target's id of each draft token; None where it can say all of them."""
-        return self.lm_head.token_ids
+        return self.output_head(0).token_ids
+
+    def output_head(self, depth: int) -> DraftHead:
+        """Return what turns the last state of a depth into logits."""
+        return cast(DraftHead, self.lm_heads[depth]) if self.settings.own_output_heads else self.lm_head
 
     def forward(self, inputs: HeadInputs) -> list[Depth]:
         """Run each depth's blocks at the origins it is trained on, on the text's own tokens."""
         states_BTE = self.features(inputs.states)
         if self.prefix_layer is not None:
             visible_B1TT = causal_mask(inputs.document_ids_BT)
-            states_BTE = self.prefix_layer(states_BTE, inputs.position_ids_BT, visible_B1TT, None)
+            states_BTE = self.prefix_norm(self.prefix_layer(states_BTE, inputs.position_ids_BT, visible_B1TT, None))
         embedded_BTE = self._embed(inputs.input_ids_BT)
         depths = []
         for depth, blocks in enumerate(self.blocks):
             origins_N = labelled_origins(inputs, depth)
             known = [flat(embedded_BTE, origins_N + 1 + ahead) for ahead in range(depth + 1)]
             hidden_ND = blocks(torch.cat([flat(states_BTE, origins_N), *known], -1))
-            depths.append(self.lm_head.at_depth(depth, hidden_ND, origins_N, weight=self.settings.depth_decay**depth))
+            head = self.output_head(depth)
+            depths.append(head.at_depth(depth, hidden_ND, origins_N, weight=self.settings.depth_decay**depth))
         return depths
 
     def features(self, states: TargetStates) -> Tensor:
@@ -83,7 +93,8 @@ class Hydra(nn.Module):
     def read(self, features_BTF: Tensor, ids_BT: Tensor, positions_BT: Tensor, cache: RowCache, depth: int) -> Tensor:
         """See `heads.feature_chain.ChainModule.read`; returns what the head of this depth reads, `[B, T, (depth + 2) * E]`."""
         if depth == 0 and self.prefix_layer is not None:
-            features_BTF = self.prefix_layer(features_BTF, positions_BT, placed_mask(cache, positions_BT), cache)
+            states_BTE = self.prefix_layer(features_BTF, positions_BT, placed_mask(cache, positions_BT), cache)
+            features_BTF = self.prefix_norm(states_BTE)
         return torch.cat([features_BTF, self._embed(ids_BT)], -1)
 
     def to_head(self, states_BD: Tensor, depth: int) -> Tensor:
@@ -158,6 +169,10 @@ class HydraChain(FeatureChain):
     def __init__(self, module: Hydra, device: torch.device) -> None:
         super().__init__(module, device)
         self.num_depths = module.settings.num_depths
+        self._heads = [module.output_head(depth) for depth in range(self.num_depths)]
+
+    def head(self, depth: int) -> DraftHead:
+        return self._heads[depth]
 
     def propose(
         self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, streams: Streams, *, keep_logits: bool

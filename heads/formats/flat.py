@@ -63,13 +63,17 @@ def _flat_eagle(source: Source, serve: str) -> Layout:
         raise InputError(f"it has {settings.num_layers} layers, and the form has a place for one (midlayer)")
     if len(settings.taps or ()) != 3:
         raise InputError(f"it reads {len(settings.taps or ())} of the target's states, and the form has a place for three")
-    shape, vocab_size = source.target.shape, source.target.vocab_size
+    if settings.norm_joined_taps:
+        raise InputError("it norms all taps as one vector (norm_joined_taps), for which the form has no tensor")
+    if settings.own_embedding:
+        raise InputError("it has an embedding of its own (own_embedding), and the engine lends it the target's")
+    shape, vocab_size = source.shape, source.target.vocab_size
     config = layer_config(shape, "llama", 1, vocab_size) | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": source.draft_vocab_size,
         # Readers of before transformers 5 know these two only.
         "rope_theta": shape.rope_theta,
-        "rope_scaling": None,
+        "rope_scaling": shape.rope_scaling,
         "dtype": source.dtype_name,
         "torch_dtype": source.dtype_name,
         "fc_norm": settings.norm_taps,
@@ -109,7 +113,7 @@ def sglang_dflash(source: Source) -> Layout:
         "num_target_layers": num_blocks(source.target.model),
         "use_sliding_window": False,
         "sliding_window": None,
-        "rope_theta": source.target.shape.rope_theta,
+        "rope_theta": source.shape.rope_theta,
         "block_size": settings.block_size,
         "dflash_config": {"mask_token_id": settings.mask_token_id, "target_layer_ids": block_ids(source)},
     }
@@ -139,7 +143,7 @@ def transformers_dflash(source: Source) -> Layout:
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
-        "sliding_window": source.target.shape.max_positions,  # no layer slides, but the class wants a number
+        "sliding_window": source.shape.max_positions,  # no layer slides, but the class wants a number
     }
     dtype = source.dtype_name
     serve = "\n".join(
@@ -173,7 +177,7 @@ def _new_name(name: str) -> str:
 def _dflash_config(source: Source, model_type: str) -> dict[str, Any]:
     source.target.check_plain()
     settings = source.settings
-    layers = layer_config(source.target.shape, model_type, settings.num_layers, source.target.vocab_size)
+    layers = layer_config(source.shape, model_type, settings.num_layers, source.target.vocab_size)
     return layers | {"layer_types": ["full_attention"] * settings.num_layers, "dtype": source.dtype_name}
 
 

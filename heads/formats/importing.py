@@ -1,29 +1,29 @@
 """Turning another program's draft into an artifact: it must fit the target, to the last tensor, or it is refused.
 
-Our heads are built in the sizes of the target's own blocks and borrow its embedding, so a draft with other sizes or an
-embedding of its own has no place here; the refusal says which. Tensors are streamed from file to file.
+Sizes of its layers may be its own (`heads.formats.sizes`), and so may the embedding of an EAGLE head; whatever else has no
+place in our heads is refused, with the reason. Tensors are streamed from file to file.
 B batch, W draft vocabulary, V target vocabulary, D width.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from configs.errors import InputError, first_line
+from configs.errors import InputError
 from configs.files import new_folder, write_json
 from heads.artifact import METADATA_FILE, VOCABULARY_FILE, WEIGHTS_FILE, HiddenStates, Metadata
-from heads.draft_layer import LayerShape, shape_like
 from heads.draft_vocabulary import DraftVocabulary, head_rows, write_draft_vocabulary
 from heads.families import FAMILIES
 from heads.formats.layout import check_names
 from heads.formats.reading import Foreign
+from heads.formats.sizes import own_layer
 from heads.formats.tensors import Stored, Weights, write_weights
 from heads.identity import TargetIdentity
 
@@ -56,16 +56,16 @@ def fit(foreign: Foreign, target: PreTrainedModel) -> Fitted:
         target: what it was trained for.
 
     Raises:
-        InputError: it has other sizes, an embedding of its own, wrong offsets, or tensors that are missing, unknown (all of
+        InputError: it has layers or an embedding that our heads cannot have, wrong offsets, or tensors that are missing, unknown (all of
             them are named) or of another shape.
     """
-    _check_sizes(foreign, target)
+    layer = {} if foreign.layer is None else own_layer(foreign.layer, foreign.kind, target)
     weights = foreign.optional | foreign.weights
     vocabulary = _take_vocabulary(weights, target)
-    _take_embedding(weights, target)
+    embedding = _settle_embedding(foreign, weights, target)
     trained_head = _settle_head(foreign, weights, vocabulary, target)
     size = None if vocabulary is None else len(vocabulary)
-    settings = foreign.checked_settings(draft_vocab_size=size, **trained_head)
+    settings = foreign.checked_settings(draft_vocab_size=size, **trained_head, **layer, **embedding)
     head = FAMILIES[foreign.kind].build(settings, target, vocabulary)
     own = {name: tuple(value.shape) for name, value in head.state_dict().items()}
     if "mask_hidden" in weights and math.prod(weights["mask_hidden"].shape) == math.prod(own.get("mask_hidden", (0,))):
@@ -120,48 +120,6 @@ def write_artifact(
         write_json(scratch / METADATA_FILE, metadata.model_dump(mode="json"))
 
 
-def _check_sizes(foreign: Foreign, target: PreTrainedModel) -> None:
-    """Refuse layers of other sizes than the target's blocks, or of a kind that our heads do not have."""
-    if foreign.layer is None:
-        return
-    given = {key: value for key, value in foreign.layer.items() if key not in ("architectures", "dtype", "torch_dtype")}
-    try:
-        config = AutoConfig.for_model(given.pop("model_type"), **given)
-    except (KeyError, ValueError, TypeError) as error:
-        raise InputError(f"the config of its layers cannot be read: {first_line(error)}") from error
-    if foreign.kind == "mtp" and config.model_type != target.config.get_text_config().model_type:
-        own = target.config.get_text_config().model_type
-        raise InputError(f"its block is of the {config.model_type} family, the target's are of {own}")
-    sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ())
-    rope = getattr(config, "rope_parameters", None) or {}
-    kind = rope.get("rope_type", "default")
-    if foreign.kind != "mtp" and (sliding or kind != "default"):
-        what = "has sliding layers" if sliding else f"has rotary embeddings of type {kind}"
-        raise InputError(f"it {what}; draftsmith's heads have full attention and plain rotary embeddings")
-    differences = _differences(shape_like(cast(PreTrainedModel, _Holder(config))), shape_like(target))
-    if differences:
-        raise InputError(
-            f"its layers have other sizes than the target's blocks, which ours take over: {'; '.join(differences)}"
-        )
-
-
-class _Holder:
-    """A config in the place of a model, for `shape_like`, which asks for no more."""
-
-    def __init__(self, config: Any) -> None:
-        self.config = config
-
-
-def _differences(theirs: LayerShape, ours: LayerShape) -> list[str]:
-    """Name the sizes that differ; how long a text may be is no size."""
-    pairs = asdict(replace(theirs, max_positions=ours.max_positions)), asdict(ours)
-    return [
-        f"{name} {value}, the target's {pairs[1][name]}"
-        for name, value in pairs[0].items()
-        if not math.isclose(value, pairs[1][name], rel_tol=1e-3)
-    ]
-
-
 def _take_vocabulary(weights: Weights, target: PreTrainedModel) -> DraftVocabulary | None:
     """Take `d2t` and `t2d` out of the tensors; return what they say."""
     d2t, t2d = weights.pop("d2t", None), weights.pop("t2d", None)
@@ -178,18 +136,21 @@ def _take_vocabulary(weights: Weights, target: PreTrainedModel) -> DraftVocabula
     return None if len(vocabulary) == V else vocabulary
 
 
-def _take_embedding(weights: Weights, target: PreTrainedModel) -> None:
-    """Take a copy of the target's embedding out of the tensors.
+def _settle_embedding(foreign: Foreign, weights: Weights, target: PreTrainedModel) -> dict[str, bool]:
+    """Take a copy of the target's embedding out of the tensors; return whether the head has one of its own.
 
     Raises:
-        InputError: it is no copy.
+        InputError: it is no copy, and the family's heads have none of their own.
     """
-    stored = weights.pop(EMBEDDING, None)
+    stored = weights.get(EMBEDDING)
     if stored is None:
-        return
-    own_VD = cast(Tensor, target.get_input_embeddings().weight)
-    if not _same(stored, own_VD):
-        raise InputError(f"{EMBEDDING} is not the target's embedding, and draftsmith's heads have none of their own")
+        return {}
+    if _same(stored, cast(Tensor, target.get_input_embeddings().weight)):
+        del weights[EMBEDDING]
+        return {}
+    if "own_embedding" not in FAMILIES[foreign.kind].settings.model_fields:
+        raise InputError(f"{EMBEDDING} is not the target's embedding, and {foreign.kind} heads here have none of their own")
+    return {"own_embedding": True}
 
 
 def _settle_head(

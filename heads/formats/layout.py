@@ -109,7 +109,7 @@ def layer_config(shape: LayerShape, model_type: str, num_layers: int, vocab_size
         "hidden_act": "silu",
         "rms_norm_eps": shape.norm_epsilon,
         "max_position_embeddings": shape.max_positions,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "rope_parameters": shape.rope_parameters,
         "attention_bias": False,
         "tie_word_embeddings": False,
     }

@@ -133,12 +133,11 @@ def _speculators(config: dict[str, Any], weights: Weights, reads: str) -> Foreig
 
 
 def _eagle_settings(config: Mapping[str, Any], layer: Mapping[str, Any], *, normed_by_default: bool) -> dict[str, Any]:
-    if config.get("norm_before_fc"):
-        raise InputError("it norms all taps as one vector (norm_before_fc), which draftsmith's EAGLE heads do not")
     return {
         "taps": _ascending(config.get("eagle_aux_hidden_state_layer_ids")),
         "num_layers": layer.get("num_hidden_layers", 1),
-        "norm_taps": config.get("fc_norm", False),
+        "norm_taps": config.get("fc_norm") or False,
+        "norm_joined_taps": config.get("norm_before_fc") or None,
         "norm_before_residual": config.get(
             "norm_before_residual", normed_by_default
         ),  # what vLLM 0.32 takes where it is missing

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from configs.errors import InputError, first_line
 from heads.artifact import VOCABULARY_FILE, Metadata, read_metadata
-from heads.draft_layer import LayerShape, shape_like
+from heads.draft_layer import LayerShape, layer_shape, shape_like
 from heads.draft_vocabulary import DraftVocabulary, read_draft_vocabulary
 from heads.families import FAMILIES
 from heads.formats.tensors import Stored, Weights, constant, read_weights
@@ -61,7 +61,7 @@ class TargetFolder:
 
     @property
     def shape(self) -> LayerShape:
-        """Sizes of the layers that heads on it are built from."""
+        """Sizes of its blocks."""
         return shape_like(self.model)
 
     @property
@@ -141,6 +141,11 @@ class Source:
     def dtype_name(self) -> str:
         """The dtype as configs spell it."""
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def shape(self) -> LayerShape:
+        """Sizes of the head's layers: those of the target's blocks, or its own."""
+        return layer_shape(self.target.model, getattr(self.settings, "layer", None))
 
     @property
     def draft_vocab_size(self) -> int:

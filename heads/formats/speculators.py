@@ -36,16 +36,16 @@ def eagle(source: Source) -> Layout:
     """
     source.target.check_plain()
     settings: EagleSettings = source.settings
-    kind, taps, shape = source.metadata.kind, list(settings.taps or ()), source.target.shape
+    kind, taps, shape = source.metadata.kind, list(settings.taps or ()), source.shape
     layers = layer_config(shape, "llama", settings.num_layers, source.target.vocab_size)
     if len(taps) != 3:  # vLLM counts a Llama draft's taps by this key, not by their list
         layers["num_aux_hidden_states"] = len(taps)
     config = _config(source, kind, layers) | {
         "norm_before_residual": settings.norm_before_residual,
-        "norm_before_fc": False,
+        "norm_before_fc": bool(settings.norm_joined_taps),
         "fc_norm": settings.norm_taps,
         "norm_output": getattr(settings, "norm_feedback", False),
-        "embed_requires_grad": False,
+        "embed_requires_grad": bool(settings.own_embedding),
         "eagle_aux_hidden_state_layer_ids": taps,
     }
     if kind == "peagle":
@@ -66,8 +66,10 @@ def eagle(source: Source) -> Layout:
 
 def eagle_complete(source: Source) -> Layout:
     """Return EAGLE-3 or P-EAGLE with copies of the target's embedding and head, which speculators looks for in the file."""
-    layout, shape, vocab_size = eagle(source), source.target.shape, source.target.vocab_size
-    copies = {"embed_tokens.weight": source.target.embedding().cast(source.dtype)}
+    layout, shape, vocab_size = eagle(source), source.shape, source.target.vocab_size
+    copies = {}
+    if "embed_tokens.weight" not in layout.weights:
+        copies["embed_tokens.weight"] = source.target.embedding().cast(source.dtype)
     if "lm_head.weight" not in layout.weights:
         copies["lm_head.weight"] = source.target.head().cast(source.dtype)
     expected = layout.expected | dict.fromkeys(copies, (vocab_size, shape.width))
@@ -75,9 +77,9 @@ def eagle_complete(source: Source) -> Layout:
 
 
 def eagle_shapes(source: Source) -> Shapes:
-    """Return the shapes of an EAGLE body: projection, layers, norms."""
+    """Return the shapes of an EAGLE body: projection, layers, norms, and an embedding of its own."""
     settings: EagleSettings = source.settings
-    shape, num_taps = source.target.shape, len(settings.taps or ())
+    shape, num_taps = source.shape, len(settings.taps or ())
     shapes: Shapes = {
         "fc.weight": (shape.width, num_taps * shape.width),
         "norm.weight": (shape.width,),
@@ -88,6 +90,10 @@ def eagle_shapes(source: Source) -> Shapes:
         shapes |= decoder_layer(f"layers.{number}.", shape, read_width=read_width)
     if settings.norm_taps:
         shapes |= {f"fc_norm.{number}.weight": (shape.width,) for number in range(num_taps)}
+    if settings.norm_joined_taps:
+        shapes["input_norm.weight"] = (num_taps * shape.width,)
+    if settings.own_embedding:
+        shapes["embed_tokens.weight"] = (source.target.vocab_size, shape.width)
     if source.metadata.kind == "peagle":
         shapes["mask_hidden"] = (1, 1, num_taps * shape.width)
     return shapes
@@ -101,7 +107,7 @@ def dflash(source: Source) -> Layout:
     """
     source.target.check_plain()
     settings: DFlashSettings = source.settings
-    layers = layer_config(source.target.shape, "qwen3", settings.num_layers, source.target.vocab_size)
+    layers = layer_config(source.shape, "qwen3", settings.num_layers, source.target.vocab_size)
     layers |= {"layer_types": ["full_attention"] * settings.num_layers, "use_sliding_window": False, "sliding_window": None}
     config = _config(source, "dflash", layers, settings.block_size - 1) | {
         "block_size": settings.block_size,
@@ -123,7 +129,7 @@ def dflash(source: Source) -> Layout:
 def dflash_shapes(source: Source) -> Shapes:
     """Return the shapes of a DFlash body, without head."""
     settings: DFlashSettings = source.settings
-    shape = source.target.shape
+    shape = source.shape
     shapes: Shapes = {
         "fc.weight": (shape.width, len(settings.taps or ()) * shape.width),
         "hidden_norm.weight": (shape.width,),

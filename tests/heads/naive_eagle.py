@@ -5,25 +5,29 @@ import math
 import torch
 from torch.nn import functional
 
-from heads.draft_layer import shape_like
+from heads.draft_layer import layer_shape
 
 
 class NaiveBody:
     """The layers of a head; remembers the keys and values of every element that was added."""
 
     def __init__(self, head, model):
-        self.head, self.shape = head, shape_like(model)
+        self.head, self.shape = head, layer_shape(model, head.settings.layer)
         self.model = model
         self.seen = [[] for _ in head.layers]  # by layer and element: keys and values, a vector a head
 
     def feature(self, taps):
         """Return the projection of one position's taps, a vector each."""
+        if self.head.settings.norm_joined_taps:
+            return self.head.fc.weight @ self.norm(self.head.input_norm.weight, torch.cat(list(taps)))
         if self.head.settings.norm_taps:
             taps = [self.norm(each.weight, tap) for each, tap in zip(self.head.fc_norm, taps, strict=True)]
         return self.head.fc.weight @ torch.cat(list(taps))
 
     def embedded(self, token):
-        """Return the target's embedding of a token."""
+        """Return the embedding of a token, the target's or the head's own."""
+        if self.head.settings.own_embedding:
+            return self.head.embed_tokens.weight[token]
         return self.model.get_input_embeddings()(torch.tensor(token))
 
     def add(self, embedded, state, position, sees):
@@ -62,6 +66,7 @@ class NaiveBody:
     def rotated(self, vector, position):
         """Turn each pair (i, i + half) by its own angle."""
         half = len(vector) // 2
+        position = position / (self.shape.rope_scaling or {"factor": 1}).get("factor")
         turned = vector.clone()
         for i in range(half):
             angle = position * self.shape.rope_theta ** (-i / half)

@@ -6,6 +6,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from configs.draft_layers import LayerSettings
 from configs.errors import InputError
 from configs.head_families import Eagle3Settings
 from heads.artifact import WEIGHTS_FILE
@@ -22,7 +23,12 @@ PLAIN = Eagle3Settings(kind="eagle3", taps=[1, 2, 4], num_depths=3)
 ALL_OPTIONS = PLAIN.model_copy(
     update={"num_layers": 2, "norm_taps": True, "norm_before_residual": True, "norm_feedback": True, "taps": [0, 3]}
 )
-OPTIONS = pytest.mark.parametrize("settings", [PLAIN, ALL_OPTIONS], ids=["plain", "all options"])
+OWN_LAYER = LayerSettings(
+    mlp_width=20, num_heads=8, num_key_value_heads=2, head_width=6, norm_epsilon=1e-3, rope_theta=500.0,
+    rope_scaling={"rope_type": "linear", "factor": 2.0},
+)
+OWN_PARTS = PLAIN.model_copy(update={"layer": OWN_LAYER, "norm_joined_taps": True, "own_embedding": True})
+OPTIONS = pytest.mark.parametrize("settings", [PLAIN, ALL_OPTIONS, OWN_PARTS], ids=["plain", "all options", "own parts"])
 TARGETS = pytest.mark.parametrize("name", sorted(checks.CONFIGS))
 
 

@@ -18,7 +18,10 @@ from tests.heads import family_checks as checks
 
 PLAIN = HydraSettings(kind="hydra", num_depths=3, num_layers=2)
 PREFIX = HydraSettings(kind="hydra", num_depths=3, prefix_attention=True)
-BOTH = pytest.mark.parametrize("settings", [PLAIN, PREFIX], ids=["plain", "prefix"])
+PUBLISHED = HydraSettings(
+    kind="hydra", num_depths=3, num_layers=2, prefix_attention=True, prefix_norm=True, own_output_heads=True, train_head=True
+)
+BOTH = pytest.mark.parametrize("settings", [PLAIN, PREFIX, PUBLISHED], ids=["plain", "prefix", "published"])
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +92,9 @@ def test_each_depth_reads_the_state_of_the_origin_and_the_tokens_after_it(settin
     states = [list(inputs.states.final_BTE[number, : len(row)]) for number, row in enumerate(rows)]
     if settings.prefix_attention:
         states = [naive_prefix(head.prefix_layer, shape_like(model), row) for row in states]
+    if settings.prefix_norm:
+        epsilon = shape_like(model).norm_epsilon
+        states = [[naive_norm(head.prefix_norm, state_E, epsilon) for state_E in row] for row in states]
     depths = head(inputs)
     assert [depth.origins_N.tolist() for depth in depths] == [[0, 1, 2, 3, 6, 7], [0, 1, 2, 6], [0, 1]]
     for number, depth in enumerate(depths):
@@ -99,6 +105,15 @@ def test_each_depth_reads_the_state_of_the_origin_and_the_tokens_after_it(settin
             expected_E = naive_head(head.blocks[number], [states[row][origin], *known])
             # transformers turns queries and keys by float32 angles, whatever the dtype.
             torch.testing.assert_close(hidden_E, expected_E, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_own_output_heads_say_each_their_depth(target):
+    head = checks.build(PUBLISHED, target.model)
+    depths = head(checks.inputs_of(target.model, checks.PROMPTS, head.taps))
+    for number, depth in enumerate(depths):
+        own = head.lm_heads[number]
+        torch.testing.assert_close(depth.logits_of(depth.hidden_ND), depth.hidden_ND @ own.weight.T + own.bias)
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from configs.draft_layers import LayerSettings
 from configs.errors import InputError
 from configs.head_families import DFlashSettings, Eagle3Settings, MedusaSettings, MtpSettings, PEagleSettings
 from heads.artifact import WEIGHTS_FILE, load_draft
@@ -18,6 +19,16 @@ EAGLE = Eagle3Settings(kind="eagle3", taps=[1, 2, 3], num_depths=3)
 PEAGLE = PEagleSettings(kind="peagle", taps=[1, 2, 3], num_layers=2, num_depths=3, mask_token_id=5)
 DFLASH = DFlashSettings(kind="dflash", taps=[1, 2, 3], block_size=4, mask_token_id=5)
 MEDUSA = MedusaSettings(kind="medusa", num_depths=3, num_layers=2)
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+OWN_LAYER = LayerSettings(mlp_width=96, num_heads=8, num_key_value_heads=2, norm_epsilon=1e-3, rope_scaling=LLAMA3)
+OWN_PARTS = {"layer": OWN_LAYER, "norm_joined_taps": True, "own_embedding": True}
 OWN_HEADS = {"train_head": True, "own_output_heads": True}
 TRIPS = [
     (EAGLE, "llama", "vllm"),
@@ -27,7 +38,11 @@ TRIPS = [
     (EAGLE.model_copy(update={"norm_taps": True, "norm_feedback": True}), "llama", "sglang"),
     (EAGLE.model_copy(update={"train_head": True}), "llama", "vllm"),
     (PEAGLE, "llama", "vllm"),
+    (EAGLE.model_copy(update=OWN_PARTS), "llama", "vllm"),
+    (EAGLE.model_copy(update={"layer": OWN_LAYER.model_copy(update={"rope_scaling": YARN})}), "llama", "sglang"),
+    (PEAGLE.model_copy(update=OWN_PARTS), "llama", "speculators"),
     (DFLASH, "llama", "vllm"),
+    (DFLASH.model_copy(update={"layer": OWN_LAYER}), "llama", "transformers"),
     (DFLASH, "llama", "sglang"),
     (DFLASH, "llama", "transformers"),
     (MEDUSA, "llama", "vllm"),
@@ -124,7 +139,7 @@ def test_every_unknown_and_missing_tensor_is_named(exported):
 @pytest.mark.parametrize(
     ("tensors", "words"),
     [
-        ({"embed_tokens.weight": torch.ones(64, 32)}, "is not the target's embedding"),
+        ({"embed_tokens.weight": torch.ones(64, 31)}, r"embed_tokens.weight of shape \[64, 31\] where \[64, 32\] is expected"),
         ({"d2t": torch.arange(1, 64, 2)}, "outside the target's vocabulary"),
         ({"d2t": torch.arange(32)}, "t2d marks other tokens"),
         ({"d2t": torch.zeros(32, dtype=torch.int64) - torch.arange(32)}, "must rise"),
@@ -139,7 +154,7 @@ def test_wrong_tensors_are_refused(exported, tensors, words):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"norm_before_fc": True}, "norms all taps as one vector"),
+        ({"norm_before_fc": True}, "lacks input_norm.weight"),
         ({"speculators_model_type": "xpress"}, "'xpress' is none of eagle3, peagle, dflash, mtp"),
         ({"transformer_layer_config": None}, "expected transformer_layer_config to be a section"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, r"fc.weight of shape \[32, 96\] where \[32, 64\] is expected"),
@@ -154,9 +169,12 @@ def test_wrong_configs_are_refused(exported, values, words):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"intermediate_size": 96, "rms_norm_eps": 1e-3}, "mlp_width 96, the target's 48; norm_epsilon 0.001"),
+        ({"intermediate_size": 96}, r"mlp.down_proj.weight of shape \[32, 48\] where \[32, 96\] is expected"),
+        ({"num_key_value_heads": 3}, "4 heads with 3 key-value heads"),
+        ({"hidden_size": 16}, "are 16 wide and the target's states 32"),
+        ({"hidden_act": "gelu"}, "the activation gelu"),
         ({"layer_types": ["sliding_attention"], "sliding_window": 8}, "has sliding layers"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rotary embeddings of type linear"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rotary embeddings of type dynamic"),
     ],
 )
 def test_other_layers_than_ours_are_refused(exported, values, words):
