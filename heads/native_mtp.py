@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import shutil
 import stat
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -149,7 +149,7 @@ class NativeMtp:
             InputError: a tensor is missing, of another shape, or there is one that ours have no place for.
         """
         values = {}
-        for name, pieces in self._places(like, hidden_first=hidden_first).items():
+        for name, pieces in self.places(like, hidden_first=hidden_first).items():
             parts = [piece.turned(self._value(piece.key)) for piece in pieces]
             values[name] = torch.empty(like[name].shape, dtype=parts[0].dtype)
             for piece, part in zip(pieces, parts, strict=True):
@@ -172,7 +172,7 @@ class NativeMtp:
         if out.exists() or out.resolve().is_relative_to(self.folder.resolve()):
             raise InputError(f"{out} exists already or lies in the target's folder; give a new folder")
         new: dict[str, dict[str, Tensor]] = {}
-        for name, pieces in self._places(tensors, hidden_first=hidden_first).items():
+        for name, pieces in self.places(tensors, hidden_first=hidden_first).items():
             for piece in pieces:
                 old, value = self._value(piece.key), piece.turned(tensors[name][piece.index])
                 if not torch.equal(old.to(value.dtype), value):
@@ -182,14 +182,28 @@ class NativeMtp:
             for file, values in new.items():
                 _overwrite(scratch / file, values)
 
-    def _places(self, ours: Mapping[str, Tensor], *, hidden_first: bool) -> dict[str, list[Piece]]:
-        """Return where each of our tensors lies, after checking that all of them and nothing else is in the checkpoint."""
+    def places(
+        self, ours: Mapping[str, Tensor], *, hidden_first: bool, without: Collection[str] = ()
+    ) -> dict[str, list[Piece]]:
+        """Return where each of our tensors lies, after checking that all of them and nothing else is in the checkpoint.
+
+        Args:
+            ours: as for `read`; only shapes are looked at.
+            hidden_first: the order in which our projection reads.
+            without: tensors of the checkpoint that need no place.
+
+        Raises:
+            InputError: see `read`.
+        """
         swapped = hidden_first != self.naming.hidden_first
         places = {name: self._pieces(name, tuple(value.shape), swapped=swapped) for name, value in ours.items()}
         wanted = {piece.key for pieces in places.values() for piece in pieces}
         prefixes = tuple(self._spelled(self.naming.prefix, number) for number in range(self.num_layers))
         there = {key for key in self._files if key.startswith(prefixes) and not key.endswith(self.naming.borrowed)}
-        for words, keys in (("lacks", wanted - self._files.keys()), ("has no place in the head for", there - wanted)):
+        for words, keys in (
+            ("lacks", wanted - self._files.keys()),
+            ("has no place in the head for", there - wanted - set(without)),
+        ):
             if keys:
                 raise InputError(
                     f"{self.folder}: its MTP naming is that of {self.naming.families}, but it {words} {_listed(keys)}"

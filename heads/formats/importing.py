@@ -21,8 +21,8 @@ from configs.files import new_folder, write_json
 from heads.artifact import METADATA_FILE, VOCABULARY_FILE, WEIGHTS_FILE, HiddenStates, Metadata
 from heads.draft_vocabulary import DraftVocabulary, head_rows, write_draft_vocabulary
 from heads.families import FAMILIES
+from heads.formats.foreign import Foreign
 from heads.formats.layout import check_names
-from heads.formats.reading import Foreign
 from heads.formats.sizes import own_layer
 from heads.formats.tensors import Stored, Weights, write_weights
 from heads.identity import TargetIdentity
@@ -56,10 +56,11 @@ def fit(foreign: Foreign, target: PreTrainedModel) -> Fitted:
         target: what it was trained for.
 
     Raises:
-        InputError: it has layers or an embedding that our heads cannot have, wrong offsets, or tensors that are missing, unknown (all of
-            them are named) or of another shape.
+        InputError: it has layers or an embedding that our heads cannot have, wrong offsets, or tensors that are missing,
+            unknown (all of them are named) or of another shape.
     """
-    layer = {} if foreign.layer is None else own_layer(foreign.layer, foreign.kind, target)
+    config = target.config.get_text_config().to_dict() if foreign.layer == "target" else foreign.layer
+    layer = {} if config is None else own_layer(config, foreign.kind, target)
     weights = foreign.optional | foreign.weights
     vocabulary = _take_vocabulary(weights, target)
     embedding = _settle_embedding(foreign, weights, target)
@@ -68,6 +69,8 @@ def fit(foreign: Foreign, target: PreTrainedModel) -> Fitted:
     settings = foreign.checked_settings(draft_vocab_size=size, **trained_head, **layer, **embedding)
     head = FAMILIES[foreign.kind].build(settings, target, vocabulary)
     own = {name: tuple(value.shape) for name, value in head.state_dict().items()}
+    if foreign.placed is not None:
+        weights |= foreign.placed(own)
     if "mask_hidden" in weights and math.prod(weights["mask_hidden"].shape) == math.prod(own.get("mask_hidden", (0,))):
         weights["mask_hidden"] = _reshaped(weights["mask_hidden"], own["mask_hidden"])
     check_names({name: stored.shape for name, stored in weights.items()}, own)

@@ -46,7 +46,7 @@ def mimo(source: Source) -> Layout:
     prefix, keys = "model.mtp_layers.0.", shape.num_key_value_heads * shape.head_width
     # MiMo's class asks for biases; a Llama block has none.
     for part, size in (("q", shape.num_heads * shape.head_width), ("k", keys), ("v", keys)):
-        weights.setdefault(f"{prefix}self_attn.{part}_proj.bias", zeros(size, source.dtype))
+        weights.setdefault(f"{prefix}self_attn.{part}_proj.bias", zeros((size,), source.dtype))
     config = layer_config(shape, "qwen2", source.target.config.num_hidden_layers, source.target.vocab_size) | {
         "architectures": ["MiMoForCausalLM"],
         "num_nextn_predict_layers": 1,

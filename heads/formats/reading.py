@@ -1,68 +1,33 @@
 """Drafts that other programs wrote, told in our words: settings, tensors under our names, draft vocabulary.
 
 Known are EAGLE-3, P-EAGLE, DFlash and MTP of the speculators library, flat EAGLE-3 (SGLang, SpecForge), Medusa (vLLM's names
-and the published ones), DFlash of z-lab and of transformers. What a format says and our families cannot do is refused here;
-whether the tensors fit the target is seen in `heads.formats.importing`.
-W draft vocabulary, V target vocabulary.
+and the published ones), published Hydra heads, DFlash of z-lab and of transformers, and MTP modules inside checkpoints. What a
+format says and our families cannot do is refused here; whether the tensors fit the target is seen in
+`heads.formats.importing`. W draft vocabulary, V target vocabulary.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from configs.errors import InputError
 from configs.files import read_json
-from heads.families import FAMILIES
 from heads.formats.flat import TRANSFORMERS_DFLASH
+from heads.formats.foreign import Foreign
+from heads.formats.hydra import read_hydra
 from heads.formats.layout import renamed
+from heads.formats.native import has_modules, read_native
 from heads.formats.speculators import MTP_PARTS
 from heads.formats.tensors import Weights, read_weights, zeros
 
 KNOWN = (
-    "speculators eagle3, peagle, dflash and mtp; flat EAGLE-3 (architecture ...Eagle3); Medusa (medusa_num_heads); DFlash "
-    "(architecture DFlashDraftModel or MuseGlimmerAssistantModel)"
+    "speculators eagle3, peagle, dflash and mtp; flat EAGLE-3 (architecture ...Eagle3); Medusa (medusa_num_heads); Hydra "
+    "(hydra_num_heads); DFlash (architecture DFlashDraftModel or MuseGlimmerAssistantModel); a checkpoint with MTP modules"
 )
 OLD_MEDUSA = re.compile(r"^(?:medusa_heads?\.)?(\d+)\.(\d+)\.(?:(linear)\.)?(weight|bias)$")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Foreign:
-    """A draft as another program wrote it.
-
-    Args:
-        form: the format, in words.
-        kind: the family of ours that it is.
-        settings: of that family, checked later.
-        layer: the config of its layers; None: it has none.
-        weights: its tensors under our names, and `embed_tokens.weight`, `d2t`, `t2d` where they are in the file.
-        num_speculative_tokens: what its config says; None: nothing.
-    """
-
-    form: str
-    kind: str
-    settings: Mapping[str, Any]
-    layer: Mapping[str, Any] | None
-    weights: Weights
-    num_speculative_tokens: int | None = None
-    optional: Weights = field(default_factory=dict)  # what to add where the file leaves it out
-
-    def checked_settings(self, **more: Any) -> Any:
-        """Return the family's settings, with further ones.
-
-        Raises:
-            InputError: a value that the family does not take.
-        """
-        try:
-            return FAMILIES[self.kind].settings.model_validate(dict(self.settings) | {"kind": self.kind} | more)
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise InputError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}") from error
 
 
 def read_foreign(folder: Path, *, layer_ids: str = "block_output", reads: str = "post_norm") -> Foreign:
@@ -86,6 +51,8 @@ def read_foreign(folder: Path, *, layer_ids: str = "block_output", reads: str = 
             return _speculators(config, weights, reads)
         if config.get("model_type") == "medusa" or "medusa_num_heads" in config:
             return _medusa(config, weights)
+        if "hydra_num_heads" in config:
+            return read_hydra(config, weights)
         if "MuseGlimmerAssistant" in architectures:
             return _dflash(
                 config, config, renamed(weights, [(new, old) for old, new in TRANSFORMERS_DFLASH]), "transformers DFlash"
@@ -99,6 +66,8 @@ def read_foreign(folder: Path, *, layer_ids: str = "block_output", reads: str = 
         raise InputError(f"{folder / 'config.json'} lacks or garbles a key of its format: {error!r}") from error
     except InputError as error:
         raise InputError(f"{folder} cannot be imported: {error}") from error
+    if has_modules(weights):
+        return read_native(folder, weights, reads)
     raise InputError(f"{folder} is in no form that draftsmith reads ({KNOWN}); its architectures: {architectures or 'none'}")
 
 
@@ -197,7 +166,7 @@ def _medusa(config: dict[str, Any], weights: Weights) -> Foreign:
             stem = f"blocks.{head}.layers.{layer}"
             if f"{stem}.weight" in weights:  # a block without bias is one with a bias of 0
                 width, dtype = weights[f"{stem}.weight"].shape[0], weights[f"{stem}.weight"].dtype
-                added[f"{stem}.bias"] = zeros(width, dtype)
+                added[f"{stem}.bias"] = zeros((width,), dtype)
     settings = {"num_depths": num_heads, "num_layers": num_layers, "own_output_heads": own, "train_head": own}
     return Foreign(
         form="Medusa",

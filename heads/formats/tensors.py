@@ -21,8 +21,8 @@ from torch import Tensor
 from configs.errors import InputError, first_line
 from heads.native_mtp import INDEX_FILE, SINGLE_FILE, files_by_key
 
-MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
-TORCH_FILES = ("pytorch_model.bin", "medusa_lm_head.pt")
+HEAD_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.safetensors", "hydra_lm_head.pt")
+TORCH_FILES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
 NAMES = {  # safetensors' names of dtypes
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -71,9 +71,9 @@ def constant(value: Tensor) -> Stored:
     return Stored(shape=tuple(value.shape), dtype=value.dtype, load=lambda: value)
 
 
-def zeros(size: int, dtype: torch.dtype) -> Stored:
-    """Return a vector of zeros."""
-    return Stored(shape=(size,), dtype=dtype, load=lambda: torch.zeros(size, dtype=dtype))
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Stored:
+    """Return a tensor of zeros."""
+    return Stored(shape=shape, dtype=dtype, load=lambda: torch.zeros(shape, dtype=dtype))
 
 
 def read_weights(folder: Path) -> Weights:
@@ -85,11 +85,11 @@ def read_weights(folder: Path) -> Weights:
     if (folder / SINGLE_FILE).is_file() or (folder / INDEX_FILE).is_file():
         paths = sorted({folder / file for file in files_by_key(folder).values()})
         return {name: stored for path in paths for name, stored in _safetensors(path).items()}
-    for file in (*MEDUSA_FILES, *TORCH_FILES):
+    for file in (*HEAD_FILES, TORCH_FILES[0]):
         if (folder / file).is_file():
             read = _torch_file if file in TORCH_FILES else _safetensors
             return read(folder / file)
-    raise InputError(f"{folder} holds none of {', '.join((SINGLE_FILE, INDEX_FILE, *MEDUSA_FILES, TORCH_FILES[0]))}")
+    raise InputError(f"{folder} holds none of {', '.join((SINGLE_FILE, INDEX_FILE, *HEAD_FILES, TORCH_FILES[0]))}")
 
 
 def write_weights(path: Path, weights: Mapping[str, Stored]) -> None:

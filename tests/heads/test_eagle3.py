@@ -24,7 +24,12 @@ ALL_OPTIONS = PLAIN.model_copy(
     update={"num_layers": 2, "norm_taps": True, "norm_before_residual": True, "norm_feedback": True, "taps": [0, 3]}
 )
 OWN_LAYER = LayerSettings(
-    mlp_width=20, num_heads=8, num_key_value_heads=2, head_width=6, norm_epsilon=1e-3, rope_theta=500.0,
+    mlp_width=20,
+    num_heads=8,
+    num_key_value_heads=2,
+    head_width=6,
+    norm_epsilon=1e-3,
+    rope_theta=500.0,
     rope_scaling={"rope_type": "linear", "factor": 2.0},
 )
 OWN_PARTS = PLAIN.model_copy(update={"layer": OWN_LAYER, "norm_joined_taps": True, "own_embedding": True})

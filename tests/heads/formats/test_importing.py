@@ -49,6 +49,9 @@ TRIPS = [
     (MEDUSA.model_copy(update=OWN_HEADS), "llama", "vllm"),
     (MtpSettings(kind="mtp", num_depths=3), "qwen3", "speculators"),
     (MtpSettings(kind="mtp", num_depths=3, concat_order="hidden_first"), "qwen3", "speculators"),
+    (MtpSettings(kind="mtp", num_depths=3), "llama", "vllm"),
+    (MtpSettings(kind="mtp", num_depths=3, concat_order="hidden_first"), "llama", "vllm"),
+    (MtpSettings(kind="mtp", num_depths=3, shared_depths=False), "qwen3", "transformers"),
 ]
 
 
