@@ -55,7 +55,7 @@ def measure_workload(config: PlanConfig) -> Workload:
             f"data.train: {config.data.train} does not exist; make it, or give workload.num_conversations, "
             "workload.mean_tokens and workload.label_share"
         )
-    num_tokens = sum(dataset.lengths)
+    num_tokens = int(dataset.lengths.sum())
     return Workload(
         num_conversations=given.num_conversations or len(dataset),
         mean_tokens=given.mean_tokens or num_tokens / len(dataset),
@@ -74,7 +74,7 @@ def cache_size(config: PlanConfig, models: Models, work: Workload) -> CacheSize:
     if dataset is None:
         rows = round(work.num_tokens * (1.0 if layout.every_position else work.label_share))
     else:
-        rows = sum(num_rows(layout, example) for example in dataset.examples)
+        rows = sum(num_rows(layout, *pair) for pair in zip(dataset.lengths.tolist(), dataset.answer_starts.tolist(), strict=True))
     return CacheSize(bytes_per_row=layout.bytes_per_row, rows=rows)
 
 
