@@ -6,6 +6,8 @@ The defaults are the runs whose figures stand in `docs/results/`. Commands that 
 
 from __future__ import annotations
 
+from typing import Literal
+
 from configs.costs import CostConfig
 from configs.decoding import TargetConfig
 from configs.evaluating import LosslessConfig, SuiteConfig
@@ -108,6 +110,26 @@ class SoakConfig(Settings):
     seed: NonNegativeInt = 0
     folder: str | None = None  # where the runs lie; None: a temporary folder. Those that ended otherwise than they should stay
     output: str = "docs/results/soak.json"
+
+
+class EngineComparisonSettings(Settings):
+    """`scripts/engine_comparison.py`: two processes under each engine beside one process, on a tiny target."""
+
+    # Files of configs/accelerate, started as they are but for the number of processes
+    engines: list[Literal["ddp_cpu", "fsdp2", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload"]] = [
+        "ddp_cpu",
+        "fsdp2",
+        "zero1",
+        "zero2",
+        "zero2_offload",
+        "zero3",
+        "zero3_offload",
+    ]
+    tasks: list[Literal["distill", "heads"]] = ["distill", "heads"]
+    steps: PositiveInt = 20
+    tolerance: PositiveFloat = 1e-4  # largest difference of a step's loss, as a share of it
+    python: str | None = None  # interpreter for DeepSpeed's engines, where it is installed elsewhere; None: this one
+    seconds: PositiveInt = 600  # that one run may take
 
 
 class ResultsTableConfig(Settings):

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from configs.learning import LossConfig
 from distill.batches import Batch
 from distill.chunked import ChunkedLoss, LogitHead, chunked_loss_against, model_head
-from distill.gathering import as_they_are
+from distill.gathering import Gather, as_they_are
 from distill.losses import Divergence, SparseTarget, mix
 from distill.target import Target
 from distill.target_rows import HiddenRows, SparseRows, TargetRows
@@ -63,7 +63,7 @@ class DraftObjective(nn.Module):
         self.register_buffer("token_ids_W", None if vocabulary is None else vocabulary.token_ids_W, persistent=False)
         # In a tuple, so that the target does not become a submodule and is neither trained nor saved.
         self._target = (target,)
-        self.gather = as_they_are  # how the head's weights are had whole; the engine that splits them sets it
+        self.gather: Gather = as_they_are  # how the head's weights are had whole; the engine that splits them sets it
 
     def forward(
         self,

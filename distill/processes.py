@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import Any
 
 from accelerate import PartialState
@@ -32,7 +34,7 @@ def join_processes(target: TargetConfig, *, timeout_seconds: int | None = None) 
     on_cpu = choose_device(target.device).type == "cpu"
     if on_cpu and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         # accelerate has DeepSpeed for accelerators only; told the transport, it takes the CPU for one.
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        _keep_deepspeed_from_compiling()
         settings |= {"backend": "gloo"}
         on_cpu = False
     # Without `cpu` accelerate looks for accelerators only, and finds one process where there are several on a CPU.
@@ -44,6 +46,19 @@ def join_processes(target: TargetConfig, *, timeout_seconds: int | None = None) 
     if state.num_processes != num_launched:
         raise RuntimeError(f"{num_launched} processes were launched, but accelerate sees {state.num_processes}")
     return state
+
+
+def _keep_deepspeed_from_compiling() -> None:
+    """Let DeepSpeed on a CPU do without operators of its own.
+
+    It would compile one for reductions in shared memory when it is first started, and a process that is killed meanwhile
+    leaves a lock that all later ones wait for without end. gloo reduces as well.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if find_spec("deepspeed") is not None:
+        import deepspeed.ops
+
+        deepspeed.ops.__compatible_ops__ = defaultdict(bool)
 
 
 @contextmanager

@@ -38,9 +38,7 @@ class Workshop:
     def furnish(self) -> None:
         """Write the target, the prompts, and the data that training reads."""
         _save_target(self.folder / "target")
-        rows = [
-            {"question_id": n, "turns": [f"w{n % 60} w{(7 * n) % 59} w{(3 * n) % 50}"]} for n in range(self.num_prompts)
-        ]
+        rows = [{"question_id": n, "turns": [f"w{n % 60} w{(7 * n) % 59} w{(3 * n) % 50}"]} for n in range(self.num_prompts)]
         (self.folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         make_dataset(self.data(self.folder / "data"))
 

@@ -16,11 +16,11 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, parse_flag_from_env
+from accelerate.utils import parse_flag_from_env
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -37,6 +37,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from configs.errors import ConfigError
 from configs.learning import OptimizerConfig
 from configs.schema import ScheduleConfig
+from train.lineage import FSDP2, WHOLE, engine_name, fsdp_is_asked_for
 from train.task import SplitTask, Task
 
 ALL_WEIGHTS = 10**15  # more than any module has: DeepSpeed keeps parameters of fewer elements in every process
@@ -72,33 +73,29 @@ def choose_engine(accelerator: Accelerator, schedule: ScheduleConfig, optimizer:
     Raises:
         ConfigError: DeepSpeed's config file sets what the recipe decides.
     """
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        return DeepSpeed(accelerator, schedule, optimizer)
-    if fsdp_is_asked_for() and accelerator.num_processes > 1:
-        return Fsdp2(accelerator)
-    return EveryProcess(accelerator)
-
-
-def fsdp_is_asked_for() -> bool:
-    """Return whether accelerate's config or environment asks for FSDP."""
-    return bool(parse_flag_from_env("ACCELERATE_USE_FSDP"))
+    name = engine_name(accelerator)
+    if name == WHOLE:
+        return EveryProcess(accelerator)
+    return Fsdp2(accelerator) if name == FSDP2 else DeepSpeed(accelerator, schedule, optimizer)
 
 
 def check_engine(schedule: ScheduleConfig) -> None:
     """Refuse what no engine here does, before anything is loaded.
 
     Raises:
-        ConfigError: FSDP 1, FSDP with weights kept on the CPU, or fp16 with split weights is asked for.
+        ConfigError: FSDP 1, FSDP with weights kept on the CPU or activations computed again, or fp16 with split weights is
+            asked for.
     """
     deepspeed = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
     if fsdp_is_asked_for():
         if (version := os.environ.get("FSDP_VERSION", "1")) != "2":
             raise ConfigError(f"fsdp_config.fsdp_version of accelerate's config: 2 is supported, got {version}")
-        if parse_flag_from_env("FSDP_OFFLOAD_PARAMS"):
-            raise ConfigError(
-                "fsdp_config.fsdp_offload_params of accelerate's config: weights kept on the CPU are supported with DeepSpeed "
-                "only; set it to false, or launch with configs/accelerate/zero3_offload.yaml"
-            )
+        for name in ("offload_params", "activation_checkpointing"):
+            if parse_flag_from_env(f"FSDP_{name.upper()}"):
+                raise ConfigError(
+                    f"fsdp_config.fsdp_{name} of accelerate's config: must be false, got true; to save more memory than FSDP "
+                    "does, launch with configs/accelerate/zero3_offload.yaml"
+                )
     if schedule.mixed_precision == "fp16" and (deepspeed or fsdp_is_asked_for()):
         raise ConfigError("schedule.mixed_precision: fp16 is not supported with FSDP or DeepSpeed; give bf16, or no")
 
@@ -159,7 +156,7 @@ class Fsdp2:
 
     def whole(self, module: nn.Module) -> AbstractContextManager[nn.Module]:
         weights = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True))
-        return self.spare.filled(weights, self.accelerator.device)
+        return self.spare.filled(cast(dict[str, Tensor], weights), self.accelerator.device)
 
     def while_training(self, module: nn.Module, task: Task) -> AbstractContextManager[nn.Module]:
         return self.whole(module) if _splittable(task).drafts_while_training else nullcontext(module)
@@ -170,14 +167,15 @@ class Fsdp2:
         tensors, state = get_state_dict(self.module, self.optimizer, options=options)
         if self.accelerator.is_main_process:
             # Clones: tied weights are one tensor, which the format does not have.
-            save_file({name: each.clone() for name, each in tensors.items()}, Path(folder) / WEIGHTS_FILE)
+            weights_to_write = {name: each.clone() for name, each in cast(dict[str, Tensor], tensors).items()}
+            save_file(weights_to_write, Path(folder) / WEIGHTS_FILE)
             torch.save(state, Path(folder) / OPTIMIZER_FILE)
 
     def _load(self, models: list[nn.Module], folder: str) -> None:
         set_state_dict(
             self.module,
             self.optimizer,
-            model_state_dict=load_file(Path(folder) / WEIGHTS_FILE),
+            model_state_dict=cast(dict[str, Any], load_file(Path(folder) / WEIGHTS_FILE)),
             optim_state_dict=torch.load(Path(folder) / OPTIMIZER_FILE, map_location="cpu", weights_only=True),
             options=StateDictOptions(full_state_dict=True),
         )

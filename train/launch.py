@@ -216,4 +216,3 @@ def make_accelerator(schedule: ScheduleConfig, output: Path) -> Accelerator:
         ) from error
     unset_hf_deepspeed_config()  # under ZeRO-3 transformers would split each model that it loads, the target as well
     return accelerator
-

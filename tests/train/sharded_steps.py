@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+from accelerate.utils import DeepSpeedPlugin
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -111,6 +111,10 @@ def steps_together(folder: Path, case: Case, accelerator: Accelerator, prepare: 
 
 
 def prepare_by_accelerate(accelerator: Accelerator, objective: DraftObjective) -> Sequence[Any]:
+    if splits_weights(accelerator):
+        from deepspeed.runtime.zero import GatheredParameters
+
+        objective.gather = GatheredParameters
     return accelerator.prepare(objective, make_optimizer(objective))
 
 
@@ -124,9 +128,21 @@ def prepare_by_hand(accelerator: Accelerator, objective: DraftObjective) -> Sequ
 
 def whole_weights(accelerator: Accelerator, module: nn.Module) -> dict[str, Tensor]:
     """Return the weights that the processes hold together; complete in the first of them."""
+    if splits_weights(accelerator):
+        from deepspeed.runtime.zero import GatheredParameters
+
+        unwrapped = accelerator.unwrap_model(module)
+        assert not any(each.numel() for each in unwrapped.parameters())
+        with GatheredParameters(unwrapped.parameters()):
+            return {name: weight.clone() for name, weight in unwrapped.state_dict().items()}
     if accelerator.distributed_type == "DEEPSPEED":
         return accelerator.get_state_dict(module)
     return get_model_state_dict(accelerator.unwrap_model(module), options=StateDictOptions(full_state_dict=True))
+
+
+def splits_weights(accelerator: Accelerator) -> bool:
+    plugin = accelerator.state.deepspeed_plugin
+    return plugin is not None and plugin.zero_stage == 3
 
 
 def join(engine: str) -> Accelerator:
@@ -140,10 +156,11 @@ def join(engine: str) -> Accelerator:
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {
             "stage": int(engine.removeprefix("zero")),
+            "stage3_param_persistence_threshold": 0,  # split even what is tiny
         },
     }
-    gloo = InitProcessGroupKwargs(backend="gloo")
-    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), kwargs_handlers=[gloo])
+    join_processes(TargetConfig(device="cpu"))
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
     unset_hf_deepspeed_config()  # transformers would otherwise mind it in each model that it loads
     return accelerator
 
