@@ -5,7 +5,7 @@ VLLM_STAMP := .cache/venvs/vllm/.installed
 GEMMA := .cache/gemma/gemma-3-270m-q4_k_m.gguf
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench bench-decode sweep bench-distill bench-heads bench-eval law-check slow-check soak tables serve-check gemma-check clean
+.PHONY: help setup demo test check bench bench-decode sweep bench-distill bench-heads bench-eval law-check slow-check cluster-check soak tables serve-check gemma-check clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -51,6 +51,9 @@ law-check: setup ## 100,000 samples of the whole decoder for every rule and shap
 
 slow-check: setup ## a forward compiled by the real compiler, 10,000 prompts counted (a minute or two)
 	$(PY) -m pytest -m slow -s tests/heads/test_compiled_forward.py tests/eval/test_tally.py
+
+cluster-check: setup ## the job files of scripts/cluster, run with one process killed and with stand-ins for Slurm (a minute)
+	$(PY) -m pytest -m 'slow or not slow' -s tests/faults/test_cluster.py
 
 soak: setup ## 210 tiny runs killed, stopped and damaged at random, each to end with an undisturbed run's weights (about 15 minutes)
 	$(PY) scripts/soak.py

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# On each node: MAIN_HOST=node0 scripts/cluster/torchrun_elastic.sh train/heads.py --config configs/heads/eagle3.yaml
+#
+# DDP that survives the death of a process or a node: where one dies, torchrun ends the others, waits until between MIN_NODES and
+# MAX_NODES nodes are there, starts all processes again, and training goes on from its last checkpoint. How many processes share
+# a step is part of a run (training says so and refuses another number), so leave MIN_NODES and MAX_NODES equal: a lost node is
+# then waited for. What is lost is what was done since the last checkpoint, so write them: schedule.checkpoint_every_steps.
+
+# --- placeholders -----------------------------------------------------------------------------------------------------
+MIN_NODES="${MIN_NODES:-1}"
+MAX_NODES="${MAX_NODES:-$MIN_NODES}"
+export MAIN_HOST="${MAIN_HOST:-localhost}"           # the node where all meet, the same on each
+export MAIN_PORT="${MAIN_PORT:-29500}"
+export RUN_ID="${RUN_ID:-draftsmith}"                # the same on each node, another for another run
+export PROCESSES_PER_NODE="${PROCESSES_PER_NODE:-1}" # one a GPU
+export MAX_RESTARTS="${MAX_RESTARTS:-20}"
+# ----------------------------------------------------------------------------------------------------------------------
+
+set -euo pipefail
+export NUM_NODES="$MIN_NODES:$MAX_NODES"
+exec "$(dirname "${BASH_SOURCE[0]}")/node.sh" "$@"

@@ -1,0 +1,249 @@
+"""The job files of scripts/cluster: SLURM's with stand-ins for its programs, torchrun's as it is, Kubernetes' by its fields."""
+
+import json
+import os
+import re
+import signal
+import socket
+import string
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from configs.command import DONE, TERMINATED
+from configs.files import write_json
+from train.checkpoints import list_checkpoints, read_manifest
+from train.launch import run_distillation
+
+ROOT = Path(__file__).resolve().parents[2]
+CLUSTER = ROOT / "scripts" / "cluster"
+SCRIPTS = sorted(path for path in CLUSTER.iterdir() if path.suffix in (".sh", ".sbatch"))
+LENGTHS = {"max_steps": 100, "eval_every_steps": 20, "checkpoint_every_steps": 20}  # long enough to be met in the middle
+
+# Runs a task of the job as Slurm would; the first time, it sends SIGTERM to the task's group once a checkpoint is there.
+SRUN = """#!/usr/bin/env bash
+while [[ "$1" == -* ]]; do shift; done
+export SLURM_NODEID=0
+set -m
+"$@" &
+task=$!
+if [[ ! -e requeued ]]; then
+    until [[ -e run/checkpoints/step-00000020 ]]; do kill -0 $task || exit 1; sleep 0.02; done
+    kill -TERM -- -$task
+fi
+wait $task
+"""
+SCONTROL = """#!/usr/bin/env bash
+case "$1" in
+    show) printf 'localhost\\nnever-asked\\n' ;;
+    requeue) echo "$2" >> requeued ;;
+esac
+"""
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def written(config, path):
+    write_json(path, config.model_dump(mode="json"))  # JSON is YAML
+    return str(path)
+
+
+def environment(**more):
+    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    quiet = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "PYTHON": sys.executable}
+    return inherited | quiet | {"MAIN_PORT": free_port()} | more
+
+
+def test_a_slurm_job_that_is_stopped_goes_back_into_the_queue_and_on_from_its_checkpoint(workshop, tmp_path, start):
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    # Slurm runs a copy of the script, in the folder of the submission.
+    script = tmp_path / "spooled"
+    script.write_text((CLUSTER / "slurm.sbatch").read_text())
+    for name in ("scripts", "train"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    config = written(workshop.distill(tmp_path / "run", **LENGTHS), tmp_path / "recipe.yaml")
+    variables = environment(
+        PATH=f"{tools}:{os.environ['PATH']}",
+        SLURM_JOB_ID="77",
+        SLURM_JOB_NODELIST="localhost",
+        SLURM_JOB_NUM_NODES="1",
+        SLURM_SUBMIT_DIR=str(tmp_path),
+    )
+
+    def job(**more):
+        command = ["bash", str(script), str(ROOT / "train" / "distill.py"), "--config", config]
+        return subprocess.run(
+            command, cwd=tmp_path, env=variables | more, capture_output=True, text=True, timeout=120, check=False
+        )
+
+    first = job()
+    assert first.returncode == TERMINATED, first.stderr
+    assert "a checkpoint is in" in first.stderr
+    assert (tmp_path / "requeued").read_text() == "77\n"
+    (*_, newest) = list_checkpoints(tmp_path / "run" / "checkpoints")
+    assert 20 <= read_manifest(newest).step < 100
+    second = job(SLURM_RESTART_COUNT="1")
+    assert second.returncode == DONE, second.stderr
+    assert f"resumed from {newest}" in second.stderr
+    assert (tmp_path / "requeued").read_text() == "77\n"
+    whole = start(run_distillation, workshop.distill(tmp_path / "whole", **LENGTHS))
+    assert whole.end() == DONE, whole.said
+    last = "checkpoints/step-00000100/model.safetensors"
+    assert (tmp_path / "run" / last).read_bytes() == (tmp_path / "whole" / last).read_bytes()
+
+
+def workers(config):
+    """Return the process id of each rank that trains by a config."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if config.encode() in (folder / "cmdline").read_bytes():
+                variables = dict(each.partition(b"=")[::2] for each in (folder / "environ").read_bytes().split(b"\0"))
+                if b"RANK" in variables:
+                    found[int(variables[b"RANK"])] = int(folder.name)
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+@pytest.mark.slow  # twenty seconds on two free cores: make cluster-check
+def test_torchrun_starts_both_processes_again_when_one_is_killed_and_nothing_is_lost(workshop, tmp_path, start):
+    lengths = LENGTHS | {"batch_size": 2}
+    config = written(workshop.distill(tmp_path / "run", **lengths), tmp_path / "recipe.yaml")
+    command = ["bash", str(CLUSTER / "torchrun_elastic.sh"), str(ROOT / "train" / "distill.py"), "--config", config]
+    said = tmp_path / "said"
+    with said.open("wb") as file:
+        run = subprocess.Popen(command, env=environment(PROCESSES_PER_NODE="2", MAX_RESTARTS="1"), stdout=file, stderr=file)
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "run" / "checkpoints" / "step-00000020").exists():
+            assert run.poll() is None and time.monotonic() < deadline, said.read_text()
+            time.sleep(0.02)
+        victim = workers(config)[1]
+        os.kill(victim, signal.SIGKILL)
+        assert run.wait(120) == DONE, said.read_text()
+    finally:
+        run.terminate()
+        run.wait(60)
+    assert victim not in workers(config).values()
+    assert "resumed from" in said.read_text()
+    port = free_port()
+    pair = [
+        start(
+            run_distillation,
+            workshop.distill(tmp_path / "whole", **lengths),
+            environment={
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": "2",
+                "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "ACCELERATE_USE_CPU": "true",
+            },
+        )
+        for rank in "01"
+    ]
+    assert [each.end() for each in pair] == [DONE, DONE], [each.said for each in pair]
+    weights, expected = (
+        load_file(tmp_path / name / "checkpoints" / "step-00000100" / "model.safetensors") for name in ("run", "whole")
+    )
+    assert weights.keys() == expected.keys()
+    assert all(weights[name].equal(expected[name]) for name in expected)
+
+
+# --- the files ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_is_bash_and_names_its_placeholders_once_at_the_top(script):
+    assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
+    text = script.read_text()
+    head, block, body = re.split(r"^# -+(?: placeholders -+)?\n", text, flags=re.MULTILINE)
+    assert f"scripts/cluster/{script.name} train/" in head  # the launch line
+    assert not re.search(r"^[^#\n]", head, re.MULTILINE)
+    placeholders = re.findall(r'^(?:export )?([A-Z_]+)="\$\{\1:-', block, re.MULTILINE)
+    assert len(placeholders) == len(set(placeholders)) == len(block.strip().splitlines())
+    handed_on = " ".join(re.findall(r"^export ([A-Z_ ]+)$", body, re.MULTILINE)).split()
+    used = {*re.findall(r"\$\{?([A-Z][A-Z_]+)", body), *handed_on}
+    own = {*placeholders, *re.findall(r"\b([A-Z][A-Z_]+)=", body), "BASH_SOURCE"}
+    assert {name for name in used - own if not name.startswith("SLURM_")} == set()
+    assert {name for name in placeholders if f"export {name}=" not in block} <= used
+
+
+def test_slurm_is_told_to_stop_the_job_in_time_and_to_keep_it():
+    told = dict(
+        line.removeprefix("#SBATCH --").partition("=")[::2]
+        for line in (CLUSTER / "slurm.sbatch").read_text().splitlines()
+        if line.startswith("#SBATCH")
+    )
+    assert told["signal"] == "TERM@120"  # to the processes, not to the batch shell alone (B:)
+    assert told["ntasks-per-node"] == "1"
+    assert told["open-mode"] == "append"
+    assert "requeue" in told
+
+
+@pytest.fixture(scope="module")
+def manifests():
+    """The Kubernetes objects by kind, their placeholders filled in as the launch line does."""
+    text = (CLUSTER / "kubernetes_job.yaml").read_text()
+    launch = text.partition("\n#\n")[0]
+    given = dict(re.findall(r'(\b[A-Z]+)=("[^"]*"|\S+)', launch))
+    assert set(given) == set(re.findall(r"\$\{([A-Z]+)\}", text))
+    filled = string.Template(text).substitute({name: value.strip('"') for name, value in given.items()})
+    assert "$" not in filled.partition("apiVersion")[2]
+    return {each["kind"]: each for each in yaml.safe_load_all(filled)}
+
+
+def test_the_pods_of_a_kubernetes_job_find_each_other_and_the_same_disk(manifests):
+    job, service, claim = manifests["Job"]["spec"], manifests["Service"], manifests["PersistentVolumeClaim"]
+    pod = job["template"]["spec"]
+    name = manifests["Job"]["metadata"]["name"]
+    assert manifests["Job"]["apiVersion"] == "batch/v1"
+    assert job["completionMode"] == "Indexed"
+    assert job["completions"] == job["parallelism"] == 2
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"] == {"job-name": name}  # a label that the job gives its pods
+    assert pod["subdomain"] == service["metadata"]["name"]
+    (container,) = pod["containers"]
+    values = {each["name"]: each.get("value") for each in container["env"]}
+    assert values["MAIN_HOST"] == f"{name}-0.{service['metadata']['name']}"  # how pods of an indexed job are called
+    assert values["MAIN_PORT"] == str(service["spec"]["ports"][0]["port"])
+    assert values["NUM_NODES"] == str(job["completions"])
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == int(values["PROCESSES_PER_NODE"])
+    volumes = {each["name"]: each for each in pod["volumes"]}
+    assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert {each["name"] for each in container["volumeMounts"]} == set(volumes)
+    assert len({each["metadata"]["namespace"] for each in manifests.values()}) == 1
+
+
+def test_a_pod_has_the_time_to_write_a_checkpoint_and_knows_what_node_sh_asks_for(manifests):
+    pod = manifests["Job"]["spec"]["template"]["spec"]
+    node = (CLUSTER / "node.sh").read_text()
+    (grace,) = re.findall(r"GRACE_SECONDS:-(\d+)", node)
+    assert pod["terminationGracePeriodSeconds"] > int(grace) > 30
+    assert pod["restartPolicy"] == "Never"  # podFailurePolicy is refused with any other
+    (container,) = pod["containers"]
+    asked = set(re.findall(r"^([A-Z_]+)=", node, re.MULTILINE))
+    assert {each["name"] for each in container["env"]} <= asked
+    command = container["command"][-1].split()
+    assert command[:2] == ["exec", "scripts/cluster/node.sh"]
+    assert (ROOT / command[1]).stat().st_mode & 0o111
+    assert (ROOT / command[2]).is_file()
+    assert (ROOT / command[command.index("--config") + 1]).is_file()
+    assert command[-1].startswith("output=/runs/")
+    json.dumps(manifests)  # nothing that YAML reads otherwise than it is written, such as a date
