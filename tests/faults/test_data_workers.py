@@ -1,0 +1,162 @@
+"""Processes that make batches ahead: they change nothing, and one that hangs or dies ends the run with its name."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import get_worker_info
+
+from configs.command import BAD_INPUT, DONE, TERMINATED
+from distill.batches import ConversationDataset, make_loader
+from distill.conversations import read_conversations
+from distill.packing import make_packed_loader
+from tests.faults.test_training import die_at_step, final_weights
+from train.checkpoints import list_checkpoints, read_manifest
+from train.draft_task import DraftTask
+from train.launch import make_workers, run_distillation, run_heads
+
+# More workers than cores only make a run slower, of which torch warns.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
+FAILING = 1  # which worker, of three
+
+
+def at_its_second_batch(act, checkpoint):
+    """Return a fault: `act` is called in one worker at the first row of its second batch, that of step 5, once the
+    checkpoint of step 3 is there.
+    """
+
+    def plant() -> None:
+        plain, calls = ConversationDataset.__getitem__, []
+
+        def read(dataset, index):
+            info = get_worker_info()
+            if info is not None and info.id == FAILING:
+                calls.append(1)
+                if len(calls) == 5:
+                    while not checkpoint.exists():
+                        time.sleep(0.01)
+                    act()
+            return plain(dataset, index)
+
+        ConversationDataset.__getitem__ = read
+
+    return plant
+
+
+FAULTS = {
+    "hangs": (lambda: time.sleep(600), r"did not bring its batch within 2 s \(schedule\.process_timeout_seconds\)"),
+    "is stopped": (
+        lambda: os.kill(os.getpid(), signal.SIGSTOP),
+        r"did not bring its batch within 2 s \(schedule\.process_timeout_seconds\)",
+    ),
+    "dies": (lambda: os.kill(os.getpid(), signal.SIGKILL), "(is killed by signal: Killed|exited unexpectedly)"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_worker_that_fails_is_named_and_the_checkpoint_stands(workshop, undisturbed, tmp_path, start, distilled, fault):
+    act, how = FAULTS[fault]
+    config = workshop.distill(tmp_path / "run", loader_workers=3, process_timeout_seconds=2)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    failed = start(run_distillation, config, before=at_its_second_batch(act, checkpoints / "step-00000003"))
+    assert failed.end(60) == 1, failed.said
+    *_, said = [line for line in failed.said.splitlines() if "data worker" in line]
+    found = re.match(rf"RuntimeError: data worker {FAILING + 1} of 3 \(process (\d+)\) {how}\. Nothing is lost", said)
+    assert found, said
+    assert not living(int(found[1]))
+    assert [read_manifest(path).step for path in list_checkpoints(checkpoints)] == [3]
+    assert distilled(loader_workers=2).process.exitcode == DONE
+    assert final_weights(tmp_path / "run") == final_weights(undisturbed["distill"])
+
+
+def living(process: int) -> bool:
+    """Return whether a process is there, and is no mere entry in the table of a parent that has not asked for it yet."""
+    status = Path(f"/proc/{process}/status")
+    return status.exists() and "State:\tZ" not in status.read_text()
+
+
+def test_a_machine_that_is_taken_away_asks_the_workers_too_and_still_gets_its_checkpoint(
+    workshop, undisturbed, tmp_path, start, distilled
+):
+    def plant() -> None:
+        os.setpgrp()
+        plain, calls = DraftTask.prepare, []
+
+        def prepare(*args):
+            calls.append(1)
+            if len(calls) == 5:
+                os.killpg(0, signal.SIGTERM)
+            return plain(*args)
+
+        DraftTask.prepare = prepare
+
+    stopped = start(run_distillation, workshop.distill(tmp_path / "run", loader_workers=2), before=plant)
+    assert stopped.end(60) == TERMINATED, stopped.said
+    assert "stopped by SIGTERM after step 5 of 12" in stopped.said
+    assert distilled().process.exitcode == DONE
+    assert final_weights(tmp_path / "run") == final_weights(undisturbed["distill"])
+
+
+def test_a_row_that_a_worker_cannot_read_is_a_sentence(workshop, tmp_path, start):
+    data = tmp_path / "data"
+    data.mkdir()
+    for path in (workshop.folder / "data").iterdir():
+        (data / path.name).write_bytes(path.read_bytes())
+    config = workshop.distill(tmp_path / "run", loader_workers=2)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"train": str(data / "train.jsonl")})})
+
+    def spoil() -> None:
+        plain = DraftTask.__init__
+
+        def init(*args, **settings):
+            plain(*args, **settings)
+            lines = (data / "train.jsonl").read_bytes().splitlines(keepends=True)
+            (data / "train.jsonl").write_bytes(b"".join(reversed(lines)))
+
+        DraftTask.__init__ = init
+
+    failed = start(run_distillation, config, before=spoil)
+    assert failed.end(60) == BAD_INPUT, failed.said
+    (complaint,) = [line for line in failed.said.splitlines() if line.startswith("error: ")]
+    assert complaint.startswith(f"error: conversations file {data / 'train.jsonl'}, byte ")
+    assert "it was changed" in complaint or "the file was changed" in complaint
+
+
+@pytest.mark.parametrize("work", ["distill", "heads"])
+def test_a_packed_run_that_is_killed_goes_on_to_the_same_weights_with_any_workers(workshop, tmp_path, start, work):
+    main = {"distill": run_distillation, "heads": run_heads}[work]
+
+    def run(name, before=None, **schedule):
+        config = getattr(workshop, work)(tmp_path / name, batch_size=2, **schedule)
+        packed = config.data.model_copy(update={"packing": True, "pack_length": 80})
+        child = start(main, config.model_copy(update={"data": packed}), before=before)
+        return child.end(60), child.said
+
+    code, said = run("whole")
+    assert code == DONE, said
+    if work == "distill":
+        code, _ = run("killed", before=die_at_step(8), loader_workers=2)
+        assert code == -signal.SIGKILL
+    code, said = run("killed", loader_workers=3)
+    assert code == DONE, said
+    assert final_weights(tmp_path / "killed") == final_weights(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_workers_make_the_same_batches_in_the_same_order(workshop, num_workers):
+    dataset = ConversationDataset(read_conversations(workshop.folder / "data" / "train.jsonl"), 64)
+    schedule = workshop.distill(Path("run"), loader_workers=num_workers).schedule
+    workers = make_workers(schedule)
+    for make in (make_loader, lambda *args, **how: make_packed_loader(*args, pack_length=100, **how)):
+        here, there = make(dataset, 4, seed=1), make(dataset, 4, seed=1, workers=workers)
+        assert there.num_workers == num_workers
+        for epoch in (0, 2):
+            for loader in (here, there):
+                loader.batch_sampler.set_epoch(epoch)
+            for one, other in zip(here, there, strict=True):
+                assert all(torch.equal(ours, theirs) for ours, theirs in zip(one, other, strict=True))
