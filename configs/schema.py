@@ -10,7 +10,6 @@ typo is reported in milliseconds.
 from __future__ import annotations
 
 from typing import Annotated, Literal, Self
-from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
@@ -18,6 +17,7 @@ from configs.decoding import DecodeConfig, SamplingConfig, TargetConfig
 from configs.head_families import Eagle3Settings, HeadConfig
 from configs.learning import LossConfig, OptimizerConfig, StudentConfig
 from configs.policy import PolicyConfig
+from configs.serving import AnswerServerConfig, ServerConfig
 from configs.settings import Dtype, NonNegativeInt, PositiveFloat, PositiveInt, Settings, Share
 
 # --- data ---------------------------------------------------------------------------------------------------------
@@ -48,9 +48,10 @@ class AnswersConfig(SamplingConfig):
     """Who writes the answers, and how the target does."""
 
     # dataset: the assistant message that a prompt's chat ends with is kept, as text from a writer other than the target
-    written_by: Literal["target", "dataset"] = "target"
+    # server: the target, run by the server that `server` describes
+    written_by: Literal["target", "server", "dataset"] = "target"
     max_new_tokens: PositiveInt = 128  # longer answers are cut off
-    batch_size: PositiveInt = 32
+    batch_size: PositiveInt = 32  # of the local target
 
 
 class DataConfig(Settings):
@@ -59,6 +60,7 @@ class DataConfig(Settings):
     target: TargetConfig = TargetConfig()
     prompts: PromptsConfig = PromptsConfig()
     answers: AnswersConfig = AnswersConfig()
+    server: AnswerServerConfig | None = None  # answers.written_by server; self-seeded prompts are then its own too
     held_out_share: Share = 0.1  # decided by a hash of the prompt, so that it never moves between runs
     seed: NonNegativeInt = 0
     output: str = "runs/data"  # folder: train.jsonl, held_out.jsonl, manifest.json
@@ -72,28 +74,18 @@ class DataConfig(Settings):
             )
         return self
 
-
-class ServerConfig(Settings):
-    """A target on another machine, behind an OpenAI-compatible API that gives log-probabilities of a prompt by token id."""
-
-    url: str  # of the API, such as http://host:8000/v1
-    model: str  # what the server calls the target
-    api_key_variable: str | None = None  # name of the environment variable that holds the key
-    concurrency: PositiveInt = 8  # requests under way at one time, a process
-    timeout_seconds: PositiveFloat = 120.0  # of one request
-    retries: NonNegativeInt = 5  # further attempts after a failed connection, a timeout, 429 or 5xx
-    # Nats: how far the log-probabilities of the server's likeliest tokens may lie from the target's, on average over a few
-    # positions. SmolLM2 in vLLM was 0.01 to 0.03 off in bfloat16, rounded to 8 bits 0.03 to 0.07, to 4 bits 0.2 to 0.7.
-    probe_tolerance: PositiveFloat = 0.1
-
     @model_validator(mode="after")
-    def _url_is_plain(self) -> Self:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
-            raise ValueError("url must be that of an API, such as http://host:8000/v1")
-        # The url is written beside the cache; what is secret stays out of it, and out of this sentence.
-        if parts.username or parts.password or parts.query or parts.fragment:
-            raise ValueError("url must hold no user, password or query; name the variable with the key in api_key_variable")
+    def _servers_are_asked_for_answers(self) -> Self:
+        if (self.answers.written_by == "server") != (self.server is not None):
+            raise ValueError(
+                "answers.written_by 'server' and a section server (url, model) go together: "
+                f"got written_by '{self.answers.written_by}' {'without' if self.server is None else 'with'} a server"
+            )
+        if self.server is not None and self.server.answers_as == "text" and self.prompts.source == "self_seeded":
+            raise ValueError(
+                "server.answers_as 'text' cannot write self-seeded prompts, whose end only token ids show: give "
+                "prompts.source 'file' or 'dataset', or a server that answers with token ids"
+            )
         return self
 
 

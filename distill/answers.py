@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,18 +34,22 @@ from heads.lm_head import head_logits
 from heads.streams import Role, Streams
 
 EMPTY = "empty_answer"  # it ended at once
-NO_ROOM = "no_room_in_context"  # a later turn, with all before it, fills the context
+NO_ROOM = "no_room_in_context"  # a later turn, with all before it, fills the context; or any the server's shorter one
 UNREACHED = "turn_after_a_dropped_one"
+
+# Continues prompts of token ids, whose requests are numbered; a reason where there is no continuation.
+Write = Callable[[Sequence[Sequence[int]], Sequence[int]], Sequence[list[int] | str]]
 
 PIECES = ".answers.partial-{rank}.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
-    """Conversations in the order of their prompts, and how many turns were dropped, by reason."""
+    """Conversations in the order of their prompts, how many turns were dropped, by reason, and the servers that answered."""
 
     conversations: tuple[Conversation, ...]
     dropped: dict[str, int]
+    servers: tuple[dict[str, Any], ...] = ()  # each of them once, as the manifest describes it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +91,12 @@ class AnswerJob:
         for piece in finished.values():
             dropped.update(piece["dropped"])
         rows.sort(key=lambda row: (order[row.prompt_id], row.turn))
-        return Answered(conversations=tuple(rows), dropped=dict(sorted(dropped.items())))
+        servers = {str(server): server for piece in finished.values() for server in piece.get("servers", ())}
+        return Answered(
+            conversations=tuple(rows),
+            dropped=dict(sorted(dropped.items())),
+            servers=tuple(servers[each] for each in sorted(servers)),
+        )
 
     def _batches(self) -> list[list[Prompt]]:
         """Return the prompts, those of similar length together: less padding, and rows that end at similar times."""
@@ -106,20 +115,32 @@ class AnswerJob:
 
 
 def answer_prompts(
-    target: Target, prompts: Sequence[Prompt], config: AnswersConfig, *, seed: int
+    target: Target, prompts: Sequence[Prompt], config: AnswersConfig, *, seed: int, write: Write | None = None
 ) -> tuple[list[Conversation], dict[str, int]]:
     """Answer a batch of prompts turn by turn, each later turn after the target's own answers to those before.
+
+    Args:
+        target: whose template and end-of-text tokens count.
+        prompts: what is answered.
+        config: how the target here writes.
+        seed: names the random numbers, see `continue_tokens`.
+        write: writes in place of the target here.
 
     Returns:
         One conversation for each answered turn, and how many turns were dropped, by reason.
     """
+
+    def write_here(prompts_ids: Sequence[Sequence[int]], requests: Sequence[int]) -> list[list[int]]:
+        limit = config.max_new_tokens
+        return continue_tokens(target, prompts_ids, config, max_new_tokens=limit, seed=seed, requests=requests)
+
     conversations: list[Conversation] = []
     dropped = Counter[str]()
     open_rows = [(prompt, list(prompt.history)) for prompt in prompts]
     turn = 0
     while open_rows:
         messages = [[*said, {"role": "user", "content": prompt.turns[turn]}] for prompt, said in open_rows]
-        answered = _answer_turn(target, [prompt for prompt, _ in open_rows], messages, turn, config, seed)
+        answered = _answer_turn(target, [prompt for prompt, _ in open_rows], messages, turn, write or write_here)
         still_open = []
         for (prompt, _), outcome in zip(open_rows, answered, strict=True):
             num_left = len(prompt.turns) - turn - 1
@@ -139,22 +160,18 @@ def _answer_turn(
     prompts: Sequence[Prompt],
     messages: Sequence[list[Message]],
     turn: int,
-    config: AnswersConfig,
-    seed: int,
+    write: Write,
 ) -> list[Conversation | str]:
     """Return each prompt's answered turn, or the reason why there is none."""
     encoded = [tuple(target.encode_chat(conversation)) for conversation in messages]
     fitting = [index for index, ids in enumerate(encoded) if len(ids) < target.max_positions]
-    answers = continue_tokens(
-        target,
-        [encoded[index] for index in fitting],
-        config,
-        max_new_tokens=config.max_new_tokens,
-        seed=seed,
-        requests=[request_number(f"{prompts[index].prompt_id}/{turn}") for index in fitting],
-    )
+    requests = [request_number(f"{prompts[index].prompt_id}/{turn}") for index in fitting]
+    answers = write([encoded[index] for index in fitting], requests)
     outcomes: list[Conversation | str] = [NO_ROOM] * len(prompts)
     for index, answer_ids in zip(fitting, answers, strict=True):
+        if isinstance(answer_ids, str):
+            outcomes[index] = answer_ids
+            continue
         ended = answer_ids[-1] in target.eos_token_ids
         if ended and len(answer_ids) == 1:
             outcomes[index] = EMPTY

@@ -18,7 +18,8 @@ from heads.identity import TargetIdentity
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
-WRITTEN_BY = "answers_written_by"  # in the manifest: "target", also where it says nothing, or "dataset"
+# In the manifest: "target", also where it says nothing, "server" (the target on one), or "dataset".
+WRITTEN_BY = "answers_written_by"
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
 
@@ -95,12 +96,12 @@ def check_written_for(path: Path, identity: TargetIdentity) -> list[str]:
 
 
 def is_written_by_target(path: Path) -> bool:
-    """Return whether the answers in a conversations file are a target's, by the manifest beside it.
+    """Return whether the answers in a conversations file are a target's, here or on a server, by the manifest beside it.
 
     Raises:
         InputError: there is no manifest of this format version.
     """
-    return _read_manifest(path).get(WRITTEN_BY, "target") == "target"
+    return _read_manifest(path).get(WRITTEN_BY, "target") in ("target", "server")
 
 
 def count_answer_tokens(conversations: Iterable[Conversation]) -> int:

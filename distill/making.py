@@ -30,6 +30,8 @@ from distill.partial import PartialFile, fingerprint
 from distill.processes import join_processes
 from distill.prompts import Prompt, encode_prompt, load_dataset_prompts, read_prompts
 from distill.self_seeding import self_seed
+from distill.server import TargetServer
+from distill.server_job import ServerAnswerJob, server_answer_job
 from distill.split import Split, split_prompts
 from distill.target import Target, load_target
 
@@ -43,20 +45,23 @@ def make_dataset(config: DataConfig) -> None:
     """Make `train.jsonl`, `held_out.jsonl`, `manifest.json` and `run.json` in `config.output`.
 
     Raises:
-        InputError: the target or the prompts cannot be had, a prompt does not fit the target or brings no answer where it is
-            to, a side of the split ends up empty, or the output folder cannot be written or holds something else.
+        InputError: the target, the server or the prompts cannot be had, a prompt does not fit the target or brings no answer
+            where it is to, a side of the split ends up empty, or the output folder cannot be written or holds something else.
     """
     output = Path(config.output)
     check_output(output)
     listed = list_prompts(config.prompts)  # before the target is loaded: a mistake in the file shows at once
     if config.answers.written_by == "dataset":
         check_given(listed or [])
-    state = join_processes(config.target)
-    with claimed(output, beside=True) if state.is_main_process else nullcontext():
-        _make_claimed(config, listed, state)
+    with nullcontext() if config.server is None else TargetServer(config.server) as server:
+        if server is not None:
+            server.check_model()  # before a large target is loaded
+        state = join_processes(config.target)
+        with claimed(output, beside=True) if state.is_main_process else nullcontext():
+            _make_claimed(config, listed, state, server)
 
 
-def _make_claimed(config: DataConfig, listed: list[Prompt] | None, state: PartialState) -> None:
+def _make_claimed(config: DataConfig, listed: list[Prompt] | None, state: PartialState, server: TargetServer | None) -> None:
     """Do this process's part in a folder where nobody else is at work."""
     output = Path(config.output)
     if state.is_main_process:
@@ -68,7 +73,7 @@ def _make_claimed(config: DataConfig, listed: list[Prompt] | None, state: Partia
     if config.answers.written_by == "dataset":
         answered = given_answers(target, [*split.train, *split.held_out], config.answers.max_new_tokens)
     else:
-        answered = _write_answers(answer_job(config, target, split, output), state)
+        answered = _write_answers(answer_job(config, target, split, output, server), state)
     if state.is_main_process:
         write_dataset(config, target, split, answered, Counter(dropped) + Counter(split.dropped), num_prompts=len(prompts))
     state.wait_for_everyone()
@@ -106,27 +111,34 @@ def list_prompts(settings: PromptsConfig) -> list[Prompt] | None:
     return prompts[: settings.num_prompts]
 
 
-def answer_job(config: DataConfig, target: Target, split: Split, folder: Path) -> AnswerJob:
-    """Return the job of answering both sides of a split, after checking that each prompt fits the target.
+def answer_job(config: DataConfig, target: Target, split: Split, folder: Path, server: TargetServer | None = None) -> AnswerJob:
+    """Return the job of answering both sides of a split, by a server or by the target here, once each prompt is known to fit.
 
     Its fingerprint names everything that decides the answers, and nothing else: a new `held_out_share` reuses them where
     the prompts stay the same.
     """
     prompts = sorted([*split.train, *split.held_out], key=lambda prompt: prompt.prompt_id)
     encoded = [encode_prompt(target, prompt) for prompt in prompts]
-    content = [[prompt.prompt_id, prompt.category, *prompt.turns, *ids] for prompt, ids in zip(prompts, encoded, strict=True)]
+    rows = [[prompt.prompt_id, prompt.category, *prompt.turns, *ids] for prompt, ids in zip(prompts, encoded, strict=True)]
+    content = fingerprint(rows)
+    if server is not None:
+        return server_answer_job(config, target, prompts, content, folder, server)
     return AnswerJob(
         target=target,
         prompts=prompts,
         config=config.answers,
         seed=config.seed,
         folder=folder,
-        fingerprint=fingerprint(*_writer(config, target), config.answers.model_dump(), fingerprint(content)),
+        fingerprint=fingerprint(*_writer(config, target), config.answers.model_dump(), content),
     )
 
 
 def _write_answers(job: AnswerJob, state: PartialState) -> Answered:
     """Let all processes answer their shares, and return what they wrote together."""
+    if isinstance(job, ServerAnswerJob):
+        if state.is_main_process:
+            job.check()
+        state.wait_for_everyone()
     job.work(rank=state.process_index, num_processes=state.num_processes)
     state.wait_for_everyone()
     answered = job.collect()
@@ -158,6 +170,7 @@ def write_dataset(
             "format_version": FORMAT_VERSION,
             "target": target.identity.to_dict(),
             WRITTEN_BY: config.answers.written_by,
+            **({} if config.server is None else {"server": {"model": config.server.model, "found": list(answered.servers)}}),
             "config": config.model_dump(mode="json"),
             "counts": {
                 "prompts": num_prompts,

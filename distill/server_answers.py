@@ -1,4 +1,5 @@
-"""What a server's answer says: the likeliest tokens before each label, checked so that nothing wrong enters a cache.
+"""What a server's answer says: its form, and the likeliest tokens before each label, checked so that nothing wrong enters a
+cache. What it wrote itself is read in `distill.server_writing`.
 
 Position j of an answer is the law of token j given those before it, so that it is what the target says at position j - 1.
 Its entries are keyed by token id; the token that really follows is among them in addition, whatever its rank.
@@ -10,10 +11,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
 from configs.errors import InputError
@@ -30,6 +31,7 @@ class Model(BaseModel):
     """A model that a server has."""
 
     id: str
+    max_model_len: int | None = None  # tokens, prompt and answer together; vLLM says it
 
 
 class Models(BaseModel):
@@ -57,12 +59,16 @@ class Choice(BaseModel):
     prompt_logprobs: list[dict[int, Entry] | None] | None = None
     logprobs: Echoed | None = None
     prompt_token_ids: list[int] | None = None
+    text: str | None = None
+    token_ids: list[int] | None = None  # of the text, the token that ended it included
+    finish_reason: str | None = None  # stop, length, or why there is no whole text
 
 
 class Usage(BaseModel):
     """What the server counted."""
 
     prompt_tokens: int | None = None
+    completion_tokens: int | None = None
 
 
 class Completion(BaseModel):
@@ -70,6 +76,12 @@ class Completion(BaseModel):
 
     choices: Annotated[list[Choice], Field(min_length=1)]
     usage: Usage | None = None
+    system_fingerprint: str | None = None  # changes with the server's version and settings
+
+    @property
+    def num_read(self) -> int | None:
+        """How many tokens of the prompt the server counted."""
+        return None if self.usage is None else self.usage.prompt_tokens
 
     def laws(self, where: str) -> list[Law | None] | None:
         """Return the law of each position of the prompt, None for the first, which has none; None if there are none at all.
@@ -107,6 +119,33 @@ class TopK(NamedTuple):
     token_ids_NK: Tensor  # int64
 
 
+def read_completion(content: Any, where: str) -> Completion:
+    """Return an answer to `POST completions`.
+
+    Args:
+        content: its JSON.
+        where: begins each complaint.
+
+    Raises:
+        InputError: it is of another form.
+    """
+    try:
+        return Completion.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        finding = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise InputError(f"{where} answers in a form that is not known here: {finding}") from error
+
+
+def check_read(completion: Completion, sent: Sequence[int], where: str) -> None:
+    """Refuse an answer about other tokens than those sent.
+
+    Raises:
+        InputError: the server read more, fewer or others, as far as it says what it read.
+    """
+    _check_tokens([completion.num_read], completion.choices[0].prompt_token_ids, sent, where)
+
+
 def read_top_k(
     completion: Completion, laws: Sequence[Law | None], example: Example, *, k: int, vocab_size: int, where: str
 ) -> TopK:
@@ -124,7 +163,7 @@ def read_top_k(
         InputError: the server read other tokens than were sent; a position has no law or fewer than `k` tokens; an id lies
             outside the vocabulary; log-probabilities are no numbers or add up to more than 1.
     """
-    _check_tokens(completion, len(laws), example.input_ids, where)
+    _check_tokens([len(laws), completion.num_read], completion.read_ids(where), example.input_ids, where)
     rows = [
         _likeliest(laws[position], k, vocab_size, f"{where}, position {position} of {len(laws)}")
         for position in range(example.answer_start, len(laws))
@@ -135,17 +174,15 @@ def read_top_k(
     )
 
 
-def _check_tokens(completion: Completion, num_laws: int, sent: Sequence[int], where: str) -> None:
-    """Refuse an answer about another text than the one sent."""
-    counted = completion.usage.prompt_tokens if completion.usage is not None else None
-    num_read = next((number for number in (num_laws, counted) if number not in (None, len(sent))), None)
+def _check_tokens(counts: Sequence[int | None], read: Sequence[int] | None, sent: Sequence[int], where: str) -> None:
+    """Refuse an answer about another text than the one sent, by how many tokens it is about and by which."""
+    num_read = next((number for number in counts if number not in (None, len(sent))), None)
     if num_read is not None:
         raise InputError(
-            f"{where} answers for {num_read} tokens where {len(sent)} were sent: it cuts prompts off (lower max_length, or "
-            "raise its longest context) or adds tokens of its own"
+            f"{where} answers for {num_read} tokens where {len(sent)} were sent: it cuts prompts off (raise its longest "
+            "context, or send less) or adds tokens of its own"
         )
-    read = completion.read_ids(where)
-    if read is not None and read != list(sent):
+    if read is not None and list(read) != list(sent):
         raise InputError(f"{where} read other token ids than were sent; the target's ids mean something else to it")
 
 

@@ -67,7 +67,7 @@ def check_serves(server: TargetServer, target: Target, layout: Layout, example: 
     """
     probe = example._replace(answer_start=max(1, len(example.input_ids) - PROBE_POSITIONS))
     (found,) = server.top_k([probe], layout.width, layout.vocab_size)
-    log_p_PV = _local_law(target, layout, probe)
+    log_p_PV = local_law(target, layout.vocab_size, probe)
     difference, num_agreeing = _compare(found, log_p_PV)
     tolerance, url = server.config.probe_tolerance, server.config.url
     agreement = f"the likeliest tokens agree at {num_agreeing} of {len(log_p_PV)} positions"
@@ -79,12 +79,13 @@ def check_serves(server: TargetServer, target: Target, layout: Layout, example: 
     logger.info("server %s serves the target: off by %.3g nats on average, %s", url, difference, agreement)
 
 
-def _local_law(target: Target, layout: Layout, example: Example) -> Tensor:
-    """Return the target's own log-probabilities `[P, V]` before each label of an example."""
+@torch.no_grad()
+def local_law(target: Target, vocab_size: int, example: Example) -> Tensor:
+    """Return the target's own log-probabilities `[P, V]` before each label of an example, of the ids below `vocab_size`."""
     batch = collate([example])
     batch = batch._replace(input_ids_BT=batch.input_ids_BT.to(target.device))
     hidden_PE = target_hidden(target, batch)[0, example.answer_start - 1 : -1]
-    return head_logits(target.model, hidden_PE)[:, : layout.vocab_size].float().log_softmax(-1).cpu()
+    return head_logits(target.model, hidden_PE)[:, :vocab_size].float().log_softmax(-1).cpu()
 
 
 def _compare(found: TopK, log_p_PV: Tensor) -> tuple[float, int]:

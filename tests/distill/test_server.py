@@ -4,7 +4,6 @@ import json
 import math
 import socket
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
@@ -13,7 +12,8 @@ from configs.decoding import TargetConfig
 from configs.errors import ConfigError, InputError
 from configs.files import sha256_of
 from configs.loading import load_config
-from configs.schema import CacheConfig, ServerConfig
+from configs.schema import CacheConfig
+from configs.serving import ServerConfig
 from distill import cache_making
 from distill.batches import Example
 from distill.cache import open_cache
@@ -21,90 +21,17 @@ from distill.cache_making import CacheJob, make_cache
 from distill.conversations import Conversation
 from distill.server import TargetServer
 from distill.server_rows import ROUNDING, log_tail
+from tests.distill.fake_server import Api, serving
 
 VOCABULARY = 258  # of the byte target
 K = 5
 
 
-class Api:
-    """A small OpenAI-compatible server of one model, which can be told to misbehave. Its attributes may be set at any time."""
-
-    def __init__(self, model):
-        self.model = model
-        self.name = "tiny"
-        self.troubles = []  # (status, headers) of the next answers, instead of what was asked for
-        self.spoil = lambda answer, asked: answer
-        self.knows_prompt_logprobs = True
-        self.key = None
-        self.asked = []  # bodies of the completions answered
-        self.before_answer = lambda: None
-
-    def respond(self, path, headers, body):
-        """Return status, headers and JSON of an answer."""
-        if self.troubles:
-            status, extra = self.troubles.pop(0)
-            return status, extra, {"error": {"message": "overloaded"}}
-        if self.key is not None and headers.get("Authorization") != f"Bearer {self.key}":
-            return 401, {}, {"error": "Unauthorized"}
-        if path == "/v1/models":
-            return 200, {}, {"object": "list", "data": [{"id": self.name, "object": "model"}]}
-        if path != "/v1/completions":
-            return 404, {}, {"detail": "Not Found"}
-        self.before_answer()
-        self.asked.append(body)
-        return 200, {}, self.spoil(self.complete(body), body)
-
-    def complete(self, body):
-        """Answer as vLLM does: the likeliest tokens of each position and the one that follows, by id."""
-        ids = body["prompt"]
-        ours, echo = body.get("prompt_logprobs"), body.get("echo")
-        choice = {"index": 0, "text": "", "logprobs": None, "prompt_logprobs": None}
-        if ours and self.knows_prompt_logprobs:
-            laws = self.laws(ids, ours)
-            choice["prompt_logprobs"] = [law and {str(i): {"logprob": p, "rank": 1} for i, p in law.items()} for law in laws]
-            choice["prompt_token_ids"] = ids
-        if echo and body.get("logprobs"):
-            laws = self.laws(ids, body["logprobs"])
-            named = [law and {f"token_id:{i}": p for i, p in law.items()} for law in laws]
-            choice["logprobs"] = {"tokens": [f"token_id:{i}" for i in ids], "top_logprobs": named}
-        return {"model": body["model"], "choices": [choice], "usage": {"prompt_tokens": len(ids)}}
-
-    @torch.no_grad()
-    def laws(self, ids, k):
-        """Return, from the second token on, the log-probabilities of the token that follows and of the k likeliest."""
-        log_p_TV = self.model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
-        rows = [dict.fromkeys([token, *row.topk(k).indices.tolist()]) for token, row in zip(ids[1:], log_p_TV, strict=False)]
-        return [None, *({i: float(row[i]) for i in kept} for kept, row in zip(rows, log_p_TV, strict=False))]
-
-
 @pytest.fixture
 def api(byte_target):
     """A running server of the byte target, with its `url`."""
-    served = Api(byte_target.model)
-
-    class Handler(BaseHTTPRequestHandler):
-        def answer(self):
-            length = int(self.headers.get("Content-Length") or 0)
-            body = json.loads(self.rfile.read(length)) if length else None
-            status, headers, content = served.respond(self.path, self.headers, body)
-            self.send_response(status)
-            for name, value in headers.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(json.dumps(content).encode())
-
-        do_GET = do_POST = answer
-
-        def log_message(self, *arguments):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        served.url = f"http://127.0.0.1:{http.server_address[1]}/v1"
-        thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    with serving(Api(byte_target)) as served:
         yield served
-        http.shutdown()
-        thread.join()
 
 
 @pytest.fixture
@@ -126,9 +53,10 @@ def connect(api):
 
 @pytest.fixture
 def waits(monkeypatch):
-    """Return the list of the seconds that the client would have waited."""
+    """Return the list of the seconds that the client would have waited, were its waits not spread at random."""
     seconds = []
-    monkeypatch.setattr("distill.server.time.sleep", seconds.append)
+    monkeypatch.setattr("distill.server_connection.pause", lambda stopping, wait: seconds.append(wait))
+    monkeypatch.setattr("distill.server_connection.random.uniform", lambda low, high: (low + high) / 2)
     return seconds
 
 

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from configs.errors import InputError
-from configs.schema import ServerConfig
-from distill import server
+from configs.serving import ServerConfig
+from distill import server_connection
 from distill.server import TargetServer
 
 BODY = json.dumps({"data": [{"id": "tiny"}]}).encode()
@@ -18,7 +18,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d
 @pytest.fixture
 def serve(monkeypatch):
     """A function that serves the list of models, cutting the first `cuts` answers short, and returns the address."""
-    monkeypatch.setattr(server.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(server_connection, "pause", lambda stopping, seconds: None)
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve(cuts):
