@@ -12,19 +12,21 @@ from eval.comparability import IDENTITY
 from eval.drafts import agreed
 from eval.gating import Artifact
 from heads.artifact import hash_artifact, hash_together, read_metadata
+from heads.hub import locate_artifact
 from heads.identity import TargetIdentity
 
 
 def read_shipped(folders: Sequence[Path]) -> Artifact:
-    """Return the hash of an artifact folder, or of several together, and those of the target that it was made for.
+    """Return the hash of an artifact, or of several together, and those of the target that it was made for.
 
-    Where several were made for different targets, what they differ in equals no target's.
+    Each is a folder or a name on the Hub (`heads.hub`). Where several were made for different targets, what they differ in
+    equals no target's.
 
     Raises:
         InputError: one is no artifact, or a file of it is missing.
     """
     hashes, made_for = [], []
-    for folder in folders:
+    for folder in map(locate_artifact, folders):
         metadata = read_metadata(folder)
         hashes.append(hash_artifact(folder, metadata))
         made_for.append(TargetIdentity.from_dict(metadata.target, str(folder)).to_dict())

@@ -29,6 +29,7 @@ from heads.draft_vocabulary import DraftVocabulary, keep_head_rows, read_draft_v
 from heads.elsewhere import Elsewhere
 from heads.families import FAMILIES, serve
 from heads.fast_forward import is_registered
+from heads.hub import locate_artifact
 from heads.identity import TargetIdentity, hash_files
 from heads.lm_head import check_split
 from heads.proposer import Proposer
@@ -129,7 +130,7 @@ def load_draft(
     """Load an artifact for a target, in its dtype.
 
     Args:
-        folder: the artifact.
+        folder: the artifact, or its name on the Hub (`heads.hub.locate_artifact`).
         identity: who the target at hand is.
         target: the target's model.
         allow_target_mismatch: make the refusal of another target a warning. Another tokenizer stays refused.
@@ -139,7 +140,7 @@ def load_draft(
         InputError: it is no artifact, is damaged, or was made for another target, tokenizer or chat template; or a device is
             given that this machine lacks, or for a head.
     """
-    folder = Path(folder)
+    folder = locate_artifact(folder)
     metadata = read_metadata(folder)
     made_for = TargetIdentity.from_dict(metadata.target, str(folder / METADATA_FILE))
     differences = made_for.differences(identity)

@@ -28,8 +28,9 @@ def main(config: ExportConfig, args: argparse.Namespace) -> None:
     from heads.artifact import read_metadata
     from heads.formats.exporting import SERVE_FILE, export
     from heads.formats.source import TargetFolder, read_source
+    from heads.hub import locate_artifact
 
-    artifact, out = Path(args.artifact), Path(args.out)
+    artifact, out = locate_artifact(args.artifact), Path(args.out)
     known = read_metadata(artifact).target
     name = args.target or known.get("name", "")
     folder = locate(TargetConfig(name=name, revision=None if args.target else known.get("revision")))
@@ -50,7 +51,9 @@ def main(config: ExportConfig, args: argparse.Namespace) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's own arguments."""
-    parser.add_argument("artifact", metavar="ARTIFACT", help="folder written by train/distill.py or train/heads.py")
+    parser.add_argument(
+        "artifact", metavar="ARTIFACT", help="folder written by train/distill.py or train/heads.py, or OWNER/NAME on the Hub"
+    )
     parser.add_argument("--to", choices=ENGINES, required=True, help="who is to load it")
     parser.add_argument("--out", metavar="DIR", required=True, help="the folder to make")
     parser.add_argument("--target", metavar="NAME", help="folder or Hub id of the target; default: as the artifact says")

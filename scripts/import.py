@@ -25,11 +25,13 @@ def main(config: ImportConfig, args: argparse.Namespace) -> None:
     from distill.target import load_target
     from heads.formats.importing import drafts_a_round, fit, write_artifact
     from heads.formats.reading import read_foreign
+    from heads.hub import locate_foreign
     from scripts.foreign_drafts import try_out
 
-    folder, out = Path(args.draft), Path(args.out)
+    out = Path(args.out)
     if out.exists():
         raise InputError(f"{out} exists already; give a new folder")
+    folder = locate_foreign(args.draft)
     foreign = read_foreign(folder, layer_ids=config.layer_ids, reads=config.reads)
     target = load_target(config.target)
     try:
@@ -38,7 +40,7 @@ def main(config: ImportConfig, args: argparse.Namespace) -> None:
         raise InputError(f"{folder} ({foreign.form}) does not fit {config.target.name}: {error}") from error
     tokens = drafts_a_round(foreign, config.num_speculative_tokens, fitted.settings)
     accepted = try_out(fitted, target, config, tokens)
-    provenance = {"imported_from": str(folder), "form": foreign.form, "versions": describe_versions(), "probe": accepted}
+    provenance = {"imported_from": args.draft, "form": foreign.form, "versions": describe_versions(), "probe": accepted}
     write_artifact(
         fitted,
         out,
@@ -55,7 +57,9 @@ def main(config: ImportConfig, args: argparse.Namespace) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's own arguments."""
-    parser.add_argument("draft", metavar="DRAFT", help="folder with the draft's config.json and weights")
+    parser.add_argument(
+        "draft", metavar="DRAFT", help="folder with the draft's config.json and weights, or OWNER/NAME on the Hub"
+    )
     parser.add_argument("--out", metavar="DIR", required=True, help="the artifact to make")
 
 

@@ -28,10 +28,11 @@ def main(config: StitchConfig, args: argparse.Namespace) -> None:
     from safetensors.torch import load_file
 
     from heads.artifact import WEIGHTS_FILE, read_metadata
+    from heads.hub import locate_artifact
     from heads.identity import hash_weights
     from heads.native_mtp import NativeMtp
 
-    artifact, folder, out = Path(args.artifact), Path(args.target), Path(args.out)
+    artifact, folder, out = locate_artifact(args.artifact), Path(args.target), Path(args.out)
     metadata = read_metadata(artifact)
     if metadata.kind != "mtp":
         raise InputError(f"{artifact} holds a draft of kind {metadata.kind!r}; only mtp can be stitched into a checkpoint")

@@ -54,6 +54,7 @@ ENTRIES = {
     "scripts/results_table.py": [],
     "scripts/export.py": ["artifact", "--to", "vllm", "--out", "out"],
     "scripts/import.py": ["draft", "--out", "out"],
+    "scripts/push.py": ["artifact", "--report", "report.json", "--repo-id", "name"],
     "scripts/stitch_mtp.py": ["artifact", "--target", "target", "--out", "out"],
     "scripts/sweep.py": [],
 }

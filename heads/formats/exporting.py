@@ -20,7 +20,9 @@ from heads.native_mtp import SINGLE_FILE
 SERVE_FILE = "serve.txt"
 
 
-def export(source: Source, engine: str, out: Path, *, allow_target_mismatch: bool = False) -> Layout:
+def export(
+    source: Source, engine: str, out: Path, *, allow_target_mismatch: bool = False, served_from: str | None = None
+) -> Layout:
     """Write an artifact as a folder that an engine loads, with the line that serves it.
 
     Args:
@@ -28,6 +30,7 @@ def export(source: Source, engine: str, out: Path, *, allow_target_mismatch: boo
         engine: a key of `heads.formats.table.FORMS`.
         out: the folder to make.
         allow_target_mismatch: the target's weights may be others than those trained for.
+        served_from: the path at which engines will find the folder, where that is not `out`.
 
     Raises:
         InputError: `out` exists, the target is another one, the engine cannot hold the draft, or the artifact's tensors are
@@ -35,7 +38,8 @@ def export(source: Source, engine: str, out: Path, *, allow_target_mismatch: boo
     """
     if out.exists():
         raise InputError(f"{out} exists already; give a new folder")
-    check_path(engine, source.metadata.kind, str(out.resolve()))
+    place = str(out.resolve()) if served_from is None else served_from
+    check_path(engine, source.metadata.kind, place)
     known = source.metadata.target
     if not allow_target_mismatch and hash_weights(source.target.folder) != known.get("weights_sha256"):
         raise InputError(
@@ -51,7 +55,7 @@ def export(source: Source, engine: str, out: Path, *, allow_target_mismatch: boo
     with new_folder(out) as scratch:
         _write(layout, scratch)
         _check_written(layout, scratch, source)
-        write_text(scratch / SERVE_FILE, _serve_text(layout, engine, out.resolve()))
+        write_text(scratch / SERVE_FILE, _serve_text(layout, engine, place))
     return layout
 
 
@@ -95,6 +99,6 @@ def _check_offsets(there: Weights, token_ids_W: torch.Tensor) -> None:
         raise RuntimeError("d2t and t2d as written do not name the tokens of the draft vocabulary")
 
 
-def _serve_text(layout: Layout, engine: str, out: Path) -> str:
-    lines = [f"Serve with {engine}:", "", layout.serve.replace("{out}", str(out)), ""]
+def _serve_text(layout: Layout, engine: str, out: str) -> str:
+    lines = [f"Serve with {engine}:", "", layout.serve.replace("{out}", out), ""]
     return "\n".join([*lines, *(f"- {note}" for note in layout.notes)]).rstrip() + "\n"

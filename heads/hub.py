@@ -1,0 +1,61 @@
+"""Drafts by name: a folder here, or a repository on the Hub, whose data files are fetched into the Hub's own cache.
+
+Only files that hold data are fetched: JSON, safetensors, tokenizers. No code, nothing pickled, except for a foreign draft to be
+imported, whose weights some programs still keep in a `.bin` or `.pt` (read with `weights_only` by `heads.formats.tensors`).
+Where and how the Hub is reached (`HF_ENDPOINT`, `HF_TOKEN`, `HF_HUB_OFFLINE`, `HF_HOME`) is huggingface_hub's business.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from httpx2 import HTTPError
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+from configs.errors import InputError, first_line
+
+DATA_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+FOREIGN_FILES = (*DATA_FILES, "pytorch_model.bin", "medusa_lm_head.pt")
+SUBFOLDERS = "*/*"  # the exports of a published draft, for which others come
+NAME = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[\w][\w./-]*))?")
+
+
+def locate_artifact(name: str | Path) -> Path:
+    """Return the folder of an artifact.
+
+    Args:
+        name: a folder, or `owner/name` or `owner/name@revision` on the Hub, where a folder of that name goes before; the
+            revision is a branch, a tag or a commit.
+
+    Raises:
+        InputError: it is neither, or could not be fetched.
+    """
+    return _locate(str(name), DATA_FILES)
+
+
+def locate_foreign(name: str | Path) -> Path:
+    """Return the folder of a draft that another program wrote; see `locate_artifact`.
+
+    Raises:
+        InputError: it is neither a folder nor on the Hub, or could not be fetched.
+    """
+    return _locate(str(name), FOREIGN_FILES)
+
+
+def _locate(name: str, patterns: tuple[str, ...]) -> Path:
+    found = NAME.fullmatch(name)
+    if Path(name).exists() or found is None:  # what is no folder either is refused by who reads it, in its own words
+        return Path(name)
+    try:
+        return Path(
+            snapshot_download(
+                found["repository"], revision=found["revision"], allow_patterns=list(patterns), ignore_patterns=[SUBFOLDERS]
+            )
+        )
+    except (HfHubHTTPError, HFValidationError, HTTPError, OSError) as error:
+        raise InputError(
+            f"{name} is no folder here, and could not be fetched from the Hub as owner/name or owner/name@revision: "
+            f"{first_line(error)}"
+        ) from error

@@ -1,0 +1,98 @@
+"""A measured and judged release to publish, as a person's commands leave it, and a Hub of our own to publish it on."""
+
+import importlib
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+from huggingface_hub import constants
+from huggingface_hub.utils import close_session
+
+from configs.command import run_command
+from configs.decoding import DecodeConfig, TargetConfig
+from configs.evaluating import EvalConfig, GateConfig, LosslessConfig, SuiteConfig
+from configs.publishing import PushConfig
+from eval import evaluation, gate
+from tests.scripts import hub_server
+
+PLANTED = "hf_" + "P" * 30
+entry = importlib.import_module("scripts.push")
+
+
+@pytest.fixture(scope="session")
+def measured(tiny_run, tmp_path_factory):
+    """A folder with `target/`, `artifact/` with paths and a token in its metadata, `evaluation/` with report and verdict."""
+    folder = tmp_path_factory.mktemp("released")
+    for name in ("target", "artifact"):
+        shutil.copytree(tiny_run / name, folder / name)
+    path = folder / "artifact" / "draftsmith.json"
+    metadata = json.loads(path.read_text())
+    metadata["target"]["name"] = str(folder / "target")
+    metadata["training"] = {"data": {"train": "/home/alice/deals 2026/train.jsonl"}, "hub": {"token": PLANTED}}
+    metadata["provenance"] = {"command": ["/home/alice/.venv/bin/python", "train/distill.py", "--set", f"hub.token={PLANTED}"]}
+    path.write_text(json.dumps(metadata, indent=2) + "\n")
+    (folder / "artifact" / "optimizer.pt").write_bytes(b"not for others")
+    config = EvalConfig(
+        target=TargetConfig(name=str(folder / "target"), dtype="float32", device="cpu"),
+        draft=str(folder / "artifact"),
+        suite=SuiteConfig(path=str(tiny_run / "suite.jsonl"), num_prompts=6),
+        decode=DecodeConfig(num_speculative_tokens=2, max_new_tokens=10),
+        repeats=1,
+        warmup_prompts=0,
+        lossless=LosslessConfig(check_float32_prompts=1),
+        bootstrap_samples=200,
+        output=str(folder / "evaluation"),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("eval.evaluation.render_page", lambda report, previous: "")  # drawing takes longer than all the rest
+        assert evaluation.evaluate(config) == 0
+    assert judge(folder) == 0
+    return folder
+
+
+def judge(folder, **settings):
+    """Let the gate judge a release; return its exit code."""
+    report = str(folder / "evaluation" / "report.json")
+    return gate.main(GateConfig(**settings), SimpleNamespace(report=report, baseline=None, artifact=[], output=None))
+
+
+@pytest.fixture
+def release(measured, tmp_path, monkeypatch):
+    """A copy of the release, for changing; its page is not drawn, and nobody waits."""
+    shutil.copytree(measured, tmp_path / "release")
+    monkeypatch.setattr("scripts.publication.render_page", lambda report: "<html></html>")
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    return tmp_path / "release"
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A running Hub of our own, with somebody logged in who may write."""
+    state = hub_server.Hub()
+    server, address = hub_server.start(state)
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", hub_server.TOKEN)
+    state.address = address
+    yield state
+    close_session()
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def push(release, capsys):
+    """A function that runs `scripts/push.py` on the release and returns code, standard output and standard error."""
+
+    def run(*more, repo_id="ann/draft"):
+        report = release / "evaluation" / "report.json"
+        argv = [str(release / "artifact"), "--report", str(report), "--repo-id", repo_id, *more]
+        code = run_command(PushConfig, entry.main, description="", argv=argv, add_arguments=entry.add_arguments)
+        said = capsys.readouterr()
+        assert hub_server.TOKEN not in said.out + said.err
+        return code, said.out, said.err
+
+    return run

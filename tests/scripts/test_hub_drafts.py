@@ -1,0 +1,137 @@
+"""A draft by its name on the Hub, wherever a folder would do: loading, evaluating, the gate, export, import. Against our own
+server (`hub_server`)."""
+
+from __future__ import annotations
+
+import importlib
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from configs.command import BAD_INPUT, DONE, run_command
+from configs.decoding import TargetConfig
+from configs.errors import InputError
+from configs.evaluating import GateConfig
+from configs.exchange import ExportConfig, ImportConfig
+from configs.head_families import MedusaSettings
+from distill.target import load_target
+from eval import gate
+from heads.artifact import HiddenStates, Metadata, load_draft, read_metadata, save_head
+from heads.families import FAMILIES
+from heads.hub import locate_artifact
+from tests.scripts.hub_server import READER
+
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+exporting = importlib.import_module("scripts.export")
+importing = importlib.import_module("scripts.import")
+NAME = "ann/draft"
+
+
+@pytest.fixture
+def target(release):
+    return load_target(TargetConfig(name=str(release / "target"), dtype="float32", device="cpu"))
+
+
+def run(schema, module, *argv):
+    return run_command(schema, module.main, description="", argv=list(argv), add_arguments=module.add_arguments)
+
+
+def upload(hub, name, folder, **more):
+    """Put the files of a folder on the server, past the protocol."""
+    return hub.make(name, {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} | more)
+
+
+def test_what_was_pushed_loads_by_its_name_and_is_what_was_measured(push, hub, release, target, tmp_path):
+    assert push()[0] == DONE
+    ours = load_draft(release / "artifact", target.identity, target.model)
+    there = load_draft(NAME, target.identity, target.model)
+    published = json.loads(hub.repositories[NAME].files["report.json"])["draft"]
+    assert there.sha256 == published["sha256"]
+    assert ours.sha256 == published["measured_sha256"]
+    ours, there = ours.proposer.model.state_dict(), there.proposer.model.state_dict()
+    assert ours.keys() == there.keys()
+    assert all(torch.equal(ours[name], there[name]) for name in ours)
+
+
+def test_the_gate_knows_a_published_draft_by_its_published_report(push, hub, tmp_path):
+    assert push()[0] == DONE
+    report = tmp_path / "report.json"
+    report.write_bytes(hub.repositories[NAME].files["report.json"])
+    assert run(GateConfig, gate, str(report), "--artifact", NAME) == DONE
+
+
+def test_a_revision_is_loaded_as_it_was(push, hub):
+    assert push()[0] == DONE
+    repository = hub.repositories[NAME]
+    first = repository.head
+    repository.commit({**repository.files, "draftsmith.json": b"{}"})
+    assert read_metadata(locate_artifact(f"{NAME}@{first}")).kind == "draft_lm"
+    with pytest.raises(InputError, match=r"draftsmith\.json"):
+        read_metadata(locate_artifact(NAME))
+    with pytest.raises(InputError, match="could not be fetched from the Hub"):
+        locate_artifact(f"{NAME}@nosuch")
+
+
+def test_code_and_pickles_and_exports_are_not_fetched(push, hub, release):
+    assert push("--set", "exports=[transformers]", "--target", str(release / "target"))[0] == DONE
+    repository = hub.repositories[NAME]
+    repository.commit({**repository.files, "modeling.py": b"raise SystemExit", "pytorch_model.bin": b"\x80"})
+    there = {path.relative_to(locate_artifact(NAME)).as_posix() for path in locate_artifact(NAME).rglob("*")}
+    assert "model.safetensors" in there
+    assert not {name for name in there if name.endswith((".py", ".bin")) or "/" in name}
+
+
+def test_a_private_draft_is_hidden_from_strangers_and_open_to_readers(push, hub, monkeypatch):
+    assert push()[0] == DONE
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "X" * 30)
+    with pytest.raises(InputError, match="could not be fetched from the Hub"):
+        locate_artifact(NAME)
+    monkeypatch.setenv("HF_TOKEN", READER)
+    assert read_metadata(locate_artifact(NAME)).kind == "draft_lm"
+
+
+def test_a_folder_goes_before_a_name_on_the_hub(hub, tmp_path, monkeypatch):
+    (tmp_path / "ann" / "draft").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert str(locate_artifact(NAME)) == NAME
+    assert hub.requests == []
+    assert str(locate_artifact("/nosuch/folder")) == "/nosuch/folder"
+    assert hub.requests == []
+
+
+def test_a_name_that_is_neither_says_so(hub):
+    with pytest.raises(InputError, match=r"runs/nosuch is no folder here, and could not be fetched from the Hub"):
+        locate_artifact("runs/nosuch")
+
+
+def test_an_export_takes_a_published_draft_and_its_parts_are_a_model(push, hub, release, tmp_path):
+    assert push()[0] == DONE
+    out = tmp_path / "out"
+    target = ["--target", str(release / "target")]
+    assert run(ExportConfig, exporting, NAME, "--to", "transformers", "--out", str(out), *target) == DONE
+    assert AutoModelForCausalLM.from_pretrained(out).generation_config.num_assistant_tokens == 3
+
+
+def test_an_import_takes_a_foreign_draft_by_name(hub, release, target, tmp_path, capsys):
+    settings = MedusaSettings(kind="medusa", num_depths=2)
+    metadata = Metadata(
+        kind="medusa",
+        target=target.identity.to_dict(),
+        hidden_states=HiddenStates(taps=[], concat_order=[], last_is_post_norm=True),
+        head=settings.model_dump(mode="json"),
+        draft_vocab_size=64,
+        num_speculative_tokens=2,
+        training={},
+        provenance={},
+    )
+    save_head(tmp_path / "head", FAMILIES["medusa"].build(settings, target.model, None), metadata)
+    where = ["--target", str(release / "target")]
+    assert run(ExportConfig, exporting, str(tmp_path / "head"), "--to", "vllm", "--out", str(tmp_path / "form"), *where) == DONE
+    upload(hub, "bob/medusa", tmp_path / "form", **{"modeling.py": b"raise SystemExit"})
+    trial = ["--set", "min_accepted_per_round=0", "--set", f"target.name={release / 'target'}", "--set", "target.dtype=float32"]
+    assert run(ImportConfig, importing, "bob/medusa", "--out", str(tmp_path / "back"), *trial) == DONE
+    assert read_metadata(tmp_path / "back").provenance["imported_from"] == "bob/medusa"
+    assert run(ImportConfig, importing, "bob/nosuch", "--out", str(tmp_path / "none"), *trial) == BAD_INPUT
+    assert "could not be fetched from the Hub" in capsys.readouterr().err

@@ -1,0 +1,280 @@
+"""`scripts/push.py` against a Hub of our own (`hub_server`, not the real one): what arrives, and what is there after faults."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+
+from configs.command import BAD_INPUT, DONE, INTERRUPTED
+from tests.scripts.hub_server import CUT, LOST, PAGE, READER, TOKEN
+
+# huggingface_hub 2.4 sends files by an argument that httpx2 no longer likes.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+
+ENTRY = Path(__file__).resolve().parents[2] / "scripts" / "push.py"
+NAME = "ann/draft"
+FILES = {
+    "README.md",
+    "chat_template.jinja",
+    "config.json",
+    "draftsmith.json",
+    "generation_config.json",
+    "model.safetensors",
+    "publication.json",
+    "report.html",
+    "report.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+}
+
+
+def files_of(hub, name=NAME):
+    return {path for path in hub.repositories[name].files if path != ".gitattributes"}
+
+
+def test_a_release_arrives_whole_in_one_private_commit(push, hub, release):
+    code, out, err = push()
+    assert code == DONE, err
+    repository = hub.repositories[NAME]
+    assert repository.private
+    assert len(repository.commits) == 2  # the Hub's own, then everything at once
+    assert files_of(hub) == FILES
+    assert repository.files["model.safetensors"] == (release / "artifact" / "model.safetensors").read_bytes()
+    assert f"{hub.address}/{NAME} (private): commit {repository.head}" in out
+    assert "not published: optimizer.pt" in out
+    assert json.loads((release / "evaluation" / "pushed.json").read_text()) == {f"{hub.address}/{NAME}": repository.head}
+    listed = json.loads(repository.files["publication.json"])["files"]
+    assert listed == {
+        path: hashlib.sha256(content).hexdigest()
+        for path, content in repository.files.items()
+        if path not in (".gitattributes", "publication.json")
+    }
+
+
+def test_the_card_is_validated_by_the_server_as_the_library_asks_it(push, hub):
+    assert push()[0] == DONE
+    content = hub.repositories[NAME].files["README.md"].decode()
+    assert hub.cards == [content]
+    ModelCard(content).validate()
+
+
+def test_a_name_without_owner_is_the_own_account(push, hub):
+    assert push(repo_id="draft")[0] == DONE
+    assert files_of(hub) == FILES
+
+
+def test_the_same_push_again_changes_nothing(push, hub):
+    assert push()[0] == DONE
+    sent = dict(hub.sent)
+    code, out, _ = push()
+    assert code == DONE
+    assert "which held all of it already" in out
+    assert len(hub.repositories[NAME].commits) == 2
+    assert hub.sent == sent
+
+
+def test_a_later_push_sends_what_changed_and_removes_what_it_no_longer_holds(push, hub, release):
+    target = ["--target", str(release / "target")]
+    assert push("--set", "exports=[transformers]", *target)[0] == DONE
+    repository = hub.repositories[NAME]
+    assert {path for path in files_of(hub) if path.startswith("transformers/")} >= {"transformers/serve.txt"}
+    sent = dict(hub.sent)
+    assert push("--set", "license=mit")[0] == DONE
+    assert files_of(hub) == FILES
+    assert len(repository.commits) == 3
+    changed = {path for path in FILES if repository.commits[1][1][path] != repository.files[path]}
+    assert changed == {"README.md", "publication.json"}
+    assert {oid: hub.sent[oid] for oid in sent} == sent
+
+
+def test_nobody_logged_in_is_told_how(push, hub, monkeypatch, tmp_path):
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
+    code, _, err = push()
+    assert code == BAD_INPUT
+    assert "run `hf auth login`" in err
+    assert not hub.repositories
+
+
+@pytest.mark.parametrize(("token", "said"), [("hf_" + "X" * 30, "run `hf auth login`"), (READER, "may not write ann/draft")])
+def test_a_token_that_is_wrong_or_may_not_write_is_refused(push, hub, monkeypatch, token, said):
+    monkeypatch.setenv("HF_TOKEN", token)
+    code, out, err = push()
+    assert code == BAD_INPUT
+    assert said in err
+    assert token not in out + err
+    assert not hub.repositories
+
+
+def test_a_repository_made_in_the_same_moment_is_not_written(push, hub):
+    hub.fail("POST", "/repos/create", 409)
+    code, _, err = push()
+    assert code == BAD_INPUT
+    assert "made by somebody else in this moment" in err
+
+
+def test_offline_says_so(push, hub, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    code, _, err = push()
+    assert code == BAD_INPUT
+    assert "HF_HUB_OFFLINE is set" in err
+
+
+# --- a repository that is there already ---------------------------------------------------------------------------
+
+
+def test_an_empty_repository_is_filled(push, hub):
+    hub.make(NAME, {})
+    assert push()[0] == DONE
+    assert files_of(hub) == FILES
+
+
+def test_other_content_is_refused_and_replaced_only_by_the_name_of_its_commit(push, hub):
+    repository = hub.make(NAME, {"README.md": b"# my essay\n", "essay.txt": b"words"})
+    code, _, err = push()
+    assert code == BAD_INPUT
+    assert "holds no draft of draftsmith's (3 files, no draftsmith.json)" in err
+    assert f"--set replace_commit={repository.head}" in err
+    assert push("--set", f"replace_commit={'0' * 40}")[0] == BAD_INPUT
+    assert len(repository.commits) == 2
+    assert push("--set", f"replace_commit={repository.head}")[0] == DONE
+    assert repository.files["essay.txt"] == b"words"  # what no push of ours put there is let be
+
+
+def test_a_draft_for_another_target_is_refused(push, hub, release):
+    metadata = json.loads((release / "artifact" / "draftsmith.json").read_text())
+    metadata["target"] |= {"weights_sha256": "f" * 64, "name": "other/model"}
+    hub.make(NAME, {"draftsmith.json": json.dumps(metadata).encode()})
+    code, _, err = push()
+    assert code == BAD_INPUT
+    assert "holds a draft for another target (other/model)" in err
+
+
+def test_a_draft_pushed_from_elsewhere_is_refused(push, hub, release):
+    assert push()[0] == DONE
+    (release / "evaluation" / "pushed.json").unlink()
+    code, _, err = push("--set", "license=mit")
+    assert code == BAD_INPUT
+    assert "was not pushed from this report's folder" in err
+
+
+def test_a_head_that_moved_since_is_refused(push, hub):
+    assert push()[0] == DONE
+    repository = hub.repositories[NAME]
+    repository.commit({**repository.files, "README.md": b"# edited on the Hub\n"})
+    code, _, err = push("--set", "license=mit")
+    assert code == BAD_INPUT
+    assert "was changed since the push from here" in err
+    assert repository.files["README.md"] == b"# edited on the Hub\n"
+
+
+def test_a_head_that_moves_while_the_files_are_sent_is_not_overwritten(push, hub, monkeypatch):
+    from scripts import hub_upload
+
+    stale = hub_upload._stale
+
+    def moved(api, repo_id, remote, publication):
+        repository = hub.repositories[repo_id]
+        repository.commit({**repository.files, "hello.txt": b"me too"})
+        return stale(api, repo_id, remote, publication)
+
+    monkeypatch.setattr(hub_upload, "_stale", moved)
+    code, _, err = push()
+    assert code == BAD_INPUT
+    assert "changed by somebody else while it was pushed to" in err
+    assert files_of(hub) == {"hello.txt"}
+
+
+def test_a_public_repository_is_not_pushed_to_by_default(push, hub):
+    hub.make(NAME, {}, private=False)
+    code, _, err = push()
+    assert code == BAD_INPUT
+    assert "exists and is public, while private is true" in err
+    assert push("--set", "private=false")[0] == DONE
+
+
+# --- a network or a Hub that fails --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "part", "fault"),
+    [
+        ("GET", "/whoami-v2", 503),
+        ("POST", "/repos/create", 500),
+        ("POST", "/repos/create", LOST),
+        ("POST", "/validate-yaml", PAGE),
+        ("POST", "/preupload/", 500),
+        ("POST", "/objects/batch", LOST),
+        ("PUT", "/lfs/", 500),
+        ("PUT", "/lfs/", LOST),
+        ("POST", "/commit/", 500),
+        ("POST", "/commit/", PAGE),
+        ("POST", "/commit/", LOST),
+    ],
+)
+def test_what_fails_twice_and_then_goes_well_ends_in_one_commit(push, hub, method, part, fault):
+    hub.fail(method, part, fault, fault)
+    code, _, err = push()
+    assert code == DONE, err
+    assert len(hub.repositories[NAME].commits) == 2
+    assert files_of(hub) == FILES
+
+
+def test_a_connection_cut_in_the_middle_of_a_file_is_taken_up_again(push, hub):
+    hub.fail("PUT", "/lfs/", CUT)
+    assert push()[0] == DONE
+    assert files_of(hub) == FILES
+
+
+def test_a_connection_that_stays_cut_leaves_nothing_and_the_second_run_sends_only_the_rest(push, hub, release):
+    weights = hashlib.sha256((release / "artifact" / "model.safetensors").read_bytes()).hexdigest()
+    hub.fail("PUT", weights, *[CUT] * 100)
+    code, out, err = push()
+    assert code == BAD_INPUT
+    assert "broke off" in err
+    assert "run the same command again" in err
+    assert "try 2 of 3 broke off" in out
+    assert files_of(hub) == set()
+    arrived = set(hub.sent)
+    assert arrived
+    assert weights not in arrived
+    hub.faults.clear()
+    assert push()[0] == DONE
+    assert files_of(hub) == FILES
+    assert set(hub.sent) - arrived == {weights}
+    assert all(count == 1 for count in hub.sent.values())
+
+
+def test_death_between_the_files_and_the_commit_leaves_nothing_and_the_second_run_sends_no_file_again(push, hub, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("huggingface_hub._commit_api._send_commit", lambda **settings: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert push()[0] == INTERRUPTED
+    assert files_of(hub) == set()
+    sent = dict(hub.sent)
+    assert sent
+    assert push()[0] == DONE
+    assert files_of(hub) == FILES
+    assert hub.sent == sent
+
+
+def test_run_as_a_person_does(release, hub, tmp_path):
+    report = release / "evaluation" / "report.json"
+    command = [sys.executable, str(ENTRY), str(release / "artifact"), "--report", str(report), "--repo-id", NAME]
+    environment = os.environ | {
+        "HF_ENDPOINT": hub.address,
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_TOKEN": TOKEN,
+    }
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == DONE, done.stderr
+    assert files_of(hub) == FILES
+    assert b"<svg" in hub.repositories[NAME].files["report.html"]
+    assert TOKEN not in done.stdout + done.stderr
