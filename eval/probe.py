@@ -1,12 +1,13 @@
-"""One prompt decoded with a draft: does the target accept anything at all?
+"""A few prompts decoded with a draft: does the target accept anything at all, and what does it answer?
 
-A draft that reads other states than it was trained on, or another target's, decodes without an error and is accepted never. One
-prompt tells; how good a draft is takes an evaluation.
+A draft that reads other states than it was trained on, or another target's, decodes without an error and is accepted never. A
+few prompts tell; how good a draft is takes an evaluation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from configs.decoding import DecodeConfig
 from distill.target import Target
@@ -15,21 +16,41 @@ from eval.rows import Request
 from heads.proposer import Proposer
 
 
-def accepted_per_round(
-    target: Target, proposer: Proposer, tokens: Sequence[int], *, num_speculative_tokens: int, max_new_tokens: int
-) -> float:
-    """Return how many drafts the target accepts a round, greedily, on one prompt.
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """What a few prompts gave.
+
+    Args:
+        accepted_per_round: drafts that the target accepted a round, pooled; 0 where nothing was drafted.
+        answers: the target's answers, ids.
+    """
+
+    accepted_per_round: float
+    answers: list[tuple[int, ...]]
+
+
+def probe(
+    target: Target,
+    proposer: Proposer,
+    prompts: Sequence[Sequence[int]],
+    *,
+    num_speculative_tokens: int,
+    max_new_tokens: int,
+) -> Probe:
+    """Decode prompts greedily with a draft, in one batch.
 
     Args:
         target: the model that judges.
         proposer: the draft.
-        tokens: the prompt's ids.
+        prompts: their ids.
         num_speculative_tokens: drafts a round.
-        max_new_tokens: where the answer is cut.
+        max_new_tokens: where an answer is cut.
     """
     config = DecodeConfig(num_speculative_tokens=num_speculative_tokens, max_new_tokens=max_new_tokens)
-    request = Request(prompt_id="probe", category="", tokens=tuple(tokens))
-    (generation,), _ = decode(target, [request], config, proposer)
-    if not generation.rounds:
-        return 0.0
-    return sum(one.num_accepted for one in generation.rounds) / len(generation.rounds)
+    requests = [Request(prompt_id=str(number), category="", tokens=tuple(tokens)) for number, tokens in enumerate(prompts)]
+    generations, _ = decode(target, requests, config, proposer)
+    rounds = [one.num_accepted for generation in generations for one in generation.rounds]
+    return Probe(
+        accepted_per_round=sum(rounds) / len(rounds) if rounds else 0.0,
+        answers=[tuple(generation.tokens) for generation in generations],
+    )

@@ -95,7 +95,7 @@ def layer_shape(target: PreTrainedModel, settings: LayerSettings | None) -> Laye
     shape = replace(own, **{name: value for name, value in settings.model_dump().items() if value is not None})
     if shape.num_heads % shape.num_key_value_heads or shape.width % shape.num_heads:
         raise InputError(
-            f"head.layer: {shape.num_heads} heads with {shape.num_key_value_heads} key-value heads in a width of {shape.width}; "
+            f"head.layer: {shape.num_heads} heads and {shape.num_key_value_heads} key-value heads at width {shape.width}; "
             "num_heads must be a multiple of num_key_value_heads, the width one of num_heads"
         )
     if (kind := shape.rope_parameters["rope_type"]) not in ROPE_TYPES:

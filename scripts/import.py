@@ -1,13 +1,15 @@
 """Another program's draft as an artifact: `python scripts/import.py DRAFT --out DIR --set target.name=NAME`.
 
-Reads the forms of speculators, SGLang and SpecForge (EAGLE-3), Medusa, z-lab and transformers (DFlash). One prompt is decoded
-with it before anything is written: a draft that the target never accepts is refused.
+Reads the forms of speculators, SGLang and SpecForge (EAGLE-3), Medusa, Hydra, z-lab and transformers (DFlash), and the MTP
+modules of a checkpoint. A few prompts are decoded with it before anything is written: a draft that the target never accepts is
+refused, and so is one that is accepted more when its config is taken to mean other states.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 # Run as a script, Python puts scripts/ first on the path; the project's packages lie one folder up.
@@ -32,15 +34,22 @@ def main(config: ImportConfig, args: argparse.Namespace) -> None:
     if out.exists():
         raise InputError(f"{out} exists already; give a new folder")
     folder = locate_foreign(args.draft)
-    foreign = read_foreign(folder, layer_ids=config.layer_ids, reads=config.reads)
+    foreign = read_foreign(folder, layer_ids=config.layer_ids, reads=config.reads or "post_norm")
     target = load_target(config.target)
     try:
         fitted = fit(foreign, target.model)
     except InputError as error:
         raise InputError(f"{folder} ({foreign.form}) does not fit {config.target.name}: {error}") from error
     tokens = drafts_a_round(foreign, config.num_speculative_tokens, fitted.settings)
-    accepted = try_out(fitted, target, config, tokens)
-    provenance = {"imported_from": args.draft, "form": foreign.form, "versions": describe_versions(), "probe": accepted}
+    trial = try_out(fitted, target, config, tokens, foreign.layer_ids)
+    for warning in [] if trial is None else trial.warnings:
+        print(f"{folder}: {warning}", file=sys.stderr)
+    provenance = {
+        "imported_from": args.draft,
+        "form": foreign.form,
+        "versions": describe_versions(),
+        "trial": None if trial is None else asdict(trial),
+    }
     write_artifact(
         fitted,
         out,
@@ -51,7 +60,7 @@ def main(config: ImportConfig, args: argparse.Namespace) -> None:
     )
     print(
         f"{out}: {fitted.settings.kind} from {foreign.form}"
-        + ("" if accepted is None else f", {accepted:.2f} accepted a round")
+        + ("" if trial is None else f", {trial.accepted_per_round:.2f} accepted a round")
     )
 
 

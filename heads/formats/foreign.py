@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from configs.errors import InputError
+from configs.exchange import LayerIds
 from heads.families import FAMILIES
 from heads.formats.layout import Shapes
 from heads.formats.tensors import Weights
@@ -26,6 +27,7 @@ class Foreign:
         weights: its tensors under our names, and `embed_tokens.weight`, `d2t`, `t2d` where they are in the file.
         num_speculative_tokens: what its config says; None: nothing.
         optional: what to add where the file leaves it out.
+        layer_ids: what the ids of hidden states in its config were taken to mean; None: it has none.
         placed: gives further tensors by the shapes of ours, where their names alone do not say what they are.
     """
 
@@ -36,6 +38,7 @@ class Foreign:
     weights: Weights
     num_speculative_tokens: int | None = None
     optional: Weights = field(default_factory=dict)
+    layer_ids: LayerIds | None = None
     placed: Callable[[Shapes], Weights] | None = None
 
     def checked_settings(self, **more: Any) -> Any:

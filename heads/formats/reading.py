@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import InputError
+from configs.exchange import TAP_OF_ID, LayerIds
 from configs.files import read_json
 from heads.formats.flat import TRANSFORMERS_DFLASH
 from heads.formats.foreign import Foreign
@@ -27,15 +28,17 @@ KNOWN = (
     "speculators eagle3, peagle, dflash and mtp; flat EAGLE-3 (architecture ...Eagle3); Medusa (medusa_num_heads); Hydra "
     "(hydra_num_heads); DFlash (architecture DFlashDraftModel or MuseGlimmerAssistantModel); a checkpoint with MTP modules"
 )
+MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 OLD_MEDUSA = re.compile(r"^(?:medusa_heads?\.)?(\d+)\.(\d+)\.(?:(linear)\.)?(weight|bias)$")
 
 
-def read_foreign(folder: Path, *, layer_ids: str = "block_output", reads: str = "post_norm") -> Foreign:
+def read_foreign(folder: Path, *, layer_ids: LayerIds | None = None, reads: str = "post_norm") -> Foreign:
     """Read a draft's config, and where its tensors are.
 
     Args:
         folder: with `config.json` and weights.
-        layer_ids: what ids in a flat EAGLE-3 config mean (`configs.exchange.ImportConfig`).
+        layer_ids: what ids of hidden states in its config mean (`configs.exchange.ImportConfig`); None: what they mean to
+            those who write the form.
         reads: which state an MTP head was trained on.
 
     Raises:
@@ -48,20 +51,19 @@ def read_foreign(folder: Path, *, layer_ids: str = "block_output", reads: str = 
     architectures = " ".join(config.get("architectures") or ())
     try:
         if "speculators_model_type" in config:
-            return _speculators(config, weights, reads)
+            return _speculators(config, weights, layer_ids or "h", reads)
         if config.get("model_type") == "medusa" or "medusa_num_heads" in config:
             return _medusa(config, weights)
         if "hydra_num_heads" in config:
             return read_hydra(config, weights)
         if "MuseGlimmerAssistant" in architectures:
-            return _dflash(
-                config, config, renamed(weights, [(new, old) for old, new in TRANSFORMERS_DFLASH]), "transformers DFlash"
-            )
+            weights = renamed(weights, [(new, old) for old, new in TRANSFORMERS_DFLASH])
+            return _dflash(config, config, weights, layer_ids or "block_output", "transformers DFlash")
         if "DFlashDraftModel" in architectures:
-            nested = config.get("dflash_config") or {}
-            return _dflash(config, config | nested, weights, "z-lab DFlash")
-        if "Eagle3" in architectures:
-            return _flat_eagle(config, weights, layer_ids)
+            options = config | (config.get("dflash_config") or {})
+            return _dflash(config, options, weights, layer_ids or "block_output", "z-lab DFlash")
+        if "Eagle3" in architectures or "PEagle" in architectures:
+            return _flat_eagle(config, weights, layer_ids or "block_output")
     except (KeyError, TypeError) as error:
         raise InputError(f"{folder / 'config.json'} lacks or garbles a key of its format: {error!r}") from error
     except InputError as error:
@@ -71,16 +73,19 @@ def read_foreign(folder: Path, *, layer_ids: str = "block_output", reads: str = 
     raise InputError(f"{folder} is in no form that draftsmith reads ({KNOWN}); its architectures: {architectures or 'none'}")
 
 
-def _speculators(config: dict[str, Any], weights: Weights, reads: str) -> Foreign:
+def _speculators(config: dict[str, Any], weights: Weights, layer_ids: LayerIds, reads: str) -> Foreign:
     kind, layer = config["speculators_model_type"], config["transformer_layer_config"]
     if not isinstance(layer, dict):
         raise InputError(f"expected transformer_layer_config to be a section, got {layer!r}")
     readers: dict[str, Callable[[], dict[str, Any]]] = {
         "eagle3": lambda: (
-            _eagle_settings(config, layer, normed_by_default=True) | {"norm_feedback": config.get("norm_output", False)}
+            _eagle_settings(config, layer, layer_ids, normed_by_default=True)
+            | {"norm_feedback": config.get("norm_output", False)}
         ),
-        "peagle": lambda: _eagle_settings(config, layer, normed_by_default=False) | {"mask_token_id": config["mask_token_id"]},
-        "dflash": lambda: _dflash_settings(config, layer, config["aux_hidden_state_layer_ids"]),
+        "peagle": lambda: (
+            _eagle_settings(config, layer, layer_ids, normed_by_default=False) | {"mask_token_id": config["mask_token_id"]}
+        ),
+        "dflash": lambda: _dflash_settings(config, layer, _taps(config["aux_hidden_state_layer_ids"], layer_ids)),
         "mtp": lambda: {"shared_depths": True, "reads": reads},
     }
     if kind not in readers:
@@ -98,12 +103,15 @@ def _speculators(config: dict[str, Any], weights: Weights, reads: str) -> Foreig
         layer=layer,
         weights=weights,
         num_speculative_tokens=tokens,
+        layer_ids=None if kind == "mtp" else layer_ids,
     )
 
 
-def _eagle_settings(config: Mapping[str, Any], layer: Mapping[str, Any], *, normed_by_default: bool) -> dict[str, Any]:
+def _eagle_settings(
+    config: Mapping[str, Any], layer: Mapping[str, Any], layer_ids: LayerIds, *, normed_by_default: bool
+) -> dict[str, Any]:
     return {
-        "taps": _ascending(config.get("eagle_aux_hidden_state_layer_ids")),
+        "taps": _taps(config.get("eagle_aux_hidden_state_layer_ids"), layer_ids),
         "num_layers": layer.get("num_hidden_layers", 1),
         "norm_taps": config.get("fc_norm") or False,
         "norm_joined_taps": config.get("norm_before_fc") or None,
@@ -113,28 +121,29 @@ def _eagle_settings(config: Mapping[str, Any], layer: Mapping[str, Any], *, norm
     }
 
 
-def _flat_eagle(config: dict[str, Any], weights: Weights, layer_ids: str) -> Foreign:
-    nested = config.get("eagle_config") or {}
-    options = nested | config
-    ids = _ascending(options.get("eagle_aux_hidden_state_layer_ids"))
-    if ids is not None and layer_ids == "block_output":
-        ids = [number + 1 for number in ids]
-    settings = _eagle_settings(options, config, normed_by_default=False)
-    settings |= {"taps": ids, "norm_feedback": options.get("norm_output", False)}
+def _flat_eagle(config: dict[str, Any], weights: Weights, layer_ids: LayerIds) -> Foreign:
+    options = (config.get("eagle_config") or {}) | config
+    settings = _eagle_settings(options, config, layer_ids, normed_by_default=False)
+    parallel = "mask_hidden" in weights
+    if parallel:
+        (mask,) = {options[key] for key in MASK_KEYS if key in options} or {None}
+        settings["mask_token_id"] = mask
+    else:
+        settings["norm_feedback"] = options.get("norm_output", False)
     return Foreign(
-        form="flat EAGLE-3",
-        kind="eagle3",
+        form="flat P-EAGLE" if parallel else "flat EAGLE-3",
+        kind="peagle" if parallel else "eagle3",
         settings=settings,
         layer=config,
         weights=renamed(weights, [("midlayer.", "layers.0.")]),
+        layer_ids=layer_ids,
     )
 
 
-def _dflash(config: dict[str, Any], options: dict[str, Any], weights: Weights, form: str) -> Foreign:
+def _dflash(config: dict[str, Any], options: dict[str, Any], weights: Weights, layer_ids: LayerIds, form: str) -> Foreign:
     if options.get("causal"):
         raise InputError("its slots see earlier slots only (causal), draftsmith's see the whole block")
-    taps = [number + 1 for number in options["target_layer_ids"]]
-    settings = _dflash_settings(options, config, taps)
+    settings = _dflash_settings(options, config, _taps(options["target_layer_ids"], layer_ids))
     return Foreign(
         form=form,
         kind="dflash",
@@ -142,14 +151,15 @@ def _dflash(config: dict[str, Any], options: dict[str, Any], weights: Weights, f
         layer=config,
         weights=weights,
         num_speculative_tokens=options["block_size"] - 1,
+        layer_ids=layer_ids,
     )
 
 
-def _dflash_settings(options: Mapping[str, Any], layer: Mapping[str, Any], taps: list[int]) -> dict[str, Any]:
+def _dflash_settings(options: Mapping[str, Any], layer: Mapping[str, Any], taps: list[int] | None) -> dict[str, Any]:
     if options.get("sample_from_anchor"):
         raise InputError("it drafts from the pending token's slot too (sample_from_anchor), draftsmith's DFlash does not")
     return {
-        "taps": _ascending(taps),
+        "taps": taps,
         "num_layers": layer["num_hidden_layers"],
         "block_size": options["block_size"],
         "mask_token_id": options["mask_token_id"],
@@ -190,6 +200,6 @@ def _medusa_name(name: str, num_layers: int) -> str:
     return f"blocks.{head}.layers.{layer}.{part}" if linear else name
 
 
-def _ascending(ids: list[int] | None) -> list[int] | None:
-    """Return ids as engines take them: sorted, each once."""
-    return None if ids is None else sorted(set(ids))
+def _taps(ids: list[int] | None, layer_ids: LayerIds) -> list[int] | None:
+    """Return ids as engines take them, sorted and each once, counted as in artifacts; None stays open."""
+    return None if ids is None else sorted({number + TAP_OF_ID[layer_ids] for number in ids})

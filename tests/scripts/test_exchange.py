@@ -20,7 +20,16 @@ from heads.formats.table import FORMS
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 importing = importlib.import_module("scripts.import")
-TARGET = ["--set", "target.dtype=float32", "--set", "target.device=cpu", "--set", "prompt=w1 w2 w3"]
+TARGET = [
+    "--set",
+    "target.dtype=float32",
+    "--set",
+    "target.device=cpu",
+    "--set",
+    "prompts=[w1 w2 w3]",
+    "--set",
+    "max_new_tokens=64",
+]
 
 
 @pytest.fixture

@@ -30,7 +30,9 @@ def published_name(name, *, dropout):
         return f"hydra_mlp.{parts[1]}.{place(0)}.{parts[2]}.{leaf}"
     if parts[0] == "lm_heads":
         return f"hydra_lm_head.{parts[1]}.{'1.' if dropout else ''}{leaf}"
-    return name.replace("prefix_layer.", "prefix_embeding_layer.layers.0.").replace("prefix_norm.", "prefix_embeding_layer.norm.")
+    return name.replace("prefix_layer.", "prefix_embeding_layer.layers.0.").replace(
+        "prefix_norm.", "prefix_embeding_layer.norm."
+    )
 
 
 @pytest.fixture

@@ -173,7 +173,7 @@ def test_wrong_configs_are_refused(exported, values, words):
     ("values", "words"),
     [
         ({"intermediate_size": 96}, r"mlp.down_proj.weight of shape \[32, 48\] where \[32, 96\] is expected"),
-        ({"num_key_value_heads": 3}, "4 heads with 3 key-value heads"),
+        ({"num_key_value_heads": 3}, "4 heads and 3 key-value heads"),
         ({"hidden_size": 16}, "are 16 wide and the target's states 32"),
         ({"hidden_act": "gelu"}, "the activation gelu"),
         ({"layer_types": ["sliding_attention"], "sliding_window": 8}, "has sliding layers"),
@@ -194,6 +194,25 @@ def test_ids_in_a_flat_config_can_be_taken_as_they_stand(write):
     export(written.source(), "sglang", written.out)
     assert read_foreign(written.out).settings["taps"] == [1, 2, 3]
     assert read_foreign(written.out, layer_ids="h").settings["taps"] == [0, 1, 2]
+
+
+def test_ids_in_a_nested_config_can_be_taken_for_those_of_blocks(exported):
+    assert read_foreign(exported.out).settings["taps"] == [1, 2, 3]
+    assert read_foreign(exported.out, layer_ids="block_output").settings["taps"] == [2, 3, 4]
+
+
+def test_a_flat_draft_with_a_mask_is_peagle(write, tmp_path):
+    written = write(PEAGLE.model_copy(update={"num_depths": 8}))
+    export(written.source(), "speculators", written.out)
+    config = json.loads((written.out / "config.json").read_text())
+    layers = config["transformer_layer_config"] | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "ptd_token_id": config["mask_token_id"],
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+    }
+    (written.out / "config.json").write_text(json.dumps(layers))
+    fitted = fit(read_foreign(written.out), written.model)
+    assert fitted.settings == written.head.settings
 
 
 def test_an_unknown_form_is_refused(tmp_path):

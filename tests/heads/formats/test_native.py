@@ -54,7 +54,12 @@ def test_several_modules_are_one_for_each_depth(tmp_path):
 def test_experts_kept_one_by_one_are_stacked(tmp_path):
     torch.manual_seed(2)
     config = Glm4MoeConfig(
-        **checks.GROUPED, head_dim=8, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1,
+        **checks.GROUPED,
+        head_dim=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        first_k_dense_replace=1,
         pad_token_id=None,
     )
     model = Glm4MoeForCausalLM(config).eval()
