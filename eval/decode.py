@@ -16,6 +16,7 @@ from configs.errors import InputError
 from distill.target import Target
 from eval.meters import Meter
 from eval.particle_run import ParticleRun
+from eval.processing import Processor, check_stateless
 from eval.records import AUTOREGRESSIVE, Generation, Timing
 from eval.rounds import BatchRun
 from eval.rows import Request
@@ -31,12 +32,19 @@ def generate(
     prompts: Sequence[Sequence[int]],
     config: DecodeConfig,
     proposer: Proposer | None = None,
+    *,
+    logits_processor: Processor | None = None,
 ) -> list[list[int]]:
-    """Continue prompts (token ids) and return the answers' ids, end-of-text included. The short way in; `decode` tells more."""
+    """Continue prompts (token ids) and return the answers' ids, end-of-text included. The short way in; `decode` tells more.
+
+    A `logits_processor` of transformers changes the target's law; the drafts follow it without loss (`eval.processing`).
+    """
     requests = [Request(prompt_id=str(n), category="", tokens=tuple(prompt)) for n, prompt in enumerate(prompts)]
     answers = []
     for start in range(0, len(requests), config.batch_size):
-        generations, _ = decode(target, requests[start : start + config.batch_size], config, proposer)
+        generations, _ = decode(
+            target, requests[start : start + config.batch_size], config, proposer, logits_processor=logits_processor
+        )
         answers += [list(generation.tokens) for generation in generations]
     return answers
 
@@ -76,6 +84,7 @@ def decode(
     measure_overlap: bool = False,
     meter: Meter | None = None,
     simulate_acceptance: Sequence[float] | None = None,
+    logits_processor: Processor | None = None,
 ) -> tuple[list[Generation], Timing]:
     """Continue a batch of requests together until each has ended.
 
@@ -89,19 +98,23 @@ def decode(
             particles; the time for it is kept apart.
         meter: measures the energy of what is timed as decoding (`eval.meters`).
         simulate_acceptance: draw how many drafts of a chain stay, at these rates by position (`eval.simulation`).
+        logits_processor: changes the target's logits at every position (`eval.processing`); overlap cannot be measured then.
 
     Returns:
         The generations in the order of the requests, and the batch's timing.
 
     Raises:
-        InputError: see `check_decodable`; or a tree is asked of a proposer that drafts none.
+        InputError: see `check_decodable`; or a tree is asked of a proposer that drafts none, or a processor is given that
+            remembers earlier calls, with particles, or where overlap is to be measured.
     """
     check_decodable(target, requests, config)
     proposer = proposer if config.num_speculative_tokens else None
     _check_tree(config, proposer)
     if proposer is None:  # what a lossy mode gives up has no part in plain decoding
         config = config.model_copy(update={"lossy": None})
-    run = _new_run(target, requests, config, proposer, measure_overlap, meter, simulate_acceptance)
+    if logits_processor is not None:
+        _check_processor(logits_processor, config, proposer, measure_overlap)
+    run = _new_run(target, requests, config, proposer, measure_overlap, meter, simulate_acceptance, logits_processor)
     clock = run.clock
     with clock.phase("prefill"):
         run.prefill()
@@ -134,14 +147,25 @@ def _new_run(
     measure_overlap: bool,
     meter: Meter | None,
     simulate_acceptance: Sequence[float] | None,
+    logits_processor: Processor | None,
 ) -> BatchRun | ParticleRun:
     """Return the batch about to be decoded: by particles where that is asked for, else by verification."""
     if config.rule == "smc" and proposer is not None:
         return ParticleRun(target, requests, config, proposer, meter)
-    run = BatchRun(target, requests, config, proposer, measure_overlap, meter)
+    run = BatchRun(target, requests, config, proposer, measure_overlap, meter, logits_processor)
     if simulate_acceptance is not None:
         run.judge = SimulatedJudge(config, run.streams, simulate_acceptance)
     return run
+
+
+def _check_processor(processor: Processor, config: DecodeConfig, proposer: Proposer | None, measure_overlap: bool) -> None:
+    check_stateless(processor)
+    if config.rule == "smc" and proposer is not None:
+        raise InputError(
+            "logits_processor: particles weigh drafts by raw logits; set lossy to null, or leave the processor out"
+        )
+    if measure_overlap:
+        raise InputError("logits_processor: the overlap of laws is measured on raw logits; leave one of the two out")
 
 
 def _check_tree(config: DecodeConfig, proposer: Proposer | None) -> None:

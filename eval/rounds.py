@@ -21,6 +21,7 @@ from eval.judging import Judge, finite_rows
 from eval.law_comparison import compare_laws
 from eval.meters import Meter
 from eval.outcomes import Outcome, chain_outcome, tree_outcome
+from eval.processing import Processor, processed
 from eval.records import Laws, Round
 from eval.rows import Request, Row
 from heads.int8_cache import LAYERS
@@ -42,6 +43,7 @@ class BatchRun:
         proposer: who drafts; None: nobody.
         measure_overlap: compare the laws of target and draft at each judged draft of a chain.
         meter: reads the machine's energy counters; None: nobody does.
+        logits_processor: changes the target's logits, and with them its law (`eval.processing`).
     """
 
     def __init__(
@@ -52,7 +54,9 @@ class BatchRun:
         proposer: Proposer | None,
         measure_overlap: bool,
         meter: Meter | None = None,
+        logits_processor: Processor | None = None,
     ) -> None:
+        self.logits_processor = logits_processor
         self.target, self.config, self.proposer, self.measure_overlap = target, config, proposer, measure_overlap
         self.rows = [Row(request, target, config) for request in requests]
         self.active = list(self.rows)
@@ -81,6 +85,7 @@ class BatchRun:
             states = states.map(lambda state_BTE: state_BTE[places])
         last_B1D = states.final_BTE[torch.arange(len(lengths)), self._tensor(lengths) - 1].unsqueeze(1)
         logits_B1V = head_logits(self.target.model, last_B1D)
+        logits_B1V = processed(self.logits_processor, logits_B1V, [row.tokens for row in self.active], None)
         tokens_B1 = self.judge.target_tokens(logits_B1V, self._tensor(lengths).unsqueeze(1))
         finite_B = torch.isfinite(logits_B1V.amax((1, 2)))
         for row, token, finite in zip(self.active, tokens_B1.squeeze(1).tolist(), finite_B.tolist(), strict=True):
@@ -105,6 +110,7 @@ class BatchRun:
             states = self._read(ids_BK, starts, branches)
             logits_BKV = head_logits(self.target.model, states.final_BTE)
         with self.clock.phase("sample"):
+            logits_BKV = processed(self.logits_processor, logits_BKV, [row.tokens for row in self.active], proposal)
             outcomes = self._judge(logits_BKV, proposal, branches, tree, room)
         compared = self._compare(logits_BKV, proposal, outcomes) if self.measure_overlap else None
         if branches is not None:
