@@ -74,7 +74,9 @@ def cache_size(config: PlanConfig, models: Models, work: Workload) -> CacheSize:
     if dataset is None:
         rows = round(work.num_tokens * (1.0 if layout.every_position else work.label_share))
     else:
-        rows = sum(num_rows(layout, *pair) for pair in zip(dataset.lengths.tolist(), dataset.answer_starts.tolist(), strict=True))
+        rows = sum(
+            num_rows(layout, *pair) for pair in zip(dataset.lengths.tolist(), dataset.answer_starts.tolist(), strict=True)
+        )
     return CacheSize(bytes_per_row=layout.bytes_per_row, rows=rows)
 
 
