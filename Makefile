@@ -5,7 +5,7 @@ VLLM_STAMP := .cache/venvs/vllm/.installed
 GEMMA := .cache/gemma/gemma-3-270m-q4_k_m.gguf
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench bench-decode sweep bench-distill bench-heads bench-eval law-check slow-check cluster-check soak tables serve-check gemma-check clean
+.PHONY: help setup demo test check bench bench-decode sweep bench-distill bench-heads bench-eval bench-scale law-check slow-check cluster-check soak tables serve-check gemma-check clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -29,7 +29,7 @@ check: setup ## format, lint, types, import contract
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 
-bench: bench-decode bench-distill bench-heads bench-eval ## every side-by-side measurement
+bench: bench-decode bench-distill bench-heads bench-eval bench-scale ## every side-by-side measurement
 
 bench-decode: setup ## the decoder against transformers' assisted generation, into docs/results/decode.json
 	$(PY) scripts/bench_decode.py
@@ -45,6 +45,9 @@ bench-heads: setup ## every head family trained and measured, EAGLE-3's training
 
 bench-eval: setup ## predicted speed against measured, the evaluator's own cost, into docs/results/eval.json (after make demo)
 	$(PY) scripts/bench_eval.py
+
+bench-scale: setup ## two processes beside one, padding, checkpoints, waiting for data, into docs/results/scale.json (after bench-heads)
+	$(PY) scripts/bench_scale.py
 
 law-check: setup ## 100,000 samples of the whole decoder for every rule and shape against the target's exact law (minutes)
 	$(PY) -m pytest -m slow -s tests/eval/test_law.py tests/eval/test_lossy.py

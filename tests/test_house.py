@@ -51,6 +51,7 @@ ENTRIES = {
     "scripts/bench_distill.py": [],
     "scripts/bench_eval.py": [],
     "scripts/bench_heads.py": [],
+    "scripts/bench_scale.py": [],
     "scripts/results_table.py": [],
     "scripts/export.py": ["artifact", "--to", "vllm", "--out", "out"],
     "scripts/import.py": ["draft", "--out", "out"],

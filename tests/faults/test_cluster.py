@@ -130,7 +130,8 @@ def test_torchrun_starts_both_processes_again_when_one_is_killed_and_nothing_is_
     try:
         deadline = time.monotonic() + 60
         while not (tmp_path / "run" / "checkpoints" / "step-00000020").exists():
-            assert run.poll() is None and time.monotonic() < deadline, said.read_text()
+            assert run.poll() is None, said.read_text()
+            assert time.monotonic() < deadline, said.read_text()
             time.sleep(0.02)
         victim = workers(config)[1]
         os.kill(victim, signal.SIGKILL)

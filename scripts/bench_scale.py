@@ -1,0 +1,31 @@
+"""Measure two processes beside one, padding, checkpoints and waiting for data, into docs/results/scale.json.
+
+    make bench-scale
+
+On the recipe, data and cache of `make bench-heads`, which makes them. Ten runs of half a minute, five of one process and five
+of two with one thread each, in turns; the machine must have two cores that nothing else uses. The rows are those of
+`scripts/engine_comparison.py`. The file also says how far `scripts/plan.py` was from what was measured. Linux only: memory is
+read from /proc.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# Run as a script, Python puts scripts/ first on the path; the project's packages lie one folder up.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from configs.command import run_command
+from configs.scale import BenchScaleConfig
+
+
+def main(config: BenchScaleConfig) -> int:
+    """Run the benchmark. What needs torch is imported here, so that a typo in the config is reported at once."""
+    from scripts.scale_comparison import compare_scale
+
+    return compare_scale(config)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(BenchScaleConfig, main, description="Measure training in several processes, and what it waits for."))

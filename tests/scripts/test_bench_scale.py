@@ -1,0 +1,173 @@
+"""The scale benchmark on a tiny target: real runs of one and two processes, and shares against sums by hand."""
+
+import json
+import subprocess
+
+import pytest
+
+from configs.command import DONE, run_command
+from configs.errors import ConfigError, InputError
+from configs.scale import BenchScaleConfig
+from configs.schema import DataConfig
+from distill.making import make_dataset
+from scripts import scale_comparison
+from scripts.bench_scale import main
+from scripts.scale_comparison import (
+    check_shares,
+    checkpoint_share,
+    engine_rows,
+    input_share,
+    packing_efficiency,
+    run_steps,
+    with_cache,
+)
+from scripts.scale_steps import Clocked, Steps, own_bytes, watching
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_run, tmp_path_factory):
+    """A folder with a recipe `eagle3.yaml` for the tiny target, and its data; only for reading."""
+    folder = tmp_path_factory.mktemp("scale")
+    target = {"name": str(tiny_run / "target"), "dtype": "float32", "device": "cpu"}
+    prompts = {"source": "file", "path": str(tiny_run / "suite.jsonl")}
+    answers = {"max_new_tokens": 8}
+    data = {"target": target, "prompts": prompts, "answers": answers, "held_out_share": 0.4, "output": str(folder / "data")}
+    make_dataset(DataConfig.model_validate(data))
+    recipe = {
+        "target": target,
+        "data": {"train": f"{folder}/data/train.jsonl", "held_out": f"{folder}/data/held_out.jsonl", "max_length": 64},
+        "head": {"kind": "eagle3", "taps": [0, 1, 2], "num_depths": 2},
+        "schedule": {"batch_size": 2, "mixed_precision": "no"},
+        "held_out": {"num_prompts": 1, "decode": {"num_speculative_tokens": 2, "max_new_tokens": 4}},
+    }
+    (folder / "eagle3.yaml").write_text(json.dumps(recipe))
+    return folder
+
+
+def steps(num_processes=1, *, seconds=2.0, tokens=100, waited=0.1, checkpoint=0.5):
+    return Steps(
+        num_processes=num_processes,
+        steps=10,
+        seconds=seconds,
+        tokens=tokens,
+        input_seconds=waited,
+        checkpoint_seconds=checkpoint,
+        baseline_bytes=1000,
+        peak_bytes=5000,
+    )
+
+
+def bench(folder, **settings):
+    tiny = {"recipe": str(folder / "eagle3.yaml"), "cache": None, "steps": 2, "warmup_steps": 1, "repeats": 1, "checkpoints": 1}
+    return BenchScaleConfig.model_validate(tiny | settings)
+
+
+def test_real_runs_of_one_and_two_processes_see_the_same_number_of_tokens(folder, tmp_path):
+    config, recipe = bench(folder), with_cache(bench(folder))
+    alone, together = (run_steps(config, recipe, count, tmp_path / str(count)) for count in (1, 2))
+    assert (alone.num_processes, together.num_processes) == (1, 2)
+    assert alone.tokens > 0 < together.tokens
+    for run in (alone, together):
+        assert run.steps == 2
+        assert 0 < run.input_seconds < run.seconds
+        assert run.checkpoint_seconds > 0
+        assert run.peak_bytes == 0  # not watched
+
+
+def test_the_file_holds_the_ratios_with_their_bounds_and_the_plan(folder, tmp_path, monkeypatch):
+    speeds = {1: [100, 110, 90], 2: [180, 200, 170]}
+
+    def run(config, recipe, num_processes, folder, *, watch_memory=False):
+        return steps(num_processes, tokens=100 if watch_memory else speeds[num_processes].pop())
+
+    monkeypatch.setattr(scale_comparison, "run_steps", run)
+    output = tmp_path / "scale.json"
+    file = tmp_path / "bench.yaml"
+    file.write_text(json.dumps(bench(folder, repeats=3, engines=False, output=str(output)).model_dump(mode="json")))
+    assert run_command(BenchScaleConfig, main, description="", argv=["--config", str(file)]) == DONE
+    content = json.loads(output.read_text())
+    ratios = content["ratios"]
+    assert content["name"] == "scale"
+    assert ratios["two_processes_vs_one"] == pytest.approx(550 / 300)
+    assert ratios["two_processes_vs_one_low"] <= ratios["two_processes_vs_one"] <= ratios["two_processes_vs_one_high"]
+    assert ratios["checkpoint_share"] == pytest.approx(0.5 / (0.5 + 200 * 0.2))
+    assert ratios["input_share"] == pytest.approx(0.05)
+    assert 0 < ratios["packing_efficiency"] <= 1
+    assert content["plan"]["measured_bytes"] == 4000
+    assert content["plan"]["measured_over_planned_bytes"] == pytest.approx(4000 / content["plan"]["planned_bytes"])
+    assert len(content["runs"]) == 6
+    assert content["rows"] == []
+
+
+def test_shares_are_those_of_the_sums_over_runs():
+    runs = [steps(seconds=2.0, waited=0.1, checkpoint=0.5), steps(seconds=4.0, waited=0.5, checkpoint=1.5)]
+    assert input_share(runs, 10).point == pytest.approx(0.6 / 6)
+    assert checkpoint_share(runs, 100, 10).point == pytest.approx(2.0 / (2.0 + 100 * 0.6))
+
+
+def test_padding_is_counted_over_the_batches_of_an_epoch(folder):
+    recipe = with_cache(bench(folder))
+    one_by_one = recipe.model_copy(update={"schedule": recipe.schedule.model_copy(update={"batch_size": 1})})
+    assert packing_efficiency(one_by_one) == 1
+    assert packing_efficiency(recipe) <= 1
+
+
+def test_a_batch_that_cannot_be_shared_evenly_is_refused(folder):
+    recipe = with_cache(bench(folder))
+    with pytest.raises(ConfigError, match="3 processes cannot share batches of 2 evenly"):
+        check_shares(recipe, 3)
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "kind", "reason"),
+    [
+        (2, "10:00:00 INFO loading\nerror: data.train not found: nowhere.jsonl\n", InputError, "not found: nowhere.jsonl"),
+        (1, "error: data.train not found: x\ntorch: ChildFailedError\n", InputError, "not found: x"),  # torchrun's own code
+        (1, "Traceback\nRuntimeError: the loss is nan\n", RuntimeError, "the loss is nan"),
+        (-9, "", RuntimeError, "code -9: nothing"),
+    ],
+)
+def test_a_run_that_ends_otherwise_says_why(folder, tmp_path, monkeypatch, code, said, kind, reason):
+    ended = subprocess.CompletedProcess([], code, stdout="", stderr=said)
+    monkeypatch.setattr(scale_comparison.subprocess, "run", lambda *_, **__: ended)
+    with pytest.raises(kind, match=f"a run of 2 processes ended with code .*{reason}"):
+        run_steps(bench(folder), with_cache(bench(folder)), 2, tmp_path)
+
+
+def test_rows_of_engines_are_taken_as_they_come_where_they_can_be_compared(monkeypatch):
+    class Comparison:
+        EngineComparisonSettings = dict
+
+        @staticmethod
+        def compare_engines(settings):
+            return [{"recipe": "ddp", "stage": "distill", "world_size": 2, "loss_difference": 0.0}]
+
+    monkeypatch.setattr(scale_comparison.importlib.util, "find_spec", lambda name: None)
+    assert engine_rows() == []
+    monkeypatch.setattr(scale_comparison.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(scale_comparison.importlib, "import_module", lambda name: Comparison)
+    assert engine_rows() == Comparison.compare_engines(None)
+
+
+def test_waiting_is_what_the_loader_takes_and_epochs_follow_one_another():
+    class Loader(list):
+        epochs = ()
+
+        def set_epoch(self, epoch):
+            self.epochs = (*self.epochs, epoch)
+
+    loader = Loader(["a", "b"])
+    batches = Clocked(loader)
+    assert [batches.next() for _ in range(5)] == ["a", "b", "a", "b", "a"]
+    assert loader.epochs == (0, 1, 2)
+    assert batches.seconds > 0
+
+
+def test_watched_memory_grows_with_what_is_taken():
+    before = own_bytes()
+    with watching() as peak:
+        taken = b"x" * 30_000_000
+        own = own_bytes()
+    assert own - before > 20_000_000
+    assert peak[0] >= before
+    del taken
