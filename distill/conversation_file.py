@@ -30,7 +30,7 @@ log = logging.getLogger("draftsmith")
 
 WHAT = "conversations file"
 SUFFIX = ".index.safetensors"
-FORMAT_VERSION = "1"
+FORMAT_VERSION = 1
 DTYPES = {"offsets": np.int64, "prompt_lengths": np.int32, "answer_lengths": np.int32}
 
 
@@ -168,4 +168,4 @@ def _keep(path: Path, index: Index, sha256: str) -> None:
 
 
 def _metadata(sha256: str) -> dict[str, str]:
-    return {"format_version": FORMAT_VERSION, "data_sha256": sha256}
+    return {"index": f"format {FORMAT_VERSION} of data {sha256}"}  # a single entry: safetensors writes several in any order
