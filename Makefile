@@ -64,8 +64,8 @@ soak: setup ## 210 tiny runs killed, stopped and damaged at random, each to end 
 tables: setup ## fill the README's tables from docs/results/
 	$(PY) scripts/results_table.py
 
-serve-check: setup $(VLLM_STAMP) ## a cache made from a real vLLM server against the local one (once 1 GB of downloads, then minutes)
-	$(PY) -m pytest -m slow -s tests/distill/test_served_target.py
+serve-check: setup $(VLLM_STAMP) ## a cache and answers by a real vLLM server against the local ones (once 1 GB of downloads, then minutes)
+	$(PY) -m pytest -m slow -s tests/distill/test_served_target.py tests/distill/test_served_answers.py
 
 $(VLLM_STAMP): scripts/setup_vllm.sh scripts/vllm_pins.txt
 	sh scripts/setup_vllm.sh

@@ -27,11 +27,14 @@ from distill.answers import PIECES, Answered, AnswerJob
 from distill.conversations import FORMAT_VERSION, MANIFEST, WRITTEN_BY, Conversation, count_answer_tokens
 from distill.given_answers import check_given, given_answers
 from distill.partial import PartialFile, fingerprint
-from distill.processes import join_processes
+from distill.processes import join_processes, naming_lost_processes
 from distill.prompts import Prompt, encode_prompt, load_dataset_prompts, read_prompts
 from distill.self_seeding import self_seed
 from distill.server import TargetServer
-from distill.server_job import ServerAnswerJob, server_answer_job
+from distill.server_checks import check_server
+from distill.server_job import server_answer_job
+from distill.server_turns import TURN_PIECES, ServerTurns
+from distill.server_writing import ServerWriter, server_writer
 from distill.split import Split, split_prompts
 from distill.target import Target, load_target
 
@@ -57,7 +60,7 @@ def make_dataset(config: DataConfig) -> None:
         if server is not None:
             server.check_model()  # before a large target is loaded
         state = join_processes(config.target)
-        with claimed(output, beside=True) if state.is_main_process else nullcontext():
+        with naming_lost_processes(), claimed(output, beside=True) if state.is_main_process else nullcontext():
             _make_claimed(config, listed, state, server)
 
 
@@ -68,15 +71,25 @@ def _make_claimed(config: DataConfig, listed: list[Prompt] | None, state: Partia
         drop_leftovers(output)
     state.wait_for_everyone()
     target = load_target(config.target)
-    prompts, dropped = (listed, {}) if listed is not None else _self_seed_once(config, target, output, state)
+    writer = None if server is None else _checked_writer(config, target, server, state)
+    prompts, dropped = (listed, {}) if listed is not None else _self_seed_once(config, target, output, state, writer)
     split = split_prompts(prompts, config.held_out_share)
     if config.answers.written_by == "dataset":
         answered = given_answers(target, [*split.train, *split.held_out], config.answers.max_new_tokens)
     else:
-        answered = _write_answers(answer_job(config, target, split, output, server), state)
+        answered = _write_answers(answer_job(config, target, split, output, writer), state)
     if state.is_main_process:
         write_dataset(config, target, split, answered, Counter(dropped) + Counter(split.dropped), num_prompts=len(prompts))
     state.wait_for_everyone()
+
+
+def _checked_writer(config: DataConfig, target: Target, server: TargetServer, state: PartialState) -> ServerWriter:
+    """Return what asks the server, once the main process has seen that it serves the target."""
+    writer = server_writer(config, target, server)
+    if state.is_main_process:
+        check_server(writer)
+    state.wait_for_everyone()
+    return writer
 
 
 def check_output(output: Path) -> None:
@@ -87,7 +100,7 @@ def check_output(output: Path) -> None:
     """
     if output.exists() and not output.is_dir():
         raise InputError(f"output: {output} is a file; name a folder that is new or holds data made before")
-    pieces = {PROMPT_PIECES, *(path.name for path in output.glob(PIECES.format(rank="*")))}
+    pieces = {PROMPT_PIECES, *(path.name for name in (PIECES, TURN_PIECES) for path in output.glob(name.format(rank="*")))}
     others = sorted({path.name for path in output.glob("*")} - pieces - set(OUTPUTS))
     if others:
         raise InputError(f"output: {output} holds {others[0]}, which is not data made before; name a folder of its own")
@@ -111,7 +124,7 @@ def list_prompts(settings: PromptsConfig) -> list[Prompt] | None:
     return prompts[: settings.num_prompts]
 
 
-def answer_job(config: DataConfig, target: Target, split: Split, folder: Path, server: TargetServer | None = None) -> AnswerJob:
+def answer_job(config: DataConfig, target: Target, split: Split, folder: Path, writer: ServerWriter | None = None) -> AnswerJob:
     """Return the job of answering both sides of a split, by a server or by the target here, once each prompt is known to fit.
 
     Its fingerprint names everything that decides the answers, and nothing else: a new `held_out_share` reuses them where
@@ -121,8 +134,8 @@ def answer_job(config: DataConfig, target: Target, split: Split, folder: Path, s
     encoded = [encode_prompt(target, prompt) for prompt in prompts]
     rows = [[prompt.prompt_id, prompt.category, *prompt.turns, *ids] for prompt, ids in zip(prompts, encoded, strict=True)]
     content = fingerprint(rows)
-    if server is not None:
-        return server_answer_job(config, target, prompts, content, folder, server)
+    if writer is not None:
+        return server_answer_job(config, prompts, content, folder, writer)
     return AnswerJob(
         target=target,
         prompts=prompts,
@@ -135,10 +148,6 @@ def answer_job(config: DataConfig, target: Target, split: Split, folder: Path, s
 
 def _write_answers(job: AnswerJob, state: PartialState) -> Answered:
     """Let all processes answer their shares, and return what they wrote together."""
-    if isinstance(job, ServerAnswerJob):
-        if state.is_main_process:
-            job.check()
-        state.wait_for_everyone()
     job.work(rank=state.process_index, num_processes=state.num_processes)
     state.wait_for_everyone()
     answered = job.collect()
@@ -186,23 +195,26 @@ def write_dataset(
 
 
 def _self_seed_once(
-    config: DataConfig, target: Target, folder: Path, state: PartialState
+    config: DataConfig, target: Target, folder: Path, state: PartialState, writer: ServerWriter | None
 ) -> tuple[list[Prompt], dict[str, int]]:
     """Let the target write the prompts, or take those that an interrupted run of the same settings left."""
-    job = fingerprint(*_writer(config, target), config.prompts.model_dump(), config.answers.batch_size)
+    here = _writer(config, target) if writer is None else writer.asked()
+    job = fingerprint(*here, config.prompts.model_dump(), config.answers.batch_size)
     pieces = PartialFile(folder / PROMPT_PIECES, job)
     kept = pieces.read().get("prompts")
     if kept is not None:
         prompts = [Prompt(**{**values, "turns": tuple(values["turns"]), "history": ()}) for values in kept["prompts"]]
         return prompts, kept["dropped"]
+    rank = state.process_index
     written, dropped = self_seed(
         target,
         config.prompts,
         batch_size=config.answers.batch_size,
         seed=config.seed,
-        rank=state.process_index,
+        rank=rank,
         num_processes=state.num_processes,
         exchange=gather_object,
+        write=None if writer is None else ServerTurns(writer=writer, config=config.prompts, folder=folder, rank=rank),
     )
     if state.is_main_process:
         pieces.append("prompts", {"prompts": [asdict(prompt) for prompt in written], "dropped": dropped})

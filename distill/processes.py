@@ -75,5 +75,5 @@ def naming_lost_processes() -> Iterator[None]:
             raise
         raise RuntimeError(
             f"another process of this run has ended or does not answer ({first_line(error)}); its own log says why. Nothing "
-            "is lost that was kept on disk: start it again to go on from the last checkpoint"
+            "is lost that was kept on disk: start it again to go on from there"
         ) from error

@@ -38,6 +38,7 @@ UNUSABLE = "self_seeded_turn_unusable"  # not ended in time, with a special toke
 TOO_SHORT = "self_seeded_turn_too_short"
 
 Turn = tuple[int, str | None]  # its number, and its text; None where it is of no use
+WriteTurns = Callable[["UserFrame", Sequence[int]], Iterator[Turn]]  # those of the numbers given, in any order
 Exchange = Callable[[list[Turn]], list[Turn]]
 
 
@@ -67,6 +68,7 @@ def self_seed(
     rank: int = 0,
     num_processes: int = 1,
     exchange: Exchange = lambda turns: turns,
+    write: WriteTurns | None = None,
 ) -> tuple[list[Prompt], dict[str, int]]:
     """Let the target write `config.num_prompts` distinct user turns.
 
@@ -77,6 +79,7 @@ def self_seed(
         seed: chooses the turns.
         rank, num_processes: which share of the turns this process writes.
         exchange: gathers the turns of all processes, in any order, the same everywhere.
+        write: writes in place of the target here.
 
     Returns:
         The prompts, and how many turns were thrown away, by reason. Turns written beyond those needed are not counted.
@@ -95,7 +98,10 @@ def self_seed(
             num_wanted = (config.num_prompts - before) * 5 // 4
             wave = range(num_written, num_written + max(batch_size, num_wanted))
             mine = [number for number in wave if number % num_processes == rank]
-            turns = write_turns(target, frame, mine, config, batch_size=batch_size, seed=seed)
+            if write is None:
+                turns = write_turns(target, frame, mine, config, batch_size=batch_size, seed=seed)
+            else:
+                turns = write(frame, mine)
             shown = _showing(turns, advance, step=num_processes, room=config.num_prompts - before)
             written = exchange(list(shown))
             _choose(sorted(written), config, chosen, dropped)
@@ -161,7 +167,7 @@ def write_turns(
             if not _has_ended(target, frame, slot.ids, config.max_prompt_tokens):
                 kept.append(row)
                 continue
-            yield slot.number, _read_turn(target, frame, slot.ids)
+            yield slot.number, read_turn(target, frame, slot.ids)
             successor = next(waiting, None)
             if successor is not None:
                 slots[row] = _Slot(successor)
@@ -190,7 +196,7 @@ def _has_ended(target: Target, frame: UserFrame, ids: Sequence[int], max_tokens:
     return not frame.end_ids and frame.end_text in target.tokenizer.decode(list(ids))
 
 
-def _read_turn(target: Target, frame: UserFrame, ids: Sequence[int]) -> str | None:
+def read_turn(target: Target, frame: UserFrame, ids: Sequence[int]) -> str | None:
     """Return the text of a turn, None where it did not end properly or cannot be answered.
 
     Text encoded again may have more tokens than were written: broken characters come back as three bytes each.

@@ -11,18 +11,23 @@ as the server counted. Even then the tokens may be others than those written; on
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from configs.decoding import SamplingConfig
 from configs.errors import InputError
+from configs.schema import DataConfig
 from configs.serving import AnswerServerConfig
 from distill.answers import NO_ROOM, request_number, up_to_end
+from distill.conversations import FORMAT_VERSION
 from distill.server import TargetServer
 from distill.server_answers import Choice, Completion, check_read, read_completion
 from distill.server_connection import GaveUp, Refused
 from distill.target import Target
+
+logger = logging.getLogger("draftsmith")
 
 OTHER_TOKENS = "answer_text_has_other_tokens"
 UNFINISHED = (None, "abort", "error")  # finish reasons of answers that the server itself broke off
@@ -55,6 +60,15 @@ class ServerWriter:
     sampling: SamplingConfig
     seed: int
     max_positions: int
+
+    def asked(self) -> list[Any]:
+        """Return what decides the tokens that are asked for, apart from the prompts and the sampling, as JSON values.
+
+        The server counts by what it calls the target, without its address: one that moved goes on where it was, after it has
+        shown again what it serves.
+        """
+        ways = [self.config.model, self.config.answers_as, self.config.on_other_tokens]
+        return [FORMAT_VERSION, "server", ways, self.target.identity.to_dict(), self.seed, self.max_positions]
 
     def write(self, prompt_ids: Sequence[int], request: int, max_new_tokens: int) -> Written:
         """Return one continuation.
@@ -137,6 +151,28 @@ class ServerWriter:
             "skip_special_tokens": False,  # they are tokens of the answer like others
             "return_token_ids": True,
         }
+
+
+def server_writer(config: DataConfig, target: Target, server: TargetServer) -> ServerWriter:
+    """Return what asks the server of a config.
+
+    Raises:
+        InputError: it is not there, or has no such model.
+        ValueError: the config has no server.
+    """
+    if config.server is None:
+        raise ValueError("expected a config with a server")
+    served = server.check_model().max_model_len or target.max_positions
+    if served < target.max_positions:
+        logger.info("the server's context of %d tokens is shorter than the target's, and counts", served)
+    return ServerWriter(
+        server=server,
+        config=config.server,
+        target=target,
+        sampling=config.answers,
+        seed=config.seed,
+        max_positions=min(served, target.max_positions),
+    )
 
 
 def read_ids(completion: Completion, max_tokens: int, end_ids: Sequence[int], vocab_size: int, where: str) -> list[int]:

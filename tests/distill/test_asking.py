@@ -75,6 +75,12 @@ def test_one_that_was_given_up_leaves_the_others_at_work_and_is_named_at_the_end
     )
 
 
+def test_failures_between_answers_do_not_end_the_work(connection):
+    kept, said = collect(connection(1), names(20), failing(range(0, 20, 2)))
+    assert sorted(kept) == sorted(str(number) for number in range(1, 20, 2))
+    assert said.startswith("10 of 20 requests were given up")
+
+
 def test_so_many_in_a_row_end_the_work_and_what_came_is_kept(connection):
     asked = []
 

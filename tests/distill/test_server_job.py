@@ -1,5 +1,6 @@
 """A data set whose answers a server wrote: the local target's own where the server is right, and nothing where it is not."""
 
+import dataclasses
 import json
 import logging
 import shutil
@@ -15,10 +16,13 @@ from configs.errors import ConfigError, InputError
 from configs.loading import load_config
 from configs.schema import DataConfig
 from distill import making
-from distill.answers import NO_ROOM, UNREACHED
+from distill.answers import NO_ROOM, UNREACHED, request_number
 from distill.conversations import is_written_by_target, read_conversations
 from distill.making import answer_job, make_dataset
+from distill.self_seeding import find_user_frame, read_turn
 from distill.server import TargetServer
+from distill.server_turns import ServerTurns
+from distill.server_writing import server_writer
 from distill.split import split_prompts
 from tests.distill.fake_server import Api, serving
 
@@ -160,7 +164,8 @@ def test_two_processes_share_the_prompts_and_a_third_run_finds_nothing_to_do(con
     settings = config()
     prompts = making.list_prompts(settings.prompts)
     with TargetServer(settings.server) as server:
-        job = answer_job(settings, byte_target, split_prompts(prompts, 0.3), tmp_path / "pieces", server)
+        writer = server_writer(settings, byte_target, server)
+        job = answer_job(settings, byte_target, split_prompts(prompts, 0.3), tmp_path / "pieces", writer)
         for rank in (1, 0):
             job.work(rank=rank, num_processes=2)
         asked = len(api.asked)
@@ -206,7 +211,8 @@ def test_answers_of_another_model_or_seed_are_not_gone_on_with(config, api, byte
     for settings in (config(), config(answers={"top_k": 3}), config(model="other"), config(concurrency=1)):
         with TargetServer(settings.server) as server:
             split = split_prompts(making.list_prompts(settings.prompts), 0.3)
-            prints.append(answer_job(settings, byte_target, split, tmp_path, server).fingerprint)
+            writer = server_writer(settings, byte_target, server)
+            prints.append(answer_job(settings, byte_target, split, tmp_path, writer).fingerprint)
     assert len(set(prints)) == 3
     assert prints[0] == prints[3]
 
@@ -265,6 +271,80 @@ def test_text_is_dropped_with_a_count_where_it_cannot_be_read_back(config, api, 
     shutil.rmtree(config().output)
     with pytest.raises(InputError, match=r"server\.on_other_tokens=drop"):
         make_dataset(config(answers_as="text", probe_tolerance=100.0, on_other_tokens="refuse"))
+
+
+# --- self-seeded prompts ------------------------------------------------------------------------------------------
+
+SEEDED = {"source": "self_seeded", "num_prompts": 8, "max_prompt_tokens": 90, "top_p": 0.99}
+
+
+def turns_asked(api, target):
+    prefix = find_user_frame(target, 90).prefix_ids
+    return [body for body in api.asked if "seed" in body and tuple(body["prompt"]) == prefix]
+
+
+@pytest.fixture
+def quick_turns(api, byte_target):
+    """Let the server end every text soon, one in four without a word."""
+
+    def continuation(body):
+        said = f"turn {body['seed']}" if body["seed"] % 4 else ""
+        ids = [*byte_target.tokenizer(said, add_special_tokens=False)["input_ids"], *byte_target.eos_token_ids]
+        return {"text": said, "token_ids": ids[: body["max_tokens"]], "finish_reason": "stop"}
+
+    api.continuation = continuation
+
+
+def test_prompts_by_a_server_are_turns_of_its_own_and_not_asked_for_again(config, api, byte_target, quick_turns):
+    first = made(config(prompts=SEEDED, answers={"batch_size": 4, "max_new_tokens": 30}))
+    asked = turns_asked(api, byte_target)
+    assert len({body["seed"] for body in asked}) == len(asked) >= 8
+    assert {(body["temperature"], body["top_p"], body["max_tokens"]) for body in asked} == {(1.0, 0.99, 90)}
+    again = config(
+        "again", prompts=SEEDED, answers={"batch_size": 4, "max_new_tokens": 30}, concurrency=1, failures_in_a_row=1, retries=0
+    )
+    plain, left = api.respond, [len(asked) - 3]
+
+    def die_among_the_turns(path, headers, body):
+        if body is not None and "seed" in body:
+            left[0] -= 1
+            if left[0] < 0:
+                return 503, {}, {"error": "going down"}
+        return plain(path, headers, body)
+
+    api.respond = die_among_the_turns
+    with pytest.raises(InputError, match=r"requests in a row .*going down"):
+        make_dataset(again)
+    api.respond = plain
+    api.asked.clear()
+    assert sides(made(again)) == sides(first)
+    assert len(turns_asked(api, byte_target)) == 3
+    assert json.loads(first["manifest.json"])["counts"]["prompts"] == 8
+
+
+def test_turns_are_those_that_could_be_used_had_the_target_here_written_them(config, api, byte_target, tmp_path):
+    settings = config(prompts=SEEDED)
+    frame = find_user_frame(byte_target, 90)
+    with TargetServer(settings.server) as server:
+        writer = server_writer(settings, byte_target, server)
+        turns = ServerTurns(writer=writer, config=settings.prompts, folder=tmp_path / "turns", rank=0)
+        texts = dict(turns(frame, range(6)))
+    written = {body["seed"]: api.continuation(body)["token_ids"] for body in turns_asked(api, byte_target)}
+    seeds = [request_number(f"0/{request_number(f'self-{number}')}") % 2**31 for number in range(6)]
+    assert texts == {number: read_turn(byte_target, frame, written[seed]) for number, seed in enumerate(seeds)}
+    assert None in texts.values()
+    assert any(texts.values())
+
+
+def test_a_template_that_ends_turns_by_plain_text_is_refused(config, byte_target, tmp_path):
+    settings = config(prompts=SEEDED)
+    frame = dataclasses.replace(find_user_frame(byte_target, 90), end_ids=frozenset())
+    with TargetServer(settings.server) as server:
+        turns = ServerTurns(
+            writer=server_writer(settings, byte_target, server), config=settings.prompts, folder=tmp_path / "turns", rank=0
+        )
+        with pytest.raises(InputError, match="ends a user's turn by plain text"):
+            turns(frame, [0])
 
 
 # --- config -------------------------------------------------------------------------------------------------------

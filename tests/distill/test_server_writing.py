@@ -11,8 +11,8 @@ from configs.serving import AnswerServerConfig
 from distill.answers import NO_ROOM, continue_tokens
 from distill.server import TargetServer
 from distill.server_answers import read_completion
+from distill.server_checks import check_writes
 from distill.server_connection import GaveUp
-from distill.server_job import check_writes
 from distill.server_writing import OTHER_TOKENS, ServerWriter, closing_id, read_ids, read_text
 from tests.distill.fake_server import Api, serving
 

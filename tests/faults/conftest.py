@@ -1,5 +1,6 @@
 """Runs of a second on a tiny target, and what they end with when nothing disturbs them."""
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,30 @@ def distilled(workshop, tmp_path, start):
         return child
 
     return distil
+
+
+def start_pair(start, main, config, before=None) -> list[Child]:
+    """Start a command in two processes that know of each other, with a fault planted in the second."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    return [
+        start(
+            main,
+            config,
+            before=before if rank == "1" else None,
+            environment={
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": "2",
+                "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "ACCELERATE_USE_CPU": "true",
+            },
+        )
+        for rank in "01"
+    ]
 
 
 def content(folder: Path) -> dict[str, bytes]:

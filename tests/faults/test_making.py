@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from distill import cache_making
 from distill.answers import AnswerJob
 from distill.cache_making import make_cache
 from distill.making import make_dataset
-from tests.faults.conftest import content
+from tests.faults.conftest import content, start_pair
 
 MADE = ("train.jsonl", "held_out.jsonl")
 
@@ -64,6 +65,23 @@ def test_answers_survive_a_kill_between_the_two_renames(workshop, tmp_path, star
     assert not (tmp_path / "data").exists()  # moved out of the way, and the new one not yet there
     again = start(make_dataset, config, before=kill_at_call(AnswerJob, "_answer", 1))
     assert again.end() == DONE, again.said  # no answer was asked for again
+
+
+def test_one_of_two_processes_that_dies_among_the_answers_ends_the_other_and_nothing_is_lost(
+    workshop, undisturbed, tmp_path, start
+):
+    config = workshop.data(tmp_path / "data")
+    started = time.monotonic()
+    main, other = start_pair(start, make_dataset, config, before=kill_at_call(AnswerJob, "_answer", 3))
+    assert main.end(60) == 1, main.said
+    assert time.monotonic() - started < 60
+    assert "another process of this run has ended or does not answer" in main.said
+    assert other.end() == -signal.SIGKILL
+    kept = [path.read_bytes() for path in sorted((tmp_path / "data").glob(".answers.partial-*"))]
+    assert [piece.count(b"\n") - 1 for piece in kept] == [6, 2]  # of twelve batches, six each
+    assert start(make_dataset, config, before=kill_at_call(AnswerJob, "_answer", 5)).end() == DONE  # alone, the four missing
+    made, expected = content(tmp_path / "data"), content(undisturbed["data"])
+    assert [made[name] for name in MADE] == [expected[name] for name in MADE]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from configs.schema import CacheConfig, DataConfig, DistillConfig, HeadsConfig
 from distill.cache_format import read_manifest as read_cache_manifest
 from distill.conversations import check_written_for, is_written_by_target, read_conversations
 from distill.prompts import read_prompts
+from distill.server_answers import check_read, read_completion
+from distill.server_writing import read_ids
 from heads.artifact import read_metadata
 from heads.identity import TargetIdentity
 from train.checkpoints import read_manifest as read_checkpoint_manifest
@@ -173,6 +175,51 @@ def answered(read, folder):
     """Let it read, or complain in a way that becomes one sentence."""
     with suppress(InputError):
         read(folder)
+
+
+SERVED = {
+    "choices": [
+        {
+            "text": "ab",
+            "token_ids": [3, 4, 9],
+            "prompt_token_ids": [1, 2],
+            "finish_reason": "stop",
+            "prompt_logprobs": [None, {"2": {"logprob": -0.1}}],
+            "logprobs": {"tokens": ["token_id:2"], "top_logprobs": [{"token_id:2": -0.1}]},
+        }
+    ],
+    "usage": {"prompt_tokens": 2, "completion_tokens": 3},
+    "system_fingerprint": "fp",
+}
+
+
+def read_served(content):
+    """Read a server's answer in every way there is; each may refuse it, in a sentence of its own."""
+    ways = (
+        lambda completion: check_read(completion, [1, 2], "here"),
+        lambda completion: read_ids(completion, 3, [9], 20, "here"),
+        lambda completion: completion.laws("here"),
+        lambda completion: completion.read_ids("here"),
+    )
+    completion = read_completion(content, "here")
+    for way in ways:
+        with suppress(InputError):
+            way(completion)
+
+
+def test_an_unspoilt_answer_of_a_server_is_read():
+    completion = read_completion(SERVED, "here")
+    check_read(completion, [1, 2], "here")
+    assert read_ids(completion, 3, [9], 20, "here") == [3, 4, 9]
+
+
+@given(data=st.data())
+@FUZZ
+def test_whatever_a_server_answers_is_an_answer_or_a_sentence(data):
+    with suppress(InputError):
+        read_served(spoil(SERVED, data))
+    with suppress(InputError):
+        read_served(data.draw(VALUES))
 
 
 def spoil(value, data):

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import time
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from configs.command import BAD_INPUT, DONE, TERMINATED
+from tests.faults.conftest import start_pair
 from tests.faults.test_training import die_at_step
 from train.checkpoints import list_checkpoints, read_manifest
 from train.draft_task import DraftTask
@@ -21,27 +21,8 @@ def start_two(workshop, tmp_path, start):
     """A function that starts a distillation in two processes, with a fault planted in the second."""
 
     def start_two(before=None, **schedule):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
         config = workshop.distill(tmp_path / "run", **{"batch_size": 2} | schedule)
-        return [
-            start(
-                run_distillation,
-                config,
-                before=before if rank == "1" else None,
-                environment={
-                    "RANK": rank,
-                    "LOCAL_RANK": rank,
-                    "WORLD_SIZE": "2",
-                    "LOCAL_WORLD_SIZE": "2",
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": port,
-                    "ACCELERATE_USE_CPU": "true",
-                },
-            )
-            for rank in "01"
-        ]
+        return start_pair(start, run_distillation, config, before)
 
     return start_two
 
@@ -71,7 +52,7 @@ def test_the_other_process_ends_with_the_reason(tmp_path, start_two, fault):
     assert main.end(60) == 1, main.said
     assert time.monotonic() - started < 60
     assert "another process of this run has ended or does not answer" in main.said
-    assert "start it again to go on from the last checkpoint" in main.said
+    assert "start it again to go on from there" in main.said
     other.kill()
     assert [read_manifest(path).step for path in list_checkpoints(tmp_path / "run" / "checkpoints")] == [3]
     assert [each.end() for each in start_two()] == [DONE, DONE]

@@ -1,15 +1,27 @@
-"""A server that cuts the connection in the middle of its answer: asked again, and named where it goes on."""
+"""A server that cuts the connection or goes away: asked again, named where it goes on, and no answer lost with the process."""
 
 import json
+import os
+import signal
 import socket
 import threading
 
 import pytest
 
+from configs import files
+from configs.command import BAD_INPUT, DONE
+from configs.decoding import TargetConfig
 from configs.errors import InputError
+from configs.schema import DataConfig
 from configs.serving import ServerConfig
 from distill import server_connection
+from distill.making import make_dataset
 from distill.server import TargetServer
+from distill.server_job import ServerAnswerJob
+from distill.target import load_target
+from tests.distill.fake_server import Api, serving
+from tests.faults.conftest import content
+from tests.faults.test_making import MADE, kill_at_call
 
 BODY = json.dumps({"data": [{"id": "tiny"}]}).encode()
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(BODY)
@@ -50,3 +62,66 @@ def test_answers_that_are_always_cut_off_are_reported(serve):
         pytest.raises(InputError, match=r"cannot be reached \(RemoteProtocolError: .*gave up after 2 attempts"),
     ):
         connection.check_model()
+
+
+# --- a data set whose answers a server writes ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def api(workshop):
+    with serving(Api(load_target(TargetConfig(**workshop.target)))) as served:
+        yield served
+
+
+@pytest.fixture
+def served_data(workshop, tmp_path, api):
+    """A function that gives the config of a data set by the server."""
+
+    def make(name, **settings):
+        plain = workshop.data(tmp_path / name).model_dump()
+        server = {"url": api.url, "model": "tiny", "concurrency": 4, "retries": 0, "failures_in_a_row": 2, **settings}
+        parts = {"answers": plain["answers"] | {"written_by": "server"}, "prompts": plain["prompts"] | {"num_prompts": 16}}
+        return DataConfig.model_validate(plain | parts | {"server": server})
+
+    return make
+
+
+def answers_asked(api):
+    return len([body for body in api.asked if "seed" in body])
+
+
+def test_data_whose_asking_was_killed_again_and_again_ends_with_the_same_bytes(served_data, start, api, tmp_path):
+    assert start(make_dataset, served_data("whole")).end() == DONE
+    asked = answers_asked(api)
+    for plant in (
+        kill_at_call(ServerAnswerJob, "_answer", 6),
+        kill_at_call(os, "fsync", 5),
+        kill_at_call(files, "sync_folder", 1),
+    ):
+        killed = start(make_dataset, served_data("data"), before=plant)
+        assert killed.end() == -signal.SIGKILL, killed.said
+        assert not (tmp_path / "data" / "manifest.json").exists()
+    assert start(make_dataset, served_data("data")).end() == DONE
+    made, expected = content(tmp_path / "data"), content(tmp_path / "whole")
+    assert [made[name] for name in MADE] == [expected[name] for name in MADE]
+    # Of each killed run only the answers under way were asked for again.
+    assert answers_asked(api) <= 2 * asked + 2 * (4 + 1)
+
+
+def test_a_server_that_goes_away_ends_the_command_with_one_sentence_and_code_2(served_data, start, api, tmp_path):
+    plain = api.respond
+    api.respond = lambda *asked: plain(*asked) if answers_asked(api) < 8 else "reset"
+    gone = start(make_dataset, served_data("data"))
+    assert gone.end() == BAD_INPUT, gone.said
+    (line,) = [line for line in gone.said.splitlines() if line.startswith("error: ")]
+    assert "2 requests in a row (server.failures_in_a_row) were given up" in line
+    assert "run it again to go on" in line
+    assert "Traceback" not in gone.said
+    asked = answers_asked(api)
+    [pieces] = (tmp_path / "data").glob(".answers.partial-*")
+    assert len(pieces.read_text().splitlines()) == 1 + asked
+    api.respond = plain
+    assert start(make_dataset, served_data("data")).end() == DONE
+    assert start(make_dataset, served_data("whole")).end() == DONE
+    made, expected = content(tmp_path / "data"), content(tmp_path / "whole")
+    assert [made[name] for name in MADE] == [expected[name] for name in MADE]
