@@ -15,6 +15,8 @@ QUIET = {
     "keep_checkpoints",
     "resume",
     "trackers",
+    "profile",
+    "peak_tflops",
     "gradient_accumulation_steps",
     "process_timeout_seconds",
     "loader_workers",

@@ -154,6 +154,13 @@ class TrainingDataConfig(Settings):
         return (self.pack_length or 2 * self.max_length) if self.packing else None
 
 
+class ProfileConfig(Settings):
+    """Steps recorded by torch's profiler, into OUTPUT/profile."""
+
+    start_step: PositiveInt = 5  # from 1; the first steps are unlike the others
+    num_steps: PositiveInt = 3
+
+
 class ScheduleConfig(Settings):
     """Lengths and rhythms of a training run, in optimiser steps unless said otherwise."""
 
@@ -170,6 +177,10 @@ class ScheduleConfig(Settings):
     loader_workers: PositiveInt | None = None  # processes that make batches ahead; None: made by training itself, when due
     resume: bool = True  # go on from the newest checkpoint in the output folder
     trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = ["tensorboard"]
+    profile: ProfileConfig | None = None
+    # What a device of one process can do at most in this precision, in 10^12 operations a second; model_flop_utilization is a
+    # share of it. None: what a matrix product is seen to reach when the run starts
+    peak_tflops: PositiveFloat | None = None
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # numpy, which is seeded as well, takes no larger one
 
 

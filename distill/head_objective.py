@@ -18,6 +18,7 @@ from configs.learning import LossConfig
 from distill.chunked import ChunkedLoss, LogitHead, chunked_loss_against, model_head
 from distill.normalised_rows import NormalisedRows, normalise
 from distill.objective import configured_divergence
+from distill.step_clock import StepClock
 from distill.target import Target
 from distill.target_rows import HiddenRows, TargetRows
 from heads.draft_vocabulary import HeadRows
@@ -61,11 +62,13 @@ class HeadObjective(nn.Module):
         head: the head being trained; an `nn.Module` that follows `heads.training.HeadModule`.
         target: whose distribution is learnt.
         config: which divergence, and how much memory it may take.
+        clock: told when the head's forward is under way; None: nobody asks.
     """
 
-    def __init__(self, head: nn.Module, target: Target, config: LossConfig) -> None:
+    def __init__(self, head: nn.Module, target: Target, config: LossConfig, clock: StepClock | None = None) -> None:
         super().__init__()
         self.head = head
+        self._clock = clock or StepClock(target.device)
         self._divergence = configured_divergence(config)
         self._config = config
         # In a tuple, so that the target does not become a submodule and is neither trained nor saved.
@@ -80,7 +83,8 @@ class HeadObjective(nn.Module):
                 divided by it: the deeper ones, which have fewer labels, are not raised for it.
             world_size: processes whose gradients are averaged afterwards, which this factor undoes.
         """
-        depths = cast(HeadModule, self.head)(inputs)
+        with self._clock("draft"):
+            depths = cast(HeadModule, self.head)(inputs)
         judges = self._judges(inputs, depths)
         total_weight = sum(depth.weight for depth in depths)
         results = [

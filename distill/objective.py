@@ -15,6 +15,7 @@ from distill.batches import Batch
 from distill.chunked import ChunkedLoss, LogitHead, chunked_loss_against, model_head
 from distill.gathering import Gather, as_they_are
 from distill.losses import Divergence, SparseTarget, mix
+from distill.step_clock import StepClock
 from distill.target import Target
 from distill.target_rows import HiddenRows, SparseRows, TargetRows
 from heads.documents import read_documents
@@ -42,6 +43,7 @@ class DraftObjective(nn.Module):
         target: whose distribution is learnt.
         config: which divergence, and how much memory it may take.
         vocabulary: the tokens the draft will be able to say; None: all of the target's.
+        clock: told when the draft's forward is under way; None: nobody asks.
 
     Raises:
         InputError: the draft's head has no rows for the vocabulary, see `heads.draft_vocabulary.head_rows`.
@@ -50,10 +52,16 @@ class DraftObjective(nn.Module):
     token_ids_W: Tensor | None
 
     def __init__(
-        self, draft: PreTrainedModel, target: Target, config: LossConfig, vocabulary: DraftVocabulary | None = None
+        self,
+        draft: PreTrainedModel,
+        target: Target,
+        config: LossConfig,
+        vocabulary: DraftVocabulary | None = None,
+        clock: StepClock | None = None,
     ) -> None:
         super().__init__()
         self.draft = draft
+        self._clock = clock or StepClock(target.device)
         self._divergence = configured_divergence(config)
         self._config = config
         self._shared_vocab_size = min(target.vocab_size, draft.config.get_text_config().vocab_size)
@@ -86,7 +94,8 @@ class DraftObjective(nn.Module):
             world_size: processes whose gradients are averaged afterwards, which this factor undoes.
             packed_positions_BT: positions from 0 in each document; None: each row is a single one.
         """
-        hidden_BTD = read_documents(self.draft, input_ids_BT, packed_positions_BT)
+        with self._clock("draft"):
+            hidden_BTD = read_documents(self.draft, input_ids_BT, packed_positions_BT)
         predicts_label_BT = loss_mask_BT[:, 1:]
         draft_ND = hidden_BTD[:, :-1][predicts_label_BT]
         labels_N = input_ids_BT[:, 1:][predicts_label_BT] if "cross_entropy" in self._config.weights else None

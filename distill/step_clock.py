@@ -25,10 +25,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.profiler import record_function
 
 OTHER, BACKWARD, COMMUNICATION = "other", "backward", "communication"
 STEP_PARTS = ("data", "rewriting", "target", "draft", "loss", BACKWARD, COMMUNICATION, "optimizer", OTHER)
@@ -43,9 +44,13 @@ class StepClock:
 
     Args:
         device: that computes.
+
+    Attributes:
+        names_parts: whether a profiler is to be told of the parts as well.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.names_parts = False
         self._on_gpu = device.type == "cuda"
         self._part: str | None = None  # under way; None: not started
         self._since: Moment = 0.0
@@ -66,7 +71,8 @@ class StepClock:
             return
         self._turn_to(part)
         try:
-            yield
+            with record_function(part) if self.names_parts else nullcontext():
+                yield
         finally:
             if part == BACKWARD and self._gradient is not None:
                 self._marks.append((self._gradient, BACKWARD))
@@ -77,6 +83,12 @@ class StepClock:
         """Say that a gradient of this process is there; after the last one, what is left of a backward is communication."""
         if self._part == BACKWARD:
             self._gradient = self._now()
+
+    def follow_gradients(self, module: nn.Module) -> None:
+        """Mark each gradient of `module` from now on."""
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self.mark_gradient)
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each part since the start."""

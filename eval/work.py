@@ -1,4 +1,4 @@
-"""The work of a piece of decoding, whatever machine does it: bytes read and floating-point operations of its matrix products.
+"""Work, whatever machine does it: bytes read and floating-point operations of the matrix products of decoding or training.
 
 Counted where every operation of torch passes by, so that no family of drafts has to say what it does. Bytes are those of all
 operands: weights, keys and values, and the activations, which are little beside them. Left out: everything that is no matrix
@@ -33,6 +33,11 @@ def _attention(args: Sequence[Any]) -> int:
     return int(4 * args[0].numel() * args[1].shape[-2])
 
 
+def _attention_backward(args: Sequence[Any]) -> int:
+    """Count the gradients of both products, not the scores that a kernel computes anew to save memory."""
+    return 2 * _attention(args[1:])
+
+
 # Operation -> (its floating-point operations, the places of its operands)
 PRODUCTS: Mapping[str, tuple[Callable[[Sequence[Any]], int], tuple[int, ...]]] = {
     "aten::mm": (_product, (0, 1)),
@@ -47,6 +52,10 @@ PRODUCTS: Mapping[str, tuple[Callable[[Sequence[Any]], int], tuple[int, ...]]] =
     "aten::_scaled_dot_product_flash_attention_for_cpu": (_attention, (0, 1, 2)),
     "aten::_scaled_dot_product_efficient_attention": (_attention, (0, 1, 2)),
     "aten::_scaled_dot_product_cudnn_attention": (_attention, (0, 1, 2)),
+    "aten::_scaled_dot_product_flash_attention_backward": (_attention_backward, (0, 1, 2, 3)),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (_attention_backward, (0, 1, 2, 3)),
+    "aten::_scaled_dot_product_efficient_attention_backward": (_attention_backward, (0, 1, 2, 3)),
+    "aten::_scaled_dot_product_cudnn_attention_backward": (_attention_backward, (0, 1, 2, 3)),
 }
 
 

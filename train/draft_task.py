@@ -68,14 +68,14 @@ class DraftTask:
         self.target, self.accelerator = target, accelerator
         self.clock = StepClock(accelerator.device)
         online: Callable[[Batch], Tensor | SparseTarget] = partial(target_hidden, target)
-        self.signal = online if cache is None else cache.signal
+        self.signal, self.signal_part = (online, "target") if cache is None else (cache.signal, "data")
         size = student.draft_vocab_size
         self.vocabulary = None if size is None else most_frequent_answer_tokens(train, size, target)
         draft = initial_draft(student, target)
         if config.data.packing:
             for model in (draft, *([target.model] if cache is None else [])):
                 check_keeps_apart(model)
-        self.module: nn.Module = DraftObjective(draft, target, config.loss, self.vocabulary)
+        self.module: nn.Module = DraftObjective(draft, target, config.loss, self.vocabulary, self.clock)
         self.rewriter = Rewriter(config, target) if config.policy.rewrites else None
         self.held_out = HeldOutDecoding(config.held_out, target, held_out, accelerator)
 
@@ -114,7 +114,9 @@ class DraftTask:
         return Prepared(batches=batches, sums={"rewritten_share": torch.tensor(sum(written), device=self.accelerator.device)})
 
     def loss(self, module: nn.Module, batch: Batch, num_labels: Tensor, world_size: int) -> BatchLoss:
-        signal, places_BT = self.signal(batch), batch.packed_positions_BT
+        with self.clock(self.signal_part):
+            signal = self.signal(batch)
+        places_BT = batch.packed_positions_BT
         result = module(batch.input_ids_BT, batch.loss_mask_BT, signal, num_labels, world_size, places_BT)
         sums = {
             "loss": result.values_N.sum(),

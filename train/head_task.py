@@ -72,7 +72,7 @@ class HeadTask:
         check_taps(target.model, self.taps)
         if cache is not None:
             cache.check_keeps(self.taps)
-        self.module: nn.Module = HeadObjective(head, target, config.loss)
+        self.module: nn.Module = HeadObjective(head, target, config.loss, self.clock)
         self.held_out = HeldOutDecoding(config.held_out, target, held_out, accelerator)
         self.prediction = HeldOutPrediction(config.held_out, held_out, accelerator)
 
@@ -95,7 +95,9 @@ class HeadTask:
         return Prepared(batches=window, sums={})
 
     def loss(self, module: nn.Module, batch: Batch, num_labels: Tensor, world_size: int) -> BatchLoss:
-        result: HeadLoss = module(self.training_inputs(batch), num_labels, world_size)
+        with self.clock("target" if self.cache is None else "data"):
+            inputs = self.training_inputs(batch)
+        result: HeadLoss = module(inputs, num_labels, world_size)
         sums, counts = _metrics(result)
         return BatchLoss(loss=result.loss, sums=sums, counts=counts)
 

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from accelerate import Accelerator
-from accelerate.tracking import get_available_trackers
 from accelerate.utils import ProjectConfiguration, patch_environment, set_seed
 from torch.utils.data import DataLoader
 from transformers.integrations import unset_hf_deepspeed_config
@@ -35,6 +34,7 @@ from train.head_task import HeadTask
 from train.loop import train
 from train.sanity import check_before_training
 from train.task import Task
+from train.trackers import FOLDER, check_installed
 
 log = logging.getLogger("draftsmith")
 
@@ -196,10 +196,7 @@ def make_accelerator(schedule: ScheduleConfig, output: Path) -> Accelerator:
     Raises:
         ConfigError: a tracker is not installed, the machine does not have the precision, or `train.engines.check_engine`.
     """
-    available = {tracker.value for tracker in get_available_trackers()}
-    for tracker in schedule.trackers:
-        if tracker not in available:  # accelerate would leave it out in silence
-            raise ConfigError(f"schedule.trackers: {tracker} is not installed; install it, or take it out of the list")
+    check_installed(schedule)
     check_engine(schedule)
     set_seed(schedule.seed)
     try:
@@ -207,7 +204,7 @@ def make_accelerator(schedule: ScheduleConfig, output: Path) -> Accelerator:
             accelerator = Accelerator(
                 mixed_precision=schedule.mixed_precision,
                 log_with=list(schedule.trackers) or None,
-                project_config=ProjectConfiguration(project_dir=str(output), logging_dir=str(output / "trackers")),
+                project_config=ProjectConfiguration(project_dir=str(output), logging_dir=str(output / FOLDER)),
                 step_scheduler_with_optimizer=False,
             )
     except ValueError as error:

@@ -6,7 +6,6 @@ way to save what was trained; the loop brings accelerate, the schedule, the book
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from configs.errors import Stopped
@@ -27,14 +27,18 @@ from configs.learning import OptimizerConfig
 from configs.schema import ScheduleConfig
 from distill.batches import Batch
 from distill.step_clock import STEP_PARTS
-from train.books import Books
+from train.books import SHARE, Books
 from train.checkpoints import Checkpoints, Progress, writing
 from train.engines import choose_engine
+from train.flops import find_peak
 from train.history import History, explain_gap
 from train.lineage import Lineage
+from train.metrics_file import MetricsFile
 from train.optimizer import make_optimizer
+from train.profiling import StepProfiler
 from train.task import StepPlace, Task
 from train.termination import StopRequest, listening
+from train.trackers import start_trackers
 
 log = logging.getLogger("draftsmith")
 
@@ -122,9 +126,14 @@ class _Training:
             keep=schedule.keep_checkpoints,
             progress=self.progress,
         )
-        accelerator.init_trackers("draftsmith", config={"config": json.dumps(config)})
+        start_trackers(accelerator, output, config)
         self.clock = task.clock
-        self.books = Books(accelerator, self.clock)
+        self.profiler = StepProfiler(schedule.profile, output, accelerator, self.clock)
+        self.books = Books(accelerator, self.clock, find_peak(accelerator, schedule))
+        if isinstance(self.module, DistributedDataParallel):
+            # No draft has buffers that change; sent at every forward, they would let all wait for the slowest there as well.
+            self.module.forward_sync_buffers = False
+            self.clock.follow_gradients(task.module)
 
     def run(self) -> Outcome:
         self.started = time.perf_counter()
@@ -133,6 +142,9 @@ class _Training:
         # Where the evaluation of the last step is still to be made, its line is not to be there yet.
         done = self.progress.step - (not self.progress.settled)
         self.history = History(self.output, done_steps=done)
+        self.metrics_file = (
+            MetricsFile(self.output, done_steps=self.progress.step) if self.accelerator.is_main_process else None
+        )
         if not self.progress.settled:
             self._settle()
         labels = 0
@@ -180,34 +192,38 @@ class _Training:
             yield window
 
     def _next(self, batches: Iterator[Batch], num_batches: int) -> list[Batch]:
+        self.profiler.before_step(self.progress.step + 1)
         with self.clock("data"):
             return list(islice(batches, num_batches))
 
     def _step(self, window: list[Batch]) -> int:
         """Take one optimiser step over the micro-batches in `window`; return how many labels this process gave."""
         place = StepPlace(step=self.progress.step, num_steps=self.num_steps)
-        with self.engine.while_training(self.module, self.task) as unwrapped:
+        with self.clock("rewriting"), self.engine.while_training(self.module, self.task) as unwrapped:
             prepared = self.task.prepare(unwrapped, window, place)
         window = prepared.batches
         self.books.add(prepared.sums)
         own_labels = torch.stack([batch.loss_mask_BT[:, 1:].sum() for batch in window]).sum()
         # A stop asked of one process is one of all: they learn of it with the labels, at no cost, and end after this step.
         table = torch.stack([own_labels, torch.full_like(own_labels, self.request.made)])
-        all_labels, stops = self.accelerator.reduce(table, "sum")
+        with self.clock("communication"):
+            all_labels, stops = self.accelerator.reduce(table, "sum")
         num_labels, self.stopping = all_labels.clamp(min=1), bool(stops)
         for number, batch in enumerate(window):
             last = number == len(window) - 1
-            with self.engine.micro_batch(self.module, last=last):
-                with self.accelerator.autocast():
+            with self.engine.micro_batch(self.module, last=last), self.books.flops.micro_batch(batch):
+                with self.accelerator.autocast(), self.clock("loss"):
                     outcome = self.task.loss(self.module, batch, num_labels, self.accelerator.num_processes)
                 self._refuse_non_finite(outcome.loss, number, batch)
-                self.engine.backward(outcome.loss)
+                with self.clock("backward"):
+                    self.engine.backward(outcome.loss)
             self.books.add(outcome.sums, outcome.counts)
-        norm = self.engine.clip(self.module, self.max_grad_norm)
-        self.optimizer.step()
-        self.scheduler.step()
-        self.optimizer.zero_grad()
-        self.books.close_step(own_labels, norm)
+        with self.clock("optimizer"):
+            norm = self.engine.clip(self.module, self.max_grad_norm)
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+        self.books.close_step(window, own_labels, norm)
         self.progress.step += 1
         self.progress.steps_in_epoch += 1
         return int(own_labels)
@@ -225,14 +241,23 @@ class _Training:
     def _after_step(self) -> None:
         """Log, decode held-out prompts and write a checkpoint, each where it is due; or stop where that was asked for."""
         step, last = self.progress.step, self.progress.step == self.num_steps
+        self.profiler.after_step(step, is_last=last or self.stopping)
         if last or step % self.schedule.log_every_steps == 0:
-            metrics = self.books.report() | {"learning_rate": float(self.scheduler.get_last_lr()[0])}
-            self.accelerator.log({f"train/{name}": value for name, value in metrics.items()}, step=step)
-            log.info("step %d/%d: %s", step, self.num_steps, _in_words(metrics))
+            self._log()
         self.progress.settled = False
         if self.stopping:
             self._stop()
         self._settle()
+
+    def _log(self) -> None:
+        """Write down how the steps since the last time went: for the trackers, into a file, and the main things in the log."""
+        step = self.progress.step
+        metrics = self.books.report() | {"learning_rate": float(self.scheduler.get_last_lr()[0])}
+        self.accelerator.log({f"train/{name}": value for name, value in metrics.items()}, step=step)
+        if self.metrics_file is not None:
+            self.metrics_file.add(step, time.perf_counter() - self.started, metrics)
+        shown = {name: value for name, value in metrics.items() if not name.startswith(SHARE)}
+        log.info("step %d/%d: %s", step, self.num_steps, _in_words(shown))
 
     def _stop(self) -> None:
         """Write a checkpoint and end the run. What is due after this step may take longer than the machine is still ours."""

@@ -11,9 +11,11 @@ from safetensors.torch import load_file
 from configs.command import BAD_INPUT, DONE, TERMINATED
 from tests.faults.conftest import start_pair
 from tests.faults.test_training import die_at_step
+from train.books import SHARE
 from train.checkpoints import list_checkpoints, read_manifest
 from train.draft_task import DraftTask
 from train.launch import run_distillation
+from train.metrics_file import METRICS_FILE, read_metrics
 
 
 @pytest.fixture
@@ -58,11 +60,28 @@ def test_the_other_process_ends_with_the_reason(tmp_path, start_two, fault):
     assert [each.end() for each in start_two()] == [DONE, DONE]
 
 
+def slow_and_then_told_to_stop():
+    """Let every loss take long, so that the other process waits in its backward; ask for an end in the fifth."""
+    at_step(5, lambda: os.kill(os.getpid(), signal.SIGTERM))()
+    plain = DraftTask.loss
+
+    def loss(*args):
+        time.sleep(0.3)
+        return plain(*args)
+
+    DraftTask.loss = loss
+
+
 def test_a_stop_asked_of_one_process_ends_both_after_the_same_step(tmp_path, start_two):
-    children = start_two(before=at_step(5, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    children = start_two(before=slow_and_then_told_to_stop, log_every_steps=1)
     assert [child.end() for child in children] == [TERMINATED, TERMINATED], [child.said for child in children]
     (*_, newest) = list_checkpoints(tmp_path / "run" / "checkpoints")
     assert read_manifest(newest).step == 6
+    # Half of the sleep is slept by one process, half is waited for by the other.
+    *_, metrics = read_metrics(tmp_path / "run" / METRICS_FILE)
+    assert metrics[f"{SHARE}communication"] == pytest.approx(metrics[f"{SHARE}loss"], abs=0.1)
+    assert metrics[f"{SHARE}communication"] > 0.2
+    assert metrics[f"{SHARE}backward"] < 0.2
     assert [child.end() for child in start_two()] == [DONE, DONE]
 
 

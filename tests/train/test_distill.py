@@ -146,7 +146,7 @@ def test_a_device_that_accelerate_does_not_train_on_is_refused(tmp_path):
 
 
 def test_a_tracker_that_is_not_installed_is_not_left_out_in_silence(tmp_path, monkeypatch):
-    monkeypatch.setattr("train.launch.get_available_trackers", list)
+    monkeypatch.setattr("train.trackers.get_available_trackers", list)
     with pytest.raises(ConfigError, match=r"schedule\.trackers: wandb is not installed"):
         make_accelerator(ScheduleConfig(trackers=["wandb"]), tmp_path)
 

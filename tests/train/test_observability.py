@@ -1,0 +1,194 @@
+"""What a training lets one see of itself: lines in a file, trackers, a profile; and that looking changes nothing."""
+
+import json
+import logging
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import tracking
+from accelerate.utils import LoggerType
+
+from configs.errors import ConfigError, InputError
+from configs.fingerprint import training_fingerprint
+from distill.step_clock import STEP_PARTS
+from tests.train.test_distill import config_for, run
+from train.books import SHARE
+from train.launch import make_accelerator
+from train.metrics_file import METRICS_FILE, MetricsFile, read_metrics
+from train.trackers import flat_config
+
+PLAIN = {"max_steps": 6, "eval_every_steps": None, "checkpoint_every_steps": None}
+
+
+@pytest.fixture
+def target(greedy_target):
+    return greedy_target
+
+
+@pytest.fixture
+def rows(greedy_rows):
+    return greedy_rows
+
+
+# --- the file of metrics ------------------------------------------------------------------------------------------
+
+
+def test_a_run_writes_a_line_a_log_entry_and_a_resumed_one_goes_on_without_doubles(tmp_path, target, rows):
+    config = config_for(tmp_path, **PLAIN | {"log_every_steps": 1, "checkpoint_every_steps": 2})
+    with pytest.raises(KeyboardInterrupt):
+        run(config, target, rows, stop_after=5)
+    before = read_metrics(tmp_path / METRICS_FILE)
+    run(config, target, rows)
+    after = read_metrics(tmp_path / METRICS_FILE)
+    assert [row["step"] for row in before] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in after] == [1, 2, 3, 4, 5, 6]
+    assert after[:4] == before[:4]
+    assert after[4]["seconds"] > after[3]["seconds"]
+    assert after[4]["loss"] == before[4]["loss"]  # the step was taken a second time
+    for row in after:
+        assert sum(row[f"{SHARE}{part}"] for part in STEP_PARTS) == pytest.approx(1, abs=1e-5)
+        assert min(row[f"{SHARE}{part}"] for part in ("data", "target", "draft", "loss", "backward", "optimizer")) > 0
+        assert 0 < row["labels_per_second"] < row["tokens_per_second"]
+        assert 0 < row["model_flop_utilization"] < 1
+        assert row["memory_peak_bytes"] > 2**26
+        assert {"acceptance", "top1_agreement", "gradient_norm", "learning_rate"} <= row.keys()
+
+
+def test_a_line_that_a_killed_process_left_half_written_is_dropped(tmp_path):
+    MetricsFile(tmp_path, done_steps=0).add(1, 2.0, {"loss": 3.0})
+    with (tmp_path / METRICS_FILE).open("a") as file:
+        file.write('{"step": 2, "sec')
+    MetricsFile(tmp_path, done_steps=5).add(2, 1.0, {"loss": 2.0})
+    assert read_metrics(tmp_path / METRICS_FILE) == [
+        {"step": 1, "seconds": 2.0, "loss": 3.0},
+        {"step": 2, "seconds": 3.0, "loss": 2.0},
+    ]
+
+
+@pytest.mark.parametrize("text", ["", '{"step": 2, "sec'], ids=["empty", "half a line"])
+def test_a_file_without_a_whole_line_is_begun_anew(tmp_path, text):
+    (tmp_path / METRICS_FILE).write_text(text)
+    MetricsFile(tmp_path, done_steps=5).add(6, 1.0, {})
+    assert read_metrics(tmp_path / METRICS_FILE) == [{"step": 6, "seconds": 1.0}]
+
+
+def test_a_file_that_is_none_of_ours_is_named(tmp_path):
+    (tmp_path / METRICS_FILE).write_text('{"step": 2, "seconds": 1.5}\n{"seconds": 3}\n')
+    with pytest.raises(InputError, match=r"metrics\.jsonl, line 2: step and seconds must be numbers"):
+        MetricsFile(tmp_path, done_steps=3)
+
+
+def test_a_file_that_cannot_be_written_is_a_sentence(tmp_path):
+    metrics = MetricsFile(tmp_path, done_steps=0)
+    metrics.path.unlink()
+    metrics.path.mkdir()
+    with pytest.raises(InputError, match=r"cannot write .*metrics\.jsonl: Is a directory"):
+        metrics.add(1, 1.0, {})
+
+
+# --- the profile --------------------------------------------------------------------------------------------------
+
+
+def test_profiled_steps_are_a_trace_with_the_parts_and_leave_the_weights_alone(tmp_path, target, rows, caplog):
+    plain = run(config_for(tmp_path / "plain", **PLAIN), target, rows)
+    with caplog.at_level(logging.INFO, "draftsmith"):
+        seen = run(config_for(tmp_path / "seen", **PLAIN, profile={"start_step": 2, "num_steps": 3}), target, rows)
+    assert all(torch.equal(seen[name], tensor) for name, tensor in plain.items())
+    events = json.loads((tmp_path / "seen" / "profile" / "profile_0.json").read_text())["traceEvents"]
+    names = [event.get("name") for event in events if event.get("cat") == "user_annotation"]
+    assert names.count("optimizer") == names.count("target") == names.count("draft") == 3
+    assert any(event.get("name") == "aten::mm" for event in events)
+    (table,) = [record.getMessage() for record in caplog.records if "operations that took most" in record.getMessage()]
+    assert len(table.splitlines()) == 11
+    assert "aten::" in table
+    assert not (tmp_path / "plain" / "profile").exists()
+
+
+def test_a_profile_of_steps_that_the_run_cuts_short_is_written_all_the_same(tmp_path, target, rows):
+    run(config_for(tmp_path, **PLAIN, profile={"start_step": 6, "num_steps": 3}), target, rows)
+    events = json.loads((tmp_path / "profile" / "profile_0.json").read_text())["traceEvents"]
+    assert sum(event.get("name") == "optimizer" for event in events) == 1
+    assert not any(event.get("name") == "evaluation" for event in events)
+
+
+def test_a_profile_of_steps_that_the_run_does_not_have_is_missed_aloud(tmp_path, target, rows, caplog):
+    run(config_for(tmp_path, **PLAIN, profile={"start_step": 7}), target, rows)
+    assert "schedule.profile: step 7 was not among those of this run; no profile" in caplog.messages
+    assert not (tmp_path / "profile").exists()
+
+
+def test_looking_belongs_to_no_fingerprint(tmp_path):
+    plain, looked_at = (
+        config_for(tmp_path, **more).model_dump(mode="json") for more in ({}, {"profile": {}, "peak_tflops": 3.0})
+    )
+    assert training_fingerprint(plain, {}) == training_fingerprint(looked_at, {})
+
+
+# --- trackers -----------------------------------------------------------------------------------------------------
+
+
+class StandIn:
+    """What a tracker's library was asked to keep: none of the three is installed here, and accelerate's own classes call it."""
+
+    def __init__(self):
+        self.started, self.settings, self.logged, self.is_finished = {}, {}, [], False
+        self.config = SimpleNamespace(update=lambda values, **_: self.settings.update(values))
+        self.utils = SimpleNamespace(validation=SimpleNamespace(MAX_PARAM_VAL_LENGTH=500, MAX_PARAMS_TAGS_PER_BATCH=100))
+
+    def init(self, **settings):  # wandb, trackio
+        self.started = settings
+        return self
+
+    def log(self, values, step):
+        self.logged.append((step, values))
+
+    def finish(self, *_):
+        self.is_finished = True
+
+    def search_experiments(self, filter_string):  # mlflow
+        return []
+
+    def create_experiment(self, name, **_):
+        self.started = {"project": name}
+        return "0"
+
+    def start_run(self, run_name, **_):
+        self.started |= {"name": run_name}
+
+    def log_params(self, values):
+        self.settings.update(values)
+
+    def log_metrics(self, values, step):
+        self.log(values, step)
+
+    end_run = finish
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
+def test_a_tracker_gets_the_whole_config_and_every_logged_step(tmp_path, target, rows, monkeypatch, name):
+    library = StandIn()
+    monkeypatch.setitem(sys.modules, name, library)
+    monkeypatch.setattr(tracking, "_available_trackers", [LoggerType(name)])
+    config = config_for(tmp_path / "seventh", **PLAIN, trackers=[name])
+    run(config, target, rows)
+    assert {"project": "draftsmith", "name": "seventh"}.items() <= library.started.items()
+    assert library.settings == flat_config(config.model_dump(mode="json"))
+    assert library.settings["optimizer.learning_rate"] == 3e-3
+    assert [step for step, _ in library.logged] == [2, 4, 6, 6]
+    assert {"train/loss", "train/tokens_per_second", f"train/{SHARE}target"} <= library.logged[0][1].keys()
+    assert "held_out/tokens_per_target_step" in library.logged[-1][1]
+    assert library.is_finished
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow", "tensorboard"])
+def test_a_tracker_whose_library_is_missing_is_refused(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(tracking, "_available_trackers", [])
+    with pytest.raises(ConfigError, match=rf"schedule\.trackers: {name} is not installed; install it, or take it out"):
+        make_accelerator(config_for(tmp_path, trackers=[name]).schedule, tmp_path)
+
+
+def test_a_config_for_trackers_has_a_setting_a_key_and_no_secrets():
+    config = {"a": {"b": 1, "c": {"d": [1, "x"], "e": None}}, "f": {}, "on": True, "api_key": "s3cret"}
+    assert flat_config(config) == {"a.b": 1, "a.c.d": '[1, "x"]', "a.c.e": "null", "f": "{}", "on": True, "api_key": "***"}
