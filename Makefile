@@ -2,6 +2,7 @@
 PY := .venv/bin/python
 STAMP := .venv/.installed
 VLLM_STAMP := .cache/venvs/vllm/.installed
+LLAMA_CPP_STAMP := .cache/venvs/llama_cpp/.installed
 GEMMA := .cache/gemma/gemma-3-270m-q4_k_m.gguf
 
 .DEFAULT_GOAL := help
@@ -61,14 +62,20 @@ cluster-check: setup ## the job files of scripts/cluster, run with one process k
 soak: setup ## 210 tiny runs killed, stopped and damaged at random, each to end with an undisturbed run's weights (about 15 minutes)
 	$(PY) scripts/soak.py
 
-tables: setup ## fill the README's tables from docs/results/
+tables: setup ## fill the documents' tables from docs/results/
 	$(PY) scripts/results_table.py
+	$(PY) scripts/results_table.py --set document=docs/exchange.md
 
-serve-check: setup $(VLLM_STAMP) ## a cache and answers by a real vLLM server against the local ones (once 1 GB of downloads, then minutes)
-	$(PY) -m pytest -m slow -s tests/distill/test_served_target.py tests/distill/test_served_answers.py
+serve-check: setup $(VLLM_STAMP) $(LLAMA_CPP_STAMP) ## a vLLM server as target and writer; drafts in vLLM, transformers, llama.cpp, into docs/results/serve.json (after make demo bench-heads)
+	$(PY) -m pytest -m slow -s tests/distill/test_served_target.py tests/distill/test_served_answers.py tests/heads/formats/test_in_llama_cpp.py
+	$(PY) scripts/serve_check.py --config configs/serve/smollm2.yaml
 
 $(VLLM_STAMP): scripts/setup_vllm.sh scripts/vllm_pins.txt
 	sh scripts/setup_vllm.sh
+	@touch $@
+
+$(LLAMA_CPP_STAMP): scripts/setup_llama_cpp.sh | setup
+	sh scripts/setup_llama_cpp.sh
 	@touch $@
 
 gemma-check: setup $(GEMMA) ## every head family on Gemma-3-270m, a vocabulary of 262k (once 240 MB of downloads, then minutes)

@@ -13,7 +13,7 @@ from configs.settings import Dtype, NonNegativeFloat, PositiveInt, Settings
 # in artifacts (speculators, vLLM's EAGLE-3).
 LayerIds = Literal["block_output", "h"]
 TAP_OF_ID: dict[LayerIds, int] = {"block_output": 1, "h": 0}  # what is to be added to an id to get ours
-ENGINES = ("vllm", "transformers", "speculators", "sglang", "tensorrt_llm")
+ENGINES = ("vllm", "transformers", "speculators", "sglang", "tensorrt_llm", "gguf")
 
 
 PROMPTS = (

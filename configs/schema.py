@@ -17,7 +17,7 @@ from configs.decoding import DecodeConfig, SamplingConfig, TargetConfig
 from configs.head_families import Eagle3Settings, HeadConfig
 from configs.learning import LossConfig, OptimizerConfig, StudentConfig
 from configs.policy import PolicyConfig
-from configs.serving import AnswerServerConfig, ServerConfig
+from configs.server import AnswerServerConfig, ServerConfig
 from configs.settings import Dtype, NonNegativeInt, PositiveFloat, PositiveInt, Settings, Share
 
 # --- data ---------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any, Self
 from pydantic import ValidationError
 
 from configs.errors import InputError
-from configs.serving import ServerConfig
+from configs.server import ServerConfig
 from distill.batches import Example
 from distill.server_answers import Completion, Model, Models, TopK, read_completion, read_top_k
 from distill.server_connection import Connection, Refused

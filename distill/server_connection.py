@@ -20,7 +20,7 @@ from pydantic_core import from_json
 
 from configs.errors import InputError, first_line
 from configs.provenance import MASK
-from configs.serving import ServerConfig
+from configs.server import ServerConfig
 
 logger = logging.getLogger("draftsmith")
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from configs.decoding import SamplingConfig
 from configs.errors import InputError
 from configs.schema import DataConfig
-from configs.serving import AnswerServerConfig
+from configs.server import AnswerServerConfig
 from distill.answers import NO_ROOM, request_number, up_to_end
 from distill.conversations import FORMAT_VERSION
 from distill.server import TargetServer

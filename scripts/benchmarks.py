@@ -110,16 +110,18 @@ def write_results(
     *,
     rows: Sequence[Mapping[str, Any]],
     ratios: Mapping[str, float | None],
+    script: str | None = None,
     **extra: Any,
 ) -> None:
     """Write a benchmark's results file.
 
     Args:
         path: where to, e.g. `docs/results/decode.json`.
-        name: of the benchmark; its command is `scripts/bench_NAME.py`.
+        name: of the benchmark.
         config: the resolved config.
         rows: flat objects with the same keys, for a table.
         ratios: numbers, ours against the other, from sides that took turns; see `with_bounds`.
+        script: that was run; None: `scripts/bench_NAME.py`.
         extra: further JSON values, kept under their names.
 
     Raises:
@@ -127,7 +129,7 @@ def write_results(
     """
     value = {
         "name": name,
-        "command": shlex.join(["python", f"scripts/bench_{name}.py", *mask_arguments(sys.argv[1:])]),
+        "command": shlex.join(["python", script or f"scripts/bench_{name}.py", *mask_arguments(sys.argv[1:])]),
         "config": mask_secrets(config.model_dump(mode="json")),
         "hardware": describe_hardware(),
         "versions": describe_versions(),

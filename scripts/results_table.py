@@ -72,8 +72,13 @@ def _rows(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _rows_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    columns = [name for name in rows[0] if not name.endswith(BOUNDS)]
+    columns = [name for name in rows[0] if not _bounds_another(name, rows[0])]
     return _table(columns, [[f"{_cell(row[name])} {_bounds(row, name)}".strip() for name in columns] for row in rows])
+
+
+def _bounds_another(name: str, row: Mapping[str, Any]) -> bool:
+    """Say whether a column is a bound of another, in whose cells it stands."""
+    return any(name.endswith(bound) and name.removesuffix(bound) in row for bound in BOUNDS)
 
 
 def _bounds(values: Mapping[str, Any], name: str) -> str:

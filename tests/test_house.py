@@ -18,6 +18,7 @@ from configs.evaluating import EvalConfig, GateConfig
 from configs.loading import load_config
 from configs.planning import PlanHeadsConfig
 from configs.schema import CacheConfig, DataConfig, DistillConfig, HeadsConfig
+from configs.serving import ServeCheckConfig
 from configs.sweep import SweepConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,6 +30,7 @@ SCHEMAS = {
     "gates": GateConfig,
     "heads": HeadsConfig,
     "plan": PlanHeadsConfig,
+    "serve": ServeCheckConfig,
     "sweep": SweepConfig,
 }
 OTHER_TOOLS = {"accelerate", "deepspeed"}  # their files are YAML, and checked by the tool itself
@@ -56,6 +58,7 @@ ENTRIES = {
     "scripts/export.py": ["artifact", "--to", "vllm", "--out", "out"],
     "scripts/import.py": ["draft", "--out", "out"],
     "scripts/push.py": ["artifact", "--report", "report.json", "--repo-id", "name"],
+    "scripts/serve_check.py": [],
     "scripts/stitch_mtp.py": ["artifact", "--target", "target", "--out", "out"],
     "scripts/sweep.py": [],
 }

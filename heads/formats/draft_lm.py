@@ -2,6 +2,8 @@
 
 The artifact is such a folder already. What is added are the settings by which transformers drafts a fixed number of tokens:
 by itself it starts at 20 and stops where the draft is unsure, and it reads both from the draft's own generation config only.
+A draft of a reduced vocabulary gets an output head of its own, which is the draft's with rows for all other tokens that are
+never the likeliest: with the rows it was not trained for, the demo's draft brought 1.46 tokens a step where 1.66 were measured.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ from configs.files import read_json
 from heads.artifact import METADATA_FILE, VOCABULARY_FILE
 from heads.formats.flat import UNTRIED
 from heads.formats.layout import Layout
-from heads.formats.source import Source
+from heads.formats.source import EMBEDDING, HEAD, Source
 from heads.formats.speculators import vllm_command
+from heads.formats.tensors import Stored
 from heads.native_mtp import SINGLE_FILE
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -56,22 +59,43 @@ def sglang(source: Source) -> Layout:
     return _folder(source, serve, (UNTRIED,))
 
 
+def vocabulary_note(source: Source) -> tuple[str, ...]:
+    """Return what to say of a reduced draft vocabulary, if there is one."""
+    if source.vocabulary is None:
+        return ()
+    return (f"It drafts the {source.draft_vocab_size} tokens it was trained for; rows of other tokens never win.",)
+
+
 def _folder(source: Source, serve: str, notes: tuple[str, ...]) -> Layout:
     config = read_json(source.folder / CONFIG, "config of the draft")
     size = config.get("vocab_size")
     if size != source.target.vocab_size:
         raise InputError(f"its vocabulary has {size} rows, the target's {source.target.vocab_size}; engines ask for the same")
+    weights, notes = source.weights, (*notes, *vocabulary_note(source))
     if source.vocabulary is not None:
-        notes = (*notes, f"The engine uses its whole head; draftsmith cut that to {source.draft_vocab_size} tokens, for speed.")
+        weights = weights | {HEAD: _head_that_keeps_to_its_vocabulary(source)}
+        config |= {"tie_word_embeddings": False}
     return Layout(
         config=config | {"dtype": source.dtype_name},
-        weights=source.weights,
-        expected={name: stored.shape for name, stored in source.weights.items()},
+        weights=weights,
+        expected={name: stored.shape for name, stored in weights.items()},
         serve=serve,
         notes=notes,
         files=_others(source.folder),
         json_files={GENERATION: _generation(source)},
     )
+
+
+def _head_that_keeps_to_its_vocabulary(source: Source) -> Stored:
+    """Return the draft's whole output head without the tokens it was not trained for.
+
+    Raises:
+        InputError: the head is under an unknown name.
+    """
+    head = source.weights.get(HEAD) or source.weights.get(EMBEDDING)
+    if head is None or source.vocabulary is None:
+        raise InputError(f"it holds neither {HEAD} nor {EMBEDDING}, of which the rows of other tokens are to be replaced")
+    return source.whole_head(head.rows(source.vocabulary.token_ids_W))
 
 
 def _others(folder: Path) -> dict[str, Path]:

@@ -55,6 +55,8 @@ def export(
     with new_folder(out) as scratch:
         _write(layout, scratch)
         _check_written(layout, scratch, source)
+        if layout.convert is not None:
+            layout.convert(scratch, layout)
         write_text(scratch / SERVE_FILE, _serve_text(layout, engine, place))
     return layout
 

@@ -6,7 +6,7 @@ allocate, worked out from sizes alone. An export in which the two differ is not 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ class Layout:
         weights_file: where the tensors go.
         files: by name, files that are taken over as they are.
         json_files: by name, further JSON files.
+        convert: called with the folder that was written and checked, and this: makes other files of those in it.
     """
 
     config: Mapping[str, Any]
@@ -42,6 +43,7 @@ class Layout:
     weights_file: str = SINGLE_FILE
     files: Mapping[str, Path] = field(default_factory=dict)
     json_files: Mapping[str, Any] = field(default_factory=dict)
+    convert: Callable[[Path, Layout], None] | None = None
 
 
 def check_names(there: Mapping[str, tuple[int, ...]], expected: Shapes) -> None:

@@ -1,12 +1,11 @@
 """Medusa as vLLM reads it: residual blocks, and output heads of the target's whole vocabulary.
 
-vLLM 0.32 cannot load a reduced vocabulary for Medusa. A draft whose rows are the target's own, not trained, is therefore
-written with the target's whole head; it then can say more tokens than it was trained for.
+vLLM 0.32 cannot load a reduced vocabulary for Medusa. The heads of such a draft are therefore widened to all tokens, with rows
+for the others that are never the likeliest (`Stored.spread`): a draft that says tokens it was not trained for is accepted less.
 """
 
 from __future__ import annotations
 
-from configs.errors import InputError
 from configs.head_families import MedusaSettings
 from heads.formats.layout import Layout, Shapes
 from heads.formats.source import Source
@@ -15,14 +14,9 @@ from heads.formats.tensors import Weights
 
 
 def vllm_medusa(source: Source) -> Layout:
-    """Return Medusa for vLLM.
-
-    Raises:
-        InputError: its head says some tokens only, and was trained.
-    """
+    """Return Medusa for vLLM."""
     settings: MedusaSettings = source.settings
     width, vocab_size = source.target.shape.width, source.target.vocab_size
-    weights, notes = _heads(source)
     expected: Shapes = dict.fromkeys(_head_names(settings), (vocab_size, width))
     for head in range(settings.num_depths):
         for layer in range(settings.num_layers):
@@ -43,10 +37,10 @@ def vllm_medusa(source: Source) -> Layout:
     method = {"method": "medusa", "model": "{out}", "num_speculative_tokens": source.num_speculative_tokens}
     return Layout(
         config=config,
-        weights=source.body() | weights,
+        weights=source.body() | _heads(source),
         expected=expected,
         serve=vllm_command(source, method),
-        notes=("vLLM takes each head's likeliest token; no tree.", *notes),
+        notes=("vLLM takes each head's likeliest token; no tree.",),
     )
 
 
@@ -56,13 +50,7 @@ def _head_names(settings: MedusaSettings) -> list[str]:
     return [f"lm_heads.{head}.weight" for head in range(settings.num_depths)]
 
 
-def _heads(source: Source) -> tuple[Weights, tuple[str, ...]]:
-    """Return the output heads to be written, and what has to be said about them."""
-    if source.vocabulary is None:
-        return source.own_head() or {"lm_head.weight": source.target.head().cast(source.dtype)}, ()
-    if source.settings.train_head:
-        raise InputError(
-            f"its output head was trained for {source.draft_vocab_size} tokens only, and vLLM 0.32 loads Medusa heads of the "
-            f"whole vocabulary of {source.target.vocab_size} (train with head.draft_vocab_size null)"
-        )
-    return {"lm_head.weight": source.target.head().cast(source.dtype)}, source.whole_vocabulary_note("vLLM")
+def _heads(source: Source) -> Weights:
+    """Return the output heads to be written."""
+    own = {name: source.whole_head(stored) for name, stored in source.own_head().items()}
+    return own or {"lm_head.weight": source.target.head().cast(source.dtype)}

@@ -164,6 +164,10 @@ class Source:
         """Return everything but the output head."""
         return {name: stored for name, stored in self.weights.items() if not name.startswith("lm_head")}
 
+    def whole_head(self, head: Stored) -> Stored:
+        """Return an output head of the draft vocabulary as one of the target's whole, in which the other tokens never win."""
+        return head if self.vocabulary is None else head.spread(self.vocabulary.token_ids_W, self.target.vocab_size)
+
     def offsets(self) -> Weights:
         """Return `d2t` (int64 `[W]`, the target's id of each draft token less its own) and `t2d` (bool `[V]`), if any."""
         if self.vocabulary is None:

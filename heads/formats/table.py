@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from configs.errors import InputError
-from heads.formats import draft_lm, flat, medusa, mtp, speculators
+from heads.formats import draft_lm, flat, gguf, medusa, mtp, speculators
 from heads.formats.layout import Layout
 from heads.formats.source import Source
 
@@ -29,6 +29,7 @@ FORMS: dict[str, dict[str, Form]] = {
     },
     "sglang": {"draft_lm": draft_lm.sglang, "eagle3": flat.sglang_eagle, "dflash": flat.sglang_dflash},
     "tensorrt_llm": {"eagle3": flat.tensorrt_eagle},
+    "gguf": {"draft_lm": gguf.draft_lm, "eagle3": gguf.eagle3, "dflash": gguf.dflash},
 }
 # Why an engine has no form for a kind, where there is more to say than that.
 REASONS = {

@@ -62,6 +62,21 @@ class Stored:
         """Return some rows of a matrix."""
         return replace(self, shape=(len(ids_W), *self.shape[1:]), load=lambda: self.load()[ids_W])
 
+    def spread(self, ids_W: Tensor, num_rows: int) -> Stored:
+        """Return a head of some tokens, `[W, D]`, as one of all tokens whose likeliest is the same, `[num_rows, D]`.
+
+        Every other token gets the mean of these rows. Its logit is then the mean of theirs, and so never above the largest,
+        whatever the state is. (Rows of zeros would win where all logits are negative.)
+        """
+
+        def load() -> Tensor:
+            rows_WD = self.load()
+            whole_VD = rows_WD.double().mean(0).to(rows_WD.dtype).repeat(num_rows, 1)
+            whole_VD[ids_W] = rows_WD
+            return whole_VD
+
+        return replace(self, shape=(num_rows, *self.shape[1:]), load=load)
+
 
 Weights = dict[str, Stored]
 

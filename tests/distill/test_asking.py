@@ -6,7 +6,7 @@ import time
 import pytest
 
 from configs.errors import InputError
-from configs.serving import ServerConfig
+from configs.server import ServerConfig
 from distill.asking import ask_all
 from distill.server_connection import Connection, GaveUp
 

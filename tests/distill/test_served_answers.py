@@ -13,7 +13,7 @@ from accelerate import PartialState
 from configs.decoding import SamplingConfig, TargetConfig
 from configs.evaluating import LosslessConfig
 from configs.schema import DataConfig
-from configs.serving import AnswerServerConfig
+from configs.server import AnswerServerConfig
 from distill.conversations import read_conversations
 from distill.making import make_dataset
 from distill.server import TargetServer

@@ -14,7 +14,7 @@ from configs.decoding import TargetConfig
 from configs.errors import InputError
 from configs.learning import LossConfig, StudentConfig
 from configs.schema import CacheConfig
-from configs.serving import ServerConfig
+from configs.server import ServerConfig
 from distill.batches import ConversationDataset, collate
 from distill.cache import open_cache
 from distill.cache_making import make_cache

@@ -13,7 +13,7 @@ from configs.errors import ConfigError, InputError
 from configs.files import sha256_of
 from configs.loading import load_config
 from configs.schema import CacheConfig
-from configs.serving import ServerConfig
+from configs.server import ServerConfig
 from distill import cache_making
 from distill.batches import Example
 from distill.cache import open_cache

@@ -8,7 +8,7 @@ from email.utils import format_datetime
 import pytest
 
 from configs.errors import InputError
-from configs.serving import ServerConfig
+from configs.server import ServerConfig
 from distill.server_connection import Connection, GaveUp, Refused
 from tests.distill.fake_server import Api, serving
 

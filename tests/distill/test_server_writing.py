@@ -7,7 +7,7 @@ import torch
 
 from configs.decoding import SamplingConfig
 from configs.errors import InputError
-from configs.serving import AnswerServerConfig
+from configs.server import AnswerServerConfig
 from distill.answers import NO_ROOM, continue_tokens
 from distill.server import TargetServer
 from distill.server_answers import read_completion

@@ -13,7 +13,7 @@ from configs.command import BAD_INPUT, DONE
 from configs.decoding import TargetConfig
 from configs.errors import InputError
 from configs.schema import DataConfig
-from configs.serving import ServerConfig
+from configs.server import ServerConfig
 from distill import server_connection
 from distill.making import make_dataset
 from distill.server import TargetServer

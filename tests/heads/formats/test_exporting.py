@@ -67,8 +67,24 @@ def test_a_mtp_head_beside_a_llama_takes_mimos_names_order_and_biases(write):
     assert "num_nextn_predict_layers" in (written.out / SERVE_FILE).read_text()
 
 
-def test_medusa_is_widened_by_the_targets_head(write):
-    written = write(MedusaSettings(kind="medusa", num_depths=3), vocabulary=checks.SOME_TOKENS)
+@pytest.mark.parametrize("own_output_heads", [False, True])
+def test_medusa_is_widened_by_rows_that_never_win(write, own_output_heads):
+    settings = MedusaSettings(kind="medusa", num_depths=3, train_head=own_output_heads, own_output_heads=own_output_heads)
+    written = write(settings, vocabulary=checks.SOME_TOKENS)
+    export(written.source(), "vllm", written.out)
+    tensors, own, ids_W = load_file(written.out / WEIGHTS_FILE), written.head.state_dict(), checks.SOME_TOKENS.token_ids_W
+    heads = [name for name in own if name.startswith("lm_head")]
+    assert len(heads) == (3 if own_output_heads else 1)
+    for name in heads:
+        assert torch.equal(tensors[name][ids_W], own[name])
+        states_ND = torch.randn(200, own[name].shape[1], generator=torch.Generator().manual_seed(1))
+        # Towards a state against which all logits are negative, too.
+        states_ND = torch.cat([states_ND, -own[name].mean(0, keepdim=True)])
+        assert torch.equal((states_ND @ tensors[name].T).argmax(1), ids_W[(states_ND @ own[name].T).argmax(1)])
+
+
+def test_medusa_shares_the_targets_head_where_it_says_all_tokens(write):
+    written = write(MedusaSettings(kind="medusa", num_depths=3))
     export(written.source(), "vllm", written.out)
     assert torch.equal(load_file(written.out / WEIGHTS_FILE)["lm_head.weight"], written.model.get_output_embeddings().weight)
     assert config_of(written)["original_lm_head"] is True
@@ -103,7 +119,6 @@ def test_weights_are_cast(write):
         (EAGLE.model_copy(update={"taps": [1, 2]}), None, "sglang", "place for three"),
         (DFLASH.model_copy(update={"taps": [2, 4]}), None, "transformers", "h_4, the last block's state"),
         (DFLASH.model_copy(update={"train_head": True}), None, "transformers", "its output head was trained"),
-        (MedusaSettings(kind="medusa", train_head=True), checks.SOME_TOKENS, "vllm", "trained for 32 tokens only"),
         (MtpSettings(kind="mtp", reads="pre_norm"), None, "vllm", "before the final norm"),
         (MtpSettings(kind="mtp", shared_depths=False), None, "vllm", "one for each"),
         (MtpSettings(kind="mtp", train_head=True), None, "transformers", "its output head was trained"),

@@ -66,12 +66,10 @@ def imported(written, folder, **options):
     return load_draft(folder, written.target.identity, written.model)
 
 
-# Trained Medusa heads of a reduced vocabulary are refused by the export.
 WITH_VOCABULARY = [
     pytest.param(*trip, vocabulary, id=f"{trip[0].kind}-{trip[2]}-{number}-{'reduced' if vocabulary else 'whole'}")
     for number, trip in enumerate(TRIPS)
     for vocabulary in (None, checks.SOME_TOKENS)
-    if vocabulary is None or not getattr(trip[0], "own_output_heads", False)
 ]
 
 

@@ -6,7 +6,8 @@ from transformers import AutoModel, AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from configs.head_families import DFlashSettings, MtpSettings
-from heads.artifact import read_metadata
+from heads.artifact import read_metadata, save_draft_lm
+from heads.draft_vocabulary import DraftVocabulary
 from heads.formats.exporting import SERVE_FILE, export
 from heads.formats.source import TargetFolder, read_source
 from tests.heads import family_checks as checks
@@ -97,3 +98,21 @@ def test_a_draft_lm_drafts_the_number_of_tokens_it_was_made_for(tiny_run, tmp_pa
     answer = target.generate(text_ids, max_new_tokens=12, do_sample=False, assistant_model=draft)
     assert max(widths[1:]) == read_metadata(tiny_run / "artifact").num_speculative_tokens + 1
     assert torch.equal(answer, target.generate(text_ids, max_new_tokens=12, do_sample=False))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_draft_lm_of_a_reduced_vocabulary_says_no_other_token(tiny_run, tiny_llama, tiny_tokenizer, tmp_path, text_ids, tied):
+    draft = tiny_llama(seed=1, dtype=torch.float32, tie_word_embeddings=tied)
+    vocabulary = DraftVocabulary(token_ids_W=torch.arange(0, 64, 3), target_vocab_size=64)
+    sizes = {"draft_vocabulary": "reduced", "draft_vocab_size": len(vocabulary)}
+    metadata = read_metadata(tiny_run / "artifact").model_copy(update=sizes)
+    save_draft_lm(tmp_path / "artifact", draft, tiny_tokenizer, metadata, vocabulary)
+    source = read_source(tmp_path / "artifact", TargetFolder(tiny_run / "target", str(tiny_run / "target")))
+    export(source, "transformers", tmp_path / "out")
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    there_TV, here_TV = written(text_ids).logits[0], draft(text_ids).logits[0]
+    ids_W = vocabulary.token_ids_W
+    torch.testing.assert_close(there_TV[:, ids_W], here_TV[:, ids_W])
+    assert torch.equal(there_TV.argmax(1), ids_W[here_TV[:, ids_W].argmax(1)])
+    assert not torch.equal(there_TV.argmax(1), here_TV.argmax(1))

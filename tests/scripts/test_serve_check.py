@@ -1,0 +1,278 @@
+"""The serving check: what is counted, how an engine is run and judged; with stand-ins for engines, and with transformers."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from configs.command import DONE, GATE_FAILED
+from configs.decoding import DecodeConfig, TargetConfig
+from configs.errors import InputError
+from configs.serving import ServeCheckConfig
+from distill.conversations import Conversation
+from distill.target import load_target
+from eval.decode import Request, decode
+from heads.artifact import load_draft
+from scripts import serve_cases, serve_engines, serve_transformers, serve_vllm
+from scripts.serve_cases import AGREES, CHECKED, DISAGREES, NO_ENGINE, run_checks
+from scripts.serve_engines import Engine, run_engine
+from scripts.serve_ours import Counts, count_ours, count_rounds, open_bench, tau
+
+PROMPTS = [(7, 12, 3, 44, 9), (20, 9, 9, 31, 5, 6), (40, 11, 12), (50, 17, 2, 2)]
+K = 3
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    """Put the number of threads back, which the check sets."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def bench(tiny_run):
+    target = load_target(TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu"))
+    requests = [Request(prompt_id=f"p{number}", category="c", tokens=ids) for number, ids in enumerate(PROMPTS)]
+    return open_bench(target, requests, 20)
+
+
+@pytest.fixture
+def settings(tiny_run, tmp_path):
+    """Settings of a check on the tiny target, one case of its draft; for a config."""
+    rows = [
+        Conversation(prompt_id=f"p{n}", category="c", turn=0, messages=(), prompt_ids=ids, answer_ids=(1,), ended=False)
+        for n, ids in enumerate(PROMPTS)
+    ]
+    (tmp_path / "held_out.jsonl").write_text("".join(row.to_line() for row in rows))
+    return {
+        "cases": [{"engine": "transformers", "artifact": str(tiny_run / "artifact")}],
+        "target": {"name": str(tiny_run / "target"), "dtype": "float32", "device": "cpu"},
+        "prompts": str(tmp_path / "held_out.jsonl"),
+        "num_prompts": 4,
+        "max_new_tokens": 20,
+        "environments": str(tmp_path / "venvs"),
+        "output": str(tmp_path / "serve.json"),
+    }
+
+
+def run(settings, **changes):
+    """Run a check; return its code and rows."""
+    config = ServeCheckConfig.model_validate({**settings, **changes})
+    code = run_checks(config)
+    return code, json.loads(Path(config.output).read_text())["rows"]
+
+
+# --- counting -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("accepted", "length", "expected"),
+    [
+        ([2, 0, 3], 4, Counts(1, 2)),  # the prompt's token, and a round of three
+        ([2, 0, 3], 5, Counts(2, 2)),
+        ([2, 0, 3], 6, Counts(3, 5)),  # reached by the first token of the third round, which counts whole
+        ([2, 0, 3], 9, Counts(3, 5)),
+        ([2, 0, 3], 1, Counts(0, 0)),
+    ],
+)
+def test_rounds_are_counted_until_the_answer_is_reached(accepted, length, expected):
+    assert count_rounds(accepted, length) == expected
+
+
+def test_rounds_that_do_not_reach_the_answer_are_no_count_of_it():
+    with pytest.raises(ValueError, match="9 tokens, and the answer has 10"):
+        count_rounds([2, 0, 3], 10)
+
+
+def test_whole_rounds_are_what_drafts_and_plain_text_say(bench, tiny_run):
+    """An oracle that knows the endless text counts how many drafts are right at every place."""
+    target, counts = bench.endless, count_ours(bench, tiny_run / "artifact", K, cut=False)
+    proposer = load_draft(tiny_run / "artifact", target.identity, target.model).proposer
+    for request, length, counted in zip(bench.requests, bench.lengths, counts, strict=True):
+        text = decode(target, [request], DecodeConfig(num_speculative_tokens=0, max_new_tokens=length + K))[0][0].tokens
+        place, accepted = 1, []
+        while place < length:
+            drafts = greedy(proposer.model, [*request.tokens, *text[:place]], K)
+            right = next((n for n, pair in enumerate(zip(drafts, text[place:], strict=False)) if pair[0] != pair[1]), K)
+            accepted.append(right)
+            place += right + 1
+        assert counted == Counts(len(accepted), sum(accepted))
+
+
+@torch.no_grad()
+def greedy(model, ids, number):
+    """Return the tokens by which a model continues a text."""
+    for _ in range(number):
+        ids = [*ids, int(model(torch.tensor([ids])).logits[0, -1].argmax())]
+    return ids[-number:]
+
+
+def test_cut_rounds_bring_no_more_than_the_answer(bench, tiny_run):
+    whole, cut = (count_ours(bench, tiny_run / "artifact", K, cut=cut) for cut in (False, True))
+    for length, one, other in zip(bench.lengths, whole, cut, strict=True):
+        # A last round without drafts brings one token, and does not count.
+        assert length - 1 - (other.rounds + other.accepted) in (0, 1)
+        assert one.rounds + one.accepted >= length - 1
+        assert one.rounds - other.rounds in (0, 1)
+        assert other.accepted <= one.accepted
+
+
+def test_tau_pools_over_prompts():
+    assert tau([Counts(2, 2), Counts(4, 1)], samples=10).point == pytest.approx(1 + 3 / 6)
+
+
+# --- engines ------------------------------------------------------------------------------------------------------
+
+FAKE = """
+import json, os, sys, time
+from pathlib import Path
+job = json.loads(Path(sys.argv[1]).read_text())
+known = json.loads({known!r})
+{before}
+name = "plain" if job["draft"] is None else "served"
+answers = [dict(zip(("tokens", "rounds", "accepted", "seconds"), [*each, 1.0])) for each in known[name]]
+Path(sys.argv[2]).write_text(json.dumps({{"version": "9.9", "answers": answers}}))
+"""
+
+
+@pytest.fixture
+def fake(bench, tiny_run, tmp_path, monkeypatch):
+    """A function that puts a stand-in in place of an engine, with right answers and counts, then changed."""
+    counts = count_ours(bench, tiny_run / "artifact", K, cut=False)
+    right = [[list(one.tokens), each.rounds, each.accepted] for one, each in zip(bench.plain, counts, strict=True)]
+
+    def install(change=lambda served: None, before="", **more):
+        served = json.loads(json.dumps(right))
+        change(served)
+        known = json.dumps({"plain": [[tokens, 0, 0] for tokens, *_ in right], "served": served})
+        (tmp_path / "driver.py").write_text(FAKE.format(known=known, before=before))
+        engine = Engine(driver=tmp_path / "driver.py", form="transformers", **more)
+        monkeypatch.setitem(serve_engines.ENGINES, "transformers", engine)
+
+    return install
+
+
+def test_an_engine_that_agrees(fake, settings, bench):
+    fake()
+    code, (row,) = run(settings)
+    assert (code, row["verdict"]) == (DONE, AGREES)
+    assert (row["family"], row["engine"], row["engine_version"]) == ("draft_lm", "transformers", "9.9")
+    assert row["tau_ours"] == row["tau_engine"]
+    assert row["tau_low"] < row["tau_ours"] < row["tau_high"]
+    assert (row["tau_inside"], row["same_tokens"], row["near_ties"], row["same_counts"]) == (True, 1.0, 0, 1.0)
+    assert (row["prompts"], row["num_speculative_tokens"], row["speedup_engine"]) == (4, K, 1.0)
+
+
+def test_a_wrong_token_disagrees(fake, settings):
+    def change(served):
+        served[2][0][5] = (served[2][0][5] + 1) % 64
+
+    fake(change)
+    code, (row,) = run(settings)
+    assert (code, row["verdict"], row["same_tokens"], row["near_ties"]) == (GATE_FAILED, DISAGREES, 0.75, 0)
+    assert row["tau_inside"]
+
+
+def test_an_answer_that_ends_too_soon_disagrees(fake, settings):
+    fake(lambda served: served[0][0].pop())
+    code, (row,) = run(settings)
+    assert (code, row["same_tokens"]) == (GATE_FAILED, 0.75)
+
+
+def test_other_counters_disagree(fake, settings):
+    def change(served):
+        for answer in served:
+            answer[2] = 0
+
+    fake(change)
+    code, (row,) = run(settings)
+    assert (code, row["verdict"], row["tau_engine"], row["tau_inside"]) == (GATE_FAILED, DISAGREES, 1.0, False)
+    assert row["same_tokens"] == 1.0
+
+
+def test_counters_that_stand_still_disagree(fake, settings):
+    def change(served):
+        for answer in served:
+            answer[1:] = [0, 0]
+
+    fake(change)
+    code, (row,) = run(settings)
+    assert (code, row["tau_engine"]) == (GATE_FAILED, None)
+
+
+@pytest.mark.parametrize(
+    ("before", "words"),
+    [
+        ("sys.exit('no such thing')", "driver.py ended with code 1:\nno such thing"),
+        ("time.sleep(60)", "driver.py was still at work after 1 s"),
+        ("known['plain'].pop()", "transformers answered 3 of 4 prompts"),
+    ],
+)
+def test_an_engine_that_fails_says_how(fake, settings, before, words):
+    fake(before=before)
+    with pytest.raises(RuntimeError, match=words):
+        run(settings, timeout_seconds=1.0 if "sleep" in before else 60.0)
+
+
+def test_what_an_engine_leaves_running_is_ended(tmp_path, monkeypatch):
+    child = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+    (tmp_path / "driver.py").write_text(
+        child + "import json; open(sys.argv[2], 'w').write(json.dumps({'version': str(p.pid), 'answers': []}))"
+    )
+    monkeypatch.setitem(serve_engines.ENGINES, "fake", Engine(driver=tmp_path / "driver.py", form="vllm"))
+    done = run_engine("fake", {"prompts": []}, tmp_path / "run", environments=tmp_path, threads=1, timeout_seconds=60)
+    child = Path(f"/proc/{done.version}/stat")
+    deadline = time.monotonic() + 20
+    while child.exists() and child.read_text().split()[2] != "Z":  # Linux may still list it, ended
+        assert time.monotonic() < deadline, "it is still at work"
+        time.sleep(0.05)
+
+
+def test_an_engine_that_is_not_installed_is_named(fake, settings, tmp_path):
+    fake(environment="nowhere")
+    with pytest.raises(InputError, match=r"nowhere/bin/python is missing; `make serve-check` installs it"):
+        run(settings)
+
+
+# --- transformers itself ------------------------------------------------------------------------------------------
+
+
+def test_transformers_drafts_what_we_draft(settings, tiny_run, monkeypatch):
+    # In this process, which has imported it already.
+    monkeypatch.setattr(
+        serve_engines, "_run", lambda engine, place, folder, files, *_: serve_transformers.main(*map(str, files))
+    )
+    code, (row,) = run(settings)
+    assert (code, row["verdict"]) == (DONE, AGREES)
+    assert (row["same_tokens"], row["same_counts"]) == (1.0, 1.0)
+    assert 1.2 < row["tau_engine"] < 4
+
+
+# --- cases --------------------------------------------------------------------------------------------------------
+
+
+def test_engines_that_are_not_run_are_checked_by_the_export(settings, tiny_run):
+    code, (row,) = run(settings, cases=[{"engine": "sglang", "artifact": str(tiny_run / "artifact")}])
+    assert (code, row["verdict"], row["tau_engine"], row["dtype"]) == (DONE, CHECKED, None, "float32")
+
+
+def test_no_engine_is_said_of_a_kind_that_none_takes(settings, tiny_run, monkeypatch):
+    cases = [{"engine": None, "artifact": str(tiny_run / "artifact")}]
+    with pytest.raises(InputError, match=r"cases\[0\].engine is null, and draft_lm goes to .*vllm"):
+        run(settings, cases=cases)
+    monkeypatch.setattr(serve_cases, "FORMS", {"vllm": {"eagle3": None}})
+    code, (row,) = run(settings, cases=cases)
+    assert (code, row["verdict"], row["engine"]) == (DONE, NO_ENGINE, None)
+
+
+def test_vllm_is_called_by_the_line_of_the_export():
+    method = {"method": "mtp", "model": "/a folder/draft", "num_speculative_tokens": 2}
+    overrides = {"num_nextn_predict_layers": 1}
+    line = f"vllm serve T --hf-overrides '{json.dumps(overrides)}' --speculative-config '{json.dumps(method)}'"
+    serve = f"Serve with vllm:\n\n{line}\n\n- A note."
+    assert serve_vllm.speculation(serve) == {"speculative_config": method, "hf_overrides": overrides}
+    assert sys.modules.get("vllm") is None
