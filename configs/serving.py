@@ -11,7 +11,7 @@ from configs.evaluating import LosslessConfig
 from configs.settings import PositiveFloat, PositiveInt, Settings
 
 # Engines that are run here, and those whose folders are only written and checked.
-RunEngine = Literal["vllm", "transformers", "llama_cpp", "speculators"]
+RunEngine = Literal["vllm", "transformers", "llama_cpp"]
 CheckedEngine = Literal["sglang", "tensorrt_llm"]
 
 
@@ -33,7 +33,6 @@ class ServeCheckConfig(Settings):
     num_prompts: Annotated[int, Field(ge=2)] = 12  # an interval over prompts needs two
     max_new_tokens: Annotated[int, Field(ge=2)] = 64  # an answer ends there, or where plain decoding ends the text before
     lossless: LosslessConfig = LosslessConfig()  # of it only tie_noise is read
-    logit_tolerance: PositiveFloat = 1e-3  # largest difference of speculators' logits from ours
     bootstrap_samples: PositiveInt = 2000
     threads: PositiveInt = 1  # of each engine; two busy OpenMP programs on the same cores slow each other down greatly
     timeout_seconds: PositiveFloat = 1800.0  # for one run of an engine
