@@ -60,7 +60,7 @@ def _relation(kind: str) -> str:
 
 
 def _eval_results(report: Mapping[str, Any], source_url: str) -> Iterator[EvalResult]:
-    """Yield the numbers of all prompts, and where there are several categories, each one's as a configuration of the data set."""
+    """Yield the numbers of all prompts, and of each category, if there are several, as a configuration of the data set."""
     yield from _results_of(report, report, None, source_url)
     if len(report["by_category"]) < 2:
         return

@@ -1,4 +1,4 @@
-"""What can go wrong on the way to the Hub: tried again where that may help, and put into a sentence.
+"""What can go wrong on the way to the Hub: given up in time, tried again where that may help, and put into a sentence.
 
 huggingface_hub retries single requests of an upload by itself, but neither the commit nor what comes before it; here whole
 steps are tried again. Its messages hold addresses and no tokens, and neither do ours.
@@ -12,15 +12,17 @@ from contextlib import contextmanager
 from json import JSONDecodeError
 from typing import TypeVar
 
-from httpx2 import HTTPError
-from huggingface_hub import HfApi
+from httpx2 import Client, HTTPError, Timeout
+from huggingface_hub import HfApi, set_client_factory
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.utils._http import default_client_factory
 
 from configs.errors import InputError, first_line
 
 T = TypeVar("T")
 
 FIRST_WAIT_SECONDS = 2.0
+CONNECT_SECONDS, SILENCE_SECONDS = 30.0, 300.0  # after which a request counts as lost
 AGAIN = "run the same command again: what has arrived is not sent a second time"
 # A broken connection, an answer that is no JSON where a proxy or a failing server sends a page; the library wraps some of them.
 BREAKS = (HTTPError, OSError, RuntimeError, JSONDecodeError)
@@ -28,13 +30,14 @@ BREAKS = (HTTPError, OSError, RuntimeError, JSONDecodeError)
 
 @contextmanager
 def errors_in_words(api: HfApi, repo_id: str) -> Iterator[None]:
-    """Turn what huggingface_hub raises into a sentence; its messages hold addresses and no tokens.
+    """Turn what huggingface_hub raises into a sentence, and silence into an error.
 
     Raises:
         InputError: always in place of an error of the library's, the Hub's or the network's.
     """
     try:
-        yield
+        with _limited_silence():
+            yield
     except LocalTokenNotFoundError as error:
         raise InputError(_not_logged_in(api)) from error
     except OfflineModeIsEnabled as error:
@@ -69,13 +72,29 @@ def patiently(step: Callable[[], T], attempts: int) -> T:
     return step()
 
 
+@contextmanager
+def _limited_silence() -> Iterator[None]:
+    """Let a request fail that hears nothing any more; the library by itself would wait for ever."""
+
+    def make() -> Client:
+        client = default_client_factory()
+        client.timeout = Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS)
+        return client
+
+    set_client_factory(make)
+    try:
+        yield
+    finally:
+        set_client_factory(default_client_factory)
+
+
 def _may_pass(error: Exception) -> bool:
     """Whether the same might go well a little later: not where the Hub said no."""
     while isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
-    return (
-        not isinstance(error, HfHubHTTPError) or error.response.status_code in (408, 429) or error.response.status_code >= 500
-    )
+    if isinstance(error, HfHubHTTPError):
+        return error.response.status_code in (408, 429) or error.response.status_code >= 500
+    return not isinstance(error, PermissionError)  # of a file here, or xet storage's word for a token that may not
 
 
 def _not_logged_in(api: HfApi) -> str:

@@ -25,6 +25,7 @@ TOKEN, READER = "hf_" + "W" * 30, "hf_" + "R" * 30  # who may write, and who may
 SMALL = 2048  # bytes; larger files, and all safetensors, go through LFS
 CUT = "cut"  # the connection is closed in the middle of a request's body
 LOST = "lost"  # the request is served, and the connection closed in place of an answer
+SILENT = "silent"  # nothing is answered for seconds
 PAGE = "page"  # 502 with a page of HTML, as from a proxy
 
 
@@ -63,6 +64,7 @@ class Hub:
         self.sent = Counter()  # blob -> how often its whole content arrived
         self.requests: list[tuple[str, str]] = []
         self.cards: list[str] = []  # that were validated
+        self.silence = threading.Event()  # set when the test ends
         self.faults: list[list] = []  # [method, part of the path, [fault, ...]]
 
     def fail(self, method, part, *faults):
@@ -113,6 +115,10 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return None
         body = self.read_chunks() if self.headers.get("Transfer-Encoding") == "chunked" else self.rfile.read(length)
+        if fault == SILENT:
+            self.hub.silence.wait(20)
+            self.close_connection = True
+            return None
         if fault == PAGE:
             return self.answer(502, b"<html>Bad gateway</html>", "text/html")
         if isinstance(fault, int):

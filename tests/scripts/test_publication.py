@@ -8,13 +8,16 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
 from configs.command import BAD_INPUT, DONE, GATE_FAILED, INCONCLUSIVE
+from configs.head_families import MedusaSettings
 from eval.report_schema import numbers_of, read_report
 from eval.shipped import read_shipped
-from heads.artifact import hash_artifact, read_metadata
+from heads.artifact import HiddenStates, Metadata, hash_artifact, read_metadata, save_head
+from heads.families import FAMILIES
 from scripts.scrubbing import Scrubber
 from tests.scripts.conftest import PLANTED, judge
 
@@ -180,6 +183,37 @@ def test_the_card_says_what_was_measured_where_and_how_to_serve_it(dry):
     assert "| even | 3 |" in text
     assert "batch size 1" in text
     assert "Measured on 6 prompts of suite.jsonl" in text
+
+
+def test_a_head_is_an_adapter_of_its_target_and_goes_into_its_engines(dry, release, tiny_llama):
+    artifact = release / "artifact"
+    known = json.loads((artifact / "draftsmith.json").read_text())
+    settings = MedusaSettings(kind="medusa", num_depths=2)
+    metadata = Metadata(
+        kind="medusa",
+        target=known["target"],
+        hidden_states=HiddenStates(taps=[], concat_order=[], last_is_post_norm=True),
+        head=settings.model_dump(mode="json"),
+        draft_vocab_size=64,
+        num_speculative_tokens=2,
+        training={},
+        provenance={"imported_from": "/home/alice/medusa"},
+    )
+    target = tiny_llama(seed=1, dtype=torch.float32)
+    save_head(artifact, FAMILIES["medusa"].build(settings, target, None), metadata)
+    section = {"kind": "medusa", "sha256": hash_artifact(artifact, metadata)}
+    change(release / "evaluation" / "report.json", lambda report: report["draft"].update(section))
+    judge(release)
+    where = ["--target", str(release / "target"), "--set", "base_model=owner/target"]
+    folder = dry("--set", "exports=[vllm]", *where)
+    card = card_of(folder)
+    assert (card.data.base_model, card.data.base_model_relation) == ("owner/target", "adapter")
+    assert card.data.library_name is None
+    assert "A head of kind `medusa`" in card.text
+    assert "| imported from | medusa |" in card.text
+    assert "vllm serve owner/target --speculative-config" in card.text
+    assert '"model": "draft/vllm"' in card.text
+    assert {path.name for path in (folder / "vllm").iterdir()} == {"config.json", "model.safetensors", "serve.txt"}
 
 
 def test_self_seeded_prompts_are_named_as_such(dry, release):

@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from configs.command import BAD_INPUT, DONE, INTERRUPTED
-from tests.scripts.hub_server import CUT, LOST, PAGE, READER, TOKEN
+from tests.scripts.hub_server import CUT, LOST, PAGE, READER, SILENT, TOKEN
 
 # huggingface_hub 2.4 sends files by an argument that httpx2 no longer likes.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -224,6 +224,16 @@ def test_what_fails_twice_and_then_goes_well_ends_in_one_commit(push, hub, metho
     code, _, err = push()
     assert code == DONE, err
     assert len(hub.repositories[NAME].commits) == 2
+    assert files_of(hub) == FILES
+
+
+def test_silence_is_not_waited_out(push, hub, monkeypatch):
+    monkeypatch.setattr("scripts.hub_errors.SILENCE_SECONDS", 0.5)
+    hub.fail("PUT", "/lfs/", SILENT)
+    hub.fail("POST", "/commit/", SILENT)
+    code, out, err = push()
+    assert code == DONE, err
+    assert "broke off (ReadTimeout" in out
     assert files_of(hub) == FILES
 
 
