@@ -144,7 +144,7 @@ class EpochSampler(Sampler[list[Item]]):
         """Itself: with several processes accelerate wraps this sampler and then passes epochs on to `.sampler` only."""
         return self
 
-    def generator(self) -> torch.Generator:
+    def random_numbers(self) -> torch.Generator:
         """Return the random numbers of the current epoch."""
         return torch.Generator().manual_seed(((self.seed << 20) + self.epoch) % 2**63)
 
@@ -169,7 +169,7 @@ class BucketedBatchSampler(EpochSampler[int]):
         return -(-len(self.lengths_N) // self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        generator = self.generator()
+        generator = self.random_numbers()
         order_N = torch.randperm(len(self.lengths_N), generator=generator)
         num_full = len(order_N) // self.batch_size
         full_N, rest_N = order_N.split([num_full * self.batch_size, len(order_N) - num_full * self.batch_size])

@@ -60,7 +60,7 @@ class PackedBatchSampler(EpochSampler[Row]):
         return -(-self.num_rows // self.batch_size)
 
     def __iter__(self) -> Iterator[list[Row]]:
-        order_R = torch.randperm(self.num_rows, generator=self.generator())
+        order_R = torch.randperm(self.num_rows, generator=self.random_numbers())
         for rows in order_R.split(self.batch_size):
             yield [self._row(number) for number in rows.tolist()]
 

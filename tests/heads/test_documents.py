@@ -1,5 +1,7 @@
 """Documents in one row of a model: states are those of each alone, or the model is refused with the reason."""
 
+import copy
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig, MambaConfig, MptConfig, Qwen3NextConfig, RwkvConfig
@@ -21,7 +23,9 @@ def rows():
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt_neox"])
 def test_documents_do_not_see_each_other(family, attention):
-    model = AutoModelForCausalLM.from_config(checks.CONFIGS[family], dtype=torch.float64, attn_implementation=attention).eval()
+    model = AutoModelForCausalLM.from_config(
+        copy.deepcopy(checks.CONFIGS[family]), dtype=torch.float64, attn_implementation=attention
+    ).eval()
     check_keeps_apart(model)
     ids_BT, positions_BT = rows()
     with torch.no_grad():
