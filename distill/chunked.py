@@ -9,9 +9,9 @@ above. Value and gradients are those of the unchunked loss.
 Positions are flat here: row n stands at some position t and predicts token t+1. N rows, M of them with a weight, C rows of
 one chunk, D and E width of draft and target, V target vocabulary, W draft vocabulary.
 
-A head's weights must be whole for the call (`distill.gathering`), not for the backward. A linear head is applied without
-running its module: engines that split weights do work whenever a module runs, all processes together, and these may have
-different numbers of chunks.
+Where processes hold weights in parts, the head's must be whole during the call and, where trained, when its gradient arrives.
+A linear head is applied without running its module: engines that split weights gather them whenever a module runs, in all
+processes together, and these may have different numbers of chunks.
 
 Left out on purpose: handing the work to liger-kernel on a GPU, whose losses see no acceptance, and results would depend on
 what is installed.
@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -49,9 +49,10 @@ class LogitHead:
     parameters: tuple[Tensor, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChunkedLoss:
+class ChunkedLoss(NamedTuple):
     """A loss, and what was seen on the way. Rows of weight 0 were not computed: they read 0 and False.
+
+    A tuple, because ZeRO-3 finds the tensors that a module returns, and so the start of its backward, in tuples only.
 
     loss: scalar, sum of weights times values; backward goes from here.
     values_N: the divergence at each row, detached.

@@ -7,7 +7,7 @@ B batch, T positions, E width of the target, N rows of one depth, K depths, P = 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -112,7 +112,7 @@ class HeadObjective(nn.Module):
         if depth.confidence_N is None:
             return result
         guess = _confidence_loss(depth, depth.confidence_N, result.acceptance_N, weights_N)
-        return replace(result, loss=result.loss + guess)
+        return result._replace(loss=result.loss + guess)
 
     def _judges(self, inputs: HeadInputs, depths: list[Depth]) -> list[TargetRows]:
         """Return the target's side for each depth."""

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from configs.learning import LossConfig
 from distill.batches import Batch
 from distill.chunked import ChunkedLoss, LogitHead, chunked_loss_against, model_head
-from distill.gathering import Gather, as_they_are
 from distill.losses import Divergence, SparseTarget, mix
 from distill.step_clock import StepClock
 from distill.target import Target
@@ -71,7 +70,6 @@ class DraftObjective(nn.Module):
         self.register_buffer("token_ids_W", None if vocabulary is None else vocabulary.token_ids_W, persistent=False)
         # In a tuple, so that the target does not become a submodule and is neither trained nor saved.
         self._target = (target,)
-        self.gather: Gather = as_they_are  # how the head's weights are had whole; the engine that splits them sets it
 
     def forward(
         self,
@@ -100,18 +98,17 @@ class DraftObjective(nn.Module):
         draft_ND = hidden_BTD[:, :-1][predicts_label_BT]
         labels_N = input_ids_BT[:, 1:][predicts_label_BT] if "cross_entropy" in self._config.weights else None
         weights_N = torch.full((len(draft_ND),), float(world_size), device=draft_ND.device) / num_labels
-        with self.gather(self.draft.get_output_embeddings().parameters()):
-            return chunked_loss_against(
-                self._target_rows(signal, predicts_label_BT),
-                draft_ND,
-                self._draft_head(),
-                self._divergence,
-                weights_N,
-                chunk_size=self._config.chunk_size,
-                temperature=self._config.temperature,
-                draft_token_ids_W=self.token_ids_W,
-                labels_N=labels_N,
-            )
+        return chunked_loss_against(
+            self._target_rows(signal, predicts_label_BT),
+            draft_ND,
+            self._draft_head(),
+            self._divergence,
+            weights_N,
+            chunk_size=self._config.chunk_size,
+            temperature=self._config.temperature,
+            draft_token_ids_W=self.token_ids_W,
+            labels_N=labels_N,
+        )
 
     def _target_rows(self, signal: Tensor | SparseTarget, predicts_label_BT: Tensor) -> TargetRows:
         """Return the target's side of the loss at the rows that have a label."""

@@ -21,7 +21,6 @@ from distill.batches import Batch, ConversationDataset, Example
 from distill.cache import TargetCache
 from distill.conversations import Conversation
 from distill.draft_init import initial_draft
-from distill.gathering import Gather
 from distill.layer_choice import choose_layers
 from distill.losses import SparseTarget
 from distill.objective import DraftObjective, target_hidden
@@ -94,9 +93,9 @@ class DraftTask:
         """
         return list(blocks(cast(DraftObjective, self.module).draft))
 
-    def gather_by(self, gather: Gather) -> bool:
-        cast(DraftObjective, self.module).gather = gather
-        return True
+    def read_from_outside(self) -> Sequence[nn.Parameter] | None:
+        """Return the output head's weights: the loss applies them a chunk at a time."""
+        return list(cast(DraftObjective, self.module).draft.get_output_embeddings().parameters())
 
     def prepare(self, module: nn.Module, window: list[Batch], place: StepPlace) -> Prepared:
         """Let the draft write on a share of the rows where the data policy asks for it."""

@@ -210,11 +210,7 @@ class DeepSpeed:
     def prepare(self, task: Task, make: MakeOptimizer) -> tuple[nn.Module, Any, LambdaLR]:
         optimizer, scheduler = make(task.module)
         if self.splits_weights:
-            from deepspeed.runtime.zero import GatheredParameters
-
-            self.spare = Spare(_splittable(task).copy_of_module())
-            if not _splittable(task).gather_by(GatheredParameters):
-                self.plugin.deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = ALL_WEIGHTS
+            self._split(_splittable(task))
         return *self.accelerator.prepare(task.module, optimizer), scheduler
 
     def micro_batch(self, module: nn.Module, *, last: bool) -> AbstractContextManager[None]:
@@ -226,6 +222,17 @@ class DeepSpeed:
 
     def clip(self, module: nn.Module, max_norm: float) -> Tensor | float | None:
         return self.accelerator.clip_grad_norm_(module.parameters(), max_norm)  # only told: it was done before the step
+
+    def _split(self, task: SplitTask) -> None:
+        """Make ready for ZeRO-3, which gathers the weights that a module owns while that module runs."""
+        from deepspeed.runtime.zero import register_external_parameter
+
+        self.spare = Spare(task.copy_of_module())
+        outside = task.read_from_outside()
+        if outside is None:
+            self.plugin.deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = ALL_WEIGHTS
+        for parameter in outside or []:
+            register_external_parameter(task.module, parameter)
 
     @contextmanager
     def whole(self, module: nn.Module) -> Iterator[nn.Module]:

@@ -15,7 +15,6 @@ from configs.schema import HeadsConfig
 from distill.batches import Batch
 from distill.cache import TargetCache
 from distill.conversations import Conversation
-from distill.gathering import Gather
 from distill.head_objective import HeadLoss, HeadObjective
 from distill.step_clock import StepClock
 from distill.target import Target
@@ -87,8 +86,8 @@ class HeadTask:
     def units(self) -> Sequence[nn.Module]:
         return []  # a head reads its parts' weights in ways of its family's: all of it is one unit
 
-    def gather_by(self, gather: Gather) -> bool:
-        return False
+    def read_from_outside(self) -> Sequence[nn.Parameter] | None:
+        return None  # each family has its ways
 
     def prepare(self, module: nn.Module, window: list[Batch], place: StepPlace) -> Prepared:
         """Heads are trained on the data as it is."""

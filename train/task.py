@@ -9,7 +9,6 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from distill.batches import Batch
-from distill.gathering import Gather
 from distill.step_clock import StepClock
 from train.checkpoints import Progress
 
@@ -78,8 +77,5 @@ class SplitTask(Task, Protocol):
     def units(self) -> Sequence[nn.Module]:
         """Return parts of the module that need be whole only while their own forward and backward run."""
 
-    def gather_by(self, gather: Gather) -> bool:
-        """Let the module call `gather` for weights that it reads outside of the modules that own them.
-
-        Returns False where it does not: its weights must then stay whole during a step.
-        """
+    def read_from_outside(self) -> Sequence[nn.Parameter] | None:
+        """Return the weights that the module reads without running the modules that own them; None: they may be any."""

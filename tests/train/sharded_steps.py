@@ -112,9 +112,10 @@ def steps_together(folder: Path, case: Case, accelerator: Accelerator, prepare: 
 
 def prepare_by_accelerate(accelerator: Accelerator, objective: DraftObjective) -> Sequence[Any]:
     if splits_weights(accelerator):
-        from deepspeed.runtime.zero import GatheredParameters
+        from deepspeed.runtime.zero import register_external_parameter
 
-        objective.gather = GatheredParameters
+        for parameter in objective.draft.get_output_embeddings().parameters():  # as the task of a distillation says
+            register_external_parameter(objective, parameter)
     return accelerator.prepare(objective, make_optimizer(objective))
 
 
