@@ -6,7 +6,7 @@ LLAMA_CPP_STAMP := .cache/venvs/llama_cpp/.installed
 GEMMA := .cache/gemma/gemma-3-270m-q4_k_m.gguf
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench bench-decode sweep bench-distill bench-heads bench-eval bench-scale law-check slow-check cluster-check soak tables serve-check gemma-check clean
+.PHONY: help setup demo test check bench bench-decode sweep bench-distill bench-heads bench-eval bench-scale law-check slow-check cluster-check engine-check soak tables serve-check gemma-check clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -58,6 +58,10 @@ slow-check: setup ## a forward compiled by the real compiler, 10,000 prompts cou
 
 cluster-check: setup ## the job files of scripts/cluster, run with one process killed and with stand-ins for Slurm (a minute)
 	$(PY) -m pytest -m 'slow or not slow' -s tests/faults/test_cluster.py
+
+engine-check: setup ## DDP, FSDP2, ZeRO-1 to 3 and offloading in two processes on the CPU against one process (about 10 minutes)
+	$(PY) -m pytest -m slow -s tests/train/test_engines.py tests/train/test_sharded_loss.py
+	$(PY) scripts/engine_comparison.py
 
 soak: setup ## 210 tiny runs killed, stopped and damaged at random, each to end with an undisturbed run's weights (about 15 minutes)
 	$(PY) scripts/soak.py

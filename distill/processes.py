@@ -32,6 +32,8 @@ def join_processes(target: TargetConfig, *, timeout_seconds: int | None = None) 
     """
     settings: dict[str, Any] = {} if timeout_seconds is None else {"timeout": timedelta(seconds=timeout_seconds)}
     on_cpu = choose_device(target.device).type == "cpu"
+    if on_cpu:  # DeepSpeed, which accelerate imports wherever it is installed, would warn of what it cannot detect
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if on_cpu and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         # accelerate has DeepSpeed for accelerators only; told the transport, it takes the CPU for one.
         _keep_deepspeed_from_compiling()
@@ -54,7 +56,6 @@ def _keep_deepspeed_from_compiling() -> None:
     It would compile one for reductions in shared memory when it is first started, and a process that is killed meanwhile
     leaves a lock that all later ones wait for without end. gloo reduces as well.
     """
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if find_spec("deepspeed") is not None:
         import deepspeed.ops
 

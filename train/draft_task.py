@@ -14,6 +14,7 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from configs.errors import InputError
 from configs.learning import StudentConfig
 from configs.schema import DistillConfig
 from distill.adapters import merge_adapters
@@ -94,8 +95,18 @@ class DraftTask:
         return list(blocks(cast(DraftObjective, self.module).draft))
 
     def read_from_outside(self) -> Sequence[nn.Parameter] | None:
-        """Return the output head's weights: the loss applies them a chunk at a time."""
-        return list(cast(DraftObjective, self.module).draft.get_output_embeddings().parameters())
+        """Return the output head's weights: the loss applies them a chunk at a time.
+
+        Raises:
+            InputError: the head is no linear layer. The loss runs its module then, as often as a process has chunks.
+        """
+        head = cast(DraftObjective, self.module).draft.get_output_embeddings()
+        if type(head) is not nn.Linear:
+            raise InputError(
+                f"DeepSpeed's ZeRO stage 3 can split drafts with a linear output head only, got {type(head).__name__}; set "
+                "zero_stage to 1 or 2"
+            )
+        return list(head.parameters())
 
     def prepare(self, module: nn.Module, window: list[Batch], place: StepPlace) -> Prepared:
         """Let the draft write on a share of the rows where the data policy asks for it."""

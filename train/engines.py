@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from configs.errors import ConfigError
@@ -120,7 +121,8 @@ class EveryProcess:
         return self.accelerator.clip_grad_norm_(module.parameters(), max_norm)
 
     def whole(self, module: nn.Module) -> AbstractContextManager[nn.Module]:
-        return nullcontext(self.accelerator.unwrap_model(module))
+        # Not by accelerate, which imports DeepSpeed for it wherever that is installed: seconds, in each process.
+        return nullcontext(cast(nn.Module, module.module) if isinstance(module, DistributedDataParallel) else module)
 
     def while_training(self, module: nn.Module, task: Task) -> AbstractContextManager[nn.Module]:
         return self.whole(module)

@@ -282,11 +282,11 @@ class _Training:
                 self.checkpoints.save()
 
     def _evaluate(self) -> dict[str, float]:
+        """Decode held-out prompts, write down how that went, and keep the draft if it beats all before; return the metrics."""
         with self.engine.whole(self.module) as unwrapped:
             return self._evaluate_whole(unwrapped)
 
     def _evaluate_whole(self, unwrapped: nn.Module) -> dict[str, float]:
-        """Decode held-out prompts, write down how that went, and keep the draft if it beats all before; return the metrics."""
         metrics = self.task.evaluate(unwrapped)
         self.accelerator.log({f"held_out/{name}": value for name, value in metrics.items()}, step=self.progress.step)
         log.info("step %d/%d, held out: %s", self.progress.step, self.num_steps, _in_words(metrics))

@@ -6,6 +6,7 @@ import signal
 import socket
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +17,11 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 from safetensors.torch import load_file
 
 from configs.command import BAD_INPUT, DONE
-from configs.errors import ConfigError
+from configs.decoding import TargetConfig
+from configs.errors import ConfigError, InputError
+from configs.learning import OptimizerConfig
 from configs.schema import ScheduleConfig
+from distill.processes import join_processes
 from scripts.engine_comparison import largest_difference, read_losses, split_everything
 from scripts.soak_children import Child
 from scripts.soak_setup import Workshop
@@ -278,6 +282,24 @@ def test_what_no_engine_does_is_refused(monkeypatch, environment, schedule, comp
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=complaint):
         engines.check_engine(ScheduleConfig(**schedule))
+
+
+@pytest.mark.parametrize("name", ["optimizer", "scheduler"])
+def test_what_the_recipe_decides_is_no_business_of_deepspeeds_config_file(name):
+    plugin = SimpleNamespace(zero_stage=2, deepspeed_config={"zero_optimization": {"stage": 2}, name: {"type": "Adam"}})
+    accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
+    with pytest.raises(ConfigError, match=f"^{name} of DeepSpeed's config file: the recipe's `optimizer` decides it"):
+        engines.DeepSpeed(accelerator, ScheduleConfig(), OptimizerConfig())
+
+
+def test_deepspeed_that_is_not_installed_is_said_to_be_missing(monkeypatch):
+    for name, value in (("ACCELERATE_USE_DEEPSPEED", "true"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("accelerate.state.is_deepspeed_available", lambda: False)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(InputError, match="launched for DeepSpeed, which is not installed"):
+        join_processes(TargetConfig(device="cpu"))
+    PartialState._reset_state()
 
 
 def test_only_deepspeed_binds_a_checkpoint_to_its_number_of_processes():
