@@ -23,6 +23,7 @@ from configs.files import write_json
 from configs.scale import ScaleStepsConfig
 from configs.schema import HeadsConfig
 from distill.batches import NO_DOCUMENT, Batch, make_loader
+from distill.head_objective import HeadLoss
 from distill.processes import join_processes
 from train.checkpoints import Checkpoints, Progress
 from train.head_task import HeadTask
@@ -39,7 +40,7 @@ class Steps:
 
     seconds: of all of them, the first process's clock, from and to a point where all processes meet.
     tokens: of all processes, padding left out.
-    input_seconds: the first process's, waiting for batches.
+    input_seconds: the first process's, waiting for batches and for what a cache holds of them.
     checkpoint_seconds: of one checkpoint, on average; 0 where none was written.
     baseline_bytes, peak_bytes: of memory that is the process's own, before target and data were loaded, and at most while the
         steps ran; 0 where it was not watched.
@@ -82,10 +83,10 @@ class Clocked:
 
 
 class Trainee:
-    """A task, wrapped and with its optimiser."""
+    """A task, wrapped and with its optimiser; `reading_seconds` went into reading the target's states from a cache."""
 
     def __init__(self, recipe: HeadsConfig, task: HeadTask, accelerator: Accelerator, num_steps: int) -> None:
-        self.task, self.accelerator = task, accelerator
+        self.task, self.accelerator, self.reading_seconds = task, accelerator, 0.0
         self.max_grad_norm = recipe.optimizer.max_grad_norm
         optimizer, self.scheduler = make_optimizer(task.module, recipe.optimizer, num_steps)
         self.module: nn.Module
@@ -95,9 +96,13 @@ class Trainee:
         """Take one optimiser step; return this process's tokens."""
         accelerator = self.accelerator
         num_labels = accelerator.reduce(batch.loss_mask_BT[:, 1:].sum(), "sum").clamp(min=1)
+        started = time.perf_counter()
+        inputs = self.task.training_inputs(batch)
+        if self.task.cache is not None:
+            self.reading_seconds += time.perf_counter() - started
         with accelerator.autocast():
-            outcome = self.task.loss(self.module, batch, num_labels, accelerator.num_processes)
-        accelerator.backward(outcome.loss)
+            result: HeadLoss = self.module(inputs, num_labels, accelerator.num_processes)
+        accelerator.backward(result.loss)
         accelerator.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)
         self.optimizer.step()
         self.scheduler.step()
@@ -124,7 +129,7 @@ def measure_steps(config: ScaleStepsConfig) -> None:
     with watching() if config.watch_memory else nullcontext([0]) as peak:
         for _ in range(config.warmup_steps):
             trainee.step(batches.next())
-        waited = batches.seconds
+        waited = batches.seconds + trainee.reading_seconds
         accelerator.wait_for_everyone()
         started = time.perf_counter()
         own_tokens = sum(trainee.step(batches.next()) for _ in range(config.steps))
@@ -136,7 +141,7 @@ def measure_steps(config: ScaleStepsConfig) -> None:
         steps=config.steps,
         seconds=seconds,
         tokens=int(tokens),
-        input_seconds=batches.seconds - waited,
+        input_seconds=batches.seconds + trainee.reading_seconds - waited,
         checkpoint_seconds=_time_checkpoints(config, trainee),
         baseline_bytes=baseline if config.watch_memory else 0,
         peak_bytes=peak[0],

@@ -124,7 +124,7 @@ def test_a_batch_that_cannot_be_shared_evenly_is_refused(folder):
         (2, "10:00:00 INFO loading\nerror: data.train not found: nowhere.jsonl\n", InputError, "not found: nowhere.jsonl"),
         (1, "error: data.train not found: x\ntorch: ChildFailedError\n", InputError, "not found: x"),  # torchrun's own code
         (1, "Traceback\nRuntimeError: the loss is nan\n", RuntimeError, "the loss is nan"),
-        (-9, "", RuntimeError, "code -9: nothing"),
+        (-9, "", RuntimeError, "nothing"),
     ],
 )
 def test_a_run_that_ends_otherwise_says_why(folder, tmp_path, monkeypatch, code, said, kind, reason):

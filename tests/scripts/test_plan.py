@@ -1,0 +1,92 @@
+"""The command that plans: which kind of recipe it takes, what it prints, what it refuses, and the tables in docs/scaling.md."""
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+
+from configs.command import BAD_INPUT, DONE, run_command
+from configs.loading import load_config
+from configs.planning import PlanDistillConfig, PlanHeadsConfig
+from scripts.plan import add_arguments, main, schema_of
+from scripts.plan_page import scaling_table
+from train.planning import make_plan
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENT = ROOT / "docs" / "scaling.md"
+PLANS = re.compile(r"<!-- plan: (\S+) -->\n\n(.*?)\n\n<!-- end -->", re.DOTALL)
+
+
+@pytest.fixture(autouse=True)
+def at_home(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def run(*argv):
+    return run_command(schema_of(list(argv)), main, description="", argv=list(argv), add_arguments=add_arguments)
+
+
+@pytest.mark.parametrize(
+    ("argv", "schema"),
+    [
+        ([], PlanHeadsConfig),
+        (["--config", "configs/heads/medusa.yaml"], PlanHeadsConfig),
+        (["--config", "configs/distill/demo.yaml"], PlanDistillConfig),
+        (["--config=configs/distill/demo.yaml", "--set", "hardware.num_accelerators=2"], PlanDistillConfig),
+        (["--config", "nosuch.yaml"], PlanHeadsConfig),
+        (["--config"], PlanHeadsConfig),
+    ],
+)
+def test_the_recipe_says_what_it_is_one_of(argv, schema):
+    assert schema_of(argv) is schema
+
+
+def test_the_page_says_what_fits_and_what_does_not(capsys):
+    assert run("--config", "configs/plan/eagle3_70b.yaml", "--scaling") == DONE
+    page = capsys.readouterr().out
+    assert "70,553,706,496 parameters" in page  # Llama-3-70B's
+    assert re.search(r"\| ddp_gpus \| [\d.]+ GiB \| no: .* the largest part that is not split is the target's weights", page)
+    assert "recipe: take zero2 with the target split" in page
+    assert "| 1,024 |" in page
+
+
+def test_hardware_comes_from_a_file_of_its_own_or_from_the_recipe_but_not_from_both(tmp_path, capsys):
+    file = tmp_path / "machine.yaml"
+    file.write_text("preset: a100_80gb\nnum_accelerators: 4\nmemory_gib: 40\n")
+    work = ["workload.num_conversations=1000", "workload.mean_tokens=100.0", "workload.label_share=0.5"]
+    recipe = ["--set", "target.name=configs/plan/llama_8b", *(each for one in work for each in ("--set", one))]
+    assert run(*recipe, "--hardware", str(file)) == DONE
+    assert "4 x a100_80gb" in capsys.readouterr().out
+    assert run(*recipe, "--hardware", str(file), "--set", "hardware.num_accelerators=2") == BAD_INPUT
+    assert "give it once" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (["--config", "nosuch.yaml"], "config file not found: nosuch.yaml"),
+        (["--set", "hardware.preset=abacus"], "hardware.preset"),
+        (["--set", "target.name=nosuch/", "--set", "data.train=nowhere"], "target.name: nosuch/ has no model config"),
+        (["--set", "target.name=configs/plan/llama_8b", "--set", "data.train=nowhere"], "data.train: nowhere does not exist"),
+        (["--config", "configs/plan/eagle3_8b.yaml", "--set", "head.draft_vocab_size=200000"], "at most 128256"),
+    ],
+)
+def test_a_mistake_is_one_line(argv, complaint, capsys):
+    assert run(*argv) == BAD_INPUT
+    said = capsys.readouterr().err
+    assert complaint in said
+    assert said.count("\n") == 1
+
+
+def test_the_documents_tables_are_what_the_command_prints():
+    tables = PLANS.findall(DOCUMENT.read_text(encoding="utf-8"))
+    assert len(tables) == 2
+    for recipe, table in tables:
+        assert scaling_table(make_plan(load_config(PlanHeadsConfig, recipe)).scaled()) == table
+
+
+def test_every_option_of_the_command_is_said_in_its_help():
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert all(action.help for action in parser._actions)
