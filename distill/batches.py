@@ -175,7 +175,7 @@ class BucketedBatchSampler(EpochSampler[int]):
         full_N, rest_N = order_N.split([num_full * self.batch_size, len(order_N) - num_full * self.batch_size])
         for part_N in full_N.split(self.window * self.batch_size):
             part_N.copy_(part_N[self.lengths_N[part_N].argsort(stable=True)])
-        for number in torch.randperm(num_full, generator=generator):
+        for number in torch.randperm(num_full, generator=generator).numpy():  # a tensor would become a list of tensors
             yield full_N[number * self.batch_size : (number + 1) * self.batch_size].tolist()
         if len(rest_N):
             yield rest_N.tolist()

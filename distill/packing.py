@@ -60,9 +60,9 @@ class PackedBatchSampler(EpochSampler[Row]):
         return -(-self.num_rows // self.batch_size)
 
     def __iter__(self) -> Iterator[list[Row]]:
-        order_R = torch.randperm(self.num_rows, generator=self.random_numbers())
-        for rows in order_R.split(self.batch_size):
-            yield [self._row(number) for number in rows.tolist()]
+        order_R = torch.randperm(self.num_rows, generator=self.random_numbers()).numpy()
+        for start in range(0, self.num_rows, self.batch_size):
+            yield [self._row(number) for number in order_R[start : start + self.batch_size]]
 
     def measure(self) -> Lengths:
         """Return the size of the current epoch."""
