@@ -6,8 +6,9 @@ row that the server must be gone end the work. Either way nothing that came is l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -33,7 +34,7 @@ def ask_all(
     Args:
         connection: the way to the server, over which `ask` goes.
         items: what is asked for, by name.
-        ask: called with an item, in any of several threads.
+        ask: called with an item, in any of several threads; what it gives up should say for what (`naming`).
         keep: called with an item's name and its answer, in this thread, in the order in which answers come.
         failures_in_a_row: items given up one after the other that end the work.
 
@@ -54,15 +55,25 @@ def ask_all(
             if not future.cancelled() and future.exception() is None:
                 keep(name, future.result())
     if given_up:
-        name, error = next(iter(given_up.items()))
-        raise InputError(f"{len(given_up)} of {len(items)} requests were given up, the first for {name}: {error}; {KEPT}")
+        raise InputError(f"{len(given_up)} of {len(items)} requests were given up, the first for {given_up[0]}; {KEPT}")
 
 
-def _keep_all(
-    futures: dict[Future[Answer], str], keep: Callable[[str, Answer], None], failures_in_a_row: int
-) -> dict[str, GaveUp]:
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Say what it was that was given up.
+
+    Raises:
+        GaveUp: with that before its own sentence.
+    """
+    try:
+        yield
+    except GaveUp as error:
+        raise GaveUp(f"{what}: {error}") from error
+
+
+def _keep_all(futures: dict[Future[Answer], str], keep: Callable[[str, Answer], None], failures_in_a_row: int) -> list[GaveUp]:
     """Take answers out of `futures` as they come, and keep them; return what was given up."""
-    given_up: dict[str, GaveUp] = {}
+    given_up: list[GaveUp] = []
     in_a_row = 0
     finished = SimpleQueue[Future[Answer]]()  # in the order of time, which `as_completed` does not keep
     for future in list(futures):
@@ -73,12 +84,11 @@ def _keep_all(
         try:
             answer = future.result()
         except GaveUp as error:
-            given_up[name] = error
+            given_up.append(error)
             in_a_row += 1
             if in_a_row == failures_in_a_row:
                 raise InputError(
-                    f"{in_a_row} requests in a row (server.failures_in_a_row) were given up, the last for {name}: {error}; "
-                    f"{KEPT}"
+                    f"{in_a_row} requests in a row (server.failures_in_a_row) were given up, the last for {error}; {KEPT}"
                 ) from error
             continue
         in_a_row = 0

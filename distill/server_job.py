@@ -14,7 +14,7 @@ from typing import Any
 from configs.progress import progress
 from configs.schema import DataConfig
 from distill.answers import PIECES, AnswerJob, answer_prompts
-from distill.asking import ask_all
+from distill.asking import ask_all, naming
 from distill.partial import PartialFile, fingerprint
 from distill.prompts import Prompt
 from distill.server_writing import ServerWriter
@@ -64,7 +64,8 @@ class ServerAnswerJob(AnswerJob):
             states.update(each.system_fingerprint for each in written)
             return [each.answer for each in written]
 
-        rows, dropped = answer_prompts(self.target, prompts, self.config, seed=self.seed, write=write)
+        with naming(f"prompt {prompts[0].prompt_id}"):
+            rows, dropped = answer_prompts(self.target, prompts, self.config, seed=self.seed, write=write)
         servers = [{"version": self.version, "system_fingerprint": state} for state in sorted(states, key=str)]
         return {"rows": [asdict(row) for row in rows], "dropped": dropped, "servers": servers}
 

@@ -16,7 +16,7 @@ from configs.errors import InputError
 from configs.progress import progress
 from configs.schema import PromptsConfig
 from distill.answers import request_number
-from distill.asking import ask_all
+from distill.asking import ask_all, naming
 from distill.partial import PartialFile, fingerprint
 from distill.self_seeding import Turn, UserFrame, read_turn
 from distill.server_writing import ServerWriter, read_ids
@@ -83,6 +83,7 @@ class ServerTurns:
         sampling = SamplingConfig(temperature=self.config.temperature, top_p=self.config.top_p)
         end_ids = sorted({*frame.end_ids, *target.eos_token_ids})
         asking = replace(self.writer, sampling=sampling)
-        completion = asking.ask(frame.prefix_ids, request_number(f"self-{number}"), limit, end_ids=end_ids)
+        with naming(f"self-seeded turn {number}"):
+            completion = asking.ask(frame.prefix_ids, request_number(f"self-{number}"), limit, end_ids=end_ids)
         ids = read_ids(completion, limit, end_ids, target.vocab_size, f"server.url: {self.writer.config.url}")
         return read_turn(target, frame, ids)

@@ -97,9 +97,7 @@ class ServerWriter:
             )
         return Written(answer, completion.system_fingerprint)
 
-    def ask(
-        self, prompt_ids: Sequence[int], request: int, max_tokens: int, *, end_ids: Sequence[int], **more: Any
-    ) -> Completion:
+    def ask(self, prompt_ids: Sequence[int], request: int, max_tokens: int, *, end_ids: Sequence[int]) -> Completion:
         """Return the server's answer, known to be about these token ids and whole.
 
         Args:
@@ -107,12 +105,11 @@ class ServerWriter:
             request: the request's number, of which its seed is made.
             max_tokens: longest continuation.
             end_ids: tokens that end it.
-            more: further settings of the request.
 
         Raises:
             GaveUp, InputError: see `write`.
         """
-        where, body = self._where, self._body(prompt_ids, request, max_tokens, end_ids) | more
+        where, body = self._where, self._body(prompt_ids, request, max_tokens, end_ids)
         try:
             content = self.server.connection.send("POST", "completions", body)
         except Refused as refused:

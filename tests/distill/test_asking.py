@@ -7,7 +7,7 @@ import pytest
 
 from configs.errors import InputError
 from configs.server import ServerConfig
-from distill.asking import ask_all
+from distill.asking import ask_all, naming
 from distill.server_connection import Connection, GaveUp
 
 
@@ -33,7 +33,8 @@ def failing(numbers):
 
     def ask(number):
         if number in numbers:
-            raise GaveUp(f"no answer to {number}")
+            with naming(f"number {number}"):
+                raise GaveUp("no answer")
         return number * number
 
     return ask
@@ -71,7 +72,7 @@ def test_one_that_was_given_up_leaves_the_others_at_work_and_is_named_at_the_end
     kept, said = collect(connection(1), names(9), failing({2, 5}))
     assert sorted(kept) == [str(n) for n in range(9) if n not in (2, 5)]
     assert said == (
-        "2 of 9 requests were given up, the first for 2: no answer to 2; what came before is kept; run it again to go on"
+        "2 of 9 requests were given up, the first for number 2: no answer; what came before is kept; run it again to go on"
     )
 
 
@@ -91,7 +92,7 @@ def test_so_many_in_a_row_end_the_work_and_what_came_is_kept(connection):
 
     kept, said = collect(connection(1), names(50), ask, limit=3)
     assert sorted(kept) == ["0", "1", "2", "3"]
-    assert "3 requests in a row (server.failures_in_a_row) were given up, the last for 6: no answer to 6" in said
+    assert "3 requests in a row (server.failures_in_a_row) were given up, the last for number 6: no answer" in said
     assert len(asked) < 25
 
 

@@ -152,7 +152,7 @@ def test_a_prompt_that_always_fails_is_named_when_all_others_are_answered(config
         return plain(path, headers, body)
 
     api.respond = respond
-    with pytest.raises(InputError, match=r"1 of 12 requests were given up, the first for .*status 500: this one never"):
+    with pytest.raises(InputError, match=r"1 of 12 requests .*the first for prompt \d+: server.*status 500: this one never"):
         make_dataset(config())
     api.respond = plain
     api.asked.clear()
@@ -313,7 +313,7 @@ def test_prompts_by_a_server_are_turns_of_its_own_and_not_asked_for_again(config
         return plain(path, headers, body)
 
     api.respond = die_among_the_turns
-    with pytest.raises(InputError, match=r"requests in a row .*going down"):
+    with pytest.raises(InputError, match=r"requests in a row .* self-seeded turn \d+: server.*going down"):
         make_dataset(again)
     api.respond = plain
     api.asked.clear()

@@ -20,7 +20,7 @@ from distill.server import TargetServer
 from distill.server_job import ServerAnswerJob
 from distill.target import load_target
 from tests.distill.fake_server import Api, serving
-from tests.faults.conftest import content
+from tests.faults.conftest import content, start_pair
 from tests.faults.test_making import MADE, kill_at_call
 
 BODY = json.dumps({"data": [{"id": "tiny"}]}).encode()
@@ -101,7 +101,8 @@ def test_data_whose_asking_was_killed_again_and_again_ends_with_the_same_bytes(s
         killed = start(make_dataset, served_data("data"), before=plant)
         assert killed.end() == -signal.SIGKILL, killed.said
         assert not (tmp_path / "data" / "manifest.json").exists()
-    assert start(make_dataset, served_data("data")).end() == DONE
+    resumed = start_pair(start, make_dataset, served_data("data"))
+    assert [child.end() for child in resumed] == [DONE, DONE], resumed[0].said
     made, expected = content(tmp_path / "data"), content(tmp_path / "whole")
     assert [made[name] for name in MADE] == [expected[name] for name in MADE]
     # Of each killed run only the answers under way were asked for again.
@@ -122,6 +123,4 @@ def test_a_server_that_goes_away_ends_the_command_with_one_sentence_and_code_2(s
     assert len(pieces.read_text().splitlines()) == 1 + asked
     api.respond = plain
     assert start(make_dataset, served_data("data")).end() == DONE
-    assert start(make_dataset, served_data("whole")).end() == DONE
-    made, expected = content(tmp_path / "data"), content(tmp_path / "whole")
-    assert [made[name] for name in MADE] == [expected[name] for name in MADE]
+    assert answers_asked(api) == 16  # none of them a second time
