@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from configs.errors import InputError, Stopped
 from configs.loading import load_config
 from configs.progress import is_main_process, setup_logging
+from configs.redaction import redact
 
 DONE = 0
 GATE_FAILED = 1
@@ -90,4 +91,4 @@ class _Parser(argparse.ArgumentParser):
 def _say(message: str) -> None:
     """Print one line on stderr, from one process of those that met the same mistake."""
     if is_main_process():
-        print(" ".join(message.split()), file=sys.stderr)
+        print(redact(" ".join(message.split())), file=sys.stderr)

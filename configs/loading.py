@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 from configs.dialect import parse_yaml
 from configs.errors import ConfigError, InputError
 from configs.files import read_text
+from configs.redaction import redact
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -227,5 +228,5 @@ def _models_in(annotation: Any, index: tuple[str, ...] = ()) -> Iterator[tuple[t
 def _shown(value: Any) -> str:
     """Return a value as the file would spell it, cut to a readable length."""
     spelled = {None: "null", True: "true", False: "false"}
-    text = spelled[value] if value is None or isinstance(value, bool) else repr(value)
+    text = spelled[value] if value is None or isinstance(value, bool) else redact(repr(value))  # before it is cut
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."

@@ -10,14 +10,18 @@ import logging
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from datetime import timedelta
+from types import TracebackType
 from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
+
+from configs.redaction import redact
 
 T = TypeVar("T")
 
@@ -31,11 +35,15 @@ def is_main_process() -> bool:
 
 
 def setup_logging() -> None:
-    """Send the project's log to stderr, one plain line a message: INFO and above from rank 0, errors from the others."""
+    """Send the project's log to stderr, one plain line a message: INFO and above from rank 0, errors from the others.
+
+    Neither it nor the traceback of an error that nobody catches shows secrets.
+    """
     handler = _StderrHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"))
+    handler.setFormatter(_RedactingFormatter("%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"))
     LOGGER.handlers = [handler]
     LOGGER.setLevel(logging.INFO if is_main_process() else logging.ERROR)
+    sys.excepthook = _print_traceback
 
 
 def track(items: Iterable[T], *, description: str, total: int | None = None, unit: str = "it") -> Iterator[T]:
@@ -72,6 +80,18 @@ def progress(description: str, total: int | None, unit: str = "it") -> Iterator[
     lines = _Lines(description, total, unit)
     yield lines.advance
     lines.finish()
+
+
+class _RedactingFormatter(logging.Formatter):
+    """Formats a message without secrets."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        return redact(super().format(record))
+
+
+def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    print(redact("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
 
 
 class _Lines:

@@ -1,7 +1,7 @@
 """What a result was made with: the command, the resolved config, versions, git state, hardware.
 
 Written beside everything a command makes, so that a number can be traced. The environment is never recorded, and secrets
-given by `--set` are masked. Imports no torch: the record is written before anything slow begins.
+are masked (`configs.redaction`). Imports no torch: the record is written before anything slow begins.
 """
 
 from __future__ import annotations
@@ -19,17 +19,12 @@ from typing import Any
 from pydantic import BaseModel
 
 from configs.files import write_json
+from configs.redaction import mask_arguments, mask_secrets
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "torchmetrics", "draftsmith")
-MASK = "***"
 MIB = 2**20
 PROBE_SECONDS = 20  # git status of a large checkout on a network disk can be slow
-# `hf_token` is a secret, `max_new_tokens` is not.
-SECRET_KEY = re.compile(r"(^|[^a-z])token$|secret|password|api[_-]?key", re.IGNORECASE)
-SECRET_INSIDE = re.compile(
-    r"(^|[^a-z])(token|\w*(secret|password|api[_-]?key)\w*)[\"']?\s*:", re.IGNORECASE
-)  # as in hub={token: x}
 
 
 def write_run_record(folder: Path, config: BaseModel, **extra: Any) -> Path:
@@ -50,7 +45,7 @@ def write_run_record(folder: Path, config: BaseModel, **extra: Any) -> Path:
         "versions": describe_versions(),
         "git": describe_git(),
         "hardware": describe_hardware(),
-        **extra,
+        **mask_secrets(extra),
     }
     path = folder / "run.json"
     write_json(path, record)
@@ -84,33 +79,6 @@ def describe_hardware() -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "gpus": _gpus(),
     }
-
-
-def mask_arguments(arguments: list[str]) -> list[str]:
-    """Return a command line with the values of secret keys masked."""
-    return [_mask_argument(argument) for argument in arguments]
-
-
-def mask_secrets(value: Any) -> Any:
-    """Return a JSON value in which every text below a secret key is masked; numbers, switches and nulls stay."""
-    if isinstance(value, dict):
-        return {key: _mask_texts(inner) if SECRET_KEY.search(key) else mask_secrets(inner) for key, inner in value.items()}
-    return [mask_secrets(item) for item in value] if isinstance(value, list) else value
-
-
-def _mask_argument(argument: str) -> str:
-    option = "--set=" if argument.startswith("--set=") else ""
-    key, equals, value = argument.removeprefix(option).partition("=")
-    secret = any(SECRET_KEY.search(part) for part in key.split(".")) or SECRET_INSIDE.search(value)
-    return f"{option}{key}={MASK}" if equals and secret else argument
-
-
-def _mask_texts(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _mask_texts(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_mask_texts(item) for item in value]
-    return MASK if isinstance(value, str) else value
 
 
 def _cpu_name() -> str:

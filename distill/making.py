@@ -22,6 +22,7 @@ from configs.claims import claimed
 from configs.errors import InputError
 from configs.files import drop_leftovers, new_folder, sha256_of, write_json, write_text
 from configs.provenance import write_run_record
+from configs.redaction import mask_secrets
 from configs.schema import DataConfig, PromptsConfig
 from distill.answers import PIECES, Answered, AnswerJob
 from distill.conversations import FORMAT_VERSION, MANIFEST, WRITTEN_BY, Conversation, count_answer_tokens
@@ -180,7 +181,7 @@ def write_dataset(
             "target": target.identity.to_dict(),
             WRITTEN_BY: config.answers.written_by,
             **({} if config.server is None else {"server": {"model": config.server.model, "found": list(answered.servers)}}),
-            "config": config.model_dump(mode="json"),
+            "config": mask_secrets(config.model_dump(mode="json")),
             "counts": {
                 "prompts": num_prompts,
                 "dropped": dict(sorted((dropped + Counter(answered.dropped)).items())),

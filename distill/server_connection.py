@@ -19,7 +19,7 @@ import httpx2
 from pydantic_core import from_json
 
 from configs.errors import InputError, first_line
-from configs.provenance import MASK
+from configs.redaction import hide, redact
 from configs.server import ServerConfig
 
 logger = logging.getLogger("draftsmith")
@@ -69,11 +69,11 @@ class Connection:
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
-        self._key = _read_key(config.api_key_variable)
+        key = _read_key(config.api_key_variable)
         self._stopping = Event()
         self._client = httpx2.Client(
             base_url=config.url,
-            headers={} if self._key is None else {"Authorization": f"Bearer {self._key}"},
+            headers={} if key is None else {"Authorization": f"Bearer {key}"},
             timeout=config.timeout_seconds,
             limits=httpx2.Limits(max_connections=config.concurrency),
         )
@@ -147,9 +147,7 @@ class Connection:
             content = None
         error = content.get("error", content.get("detail")) if isinstance(content, dict) else None
         said = error.get("message") if isinstance(error, dict) else error
-        text = " ".join((said if isinstance(said, str) else response.text).split()) or "it does not say why"
-        if self._key is not None:
-            text = text.replace(self._key, MASK)
+        text = redact(" ".join((said if isinstance(said, str) else response.text).split()) or "it does not say why")
         return text if len(text) <= MAX_QUOTED else text[: MAX_QUOTED - 3] + "..."
 
 
@@ -164,6 +162,7 @@ def _read_key(variable: str | None) -> str | None:
     key = os.environ.get(variable)
     if not key:
         raise InputError(f"server.api_key_variable: the environment variable {variable} is not set")
+    hide(key)
     return key
 
 

@@ -18,6 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from configs.decoding import TargetConfig
 from configs.errors import InputError, first_line
+from configs.redaction import redact
 from distill.embedded import PREFIX, embedded_folder, load_gguf
 from heads.compiled_forward import make_compiled
 from heads.identity import TargetIdentity, hash_chat_template, hash_files, hash_tokenizer, hash_weights
@@ -100,8 +101,8 @@ def load_target(config: TargetConfig) -> Target:
     elif config.forward == "compiled":
         make_compiled(model)
     identity = TargetIdentity(
-        name=config.name,
-        revision=config.revision,
+        name=redact(config.name),  # the identity is written into everything
+        revision=None if config.revision is None else redact(config.revision),
         weights_sha256=weights_sha256,
         tokenizer_sha256=hash_tokenizer(tokenizer),
         chat_template_sha256=hash_chat_template(tokenizer),

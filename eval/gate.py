@@ -20,6 +20,7 @@ from configs.command import DONE, GATE_FAILED, INCONCLUSIVE, run_command
 from configs.errors import InputError
 from configs.evaluating import GateConfig
 from configs.files import sha256_of, write_json, write_text
+from configs.redaction import mask_secrets
 from eval.gating import Artifact, judge
 from eval.junit import as_junit
 from eval.report_schema import read_report
@@ -44,7 +45,7 @@ def main(config: GateConfig, args: argparse.Namespace) -> int:
         "report_sha256": sha256_of(report_path),
         "baseline": args.baseline,
         "artifact": " + ".join(args.artifact) or None,
-        "config": config.model_dump(mode="json"),
+        "config": mask_secrets(config.model_dump(mode="json")),
     }
     write_json(output, record)
     write_text(output.with_suffix(".md"), as_markdown(verdict, report))

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from configs.errors import InputError, first_line
 from configs.files import new_folder, read_json, write_json
+from configs.redaction import mask_secrets
 from heads.compiled_forward import run_alike
 from heads.draft_lm import DraftLM
 from heads.draft_vocabulary import DraftVocabulary, keep_head_rows, read_draft_vocabulary, write_draft_vocabulary
@@ -102,7 +103,7 @@ def save_draft_lm(
         tokenizer.save_pretrained(scratch)
         if vocabulary is not None:
             write_draft_vocabulary(scratch / VOCABULARY_FILE, vocabulary)
-        write_json(scratch / METADATA_FILE, metadata.model_dump(mode="json"))
+        write_json(scratch / METADATA_FILE, mask_secrets(metadata.model_dump(mode="json")))
 
 
 def save_head(folder: Path, head: torch.nn.Module, metadata: Metadata, vocabulary: DraftVocabulary | None = None) -> None:
@@ -116,7 +117,7 @@ def save_head(folder: Path, head: torch.nn.Module, metadata: Metadata, vocabular
         save_file(tensors, scratch / WEIGHTS_FILE)
         if vocabulary is not None:
             write_draft_vocabulary(scratch / VOCABULARY_FILE, vocabulary)
-        write_json(scratch / METADATA_FILE, metadata.model_dump(mode="json"))
+        write_json(scratch / METADATA_FILE, mask_secrets(metadata.model_dump(mode="json")))
 
 
 def load_draft(

@@ -2,7 +2,7 @@
 
 A path under the checkout or the working folder becomes relative to it; of any other absolute path the last part stays. Texts
 that look like an access token, and the token that is in use, are masked, as are values under keys that name a secret
-(`configs.provenance`). Paths are found by their form, so an answer of a model that holds `/usr/bin/python` would be changed
+(`configs.redaction`). Paths are found by their form, so an answer of a model that holds `/usr/bin/python` would be changed
 too: texts of prompts and answers are only freed of secrets (`Scrubber.secrets`).
 """
 
@@ -14,15 +14,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from configs.provenance import MASK, ROOT, mask_arguments, mask_secrets
+from configs.provenance import ROOT
+from configs.redaction import FORMS, MASK, mask_arguments, mask_secrets, redact
 
-# Tokens by the form that their issuers give them: Hugging Face, GitHub, OpenAI and the like, AWS, Slack, JSON web tokens.
-TOKENS = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|sk-[\w-]{16,}|AKIA[0-9A-Z]{16}"
-    r"|xox[abprs]-[\w-]{10,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)"
-)
-CREDENTIALS = re.compile(r"(?<=://)[^/\s@]+@")  # user:password@ in an address
-BEARER = re.compile(r"(?i)(?<=bearer )[\w.~+/=-]{8,}")
 PART = r"[^\s/\\'\"`,;:|<>()\[\]{}]+"
 POSIX_PATH = re.compile(rf"(?<![\w./~\\-])(?:~[\w-]*|\.\.)?/(?!/)(?:{PART}/)+({PART})?|(?<![\w./~\\-])~[\w-]*/({PART})")
 CLIMBING_PATH = re.compile(rf"(?<![\w./])(?:\.\./)+(?:{PART}/)*({PART})?")
@@ -63,13 +57,11 @@ class Scrubber:
         """Return a text with its secrets masked and its paths as they are."""
         for secret in self._secrets:
             text = text.replace(secret, MASK)
-        for pattern, mask in ((TOKENS, MASK), (BEARER, MASK), (CREDENTIALS, f"{MASK}@")):
-            text = pattern.sub(mask, text)
-        return text
+        return redact(text)
 
     def finds_token(self, text: str) -> bool:
         """Tell whether an access token stands in a text; narrower than `secrets`, fit for a tokenizer's vocabulary."""
-        return TOKENS.search(text) is not None or any(secret in text for secret in self._secrets)
+        return FORMS.search(text) is not None or any(secret in text for secret in self._secrets)
 
     def value(self, value: Any) -> Any:
         """Return a JSON value without paths and secrets, in keys as well; a list `command` also without its secret values."""

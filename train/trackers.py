@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 
 from configs.errors import ConfigError
-from configs.provenance import mask_secrets
+from configs.redaction import mask_secrets
 from configs.schema import ScheduleConfig
 
 PROJECT = "draftsmith"

@@ -18,8 +18,6 @@ from configs.provenance import (
     describe_git,
     describe_hardware,
     describe_versions,
-    mask_arguments,
-    mask_secrets,
     write_run_record,
 )
 
@@ -61,31 +59,6 @@ def test_a_record_that_cannot_be_written_is_the_users_to_mend(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(InputError, match="cannot write"):
         write_run_record(tmp_path / "file", DecodeConfig())
-
-
-@pytest.mark.parametrize(
-    "argument", ["hub.token=x", "hf_token=x", "client_secret=x", "db.password=x", "apiKey=x", "token.value=x", "hub={token: x}"]
-)
-def test_an_argument_with_a_secret_key_loses_its_value(argument):
-    masked = argument.partition("=")[0] + "=***"
-    assert mask_arguments(["--set", argument, f"--set={argument}"]) == ["--set", masked, f"--set={masked}"]
-
-
-@pytest.mark.parametrize(
-    "argument", ["num_speculative_tokens=3", "verification=token", "data.train=tokens.jsonl", "--config", "my_token.yaml"]
-)
-def test_an_argument_that_only_speaks_of_tokens_stays_as_it_is(argument):
-    assert mask_arguments([argument]) == [argument]
-
-
-def test_texts_below_a_secret_key_are_masked_at_any_depth_and_nothing_else_is():
-    value = {"a": [{"password": "x", "n": 1}], "api_key": {"id": "y", "on": True}, "num_speculative_tokens": 3, "token": None}
-    assert mask_secrets(value) == {
-        "a": [{"password": "***", "n": 1}],
-        "api_key": {"id": "***", "on": True},
-        "num_speculative_tokens": 3,
-        "token": None,
-    }
 
 
 def test_versions_name_what_is_installed_and_leave_out_what_is_not(monkeypatch):

@@ -1,0 +1,89 @@
+"""Keeping secrets out of everything that is written: records, artifacts, trackers, logs, complaints.
+
+The one place that knows what a secret looks like. A value is masked where its key says that it is one (`hf_token`, not
+`max_new_tokens`), where it has the form of one (a Hub or cloud token, a login inside a URL, an `Authorization` header), and
+where it is the value of an environment variable whose name says so (`HF_TOKEN`, `WANDB_API_KEY`) or of one that a command took
+a key from (`hide`). Left out: text that is data, such as prompts and answers, and forms that other things have as well: a
+key of 40 hex digits looks like a commit, so it is known by its name only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+MASK = "***"
+SHORTEST = 6  # characters of a value that is masked wherever it turns up; shorter ones would be parts of words
+# `hf_token` is a secret, `max_new_tokens` is not.
+SECRET_KEY = re.compile(r"(^|[^a-z])token$|secret|password|api[_-]?key", re.IGNORECASE)
+SECRET_INSIDE = re.compile(
+    r"(^|[^a-z])(token|\w*(secret|password|api[_-]?key)\w*)[\"']?\s*:", re.IGNORECASE
+)  # as in hub={token: x}
+SECRET_VARIABLE = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|KEY|APIKEY)$")
+FORMS = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}"  # Hugging Face
+    r"|sk-[A-Za-z0-9_-]{16,}"  # OpenAI and its like
+    r"|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_[A-Za-z0-9_]{20,}|glpat-[A-Za-z0-9_-]{16,}"  # GitHub, GitLab
+    r"|AKIA[0-9A-Z]{16}|AIza[A-Za-z0-9_-]{30,}|xox[abprs]-[A-Za-z0-9-]{10,}"  # AWS, Google, Slack
+    r"|eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+)"  # JSON web tokens
+)
+LOGIN = re.compile(r"(?<=://)[^/\s@\"']+(?=@)")  # user:password of a URL
+HEADER = re.compile(r"(authorization[\"']?\s*[:=]\s*[\"']?)(?:(?:bearer|basic|token)\s+)?[^\s\"',}]+", re.IGNORECASE)
+BEARER = re.compile(r"(\bbearer\s+)[\w.~+/=-]{8,}", re.IGNORECASE)
+ASSIGNED = re.compile(  # hub_token=x, "password": "x", ?sig=x
+    r"((?:(?<![a-z])token|secret|password|api[_-]?key|signature|(?<=[?&])sig|(?<=[?&])key)"
+    r"(?:[\"']\s*:\s*[\"']|=[\"']?))[^\s\"',;&}]+",
+    re.IGNORECASE,
+)
+
+_hidden: set[str] = set()
+
+
+def hide(secret: str) -> None:
+    """Mask this value from now on wherever it turns up."""
+    _hidden.add(secret)
+
+
+def redact(text: str) -> str:
+    """Return a text without what has the form of a secret, or is one that this process knows."""
+    known = {value for name, value in os.environ.items() if SECRET_VARIABLE.search(name) and not value.startswith("/")}
+    for secret in sorted(known | _hidden, key=len, reverse=True):
+        if len(secret) >= SHORTEST:
+            text = text.replace(secret, MASK)
+    text = LOGIN.sub(MASK, FORMS.sub(MASK, text))
+    for pattern in (HEADER, BEARER, ASSIGNED):
+        text = pattern.sub(rf"\g<1>{MASK}", text)
+    return text
+
+
+def mask_arguments(arguments: list[str]) -> list[str]:
+    """Return a command line without secrets."""
+    before = ["", *arguments]
+    return [_mask_argument(argument, previous) for argument, previous in zip(arguments, before, strict=False)]
+
+
+def mask_secrets(value: Any) -> Any:
+    """Return a JSON value without secrets: every text below a secret key is masked, others are redacted; all else stays."""
+    if isinstance(value, dict):
+        return {key: _mask_texts(inner) if SECRET_KEY.search(key) else mask_secrets(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [mask_secrets(item) for item in value]
+    return redact(value) if isinstance(value, str) else value
+
+
+def _mask_argument(argument: str, previous: str) -> str:
+    if previous.startswith("--") and "=" not in previous and SECRET_KEY.search(previous):  # --api-key x
+        return MASK
+    option = "--set=" if argument.startswith("--set=") else ""
+    key, equals, value = argument.removeprefix(option).partition("=")
+    secret = any(SECRET_KEY.search(part) for part in key.split(".")) or SECRET_INSIDE.search(value)
+    return f"{option}{key}={MASK}" if equals and secret else redact(argument)
+
+
+def _mask_texts(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _mask_texts(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_mask_texts(item) for item in value]
+    return MASK if isinstance(value, str) else value
