@@ -3,7 +3,7 @@
     accelerate launch train/distill.py --config configs/distill/demo.yaml
 
 Writes OUTPUT/artifact (the best draft by tokens per target step on held-out prompts), checkpoints, trackers, run.json,
-history.jsonl and .svg (every evaluation) and outcome.json.
+metrics.jsonl (how the steps went), history.jsonl and .svg (every evaluation) and outcome.json; see docs/observability.md.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
     accelerate launch train/heads.py --config configs/heads/eagle3.yaml
 
 Checks in seconds that the head can be written, read back and learnt (`sanity`), then trains. Writes OUTPUT/artifact (the best
-head by tokens per target step on held-out prompts), checkpoints, trackers, run.json, history.jsonl and .svg (what was decoded
-and what agreement promises, at every evaluation) and outcome.json.
+head by tokens per target step on held-out prompts), checkpoints, trackers, run.json, metrics.jsonl (how the steps went),
+history.jsonl and .svg (what was decoded and what agreement promises, at every evaluation) and outcome.json; see
+docs/observability.md.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def draw_history(rows: Sequence[Row]) -> str:
             axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
         panels[-1].set(xlabel="optimiser step")
         panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
-        return _as_file(figure)
+        return as_file(figure)
 
 
 def _line(axes: Axes, rows: Sequence[Row], name: str, **style: Any) -> None:
@@ -114,7 +114,7 @@ def _line(axes: Axes, rows: Sequence[Row], name: str, **style: Any) -> None:
         axes.plot(*zip(*points, strict=True), **style)
 
 
-def _as_file(figure: Figure) -> str:
+def as_file(figure: Figure) -> str:
     """Return the figure as a whole SVG file; equal histories give equal files."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})

@@ -1,0 +1,42 @@
+"""How a training went: `python scripts/show_training.py runs/distill`.
+
+Prints the metrics of its steps, a few lines for the whole run, and draws them into RUN/metrics.svg.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+# Run as a script, Python puts scripts/ first on the path; the project's packages lie one folder up.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from configs.command import run_command
+from configs.settings import Settings
+
+
+class Nothing(Settings):
+    """There is nothing to set."""
+
+
+def main(config: Nothing, args: argparse.Namespace) -> None:
+    """Read, print, draw."""
+    from configs.files import write_text
+    from train.metrics_file import METRICS_FILE, read_metrics
+    from train.metrics_view import as_table, draw_metrics
+
+    run = Path(args.run)
+    rows = read_metrics(run / METRICS_FILE)
+    print(as_table(rows))
+    write_text(run / "metrics.svg", draw_metrics(rows))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's own argument."""
+    parser.add_argument("run", metavar="RUN", help="output folder of train/distill.py or train/heads.py")
+
+
+if __name__ == "__main__":
+    description = "Print and draw what a training run noted of its steps."
+    sys.exit(run_command(Nothing, main, description=description, add_arguments=add_arguments))
