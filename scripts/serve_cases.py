@@ -36,6 +36,7 @@ from scripts.serve_ours import SEED, Bench, Counts, count_ours, open_bench, tau
 log = logging.getLogger("draftsmith")
 
 AGREES, DISAGREES, CHECKED, NO_ENGINE = "agrees", "disagrees", "format-checked only", "no engine takes it"
+SCRIPT = "scripts/serve_check.py"
 # A row's columns; those that do not apply are None.
 COLUMNS = (
     "family",
@@ -96,13 +97,12 @@ def run_checks(config: ServeCheckConfig) -> int:
         raise InputError("cases is empty: say which draft is to be tried in which engine, or give --config configs/serve/...")
     with TemporaryDirectory(prefix="serve-check-") as scratch:
         check = open_check(config, Path(scratch))
-        rows = []
+        rows: list[dict[str, Any]] = []
         for number, case in enumerate(config.cases):
             rows.append(run_case(check, case, number))
             log.info("%s", describe(rows[-1]))
-    write_results(
-        Path(config.output), "serve", config, script="scripts/serve_check.py", rows=rows, ratios={}, threads=config.threads
-    )
+            # After each case, so that nothing is lost where a later one fails.
+            write_results(Path(config.output), "serve", config, script=SCRIPT, rows=rows, ratios={}, threads=config.threads)
     log.info("results in %s", config.output)
     return GATE_FAILED if any(row["verdict"] == DISAGREES for row in rows) else DONE
 

@@ -57,3 +57,19 @@ def test_swapped_halves_and_rows():
     matrix = constant(torch.arange(8.0).reshape(2, 4))
     assert matrix.halves_swapped().load().tolist() == [[2, 3, 0, 1], [6, 7, 4, 5]]
     assert matrix.rows(torch.tensor([1])).load().tolist() == [[4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_head_that_is_spread_has_the_same_likeliest_token(sign):
+    generator = torch.Generator().manual_seed(3)
+    common_D = torch.full((8,), 5.0)
+    rows_WD = torch.randn(6, 8, generator=generator) + common_D
+    ids_W = torch.tensor([1, 2, 5, 11, 17, 30])
+    states_ND = torch.randn(100, 8, generator=generator) + sign * common_D  # all logits positive, or all negative
+    whole_VD = constant(rows_WD).spread(ids_W, 32).load()
+    logits_NV, own_NW = states_ND @ whole_VD.T, states_ND @ rows_WD.T
+    assert bool((sign * own_NW > 0).all())
+    torch.testing.assert_close(logits_NV[:, ids_W], own_NW)
+    assert torch.equal(logits_NV.argmax(1), ids_W[own_NW.argmax(1)])
+    others_NV = logits_NV[:, [v for v in range(32) if v not in ids_W.tolist()]]
+    torch.testing.assert_close(others_NV, own_NW.mean(1, keepdim=True).expand_as(others_NV), rtol=1e-4, atol=1e-4)
