@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, get_args
@@ -27,10 +26,10 @@ from eval.records import Generation
 from heads.artifact import read_metadata
 from heads.formats.exporting import SERVE_FILE, export
 from heads.formats.source import TargetFolder, read_source
-from heads.formats.table import FORMS
+from heads.formats.table import FORMS, form_of
 from scripts.benchmarks import with_bounds, write_results
 from scripts.measured_prompts import first_requests, measured_rows
-from scripts.serve_engines import ENGINES, EngineRun, run_engine
+from scripts.serve_engines import ENGINES, EngineAnswer, EngineRun, find_engine, run_engine
 from scripts.serve_ours import SEED, Bench, Counts, count_ours, open_bench, tau
 
 log = logging.getLogger("draftsmith")
@@ -67,6 +66,8 @@ class Check:
     Args:
         scratch: takes exports and the engines' files.
         target_folder: of the target, for exports and engines.
+        plain_runs: every engine's plain decoding, once it has been run.
+        our_counts: ours by artifact, number of drafts and whether the last rounds are cut, once they have been made.
     """
 
     config: ServeCheckConfig
@@ -74,16 +75,8 @@ class Check:
     target: Target
     target_folder: Path
     bench: Bench
-
-    @cached_property
-    def plain_runs(self) -> dict[str, EngineRun]:
-        """Every engine's plain decoding, once it has been run."""
-        return {}
-
-    @cached_property
-    def our_counts(self) -> dict[tuple[str, int, bool], list[Counts]]:
-        """Our counts by artifact, number of drafts and whether the last rounds are cut, once they have been made."""
-        return {}
+    plain_runs: dict[str, EngineRun] = field(default_factory=dict)
+    our_counts: dict[tuple[str, int, bool], list[Counts]] = field(default_factory=dict)
 
 
 def run_checks(config: ServeCheckConfig) -> int:
@@ -95,6 +88,8 @@ def run_checks(config: ServeCheckConfig) -> int:
     """
     if not config.cases:
         raise InputError("cases is empty: say which draft is to be tried in which engine, or give --config configs/serve/...")
+    for number, case in enumerate(config.cases):
+        check_case(case, number, Path(config.environments))
     with TemporaryDirectory(prefix="serve-check-") as scratch:
         check = open_check(config, Path(scratch))
         rows: list[dict[str, Any]] = []
@@ -105,6 +100,28 @@ def run_checks(config: ServeCheckConfig) -> int:
             write_results(Path(config.output), "serve", config, script=SCRIPT, rows=rows, ratios={}, threads=config.threads)
     log.info("results in %s", config.output)
     return GATE_FAILED if any(row["verdict"] == DISAGREES for row in rows) else DONE
+
+
+def check_case(case: ServeCase, number: int, environments: Path) -> None:
+    """Refuse a case that cannot be run, before any other takes its time.
+
+    Raises:
+        InputError: the artifact is none, the draft does not go to the engine, an engine takes a draft of which the case says
+            that none does, or the engine is not installed.
+    """
+    kind = read_metadata(Path(case.artifact)).kind
+    takers = [name for name, forms in FORMS.items() if kind in forms]
+    if case.engine is None and takers:
+        raise InputError(f"cases[{number}].engine is null, and {kind} goes to {', '.join(takers)}; name one")
+    if case.engine is not None:
+        form_of(form_for(case.engine), kind)
+    if case.engine in ENGINES:
+        find_engine(str(case.engine), environments)
+
+
+def form_for(engine: str) -> str:
+    """Return what an export for an engine is called."""
+    return ENGINES[engine].form if engine in ENGINES else engine
 
 
 def open_check(config: ServeCheckConfig, scratch: Path) -> Check:
@@ -128,15 +145,12 @@ def run_case(check: Check, case: ServeCase, number: int) -> dict[str, Any]:
     """Return a case's row.
 
     Raises:
-        InputError: the draft does not go to the engine, or an engine takes a draft of which the case says that none does.
+        InputError: the draft cannot be written for the engine.
         RuntimeError: the engine failed.
     """
     metadata = read_metadata(Path(case.artifact))
     row: dict[str, Any] = dict.fromkeys(COLUMNS) | {"family": metadata.kind, "engine": case.engine}
     if case.engine is None:
-        takers = [name for name, forms in FORMS.items() if metadata.kind in forms]
-        if takers:
-            raise InputError(f"cases[{number}].engine is null, and {metadata.kind} goes to {', '.join(takers)}; name one")
         return row | {"verdict": NO_ENGINE}
     out = check.scratch / f"case_{number}" / "draft"  # vLLM reads the words of this path
     tokens = write_export(check, case, case.engine, out)
@@ -159,7 +173,7 @@ def write_export(check: Check, case: ServeCase, engine: str, out: Path) -> int:
         dtype=check.target.model.dtype,
     )
     out.parent.mkdir(parents=True)
-    export(source, ENGINES[engine].form if engine in ENGINES else engine, out)
+    export(source, form_for(engine), out)
     return source.num_speculative_tokens
 
 
@@ -245,6 +259,6 @@ def _run(check: Check, engine: str, name: str, draft: Mapping[str, Any]) -> Engi
     )
 
 
-def _generation(plain: Generation, answer: Any) -> Generation:
+def _generation(plain: Generation, answer: EngineAnswer) -> Generation:
     """Return an engine's answer, up to the length of the plain one, as a record."""
     return replace(plain, mode="engine", tokens=answer.tokens[: len(plain.tokens)])

@@ -104,10 +104,7 @@ def run_engine(
         InputError: the engine is not installed.
         RuntimeError: it failed, took too long, or did not answer every prompt; with its last words.
     """
-    engine = ENGINES[name]
-    place = (environments / engine.environment).absolute() if engine.environment is not None else None
-    if place is not None and not (place / engine.needs).exists():
-        raise InputError(f"{name} is not installed: {place / engine.needs} is missing; `make serve-check` installs it")
+    engine, place = ENGINES[name], find_engine(name, environments)
     folder.mkdir(parents=True)
     files = folder / "job.json", folder / "answers.json"
     write_json(files[0], {**job, "threads": threads, "folder": str(folder), "environment": str(place)})
@@ -117,6 +114,21 @@ def run_engine(
         raise RuntimeError(f"{name} answered {len(found['answers'])} of {len(job['prompts'])} prompts")
     lengths = [prompt["length"] for prompt in job["prompts"]]
     return EngineRun(found["version"], [_answer(*pair) for pair in zip(found["answers"], lengths, strict=True)])
+
+
+def find_engine(name: str, environments: Path) -> Path | None:
+    """Return the folder of an engine's environment; None for this project's own.
+
+    Raises:
+        InputError: the engine is not installed.
+    """
+    engine = ENGINES[name]
+    if engine.environment is None:
+        return None
+    place = (environments / engine.environment).absolute()
+    if not (place / engine.needs).exists():
+        raise InputError(f"{name} is not installed: {place / engine.needs} is missing; `make serve-check` installs it")
+    return place
 
 
 def _answer(found: Mapping[str, Any], length: int) -> EngineAnswer:

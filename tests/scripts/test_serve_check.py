@@ -11,15 +11,17 @@ import torch
 from configs.command import DONE, GATE_FAILED
 from configs.decoding import DecodeConfig, TargetConfig
 from configs.errors import InputError
+from configs.head_families import DFlashSettings, MtpSettings
 from configs.serving import ServeCheckConfig
 from distill.conversations import Conversation
 from distill.target import load_target
 from eval.decode import Request, decode
-from heads.artifact import load_draft
+from heads.artifact import HiddenStates, Metadata, load_draft, save_head
 from scripts import serve_cases, serve_engines, serve_transformers, serve_vllm
 from scripts.serve_cases import AGREES, CHECKED, DISAGREES, NO_ENGINE, run_checks
 from scripts.serve_engines import Engine, run_engine
 from scripts.serve_ours import Counts, count_ours, count_rounds, open_bench, tau
+from tests.heads import family_checks as checks
 
 PROMPTS = [(7, 12, 3, 44, 9), (20, 9, 9, 31, 5, 6), (40, 11, 12), (50, 17, 2, 2)]
 K = 3
@@ -241,15 +243,64 @@ def test_an_engine_that_is_not_installed_is_named(fake, settings, tmp_path):
 # --- transformers itself ------------------------------------------------------------------------------------------
 
 
-def test_transformers_drafts_what_we_draft(settings, tiny_run, monkeypatch):
-    # In this process, which has imported it already.
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Run transformers here, which has imported it already."""
     monkeypatch.setattr(
         serve_engines, "_run", lambda engine, place, folder, files, *_: serve_transformers.main(*map(str, files))
     )
+
+
+def test_transformers_drafts_what_we_draft(settings, in_this_process):
     code, (row,) = run(settings)
     assert (code, row["verdict"]) == (DONE, AGREES)
     assert (row["same_tokens"], row["same_counts"]) == (1.0, 1.0)
     assert 1.2 < row["tau_engine"] < 4
+
+
+HEADS = {
+    "mtp": MtpSettings(kind="mtp", num_depths=1),
+    "dflash": DFlashSettings(kind="dflash", taps=[1], num_layers=2, block_size=4, mask_token_id=5),
+}
+
+
+def taught(head, bench):
+    """Return a head that knows the plain answers, so that some of its drafts are right."""
+    texts = [[*request.tokens, *answer.tokens] for request, answer in zip(bench.requests, bench.plain, strict=True)]
+    optimizer = torch.optim.Adam(head.parameters(), lr=0.03)
+    for text in 10 * texts:
+        losses = []
+        for depth, said in enumerate(head(checks.inputs_of(bench.endless.model, [text], head.taps))):
+            places_N = said.origins_N + 2 + depth  # a draft reads x_{j+1} beside the states of j
+            known_N = places_N < len(text)
+            labels_N = torch.tensor(text)[places_N[known_N]]
+            losses.append(torch.nn.functional.cross_entropy(said.logits_of(said.hidden_ND)[known_N], labels_N))
+        optimizer.zero_grad()
+        sum(losses).backward()
+        optimizer.step()
+    return head.requires_grad_(False)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_transformers_drafts_with_our_heads_what_we_draft(kind, settings, bench, in_this_process, tmp_path):
+    head = taught(checks.build(HEADS[kind], bench.endless.model), bench)
+    states = HiddenStates(taps=list(head.taps), concat_order=[f"h_{tap}" for tap in head.taps], last_is_post_norm=True)
+    metadata = Metadata(
+        kind=kind,
+        target=bench.endless.identity.to_dict(),
+        hidden_states=states,
+        head=head.settings.model_dump(mode="json"),
+        draft_vocab_size=64,
+        num_speculative_tokens=1 if kind == "mtp" else 3,
+        training={},
+        provenance={},
+    )
+    save_head(tmp_path / "artifact", head, metadata)
+    cases = [{"engine": "transformers", "artifact": str(tmp_path / "artifact")}]
+    code, (row,) = run(settings, cases=cases)
+    assert (row["family"], row["same_tokens"], row["same_counts"]) == (kind, 1.0, 1.0)
+    assert code == DONE
+    assert row["tau_engine"] > 1.1
 
 
 # --- cases --------------------------------------------------------------------------------------------------------
@@ -258,6 +309,22 @@ def test_transformers_drafts_what_we_draft(settings, tiny_run, monkeypatch):
 def test_engines_that_are_not_run_are_checked_by_the_export(settings, tiny_run):
     code, (row,) = run(settings, cases=[{"engine": "sglang", "artifact": str(tiny_run / "artifact")}])
     assert (code, row["verdict"], row["tau_engine"], row["dtype"]) == (DONE, CHECKED, None, "float32")
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [("llama_cpp", "bin/llama-server is missing"), ("tensorrt_llm", "has no form for draft_lm")],
+)
+def test_what_cannot_be_run_is_refused_before_anything_runs(fake, settings, engine, words):
+    fake(before="sys.exit('it was run')")
+    case = {"artifact": settings["cases"][0]["artifact"], "engine": engine}
+    with pytest.raises(InputError, match=words):
+        run(settings, cases=[*settings["cases"], case])
+
+
+def test_a_check_of_nothing_is_refused(settings):
+    with pytest.raises(InputError, match="cases is empty"):
+        run(settings, cases=[])
 
 
 def test_no_engine_is_said_of_a_kind_that_none_takes(settings, tiny_run, monkeypatch):
