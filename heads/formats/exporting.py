@@ -18,6 +18,7 @@ from heads.identity import hash_weights
 from heads.native_mtp import SINGLE_FILE
 
 SERVE_FILE = "serve.txt"
+PROGRAMS = {"gguf": "llama.cpp"}  # where the form is not called like what serves it
 
 
 def export(
@@ -102,5 +103,5 @@ def _check_offsets(there: Weights, token_ids_W: torch.Tensor) -> None:
 
 
 def _serve_text(layout: Layout, engine: str, out: str) -> str:
-    lines = [f"Serve with {engine}:", "", layout.serve.replace("{out}", out), ""]
+    lines = [f"Serve with {PROGRAMS.get(engine, engine)}:", "", layout.serve.replace("{out}", out), ""]
     return "\n".join([*lines, *(f"- {note}" for note in layout.notes)]).rstrip() + "\n"

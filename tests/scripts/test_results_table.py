@@ -106,3 +106,11 @@ def test_the_command_rewrites_the_document_or_leaves_it_alone(results, capsys):
 def test_the_readmes_tables_are_those_of_the_results_that_ship():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert fill_tables(readme, ROOT / "docs" / "results") == readme
+
+
+def test_bounds_of_no_column_in_the_row_are_columns_themselves(tmp_path):
+    rows = [{"family": "medusa", "tau_ours": 1.9, "tau_low": 1.7, "tau_high": None, "verdict": "agrees"}]
+    (tmp_path / "serve.json").write_text(json.dumps({**RESULTS, "rows": rows, "ratios": {}}))
+    filled = fill_tables("<!-- table: serve -->\n<!-- end -->", tmp_path)
+    assert "| family | tau_ours | tau_low | tau_high | verdict |" in filled
+    assert "| medusa | 1.90 | 1.70 | – | agrees |" in filled
