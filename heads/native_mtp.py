@@ -1,9 +1,9 @@
 """The MTP weights that some checkpoints bring along, which transformers drops when it loads the model: read, and put back.
 
-Families name the same module in different ways; `NAMINGS` is all that is known about them. The projection's columns are put
-into the order the head asks for, and experts kept one by one in the file are stacked as transformers has them. Putting back
-("stitching") copies the target's folder and writes new numbers over the old ones inside the files, so whatever is not an MTP
-tensor keeps every bit, and so do dtypes, shards and their index.
+Families name the same module in different ways (`heads.mtp_namings`). The projection's columns are put into the order the head
+asks for, and experts kept one by one in the file are stacked as transformers has them. Putting back ("stitching") makes another
+folder: files without MTP tensors are linked to the target's, and new numbers are written over the old ones in copies of the
+others. So whatever is not an MTP tensor keeps every bit, and so do dtypes, shards and their index.
 
 Left out on purpose: quantised checkpoints, and adding modules to a checkpoint that has none (an export).
 k number of a module from 0; D width; `...` the rest of a tensor's shape.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import stat
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,79 +23,12 @@ from torch import Tensor
 
 from configs.errors import InputError, first_line
 from configs.files import new_folder, read_json
+from heads.file_copies import link_or_copy, make_own
+from heads.mtp_namings import NAMINGS, Naming
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 MAX_SHOWN = 12  # names repeated in a complaint
-
-
-@dataclass(frozen=True, kw_only=True)
-class Naming:
-    """How a family of checkpoints names a module's tensors; `{k}` is its number, `{n}` the same counted on from the blocks.
-
-    Args:
-        families: who uses it.
-        prefix: of every tensor of a module.
-        parts: by our name of a part (`heads.mtp.MtpLayer`), theirs.
-        hidden_first: the projection reads [state ; embedding].
-        borrowed: copies of what is the target's (embedding, head, rotary frequencies), which are neither read nor written.
-    """
-
-    families: str
-    prefix: str
-    parts: Mapping[str, str]
-    hidden_first: bool = False
-    borrowed: tuple[str, ...] = ()
-
-
-NAMINGS = (
-    Naming(
-        families="Qwen3-Next, Qwen3.5",
-        prefix="mtp.",
-        parts={
-            "eh_proj": "mtp.fc",
-            "enorm": "mtp.pre_fc_norm_embedding",
-            "hnorm": "mtp.pre_fc_norm_hidden",
-            "post_norm": "mtp.norm",
-            "mtp_block": "mtp.layers.0",
-        },
-    ),
-    Naming(
-        families="MiMo",
-        prefix="model.mtp_layers.{k}.",
-        parts={
-            "eh_proj": "model.mtp_layers.{k}.input_proj",
-            "enorm": "model.mtp_layers.{k}.token_layernorm",
-            "hnorm": "model.mtp_layers.{k}.hidden_layernorm",
-            "post_norm": "model.mtp_layers.{k}.final_layernorm",
-            "mtp_block": "model.mtp_layers.{k}",
-        },
-        hidden_first=True,
-    ),
-    Naming(
-        families="DeepSeek-V3, GLM-4-MoE",
-        prefix="model.layers.{n}.",
-        parts={
-            "eh_proj": "model.layers.{n}.eh_proj",
-            "enorm": "model.layers.{n}.enorm",
-            "hnorm": "model.layers.{n}.hnorm",
-            "post_norm": "model.layers.{n}.shared_head.norm",
-            "mtp_block": "model.layers.{n}",
-        },
-        borrowed=("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq"),
-    ),
-    Naming(
-        families="transformers",
-        prefix="mtp.",
-        parts={
-            "eh_proj": "mtp.layers.{k}.eh_proj",
-            "enorm": "mtp.layers.{k}.enorm",
-            "hnorm": "mtp.layers.{k}.hnorm",
-            "post_norm": "mtp.layers.{k}.post_norm",
-            "mtp_block": "mtp.layers.{k}",
-        },
-    ),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,16 +103,19 @@ class NativeMtp:
         """
         if out.exists() or out.resolve().is_relative_to(self.folder.resolve()):
             raise InputError(f"{out} exists already or lies in the target's folder; give a new folder")
-        new: dict[str, dict[str, Tensor]] = {}
-        for name, pieces in self.places(tensors, hidden_first=hidden_first).items():
-            for piece in pieces:
-                old, value = self._value(piece.key), piece.turned(tensors[name][piece.index])
-                if not torch.equal(old.to(value.dtype), value):
-                    new.setdefault(self._files[piece.key], {})[piece.key] = value.to(old.dtype)
+        places = self.places(tensors, hidden_first=hidden_first)
         with new_folder(out) as scratch:
-            shutil.copytree(self.folder, scratch, dirs_exist_ok=True)
-            for file, values in new.items():
-                _overwrite(scratch / file, values)
+            self.stitch_into(scratch, tensors, places)
+
+    def stitch_into(self, folder: Path, tensors: Mapping[str, Tensor], places: Mapping[str, list[Piece]]) -> None:
+        """Fill an empty folder as `stitch` does, one tensor after another; files in which nothing changes are linked."""
+        shutil.copytree(self.folder, folder, dirs_exist_ok=True, copy_function=link_or_copy)
+        for name, pieces in places.items():
+            whole = tensors[name]
+            for piece in pieces:
+                old, value = self._value(piece.key), piece.turned(whole[piece.index])
+                if not torch.equal(old.to(value.dtype), value):
+                    _overwrite(folder / self._files[piece.key], piece.key, value.to(old.dtype))
 
     def places(
         self, ours: Mapping[str, Tensor], *, hidden_first: bool, without: Collection[str] = ()
@@ -290,19 +225,17 @@ def _num_blocks(folder: Path) -> int:
     return number
 
 
-def _overwrite(path: Path, values: Mapping[str, Tensor]) -> None:
-    """Write values over those of the same names, dtypes and shapes in a safetensors file; no other byte changes."""
-    path.chmod(path.stat().st_mode | stat.S_IWUSR)
+def _overwrite(path: Path, key: str, value: Tensor) -> None:
+    """Write a value over that of the same name, dtype and shape in a safetensors file; no other byte changes."""
+    make_own(path)
     with path.open("r+b") as file:
         length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-        for key, value in values.items():
-            begin, end = header[key]["data_offsets"]
-            content = value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            if len(content) != end - begin:
-                raise RuntimeError(f"{path}: {key} takes {end - begin} bytes, not {len(content)}")
-            file.seek(8 + length + begin)
-            file.write(content)
+        begin, end = json.loads(file.read(length))[key]["data_offsets"]
+        content = value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        if content.nbytes != end - begin:
+            raise RuntimeError(f"{path}: {key} takes {end - begin} bytes, not {content.nbytes}")
+        file.seek(8 + length + begin)
+        file.write(content)
 
 
 def _listed(keys: set[str]) -> str:

@@ -1,4 +1,4 @@
-"""A draft LM as an ordinary model folder, for every engine that takes one: transformers' assistant, vLLM, SGLang.
+"""A draft LM as an ordinary model folder, for every engine that takes one: transformers' assistant, vLLM, SGLang, TensorRT-LLM.
 
 The artifact is such a folder already. What is added are the settings by which transformers drafts a fixed number of tokens:
 by itself it starts at 20 and stops where the draft is unsure, and it reads both from the draft's own generation config only.
@@ -14,7 +14,7 @@ from typing import Any
 from configs.errors import InputError
 from configs.files import read_json
 from heads.artifact import METADATA_FILE, VOCABULARY_FILE
-from heads.formats.flat import UNTRIED
+from heads.formats.flat import TENSORRT_NOTE, UNTRIED, tensorrt_command
 from heads.formats.layout import Layout
 from heads.formats.source import EMBEDDING, HEAD, Source
 from heads.formats.speculators import vllm_command
@@ -57,6 +57,11 @@ def sglang(source: Source) -> Layout:
         f"--speculative-num-draft-tokens {tokens + 1}"
     )
     return _folder(source, serve, (UNTRIED,))
+
+
+def tensorrt(source: Source) -> Layout:
+    """Return the folder for TensorRT-LLM's PyTorch backend."""
+    return _folder(source, tensorrt_command(source, {"decoding_type": "DraftTarget"}), (UNTRIED, TENSORRT_NOTE))
 
 
 def vocabulary_note(source: Source) -> tuple[str, ...]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 
 import torch
 
 from configs.errors import InputError
 from configs.files import new_folder, write_json, write_text
+from heads.file_copies import link_or_copy
 from heads.formats.layout import Layout, check_names
 from heads.formats.source import Source
 from heads.formats.table import check_path, form_of
@@ -63,20 +62,15 @@ def export(
 
 
 def _write(layout: Layout, folder: Path) -> None:
+    if layout.make is not None:
+        layout.make(folder)
+        return
     for name, path in layout.files.items():
-        _take_over(path.resolve(), folder / name)
+        link_or_copy(path, folder / name)
     write_weights(folder / layout.weights_file, layout.weights)
     write_json(folder / "config.json", dict(layout.config))
     for name, value in layout.json_files.items():
         write_json(folder / name, value)
-
-
-def _take_over(path: Path, to: Path) -> None:
-    """Link a file where the file system allows, copy it elsewhere."""
-    try:
-        os.link(path, to)
-    except OSError:  # another file system, or one without hard links
-        shutil.copy2(path, to)
 
 
 def _check_written(layout: Layout, folder: Path, source: Source) -> None:
@@ -89,7 +83,7 @@ def _check_written(layout: Layout, folder: Path, source: Source) -> None:
     for name, stored in layout.weights.items():
         if name not in there or (there[name].shape, there[name].dtype) != (stored.shape, stored.dtype):
             raise RuntimeError(f"{folder} was written without {name} as planned")
-    if layout.weights_file == SINGLE_FILE and there.keys() != layout.weights.keys():
+    if layout.make is None and layout.weights_file == SINGLE_FILE and there.keys() != layout.weights.keys():
         raise RuntimeError(f"{folder} was written with tensors that were not planned")
     if source.vocabulary is not None and "d2t" in there:
         _check_offsets(there, source.vocabulary.token_ids_W)

@@ -6,6 +6,7 @@ output of that block, so each is ours less one: h_0, the embedding, has no id th
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from heads.formats.tensors import Weights, constant
 from heads.target_states import num_blocks
 
 UNTRIED = "Format-checked only: names, shapes and ids were compared with what the engine reads; it was not run."
+TENSORRT_NOTE = "Older releases of TensorRT-LLM call the key speculative_model_dir."
 # By name of a DFlash tensor, that of transformers' native class.
 TRANSFORMERS_DFLASH = (("fc.", "encoder.fc."), ("hidden_norm.", "encoder.output_norm_enc."))
 
@@ -47,11 +49,21 @@ def sglang_eagle(source: Source) -> Layout:
 
 def tensorrt_eagle(source: Source) -> Layout:
     """Return EAGLE-3 for TensorRT-LLM's PyTorch backend, which reads the same folder."""
-    serve = (
-        f'trtllm-serve {source.target.name} --extra_llm_api_options options.yaml, options.yaml holding "speculative_config: '
-        f'{{decoding_type: Eagle, max_draft_len: {source.num_speculative_tokens}, speculative_model_dir: {{out}}}}"'
-    )
-    return _flat_eagle(source, serve)
+    serve = tensorrt_command(source, {"decoding_type": "Eagle3", "eagle3_layers_to_capture": block_ids(source)})
+    layout = _flat_eagle(source, serve)
+    return replace(layout, notes=(*layout.notes, TENSORRT_NOTE))
+
+
+def tensorrt_command(source: Source, method: dict[str, Any]) -> str:
+    """Return the lines that serve a target with a draft in TensorRT-LLM."""
+    keys = method | {"max_draft_len": source.num_speculative_tokens, "speculative_model": "{out}"}
+    lines = [
+        f"trtllm-serve {source.target.name} --extra_llm_api_options options.yaml",
+        "",
+        "# options.yaml",
+        "speculative_config:",
+    ]
+    return "\n".join([*lines, *(f"  {key}: {value}" for key, value in keys.items())])
 
 
 def _flat_eagle(source: Source, serve: str) -> Layout:

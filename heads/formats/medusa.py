@@ -1,16 +1,20 @@
-"""Medusa as vLLM reads it: residual blocks, and output heads of the target's whole vocabulary.
+"""Medusa as vLLM and TensorRT-LLM read it: residual blocks, and output heads of the target's whole vocabulary.
 
-vLLM 0.32 cannot load a reduced vocabulary for Medusa. The heads of such a draft are therefore widened to all tokens, with rows
-for the others that are never the likeliest (`Stored.spread`): a draft that says tokens it was not trained for is accepted less.
+Neither loads a reduced vocabulary for Medusa (vLLM 0.32: tried). The heads of such a draft are therefore widened to all tokens,
+with rows for the others that are never the likeliest (`Stored.spread`): a draft that says tokens it was not trained for is
+accepted less.
 """
 
 from __future__ import annotations
 
 from configs.head_families import MedusaSettings
+from heads.formats.flat import UNTRIED
 from heads.formats.layout import Layout, Shapes
 from heads.formats.source import Source
 from heads.formats.speculators import vllm_command
 from heads.formats.tensors import Weights
+
+MEDUSA_FILE = "medusa_lm_head.safetensors"
 
 
 def vllm_medusa(source: Source) -> Layout:
@@ -41,6 +45,38 @@ def vllm_medusa(source: Source) -> Layout:
         expected=expected,
         serve=vllm_command(source, method),
         notes=("vLLM takes each head's likeliest token; no tree.",),
+    )
+
+
+def tensorrt_medusa(source: Source) -> Layout:
+    """Return Medusa under the published names, as TensorRT-LLM's converter reads it: an output head for each depth."""
+    settings: MedusaSettings = source.settings
+    width, vocab_size = source.target.shape.width, source.target.vocab_size
+    heads = _heads(source)
+    weights: Weights = {}
+    for name, stored in source.body().items():
+        _, head, _, layer, leaf = name.split(".")
+        weights[f"{head}.{layer}.linear.{leaf}"] = stored
+    for head in range(settings.num_depths):
+        own = f"lm_heads.{head}.weight" if settings.own_output_heads else "lm_head.weight"
+        weights[f"{head}.{settings.num_layers}.weight"] = heads[own]
+    expected: Shapes = {f"{head}.{settings.num_layers}.weight": (vocab_size, width) for head in range(settings.num_depths)}
+    for head in range(settings.num_depths):
+        for layer in range(settings.num_layers):
+            expected |= {f"{head}.{layer}.linear.weight": (width, width), f"{head}.{layer}.linear.bias": (width,)}
+    return Layout(
+        config={"medusa_num_heads": settings.num_depths, "medusa_num_layers": settings.num_layers, "hidden_size": width},
+        weights=weights,
+        expected=expected,
+        serve="\n".join(
+            [
+                f"python convert_checkpoint.py --model_dir {source.target.name} --medusa_model_dir {{out}} "
+                f"--output_dir CHECKPOINT --dtype {source.dtype_name} --num_medusa_heads {settings.num_depths}",
+                "trtllm-build --checkpoint_dir CHECKPOINT --output_dir ENGINE --speculative_decoding_mode medusa",
+            ]
+        ),
+        notes=(UNTRIED, "convert_checkpoint.py lies in TensorRT-LLM's examples/medusa."),
+        weights_file=MEDUSA_FILE,
     )
 
 

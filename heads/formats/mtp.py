@@ -2,7 +2,7 @@
 
 Both drive a head with the target's state after its final norm, and share the target's embedding and whole head. vLLM applies
 one module again and again; transformers has a module for each depth, so a module that is applied again is written as often as
-it is to draft. Where a checkpoint has MTP weights of its own, `scripts/stitch_mtp.py` writes over those.
+it is to draft. Where a checkpoint has MTP weights of its own, vLLM gets those written over (`heads.formats.stitched`).
 K depths.
 """
 
@@ -14,8 +14,10 @@ from configs.errors import InputError
 from configs.files import read_json
 from configs.head_families import MtpSettings
 from heads.formats.layout import Layout, Shapes, decoder_layer, layer_config, renamed
+from heads.formats.native import has_modules
 from heads.formats.source import Source
 from heads.formats.speculators import MTP_PARTS, mtp_shapes, vllm_command
+from heads.formats.stitched import stitched
 from heads.formats.tensors import Weights, zeros
 from heads.native_mtp import INDEX_FILE, SINGLE_FILE, files_by_key
 
@@ -25,22 +27,30 @@ EXTRA_FILE = "mtp.safetensors"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf", ".index.json")
 
 
-def mimo(source: Source) -> Layout:
-    """Return MiMo's layout in a folder of its own.
+def vllm(source: Source) -> Layout:
+    """Return the target with the modules in it where it has places for them, else MiMo's layout beside it.
 
     Raises:
-        InputError: the target is of another family than those tried, or the head does what vLLM does not.
+        InputError: see `heads.formats.stitched.stitched` and `mimo`; or the head does what vLLM does not.
     """
-    settings, family = _checked(source, "vLLM"), source.target.config.model_type
-    if family not in BORROWERS:
-        raise InputError(
-            f"vLLM has no MTP for a {family} target without MTP weights of its own; where the checkpoint has them, use "
-            "scripts/stitch_mtp.py"
-        )
+    settings: MtpSettings = source.settings
+    source.check_head_is_the_targets("vLLM")
     if not settings.shared_depths and settings.num_depths > 1:
         raise InputError(
             "vLLM 0.32 applies the first MTP module at every depth, and this head has one for each (shared_depths)"
         )
+    return stitched(source) if has_modules(source.target.weights) else mimo(source)
+
+
+def mimo(source: Source) -> Layout:
+    """Return MiMo's layout in a folder of its own.
+
+    Raises:
+        InputError: the target is of another family than those tried, or the head reads another state than vLLM gives it.
+    """
+    _, family = _checked(source, "vLLM"), source.target.config.model_type
+    if family not in BORROWERS:
+        raise InputError(f"vLLM has no MTP for a {family} target whose checkpoint has no MTP weights of its own")
     shape, weights = source.target.shape, _modules(source, hidden_first=True)
     weights = renamed(renamed(weights, MTP_PARTS), [("mtp_layers.", "model.mtp_layers.")])
     prefix, keys = "model.mtp_layers.0.", shape.num_key_value_heads * shape.head_width
@@ -78,7 +88,7 @@ def transformers(source: Source) -> Layout:
         raise InputError(f"transformers' use_mtp was tried with {' and '.join(TRANSFORMERS_FAMILIES)} targets, got {family}")
     there = sorted(name for name in target.weights if name.startswith("mtp."))
     if there:
-        raise InputError(f"{target.folder} has MTP weights of its own ({there[0]}, ...): use scripts/stitch_mtp.py")
+        raise InputError(f"{target.folder} has MTP weights of its own ({there[0]}, ...): export for vllm")
     num_depths = source.num_speculative_tokens
     modules = _modules(source, hidden_first=False)
     weights: Weights = {}

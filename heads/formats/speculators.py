@@ -178,9 +178,9 @@ def mtp_shapes(prefix: str, source: Source) -> Shapes:
     return {f"{prefix}input_proj.weight": (width, 2 * width)} | {f"{prefix}{name}.weight": (width,) for name in norms}
 
 
-def vllm_command(source: Source, method: dict[str, Any], *options: str) -> str:
-    """Return the line that serves a target with a draft in vLLM."""
-    return " ".join(["vllm serve", source.target.name, *options, f"--speculative-config '{json.dumps(method)}'"])
+def vllm_command(source: Source, method: dict[str, Any], *options: str, model: str | None = None) -> str:
+    """Return the line that serves a target with a draft in vLLM; `model` says where the target is, if not where it was."""
+    return " ".join(["vllm serve", model or source.target.name, *options, f"--speculative-config '{json.dumps(method)}'"])
 
 
 def _config(source: Source, kind: str, layers: dict[str, Any], num_tokens: int | None = None) -> dict[str, Any]:

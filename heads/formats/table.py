@@ -19,7 +19,7 @@ FORMS: dict[str, dict[str, Form]] = {
         "eagle3": speculators.eagle,
         "peagle": speculators.eagle,
         "dflash": speculators.dflash,
-        "mtp": mtp.mimo,
+        "mtp": mtp.vllm,
     },
     "speculators": {
         "eagle3": speculators.eagle_complete,
@@ -28,7 +28,11 @@ FORMS: dict[str, dict[str, Form]] = {
         "mtp": speculators.mtp,
     },
     "sglang": {"draft_lm": draft_lm.sglang, "eagle3": flat.sglang_eagle, "dflash": flat.sglang_dflash},
-    "tensorrt_llm": {"eagle3": flat.tensorrt_eagle},
+    "tensorrt_llm": {
+        "draft_lm": draft_lm.tensorrt,
+        "medusa": medusa.tensorrt_medusa,
+        "eagle3": flat.tensorrt_eagle,
+    },
     "gguf": {"draft_lm": gguf.draft_lm, "eagle3": gguf.eagle3, "dflash": gguf.dflash},
 }
 # Why an engine has no form for a kind, where there is more to say than that.

@@ -98,6 +98,17 @@ def test_own_medusa_heads_are_written_each(write):
     assert config_of(written)["original_lm_head"] is False
 
 
+def test_tensorrt_gets_an_output_head_for_each_depth(write):
+    written = write(MedusaSettings(kind="medusa", num_depths=3, num_layers=2), vocabulary=checks.SOME_TOKENS)
+    export(written.source(), "tensorrt_llm", written.out)
+    tensors, own = load_file(written.out / "medusa_lm_head.safetensors"), written.head.state_dict()
+    assert torch.equal(tensors["1.0.linear.bias"], own["blocks.1.layers.0.bias"])
+    for depth in range(3):
+        assert torch.equal(tensors[f"{depth}.2.weight"], written.model.get_output_embeddings().weight)
+    assert len(tensors) == 3 * (2 * 2 + 1)
+    assert config_of(written)["medusa_num_layers"] == 2
+
+
 def test_weights_are_cast(write):
     written = write(EAGLE, vocabulary=checks.SOME_TOKENS)
     export(written.source(dtype=torch.bfloat16), "vllm", written.out)
@@ -115,6 +126,14 @@ def test_weights_are_cast(write):
         (EAGLE.model_copy(update={"num_layers": 2}), None, "sglang", "has 2 layers"),
         (EAGLE.model_copy(update={"taps": [0, 1, 2]}), None, "sglang", "reads h_0"),
         (EAGLE.model_copy(update={"taps": [1, 2]}), None, "sglang", "place for three"),
+        (EAGLE.model_copy(update={"norm_joined_taps": True}), None, "sglang", "norms all taps as one vector"),
+        (EAGLE.model_copy(update={"own_embedding": True}), None, "sglang", "an embedding of its own"),
+        (
+            MedusaSettings(kind="medusa", train_head=True),
+            checks.SOME_TOKENS,
+            "tensorrt_llm",
+            "TensorRT-LLM loads Medusa heads of",
+        ),
         (DFLASH.model_copy(update={"taps": [2, 4]}), None, "transformers", "h_4, the last block's state"),
         (DFLASH.model_copy(update={"train_head": True}), None, "transformers", "its output head was trained"),
         (MtpSettings(kind="mtp", reads="pre_norm"), None, "vllm", "before the final norm"),

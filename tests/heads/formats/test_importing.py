@@ -47,6 +47,7 @@ TRIPS = [
     (DFLASH, "llama", "transformers"),
     (MEDUSA, "llama", "vllm"),
     (MEDUSA.model_copy(update=OWN_HEADS), "llama", "vllm"),
+    (MEDUSA.model_copy(update=OWN_HEADS), "llama", "tensorrt_llm"),
     (MtpSettings(kind="mtp", num_depths=3), "qwen3", "speculators"),
     (MtpSettings(kind="mtp", num_depths=3, concat_order="hidden_first"), "qwen3", "speculators"),
     (MtpSettings(kind="mtp", num_depths=3), "llama", "vllm"),
