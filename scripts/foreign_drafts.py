@@ -49,7 +49,8 @@ def try_out(
         return None
     family = FAMILIES[fitted.settings.kind]
     head = family.build(fitted.settings, target.model, fitted.vocabulary)
-    head.load_state_dict({name: stored.load() for name, stored in fitted.weights.items()})
+    for name, value in head.state_dict().items():  # one after another: only one tensor is in memory twice
+        value.copy_(fitted.weights[name].load())
     head = serve(head, target.model)
     prompts = [target.encode_chat([{"role": "user", "content": prompt}]) for prompt in config.prompts]
     tried = probe(

@@ -8,7 +8,7 @@ B batch, W draft vocabulary, V target vocabulary, D width.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -72,7 +72,7 @@ def fit(foreign: Foreign, target: PreTrainedModel) -> Fitted:
     if foreign.placed is not None:
         weights |= foreign.placed(own)
     if "mask_hidden" in weights and math.prod(weights["mask_hidden"].shape) == math.prod(own.get("mask_hidden", (0,))):
-        weights["mask_hidden"] = _reshaped(weights["mask_hidden"], own["mask_hidden"])
+        weights["mask_hidden"] = weights["mask_hidden"].reshaped(own["mask_hidden"])
     check_names({name: stored.shape for name, stored in weights.items()}, own)
     taps = tuple(FAMILIES[foreign.kind].taps(head))
     return Fitted(settings=cast(Any, head).settings, taps=taps, weights=weights, vocabulary=vocabulary)
@@ -177,13 +177,14 @@ def _same(stored: Stored, own: Tensor) -> bool:
     """Whether a tensor is the target's, in the coarser of the two dtypes."""
     if stored.shape != tuple(own.shape):
         return False
-    value = stored.load().to(own.device)
-    coarser = min(value.dtype, own.dtype, key=lambda dtype: -torch.finfo(dtype).eps)
-    return torch.equal(value.to(coarser), own.detach().to(coarser))
-
-
-def _reshaped(stored: Stored, shape: tuple[int, ...]) -> Stored:
-    return replace(stored, shape=shape, load=lambda: stored.load().reshape(shape))
+    coarser = min(stored.dtype, own.dtype, key=lambda dtype: -torch.finfo(dtype).eps)
+    row = 0
+    for block in stored.in_blocks():
+        part = own.detach()[row : row + len(block)]
+        if not torch.equal(block.to(own.device, coarser), part.to(coarser)):
+            return False
+        row += len(block)
+    return True
 
 
 def drafts_a_round(foreign: Foreign, asked: int | None, settings: Any) -> int:

@@ -55,8 +55,8 @@ def tensorrt_medusa(source: Source) -> Layout:
     heads = _heads(source)
     weights: Weights = {}
     for name, stored in source.body().items():
-        _, head, _, layer, leaf = name.split(".")
-        weights[f"{head}.{layer}.linear.{leaf}"] = stored
+        _, depth, _, number, leaf = name.split(".")
+        weights[f"{depth}.{number}.linear.{leaf}"] = stored
     for head in range(settings.num_depths):
         own = f"lm_heads.{head}.weight" if settings.own_output_heads else "lm_head.weight"
         weights[f"{head}.{settings.num_layers}.weight"] = heads[own]

@@ -1,18 +1,20 @@
 """Weights on their way from one checkpoint to another, one tensor at a time.
 
-A `Stored` tensor knows its shape and dtype and is read when it is written; so an export needs memory for one tensor, whatever
-the model's size. Files are safetensors, alone or several with an index; a `.bin` or `.pt` file of torch's is read mapped.
-The writer is our own because safetensors' `save_file` wants all tensors in memory at once.
+A `Stored` tensor knows its shape and dtype and is read when it is written, in blocks of rows where it can be; so an export
+needs memory for one tensor at most, whatever the model's size. Files are safetensors, alone or several with an index; a `.bin`
+or `.pt` file of torch's is read mapped. The writer is our own because safetensors' `save_file` wants all tensors in memory at
+once.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,6 +25,7 @@ from heads.native_mtp import INDEX_FILE, SINGLE_FILE, files_by_key
 
 HEAD_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.safetensors", "hydra_lm_head.pt")
 TORCH_FILES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
+BLOCK_BYTES = 2**23  # read at a time where a tensor can be had in parts
 NAMES = {  # safetensors' names of dtypes
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -42,25 +45,40 @@ class Stored:
         shape: its sizes.
         dtype: of the values that `load` returns.
         load: reads it.
+        blocks: reads it as blocks of rows, one after another; None: it is only to be had whole.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     load: Callable[[], Tensor]
+    blocks: Callable[[], Iterator[Tensor]] | None = None
 
     def cast(self, dtype: torch.dtype | None) -> Stored:
         """Return the same numbers in another floating dtype; None, and what is no floating number, stay as they are."""
         if dtype is None or dtype == self.dtype or not self.dtype.is_floating_point:
             return self
-        return replace(self, dtype=dtype, load=lambda: self.load().to(dtype))
+        blocks = self.blocks
+        cast_blocks = None if blocks is None else lambda: (block.to(dtype) for block in blocks())
+        return replace(self, dtype=dtype, load=lambda: self.load().to(dtype), blocks=cast_blocks)
 
     def halves_swapped(self) -> Stored:
         """Return a matrix with the two halves of its columns the other way round."""
-        return replace(self, load=lambda: self.load().roll(self.shape[1] // 2, 1))
+        return replace(self, load=lambda: self.load().roll(self.shape[1] // 2, 1), blocks=None)
 
     def rows(self, ids_W: Tensor) -> Stored:
         """Return some rows of a matrix."""
-        return replace(self, shape=(len(ids_W), *self.shape[1:]), load=lambda: self.load()[ids_W])
+        return replace(self, shape=(len(ids_W), *self.shape[1:]), load=lambda: self.load()[ids_W], blocks=None)
+
+    def reshaped(self, shape: tuple[int, ...]) -> Stored:
+        """Return the same numbers in another shape."""
+        return replace(self, shape=shape, load=lambda: self.load().reshape(shape), blocks=None)
+
+    def in_blocks(self) -> Iterator[Tensor]:
+        """Read it in blocks of rows, or whole where that is all there is."""
+        if self.blocks is None:
+            yield self.load()
+        else:
+            yield from self.blocks()
 
     def spread(self, ids_W: Tensor, num_rows: int) -> Stored:
         """Return a head of some tokens, `[W, D]`, as one of all tokens whose likeliest is the same, `[num_rows, D]`.
@@ -128,12 +146,18 @@ def write_weights(path: Path, weights: Mapping[str, Stored]) -> None:
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
-            value = weights[name].load().cpu().contiguous()
-            if value.dtype != weights[name].dtype or tuple(value.shape) != weights[name].shape:
-                raise RuntimeError(
-                    f"{name} was to be {weights[name].dtype} {weights[name].shape}, got {value.dtype} {value.shape}"
-                )
-            file.write(value.reshape(-1).view(torch.uint8).numpy().data)
+            _write_tensor(file, name, weights[name])
+
+
+def _write_tensor(file: BinaryIO, name: str, stored: Stored) -> None:
+    written = 0
+    for block in stored.in_blocks():
+        if block.dtype != stored.dtype or block.shape[1:] != stored.shape[1:]:
+            raise RuntimeError(f"{name} was to be {stored.dtype} {stored.shape}, got {block.dtype} {tuple(block.shape)}")
+        written += file.write(block.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    wanted = math.prod(stored.shape) * stored.dtype.itemsize
+    if written != wanted:
+        raise RuntimeError(f"{name} was to take {wanted} bytes, got {written}")
 
 
 def _safetensors(path: Path) -> Weights:
@@ -147,7 +171,12 @@ def _safetensors(path: Path) -> Weights:
     if unknown:
         raise InputError(f"{path} holds numbers of type {', '.join(unknown)}; known are {', '.join(NAMES)}")
     return {
-        name: Stored(shape=shape, dtype=NAMES[dtype], load=partial(_read, path, name))
+        name: Stored(
+            shape=shape,
+            dtype=NAMES[dtype],
+            load=partial(_read, path, name),
+            blocks=partial(_read_blocks, path, name, shape, NAMES[dtype]) if shape else None,
+        )
         for name, (dtype, shape) in described.items()
     }
 
@@ -156,6 +185,17 @@ def _read(path: Path, name: str) -> Tensor:
     with safe_open(path, "pt") as file:
         value: Tensor = file.get_tensor(name)
     return value
+
+
+def _read_blocks(path: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Tensor]:
+    """Read rows of a tensor, so many at a time as fill a block.
+
+    The file is opened for each: what was read of an open one stays in memory until it is closed.
+    """
+    rows = max(1, BLOCK_BYTES // max(1, math.prod(shape[1:]) * dtype.itemsize))
+    for start in range(0, shape[0], rows):
+        with safe_open(path, "pt") as file:
+            yield file.get_slice(name)[start : start + rows]
 
 
 def _torch_file(path: Path) -> Weights:
