@@ -14,7 +14,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from configs.publishing import HUB_ID, PushConfig
-from scripts.licences import TargetCard
+from scripts.licences import OriginCard, agreed_licence
 from scripts.publication import Cleaned
 
 TASK = "text-generation"
@@ -28,30 +28,29 @@ METRICS = (
 )
 
 
-def card_data(repo_id: str, cleaned: Cleaned, config: PushConfig, target: TargetCard, endpoint: str) -> ModelCardData:
+def card_data(
+    repo_id: str, cleaned: Cleaned, config: PushConfig, origins: Mapping[str, OriginCard], endpoint: str
+) -> ModelCardData:
     """Return the metadata of a card; see `scripts.model_card.make_card` for the arguments."""
-    metadata, kind = cleaned.metadata, cleaned.metadata["kind"]
-    base_model = config.base_model or _hub_id(metadata["target"]["name"])
-    licence = config.license or target.license
+    kind = cleaned.metadata["kind"]
+    target, *others = origins
+    base_models = [name for name in (config.base_model or target, *others) if HUB_ID.fullmatch(name)]
+    licence = OriginCard(license=config.license) if config.license else agreed_licence(origins.values()) or OriginCard()
     data = ModelCardData(
-        base_model=base_model,
+        base_model=base_models[0] if len(base_models) == 1 else base_models or None,
         library_name="transformers" if kind == "draft_lm" else None,
-        license=licence or "other",
-        license_name=None if config.license else target.license_name,
-        license_link=None if config.license else target.license_link,
-        language=target.language,
+        license=licence.license or "other",
+        license_name=licence.license_name,
+        license_link=licence.license_link,
+        language=origins[target].language,
         pipeline_tag=TASK,
         tags=["draftsmith", "speculative-decoding", "draft-model", kind],
         model_name=repo_id.split("/")[-1],
         eval_results=list(_eval_results(cleaned.report, f"{endpoint}/{repo_id}/blob/main/report.json")),
     )
-    if base_model is not None:
+    if base_models:
         data["base_model_relation"] = config.base_model_relation or _relation(kind)
     return data
-
-
-def _hub_id(name: str) -> str | None:
-    return name if HUB_ID.fullmatch(name) else None
 
 
 def _relation(kind: str) -> str:

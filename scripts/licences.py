@@ -1,13 +1,15 @@
-"""Under which licence a target stands, as far as it says so itself: a draft made from it is bound by that too.
+"""Under which licence the models stand that a draft was made from, as far as they say so themselves: it binds the draft too.
 
-Read is the model card in the target's folder or, of a Hub id, the one in the Hub's cache, else on the Hub. Nothing is guessed.
+They are the target and, where the draft began as another model (`student.init: model`), that. Read is the card in the folder
+or, of a Hub id, the one in the Hub's cache, else on the Hub. Nothing is guessed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from httpx2 import HTTPError
 from huggingface_hub import ModelCard, hf_hub_download, try_to_load_from_cache
@@ -18,8 +20,8 @@ CARD = "README.md"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetCard:
-    """What a target's own card says; None: nothing.
+class OriginCard:
+    """What a model's own card says; None: nothing.
 
     Args:
         license: identifier of the Hub's.
@@ -33,8 +35,8 @@ class TargetCard:
     language: str | list[str] | None = None
 
 
-def read_target_card(name: str, revision: str | None, *, online: bool) -> TargetCard:
-    """Return what the card of a target says.
+def read_card(name: str, revision: str | None, *, online: bool) -> OriginCard:
+    """Return what the card of a model says.
 
     Args:
         name: a folder, a file or a Hub id.
@@ -43,17 +45,32 @@ def read_target_card(name: str, revision: str | None, *, online: bool) -> Target
     """
     path = _find(name, revision, online)
     if path is None:
-        return TargetCard()
+        return OriginCard()
     try:
         data = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict()
     except (OSError, ValueError, TypeError, YAMLError):  # somebody else's file: what cannot be read says nothing
-        return TargetCard()
-    return TargetCard(
+        return OriginCard()
+    return OriginCard(
         license=_text(data, "license"),
         license_name=_text(data, "license_name"),
         license_link=_text(data, "license_link"),
         language=data.get("language"),
     )
+
+
+def agreed_licence(cards: Iterable[OriginCard]) -> OriginCard | None:
+    """Return the first card if all name the same licence; None where one names none, or they differ."""
+    first, *others = cards
+    known = (first.license, first.license_name)
+    return first if first.license and all((each.license, each.license_name) == known for each in others) else None
+
+
+def initial_model(training: Mapping[str, Any]) -> str | None:
+    """Return the model that a draft LM began as, by its training config; None: the target's own blocks, or random weights."""
+    student = training.get("student")
+    if not isinstance(student, Mapping) or student.get("init") != "model":
+        return None
+    return str(student["path"])
 
 
 def _find(name: str, revision: str | None, online: bool) -> Path | None:

@@ -20,7 +20,7 @@ from eval.verdict import Finding, measured
 from eval.wording import short
 from heads.formats.table import FORMS
 from scripts.card_data import card_data
-from scripts.licences import TargetCard
+from scripts.licences import OriginCard, agreed_licence
 from scripts.publication import NAMELESS, Cleaned
 
 TEMPLATE = Path(__file__).with_name("templates") / "model_card.md.j2"
@@ -45,7 +45,12 @@ class ServeText:
 
 
 def make_card(
-    repo_id: str, cleaned: Cleaned, config: PushConfig, target: TargetCard, exports: Mapping[str, str], endpoint: str
+    repo_id: str,
+    cleaned: Cleaned,
+    config: PushConfig,
+    origins: Mapping[str, OriginCard],
+    exports: Mapping[str, str],
+    endpoint: str,
 ) -> str:
     """Return `README.md`.
 
@@ -53,14 +58,14 @@ def make_card(
         repo_id: `owner/name`.
         cleaned: what is published.
         config: may say licence and base model.
-        target: what the target's own card says.
+        origins: what the models that it was made from say in their own cards, by public name; the target first.
         exports: by engine, the `serve.txt` of its folder in the repository.
         endpoint: address of the Hub, for links.
     """
     metadata, report = cleaned.metadata, cleaned.report
     serve = dict(_serve(repo_id, metadata, exports))
     card = ModelCard.from_template(
-        card_data(repo_id, cleaned, config, target, endpoint),
+        card_data(repo_id, cleaned, config, origins, endpoint),
         template_path=str(TEMPLATE),
         name=repo_id.split("/")[-1],
         what=_what(metadata, report),
@@ -72,7 +77,7 @@ def make_card(
         recipe=_recipe(metadata),
         training=yaml.safe_dump(metadata["training"], sort_keys=False, allow_unicode=True).rstrip(),
         provenance=_provenance(cleaned),
-        licence=_licence(config, target, metadata),
+        licence=_licence(config, origins),
         limits=list(_limits(metadata, report)),
     )
     return str(card).rstrip() + "\n"
@@ -193,21 +198,20 @@ def _provenance(cleaned: Cleaned) -> str:
     return text
 
 
-def _licence(config: PushConfig, target: TargetCard, metadata: Mapping[str, Any]) -> str:
-    name = escape(metadata["target"]["name"])
+def _licence(config: PushConfig, origins: Mapping[str, OriginCard]) -> str:
+    names = " and ".join(f"`{escape(name)}`" for name in origins)
     if config.license is not None:
         return (
-            f"`{escape(config.license)}`, as stated by who published it. The licence of the target `{name}` applies to what is "
-            "made from it."
+            f"`{escape(config.license)}`, as stated by who published it. What was made from {names} is bound by their licences."
         )
-    if target.license is None:
-        return (
-            f"Not stated: no model card of the target `{name}` was at hand that names a licence. A draft made from a target is "
-            "bound by that target's licence; ask there before use."
-        )
-    named = f" ({escape(target.license_name)})" if target.license_name else ""
+    agreed = agreed_licence(origins.values())
+    if agreed is not None:
+        named = f" ({escape(agreed.license_name)})" if agreed.license_name else ""
+        return f"`{escape(str(agreed.license))}`{named}: so say the model cards of what the draft was made from, {names}."
+    said = "; ".join(f"`{escape(name)}`: {escape(card.license or 'none found')}" for name, card in origins.items())
     return (
-        f"`{escape(target.license)}`{named}, that of the target `{name}` by its own model card, which the draft was made from."
+        f"Not stated. A draft is bound by the licences of what it was made from; those models' own cards name {said}. Ask "
+        "there before use."
     )
 
 

@@ -128,11 +128,17 @@ def clean(release: Release, config: PushConfig, scrubber: Scrubber) -> Cleaned:
 
 
 def target_name(release: Release, config: PushConfig, scrubber: Scrubber) -> str:
-    """Return what the target is called in public: its Hub id or embedded name, `base_model`, else its folder's own name."""
+    """Return what the target is called in public; one from a folder by `base_model`, if that is given."""
     name = str(release.metadata.target["name"])
+    public = public_name(name, scrubber)
+    return public if public == name else config.base_model or public
+
+
+def public_name(name: str, scrubber: Scrubber) -> str:
+    """Return what a model is called in public: its Hub id or embedded name, else its folder's own name."""
     if not Path(name).exists() and (HUB_ID.fullmatch(name) or name.startswith("embedded:")):
         return name
-    return config.base_model or scrubber.text(name)
+    return Path(scrubber.text(name)).name
 
 
 def name_for_engines(cleaned: Cleaned, config: PushConfig) -> str:

@@ -19,9 +19,9 @@ from eval.verdict import as_table
 from heads.formats.exporting import SERVE_FILE, export
 from heads.formats.source import TargetFolder, read_source
 from scripts.hub_upload import full_name, push
-from scripts.licences import read_target_card
+from scripts.licences import agreed_licence, initial_model, read_card
 from scripts.model_card import make_card
-from scripts.publication import Publication, clean, gather, name_for_engines
+from scripts.publication import Publication, clean, gather, name_for_engines, public_name
 from scripts.release_checks import Release, read_release
 from scripts.scrubbing import Scrubber
 
@@ -75,9 +75,11 @@ def _make(
     name, revision = (target, None) if target is not None else (str(known["name"]), known.get("revision"))
     scrubber = Scrubber([get_token()])
     cleaned = clean(release, config, scrubber)
-    target_card = read_target_card(name, revision, online=online)
-    if config.license is None and target_card.license is None:
-        print(f"license: other, as no card of the target {name} names one; --set license=... states it")
+    origins = {cleaned.metadata["target"]["name"]: read_card(name, revision, online=online)}
+    if (initial := initial_model(release.metadata.training)) is not None:
+        origins[public_name(initial, scrubber)] = read_card(initial, None, online=online)
+    if config.license is None and agreed_licence(origins.values()) is None:
+        print(f"license: other, as the cards of {', '.join(origins)} do not name one; --set license=... states it")
     exports: dict[str, Path] = {}
     if config.exports:
         folder = _locate_target(name, revision, online)
@@ -86,7 +88,7 @@ def _make(
             exports[engine] = scratch / engine
             export(source, engine, exports[engine], served_from=f"{repo_id.split('/')[-1]}/{engine}")
     serve = {engine: (folder / SERVE_FILE).read_text(encoding="utf-8") for engine, folder in exports.items()}
-    card = make_card(repo_id, cleaned, config, target_card, serve, api.endpoint)
+    card = make_card(repo_id, cleaned, config, origins, serve, api.endpoint)
     return gather(release, cleaned, exports, card, config, scrubber)
 
 

@@ -13,14 +13,18 @@ from transformers import AutoModelForCausalLM
 from configs.command import BAD_INPUT, DONE, run_command
 from configs.decoding import TargetConfig
 from configs.errors import InputError
-from configs.evaluating import GateConfig
+from configs.evaluating import EvalConfig, GateConfig
 from configs.exchange import ExportConfig, ImportConfig
 from configs.head_families import MedusaSettings
+from configs.learning import StudentConfig
+from distill.draft_init import initial_draft
 from distill.target import load_target
 from eval import gate
+from eval.drafts import load_evaluated
 from heads.artifact import HiddenStates, Metadata, load_draft, read_metadata, save_head
 from heads.families import FAMILIES
 from heads.hub import locate_artifact
+from scripts.licences import OriginCard, read_card
 from tests.scripts.hub_server import READER
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -112,6 +116,27 @@ def test_an_export_takes_a_published_draft_and_its_parts_are_a_model(push, hub, 
     target = ["--target", str(release / "target")]
     assert run(ExportConfig, exporting, NAME, "--to", "transformers", "--out", str(out), *target) == DONE
     assert AutoModelForCausalLM.from_pretrained(out).generation_config.num_assistant_tokens == 3
+
+
+def test_an_evaluation_takes_a_published_draft(push, hub, target):
+    assert push()[0] == DONE
+    section = load_evaluated(EvalConfig(draft=NAME), target).section
+    assert section["path"] == NAME
+    assert section["sha256"] == json.loads(hub.repositories[NAME].files["report.json"])["draft"]["sha256"]
+
+
+def test_a_target_and_a_first_model_load_by_their_names_and_tell_their_licence(hub, release, target):
+    card = b"---\nlicense: apache-2.0\nlanguage: en\n---\n"
+    head = upload(hub, "ann/target", release / "target", **{"README.md": card}).head
+    there = load_target(TargetConfig(name="ann/target", revision=head, dtype="float32", device="cpu"))
+    assert there.identity.differences(target.identity) == []
+    draft = initial_draft(StudentConfig(init="model", path="ann/target", layers=None), there)
+    assert sum(each.numel() for each in draft.parameters()) == sum(each.numel() for each in there.model.parameters())
+    assert read_card("ann/target", head, online=True) == OriginCard(license="apache-2.0", language="en")
+    asked = len(hub.requests)
+    assert read_card("ann/target", head, online=False).license == "apache-2.0"  # in the cache by now
+    assert len(hub.requests) == asked
+    assert read_card("ann/nosuch", None, online=True) == OriginCard()
 
 
 def test_an_import_takes_a_foreign_draft_by_name(hub, release, target, tmp_path, capsys):
