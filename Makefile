@@ -69,6 +69,7 @@ soak: setup ## 210 tiny runs killed, stopped and damaged at random, each to end 
 tables: setup ## fill the documents' tables from docs/results/
 	$(PY) scripts/results_table.py
 	$(PY) scripts/results_table.py --set document=docs/exchange.md
+	$(PY) scripts/results_table.py --set document=docs/scaling.md
 
 serve-check: setup $(VLLM_STAMP) $(LLAMA_CPP_STAMP) ## a vLLM server as target and writer; drafts in vLLM, transformers, llama.cpp, into docs/results/serve.json (after make demo bench-heads)
 	$(PY) -m pytest -m slow -s tests/distill/test_served_target.py tests/distill/test_served_answers.py tests/heads/formats/test_in_llama_cpp.py

@@ -113,7 +113,8 @@ def activation_bytes(config: PlanConfig, models: Models, work: Workload) -> floa
     linear = sum(uses.of_layer(name) * (layer.in_features + layer.out_features) for name, layer in linear_layers(models.body))
     normed = sum(uses.of_layer(name) * 2 * width for name, width in norms(models.body))
     heads = attention_width(models.target) // _head_width(models.target)
-    scores = uses.kept_scores * heads * (WIDE + narrow) * _attending(models)
+    score = WIDE if narrow == WIDE else WIDE + narrow  # the softmax, and its copy in the matmul's dtype
+    scores = uses.kept_scores * heads * score * _attending(models)
     judged = uses.judged_rows * sizes.draft_width * (narrow + WIDE)  # the state, and its gradient from the chunked loss
     return narrow * linear + WIDE * normed + scores + judged
 

@@ -20,7 +20,7 @@ from configs.errors import InputError, first_line
 from configs.learning import StudentConfig
 from configs.planning import PlanConfig, PlanHeadsConfig
 from distill.adapters import add_adapters
-from distill.draft_init import UNTRUSTED, keep_layers
+from distill.draft_init import keep_layers
 from distill.embedded import PREFIX
 from distill.target import UNREADABLE, locate
 from heads.draft_vocabulary import DraftVocabulary
@@ -103,7 +103,8 @@ def read_model_config(name: str, revision: str | None = None, *, trust_remote_co
 
 def _target(config: TargetConfig) -> PreTrainedModel:
     model_config = read_model_config(config.name, config.revision, trust_remote_code=config.trust_remote_code)
-    return _empty(model_config, getattr(torch, config.dtype)).requires_grad_(False)
+    dtype = getattr(torch, config.dtype)
+    return _empty(model_config, dtype, trust_remote_code=config.trust_remote_code).requires_grad_(False)
 
 
 def _draft_lm(student: StudentConfig, target: PreTrainedModel) -> PreTrainedModel:
@@ -131,10 +132,10 @@ def _draft_config(student: StudentConfig, target: PreTrainedModel) -> PreTrained
     return type(config).from_dict(values | (student.overrides or {}))
 
 
-def _empty(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _empty(config: PreTrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False) -> PreTrainedModel:
     try:
         with META:
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, **UNTRUSTED)
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     except UNREADABLE as error:
         raise InputError(f"target.name: {type(config).__name__} makes no causal LM: {first_line(error)}") from error
 

@@ -7,7 +7,7 @@ import pytest
 
 from configs.command import DONE, run_command
 from configs.errors import ConfigError, InputError
-from configs.scale import BenchScaleConfig
+from configs.scale import BenchScaleConfig, ScaleStepsConfig
 from configs.schema import DataConfig
 from distill.making import make_dataset
 from scripts import scale_comparison
@@ -21,7 +21,8 @@ from scripts.scale_comparison import (
     run_steps,
     with_cache,
 )
-from scripts.scale_steps import Clocked, Steps, own_bytes, watching
+from scripts.scale_steps import Clocked, Steps, measure_steps, own_bytes, watching
+from scripts.soak_children import Child
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,17 @@ def bench(folder, **settings):
 
 def test_real_runs_of_one_and_two_processes_see_the_same_number_of_tokens(folder, tmp_path):
     config, recipe = bench(folder), with_cache(bench(folder))
-    alone, together = (run_steps(config, recipe, count, tmp_path / str(count)) for count in (1, 2))
+    result, output = tmp_path / "steps.json", str(tmp_path / "run")
+    child = Child(
+        measure_steps,
+        ScaleStepsConfig(
+            recipe=recipe.model_copy(update={"output": output}), steps=2, warmup_steps=1, checkpoints=1, result=str(result)
+        ),
+        tmp_path,
+    )
+    together = run_steps(config, recipe, 2, tmp_path / "two")
+    assert child.end() == DONE, child.said
+    alone = Steps(**json.loads(result.read_text()))
     assert (alone.num_processes, together.num_processes) == (1, 2)
     assert alone.tokens > 0 < together.tokens
     for run in (alone, together):

@@ -1,5 +1,7 @@
 """Plans against what they plan: parameters, cache bytes, FLOPs and kept activations of real tiny models."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -209,6 +211,16 @@ def test_what_a_head_keeps_for_its_backward_is_close_to_what_is_planned_and_no_m
     kept = kept_bytes(lambda: task.loss(task.module, batch, torch.tensor(128), 1))
     planned = activation_bytes(config, plan_models(config), WORK) * batch.input_ids_BT.numel()
     assert 0.6 < kept / planned < 1.05
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "peagle", "dflash"])
+def test_scores_that_are_kept_are_planned_for_long_rows(folder, head_task, kind):
+    config = heads(folder, kind)
+    task = head_task(kind)
+    batch, work = collate(ConversationDataset(rows_of(2, 240, 192), 512).examples), replace(WORK, mean_tokens=240)
+    kept = kept_bytes(lambda: task.loss(task.module, batch, torch.tensor(384), 1))
+    planned = activation_bytes(config, plan_models(config), work) * batch.input_ids_BT.numel()
+    assert 0.9 < kept / planned < 1.1
 
 
 def test_what_a_draft_lm_keeps_for_its_backward_is_close_to_what_is_planned_and_no_more(folder, greedy_target, batch):
