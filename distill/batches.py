@@ -145,7 +145,7 @@ class EpochSampler(Sampler[list[Item]]):
         return self
 
     def random_numbers(self) -> torch.Generator:
-        """Return the random numbers of the current epoch."""
+        """Return the random numbers of the current epoch. (`generator` is a name under which accelerate looks for another.)"""
         return torch.Generator().manual_seed(((self.seed << 20) + self.epoch) % 2**63)
 
 
