@@ -74,6 +74,10 @@ def fit(foreign: Foreign, target: PreTrainedModel) -> Fitted:
     if "mask_hidden" in weights and math.prod(weights["mask_hidden"].shape) == math.prod(own.get("mask_hidden", (0,))):
         weights["mask_hidden"] = weights["mask_hidden"].reshaped(own["mask_hidden"])
     check_names({name: stored.shape for name, stored in weights.items()}, own)
+    if integers := sorted(name for name, stored in weights.items() if not stored.dtype.is_floating_point):
+        raise InputError(
+            f"expected floating numbers, and {', '.join(integers)} hold others (quantised weights have no place here)"
+        )
     taps = tuple(FAMILIES[foreign.kind].taps(head))
     return Fitted(settings=cast(Any, head).settings, taps=taps, weights=weights, vocabulary=vocabulary)
 
@@ -128,6 +132,8 @@ def _take_vocabulary(weights: Weights, target: PreTrainedModel) -> DraftVocabula
     d2t, t2d = weights.pop("d2t", None), weights.pop("t2d", None)
     if d2t is None:
         return None
+    if d2t.dtype.is_floating_point or d2t.dtype == torch.bool or len(d2t.shape) != 1:
+        raise InputError(f"d2t: expected a list of whole numbers, got {d2t.dtype} of shape {list(d2t.shape)}")
     V = target.config.get_text_config().vocab_size
     ids_W = d2t.load().long() + torch.arange(d2t.shape[0])
     try:

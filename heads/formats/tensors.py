@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -201,6 +202,11 @@ def _read_blocks(path: Path, name: str, shape: tuple[int, ...], dtype: torch.dty
 def _torch_file(path: Path) -> Weights:
     try:
         values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise InputError(
+            f"{path} is no file of torch's with tensors only; what else such a file names is never run. Ask its author for "
+            "safetensors"
+        ) from error
     except (OSError, RuntimeError, ValueError, EOFError) as error:
         raise InputError(f"{path} cannot be read: {first_line(error)}") from error
     if not isinstance(values, dict) or not all(isinstance(value, Tensor) for value in values.values()):
