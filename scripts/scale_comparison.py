@@ -27,6 +27,7 @@ from configs.scale import BenchScaleConfig, ScaleStepsConfig
 from configs.schema import HeadsConfig
 from distill.batches import BucketedBatchSampler, ConversationDataset
 from distill.conversations import read_conversations
+from distill.packing import PackedBatchSampler
 from eval.intervals import Interval, ratio_interval
 from scripts.benchmarks import Turn, speed_ratio, with_bounds, write_results
 from scripts.scale_steps import Steps
@@ -56,7 +57,7 @@ def compare_scale(config: BenchScaleConfig) -> int:
     speed = speed_ratio(_turns(together), _turns(alone), lambda run: run.tokens, samples=samples)
     ratios = {
         **with_bounds("two_processes_vs_one" if config.num_processes == 2 else "processes_vs_one", speed),
-        "packing_efficiency": packing_efficiency(recipe),
+        **tokens_among_positions(recipe),
         **with_bounds("checkpoint_share", checkpoint_share(alone, config.checkpoint_every_steps, samples)),
         **with_bounds("input_share", input_share(alone, samples)),
     }
@@ -139,11 +140,17 @@ def run_steps(
     return Steps(**read_json(folder / "steps.json", "timed steps"))
 
 
-def packing_efficiency(recipe: HeadsConfig) -> float:
-    """Return the share of a batch's positions that hold tokens, over an epoch of the recipe's data."""
+def tokens_among_positions(recipe: HeadsConfig) -> dict[str, float]:
+    """Return the share of a batch's positions that hold tokens over an epoch of the recipe's data, packed and bucketed."""
     dataset = ConversationDataset(read_conversations(Path(recipe.data.train)), recipe.data.max_length)
-    sampler = BucketedBatchSampler(dataset.lengths, recipe.schedule.batch_size, seed=recipe.schedule.seed)
-    return 1 - sampler.measure().padding_share
+    batch_size, seed = recipe.schedule.batch_size, recipe.schedule.seed
+    packed = recipe.data.model_copy(update={"packing": True})
+    rows = PackedBatchSampler(dataset.lengths, batch_size, pack_length=packed.row_length or packed.max_length, seed=seed)
+    buckets = BucketedBatchSampler(dataset.lengths, batch_size, seed=seed)
+    return {
+        "packing_efficiency": rows.measure().packing_efficiency,
+        "bucketing_efficiency": buckets.measure().packing_efficiency,
+    }
 
 
 def checkpoint_share(runs: Sequence[Steps], every_steps: int, samples: int) -> Interval:
