@@ -56,9 +56,16 @@ def cases(pairs, quick):
     ]
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 def environment_of(recipe: Path) -> dict[str, str]:
     """Return what `accelerate launch` would set, by its own reading of the file."""
-    arguments = launch_command_parser().parse_args(["--config_file", str(recipe), "train/distill.py"])
+    port = ["--main_process_port", str(free_port())]  # the default may be in use here
+    arguments = launch_command_parser().parse_args(["--config_file", str(recipe), *port, "train/distill.py"])
     arguments, defaults, _ = _validate_launch_command(arguments)
     if arguments.use_deepspeed:
         arguments.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
@@ -95,9 +102,7 @@ class Runs:
         """Start a run's processes; `recipe` None: one, without a launcher."""
         environment = {}
         if recipe is not None:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
             split = split_everything(ROOT / "configs" / "accelerate" / f"{recipe}.yaml", self.folder)
             environment = environment_of(split) | address
         main = run_distillation if type(config).__name__ == "DistillConfig" else run_heads
