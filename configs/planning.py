@@ -34,12 +34,13 @@ class Preset(Settings):
 
 
 PRESETS: dict[PresetName, Preset] = {
-    # Two cores of a shared machine: TFLOP/s of a product of 2048-wide bfloat16 matrices, memory as in large matrix-vector ones.
+    # Measured on two cores of a shared machine: a product of 2048-wide bfloat16 matrices, memory as in large matrix-vector
+    # products, gloo adding up 20 MB over two processes; the network is one of 1 Gbit/s and not measured.
     "laptop_cpu": Preset(
         memory_gib=16.0,
         tflops=0.47,
         memory_gb_per_second=18.0,
-        interconnect_gb_per_second=1.0,
+        interconnect_gb_per_second=1.4,
         network_gb_per_second=0.1,
         disk_gb_per_second=0.5,
         host_memory_gib=16.0,

@@ -86,7 +86,7 @@ def test_a_slurm_job_that_is_stopped_goes_back_into_the_queue_and_on_from_its_ch
     def job(**more):
         command = ["bash", str(script), str(ROOT / "train" / "distill.py"), "--config", config]
         return subprocess.run(
-            command, cwd=tmp_path, env=variables | more, capture_output=True, text=True, timeout=120, check=False
+            command, cwd=tmp_path, env=variables | more, capture_output=True, text=True, timeout=140, check=False
         )
 
     first = job()
@@ -128,14 +128,14 @@ def test_torchrun_starts_both_processes_again_when_one_is_killed_and_nothing_is_
     with said.open("wb") as file:
         run = subprocess.Popen(command, env=environment(PROCESSES_PER_NODE="2", MAX_RESTARTS="1"), stdout=file, stderr=file)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not (tmp_path / "run" / "checkpoints" / "step-00000020").exists():
             assert run.poll() is None, said.read_text()
             assert time.monotonic() < deadline, said.read_text()
             time.sleep(0.02)
         victim = workers(config)[1]
         os.kill(victim, signal.SIGKILL)
-        assert run.wait(120) == DONE, said.read_text()
+        assert run.wait(150) == DONE, said.read_text()
     finally:
         run.terminate()
         run.wait(60)
