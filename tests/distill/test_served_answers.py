@@ -12,12 +12,14 @@ from accelerate import PartialState
 
 from configs.decoding import SamplingConfig, TargetConfig
 from configs.evaluating import LosslessConfig
-from configs.schema import DataConfig
+from configs.schema import DataConfig, PromptsConfig
 from configs.server import AnswerServerConfig
 from distill.conversations import read_conversations
 from distill.making import make_dataset
+from distill.self_seeding import find_user_frame
 from distill.server import TargetServer
 from distill.server_checks import check_writes
+from distill.server_turns import ServerTurns
 from distill.server_writing import ServerWriter
 from distill.target import load_target
 from eval.lossless import find_divergences, is_tie
@@ -151,6 +153,16 @@ def test_text_alone_gives_the_same_tokens_or_is_dropped(writer, target, made):
     print(f"\nby text: {len(read)} of {len(rows)} answers could be read back, {equal} of them token for token")
     assert equal == len(read) >= len(rows) / 2
     check_writes(by_text, [rows[0].prompt_ids])
+
+
+def test_the_engine_writes_user_turns_that_can_be_used(writer, target, tmp_path):
+    config = PromptsConfig(num_prompts=6, max_prompt_tokens=80, temperature=0.8, top_p=1.0)
+    turns = ServerTurns(writer=writer(SamplingConfig()), config=config, folder=tmp_path, rank=0)
+    texts = dict(turns(find_user_frame(target, 80), range(6)))
+    print(f"\nself-seeded turns: {list(texts.values())}")
+    usable = [text for text in texts.values() if text]
+    assert len(set(usable)) == len(usable) >= 2
+    assert not any("<|im_" in text for text in usable)
 
 
 def test_the_folder_of_the_engine_is_not_in_the_data(made, tmp_path_factory):
