@@ -77,7 +77,7 @@ def test_a_pickle_that_would_run_something(exported, tmp_path):
 
     (exported.out / WEIGHTS_FILE).unlink()
     torch.save({"fc.weight": Trap()}, exported.out / "pytorch_model.bin")
-    refused(exported, "pytorch_model.bin cannot be read")
+    refused(exported, "pytorch_model.bin is no file of torch's with tensors only")
     assert not (tmp_path / "sprung").exists()
 
 
