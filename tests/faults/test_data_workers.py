@@ -49,10 +49,10 @@ def at_its_second_batch(act, checkpoint):
 
 
 FAULTS = {
-    "hangs": (lambda: time.sleep(600), r"did not bring its batch within 2 s \(schedule\.process_timeout_seconds\)"),
+    "hangs": (lambda: time.sleep(600), r"did not bring its batch within 3 s \(schedule\.process_timeout_seconds\)"),
     "is stopped": (
         lambda: os.kill(os.getpid(), signal.SIGSTOP),
-        r"did not bring its batch within 2 s \(schedule\.process_timeout_seconds\)",
+        r"did not bring its batch within 3 s \(schedule\.process_timeout_seconds\)",
     ),
     "dies": (lambda: os.kill(os.getpid(), signal.SIGKILL), "(is killed by signal: Killed|exited unexpectedly)"),
 }
@@ -61,7 +61,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_worker_that_fails_is_named_and_the_checkpoint_stands(workshop, undisturbed, tmp_path, start, distilled, fault):
     act, how = FAULTS[fault]
-    config = workshop.distill(tmp_path / "run", loader_workers=3, process_timeout_seconds=2)
+    config = workshop.distill(tmp_path / "run", loader_workers=3, process_timeout_seconds=3)
     checkpoints = tmp_path / "run" / "checkpoints"
     failed = start(run_distillation, config, before=at_its_second_batch(act, checkpoints / "step-00000003"))
     assert failed.end(60) == 1, failed.said
@@ -70,8 +70,9 @@ def test_a_worker_that_fails_is_named_and_the_checkpoint_stands(workshop, undist
     assert found, said
     assert not living(int(found[1]))
     assert [read_manifest(path).step for path in list_checkpoints(checkpoints)] == [3]
-    assert distilled(loader_workers=2).process.exitcode == DONE
-    assert final_weights(tmp_path / "run") == final_weights(undisturbed["distill"])
+    if fault == "hangs":  # what lies on the disk is the same after each of them
+        assert distilled(loader_workers=1).process.exitcode == DONE
+        assert final_weights(tmp_path / "run") == final_weights(undisturbed["distill"])
 
 
 def living(process: int) -> bool:
@@ -132,7 +133,7 @@ def test_a_packed_run_that_is_killed_goes_on_to_the_same_weights_with_any_worker
     main = {"distill": run_distillation, "heads": run_heads}[work]
 
     def run(name, before=None, **schedule):
-        config = getattr(workshop, work)(tmp_path / name, batch_size=2, **schedule)
+        config = getattr(workshop, work)(tmp_path / name, batch_size=1, **schedule)
         packed = config.data.model_copy(update={"packing": True, "pack_length": 80})
         child = start(main, config.model_copy(update={"data": packed}), before=before)
         return child.end(60), child.said
@@ -140,9 +141,9 @@ def test_a_packed_run_that_is_killed_goes_on_to_the_same_weights_with_any_worker
     code, said = run("whole")
     assert code == DONE, said
     if work == "distill":
-        code, _ = run("killed", before=die_at_step(8), loader_workers=2)
+        code, _ = run("killed", before=die_at_step(8), loader_workers=1)
         assert code == -signal.SIGKILL
-    code, said = run("killed", loader_workers=3)
+    code, said = run("killed", loader_workers=2)
     assert code == DONE, said
     assert final_weights(tmp_path / "killed") == final_weights(tmp_path / "whole")
 
