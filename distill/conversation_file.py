@@ -128,12 +128,14 @@ def _read_index(path: Path, sha256: str) -> Index | None:
         with safe_open(path, framework="numpy") as file:
             if file.metadata() != _metadata(sha256):
                 return None
+            parts = {name: file.get_slice(name) for name in DTYPES}
+            if any(part.get_dtype() != f"I{8 * np.dtype(DTYPES[name]).itemsize}" for name, part in parts.items()):
+                return None
             columns = {name: file.get_tensor(name) for name in DTYPES}
     except (SafetensorError, OSError) as error:
         log.info("index %s cannot be read (%s) and is made anew", path, error)
         return None
-    shapes = {(column.dtype == DTYPES[name], column.shape) for name, column in columns.items()}
-    return Index(**columns) if shapes == {(True, columns["offsets"].shape)} else None
+    return Index(**columns) if {column.shape for column in columns.values()} == {(columns["offsets"].size,)} else None
 
 
 def _make_index(path: Path) -> Index:
