@@ -25,6 +25,7 @@ from configs.provenance import write_run_record
 from configs.redaction import mask_secrets
 from configs.schema import DataConfig, PromptsConfig
 from distill.answers import PIECES, Answered, AnswerJob
+from distill.conversation_file import SUFFIX
 from distill.conversations import FORMAT_VERSION, MANIFEST, WRITTEN_BY, Conversation, count_answer_tokens
 from distill.given_answers import check_given, given_answers
 from distill.partial import PartialFile, fingerprint
@@ -42,7 +43,8 @@ from distill.target import Target, load_target
 logger = logging.getLogger("draftsmith")
 
 PROMPT_PIECES = ".prompts.partial.jsonl"
-OUTPUTS = ("train.jsonl", "held_out.jsonl", MANIFEST, "run.json")
+SIDES = ("train.jsonl", "held_out.jsonl")
+OUTPUTS = (*SIDES, *(name + SUFFIX for name in SIDES), MANIFEST, "run.json")  # training leaves indices beside the data
 
 
 def make_dataset(config: DataConfig) -> None:

@@ -14,6 +14,7 @@ from configs.errors import InputError
 from distill.batches import BucketedBatchSampler, ConversationDataset
 from distill.conversation_file import SUFFIX, open_conversations, row_lengths
 from distill.conversations import Conversation, read_conversations
+from distill.making import check_output
 from distill.packing import PackedBatchSampler
 from distill.vocabulary_choice import most_frequent_answer_tokens
 
@@ -125,6 +126,11 @@ def test_a_folder_that_cannot_be_written_is_read_all_the_same(path, monkeypatch,
         assert list(open_conversations(path)) == read_conversations(path)
     assert "every run will make the index of its conversations anew" in caplog.text
     assert not index_of(path).exists()
+
+
+def test_data_may_be_made_again_where_training_has_left_an_index(path):
+    open_conversations(path)
+    check_output(path.parent)
 
 
 def test_the_index_is_readable_for_those_who_may_read_the_data(path):
