@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from configs.draft_layers import LayerSettings
 from configs.errors import InputError
 from configs.head_families import DFlashSettings, Eagle3Settings, HydraSettings, MedusaSettings, MtpSettings
 from heads.artifact import METADATA_FILE, WEIGHTS_FILE
@@ -28,6 +29,17 @@ def test_ids_of_hidden_states_are_those_of_each_engine(write, tmp_path):
     one, other = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("one", "other"))
     assert one["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
     assert other["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
+
+
+def test_layers_of_their_own_are_described_to_each_engine(write, tmp_path):
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    written = write(EAGLE.model_copy(update={"layer": LayerSettings(mlp_width=80, rope_theta=500.0, rope_scaling=scaling)}))
+    export(written.source(), "vllm", tmp_path / "one")
+    export(written.source(), "sglang", tmp_path / "other")
+    one, other = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("one", "other"))
+    layers = one["transformer_layer_config"]
+    assert (layers["intermediate_size"], layers["rope_parameters"]) == (80, scaling | {"rope_theta": 500.0})
+    assert (other["intermediate_size"], other["rope_theta"], other["rope_scaling"]) == (80, 500.0, scaling)
 
 
 def test_d2t_holds_offsets(write):
