@@ -94,7 +94,7 @@ class Stored:
             whole_VD[ids_W] = rows_WD
             return whole_VD
 
-        return replace(self, shape=(num_rows, *self.shape[1:]), load=load)
+        return replace(self, shape=(num_rows, *self.shape[1:]), load=load, blocks=None)
 
 
 Weights = dict[str, Stored]

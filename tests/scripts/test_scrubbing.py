@@ -27,7 +27,7 @@ from scripts.scrubbing import Scrubber
         ("12 tokens/s, τ 1.6/2", "12 tokens/s, τ 1.6/2"),
         ("token hf_abcdefghijklmnopqrstuvw", "token ***"),
         ("https://ann:pw@host/x", "https://***@host/x"),
-        ("Authorization: Bearer abcdef123456", "Authorization: Bearer ***"),
+        ("Authorization: Bearer abcdef123456", "Authorization: ***"),
         ("eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0abc.sig", "***"),
         ("my s3cr3t words", "my *** words"),
         ("/home/alice/deals 2026/train.jsonl", "train.jsonl"),

@@ -17,6 +17,7 @@ from distill.conversations import Conversation
 from distill.target import load_target
 from eval.decode import Request
 from heads.artifact import HiddenStates, Metadata, save_head
+from heads.formats.table import FORMS
 from scripts import serve_cases, serve_engines, serve_transformers, serve_vllm
 from scripts.serve_cases import AGREES, CHECKED, DISAGREES, NO_ENGINE, run_checks
 from scripts.serve_engines import Engine, run_engine
@@ -256,8 +257,9 @@ def test_engines_that_are_not_run_are_checked_by_the_export(settings, tiny_run):
     ("engine", "words"),
     [("llama_cpp", "bin/llama-server is missing"), ("tensorrt_llm", "has no form for draft_lm")],
 )
-def test_what_cannot_be_run_is_refused_before_anything_runs(fake, settings, engine, words):
+def test_what_cannot_be_run_is_refused_before_anything_runs(fake, settings, monkeypatch, engine, words):
     fake(before="sys.exit('it was run')")
+    monkeypatch.setitem(FORMS, "tensorrt_llm", {})
     case = {"artifact": settings["cases"][0]["artifact"], "engine": engine}
     with pytest.raises(InputError, match=words):
         run(settings, cases=[*settings["cases"], case])
