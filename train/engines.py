@@ -195,9 +195,9 @@ class DeepSpeed:
         self.plugin = accelerator.state.deepspeed_plugin
         self.splits_weights = self.plugin.zero_stage == 3
         config = self.plugin.deepspeed_config
-        for name, instead in (("optimizer", "optimizer"), ("scheduler", "optimizer")):
+        for name in ("optimizer", "scheduler"):
             if name in config:
-                raise ConfigError(f"{name} of DeepSpeed's config file: the recipe's `{instead}` decides it; take it out")
+                raise ConfigError(f"{name} of DeepSpeed's config file: the recipe's `optimizer` decides it; take it out")
         accelerator.gradient_accumulation_steps = schedule.gradient_accumulation_steps
         config.pop("train_batch_size", None)  # follows from the others
         config |= {
