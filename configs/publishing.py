@@ -7,7 +7,6 @@ from typing import Literal, Self
 
 from pydantic import field_validator, model_validator
 
-from configs.exchange import ENGINES
 from configs.settings import PositiveInt, Settings
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -33,7 +32,7 @@ class PushConfig(Settings):
     @model_validator(mode="after")
     def _exports_are_named_once(self) -> Self:
         if len(set(self.exports)) < len(self.exports):
-            raise ValueError(f"exports must name each engine once, got {self.exports}; known are {', '.join(ENGINES)}")
+            raise ValueError(f"exports must name each engine once, got {self.exports}")
         return self
 
     @field_validator("base_model")
