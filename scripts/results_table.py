@@ -63,6 +63,8 @@ def _tables(path: Path) -> str:
 
 def _ratios(ratios: Mapping[str, float | None]) -> str:
     named = [name for name in ratios if not name.endswith(BOUNDS)]
+    if not named:
+        return ""
     return _table(("ratio", "value", "95 % interval"), [(name, _cell(ratios[name]), _bounds(ratios, name)) for name in named])
 
 

@@ -114,3 +114,4 @@ def test_bounds_of_no_column_in_the_row_are_columns_themselves(tmp_path):
     filled = fill_tables("<!-- table: serve -->\n<!-- end -->", tmp_path)
     assert "| family | tau_ours | tau_low | tau_high | verdict |" in filled
     assert "| medusa | 1.90 | 1.70 | – | agrees |" in filled
+    assert "| ratio |" not in filled  # there are none
