@@ -83,11 +83,16 @@ def with_cache(config: BenchScaleConfig) -> HeadsConfig:
 
 
 def check_shares(recipe: HeadsConfig, num_processes: int) -> None:
-    """Refuse a batch that the processes cannot share evenly.
+    """Refuse a batch that the processes cannot share evenly, and steps of several micro-batches, which are not timed here.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: they cannot, or steps are such.
     """
+    if recipe.schedule.gradient_accumulation_steps > 1:
+        raise ConfigError(
+            "recipe: schedule.gradient_accumulation_steps must be 1 here, where every micro-batch is a step, got "
+            f"{recipe.schedule.gradient_accumulation_steps}"
+        )
     if recipe.schedule.batch_size % num_processes:
         raise ConfigError(
             f"num_processes: {num_processes} processes cannot share batches of {recipe.schedule.batch_size} evenly; give a "

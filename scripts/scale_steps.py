@@ -11,23 +11,24 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
 from torch.utils.data import DataLoader
 
 from configs.files import write_json
 from configs.scale import ScaleStepsConfig
 from configs.schema import HeadsConfig
-from distill.batches import NO_DOCUMENT, Batch, make_loader
+from distill.batches import NO_DOCUMENT, Batch
 from distill.head_objective import HeadLoss
 from distill.processes import join_processes
 from train.checkpoints import Checkpoints, Progress
+from train.engines import choose_engine
 from train.head_task import HeadTask
-from train.launch import load_materials, make_accelerator, open_training_cache
+from train.launch import load_materials, make_accelerator, make_training_loader, open_training_cache
 from train.lineage import Lineage
 from train.optimizer import make_optimizer
 
@@ -88,9 +89,9 @@ class Trainee:
     def __init__(self, recipe: HeadsConfig, task: HeadTask, accelerator: Accelerator, num_steps: int) -> None:
         self.task, self.accelerator, self.reading_seconds = task, accelerator, 0.0
         self.max_grad_norm = recipe.optimizer.max_grad_norm
-        optimizer, self.scheduler = make_optimizer(task.module, recipe.optimizer, num_steps)
-        self.module: nn.Module
-        self.module, self.optimizer = accelerator.prepare(task.module, optimizer)
+        self.engine = choose_engine(accelerator, recipe.schedule, recipe.optimizer)
+        make = partial(make_optimizer, config=recipe.optimizer, num_steps=num_steps)
+        self.module, self.optimizer, self.scheduler = self.engine.prepare(task, make)
 
     def step(self, batch: Batch) -> int:
         """Take one optimiser step; return this process's tokens."""
@@ -102,8 +103,8 @@ class Trainee:
             self.reading_seconds += time.perf_counter() - started
         with accelerator.autocast():
             result: HeadLoss = self.module(inputs, num_labels, accelerator.num_processes)
-        accelerator.backward(result.loss)
-        accelerator.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)
+        self.engine.backward(result.loss)
+        self.engine.clip(self.module, self.max_grad_norm)
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
@@ -124,8 +125,7 @@ def measure_steps(config: ScaleStepsConfig) -> None:
     cache = open_training_cache(recipe, materials.dataset, materials.target)
     task = HeadTask(recipe, materials.target, materials.train, materials.held_out, accelerator, cache)
     trainee = Trainee(recipe, task, accelerator, config.warmup_steps + config.steps)
-    loader = make_loader(materials.dataset, recipe.schedule.batch_size, seed=recipe.schedule.seed)
-    batches = Clocked(accelerator.prepare(loader))
+    batches = Clocked(accelerator.prepare(make_training_loader(recipe, materials.dataset)))
     with watching() if config.watch_memory else nullcontext([0]) as peak:
         for _ in range(config.warmup_steps):
             trainee.step(batches.next())

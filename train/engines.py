@@ -109,7 +109,11 @@ class EveryProcess:
 
     def prepare(self, task: Task, make: MakeOptimizer) -> tuple[nn.Module, Any, LambdaLR]:
         optimizer, scheduler = make(task.module)
-        return *self.accelerator.prepare(task.module, optimizer), scheduler
+        module, optimizer = self.accelerator.prepare(task.module, optimizer)
+        if isinstance(module, DistributedDataParallel):
+            # No draft has buffers that change; sent at every forward, they would let all wait for the slowest there as well.
+            module.forward_sync_buffers = False
+        return module, optimizer, scheduler
 
     def micro_batch(self, module: nn.Module, *, last: bool) -> AbstractContextManager[None]:
         return nullcontext() if last else self.accelerator.no_sync(module)

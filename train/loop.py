@@ -131,8 +131,6 @@ class _Training:
         self.profiler = StepProfiler(schedule.profile, output, accelerator, self.clock)
         self.books = Books(accelerator, self.clock, find_peak(accelerator, schedule))
         if isinstance(self.module, DistributedDataParallel):
-            # No draft has buffers that change; sent at every forward, they would let all wait for the slowest there as well.
-            self.module.forward_sync_buffers = False
             self.clock.follow_gradients(task.module)
 
     def run(self) -> Outcome:

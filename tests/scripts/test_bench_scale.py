@@ -131,6 +131,13 @@ def test_a_batch_that_cannot_be_shared_evenly_is_refused(folder):
         check_shares(recipe, 3)
 
 
+def test_steps_of_several_micro_batches_are_refused(folder):
+    recipe = with_cache(bench(folder))
+    schedule = recipe.schedule.model_copy(update={"gradient_accumulation_steps": 4})
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps must be 1 here"):
+        check_shares(recipe.model_copy(update={"schedule": schedule}), 1)
+
+
 @pytest.mark.parametrize(
     ("code", "said", "kind", "reason"),
     [
