@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from configs.device_map import DeviceMap, MaxMemory, check_device_map
 from configs.lossy import LossyConfig
 from configs.rules import Rule, Verification, check_lossy, check_tree_rule, draws_drafts, rule_of
 from configs.settings import Dtype, NonNegativeFloat, NonNegativeInt, PositiveInt, Settings
@@ -32,6 +33,17 @@ class TargetConfig(Settings):
     forward: Literal["transformers", "lean", "compiled"] = "transformers"
     device: str = "auto"  # auto takes the GPU where there is one
     trust_remote_code: bool = False
+    # For a target larger than one GPU: its blocks are spread over this process's GPUs, then the CPU's memory, then the disk;
+    # embedding, final norm and head stay on `device`. auto and balanced: as even as can be; sequential: fill one after another;
+    # a map of module names (model.layers.0: 1; also cpu, disk): by hand, what it does not name stays on `device`.
+    device_map: DeviceMap = None
+    max_memory: MaxMemory = None  # by GPU's number or cpu, as 0: 60GiB; None: what is free there
+    offload_folder: str | None = None  # with disk: for weights that are kept otherwise than they run, as of most MoE models
+
+    @model_validator(mode="after")
+    def _the_device_map_can_be_followed(self) -> Self:
+        check_device_map(self)
+        return self
 
 
 class SamplingConfig(Settings):

@@ -15,6 +15,7 @@ from distill.adapters import add_adapters
 from distill.target import UNREADABLE, Target, move
 from heads.identity import hash_tokenizer
 from heads.lm_head import check_split
+from heads.offloaded import real_weight
 from heads.rollback import check_rolls_back
 
 UNTRUSTED = {"trust_remote_code": False}  # left open, transformers asks on the terminal
@@ -73,7 +74,7 @@ def keep_layers(model: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
         if not found:
             weights[name] = tensor
         elif index in new_index:
-            weights[f"{head}{found}{new_index[index]}.{rest}"] = tensor
+            weights[f"{head}{found}{new_index[index]}.{rest}"] = real_weight(model, name, tensor)
     try:
         draft.load_state_dict(weights)
     except RuntimeError as error:

@@ -19,6 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 from configs.decoding import TargetConfig
 from configs.errors import InputError, first_line
 from configs.redaction import redact
+from distill.device_map import place_parts
 from distill.embedded import PREFIX, embedded_folder, load_gguf
 from heads.compiled_forward import make_compiled
 from heads.identity import TargetIdentity, hash_chat_template, hash_files, hash_tokenizer, hash_weights
@@ -33,16 +34,20 @@ UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, ImportError, Safetens
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A frozen target, ready to run, with its tokenizer and its identity."""
+    """A frozen target, ready to run, with its tokenizer and its identity.
+
+    spread_by: the settings by which its blocks were spread over devices (`distill.device_map`); None: it lies whole on one.
+    """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     identity: TargetIdentity
     eos_token_ids: tuple[int, ...]
+    spread_by: TargetConfig | None = None
 
     @property
     def device(self) -> torch.device:
-        """Where the weights live."""
+        """Where the weights live; of a spread target those of embedding, final norm and head, and where states come out."""
         return self.model.device
 
     @property
@@ -90,11 +95,14 @@ def load_target(config: TargetConfig) -> Target:
     path = locate(config)
     device = choose_device(config.device)
     try:
-        model, tokenizer = _load_gguf_file(path, config) if path.suffix == ".gguf" else _load_folder(path, config)
+        model, tokenizer = _load_gguf_file(path, config) if path.suffix == ".gguf" else _load_folder(path, config, device)
+    except InputError:
+        raise
     except UNREADABLE as error:
         raise InputError(f"target.name: {path} does not hold a causal LM and its tokenizer: {first_line(error)}") from error
     weights_sha256 = hash_files([path]) if path.is_file() else hash_weights(path)
-    move(model, device, getattr(torch, config.dtype)).eval().requires_grad_(False)
+    # accelerate's hooks place the weights of a spread target.
+    move(model, device if config.device_map is None else None, getattr(torch, config.dtype)).eval().requires_grad_(False)
     check_split(model)
     if config.forward == "lean":
         make_lean(model)
@@ -107,11 +115,19 @@ def load_target(config: TargetConfig) -> Target:
         tokenizer_sha256=hash_tokenizer(tokenizer),
         chat_template_sha256=hash_chat_template(tokenizer),
     )
-    return Target(model=model, tokenizer=tokenizer, identity=identity, eos_token_ids=_eos_token_ids(model, tokenizer))
+    return Target(
+        model=model,
+        tokenizer=tokenizer,
+        identity=identity,
+        eos_token_ids=_eos_token_ids(model, tokenizer),
+        spread_by=None if config.device_map is None else config,
+    )
 
 
-def move(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """Move a model's weights, in place. (transformers wraps `to` in a way that type checkers cannot follow.)"""
+def move(model: PreTrainedModel, device: torch.device | None, dtype: torch.dtype) -> PreTrainedModel:
+    """Move a model's weights, in place; device None leaves them where they are. (transformers wraps `to` in a way that type
+    checkers cannot follow.)
+    """
     torch.nn.Module.to(model, device=device, dtype=dtype)
     return model
 
@@ -156,7 +172,10 @@ def _load_gguf_file(path: Path, config: TargetConfig) -> tuple[PreTrainedModel, 
     return load_gguf(path, config.attention), AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
 
 
-def _load_folder(path: Path, config: TargetConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _load_folder(path: Path, config: TargetConfig, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    spread: dict[str, object] = {}
+    if config.device_map is not None:
+        spread = {"device_map": place_parts(path, config, device), "offload_folder": config.offload_folder}
     model = AutoModelForCausalLM.from_pretrained(
         path,
         dtype=getattr(torch, config.dtype),
@@ -164,6 +183,7 @@ def _load_folder(path: Path, config: TargetConfig) -> tuple[PreTrainedModel, Pre
         trust_remote_code=config.trust_remote_code,
         use_safetensors=True,
         local_files_only=True,
+        **spread,
     )
     return model, AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
 

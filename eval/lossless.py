@@ -20,7 +20,7 @@ import torch
 
 from configs.decoding import DecodeConfig
 from configs.evaluating import LosslessConfig
-from distill.target import Target, move
+from distill.target import Target, load_target, move
 from eval.decode import Request, decode
 from eval.lossless_sampled import FAIL, INCONCLUSIVE, PASS, check_samples, pair_answers
 from eval.records import UNDECODED, Divergence, Generation
@@ -187,6 +187,8 @@ def widened(target: Target) -> Target:
 
 
 def _copied(target: Target, dtype: torch.dtype) -> Target:
+    if target.spread_by is not None:  # what does not fit on one device is not copied there either
+        return load_target(target.spread_by.model_copy(update={"dtype": str(dtype).removeprefix("torch.")}))
     return replace(target, model=move(copy.deepcopy(target.model), target.device, dtype))
 
 

@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from heads.kv_cache import RowLayer
+from heads.kv_cache import RowLayer, beside
 
 STEPS = 127
 
@@ -57,7 +57,7 @@ class Int8Layer(RowLayer):
                 start = self.slots.starts[0]
                 place[:, :, start : start + new.shape[2]] = new
             else:
-                place[self.slots.index] = new.transpose(1, 2)
+                place[beside(self.slots.index, place)] = new.transpose(1, 2)
 
 
 def narrow(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -70,12 +70,14 @@ class RowLayer(CacheLayerMixin):
             self.keys[:, :, start:end] = key_states
             self.values[:, :, start:end] = value_states
         else:
-            self.keys[self.slots.index] = key_states.transpose(1, 2)
-            self.values[self.slots.index] = value_states.transpose(1, 2)
+            index = beside(self.slots.index, self.keys)
+            self.keys[index] = key_states.transpose(1, 2)
+            self.values[index] = value_states.transpose(1, 2)
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def move(self, goal: tuple[Tensor, slice, Tensor], source: tuple[Tensor, slice, Tensor]) -> None:
         """Copy what stands in the slots `source` to `goal`."""
+        goal, source = beside(goal, self.keys), beside(source, self.keys)
         for name in self.stored:
             tensor = getattr(self, name)
             tensor[goal] = tensor[source]
@@ -205,6 +207,12 @@ def _index(starts: Sequence[int], columns: Tensor) -> tuple[Tensor, slice, Tenso
     """Return the index of slots `starts[b] + columns` of each row, all heads; `columns` is `[T]` or `[B, T]`."""
     starts_B1 = torch.tensor(starts, device=columns.device).unsqueeze(1)
     return torch.arange(len(starts), device=columns.device).unsqueeze(1), slice(None), starts_B1 + columns
+
+
+def beside(index: tuple[Tensor, slice, Tensor], states: Tensor) -> tuple[Tensor, slice, Tensor]:
+    """Return an index of slots on the device of these states: the layers of a spread target lie on several."""
+    rows, heads, positions = index
+    return rows.to(states.device), heads, positions.to(states.device)
 
 
 def new_cache(model: PreTrainedModel, capacity: int, layer: Callable[[int], RowLayer] = RowLayer) -> RowCache:

@@ -12,7 +12,6 @@ B batch, T positions, E = D width, K depths, W draft vocabulary.
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from heads.kv_cache import RowCache
 from heads.mtp_block import CacheLayer, ChainKeys, Keys, Surroundings, cached_mask, copy_block, unrolled_mask
 from heads.mtp_depths import DepthChain
 from heads.native_mtp import NativeMtp
+from heads.offloaded import own_copy
 from heads.proposer import Proposer
 from heads.target_states import TargetStates, final_norm, num_blocks
 from heads.training import Depth, HeadInputs, flat, labelled_origins, shifted_left
@@ -123,7 +123,7 @@ class MtpLayer(nn.Module):
         self.hnorm = fresh(shape.width, eps=shape.norm_epsilon)
         self.eh_proj = nn.Linear(2 * shape.width, shape.width, bias=False)
         self.mtp_block = copy_block(target, number)
-        self.post_norm = copy.deepcopy(last).requires_grad_(True)
+        self.post_norm = own_copy(last).requires_grad_(True)
 
     def forward(
         self,

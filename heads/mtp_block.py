@@ -11,7 +11,6 @@ B batch, T positions, S keys, D width, M key-value heads, H head width.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from typing import Any, Protocol
 
@@ -22,6 +21,7 @@ from transformers import PreTrainedModel
 from configs.errors import InputError
 from heads.kv_cache import RowCache
 from heads.lm_head import backbone
+from heads.offloaded import own_copy
 from heads.target_states import blocks, num_blocks, tapped
 
 
@@ -123,7 +123,7 @@ class Surroundings:
         before_BTD, after_BTD = seen[number], seen[number + 1]
         causal_B1TT = torch.ones(1, 1, T, T, dtype=torch.bool, device=target.device).tril()
         visible_B1TT = unrolled_mask(causal_B1TT, 0, self.window)
-        apart_BTD = self.run(blocks(target)[number], before_BTD, positions_BT, visible_B1TT, None)
+        apart_BTD = self.run(blocks(target)[number], before_BTD, positions_BT, visible_B1TT, None).to(after_BTD.device)
         tolerance = 16 * torch.finfo(after_BTD.dtype).eps * after_BTD.abs().max()
         if (apart_BTD - after_BTD).abs().max() > tolerance:
             raise InputError(f"block {number} of {type(target).__name__} needs more around it than draftsmith knows to give it")
@@ -135,8 +135,8 @@ class Surroundings:
 
 
 def copy_block(target: PreTrainedModel, number: int) -> nn.Module:
-    """Return a trainable copy of a block of the target's, on its device and in its dtype."""
-    return copy.deepcopy(blocks(target)[number]).requires_grad_(True)
+    """Return a trainable copy of a block of the target's, on the target's device and in its dtype."""
+    return own_copy(blocks(target)[number]).to(target.device).requires_grad_(True)
 
 
 def unrolled_mask(visible_B1TT: Tensor, depth: int, window: int | None) -> Tensor:

@@ -150,7 +150,9 @@ def _part(model: PreTrainedModel, first: int, end: int) -> PreTrainedModel:
         backbone(part).add_module(name, child)
     backbone(part).add_module("layers", nn.ModuleList(list(blocks(model))[first:end]))
     part.set_output_embeddings(model.get_output_embeddings())
-    left = [name for name, tensor in chain(part.named_parameters(), part.named_buffers()) if tensor.is_meta]
+    lent = {id(each) for each in blocks(part).parameters()}  # a spread target's may lie elsewhere until they run
+    tensors = chain(part.named_parameters(), part.named_buffers())
+    left = [name for name, tensor in tensors if tensor.is_meta and id(tensor) not in lent]
     if left:
         raise InputError(f"{type(model).__name__} cannot draft for itself: its {left[0]} lies outside the modules known here")
     return part

@@ -123,13 +123,13 @@ def final_norm_scale(model: PreTrainedModel) -> Tensor:
 def tapped(model: PreTrainedModel, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:
     """Watch the blocks behind `taps` while forwards run; yields the states of the latest one, by tap."""
     seen: dict[int, Tensor] = {}
-    layers = blocks(model) if taps else nn.ModuleList()
+    layers, home = blocks(model) if taps else nn.ModuleList(), model.device
     handles = []
     for tap in taps:
         if tap == 0:
             handles.append(layers[0].register_forward_pre_hook(partial(_keep_input, seen), with_kwargs=True))
         else:
-            handles.append(layers[tap - 1].register_forward_hook(partial(_keep_output, seen, tap)))
+            handles.append(layers[tap - 1].register_forward_hook(partial(_keep_output, seen, tap, home)))
     fast = fast_forward(model)
     if fast is not None:
         fast.watch(taps, seen)
@@ -170,5 +170,8 @@ def _keep_input(seen: dict[int, Tensor], block: nn.Module, args: tuple[Any, ...]
     seen[0] = cast(Tensor, args[0] if args else kwargs["hidden_states"])
 
 
-def _keep_output(seen: dict[int, Tensor], tap: int, block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    seen[tap] = output[0] if isinstance(output, tuple) else output
+def _keep_output(
+    seen: dict[int, Tensor], tap: int, home: torch.device, block: nn.Module, args: tuple[Any, ...], output: Any
+) -> None:
+    state_BTE: Tensor = output[0] if isinstance(output, tuple) else output
+    seen[tap] = state_BTE.to(home)  # the blocks of a spread target put out theirs where they lie

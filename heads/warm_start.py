@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from configs.errors import InputError
+from heads.offloaded import real_weights
 from heads.target_states import blocks, num_blocks
 
 OTHER_TAPS = 0.002  # standard deviation of the weights on taps that are not passed on: small beside 1, but not dead
@@ -44,7 +45,7 @@ def copy_block(target: PreTrainedModel, number: int, layer: nn.Module) -> None:
     """
     if not 0 <= number < num_blocks(target):
         raise InputError(f"head.init_block {number}: the target's blocks are 0 to {num_blocks(target) - 1}")
-    own, source = layer.state_dict(), blocks(target)[number].state_dict()
+    own, source = layer.state_dict(), real_weights(blocks(target)[number])
     if "pre_feedforward_layernorm.weight" in source:
         raise InputError(f"head.init_block: a block of {type(target).__name__} norms otherwise than the head; leave it null")
     for name in COPIED:
