@@ -1,8 +1,8 @@
 """The weights of modules of a target that is spread over devices, some of which lie in memory or on disk until they run.
 
 Between two runs of such a module its weights are on torch's meta device: they have a shape and no values. Whoever starts from a
-target's block therefore asks here; for a target that lies whole on one device nothing is different. How targets are spread:
-`distill.device_map`.
+target's block therefore asks here; for a target that lies whole on one device nothing is different, nor for a plan's, which
+has no values anywhere. How targets are spread: `distill.device_map`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,18 @@ from __future__ import annotations
 import copy
 
 import torch
+from accelerate.hooks import AlignDevicesHook
 from torch import Tensor, nn
-from transformers.integrations.accelerate import load_offloaded_parameter
 
 
 def real_weight(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
     """Return a tensor of a module's state dict with its values, read from where they lie if they are not there now."""
-    return load_offloaded_parameter(module, name).to(tensor.dtype) if tensor.is_meta else tensor  # type: ignore[arg-type]
+    path, _, own = name.rpartition(".")
+    hook = module.get_submodule(path).__dict__.get("_hf_hook")
+    if not tensor.is_meta or not isinstance(hook, AlignDevicesHook):
+        return tensor
+    weight: Tensor = hook.weights_map[own]
+    return weight.to(tensor.dtype)
 
 
 def real_weights(module: nn.Module) -> dict[str, Tensor]:

@@ -3,7 +3,8 @@
 Weights, gradients and optimiser states are counted exactly. What a step keeps for its backward is reckoned from the layers: a
 linear layer keeps what it reads, and what comes out of it is kept by what follows; a norm keeps what it reads and what it made
 of that, in float32. Sharing follows ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054, section 5): stage 1 splits the optimiser's
-states, 2 the gradients too, 3 and FSDP2 the weights too.
+states, 2 the gradients too, 3 and FSDP2 the weights too. They split what is trained; a target that is too large is spread over
+the accelerators of a node by `target.device_map`, for one process (`distill.device_map`).
 
 Left out on purpose: the allocator's fragments, the engines' own buffers but DDP's, and what the interpreter and libraries take.
 """
@@ -36,7 +37,8 @@ class Engine:
     on_cpu: the file for processes without accelerators, where there is one.
     several: for several processes; False: for one only; None: for any number.
     stage: what is split over the processes, by ZeRO's numbers; 0: nothing.
-    splits_target: the frozen target as well.
+    spreads_target: one process a node holds the frozen target on all of its accelerators, and the rest on one of them.
+    several_nodes: for several nodes; False: for one; None: for any number.
     offloads_states: the optimiser's states and the float32 weights that it steps lie in the host's memory.
     """
 
@@ -44,13 +46,14 @@ class Engine:
     on_cpu: str | None = None
     several: bool | None = True
     stage: int = 0
-    splits_target: bool = False
+    spreads_target: bool = False
+    several_nodes: bool | None = None
     offloads_states: bool = False
 
     @property
     def name(self) -> str:
-        """The recipe, and whether the target is split beside it."""
-        return self.recipe + (" with the target split" if self.splits_target else "")
+        """The recipe, and whether the target is spread beside it."""
+        return self.recipe + (" with target.device_map" if self.spreads_target else "")
 
     @property
     def splits_weights(self) -> bool:
@@ -67,9 +70,8 @@ ENGINES = (
     Engine(recipe="fsdp2", stage=3),
     Engine(recipe="zero3", stage=3),
     Engine(recipe="zero3_offload", several=None, stage=3, offloads_states=True),
-    Engine(recipe="zero2", stage=2, splits_target=True),
-    Engine(recipe="zero3", stage=3, splits_target=True),
-    Engine(recipe="zero3_offload", stage=3, splits_target=True, offloads_states=True),
+    Engine(recipe="one_gpu", spreads_target=True, several_nodes=False),
+    Engine(recipe="ddp_gpus", spreads_target=True, several_nodes=True),
 )
 
 
@@ -119,20 +121,25 @@ def activation_bytes(config: PlanConfig, models: Models, work: Workload) -> floa
     return narrow * linear + WIDE * normed + scores + judged
 
 
-def needed_bytes(memory: Memory, engine: Engine, num_accelerators: int, *, target_block: int) -> int:
-    """Return the bytes on one accelerator.
+def needed_bytes(
+    memory: Memory, engine: Engine, num_accelerators: int, *, target_block: int, accelerators_per_node: int = 8
+) -> int:
+    """Return the bytes on one accelerator, of a spread target the one that holds the rest as well.
 
     Args:
         memory: of the recipe.
         engine: how they are shared out.
         num_accelerators: over which.
-        target_block: bytes of the target's largest block, which a split target gathers while it runs.
+        target_block: bytes of the target's largest block, by which the shares of a spread target differ.
+        accelerators_per_node: over which a target is spread.
     """
     n = 1 if engine.several is False else num_accelerators
+    held_by = min(n, accelerators_per_node) if engine.spreads_target else 1
+    n = math.ceil(n / held_by)  # processes
     states = memory.optimizer_states / (n if engine.stage >= 1 else 1)
     gradients = memory.gradients / (n if engine.stage >= 2 else 1)
     weights = memory.draft_weights / (n if engine.splits_weights else 1)
-    target = memory.target_weights / n + 2 * target_block if engine.splits_target else memory.target_weights
+    target = memory.target_weights / held_by + (target_block if held_by > 1 else 0)
     if engine.offloads_states:
         states, weights = 0.0, weights / 2  # what stays is the bfloat16 copy that runs
     # DDP and ZeRO copy gradients into buckets to send them; what is split is sent from where it lies.
@@ -155,12 +162,13 @@ def try_engines(config: PlanConfig, models: Models, memory: Memory) -> list[Fit]
     hardware, machine = config.hardware, config.hardware.machine
     room = machine.memory_gib * GIBIBYTE * HEADROOM
     block = target_block_bytes(models.target)
-    several = hardware.num_accelerators > 1
+    several, per_node = hardware.num_accelerators > 1, hardware.accelerators_per_node
+    several_nodes = hardware.num_accelerators > per_node
     fits = []
     for engine in ENGINES:
-        if engine.several not in (None, several):
+        if engine.several not in (None, several) or engine.several_nodes not in (None, several_nodes):
             continue
-        needed = needed_bytes(memory, engine, hardware.num_accelerators, target_block=block)
+        needed = needed_bytes(memory, engine, hardware.num_accelerators, target_block=block, accelerators_per_node=per_node)
         complaint = None
         if needed > room:
             complaint = f"{needed / GIBIBYTE:.1f} GiB of {room / GIBIBYTE:.1f}; {_largest_part(memory, engine)}"
@@ -181,7 +189,7 @@ def target_block_bytes(target: PreTrainedModel) -> int:
 def _largest_part(memory: Memory, engine: Engine) -> str:
     """Name the largest part that this engine leaves whole."""
     parts = {
-        "the target's weights": 0 if engine.splits_target else memory.target_weights,
+        "the target's weights": 0 if engine.spreads_target else memory.target_weights,
         "the optimiser's states": 0 if engine.stage >= 1 else memory.optimizer_states,
         "the gradients": 0 if engine.stage >= 2 else memory.gradients,
         "the draft's weights": 0 if engine.splits_weights else memory.draft_weights,

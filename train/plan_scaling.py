@@ -5,7 +5,10 @@ Rajbhandari et al. 2020, arXiv 1910.02054, section 7):
 
     DDP, ZeRO-1, ZeRO-2      2 (n - 1) / n * 4 D    reduce-scatter of gradients, all-gather of gradients or of new weights
     ZeRO-3, FSDP2            3 (n - 1) / n * 4 D    all-gather of weights forward and backward, reduce-scatter of gradients
-    target split as well     + (n - 1) / n * P      all-gather of the target's P bytes, once a micro-batch; none with a cache
+
+A target that is spread over the g accelerators of a node by `target.device_map` belongs to one process, whose accelerators run
+its blocks one after another: a node does the work of one accelerator. Each hands the states on to the next, and the last, like
+every tap, back to the first; between nodes the processes go by DDP.
 
 Weak scaling: every accelerator keeps its own micro-batch, and the global batch grows with n. Efficiency is the time of one
 accelerator's work over that of the step, once with nothing sent while anything is computed and once with all of it hidden
@@ -29,7 +32,8 @@ from train.plan_work import Times, communication_seconds
 
 SIZES = (8, 64, 1024)
 DDP, SPLIT = "ddp, zero1, zero2", "fsdp2, zero3"
-REPLICATED, SHARDED = "whole on each", "split"
+REPLICATED = "whole on each"
+ONE_A_NODE, SPREAD = "one process a node", "spread over the node"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,25 +74,46 @@ def scale(
         tokens_per_step: of one accelerator.
         sizes: numbers of accelerators.
     """
-    rows = []
+    rows, trained = [], WIDE * count(models.draft, trained=True)
     for n in sizes:
         hardware = config.hardware.model_copy(update={"num_accelerators": n})
         for engine, passes in ((DDP, 2), (SPLIT, 3)):
-            for target in (REPLICATED, SHARDED):
-                gathered = memory.target_weights if target == SHARDED and config.data.cache is None else 0
-                accumulated = config.schedule.gradient_accumulation_steps
-                sent = ring_bytes(WIDE * count(models.draft, trained=True), n, passes) + accumulated * ring_bytes(
-                    gathered, n, 1
-                )
-                messages = _num_messages(models, n, passes, split_target=target == SHARDED)
-                rows.append(_scaled(hardware, engine, target, sent, messages, times, tokens_per_step))
+            sent = ring_bytes(trained, n, passes)
+            talking = communication_seconds(sent, hardware, _num_messages(models, n, passes))
+            rows.append(_scaled(n, n, engine, REPLICATED, sent, talking, times, tokens_per_step))
+        rows.append(_spread(config, models, hardware, trained, times, tokens_per_step))
     return rows
 
 
-def _scaled(
-    hardware: HardwareConfig, engine: str, target: str, sent: float, messages: int, times: Times, tokens_per_step: float
+def _spread(
+    config: PlanConfig, models: Models, hardware: HardwareConfig, trained: int, times: Times, tokens_per_step: float
 ) -> Scaled:
-    alone, talking, n = times.total, communication_seconds(sent, hardware, messages), hardware.num_accelerators
+    """Return the step of one process a node, whose accelerators hold the target together."""
+    n = hardware.num_accelerators
+    held_by = min(n, hardware.accelerators_per_node)
+    processes = math.ceil(n / held_by)
+    # With a cache the target does not run; alone an accelerator hands nothing on.
+    hops = held_by + len(models.taps or ()) if config.data.cache is None and held_by > 1 else 0
+    hops *= config.schedule.gradient_accumulation_steps
+    handed = hops * _state_bytes(config, models)
+    shared = ring_bytes(trained, processes, 2)
+    talking = communication_seconds(handed, hardware.model_copy(update={"num_accelerators": held_by}), hops)
+    talking += communication_seconds(shared, hardware, _num_messages(models, processes, 2))
+    sent = shared + handed / max(held_by, 1)
+    return _scaled(n, processes, ONE_A_NODE, SPREAD, sent, talking, times, tokens_per_step)
+
+
+def _state_bytes(config: PlanConfig, models: Models) -> int:
+    """Return the bytes of one hidden state of the target over a micro-batch of the longest rows."""
+    width = models.target.config.get_text_config().hidden_size
+    return int(config.schedule.batch_size * config.data.max_length * width * models.target.dtype.itemsize)
+
+
+def _scaled(
+    n: int, workers: int, engine: str, target: str, sent: float, talking: float, times: Times, tokens_per_step: float
+) -> Scaled:
+    """Return a step on n accelerators of which so many compute at a time."""
+    alone = times.total
     apart, hidden = alone + talking, max(alone, talking)
     return Scaled(
         num_accelerators=n,
@@ -98,16 +123,14 @@ def _scaled(
         communication_seconds=talking,
         step_seconds_low=hidden,
         step_seconds_high=apart,
-        efficiency_low=alone / apart,
-        efficiency_high=alone / hidden,
-        tokens_per_second_low=n * tokens_per_step / apart,
-        tokens_per_second_high=n * tokens_per_step / hidden,
+        efficiency_low=workers / n * alone / apart,
+        efficiency_high=workers / n * alone / hidden,
+        tokens_per_second_low=workers * tokens_per_step / apart,
+        tokens_per_second_high=workers * tokens_per_step / hidden,
     )
 
 
-def _num_messages(models: Models, n: int, passes: int, *, split_target: bool) -> int:
-    """Return how many messages follow one another: trees of depth log2(n), once a pass, and once a block of a split target."""
-    text = models.target.config.get_text_config()
+def _num_messages(models: Models, n: int, passes: int) -> int:
+    """Return how many messages follow one another: trees of depth log2(n), once a pass and layer of the draft."""
     layers = models.draft.config.get_text_config().num_hidden_layers if isinstance(models.draft, PreTrainedModel) else 1
-    collectives = passes * layers + (text.num_hidden_layers if split_target else 0)
-    return math.ceil(math.log2(n)) * collectives if n > 1 else 0
+    return math.ceil(math.log2(n)) * passes * layers if n > 1 else 0

@@ -9,7 +9,7 @@ from configs.planning import PlanConfig
 from train.plan_data import CacheSize, cache_size, measure_workload
 from train.plan_memory import Fit, Memory, memory_of, try_engines
 from train.plan_models import Models, plan_models
-from train.plan_scaling import DDP, REPLICATED, SHARDED, SIZES, SPLIT, Scaled, scale
+from train.plan_scaling import DDP, ONE_A_NODE, REPLICATED, SIZES, SPLIT, SPREAD, Scaled, scale
 from train.plan_uses import Workload
 from train.plan_work import Flops, Times, flops_of, step_times
 
@@ -77,7 +77,9 @@ class Plan:
 
 def _kind(fit: Fit) -> tuple[str, str]:
     """Return which row of the scaling table a way of sharing is."""
-    return SPLIT if fit.engine.splits_weights else DDP, SHARDED if fit.engine.splits_target else REPLICATED
+    if fit.engine.spreads_target:
+        return ONE_A_NODE, SPREAD
+    return SPLIT if fit.engine.splits_weights else DDP, REPLICATED
 
 
 def make_plan(config: PlanConfig) -> Plan:

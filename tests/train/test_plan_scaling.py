@@ -1,12 +1,13 @@
 """Shares of memory and of traffic: against rings sent by hand, and identities that hold for any recipe."""
 
+import copy
 from itertools import pairwise
 
 import pytest
 
 from configs.planning import PlanHeadsConfig
 from train.plan_memory import ENGINES, GIBIBYTE, HEADROOM, Memory, needed_bytes
-from train.plan_scaling import DDP, REPLICATED, SHARDED, SPLIT, ring_bytes, scale
+from train.plan_scaling import DDP, ONE_A_NODE, REPLICATED, SPLIT, SPREAD, ring_bytes, scale
 from train.planning import make_plan
 
 MEMORY = Memory(
@@ -25,9 +26,11 @@ MEMORY = Memory(
 @pytest.fixture
 def plan(tmp_path, greedy_target):
     """A function that plans an EAGLE-3 head on some accelerators."""
-    greedy_target.model.config.save_pretrained(tmp_path)
 
-    def plan(num_accelerators=1, **hardware):
+    def plan(num_accelerators=1, num_blocks=3, **hardware):
+        model = copy.deepcopy(greedy_target.model.config)
+        model.num_hidden_layers = num_blocks
+        model.save_pretrained(tmp_path)
         work = {"num_conversations": 1000, "mean_tokens": 40.0, "label_share": 0.5}
         config = {"target": {"name": str(tmp_path)}, "head": {"kind": "eagle3", "taps": [1, 2, 3]}, "workload": work}
         return make_plan(
@@ -81,8 +84,14 @@ def test_each_stage_splits_one_part_more():
     assert needed("zero1") == whole + 400 - 600
     assert needed("zero2") == whole + 400 - 600 - 300
     assert needed("zero3") == needed("fsdp2") == whole - 600 - 300 - 300
-    assert needed("zero3 with the target split") == needed("zero3") - 750 + 2 * 30
+    assert needed("one_gpu with target.device_map") == whole - 750 + 30  # one process: no buckets
     assert needed("zero3_offload") == needed("zero3") - 200 - 50  # the states, and half of each weight
+
+
+def test_processes_of_several_nodes_share_gradients_and_each_spreads_its_target():
+    engine = named("ddp_gpus with target.device_map")
+    needed = needed_bytes(MEMORY, engine, 16, target_block=30, accelerators_per_node=4)
+    assert needed == sum(vars(MEMORY).values()) - 750 + 30 + 400
 
 
 def test_the_simplest_way_that_fits_is_taken_and_the_others_say_why_not(plan):
@@ -103,7 +112,7 @@ def test_the_simplest_way_that_fits_is_taken_and_the_others_say_why_not(plan):
 def test_one_accelerator_sends_nothing_and_loses_nothing(plan):
     made = plan()
     rows = scale(made.config, made.models, made.memory, made.times, tokens_per_step=made.tokens_per_step, sizes=(1,))
-    assert len(rows) == 4
+    assert len(rows) == 3
     for row in rows:
         assert (row.sent_bytes, row.communication_seconds, row.efficiency_low, row.efficiency_high) == (0, 0, 1, 1)
         assert row.tokens_per_second_low == pytest.approx(made.tokens_per_second)
@@ -111,33 +120,34 @@ def test_one_accelerator_sends_nothing_and_loses_nothing(plan):
 
 def test_more_accelerators_do_more_and_each_of_them_less(plan):
     rows = {(row.num_accelerators, row.engine, row.target): row for row in plan(preset="h100_80gb").scaled((8, 64, 1024))}
-    assert len(rows) == 3 * 2 * 2
-    for engine in (DDP, SPLIT):
-        for target in (REPLICATED, SHARDED):
-            for fewer, more in pairwise(rows[n, engine, target] for n in (8, 64, 1024)):
-                assert more.tokens_per_second_low > fewer.tokens_per_second_low
-                assert more.efficiency_low <= fewer.efficiency_low
+    assert len(rows) == 3 * 3
+    for engine, target in ((DDP, REPLICATED), (SPLIT, REPLICATED), (ONE_A_NODE, SPREAD)):
+        for fewer, more in pairwise(rows[n, engine, target] for n in (8, 64, 1024)):
+            assert more.tokens_per_second_low > fewer.tokens_per_second_low
+            assert more.efficiency_low <= fewer.efficiency_low
     for row in rows.values():
         assert row.efficiency_low <= row.efficiency_high <= 1
         assert row.step_seconds_low <= row.step_seconds_high
     assert rows[64, SPLIT, REPLICATED].sent_bytes == pytest.approx(1.5 * rows[64, DDP, REPLICATED].sent_bytes)
 
 
-def test_a_split_target_adds_its_own_bytes_once(plan):
+def test_a_node_with_a_spread_target_does_the_work_of_one_accelerator_and_hands_states_on(plan):
     made = plan()
-    rows = {(row.engine, row.target): row for row in made.scaled((8,))}
-    more = rows[DDP, SHARDED].sent_bytes - rows[DDP, REPLICATED].sent_bytes
-    assert more == pytest.approx(7 / 8 * made.memory.target_weights)
-    assert made.memory.target_weights == 2 * sum(each.numel() for each in made.models.target.parameters())  # bfloat16
+    row = next(row for row in made.scaled((8,)) if row.target == SPREAD)
+    state = made.config.schedule.batch_size * made.config.data.max_length * 32 * 2  # bfloat16
+    assert row.sent_bytes == (8 + 3) * state / 8  # to the next and home again, and three taps home
+    assert row.efficiency_low == pytest.approx(made.times.total / row.step_seconds_high / 8)
+    assert row.tokens_per_second_low == pytest.approx(made.tokens_per_step / row.step_seconds_high)
+    assert row.step_seconds_high == pytest.approx(made.times.total + row.communication_seconds)
 
 
 def test_what_does_not_fit_is_neither_scaled_nor_taken_for_the_pace(plan):
-    roomy = plan(num_accelerators=8)
-    split = min(fit.num_bytes for fit in roomy.fits if fit.engine.splits_target and not fit.engine.offloads_states)
-    whole = min(fit.num_bytes for fit in roomy.fits if not fit.engine.splits_target)
-    assert split < whole
-    tight = plan(num_accelerators=8, memory_gib=(split + whole) / 2 / HEADROOM / GIBIBYTE)
-    assert tight.fitting.engine.splits_target
-    assert {row.target for row in tight.scaled((8,))} == {SHARDED}
+    roomy = plan(num_accelerators=8, num_blocks=64)  # a target beside which the draft is small
+    spread = min(fit.num_bytes for fit in roomy.fits if fit.engine.spreads_target)
+    whole = min(fit.num_bytes for fit in roomy.fits if not fit.engine.spreads_target)
+    assert spread < whole
+    tight = plan(num_accelerators=8, num_blocks=64, memory_gib=(spread + whole) / 2 / HEADROOM / GIBIBYTE)
+    assert tight.fitting.engine.spreads_target
+    assert {row.target for row in tight.scaled((8,))} == {SPREAD}
     assert tight.step_seconds in [row.step_seconds_high for row in tight.scaled((8,))]
     assert tight.step_seconds > roomy.step_seconds
