@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from configs.decoding import DecodeConfig, TargetConfig
+from configs.files import sha256_of
 from configs.learning import StudentConfig
-from configs.schema import DistillConfig
+from configs.schema import CacheConfig, DistillConfig
 from distill.batches import ConversationDataset, make_loader
+from distill.cache_making import CacheJob
 from distill.target import load_target
 from heads.target_states import blocks
 from train.draft_task import DraftTask
@@ -64,3 +66,19 @@ def test_training_on_a_spread_target_gives_the_weights_of_training_on_the_whole_
     results = [trained(make_task, target, greedy_rows) for target in targets]
     torch.testing.assert_close(*results, rtol=0, atol=0)
     assert all(each.is_meta for each in blocks(targets[1].model)[1].parameters())
+
+
+def test_a_cache_made_by_a_spread_target_holds_the_bytes_of_the_whole_ones(tmp_path, targets, greedy_rows):
+    data = tmp_path / "train.jsonl"
+    data.write_text("".join(row.to_line() for row in greedy_rows))
+    shards = []
+    for target in targets:
+        output = tmp_path / str(target.spread_by is None)
+        config = CacheConfig(data=str(data), output=str(output), max_length=64, taps=[1, 2, 3], dtype="float32", batch_size=4)
+        job = CacheJob(target=target, conversations=greedy_rows, config=config, data_sha256=sha256_of(data))
+        job.prepare()
+        job.work(rank=0, num_processes=1)
+        job.finish()
+        shards.append({path.name: path.read_bytes() for path in output.glob("*.safetensors")})
+    assert shards[0]
+    assert shards[0] == shards[1]
