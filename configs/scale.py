@@ -11,7 +11,7 @@ class BenchScaleConfig(Settings):
 
     recipe: str = "configs/heads/eagle3.yaml"  # of `train/heads.py`
     cache: str | None = "runs/heads/cache"  # of its data; None: the target runs on every batch
-    num_processes: PositiveInt = 2  # beside one; they share the recipe's batch
+    num_processes: PositiveInt = 2  # beside one; with batches of the recipe's size each, and sharing one
     steps: PositiveInt = 24  # timed optimiser steps a run
     warmup_steps: NonNegativeInt = 3  # before them
     repeats: PositiveInt = 5  # runs of each side, in turns

@@ -134,7 +134,7 @@ class TrainingDataConfig(Settings):
     cache: str | None = None  # a folder made of `train` by `scripts/make_cache.py`; None: the target runs on every batch
     # Several conversations in a row, kept apart; schedule.batch_size then counts rows. None: a row is one, padded to its batch
     packing: Literal[True] | None = None
-    # packing: tokens a row. None: twice max_length. Longer rows leave less padding, and cost more attention where it is dense
+    # packing: tokens a row. None: four times max_length. Longer rows pad less, and cost more attention where it is dense
     pack_length: PositiveInt | None = None
 
     @model_validator(mode="after")
@@ -151,7 +151,7 @@ class TrainingDataConfig(Settings):
     @property
     def row_length(self) -> int | None:
         """Tokens that a packed row has room for; None where rows are not packed."""
-        return (self.pack_length or 2 * self.max_length) if self.packing else None
+        return (self.pack_length or 4 * self.max_length) if self.packing else None
 
 
 class ProfileConfig(Settings):

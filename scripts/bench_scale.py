@@ -2,10 +2,10 @@
 
     make bench-scale
 
-On the recipe, data and cache of `make bench-heads`, which makes them. Ten runs of half a minute, five of one process and five
-of two with one thread each, in turns; the machine must have two cores that nothing else uses. The rows are those of
-`scripts/engine_comparison.py`. The file also says how far `scripts/plan.py` was from what was measured. Linux only: memory is
-read from /proc.
+On the recipe, data and cache of `make bench-heads`, which makes them. Fifteen runs of half a minute in turns, five of
+one process, five of two with one thread each, and five of two that share one's batch; the machine must have two cores that
+nothing else uses. The rows are those of `scripts/engine_comparison.py`. The file also says how far `scripts/plan.py` was from
+what was measured. Linux only: memory is read from /proc.
 """
 
 from __future__ import annotations

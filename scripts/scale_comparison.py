@@ -51,12 +51,13 @@ def compare_scale(config: BenchScaleConfig) -> int:
     recipe = with_cache(config)
     check_shares(recipe, config.num_processes)
     with TemporaryDirectory(prefix="bench-scale-") as scratch:
-        alone, together = run_in_turns(config, recipe, Path(scratch))
-        watched = run_steps(config, recipe, 1, Path(scratch) / "watched", watch_memory=True)
+        alone, each_its_own, shared = run_in_turns(config, recipe, Path(scratch))
+        watched = run_steps(recipe, config, 1, Path(scratch) / "watched", watch_memory=True)
     samples = config.bootstrap_samples
-    speed = speed_ratio(_turns(together), _turns(alone), lambda run: run.tokens, samples=samples)
+    name = "two_processes_vs_one" if config.num_processes == 2 else "processes_vs_one"
     ratios = {
-        **with_bounds("two_processes_vs_one" if config.num_processes == 2 else "processes_vs_one", speed),
+        **with_bounds(name, _speed(each_its_own, alone, samples)),
+        **with_bounds(f"{name}_same_global_batch", _speed(shared, alone, samples)),
         **tokens_among_positions(recipe),
         **with_bounds("checkpoint_share", checkpoint_share(alone, config.checkpoint_every_steps, samples)),
         **with_bounds("input_share", input_share(alone, samples)),
@@ -67,7 +68,7 @@ def compare_scale(config: BenchScaleConfig) -> int:
         config,
         rows=engine_rows() if config.engines else [],
         ratios=ratios,
-        runs=[asdict(run) for run in (*alone, *together)],
+        runs=[asdict(run) for run in (*alone, *each_its_own, *shared)],
         plan=plan_beside_run(recipe, watched),
     )
     log.info("results in %s", config.output)
@@ -100,33 +101,42 @@ def check_shares(recipe: HeadsConfig, num_processes: int) -> None:
         )
 
 
-def run_in_turns(config: BenchScaleConfig, recipe: HeadsConfig, scratch: Path) -> tuple[list[Steps], list[Steps]]:
-    """Run both sides `config.repeats` times; return the runs of one process, and those of several.
+def run_in_turns(config: BenchScaleConfig, recipe: HeadsConfig, scratch: Path) -> tuple[list[Steps], ...]:
+    """Run each side `config.repeats` times.
+
+    Returns:
+        The runs of one process; of several, each with batches of the recipe's size; and of several that share such batches.
 
     Raises:
         InputError, RuntimeError: see `run_steps`.
     """
-    runs: dict[int, list[Steps]] = {1: [], config.num_processes: []}
+    share = recipe.schedule.model_copy(update={"batch_size": recipe.schedule.batch_size // config.num_processes})
+    shared = recipe.model_copy(update={"schedule": share})
+    sides = ((recipe, 1), (recipe, config.num_processes), (shared, config.num_processes))
+    runs: tuple[list[Steps], ...] = ([], [], [])
     for repeat in range(config.repeats):
-        for num_processes in list(runs)[:: -1 if repeat % 2 else 1]:
-            run = run_steps(config, recipe, num_processes, scratch / f"{num_processes}-{repeat}")
-            log.info("repeat %d, %d processes: %.0f tokens/s", repeat + 1, num_processes, run.tokens / run.seconds)
-            runs[num_processes].append(run)
-    return runs[1], runs[config.num_processes]
+        for side in range(len(sides))[:: -1 if repeat % 2 else 1]:
+            taken, num_processes = sides[side]
+            run = run_steps(taken, config, num_processes, scratch / f"{side}-{repeat}")
+            log.info(
+                "repeat %d, %d processes with batches of %d each: %.0f tokens/s",
+                *(repeat + 1, num_processes, taken.schedule.batch_size, run.tokens / run.seconds),
+            )
+            runs[side].append(run)
+    return runs
 
 
 def run_steps(
-    config: BenchScaleConfig, recipe: HeadsConfig, num_processes: int, folder: Path, *, watch_memory: bool = False
+    recipe: HeadsConfig, config: BenchScaleConfig, num_processes: int, folder: Path, *, watch_memory: bool = False
 ) -> Steps:
-    """Take the steps in processes of their own, of one thread each.
+    """Take a recipe's steps in processes of their own, of one thread each.
 
     Raises:
         InputError: they refused their config or data.
         RuntimeError: they failed.
     """
-    schedule = recipe.schedule.model_copy(update={"batch_size": recipe.schedule.batch_size // num_processes})
     child = ScaleStepsConfig(
-        recipe=recipe.model_copy(update={"schedule": schedule, "output": str(folder / "run")}),
+        recipe=recipe.model_copy(update={"output": str(folder / "run")}),
         steps=config.steps,
         warmup_steps=config.warmup_steps,
         checkpoints=0 if watch_memory else config.checkpoints,
@@ -200,6 +210,11 @@ def engine_rows() -> list[dict[str, Any]]:
     comparison = importlib.import_module(ENGINES)
     rows: Sequence[Mapping[str, Any]] = comparison.compare_engines(comparison.EngineComparisonSettings())
     return [dict(row) for row in rows]
+
+
+def _speed(runs: Sequence[Steps], others: Sequence[Steps], samples: int) -> Interval:
+    """Return how many tokens a second the runs had, over the others'."""
+    return speed_ratio(_turns(runs), _turns(others), lambda run: run.tokens, samples=samples)
 
 
 def _turns(runs: Sequence[Steps]) -> list[list[Turn[Steps]]]:

@@ -220,10 +220,10 @@ def test_settings_that_contradict_packing_are_refused(config, complaint):
         DistillConfig.model_validate(config)
 
 
-def test_a_row_has_room_for_two_of_the_longest_conversations_unless_told_otherwise():
+def test_a_row_has_room_for_four_of_the_longest_conversations_unless_told_otherwise():
     def row_length(**data):
         return DistillConfig.model_validate({"data": data}).data.row_length
 
     assert row_length() is None
-    assert row_length(packing=True, max_length=300) == 600
+    assert row_length(packing=True, max_length=300) == 1200
     assert row_length(packing=True, max_length=300, pack_length=700) == 700

@@ -73,7 +73,7 @@ def test_real_runs_of_one_and_two_processes_see_the_same_number_of_tokens(folder
         ),
         tmp_path,
     )
-    together = run_steps(config, recipe, 2, tmp_path / "two")
+    together = run_steps(recipe, config, 2, tmp_path / "two")
     assert child.end() == DONE, child.said
     alone = Steps(**json.loads(result.read_text()))
     assert (alone.num_processes, together.num_processes) == (1, 2)
@@ -86,10 +86,10 @@ def test_real_runs_of_one_and_two_processes_see_the_same_number_of_tokens(folder
 
 
 def test_the_file_holds_the_ratios_with_their_bounds_and_the_plan(folder, tmp_path, monkeypatch):
-    speeds = {1: [100, 110, 90], 2: [180, 200, 170]}
+    speeds = {(1, 2): [100, 110, 90], (2, 2): [180, 200, 170], (2, 1): [150, 160, 140]}
 
-    def run(config, recipe, num_processes, folder, *, watch_memory=False):
-        return steps(num_processes, tokens=100 if watch_memory else speeds[num_processes].pop())
+    def run(recipe, config, num_processes, folder, *, watch_memory=False):
+        return steps(num_processes, tokens=100 if watch_memory else speeds[num_processes, recipe.schedule.batch_size].pop())
 
     monkeypatch.setattr(scale_comparison, "run_steps", run)
     output = tmp_path / "scale.json"
@@ -100,13 +100,14 @@ def test_the_file_holds_the_ratios_with_their_bounds_and_the_plan(folder, tmp_pa
     ratios = content["ratios"]
     assert content["name"] == "scale"
     assert ratios["two_processes_vs_one"] == pytest.approx(550 / 300)
+    assert ratios["two_processes_vs_one_same_global_batch"] == pytest.approx(450 / 300)
     assert ratios["two_processes_vs_one_low"] <= ratios["two_processes_vs_one"] <= ratios["two_processes_vs_one_high"]
     assert ratios["checkpoint_share"] == pytest.approx(0.5 / (0.5 + 200 * 0.2))
     assert ratios["input_share"] == pytest.approx(0.05)
     assert 0 < ratios["packing_efficiency"] <= 1
     assert content["plan"]["measured_bytes"] == 4000
     assert content["plan"]["measured_over_planned_bytes"] == pytest.approx(4000 / content["plan"]["planned_bytes"])
-    assert len(content["runs"]) == 6
+    assert len(content["runs"]) == 9
     assert content["rows"] == []
 
 
@@ -151,7 +152,7 @@ def test_a_run_that_ends_otherwise_says_why(folder, tmp_path, monkeypatch, code,
     ended = subprocess.CompletedProcess([], code, stdout="", stderr=said)
     monkeypatch.setattr(scale_comparison.subprocess, "run", lambda *_, **__: ended)
     with pytest.raises(kind, match=f"a run of 2 processes ended with code .*{reason}"):
-        run_steps(bench(folder), with_cache(bench(folder)), 2, tmp_path)
+        run_steps(with_cache(bench(folder)), bench(folder), 2, tmp_path)
 
 
 def test_rows_of_engines_are_taken_as_they_come_where_they_can_be_compared(monkeypatch):
