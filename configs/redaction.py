@@ -16,11 +16,12 @@ from typing import Any
 MASK = "***"
 SHORTEST = 6  # characters of a value that is masked wherever it turns up; shorter ones would be parts of words
 # `hf_token` is a secret, `max_new_tokens` is not.
-SECRET_KEY = re.compile(r"(^|[^a-z])token$|secret|password|api[_-]?key", re.IGNORECASE)
-SECRET_INSIDE = re.compile(
-    r"(^|[^a-z])(token|\w*(secret|password|api[_-]?key)\w*)[\"']?\s*:", re.IGNORECASE
-)  # as in hub={token: x}
-SECRET_VARIABLE = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|KEY|APIKEY)$")
+WORDS = r"secret|password|passwd|credential|api[_-]?key"
+SECRET_KEY = re.compile(rf"(^|[^a-z])token$|{WORDS}", re.IGNORECASE)
+# Below these keys numbers are masked too; below `pad_token` a number is an id.
+SURELY_SECRET_KEY = re.compile(WORDS, re.IGNORECASE)
+SECRET_INSIDE = re.compile(rf"(^|[^a-z])(token|\w*({WORDS})\w*)[\"']?\s*:", re.IGNORECASE)  # as in hub={token: x}
+SECRET_VARIABLE = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|KEY|APIKEY)$")
 FORMS = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}"  # Hugging Face
     r"|sk-[A-Za-z0-9_-]{16,}"  # OpenAI and its like
@@ -28,12 +29,15 @@ FORMS = re.compile(
     r"|AKIA[0-9A-Z]{16}|AIza[A-Za-z0-9_-]{30,}|xox[abprs]-[A-Za-z0-9-]{10,}"  # AWS, Google, Slack
     r"|eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+)"  # JSON web tokens
 )
-LOGIN = re.compile(r"(?<=://)[^/\s@\"']+(?=@)")  # user:password of a URL
+LOGIN = re.compile(r"(?<=://)[^/\s\"']+(?=@)")  # user:password of a URL, up to the last @: a password may hold one
 HEADER = re.compile(r"(authorization[\"']?\s*[:=]\s*[\"']?)(?:(?:bearer|basic|token)\s+)?[^\s\"',}]+", re.IGNORECASE)
 BEARER = re.compile(r"(\bbearer\s+)[\w.~+/=-]{8,}", re.IGNORECASE)
-ASSIGNED = re.compile(  # hub_token=x, "password": "x", ?sig=x
-    r"((?:(?<![a-z])token|secret|password|api[_-]?key|signature|(?<=[?&])sig|(?<=[?&])key)"
-    r"(?:[\"']\s*:\s*[\"']|=[\"']?))[^\s\"',;&}]+",
+# hub_token=x, "password": "x y", ?sig=x, X-Api-Key: x. A text like `hub_token: expected text` speaks of a setting, so without
+# quotes or "=" a colon makes a secret of what follows the other words only.
+ASSIGNED = re.compile(
+    r"((?:(?:(?<![a-z])token|signature|(?<=[?&])sig|(?<=[?&])key)(?:[\"'][ \t]*:[ \t]*(?=[\"'])|=)"
+    rf"|(?:{WORDS})s?(?:[\"']?[ \t]*[:=][ \t]*)(?!//|(?:null|none|true|false)\b)))"
+    r"(?:(?P<quote>[\"'])(?:\\.|(?!(?P=quote)).)*|[^\s\"',;&{}\[\]]+)",
     re.IGNORECASE,
 )
 
@@ -47,14 +51,14 @@ def hide(secret: str) -> None:
 
 def redact(text: str) -> str:
     """Return a text without what has the form of a secret, or is one that this process knows."""
-    known = {value for name, value in os.environ.items() if SECRET_VARIABLE.search(name) and not value.startswith("/")}
+    known = {value for name, value in os.environ.items() if SECRET_VARIABLE.search(name) and not _is_place(value)}
     for secret in sorted(known | _hidden, key=len, reverse=True):
         if len(secret) >= SHORTEST:
             text = text.replace(secret, MASK)
     text = LOGIN.sub(MASK, FORMS.sub(MASK, text))
-    for pattern in (HEADER, BEARER, ASSIGNED):
+    for pattern in (HEADER, BEARER):
         text = pattern.sub(rf"\g<1>{MASK}", text)
-    return text
+    return ASSIGNED.sub(lambda found: found[1] + (found["quote"] or "") + MASK, text)
 
 
 def mask_arguments(arguments: list[str]) -> list[str]:
@@ -64,9 +68,12 @@ def mask_arguments(arguments: list[str]) -> list[str]:
 
 
 def mask_secrets(value: Any) -> Any:
-    """Return a JSON value without secrets: every text below a secret key is masked, others are redacted; all else stays."""
+    """Return a JSON value without secrets.
+
+    Every text below a secret key is masked, and every number but below a key of tokens; other texts are redacted; all else stays.
+    """
     if isinstance(value, dict):
-        return {key: _mask_texts(inner) if SECRET_KEY.search(key) else mask_secrets(inner) for key, inner in value.items()}
+        return {key: _below(key, inner) if SECRET_KEY.search(key) else mask_secrets(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [mask_secrets(item) for item in value]
     return redact(value) if isinstance(value, str) else value
@@ -81,9 +88,19 @@ def _mask_argument(argument: str, previous: str) -> str:
     return f"{option}{key}={MASK}" if equals and secret else redact(argument)
 
 
-def _mask_texts(value: Any) -> Any:
+def _is_place(value: str) -> bool:
+    """Tell whether a variable's value is the path of something that is there, such as a key file."""
+    return value.startswith("/") and os.path.exists(value)
+
+
+def _below(key: str, value: Any) -> Any:
+    """Mask what stands below a secret key."""
+    return _mask_all(value, (str, int, float) if SURELY_SECRET_KEY.search(key) else (str,))
+
+
+def _mask_all(value: Any, kinds: tuple[type, ...]) -> Any:
     if isinstance(value, dict):
-        return {key: _mask_texts(inner) for key, inner in value.items()}
+        return {key: _mask_all(inner, kinds) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_mask_texts(item) for item in value]
-    return MASK if isinstance(value, str) else value
+        return [_mask_all(item, kinds) for item in value]
+    return MASK if isinstance(value, kinds) and not isinstance(value, bool) else value

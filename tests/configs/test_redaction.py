@@ -56,6 +56,16 @@ SECRETS = {  # text -> what is left of it
     "HF_TOKEN=abc python": "HF_TOKEN=*** python",
     '{"password": "abc", "n": 1}': '{"password": "***", "n": 1}',
     "client_secret='abc'": "client_secret='***'",
+    "postgres://user:p@ssw0rdlong@host/db": "postgres://***@host/db",
+    "https://a:b@h,https://c:d@i/x": "https://***@h,https://***@i/x",
+    "X-Api-Key: v, then": "X-Api-Key: ***, then",
+    "{'x-api-key': 'v w'}": "{'x-api-key': '***'}",
+    "api_key: v\nnext: 1": "api_key: ***\nnext: 1",
+    "password='abc def' user=x": "password='***' user=x",
+    '{"password": "a\\"b c", "n": 1}': '{"password": "***", "n": 1}',
+    "{'password': 123456}": "{'password': ***}",
+    "token='abc def'": "token='***'",
+    "db.passwd=x credentials: y": "db.passwd=*** credentials: ***",
 }
 
 
@@ -74,6 +84,9 @@ def test_what_has_the_form_of_a_secret_is_masked(text):
         "http://host:8000/v1/models@main mail@example.com",
         "--set hub_token: expected text, got 5",
         "next token: 5, tokens per target step 1.5",
+        "max_new_tokens: 5, token_ids: [1, 2], {'token': 5}",
+        "server.api_key_variable: HF_TOKEN",
+        "password: null, {'api_key': None} secret://place, password:",
         "runs/secret_agents/train.jsonl",
     ],
 )
@@ -81,12 +94,21 @@ def test_what_only_looks_a_little_like_one_stays(text):
     assert redact(text) == text
 
 
-def test_the_values_of_secret_variables_are_known_wherever_they_turn_up(monkeypatch):
+def test_numbers_below_a_secret_key_are_masked_and_ids_of_tokens_are_not():
+    value = {"password": 123456, "db": {"passwd": [1.5, None, True]}, "credentials": "x"}
+    assert mask_secrets(value) == {"password": "***", "db": {"passwd": ["***", None, True]}, "credentials": "***"}
+    harmless = {"pad_token": 0, "max_new_tokens": 5, "token_ids": [1, 2]}
+    assert mask_secrets(harmless) == harmless
+
+
+def test_the_values_of_secret_variables_are_known_wherever_they_turn_up(monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
-    monkeypatch.setenv("MY_KEY", "/etc/ssl/key.pem")  # a place
+    monkeypatch.setenv("MY_KEY", str(tmp_path))  # a place
+    monkeypatch.setenv("AWS_SECRET", "/begins/like+a/path")
     monkeypatch.setenv("DB_PASSWORD", "yes")  # too short to be told from a word
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "disabled")
-    assert redact("(0123456789abcdef) /etc/ssl/key.pem yes disabled") == "(***) /etc/ssl/key.pem yes disabled"
+    said = f"(0123456789abcdef) {tmp_path} /begins/like+a/path yes disabled"
+    assert redact(said) == f"(***) {tmp_path} *** yes disabled"
 
 
 def test_a_value_that_a_command_was_given_as_a_key_is_hidden_from_then_on():
