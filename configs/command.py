@@ -6,8 +6,10 @@ An entry is then `sys.exit(run_command(EvalConfig, main, description=...))` and 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from pydantic import BaseModel
@@ -23,6 +25,7 @@ BAD_INPUT = 2
 INCONCLUSIVE = 3
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
 TERMINATED = 143  # what a shell reports for SIGTERM; training has written a checkpoint then
+STOPPED_FILE = "DRAFTSMITH_STOPPED_FILE"  # a variable: each process that ends with TERMINATED adds a line to the file it names
 
 EPILOG = "Exit codes: 0 done or pass, 1 gate failed, 2 bad input, 3 gate inconclusive, 143 stopped by SIGTERM (run it again)."
 
@@ -69,11 +72,25 @@ def run_command(
         return BAD_INPUT
     except Stopped as stopped:
         _say(str(stopped))
+        _note_stop(str(stopped))
         return TERMINATED
     except KeyboardInterrupt:
         _say("interrupted")
         return INTERRUPTED
     return DONE if code is None else code
+
+
+def _note_stop(message: str) -> None:
+    """Tell whoever started the launcher: torchrun and accelerate do not hand on the code of a process that they were told to end.
+
+    A file that cannot be written is no reason to end otherwise.
+    """
+    if file := os.environ.get(STOPPED_FILE):
+        try:
+            with Path(file).open("a", encoding="utf-8") as stream:
+                stream.write(message + "\n")
+        except OSError as error:
+            _say(f"{STOPPED_FILE}: cannot write {file}: {error.strerror or error}")
 
 
 class _Parser(argparse.ArgumentParser):

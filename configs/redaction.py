@@ -70,7 +70,8 @@ def mask_arguments(arguments: list[str]) -> list[str]:
 def mask_secrets(value: Any) -> Any:
     """Return a JSON value without secrets.
 
-    Every text below a secret key is masked, and every number but below a key of tokens; other texts are redacted; all else stays.
+    Every text below a secret key is masked, and every number but below a key of tokens; other texts are redacted; the rest
+    stays.
     """
     if isinstance(value, dict):
         return {key: _below(key, inner) if SECRET_KEY.search(key) else mask_secrets(inner) for key, inner in value.items()}

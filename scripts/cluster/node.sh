@@ -3,8 +3,9 @@
 #
 #   NUM_NODES=2 MAIN_HOST=node0 scripts/cluster/node.sh train/heads.py --config configs/heads/eagle3.yaml
 #
-# Asked to stop (SIGTERM), it hands that on once, gives the processes GRACE_SECONDS to write their checkpoint, and ends with 143,
-# as training itself does: the launcher in between would end with 1.
+# Asked to stop (SIGTERM), it hands that on once and gives the processes GRACE_SECONDS to write their checkpoint. It ends with 143
+# where training did so with its checkpoint written, which training says in a file (the launcher in between ends with 1 whatever
+# happened), and with the launcher's code otherwise: a checkpoint that did not fit on the disk is a failure.
 
 # --- placeholders -----------------------------------------------------------------------------------------------------
 NUM_NODES="${NUM_NODES:-1}"                          # or MIN:MAX, where nodes may come and go
@@ -25,6 +26,14 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="$GRACE_SECONDS"
 # torchrun 2.13 hands the store it keeps to the processes it starts again, in which gloo finds the addresses of the dead ones.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
+if [[ -n "$RECIPE" && "$NUM_NODES" == *:* ]]; then
+    echo "error: RECIPE=$RECIPE needs a fixed number of nodes, NUM_NODES=$NUM_NODES was given: unset RECIPE for elastic DDP" >&2
+    exit 2
+fi
+DRAFTSMITH_STOPPED_FILE="$(mktemp)"
+export DRAFTSMITH_STOPPED_FILE
+trap 'rm -f "$DRAFTSMITH_STOPPED_FILE"' EXIT
+
 if [[ -n "$RECIPE" ]]; then
     launcher=("$PYTHON" -m accelerate.commands.launch --config_file "$RECIPE" --num_machines "$NUM_NODES"
         --num_processes "$((NUM_NODES * PROCESSES_PER_NODE))" --machine_rank "$NODE_RANK"
@@ -35,15 +44,19 @@ else
 fi
 
 # A session of its own: whoever signals this script's whole group signals the launcher through this script alone, once.
-stopped=""
+signals=0
 setsid "${launcher[@]}" "$@" &
 child=$!
-trap 'stopped=yes; kill -TERM "$child" 2>/dev/null || true' TERM
+trap '((signals += 1)); [[ $signals -gt 1 ]] || kill -TERM "$child" 2>/dev/null || true' TERM
 
-code=0
-wait "$child" || code=$?
-if [[ -n "$stopped" ]]; then
-    wait "$child" || true # the first wait ended with the signal, not with the launcher
-    exit 143
+while true; do
+    before=$signals code=0
+    wait "$child" || code=$?
+    [[ $signals -eq $before ]] && break # else the wait may have ended with a signal, not with the launcher
+done
+if [[ $signals -gt 0 && $code -ne 0 ]]; then
+    [[ -s "$DRAFTSMITH_STOPPED_FILE" ]] && exit 143
+    echo "asked to stop, and no checkpoint was written for it: the launcher ended with $code" >&2
+    [[ $code -eq 143 ]] && exit 1
 fi
 exit "$code"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from configs.command import BAD_INPUT, DONE, GATE_FAILED, INCONCLUSIVE, INTERRUPTED, run_command
+from configs.command import BAD_INPUT, DONE, GATE_FAILED, INCONCLUSIVE, INTERRUPTED, STOPPED_FILE, TERMINATED, run_command
 from configs.decoding import DecodeConfig
-from configs.errors import ConfigError, InputError
+from configs.errors import ConfigError, InputError, Stopped
 
 
 def run(main, *argv, **options):
@@ -82,6 +82,18 @@ def test_of_several_processes_only_the_first_speaks(monkeypatch, capsys):
 def test_an_interrupt_is_a_short_line_and_the_shells_code(capsys):
     assert run(raising(KeyboardInterrupt())) == INTERRUPTED
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_stop_in_good_order_is_noted_for_whoever_started_the_launcher_and_a_failure_is_not(capsys, monkeypatch, tmp_path):
+    note = tmp_path / "note"
+    monkeypatch.setenv(STOPPED_FILE, str(note))
+    assert run(raising(InputError("disk full"))) == BAD_INPUT
+    assert not note.exists()
+    assert run(raising(Stopped("after step 3"))) == TERMINATED
+    assert note.read_text() == "after step 3\n"
+    monkeypatch.setenv(STOPPED_FILE, str(tmp_path))  # a folder
+    assert run(raising(Stopped("after step 4"))) == TERMINATED
+    assert "cannot write" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("bug", [ValueError("shape"), MemoryError(), RuntimeError("device")])

@@ -105,6 +105,70 @@ def test_a_slurm_job_that_is_stopped_goes_back_into_the_queue_and_on_from_its_ch
     assert (tmp_path / "run" / last).read_bytes() == (tmp_path / "whole" / last).read_bytes()
 
 
+# Stands for the launcher: does as it is told once SIGTERM has come, after a second one as well.
+LAUNCHER = """#!/usr/bin/env bash
+trap 'stopped=yes' TERM
+touch started
+for _ in {1..500}; do [[ -n "${stopped:-}" ]] && break; sleep 0.02; done
+sleep 0.3
+[[ -z "$SAID" ]] || echo "$SAID" >> "$DRAFTSMITH_STOPPED_FILE"
+exit "$LAUNCHER_CODE"
+"""
+# Signals twice, as Slurm does where a job is preempted shortly before its limit.
+SIGNALLING = """#!/usr/bin/env bash
+while [[ "$1" == -* ]]; do shift; done
+export SLURM_NODEID=0
+"$@" &
+until [[ -e started ]]; do sleep 0.02; done
+kill -TERM $!
+sleep 0.1
+kill -TERM $!
+wait $!
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "launcher_code", "code"),
+    [("a checkpoint is there", 1, 143), ("", 1, 1), ("", 143, 1), ("", 137, 137), ("", 0, 0)],
+    ids=["stopped", "failed", "launcher terminated", "killed", "done"],
+)
+def test_only_a_stop_that_training_has_written_a_checkpoint_for_is_requeued(tmp_path, said, launcher_code, code):
+    for name, text in (
+        ("srun", SIGNALLING),
+        ("scontrol", SCONTROL),
+        ("python", LAUNCHER.replace("started", str(tmp_path / "started"))),
+    ):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    variables = environment(
+        PATH=f"{tmp_path}:{os.environ['PATH']}",
+        PYTHON=str(tmp_path / "python"),
+        SLURM_JOB_ID="77",
+        SLURM_JOB_NODELIST="localhost",
+        SLURM_JOB_NUM_NODES="1",
+        PROJECT=str(tmp_path),
+        SAID=said,
+        LAUNCHER_CODE=str(launcher_code),
+        TMPDIR=str(tmp_path / "scratch"),
+    )
+    (tmp_path / "scratch").mkdir()
+    command = ["bash", str(CLUSTER / "slurm.sbatch"), "train/heads.py"]
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == code, ended.stderr
+    assert (tmp_path / "requeued").exists() == (code == TERMINATED)
+    assert ("no checkpoint was written" in ended.stderr) == (code in (1, 137))
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+def test_an_elastic_launch_refuses_a_recipe_that_it_inherits(tmp_path):
+    command = ["bash", str(CLUSTER / "torchrun_elastic.sh"), "train/heads.py"]
+    variables = environment(RECIPE="configs/accelerate/zero2.yaml", PYTHON="false")
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == 2
+    assert "error: RECIPE=configs/accelerate/zero2.yaml needs a fixed number of nodes" in ended.stderr
+
+
 def workers(config):
     """Return the process id of each rank that trains by a config."""
     found = {}
@@ -230,6 +294,18 @@ def test_the_pods_of_a_kubernetes_job_find_each_other_and_the_same_disk(manifest
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
     assert {each["name"] for each in container["volumeMounts"]} == set(volumes)
     assert len({each["metadata"]["namespace"] for each in manifests.values()}) == 1
+
+
+def test_a_training_that_fails_by_itself_ends_the_job_after_few_restarts(manifests):
+    job = manifests["Job"]["spec"]
+    ignored, failed = job["podFailurePolicy"]["rules"]  # the first that fits is taken
+    assert ignored["action"] == "Ignore"
+    assert ignored["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    (container,) = job["template"]["spec"]["containers"]
+    assert failed["action"] == "FailJob"
+    assert failed["onExitCodes"] == {"containerName": container["name"], "operator": "NotIn", "values": [137, TERMINATED]}
+    (restarts,) = [int(each["value"]) for each in container["env"] if each["name"] == "MAX_RESTARTS"]
+    assert restarts * job["backoffLimit"] <= 50
 
 
 def test_a_pod_has_the_time_to_write_a_checkpoint_and_knows_what_node_sh_asks_for(manifests):
