@@ -81,7 +81,7 @@ def run_command(
 
 
 def _note_stop(message: str) -> None:
-    """Tell whoever started the launcher: torchrun and accelerate do not hand on the code of a process that they were told to end.
+    """Tell whoever started the launcher: torchrun and accelerate do not hand on the code of a process that they have ended.
 
     A file that cannot be written is no reason to end otherwise.
     """
