@@ -143,6 +143,9 @@ class _Training:
         self.metrics_file = (
             MetricsFile(self.output, done_steps=self.progress.step) if self.accelerator.is_main_process else None
         )
+        if self.metrics_file is not None:  # the later of the two knows more of an earlier process's time
+            earlier = max(self.history.earlier_seconds, self.metrics_file.earlier_seconds)
+            self.history.earlier_seconds = self.metrics_file.earlier_seconds = earlier
         if not self.progress.settled:
             self._settle()
         labels = 0
@@ -240,11 +243,12 @@ class _Training:
         """Log, decode held-out prompts and write a checkpoint, each where it is due; or stop where that was asked for."""
         step, last = self.progress.step, self.progress.step == self.num_steps
         self.profiler.after_step(step, is_last=last or self.stopping)
-        if last or step % self.schedule.log_every_steps == 0:
+        logged = last or step % self.schedule.log_every_steps == 0
+        if logged:
             self._log()
         self.progress.settled = False
         if self.stopping:
-            self._stop()
+            self._stop(logged=logged)
         self._settle()
 
     def _log(self) -> None:
@@ -257,9 +261,16 @@ class _Training:
         shown = {name: value for name, value in metrics.items() if not name.startswith(SHARE)}
         log.info("step %d/%d: %s", step, self.num_steps, _in_words(shown))
 
-    def _stop(self) -> None:
-        """Write a checkpoint and end the run. What is due after this step may take longer than the machine is still ours."""
-        self.checkpoints.save()
+    def _stop(self, *, logged: bool) -> None:
+        """Write a checkpoint and end the run. What is due after this step may take longer than the machine is still ours.
+
+        Steps since the last log line are in the checkpoint, so the run that goes on from it will not take them again: they get
+        a line now where they were not `logged`.
+        """
+        with self.clock("checkpoint"):
+            self.checkpoints.save()
+        if not logged:
+            self._log()
         self.accelerator.end_training()
         raise Stopped(
             f"stopped by SIGTERM after step {self.progress.step} of {self.num_steps}; a checkpoint is in "

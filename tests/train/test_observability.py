@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import signal
 import sys
 from types import SimpleNamespace
 
@@ -10,11 +12,12 @@ import torch
 from accelerate import tracking
 from accelerate.utils import LoggerType
 
-from configs.errors import ConfigError, InputError
+from configs.errors import ConfigError, InputError, Stopped
 from configs.fingerprint import training_fingerprint
 from distill.step_clock import STEP_PARTS
 from tests.train.test_distill import config_for, run
 from train.books import SHARE
+from train.draft_task import DraftTask
 from train.launch import make_accelerator
 from train.metrics_file import METRICS_FILE, MetricsFile, read_metrics
 from train.trackers import flat_config
@@ -54,6 +57,30 @@ def test_a_run_writes_a_line_a_log_entry_and_a_resumed_one_goes_on_without_doubl
         assert 0 < row["model_flop_utilization"] < 1
         assert row["memory_peak_bytes"] > 2**26
         assert {"acceptance", "top1_agreement", "gradient_norm", "learning_rate"} <= row.keys()
+
+
+def test_a_stop_between_two_lines_drops_no_step_and_the_time_goes_on(tmp_path, monkeypatch, target, rows):
+    config = config_for(tmp_path, **PLAIN | {"log_every_steps": 3})
+    plain, calls = DraftTask.prepare, []
+
+    def prepare(*args):
+        calls.append(1)
+        if len(calls) == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(*args)
+
+    monkeypatch.setattr(DraftTask, "prepare", prepare)
+    with pytest.raises(Stopped, match="after step 5 of 6"):
+        run(config, target, rows)
+    before = read_metrics(tmp_path / METRICS_FILE)
+    assert [row["step"] for row in before] == [3, 5]
+    run(config, target, rows)
+    after = read_metrics(tmp_path / METRICS_FILE)
+    assert [row["step"] for row in after] == [3, 5, 6]
+    assert after[:2] == before
+    assert after[2]["seconds"] > before[1]["seconds"]
+    (evaluation,) = map(json.loads, (tmp_path / "history.jsonl").read_text().splitlines())
+    assert evaluation["seconds"] > after[2]["seconds"]
 
 
 def test_a_line_that_a_killed_process_left_half_written_is_dropped(tmp_path):
