@@ -165,11 +165,12 @@ def _inputs(batch: Batch, states: TargetStates, normalisers: Normalisers | None 
 def _metrics(result: HeadLoss) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return sums by metric, and what each is to be divided by.
 
+    `loss`: the divergence over the labels of all depths together, every one counted once.
     `conditional_k`: the likeliest tokens agree at depth k where they did at all before; `joint_k`: at all up to k. The sum of
     the joints and 1 is the mean over all places of what a greedy round would yield there; see `train.predicted` for tau.
     """
-    sums: dict[str, Tensor] = {"loss": (result.values_K / result.labels_K.clamp(min=1)).mean()}
-    counts: dict[str, Tensor] = {"loss": torch.ones_like(sums["loss"])}
+    sums: dict[str, Tensor] = {"loss": result.values_K.sum()}
+    counts: dict[str, Tensor] = {"loss": result.labels_K.sum()}
     for name, sums_K, counts_K in (
         ("top1_agreement", result.agrees_K, result.labels_K),
         ("acceptance", result.acceptance_K, result.labels_K),

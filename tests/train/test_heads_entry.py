@@ -14,10 +14,12 @@ from configs.errors import ConfigError, InputError
 from configs.schema import HeadsConfig
 from distill.batches import ConversationDataset, collate, make_loader
 from distill.conversations import FORMAT_VERSION, MANIFEST, Conversation
+from distill.head_objective import HeadLoss
 from distill.target import load_target
 from eval.decode import generate
 from heads.artifact import load_draft
 from train.checkpoints import list_checkpoints
+from train.head_task import _metrics
 from train.launch import run_heads
 from train.loop import train
 
@@ -125,6 +127,18 @@ def test_from_files_to_a_head_that_decodes_as_the_target_alone(run_folder, tiny_
         target, prompts, DecodeConfig(num_speculative_tokens=3, max_new_tokens=8, batch_size=2), draft.proposer
     )
     assert with_head == plain
+
+
+def test_the_loss_of_several_micro_batches_is_an_average_over_their_labels():
+    def micro_batch(values, labels):
+        values_K, labels_K = torch.tensor(values), torch.tensor(labels)
+        names = ("acceptance_K", "agrees_K", "origins_K", "joint_K", "joint_agrees_K", "reached_K")
+        none = dict.fromkeys(names, torch.zeros_like(values_K))
+        return _metrics(HeadLoss(loss=values_K.sum(), labels_K=labels_K, values_K=values_K, accepted_P=torch.zeros(4), **none))
+
+    parts = [micro_batch([8.0, 6.0], [4.0, 3.0]), micro_batch([1.0, 0.0], [1.0, 0.0])]
+    total, count = (sum(part[side]["loss"] for part in parts) for side in (0, 1))
+    assert total / count == (8 + 6 + 1) / (4 + 3 + 1)
 
 
 @KINDS
