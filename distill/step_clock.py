@@ -10,10 +10,10 @@ What counts as what:
     target          the frozen target over the batch
     draft           forward of what is trained, up to its last hidden states
     loss            both output heads and the divergence, with the gradient of the draft's head (`distill.chunked` has it there)
-    backward        the rest of the backward
+    backward        the rest of the backward; under DeepSpeed clipping and step too, which accelerate takes in its `backward`
     communication   adding up over processes, and waiting for the slowest of them; of the gradients, what the backward did not
                     hide (`mark_gradient`). Known under DDP; what FSDP and DeepSpeed send on the way stays where it happens
-    optimizer       clipping, step, schedule
+    optimizer       clipping, step, schedule; under DeepSpeed the schedule alone
     other           what is left: books, logging, looks at the loss
     evaluation      decoding held-out prompts, with all that happens within; no part of a step
     checkpoint      writing checkpoints and the best draft, reading the one gone on from; no part of a step
