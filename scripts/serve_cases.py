@@ -1,7 +1,9 @@
 """The serving check: each draft exported, run in its engine, and compared with our decoder on the same prompts.
 
-A case agrees if every greedy answer of the engine is plain decoding's, near ties apart (`eval.lossless`), and the engine's
-tokens per target step lie in our interval, clustered by prompt. What is counted is said in `scripts.serve_ours`.
+A case agrees if every greedy answer of the engine is plain decoding's, near ties apart (`eval.lossless`), the engine's tokens
+per target step lie in our interval, clustered by prompt, and on the prompts with equal answers the two sides' counts are equal:
+on most prompts exactly (`same_counts_share`), summed up within `tau_tolerance`. The interval alone would not tell: it says how
+prompts differ, and both sides have the same prompts. What is counted is said in `scripts.serve_ours`.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ COLUMNS = (
     "tau_high",
     "tau_engine",
     "tau_inside",
+    "tau_ratio",
     "same_tokens",
     "near_ties",
     "same_counts",
@@ -190,6 +193,7 @@ def compare(check: Check, case: ServeCase, kind: str, tokens: int, out: Path) ->
     ours, theirs = check.our_counts[key], [answer.counts for answer in run.answers]
     interval = tau(ours, samples=config.bootstrap_samples)
     tau_engine = tau(theirs, samples=config.bootstrap_samples).point
+    tokens_compared, is_same = compare_tokens(check, run)
     return judge(
         {
             "engine_version": run.version,
@@ -198,15 +202,20 @@ def compare(check: Check, case: ServeCase, kind: str, tokens: int, out: Path) ->
             "tau_low": interval.low,
             "tau_high": interval.high,
             "tau_engine": tau_engine,
-            **compare_tokens(check, run),
-            "same_counts": sum(map(Counts.__eq__, ours, theirs)) / len(ours),
+            **tokens_compared,
+            **compare_counts(ours, theirs, is_same),
             **speedup(check.plain_runs[engine], run, config.bootstrap_samples),
-        }
+        },
+        same_counts_share=case.same_counts_share,
+        tau_tolerance=config.tau_tolerance,
     )
 
 
-def compare_tokens(check: Check, run: EngineRun) -> dict[str, Any]:
-    """Return which share of the answers is plain decoding's, how many depart at a near tie, and how many elsewhere."""
+def compare_tokens(check: Check, run: EngineRun) -> tuple[dict[str, Any], list[bool]]:
+    """Return how an engine's answers compare with plain decoding's, and by prompt whether they are the same.
+
+    The first names the share of equal answers, how many depart at a near tie, and how many elsewhere.
+    """
     plain = check.bench.plain
     served = [_generation(*pair) for pair in zip(plain, run.answers, strict=True)]
     divergences = find_divergences(check.target, plain, served, check.config.lossless.tie_noise)
@@ -215,7 +224,25 @@ def compare_tokens(check: Check, run: EngineRun) -> dict[str, Any]:
         log.info(
             "%s departs at token %d: gap %.3g, tie %.3g", each.prompt_id, each.position, each.logit_gap, each.tie_tolerance
         )
-    return {"same_tokens": 1 - len(divergences) / len(plain), "near_ties": ties, "wrong": len(divergences) - ties}
+    is_same = [one.tokens == other.tokens for one, other in zip(plain, served, strict=True)]
+    return {"same_tokens": sum(is_same) / len(plain), "near_ties": ties, "wrong": len(divergences) - ties}, is_same
+
+
+def compare_counts(ours: Sequence[Counts], theirs: Sequence[Counts], is_same: Sequence[bool]) -> dict[str, float | None]:
+    """Return how both sides' counts compare on the prompts that got the same tokens.
+
+    Returns:
+        same_counts: the share of those prompts with the same rounds and accepted drafts; None: no prompt got the same tokens.
+        tau_ratio: the engine's tokens per target step over ours there; None: a side has no rounds.
+    """
+    pairs = [(own, engines) for own, engines, same in zip(ours, theirs, is_same, strict=True) if same]
+    if not pairs:
+        return {"same_counts": None, "tau_ratio": None}
+    one, other = (tau(side, samples=1).point for side in zip(*pairs, strict=True))
+    return {
+        "same_counts": sum(own == engines for own, engines in pairs) / len(pairs),
+        "tau_ratio": None if one is None or other is None else other / one,
+    }
 
 
 def speedup(plain: EngineRun, run: EngineRun, samples: int) -> dict[str, float | None]:
@@ -228,12 +255,18 @@ def speedup(plain: EngineRun, run: EngineRun, samples: int) -> dict[str, float |
     return with_bounds("speedup_engine", paired_ratio_interval(*columns, samples=samples, seed=SEED))
 
 
-def judge(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Add whether the two taus agree, and the verdict; drop what only the verdict needs."""
-    low, high, engine = row["tau_low"], row["tau_high"], row["tau_engine"]
+def judge(row: Mapping[str, Any], *, same_counts_share: float, tau_tolerance: float) -> dict[str, Any]:
+    """Add whether the two taus agree, and the verdict; drop what only the verdict needs.
+
+    Args:
+        row: what was found; a value that could not be had is None, and never agrees.
+        same_counts_share, tau_tolerance: see `configs.serving`.
+    """
+    low, high, engine, ratio, share = (row[name] for name in ("tau_low", "tau_high", "tau_engine", "tau_ratio", "same_counts"))
     inside = None not in (low, high, engine) and low <= engine <= high
+    equal = None not in (ratio, share) and abs(ratio - 1) <= tau_tolerance and share >= same_counts_share
     kept = {name: value for name, value in row.items() if name != "wrong"}
-    return kept | {"tau_inside": inside, "verdict": AGREES if inside and not row["wrong"] else DISAGREES}
+    return kept | {"tau_inside": inside, "verdict": AGREES if inside and equal and not row["wrong"] else DISAGREES}
 
 
 def describe(row: Mapping[str, Any]) -> str:

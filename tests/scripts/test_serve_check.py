@@ -19,9 +19,9 @@ from eval.decode import Request
 from heads.artifact import HiddenStates, Metadata, save_head
 from heads.formats.table import FORMS
 from scripts import serve_cases, serve_engines, serve_transformers, serve_vllm
-from scripts.serve_cases import AGREES, CHECKED, DISAGREES, NO_ENGINE, run_checks
+from scripts.serve_cases import AGREES, CHECKED, DISAGREES, NO_ENGINE, compare_counts, run_checks
 from scripts.serve_engines import Engine, run_engine
-from scripts.serve_ours import count_ours, open_bench
+from scripts.serve_ours import Counts, count_ours, open_bench
 from tests.heads import family_checks as checks
 
 PROMPTS = [(7, 12, 3, 44, 9), (20, 9, 9, 31, 5, 6), (40, 11, 12), (50, 17, 2, 2)]
@@ -136,6 +136,40 @@ def test_other_counters_disagree(fake, settings):
     code, (row,) = run(settings)
     assert (code, row["verdict"], row["tau_engine"], row["tau_inside"]) == (GATE_FAILED, DISAGREES, 1.0, False)
     assert row["same_tokens"] == 1.0
+
+
+def test_counts_a_few_per_cent_off_disagree_though_they_lie_in_the_interval(fake, settings):
+    """As those of a draft that reads hidden states one block off: prompts differ more than that."""
+
+    def change(served):
+        served[0][1] += 1
+        served[0][2] -= 1
+
+    fake(change)
+    code, (row,) = run(settings)
+    assert (code, row["verdict"], row["tau_inside"], row["same_counts"]) == (GATE_FAILED, DISAGREES, True, 0.75)
+    assert 0.94 < row["tau_ratio"] < 0.98
+    assert row["tau_ratio"] == pytest.approx(row["tau_engine"] / row["tau_ours"])
+    assert run(settings, tau_tolerance=0.06)[0] == DONE
+
+
+def test_counts_that_are_off_here_and_there_and_right_in_sum_disagree(fake, settings):
+    def change(served):
+        served[0][2] += 1
+        served[1][2] -= 1
+
+    fake(change)
+    code, (row,) = run(settings)
+    assert (code, row["tau_ratio"], row["same_counts"]) == (GATE_FAILED, 1.0, 0.5)
+    cases = [{**settings["cases"][0], "same_counts_share": 0.5}]
+    assert run(settings, cases=cases)[0] == DONE
+
+
+def test_only_prompts_with_the_same_tokens_are_held_to_the_same_counts():
+    ours, theirs = [Counts(4, 2), Counts(5, 5)], [Counts(4, 2), Counts(9, 1)]
+    assert compare_counts(ours, theirs, [True, False]) == {"same_counts": 1.0, "tau_ratio": 1.0}
+    assert compare_counts(ours, theirs, [False, False]) == {"same_counts": None, "tau_ratio": None}
+    assert compare_counts(ours, theirs, [True, True]) == {"same_counts": 0.5, "tau_ratio": (16 / 13) / (16 / 9)}
 
 
 def test_counters_that_stand_still_disagree(fake, settings):
