@@ -16,7 +16,7 @@ from configs.errors import InputError
 from distill.target import Target
 from eval.meters import Meter
 from eval.particle_run import ParticleRun
-from eval.processing import Processor, check_stateless
+from eval.processing import Processor, prepared, renumbered
 from eval.records import AUTOREGRESSIVE, Generation, Timing
 from eval.rounds import BatchRun
 from eval.rows import Request
@@ -33,18 +33,21 @@ def generate(
     config: DecodeConfig,
     proposer: Proposer | None = None,
     *,
-    logits_processor: Processor | None = None,
+    logits_processor: Processor | Sequence[Processor] | None = None,
 ) -> list[list[int]]:
     """Continue prompts (token ids) and return the answers' ids, end-of-text included. The short way in; `decode` tells more.
 
-    A `logits_processor` of transformers changes the target's law; the drafts follow it without loss (`eval.processing`).
+    A `logits_processor` of transformers, or a list of them, changes the target's law; the drafts follow it without loss
+    (`eval.processing`).
     """
     requests = [Request(prompt_id=str(n), category="", tokens=tuple(prompt)) for n, prompt in enumerate(prompts)]
+    processor = None if logits_processor is None else prepared(logits_processor)
     answers = []
     for start in range(0, len(requests), config.batch_size):
-        generations, _ = decode(
-            target, requests[start : start + config.batch_size], config, proposer, logits_processor=logits_processor
-        )
+        batch = requests[start : start + config.batch_size]
+        # A processor that is told a row's number is told the prompt's, whatever batch that is in.
+        own = renumbered(processor, range(start, start + len(batch)).__getitem__)
+        generations, _ = decode(target, batch, config, proposer, logits_processor=own)
         answers += [list(generation.tokens) for generation in generations]
     return answers
 
@@ -84,7 +87,7 @@ def decode(
     measure_overlap: bool = False,
     meter: Meter | None = None,
     simulate_acceptance: Sequence[float] | None = None,
-    logits_processor: Processor | None = None,
+    logits_processor: Processor | Sequence[Processor] | None = None,
 ) -> tuple[list[Generation], Timing]:
     """Continue a batch of requests together until each has ended.
 
@@ -105,16 +108,17 @@ def decode(
 
     Raises:
         InputError: see `check_decodable`; or a tree is asked of a proposer that drafts none, or a processor is given that
-            remembers earlier calls, with particles, or where overlap is to be measured.
+            is none or remembers earlier calls, with particles, or where overlap is to be measured.
     """
     check_decodable(target, requests, config)
     proposer = proposer if config.num_speculative_tokens else None
     _check_tree(config, proposer)
     if proposer is None:  # what a lossy mode gives up has no part in plain decoding
         config = config.model_copy(update={"lossy": None})
-    if logits_processor is not None:
-        _check_processor(logits_processor, config, proposer, measure_overlap)
-    run = _new_run(target, requests, config, proposer, measure_overlap, meter, simulate_acceptance, logits_processor)
+    processor = None if logits_processor is None else prepared(logits_processor)
+    if processor is not None:
+        _check_processor(config, proposer, measure_overlap)
+    run = _new_run(target, requests, config, proposer, measure_overlap, meter, simulate_acceptance, processor)
     clock = run.clock
     with clock.phase("prefill"):
         run.prefill()
@@ -158,8 +162,7 @@ def _new_run(
     return run
 
 
-def _check_processor(processor: Processor, config: DecodeConfig, proposer: Proposer | None, measure_overlap: bool) -> None:
-    check_stateless(processor)
+def _check_processor(config: DecodeConfig, proposer: Proposer | None, measure_overlap: bool) -> None:
     if config.rule == "smc" and proposer is not None:
         raise InputError(
             "logits_processor: particles weigh drafts by raw logits; set lossy to null, or leave the processor out"

@@ -85,7 +85,7 @@ class BatchRun:
             states = states.map(lambda state_BTE: state_BTE[places])
         last_B1D = states.final_BTE[torch.arange(len(lengths)), self._tensor(lengths) - 1].unsqueeze(1)
         logits_B1V = head_logits(self.target.model, last_B1D)
-        logits_B1V = processed(self.logits_processor, logits_B1V, [row.tokens for row in self.active], None)
+        logits_B1V = self._processed(logits_B1V, None)
         tokens_B1 = self.judge.target_tokens(logits_B1V, self._tensor(lengths).unsqueeze(1))
         finite_B = torch.isfinite(logits_B1V.amax((1, 2)))
         for row, token, finite in zip(self.active, tokens_B1.squeeze(1).tolist(), finite_B.tolist(), strict=True):
@@ -110,7 +110,7 @@ class BatchRun:
             states = self._read(ids_BK, starts, branches)
             logits_BKV = head_logits(self.target.model, states.final_BTE)
         with self.clock.phase("sample"):
-            logits_BKV = processed(self.logits_processor, logits_BKV, [row.tokens for row in self.active], proposal)
+            logits_BKV = self._processed(logits_BKV, proposal)
             outcomes = self._judge(logits_BKV, proposal, branches, tree, room)
         compared = self._compare(logits_BKV, proposal, outcomes) if self.measure_overlap else None
         if branches is not None:
@@ -121,6 +121,13 @@ class BatchRun:
         for number, (row, outcome) in enumerate(zip(self.active, outcomes, strict=True)):
             _finish(row, outcome, compared[number] if compared is not None else None)
         self._drop_ended()
+
+    def _processed(self, logits_BKV: Tensor, proposal: Proposal | None) -> Tensor:
+        """Return the logits as the processor leaves them; rows that have ended leave the others' numbers as they were."""
+        number_of = {id(row): number for number, row in enumerate(self.rows)}
+        numbers = [number_of[id(row)] for row in self.active]
+        tokens, ends = [row.tokens for row in self.active], self.target.eos_token_ids
+        return processed(self.logits_processor, logits_BKV, tokens, proposal, numbers, ends)
 
     def _read(self, ids_BT: Tensor, starts: Sequence[int], branches: Branches | None = None) -> TargetStates:
         """Read the target, by way of the proposer where it is made of the target and may have begun to."""

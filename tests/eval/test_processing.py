@@ -1,15 +1,19 @@
 """With a logits processor the decoder follows the processed target's law: chains and trees, greedy and drawn."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 from transformers import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
     LogitsProcessor,
     LogitsProcessorList,
     MinLengthLogitsProcessor,
     NoBadWordsLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
 )
 
@@ -92,6 +96,88 @@ def test_a_proposer_that_reads_the_text_only_is_held_to_it_too(as_target, models
     assert generate(target, PROMPTS, GREEDY, PromptLookup(target.device), logits_processor=processor) == plain
 
 
+class Trie:
+    """Which tokens may follow, by the number of a prompt: one of some phrases, and then the end; any other text is an error."""
+
+    def __init__(self, phrases):
+        self.phrases, self.asked = phrases, []
+
+    def __call__(self, batch_id, ids_T):
+        prompt = PROMPTS[batch_id]
+        assert ids_T[: len(prompt)].tolist() == prompt
+        answer = tuple(ids_T[len(prompt) :].tolist())
+        self.asked.append((batch_id, answer))
+        ended = [(*phrase, *EOS) for phrase in self.phrases[batch_id]]
+        return sorted({phrase[len(answer)] for phrase in ended if phrase[: len(answer)] == answer and len(phrase) > len(answer)})
+
+
+PHRASES = [
+    [(5, 6), (5, 7, 8, 9, 10), (11, 12, 13)],
+    [(20,), (21, 22, 23, 24, 25)],
+    [(30, 31, 32, 33), (34, 35)],
+    [(40, 41, 42), (40, 43, 44, 45, 46, 47)],
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("batch_size", [1, 2, 4])
+def test_a_constraint_by_prefix_is_kept_and_never_asked_where_it_knows_no_way_on(as_target, models, shape, batch_size):
+    """transformers raises where the trie has no token that may follow: behind a forbidden draft, and behind the end."""
+    model, draft = models
+    expected = []
+    for number, prompt in enumerate(PROMPTS):
+        own = PrefixConstrainedLogitsProcessor(lambda _, ids_T, number=number: Trie(PHRASES)(number, ids_T), 1)
+        options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": list(EOS), "pad_token_id": 0}
+        found = model.generate(torch.tensor([prompt]), logits_processor=LogitsProcessorList([own]), **options)
+        expected.append(found[0, len(prompt) :].tolist())
+    assert all(tuple(answer[:-1]) in phrases for answer, phrases in zip(expected, PHRASES, strict=True))
+    config = GREEDY.model_copy(update={"tree": SHAPES[shape], "batch_size": batch_size})
+    drafters = [DraftLM(draft, 64), DraftLM(model, 64)] + [Oracle(expected)] * (shape == "chain")
+    for drafter in drafters:
+        trie = Trie(PHRASES)
+        processor = PrefixConstrainedLogitsProcessor(trie, 1)
+        answers = generate(as_target(model, eos=EOS), PROMPTS, config, drafter, logits_processor=processor)
+        assert answers == expected
+    if shape == "chain":  # all drafts were right, and every text was asked about once
+        texts = [(number, tuple(answer[:end])) for number, answer in enumerate(expected) for end in range(len(answer))]
+        assert sorted(trie.asked) == texts
+
+
+class Oracle(PromptLookup):
+    """Drafts the known answers, and beyond their end."""
+
+    def __init__(self, answers):
+        super().__init__(torch.device("cpu"))
+        self.texts = [[*prompt, *answer, *range(1, 9)] for prompt, answer in zip(PROMPTS, answers, strict=True)]
+
+    def _continue(self, row, number, num_tokens):
+        (text,) = [text for text in self.texts if text[: len(row)] == row]
+        return text[len(row) : len(row) + num_tokens]
+
+
+def test_processors_in_lists_are_one_after_another(as_target, models):
+    target, drafter = as_target(models[0]), DraftLM(models[1], 64)
+    first, second = RepetitionPenaltyLogitsProcessor(1.7), NoRepeatNGramLogitsProcessor(2)
+    expected = generate(target, PROMPTS, GREEDY, drafter, logits_processor=LogitsProcessorList([first, second]))
+    for given in ([first, second], [LogitsProcessorList([first]), [second]]):
+        assert generate(target, PROMPTS, GREEDY, drafter, logits_processor=given) == expected
+    with pytest.raises(InputError, match="expected a function of ids and scores or a list of such, got int"):
+        generate(target, PROMPTS, GREEDY, drafter, logits_processor=[first, 3])
+
+
+def test_processors_with_a_text_for_each_row_are_refused(as_target, models):
+    target, drafter = as_target(models[0]), DraftLM(models[1], 64)
+    for make in (partial(EncoderNoRepeatNGramLogitsProcessor, 2), partial(EncoderRepetitionPenaltyLogitsProcessor, 1.5)):
+        one, two = (make(encoder_input_ids=torch.tensor([[47, 32, 24]] * rows)) for rows in (1, 2))
+        plain = generate(target, PROMPTS, GREEDY, None, logits_processor=one)
+        assert generate(target, PROMPTS, GREEDY, drafter, logits_processor=one) == plain
+        with pytest.raises(InputError, match="was made with 2 rows of text"):
+            generate(target, PROMPTS, GREEDY, drafter, logits_processor=[two])
+    beams = PrefixConstrainedLogitsProcessor(Trie(PHRASES), 2)
+    with pytest.raises(InputError, match="num_beams 2; here it must be 1"):
+        generate(target, PROMPTS, GREEDY, drafter, logits_processor=beams)
+
+
 def exact_law(model, processor, temperature):
     """Return the probabilities of the first three tokens after `law_checks.PROMPT`, one prefix at a time."""
     law = torch.zeros([law_checks.VOCAB] * law_checks.DEPTH, dtype=torch.float64)
@@ -145,9 +231,14 @@ def test_what_would_not_be_exact_is_refused(as_target, models):
     class SynthIDTextWatermarkLogitsProcessor(BanSumOfLastTwo):
         """Stands for transformers' own, which wants more than a test has."""
 
+    class Derived(SynthIDTextWatermarkLogitsProcessor):
+        """Has another name."""
+
     target, drafter = as_target(models[0]), DraftLM(models[1], 64)
     requests = [Request(prompt_id="p", category="", tokens=(1, 2))]
     remembering = SynthIDTextWatermarkLogitsProcessor(64)
+    with pytest.raises(InputError, match="Derived remembers earlier calls"):
+        decode(target, requests, GREEDY, drafter, logits_processor=[LogitsProcessorList([Derived(64)])])
     with pytest.raises(InputError, match="remembers earlier calls"):
         decode(target, requests, GREEDY, drafter, logits_processor=remembering)
     with pytest.raises(InputError, match="remembers earlier calls"):
