@@ -22,7 +22,7 @@ class ServeCase(Settings):
 
     artifact: str  # a folder written by train/distill.py or train/heads.py
     engine: RunEngine | CheckedEngine | None  # None: no engine takes a draft of this kind, and the table says so
-    num_speculative_tokens: PositiveInt | None = None  # None: what the artifact says
+    num_speculative_tokens: PositiveInt | None = None  # None: what the artifact says, of DFlash a whole block
     # How many of the prompts that got the same tokens must have taken the same rounds and accepted drafts too. Below 1 because
     # drafts that are nearly tied fall either way, and because an engine may depart from ours in a known detail. A draft that is
     # exported wrong changes the counts of almost every prompt. Ask for 1.0 where they have been seen to be equal.

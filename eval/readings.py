@@ -8,7 +8,7 @@ answers are the same, so the two numbers are compared position by position.
 It is the training forward that runs, over whole texts. Drafts drawn from the head's law stay as long as they are the text's
 tokens, so their expected number at an origin is q_1 + q_1 q_2 + ..., q_k being the head's probability of the k-th token. That
 number varies less than what single drafts come to, and a few prompts tell more.
-B batch (1), T positions, K depths, N origins, A taps.
+B batch (1), T positions, K depths, N origins, A taps, C texts.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Comparison:
         reading: the other one.
         expected: drafts that stay with it, mean over the origins.
         gain: the mean difference.
-        gain_error: its standard error over the origins.
+        gain_error: its standard error, with texts as what was drawn independently; infinite with one text.
     """
 
     reading: Reading
@@ -94,20 +94,36 @@ def compare_readings(
         texts: ids of prompt and answer, and where the answer begins.
         readings: the others (`other_readings`).
     """
-    own_N = torch.cat([expected_lengths(head, target, text, start, Reading(name="own")) for text, start in texts])
+    own = [expected_lengths(head, target, text, start, Reading(name="own")) for text, start in texts]
     compared = []
     for reading in readings:
-        other_N = torch.cat([expected_lengths(head, target, text, start, reading) for text, start in texts])
-        gains_N = other_N - own_N
+        other = [expected_lengths(head, target, text, start, reading) for text, start in texts]
+        gains = [other_N - own_N for other_N, own_N in zip(other, own, strict=True)]
         compared.append(
             Comparison(
                 reading=reading,
-                expected=other_N.mean().item(),
-                gain=gains_N.mean().item(),
-                gain_error=gains_N.std().item() / math.sqrt(len(gains_N)),
+                expected=torch.cat(other).mean().item(),
+                gain=torch.cat(gains).mean().item(),
+                gain_error=clustered_error(gains),
             )
         )
-    return own_N.mean().item(), compared
+    return torch.cat(own).mean().item(), compared
+
+
+def clustered_error(values: Sequence[Tensor]) -> float:
+    """Return the standard error of the mean of all values `[N]`, where those of a text resemble each other.
+
+    The mean is a ratio of sums over texts, sum(s_i) / sum(n_i). Its variance, to first order, is that of the sum of the
+    residuals s_i - n_i * mean over texts (Cochran, Sampling Techniques, 1977, section 6.4), with C / (C - 1) for C texts.
+    Infinite with fewer than two texts that have values, which say nothing about how texts differ.
+    """
+    sums_C = torch.stack([values_N.sum() for values_N in values if len(values_N)])
+    counts_C = torch.tensor([len(values_N) for values_N in values if len(values_N)], dtype=sums_C.dtype)
+    C, total = len(sums_C), counts_C.sum()
+    if C < 2:
+        return math.inf
+    residuals_C = sums_C - counts_C * (sums_C.sum() / total)
+    return ((residuals_C.square().sum() * C / (C - 1)).sqrt() / total).item()
 
 
 def expected_lengths(

@@ -15,9 +15,10 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from configs.errors import InputError, first_line
+from configs.exchange import TORCH_FILES
 
 DATA_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
-FOREIGN_FILES = (*DATA_FILES, "pytorch_model.bin", "medusa_lm_head.pt")
+FOREIGN_FILES = (*DATA_FILES, *TORCH_FILES)
 SUBFOLDERS = "*/*"  # the exports of a published draft, for which others come
 NAME = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[\w][\w./-]*))?")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +19,7 @@ class Naming:
         prefix: of every tensor of a module.
         parts: by our name of a part (`heads.mtp.MtpLayer`), theirs.
         hidden_first: the projection reads [state ; embedding].
+        reads: which of the target's last states these modules were trained on, and are given by engines.
         borrowed: copies of what is the target's (embedding, head, rotary frequencies), which are neither read nor written.
     """
 
@@ -25,6 +27,7 @@ class Naming:
     prefix: str
     parts: Mapping[str, str]
     hidden_first: bool = False
+    reads: Literal["post_norm", "pre_norm"] = "post_norm"
     borrowed: tuple[str, ...] = ()
 
 
@@ -51,6 +54,7 @@ NAMINGS = (
             "mtp_block": "model.mtp_layers.{k}",
         },
         hidden_first=True,
+        reads="pre_norm",
     ),
     Naming(
         families="DeepSeek-V3, GLM-4-MoE",

@@ -64,7 +64,7 @@ def patiently(step: Callable[[], T], attempts: int) -> T:
         try:
             return step()
         except BREAKS as error:
-            if not _may_pass(error):
+            if not may_pass(error):
                 raise
             print(f"try {attempt} of {attempts} broke off ({_root(error)}); again in {wait:g} s")
         time.sleep(wait)
@@ -88,7 +88,7 @@ def _limited_silence() -> Iterator[None]:
         set_client_factory(default_client_factory)
 
 
-def _may_pass(error: Exception) -> bool:
+def may_pass(error: Exception) -> bool:
     """Whether the same might go well a little later: not where the Hub said no."""
     while isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
@@ -113,6 +113,14 @@ def _answer_in_words(api: HfApi, repo_id: str, error: HfHubHTTPError) -> str:
     if status in (409, 412):
         return moved(repo_id)
     return f"{api.endpoint} answered {status} ({_said(error)}); nothing was published, {AGAIN}"
+
+
+def unknown(api: HfApi, repo_id: str, error: Exception) -> str:
+    """Say that a commit was sent, and that neither its answer nor the repository can be read."""
+    return (
+        f"{api.endpoint} or the way there broke off at the commit, and again when {repo_id} was to be looked at: {_root(error)}; "
+        f"it is not known whether it was published, {AGAIN}"
+    )
 
 
 def moved(repo_id: str) -> str:

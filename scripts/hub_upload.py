@@ -23,7 +23,7 @@ from configs.errors import InputError
 from configs.files import read_json, sha256_of, write_json
 from configs.publishing import PushConfig
 from heads.artifact import METADATA_FILE
-from scripts.hub_errors import errors_in_words, moved, patiently
+from scripts.hub_errors import BREAKS, errors_in_words, may_pass, moved, patiently, unknown
 from scripts.publication import MANIFEST, Content, Publication
 
 OF_THE_HUB = {".gitattributes"}  # which a new repository holds from the beginning
@@ -77,7 +77,7 @@ def push(api: HfApi, repo_id: str, publication: Publication, config: PushConfig,
     known = _known_commit(record, api, repo_id)
     with errors_in_words(api, repo_id):
         opened = patiently(lambda: _open(api, repo_id, publication, config, known), config.attempts)
-        pushed = patiently(lambda: _commit_once(api, repo_id, publication, opened), config.attempts)
+        pushed = _commit(api, repo_id, publication, opened, config.attempts)
     _remember(record, api, repo_id, pushed.commit)
     return pushed
 
@@ -192,6 +192,26 @@ def _is(content: Content, digest: str | None) -> bool:
 
 
 # --- the push -----------------------------------------------------------------------------------------------------
+
+
+def _commit(api: HfApi, repo_id: str, publication: Publication, opened: Remote, attempts: int) -> Pushed:
+    """Make the one commit, in some attempts; after the last, which may have arrived all the same, look what is there.
+
+    Raises:
+        InputError: it is not known whether the commit was made.
+    """
+    try:
+        return patiently(lambda: _commit_once(api, repo_id, publication, opened), attempts)
+    except BREAKS as error:
+        if not may_pass(error):
+            raise
+        try:
+            remote = _look(api, repo_id)
+        except BREAKS as again:
+            raise InputError(unknown(api, repo_id, again)) from error
+        if remote is None or remote.head == opened.head or not _holds(remote, publication):
+            raise
+    return Pushed(url=f"{api.endpoint}/{repo_id}", commit=remote.head, new=True, private=remote.private)
 
 
 def _commit_once(api: HfApi, repo_id: str, publication: Publication, opened: Remote) -> Pushed:

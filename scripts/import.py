@@ -34,7 +34,7 @@ def main(config: ImportConfig, args: argparse.Namespace) -> None:
     if out.exists():
         raise InputError(f"{out} exists already; give a new folder")
     folder = locate_foreign(args.draft)
-    foreign = read_foreign(folder, layer_ids=config.layer_ids, reads=config.reads or "post_norm")
+    foreign = read_foreign(folder, layer_ids=config.layer_ids, reads=config.reads)
     target = load_target(config.target)
     try:
         fitted = fit(foreign, target.model)

@@ -58,7 +58,7 @@ class Publication:
     Args:
         files: content by path in the repository, `README.md` included.
         target_sha256: hash of the target's weights, by which a later push knows its own repository.
-        left_out: names in the artifact's folder that are not published.
+        left_out: names in the artifact's folder that are not published, and in exports, those by `engine/name`.
     """
 
     files: Mapping[str, Content]
@@ -165,7 +165,9 @@ def gather(
     files, left_out = _artifact_files(release, scrubber)
     files[METADATA_FILE] = cleaned.metadata_file
     for engine, folder in exports.items():
-        files |= {f"{engine}/{name}": content for name, content in _model_files(folder, scrubber)[0].items()}
+        exported, others = _model_files(folder, scrubber)
+        files |= {f"{engine}/{name}": content for name, content in exported.items()}
+        left_out += [f"{engine}/{name}" for name in others]
     files |= {REPORT: as_json(cleaned.report), PAGE: render_page(cleaned.report).encode(), REPOCARD_NAME: card.encode()}
     manifest = {
         "format_version": 1,

@@ -86,7 +86,13 @@ def _make(
         source = read_source(release.folder, TargetFolder(folder, name_for_engines(cleaned, config)))
         for engine in config.exports:
             exports[engine] = scratch / engine
-            export(source, engine, exports[engine], served_from=f"{repo_id.split('/')[-1]}/{engine}")
+            layout = export(source, engine, exports[engine], served_from=f"{repo_id.split('/')[-1]}/{engine}")
+            if layout.holds_target and not config.allow_target_files:
+                raise InputError(
+                    f"exports: the one for {engine} holds all weights of the target {name} beside the draft's, and would publish "
+                    "them under the draft's card; leave it out (scripts/export.py makes it where the target is), or, if the "
+                    "target's licence lets you, --set allow_target_files=true publishes both"
+                )
     serve = {engine: (folder / SERVE_FILE).read_text(encoding="utf-8") for engine, folder in exports.items()}
     card = make_card(repo_id, cleaned, config, origins, serve, api.endpoint)
     return gather(release, cleaned, exports, card, config, scrubber)

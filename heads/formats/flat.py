@@ -172,7 +172,7 @@ def transformers_dflash(source: Source) -> Layout:
         expected={_new_name(name): sizes for name, sizes in expected.items()},
         serve=serve,
         notes=(
-            f"One prompt at a time; {settings.block_size - 1} drafts a round, whatever num_assistant_tokens says.",
+            f"One prompt at a time; {source.num_speculative_tokens} drafts a round, whatever num_assistant_tokens says.",
             "Draft and target must have the same dtype.",
             *_whole_vocabulary(source, "transformers"),
         ),

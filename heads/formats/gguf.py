@@ -40,21 +40,22 @@ def eagle3(source: Source) -> Layout:
     """Return EAGLE-3 for llama.cpp.
 
     Raises:
-        InputError: it has more than one layer, or norms that llama.cpp does not know.
+        InputError: it has more than one layer, norms that llama.cpp does not know, or other than three taps.
     """
     settings = source.settings
     if settings.num_layers != 1:
         raise InputError(f"it has {settings.num_layers} layers, and llama.cpp's converter knows EAGLE-3 with one")
     if settings.norm_taps or settings.norm_feedback:
         raise InputError("it norms each state or the one it feeds back (norm_taps, norm_feedback), which llama.cpp does not")
+    if len(settings.taps or ()) != 3:
+        raise InputError(f"it reads {len(settings.taps or ())} of the target's states, and llama.cpp's EAGLE-3 reads three")
     return _converted(source, speculators.eagle(source), "draft-eagle3", ())
 
 
 def dflash(source: Source) -> Layout:
     """Return DFlash for llama.cpp."""
     note = source.whole_vocabulary_note("llama.cpp")
-    drafts = replace(source, num_speculative_tokens=source.settings.block_size - 1)
-    return _converted(drafts, flat.sglang_dflash(source), "draft-dflash", note)
+    return _converted(source, flat.sglang_dflash(source), "draft-dflash", note)
 
 
 def _converted(source: Source, layout: Layout, kind: str, notes: tuple[str, ...]) -> Layout:

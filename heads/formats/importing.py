@@ -181,7 +181,7 @@ def _settle_head(
 
 def _same(stored: Stored, own: Tensor) -> bool:
     """Whether a tensor is the target's, in the coarser of the two dtypes."""
-    if stored.shape != tuple(own.shape):
+    if stored.shape != tuple(own.shape) or not stored.dtype.is_floating_point:
         return False
     coarser = min(stored.dtype, own.dtype, key=lambda dtype: -torch.finfo(dtype).eps)
     row = 0

@@ -33,6 +33,7 @@ class Layout:
         files: by name, files that are taken over as they are.
         json_files: by name, further JSON files.
         convert: called with the folder that was written and checked, and this: makes other files of those in it.
+        holds_target: the folder holds all of the target's weights beside the draft's.
         make: fills the empty folder itself, with `weights` among its tensors; then nothing else is written.
     """
 
@@ -45,6 +46,7 @@ class Layout:
     files: Mapping[str, Path] = field(default_factory=dict)
     json_files: Mapping[str, Any] = field(default_factory=dict)
     convert: Callable[[Path, Layout], None] | None = None
+    holds_target: bool = False
     make: Callable[[Path], None] | None = None
 
 

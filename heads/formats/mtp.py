@@ -119,6 +119,7 @@ def transformers(source: Source) -> Layout:
             *_other_keys_note(source),
             *source.whole_vocabulary_note("transformers"),
         ),
+        holds_target=True,
         weights_file=EXTRA_FILE,
         files=files,
         json_files={INDEX_FILE: {"metadata": {}, "weight_map": weight_map | dict.fromkeys(weights, EXTRA_FILE)}},

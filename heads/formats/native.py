@@ -20,6 +20,7 @@ from heads.formats.tensors import Stored, Weights
 from heads.native_mtp import NativeMtp, Piece
 
 SIGNS = ("mtp", "eh_proj")
+BACKBONE = "model.layers.0."  # of the target's first block
 
 
 def has_modules(weights: Mapping[str, Stored]) -> bool:
@@ -27,19 +28,22 @@ def has_modules(weights: Mapping[str, Stored]) -> bool:
     return any(sign in name for name in weights for sign in SIGNS)
 
 
-def read_native(folder: Path, weights: Weights, reads: str) -> Foreign:
+def read_native(folder: Path, weights: Weights, reads: str | None) -> Foreign:
     """Return a checkpoint's MTP modules in our words.
 
     Args:
         folder: of the checkpoint.
         weights: all its tensors.
-        reads: which of the target's last states they were trained on.
+        reads: which of the target's last states they were trained on; None: as the naming says of a whole checkpoint, and after
+            the final norm where the modules stand alone (`heads.formats.mtp.mimo` writes such, whatever their naming).
 
     Raises:
         InputError: the modules have no known naming.
     """
     native = NativeMtp(folder)
     several = native.num_layers > 1
+    if reads is None:
+        reads = native.naming.reads if any(name.startswith(BACKBONE) for name in weights) else "post_norm"
     settings = {"shared_depths": not several, "reads": reads} | ({"num_depths": native.num_layers} if several else {})
     return Foreign(
         form=f"MTP of a checkpoint, named as in {native.naming.families}",

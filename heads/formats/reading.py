@@ -32,14 +32,14 @@ MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 OLD_MEDUSA = re.compile(r"^(?:medusa_heads?\.)?(\d+)\.(\d+)\.(?:(linear)\.)?(weight|bias)$")
 
 
-def read_foreign(folder: Path, *, layer_ids: LayerIds | None = None, reads: str = "post_norm") -> Foreign:
+def read_foreign(folder: Path, *, layer_ids: LayerIds | None = None, reads: str | None = None) -> Foreign:
     """Read a draft's config, and where its tensors are.
 
     Args:
         folder: with `config.json` and weights.
         layer_ids: what ids of hidden states in its config mean (`configs.exchange.ImportConfig`); None: what they mean to
             those who write the form.
-        reads: which state an MTP head was trained on.
+        reads: which state an MTP head was trained on; None: what is usual where it comes from.
 
     Raises:
         InputError: the format is none of those known, or the draft does something that our families do not.
@@ -51,7 +51,7 @@ def read_foreign(folder: Path, *, layer_ids: LayerIds | None = None, reads: str 
     architectures = " ".join(config.get("architectures") or ())
     try:
         if "speculators_model_type" in config:
-            return _speculators(config, weights, layer_ids or "h", reads)
+            return _speculators(config, weights, layer_ids or "h", reads or "post_norm")
         if config.get("model_type") == "medusa" or "medusa_num_heads" in config:
             return _medusa(config, weights)
         if "hydra_num_heads" in config:
@@ -126,8 +126,11 @@ def _flat_eagle(config: dict[str, Any], weights: Weights, layer_ids: LayerIds) -
     settings = _eagle_settings(options, config, layer_ids, normed_by_default=False)
     parallel = "mask_hidden" in weights
     if parallel:
-        (mask,) = {options[key] for key in MASK_KEYS if key in options} or {None}
-        settings["mask_token_id"] = mask
+        masks = {key: options[key] for key in MASK_KEYS if key in options}
+        if len(set(masks.values())) > 1:
+            told = ", ".join(f"{key} {value}" for key, value in masks.items())
+            raise InputError(f"its config names different mask tokens: {told}; leave the one it was trained with")
+        settings["mask_token_id"] = next(iter(masks.values()), None)
     else:
         settings["norm_feedback"] = options.get("norm_output", False)
     return Foreign(

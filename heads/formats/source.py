@@ -121,7 +121,7 @@ class Source:
         weights: its tensors, in the dtype to be written.
         vocabulary: the tokens it can say; None: all of the target's.
         target: what it was trained for.
-        num_speculative_tokens: how many tokens an engine is to draft a round.
+        num_speculative_tokens: how many tokens an engine is to draft a round; of DFlash a whole block, as it was trained.
     """
 
     folder: Path
@@ -202,11 +202,11 @@ def read_source(
     Args:
         folder: of the artifact.
         target: what it was trained for.
-        num_speculative_tokens: drafts a round; None: what the artifact says.
+        num_speculative_tokens: drafts a round; None: what the artifact says, of DFlash a whole block.
         dtype: to write; None: as they are.
 
     Raises:
-        InputError: it is no artifact or is damaged, or drafts fewer tokens than asked for.
+        InputError: it is no artifact or is damaged, or drafts fewer tokens than asked for, or, of DFlash, more.
     """
     metadata = read_metadata(folder)
     weights = {name: stored.cast(dtype) for name, stored in read_weights(folder).items()}
@@ -225,6 +225,8 @@ def read_source(
     longest = getattr(settings, "longest_draft", None)
     if longest is not None and wanted > longest:
         raise InputError(f"num_speculative_tokens {wanted}: {folder} drafts at most {longest} tokens a round")
+    if metadata.kind == "dflash":
+        wanted = _whole_block(folder, settings.block_size - 1, num_speculative_tokens)
     return Source(
         folder=folder,
         metadata=metadata,
@@ -234,3 +236,13 @@ def read_source(
         target=target,
         num_speculative_tokens=wanted,
     )
+
+
+def _whole_block(folder: Path, drafts: int, asked: int | None) -> int:
+    """Return the drafts of a DFlash block: engines fill it whole, and another number changes what each slot says."""
+    if asked not in (None, drafts):
+        raise InputError(
+            f"num_speculative_tokens {asked}: {folder} fills blocks of {drafts} drafts, and engines draft whole blocks; ask for "
+            f"{drafts}, or leave it out"
+        )
+    return drafts

@@ -109,20 +109,20 @@ def dflash(source: Source) -> Layout:
     settings: DFlashSettings = source.settings
     layers = layer_config(source.shape, "qwen3", settings.num_layers, source.target.vocab_size)
     layers |= {"layer_types": ["full_attention"] * settings.num_layers, "use_sliding_window": False, "sliding_window": None}
-    config = _config(source, "dflash", layers, settings.block_size - 1) | {
+    config = _config(source, "dflash", layers) | {
         "block_size": settings.block_size,
         "aux_hidden_state_layer_ids": list(settings.taps or ()),
         "mask_token_id": settings.mask_token_id,
         "sample_from_anchor": False,
         "sliding_window_non_causal": True,
     }
-    method = {"method": "dflash", "model": "{out}", "num_speculative_tokens": settings.block_size - 1}
+    method = {"method": "dflash", "model": "{out}", "num_speculative_tokens": source.num_speculative_tokens}
     return Layout(
         config=config,
         weights=source.weights | source.offsets(),
         expected=dflash_shapes(source) | _vocabulary_shapes(source),
         serve=vllm_command(source, method),
-        notes=(f"A block was trained with {settings.block_size - 1} drafts; another number changes what each slot says.",),
+        notes=(f"A block was trained with {source.num_speculative_tokens} drafts; another number changes what each slot says.",),
     )
 
 
@@ -183,8 +183,8 @@ def vllm_command(source: Source, method: dict[str, Any], *options: str, model: s
     return " ".join(["vllm serve", model or source.target.name, *options, f"--speculative-config '{json.dumps(method)}'"])
 
 
-def _config(source: Source, kind: str, layers: dict[str, Any], num_tokens: int | None = None) -> dict[str, Any]:
-    tokens = source.num_speculative_tokens if num_tokens is None else num_tokens
+def _config(source: Source, kind: str, layers: dict[str, Any]) -> dict[str, Any]:
+    tokens = source.num_speculative_tokens
     names = {"eagle3": "Eagle3DraftModel", "peagle": "PEagleDraftModel", "dflash": "DFlashDraftModel", "mtp": "MTPDraftModel"}
     return {
         "speculators_model_type": kind,

@@ -53,7 +53,7 @@ def stitched(source: Source) -> Layout:
         raise InputError(
             f"{target.folder} has MTP weights under names that transformers alone reads; export beside the original"
         )
-    reads = "pre_norm" if native.naming.families == "MiMo" else "post_norm"
+    reads = native.naming.reads
     if source.settings.reads != reads:
         raise InputError(
             f"it reads the target's last state {source.settings.reads} (head.reads), and vLLM gives modules of "
@@ -79,5 +79,6 @@ def stitched(source: Source) -> Layout:
             "folder, so change neither in place.",
             *source.whole_vocabulary_note("vLLM"),
         ),
+        holds_target=True,
         make=partial(native.stitch_into, tensors=LoadedAtUse(modules), places=places),
     )

@@ -22,10 +22,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from configs.errors import InputError, first_line
+from configs.exchange import TORCH_FILES
 from heads.native_mtp import INDEX_FILE, SINGLE_FILE, files_by_key
 
 HEAD_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.safetensors", "hydra_lm_head.pt")
-TORCH_FILES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
 BLOCK_BYTES = 2**23  # read at a time where a tensor can be had in parts
 NAMES = {  # safetensors' names of dtypes
     "BF16": torch.bfloat16,

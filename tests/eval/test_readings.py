@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from configs.head_families import DFlashSettings, Eagle3Settings, MedusaSettings, MtpSettings
-from eval.readings import Comparison, Reading, compare_readings, expected_lengths, other_readings
+from eval.readings import Comparison, Reading, clustered_error, compare_readings, expected_lengths, other_readings
 from tests.heads import family_checks as checks
 
 TEXT = [7, 12, 3, 44, 9, 31, 5, 6, 2, 50]
@@ -76,7 +76,19 @@ def test_differences_are_taken_position_by_position():
         gains_N = torch.cat([expected_lengths(head, model, *text, reading) for text in texts]) - own_N
         assert found.gain == pytest.approx(gains_N.mean().item())
         assert found.expected == pytest.approx(own + found.gain)
-        assert found.gain_error == pytest.approx((gains_N.var() / len(gains_N)).sqrt().item())
+        assert found.gain_error == pytest.approx(clustered_error(gains_N.detach().split(len(gains_N) // 2)))
+
+
+def test_the_error_of_a_gain_is_that_of_texts_and_not_of_origins():
+    """Of equally long texts it is the standard error of their means; origins that repeat within a text change nothing."""
+    means_C = torch.tensor([0.1, 0.4, -0.2, 0.3, 0.0], dtype=torch.float64)
+    expected = (means_C.var() / len(means_C)).sqrt().item()
+    for length in (1, 40):
+        assert clustered_error([mean.repeat(length) for mean in means_C]) == pytest.approx(expected)
+    uneven = [torch.full((length,), value, dtype=torch.float64) for length, value in ((30, 1.0), (10, 0.0), (20, 0.5))]
+    residuals = (30 - 30 * 40 / 60, 0 - 10 * 40 / 60, 10 - 20 * 40 / 60)
+    assert clustered_error(uneven) == pytest.approx((sum(each**2 for each in residuals) * 3 / 2) ** 0.5 / 60)
+    assert clustered_error([torch.ones(50, dtype=torch.float64)]) == float("inf")
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def say_id(folder, number):
 
 def import_(folder, config, *more):
     argv = [str(folder / "exported"), "--out", str(folder / "back"), "--set", f"target.name={config.target.name}"]
-    argv += ["--set", "target.dtype=float32", "--set", "target.device=cpu", "--set", "prompts=[w1 w2 w3]"]
+    argv += ["--set", "target.dtype=float32", "--set", "target.device=cpu", "--set", "prompts=[w1 w2 w3, w4 w5]"]
     argv += ["--set", "max_new_tokens=16", *more]
     return run_command(ImportConfig, importing.main, description="", argv=argv, add_arguments=importing.add_arguments)
 

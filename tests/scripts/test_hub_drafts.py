@@ -14,7 +14,7 @@ from configs.command import BAD_INPUT, DONE, run_command
 from configs.decoding import TargetConfig
 from configs.errors import InputError
 from configs.evaluating import EvalConfig, GateConfig
-from configs.exchange import ExportConfig, ImportConfig
+from configs.exchange import TORCH_FILES, ExportConfig, ImportConfig
 from configs.head_families import MedusaSettings
 from configs.learning import StudentConfig
 from distill.draft_init import initial_draft
@@ -23,7 +23,8 @@ from eval import gate
 from eval.drafts import load_evaluated
 from heads.artifact import HiddenStates, Metadata, load_draft, read_metadata, save_head
 from heads.families import FAMILIES
-from heads.hub import locate_artifact
+from heads.formats.tensors import read_weights
+from heads.hub import locate_artifact, locate_foreign
 from scripts.licences import OriginCard, read_card
 from tests.scripts.hub_server import READER
 
@@ -137,6 +138,15 @@ def test_a_target_and_a_first_model_load_by_their_names_and_tell_their_licence(h
     assert read_card("ann/target", head, online=False).license == "apache-2.0"  # in the cache by now
     assert len(hub.requests) == asked
     assert read_card("ann/nosuch", None, online=True) == OriginCard()
+
+
+@pytest.mark.parametrize("file", TORCH_FILES)
+def test_pickled_weights_are_fetched_for_an_import_only(hub, tmp_path, file):
+    (tmp_path / "config.json").write_text("{}")
+    torch.save({"w": torch.ones(2)}, tmp_path / file)
+    upload(hub, "bob/foreign", tmp_path)
+    assert read_weights(locate_foreign("bob/foreign")).keys() == {"w"}
+    assert {path.name for path in locate_foreign("bob/foreign").iterdir()} == {"config.json", file}
 
 
 def test_an_import_takes_a_foreign_draft_by_name(hub, release, target, tmp_path, capsys):

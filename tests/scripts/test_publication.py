@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
 from configs.command import BAD_INPUT, DONE, GATE_FAILED, INCONCLUSIVE
-from configs.head_families import MedusaSettings
+from configs.head_families import MedusaSettings, MtpSettings
 from eval.report_schema import numbers_of, read_report
 from eval.shipped import read_shipped
 from heads.artifact import HiddenStates, Metadata, hash_artifact, read_metadata, save_head
@@ -212,6 +212,49 @@ def test_a_head_is_an_adapter_of_its_target_and_goes_into_its_engines(dry, relea
     assert "vllm serve owner/target --speculative-config" in card.text
     assert '"model": "draft/vllm"' in card.text
     assert {path.name for path in (folder / "vllm").iterdir()} == {"config.json", "model.safetensors", "serve.txt"}
+
+
+@pytest.fixture
+def mtp_release(release, tiny_llama):
+    """The release with an MTP head in the place of the draft LM."""
+    artifact, target = release / "artifact", tiny_llama(seed=1, dtype=torch.float32)
+    known = json.loads((artifact / "draftsmith.json").read_text())
+    head = FAMILIES["mtp"].build(MtpSettings(kind="mtp", num_depths=2), target, None)
+    states = HiddenStates(taps=list(head.taps), concat_order=[f"h_{tap}" for tap in head.taps], last_is_post_norm=True)
+    metadata = Metadata(
+        kind="mtp",
+        target=known["target"],
+        hidden_states=states,
+        head=head.settings.model_dump(mode="json"),
+        draft_vocab_size=64,
+        num_speculative_tokens=2,
+        training={},
+        provenance={},
+    )
+    save_head(artifact, head, metadata)
+    section = {"kind": "mtp", "sha256": hash_artifact(artifact, metadata)}
+    change(release / "evaluation" / "report.json", lambda report: report["draft"].update(section))
+    judge(release)
+    return release
+
+
+def test_an_export_that_holds_the_target_is_published_only_by_name(dry, push, mtp_release, tmp_path):
+    (mtp_release / "target" / "notes.md").write_text("of the target")
+    where = ["--set", "exports=[transformers]", "--target", str(mtp_release / "target")]
+    code, _, err = dry(*where)
+    assert code == BAD_INPUT
+    assert "exports: the one for transformers holds all weights of the target" in err
+    assert "--set allow_target_files=true publishes both" in err
+    assert not (tmp_path / "dry").exists()
+    code, out, _ = push("--dry-run", str(tmp_path / "both"), *where, "--set", "allow_target_files=true")
+    assert code == DONE
+    assert (tmp_path / "both" / "transformers" / "target.safetensors").is_file()
+    assert "transformers/notes.md" in out.split("not published: ")[1].splitlines()[0].split(", ")
+
+
+def test_an_export_beside_the_target_needs_no_leave(dry, mtp_release):
+    folder = dry("--set", "exports=[vllm]", "--target", str(mtp_release / "target"))
+    assert all(name.startswith("model.mtp_layers.") for name in load_file(folder / "vllm" / "model.safetensors"))
 
 
 def test_self_seeded_prompts_are_named_as_such(dry, release):

@@ -227,6 +227,42 @@ def test_what_fails_twice_and_then_goes_well_ends_in_one_commit(push, hub, metho
     assert files_of(hub) == FILES
 
 
+def test_a_commit_whose_last_answer_is_lost_is_found(push, hub):
+    hub.fail("POST", "/commit/", 500, 500, LOST)
+    code, out, err = push()
+    assert code == DONE, err
+    repository = hub.repositories[NAME]
+    assert len(repository.commits) == 2
+    assert f"commit {repository.head}" in out
+    assert "held all of it already" not in out
+
+
+def test_a_commit_that_may_have_arrived_is_not_said_to_have_failed(push, hub, monkeypatch):
+    from scripts import hub_upload
+
+    look = hub_upload._look
+
+    def unreachable(api, repo_id):
+        if repo_id in hub.repositories and len(hub.repositories[repo_id].commits) > 1:
+            raise ConnectionError("no way there")
+        return look(api, repo_id)
+
+    monkeypatch.setattr(hub_upload, "_look", unreachable)
+    hub.fail("POST", "/commit/", 500, 500, LOST)
+    code, _, err = push()
+    assert code == BAD_INPUT
+    assert "ConnectionError: no way there; it is not known whether it was published, run the same command again" in err
+    assert "nothing was published" not in err
+
+
+def test_a_commit_that_never_arrives_is_said_to_have_failed(push, hub):
+    hub.fail("POST", "/commit/", 500, 500, 500)
+    code, _, err = push()
+    assert code == BAD_INPUT
+    assert "nothing was published" in err
+    assert files_of(hub) == set()
+
+
 def test_silence_is_not_waited_out(push, hub, monkeypatch):
     monkeypatch.setattr("scripts.hub_errors.SILENCE_SECONDS", 0.5)
     hub.fail("PUT", "/lfs/", SILENT)

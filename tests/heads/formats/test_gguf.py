@@ -78,9 +78,17 @@ def test_eagle_keeps_its_ids_and_offsets(write, converter):
 
 def test_dflash_names_the_blocks_and_drafts_a_whole_one(write, converter):
     written = write(DFLASH, num_speculative_tokens=2)
+    assert written.source().num_speculative_tokens == 3
     export(written.source(), "gguf", written.out)
     assert seen(converter)["config"]["dflash_config"]["target_layer_ids"] == [0, 2]
     assert "--spec-type draft-dflash --spec-draft-n-max 3" in (written.out / SERVE_FILE).read_text()
+
+
+def test_dflash_drafts_whole_blocks_and_no_other_number(write):
+    written = write(DFLASH, num_speculative_tokens=2)
+    assert written.source(num_speculative_tokens=3).num_speculative_tokens == 3
+    with pytest.raises(InputError, match="num_speculative_tokens 2: .* fills blocks of 3 drafts"):
+        written.source(num_speculative_tokens=2)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +97,7 @@ def test_dflash_names_the_blocks_and_drafts_a_whole_one(write, converter):
         ({"num_layers": 2}, "has 2 layers"),
         ({"norm_taps": True}, "norm_taps, norm_feedback"),
         ({"norm_feedback": True}, "norm_taps, norm_feedback"),
+        ({"taps": [1, 3]}, "reads 2 of the target's states"),
     ],
 )
 def test_an_eagle_head_that_llama_cpp_does_not_know_is_refused(write, converter, change, words):

@@ -142,6 +142,8 @@ def test_every_unknown_and_missing_tensor_is_named(exported):
     ("tensors", "words"),
     [
         ({"embed_tokens.weight": torch.ones(64, 31)}, r"embed_tokens.weight of shape \[64, 31\] where \[64, 32\] is expected"),
+        ({"embed_tokens.weight": torch.ones(64, 32, dtype=torch.int64)}, "expected floating numbers, and embed_tokens.weight"),
+        ({"lm_head.weight": torch.ones(32, 32, dtype=torch.int32)}, "expected floating numbers, and lm_head.weight"),
         ({"d2t": torch.arange(1, 64, 2)}, "outside the target's vocabulary"),
         ({"d2t": torch.arange(32)}, "t2d marks other tokens"),
         ({"d2t": torch.zeros(32, dtype=torch.int64) - torch.arange(32)}, "must rise"),
@@ -212,6 +214,16 @@ def test_a_flat_draft_with_a_mask_is_peagle(write, tmp_path):
     (written.out / "config.json").write_text(json.dumps(layers))
     fitted = fit(read_foreign(written.out), written.model)
     assert fitted.settings == written.head.settings
+
+
+def test_a_flat_draft_with_two_mask_tokens_is_refused(write):
+    written = write(PEAGLE)
+    export(written.source(), "speculators", written.out)
+    layers = json.loads((written.out / "config.json").read_text())["transformer_layer_config"]
+    masks = {"ptd_token_id": 5, "mask_token_id": 6, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
+    (written.out / "config.json").write_text(json.dumps(layers | masks | {"architectures": ["LlamaForCausalLMEagle3"]}))
+    with pytest.raises(InputError, match="different mask tokens: mask_token_id 6, ptd_token_id 5; leave the one"):
+        read_foreign(written.out)
 
 
 def test_an_unknown_form_is_refused(tmp_path):

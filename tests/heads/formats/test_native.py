@@ -6,7 +6,9 @@ from safetensors.torch import load_file, save_file
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
 from configs.errors import InputError
+from configs.head_families import MtpSettings
 from heads.artifact import WEIGHTS_FILE
+from heads.formats.exporting import export
 from heads.formats.importing import fit
 from heads.formats.reading import read_foreign
 from tests.heads import family_checks as checks
@@ -40,6 +42,20 @@ def test_a_module_of_a_checkpoint_is_a_draft(tmp_path, naming, shards):
     assert found.keys() == ours.keys()
     assert all(torch.equal(found[name], ours[name]) for name in ours)
     assert all(stored.shape == tuple(ours[name].shape) for name, stored in fitted.weights.items())
+
+
+@pytest.mark.parametrize(("naming", "reads"), [("mimo", "pre_norm"), ("deepseek", "post_norm"), ("qwen3_next", "post_norm")])
+def test_a_checkpoint_is_taken_to_read_what_its_family_does(tmp_path, naming, reads):
+    model = checks.tiny_target("qwen3")
+    write_checkpoint(tmp_path / "target", model, naming)
+    assert fit(read_foreign(tmp_path / "target"), model).settings.reads == reads
+    assert fit(read_foreign(tmp_path / "target", reads="post_norm"), model).settings.reads == "post_norm"
+
+
+def test_modules_alone_in_mimos_layout_are_taken_for_an_export(write):
+    written = write(MtpSettings(kind="mtp", num_depths=2))
+    export(written.source(), "vllm", written.out)
+    assert fit(read_foreign(written.out), written.model).settings.reads == "post_norm"
 
 
 def test_several_modules_are_one_for_each_depth(tmp_path):
