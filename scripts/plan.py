@@ -8,7 +8,7 @@ the target cache, FLOPs, tokens a second, hours, which of configs/accelerate fit
 `hardware` and `workload` (configs/planning.py) come on top, by --set or in the file; `--hardware FILE` takes the first from a
 file of its own. A recipe with a section `head` is one of heads, any other of distillation. `--scaling` adds the step on 8, 64
 and 1,024 accelerators. Where `data.train` does not exist yet, `workload` says how much there will be. How far plans were from
-measured runs is in docs/scaling.md. Writes nothing.
+measured runs is in docs/scaling.md. Writes nothing but the data file's index, beside it.
 """
 
 from __future__ import annotations

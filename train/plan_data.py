@@ -14,7 +14,7 @@ from distill.batches import ConversationDataset
 from distill.cache_format import Layout
 from distill.cache_making import layout_of
 from distill.cache_rows import num_rows
-from distill.conversations import read_conversations
+from distill.conversation_file import open_conversations
 from train.plan_models import Models
 from train.plan_uses import Workload
 
@@ -36,8 +36,24 @@ class CacheSize:
         return self.bytes_per_row * self.rows
 
 
-def measure_workload(config: PlanConfig) -> Workload:
+def open_dataset(config: PlanConfig) -> ConversationDataset | None:
+    """Return the training data, None where there are none yet, or where the config says all that is counted in them.
+
+    Raises:
+        InputError: the file is not one of conversations.
+    """
+    path = Path(config.data.train)
+    if not path.is_file() or None not in config.workload.model_dump().values():
+        return None
+    return ConversationDataset(open_conversations(path), config.data.max_length)
+
+
+def measure_workload(config: PlanConfig, dataset: ConversationDataset | None) -> Workload:
     """Return how much there is to learn from in an epoch.
+
+    Args:
+        config: what it says of the data comes first.
+        dataset: of `open_dataset`.
 
     Raises:
         InputError: the config does not say, and there are no data to count.
@@ -49,7 +65,6 @@ def measure_workload(config: PlanConfig) -> Workload:
             mean_tokens=min(given.mean_tokens, config.data.max_length),
             label_share=given.label_share,
         )
-    dataset = _dataset(config)
     if dataset is None:
         raise InputError(
             f"data.train: {config.data.train} does not exist; make it, or give workload.num_conversations, "
@@ -63,15 +78,16 @@ def measure_workload(config: PlanConfig) -> Workload:
     )
 
 
-def cache_size(config: PlanConfig, models: Models, work: Workload) -> CacheSize:
+def cache_size(config: PlanConfig, models: Models, work: Workload, dataset: ConversationDataset | None) -> CacheSize:
     """Return the size of the last_hidden cache that the recipe can learn from, made in the cache's default dtype.
+
+    Counted in `dataset`, that of `open_dataset`, unless the config says anything of the data itself.
 
     Raises:
         ConfigError: the head taps a state that the target does not have.
     """
     layout = cache_layout(config, models.target, models.taps)
-    dataset = _dataset(config) if config.workload == type(config.workload)() else None
-    if dataset is None:
+    if dataset is None or config.workload != type(config.workload)():
         rows = round(work.num_tokens * (1.0 if layout.every_position else work.label_share))
     else:
         rows = sum(
@@ -89,8 +105,3 @@ def cache_layout(config: PlanConfig, target: PreTrainedModel, taps: tuple[int, .
         taps=None if taps is None else sorted(taps),
     )
     return layout_of(cache, target, target.config.get_text_config().vocab_size)
-
-
-def _dataset(config: PlanConfig) -> ConversationDataset | None:
-    path = Path(config.data.train)
-    return ConversationDataset(read_conversations(path), config.data.max_length) if path.is_file() else None

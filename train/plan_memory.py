@@ -3,8 +3,9 @@
 Weights, gradients and optimiser states are counted exactly. What a step keeps for its backward is reckoned from the layers: a
 linear layer keeps what it reads, and what comes out of it is kept by what follows; a norm keeps what it reads and what it made
 of that, in float32. Sharing follows ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054, section 5): stage 1 splits the optimiser's
-states, 2 the gradients too, 3 and FSDP2 the weights too. They split what is trained; a target that is too large is spread over
-the accelerators of a node by `target.device_map`, for one process (`distill.device_map`).
+states, 2 the gradients too, 3 and FSDP2 the weights too; of a head the weights stay whole (`Engine.keeps_whole`). They split
+what is trained; a target that is too large is spread over the accelerators of a node by `target.device_map`, for one process
+(`distill.device_map`).
 
 Left out on purpose: the allocator's fragments, the engines' own buffers but DDP's, and what the interpreter and libraries take.
 """
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from configs.planning import PlanConfig
+from configs.planning import PlanConfig, PlanHeadsConfig
 from train.plan_models import Models, count, frozen_copies
 from train.plan_uses import Workload, linear_layers, norms
 from train.plan_work import Sizes, attention_width, uses_of
@@ -57,17 +58,26 @@ class Engine:
 
     @property
     def splits_weights(self) -> bool:
-        """Whether the draft's weights are split."""
+        """Whether a draft LM's weights are split."""
         return self.stage >= 3
 
+    def keeps_whole(self, *, head: bool) -> tuple[bool, bool]:
+        """Say whether weights and gradients are whole on each accelerator while a step runs.
 
+        A head is one unit (`train.head_task`): ZeRO-3 keeps its weights everywhere, and FSDP2 gathers all of them at once and
+        has all gradients before it splits them.
+        """
+        return self.stage < 3 or head, self.stage < 2 or (head and self.recipe == FSDP2)
+
+
+FSDP2 = "fsdp2"
 # From the simplest to the one that asks least of an accelerator.
 ENGINES = (
     Engine(recipe="one_gpu", on_cpu="one_process_cpu", several=False),
     Engine(recipe="ddp_gpus", on_cpu="ddp_cpu"),
     Engine(recipe="zero1", stage=1),
     Engine(recipe="zero2", stage=2),
-    Engine(recipe="fsdp2", stage=3),
+    Engine(recipe=FSDP2, stage=3),
     Engine(recipe="zero3", stage=3),
     Engine(recipe="zero3_offload", several=None, stage=3, offloads_states=True),
     Engine(recipe="one_gpu", spreads_target=True, several_nodes=False),
@@ -93,8 +103,9 @@ class Memory:
 def memory_of(config: PlanConfig, models: Models, work: Workload) -> Memory:
     """Return the bytes of a step over a micro-batch of the longest rows, and of decoding held-out prompts."""
     trained = count(models.draft, trained=True)
-    positions = config.schedule.batch_size * config.data.max_length
-    longest = Workload(num_conversations=1, mean_tokens=config.data.max_length, label_share=work.label_share)
+    row = config.data.row_length or config.data.max_length  # a packed row's scores are made of all its pairs
+    positions = config.schedule.batch_size * row
+    longest = Workload(num_conversations=1, mean_tokens=row, label_share=work.label_share)
     return Memory(
         target_weights=sum(each.numel() * each.element_size() for each in models.target.parameters()),
         draft_weights=WIDE * trained,
@@ -122,7 +133,13 @@ def activation_bytes(config: PlanConfig, models: Models, work: Workload) -> floa
 
 
 def needed_bytes(
-    memory: Memory, engine: Engine, num_accelerators: int, *, target_block: int, accelerators_per_node: int = 8
+    memory: Memory,
+    engine: Engine,
+    num_accelerators: int,
+    *,
+    target_block: int,
+    accelerators_per_node: int = 8,
+    head: bool = False,
 ) -> int:
     """Return the bytes on one accelerator, of a spread target the one that holds the rest as well.
 
@@ -132,13 +149,15 @@ def needed_bytes(
         num_accelerators: over which.
         target_block: bytes of the target's largest block, by which the shares of a spread target differ.
         accelerators_per_node: over which a target is spread.
+        head: whether the draft is a head; see `Engine.keeps_whole`.
     """
     n = 1 if engine.several is False else num_accelerators
     held_by = min(n, accelerators_per_node) if engine.spreads_target else 1
     n = math.ceil(n / held_by)  # processes
     states = memory.optimizer_states / (n if engine.stage >= 1 else 1)
-    gradients = memory.gradients / (n if engine.stage >= 2 else 1)
-    weights = memory.draft_weights / (n if engine.splits_weights else 1)
+    whole_weights, whole_gradients = engine.keeps_whole(head=head)
+    gradients = memory.gradients / (1 if whole_gradients else n)
+    weights = memory.draft_weights / (1 if whole_weights else n)
     target = memory.target_weights / held_by + (target_block if held_by > 1 else 0)
     if engine.offloads_states:
         states, weights = 0.0, weights / 2  # what stays is the bfloat16 copy that runs
@@ -163,15 +182,17 @@ def try_engines(config: PlanConfig, models: Models, memory: Memory) -> list[Fit]
     room = machine.memory_gib * GIBIBYTE * HEADROOM
     block = target_block_bytes(models.target)
     several, per_node = hardware.num_accelerators > 1, hardware.accelerators_per_node
-    several_nodes = hardware.num_accelerators > per_node
+    several_nodes, head = hardware.num_accelerators > per_node, isinstance(config, PlanHeadsConfig)
     fits = []
     for engine in ENGINES:
         if engine.several not in (None, several) or engine.several_nodes not in (None, several_nodes):
             continue
-        needed = needed_bytes(memory, engine, hardware.num_accelerators, target_block=block, accelerators_per_node=per_node)
+        needed = needed_bytes(
+            memory, engine, hardware.num_accelerators, target_block=block, accelerators_per_node=per_node, head=head
+        )
         complaint = None
         if needed > room:
-            complaint = f"{needed / GIBIBYTE:.1f} GiB of {room / GIBIBYTE:.1f}; {_largest_part(memory, engine)}"
+            complaint = f"{needed / GIBIBYTE:.1f} GiB of {room / GIBIBYTE:.1f}; {_largest_part(memory, engine, head=head)}"
         elif engine.offloads_states and _host_bytes(memory, hardware.num_accelerators) > machine.host_memory_gib * GIBIBYTE:
             complaint = f"the host's {machine.host_memory_gib:g} GiB for each accelerator do not hold the optimiser's states"
         fits.append(Fit(engine=engine, num_bytes=needed, complaint=complaint))
@@ -186,13 +207,14 @@ def target_block_bytes(target: PreTrainedModel) -> int:
     return max(_bytes_of(each) for each in [*whole, *(block for blocks in lists for block in blocks)])
 
 
-def _largest_part(memory: Memory, engine: Engine) -> str:
+def _largest_part(memory: Memory, engine: Engine, *, head: bool) -> str:
     """Name the largest part that this engine leaves whole."""
+    whole_weights, whole_gradients = engine.keeps_whole(head=head)
     parts = {
         "the target's weights": 0 if engine.spreads_target else memory.target_weights,
         "the optimiser's states": 0 if engine.stage >= 1 else memory.optimizer_states,
-        "the gradients": 0 if engine.stage >= 2 else memory.gradients,
-        "the draft's weights": 0 if engine.splits_weights else memory.draft_weights,
+        "the gradients": memory.gradients if whole_gradients else 0,
+        "the draft's weights": memory.draft_weights if whole_weights else 0,
         "the draft's activations": memory.draft_activations,
         "the target's activations": memory.target_activations,
         "the frozen part of the draft": memory.frozen_draft,

@@ -1,14 +1,16 @@
 """What a step costs on n accelerators, on paper: the work of one, and what has to be sent between them.
 
-Bytes that each accelerator sends in a step for a trained draft of D float32 numbers, with rings (Patarasuk and Yuan 2009;
-Rajbhandari et al. 2020, arXiv 1910.02054, section 7):
+Bytes that each accelerator sends in a step of A micro-batches for a trained draft of D float32 numbers, with rings (Patarasuk
+and Yuan 2009; Rajbhandari et al. 2020, arXiv 1910.02054, section 7):
 
-    DDP, ZeRO-1, ZeRO-2      2 (n - 1) / n * 4 D    reduce-scatter of gradients, all-gather of gradients or of new weights
-    ZeRO-3, FSDP2            3 (n - 1) / n * 4 D    all-gather of weights forward and backward, reduce-scatter of gradients
+    DDP, ZeRO-1              2 (n - 1) / n * 4 D          reduce-scatter and all-gather of gradients or new weights, once a step
+    ZeRO-2                   (A + 1) (n - 1) / n * 4 D    gradients are split after each micro-batch, weights gathered once
+    ZeRO-3, FSDP2            3 A (n - 1) / n * 4 D        weights gathered forward and backward, gradients split
+    the same, of a head      2 A (n - 1) / n * 4 D        its weights stay whole after the forward; ZeRO-3 sends less: A + 1
 
 A target that is spread over the g accelerators of a node by `target.device_map` belongs to one process, whose accelerators run
-its blocks one after another: a node does the work of one accelerator. Each hands the states on to the next, and the last, like
-every tap, back to the first; between nodes the processes go by DDP.
+its blocks one after another: a node does the work of one accelerator. In each micro-batch each hands the states on to the next,
+and the last, like every tap, back to the first; between nodes the processes go by DDP.
 
 Weak scaling: every accelerator keeps its own micro-batch, and the global batch grows with n. Efficiency is the time of one
 accelerator's work over that of the step, once with nothing sent while anything is computed and once with all of it hidden
@@ -25,13 +27,13 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from configs.planning import HardwareConfig, PlanConfig
+from configs.planning import HardwareConfig, PlanConfig, PlanHeadsConfig
 from train.plan_memory import WIDE, Memory
 from train.plan_models import Models, count
 from train.plan_work import Times, communication_seconds
 
 SIZES = (8, 64, 1024)
-DDP, SPLIT = "ddp, zero1, zero2", "fsdp2, zero3"
+DDP, ZERO2, SPLIT = "ddp, zero1", "zero2", "fsdp2, zero3"
 REPLICATED = "whole on each"
 ONE_A_NODE, SPREAD = "one process a node", "spread over the node"
 
@@ -63,6 +65,12 @@ def ring_bytes(num_bytes: float, num_accelerators: int, passes: int) -> float:
     return passes * (num_accelerators - 1) / num_accelerators * num_bytes
 
 
+def passes_of(engine: str, num_micro_batches: int, *, head: bool) -> int:
+    """Return how often a step passes all weights or all gradients round the ring; see the module's docstring."""
+    a_micro_batch = 2 if head else 3
+    return {DDP: 2, ZERO2: num_micro_batches + 1, SPLIT: a_micro_batch * num_micro_batches}[engine]
+
+
 def scale(
     config: PlanConfig, models: Models, memory: Memory, times: Times, *, tokens_per_step: float, sizes: tuple[int, ...] = SIZES
 ) -> list[Scaled]:
@@ -74,10 +82,12 @@ def scale(
         tokens_per_step: of one accelerator.
         sizes: numbers of accelerators.
     """
-    rows, trained = [], WIDE * count(models.draft, trained=True)
+    rows, head = [], isinstance(config, PlanHeadsConfig)
+    accumulated, trained = config.schedule.gradient_accumulation_steps, WIDE * count(models.draft, trained=True)
     for n in sizes:
         hardware = config.hardware.model_copy(update={"num_accelerators": n})
-        for engine, passes in ((DDP, 2), (SPLIT, 3)):
+        for engine in (DDP, ZERO2, SPLIT):
+            passes = passes_of(engine, accumulated, head=head)
             sent = ring_bytes(trained, n, passes)
             talking = communication_seconds(sent, hardware, _num_messages(models, n, passes))
             rows.append(_scaled(n, n, engine, REPLICATED, sent, talking, times, tokens_per_step))
@@ -106,7 +116,8 @@ def _spread(
 def _state_bytes(config: PlanConfig, models: Models) -> int:
     """Return the bytes of one hidden state of the target over a micro-batch of the longest rows."""
     width = models.target.config.get_text_config().hidden_size
-    return int(config.schedule.batch_size * config.data.max_length * width * models.target.dtype.itemsize)
+    row = config.data.row_length or config.data.max_length
+    return int(config.schedule.batch_size * row * width * models.target.dtype.itemsize)
 
 
 def _scaled(

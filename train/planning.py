@@ -1,4 +1,7 @@
-"""A whole plan: what a recipe takes in memory, disk and time, put together from the modules `train.plan_*`."""
+"""A whole plan: what a recipe takes in memory, disk and time, put together from the modules `train.plan_*`.
+
+Packed rows count as full. Left out on purpose: what a dense attention over packed rows computes between conversations.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ import math
 from dataclasses import dataclass
 
 from configs.planning import PlanConfig
-from train.plan_data import CacheSize, cache_size, measure_workload
+from train.plan_data import CacheSize, cache_size, measure_workload, open_dataset
 from train.plan_memory import Fit, Memory, memory_of, try_engines
 from train.plan_models import Models, plan_models
-from train.plan_scaling import DDP, ONE_A_NODE, REPLICATED, SIZES, SPLIT, SPREAD, Scaled, scale
+from train.plan_scaling import DDP, ONE_A_NODE, REPLICATED, SIZES, SPLIT, SPREAD, ZERO2, Scaled, scale
 from train.plan_uses import Workload
 from train.plan_work import Flops, Times, flops_of, step_times
 
@@ -79,7 +82,7 @@ def _kind(fit: Fit) -> tuple[str, str]:
     """Return which row of the scaling table a way of sharing is."""
     if fit.engine.spreads_target:
         return ONE_A_NODE, SPREAD
-    return SPLIT if fit.engine.splits_weights else DDP, REPLICATED
+    return {2: ZERO2, 3: SPLIT}.get(fit.engine.stage, DDP), REPLICATED
 
 
 def make_plan(config: PlanConfig) -> Plan:
@@ -88,13 +91,16 @@ def make_plan(config: PlanConfig) -> Plan:
     Raises:
         InputError: target, draft or data are not there, or do not go together.
     """
-    models, work = plan_models(config), measure_workload(config)
-    schedule = config.schedule
-    rows = schedule.batch_size * schedule.gradient_accumulation_steps
-    flops, cache, memory = flops_of(config, models, work), cache_size(config, models, work), memory_of(config, models, work)
-    tokens = rows * work.mean_tokens
+    models, dataset = plan_models(config), open_dataset(config)
+    work = measure_workload(config, dataset)
+    schedule, row_length = config.schedule, config.data.row_length
+    a_row = 1.0 if row_length is None else row_length / work.mean_tokens
+    conversations = schedule.batch_size * schedule.gradient_accumulation_steps * a_row
+    flops, memory = flops_of(config, models, work), memory_of(config, models, work)
+    cache = cache_size(config, models, work, dataset)
+    tokens = conversations * work.mean_tokens
     per_token = cache.num_bytes / work.num_tokens if config.data.cache is not None else 0.0
-    steps_per_epoch = math.ceil(work.num_conversations / (rows * config.hardware.num_accelerators))
+    steps_per_epoch = math.ceil(work.num_conversations / (conversations * config.hardware.num_accelerators))
     return Plan(
         config=config,
         models=models,

@@ -7,7 +7,7 @@ import pytest
 
 from configs.planning import PlanHeadsConfig
 from train.plan_memory import ENGINES, GIBIBYTE, HEADROOM, Memory, needed_bytes
-from train.plan_scaling import DDP, ONE_A_NODE, REPLICATED, SPLIT, SPREAD, ring_bytes, scale
+from train.plan_scaling import DDP, ONE_A_NODE, REPLICATED, SPLIT, SPREAD, ZERO2, passes_of, ring_bytes, scale
 from train.planning import make_plan
 
 MEMORY = Memory(
@@ -27,12 +27,13 @@ MEMORY = Memory(
 def plan(tmp_path, greedy_target):
     """A function that plans an EAGLE-3 head on some accelerators."""
 
-    def plan(num_accelerators=1, num_blocks=3, **hardware):
+    def plan(num_accelerators=1, num_blocks=3, data=None, **hardware):
         model = copy.deepcopy(greedy_target.model.config)
         model.num_hidden_layers = num_blocks
         model.save_pretrained(tmp_path)
         work = {"num_conversations": 1000, "mean_tokens": 40.0, "label_share": 0.5}
         config = {"target": {"name": str(tmp_path)}, "head": {"kind": "eagle3", "taps": [1, 2, 3]}, "workload": work}
+        config |= {"data": data or {}}
         return make_plan(
             PlanHeadsConfig.model_validate(config | {"hardware": {"num_accelerators": num_accelerators} | hardware})
         )
@@ -94,6 +95,35 @@ def test_processes_of_several_nodes_share_gradients_and_each_spreads_its_target(
     assert needed == sum(vars(MEMORY).values()) - 750 + 30 + 400
 
 
+def test_a_heads_weights_stay_whole_and_under_fsdp2_its_gradients_too():
+    def needed(name, **kind):
+        return needed_bytes(MEMORY, named(name), 4, target_block=30, **kind)
+
+    assert needed("zero3", head=True) == needed("zero3") + 300
+    assert needed("fsdp2", head=True) == needed("fsdp2") + 300 + 300
+    assert needed("zero3_offload", head=True) == needed("zero3_offload") + 150
+    for name in ("one_gpu", "ddp_gpus", "zero1", "zero2"):
+        assert needed(name, head=True) == needed(name)
+
+
+def passes_by_hand(engine, num_micro_batches, head):
+    """Go through a step; count the times that all weights or all gradients go round the ring."""
+    passes = 0
+    for number in range(num_micro_batches):
+        if engine == SPLIT:
+            passes += 1 if head else 2  # weights before the forward, and again before the backward where they were let go
+        if engine in (SPLIT, ZERO2) or number == num_micro_batches - 1:
+            passes += 1  # reduce-scatter of gradients
+    return passes + (engine != SPLIT)  # new weights, or the other half of an all-reduce
+
+
+@pytest.mark.parametrize("engine", [DDP, ZERO2, SPLIT])
+@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 8])
+def test_engines_that_split_gradients_send_with_every_micro_batch(engine, head, num_micro_batches):
+    assert passes_of(engine, num_micro_batches, head=head) == passes_by_hand(engine, num_micro_batches, head)
+
+
 def test_the_simplest_way_that_fits_is_taken_and_the_others_say_why_not(plan):
     roomy = plan(num_accelerators=4)
     assert roomy.fitting.engine.name == "ddp_gpus"
@@ -112,7 +142,7 @@ def test_the_simplest_way_that_fits_is_taken_and_the_others_say_why_not(plan):
 def test_one_accelerator_sends_nothing_and_loses_nothing(plan):
     made = plan()
     rows = scale(made.config, made.models, made.memory, made.times, tokens_per_step=made.tokens_per_step, sizes=(1,))
-    assert len(rows) == 3
+    assert len(rows) == 4
     for row in rows:
         assert (row.sent_bytes, row.communication_seconds, row.efficiency_low, row.efficiency_high) == (0, 0, 1, 1)
         assert row.tokens_per_second_low == pytest.approx(made.tokens_per_second)
@@ -120,21 +150,22 @@ def test_one_accelerator_sends_nothing_and_loses_nothing(plan):
 
 def test_more_accelerators_do_more_and_each_of_them_less(plan):
     rows = {(row.num_accelerators, row.engine, row.target): row for row in plan(preset="h100_80gb").scaled((8, 64, 1024))}
-    assert len(rows) == 3 * 3
-    for engine, target in ((DDP, REPLICATED), (SPLIT, REPLICATED), (ONE_A_NODE, SPREAD)):
-        for fewer, more in pairwise(rows[n, engine, target] for n in (8, 64, 1024)):
+    ways = [*((engine, REPLICATED) for engine in (DDP, ZERO2, SPLIT)), (ONE_A_NODE, SPREAD)]
+    assert rows.keys() == {(n, *way) for n in (8, 64, 1024) for way in ways}
+    for way in ways:
+        for fewer, more in pairwise(rows[n, *way] for n in (8, 64, 1024)):
             assert more.tokens_per_second_low > fewer.tokens_per_second_low
             assert more.efficiency_low <= fewer.efficiency_low
     for row in rows.values():
         assert row.efficiency_low <= row.efficiency_high <= 1
         assert row.step_seconds_low <= row.step_seconds_high
-    assert rows[64, SPLIT, REPLICATED].sent_bytes == pytest.approx(1.5 * rows[64, DDP, REPLICATED].sent_bytes)
 
 
-def test_a_node_with_a_spread_target_does_the_work_of_one_accelerator_and_hands_states_on(plan):
-    made = plan()
+@pytest.mark.parametrize("pack_length", [None, 250])
+def test_a_node_with_a_spread_target_does_the_work_of_one_accelerator_and_hands_states_on(plan, pack_length):
+    made = plan(data={"max_length": 100, "packing": pack_length and True, "pack_length": pack_length})
     row = next(row for row in made.scaled((8,)) if row.target == SPREAD)
-    state = made.config.schedule.batch_size * made.config.data.max_length * 32 * 2  # bfloat16
+    state = made.config.schedule.batch_size * (pack_length or 100) * 32 * 2  # bfloat16
     assert row.sent_bytes == (8 + 3) * state / 8  # to the next and home again, and three taps home
     assert row.efficiency_low == pytest.approx(made.times.total / row.step_seconds_high / 8)
     assert row.tokens_per_second_low == pytest.approx(made.tokens_per_step / row.step_seconds_high)

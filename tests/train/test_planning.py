@@ -13,6 +13,7 @@ from configs.planning import PRESETS, HardwareConfig, PlanDistillConfig, PlanHea
 from configs.schema import CacheConfig
 from distill.batches import ConversationDataset, collate
 from distill.cache_making import CacheJob
+from distill.conversation_file import ConversationFile
 from distill.conversations import Conversation
 from distill.draft_init import initial_draft
 from distill.objective import DraftObjective, target_hidden
@@ -95,7 +96,8 @@ def test_the_bytes_of_a_cache_are_those_that_are_written(folder, tmp_path, greed
         else heads(folder, "eagle3", head={"taps": taps}, **source)
     )
     models = plan_models(config)
-    planned = plan_data.cache_size(config, models, plan_data.measure_workload(config))
+    dataset = plan_data.open_dataset(config)
+    planned = plan_data.cache_size(config, models, plan_data.measure_workload(config, dataset), dataset)
     made = CacheConfig(data=str(data), max_length=20, taps=taps, shard_megabytes=0.01, output=str(tmp_path / "cache"))
     job = CacheJob(target=greedy_target, conversations=greedy_rows, config=made, data_sha256="0" * 64)
     job.prepare()
@@ -244,6 +246,33 @@ def test_steps_tokens_and_hours_follow_from_batch_and_epochs(folder):
     assert plan.steps == 3 * 1000 // (4 * 2 * 5)
     assert plan.hours == pytest.approx(plan.steps * plan.step_seconds / 3600)
     assert plan.tokens_per_second == pytest.approx(5 * plan.tokens_per_step / plan.step_seconds)
+
+
+def test_packed_rows_hold_several_conversations_and_keep_as_many_positions(folder):
+    data, schedule = {"max_length": 100, "packing": True}, {"batch_size": 4, "epochs": 3, "mixed_precision": "no"}
+    packed, padded = (planned(folder, data=each, schedule=schedule) for each in (data, {"max_length": 100}))
+    assert packed.tokens_per_step == 4 * 400
+    assert padded.tokens_per_step == 4 * 40
+    assert packed.steps == 3 * 1000 // (4 * 10)  # ten conversations of 40 tokens a row of 400
+    assert packed.memory.target_activations == 4 * padded.memory.target_activations
+    assert packed.memory.draft_activations > 4 * padded.memory.draft_activations  # scores of longer rows
+    assert packed.memory.held_out_kv == padded.memory.held_out_kv
+
+
+def test_the_data_are_opened_once_and_never_read_as_a_whole(folder, tmp_path, greedy_rows, monkeypatch):
+    data, opened = tmp_path / "train.jsonl", []
+    data.write_text("".join(row.to_line() for row in greedy_rows))
+    plain = plan_data.open_conversations
+
+    def opening(path):
+        opened.append(plain(path))
+        return opened[-1]
+
+    monkeypatch.setattr(plan_data, "open_conversations", opening)
+    monkeypatch.setattr(ConversationFile, "__getitem__", lambda *_: pytest.fail("a conversation was read"))
+    plan = make_plan(heads(folder, "eagle3", data={"train": str(data)}))
+    assert len(opened) == 1
+    assert plan.work.num_conversations == len(greedy_rows)
 
 
 def test_a_cache_saves_the_targets_forward_and_is_read_from_disk(folder):
