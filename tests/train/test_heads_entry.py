@@ -190,7 +190,8 @@ def test_metrics_by_depth_are_shares_of_what_they_are_counted_over(head_task, gr
     assert outcome.counts["conditional_2"] == seen.reached_K[1]
     assert outcome.counts["joint_2"] == seen.origins_K[1] < outcome.counts["joint_1"] == seen.origins_K[0]
     assert outcome.counts["acceptance_1"] == seen.labels_K[0]
-    assert float(outcome.sums["loss"]) == pytest.approx(float((seen.values_K / seen.labels_K).mean()))
+    assert float(outcome.sums["loss"]) == pytest.approx(float(seen.values_K.sum()))
+    assert outcome.counts["loss"] == seen.labels_K.sum()
     assert set(outcome.counts) == set(outcome.sums)
 
 
