@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from configs.planning import HardwareConfig, PlanConfig, PlanHeadsConfig
-from train.plan_memory import WIDE, Memory
+from train.plan_memory import WIDE
 from train.plan_models import Models, count
 from train.plan_work import Times, communication_seconds
 
@@ -72,13 +72,13 @@ def passes_of(engine: str, num_micro_batches: int, *, head: bool) -> int:
 
 
 def scale(
-    config: PlanConfig, models: Models, memory: Memory, times: Times, *, tokens_per_step: float, sizes: tuple[int, ...] = SIZES
+    config: PlanConfig, models: Models, times: Times, *, tokens_per_step: float, sizes: tuple[int, ...] = SIZES
 ) -> list[Scaled]:
     """Return a row for each number of accelerators, engine and way of holding the target.
 
     Args:
         config: brings the machine; its own number of accelerators does not count here.
-        models, memory, times: of one accelerator's work.
+        models, times: of one accelerator's work.
         tokens_per_step: of one accelerator.
         sizes: numbers of accelerators.
     """

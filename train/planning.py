@@ -39,7 +39,7 @@ class Plan:
     @property
     def fitting(self) -> Fit | None:
         """The simplest way that fits."""
-        return next((fit for fit in self.fits if fit.complaint is None), None)
+        return _simplest(self.fits)
 
     @property
     def step_seconds(self) -> float:
@@ -55,8 +55,8 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all accelerators together."""
-        return self.config.hardware.num_accelerators * self.tokens_per_step / self.step_seconds
+        """Of all processes together."""
+        return _num_processes(self.config, self.fitting) * self.tokens_per_step / self.step_seconds
 
     @property
     def hours(self) -> float:
@@ -75,7 +75,17 @@ class Plan:
 
     def _rows(self, num_accelerators: int) -> list[Scaled]:
         tokens, sizes = self.tokens_per_step, (num_accelerators,)
-        return scale(self.config, self.models, self.memory, self.times, tokens_per_step=tokens, sizes=sizes)
+        return scale(self.config, self.models, self.times, tokens_per_step=tokens, sizes=sizes)
+
+
+def _simplest(fits: list[Fit]) -> Fit | None:
+    return next((fit for fit in fits if fit.complaint is None), None)
+
+
+def _num_processes(config: PlanConfig, fit: Fit | None) -> int:
+    """Return how many processes work side by side: one an accelerator, or one a node where they share a spread target."""
+    n, per_node = config.hardware.num_accelerators, config.hardware.accelerators_per_node
+    return math.ceil(n / per_node) if fit is not None and fit.engine.spreads_target else n
 
 
 def _kind(fit: Fit) -> tuple[str, str]:
@@ -100,7 +110,8 @@ def make_plan(config: PlanConfig) -> Plan:
     cache = cache_size(config, models, work, dataset)
     tokens = conversations * work.mean_tokens
     per_token = cache.num_bytes / work.num_tokens if config.data.cache is not None else 0.0
-    steps_per_epoch = math.ceil(work.num_conversations / (conversations * config.hardware.num_accelerators))
+    fits = try_engines(config, models, memory)
+    steps_per_epoch = math.ceil(work.num_conversations / (conversations * _num_processes(config, _simplest(fits))))
     return Plan(
         config=config,
         models=models,
@@ -109,7 +120,7 @@ def make_plan(config: PlanConfig) -> Plan:
         cache=cache,
         flops=flops,
         times=step_times(config, models, flops, tokens_per_step=tokens, cache_bytes_per_token=per_token),
-        fits=try_engines(config, models, memory),
+        fits=fits,
         tokens_per_step=tokens,
         steps=schedule.max_steps or schedule.epochs * steps_per_epoch,
     )

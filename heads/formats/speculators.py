@@ -122,7 +122,9 @@ def dflash(source: Source) -> Layout:
         weights=source.weights | source.offsets(),
         expected=dflash_shapes(source) | _vocabulary_shapes(source),
         serve=vllm_command(source, method),
-        notes=(f"A block was trained with {source.num_speculative_tokens} drafts; another number changes what each slot says.",),
+        notes=(
+            f"A block was trained with {source.num_speculative_tokens} drafts; another number changes what each slot says.",
+        ),
     )
 
 

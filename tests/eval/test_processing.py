@@ -108,7 +108,9 @@ class Trie:
         answer = tuple(ids_T[len(prompt) :].tolist())
         self.asked.append((batch_id, answer))
         ended = [(*phrase, *EOS) for phrase in self.phrases[batch_id]]
-        return sorted({phrase[len(answer)] for phrase in ended if phrase[: len(answer)] == answer and len(phrase) > len(answer)})
+        return sorted(
+            {phrase[len(answer)] for phrase in ended if phrase[: len(answer)] == answer and len(phrase) > len(answer)}
+        )
 
 
 PHRASES = [

@@ -141,7 +141,7 @@ def test_the_simplest_way_that_fits_is_taken_and_the_others_say_why_not(plan):
 
 def test_one_accelerator_sends_nothing_and_loses_nothing(plan):
     made = plan()
-    rows = scale(made.config, made.models, made.memory, made.times, tokens_per_step=made.tokens_per_step, sizes=(1,))
+    rows = scale(made.config, made.models, made.times, tokens_per_step=made.tokens_per_step, sizes=(1,))
     assert len(rows) == 4
     for row in rows:
         assert (row.sent_bytes, row.communication_seconds, row.efficiency_low, row.efficiency_high) == (0, 0, 1, 1)
@@ -178,6 +178,8 @@ def test_what_does_not_fit_is_neither_scaled_nor_taken_for_the_pace(plan):
     whole = min(fit.num_bytes for fit in roomy.fits if not fit.engine.spreads_target)
     assert spread < whole
     tight = plan(num_accelerators=8, num_blocks=64, memory_gib=(spread + whole) / 2 / HEADROOM / GIBIBYTE)
+    assert tight.tokens_per_second == pytest.approx(tight.scaled((8,))[0].tokens_per_second_low)
+    assert tight.steps == plan(num_accelerators=1, num_blocks=64).steps
     assert tight.fitting.engine.spreads_target
     assert {row.target for row in tight.scaled((8,))} == {SPREAD}
     assert tight.step_seconds in [row.step_seconds_high for row in tight.scaled((8,))]
