@@ -26,7 +26,7 @@ class PushConfig(Settings):
     # What is refused unless named here
     allow_failed_gate: bool = False  # the card then says that the gate failed, and why
     allow_lossy: bool = False  # the report is of decoding that changes answers; the card says so
-    # Exports that hold the whole target (MTP for transformers, or in a target with MTP weights for vLLM) are published, target too
+    # Exports that hold the whole target are published with it: MTP for transformers; for vLLM, in a target with MTP weights
     allow_target_files: bool = False
     replace_commit: str | None = None  # full hash of the commit that this push may replace, whatever it holds
     attempts: PositiveInt = 3  # at a push that the network or the Hub breaks off

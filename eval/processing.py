@@ -11,9 +11,10 @@ cannot become part of an answer, so its logits stay as they are.
 
 The processor must be a function of (ids, scores), row by row: verification asks it about texts that are then dropped, and about
 the same text twice, and texts of several requests share a call. Of transformers' own, one is told the rows' numbers: the
-`batch_id` of `PrefixConstrainedLogitsProcessor`, in place of which it is told the request's place among all of them. Left out on purpose:
-processors that keep a state of their own from call to call, or another text for each row; particles, which weigh drafts by raw
-logits.
+`batch_id` of `PrefixConstrainedLogitsProcessor`, in place of which it is told the request's place among all of them.
+
+Left out on purpose: processors that keep a state of their own from call to call, or another text for each row; particles, which
+weigh drafts by raw logits.
 B batch, K target rows (the pending token and the drafts), G drafts, V vocabulary.
 """
 
@@ -64,7 +65,9 @@ def prepared(given: Any) -> Processor:
     processors = list(_flat(given))
     for each in processors:
         _check(each)
-    return processors[0] if len(processors) == 1 else LogitsProcessorList(processors)
+    joined: Any = processors[0] if len(processors) == 1 else LogitsProcessorList(processors)
+    processor: Processor = joined
+    return processor
 
 
 def _flat(given: Any) -> Iterator[Any]:
@@ -87,8 +90,8 @@ def _check(processor: Any) -> None:
     rows = _own_rows(processor)
     if rows > 1:
         raise InputError(
-            f"logits_processor: {name} was made with {rows} rows of text, one for each row of a call, and here texts of several "
-            "requests share a call; make it with one row, and decode each request by itself"
+            f"logits_processor: {name} was made with {rows} rows of text, one for each row of a call, and here texts of "
+            "several requests share a call; make it with one row, and decode each request by itself"
         )
     if isinstance(processor, PrefixConstrainedLogitsProcessor) and processor._num_beams != 1:
         raise InputError(f"logits_processor: {name} was made with num_beams {processor._num_beams}; here it must be 1")
@@ -160,9 +163,8 @@ def _process(processor: Processor, scores_BKV: Tensor, texts: Sequence[_Text]) -
     scores_NV = scores_BKV[rows_N, places_N]
     changed_NV = processor(torch.tensor([text.ids for text in texts], device=scores_BKV.device), scores_NV)
     if changed_NV.shape != scores_NV.shape:
-        raise InputError(
-            f"logits_processor: {type(processor).__name__} made scores of shape {list(changed_NV.shape)} of {list(scores_NV.shape)}"
-        )
+        found, wanted = list(changed_NV.shape), list(scores_NV.shape)
+        raise InputError(f"logits_processor: {type(processor).__name__} made scores of shape {found} of {wanted}")
     scores_BKV[rows_N, places_N] = changed_NV.float()
 
 

@@ -118,8 +118,8 @@ def _answer_in_words(api: HfApi, repo_id: str, error: HfHubHTTPError) -> str:
 def unknown(api: HfApi, repo_id: str, error: Exception) -> str:
     """Say that a commit was sent, and that neither its answer nor the repository can be read."""
     return (
-        f"{api.endpoint} or the way there broke off at the commit, and again when {repo_id} was to be looked at: {_root(error)}; "
-        f"it is not known whether it was published, {AGAIN}"
+        f"{api.endpoint} or the way there broke off at the commit, and again when {repo_id} was to be looked at: "
+        f"{_root(error)}; it is not known whether it was published, {AGAIN}"
     )
 
 

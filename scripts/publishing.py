@@ -89,9 +89,9 @@ def _make(
             layout = export(source, engine, exports[engine], served_from=f"{repo_id.split('/')[-1]}/{engine}")
             if layout.holds_target and not config.allow_target_files:
                 raise InputError(
-                    f"exports: the one for {engine} holds all weights of the target {name} beside the draft's, and would publish "
-                    "them under the draft's card; leave it out (scripts/export.py makes it where the target is), or, if the "
-                    "target's licence lets you, --set allow_target_files=true publishes both"
+                    f"exports: the one for {engine} holds all weights of the target {name} beside the draft's, and "
+                    "would publish them under the draft's card; leave it out (scripts/export.py makes it where the target is), "
+                    "or, if the target's licence lets you, --set allow_target_files=true publishes both"
                 )
     serve = {engine: (folder / SERVE_FILE).read_text(encoding="utf-8") for engine, folder in exports.items()}
     card = make_card(repo_id, cleaned, config, origins, serve, api.endpoint)

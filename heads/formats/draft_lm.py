@@ -8,16 +8,17 @@ never the likeliest: with the rows it was not trained for, the demo's draft brou
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from configs.errors import InputError
 from configs.files import read_json
 from heads.artifact import METADATA_FILE, VOCABULARY_FILE
-from heads.formats.flat import TENSORRT_NOTE, UNTRIED, tensorrt_command
+from heads.formats.flat import TENSORRT_NOTE, UNTRIED, sglang_command, tensorrt_command
 from heads.formats.layout import Layout
 from heads.formats.source import EMBEDDING, HEAD, Source
-from heads.formats.speculators import vllm_command
+from heads.formats.speculators import OUT, vllm_command
 from heads.formats.tensors import Stored
 from heads.native_mtp import SINGLE_FILE
 
@@ -28,13 +29,16 @@ WRITTEN = {CONFIG, GENERATION, SINGLE_FILE, METADATA_FILE, VOCABULARY_FILE}
 def transformers(source: Source) -> Layout:
     """Return the folder for `generate(assistant_model=...)`."""
     dtype = source.dtype_name
-    serve = "\n".join(
-        [
-            f"target = AutoModelForCausalLM.from_pretrained({source.target.name!r}, dtype=torch.{dtype})",
-            f"draft = AutoModelForCausalLM.from_pretrained('{{out}}', dtype=torch.{dtype})",
-            "target.generate(**inputs, assistant_model=draft)",
-        ]
-    )
+
+    def serve(out: str) -> str:
+        return "\n".join(
+            [
+                f"target = AutoModelForCausalLM.from_pretrained({source.target.name!r}, dtype=torch.{dtype})",
+                f"draft = AutoModelForCausalLM.from_pretrained({out!r}, dtype=torch.{dtype})",
+                "target.generate(**inputs, assistant_model=draft)",
+            ]
+        )
+
     notes = (
         "The number of drafts stands in generation_config.json; as an argument of `generate` it is ignored.",
         "One prompt at a time.",
@@ -44,24 +48,19 @@ def transformers(source: Source) -> Layout:
 
 def vllm(source: Source) -> Layout:
     """Return the folder for vLLM."""
-    method = {"method": "draft_model", "model": "{out}", "num_speculative_tokens": source.num_speculative_tokens}
+    method = {"method": "draft_model", "model": OUT, "num_speculative_tokens": source.num_speculative_tokens}
     return _folder(source, vllm_command(source, method), ())
 
 
 def sglang(source: Source) -> Layout:
     """Return the folder for SGLang."""
-    tokens = source.num_speculative_tokens
-    serve = (
-        f"python -m sglang.launch_server --model-path {source.target.name} --speculative-algorithm STANDALONE "
-        f"--speculative-draft-model-path {{out}} --speculative-num-steps {tokens} --speculative-eagle-topk 1 "
-        f"--speculative-num-draft-tokens {tokens + 1}"
-    )
-    return _folder(source, serve, (UNTRIED,))
+    return _folder(source, sglang_command(source, "STANDALONE", source.num_speculative_tokens), (UNTRIED,))
 
 
 def tensorrt(source: Source) -> Layout:
     """Return the folder for TensorRT-LLM's PyTorch backend."""
-    return _folder(source, tensorrt_command(source, {"decoding_type": "DraftTarget"}), (UNTRIED, TENSORRT_NOTE))
+    note = f"{TENSORRT_NOTE} Those call this decoding_type DraftTarget."
+    return _folder(source, tensorrt_command(source, {"decoding_type": "Draft_Target"}), (UNTRIED, note))
 
 
 def vocabulary_note(source: Source) -> tuple[str, ...]:
@@ -71,7 +70,7 @@ def vocabulary_note(source: Source) -> tuple[str, ...]:
     return (f"It drafts the {source.draft_vocab_size} tokens it was trained for; rows of other tokens never win.",)
 
 
-def _folder(source: Source, serve: str, notes: tuple[str, ...]) -> Layout:
+def _folder(source: Source, serve: Callable[[str], str], notes: tuple[str, ...]) -> Layout:
     config = read_json(source.folder / CONFIG, "config of the draft")
     size = config.get("vocab_size")
     if size != source.target.vocab_size:

@@ -97,5 +97,5 @@ def _check_offsets(there: Weights, token_ids_W: torch.Tensor) -> None:
 
 
 def _serve_text(layout: Layout, engine: str, out: str) -> str:
-    lines = [f"Serve with {PROGRAMS.get(engine, engine)}:", "", layout.serve.replace("{out}", out), ""]
+    lines = [f"Serve with {PROGRAMS.get(engine, engine)}:", "", layout.serve(out), ""]
     return "\n".join([*lines, *(f"- {note}" for note in layout.notes)]).rstrip() + "\n"

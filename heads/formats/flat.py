@@ -6,6 +6,9 @@ output of that block, so each is ours less one: h_0, the embedding, has no id th
 
 from __future__ import annotations
 
+import json
+import shlex
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -38,13 +41,7 @@ def block_ids(source: Source) -> list[int]:
 
 def sglang_eagle(source: Source) -> Layout:
     """Return EAGLE-3 for SGLang."""
-    tokens = source.num_speculative_tokens
-    serve = (
-        f"python -m sglang.launch_server --model-path {source.target.name} --speculative-algorithm EAGLE3 "
-        f"--speculative-draft-model-path {{out}} --speculative-num-steps {tokens} --speculative-eagle-topk 1 "
-        f"--speculative-num-draft-tokens {tokens + 1}"
-    )
-    return _flat_eagle(source, serve)
+    return _flat_eagle(source, sglang_command(source, "EAGLE3", source.num_speculative_tokens))
 
 
 def tensorrt_eagle(source: Source) -> Layout:
@@ -54,19 +51,36 @@ def tensorrt_eagle(source: Source) -> Layout:
     return replace(layout, notes=(*layout.notes, TENSORRT_NOTE))
 
 
-def tensorrt_command(source: Source, method: dict[str, Any]) -> str:
-    """Return the lines that serve a target with a draft in TensorRT-LLM."""
-    keys = method | {"max_draft_len": source.num_speculative_tokens, "speculative_model": "{out}"}
-    lines = [
-        f"trtllm-serve {source.target.name} --extra_llm_api_options options.yaml",
-        "",
-        "# options.yaml",
-        "speculative_config:",
-    ]
-    return "\n".join([*lines, *(f"  {key}: {value}" for key, value in keys.items())])
+def sglang_command(source: Source, algorithm: str, tokens: int | None) -> Callable[[str], str]:
+    """Return what gives the line that serves a target with a draft in SGLang, by the draft's folder.
+
+    Args:
+        source: names the target.
+        algorithm: SGLang's name of how the draft works.
+        tokens: drafts a round, in a chain; None: the draft has a number of its own.
+    """
+    words = ["python", "-m", "sglang.launch_server", "--model-path", source.target.name, "--speculative-algorithm", algorithm]
+    chain: list[str] = []
+    if tokens is not None:
+        chain = ["--speculative-num-steps", str(tokens), "--speculative-eagle-topk", "1"]
+        chain += ["--speculative-num-draft-tokens", str(tokens + 1)]
+    return lambda out: shlex.join([*words, "--speculative-draft-model-path", out, *chain])
 
 
-def _flat_eagle(source: Source, serve: str) -> Layout:
+def tensorrt_command(source: Source, method: dict[str, Any]) -> Callable[[str], str]:
+    """Return what gives the lines that serve a target with a draft in TensorRT-LLM, by the draft's folder."""
+    serve = shlex.join(["trtllm-serve", source.target.name, "--extra_llm_api_options", "options.yaml"])
+
+    def lines(out: str) -> str:
+        keys = method | {"max_draft_len": source.num_speculative_tokens, "speculative_model": out}
+        # What JSON spells, YAML reads.
+        options = [f"  {key}: {json.dumps(value, ensure_ascii=False)}" for key, value in keys.items()]
+        return "\n".join([serve, "", "# options.yaml", "speculative_config:", *options])
+
+    return lines
+
+
+def _flat_eagle(source: Source, serve: Callable[[str], str]) -> Layout:
     source.target.check_plain()
     settings = source.settings
     if settings.norm_before_residual:
@@ -129,10 +143,7 @@ def sglang_dflash(source: Source) -> Layout:
         "block_size": settings.block_size,
         "dflash_config": {"mask_token_id": settings.mask_token_id, "target_layer_ids": block_ids(source)},
     }
-    serve = (
-        f"python -m sglang.launch_server --model-path {source.target.name} --speculative-algorithm DFLASH "
-        "--speculative-draft-model-path {out}"
-    )
+    serve = sglang_command(source, "DFLASH", None)  # a block has its own length
     notes = (UNTRIED, *_whole_vocabulary(source, "SGLang"))
     return Layout(config=config, weights=source.body(), expected=speculators.dflash_shapes(source), serve=serve, notes=notes)
 
@@ -158,13 +169,16 @@ def transformers_dflash(source: Source) -> Layout:
         "sliding_window": source.shape.max_positions,  # no layer slides, but the class wants a number
     }
     dtype = source.dtype_name
-    serve = "\n".join(
-        [
-            f"target = AutoModelForCausalLM.from_pretrained({source.target.name!r}, dtype=torch.{dtype})",
-            f"draft = AutoModel.from_pretrained('{{out}}', dtype=torch.{dtype})",
-            'target.generate(**inputs, assistant_model=draft, speculation_type="dflash", do_sample=False)',
-        ]
-    )
+
+    def serve(out: str) -> str:
+        return "\n".join(
+            [
+                f"target = AutoModelForCausalLM.from_pretrained({source.target.name!r}, dtype=torch.{dtype})",
+                f"draft = AutoModel.from_pretrained({out!r}, dtype=torch.{dtype})",
+                'target.generate(**inputs, assistant_model=draft, speculation_type="dflash", do_sample=False)',
+            ]
+        )
+
     expected = speculators.dflash_shapes(source)
     return Layout(
         config=config,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -62,14 +63,11 @@ def _converted(source: Source, layout: Layout, kind: str, notes: tuple[str, ...]
     """Return a layout that is a GGUF file in the end."""
     converter, target = find_converter(), source.target.folder
     outtype = OUT_TYPES[source.dtype_name]
-    serve = (
-        f"llama-server --model target.gguf --model-draft {{out}}/{FILE} --spec-type {kind} "
-        f"--spec-draft-n-max {source.num_speculative_tokens}"
-    )
-    how = f"python {converter} {target} --outfile target.gguf --outtype {outtype}"
+    options = ["--spec-type", kind, "--spec-draft-n-max", str(source.num_speculative_tokens)]
+    how = shlex.join(["python", str(converter), str(target), "--outfile", "target.gguf", "--outtype", outtype])
     return replace(
         layout,
-        serve=serve,
+        serve=lambda out: shlex.join(["llama-server", "--model", "target.gguf", "--model-draft", f"{out}/{FILE}", *options]),
         notes=(f"The target as GGUF, if need be: {how}", *notes),
         convert=partial(convert, converter=converter, target=target, outtype=outtype),
     )

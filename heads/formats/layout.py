@@ -27,7 +27,7 @@ class Layout:
         config: content of `config.json`.
         weights: the tensors, under the engine's names.
         expected: the shape of every tensor that the engine asks for.
-        serve: the command or lines that serve it; `{out}` stands for the folder.
+        serve: gives the command or lines that serve it, by the folder's path, quoted for what reads them.
         notes: what a person who serves it must know.
         weights_file: where the tensors go.
         files: by name, files that are taken over as they are.
@@ -40,7 +40,7 @@ class Layout:
     config: Mapping[str, Any]
     weights: Weights
     expected: Shapes
-    serve: str
+    serve: Callable[[str], str]
     notes: tuple[str, ...] = ()
     weights_file: str = SINGLE_FILE
     files: Mapping[str, Path] = field(default_factory=dict)

@@ -7,11 +7,13 @@ accepted less.
 
 from __future__ import annotations
 
+import shlex
+
 from configs.head_families import MedusaSettings
 from heads.formats.flat import UNTRIED
 from heads.formats.layout import Layout, Shapes
 from heads.formats.source import Source
-from heads.formats.speculators import vllm_command
+from heads.formats.speculators import OUT, vllm_command
 from heads.formats.tensors import Weights
 
 MEDUSA_FILE = "medusa_lm_head.safetensors"
@@ -38,7 +40,7 @@ def vllm_medusa(source: Source) -> Layout:
         "original_lm_head": not settings.own_output_heads,
         "dtype": source.dtype_name,
     }
-    method = {"method": "medusa", "model": "{out}", "num_speculative_tokens": source.num_speculative_tokens}
+    method = {"method": "medusa", "model": OUT, "num_speculative_tokens": source.num_speculative_tokens}
     return Layout(
         config=config,
         weights=source.body() | _heads(source),
@@ -68,10 +70,10 @@ def tensorrt_medusa(source: Source) -> Layout:
         config={"medusa_num_heads": settings.num_depths, "medusa_num_layers": settings.num_layers, "hidden_size": width},
         weights=weights,
         expected=expected,
-        serve="\n".join(
+        serve=lambda out: "\n".join(
             [
-                f"python convert_checkpoint.py --model_dir {source.target.name} --medusa_model_dir {{out}} "
-                f"--output_dir CHECKPOINT --dtype {source.dtype_name} --num_medusa_heads {settings.num_depths}",
+                f"python convert_checkpoint.py --model_dir {shlex.quote(source.target.name)} "
+                f"--medusa_model_dir {shlex.quote(out)} --output_dir CHECKPOINT --dtype {source.dtype_name} --num_medusa_heads {settings.num_depths}",
                 "trtllm-build --checkpoint_dir CHECKPOINT --output_dir ENGINE --speculative_decoding_mode medusa",
             ]
         ),

@@ -16,7 +16,7 @@ from configs.head_families import MtpSettings
 from heads.formats.layout import Layout, Shapes, decoder_layer, layer_config, renamed
 from heads.formats.native import has_modules
 from heads.formats.source import Source
-from heads.formats.speculators import MTP_PARTS, mtp_shapes, vllm_command
+from heads.formats.speculators import MTP_PARTS, OUT, mtp_shapes, vllm_command
 from heads.formats.stitched import stitched
 from heads.formats.tensors import Weights, zeros
 from heads.native_mtp import INDEX_FILE, SINGLE_FILE, files_by_key
@@ -62,12 +62,12 @@ def mimo(source: Source) -> Layout:
         "num_nextn_predict_layers": 1,
         "dtype": source.dtype_name,
     }
-    method = {"method": "mtp", "model": "{out}", "num_speculative_tokens": source.num_speculative_tokens}
+    method = {"method": "mtp", "model": OUT, "num_speculative_tokens": source.num_speculative_tokens}
     return Layout(
         config=config,
         weights=weights,
         expected=mtp_shapes(prefix, source) | decoder_layer(prefix, shape, biases=True),
-        serve=vllm_command(source, method, """--hf-overrides '{"num_nextn_predict_layers": 1}'"""),
+        serve=vllm_command(source, method, "--hf-overrides", '{"num_nextn_predict_layers": 1}'),
         notes=(
             "vLLM reads a zero in place of the embedding of position 0; draftsmith does not.",
             *source.whole_vocabulary_note("vLLM"),
@@ -105,9 +105,9 @@ def transformers(source: Source) -> Layout:
         config=config,
         weights=weights,
         expected=_depth_shapes(source, num_depths),
-        serve="\n".join(
+        serve=lambda out: "\n".join(
             [
-                "model = AutoModelForCausalLM.from_pretrained('{out}')",
+                f"model = AutoModelForCausalLM.from_pretrained({out!r})",
                 'model._keys_to_ignore_on_load_unexpected = [r"^mtp\\."]  # where transformers looks for the names',
                 "model.generate(**inputs, use_mtp=True, do_sample=False)",
             ]

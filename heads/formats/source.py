@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from configs.errors import InputError, first_line
+from configs.head_families import DFlashSettings
 from heads.artifact import VOCABULARY_FILE, Metadata, read_metadata
 from heads.draft_layer import LayerShape, layer_shape, shape_like
 from heads.draft_vocabulary import DraftVocabulary, read_draft_vocabulary
@@ -225,7 +226,7 @@ def read_source(
     longest = getattr(settings, "longest_draft", None)
     if longest is not None and wanted > longest:
         raise InputError(f"num_speculative_tokens {wanted}: {folder} drafts at most {longest} tokens a round")
-    if metadata.kind == "dflash":
+    if isinstance(settings, DFlashSettings):
         wanted = _whole_block(folder, settings.block_size - 1, num_speculative_tokens)
     return Source(
         folder=folder,
@@ -242,7 +243,7 @@ def _whole_block(folder: Path, drafts: int, asked: int | None) -> int:
     """Return the drafts of a DFlash block: engines fill it whole, and another number changes what each slot says."""
     if asked not in (None, drafts):
         raise InputError(
-            f"num_speculative_tokens {asked}: {folder} fills blocks of {drafts} drafts, and engines draft whole blocks; ask for "
-            f"{drafts}, or leave it out"
+            f"num_speculative_tokens {asked}: {folder} fills blocks of {drafts} drafts, and engines draft whole blocks; "
+            f"ask for {drafts}, or leave it out"
         )
     return drafts

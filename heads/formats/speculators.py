@@ -9,6 +9,8 @@ itself does so for DFlash and MTP only, so for it EAGLE drafts are written with 
 from __future__ import annotations
 
 import json
+import shlex
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +20,7 @@ from heads.formats.layout import Layout, Shapes, decoder_layer, layer_config, re
 from heads.formats.source import Source
 
 VERSION = "0.9.0"
+OUT = "{out}"  # in a method, stands for the folder that is written
 # By our name of a part of an MTP module, theirs.
 MTP_PARTS = (
     ("layers.0.eh_proj.", "mtp_layers.0.input_proj."),
@@ -50,7 +53,7 @@ def eagle(source: Source) -> Layout:
     }
     if kind == "peagle":
         config["mask_token_id"] = source.settings.mask_token_id
-    method = {"method": "eagle3", "model": "{out}", "num_speculative_tokens": source.num_speculative_tokens}
+    method = {"method": "eagle3", "model": OUT, "num_speculative_tokens": source.num_speculative_tokens}
     if kind == "peagle":
         method["parallel_drafting"] = True
     return Layout(
@@ -116,7 +119,7 @@ def dflash(source: Source) -> Layout:
         "sample_from_anchor": False,
         "sliding_window_non_causal": True,
     }
-    method = {"method": "dflash", "model": "{out}", "num_speculative_tokens": source.num_speculative_tokens}
+    method = {"method": "dflash", "model": OUT, "num_speculative_tokens": source.num_speculative_tokens}
     return Layout(
         config=config,
         weights=source.weights | source.offsets(),
@@ -164,7 +167,7 @@ def mtp(source: Source) -> Layout:
         config=config,
         weights=renamed(weights, MTP_PARTS),
         expected=expected,
-        serve="python -c 'from speculators import SpeculatorModel; SpeculatorModel.from_pretrained(\"{out}\")'",
+        serve=_load,
         notes=(
             "vLLM does not load this form; for it, stitch into the target (scripts/stitch_mtp.py).",
             f"The head was trained on states of the kind {source.settings.reads}.",
@@ -180,9 +183,28 @@ def mtp_shapes(prefix: str, source: Source) -> Shapes:
     return {f"{prefix}input_proj.weight": (width, 2 * width)} | {f"{prefix}{name}.weight": (width,) for name in norms}
 
 
-def vllm_command(source: Source, method: dict[str, Any], *options: str, model: str | None = None) -> str:
-    """Return the line that serves a target with a draft in vLLM; `model` says where the target is, if not where it was."""
-    return " ".join(["vllm serve", model or source.target.name, *options, f"--speculative-config '{json.dumps(method)}'"])
+def _load(out: str) -> str:
+    return shlex.join(
+        ["python", "-c", f"from speculators import SpeculatorModel; SpeculatorModel.from_pretrained({json.dumps(out)})"]
+    )
+
+
+def vllm_command(source: Source, method: dict[str, Any], *options: str, model: str | None = None) -> Callable[[str], str]:
+    """Return what gives the line that serves a target with a draft in vLLM, by the folder that was written.
+
+    Args:
+        source: names the target.
+        method: of `--speculative-config`; `OUT` in it stands for the folder.
+        options: further words of the line.
+        model: where the target is, if not where it was; `OUT`: in the folder.
+    """
+
+    def line(out: str) -> str:
+        target, *values = (out if value == OUT else value for value in (model or source.target.name, *method.values()))
+        config = json.dumps(dict(zip(method, values, strict=True)), ensure_ascii=False)
+        return shlex.join(["vllm", "serve", target, *options, "--speculative-config", config])
+
+    return line
 
 
 def _config(source: Source, kind: str, layers: dict[str, Any]) -> dict[str, Any]:

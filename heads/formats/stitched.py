@@ -16,7 +16,7 @@ from configs.errors import InputError
 from configs.files import read_json
 from heads.formats.layout import Layout
 from heads.formats.source import Source
-from heads.formats.speculators import vllm_command
+from heads.formats.speculators import OUT, vllm_command
 from heads.formats.tensors import Weights
 from heads.native_mtp import NativeMtp
 
@@ -73,7 +73,7 @@ def stitched(source: Source) -> Layout:
         config=read_json(target.folder / "config.json", "config of the target"),
         weights=weights,
         expected={name: stored.shape for name, stored in weights.items()},
-        serve=vllm_command(source, method, *options, model="{out}"),
+        serve=vllm_command(source, method, *options, model=OUT),
         notes=(
             "The folder is the target with new MTP weights, in the dtype of the old ones; it shares files with the target's "
             "folder, so change neither in place.",

@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from distill.conversations import Conversation
 from distill.target import load_target
 from eval.decode import Request
 from heads.artifact import HiddenStates, Metadata, save_head
+from heads.formats.speculators import OUT, vllm_command
 from heads.formats.table import FORMS
 from scripts import serve_cases, serve_engines, serve_transformers, serve_vllm
 from scripts.serve_cases import AGREES, CHECKED, DISAGREES, NO_ENGINE, compare_counts, run_checks
@@ -314,9 +316,11 @@ def test_no_engine_is_said_of_a_kind_that_none_takes(settings, tiny_run, monkeyp
 
 
 def test_vllm_is_called_by_the_line_of_the_export():
-    method = {"method": "mtp", "model": "/a folder/draft", "num_speculative_tokens": 2}
+    folder = "/a folder's/draft"
+    method = {"method": "mtp", "model": folder, "num_speculative_tokens": 2}
     overrides = {"num_nextn_predict_layers": 1}
-    line = f"vllm serve T --hf-overrides '{json.dumps(overrides)}' --speculative-config '{json.dumps(method)}'"
+    source = SimpleNamespace(target=SimpleNamespace(name="T"))
+    line = vllm_command(source, method | {"model": OUT}, "--hf-overrides", json.dumps(overrides))(folder)
     serve = f"Serve with vllm:\n\n{line}\n\n- A note."
     assert serve_vllm.speculation(serve) == {"speculative_config": method, "hf_overrides": overrides}
     assert sys.modules.get("vllm") is None

@@ -87,7 +87,7 @@ def test_dflash_names_the_blocks_and_drafts_a_whole_one(write, converter):
 def test_dflash_drafts_whole_blocks_and_no_other_number(write):
     written = write(DFLASH, num_speculative_tokens=2)
     assert written.source(num_speculative_tokens=3).num_speculative_tokens == 3
-    with pytest.raises(InputError, match="num_speculative_tokens 2: .* fills blocks of 3 drafts"):
+    with pytest.raises(InputError, match=r"num_speculative_tokens 2: .* fills blocks of 3 drafts"):
         written.source(num_speculative_tokens=2)
 
 

@@ -3,6 +3,7 @@
 import ast
 import json
 import shlex
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -36,20 +37,22 @@ SGLANG_FLAGS = {
     "--speculative-eagle-topk",
     "--speculative-num-draft-tokens",
 }
-TENSORRT_TYPES = {"draft_lm": "DraftTarget", "eagle3": "Eagle3"}
+TARGET = "a target's name"
+TENSORRT_TYPES = {"draft_lm": "Draft_Target", "eagle3": "Eagle3"}
 TENSORRT_KEYS = {"decoding_type", "max_draft_len", "speculative_model", "eagle3_layers_to_capture"}
 
 
-@pytest.fixture
-def serve_lines(write, tiny_run, tmp_path):
+@pytest.fixture(params=["served", 'it\'s {served} "well" $HOME'], ids=["plain", "to be quoted"])
+def serve_lines(write, tiny_run, tmp_path, request):
     """A function that exports a draft of a kind; gives the lines that serve it, and its folder."""
 
     def make(engine, kind):
-        out = tmp_path / "served"
+        out = tmp_path / request.param
         if kind == "draft_lm":
-            source = read_source(tiny_run / "artifact", TargetFolder(tiny_run / "target", "target"))
+            source = read_source(tiny_run / "artifact", TargetFolder(tiny_run / "target", TARGET))
         else:
-            source = write(SETTINGS[kind], "qwen3" if (engine, kind) == ("speculators", "mtp") else "llama").source()
+            written = write(SETTINGS[kind], "qwen3" if (engine, kind) == ("speculators", "mtp") else "llama")
+            source = replace(written.source(), target=TargetFolder(written.target_folder, TARGET))
         export(source, engine, out)
         title, _, rest = (out / SERVE_FILE).read_text().partition("\n\n")
         assert title == f"Serve with {engine}:"
@@ -68,7 +71,7 @@ def flags_of(line):
 def test_vllm(serve_lines, kind):
     line, out, source = serve_lines("vllm", kind)
     words, flags = flags_of(line)
-    assert words[:2] == ["vllm", "serve"]
+    assert words[:3] == ["vllm", "serve", TARGET]
     assert flags == {"--speculative-config"} | ({"--hf-overrides"} if kind == "mtp" else set())
     method = json.loads(words[words.index("--speculative-config") + 1])
     assert method.pop("method") == VLLM_METHODS[kind]
@@ -82,6 +85,7 @@ def test_sglang(serve_lines, kind):
     line, out, source = serve_lines("sglang", kind)
     words, flags = flags_of(line)
     assert words[:3] == ["python", "-m", "sglang.launch_server"]
+    assert words[words.index("--model-path") + 1] == TARGET
     assert words[words.index("--speculative-algorithm") + 1] == SGLANG_ALGORITHMS[kind]
     assert words[words.index("--speculative-draft-model-path") + 1] == str(out.resolve())
     counted = {"--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens"}
@@ -100,8 +104,11 @@ def test_tensorrt_llm(serve_lines, kind):
         assert convert[1] == {"--model_dir", "--medusa_model_dir", "--output_dir", "--dtype", "--num_medusa_heads"}
         assert build[1] == {"--checkpoint_dir", "--output_dir", "--speculative_decoding_mode"}
         assert build[0][0] == "trtllm-build"
+        assert convert[0][convert[0].index("--medusa_model_dir") + 1] == str(out.resolve())
+        assert convert[0][convert[0].index("--model_dir") + 1] == TARGET
         return
     line, _, options = lines.partition("\n")
+    assert flags_of(line)[0][:2] == ["trtllm-serve", TARGET]
     assert flags_of(line)[1] == {"--extra_llm_api_options"}
     method = yaml.safe_load(options)["speculative_config"]
     assert method["decoding_type"] == TENSORRT_TYPES[kind]
@@ -124,10 +131,20 @@ def test_transformers(serve_lines, kind):
         "mtp": {"use_mtp", "do_sample"},
     }
     assert names == expected[kind]
-    assert str(out.resolve()) in lines
+    loads = [
+        call.args[0].value for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "from_pretrained"
+    ]
+    assert loads == ([str(out.resolve())] if kind == "mtp" else [TARGET, str(out.resolve())])
 
 
 @pytest.mark.parametrize("kind", FORMS["speculators"])
 def test_speculators(serve_lines, kind):
     line, out, _ = serve_lines("speculators", kind)
-    assert str(out.resolve()) in line
+    words = shlex.split(line)
+    if words[0] == "vllm":  # which reads the form, too
+        assert json.loads(words[-1])["model"] == str(out.resolve())
+        return
+    python, flag, code = words
+    assert (python, flag) == ("python", "-c")
+    (load,) = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+    assert load.args[0].value == str(out.resolve())

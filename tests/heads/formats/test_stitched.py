@@ -93,7 +93,7 @@ def test_a_hybrid_target_is_served_without_prefix_caching(write_beside_modules, 
     written = write_beside_modules(ONE, "qwen3_next")
     source = written.source()
     monkeypatch.setattr(source.target.config, "model_type", "qwen3_next")
-    assert "--no-enable-prefix-caching" in export(source, "vllm", written.out).serve
+    assert "--no-enable-prefix-caching" in export(source, "vllm", written.out).serve("there")
 
 
 def test_the_target_without_places_gets_the_modules_beside_it(write):
