@@ -73,7 +73,8 @@ def tensorrt_medusa(source: Source) -> Layout:
         serve=lambda out: "\n".join(
             [
                 f"python convert_checkpoint.py --model_dir {shlex.quote(source.target.name)} "
-                f"--medusa_model_dir {shlex.quote(out)} --output_dir CHECKPOINT --dtype {source.dtype_name} --num_medusa_heads {settings.num_depths}",
+                f"--medusa_model_dir {shlex.quote(out)} --output_dir CHECKPOINT "
+                f"--dtype {source.dtype_name} --num_medusa_heads {settings.num_depths}",
                 "trtllm-build --checkpoint_dir CHECKPOINT --output_dir ENGINE --speculative_decoding_mode medusa",
             ]
         ),
