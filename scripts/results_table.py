@@ -89,11 +89,13 @@ def _bounds(values: Mapping[str, Any], name: str) -> str:
 
 
 def _cell(value: Any) -> str:
-    """Return a value as it stands in a table: two digits after the point, three where the number is small."""
+    """Return a value as it stands in a table: two digits after the point, three where the number is small, two in all below."""
     if value is None:
         return NOT_AVAILABLE
     if isinstance(value, float):
-        return f"{value:.2f}" if abs(value) >= 0.1 or value == 0 else f"{value:.3f}"
+        if value == 0 or abs(value) >= 0.1:
+            return f"{value:.2f}"
+        return f"{value:.3f}" if abs(value) >= 0.0005 else f"{value:.1e}"
     return str(value).replace("|", r"\|")
 
 
