@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from configs.errors import InputError, first_line
 from heads.lm_head import backbone
-from heads.rollback import KNOWN_LAYER_TYPES
+from heads.rollback import carried_state
 
 PROBE = ((5, 4), (2, 7))  # lengths of the documents in each row
 _CHECKED: WeakSet[PreTrainedModel] = WeakSet()  # whose states on the probe were right
@@ -43,10 +43,8 @@ def check_keeps_apart(model: PreTrainedModel) -> None:
         InputError: it has recurrent, linear-attention or otherwise unknown layers; or on a probe the states of documents in
             one row are not those of each alone (some make their positions of a padding mask and know no others).
     """
-    unknown = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - KNOWN_LAYER_TYPES
     remedy = "set data.packing to null"
-    if model._is_stateful or unknown:
-        what = f"layers of type {', '.join(sorted(unknown))}" if unknown else "a recurrent state"
+    if (what := carried_state(model)) is not None:
         raise InputError(
             f"data.packing: {type(model).__name__} has {what}, which would run on from one conversation of a row into the "
             f"next; {remedy}"

@@ -26,10 +26,7 @@ def check_rolls_back(model: PreTrainedModel) -> None:
         InputError: it has recurrent, linear-attention or otherwise unknown layers; or on a probe with a rejected draft its
             states are not those of one forward over the text (some make their positions of a plain padding mask).
     """
-    config = model.config.get_text_config()
-    unknown = set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYER_TYPES
-    if model._is_stateful or unknown:
-        what = f"layers of type {', '.join(sorted(unknown))}" if unknown else "a recurrent state"
+    if (what := carried_state(model)) is not None:
         raise InputError(
             f"{type(model).__name__} has {what}: rejected tokens cannot be rolled back, so it cannot be decoded speculatively"
         )
@@ -48,6 +45,14 @@ def check_rolls_back(model: PreTrainedModel) -> None:
             "rejected tokens cannot be rolled back, so it cannot be decoded speculatively"
         )
     _CHECKED.add(model)
+
+
+def carried_state(model: PreTrainedModel) -> str | None:
+    """Return what carries a model's past other than keys and values by position, or may do so; None: nothing."""
+    unknown = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - KNOWN_LAYER_TYPES
+    if unknown:
+        return f"layers of type {', '.join(sorted(unknown))}"
+    return "a recurrent state" if model._is_stateful else None
 
 
 def _probe_error(model: PreTrainedModel) -> float:
