@@ -63,6 +63,7 @@ def environment(**more):
     return inherited | quiet | {"MAIN_PORT": free_port()} | more
 
 
+@pytest.mark.slow
 def test_a_slurm_job_that_is_stopped_goes_back_into_the_queue_and_on_from_its_checkpoint(workshop, tmp_path, start):
     tools = tmp_path / "tools"
     tools.mkdir()

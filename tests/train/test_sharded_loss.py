@@ -17,9 +17,8 @@ from tests.train.sharded_steps import CASES, Case, Steps, make_objective, steps_
 ROOT = Path(__file__).resolve().parents[2]
 NEEDS_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 ENGINES = [
-    "ddp",
-    "fsdp2",
-    # Of the stages of ZeRO only the third takes the head's weights apart.
+    # The entries are tried under these by test_engines; of the stages of ZeRO only the third takes the head's weights apart.
+    *(pytest.param(engine, marks=pytest.mark.slow) for engine in ("ddp", "fsdp2")),
     *(pytest.param(f"zero{stage}", marks=[NEEDS_DEEPSPEED, pytest.mark.slow]) for stage in (1, 2)),
     pytest.param("zero3", marks=NEEDS_DEEPSPEED),
 ]
