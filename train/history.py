@@ -18,9 +18,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from configs.errors import InputError
-from configs.files import read_jsonl, write_text
+from configs.files import write_text
 from eval.canvas import FAINT, FIRST, FOURTH, INK, LINE, SECOND, STYLE, THIRD, WIDTH
+from train.metrics_file import read_steps
 
 LINES_FILE = "history.jsonl"
 PICTURE_FILE = "history.svg"
@@ -54,7 +54,7 @@ class History:
 
     def __init__(self, output: Path, *, done_steps: int) -> None:
         self.output = output
-        self.rows = [row for row in _read(output / LINES_FILE) if row["step"] <= done_steps] if done_steps else []
+        self.rows = _earlier(output / LINES_FILE, done_steps)
         self.earlier_seconds = self.rows[-1]["seconds"] if self.rows else 0.0
 
     def add(self, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
@@ -124,12 +124,7 @@ def as_file(figure: Figure) -> str:
     return svg
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
+def _earlier(path: Path, done_steps: int) -> list[dict[str, Any]]:
+    if not done_steps or not path.exists():
         return []
-    rows = []
-    for line, row in read_jsonl(path, "training history"):
-        if not all(isinstance(row.get(name), int | float) for name in ("step", "seconds")):
-            raise InputError(f"training history {path}, line {line}: step and seconds must be numbers; remove the file")
-        rows.append(row)
-    return rows
+    return [row for row in read_steps(path, "training history") if row["step"] <= done_steps]

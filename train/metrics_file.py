@@ -70,9 +70,22 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Raises:
         InputError: there is none, or a line is not what `MetricsFile` writes.
     """
+    return read_steps(path, "training metrics")
+
+
+def read_steps(path: Path, what: str) -> list[dict[str, Any]]:
+    """Return the rows of a file of one JSON object a line, each with the numbers `step` and `seconds`.
+
+    Args:
+        path: the file.
+        what: what a complaint calls it.
+
+    Raises:
+        InputError: there is none, or a row is not such.
+    """
     rows = []
-    for number, row in read_jsonl(path, "training metrics"):
+    for number, row in read_jsonl(path, what):
         if not all(isinstance(row.get(name), int | float) for name in ("step", "seconds")):
-            raise InputError(f"training metrics {path}, line {number}: step and seconds must be numbers; remove the file")
+            raise InputError(f"{what} {path}, line {number}: step and seconds must be numbers; remove the file")
         rows.append(row)
     return rows
