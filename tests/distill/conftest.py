@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerFast
 from configs.decoding import TargetConfig
 from distill.prompts import Prompt
 from distill.target import load_target
+from tests.distill.fake_server import Api, serving
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -52,3 +53,10 @@ def make_prompts():
         ]
 
     return make
+
+
+@pytest.fixture
+def api(byte_target):
+    """A running server of the byte target, with its `url`."""
+    with serving(Api(byte_target)) as served:
+        yield served

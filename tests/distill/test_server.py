@@ -21,17 +21,9 @@ from distill.cache_making import CacheJob, make_cache
 from distill.conversations import Conversation
 from distill.server import TargetServer
 from distill.server_rows import ROUNDING, log_tail
-from tests.distill.fake_server import Api, serving
 
 VOCABULARY = 258  # of the byte target
 K = 5
-
-
-@pytest.fixture
-def api(byte_target):
-    """A running server of the byte target, with its `url`."""
-    with serving(Api(byte_target)) as served:
-        yield served
 
 
 @pytest.fixture

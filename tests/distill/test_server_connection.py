@@ -10,13 +10,6 @@ import pytest
 from configs.errors import InputError
 from configs.server import ServerConfig
 from distill.server_connection import Connection, GaveUp, Refused
-from tests.distill.fake_server import Api, serving
-
-
-@pytest.fixture
-def api(byte_target):
-    with serving(Api(byte_target)) as served:
-        yield served
 
 
 @pytest.fixture

@@ -24,7 +24,6 @@ from distill.server import TargetServer
 from distill.server_turns import ServerTurns
 from distill.server_writing import server_writer
 from distill.split import split_prompts
-from tests.distill.fake_server import Api, serving
 
 SIDES = ("train.jsonl", "held_out.jsonl")
 NUM_PROMPTS, NUM_TURNS = 12, 16
@@ -35,12 +34,6 @@ def fresh_process_state():
     """Leave no process state behind: accelerate keeps the first one for the life of the process."""
     yield
     PartialState._reset_state()
-
-
-@pytest.fixture
-def api(byte_target):
-    with serving(Api(byte_target)) as served:
-        yield served
 
 
 @pytest.fixture(autouse=True)

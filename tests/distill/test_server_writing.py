@@ -14,16 +14,9 @@ from distill.server_answers import read_completion
 from distill.server_checks import check_writes
 from distill.server_connection import GaveUp
 from distill.server_writing import OTHER_TOKENS, ServerWriter, closing_id, read_ids, read_text
-from tests.distill.fake_server import Api, serving
 
 ENDS = (9, 7)
 GREEDY = SamplingConfig()
-
-
-@pytest.fixture
-def api(byte_target):
-    with serving(Api(byte_target)) as served:
-        yield served
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from configs.command import DONE, TERMINATED
 from configs.files import write_json
+from tests.faults.conftest import start_pair
 from train.checkpoints import list_checkpoints, read_manifest
 from train.launch import run_distillation
 
@@ -206,23 +207,7 @@ def test_torchrun_starts_both_processes_again_when_one_is_killed_and_nothing_is_
         run.wait(60)
     assert victim not in workers(config).values()
     assert "resumed from" in said.read_text()
-    port = free_port()
-    pair = [
-        start(
-            run_distillation,
-            workshop.distill(tmp_path / "whole", **lengths),
-            environment={
-                "RANK": rank,
-                "LOCAL_RANK": rank,
-                "WORLD_SIZE": "2",
-                "LOCAL_WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-                "ACCELERATE_USE_CPU": "true",
-            },
-        )
-        for rank in "01"
-    ]
+    pair = start_pair(start, run_distillation, workshop.distill(tmp_path / "whole", **lengths))
     assert [each.end() for each in pair] == [DONE, DONE], [each.said for each in pair]
     weights, expected = (
         load_file(tmp_path / name / "checkpoints" / "step-00000100" / "model.safetensors") for name in ("run", "whole")
