@@ -6,7 +6,7 @@ LLAMA_CPP_STAMP := .cache/venvs/llama_cpp/.installed
 GEMMA := .cache/gemma/gemma-3-270m-q4_k_m.gguf
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench bench-decode sweep bench-distill bench-heads bench-eval bench-scale law-check slow-check cluster-check engine-check soak tables serve-check gemma-check clean
+.PHONY: help setup demo test check bench bench-decode sweep bench-distill bench-heads bench-eval bench-scale distribution-check slow-check cluster-check engine-check soak tables serve-check gemma-check clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -50,29 +50,29 @@ bench-eval: setup ## predicted speed against measured, the evaluator's own cost,
 bench-scale: setup ## two processes beside one, padding, checkpoints, waiting for data, into docs/results/scale.json (after bench-heads)
 	$(PY) scripts/bench_scale.py
 
-law-check: setup ## 100,000 samples of the whole decoder for every rule and shape against the target's exact law (minutes)
-	$(PY) -m pytest -m slow -s tests/eval/test_law.py tests/eval/test_lossy.py
+distribution-check: setup ## 100,000 samples of the whole decoder for every rule and shape against the target's exact distribution (minutes)
+	$(PY) -m pytest -m slow -s tests/eval/decoder/test_output_distribution.py tests/eval/lossy/test_lossy.py
 
 slow-check: setup ## a forward compiled by the real compiler, 10,000 prompts counted (a minute or two)
-	$(PY) -m pytest -m slow -s tests/heads/test_compiled_forward.py tests/eval/test_tally.py
+	$(PY) -m pytest -m slow -s tests/heads/inference/test_compiled_forward.py tests/eval/metrics/test_tally.py
 
 cluster-check: setup ## the job files of scripts/cluster, run with one process killed and with stand-ins for Slurm (a minute)
 	$(PY) -m pytest -m 'slow or not slow' -s tests/faults/test_cluster.py
 
 engine-check: setup ## DDP, FSDP2, ZeRO-1 to 3 and offloading in two processes on the CPU against one process (about 10 minutes)
-	$(PY) -m pytest -m slow -s tests/train/test_engines.py tests/train/test_sharded_loss.py
-	$(PY) scripts/engine_comparison.py
+	$(PY) -m pytest -m slow -s tests/train/loop/test_engines.py tests/train/test_sharded_loss.py
+	$(PY) scripts/bench/scale/engines.py
 
 soak: setup ## 210 tiny runs killed, stopped and damaged at random, each to end with an undisturbed run's weights (about 15 minutes)
 	$(PY) scripts/soak.py
 
 tables: setup ## fill the documents' tables from docs/results/
-	$(PY) scripts/results_table.py
-	$(PY) scripts/results_table.py --set document=docs/exchange.md
-	$(PY) scripts/results_table.py --set document=docs/scaling.md
+	$(PY) scripts/bench/tables.py
+	$(PY) scripts/bench/tables.py --set document=docs/exchange.md
+	$(PY) scripts/bench/tables.py --set document=docs/scaling.md
 
 serve-check: setup $(VLLM_STAMP) $(LLAMA_CPP_STAMP) ## a vLLM server as target and writer; drafts in vLLM, transformers, llama.cpp, into docs/results/serve.json (after make demo bench-heads)
-	$(PY) -m pytest -m slow -s tests/distill/test_served_target.py tests/distill/test_served_answers.py tests/heads/formats/test_in_llama_cpp.py
+	$(PY) -m pytest -m slow -s tests/distill/server/test_served_target.py tests/distill/server/test_served_answers.py tests/heads/formats/test_in_llama_cpp.py
 	$(PY) scripts/serve_check.py --config configs/serve/smollm2.yaml
 
 $(VLLM_STAMP): scripts/setup_vllm.sh scripts/vllm_pins.txt

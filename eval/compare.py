@@ -10,16 +10,16 @@ import argparse
 import sys
 from pathlib import Path
 
-# Python puts this script's folder first, where `suite` or `report` could hide an installed module: the checkout goes before it.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run as a script: the checkout's root takes the place of this folder, which Python put first
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from configs.command import DONE, run_command
-from configs.errors import InputError
-from configs.evaluating import CompareConfig
-from configs.files import write_text
-from eval.comparison import as_table, compare
-from eval.comparison_page import render_comparison
-from eval.report_schema import read_report
+from configs.runtime.command import DONE, run_command
+from configs.runtime.errors import InputError
+from configs.runtime.files import write_text
+from configs.schema.evaluation import CompareConfig
+from eval.report.compare import as_table, compare
+from eval.report.html import render_comparison
+from eval.report.schema import read_report
 
 
 def main(config: CompareConfig, args: argparse.Namespace) -> int:

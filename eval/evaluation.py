@@ -1,6 +1,7 @@
-"""One evaluation: decode every prompt plainly, with the draft and with the free baselines (`eval.measuring`); judge; report.
+"""One evaluation: decode every prompt plainly, with the draft and with the free baselines (`eval.measure.interleaved`);
+judge; report.
 
-Several processes share the decoding (`eval.shared_run`); the main one does the rest.
+Several processes share the decoding (`eval.measure.shards`); the main one does the rest.
 """
 
 from __future__ import annotations
@@ -12,31 +13,30 @@ from typing import Any
 
 import torch
 
-from configs.command import DONE
-from configs.evaluating import EvalConfig
-from configs.files import write_text
-from configs.provenance import describe_git, describe_hardware, describe_versions, mask_arguments, write_run_record
-from distill.processes import join_processes
-from distill.target import Target, load_target
-from eval.baselines import make_baselines
-from eval.clock import Laps
-from eval.decode import check_decodable
-from eval.drafts import EvaluatedDraft, load_evaluated
-from eval.energy import summarise_energy
-from eval.lossless import NOT_LOSSLESS, judge_lossless
-from eval.meters import find_meter
-from eval.page import render_page
-from eval.prediction import predict_speed
-from eval.quality import Quality
-from eval.records import AUTOREGRESSIVE, SPECULATIVE
-from eval.report import PromptSet, build_report, write_report
-from eval.report_schema import read_report
-from eval.shared_run import measure_share
-from eval.suite import Suite, load_suite
-from eval.summary import render_markdown
-from eval.tally import Tally
-from eval.timing_sweep import check_sweep
-from eval.turns import Turns
+from configs.runtime.command import DONE
+from configs.runtime.files import write_text
+from configs.runtime.run_record import describe_git, describe_hardware, describe_versions, mask_arguments, write_run_record
+from configs.schema.evaluation import EvalConfig
+from eval.cost.predict import predict_speed
+from eval.cost.timing_sweep import check_sweep
+from eval.decoder.clock import Laps
+from eval.decoder.decode import check_decodable
+from eval.decoder.meters import find_meter
+from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE
+from eval.lossless.verdict import NOT_LOSSLESS, judge_lossless
+from eval.measure.proposers import EvaluatedDraft, load_evaluated, make_baselines
+from eval.measure.shards import measure_share
+from eval.measure.suite import Suite, load_suite
+from eval.measure.turns import Turns
+from eval.metrics.energy import summarise_energy
+from eval.metrics.quality import Quality
+from eval.metrics.tally import Tally
+from eval.report.build import PromptSet, build_report, write_report
+from eval.report.html import render_page
+from eval.report.markdown import render_markdown
+from eval.report.schema import read_report
+from heads.target.loading import Target, load_target
+from heads.target.processes import join_processes
 
 log = logging.getLogger("draftsmith")
 
@@ -133,8 +133,8 @@ def _describe(
         )
     if config.decode.kv_cache is not None:
         warnings.append(
-            "the target kept its keys and values in int8, in plain and in speculative decoding: both follow a law that is a "
-            "little different from the target's own, and are compared with each other"
+            "the target kept its keys and values in int8, in plain and in speculative decoding: both follow a distribution that "
+            "is a little different from the target's own, and are compared with each other"
         )
     return build_report(
         target=target.identity.to_dict()

@@ -3,7 +3,7 @@
 Prints a table and writes the verdict beside the report as `gate.json`, `gate.md` (for a pull request) and `gate.xml` (JUnit,
 for a CI system). Ends with 0 for pass, 1 for fail, 2 for bad input, 3 where the prompts were too few to say. With
 `--artifact FOLDER`, once for each where several were measured as one, the draft that is to be released must be, by its hash,
-the one that was measured. The checks are `eval.gating`'s.
+the one that was measured. The checks are `eval.release.checks`'s.
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-# Python puts this script's folder first, where `suite` or `report` could hide an installed module: the checkout goes before it.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run as a script: the checkout's root takes the place of this folder, which Python put first
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from configs.command import DONE, GATE_FAILED, INCONCLUSIVE, run_command
-from configs.errors import InputError
-from configs.evaluating import GateConfig
-from configs.files import sha256_of, write_json, write_text
-from configs.redaction import mask_secrets
-from eval.gating import Artifact, judge
-from eval.junit import as_junit
-from eval.report_schema import read_report
-from eval.verdict import as_markdown, as_table, as_values
+from configs.runtime.command import DONE, GATE_FAILED, INCONCLUSIVE, run_command
+from configs.runtime.errors import InputError
+from configs.runtime.files import sha256_of, write_json, write_text
+from configs.runtime.redaction import mask_secrets
+from configs.schema.evaluation import GateConfig
+from eval.release.checks import Artifact, judge
+from eval.release.verdict import as_junit, as_markdown, as_table, as_values
+from eval.report.schema import read_report
 
 EXIT_CODES = {"pass": DONE, "fail": GATE_FAILED, "inconclusive": INCONCLUSIVE}
 
@@ -76,7 +75,7 @@ def _clear_output(args: argparse.Namespace) -> Path:
 def _read_artifact(folders: Sequence[str]) -> Artifact | None:
     if not folders:
         return None
-    from eval.shipped import read_shipped  # imports torch
+    from eval.release.artifact_hash import read_shipped  # imports torch
 
     return read_shipped([Path(folder) for folder in folders])
 

@@ -10,22 +10,22 @@ import argparse
 import sys
 from pathlib import Path
 
-# Python puts this script's folder first, where `suite` or `report` could hide an installed module: the checkout goes before it.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run as a script: the checkout's root takes the place of this folder, which Python put first
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from configs.command import DONE, run_command
-from configs.costs import PredictConfig
-from configs.errors import InputError
-from eval.report_schema import read_report
-from eval.summary import table
-from eval.wording import times
+from configs.runtime.command import DONE, run_command
+from configs.runtime.errors import InputError
+from configs.schema.evaluation import PredictConfig
+from eval.report.markdown import table
+from eval.report.schema import read_report
+from eval.report.text import times
 
 
 def main(config: PredictConfig, args: argparse.Namespace) -> int:
     """Read, predict, print. What needs torch is imported late, so that a mistake is reported at once."""
     report = read_report(Path(args.report))
     bandwidth, flops = _scaled("--bandwidth", args.bandwidth, 1e9), _scaled("--flops", args.flops, 1e12)
-    from eval.prediction import prediction_of
+    from eval.cost.predict import prediction_of
 
     model = prediction_of(report, args.report, bytes_per_second=bandwidth, flops_per_second=flops)
     context = config.context_tokens or report["speed"]["predicted"]["context_tokens"]

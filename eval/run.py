@@ -11,11 +11,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# Run as a script, this folder comes first on sys.path; the checkout's root must lead, or its packages are not found.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:  # run as a script: the checkout's root takes the place of this folder, which Python put first
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from configs.command import run_command
-from configs.evaluating import EvalConfig
+from configs.runtime.command import run_command
+from configs.schema.evaluation import EvalConfig
 
 
 def main(config: EvalConfig) -> int:

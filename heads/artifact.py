@@ -21,21 +21,20 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from configs.errors import InputError, first_line
-from configs.files import new_folder, read_json, write_json
-from configs.redaction import mask_secrets
-from heads.compiled_forward import run_alike
-from heads.draft_lm import DraftLM
-from heads.draft_vocabulary import DraftVocabulary, keep_head_rows, read_draft_vocabulary, write_draft_vocabulary
-from heads.elsewhere import Elsewhere
-from heads.families import FAMILIES, serve
-from heads.fast_forward import is_registered
+from configs.runtime.errors import InputError, first_line
+from configs.runtime.files import new_folder, read_json, write_json
+from configs.runtime.redaction import mask_secrets
+from heads.families.registry import FAMILIES, serve
 from heads.hub import locate_artifact
-from heads.identity import TargetIdentity, hash_files
-from heads.lm_head import check_split
-from heads.proposer import Proposer
-from heads.rollback import check_rolls_back
-from heads.target_states import check_taps
+from heads.inference.causal_lm import check_split, is_registered
+from heads.inference.compiled_forward import run_alike
+from heads.inference.model_checks import check_rolls_back
+from heads.proposers.cross_device import CrossDeviceProposer
+from heads.proposers.draft_lm import DraftLM
+from heads.proposers.protocol import Proposer
+from heads.proposers.vocabulary import DraftVocabulary, keep_head_rows, read_draft_vocabulary, write_draft_vocabulary
+from heads.target.hidden_states import check_taps
+from heads.target.identity import TargetIdentity, hash_files
 
 METADATA_FILE = "draftsmith.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -61,10 +60,10 @@ class Metadata(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     format_version: Literal[1] = 1
-    kind: str  # draft_lm, or a family of `heads.families`
+    kind: str  # draft_lm, or a family of `heads.families.registry`
     target: dict[str, Any]
     hidden_states: HiddenStates | None = None  # None: the draft reads tokens only
-    head: dict[str, Any] | None = None  # a head's settings (`configs.head_families`), nothing left open; None for a draft LM
+    head: dict[str, Any] | None = None  # a head's settings (`configs.schema.heads`), nothing left open; None for a draft LM
     draft_vocab_size: int = Field(ge=1)  # tokens the draft can say
     draft_vocabulary: Literal["target", "reduced"] = "target"  # target: all of its ids; reduced: see VOCABULARY_FILE
     num_speculative_tokens: int = Field(ge=1)
@@ -135,7 +134,7 @@ def load_draft(
         identity: who the target at hand is.
         target: the target's model.
         allow_target_mismatch: make the refusal of another target a warning. Another tokenizer stays refused.
-        device: where a draft LM is to run (`heads.elsewhere`); None: where the target is.
+        device: where a draft LM is to run (`heads.proposers.cross_device`); None: where the target is.
 
     Raises:
         InputError: it is no artifact, is damaged, or was made for another target, tokenizer or chat template; or a device is
@@ -156,7 +155,7 @@ def load_draft(
     if metadata.kind == "draft_lm":
         model, draft_lm = _load_draft_lm(folder, metadata, target, device)
         warnings += _run_like_the_target(draft_lm, target)
-        proposer = draft_lm if device is None else Elsewhere(draft_lm, draft_lm.model.device, target.device)
+        proposer = draft_lm if device is None else CrossDeviceProposer(draft_lm, draft_lm.model.device, target.device)
     elif device is not None:
         raise InputError(
             f"draft_device {device}: {folder} holds a head of kind {metadata.kind!r}, which reads the target's states and "

@@ -1,8 +1,9 @@
 """Drafts by name: a folder here, or a repository on the Hub, whose data files are fetched into the Hub's own cache.
 
 Only files that hold data are fetched: JSON, safetensors, tokenizers. No code, nothing pickled, except for a foreign draft to be
-imported, whose weights some programs still keep in a `.bin` or `.pt` (read with `weights_only` by `heads.formats.tensors`).
-Where and how the Hub is reached (`HF_ENDPOINT`, `HF_TOKEN`, `HF_HUB_OFFLINE`, `HF_HOME`) is huggingface_hub's business.
+imported, whose weights some programs still keep in a `.bin` or `.pt` (read with `weights_only` by
+`heads.target.checkpoint_files`). Where and how the Hub is reached (`HF_ENDPOINT`, `HF_TOKEN`, `HF_HUB_OFFLINE`, `HF_HOME`) is
+huggingface_hub's business.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from httpx2 import HTTPError
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from configs.errors import InputError, first_line
-from configs.exchange import TORCH_FILES
+from configs.runtime.errors import InputError, first_line
+from configs.schema.release import TORCH_FILES
 
 DATA_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 FOREIGN_FILES = (*DATA_FILES, *TORCH_FILES)

@@ -16,16 +16,16 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# Run as a script, Python puts scripts/ first on the path; the project's packages lie one folder up.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:  # run as a script: the checkout's root takes the place of this folder, which Python put first
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from configs.benchmarks import BenchHeadsConfig
-from configs.command import run_command
+from configs.runtime.command import run_command
+from configs.schema.benchmarks import BenchHeadsConfig
 
 
 def main(config: BenchHeadsConfig) -> int:
     """Run the benchmark. What needs torch is imported here, so that a typo in the config is reported at once."""
-    from scripts.head_comparison import compare_heads
+    from scripts.bench.heads.benchmark import compare_heads
 
     return compare_heads(config)
 

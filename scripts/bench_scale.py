@@ -4,7 +4,7 @@
 
 On the recipe, data and cache of `make bench-heads`, which makes them. Fifteen runs of half a minute in turns, five of
 one process, five of two with one thread each, and five of two that share one's batch; the machine must have two cores that
-nothing else uses. The rows are those of `scripts/engine_comparison.py`. The file also says how far `scripts/plan.py` was from
+nothing else uses. The rows are those of `scripts/bench/scale/engines.py`. The file also says how far `scripts/plan.py` was from
 what was measured. Linux only: memory is read from /proc.
 """
 
@@ -13,16 +13,16 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# Run as a script, Python puts scripts/ first on the path; the project's packages lie one folder up.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:  # run as a script: the checkout's root takes the place of this folder, which Python put first
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from configs.command import run_command
-from configs.scale import BenchScaleConfig
+from configs.runtime.command import run_command
+from configs.schema.benchmarks import BenchScaleConfig
 
 
 def main(config: BenchScaleConfig) -> int:
     """Run the benchmark. What needs torch is imported here, so that a typo in the config is reported at once."""
-    from scripts.scale_comparison import compare_scale
+    from scripts.bench.scale.benchmark import compare_scale
 
     return compare_scale(config)
 

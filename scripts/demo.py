@@ -25,7 +25,7 @@ REPORTS = {"draft LM": RUN / "eval", "head": RUN / "eval_head"}
 STEPS = {
     "target: fetch and unpack": [
         "-c",
-        "from distill.embedded import NAME, PREFIX, embedded_folder; embedded_folder(PREFIX + NAME)",
+        "from heads.target.demo_model import NAME, PREFIX, embedded_folder; embedded_folder(PREFIX + NAME)",
     ],
     "data: the target writes prompts and answers": ["scripts/make_data.py", "--config", "configs/data/demo.yaml"],
     "distil: train a draft LM": [*LAUNCH, "train/distill.py", "--config", "configs/distill/demo.yaml"],

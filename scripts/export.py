@@ -10,11 +10,11 @@ import argparse
 import sys
 from pathlib import Path
 
-# Run as a script, Python puts scripts/ first on the path; the project's packages lie one folder up.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:  # run as a script: the checkout's root takes the place of this folder, which Python put first
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from configs.command import run_command
-from configs.exchange import ENGINES, ExportConfig
+from configs.runtime.command import run_command
+from configs.schema.release import ENGINES, ExportConfig
 
 
 def main(config: ExportConfig, args: argparse.Namespace) -> None:
@@ -22,13 +22,13 @@ def main(config: ExportConfig, args: argparse.Namespace) -> None:
     # torch and transformers take seconds to import: a mistyped key is reported before that.
     import torch
 
-    from configs.errors import InputError
-    from configs.schema import TargetConfig
-    from distill.target import locate
+    from configs.runtime.errors import InputError
+    from configs.schema.training import TargetConfig
     from heads.artifact import read_metadata
-    from heads.formats.exporting import SERVE_FILE, export
-    from heads.formats.source import TargetFolder, read_source
+    from heads.formats.exporting.exporter import SERVE_FILE, export
+    from heads.formats.exporting.source import TargetFolder, read_source
     from heads.hub import locate_artifact
+    from heads.target.loading import locate
 
     artifact, out = locate_artifact(args.artifact), Path(args.out)
     known = read_metadata(artifact).target

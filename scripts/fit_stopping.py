@@ -10,14 +10,14 @@ import argparse
 import sys
 from pathlib import Path
 
-# Run as a script, Python puts scripts/ first on the path; the project's packages lie one folder up.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:  # run as a script: the checkout's root takes the place of this folder, which Python put first
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import yaml
 
-from configs.command import run_command
-from configs.files import write_text
-from configs.settings import Settings
+from configs.runtime.command import run_command
+from configs.runtime.files import write_text
+from configs.schema.base import Settings
 
 
 class FitConfig(Settings):
@@ -27,8 +27,8 @@ class FitConfig(Settings):
 def main(config: FitConfig, args: argparse.Namespace) -> None:
     """Read, fit, print, write."""
     # torch takes seconds to import: a mistyped argument is reported before that.
-    from eval.fitted_stopping import stopping_from_report
-    from eval.report_schema import read_report
+    from eval.cost.draft_length import stopping_from_report
+    from eval.report.schema import read_report
 
     stopping = stopping_from_report(read_report(Path(args.report)))
     text = yaml.safe_dump({"decode": {"stopping": stopping.model_dump(mode="json", exclude_none=True)}}, sort_keys=False)

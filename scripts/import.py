@@ -12,23 +12,23 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-# Run as a script, Python puts scripts/ first on the path; the project's packages lie one folder up.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:  # run as a script: the checkout's root takes the place of this folder, which Python put first
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from configs.command import run_command
-from configs.errors import InputError
-from configs.exchange import ImportConfig
+from configs.runtime.command import run_command
+from configs.runtime.errors import InputError
+from configs.schema.release import ImportConfig
 
 
 def main(config: ImportConfig, args: argparse.Namespace) -> None:
     """Read the draft, fit it to the target, try it, write the artifact."""
     # torch and transformers take seconds to import: a mistyped key is reported before that.
-    from configs.provenance import describe_versions
-    from distill.target import load_target
-    from heads.formats.importing import drafts_a_round, fit, write_artifact
-    from heads.formats.reading import read_foreign
+    from configs.runtime.run_record import describe_versions
+    from heads.formats.importing.importer import drafts_a_round, fit, write_artifact
+    from heads.formats.importing.reading import read_foreign
     from heads.hub import locate_foreign
-    from scripts.foreign_drafts import try_out
+    from heads.target.loading import load_target
+    from scripts.exchange.trial import try_out
 
     out = Path(args.out)
     if out.exists():

@@ -8,17 +8,17 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# Run as a script, Python puts scripts/ first on the path; the project's packages lie one folder up.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:  # run as a script: the checkout's root takes the place of this folder, which Python put first
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from configs.command import run_command
-from configs.schema import DataConfig
+from configs.runtime.command import run_command
+from configs.schema.data import DataConfig
 
 
 def main(config: DataConfig) -> None:
     """Make the data set that `config` describes."""
     # torch and transformers take seconds to import: a mistyped key is reported before that.
-    from distill.making import make_dataset
+    from distill.generation.make_dataset import make_dataset
 
     make_dataset(config)
 

@@ -11,17 +11,17 @@ import argparse
 import sys
 from pathlib import Path
 
-# Run as a script, Python puts scripts/ first on the path; the project's packages lie one folder up.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:  # run as a script: the checkout's root takes the place of this folder, which Python put first
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from configs.command import run_command
-from configs.publishing import PushConfig
+from configs.runtime.command import run_command
+from configs.schema.release import PushConfig
 
 
 def main(config: PushConfig, args: argparse.Namespace) -> int:
     """Check, gather, push; return the exit code."""
     # torch and transformers take seconds to import: a mistyped key is reported before that.
-    from scripts.publishing import publish
+    from scripts.publish.steps import publish
 
     return publish(config, args)
 

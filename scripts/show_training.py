@@ -9,11 +9,11 @@ import argparse
 import sys
 from pathlib import Path
 
-# Run as a script, Python puts scripts/ first on the path; the project's packages lie one folder up.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:  # run as a script: the checkout's root takes the place of this folder, which Python put first
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from configs.command import run_command
-from configs.settings import Settings
+from configs.runtime.command import run_command
+from configs.schema.base import Settings
 
 
 class Nothing(Settings):
@@ -22,9 +22,9 @@ class Nothing(Settings):
 
 def main(config: Nothing, args: argparse.Namespace) -> None:
     """Read, print, draw."""
-    from configs.files import write_text
-    from train.metrics_file import METRICS_FILE, read_metrics
-    from train.metrics_view import as_table, draw_metrics
+    from configs.runtime.files import write_text
+    from train.telemetry.files import METRICS_FILE, read_metrics
+    from train.telemetry.view import as_table, draw_metrics
 
     run = Path(args.run)
     rows = read_metrics(run / METRICS_FILE)

@@ -10,14 +10,14 @@ import argparse
 import sys
 from pathlib import Path
 
-# Run as a script, Python puts scripts/ first on the path; the project's packages lie one folder up.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:  # run as a script: the checkout's root takes the place of this folder, which Python put first
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from configs.command import run_command
-from configs.errors import InputError, first_line
-from configs.head_families import MtpSettings
-from configs.provenance import write_run_record
-from configs.schema import StitchConfig
+from configs.runtime.command import run_command
+from configs.runtime.errors import InputError, first_line
+from configs.runtime.run_record import write_run_record
+from configs.schema.heads import MtpSettings
+from configs.schema.training import StitchConfig
 
 
 def main(config: StitchConfig, args: argparse.Namespace) -> None:
@@ -28,9 +28,9 @@ def main(config: StitchConfig, args: argparse.Namespace) -> None:
     from safetensors.torch import load_file
 
     from heads.artifact import WEIGHTS_FILE, read_metadata
+    from heads.families.mtp_checkpoint import NativeMtp
     from heads.hub import locate_artifact
-    from heads.identity import hash_weights
-    from heads.native_mtp import NativeMtp
+    from heads.target.identity import hash_weights
 
     artifact, folder, out = locate_artifact(args.artifact), Path(args.target), Path(args.out)
     metadata = read_metadata(artifact)

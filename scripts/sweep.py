@@ -12,16 +12,16 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# Run as a script, Python puts scripts/ first on the path; the project's packages lie one folder up.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:  # run as a script: the checkout's root takes the place of this folder, which Python put first
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from configs.command import run_command
-from configs.sweep import SweepConfig
+from configs.runtime.command import run_command
+from configs.schema.benchmarks import SweepConfig
 
 
 def main(config: SweepConfig) -> None:
     """Run the sweep. What needs torch is imported here, so that a typo in the config is reported at once."""
-    from scripts.recipe_sweep import run_sweep
+    from scripts.recipe_sweep.run import run_sweep
 
     run_sweep(config)
 

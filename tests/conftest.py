@@ -7,15 +7,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads only wait
 
 import pytest
 import torch
+from hypothesis import settings
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from configs.decoding import TargetConfig
-from distill.target import Target, load_target
+from configs.schema.target import TargetConfig
 from heads.artifact import Metadata, save_draft_lm
-from heads.identity import TargetIdentity, hash_chat_template, hash_tokenizer
+from heads.target.identity import TargetIdentity, hash_chat_template, hash_tokenizer
+from heads.target.loading import Target, load_target
+
+settings.register_profile("suite", deadline=None)  # a busy machine is no failure
+settings.load_profile("suite")
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <end> {% endfor %}"

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from configs.dialect import parse_yaml
-from configs.evaluating import EvalConfig, GateConfig
-from configs.loading import load_config
-from configs.planning import PlanHeadsConfig
-from configs.schema import CacheConfig, DataConfig, DistillConfig, HeadsConfig
-from configs.serving import ServeCheckConfig
-from configs.sweep import SweepConfig
+from configs.runtime.loading import load_config
+from configs.runtime.yaml_reader import parse_yaml
+from configs.schema.benchmarks import ServeCheckConfig, SweepConfig
+from configs.schema.data import CacheConfig, DataConfig
+from configs.schema.evaluation import EvalConfig, GateConfig
+from configs.schema.planning import PlanHeadsConfig
+from configs.schema.training import DistillConfig, HeadsConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMAS = {
@@ -35,10 +35,6 @@ SCHEMAS = {
 }
 OTHER_TOOLS = {"accelerate", "deepspeed"}  # their files are YAML, and checked by the tool itself
 RECIPES = sorted((ROOT / "configs").glob("*/*.yaml"))
-# The design fixes these two names; each entry puts the checkout's root first on sys.path, and is run as a script below.
-FIXED_NAMES = {"train/distill.py", "train/heads.py"}
-# Optional packages that others look for by name, installed or not: transformers and accelerate probe for some of these.
-OPTIONAL = {"deepspeed", "evaluate", "mlflow", "sglang", "speculators", "trackio", "trl", "vllm", "wandb"}
 ENTRIES = {
     "train/distill.py": [],
     "train/heads.py": [],
@@ -54,7 +50,7 @@ ENTRIES = {
     "scripts/bench_eval.py": [],
     "scripts/bench_heads.py": [],
     "scripts/bench_scale.py": [],
-    "scripts/results_table.py": [],
+    "scripts/bench/tables.py": [],
     "scripts/export.py": ["artifact", "--to", "vllm", "--out", "out"],
     "scripts/import.py": ["draft", "--out", "out"],
     "scripts/push.py": ["artifact", "--report", "report.json", "--repo-id", "name"],
@@ -66,15 +62,6 @@ ENTRIES = {
 
 def relative(path):
     return path.relative_to(ROOT).as_posix()
-
-
-@pytest.mark.parametrize("folder", ["train", "eval", "scripts"])
-def test_no_script_bears_the_name_of_another_module(folder):
-    # A script's folder comes first on sys.path, so that `queue.py` beside it would be imported instead of the standard one.
-    taken = sys.stdlib_module_names | metadata.packages_distributions().keys() | OPTIONAL
-    files = [path for path in (ROOT / folder).glob("*.py") if relative(path) not in FIXED_NAMES]
-    assert files
-    assert [relative(path) for path in files if path.stem in taken] == []
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=relative)
@@ -149,7 +136,9 @@ def test_each_entry_answers_an_unknown_key_with_one_line_and_code_2(entry, tmp_p
 
 
 def test_a_config_is_read_and_checked_without_importing_torch():
-    modules = "configs.command, configs.loading, configs.provenance, configs.schema, configs.evaluating"
+    modules = ", ".join(
+        f"configs.{name}" for name in ("runtime.command", "runtime.run_record", "schema.training", "schema.evaluation")
+    )
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# A script's own folder comes first on sys.path; `import distill` would find this very file. The checkout's root must lead.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:  # run as a script: the checkout's root takes the place of this folder, which Python put first
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from configs.command import run_command
-from configs.schema import DistillConfig
+from configs.runtime.command import run_command
+from configs.schema.training import DistillConfig
 
 
 def main(config: DistillConfig) -> int:

@@ -13,28 +13,27 @@ from accelerate.utils import ProjectConfiguration, patch_environment, set_seed
 from torch.utils.data import DataLoader
 from transformers.integrations import unset_hf_deepspeed_config
 
-from configs.claims import claimed
-from configs.command import DONE
-from configs.errors import ConfigError, first_line
-from configs.files import drop_leftovers, sha256_of, write_json
-from configs.provenance import write_run_record
-from configs.schema import DistillConfig, HeadsConfig, ScheduleConfig
-from distill.batches import Batch, ConversationDataset, make_loader
-from distill.cache import TargetCache, check_fits, open_cache
-from distill.cache_format import MANIFEST
-from distill.conversation_file import open_conversations
-from distill.conversations import Conversation, check_written_for, is_written_by_target
-from distill.loader_workers import Workers
-from distill.packing import make_packed_loader
-from distill.processes import join_processes, naming_lost_processes
-from distill.target import Target, load_target
-from train.draft_task import DraftTask
-from train.engines import check_engine
-from train.head_task import HeadTask
-from train.loop import train
-from train.sanity import check_before_training
-from train.task import Task
-from train.trackers import FOLDER, check_installed
+from configs.runtime.command import DONE
+from configs.runtime.errors import ConfigError, first_line
+from configs.runtime.files import drop_leftovers, folder_lock, sha256_of, write_json
+from configs.runtime.run_record import write_run_record
+from configs.schema.training import DistillConfig, HeadsConfig, ScheduleConfig
+from distill.cache.format import MANIFEST
+from distill.cache.reader import TargetCache, check_fits, open_cache
+from distill.dataset.batches import Batch, ConversationDataset, make_loader
+from distill.dataset.conversations import Conversation, check_written_for, is_written_by_target
+from distill.dataset.indexed_file import open_conversations
+from distill.dataset.packing import make_packed_loader
+from distill.dataset.workers import Workers
+from heads.target.loading import Target, load_target
+from heads.target.processes import join_processes, naming_lost_processes
+from train.loop.engines import check_engine
+from train.loop.loop import train
+from train.loop.task import Task
+from train.preflight.sanity import check_before_training
+from train.tasks.draft import DraftTask
+from train.tasks.head import HeadTask
+from train.telemetry.trackers import FOLDER, check_installed
 
 log = logging.getLogger("draftsmith")
 
@@ -87,7 +86,7 @@ def run_heads(config: HeadsConfig) -> int:
 def _run(config: DistillConfig | HeadsConfig, make_task: Callable[[Materials], Task]) -> int:
     # Before the accelerator, which would take each of several processes on a CPU for the only one.
     state = join_processes(config.target, timeout_seconds=config.schedule.process_timeout_seconds)
-    with claimed(Path(config.output)) if state.is_main_process else nullcontext(), naming_lost_processes():
+    with folder_lock(Path(config.output)) if state.is_main_process else nullcontext(), naming_lost_processes():
         return _run_alone(config, make_task)
 
 
@@ -194,13 +193,13 @@ def make_accelerator(schedule: ScheduleConfig, output: Path) -> Accelerator:
     """Return the accelerator of a training run, everything random seeded.
 
     Raises:
-        ConfigError: a tracker is not installed, the machine does not have the precision, or `train.engines.check_engine`.
+        ConfigError: a tracker is not installed, the machine does not have the precision, or `train.loop.engines.check_engine`.
     """
     check_installed(schedule)
     check_engine(schedule)
     set_seed(schedule.seed)
     try:
-        with patch_environment(ACCELERATE_USE_FSDP="false"):  # `train.engines` splits the weights, not accelerate
+        with patch_environment(ACCELERATE_USE_FSDP="false"):  # `train.loop.engines` splits the weights, not accelerate
             accelerator = Accelerator(
                 mixed_precision=schedule.mixed_precision,
                 log_with=list(schedule.trackers) or None,

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from configs.errors import InputError
-from heads.draft_layer import LayerShape
-from heads.formats.tensors import Weights
-from heads.native_mtp import SINGLE_FILE
+from configs.runtime.errors import InputError
+from heads.modules.layers import LayerShape
+from heads.target.checkpoint_files import SINGLE_FILE, Weights
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -4,10 +4,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from configs.decoding import TargetConfig
-from distill.prompts import Prompt
-from distill.target import load_target
-from tests.distill.fake_server import Api, serving
+from configs.schema.target import TargetConfig
+from distill.generation.prompts import Prompt
+from heads.target.loading import load_target
+from tests.support.fake_server import Api, serving
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -29,7 +29,8 @@ def byte_tokenizer():
 
 @pytest.fixture(scope="session")
 def byte_target_folder(tmp_path_factory, tiny_llama, byte_tokenizer):
-    """A model folder: a two-layer Llama with a context of 160 bytes and nearly flat laws, so that texts end now and then."""
+    """A model folder: a two-layer Llama with a context of 160 bytes and nearly flat distributions, so that texts end now and
+    then."""
     folder = tmp_path_factory.mktemp("byte_target")
     byte_tokenizer.save_pretrained(folder)
     tiny_llama(vocab_size=len(byte_tokenizer), spread=2.0, max_position_embeddings=160).save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Synthetic records with a known law, and the report made of them: what the statistics and the pages are tested on."""
+"""Synthetic records with a known distribution, and the report made of them: what the statistics and the pages are tested on."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eval.records import AUTOREGRESSIVE, SPECULATIVE, Generation, Laws, Round, Timing
-from eval.report import PromptSet, build_report
-from heads.law import token_law
+from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, DistributionComparison, Generation, Round, Timing
+from eval.report.build import PromptSet, build_report
+from heads.sampling.probabilities import token_probabilities
 
 CATEGORIES = ("writing", "coding", "maths", "reasoning")
 WORDS = ("the", "draft", "is", "cheap", "and", "target", "checks", "every", "word", "at", "once", ".")
@@ -29,11 +29,17 @@ def make_round() -> Callable[..., Round]:
         *,
         cut: bool = False,
         overlap: tuple[float, ...] | None = None,
-        laws: Laws | None = None,
+        distributions: DistributionComparison | None = None,
     ) -> Round:
         tokens = tuple(range(1, drafted + 1))
         own = () if cut else (99,)
-        return Round(drafted=tokens, num_accepted=accepted, committed=tokens[:accepted] + own, overlap=overlap, laws=laws)
+        return Round(
+            drafted=tokens,
+            num_accepted=accepted,
+            committed=tokens[:accepted] + own,
+            overlap=overlap,
+            distributions=distributions,
+        )
 
     return build
 
@@ -94,16 +100,16 @@ def make_timing() -> Callable[..., Timing]:
     return build
 
 
-def random_laws(count: int, dice: random.Random) -> Laws:
+def random_distributions(count: int, dice: random.Random) -> DistributionComparison:
     """Make up the comparison of as many drafts."""
-    laws = Laws(
+    distributions = DistributionComparison(
         kl=tuple(dice.uniform(0, 2) for _ in range(count)),
         uncovered=(0.0,) * count,
         agrees=tuple(dice.random() < 0.7 for _ in range(count)),
         confidence=tuple(dice.random() for _ in range(count)),
         target_probability=tuple(dice.random() for _ in range(count)),
     )
-    return replace(laws, law_confidence=tuple((1 + 2 * own) / 3 for own in laws.confidence))
+    return replace(distributions, distribution_confidence=tuple((1 + 2 * own) / 3 for own in distributions.confidence))
 
 
 @pytest.fixture(scope="session")
@@ -117,7 +123,7 @@ def random_generations(make_round, make_generation) -> list[Generation]:
         for _ in range(dice.randint(10, 25)):
             accepted = next((i for i in range(3) if dice.random() > ACCEPTANCE[category]), 3)
             overlap = tuple(dice.uniform(0.4, 0.9) for _ in range(min(accepted + 1, 3)))
-            rounds.append(make_round(3, accepted, overlap=overlap, laws=random_laws(len(overlap), more_dice)))
+            rounds.append(make_round(3, accepted, overlap=overlap, distributions=random_distributions(len(overlap), more_dice)))
         if number % 3 == 0:
             rounds.append(make_round(3, dice.randint(1, 3), cut=True))
         generations.append(make_generation(rounds, prompt_id=f"{category}-{number}", category=category))
@@ -251,13 +257,20 @@ def quality_section() -> dict:
 
 
 @pytest.fixture(scope="session")
-def exact_law():
+def exact_distribution():
     """A function that gives the joint probabilities of all continuations of a prompt, a dimension a token."""
 
-    def law_of(model, prompt, num_tokens, config):
+    def distribution_of(model, prompt, num_tokens, config):
         if num_tokens == 0:
             return torch.tensor(1.0)
-        law = token_law(model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, -1].detach(), config)
-        return torch.stack([law[token] * law_of(model, (*prompt, token), num_tokens - 1, config) for token in range(len(law))])
+        distribution = token_probabilities(
+            model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, -1].detach(), config
+        )
+        return torch.stack(
+            [
+                distribution[token] * distribution_of(model, (*prompt, token), num_tokens - 1, config)
+                for token in range(len(distribution))
+            ]
+        )
 
-    return law_of
+    return distribution_of

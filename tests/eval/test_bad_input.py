@@ -6,14 +6,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig, MptConfig
 
-from configs.decoding import DecodeConfig
-from configs.errors import InputError
-from configs.trees import DynamicTree, StaticTree
-from distill.target import UNLIMITED
-from eval.decode import check_decodable, decode
+from configs.runtime.errors import InputError
+from configs.schema.decoding import DecodeConfig
+from configs.schema.drafting import DynamicTree, StaticTree
+from eval.decoder.decode import check_decodable, decode
 from heads.artifact import load_draft, read_metadata, save_draft_lm
-from heads.draft_lm import DraftLM
-from tests.eval.test_decode import requests_for
+from heads.proposers.draft_lm import DraftLM
+from heads.target.loading import UNLIMITED
+from tests.eval.decoder.test_decode import requests_for
 
 HEALTHY, BROKEN, MARK = [[7, 12, 3], [20, 9], [31, 5, 6], [13, 11], [50, 2], [8]], [40, 5], 40
 SHAPES = {
@@ -55,7 +55,7 @@ def test_what_is_no_number_ends_its_own_request_and_no_other(shape, whose, tiny_
     drawn_from_the_draft = shape in ("sampled chain", "block", "drawn tree")
     if whose == "target" or drawn_from_the_draft:
         assert mixed[-1].stop_reason == "non_finite"
-    else:  # drafts that are not drawn from a law cost nothing but time
+    else:  # drafts that are not drawn from a distribution cost nothing but time
         assert mixed[-1].stop_reason == "length"
         assert mixed[-1].tokens == unbroken[-1].tokens
 

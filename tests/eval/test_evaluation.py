@@ -12,21 +12,21 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from configs.command import BAD_INPUT, run_command
-from configs.decoding import DecodeConfig, TargetConfig
-from configs.evaluating import EvalConfig, GateConfig, LosslessConfig, SuiteConfig
-from configs.lossy import ParticleSampling, TypicalAcceptance
-from configs.trees import StaticTree
-from eval.decode import Request, decode
+from configs.runtime.command import BAD_INPUT, run_command
+from configs.schema.decoding import DecodeConfig, ParticleSampling, TypicalAcceptance
+from configs.schema.drafting import StaticTree
+from configs.schema.evaluation import EvalConfig, GateConfig, LosslessConfig, SuiteConfig
+from configs.schema.target import TargetConfig
+from eval.decoder.decode import Request, decode
+from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE
 from eval.evaluation import evaluate
-from eval.gating import judge
-from eval.measuring import measure
-from eval.records import AUTOREGRESSIVE, SPECULATIVE
-from eval.report_schema import read_report
+from eval.measure.interleaved import measure
+from eval.release.checks import judge
+from eval.report.schema import read_report
 from eval.run import main
 from heads.artifact import METADATA_FILE
-from heads.draft_lm import DraftLM
-from heads.prompt_lookup import PromptLookup
+from heads.proposers.draft_lm import DraftLM
+from heads.proposers.prompt_lookup import PromptLookup
 
 ENTRY = Path(__file__).resolve().parents[2] / "eval" / "run.py"
 FILES = ["records.jsonl", "report.html", "report.json", "report.md", "run.json"]
@@ -159,7 +159,7 @@ def test_warm_up_decodes_whole_batches_in_every_mode(
             decoded.append((len(batch), proposer))
         return decode(target, batch, settings, proposer, **labels)
 
-    monkeypatch.setattr("eval.measuring.decode", watch)
+    monkeypatch.setattr("eval.measure.interleaved.decode", watch)
     lookup = PromptLookup(target.device)
     settings = config.model_copy(update={"warmup_prompts": warmup_prompts, "repeats": 1})
     measure(target, requests, settings, {"prompt_lookup": lookup})

@@ -8,13 +8,13 @@ forward as the pending token.
 import pytest
 import torch
 
-from configs.decoding import DecodeConfig
-from configs.trees import StaticTree
-from eval.decode import Request, decode
-from heads.draft_lm import DraftLM
-from heads.target_states import blocks
-from tests.eval.corrected import Corrected
-from tests.heads.family_checks import tiny_target
+from configs.schema.decoding import DecodeConfig
+from configs.schema.drafting import StaticTree
+from eval.decoder.decode import Request, decode
+from heads.proposers.draft_lm import DraftLM
+from heads.target.hidden_states import blocks
+from tests.support.corrected import Corrected
+from tests.support.family_checks import tiny_target
 
 GAMMA = 3
 PROMPTS = [[7, 12, 3, 44, 9], [20, 9, 9, 31, 5, 6, 2, 50, 17]]

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from accelerate.state import AcceleratorState, PartialState
 
-from distill.cache_making import make_cache
-from distill.making import make_dataset
-from scripts.soak_children import Child
-from scripts.soak_setup import Workshop
+from distill.cache.writer import make_cache
+from distill.generation.make_dataset import make_dataset
+from scripts.fault_injection.children import Child
+from scripts.fault_injection.setup import Workshop
 from train.launch import run_distillation
 
 

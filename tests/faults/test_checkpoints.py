@@ -11,11 +11,11 @@ import torch
 from accelerate import Accelerator
 from torch.optim.lr_scheduler import LambdaLR
 
-from configs.errors import InputError
-from configs.files import sha256_of
-from configs.fingerprint import training_fingerprint
-from train.checkpoints import MANIFEST, Checkpoints, Progress, list_checkpoints, read_manifest
-from train.lineage import Lineage
+from configs.runtime.errors import InputError
+from configs.runtime.files import sha256_of
+from configs.runtime.run_record import training_fingerprint
+from train.loop.checkpoints import MANIFEST, Checkpoints, Progress, list_checkpoints, read_manifest
+from train.loop.lineage import Lineage
 
 
 def lineage(**changes):

@@ -15,11 +15,11 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from configs.command import DONE, TERMINATED
-from configs.files import write_json
+from configs.runtime.command import DONE, TERMINATED
+from configs.runtime.files import write_json
 from tests.faults.conftest import start_pair
-from train.checkpoints import list_checkpoints, read_manifest
 from train.launch import run_distillation
+from train.loop.checkpoints import list_checkpoints, read_manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = ROOT / "scripts" / "cluster"

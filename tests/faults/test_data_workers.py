@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch.utils.data import get_worker_info
 
-from configs.command import BAD_INPUT, DONE, TERMINATED
-from distill.batches import ConversationDataset, make_loader
-from distill.conversations import read_conversations
-from distill.packing import make_packed_loader
+from configs.runtime.command import BAD_INPUT, DONE, TERMINATED
+from distill.dataset.batches import ConversationDataset, make_loader
+from distill.dataset.conversations import read_conversations
+from distill.dataset.packing import make_packed_loader
 from tests.faults.test_training import die_at_step, final_weights
-from train.checkpoints import list_checkpoints, read_manifest
-from train.draft_task import DraftTask
 from train.launch import make_workers, run_distillation, run_heads
+from train.loop.checkpoints import list_checkpoints, read_manifest
+from train.tasks.draft import DraftTask
 
 # More workers than cores only make a run slower, of which torch warns.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")

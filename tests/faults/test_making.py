@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from configs import files
-from configs.claims import claimed
-from configs.command import BAD_INPUT, DONE
-from distill import cache_making
-from distill.answers import AnswerJob
-from distill.cache_making import make_cache
-from distill.making import make_dataset
+from configs.runtime import files
+from configs.runtime.command import BAD_INPUT, DONE
+from configs.runtime.files import folder_lock
+from distill.cache import writer as cache_making
+from distill.cache.writer import make_cache
+from distill.generation.answers import AnswerJob
+from distill.generation.make_dataset import make_dataset
 from tests.faults.conftest import content, start_pair
 
 MADE = ("train.jsonl", "held_out.jsonl")
@@ -109,7 +109,7 @@ def test_a_cache_whose_making_was_killed_ends_with_the_same_bytes(workshop, undi
 @pytest.mark.parametrize(("work", "name", "beside"), [(make_dataset, "data", True), (make_cache, "cache", False)])
 def test_a_second_process_is_refused(workshop, tmp_path, start, work, name, beside):
     config = getattr(workshop, name)(tmp_path / name)
-    with claimed(tmp_path / name, beside=beside):
+    with folder_lock(tmp_path / name, beside=beside):
         second = start(work, config)
         assert second.end() == BAD_INPUT
         assert f"another process is at work in {tmp_path / name}" in second.said

@@ -8,20 +8,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from configs.errors import InputError
-from configs.evaluating import EvalConfig
-from configs.files import inside
-from configs.loading import load_config
-from configs.schema import CacheConfig, DataConfig, DistillConfig, HeadsConfig
-from distill.cache_format import read_manifest as read_cache_manifest
-from distill.conversations import check_written_for, is_written_by_target, read_conversations
-from distill.prompts import read_prompts
-from distill.server_answers import check_read, read_completion
-from distill.server_writing import read_ids
+from configs.runtime.errors import InputError
+from configs.runtime.files import inside
+from configs.runtime.loading import load_config
+from configs.schema.data import CacheConfig, DataConfig
+from configs.schema.evaluation import EvalConfig
+from configs.schema.training import DistillConfig, HeadsConfig
+from distill.cache.format import read_manifest as read_cache_manifest
+from distill.dataset.conversations import check_written_for, is_written_by_target, read_conversations
+from distill.generation.prompts import read_prompts
+from distill.generation.server_completions import read_ids
+from distill.server.responses import check_read, read_completion
 from heads.artifact import read_metadata
-from heads.identity import TargetIdentity
-from train.checkpoints import read_manifest as read_checkpoint_manifest
-from train.history import History
+from heads.target.identity import TargetIdentity
+from train.loop.checkpoints import read_manifest as read_checkpoint_manifest
+from train.telemetry.history import History
 
 FUZZ = settings(
     max_examples=60,
@@ -198,7 +199,7 @@ def read_served(content):
     ways = (
         lambda completion: check_read(completion, [1, 2], "here"),
         lambda completion: read_ids(completion, 3, [9], 20, "here"),
-        lambda completion: completion.laws("here"),
+        lambda completion: completion.distributions("here"),
         lambda completion: completion.read_ids("here"),
     )
     completion = read_completion(content, "here")

@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from configs.command import BAD_INPUT, DONE, TERMINATED
+from configs.runtime.command import BAD_INPUT, DONE, TERMINATED
 from tests.faults.conftest import start_pair
 from tests.faults.test_training import die_at_step
-from train.books import SHARE
-from train.checkpoints import list_checkpoints, read_manifest
-from train.draft_task import DraftTask
 from train.launch import run_distillation
-from train.metrics_file import METRICS_FILE, read_metrics
+from train.loop.checkpoints import list_checkpoints, read_manifest
+from train.tasks.draft import DraftTask
+from train.telemetry.files import METRICS_FILE, read_metrics
+from train.telemetry.step_metrics import SHARE
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from configs.command import DONE
-from configs.evaluating import EvalConfig
-from distill.cache_making import make_cache
-from distill.making import make_dataset
+from configs.runtime.command import DONE
+from configs.schema.evaluation import EvalConfig
+from distill.cache.writer import make_cache
+from distill.generation.make_dataset import make_dataset
 from eval.evaluation import evaluate
 from train.launch import run_distillation, run_heads
 

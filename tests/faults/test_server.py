@@ -8,20 +8,19 @@ import threading
 
 import pytest
 
-from configs import files
-from configs.command import BAD_INPUT, DONE
-from configs.decoding import TargetConfig
-from configs.errors import InputError
-from configs.schema import DataConfig
-from configs.server import ServerConfig
-from distill import server_connection
-from distill.making import make_dataset
-from distill.server import TargetServer
-from distill.server_job import ServerAnswerJob
-from distill.target import load_target
-from tests.distill.fake_server import Api, serving
+from configs.runtime import files
+from configs.runtime.command import BAD_INPUT, DONE
+from configs.runtime.errors import InputError
+from configs.schema.data import DataConfig, ServerConfig
+from configs.schema.target import TargetConfig
+from distill.generation.make_dataset import make_dataset
+from distill.generation.server_jobs import ServerAnswerJob
+from distill.server import connection as server_connection
+from distill.server.logprobs import TargetServer
+from heads.target.loading import load_target
 from tests.faults.conftest import content, start_pair
 from tests.faults.test_making import MADE, kill_at_call
+from tests.support.fake_server import Api, serving
 
 BODY = json.dumps({"data": [{"id": "tiny"}]}).encode()
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(BODY)

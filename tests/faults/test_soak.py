@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from configs.benchmarks import SoakConfig
-from configs.command import DONE, GATE_FAILED
-from scripts import soak_rounds
-from scripts.soak_rounds import FAULTS, soak
+from configs.runtime.command import DONE, GATE_FAILED
+from configs.schema.benchmarks import SoakConfig
+from scripts.fault_injection import rounds as soak_rounds
+from scripts.fault_injection.rounds import FAULTS, soak
 
 
 @pytest.fixture

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from accelerate import Accelerator
 
-from configs.command import BAD_INPUT, DONE, TERMINATED
-from scripts.soak_children import Child
-from scripts.soak_setup import EVERY, STEPS
+from configs.runtime.command import BAD_INPUT, DONE, TERMINATED
+from scripts.fault_injection.children import Child
+from scripts.fault_injection.setup import EVERY, STEPS
 from tests.faults.conftest import content
-from train import checkpoints
-from train.checkpoints import list_checkpoints, read_manifest
-from train.draft_task import DraftTask
 from train.launch import run_distillation
+from train.loop import checkpoints
+from train.loop.checkpoints import list_checkpoints, read_manifest
+from train.tasks.draft import DraftTask
 
 
 def final_weights(output: Path) -> tuple[bytes, ...]:

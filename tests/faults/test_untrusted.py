@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from configs.decoding import TargetConfig
-from configs.errors import InputError
-from configs.learning import StudentConfig
-from distill.cache import TargetCache
-from distill.cache_format import read_manifest
-from distill.draft_init import initial_draft
-from distill.target import load_target
+from configs.runtime.errors import InputError
+from configs.schema.learning import StudentConfig
+from configs.schema.target import TargetConfig
+from distill.cache.format import read_manifest
+from distill.cache.reader import TargetCache
+from distill.student.init import initial_draft
 from heads.artifact import load_draft
+from heads.target.loading import load_target
 
 CODE = """
 from pathlib import Path

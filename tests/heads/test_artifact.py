@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from configs.errors import InputError
+from configs.runtime.errors import InputError
 from heads.artifact import METADATA_FILE, VOCABULARY_FILE, Metadata, load_draft, read_metadata, save_draft_lm
-from heads.draft_vocabulary import DraftVocabulary, write_draft_vocabulary
+from heads.proposers.vocabulary import DraftVocabulary, write_draft_vocabulary
 
 
 @pytest.fixture

@@ -9,12 +9,13 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.utils import close_session
 
-from configs.command import run_command
-from configs.decoding import DecodeConfig, TargetConfig
-from configs.evaluating import EvalConfig, GateConfig, LosslessConfig, SuiteConfig
-from configs.publishing import PushConfig
+from configs.runtime.command import run_command
+from configs.schema.decoding import DecodeConfig
+from configs.schema.evaluation import EvalConfig, GateConfig, LosslessConfig, SuiteConfig
+from configs.schema.release import PushConfig
+from configs.schema.target import TargetConfig
 from eval import evaluation, gate
-from tests.scripts import hub_server
+from tests.support import hub_server
 
 PLANTED = "hf_" + "P" * 30
 entry = importlib.import_module("scripts.push")
@@ -61,7 +62,7 @@ def judge(folder, **settings):
 def release(measured, tmp_path, monkeypatch):
     """A copy of the release, for changing; its page is not drawn, and nobody waits."""
     shutil.copytree(measured, tmp_path / "release")
-    monkeypatch.setattr("scripts.publication.render_page", lambda report: "<html></html>")
+    monkeypatch.setattr("scripts.publish.publication.render_page", lambda report: "<html></html>")
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     return tmp_path / "release"
 

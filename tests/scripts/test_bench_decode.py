@@ -6,19 +6,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from configs.benchmarks import BenchDecodeConfig, BenchHeadsConfig
-from configs.command import BAD_INPUT, DONE, GATE_FAILED, run_command
-from configs.decoding import TargetConfig
-from configs.errors import InputError
-from distill.conversations import Conversation
-from distill.target import load_target
-from eval.decode import decode
-from scripts import decode_setup
+from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED, run_command
+from configs.runtime.errors import InputError
+from configs.schema.benchmarks import BenchDecodeConfig, BenchHeadsConfig
+from configs.schema.target import TargetConfig
+from distill.dataset.conversations import Conversation
+from eval.decoder.decode import decode
+from heads.target.loading import load_target
+from scripts.bench.decode import setup as decode_setup
+from scripts.bench.decode.benchmark import compare_decoding, measure_batches, open_bench
+from scripts.bench.decode.table import PLAIN, measure_ways
+from scripts.bench.decode.ways import chain_ways, free_ways, list_ways
+from scripts.bench.peers.transformers_generate import TransformersPeer
 from scripts.bench_decode import main
-from scripts.decode_comparison import compare_decoding, measure_batches, open_bench
-from scripts.decode_table import PLAIN, measure_ways
-from scripts.decode_ways import chain_ways, free_ways, list_ways
-from scripts.transformers_peer import TransformersPeer
 
 RATIOS = {
     "speed_vs_transformers_assisted",
@@ -191,7 +191,7 @@ def test_a_way_that_changes_the_answers_fails_the_benchmark(config, monkeypatch)
     def one_too_many(logits_BV):
         return (logits_BV.argmax(-1) + (logits_BV.shape[1] > 1)) % 64
 
-    monkeypatch.setattr("eval.judging.likeliest", one_too_many)
+    monkeypatch.setattr("eval.decoder.verifier.likeliest", one_too_many)
     assert compare_decoding(config.model_copy(update={"repeats": 1, "num_prompts": 2})) == GATE_FAILED
 
 

@@ -7,21 +7,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.benchmarks import BenchDistillConfig, BenchLossConfig
-from configs.command import BAD_INPUT, DONE, GATE_FAILED, run_command
-from configs.decoding import DecodeConfig, TargetConfig
-from configs.errors import InputError
-from configs.schema import DataConfig, DistillConfig
-from distill.batches import Example, collate
-from distill.conversations import read_conversations
-from distill.making import make_dataset
-from distill.target import load_target
-from eval.decode import Request, decode
+from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED, run_command
+from configs.runtime.errors import InputError
+from configs.schema.benchmarks import BenchDistillConfig, BenchLossConfig
+from configs.schema.data import DataConfig
+from configs.schema.decoding import DecodeConfig
+from configs.schema.target import TargetConfig
+from configs.schema.training import DistillConfig
+from distill.dataset.batches import Example, collate
+from distill.dataset.conversations import read_conversations
+from distill.generation.make_dataset import make_dataset
+from eval.decoder.decode import Request, decode
 from heads.artifact import load_draft
-from heads.rollback import check_rolls_back
-from scripts import distill_comparison, loss_comparison, training_comparison
-from scripts.bench_distill import main
-from scripts.distill_comparison import (
+from heads.inference.model_checks import check_rolls_back
+from heads.target.loading import load_target
+from scripts.bench.distill import benchmark as distill_comparison
+from scripts.bench.distill import loss as loss_comparison
+from scripts.bench.distill import training as training_comparison
+from scripts.bench.distill.benchmark import (
     compare_distillation,
     count_rounds,
     measure_acceptance,
@@ -29,7 +32,7 @@ from scripts.distill_comparison import (
     read_training,
     verdict,
 )
-from scripts.loss_comparison import (
+from scripts.bench.distill.loss import (
     BETAS,
     Key,
     LossMeasurement,
@@ -43,7 +46,7 @@ from scripts.loss_comparison import (
     measure_pass,
     unchunked_jsd,
 )
-from scripts.training_comparison import (
+from scripts.bench.distill.training import (
     CACHED,
     DEFAULT,
     GKD,
@@ -55,9 +58,10 @@ from scripts.training_comparison import (
     training_ratios,
     training_rows,
 )
-from train.checkpoints import Progress
-from train.draft_task import DraftTask
+from scripts.bench_distill import main
 from train.launch import make_accelerator
+from train.loop.checkpoints import Progress
+from train.tasks.draft import DraftTask
 
 TINY_LOSS = BenchLossConfig(vocab_size=64, width=8, chunk_size=4, positions=16, repeats=2)
 RATIOS = {

@@ -4,17 +4,16 @@ import json
 
 import pytest
 
-from configs.benchmarks import BenchEvalConfig
-from configs.command import DONE
-from configs.costs import CostConfig
-from configs.decoding import TargetConfig
-from configs.evaluating import SuiteConfig
-from eval.clock import Laps
-from eval.report_schema import read_report
-from scripts import prediction_comparison
-from scripts.evaluator_cost import count_records, interval_coverage
-from scripts.prediction_comparison import compare_predictions
-from scripts.results_table import fill_tables
+from configs.runtime.command import DONE
+from configs.schema.benchmarks import BenchEvalConfig
+from configs.schema.evaluation import CostConfig, SuiteConfig
+from configs.schema.target import TargetConfig
+from eval.decoder.clock import Laps
+from eval.report.schema import read_report
+from scripts.bench.evaluation import benchmark as prediction_comparison
+from scripts.bench.evaluation.benchmark import compare_predictions
+from scripts.bench.evaluation.statistics import count_records, interval_coverage
+from scripts.bench.tables import fill_tables
 
 RATIOS = {"evaluator_cost_share", "predicted_vs_measured_speedup_max_error", "interval_coverage"}
 
@@ -101,7 +100,7 @@ def test_intervals_hold_the_truth_about_as_often_as_they_promise():
 
 def test_laps_follow_one_another_and_parts_that_come_again_are_added(monkeypatch):
     times = iter([10.0, 11.0, 14.0, 15.5])
-    monkeypatch.setattr("eval.clock.time.perf_counter", lambda: next(times))
+    monkeypatch.setattr("eval.decoder.clock.time.perf_counter", lambda: next(times))
     laps = Laps()
     for part in ("loading", "decoding", "loading"):
         laps.done(part)

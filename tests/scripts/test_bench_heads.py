@@ -9,23 +9,27 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from configs.benchmarks import BenchHeadsConfig
-from configs.command import BAD_INPUT, DONE, GATE_FAILED, run_command
-from configs.decoding import DecodeConfig, TargetConfig
-from configs.errors import ConfigError, InputError
-from configs.loading import load_config
-from configs.schema import DataConfig, DistillConfig, HeadsConfig
-from distill.batches import Example, collate
-from distill.conversations import read_conversations
-from distill.making import make_dataset
-from distill.target import load_target
-from eval.decode import Request, decode
+from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED, run_command
+from configs.runtime.errors import ConfigError, InputError
+from configs.runtime.loading import load_config
+from configs.schema.benchmarks import BenchHeadsConfig
+from configs.schema.data import DataConfig
+from configs.schema.decoding import DecodeConfig
+from configs.schema.target import TargetConfig
+from configs.schema.training import DistillConfig, HeadsConfig
+from distill.dataset.batches import Example, collate
+from distill.dataset.conversations import read_conversations
+from distill.generation.make_dataset import make_dataset
+from eval.decoder.decode import Request, decode
 from heads.artifact import load_draft
-from heads.prompt_lookup import PromptLookup
-from scripts import eagle3_comparison, head_recipes, trained_runs
-from scripts.bench_heads import main
-from scripts.benchmarks import Turn
-from scripts.eagle3_comparison import (
+from heads.proposers.prompt_lookup import PromptLookup
+from heads.target.loading import load_target
+from scripts.bench import head_recipes, trained_runs
+from scripts.bench.harness import Turn
+from scripts.bench.head_recipes import make_cache, make_data, read_cache_seconds, with_cache
+from scripts.bench.heads import eagle3_training as eagle3_comparison
+from scripts.bench.heads.benchmark import compare_heads, verdict
+from scripts.bench.heads.eagle3_training import (
     ANSWERS,
     EVERY_TOKEN,
     OURS,
@@ -40,9 +44,8 @@ from scripts.eagle3_comparison import (
     our_side,
     their_side,
 )
-from scripts.head_comparison import compare_heads, verdict
-from scripts.head_recipes import make_cache, make_data, read_cache_seconds, with_cache
-from scripts.speculators_peer import pack, why_not_installed
+from scripts.bench.peers.speculators_eagle3 import pack, why_not_installed
+from scripts.bench_heads import main
 from train.launch import make_accelerator, run_distillation, run_heads
 
 RATIO = "eagle3_tokens_per_second_vs_speculators"
@@ -254,7 +257,7 @@ def test_data_are_made_by_the_real_command_where_they_are_not_there(make_config,
     (folder / "absent.yaml").write_text(json.dumps(absent))
     config = make_config(data=str(folder / "absent.yaml"))
     make_data(config)
-    assert commands[0][1:] == [str(trained_runs.ROOT / "scripts/make_data.py"), "--config", config.data]
+    assert commands[0][1:] == [str(trained_runs.CHECKOUT / "scripts/make_data.py"), "--config", config.data]
     for error in (InputError, RuntimeError):
         with pytest.raises(error, match=r"make_data.py --config .*absent.yaml ended with code"):
             make_data(config)

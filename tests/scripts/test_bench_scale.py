@@ -6,14 +6,13 @@ import subprocess
 
 import pytest
 
-from configs.command import DONE, run_command
-from configs.errors import ConfigError, InputError
-from configs.scale import BenchScaleConfig, ScaleStepsConfig
-from configs.schema import DataConfig
-from distill.making import make_dataset
-from scripts import scale_comparison
-from scripts.bench_scale import main
-from scripts.scale_comparison import (
+from configs.runtime.command import DONE, run_command
+from configs.runtime.errors import ConfigError, InputError
+from configs.schema.benchmarks import BenchScaleConfig, ScaleStepsConfig
+from configs.schema.data import DataConfig
+from distill.generation.make_dataset import make_dataset
+from scripts.bench.scale import benchmark as scale_comparison
+from scripts.bench.scale.benchmark import (
     check_shares,
     checkpoint_share,
     engine_rows,
@@ -22,8 +21,9 @@ from scripts.scale_comparison import (
     tokens_among_positions,
     with_cache,
 )
-from scripts.scale_steps import Clocked, Steps, measure_steps, own_bytes, watching
-from scripts.soak_children import Child
+from scripts.bench.scale.steps import Clocked, Steps, measure_steps, own_bytes, watching
+from scripts.bench_scale import main
+from scripts.fault_injection.children import Child
 
 
 @pytest.fixture(scope="module")

@@ -10,23 +10,23 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from configs.command import BAD_INPUT, DONE, run_command
-from configs.decoding import TargetConfig
-from configs.errors import InputError
-from configs.evaluating import EvalConfig, GateConfig
-from configs.exchange import TORCH_FILES, ExportConfig, ImportConfig
-from configs.head_families import MedusaSettings
-from configs.learning import StudentConfig
-from distill.draft_init import initial_draft
-from distill.target import load_target
+from configs.runtime.command import BAD_INPUT, DONE, run_command
+from configs.runtime.errors import InputError
+from configs.schema.evaluation import EvalConfig, GateConfig
+from configs.schema.heads import MedusaSettings
+from configs.schema.learning import StudentConfig
+from configs.schema.release import TORCH_FILES, ExportConfig, ImportConfig
+from configs.schema.target import TargetConfig
+from distill.student.init import initial_draft
 from eval import gate
-from eval.drafts import load_evaluated
+from eval.measure.proposers import load_evaluated
 from heads.artifact import HiddenStates, Metadata, load_draft, read_metadata, save_head
-from heads.families import FAMILIES
-from heads.formats.tensors import read_weights
+from heads.families.registry import FAMILIES
 from heads.hub import locate_artifact, locate_foreign
-from scripts.licences import OriginCard, read_card
-from tests.scripts.hub_server import READER
+from heads.target.checkpoint_files import read_weights
+from heads.target.loading import load_target
+from scripts.publish.licences import OriginCard, read_card
+from tests.support.hub_server import READER
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 exporting = importlib.import_module("scripts.export")

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from configs.claims import LOCK_FILE
-from configs.command import BAD_INPUT, run_command
-from configs.decoding import TargetConfig
-from configs.schema import CacheConfig, DataConfig
-from distill.cache import open_cache
-from distill.conversations import count_answer_tokens, read_conversations
-from distill.making import make_dataset
-from distill.target import load_target
+from configs.runtime.command import BAD_INPUT, run_command
+from configs.runtime.files import LOCK_FILE
+from configs.schema.data import CacheConfig, DataConfig
+from configs.schema.target import TargetConfig
+from distill.cache.reader import open_cache
+from distill.dataset.conversations import count_answer_tokens, read_conversations
+from distill.generation.make_dataset import make_dataset
+from heads.target.loading import load_target
 from scripts.make_cache import main
 
 ENTRY = Path(__file__).resolve().parents[2] / "scripts" / "make_cache.py"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from configs.command import BAD_INPUT, run_command
-from configs.schema import DataConfig
-from distill.conversations import read_conversations
+from configs.runtime.command import BAD_INPUT, run_command
+from configs.schema.data import DataConfig
+from distill.dataset.conversations import read_conversations
 from scripts.make_data import main
 
 ENTRY = Path(__file__).resolve().parents[2] / "scripts" / "make_data.py"

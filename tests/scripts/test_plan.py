@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from configs.command import BAD_INPUT, DONE, run_command
-from configs.loading import load_config
-from configs.planning import PlanDistillConfig, PlanHeadsConfig
+from configs.runtime.command import BAD_INPUT, DONE, run_command
+from configs.runtime.loading import load_config
+from configs.schema.planning import PlanDistillConfig, PlanHeadsConfig
 from scripts.plan import add_arguments, main, schema_of
-from scripts.plan_page import scaling_table
-from train.planning import make_plan
+from train.plan.page import scaling_table
+from train.plan.plan import make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "scaling.md"

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
-from configs.command import BAD_INPUT, DONE, INTERRUPTED
-from tests.scripts.hub_server import CUT, LOST, PAGE, READER, SILENT, TOKEN
+from configs.runtime.command import BAD_INPUT, DONE, INTERRUPTED
+from tests.support.hub_server import CUT, LOST, PAGE, READER, SILENT, TOKEN
 
 # huggingface_hub 2.4 sends files by an argument that httpx2 no longer likes.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -176,7 +176,7 @@ def test_a_head_that_moved_since_is_refused(push, hub):
 
 
 def test_a_head_that_moves_while_the_files_are_sent_is_not_overwritten(push, hub, monkeypatch):
-    from scripts import hub_upload
+    from scripts.publish import hub_upload
 
     stale = hub_upload._stale
 
@@ -238,7 +238,7 @@ def test_a_commit_whose_last_answer_is_lost_is_found(push, hub):
 
 
 def test_a_commit_that_may_have_arrived_is_not_said_to_have_failed(push, hub, monkeypatch):
-    from scripts import hub_upload
+    from scripts.publish import hub_upload
 
     look = hub_upload._look
 
@@ -264,7 +264,7 @@ def test_a_commit_that_never_arrives_is_said_to_have_failed(push, hub):
 
 
 def test_silence_is_not_waited_out(push, hub, monkeypatch):
-    monkeypatch.setattr("scripts.hub_errors.SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr("scripts.publish.hub_errors.SILENCE_SECONDS", 0.5)
     hub.fail("PUT", "/lfs/", SILENT)
     hub.fail("POST", "/commit/", SILENT)
     code, out, err = push()

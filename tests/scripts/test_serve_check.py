@@ -9,22 +9,25 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from configs.command import DONE, GATE_FAILED
-from configs.decoding import TargetConfig
-from configs.errors import InputError
-from configs.head_families import DFlashSettings, MtpSettings
-from configs.serving import ServeCheckConfig
-from distill.conversations import Conversation
-from distill.target import load_target
-from eval.decode import Request
+from configs.runtime.command import DONE, GATE_FAILED
+from configs.runtime.errors import InputError
+from configs.schema.benchmarks import ServeCheckConfig
+from configs.schema.heads import DFlashSettings, MtpSettings
+from configs.schema.target import TargetConfig
+from distill.dataset.conversations import Conversation
+from eval.decoder.decode import Request
 from heads.artifact import HiddenStates, Metadata, save_head
-from heads.formats.speculators import OUT, vllm_command
-from heads.formats.table import FORMS
-from scripts import serve_cases, serve_engines, serve_transformers, serve_vllm
-from scripts.serve_cases import AGREES, CHECKED, DISAGREES, NO_ENGINE, compare_counts, run_checks
-from scripts.serve_engines import Engine, run_engine
-from scripts.serve_ours import Counts, count_ours, open_bench
-from tests.heads import family_checks as checks
+from heads.formats.exporting.speculators import OUT, vllm_command
+from heads.formats.exporting.table import FORMS
+from heads.target.loading import load_target
+from scripts.engine_check import cases as serve_cases
+from scripts.engine_check import engines as serve_engines
+from scripts.engine_check import run_transformers as serve_transformers
+from scripts.engine_check import run_vllm as serve_vllm
+from scripts.engine_check.cases import AGREES, CHECKED, DISAGREES, NO_ENGINE, compare_counts, run_checks
+from scripts.engine_check.engines import Engine, run_engine
+from scripts.engine_check.ours import Counts, count_ours, open_bench
+from tests.support import family_checks as checks
 
 PROMPTS = [(7, 12, 3, 44, 9), (20, 9, 9, 31, 5, 6), (40, 11, 12), (50, 17, 2, 2)]
 K = 3

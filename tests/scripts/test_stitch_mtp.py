@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from configs.command import BAD_INPUT, DONE, run_command
-from configs.decoding import TargetConfig
-from configs.head_families import MtpSettings
-from configs.schema import StitchConfig
-from distill.target import load_target
+from configs.runtime.command import BAD_INPUT, DONE, run_command
+from configs.schema.heads import MtpSettings
+from configs.schema.target import TargetConfig
+from configs.schema.training import StitchConfig
 from heads.artifact import METADATA_FILE, Metadata, save_head
-from heads.families import FAMILIES
+from heads.families.registry import FAMILIES
+from heads.target.loading import load_target
 from scripts.stitch_mtp import add_arguments, main
 
 ENTRY = Path(__file__).resolve().parents[2] / "scripts" / "stitch_mtp.py"

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.decoding import DecodeConfig
-from configs.schema import HeadsConfig
-from distill.conversations import Conversation
-from eval.decode import generate
-from tests.train.tiny_heads import HEADS
-from train.head_task import HeadTask
+from configs.schema.decoding import DecodeConfig
+from configs.schema.training import HeadsConfig
+from distill.dataset.conversations import Conversation
+from eval.decoder.decode import generate
+from tests.support.tiny_heads import HEADS
 from train.launch import make_accelerator
+from train.tasks.head import HeadTask
 
 
 @pytest.fixture(scope="session")

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from distill.batches import ConversationDataset, make_loader
-from heads import dflash
-from train.checkpoints import list_checkpoints
-from train.loop import train
+from distill.dataset.batches import ConversationDataset, make_loader
+from heads.families import dflash
+from train.loop.checkpoints import list_checkpoints
+from train.loop.loop import train
 
 DSPARK = {"kind": "dspark", "taps": [1, 2, 3], "block_size": 4, "num_anchors": 2, "mask_token_id": 0, "markov_rank": 4}
 

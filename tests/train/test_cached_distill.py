@@ -5,17 +5,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.decoding import DecodeConfig
-from configs.errors import ConfigError, InputError
-from configs.files import sha256_of
-from configs.schema import CacheConfig, DistillConfig
-from distill.batches import ConversationDataset, make_loader
-from distill.cache_making import CacheJob
-from distill.conversations import Conversation
-from heads.rollback import check_rolls_back
-from train.draft_task import DraftTask
+from configs.runtime.errors import ConfigError, InputError
+from configs.runtime.files import sha256_of
+from configs.schema.data import CacheConfig
+from configs.schema.decoding import DecodeConfig
+from configs.schema.training import DistillConfig
+from distill.cache.writer import CacheJob
+from distill.dataset.batches import ConversationDataset, make_loader
+from distill.dataset.conversations import Conversation
+from heads.inference.model_checks import check_rolls_back
 from train.launch import make_accelerator, open_training_cache
-from train.loop import train
+from train.loop.loop import train
+from train.tasks.draft import DraftTask
 
 MAX_LENGTH = 64
 
@@ -104,7 +105,7 @@ def test_a_run_from_the_cache_is_the_run_online(tmp_path, target, rows, make_cac
 def test_the_target_is_never_run_on_a_batch(tmp_path, target, rows, make_cache, monkeypatch):
     cache = make_cache()
     check_rolls_back(target.model)  # by a probe, which is no batch
-    monkeypatch.setattr("train.draft_task.target_hidden", lambda *_: pytest.fail("the target was run"))
+    monkeypatch.setattr("train.tasks.draft.target_hidden", lambda *_: pytest.fail("the target was run"))
     monkeypatch.setattr(DraftTask, "evaluate", lambda *_: {"tokens_per_target_step": 1.0})
     target.model.model.forward = lambda *_, **__: pytest.fail("the target was run")
     _, losses = run(config_for(tmp_path, cache), target, rows)

@@ -11,19 +11,20 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 
-from configs.decoding import DecodeConfig, TargetConfig
-from configs.errors import ConfigError, InputError
-from configs.learning import OptimizerConfig, StudentConfig
-from configs.schema import DistillConfig, HeldOutDecodingConfig, ScheduleConfig
-from distill.batches import ConversationDataset, make_loader
-from distill.conversations import Conversation
-from distill.draft_init import initial_draft
+from configs.runtime.errors import ConfigError, InputError
+from configs.schema.decoding import DecodeConfig
+from configs.schema.learning import OptimizerConfig, StudentConfig
+from configs.schema.target import TargetConfig
+from configs.schema.training import DistillConfig, HeldOutDecodingConfig, ScheduleConfig
+from distill.dataset.batches import ConversationDataset, make_loader
+from distill.dataset.conversations import Conversation
+from distill.student.init import initial_draft
 from heads.artifact import load_draft
-from train.checkpoints import list_checkpoints
-from train.draft_task import DraftTask
 from train.launch import make_accelerator, run_distillation
-from train.loop import train
-from train.optimizer import make_optimizer
+from train.loop.checkpoints import list_checkpoints
+from train.loop.loop import train
+from train.loop.optimizer import make_optimizer
+from train.tasks.draft import DraftTask
 
 
 @pytest.fixture
@@ -146,7 +147,7 @@ def test_a_device_that_accelerate_does_not_train_on_is_refused(tmp_path):
 
 
 def test_a_tracker_that_is_not_installed_is_not_left_out_in_silence(tmp_path, monkeypatch):
-    monkeypatch.setattr("train.trackers.get_available_trackers", list)
+    monkeypatch.setattr("train.telemetry.trackers.get_available_trackers", list)
     with pytest.raises(ConfigError, match=r"schedule\.trackers: wandb is not installed"):
         make_accelerator(ScheduleConfig(trackers=["wandb"]), tmp_path)
 

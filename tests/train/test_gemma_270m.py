@@ -19,15 +19,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.decoding import DecodeConfig, TargetConfig
-from configs.schema import HeadsConfig
-from distill.conversations import FORMAT_VERSION, MANIFEST, Conversation
-from distill.target import load_target
-from eval.decode import Request, decode, generate
+from configs.schema.decoding import DecodeConfig
+from configs.schema.target import TargetConfig
+from configs.schema.training import HeadsConfig
+from distill.dataset.conversations import FORMAT_VERSION, MANIFEST, Conversation
+from eval.decoder.decode import Request, decode, generate
 from heads.artifact import load_draft
-from heads.families import FAMILIES
-from heads.kv_cache import new_cache
-from heads.target_states import forward_states, read_states
+from heads.families.registry import FAMILIES
+from heads.inference.kv_cache import new_cache
+from heads.target.hidden_states import forward_states, read_states
+from heads.target.loading import load_target
 from train.launch import run_heads
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]

@@ -5,19 +5,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.decoding import DecodeConfig
-from configs.errors import ConfigError, InputError
-from configs.files import sha256_of
-from configs.schema import CacheConfig, HeadsConfig
-from distill import head_objective, normalised_rows
-from distill.batches import ConversationDataset, collate, make_loader
-from distill.cache_making import CacheJob
-from distill.conversations import Conversation
-from heads.lm_head import backbone
-from heads.training import Normalisers
-from train.head_task import HeadTask
+from configs.runtime.errors import ConfigError, InputError
+from configs.runtime.files import sha256_of
+from configs.schema.data import CacheConfig
+from configs.schema.decoding import DecodeConfig
+from configs.schema.training import HeadsConfig
+from distill.cache.writer import CacheJob
+from distill.dataset.batches import ConversationDataset, collate, make_loader
+from distill.dataset.conversations import Conversation
+from distill.loss import head_objective
+from distill.loss import target_logits as normalised_rows
+from heads.inference.causal_lm import backbone
+from heads.modules.interface import Normalisers
 from train.launch import make_accelerator, open_training_cache
-from train.loop import train
+from train.loop.loop import train
+from train.tasks.head import HeadTask
 
 MAX_LENGTH = 64
 BATCH_SIZE = 4

@@ -9,19 +9,20 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from configs.decoding import DecodeConfig, TargetConfig
-from configs.errors import ConfigError, InputError
-from configs.schema import HeadsConfig
-from distill.batches import ConversationDataset, collate, make_loader
-from distill.conversations import FORMAT_VERSION, MANIFEST, Conversation
-from distill.head_objective import HeadLoss
-from distill.target import load_target
-from eval.decode import generate
+from configs.runtime.errors import ConfigError, InputError
+from configs.schema.decoding import DecodeConfig
+from configs.schema.target import TargetConfig
+from configs.schema.training import HeadsConfig
+from distill.dataset.batches import ConversationDataset, collate, make_loader
+from distill.dataset.conversations import FORMAT_VERSION, MANIFEST, Conversation
+from distill.loss.head_objective import HeadLoss
+from eval.decoder.decode import generate
 from heads.artifact import load_draft
-from train.checkpoints import list_checkpoints
-from train.head_task import _metrics
+from heads.target.loading import load_target
 from train.launch import run_heads
-from train.loop import train
+from train.loop.checkpoints import list_checkpoints
+from train.loop.loop import train
+from train.tasks.head import _metrics
 
 # Each draws random numbers while it trains: noise on the taps, the origins that are kept, the anchors.
 RANDOM = {

@@ -12,15 +12,15 @@ import torch
 from accelerate import tracking
 from accelerate.utils import LoggerType
 
-from configs.errors import ConfigError, InputError, Stopped
-from configs.fingerprint import training_fingerprint
-from distill.step_clock import STEP_PARTS
+from configs.runtime.errors import ConfigError, InputError, Stopped
+from configs.runtime.run_record import training_fingerprint
+from distill.loss.step_clock import STEP_PARTS
 from tests.train.test_distill import config_for, run
-from train.books import SHARE
-from train.draft_task import DraftTask
 from train.launch import make_accelerator
-from train.metrics_file import METRICS_FILE, MetricsFile, read_metrics
-from train.trackers import flat_config
+from train.tasks.draft import DraftTask
+from train.telemetry.files import METRICS_FILE, MetricsFile, read_metrics
+from train.telemetry.step_metrics import SHARE
+from train.telemetry.trackers import flat_config
 
 PLAIN = {"max_steps": 6, "eval_every_steps": None, "checkpoint_every_steps": None}
 
@@ -147,10 +147,10 @@ def test_a_profile_of_steps_that_the_run_does_not_have_is_missed_aloud(tmp_path,
 
 
 def test_looking_belongs_to_no_fingerprint(tmp_path):
-    plain, looked_at = (
+    plain, sampling_for_stopping = (
         config_for(tmp_path, **more).model_dump(mode="json") for more in ({}, {"profile": {}, "peak_tflops": 3.0})
     )
-    assert training_fingerprint(plain, {}) == training_fingerprint(looked_at, {})
+    assert training_fingerprint(plain, {}) == training_fingerprint(sampling_for_stopping, {})
 
 
 # --- trackers -----------------------------------------------------------------------------------------------------

@@ -9,16 +9,17 @@ import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 
-from configs.decoding import DecodeConfig
-from configs.schema import DataConfig, DistillConfig
-from distill.batches import ConversationDataset, collate, make_loader
-from distill.conversations import Conversation
-from distill.making import make_dataset
-from distill.policy import examples_of
-from train.draft_task import DraftTask
+from configs.schema.data import DataConfig
+from configs.schema.decoding import DecodeConfig
+from configs.schema.training import DistillConfig
+from distill.dataset.batches import ConversationDataset, collate, make_loader
+from distill.dataset.conversations import Conversation
+from distill.generation.make_dataset import make_dataset
+from distill.student.on_policy import examples_of
 from train.launch import make_accelerator, run_distillation
-from train.loop import train
-from train.task import Prepared, StepPlace
+from train.loop.loop import train
+from train.loop.task import Prepared, StepPlace
+from train.tasks.draft import DraftTask
 
 LATER = {"phases": [{}, {"from_share": 0.4, "on_policy": 0.25, "draft_states": 0.5}]}
 ALWAYS = {"phases": [{"on_policy": 0.5, "draft_states": 0.25}]}

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.train import sharded_steps
-from tests.train.sharded_steps import CASES, Case, Steps, make_objective, steps_alone
+from tests.support import sharded_steps
+from tests.support.sharded_steps import CASES, Case, Steps, make_objective, steps_alone
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDS_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")

@@ -5,17 +5,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.decoding import DecodeConfig, TargetConfig
-from configs.files import sha256_of
-from configs.learning import StudentConfig
-from configs.schema import CacheConfig, DistillConfig
-from distill.batches import ConversationDataset, make_loader
-from distill.cache_making import CacheJob
-from distill.target import load_target
-from heads.target_states import blocks
-from train.draft_task import DraftTask
+from configs.runtime.files import sha256_of
+from configs.schema.data import CacheConfig
+from configs.schema.decoding import DecodeConfig
+from configs.schema.learning import StudentConfig
+from configs.schema.target import TargetConfig
+from configs.schema.training import DistillConfig
+from distill.cache.writer import CacheJob
+from distill.dataset.batches import ConversationDataset, make_loader
+from heads.target.hidden_states import blocks
+from heads.target.loading import load_target
 from train.launch import make_accelerator
-from train.loop import train
+from train.loop.loop import train
+from train.tasks.draft import DraftTask
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 
-from configs.decoding import TargetConfig
-from distill.target import load_target
+from configs.schema.target import TargetConfig
 from heads.artifact import HiddenStates, Metadata, save_head
-from heads.formats.source import TargetFolder, read_source
-from tests.heads import family_checks as checks
+from heads.formats.exporting.source import TargetFolder, read_source
+from heads.target.loading import load_target
+from tests.support import family_checks as checks
 
 
 class Written:

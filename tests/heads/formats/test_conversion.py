@@ -4,14 +4,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from configs.errors import InputError
-from configs.head_families import Eagle3Settings
+from configs.runtime.errors import InputError
+from configs.schema.heads import Eagle3Settings
 from heads.artifact import METADATA_FILE, WEIGHTS_FILE, load_draft, read_metadata
-from heads.formats.exporting import export
-from heads.formats.importing import drafts_a_round, fit, write_artifact
-from heads.formats.reading import read_foreign
-from heads.formats.source import TargetFolder, read_source
-from tests.heads import family_checks as checks
+from heads.formats.exporting.exporter import export
+from heads.formats.exporting.source import TargetFolder, read_source
+from heads.formats.importing.importer import drafts_a_round, fit, write_artifact
+from heads.formats.importing.reading import read_foreign
+from tests.support import family_checks as checks
 
 PLAIN = Eagle3Settings(kind="eagle3", taps=[1, 2, 3], num_depths=3)
 NORMED = PLAIN.model_copy(update={"norm_taps": True, "norm_feedback": True, "train_head": True})

@@ -6,14 +6,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from configs.errors import InputError
-from configs.head_families import Eagle3Settings
+from configs.runtime.errors import InputError
+from configs.schema.heads import Eagle3Settings
 from heads.artifact import WEIGHTS_FILE
-from heads.formats.exporting import export
-from heads.formats.importing import fit
-from heads.formats.reading import read_foreign
-from heads.native_mtp import INDEX_FILE
-from tests.heads import family_checks as checks
+from heads.formats.exporting.exporter import export
+from heads.formats.importing.importer import fit
+from heads.formats.importing.reading import read_foreign
+from heads.target.checkpoint_files import INDEX_FILE
+from tests.support import family_checks as checks
 
 EAGLE = Eagle3Settings(kind="eagle3", taps=[1, 2, 3], num_depths=3)
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from configs.decoding import TargetConfig
-from configs.head_families import Eagle3Settings
-from distill.target import load_target
+from configs.schema.heads import Eagle3Settings
+from configs.schema.target import TargetConfig
 from heads.artifact import HiddenStates, Metadata, save_draft_lm, save_head
-from heads.draft_vocabulary import DraftVocabulary
-from heads.formats.exporting import export
-from heads.formats.gguf import FILE, find_converter
-from heads.formats.source import TargetFolder, read_source
-from tests.heads import family_checks as checks
+from heads.formats.exporting.exporter import export
+from heads.formats.exporting.gguf import FILE, find_converter
+from heads.formats.exporting.source import TargetFolder, read_source
+from heads.proposers.vocabulary import DraftVocabulary
+from heads.target.loading import load_target
+from tests.support import family_checks as checks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.filterwarnings("ignore")]
 STEP = 12  # every so many tokens is one of the draft vocabulary

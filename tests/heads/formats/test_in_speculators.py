@@ -9,11 +9,10 @@ import importlib
 import pytest
 import torch
 
-from configs.draft_layers import LayerSettings
-from configs.head_families import DFlashSettings, Eagle3Settings, MtpSettings, PEagleSettings
-from heads.formats.exporting import export
-from heads.target_states import num_blocks, read_states
-from tests.heads import family_checks as checks
+from configs.schema.heads import DFlashSettings, Eagle3Settings, LayerSettings, MtpSettings, PEagleSettings
+from heads.formats.exporting.exporter import export
+from heads.target.hidden_states import num_blocks, read_states
+from tests.support import family_checks as checks
 
 pytest.importorskip("speculators")
 pytestmark = [

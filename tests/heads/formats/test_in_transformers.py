@@ -5,12 +5,12 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
-from configs.head_families import DFlashSettings, MtpSettings
+from configs.schema.heads import DFlashSettings, MtpSettings
 from heads.artifact import read_metadata, save_draft_lm
-from heads.draft_vocabulary import DraftVocabulary
-from heads.formats.exporting import SERVE_FILE, export
-from heads.formats.source import TargetFolder, read_source
-from tests.heads import family_checks as checks
+from heads.formats.exporting.exporter import SERVE_FILE, export
+from heads.formats.exporting.source import TargetFolder, read_source
+from heads.proposers.vocabulary import DraftVocabulary
+from tests.support import family_checks as checks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
 TOLERANCE = {"atol": 2e-4, "rtol": 2e-4}

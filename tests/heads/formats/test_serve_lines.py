@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from configs.head_families import DFlashSettings, Eagle3Settings, MedusaSettings, MtpSettings, PEagleSettings
-from heads.formats.exporting import SERVE_FILE, export
-from heads.formats.source import TargetFolder, read_source
-from heads.formats.table import FORMS
+from configs.schema.heads import DFlashSettings, Eagle3Settings, MedusaSettings, MtpSettings, PEagleSettings
+from heads.formats.exporting.exporter import SERVE_FILE, export
+from heads.formats.exporting.source import TargetFolder, read_source
+from heads.formats.exporting.table import FORMS
 
 SETTINGS = {
     "eagle3": Eagle3Settings(kind="eagle3", taps=[1, 2, 3]),

@@ -1,0 +1,4 @@
+"""What every command shares: files, locks, progress, the record of a run, and errors turned into exit codes.
+
+A command enters at `command.run_command`, which loads its config (`loading`) and reports every mistake in one sentence.
+"""

@@ -1,0 +1,252 @@
+"""One process at a time in an output folder: an exclusive lock (flock) on a small file in it or beside it.
+
+The kernel releases the lock when the process ends, however it ends, so a killed run leaves nothing to clean up; the empty
+file stays. Of several processes that share a run only the main one claims. Filesystems without locks (some network ones)
+cannot guard a folder: that is said in the log.
+
+
+Reading and writing files so that nothing half-written is ever left behind, and every complaint names its line.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from configs.runtime.errors import InputError
+
+CHECKOUT = Path(__file__).resolve().parents[2]  # or the folder of packages that a wheel was installed into
+
+
+def downloads_folder() -> Path:
+    """Return the folder for downloads: `$DRAFTSMITH_CACHE`, else `.cache` in the checkout, else one in the home folder."""
+    if named := os.environ.get("DRAFTSMITH_CACHE"):
+        return Path(named)
+    is_checkout = (CHECKOUT / "pyproject.toml").is_file()
+    return CHECKOUT / ".cache" if is_checkout else Path.home() / ".cache" / "draftsmith"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file; see `write_bytes`."""
+    write_bytes(path, text.encode("utf-8", errors="backslashreplace"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file beside its place, sync it to disk, then rename it over `path`.
+
+    Raises:
+        InputError: the folder cannot be made or written.
+    """
+    scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with scratch.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            scratch.replace(path)
+            sync(path.parent)
+        finally:
+            scratch.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON; NaN and infinities are refused."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes, in hex.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Give a scratch folder beside `path`; on success it is synced to disk and takes the place of `path`, on any error it
+    disappears.
+
+    Raises:
+        InputError: the folder above cannot be made or written.
+    """
+    scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        scratch.mkdir(parents=True)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
+    try:
+        yield scratch
+        sync_folder(scratch)
+        if path.exists():
+            old = scratch.with_name(scratch.name + ".old")
+            path.replace(old)
+            scratch.replace(path)
+            sync(path.parent)
+            shutil.rmtree(old)
+        else:
+            scratch.replace(path)
+            sync(path.parent)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+
+
+def drop_leftovers(path: Path) -> None:
+    """Remove what a killed `new_folder` left beside `path`; a folder that it had only moved out of the way comes back.
+
+    Only for one who knows that nobody else is writing `path` now (`configs.runtime.files`).
+    """
+    if not path.parent.is_dir():
+        return
+    left = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}(?P<old>\.old)?")
+    found = [(other, match) for other in path.parent.iterdir() if (match := left.fullmatch(other.name)) and other.is_dir()]
+    for other, match in found:
+        if match["old"] and not path.exists():
+            other.replace(path)
+        else:
+            shutil.rmtree(other)
+
+
+def sync_folder(folder: Path) -> None:
+    """Return once all files below `folder`, and the folders that list them, are on the disk."""
+    for path in [folder, *folder.rglob("*")]:
+        if not path.is_symlink():
+            sync(path)
+
+
+def sync(path: Path) -> None:
+    """Return once a file, or the list of names in a folder, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def inside(folder: Path, name: str, what: str) -> Path:
+    """Return `folder/name` for a name that a file gives, which must not lead out of `folder`.
+
+    Args:
+        folder: where the file that gives the name lies.
+        name: a relative path.
+        what: names the giver in the complaint.
+
+    Raises:
+        InputError: it is absolute, climbs out by `..` or a link, or is no path at all.
+    """
+    path = folder / name
+    try:
+        within = bool(name) and not Path(name).is_absolute() and path.resolve().is_relative_to(folder.resolve())
+    except (OSError, ValueError, RuntimeError):  # too long, a NUL, a loop of links
+        within = False
+    if not within or path.resolve() == folder.resolve():
+        raise InputError(f"{what}: expected the name of a file in {folder}, got {name[:60]!r}, which leads out of it")
+    return path
+
+
+def read_text(path: Path, what: str) -> str:
+    """Return a UTF-8 text file's content; `what` names its role in the complaint when that fails."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise InputError(f"{what} not found: {path}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {what} {path}: {error}") from error
+
+
+def read_json(path: Path, what: str) -> Any:
+    """Return a JSON file's value; `what` names its role in the complaint when that fails."""
+    text = read_text(path, what)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is a plain ValueError
+        raise InputError(f"{what} {path} is not JSON: {error}") from error
+
+
+def read_jsonl(path: Path, what: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (line number from 1, object) for each non-blank line of a JSONL file.
+
+    Raises:
+        InputError: the file is missing, holds no object, or a line (named) is no JSON object.
+    """
+    found = False
+    # Not splitlines: it also cuts at U+2028 and its like, which may stand raw inside a JSON text.
+    for number, line in enumerate(read_text(path, what).split("\n"), 1):
+        if not line.strip():
+            continue
+        value = json_object(line, f"{what} {path}, line {number}")
+        found = True
+        yield number, value
+    if not found:
+        raise InputError(f"{what} {path} is empty")
+
+
+def json_object(line: str | bytes, where: str) -> dict[str, Any]:
+    """Return a line of JSONL as an object; `where` names it in the complaint.
+
+    Raises:
+        InputError: it is no JSON object.
+    """
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or bytes that are no UTF-8, are the former
+        raise InputError(f"{where}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{where}: expected an object, got {type(value).__name__}")
+    return value
+
+
+LOCK_FILE = ".lock"
+
+logger = logging.getLogger("draftsmith")
+
+
+@contextmanager
+def folder_lock(folder: Path, *, beside: bool = False) -> Iterator[None]:
+    """Keep other processes from claiming `folder` until the block ends.
+
+    Args:
+        folder: made where there is none, unless `beside`.
+        beside: lock a file beside the folder, for one that is replaced as a whole.
+
+    Raises:
+        InputError: another process has claimed it, or it cannot be written.
+    """
+    try:
+        lock = folder.with_name(f".{folder.name}{LOCK_FILE}") if beside else folder / LOCK_FILE
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        file = lock.open("ab")
+    except OSError as error:
+        raise InputError(f"output: {folder} cannot be written: {error.strerror or error}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(
+                f"output: another process is at work in {folder}; wait until it has ended, or name another output"
+            ) from error
+        except OSError as error:
+            logger.warning(
+                "%s cannot be locked (%s): nothing stops a second process from writing there", folder, error.strerror
+            )
+        yield

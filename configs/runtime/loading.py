@@ -1,0 +1,232 @@
+"""From a YAML file and `--set` overrides to a checked, frozen config; every mistake becomes one sentence.
+
+The order of precedence is schema default, file, overrides from left to right. A key that is not given keeps its default
+at every depth: `held_out: {decode: {seed: 1}}` keeps the other values that `held_out.decode` has by default, not those of a
+bare `DecodeConfig`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from configs.runtime.errors import ConfigError, InputError
+from configs.runtime.files import read_text
+from configs.runtime.redaction import redact
+from configs.runtime.yaml_reader import parse_yaml
+
+T = TypeVar("T", bound=BaseModel)
+
+MAX_SHOWN = 60  # characters of a wrong value repeated in a complaint
+# What was expected, in words, by pydantic's name of the finding; braces are filled from its context.
+EXPECTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "dict_type": "a section of its own",
+    "model_type": "a section of its own",
+    "model_attributes_type": "a section of its own",
+    "literal_error": "{expected}",
+    "union_tag_invalid": "one of {expected_tags}",
+    "greater_than_equal": "a number of at least {ge:g}",
+    "greater_than": "a number above {gt:g}",
+    "less_than_equal": "a number of at most {le:g}",
+    "less_than": "a number below {lt:g}",
+}
+
+
+def load_config(schema: type[T], path: str | Path | None, overrides: Sequence[str] = ()) -> T:
+    """Return the config that a file and overrides describe.
+
+    Args:
+        schema: the model that checks it.
+        path: a YAML file; None, like an empty file, means the schema's defaults.
+        overrides: `dotted.key=value` texts; the value is YAML, a list entry is named by its index (`rules.0.min=1.5`).
+
+    Raises:
+        ConfigError: the file cannot be read or parsed, or a key is unknown, of the wrong type, or out of range.
+    """
+    where = "the defaults" if path is None else str(path)
+    values = _merge(_section_defaults(schema), {} if path is None else _read_mapping(Path(path)))
+    keys = [_apply_override(values, override) for override in overrides]
+    try:
+        return schema.model_validate(values)
+    except ValidationError as error:
+        first, *others = error.errors(include_url=False)
+        more = f" (and {len(others)} more)" if others else ""
+        raise ConfigError(_sentence(schema, first, where, keys) + more) from error
+
+
+# --- values -------------------------------------------------------------------------------------------------------
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    try:
+        text = read_text(path, "config file")
+    except InputError as error:
+        raise ConfigError(str(error)) from error
+    values = parse_yaml(text, str(path))
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected `key: value` lines at the top, got {_shown(values)}")
+    return values
+
+
+def _section_defaults(schema: type[BaseModel]) -> dict[str, Any]:
+    """Return what the schema's sections set by default beyond their own class's defaults, nested as in a file."""
+    defaults = {name: field.default for name, field in schema.model_fields.items() if isinstance(field.default, BaseModel)}
+    return {
+        name: _merge(_section_defaults(type(section)), section.model_dump(exclude_unset=True))
+        for name, section in defaults.items()
+    }
+
+
+def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Lay `above` over `below`, section by section; neither is changed."""
+    result = dict(below)
+    for key, value in above.items():
+        deeper = isinstance(value, dict) and isinstance(result.get(key), dict)
+        result[key] = _merge(result[key], value) if deeper else value
+    return result
+
+
+def _apply_override(values: dict[str, Any], override: str) -> str:
+    """Write one `dotted.key=value` into `values` and return its key."""
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"--set {override}: expected dotted.key=value")
+    holder: Any = values
+    for depth, part in enumerate(parts[:-1]):
+        slot = _slot(holder, part, parts[:depth])
+        if isinstance(holder, dict):
+            holder.setdefault(slot, {})
+        holder = holder[slot]
+    slot = _slot(holder, parts[-1], parts[:-1])
+    value = parse_yaml(text, f"--set {key.strip()}")
+    holder[slot] = _merge(holder[slot], value) if _both_sections(holder, slot, value) else value
+    return ".".join(parts)
+
+
+def _both_sections(holder: Any, slot: str | int, value: Any) -> bool:
+    return isinstance(holder, dict) and isinstance(value, dict) and isinstance(holder.get(slot), dict)
+
+
+def _slot(holder: Any, part: str, above: Sequence[str]) -> str | int:
+    """Return what `part` of an override's key means in `holder`: a key of a section, or an index into a list."""
+    if isinstance(holder, dict):
+        return part
+    name = ".".join(above)
+    if not isinstance(holder, list):
+        raise ConfigError(f"--set {name}.{part}: {name} is {_shown(holder)}, which has no keys")
+    if not (part.isascii() and part.isdigit() and len(part) < 10 and int(part) < len(holder)):
+        raise ConfigError(f"--set {name}.{part}: {name} is a list of {len(holder)}, expected an index from 0, got {part!r}")
+    return int(part)
+
+
+# --- complaints ---------------------------------------------------------------------------------------------------
+
+
+def _sentence(schema: type[BaseModel], finding: ErrorDetails, where: str, override_keys: Sequence[str]) -> str:
+    """Turn one of pydantic's findings into a sentence that begins with the place to change."""
+    kind, context = finding["type"], finding.get("ctx", {})
+    keys, section = _located(schema, finding["loc"])
+    if kind in ("union_tag_invalid", "union_tag_not_found"):  # the finding stands at the section, the mistake in its tag
+        keys = [*keys, context["discriminator"].strip("'")]
+    key = ".".join(keys)
+    place = next((f"--set {given}" for given in reversed(override_keys) if _overlap(given, key)), where)
+    subject = place if not key or place == f"--set {key}" else f"{place}: {key}"
+    got = _shown(context["tag"] if kind == "union_tag_invalid" else finding["input"])
+    if kind == "extra_forbidden":
+        return f"{place}: unknown key {key!r}; the nearest known key is {_nearest(schema, keys, section)!r}"
+    if kind in ("missing", "union_tag_not_found"):
+        return f"{place}: {key!r} is missing"
+    if kind == "value_error":
+        return f"{subject}: {context['error']}"
+    expected = EXPECTED[kind].format(**context) if kind in EXPECTED else finding["msg"].removeprefix("Input should be ")
+    return f"{subject}: expected {expected}, got {got}"
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Say whether one dotted key lies in the other, or both are the same."""
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+
+
+def _located(schema: type[BaseModel], location: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel]]:
+    """Return the keys that lead to a finding, as a file has them, and the model in which the last one stands.
+
+    Where a section is one of several kinds, pydantic puts the kind between its key and those in it.
+    """
+    keys: list[str] = []
+    section, inside, tagged = schema, [schema], False
+    for part in location:
+        if tagged:
+            inside = [model for model in inside if part in _tags(model)]
+            tagged = False
+            continue
+        keys.append(str(part))
+        if isinstance(part, int) or not inside:
+            continue
+        section = inside[0]
+        field = section.model_fields.get(part)
+        inside = [] if field is None else [model for model, _ in _models_in(field.annotation)]
+        tagged = field is not None and field.discriminator is not None
+    return keys, section
+
+
+def _tags(model: type[BaseModel]) -> set[Any]:
+    """Return every value that a field of a model names as one of few; the kind of a section is among them."""
+    return {
+        value
+        for field in model.model_fields.values()
+        if get_origin(field.annotation) is Literal
+        for value in get_args(field.annotation)
+    }
+
+
+def _nearest(schema: type[BaseModel], keys: list[str], section: type[BaseModel]) -> str:
+    """Return the known dotted key that an unknown one was most likely meant to be.
+
+    A key right in name but in the wrong section is found wherever it belongs; otherwise it is the closest name in the section.
+    """
+    *above, name = keys
+    pattern = ["0" if part.isdigit() else part for part in keys]
+    for known in _known_keys(schema):
+        if known[-1] == name and known != pattern:
+            return ".".join(known)
+    closest = difflib.get_close_matches(name, section.model_fields, n=1, cutoff=0.0)
+    return ".".join([*above, *closest])
+
+
+def _known_keys(schema: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[list[str]]:
+    """Yield the path of every key of a schema, top-down; entries of a list stand under the index 0."""
+    inner: list[tuple[type[BaseModel], tuple[str, ...]]] = []
+    for name, field in schema.model_fields.items():
+        yield [*above, name]
+        inner.extend((model, (*above, name, *index)) for model, index in _models_in(field.annotation))
+    for model, path in inner:
+        yield from _known_keys(model, path)
+
+
+def _models_in(annotation: Any, index: tuple[str, ...] = ()) -> Iterator[tuple[type[BaseModel], tuple[str, ...]]]:
+    """Yield the models named in a field's type, each with `("0",)` where it is the entry of a list."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation, index
+    for argument in get_args(annotation):
+        yield from _models_in(argument, ("0",) if get_origin(annotation) is list else index)
+
+
+def _shown(value: Any) -> str:
+    """Return a value as the file would spell it, cut to a readable length."""
+    spelled = {None: "null", True: "true", False: "false"}
+    text = spelled[value] if value is None or isinstance(value, bool) else redact(repr(value))  # before it is cut
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."

@@ -1,0 +1,163 @@
+"""What a person sees while long work runs: a bar on a terminal, plain log lines elsewhere.
+
+Of several processes only rank 0 speaks. Both forms show the count, the rate and the time left; lines come at most every
+`SECONDS_BETWEEN_LINES`, so that the log of an overnight run stays readable.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
+from datetime import timedelta
+from types import TracebackType
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from configs.runtime.redaction import redact
+
+T = TypeVar("T")
+
+SECONDS_BETWEEN_LINES = 10.0
+LOGGER = logging.getLogger("draftsmith")
+
+
+def is_main_process() -> bool:
+    """Say whether this process is rank 0, or the only one; read from the launcher's environment."""
+    return os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0"
+
+
+def setup_logging() -> None:
+    """Send the project's log to stderr, one plain line a message: INFO and above from rank 0, errors from the others.
+
+    Neither it nor the traceback of an error that nobody catches shows secrets.
+    """
+    handler = _StderrHandler()
+    handler.setFormatter(_RedactingFormatter("%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"))
+    LOGGER.handlers = [handler]
+    LOGGER.setLevel(logging.INFO if is_main_process() else logging.ERROR)
+    sys.excepthook = _print_traceback
+
+
+def track(items: Iterable[T], *, description: str, total: int | None = None, unit: str = "it") -> Iterator[T]:
+    """Yield `items` one by one, showing how many are done.
+
+    Args:
+        items: what is worked through.
+        description: what is being done, e.g. "writing answers".
+        total: how many there are; taken from `items` where it has a length, unknown otherwise.
+        unit: what one item is called, e.g. "prompts".
+    """
+    if total is None and isinstance(items, Sized):
+        total = len(items)
+    with progress(description, total, unit) as advance:
+        for item in items:
+            yield item
+            advance(1)
+
+
+@contextmanager
+def progress(description: str, total: int | None, unit: str = "it") -> Iterator[Callable[[int], None]]:
+    """Give a function that adds a number of finished items to a bar or to log lines.
+
+    Args:
+        description: what is being done.
+        total: how many items there are; None where that is unknown.
+        unit: what one item is called.
+    """
+    if is_main_process() and sys.stderr.isatty():
+        with _bar(unit) as bar:
+            task = bar.add_task(description, total=total)
+            yield lambda count: bar.advance(task, count)
+        return
+    lines = _Lines(description, total, unit)
+    yield lines.advance
+    lines.finish()
+
+
+class _RedactingFormatter(logging.Formatter):
+    """Formats a message without secrets."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        return redact(super().format(record))
+
+
+def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    print(redact("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
+
+
+class _Lines:
+    """Counts finished items and logs how it goes, now and then."""
+
+    def __init__(self, description: str, total: int | None, unit: str) -> None:
+        self.description, self.total, self.unit = description, total, unit
+        self.done = 0
+        self.started = self.last_line = time.monotonic()
+
+    def advance(self, count: int) -> None:
+        """Add `count` finished items."""
+        self.done += count
+        now = time.monotonic()
+        if now - self.last_line < SECONDS_BETWEEN_LINES or self.done == self.total:
+            return
+        self.last_line = now
+        rate = self.done / (now - self.started)
+        if self.total is None:
+            LOGGER.info("%s: %d %s, %s", self.description, self.done, self.unit, _rate(rate, self.unit))
+            return
+        left = _clock((self.total - self.done) / rate) if rate > 0 else "unknown"
+        share = 100 * self.done / self.total
+        done = f"{self.done}/{self.total} {self.unit} ({share:.0f} %)"
+        LOGGER.info("%s: %s, %s, %s left", self.description, done, _rate(rate, self.unit), left)
+
+    def finish(self) -> None:
+        """Log the final count, the time it took and the mean rate."""
+        seconds = time.monotonic() - self.started
+        rate = _rate(self.done / seconds if seconds > 0 else 0.0, self.unit)
+        LOGGER.info("%s: %d %s in %s, %s", self.description, self.done, self.unit, _clock(seconds), rate)
+
+
+class _RateColumn(ProgressColumn):
+    """Finished items a second."""
+
+    def __init__(self, unit: str) -> None:
+        super().__init__()
+        self.unit = unit
+
+    def render(self, task: Task) -> Text:
+        """Return the rate of the last half minute, of the whole task once it has finished."""
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else _rate(speed, self.unit))
+
+
+class _StderrHandler(logging.Handler):
+    """Writes to whatever `sys.stderr` is at that moment: a running bar replaces it so that lines appear above the bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record."""
+        print(self.format(record), file=sys.stderr)
+
+
+def _bar(unit: str) -> Progress:
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _RateColumn(unit), TimeRemainingColumn()]
+    return Progress(*columns, console=Console(stderr=True))
+
+
+def _rate(per_second: float, unit: str) -> str:
+    """Return a rate with about three digits; slow work is given by the minute."""
+    if 0 < per_second < 0.1:
+        return f"{60 * per_second:.2g} {unit}/min"
+    return f"{per_second:.3g} {unit}/s" if per_second < 1000 else f"{per_second:.0f} {unit}/s"
+
+
+def _clock(seconds: float) -> str:
+    """Return a duration as hours:minutes:seconds."""
+    return str(timedelta(seconds=round(seconds)))

@@ -1,0 +1,191 @@
+"""What leaves the house is freed of machine paths and secrets first.
+
+A path under the checkout or the working folder becomes relative to it; of any other absolute path the last part stays. Texts
+that look like an access token, and the token that is in use, are masked, as are values under keys that name a secret
+(`configs.runtime.redaction`). Paths are found by their form, so an answer of a model that holds `/usr/bin/python` would be
+changed
+too: texts of prompts and answers are only freed of secrets (`Scrubber.secrets`).
+
+
+Keeping secrets out of everything that is written: records, artifacts, trackers, logs, complaints.
+
+The one place that knows what a secret looks like. A value is masked where its key says that it is one (`hf_token`, not
+`max_new_tokens`), where it has the form of one (a Hub or cloud token, a login inside a URL, an `Authorization` header), and
+where it is the value of an environment variable whose name says so (`HF_TOKEN`, `WANDB_API_KEY`) or of one that a command took
+a key from (`hide`). Left out: text that is data, such as prompts and answers, and forms that other things have as well: a
+key of 40 hex digits looks like a commit, so it is known by its name only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from configs.runtime.files import CHECKOUT
+
+MASK = "***"
+SHORTEST = 6  # characters of a value that is masked wherever it turns up; shorter ones would be parts of words
+# `hf_token` is a secret, `max_new_tokens` is not.
+WORDS = r"secret|password|passwd|credential|api[_-]?key"
+SECRET_KEY = re.compile(rf"(^|[^a-z])token$|{WORDS}", re.IGNORECASE)
+# Below these keys numbers are masked too; below `pad_token` a number is an id.
+SURELY_SECRET_KEY = re.compile(WORDS, re.IGNORECASE)
+SECRET_INSIDE = re.compile(rf"(^|[^a-z])(token|\w*({WORDS})\w*)[\"']?\s*:", re.IGNORECASE)  # as in hub={token: x}
+SECRET_VARIABLE = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|KEY|APIKEY)$")
+FORMS = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}"  # Hugging Face
+    r"|sk-[A-Za-z0-9_-]{16,}"  # OpenAI and its like
+    r"|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_[A-Za-z0-9_]{20,}|glpat-[A-Za-z0-9_-]{16,}"  # GitHub, GitLab
+    r"|AKIA[0-9A-Z]{16}|AIza[A-Za-z0-9_-]{30,}|xox[abprs]-[A-Za-z0-9-]{10,}"  # AWS, Google, Slack
+    r"|eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+)"  # JSON web tokens
+)
+LOGIN = re.compile(r"(?<=://)[^/\s\"']+(?=@)")  # user:password of a URL, up to the last @: a password may hold one
+HEADER = re.compile(r"(authorization[\"']?\s*[:=]\s*[\"']?)(?:(?:bearer|basic|token)\s+)?[^\s\"',}]+", re.IGNORECASE)
+BEARER = re.compile(r"(\bbearer\s+)[\w.~+/=-]{8,}", re.IGNORECASE)
+# hub_token=x, "password": "x y", ?sig=x, X-Api-Key: x. A text like `hub_token: expected text` speaks of a setting, so without
+# quotes or "=" a colon makes a secret of what follows the other words only.
+ASSIGNED = re.compile(
+    r"((?:(?:(?<![a-z])token|signature|(?<=[?&])sig|(?<=[?&])key)(?:[\"'][ \t]*:[ \t]*(?=[\"'])|=)"
+    rf"|(?:{WORDS})s?(?:[\"']?[ \t]*[:=][ \t]*)(?!//|(?:null|none|true|false)\b)))"
+    r"(?:(?P<quote>[\"'])(?:\\.|(?!(?P=quote)).)*|[^\s\"',;&{}\[\]]+)",
+    re.IGNORECASE,
+)
+
+_hidden: set[str] = set()
+
+
+def hide(secret: str) -> None:
+    """Mask this value from now on wherever it turns up."""
+    _hidden.add(secret)
+
+
+def redact(text: str) -> str:
+    """Return a text without what has the form of a secret, or is one that this process knows."""
+    known = {value for name, value in os.environ.items() if SECRET_VARIABLE.search(name) and not _is_place(value)}
+    for secret in sorted(known | _hidden, key=len, reverse=True):
+        if len(secret) >= SHORTEST:
+            text = text.replace(secret, MASK)
+    text = LOGIN.sub(MASK, FORMS.sub(MASK, text))
+    for pattern in (HEADER, BEARER):
+        text = pattern.sub(rf"\g<1>{MASK}", text)
+    return ASSIGNED.sub(lambda found: found[1] + (found["quote"] or "") + MASK, text)
+
+
+def mask_arguments(arguments: list[str]) -> list[str]:
+    """Return a command line without secrets."""
+    before = ["", *arguments]
+    return [_mask_argument(argument, previous) for argument, previous in zip(arguments, before, strict=False)]
+
+
+def mask_secrets(value: Any) -> Any:
+    """Return a JSON value without secrets.
+
+    Every text below a secret key is masked, and every number but below a key of tokens; other texts are redacted; the rest
+    stays.
+    """
+    if isinstance(value, dict):
+        return {key: _below(key, inner) if SECRET_KEY.search(key) else mask_secrets(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [mask_secrets(item) for item in value]
+    return redact(value) if isinstance(value, str) else value
+
+
+def _mask_argument(argument: str, previous: str) -> str:
+    if previous.startswith("--") and "=" not in previous and SECRET_KEY.search(previous):  # --api-key x
+        return MASK
+    option = "--set=" if argument.startswith("--set=") else ""
+    key, equals, value = argument.removeprefix(option).partition("=")
+    secret = any(SECRET_KEY.search(part) for part in key.split(".")) or SECRET_INSIDE.search(value)
+    return f"{option}{key}={MASK}" if equals and secret else redact(argument)
+
+
+def _is_place(value: str) -> bool:
+    """Tell whether a variable's value is the path of something that is there, such as a key file."""
+    return value.startswith("/") and os.path.exists(value)
+
+
+def _below(key: str, value: Any) -> Any:
+    """Mask what stands below a secret key."""
+    return _mask_all(value, (str, int, float) if SURELY_SECRET_KEY.search(key) else (str,))
+
+
+def _mask_all(value: Any, kinds: tuple[type, ...]) -> Any:
+    if isinstance(value, dict):
+        return {key: _mask_all(inner, kinds) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_mask_all(item, kinds) for item in value]
+    return MASK if isinstance(value, kinds) and not isinstance(value, bool) else value
+
+
+PART = r"[^\s/\\'\"`,;:|<>()\[\]{}]+"
+POSIX_PATH = re.compile(rf"(?<![\w./~\\-])(?:~[\w-]*|\.\.)?/(?!/)(?:{PART}/)+({PART})?|(?<![\w./~\\-])~[\w-]*/({PART})")
+CLIMBING_PATH = re.compile(rf"(?<![\w./])(?:\.\./)+(?:{PART}/)*({PART})?")
+WINDOWS_PATH = re.compile(rf"(?<!\w)[A-Za-z]:[\\/](?![\\/])(?:{PART}[\\/]+)*({PART})?")
+WHOLE_PATH = re.compile(r"(?:~[\w-]*)?/(?!.*[ =:][/~])[^\n,;]*/[^\n,;]*")
+FILE_ADDRESS = re.compile(r"\bfile://(?=/)")
+
+
+class Scrubber:
+    """Frees texts of paths and secrets.
+
+    Args:
+        secrets: texts to be masked wherever they stand, besides those that look like tokens.
+        homes: folders below which paths stay, relative to them; None: the checkout and the working folder.
+    """
+
+    def __init__(self, secrets: Iterable[str | None] = (), homes: Iterable[Path] | None = None) -> None:
+        folders = (CHECKOUT, Path.cwd()) if homes is None else homes
+        named = {str(each) for folder in folders for each in (folder.absolute(), folder.resolve())} - {"/"}
+        self._homes = sorted(named, key=len, reverse=True)
+        self._user_home = os.path.expanduser("~")
+        self._secrets = [secret for secret in secrets if secret]
+
+    def text(self, text: str) -> str:
+        """Return a text without paths and secrets."""
+        text = FILE_ADDRESS.sub("", self.secrets(text))
+        for home in self._homes:
+            text = re.sub(rf"(?<![\w./]){re.escape(home)}(?:(/)|(?![\w.-]))", lambda found: "" if found[1] else ".", text)
+        if WHOLE_PATH.fullmatch(text):  # the searches below end a path at a blank
+            return Path(text).name or "."
+        if self._user_home not in ("", "/", "~"):
+            text = text.replace(self._user_home + "/", "/home/")  # one without blanks, for the search below
+        for pattern in (WINDOWS_PATH, POSIX_PATH, CLIMBING_PATH):
+            text = pattern.sub(lambda found: next(filter(None, found.groups()), "."), text)
+        return text
+
+    def secrets(self, text: str) -> str:
+        """Return a text with its secrets masked and its paths as they are."""
+        for secret in self._secrets:
+            text = text.replace(secret, MASK)
+        return redact(text)
+
+    def finds_token(self, text: str) -> bool:
+        """Tell whether an access token stands in a text; narrower than `secrets`, fit for a tokenizer's vocabulary."""
+        return FORMS.search(text) is not None or any(secret in text for secret in self._secrets)
+
+    def value(self, value: Any) -> Any:
+        """Return a JSON value without paths and secrets, in keys as well; a list `command` also without its secret values."""
+        return self._walk(mask_secrets(value), self.text)
+
+    def only_secrets(self, value: Any) -> Any:
+        """Return a JSON value without secrets."""
+        return self._walk(value, self.secrets)
+
+    def _walk(self, value: Any, change: Any) -> Any:
+        if isinstance(value, str):
+            return change(value)
+        if isinstance(value, list):
+            return [self._walk(each, change) for each in value]
+        if not isinstance(value, dict):
+            return value
+        return {
+            change(key): self._walk(mask_arguments(inner) if _is_command(key, inner) else inner, change)
+            for key, inner in value.items()
+        }
+
+
+def _is_command(key: str, value: Any) -> bool:
+    return key == "command" and isinstance(value, list) and all(isinstance(each, str) for each in value)

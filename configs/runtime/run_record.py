@@ -1,0 +1,158 @@
+"""What decides a training run's weights, as one hash: checkpoints and kept runs are found again by it. Imports no torch.
+
+What a result was made with: the command, the resolved config, versions, git state, hardware.
+
+Written beside everything a command makes, so that a number can be traced. The environment is never recorded, and secrets
+are masked (`configs.runtime.redaction`). Imports no torch: the record is written before anything slow begins.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from configs.runtime.files import CHECKOUT, write_json
+from configs.runtime.redaction import mask_arguments, mask_secrets
+
+PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "torchmetrics", "draftsmith")
+MIB = 2**20
+PROBE_SECONDS = 20  # git status of a large checkout on a network disk can be slow
+
+
+def write_run_record(folder: Path, config: BaseModel, **extra: Any) -> Path:
+    """Write `run.json` into `folder` and return its path.
+
+    Args:
+        folder: where the command's results go; made if missing.
+        config: the resolved config.
+        extra: further JSON values, kept under their names.
+
+    Raises:
+        InputError: the folder cannot be written.
+    """
+    record = {
+        "command": mask_arguments(sys.orig_argv),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "config": mask_secrets(config.model_dump(mode="json")),
+        "versions": describe_versions(),
+        "git": describe_git(),
+        "hardware": describe_hardware(),
+        **mask_secrets(extra),
+    }
+    path = folder / "run.json"
+    write_json(path, record)
+    return path
+
+
+def describe_versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that decide a result; those not installed are left out."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def describe_git(root: Path = CHECKOUT) -> dict[str, Any]:
+    """Return the checkout's `commit` and whether it is `dirty` (changed or untracked files); None where git cannot tell."""
+    commit = _output(["git", "-C", str(root), "rev-parse", "--verify", "--quiet", "HEAD"])
+    changes = _output(["git", "-C", str(root), "status", "--porcelain"])
+    known = commit is not None and changes is not None
+    return {"commit": commit, "dirty": bool(changes)} if known else {"commit": None, "dirty": None}
+
+
+def describe_hardware() -> dict[str, Any]:
+    """Return the processor's name, the cores this process may use, the memory in bytes, and the NVIDIA GPUs."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": _usable_cores(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "gpus": _gpus(),
+    }
+
+
+def _cpu_name() -> str:
+    """Return the processor's name, as Linux knows it or else as the platform does."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found.group(1).strip() if found else platform.processor() or platform.machine()
+
+
+def _usable_cores() -> int:
+    """Return how many cores this process may run on, which in a container or under taskset is fewer than there are."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _gpus() -> list[dict[str, Any]]:
+    """Return name, memory in bytes and driver of each GPU that nvidia-smi lists."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    rows = [line.rsplit(", ", 2) for line in (_output(query) or "").splitlines()]
+    # A GPU cut into instances may report "[N/A]" for its memory.
+    return [
+        {"name": name, "memory_bytes": int(mebibytes) * MIB if mebibytes.isdigit() else None, "driver": driver}
+        for name, mebibytes, driver in rows
+    ]
+
+
+def _output(command: list[str]) -> str | None:
+    """Return what a command prints, None where it is missing, fails or hangs."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+# Of the schedule: where and how often things are written, and what is counted as micro-batches a step instead.
+QUIET = {
+    "log_every_steps",
+    "eval_every_steps",
+    "checkpoint_every_steps",
+    "keep_checkpoints",
+    "resume",
+    "trackers",
+    "profile",
+    "peak_tflops",
+    "gradient_accumulation_steps",
+    "process_timeout_seconds",
+    "loader_workers",
+}
+
+
+def training_fingerprint(config: Mapping[str, Any], contents: Mapping[str, str]) -> str:
+    """Return a hash of what decides the weights and which are kept: not where and how often things are written, nor the gates.
+
+    The decoding of held-out prompts belongs to it: scores got in another way cannot be compared with the best so far. Options
+    that are off (None) do not: one that the schema gains later leaves the hashes of today's runs as they are.
+
+    Args:
+        config: a training's, as JSON values.
+        contents: hashes of what the config's paths hold, and whatever else decides the weights, by key.
+    """
+    relevant = {name: value for name, value in config.items() if name not in ("output", "sanity", "schedule")}
+    relevant["schedule"] = {name: value for name, value in config["schedule"].items() if name not in QUIET}
+    relevant["contents"] = dict(contents)
+    return hashlib.sha256(json.dumps(_without_none(relevant), sort_keys=True).encode()).hexdigest()
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_none(each) for name, each in value.items() if each is not None}
+    return [_without_none(each) for each in value] if isinstance(value, list) else value

@@ -1,0 +1,309 @@
+"""`scripts/sweep.py`: which divergences and data policies are tried beside each other, and how they are measured.
+
+What all cells share is a recipe of its own (`distill`); here stands only what differs from cell to cell. Imports no torch.
+
+
+The configs of the benchmarks under `scripts/`: what is measured beside what, how often, and where the figures go.
+
+The defaults are the runs whose figures stand in `docs/results/`. Commands that train, evaluate or ship have theirs in
+`configs.schema.training`. Imports no torch.
+
+
+The config of the scale benchmark, and of the processes that it starts. Imports no torch.
+
+The config of `scripts/serve_check.py`: which drafts are tried in which engines, and on what. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from itertools import product
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from configs.schema.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings
+from configs.schema.evaluation import CostConfig, LosslessConfig, SuiteConfig
+from configs.schema.learning import LossConfig, PolicyConfig
+from configs.schema.target import TargetConfig
+from configs.schema.training import HeadsConfig
+
+
+class BenchLossConfig(Settings):
+    """The loss part of `scripts/bench_distill.py`: forward and backward over random hidden states and frozen heads."""
+
+    vocab_size: PositiveInt = 151_936  # rows of both heads
+    width: PositiveInt = 576  # of both sides' hidden states
+    chunk_size: PositiveInt = 128  # positions whose logits live at one time in our loss
+    positions: PositiveInt = 4096  # halved until the unchunked loss fits into max_gibibytes and the free memory
+    repeats: PositiveInt = 3  # processes by side, each for one pass
+    max_gibibytes: PositiveFloat = 24.0  # most memory that the unchunked loss may take; 4096 positions take 21
+
+
+class BenchDistillConfig(Settings):
+    """`scripts/bench_distill.py`: the loss's memory and time, training from a cache, a draft before and after training."""
+
+    draft: str = "runs/demo/distill/artifact"  # a distilled draft LM; its target, data and recipe are what is measured
+    loss: BenchLossConfig = BenchLossConfig()
+    num_batches: PositiveInt = 12  # timed optimiser steps by side
+    trl_batch_size: PositiveInt = 4  # conversations a batch beside TRL's trainer, where that is installed
+    num_prompts: PositiveInt = 24  # held-out conversations decoded for tau, the last of the file: the first chose the draft
+    max_new_tokens: PositiveInt = 48
+    sweep: str | None = "runs/sweep/sweep.json"  # of `scripts/sweep.py`: where the file exists, its rows join ours
+    bootstrap_samples: PositiveInt = 2000
+    output: str = "docs/results/distill.json"
+
+
+class BenchHeadsConfig(Settings):
+    """`scripts/bench_heads.py`: every head family trained and measured on one target and one set of data."""
+
+    data: str | None = "configs/data/heads.yaml"  # of `scripts/make_data.py`, run where its output is not there; None: never
+    # of `scripts/make_cache.py`, made once of that data and read by every head's training; None: the target runs on every batch
+    cache: str | None = "configs/cache/heads.yaml"
+    recipes: list[str] = [  # of `train/heads.py`, a row of the table each; all on the same target and data
+        "configs/heads/medusa.yaml",
+        "configs/heads/hydra.yaml",
+        "configs/heads/eagle3.yaml",
+        "configs/heads/mtp.yaml",
+        "configs/heads/peagle.yaml",
+        "configs/heads/dflash.yaml",
+    ]
+    draft_models: list[str] = []  # of `train/distill.py`, measured beside the heads
+    runs: str = "runs/heads/bench"  # folder: what was trained, kept for the next time
+    num_prompts: PositiveInt = 32  # held-out prompts decoded, the last of the file: the first chose the checkpoints
+    max_new_tokens: PositiveInt = 64
+    repeats: PositiveInt = 1  # timed runs of every prompt
+    lossless: LosslessConfig = LosslessConfig()
+    eagle3: str | None = "configs/heads/eagle3.yaml"  # trained beside speculators' module, if that is installed; None: not
+    num_batches: PositiveInt = 8  # timed optimiser steps by side of that
+    bootstrap_samples: PositiveInt = 2000
+    output: str = "docs/results/heads.json"
+
+
+class BenchDecodeConfig(Settings):
+    """`scripts/bench_decode.py`: the decoder beside transformers' own generation, and every way of decoding beside the others.
+
+    All on the same prompts and in turns.
+    """
+
+    target: TargetConfig = TargetConfig()
+    draft: str = "runs/demo/distill/artifact"  # the artifact of a draft LM
+    heads: BenchHeadsConfig | None = BenchHeadsConfig()  # whose heads join the table, trained where they are not; None: none
+    held_out: str = "runs/heads/data/held_out.jsonl"  # conversations on which nothing was trained
+    num_choosing: PositiveInt = 16  # at the file's beginning, which chose checkpoints and choose trees and lengths here
+    num_prompts: PositiveInt = 24  # measured, the last of the file
+    past_answers: str | None = "runs/heads/data/train.jsonl"  # conversations whose answers suffix lookup has seen; None: none
+    num_speculative_tokens: PositiveInt = 3
+    max_new_tokens: PositiveInt = 48
+    repeats: PositiveInt = 2  # timed runs of every side on every prompt; sampled runs take another seed each time
+    bootstrap_samples: PositiveInt = 2000
+    output: str = "docs/results/decode.json"
+
+
+class BenchEvalConfig(Settings):
+    """`scripts/bench_eval.py`: predicted speedups against measured ones, and what evaluating costs beyond decoding."""
+
+    target: TargetConfig = TargetConfig()
+    draft: str = "runs/demo/distill/artifact"  # the artifact of a draft
+    suite: SuiteConfig = SuiteConfig(num_prompts=24)
+    max_new_tokens: PositiveInt = 32
+    repeats: PositiveInt = 1  # timed runs of every prompt by every number of drafts
+    # The sweep that predictions are made of; its num_speculative_tokens is the largest that is predicted and measured
+    cost: CostConfig = CostConfig(batch_sizes=[1], context_tokens=[96, 192], repeats=5)
+    aggregated_prompts: PositiveInt = 10_000  # whose records, of made-up rounds, are counted and summarised
+    simulations: PositiveInt = 1000  # of a suite of prompts with a known truth, for the coverage of intervals
+    bootstrap_samples: PositiveInt = 2000
+    output: str = "docs/results/eval.json"
+    runs: str = "runs/bench_eval"  # folder: the evaluation that predictions are made of
+
+
+class SoakConfig(Settings):
+    """`scripts/soak.py`: tiny runs that are killed, stopped and damaged at random, and must end as if nothing had happened."""
+
+    rounds: PositiveInt = 210  # shared evenly by the faults
+    most_kills: PositiveInt = 3  # of one run, before it is left to end
+    seed: NonNegativeInt = 0
+    folder: str | None = None  # where the runs lie; None: a temporary folder. Those that ended otherwise than they should stay
+    output: str = "docs/results/soak.json"
+
+
+class EngineComparisonSettings(Settings):
+    """`scripts/bench/scale/engines.py`: two processes under each engine beside one process, on a tiny target."""
+
+    # Files of configs/accelerate, started as they are but for the number of processes
+    engines: list[Literal["ddp_cpu", "fsdp2", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload"]] = [
+        "ddp_cpu",
+        "fsdp2",
+        "zero1",
+        "zero2",
+        "zero2_offload",
+        "zero3",
+        "zero3_offload",
+    ]
+    tasks: list[Literal["distill", "heads"]] = ["distill", "heads"]
+    steps: PositiveInt = 20
+    tolerance: PositiveFloat = 1e-4  # largest difference of a step's loss, as a share of it
+    python: str | None = None  # interpreter for DeepSpeed's engines, where it is installed elsewhere; None: this one
+    seconds: PositiveInt = 600  # that one run may take
+
+
+class ResultsTableConfig(Settings):
+    """`scripts/bench/tables.py`: the tables of a document, made from the files of the benchmarks."""
+
+    document: str = "README.md"
+    results: str = "docs/results"  # folder with NAME.json for each `<!-- table: NAME -->`
+
+
+class BenchScaleConfig(Settings):
+    """`scripts/bench_scale.py`: several processes beside one, padding, and the time of checkpoints and of waiting for data."""
+
+    recipe: str = "configs/heads/eagle3.yaml"  # of `train/heads.py`
+    cache: str | None = "runs/heads/cache"  # of its data; None: the target runs on every batch
+    num_processes: PositiveInt = 2  # beside one; with batches of the recipe's size each, and sharing one
+    steps: PositiveInt = 24  # timed optimiser steps a run
+    warmup_steps: NonNegativeInt = 3  # before them
+    repeats: PositiveInt = 5  # runs of each side, in turns
+    # Steps between two checkpoints that docs/scaling.md advises, and that checkpoint_share is reckoned for: at 0.6 s a step the
+    # work of two minutes
+    checkpoint_every_steps: PositiveInt = 200
+    checkpoints: PositiveInt = 3  # timed a run
+    engines: bool = True  # add the rows of `scripts/bench/scale/engines.py`, where that is there
+    bootstrap_samples: PositiveInt = 2000
+    output: str = "docs/results/scale.json"
+
+
+class ScaleStepsConfig(Settings):
+    """`scripts/bench/scale/child.py`: optimiser steps of a recipe, timed in one of several processes."""
+
+    recipe: HeadsConfig = HeadsConfig()
+    steps: PositiveInt = 24
+    warmup_steps: NonNegativeInt = 3
+    checkpoints: NonNegativeInt = 0  # written and timed after the steps
+    watch_memory: bool = False  # sampled while the steps run, which slows them a little
+    result: str = "steps.json"  # written by the first process
+
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+# Engines that are run here, and those whose folders are only written and checked.
+RunEngine = Literal["vllm", "transformers", "llama_cpp"]
+CheckedEngine = Literal["sglang", "tensorrt_llm"]
+
+
+class ServeCase(Settings):
+    """A draft in an engine."""
+
+    artifact: str  # a folder written by train/distill.py or train/heads.py
+    engine: RunEngine | CheckedEngine | None  # None: no engine takes a draft of this kind, and the table says so
+    num_speculative_tokens: PositiveInt | None = None  # None: what the artifact says, of DFlash a whole block
+    # How many of the prompts that got the same tokens must have taken the same rounds and accepted drafts too. Below 1 because
+    # drafts that are nearly tied fall either way, and because an engine may depart from ours in a known detail. A draft that is
+    # exported wrong changes the counts of almost every prompt. Ask for 1.0 where they have been seen to be equal.
+    same_counts_share: Share = 0.6
+
+
+class ServeCheckConfig(Settings):
+    """`scripts/serve_check.py`: drafts in real engines, beside our decoder on the same prompts."""
+
+    cases: list[ServeCase] = []  # configs/serve/ has some
+    # Greedy answers are compared in float32, where near ties are rare; in bfloat16 more of them may differ.
+    target: TargetConfig = TargetConfig(dtype="float32", device="cpu")
+    prompts: str = "runs/heads/data/held_out.jsonl"  # conversations; the last of the file, which chose no checkpoint
+    num_prompts: Annotated[int, Field(ge=2)] = 12  # an interval over prompts needs two
+    max_new_tokens: Annotated[int, Field(ge=2)] = 64  # an answer ends there, or where plain decoding ends the text before
+    lossless: LosslessConfig = LosslessConfig()  # of it only tie_noise is read
+    # The engine's tokens per target step over ours, on the prompts that got the same tokens, may be so far from 1. Both sides
+    # count the same text, so chance has little part in it: hidden states taken one block off cost 6 %.
+    tau_tolerance: PositiveFloat = 0.02
+    bootstrap_samples: PositiveInt = 2000
+    threads: PositiveInt = 1  # of each engine; two busy OpenMP programs on the same cores slow each other down greatly
+    timeout_seconds: PositiveFloat = 1800.0  # for one run of an engine
+    environments: str = ".cache/venvs"  # where the engines' own environments are
+    output: str = "docs/results/serve.json"
+
+
+Setting = bool | int | float | str | None
+NAME = re.compile(r"[A-Za-z0-9_-]+")  # part of a folder's name
+# Keys of the recipe that the sweep sets itself, and where what is wanted of them is said.
+DECIDED = {
+    "loss": "give it under divergences",
+    "policy": "give it under policies",
+    "output": "give output of the sweep",
+    "schedule.resume": "a cell that was cut off begins anew, so that its time is all of it",
+}
+
+
+class SweptPolicy(PolicyConfig):
+    """A data policy, and the conversations for it where they are others than the recipe's."""
+
+    train: str | None = None  # e.g. answers of a data set; None: data.train of the recipe
+
+
+class SweepConfig(Settings):
+    """`scripts/sweep.py`: train a draft by each of several recipes, decode held-out prompts with it, and choose."""
+
+    distill: str = "configs/distill/demo.yaml"  # the recipe that all cells share
+    # changes to it for all cells, by dotted keys or in sections
+    settings: dict[str, Setting] = Field(default_factory=dict)
+    divergences: dict[str, LossConfig] = Field(default_factory=lambda: {"forward_kl": LossConfig()})
+    policies: dict[str, SweptPolicy] = Field(default_factory=lambda: {"target_answers": SweptPolicy()})
+    # cross: all pairs; axes: every divergence with the first policy, and every policy with the first divergence
+    cells: Literal["cross", "axes"] = "axes"
+    num_prompts: PositiveInt = 32  # held-out prompts decoded for tau, the last of the file: the first chose the draft
+    max_new_tokens: PositiveInt = 48
+    num_speculative_tokens: PositiveInt | None = None  # None: as in the recipe
+    batch_size: PositiveInt = 16  # prompts decoded together
+    temperatures: list[NonNegativeFloat] = Field(default_factory=lambda: [0.0, 1.0])
+    bootstrap_samples: PositiveInt = 10_000  # many: the verdict reads further out in the tails than the rows do
+    output: str = "runs/sweep"  # folder: sweep.json, cells/NAME/
+
+    @field_validator("settings", mode="before")
+    @classmethod
+    def _sections_become_dotted_keys(cls, value: Any) -> Any:
+        """Read `{schedule: {seed: 1}}`, which `--set settings.schedule.seed=1` gives as well, as `{schedule.seed: 1}`."""
+        return dict(_dotted(value)) if isinstance(value, dict) else value
+
+    @model_validator(mode="after")
+    def _settings_leave_the_sweep_its_part(self) -> Self:
+        for key in self.settings:
+            for decided, instead in DECIDED.items():
+                if f"{key}.".startswith(f"{decided}."):
+                    raise ValueError(f"settings.{key} is for the sweep to decide: {instead}")
+        return self
+
+    @model_validator(mode="after")
+    def _there_are_cells_with_names(self) -> Self:
+        for axis, names in (("divergences", self.divergences), ("policies", self.policies)):
+            if not names:
+                raise ValueError(f"{axis} is empty, so that there is no cell to train; give at least one by name")
+            for name in names:
+                if not NAME.fullmatch(name):
+                    raise ValueError(f"{axis} has the name {name!r}; expected letters, digits, - and _ only")
+        if not self.temperatures or len(set(self.temperatures)) != len(self.temperatures):
+            raise ValueError(f"temperatures must be at least one and each another, got {self.temperatures}")
+        return self
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """The cells as names of divergence and policy. The first, of both firsts, is what the others are compared with."""
+        if self.cells == "cross":
+            return list(product(self.divergences, self.policies))
+        divergences, policies = list(self.divergences), list(self.policies)
+        return [*product(divergences, policies[:1]), *product(divergences[:1], policies[1:])]
+
+
+def _dotted(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every value of nested sections under its dotted key.
+
+    Raises:
+        ValueError: a value is a list.
+    """
+    for name, value in section.items():
+        key = f"{above}{name}"
+        if isinstance(value, dict):
+            yield from _dotted(value, f"{key}.")
+            continue
+        if isinstance(value, list):
+            raise ValueError(f"{key} must be a single value, not a list; change it in the recipe's own file")
+        yield key, value

@@ -1,0 +1,160 @@
+"""A target on another machine, behind an OpenAI-compatible API: where it is, and how it is to be asked. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, model_validator
+
+from configs.schema.base import Dtype, NonNegativeInt, PositiveFloat, PositiveInt, Settings, Share
+from configs.schema.decoding import SamplingConfig
+from configs.schema.target import TargetConfig
+
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+class ServerConfig(Settings):
+    """A server that is asked for the target's log-probabilities, by token id."""
+
+    url: str  # of the API, such as http://host:8000/v1
+    model: str  # what the server calls the target
+    api_key_variable: str | None = None  # name of the environment variable that holds the key
+    concurrency: PositiveInt = 8  # requests under way at one time, a process
+    timeout_seconds: PositiveFloat = 120.0  # of one request
+    retries: NonNegativeInt = 5  # further attempts after a failed connection, a timeout, 429 or 5xx
+    # Nats: how far the log-probabilities of the server's likeliest tokens may lie from the target's, on average over a few
+    # positions. SmolLM2 in vLLM was 0.01 to 0.03 off in bfloat16, rounded to 8 bits 0.03 to 0.07, to 4 bits 0.2 to 0.7.
+    probe_tolerance: PositiveFloat = 0.1
+
+    @model_validator(mode="after")
+    def _url_is_plain(self) -> Self:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+            raise ValueError("url must be that of an API, such as http://host:8000/v1")
+        # The url is written beside what the server gave; what is secret stays out of it, and out of this sentence.
+        if parts.username or parts.password or parts.query or parts.fragment:
+            raise ValueError("url must hold no user, password or query; name the variable with the key in api_key_variable")
+        return self
+
+    @model_validator(mode="after")
+    def _the_key_is_named_and_not_given(self) -> Self:
+        if self.api_key_variable is not None and not VARIABLE.fullmatch(self.api_key_variable):
+            # What stands there may be the key itself, and is not repeated.
+            raise ValueError("api_key_variable must be the name of an environment variable, such as SERVER_KEY, not the key")
+        return self
+
+
+class AnswerServerConfig(ServerConfig):
+    """A server that is asked for the target's answers."""
+
+    # token_ids: the server says which tokens it wrote (vLLM: return_token_ids). text: it returns text only, which is encoded
+    # anew; the tokens may then be others than those written.
+    answers_as: Literal["token_ids", "text"] = "token_ids"
+    # text: an answer whose tokens, encoded anew, have another text or another number than the server says is dropped and
+    # counted, or ends the run.
+    on_other_tokens: Literal["drop", "refuse"] = "drop"
+    failures_in_a_row: PositiveInt = 5  # so many prompts given up one after the other, each after all its retries, end the run
+
+
+# --- data ---------------------------------------------------------------------------------------------------------
+
+
+class PromptsConfig(Settings):
+    """Where prompts come from: the target itself, a JSONL file, or a `datasets` data set."""
+
+    source: Literal["self_seeded", "file", "dataset"] = "self_seeded"
+    num_prompts: PositiveInt = 500
+    path: str | None = None  # file: JSONL with `turns` or `messages`; dataset: a Hub id or a local folder
+    subset: str | None = None  # dataset: configuration name
+    split: str = "train"  # dataset
+    field: str = "prompt"  # dataset: the column with the prompt (text, or chat messages)
+    category: str = "self_seeded"  # given to prompts that bring none
+    max_prompt_tokens: PositiveInt = 96  # self_seeded: a turn that has not ended by then is thrown away
+    temperature: PositiveFloat = 1.0  # self_seeded
+    top_p: Annotated[float, Field(gt=0, le=1)] = 0.95  # self_seeded
+
+    @model_validator(mode="after")
+    def _path_goes_with_source(self) -> Self:
+        if (self.source == "self_seeded") == (self.path is not None):
+            raise ValueError("path is needed for source 'file' and 'dataset', and only there")
+        return self
+
+
+class AnswersConfig(SamplingConfig):
+    """Who writes the answers, and how the target does."""
+
+    # dataset: the assistant message that a prompt's chat ends with is kept, as text from a writer other than the target
+    # server: the target, run by the server that `server` describes
+    written_by: Literal["target", "server", "dataset"] = "target"
+    max_new_tokens: PositiveInt = 128  # longer answers are cut off
+    batch_size: PositiveInt = 32  # of the local target
+
+
+class DataConfig(Settings):
+    """`scripts/make_data.py`: prompts, answered by the target, split into train and held-out."""
+
+    target: TargetConfig = TargetConfig()
+    prompts: PromptsConfig = PromptsConfig()
+    answers: AnswersConfig = AnswersConfig()
+    server: AnswerServerConfig | None = None  # answers.written_by server; self-seeded prompts are then its own too
+    held_out_share: Share = 0.1  # decided by a hash of the prompt, so that it never moves between runs
+    seed: NonNegativeInt = 0
+    output: str = "runs/data"  # folder: train.jsonl, held_out.jsonl, manifest.json
+
+    @model_validator(mode="after")
+    def _answers_come_with_prompts(self) -> Self:
+        if self.answers.written_by == "dataset" and self.prompts.source == "self_seeded":
+            raise ValueError(
+                "answers.written_by 'dataset' needs prompts that bring answers, and prompts.source 'self_seeded' brings none: "
+                "give source 'file' or 'dataset'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _servers_are_asked_for_answers(self) -> Self:
+        if (self.answers.written_by == "server") != (self.server is not None):
+            raise ValueError(
+                "answers.written_by 'server' and a section server (url, model) go together: "
+                f"got written_by '{self.answers.written_by}' {'without' if self.server is None else 'with'} a server"
+            )
+        if self.server is not None and self.server.answers_as == "text" and self.prompts.source == "self_seeded":
+            raise ValueError(
+                "server.answers_as 'text' cannot write self-seeded prompts, whose end only token ids show: give "
+                "prompts.source 'file' or 'dataset', or a server that answers with token ids"
+            )
+        return self
+
+
+class CacheConfig(Settings):
+    """`scripts/make_cache.py`: what the target says about training conversations, computed once and kept."""
+
+    target: TargetConfig = TargetConfig()
+    data: str = "runs/data/train.jsonl"
+    max_length: PositiveInt = 512  # tokens; longer conversations are cut at the end. Training may cut shorter, not longer
+    kind: Literal["last_hidden", "top_k"] = "last_hidden"  # top_k is smaller and only approximates the distribution
+    k: PositiveInt = 32  # top_k: how many of the likeliest tokens are kept at each position
+    # last_hidden, for heads: the states after these blocks too (h_0 is the embedding output), all at every position and not
+    # only before labels. [] for heads that read the final state alone; None: a cache for distillation
+    taps: list[NonNegativeInt] | None = None
+    dtype: Dtype | None = None  # None: bfloat16 for hidden states, float16 for log-probabilities
+    batch_size: PositiveInt = 8
+    chunk_size: PositiveInt = 128  # top_k, taps: positions whose logits live at one time
+    shard_megabytes: PositiveFloat = 64.0  # size of a file; a cut-off run loses the files under way
+    server: ServerConfig | None = None  # top_k: asked instead of the local target, which then only checks the server
+    output: str = "runs/cache"  # folder: manifest.json, shard-00000.safetensors, ...
+
+    @model_validator(mode="after")
+    def _servers_give_log_probabilities_only(self) -> Self:
+        if self.server is not None and self.kind != "top_k":
+            raise ValueError(f"kind must be top_k with a server, which hands out no hidden states, got {self.kind}")
+        return self
+
+    @model_validator(mode="after")
+    def _taps_are_hidden_states(self) -> Self:
+        if self.taps is not None and self.kind != "last_hidden":
+            raise ValueError(f"kind must be last_hidden with taps, got {self.kind}")
+        if self.taps is not None and sorted(set(self.taps)) != self.taps:
+            raise ValueError(f"taps must rise and name each state once, got {self.taps}")
+        return self

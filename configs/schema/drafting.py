@@ -1,0 +1,143 @@
+"""When a draft stops before `num_speculative_tokens`: the settings of the rules in `heads.proposers.draft_length`. Imports no
+torch.
+
+The confidence of a distribution is its largest probability. Distributions are looked at as they are drawn from, at
+temperature 1 where decoding is greedy.
+
+
+The shape of a proposal that is a tree: several candidates for a position, of which the target may take any.
+
+Imports no torch; what the settings do is in `heads.sampling.token_tree` and `heads.proposers.tree_builder`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from configs.schema.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings, Share
+
+Path = tuple[int, ...]
+Candidates = Literal["without_replacement", "with_replacement", "k_seq", "top_k"]
+
+
+class StaticTree(Settings):
+    """The same tree in every round: a drafted token is named by the ranks that lead to it, `[0, 2]` being the third child of
+    the first. Give the tokens, or how many children each token of a depth has. `eval.cost.tree_shapes` finds good ones."""
+
+    kind: Literal["static"]
+    paths: list[list[NonNegativeInt]] | None = None
+    branching: list[PositiveInt] | None = None  # [3, 2]: three tokens at depth 1, two below each of them
+    # At a temperature above 0, how siblings come from the draft's distribution, and with that the rule that judges them
+    # (`eval.decoder.tree_rules`): drawn one after the other, each from what is left; drawn independently, with recursive
+    # rejection or SpecTr's k-SEQ; or the likeliest, held against draws of the target's own. None: without_replacement, but
+    # top_k where `verification` is match or typical acceptance takes the likeliest.
+    candidates: Candidates | None = None
+
+    @model_validator(mode="after")
+    def _is_a_tree(self) -> Self:
+        if (self.paths is None) == (self.branching is None):
+            raise ValueError("give exactly one of paths and branching")
+        if self.paths is not None:
+            check_paths(self.paths)
+        elif not self.branching:
+            raise ValueError("branching must name at least one depth, such as [2, 1]")
+        return self
+
+    def all_paths(self) -> list[Path]:
+        """Return every token's path, parents before children and siblings in their order."""
+        if self.paths is not None:
+            return sorted((tuple(path) for path in self.paths), key=lambda path: (len(path), path))
+        counts = self.branching or []
+        levels = (itertools.product(*map(range, counts[:depth])) for depth in range(1, len(counts) + 1))
+        return [path for level in levels for path in level]
+
+    @property
+    def depth(self) -> int:
+        """The longest way down."""
+        return max(map(len, self.paths or [])) if self.branching is None else len(self.branching)
+
+
+class DynamicTree(Settings):
+    """A tree grown anew in each round, where the draft is sure (EAGLE-2). Its depth is `num_speculative_tokens`."""
+
+    kind: Literal["dynamic"]
+    num_nodes: PositiveInt = 16  # drafted tokens that the target judges in a round
+    width: PositiveInt = 4  # tokens of a depth that are continued, and candidates for what follows each of them
+
+
+TreeConfig = Annotated[StaticTree | DynamicTree | None, Field(discriminator="kind")]
+
+
+def check_paths(paths: Sequence[Sequence[int]]) -> None:
+    """Refuse a list of paths that is no tree.
+
+    Raises:
+        ValueError: it is empty, names a token twice, or leaves out a parent or an earlier sibling of one.
+    """
+    known = {tuple(path) for path in paths}
+    if not known or () in known:
+        raise ValueError("paths must name at least one token, and none by an empty path, which would be the pending token")
+    if len(known) < len(paths):
+        raise ValueError("paths must name each token once")
+    for path in sorted(known):
+        if path[:-1] and path[:-1] not in known:
+            raise ValueError(f"paths is no tree: {list(path)} is there, its parent {list(path[:-1])} is not")
+        if path[-1] > 0 and (*path[:-1], path[-1] - 1) not in known:
+            before = [*path[:-1], path[-1] - 1]
+            raise ValueError(f"paths must take siblings in their order: {list(path)} is there, {before} is not")
+
+
+class ConfidenceStopping(Settings):
+    """The token drawn from a distribution less confident than this is the round's last."""
+
+    rule: Literal["confidence"]
+    threshold: Share = 0.4
+
+
+class EntropyStopping(Settings):
+    """The token drawn from a distribution of more entropy than this is the round's last."""
+
+    rule: Literal["entropy"]
+    threshold: NonNegativeFloat = 2.0  # nats
+
+
+class CalibrationPoint(Settings):
+    """How often drafts from distributions of this confidence are accepted, where the drafts before them were."""
+
+    confidence: Share
+    acceptance: Share
+
+
+class CostStopping(Settings):
+    """Go on while the tokens to be expected are worth the time. `eval.cost.draft_length.fit_stopping` fills this in."""
+
+    rule: Literal["cost"]
+    draft_step_milliseconds: NonNegativeFloat  # of one more draft; 0 for a head that drafts all in one forward
+    target_step_milliseconds: list[PositiveFloat]  # of 1, 2, ... rows: at least num_speculative_tokens + 1 entries
+    round_milliseconds: NonNegativeFloat = 0.0  # of what a round does besides
+    # Straight lines between the points, level beyond the outer ones. By default a confidence is taken at its word.
+    calibration: list[CalibrationPoint] = Field(
+        default_factory=lambda: [CalibrationPoint(confidence=end, acceptance=end) for end in (0.0, 1.0)]
+    )
+    acceptance: Annotated[float, Field(ge=0, lt=1)] = 0.6  # expected of a draft whose distribution is not known yet
+    tokens_per_second: PositiveFloat | None = None  # what time is worth; None: the best fixed length's, at that acceptance
+
+    @model_validator(mode="after")
+    def _calibration_rises(self) -> Self:
+        if not self.calibration:
+            raise ValueError("calibration needs at least one point")
+        for one, other in pairwise(self.calibration):
+            if other.confidence <= one.confidence or other.acceptance < one.acceptance:
+                raise ValueError(
+                    "calibration must rise in confidence and not fall in acceptance, got "
+                    f"{other.confidence:g}: {other.acceptance:g} after {one.confidence:g}: {one.acceptance:g}"
+                )
+        return self
+
+
+StoppingConfig = Annotated[ConfidenceStopping | EntropyStopping | CostStopping | None, Field(discriminator="rule")]

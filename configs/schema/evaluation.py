@@ -1,0 +1,262 @@
+"""What `eval/run.py`, `eval/compare.py` and `eval/gate.py` may be told: prompts, proofs, thresholds. Imports no torch.
+
+What the answers of an evaluation are judged by, beside their speed. Imports no torch.
+
+Speculative decoding that is lossless changes no answer's worth; a lossy mode may, and is refused without a judge.
+
+
+The cost model's settings: which rounds are timed (`eval.cost.timing_sweep`), and what is asked of it. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from configs.schema.base import NonNegativeInt, PositiveInt, Settings, Share
+from configs.schema.decoding import DecodeConfig
+from configs.schema.target import TargetConfig
+
+
+class QualityConfig(Settings):
+    """Score plain and speculative answers to the same prompts, and compare them prompt by prompt."""
+
+    perplexity: bool = True  # of the answers, under the target's own distribution at temperature 1
+    # gsm8k: the last number of an answer, or the one it marks as final, equals the reference's. Every prompt needs a reference.
+    exact_match: Literal["gsm8k"] | None = None
+    # Functions of your own, as package.module.function: (prompt, answer, reference or None) -> number, larger is better.
+    # Importable from the checkout's root, from PYTHONPATH, or installed.
+    scorers: list[str] = []
+
+    @field_validator("scorers")
+    @classmethod
+    def _are_dotted_and_different(cls, paths: list[str]) -> list[str]:
+        for path in paths:
+            if "." not in path or not all(part.isidentifier() for part in path.split(".")):
+                raise ValueError(f"a scorer is named as package.module.function, got {path!r}")
+        if len(set(paths)) < len(paths):
+            raise ValueError(
+                f"scorers are listed twice: {', '.join(sorted({each for each in paths if paths.count(each) > 1}))}"
+            )
+        return paths
+
+    @model_validator(mode="after")
+    def _judges_something(self) -> Self:
+        if not self.perplexity and self.exact_match is None and not self.scorers:
+            raise ValueError("quality judges nothing: turn perplexity on, or give exact_match or scorers; null turns it off")
+        return self
+
+
+def refuse_unjudged_loss(lossy: str | None, quality: QualityConfig | None) -> None:
+    """Refuse a way of decoding that changes answers on purpose where nothing says what they are worth afterwards.
+
+    Args:
+        lossy: the kind of such a way; None: decoding is lossless.
+        quality: the judges.
+
+    Raises:
+        ValueError: they are off.
+    """
+    if lossy is not None and quality is None:
+        raise ValueError(
+            f"decode.lossy {lossy} changes answers, and nothing judges them: set quality (quality.perplexity=true or more), or "
+            "decode.lossy to null"
+        )
+
+
+class CostConfig(Settings):
+    """A timing sweep: every number of drafts at each batch size in the first context, and at each context in the first batch.
+
+    What a round of other sizes takes is interpolated, and beyond the largest follows a fit. About half a minute with
+    SmolLM2-135M on two cores; `repeats: 1` takes a third of it.
+    """
+
+    num_speculative_tokens: PositiveInt = 8  # 1 to this many, or as many as the draft can
+    batch_sizes: list[PositiveInt] = Field(default=[1, 8], min_length=1)
+    context_tokens: list[Annotated[int, Field(ge=8)]] = Field(default=[128, 512], min_length=1)
+    repeats: PositiveInt = 3
+
+    @model_validator(mode="after")
+    def _sizes_rise(self) -> Self:
+        for name in ("batch_sizes", "context_tokens"):
+            sizes = getattr(self, name)
+            if sorted(set(sizes)) != sizes:
+                raise ValueError(f"{name} must rise and name each size once, got {sizes}")
+        return self
+
+
+class PredictConfig(Settings):
+    """`eval/predict.py`: what another machine would make of a report's draft."""
+
+    batch_sizes: list[PositiveInt] = Field(default=[1, 4, 16, 64, 256], min_length=1)
+    context_tokens: PositiveInt | None = None  # None: as long as in the report
+
+
+class SuiteConfig(Settings):
+    """Prompts to evaluate on: a JSONL file, or a `datasets` data set. `eval/suites/README.md` says what the formats are."""
+
+    path: str = "eval/suites/house64.jsonl"  # a file; a data set's folder or Hub id (owner/name)
+    format: Literal["auto", "turns", "messages", "humaneval", "gsm8k", "column"] = "auto"  # auto: told from the first row
+    column: str | None = None  # format column: where the prompt stands, as a text, a list of turns or chat messages
+    subset: str | None = None  # data set: configuration name
+    split: str = "test"  # data set
+    num_prompts: PositiveInt | None = None  # None: all; otherwise spread evenly over the categories
+    max_turns: PositiveInt | None = None  # None: all; the report warns of those left out
+
+    @model_validator(mode="after")
+    def _column_goes_with_its_format(self) -> Self:
+        if self.column is not None and self.format not in ("auto", "column"):
+            raise ValueError(f"column is for format 'column' only, got format {self.format!r}: leave one of the two out")
+        if self.column is None and self.format == "column":
+            raise ValueError("column is needed with format 'column': name the one that holds the prompts")
+        return self
+
+
+class LosslessConfig(Settings):
+    """When a difference from plain decoding counts as a numerical tie, and how samples are tested against the target's
+    distribution."""
+
+    # Largest gap between the two tokens' logits, in multiples of the rounding error measured at that position: either token
+    # may be off by one error. On SmolLM2 in bf16 the largest gap seen among 51 differences was 1.2 errors.
+    tie_noise: Annotated[float, Field(ge=0, le=10)] = 2.0
+    check_float32_prompts: NonNegativeInt = 2  # prompts decoded once more in float32, where both runs must be equal
+    # At temperature > 0: how often a lossless decoder may fail the statistical tests. None: only the rule is proved.
+    false_alarm_rate: Annotated[float, Field(gt=0, lt=1)] | None = 0.01
+    # Samples of one text whose first tokens are counted; 0: that test is off. 10 s of one core with SmolLM2-135M.
+    first_token_samples: NonNegativeInt = 512
+
+
+FreeDraft = Literal["prompt_lookup", "suffix_lookup", "self_speculation"]  # ways of drafting that need no training
+
+
+class EvalConfig(Settings):
+    """`eval/run.py`: decode with a draft, compare with plain decoding, write the report."""
+
+    target: TargetConfig = TargetConfig()
+    # An artifact: a folder, or owner/name[@revision] on the Hub. Or a list of them, whose candidates are merged into one tree
+    # in the order of the list
+    draft: str | list[str] = "runs/distill/artifact"
+    draft_device: str | None = None  # of draft LMs, such as cuda:1; None: the target's. Not yet run on two devices
+    allow_target_mismatch: bool = False
+    suite: SuiteConfig = SuiteConfig()
+    decode: DecodeConfig = DecodeConfig()
+    repeats: PositiveInt = 2  # interleaved: plain, speculative, baselines, plain, ...
+    warmup_prompts: NonNegativeInt = 1
+    baselines: list[FreeDraft] = ["prompt_lookup"]  # measured beside the draft (`eval.measure.proposers`)
+    self_speculation_layers: PositiveInt | None = None  # of the target's blocks, for that baseline; None: a quarter of them
+    lossless: LosslessConfig = LosslessConfig()
+    cost: CostConfig | None = None  # a timing sweep, from which the speed at other settings is predicted; None: no prediction
+    quality: QualityConfig | None = None  # what answers are worth, with and without the draft; a lossy mode needs it
+    # Acceptance by position, drawn at these rates instead of judged, the last one holding beyond: the speed of a draft that is
+    # not there yet. The report says that it is simulated, and no gate takes it. None: nothing is made up
+    simulate_acceptance: Annotated[list[Share], Field(min_length=1)] | None = None
+    energy: bool = False  # joules per token, by the machine's own counters where they can be read
+    bootstrap_samples: PositiveInt = 2000
+    previous_report: str | None = None  # of the draft before, shown beside this one on the page; the gate takes --baseline
+    output: str = "runs/eval"  # folder: report.json, report.html, report.md, records.jsonl
+
+    @model_validator(mode="after")
+    def _lossy_answers_are_judged(self) -> Self:
+        refuse_unjudged_loss(None if self.decode.lossy is None else self.decode.lossy.kind, self.quality)
+        return self
+
+    @property
+    def drafts(self) -> list[str]:
+        """The artifact folders that `draft` names."""
+        return [self.draft] if isinstance(self.draft, str) else self.draft
+
+    @field_validator("draft", mode="before")
+    @classmethod
+    def _draft_is_named_by_text(cls, value: Any) -> Any:
+        """Say in one sentence what pydantic would say once for each form that a draft may have."""
+        if not all(isinstance(each, str) for each in (value if isinstance(value, list) else [value])):
+            raise ValueError(f"expected an artifact folder or a list of them, got {value!r}")
+        return value
+
+    @model_validator(mode="after")
+    def _several_drafts_can_be_merged(self) -> Self:
+        if not self.drafts:
+            raise ValueError("draft names no artifact folder: give one, or a list of several")
+        if len(set(self.drafts)) < len(self.drafts):
+            raise ValueError(f"draft names the same folder twice, got {self.drafts}; a draft adds nothing to itself")
+        if len(self.drafts) == 1:
+            return self
+        if self.decode.tree is None or self.decode.num_speculative_tokens == 0:
+            raise ValueError(
+                "several drafts are merged into a tree: set decode.tree, for instance to a static one with branching "
+                "[1, 1, 1], and decode.num_speculative_tokens to at least its depth"
+            )
+        if self.decode.draws:
+            raise ValueError(
+                f"tokens of several drafts cannot be drawn from one distribution, as rule {self.decode.rule} asks for: set "
+                "decode.verification to match, or decode.temperature to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _chains_are_simulated(self) -> Self:
+        if self.simulate_acceptance is not None and (self.decode.tree is not None or self.decode.lossy is not None):
+            raise ValueError("simulate_acceptance is for lossless chains: set decode.tree and decode.lossy to null, or it")
+        return self
+
+    @model_validator(mode="after")
+    def _all_energy_is_counted(self) -> Self:
+        if self.energy and self.draft_device is not None:
+            raise ValueError("energy is read of the target's device only: set draft_device to null, or energy to false")
+        return self
+
+    @model_validator(mode="after")
+    def _baselines_are_named_once(self) -> Self:
+        if len(set(self.baselines)) < len(self.baselines):
+            raise ValueError(f"baselines must name each way once, got {self.baselines}")
+        return self
+
+    @model_validator(mode="after")
+    def _costs_are_those_of_whole_chains(self) -> Self:
+        if self.cost is not None and (self.decode.tree is not None or self.decode.stopping is not None):
+            name = "tree" if self.decode.tree is not None else "stopping"
+            raise ValueError(f"cost predicts chains of a fixed length only: set it to null, or decode.{name} to null")
+        if self.cost is not None and self.decode.rule == "smc":
+            raise ValueError("cost predicts rounds of verification, which lossy smc has none of: set one of the two to null")
+        return self
+
+
+class CompareConfig(Settings):
+    """`eval/compare.py`: several reports side by side."""
+
+    may_differ_in: list[Literal["target", "suite"]] = []  # what the reports are of; refused unless named here
+    output: str = "runs/comparison.html"
+
+
+class GateRule(Settings):
+    """One threshold on one number of the report, named by its dotted path, e.g. `acceptance.tokens_per_target_step`.
+
+    `by_category.*.acceptance.tokens_per_target_step` holds every category of the report to the same threshold.
+    """
+
+    metric: str
+    min: float | None = None
+    max: float | None = None
+    bound: Literal["point", "confidence"] = "confidence"  # confidence: the interval must clear the threshold
+    relative_to_baseline: bool = False  # the threshold is a ratio to the same metric in the baseline report
+
+    @model_validator(mode="after")
+    def _has_a_threshold(self) -> Self:
+        if (self.min is None) == (self.max is None):
+            raise ValueError("give exactly one of min and max")
+        return self
+
+
+class GateConfig(Settings):
+    """`eval/gate.py`: what a report must show before its draft may be released."""
+
+    rules: list[GateRule] = []
+    lossless: list[Literal["lossless", "lossless_up_to_ties", "lossy_by_design"]] = ["lossless", "lossless_up_to_ties"]
+    min_prompts: PositiveInt = 1
+    # Ways to decode that need no training, measured in the same run: both tau and speed must lie above theirs
+    must_beat: list[FreeDraft] = []
+    suite_sha256: str | None = None  # what the report's prompts must hash to (its prompts.sha256)
+    allow_target_mismatch: bool = False  # the draft may have been made for other weights than those it was measured with
+    # What a baseline report may have been made with otherwise. Target and prompts are never in question.
+    baseline_may_differ_in: list[Literal["num_speculative_tokens", "decode", "machine"]] = []

@@ -1,0 +1,207 @@
+"""The head families: what each is made of. A family is one class here and one file in `heads/`. Imports no torch.
+
+Fields that several families share mean the same in each. Depths count future tokens from 1; the loss weighs depth k with
+`depth_decay ** (k - 1)`.
+
+
+Sizes of a head's own layers, where they are not those of the target's blocks. Imports no torch.
+
+A head that is trained here takes over the sizes of the target's blocks. One that another program trained may have its own, and
+keeps them in its artifact under `layer`. The width is always the target's, whose states and embedding the layers read.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from configs.schema.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings
+
+
+class LayerSettings(Settings):
+    """Sizes of draft layers; None: as the target's blocks have it."""
+
+    mlp_width: PositiveInt | None = None
+    num_heads: PositiveInt | None = None
+    num_key_value_heads: PositiveInt | None = None
+    head_width: PositiveInt | None = None
+    norm_epsilon: PositiveFloat | None = None
+    rope_theta: PositiveFloat | None = None
+    # How rotary frequencies are scaled (llama3, yarn, linear), in the keys of transformers' `rope_parameters`; None: not.
+    rope_scaling: dict[str, Any] | None = None
+    max_positions: PositiveInt | None = None
+
+
+Decay = Annotated[float, Field(gt=0, le=1)]
+
+
+class HeadSettings(Settings):
+    """What every family has."""
+
+    draft_vocab_size: PositiveInt | None = None  # the head says only so many tokens, the answers' most frequent; None: all
+    train_head: bool = False  # learn the rows of the output head too; they start as the target's
+    depth_decay: Decay = 0.8
+
+    @property
+    def longest_draft(self) -> int | None:
+        """How many tokens the head can draft in a round; None: as many as it is asked for."""
+        return None
+
+
+class TappedSettings(HeadSettings):
+    """A family that reads the residual stream after some of the target's blocks."""
+
+    taps: list[NonNegativeInt] | None = None  # h_0 is the embedding output, h_i the state after block i; None: low, mid, high
+    tap_noise: NonNegativeFloat = 0.0  # training: uniform noise of this half-width, in units of each tap's root mean square
+    layer: LayerSettings | None = None  # sizes of the head's layers; None: those of the target's blocks
+
+    @model_validator(mode="after")
+    def _taps_rise(self) -> Self:
+        if self.taps is not None and (not self.taps or sorted(set(self.taps)) != self.taps):
+            raise ValueError(f"taps must rise and name each state once, got {self.taps}")
+        return self
+
+
+class MedusaSettings(HeadSettings):
+    """Independent residual heads on the final state (Cai et al. 2024, arXiv 2401.10774)."""
+
+    kind: Literal["medusa"]
+    num_depths: PositiveInt = 4
+    num_layers: PositiveInt = 1  # residual blocks a head, no weights shared
+    own_output_heads: bool = False  # an output head for each depth, in place of one for all; needs train_head
+
+    @property
+    def longest_draft(self) -> int:
+        """A token a head."""
+        return self.num_depths
+
+    @model_validator(mode="after")
+    def _own_output_heads_are_trained(self) -> Self:
+        if self.own_output_heads and not self.train_head:
+            raise ValueError(
+                "own_output_heads without train_head would be so many copies of the target's head: set train_head to true, or "
+                "own_output_heads to false"
+            )
+        return self
+
+
+class HydraSettings(HeadSettings):
+    """Medusa's heads, each reading the tokens drafted before it (Ankner et al. 2024, arXiv 2402.05109)."""
+
+    kind: Literal["hydra"]
+    num_depths: PositiveInt = 4
+    num_layers: PositiveInt = 1  # residual blocks after the one that joins state and embeddings
+    prefix_attention: bool = False  # Hydra++: a decoder layer over the final states first
+    prefix_norm: bool | None = None  # an RMS norm after that layer, as the published heads have
+    own_output_heads: bool | None = None  # an output head with a bias for each depth, as published; needs train_head
+    layer: LayerSettings | None = None  # sizes of the prefix layer; None: those of the target's blocks
+
+    @property
+    def longest_draft(self) -> int:
+        """A token a head."""
+        return self.num_depths
+
+    @model_validator(mode="after")
+    def _options_belong_together(self) -> Self:
+        if self.own_output_heads and (not self.train_head or self.draft_vocab_size is not None):
+            raise ValueError("own_output_heads needs train_head true and draft_vocab_size null: such heads say every token")
+        if self.prefix_norm and not self.prefix_attention:
+            raise ValueError("prefix_norm norms what the prefix layer puts out: set prefix_attention to true, or leave it out")
+        return self
+
+
+class EagleSettings(TappedSettings):
+    """Layers over fused taps and the next token's embedding: EAGLE-3 and P-EAGLE."""
+
+    num_layers: PositiveInt = 1
+    num_depths: PositiveInt = 4
+    norm_taps: bool = False  # an RMS norm of each tap before they are joined
+    norm_joined_taps: bool | None = None  # an RMS norm of all taps as one vector (speculators' norm_before_fc)
+    own_embedding: bool | None = None  # an embedding of the head's own, which starts as the target's
+    norm_before_residual: bool = False  # the residual starts from the normed feature
+    init_block: NonNegativeInt | None = None  # start attention output and MLP from this block of the target, counted from 0
+
+    @model_validator(mode="after")
+    def _one_norm_of_taps(self) -> Self:
+        if self.norm_taps and self.norm_joined_taps:
+            raise ValueError("norm_taps and norm_joined_taps exclude each other: taps are normed each or as one vector")
+        return self
+
+
+class Eagle3Settings(EagleSettings):
+    """Layers unrolled over their own states (Li et al. 2025, arXiv 2503.01840)."""
+
+    kind: Literal["eagle3"]
+    num_depths: PositiveInt = 4  # steps unrolled in training, each fed the one before ("training-time test")
+    norm_feedback: bool = False  # the state fed back is the normed one
+
+
+class MtpSettings(HeadSettings):
+    """Next-token embedding and final state, joined and led through a block of the target's own family (DeepSeek-V3)."""
+
+    kind: Literal["mtp"]
+    num_depths: PositiveInt = 4  # depths trained
+    shared_depths: bool = True  # one module applied again and again; false: a module for each depth
+    concat_order: Literal["embedding_first", "hidden_first"] = "embedding_first"
+    reads: Literal["post_norm", "pre_norm"] = "post_norm"  # the target's last state after its final norm, or (MiMo) before it
+    init_block: NonNegativeInt | None = None  # start the block from this one of the target's; None: the last one
+    init: Literal["scratch", "checkpoint"] = "scratch"  # checkpoint: the MTP weights in the target's own folder
+
+    @property
+    def longest_draft(self) -> int | None:
+        """A token a module, or as many as asked for of one that is applied again and again."""
+        return None if self.shared_depths else self.num_depths
+
+    @model_validator(mode="after")
+    def _one_start(self) -> Self:
+        if self.init == "checkpoint" and self.init_block is not None:
+            raise ValueError(f"init_block {self.init_block} would be overwritten by init checkpoint: leave one of the two out")
+        return self
+
+
+class PEagleSettings(EagleSettings):
+    """EAGLE-3's layers, which say all depths in one forward (P-EAGLE)."""
+
+    kind: Literal["peagle"]
+    num_layers: PositiveInt = 4
+    num_depths: PositiveInt = 8
+    keep_share: Decay = 0.7  # depth d + 1 is trained on this share of the origins that depth d is trained on, drawn anew
+    min_keep_share: Decay = 0.2  # ... but not on fewer than this share of all
+    mask_token_id: NonNegativeInt | None = None  # None: the padding or the first end-of-text id
+
+    @property
+    def longest_draft(self) -> int:
+        """The depths it was trained on."""
+        return self.num_depths
+
+
+class DFlashSettings(TappedSettings):
+    """A block filled in one forward, with the target's context as keys and values (DFlash, arXiv 2602.06036)."""
+
+    kind: Literal["dflash"]
+    num_layers: PositiveInt = 2
+    block_size: Annotated[int, Field(ge=2)] = 8  # the pending token and block_size - 1 drafts
+    num_anchors: PositiveInt = 64  # blocks a conversation and step, drawn at random
+    position_decay: PositiveFloat = 4.0  # slot s weighs exp(-(s - 1) / position_decay)
+    depth_decay: Annotated[float, Field(ge=1, le=1)] = 1.0  # fixed: position_decay says what a slot weighs
+    mask_token_id: NonNegativeInt | None = None  # None: the padding or the first end-of-text id
+
+    @property
+    def longest_draft(self) -> int:
+        """The slots after the pending token's."""
+        return self.block_size - 1
+
+
+class DSparkSettings(DFlashSettings):
+    """DFlash with a low-rank Markov bias and a confidence head."""
+
+    kind: Literal["dspark"]  # type: ignore[assignment]
+    markov_rank: PositiveInt = 128
+    confidence_weight: NonNegativeFloat = 1.0  # of the confidence head's loss
+
+
+HeadConfig = Annotated[
+    MedusaSettings | HydraSettings | Eagle3Settings | MtpSettings | PEagleSettings | DFlashSettings | DSparkSettings,
+    Field(discriminator="kind"),
+]

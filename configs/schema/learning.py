@@ -1,0 +1,199 @@
+"""Whose answers a draft is trained on: the data set's rows as they stand, or in part written anew by the draft itself.
+
+Imports no torch; what the settings do is in `distill.student.on_policy`.
+
+
+How a draft learns: what it is before training, the divergence from the target, the optimiser. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Any, Literal, Self, get_args
+
+from pydantic import Field, model_validator
+
+from configs.schema.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings, Share
+
+
+class LoraSettings(Settings):
+    """Low-rank adapters on the initial draft, trained in place of its weights and merged into them in the artifact."""
+
+    rank: PositiveInt = 16
+    alpha: PositiveInt = 32  # the adapters' output is scaled by alpha / rank
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    target_modules: list[str] | None = None  # names of linear layers, e.g. [q_proj, v_proj]; None: all but the head
+
+
+def _default_layers(student: dict[str, Any]) -> list[int] | None:
+    """Keep the first four blocks, where nothing else is said; on SmolLM2 they draft better than the first and last two."""
+    return [0, 1, 2, 3] if student.get("init") == "target_layers" and student.get("layer_choice") is None else None
+
+
+class StudentConfig(Settings):
+    """The draft before training: the target with layers kept, any smaller model, or a fresh one."""
+
+    init: Literal["target_layers", "model", "config", "fresh"] = "target_layers"
+    # target_layers: how the kept blocks are chosen, and how many; or a list of them, in order
+    layer_choice: Literal["first", "last", "spread", "searched"] | None = None
+    num_layers: PositiveInt | None = None
+    search_trials: PositiveInt = 32  # searched: drafts tried, each a forward over the calibration conversations
+    search_conversations: PositiveInt = 16  # searched: training conversations that acceptance is measured on
+    layers: list[NonNegativeInt] | None = Field(default_factory=_default_layers)
+    path: str | None = None  # model: folder or Hub id; config: folder with a config.json
+    # fresh: what differs from the target's own config, e.g. {num_hidden_layers: 4, hidden_size: 256}
+    overrides: dict[str, bool | int | float | str] | None = None
+    # A tied embedding is the largest part of a small draft: frozen by default, unless random (config, fresh).
+    train_embeddings: bool = False
+    draft_vocab_size: PositiveInt | None = None  # the draft says only so many tokens, the answers' most frequent; None: all
+    lora: LoraSettings | None = None  # None: train the weights themselves
+
+    @model_validator(mode="after")
+    def _fields_go_with_init(self) -> Self:
+        ways = [way for way in (self.layers, self.layer_choice) if way is not None]
+        if len(ways) != (self.init == "target_layers"):
+            raise ValueError(
+                "one of layers and layer_choice (the other null) is needed for init 'target_layers', and only there"
+            )
+        if (self.layer_choice is None) != (self.num_layers is None):
+            raise ValueError("num_layers is needed for a layer_choice, and only there")
+        if (self.init in ("model", "config")) != (self.path is not None):
+            raise ValueError("path is needed for init 'model' and 'config', and only there")
+        if (self.init == "fresh") != (self.overrides is not None):
+            raise ValueError("overrides is needed for init 'fresh', and only there")
+        if self.lora is not None and self.init in ("config", "fresh"):
+            raise ValueError(f"lora adapts weights that mean something; init {self.init!r} makes random ones")
+        return self
+
+    @model_validator(mode="after")
+    def _layers_rise(self) -> Self:
+        if self.layers is not None and sorted(set(self.layers)) != self.layers:
+            raise ValueError(f"layers must rise and name each block once, got {self.layers}")
+        if self.layers == []:
+            raise ValueError("layers must keep at least one block")
+        return self
+
+
+DivergenceName = Literal[
+    "forward_kl",
+    "reverse_kl",
+    "jsd",
+    "total_variation",
+    "negative_log_acceptance",
+    "kl_tv_blend",
+    "cross_entropy",
+]
+
+
+class JsdSettings(Settings):
+    """The Jensen-Shannon divergence, rescaled so that its ends are the two KLs."""
+
+    beta: Share = 0.5  # 0 is the forward KL, 1 the reverse KL
+
+
+class BlendSettings(Settings):
+    """KL that gives way to total variation as a position's acceptance grows: the KL's weight is exp(-eta acceptance)."""
+
+    eta: NonNegativeFloat = 3.0  # 0 is the forward KL
+
+
+class DivergenceSettings(Settings):
+    """Settings of single divergences, read where the divergence is used."""
+
+    jsd: JsdSettings = JsdSettings()
+    kl_tv_blend: BlendSettings = BlendSettings()
+
+
+def _default_divergence(loss: dict[str, Any]) -> DivergenceName | None:
+    return None if loss.get("mix") is not None else "forward_kl"
+
+
+class LossConfig(Settings):
+    """The divergence between the target's and the draft's distribution of the next token: a single one, or a mix."""
+
+    mix: dict[str, NonNegativeFloat] | None = None  # weight by name, used as given, e.g. {forward_kl: 1.0, cross_entropy: 0.1}
+    divergence: DivergenceName | None = Field(default_factory=_default_divergence)
+    settings: DivergenceSettings = DivergenceSettings()
+    temperature: PositiveFloat = 1.0  # divides both sides' logits; cross-entropy stays at 1
+    chunk_size: PositiveInt = 128  # positions whose logits live at one time
+
+    @model_validator(mode="after")
+    def _one_divergence_or_a_mix(self) -> Self:
+        known = get_args(DivergenceName)
+        for name in self.mix or {}:
+            if name not in known:
+                nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+                raise ValueError(f"mix has the unknown divergence {name!r}; the nearest known one is {nearest!r}")
+        if self.mix is not None and not any(self.mix.values()):
+            raise ValueError(f"at least one weight of mix must be above 0, got {self.mix}")
+        if (self.divergence is None) == (self.mix is None):
+            raise ValueError("give divergence or mix, and null for the other one")
+        return self
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each divergence in use."""
+        single = {} if self.divergence is None else {str(self.divergence): 1.0}
+        return single if self.mix is None else {name: weight for name, weight in self.mix.items() if weight}
+
+
+class OptimizerConfig(Settings):
+    """AdamW with linear warm-up and a cosine to `final_share` of the learning rate."""
+
+    learning_rate: PositiveFloat = 1e-3
+    weight_decay: NonNegativeFloat = 0.0
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    max_grad_norm: PositiveFloat = 1.0
+    warmup_share: Share = 0.05
+    final_share: Share = 0.1
+
+
+class DataPhase(Settings):
+    """A part of a run, up to the next phase. What no share names is trained on as it stands in the data."""
+
+    from_share: Share = 0.0  # of the run's optimiser steps, after which this phase holds
+    on_policy: Share = 0.0  # of each batch: the draft writes the answer anew
+    draft_states: Share = 0.0  # of each batch: the answer is cut somewhere, and drafts of one speculative round follow
+
+    @model_validator(mode="after")
+    def _shares_fit_into_a_batch(self) -> Self:
+        if self.on_policy + self.draft_states > 1:
+            raise ValueError(
+                "on_policy and draft_states are shares of one batch and may not exceed 1 together, got "
+                f"{self.on_policy:g} and {self.draft_states:g}"
+            )
+        return self
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether the draft writes anything."""
+        return self.on_policy + self.draft_states > 0
+
+
+class PolicyConfig(Settings):
+    """The phases of a run, and how the draft's tokens are drawn in them. By default it draws none."""
+
+    phases: list[DataPhase] = Field(default_factory=lambda: [DataPhase()])
+    temperature: NonNegativeFloat = 1.0  # of the draft's draws; 0 is greedy
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None  # of the draft's draws
+    num_draft_tokens: PositiveInt | None = None  # draft_states; None: the run's num_speculative_tokens
+    max_new_tokens: PositiveInt | None = None  # on_policy: longest answer; None: as long as the one in the data
+
+    @model_validator(mode="after")
+    def _phases_follow_one_another(self) -> Self:
+        starts = [phase.from_share for phase in self.phases]
+        if not starts or starts[0] != 0:
+            raise ValueError(f"the first phase must have from_share 0, got {starts[0] if starts else 'no phase'}")
+        if starts != sorted(set(starts)):
+            raise ValueError(f"from_share must rise from phase to phase, got {', '.join(f'{start:g}' for start in starts)}")
+        return self
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether the draft writes anything in any phase."""
+        return any(phase.rewrites for phase in self.phases)
+
+    def phase_after(self, share: float) -> DataPhase:
+        """Return the phase that holds once this share, 0 to 1, of the run's optimiser steps is done."""
+        return next(phase for phase in reversed(self.phases) if phase.from_share <= share)

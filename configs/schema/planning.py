@@ -1,0 +1,123 @@
+"""What `scripts/plan.py` reckons with: a training recipe, the machine it is to run on, and how much there is to learn from.
+
+A plan's config is a recipe of `configs/heads` or `configs/distill` with two more sections, so that any recipe can be planned as
+it stands. The named machines hold what their makers say of them, but `laptop_cpu`, which was measured. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from configs.schema.base import PositiveFloat, PositiveInt, Settings
+from configs.schema.training import DistillConfig, HeadsConfig
+
+PresetName = Literal["laptop_cpu", "a100_80gb", "h100_80gb", "h200_141gb"]
+Utilisation = Annotated[float, Field(gt=0, le=1)]
+
+# The cached EAGLE-3 run whose figures stand in docs/results/heads.json, reckoned by `train.plan.work` over its training seconds
+# and the processor's 0.47 TFLOP/s: the one long run there is. No GPU was measured; docs/scaling.md says so.
+MEASURED_UTILISATION = 0.64
+
+
+class Preset(Settings):
+    """A kind of machine, each number of one accelerator; rates are in powers of ten, memory in GiB."""
+
+    memory_gib: PositiveFloat
+    tflops: PositiveFloat  # dense bfloat16
+    memory_gb_per_second: PositiveFloat
+    interconnect_gb_per_second: PositiveFloat  # one direction, between accelerators of a node
+    network_gb_per_second: PositiveFloat  # one direction, an accelerator's share of the network between nodes
+    disk_gb_per_second: PositiveFloat
+    host_memory_gib: PositiveFloat  # an accelerator's share of its node's memory
+
+
+PRESETS: dict[PresetName, Preset] = {
+    # Measured on two cores of a shared machine: a product of 2048-wide bfloat16 matrices, memory as in large matrix-vector
+    # products, gloo adding up 20 MB over two processes; the network is one of 1 Gbit/s and not measured.
+    "laptop_cpu": Preset(
+        memory_gib=16.0,
+        tflops=0.47,
+        memory_gb_per_second=18.0,
+        interconnect_gb_per_second=1.4,
+        network_gb_per_second=0.1,
+        disk_gb_per_second=0.5,
+        host_memory_gib=16.0,
+    ),
+    "a100_80gb": Preset(
+        memory_gib=79.0,
+        tflops=312.0,
+        memory_gb_per_second=2039.0,
+        interconnect_gb_per_second=300.0,
+        network_gb_per_second=25.0,
+        disk_gb_per_second=2.0,
+        host_memory_gib=128.0,
+    ),
+    "h100_80gb": Preset(
+        memory_gib=79.0,
+        tflops=989.0,
+        memory_gb_per_second=3350.0,
+        interconnect_gb_per_second=450.0,
+        network_gb_per_second=50.0,
+        disk_gb_per_second=2.0,
+        host_memory_gib=256.0,
+    ),
+    "h200_141gb": Preset(
+        memory_gib=139.0,
+        tflops=989.0,
+        memory_gb_per_second=4800.0,
+        interconnect_gb_per_second=450.0,
+        network_gb_per_second=50.0,
+        disk_gb_per_second=2.0,
+        host_memory_gib=256.0,
+    ),
+}
+
+
+class HardwareConfig(Settings):
+    """The machines of a run. None takes the preset's number."""
+
+    preset: PresetName = "laptop_cpu"
+    num_accelerators: PositiveInt = 1  # GPUs, or processes on CPUs, over all nodes
+    accelerators_per_node: PositiveInt = 8
+    memory_gib: PositiveFloat | None = None
+    tflops: PositiveFloat | None = None
+    memory_gb_per_second: PositiveFloat | None = None
+    interconnect_gb_per_second: PositiveFloat | None = None
+    network_gb_per_second: PositiveFloat | None = None
+    disk_gb_per_second: PositiveFloat | None = None
+    host_memory_gib: PositiveFloat | None = None
+    utilisation: Utilisation = MEASURED_UTILISATION  # FLOP/s reached in a step's matrix products over `tflops`
+    latency_microseconds: PositiveFloat = 20.0  # of one message between accelerators
+
+    @property
+    def machine(self) -> Preset:
+        """The preset, with what was given in place of its numbers."""
+        given = {name: value for name in Preset.model_fields if (value := getattr(self, name)) is not None}
+        return PRESETS[self.preset].model_copy(update=given)
+
+
+class WorkloadConfig(Settings):
+    """The training data, for a plan made before there are any. None is counted in `data.train`."""
+
+    num_conversations: PositiveInt | None = None
+    mean_tokens: PositiveFloat | None = None  # of a conversation, prompt and answer, cut at data.max_length
+    label_share: Annotated[float, Field(gt=0, le=1)] | None = None  # of those tokens, the answer's
+
+
+class PlanHeadsConfig(HeadsConfig):
+    """A recipe of `train/heads.py`, to be planned."""
+
+    hardware: HardwareConfig = HardwareConfig()
+    workload: WorkloadConfig = WorkloadConfig()
+
+
+class PlanDistillConfig(DistillConfig):
+    """A recipe of `train/distill.py`, to be planned."""
+
+    hardware: HardwareConfig = HardwareConfig()
+    workload: WorkloadConfig = WorkloadConfig()
+
+
+PlanConfig = PlanHeadsConfig | PlanDistillConfig

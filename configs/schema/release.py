@@ -1,0 +1,101 @@
+"""Config of `scripts/push.py`: what goes into the repository on the Hub, and what is let pass that is refused otherwise.
+
+Configs of `scripts/export.py` and `scripts/import.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from configs.schema.base import Dtype, NonNegativeFloat, PositiveInt, Settings
+from configs.schema.target import TargetConfig
+
+# What an id of a hidden state in a draft's config means: a block's output (SGLang, SpecForge, z-lab, transformers), or h_i as
+# in artifacts (speculators, vLLM's EAGLE-3).
+LayerIds = Literal["block_output", "h"]
+TAP_OF_ID: dict[LayerIds, int] = {"block_output": 1, "h": 0}  # what is to be added to an id to get ours
+# Weights that some programs keep pickled; read with `weights_only`. A Hub's repository is asked for them for an import only.
+TORCH_FILES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
+ENGINES = ("vllm", "transformers", "speculators", "sglang", "tensorrt_llm", "gguf")
+
+
+PROMPTS = (
+    "Explain in a few sentences why the sky is blue.",
+    "Write a Python function that returns the n-th Fibonacci number, with a docstring.",
+    "List five things to check before a long journey by car.",
+    "What is the difference between a virus and a bacterium?",
+    "Tell a short story about a lighthouse keeper and a lost ship.",
+    "Solve step by step: a train covers 180 km in 2.5 hours. How fast is it on average?",
+    "Write a polite letter to a neighbour about noise at night.",
+    "Summarise the causes of the First World War in one paragraph.",
+)
+
+
+class ExportConfig(Settings):
+    """`scripts/export.py`: write an artifact in the form that an engine loads."""
+
+    dtype: Dtype | None = None  # of the weights; None: as they are in the artifact
+    num_speculative_tokens: PositiveInt | None = None  # drafts a round; None: what the artifact says, of DFlash a whole block
+    allow_target_mismatch: bool = False  # the target's weights may be others than those of the target trained for
+
+
+class ImportConfig(Settings):
+    """`scripts/import.py`: turn another program's draft into an artifact."""
+
+    target: TargetConfig = TargetConfig()
+    # Which of the target's last states an MTP head was trained on; None: before the final norm in a checkpoint named as MiMo's,
+    # after it in all others, if that fits.
+    reads: Literal["post_norm", "pre_norm"] | None = None
+    layer_ids: LayerIds | None = None  # what ids in the draft's config mean; None: what they mean in its form, if that fits
+    num_speculative_tokens: PositiveInt | None = None  # drafts a round; None: what the draft's config says, or 3
+    # Decoded with it before anything is written; two or more, as how they differ says what chance does. Acceptance below the
+    # limit refuses the import, 0 leaves the trial out.
+    prompts: Annotated[list[str], Field(min_length=1)] = list(PROMPTS)
+    min_accepted_per_round: NonNegativeFloat = 0.05
+    max_new_tokens: PositiveInt = 96
+
+
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+class PushConfig(Settings):
+    """`scripts/push.py`: publish an artifact with its report and a model card made from it."""
+
+    private: bool = True  # of a repository that is made by this push; one that exists keeps its visibility
+    exports: list[Literal["vllm", "transformers", "speculators", "sglang", "tensorrt_llm"]] = []  # each into its own folder
+    # What the card says of the target. None: as the artifact and the target's own card have it, and nothing where they have not
+    base_model: str | None = None  # Hub id
+    base_model_relation: Literal["adapter", "finetune", "quantized", "merge"] | None = None  # None: by the kind of draft
+    license: str | None = None  # an identifier of the Hub's, such as apache-2.0
+    samples: bool = False  # prompts and answers out of the report are published too
+    # What is refused unless named here
+    allow_failed_gate: bool = False  # the card then says that the gate failed, and why
+    allow_lossy: bool = False  # the report is of decoding that changes answers; the card says so
+    # Exports that hold the whole target are published with it: MTP for transformers; for vLLM, in a target with MTP weights
+    allow_target_files: bool = False
+    replace_commit: str | None = None  # full hash of the commit that this push may replace, whatever it holds
+    attempts: PositiveInt = 3  # at a push that the network or the Hub breaks off
+
+    @model_validator(mode="after")
+    def _exports_are_named_once(self) -> Self:
+        if len(set(self.exports)) < len(self.exports):
+            raise ValueError(f"exports must name each engine once, got {self.exports}")
+        return self
+
+    @field_validator("base_model")
+    @classmethod
+    def _is_a_hub_id(cls, value: str | None) -> str | None:
+        if value is not None and not HUB_ID.fullmatch(value):
+            raise ValueError(f"expected a Hub id (owner/name), got {value!r}")
+        return value
+
+    @field_validator("replace_commit")
+    @classmethod
+    def _is_a_commit(cls, value: str | None) -> str | None:
+        if value is not None and not COMMIT.fullmatch(value):
+            raise ValueError(f"expected the 40 characters of a commit's hash, got {value!r}")
+        return value

@@ -1,0 +1,107 @@
+"""Where the blocks of a target that no single device holds lie, and which settings of that contradict each other.
+
+A part of `configs.schema.decoding.TargetConfig`; the map itself is made and held against the model in
+`heads.target.placement`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, Protocol, Self
+
+from pydantic import model_validator
+
+from configs.schema.base import Dtype, Settings
+
+DeviceMap = Literal["auto", "balanced", "sequential"] | dict[str, int | str] | None
+MaxMemory = dict[int | str, int | str] | None
+
+PLACE = re.compile(r"cpu|disk|[a-z]+:\d+")
+BYTES = re.compile(r"\d+(\.\d+)?\s*[KMGT]i?B", re.IGNORECASE)
+
+
+class Spreading(Protocol):
+    """What is read of a `configs.schema.decoding.TargetConfig`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def forward(self) -> str: ...
+    @property
+    def device_map(self) -> DeviceMap: ...
+    @property
+    def max_memory(self) -> MaxMemory: ...
+    @property
+    def offload_folder(self) -> str | None: ...
+
+
+def check_device_map(config: Spreading) -> None:
+    """Refuse settings that a spread target cannot follow.
+
+    Raises:
+        ValueError: saying which.
+    """
+    if config.device_map is None:
+        for name, value in (("max_memory", config.max_memory), ("offload_folder", config.offload_folder)):
+            if value is not None:
+                raise ValueError(f"{name} says how a target is spread, and device_map is null: give auto there, or drop {name}")
+        return
+    if config.forward != "transformers":
+        raise ValueError(
+            f"device_map: forward {config.forward} packs all weights on one device; set forward to transformers, or "
+            "device_map to null"
+        )
+    if config.name.endswith(".gguf"):
+        raise ValueError(
+            f"device_map: {config.name} is unpacked whole; give a folder of safetensors, or set device_map to null"
+        )
+    if isinstance(config.device_map, dict):
+        if config.max_memory is not None:
+            raise ValueError("max_memory: device_map says where each block lies, so there is nothing to choose; set it to null")
+        _check_places(config.device_map)
+    _check_memory(config.max_memory or {})
+
+
+def _check_places(device_map: dict[str, int | str]) -> None:
+    if not device_map:
+        raise ValueError("device_map: the map is empty; name blocks (model.layers.0: 0), or give auto, or null")
+    for module, place in device_map.items():
+        if place < 0 if isinstance(place, int) else PLACE.fullmatch(place) is None:
+            raise ValueError(
+                f"device_map: {module!r} is to lie on {place!r}; a GPU's number, 'cpu', 'disk' or 'cuda:1' is accepted"
+            )
+
+
+def _check_memory(max_memory: dict[int | str, int | str]) -> None:
+    for place, size in max_memory.items():
+        if place != "cpu" and not str(place).isdigit():
+            raise ValueError(f"max_memory: {place!r} is no GPU's number and not 'cpu'")
+        if size < 0 if isinstance(size, int) else BYTES.fullmatch(size) is None:
+            raise ValueError(f"max_memory: {place!r} has {size!r}; bytes, or a string as '70GiB', are accepted")
+
+
+class TargetConfig(Settings):
+    """The language model that is to become faster."""
+
+    name: str = "embedded:smollm2-135m-instruct"  # or a Hub id, a local folder, a .gguf file
+    revision: str | None = None  # a Hub revision; only for Hub ids
+    dtype: Dtype = "bfloat16"
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    # lean: decode by a forward of draftsmith's own (Llama, Mistral, Qwen2, Qwen3), which packs the weights a second time in the
+    # form that a CPU reads fastest. The draft then runs by one too, where it is of such a family.
+    # compiled: that forward, or transformers' for other families, by torch.compile for fixed shapes: faster by a little after
+    # half a minute or more for each shape, so for long runs. The draft runs the same way.
+    forward: Literal["transformers", "lean", "compiled"] = "transformers"
+    device: str = "auto"  # auto takes the GPU where there is one
+    trust_remote_code: bool = False
+    # For a target larger than one GPU: its blocks are spread over this process's GPUs, then the CPU's memory, then the disk;
+    # embedding, final norm and head stay on `device`. auto and balanced: as even as can be; sequential: fill one after another;
+    # a map of module names (model.layers.0: 1; also cpu, disk): by hand, what it does not name stays on `device`.
+    device_map: DeviceMap = None
+    max_memory: MaxMemory = None  # by GPU's number or cpu, as 0: 60GiB; None: what is free there
+    offload_folder: str | None = None  # with disk: for weights that are kept otherwise than they run, as of most MoE models
+
+    @model_validator(mode="after")
+    def _the_device_map_can_be_followed(self) -> Self:
+        check_device_map(self)
+        return self

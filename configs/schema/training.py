@@ -1,0 +1,176 @@
+"""Every command's config, typed and checked: what a YAML file and `--set` may say.
+
+One frozen model a concern (`configs.schema.base`). Here are data and training; how a draft learns is in
+`configs.schema.learning`, target and decoding in `configs.schema.decoding`, evaluation and gate in
+`configs.schema.evaluation`, a sweep in `configs.schema.benchmarks`. Unknown keys, wrong types and values out of range are
+refused (`configs.runtime.loading` turns pydantic's findings into one sentence each). `None` means off. Paths are strings,
+relative to the working directory. None of these modules imports torch, so that a typo is reported in milliseconds.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from configs.schema.base import PositiveFloat, PositiveInt, Settings
+from configs.schema.decoding import DecodeConfig
+from configs.schema.heads import Eagle3Settings, HeadConfig
+from configs.schema.learning import LossConfig, OptimizerConfig, PolicyConfig, StudentConfig
+from configs.schema.target import TargetConfig
+
+# --- distillation -------------------------------------------------------------------------------------------------
+
+
+class TrainingDataConfig(Settings):
+    """Conversations written by `scripts/make_data.py`."""
+
+    train: str = "runs/data/train.jsonl"
+    held_out: str = "runs/data/held_out.jsonl"
+    max_length: PositiveInt = 512  # tokens; longer conversations are cut at the end
+    cache: str | None = None  # a folder made of `train` by `scripts/make_cache.py`; None: the target runs on every batch
+    # Several conversations in a row, kept apart; schedule.batch_size then counts rows. None: a row is one, padded to its batch
+    packing: Literal[True] | None = None
+    # packing: tokens a row. None: four times max_length. Longer rows pad less, and cost more attention where it is dense
+    pack_length: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _rows_hold_any_conversation(self) -> Self:
+        if self.pack_length is not None and self.packing is None:
+            raise ValueError("pack_length is for packed rows: set packing to true, or pack_length to null")
+        if self.pack_length is not None and self.pack_length < self.max_length:
+            raise ValueError(
+                f"pack_length must be at least max_length, or a conversation would not fit into a row, got {self.pack_length} "
+                f"and {self.max_length}"
+            )
+        return self
+
+    @property
+    def row_length(self) -> int | None:
+        """Tokens that a packed row has room for; None where rows are not packed."""
+        return (self.pack_length or 4 * self.max_length) if self.packing else None
+
+
+class ProfileConfig(Settings):
+    """Steps recorded by torch's profiler, into OUTPUT/profile."""
+
+    start_step: PositiveInt = 5  # from 1; the first steps are unlike the others
+    num_steps: PositiveInt = 3
+
+
+class ScheduleConfig(Settings):
+    """Lengths and rhythms of a training run, in optimiser steps unless said otherwise."""
+
+    batch_size: PositiveInt = 8  # conversations (data.packing: rows of them) a process and micro-step
+    gradient_accumulation_steps: PositiveInt = 1
+    epochs: PositiveInt = 1
+    max_steps: PositiveInt | None = None  # in place of epochs, fewer steps or more
+    mixed_precision: Literal["no", "bf16", "fp16"] = "bf16"
+    log_every_steps: PositiveInt = 10
+    eval_every_steps: PositiveInt | None = None  # None: only at the end
+    checkpoint_every_steps: PositiveInt | None = None  # None: only at the end
+    keep_checkpoints: PositiveInt = 2  # the newest; that of the best step stays as well
+    process_timeout_seconds: PositiveInt = 600  # one of several processes that others wait for longer than this is given up
+    loader_workers: PositiveInt | None = None  # processes that make batches ahead; None: made by training itself, when due
+    resume: bool = True  # go on from the newest checkpoint in the output folder
+    trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = ["tensorboard"]
+    profile: ProfileConfig | None = None
+    # What a device of one process can do at most in this precision, in 10^12 operations a second; model_flop_utilization is a
+    # share of it. None: what a matrix product is seen to reach when the run starts
+    peak_tflops: PositiveFloat | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # numpy, which is seeded as well, takes no larger one
+
+
+class HeldOutDecodingConfig(Settings):
+    """The decoder run on held-out prompts during training; the best checkpoint is chosen by its tokens per target step."""
+
+    num_prompts: PositiveInt = 8
+    decode: DecodeConfig = DecodeConfig(max_new_tokens=48)
+
+    @model_validator(mode="after")
+    def _acceptance_is_that_of_a_lossless_rule(self) -> Self:
+        if self.decode.lossy is not None:
+            raise ValueError("decode.lossy must be null: a lossy rule keeps drafts that the target would not have written")
+        return self
+
+
+class DistillConfig(Settings):
+    """`train/distill.py`: distil the target into a small draft model."""
+
+    target: TargetConfig = TargetConfig()
+    data: TrainingDataConfig = TrainingDataConfig()
+    student: StudentConfig = StudentConfig()
+    policy: PolicyConfig = PolicyConfig()
+    loss: LossConfig = LossConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    held_out: HeldOutDecodingConfig = HeldOutDecodingConfig()
+    num_speculative_tokens: PositiveInt = 3  # written into the artifact as its default
+    output: str = "runs/distill"
+
+    @model_validator(mode="after")
+    def _loss_and_cache_can_follow_the_policy(self) -> Self:
+        if not self.policy.rewrites:
+            return self
+        if "cross_entropy" in self.loss.weights:
+            raise ValueError(
+                "a phase of policy lets the draft write answers, and cross_entropy would take its tokens for labels: give loss "
+                "another divergence, or take on_policy and draft_states out of policy.phases"
+            )
+        if self.data.packing:
+            raise ValueError(
+                "a phase of policy lets the draft write answers anew, for which a row has to be one conversation: set "
+                "data.packing to null, or take on_policy and draft_states out of policy.phases"
+            )
+        if self.data.cache is not None:
+            raise ValueError(
+                "a phase of policy lets the draft write answers, which no cache knows: set data.cache to null, or take "
+                "on_policy and draft_states out of policy.phases"
+            )
+        return self
+
+
+# --- heads --------------------------------------------------------------------------------------------------------
+
+
+class SanityConfig(Settings):
+    """Gates before a head is trained: an artifact written and read back, one conversation learnt by heart."""
+
+    enabled: bool = True
+    overfit_steps: PositiveInt = 100  # at most; it is enough when the decoder accepts a whole block
+    learning_rate: PositiveFloat = 3e-3
+
+
+class HeadsConfig(Settings):
+    """`train/heads.py`: train a head on the frozen target."""
+
+    target: TargetConfig = TargetConfig()
+    data: TrainingDataConfig = TrainingDataConfig()
+    head: HeadConfig = Eagle3Settings(kind="eagle3")
+    loss: LossConfig = LossConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    held_out: HeldOutDecodingConfig = HeldOutDecodingConfig()
+    sanity: SanityConfig = SanityConfig()
+    num_speculative_tokens: PositiveInt = 3  # written into the artifact as its default
+    output: str = "runs/heads"
+
+    @model_validator(mode="after")
+    def _the_head_can_draft_that_many(self) -> Self:
+        longest = self.head.longest_draft
+        for where, wanted in (
+            ("num_speculative_tokens", self.num_speculative_tokens),
+            ("held_out.decode.num_speculative_tokens", self.held_out.decode.num_speculative_tokens),
+        ):
+            if longest is not None and wanted > longest:
+                raise ValueError(
+                    f"{where} must be at most {longest}, what a {self.head.kind} head of this size can draft, got {wanted}; "
+                    "ask for fewer, or change head"
+                )
+        return self
+
+
+class StitchConfig(Settings):
+    """`scripts/stitch_mtp.py`: put trained MTP modules into a copy of the target they were trained for."""
+
+    allow_target_mismatch: bool = False  # the folder's weights may be others than those of the target trained for

@@ -1,0 +1,240 @@
+"""Reading a target cache: what the target said about a batch, from memory-mapped shards instead of a forward.
+
+A cache is opened for one data file and one target, and refused for any other. Each shard is checked against its checksum
+when it is first needed. Hidden states in the target's own dtype are those of the online forward up to rounding by batch
+shape (another padding, another order of the same sums); top-k rows are what `distill.loss.divergences.sparse_pair` makes of
+them. A cache with taps gives heads what `heads.target.hidden_states.read_states` does, and the normalisers of the target's
+logits.
+
+Left out on purpose: conversations that change during training; a cache knows those of its data file only, by their number.
+B batch, T positions, C documents of a row at most, P = B * T flat places, N kept positions of a batch, E width of the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from configs.runtime.errors import ConfigError, InputError
+from configs.runtime.files import inside, sha256_of
+from configs.schema.training import DistillConfig, HeadsConfig
+from distill.cache.format import CONVENTION, MANIFEST, REMAKE, Manifest, read_manifest, tap_name
+from distill.cache.rows import num_rows, unpack_ids
+from distill.dataset.batches import NO_DOCUMENT, Batch, ConversationDataset
+from distill.loss.divergences import SparseTarget
+from heads.modules.interface import Normalisers
+from heads.target.hidden_states import TargetStates
+from heads.target.identity import TargetIdentity
+from heads.target.loading import Target
+
+
+class TargetCache:
+    """What a target said about the conversations of one data file. Made by `open_cache`.
+
+    Args:
+        folder: where the shards lie.
+        manifest: what the folder holds.
+        dtype: of the hidden states handed out, the target's own.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, dtype: torch.dtype) -> None:
+        self.folder, self.manifest, self.dtype = folder, manifest, dtype
+        self._open: dict[int, Any] = {}  # safetensors files by number of the shard, once their checksums were right
+
+    def signal(self, batch: Batch) -> Tensor | SparseTarget:
+        """Return what the target says about a batch, on the batch's device.
+
+        Returns:
+            last_hidden: hidden states `[B, T, E]` in the target's dtype, those before a label; 0 at positions not kept.
+            top_k: a sparse target of the N rows before a label, in the order of the batch's mask.
+
+        Raises:
+            InputError: a shard is damaged.
+        """
+        if self.manifest.layout.every_position:
+            return self.states(batch).final_BTE
+        before_label_BT = torch.zeros_like(batch.loss_mask_BT)
+        before_label_BT[:, :-1] = batch.loss_mask_BT[:, 1:]
+        kept = self._rows_of(batch, before_label_BT)
+        if self.manifest.layout.kind == "top_k":
+            return SparseTarget(log_probs=kept["log_probs"], token_ids=kept["token_ids"], log_tail=kept["log_tail"])
+        return _placed(kept["hidden"].to(self.dtype), before_label_BT)
+
+    def states(self, batch: Batch, taps: Sequence[int] = ()) -> TargetStates:
+        """Return the target's states at every position of a batch, on the batch's device and in the target's dtype.
+
+        Args:
+            batch: conversations of the cache's data file.
+            taps: some of the cache's (`check_keeps`), in the order in which they are wanted.
+
+        Returns:
+            The states; 0 on padding.
+
+        Raises:
+            InputError: a shard is damaged.
+        """
+        inside_BT = batch.document_ids_BT != NO_DOCUMENT
+        names = ["hidden", *map(tap_name, taps)]
+        kept = self._rows_of(batch, inside_BT, names)
+        final_BTE, *taps_ABTE = (_placed(kept[name].to(self.dtype), inside_BT) for name in names)
+        return TargetStates(final_BTE=final_BTE, taps_ABTE=tuple(taps_ABTE))
+
+    def normalisers(self, batch: Batch) -> Normalisers:
+        """Return the normalisers of the target's logits at every position of a batch, on its device; 0 on padding.
+
+        Raises:
+            InputError: a shard is damaged.
+        """
+        inside_BT = batch.document_ids_BT != NO_DOCUMENT
+        kept = self._rows_of(batch, inside_BT, ["log_sum", "top1"])
+        log_sum_BT, top1_BT = (_placed(kept[name], inside_BT) for name in ("log_sum", "top1"))
+        return Normalisers(log_sum_P=log_sum_BT.flatten(), top1_P=top1_BT.flatten().long())
+
+    def check_keeps(self, taps: Sequence[int]) -> None:
+        """Refuse a head whose states are not in the cache; fewer taps than the cache has are served.
+
+        Raises:
+            InputError: the cache is one for distillation, names its taps by another convention, lacks one, or its normalisers
+                are those of a target in another dtype.
+        """
+        layout = self.manifest.layout
+        if layout.taps is None:
+            raise InputError(
+                f"target cache {self.folder} (kind {layout.kind}, without taps) knows positions before answer tokens only, and "
+                f"a head reads all of them; make one with kind: last_hidden and taps: {list(taps)}, or set data.cache to null"
+            )
+        if layout.convention != CONVENTION:
+            raise InputError(
+                f"target cache {self.folder} keeps taps under another convention: there, {layout.convention}; here, "
+                f"{CONVENTION}; {REMAKE}"
+            )
+        if missing := [tap for tap in taps if tap not in layout.taps]:
+            raise InputError(
+                f"target cache {self.folder} keeps taps {layout.taps}, and the head reads {list(taps)}: {missing} cannot be "
+                "had; make the cache with these taps, or change head.taps"
+            )
+        if layout.target_dtype != (here := str(self.dtype).removeprefix("torch.")):
+            raise InputError(
+                f"target cache {self.folder} was made with target.dtype {layout.target_dtype}, and the target is in {here} "
+                f"here: their logits differ; set target.dtype to {layout.target_dtype}, or {REMAKE}"
+            )
+
+    def rows(self, numbers: Sequence[int], lengths: Sequence[int], names: Sequence[str] | None = None) -> dict[str, Tensor]:
+        """Return the first `lengths` rows of conversations, one after the other, by name; token ids unpacked.
+
+        Args:
+            numbers: places of the conversations in the data file, from 0.
+            lengths: rows wanted of each.
+            names: tensors wanted; None: all.
+
+        Raises:
+            InputError: a shard is damaged.
+            ValueError: more rows are asked for than a conversation has.
+        """
+        layout = self.manifest.layout
+        wanted = list(layout.tensors(0)) if names is None else names
+        parts = [self._conversation(number, length, wanted) for number, length in zip(numbers, lengths, strict=True)]
+        kept = {name: torch.cat([part[name] for part in parts]) for name in wanted}
+        if "token_ids" in kept:
+            kept["token_ids"] = unpack_ids(kept["token_ids"], layout.width, layout.bits)
+        return kept
+
+    def _rows_of(self, batch: Batch, kept_BT: Tensor, names: Sequence[str] | None = None) -> dict[str, Tensor]:
+        """Return the rows of the positions where `kept_BT` is True, the first ones of each conversation, on its device."""
+        documents_BT = batch.document_ids_BT.clamp(min=0)
+        counts_BC = torch.zeros_like(batch.conversations_BC).scatter_add_(1, documents_BT, kept_BT.long())
+        there_BC = batch.conversations_BC != NO_DOCUMENT
+        kept = self.rows(batch.conversations_BC[there_BC].tolist(), counts_BC[there_BC].tolist(), names)
+        return {name: values.to(kept_BT.device) for name, values in kept.items()}
+
+    def _conversation(self, number: int, length: int, names: Sequence[str]) -> dict[str, Tensor]:
+        place = self.manifest.conversations[number]
+        if length > place.length:
+            raise ValueError(f"conversation {number} has {place.length} cached rows, asked for {length}")
+        shard = self._shard(place.shard)
+        rows = slice(place.offset, place.offset + length)
+        return {name: shard.get_slice(name)[rows] for name in names}
+
+    def _shard(self, number: int) -> Any:
+        """Return a shard's open file, checked at its first use."""
+        if number not in self._open:
+            shard = self.manifest.shards[number]
+            path = inside(self.folder, shard.file, f"target cache {MANIFEST}")
+            if not path.is_file():
+                raise InputError(f"target cache shard {path} is missing; {REMAKE}")
+            if sha256_of(path) != shard.sha256:
+                raise InputError(f"target cache shard {path} is damaged: its checksum is not that of {MANIFEST}; {REMAKE}")
+            self._open[number] = self._opened(path, shard.num_rows)
+        return self._open[number]
+
+    def _opened(self, path: Path, num_rows: int) -> Any:
+        try:
+            file = safe_open(path, framework="pt")
+            for name, (shape, dtype) in self.manifest.layout.tensors(num_rows).items():
+                part = file.get_slice(name)
+                if part.get_shape() != shape or part[:0].dtype != dtype:
+                    raise InputError(f"target cache shard {path}: {name} is not {dtype} of shape {shape}; {REMAKE}")
+        except SafetensorError as error:
+            raise InputError(f"target cache shard {path} cannot be read: {error}; {REMAKE}") from error
+        return file
+
+
+def open_cache(folder: Path, data_file: Path, target: Target) -> TargetCache:
+    """Open a cache for a data file and a target.
+
+    Raises:
+        InputError: there is no whole cache of this format version, or it was made of another data file or by a target of
+            other weights, tokenizer or chat template.
+    """
+    manifest = read_manifest(folder)
+    writer = TargetIdentity.from_dict(dict(manifest.target), str(folder / MANIFEST))
+    if differences := writer.differences(target.identity):
+        raise InputError(
+            f"target cache {folder} was made by {writer.name}, which differs from target {target.identity.name} in "
+            f"{' and '.join(differences)}; {REMAKE}"
+        )
+    if sha256_of(data_file) != manifest.data_sha256:
+        raise InputError(f"target cache {folder} was made of {manifest.data_file}, and {data_file} is not that file; {REMAKE}")
+    width = target.model.config.get_text_config().hidden_size
+    if manifest.layout.kind == "last_hidden" and manifest.layout.width != width:
+        raise InputError(f"target cache {folder} keeps hidden states of width {manifest.layout.width}, not {width}; {REMAKE}")
+    return TargetCache(folder, manifest, target.model.dtype)
+
+
+def check_fits(cache: TargetCache, dataset: ConversationDataset, config: DistillConfig | HeadsConfig) -> None:
+    """Refuse early what training from a cache cannot do; what a head reads, `TargetCache.check_keeps` compares.
+
+    Raises:
+        ConfigError: conversations are longer than those of the cache, or a top-k cache is asked for what it cannot answer.
+    """
+    manifest = cache.manifest
+    for number, length, start in zip(dataset.numbers, dataset.lengths, dataset.answer_starts, strict=True):
+        if num_rows(manifest.layout, length, start) > manifest.conversations[number].length:
+            raise ConfigError(
+                f"data.max_length: expected at most {manifest.max_length}, which target cache {cache.folder} was made with, "
+                f"got {config.data.max_length}"
+            )
+    if manifest.layout.kind == "last_hidden" or isinstance(config, HeadsConfig):
+        return
+    if config.loss.temperature != 1:
+        raise ConfigError(
+            f"loss.temperature: expected 1, at which top_k cache {cache.folder} was recorded, got {config.loss.temperature}; "
+            "a last_hidden cache serves any"
+        )
+    if config.student.draft_vocab_size is not None:
+        raise ConfigError(
+            f"student.draft_vocab_size: expected null with top_k cache {cache.folder}, whose tail cannot be split, got "
+            f"{config.student.draft_vocab_size}; a last_hidden cache serves any"
+        )
+
+
+def _placed(values_N: Tensor, where_BT: Tensor) -> Tensor:
+    """Return values `[B, T, ...]` of the positions where `where_BT` is True, 0 elsewhere."""
+    placed_BT = values_N.new_zeros(*where_BT.shape, *values_N.shape[1:])
+    placed_BT[where_BT] = values_N
+    return placed_BT

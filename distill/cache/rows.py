@@ -1,0 +1,141 @@
+"""One row of a target cache: what is computed of a conversation, and how token ids are packed into bytes.
+
+B batch, T positions, N rows, C rows of one chunk, E width of the target, A taps, K kept tokens, V tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from configs.runtime.errors import InputError
+from distill.cache.format import Layout, tap_name
+from distill.dataset.batches import NO_DOCUMENT, Batch, Example, collate
+from distill.loss.divergences import LOG_ZERO
+from distill.loss.target_logits import normalise
+from heads.inference.causal_lm import head_logits
+from heads.target.hidden_states import read_states
+from heads.target.loading import Target
+
+
+def num_rows(layout: Layout, length: int, answer_start: int) -> int:
+    """Return how many rows a conversation of `length` tokens has: one a label, or one a token."""
+    return length - (0 if layout.every_position else answer_start)
+
+
+def local_rows(
+    target: Target, layout: Layout, examples: Sequence[Example], *, batch_size: int, chunk_size: int
+) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
+    """Yield batches of examples, by their places, and what is kept of them, by name, one example's rows after the other's.
+
+    Args:
+        target: whose forward is run over them.
+        layout: what is kept.
+        examples: conversations; those of similar length share a batch.
+        batch_size: examples a forward.
+        chunk_size: top_k, taps: rows whose logits live at one time.
+
+    Raises:
+        InputError: a value is not finite, or not in the type it is to be kept in.
+    """
+    for group in _by_length(examples, batch_size):
+        batch = Batch(*(tensor.to(target.device) for tensor in collate([examples[index] for index in group])))
+        states = read_states(target.model, batch.input_ids_BT, layout.taps or ())
+        kept_BT = _kept_positions(layout, batch)
+        taps_ANE = [tap_BTE[kept_BT] for tap_BTE in states.taps_ABTE]
+        yield group, encode(target, layout, states.final_BTE[kept_BT], chunk_size, taps_ANE)
+
+
+@torch.no_grad()
+def encode(
+    target: Target, layout: Layout, hidden_NE: Tensor, chunk_size: int, taps_ANE: Sequence[Tensor] = ()
+) -> dict[str, Tensor]:
+    """Return what is kept of rows of hidden states, by name, on the CPU.
+
+    Args:
+        target: whose head makes logits of them.
+        layout: what is kept.
+        hidden_NE: final, normed hidden states.
+        chunk_size: rows whose logits live at one time.
+        taps_ANE: the states of the layout's taps, in its order.
+
+    Raises:
+        InputError: a value is not finite, or not in the type it is to be kept in.
+    """
+    if layout.kind == "last_hidden":
+        kept = _states(target, layout, hidden_NE, chunk_size, taps_ANE)
+    else:
+        chunks = [_top_k(target, layout, hidden_CE) for hidden_CE in hidden_NE.split(chunk_size)]
+        kept = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+    for name, values in kept.items():
+        if values.is_floating_point() and not bool(values.isfinite().all()):
+            raise InputError(
+                f"dtype: the target's {name} is not finite in {layout.dtype}; try bfloat16, or another target.dtype"
+            )
+    return kept
+
+
+def as_kept(layout: Layout, log_probs_NK: Tensor, token_ids_NK: Tensor, log_tail_N: Tensor) -> dict[str, Tensor]:
+    """Return likeliest tokens and the mass of all others as a top-k cache keeps them, by name, on the CPU."""
+    dtype = getattr(torch, layout.dtype)
+    lowest = max(LOG_ZERO, torch.finfo(dtype).min)
+    return {
+        "log_probs": log_probs_NK.clamp(min=lowest).to(dtype).cpu(),
+        "log_tail": log_tail_N.clamp(min=lowest).to(dtype).cpu(),
+        "token_ids": pack_ids(token_ids_NK, layout.bits),
+    }
+
+
+def pack_ids(token_ids_NK: Tensor, bits: int) -> Tensor:
+    """Return token ids as bytes `[N, ceil(K bits / 8)]`, uint8, lowest bit first; each id must be below 2^bits."""
+    ids = token_ids_NK.cpu().numpy()
+    single = (ids[..., None] >> np.arange(bits)) & 1
+    return torch.from_numpy(np.packbits(single.reshape(len(ids), -1).astype(np.uint8), axis=-1, bitorder="little"))
+
+
+def unpack_ids(packed: Tensor, num_ids: int, bits: int) -> Tensor:
+    """Return the token ids `[N, K]`, int64, of packed bytes `[N, ceil(K bits / 8)]`."""
+    single = np.unpackbits(packed.numpy(), axis=-1, count=num_ids * bits, bitorder="little")
+    return torch.from_numpy(single.reshape(len(packed), num_ids, bits).astype(np.int64) @ (1 << np.arange(bits)))
+
+
+def _states(
+    target: Target, layout: Layout, hidden_NE: Tensor, chunk_size: int, taps_ANE: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    dtype = getattr(torch, layout.dtype)
+    kept = {"hidden": hidden_NE.to(dtype)}
+    if layout.taps is not None:
+        kept |= {tap_name(tap): tap_NE.to(dtype) for tap, tap_NE in zip(layout.taps, taps_ANE, strict=True)}
+        # Of the state as it will be read: the sum of a rounded one's probabilities is then still 1.
+        read_1NE = kept["hidden"].to(hidden_NE.dtype).unsqueeze(0)
+        everywhere_N = torch.ones(len(hidden_NE), dtype=torch.bool, device=hidden_NE.device)
+        known = normalise(target.model, read_1NE, everywhere_N, chunk_size=chunk_size)
+        kept |= {"log_sum": known.log_sum_P.float(), "top1": known.top1_P.int()}
+    return {name: values.cpu() for name, values in kept.items()}
+
+
+def _kept_positions(layout: Layout, batch: Batch) -> Tensor:
+    """Return which positions of a batch have a row, bool `[B, T]`."""
+    if layout.every_position:
+        return batch.document_ids_BT != NO_DOCUMENT
+    before_label_BT = torch.zeros_like(batch.loss_mask_BT)
+    before_label_BT[:, :-1] = batch.loss_mask_BT[:, 1:]
+    return before_label_BT
+
+
+def _top_k(target: Target, layout: Layout, hidden_CE: Tensor) -> dict[str, Tensor]:
+    log_p_CV = head_logits(target.model, hidden_CE)[:, : layout.vocab_size].float().log_softmax(-1)
+    log_probs_CK, ids_CK = log_p_CV.topk(layout.width)
+    # Summed over what is left, not 1 minus the sum of what is kept: a tail of 1e-6 would drown in rounding.
+    log_tail_C = log_p_CV.scatter(-1, ids_CK, -torch.inf).logsumexp(-1)
+    return as_kept(layout, log_probs_CK, ids_CK, log_tail_C)
+
+
+def _by_length(examples: Sequence[Example], batch_size: int) -> Iterator[list[int]]:
+    """Yield batches of places in `examples`, those of similar length together: padding is work thrown away."""
+    order = sorted(range(len(examples)), key=lambda index: len(examples[index].input_ids))
+    for start in range(0, len(order), batch_size):
+        yield sorted(order[start : start + batch_size])

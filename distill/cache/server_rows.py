@@ -1,0 +1,95 @@
+"""A server's part in making a target cache: the rows it gives, and the proof beforehand that it serves the target.
+
+A cache belongs to the local target: its tokenizer, chat template and weights are what the manifest names and what training
+compares. A server shows none of these. So a conversation is put to both before anything is stored, and the server is refused
+where it says something else. The local target is loaded for that and for nothing else. Without it one would need the
+identity from elsewhere (hashes of tokenizer and template can be had without weights, that of the weights cannot), the size
+of the vocabulary from a config, and the target's distribution at some positions recorded earlier.
+
+P probed positions, N rows, K kept tokens, V tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from configs.runtime.errors import InputError
+from distill.cache.format import Layout
+from distill.cache.rows import as_kept
+from distill.dataset.batches import Example, collate
+from distill.loss.draft_objective import target_hidden
+from distill.server.logprobs import TargetServer
+from distill.server.responses import TopK
+from heads.inference.causal_lm import head_logits
+from heads.target.loading import Target
+
+logger = logging.getLogger("draftsmith")
+
+PROBE_POSITIONS = 32
+# The mass that float32 log-probabilities leave unaccounted for by rounding alone; a tail below it cannot be told from none.
+ROUNDING = 1e-6
+
+
+def server_rows(server: TargetServer, layout: Layout, examples: Sequence[Example]) -> Iterator[dict[str, Tensor]]:
+    """Yield what is kept of each example, by name, on the CPU.
+
+    Raises:
+        InputError: the server fails, or answers what cannot be right.
+    """
+    for found in server.top_k(examples, layout.width, layout.vocab_size):
+        yield as_kept(layout, found.log_probs_NK, found.token_ids_NK, log_tail(found.log_probs_NK, layout.vocab_size))
+
+
+def log_tail(log_probs_NK: Tensor, vocab_size: int) -> Tensor:
+    """Return `[N]` the log mass of the tokens that a server does not list: what is left to 1, and at least `ROUNDING`.
+
+    The local target sums the tail itself; here the other tokens are unknown. A tail of nothing would make the divergences
+    that weigh it by the draft's mass (reverse KL, JSD) as large as `LOG_ZERO` for a rounding error; with nothing left out it
+    is nothing.
+    """
+    if log_probs_NK.shape[-1] == vocab_size:
+        return torch.full_like(log_probs_NK[:, 0], -torch.inf)
+    return (1 - log_probs_NK.exp().sum(-1)).clamp(min=ROUNDING).log()
+
+
+@torch.no_grad()
+def check_serves(server: TargetServer, target: Target, layout: Layout, example: Example) -> None:
+    """Refuse a server that does not say what the target says at the last positions of a conversation.
+
+    Compared is the log-probability of the server's likeliest token: the local distribution has every token, the server's a few.
+
+    Raises:
+        InputError: on average they differ by more than `server.probe_tolerance` nats, or the server fails.
+    """
+    probe = example._replace(answer_start=max(1, len(example.input_ids) - PROBE_POSITIONS))
+    (found,) = server.top_k([probe], layout.width, layout.vocab_size)
+    log_p_PV = local_distribution(target, layout.vocab_size, probe)
+    difference, num_agreeing = _compare(found, log_p_PV)
+    tolerance, url = server.config.probe_tolerance, server.config.url
+    agreement = f"the likeliest tokens agree at {num_agreeing} of {len(log_p_PV)} positions"
+    if not difference <= tolerance:  # also where it is no number
+        raise InputError(
+            f"server.url: {url} does not serve target {target.identity.name}: the log-probabilities of its likeliest tokens "
+            f"differ by {difference:.3g} nats on average, and server.probe_tolerance allows {tolerance:g}; {agreement}"
+        )
+    logger.info("server %s serves the target: off by %.3g nats on average, %s", url, difference, agreement)
+
+
+@torch.no_grad()
+def local_distribution(target: Target, vocab_size: int, example: Example) -> Tensor:
+    """Return the target's own log-probabilities `[P, V]` before each label of an example, of the ids below `vocab_size`."""
+    batch = collate([example])
+    batch = batch._replace(input_ids_BT=batch.input_ids_BT.to(target.device))
+    hidden_PE = target_hidden(target, batch)[0, example.answer_start - 1 : -1]
+    return head_logits(target.model, hidden_PE)[:, :vocab_size].float().log_softmax(-1).cpu()
+
+
+def _compare(found: TopK, log_p_PV: Tensor) -> tuple[float, int]:
+    """Return the mean |difference| in nats at the server's likeliest tokens, and how many of them are the target's too."""
+    top1_P1 = found.token_ids_NK[:, :1]
+    difference_P1 = log_p_PV.gather(1, top1_P1) - found.log_probs_NK[:, :1]
+    return float(difference_P1.abs().mean()), int((log_p_PV.argmax(-1) == top1_P1[:, 0]).sum())

@@ -1,0 +1,228 @@
+"""Conversations as training batches: token ids, which of them are labels, positions, and documents.
+
+The order of an epoch depends on (seed, epoch) alone, so that a resumed run sees what the undisturbed one would have seen,
+whatever the number of processes and of those that read ahead (`distill.dataset.workers`).
+
+Padding is work thrown away, and there are two ways to have little of it. Here, conversations of similar length share a batch:
+every model can do that, and a policy may rewrite the rows. `distill.dataset.packing` puts several conversations into one row,
+which leaves next to no padding whatever the lengths are; it needs models that keep the documents of a row apart.
+B batch, T positions, C conversations of a row at most, N conversations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from configs.runtime.errors import InputError
+from distill.dataset.conversations import Conversation
+from distill.dataset.indexed_file import row_lengths
+from distill.dataset.workers import Workers
+
+NO_DOCUMENT = -1
+
+Item = TypeVar("Item")  # what a batch is a list of: an index, or those of a row
+
+
+class Batch(NamedTuple):
+    """Right-padded rows, of one conversation each or of several. A tuple, which accelerate and pinned memory handle as any.
+
+    The loss mask marks the **label**: position t is True where token t was written by the target (end-of-text included), and
+    the logits at t - 1 predict it. The first position of a document is never a label.
+    """
+
+    input_ids_BT: Tensor  # int64; 0 on padding
+    loss_mask_BT: Tensor  # bool; False on padding
+    position_ids_BT: Tensor  # int64, from 0 in each document; runs on over padding
+    document_ids_BT: Tensor  # int64; which document of its row a token belongs to, from 0; NO_DOCUMENT on padding
+    conversations_BC: Tensor  # int64; which conversation of the data file each document is, from 0; NO_DOCUMENT beyond the last
+
+    @property
+    def packed_positions_BT(self) -> Tensor | None:
+        """What a forward has to be told so that it keeps documents apart; None where every row is a single one."""
+        return self.position_ids_BT if self.conversations_BC.shape[1] > 1 else None
+
+
+class Example(NamedTuple):
+    """One conversation to train on: its ids, of which those from `answer_start` on are the target's."""
+
+    input_ids: tuple[int, ...]
+    answer_start: int
+    conversation: int = 0  # its place in the data file
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """What one epoch costs in positions."""
+
+    num_batches: int
+    num_tokens: int
+    num_padding: int
+
+    @property
+    def padding_share(self) -> float:
+        """Padding positions among all positions."""
+        return self.num_padding / (self.num_tokens + self.num_padding)
+
+    @property
+    def packing_efficiency(self) -> float:
+        """Tokens among all positions."""
+        return 1 - self.padding_share
+
+
+class ConversationDataset(Dataset[Example]):
+    """Conversations cut at `max_length` tokens; those of whose answer nothing is left are dropped and counted.
+
+    What is held of each is its place and its lengths; where the rows lie in a `ConversationFile`, its tokens are read when
+    they are asked for.
+
+    Args:
+        conversations: rows of `train.jsonl`.
+        max_length: longest conversation in tokens; more is cut off at the end.
+
+    Raises:
+        InputError: no conversation is left.
+    """
+
+    def __init__(self, conversations: Sequence[Conversation], max_length: int) -> None:
+        self.conversations, self.max_length = conversations, max_length
+        prompts_N, answers_N = row_lengths(conversations)
+        cut_N = np.minimum(prompts_N + answers_N, max_length)
+        self.numbers = np.flatnonzero(prompts_N < cut_N)  # places in the data file
+        self.lengths, self.answer_starts = cut_N[self.numbers], prompts_N[self.numbers]
+        self.num_dropped = len(conversations) - len(self.numbers)
+        if not len(self.numbers):
+            raise InputError(
+                f"none of {len(conversations)} conversations has an answer token within data.max_length = {max_length} tokens; "
+                "raise it, or make data with shorter prompts"
+            )
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> Example:
+        number = int(self.numbers[index])
+        row = self.conversations[number]
+        return Example((row.prompt_ids + row.answer_ids)[: self.max_length], len(row.prompt_ids), number)
+
+    @property
+    def examples(self) -> list[Example]:
+        """All of them at once, in memory."""
+        return [self[index] for index in range(len(self))]
+
+    @property
+    def num_labels(self) -> int:
+        """Label tokens in all examples."""
+        return int((self.lengths - self.answer_starts).sum())
+
+
+class EpochSampler(Sampler[list[Item]]):
+    """Batches in an order that depends on (seed, epoch) alone. A shorter last batch stays last, where accelerate's sharding by
+    process expects it.
+
+    Args:
+        seed: together with the epoch, chooses the order.
+    """
+
+    drop_last = False  # read by accelerate
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.epoch = seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of this epoch, counted from 0."""
+        self.epoch = epoch
+
+    @property
+    def sampler(self) -> EpochSampler[Item]:
+        """Itself: with several processes accelerate wraps this sampler and then passes epochs on to `.sampler` only."""
+        return self
+
+    def random_numbers(self) -> torch.Generator:
+        """Return the random numbers of the current epoch. (`generator` is a name under which accelerate looks for another.)"""
+        return torch.Generator().manual_seed(((self.seed << 20) + self.epoch) % 2**63)
+
+
+class BucketedBatchSampler(EpochSampler[int]):
+    """Batches of indices: shuffled, sorted by length within windows of `window` batches, and shuffled as batches.
+
+    Args:
+        lengths: tokens by example.
+        batch_size: examples a batch.
+        seed: together with the epoch, chooses the order.
+        window: batches whose examples are sorted together; larger pads less and mixes less.
+    """
+
+    def __init__(self, lengths: Sequence[int] | np.ndarray, batch_size: int, *, seed: int, window: int = 16) -> None:
+        super().__init__(seed)
+        self.lengths_N = torch.as_tensor(lengths, dtype=torch.int32)
+        self.batch_size = batch_size
+        self.window = window
+
+    def __len__(self) -> int:
+        return -(-len(self.lengths_N) // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        generator = self.random_numbers()
+        order_N = torch.randperm(len(self.lengths_N), generator=generator)
+        num_full = len(order_N) // self.batch_size
+        full_N, rest_N = order_N.split([num_full * self.batch_size, len(order_N) - num_full * self.batch_size])
+        for part_N in full_N.split(self.window * self.batch_size):
+            part_N.copy_(part_N[self.lengths_N[part_N].argsort(stable=True)])
+        for number in torch.randperm(num_full, generator=generator).numpy():  # a tensor would become a list of tensors
+            yield full_N[number * self.batch_size : (number + 1) * self.batch_size].tolist()
+        if len(rest_N):
+            yield rest_N.tolist()
+
+    def measure(self) -> Lengths:
+        """Return the size of the current epoch."""
+        positions = sum(int(self.lengths_N[batch].max()) * len(batch) for batch in self)
+        tokens = int(self.lengths_N.sum())
+        return Lengths(num_batches=len(self), num_tokens=tokens, num_padding=positions - tokens)
+
+
+def make_loader(
+    dataset: ConversationDataset, batch_size: int, *, seed: int, workers: Workers | None = None
+) -> DataLoader[Batch]:
+    """Return a loader that accelerate can prepare; call `set_epoch` on its `batch_sampler` (or on the prepared loader).
+
+    Args:
+        dataset: the conversations.
+        batch_size: conversations a batch.
+        seed: together with the epoch, chooses the order.
+        workers: processes that make batches ahead, in the same order; None: this process makes each when it is asked for.
+    """
+    return loader_of(dataset, BucketedBatchSampler(dataset.lengths, batch_size, seed=seed), collate, workers)
+
+
+def loader_of(
+    dataset: Dataset[Any], sampler: EpochSampler[Item], collate: Callable[[Sequence[Any]], Batch], workers: Workers | None
+) -> DataLoader[Batch]:
+    """Return a loader of the sampler's batches; see `make_loader`."""
+    # A generator of its own: a loader without one draws from torch's at each epoch, and a resumed run would draw once more.
+    settings: dict[str, Any] = {"batch_sampler": sampler, "collate_fn": collate, "generator": torch.Generator()}
+    if workers is not None:
+        settings |= workers.loader_settings(collate)
+    return DataLoader(dataset, **settings)
+
+
+def collate(examples: Sequence[Example]) -> Batch:
+    """Pad examples on the right into one batch."""
+    lengths_B1 = torch.tensor([[len(example.input_ids)] for example in examples])
+    answer_starts_B1 = torch.tensor([[example.answer_start] for example in examples])
+    T = int(lengths_B1.max())
+    positions_BT = torch.arange(T).expand(len(examples), T)
+    inside_BT = positions_BT < lengths_B1
+    return Batch(
+        input_ids_BT=torch.tensor([[*example.input_ids, *[0] * (T - len(example.input_ids))] for example in examples]),
+        loss_mask_BT=inside_BT & (positions_BT >= answer_starts_B1),
+        position_ids_BT=positions_BT.contiguous(),
+        document_ids_BT=torch.where(inside_BT, 0, NO_DOCUMENT),
+        conversations_BC=torch.tensor([[example.conversation] for example in examples]),
+    )

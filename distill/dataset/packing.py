@@ -1,0 +1,162 @@
+"""Packing: several conversations in one row, so that next to nothing of a batch is padding.
+
+Rows are filled once, by first-fit decreasing within windows of shuffled conversations, none of which is ever cut in two. Which
+lie together depends on the seed alone, so that every epoch has equally many rows and each conversation once; the order of the
+rows depends on (seed, epoch). Nothing is learnt from a neighbour: targets, drafts and heads see each document alone
+(`heads.inference.model_checks`), and the loss of a packed batch is that of its conversations in a row each.
+
+For models that cannot keep documents apart, and where rows are rewritten, there is
+`distill.dataset.batches.BucketedBatchSampler`. B rows of a batch, T positions, C documents of a row at most, N conversations,
+R rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from distill.dataset.batches import NO_DOCUMENT, Batch, ConversationDataset, EpochSampler, Example, Lengths, loader_of
+from distill.dataset.workers import Workers
+
+# Conversations, at least, that are packed together where there are so many. What is left free is then a matter of the lengths
+# and of the row's, not of the window: 4,096 leave as much.
+WINDOW = 2048
+
+Row = tuple[int, ...]  # indices of the conversations in it
+
+
+class PackedBatchSampler(EpochSampler[Row]):
+    """Batches of rows, each the indices of the conversations in it.
+
+    Args:
+        lengths: tokens by conversation, none more than `pack_length`.
+        batch_size: rows a batch.
+        pack_length: tokens that a row has room for.
+        seed: chooses the rows and, together with the epoch, their order.
+        window: conversations that are packed together.
+
+    Raises:
+        ValueError: a conversation is longer than a row.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int] | np.ndarray, batch_size: int, *, pack_length: int, seed: int, window: int = WINDOW
+    ) -> None:
+        super().__init__(seed)
+        self.lengths_N = np.asarray(lengths, dtype=np.int32)
+        if self.lengths_N.max() > pack_length:
+            raise ValueError(f"a conversation of {self.lengths_N.max()} tokens does not fit into a row of {pack_length}")
+        self.batch_size = batch_size
+        self._order_N, self._starts_R = _pack(self.lengths_N, pack_length, seed, window)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of an epoch."""
+        return len(self._starts_R) - 1
+
+    def __len__(self) -> int:
+        return -(-self.num_rows // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[Row]]:
+        order_R = torch.randperm(self.num_rows, generator=self.random_numbers()).numpy()
+        for start in range(0, self.num_rows, self.batch_size):
+            yield [self._row(number) for number in order_R[start : start + self.batch_size]]
+
+    def measure(self) -> Lengths:
+        """Return the size of the current epoch."""
+        positions = 0
+        for batch in self:
+            positions += len(batch) * max(int(self.lengths_N[list(row)].sum()) for row in batch)
+        tokens = int(self.lengths_N.sum())
+        return Lengths(num_batches=len(self), num_tokens=tokens, num_padding=positions - tokens)
+
+    def _row(self, number: int) -> Row:
+        return tuple(self._order_N[self._starts_R[number] : self._starts_R[number + 1]].tolist())
+
+
+class PackedDataset(Dataset[list[Example]]):
+    """Rows of conversations by the indices of these."""
+
+    def __init__(self, dataset: ConversationDataset) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, row: Row) -> list[Example]:
+        return [self.dataset[index] for index in row]
+
+
+def make_packed_loader(
+    dataset: ConversationDataset, batch_size: int, *, pack_length: int, seed: int, workers: Workers | None = None
+) -> DataLoader[Batch]:
+    """Return a loader of packed rows; as `distill.dataset.batches.make_loader` but for these.
+
+    Args:
+        dataset: the conversations.
+        batch_size: rows a batch.
+        pack_length: tokens that a row has room for, at least as many as the longest conversation.
+        seed: chooses the rows and, together with the epoch, their order.
+        workers: processes that make batches ahead, in the same order; None: this process makes each when it is asked for.
+    """
+    sampler = PackedBatchSampler(dataset.lengths, batch_size, pack_length=pack_length, seed=seed)
+    return loader_of(PackedDataset(dataset), sampler, collate_packed, workers)
+
+
+def collate_packed(rows: Sequence[Sequence[Example]]) -> Batch:
+    """Put the examples of each row one after the other, and pad on the right.
+
+    Raises:
+        ValueError: an example begins with a label, which the end of another would have to predict.
+    """
+    B, T, C = len(rows), max(sum(len(each.input_ids) for each in row) for row in rows), max(map(len, rows))
+    batch = Batch(
+        input_ids_BT=torch.zeros(B, T, dtype=torch.int64),
+        loss_mask_BT=torch.zeros(B, T, dtype=torch.bool),
+        position_ids_BT=torch.zeros(B, T, dtype=torch.int64),
+        document_ids_BT=torch.full((B, T), NO_DOCUMENT),
+        conversations_BC=torch.full((B, C), NO_DOCUMENT),
+    )
+    for number, examples in enumerate(rows):
+        _fill(batch, number, examples)
+    return batch
+
+
+def _fill(batch: Batch, row: int, examples: Sequence[Example]) -> None:
+    start = 0
+    for document, example in enumerate(examples):
+        if example.answer_start < 1:
+            raise ValueError(f"conversation {example.conversation} has no prompt: its first token cannot be a label")
+        end = start + len(example.input_ids)
+        batch.input_ids_BT[row, start:end] = torch.tensor(example.input_ids)
+        batch.loss_mask_BT[row, start + example.answer_start : end] = True
+        batch.position_ids_BT[row, start:] = torch.arange(batch.position_ids_BT.shape[1] - start)  # the next one begins anew
+        batch.document_ids_BT[row, start:end] = document
+        batch.conversations_BC[row, document] = example.conversation
+        start = end
+
+
+def _pack(lengths_N: np.ndarray, pack_length: int, seed: int, window: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return conversations row after row, `[N]`, and where each row begins among them, `[R + 1]`."""
+    shuffled_N = torch.randperm(len(lengths_N), generator=torch.Generator().manual_seed(seed)).numpy()
+    order, counts = [], []
+    for part in np.array_split(shuffled_N, max(1, len(shuffled_N) // window)):
+        part = part[np.argsort(-lengths_N[part], kind="stable")]
+        rows = first_fit(lengths_N[part], pack_length)
+        order.append(part[np.argsort(rows, kind="stable")])
+        counts.append(np.bincount(rows))
+    return np.concatenate(order), np.concatenate([[0], np.cumsum(np.concatenate(counts))])
+
+
+def first_fit(lengths: np.ndarray, room: int) -> np.ndarray:
+    """Return the row of each length, from 0: the first that still has room for it.
+
+    Falling lengths leave at most 11/9 of the least possible number of rows and 6/9 (Dosa 2007, "The tight bound of first fit
+    decreasing").
+    """
+    left = np.full(len(lengths), room)
+    rows = np.empty(len(lengths), dtype=np.int64)
+    for place, length in enumerate(lengths):
+        rows[place] = row = (left >= length).argmax()
+        left[row] -= length
+    return rows

@@ -1,0 +1,237 @@
+"""The data set from end to end: prompts, split, answers (the target's, or the data set's own), and the folder they end in.
+
+Several processes (under `accelerate launch`) share the writing; the main one puts the folder in place. What is finished is
+kept in the output folder until then, so that an interrupted run goes on where it was.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from accelerate.utils import gather_object
+
+from configs.runtime.errors import InputError
+from configs.runtime.files import drop_leftovers, folder_lock, new_folder, sha256_of, write_json, write_text
+from configs.runtime.redaction import mask_secrets
+from configs.runtime.resumable import Journal, fingerprint
+from configs.runtime.run_record import write_run_record
+from configs.schema.data import DataConfig, PromptsConfig
+from distill.dataset.conversations import FORMAT_VERSION, MANIFEST, WRITTEN_BY, Conversation, count_answer_tokens
+from distill.dataset.indexed_file import SUFFIX
+from distill.generation.answers import PIECES, Answered, AnswerJob
+from distill.generation.existing_answers import check_given, given_answers
+from distill.generation.prompts import Prompt, encode_prompt, load_dataset_prompts, read_prompts
+from distill.generation.self_seeding import self_seed
+from distill.generation.server_check import check_server
+from distill.generation.server_completions import ServerWriter, server_writer
+from distill.generation.server_jobs import TURN_PIECES, ServerTurns, server_answer_job
+from distill.generation.split import Split, split_prompts
+from distill.server.logprobs import TargetServer
+from heads.target.loading import Target, load_target
+from heads.target.processes import join_processes, naming_lost_processes
+
+logger = logging.getLogger("draftsmith")
+
+PROMPT_PIECES = ".prompts.partial.jsonl"
+SIDES = ("train.jsonl", "held_out.jsonl")
+OUTPUTS = (*SIDES, *(name + SUFFIX for name in SIDES), MANIFEST, "run.json")  # training leaves indices beside the data
+
+
+def make_dataset(config: DataConfig) -> None:
+    """Make `train.jsonl`, `held_out.jsonl`, `manifest.json` and `run.json` in `config.output`.
+
+    Raises:
+        InputError: the target, the server or the prompts cannot be had, a prompt does not fit the target or brings no answer
+            where it is to, a side of the split ends up empty, or the output folder cannot be written or holds something else.
+    """
+    output = Path(config.output)
+    check_output(output)
+    listed = list_prompts(config.prompts)  # before the target is loaded: a mistake in the file shows at once
+    if config.answers.written_by == "dataset":
+        check_given(listed or [])
+    with nullcontext() if config.server is None else TargetServer(config.server) as server:
+        if server is not None:
+            server.check_model()  # before a large target is loaded
+        state = join_processes(config.target)
+        with naming_lost_processes(), folder_lock(output, beside=True) if state.is_main_process else nullcontext():
+            _make_claimed(config, listed, state, server)
+
+
+def _make_claimed(config: DataConfig, listed: list[Prompt] | None, state: PartialState, server: TargetServer | None) -> None:
+    """Do this process's part in a folder where nobody else is at work."""
+    output = Path(config.output)
+    if state.is_main_process:
+        drop_leftovers(output)
+    state.wait_for_everyone()
+    target = load_target(config.target)
+    writer = None if server is None else _checked_writer(config, target, server, state)
+    prompts, dropped = (listed, {}) if listed is not None else _self_seed_once(config, target, output, state, writer)
+    split = split_prompts(prompts, config.held_out_share)
+    if config.answers.written_by == "dataset":
+        answered = given_answers(target, [*split.train, *split.held_out], config.answers.max_new_tokens)
+    else:
+        answered = _write_answers(answer_job(config, target, split, output, writer), state)
+    if state.is_main_process:
+        write_dataset(config, target, split, answered, Counter(dropped) + Counter(split.dropped), num_prompts=len(prompts))
+    state.wait_for_everyone()
+
+
+def _checked_writer(config: DataConfig, target: Target, server: TargetServer, state: PartialState) -> ServerWriter:
+    """Return what asks the server, once the main process has seen that it serves the target."""
+    writer = server_writer(config, target, server)
+    if state.is_main_process:
+        check_server(writer)
+    state.wait_for_everyone()
+    return writer
+
+
+def check_output(output: Path) -> None:
+    """Refuse early what could only fail after the work: the folder will be replaced as a whole.
+
+    Raises:
+        InputError: it holds anything but an earlier run's data, is not a folder, or the folder above cannot be written.
+    """
+    if output.exists() and not output.is_dir():
+        raise InputError(f"output: {output} is a file; name a folder that is new or holds data made before")
+    pieces = {PROMPT_PIECES, *(path.name for name in (PIECES, TURN_PIECES) for path in output.glob(name.format(rank="*")))}
+    others = sorted({path.name for path in output.glob("*")} - pieces - set(OUTPUTS))
+    if others:
+        raise InputError(f"output: {output} holds {others[0]}, which is not data made before; name a folder of its own")
+    above = next(folder for folder in output.absolute().parents if folder.exists())
+    try:
+        with tempfile.TemporaryFile(dir=above):
+            pass
+    except OSError as error:
+        raise InputError(f"output: {above} cannot be written: {error.strerror or error}") from error
+
+
+def list_prompts(settings: PromptsConfig) -> list[Prompt] | None:
+    """Return the first `num_prompts` prompts of a file or data set; None where the target is to write them."""
+    if settings.source == "self_seeded":
+        return None
+    if settings.source == "dataset":
+        return load_dataset_prompts(settings)
+    prompts = read_prompts(Path(str(settings.path)), default_category=settings.category)
+    if len(prompts) < settings.num_prompts:
+        logger.info("%s holds %d prompts, fewer than num_prompts = %d", settings.path, len(prompts), settings.num_prompts)
+    return prompts[: settings.num_prompts]
+
+
+def answer_job(config: DataConfig, target: Target, split: Split, folder: Path, writer: ServerWriter | None = None) -> AnswerJob:
+    """Return the job of answering both sides of a split, by a server or by the target here, once each prompt is known to fit.
+
+    Its fingerprint names everything that decides the answers, and nothing else: a new `held_out_share` reuses them where
+    the prompts stay the same.
+    """
+    prompts = sorted([*split.train, *split.held_out], key=lambda prompt: prompt.prompt_id)
+    encoded = [encode_prompt(target, prompt) for prompt in prompts]
+    rows = [[prompt.prompt_id, prompt.category, *prompt.turns, *ids] for prompt, ids in zip(prompts, encoded, strict=True)]
+    content = fingerprint(rows)
+    if writer is not None:
+        return server_answer_job(config, prompts, content, folder, writer)
+    return AnswerJob(
+        target=target,
+        prompts=prompts,
+        config=config.answers,
+        seed=config.seed,
+        folder=folder,
+        fingerprint=fingerprint(*_writer(config, target), config.answers.model_dump(), content),
+    )
+
+
+def _write_answers(job: AnswerJob, state: PartialState) -> Answered:
+    """Let all processes answer their shares, and return what they wrote together."""
+    job.work(rank=state.process_index, num_processes=state.num_processes)
+    state.wait_for_everyone()
+    answered = job.collect()
+    # Every process has read the pieces before the main one replaces the folder that holds them.
+    state.wait_for_everyone()
+    return answered
+
+
+def write_dataset(
+    config: DataConfig, target: Target, split: Split, answered: Answered, dropped: Counter[str], *, num_prompts: int
+) -> None:
+    """Put the finished folder in place, all of it or nothing.
+
+    Raises:
+        InputError: no answer is left on one of the sides, or the folder cannot be written.
+    """
+    by_prompt: dict[str, list[Conversation]] = {}
+    for conversation in answered.conversations:
+        by_prompt.setdefault(conversation.prompt_id, []).append(conversation)
+    sides = {"train": split.train, "held_out": split.held_out}
+    rows = {name: [row for prompt in side for row in by_prompt.get(prompt.prompt_id, [])] for name, side in sides.items()}
+    for name, conversations in rows.items():
+        if not conversations:
+            raise InputError(f"no answer is left to any of the {len(sides[name])} {name} prompts (dropped: {answered.dropped})")
+    with new_folder(Path(config.output)) as folder:
+        for name, conversations in rows.items():
+            write_text(folder / f"{name}.jsonl", "".join(row.to_line() for row in conversations))
+        manifest = {
+            "format_version": FORMAT_VERSION,
+            "target": target.identity.to_dict(),
+            WRITTEN_BY: config.answers.written_by,
+            **({} if config.server is None else {"server": {"model": config.server.model, "found": list(answered.servers)}}),
+            "config": mask_secrets(config.model_dump(mode="json")),
+            "counts": {
+                "prompts": num_prompts,
+                "dropped": dict(sorted((dropped + Counter(answered.dropped)).items())),
+                **{name: _count(conversations) for name, conversations in rows.items()},
+            },
+            "sha256": {f"{name}.jsonl": sha256_of(folder / f"{name}.jsonl") for name in rows},
+        }
+        write_json(folder / MANIFEST, manifest)
+        write_run_record(folder, config)
+    for name, conversations in rows.items():
+        logger.info("%s: %d conversations, %d answer tokens", name, len(conversations), count_answer_tokens(conversations))
+
+
+def _self_seed_once(
+    config: DataConfig, target: Target, folder: Path, state: PartialState, writer: ServerWriter | None
+) -> tuple[list[Prompt], dict[str, int]]:
+    """Let the target write the prompts, or take those that an interrupted run of the same settings left."""
+    here = _writer(config, target) if writer is None else writer.asked()
+    job = fingerprint(*here, config.prompts.model_dump(), config.answers.batch_size)
+    pieces = Journal(folder / PROMPT_PIECES, job)
+    kept = pieces.read().get("prompts")
+    if kept is not None:
+        prompts = [Prompt(**{**values, "turns": tuple(values["turns"]), "history": ()}) for values in kept["prompts"]]
+        return prompts, kept["dropped"]
+    rank = state.process_index
+    written, dropped = self_seed(
+        target,
+        config.prompts,
+        batch_size=config.answers.batch_size,
+        seed=config.seed,
+        rank=rank,
+        num_processes=state.num_processes,
+        exchange=gather_object,
+        write=None if writer is None else ServerTurns(writer=writer, config=config.prompts, folder=folder, rank=rank),
+    )
+    if state.is_main_process:
+        pieces.append("prompts", {"prompts": [asdict(prompt) for prompt in written], "dropped": dropped})
+    return written, dropped
+
+
+def _writer(config: DataConfig, target: Target) -> tuple[Any, ...]:
+    """Return what decides the tokens that a target writes, apart from the prompts and the sampling."""
+    settings = config.target
+    return (FORMAT_VERSION, target.identity.to_dict(), settings.dtype, settings.attention, settings.forward, config.seed)
+
+
+def _count(conversations: Sequence[Conversation]) -> dict[str, int]:
+    return {
+        "prompts": len({row.prompt_id for row in conversations}),
+        "conversations": len(conversations),
+        "answer_tokens": count_answer_tokens(conversations),
+        "cut_off": sum(not row.ended for row in conversations),
+    }

@@ -1,0 +1,289 @@
+"""The target writes on a server: what is asked, and the token ids that its answer comes to.
+
+Prompts go out as token ids, with every setting of the sampling: a server fills in what is left out from the model's own
+generation config. Each request has a seed of its own, made from the run's seed and the request's name, so that a run split or
+resumed otherwise asks the same. Ids come back as the local writer's do (`distill.generation.answers.continue_tokens`): up to
+the token that ended the answer, that token included exactly where the target wrote it.
+
+A server that returns text only is believed where the text, encoded after the prompt, decodes to itself and has as many tokens
+as the server counted. Even then the tokens may be others than those written; one that says which they were is to be preferred.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from configs.runtime.errors import InputError
+from configs.schema.data import AnswerServerConfig, DataConfig
+from configs.schema.decoding import SamplingConfig
+from distill.dataset.conversations import FORMAT_VERSION
+from distill.generation.answers import NO_ROOM, request_number, up_to_end
+from distill.server.connection import GaveUp, Refused
+from distill.server.logprobs import TargetServer
+from distill.server.responses import Choice, Completion, check_read, read_completion
+from heads.target.loading import Target
+
+logger = logging.getLogger("draftsmith")
+
+OTHER_TOKENS = "answer_text_has_other_tokens"
+UNFINISHED = (None, "abort", "error")  # finish reasons of answers that the server itself broke off
+NUM_SEEDS = 2**31  # what every server's seeds can hold
+
+
+class Written(NamedTuple):
+    """One answer of a server."""
+
+    answer: list[int] | str  # token ids, or the reason why there are none
+    system_fingerprint: str | None  # what the server calls its own state
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerWriter:
+    """Continues token ids as the local target would, by asking a server; for several threads at once.
+
+    Args:
+        server: who is asked.
+        config: how.
+        target: the same model here, whose tokenizer and end-of-text tokens count.
+        sampling: the distribution of the next token.
+        seed: of the run.
+        max_positions: the longest context, the target's or the server's, whichever is shorter.
+    """
+
+    server: TargetServer
+    config: AnswerServerConfig
+    target: Target
+    sampling: SamplingConfig
+    seed: int
+    max_positions: int
+
+    def asked(self) -> list[Any]:
+        """Return what decides the tokens that are asked for, apart from the prompts and the sampling, as JSON values.
+
+        The server counts by what it calls the target, without its address: one that moved goes on where it was, after it has
+        shown again what it serves.
+        """
+        ways = [self.config.model, self.config.answers_as, self.config.on_other_tokens]
+        return [FORMAT_VERSION, "server", ways, self.target.identity.to_dict(), self.seed, self.max_positions]
+
+    def write(self, prompt_ids: Sequence[int], request: int, max_new_tokens: int) -> Written:
+        """Return one continuation.
+
+        Args:
+            prompt_ids: token ids, at least one.
+            request: the request's number (`distill.generation.answers.request_number`).
+            max_new_tokens: longest continuation.
+
+        Raises:
+            GaveUp: no whole answer came, however often asked.
+            InputError: the server refuses, or answers what cannot be right.
+        """
+        max_tokens = min(max_new_tokens, self.max_positions - len(prompt_ids))
+        if max_tokens < 1:
+            return Written(NO_ROOM, None)
+        completion = self.ask(prompt_ids, request, max_tokens, end_ids=self.target.eos_token_ids)
+        if self.config.answers_as == "token_ids":
+            ids = read_ids(completion, max_tokens, self.target.eos_token_ids, self.target.vocab_size, self._where)
+            return Written(ids, completion.system_fingerprint)
+        answer = read_text(completion, prompt_ids, max_tokens, self.target, self._where)
+        if answer == OTHER_TOKENS and self.config.on_other_tokens == "refuse":
+            raise InputError(
+                f"{self._where} wrote an answer whose text, encoded anew, has other tokens than the server's: let it answer "
+                "with token ids (server.answers_as), or set server.on_other_tokens=drop"
+            )
+        return Written(answer, completion.system_fingerprint)
+
+    def ask(self, prompt_ids: Sequence[int], request: int, max_tokens: int, *, end_ids: Sequence[int]) -> Completion:
+        """Return the server's answer, known to be about these token ids and whole.
+
+        Args:
+            prompt_ids: token ids, at least one.
+            request: the request's number, of which its seed is made.
+            max_tokens: longest continuation.
+            end_ids: tokens that end it.
+
+        Raises:
+            GaveUp, InputError: see `write`.
+        """
+        where, body = self._where, self._body(prompt_ids, request, max_tokens, end_ids)
+        try:
+            content = self.server.connection.send("POST", "completions", body)
+        except Refused as refused:
+            raise InputError(
+                f"{where} refuses to continue {len(prompt_ids)} tokens by at most {max_tokens} (status {refused.status}): "
+                f"{refused.complaint}"
+            ) from refused
+        completion = read_completion(content, where)
+        check_read(completion, prompt_ids, where)
+        finish = completion.choices[0].finish_reason
+        if finish in UNFINISHED:
+            raise GaveUp(f"{where} broke an answer off (finish_reason {finish!r})")
+        if finish not in ("stop", "length"):
+            raise InputError(f"{where} ended an answer for another reason than its end or its length: finish_reason {finish!r}")
+        return completion
+
+    @property
+    def _where(self) -> str:
+        return f"server.url: {self.config.url}"
+
+    def _body(self, prompt_ids: Sequence[int], request: int, max_tokens: int, end_ids: Sequence[int]) -> dict[str, Any]:
+        sampling = self.sampling
+        return {
+            "model": self.config.model,
+            "prompt": list(prompt_ids),
+            "max_tokens": max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
+            "top_k": -1 if sampling.top_k is None else sampling.top_k,  # -1: off, for vLLM, SGLang and llama.cpp alike
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "seed": request_number(f"{self.seed}/{request}") % NUM_SEEDS,
+            "stop_token_ids": list(end_ids),
+            "skip_special_tokens": False,  # they are tokens of the answer like others
+            "return_token_ids": True,
+        }
+
+
+def server_writer(config: DataConfig, target: Target, server: TargetServer) -> ServerWriter:
+    """Return what asks the server of a config.
+
+    Raises:
+        InputError: it is not there, or has no such model.
+        ValueError: the config has no server.
+    """
+    if config.server is None:
+        raise ValueError("expected a config with a server")
+    served = server.check_model().max_model_len or target.max_positions
+    if served < target.max_positions:
+        logger.info("the server's context of %d tokens is shorter than the target's, and counts", served)
+    return ServerWriter(
+        server=server,
+        config=config.server,
+        target=target,
+        sampling=config.answers,
+        seed=config.seed,
+        max_positions=min(served, target.max_positions),
+    )
+
+
+def read_ids(completion: Completion, max_tokens: int, end_ids: Sequence[int], vocab_size: int, where: str) -> list[int]:
+    """Return the token ids that a server says it wrote, up to the first that ends an answer.
+
+    Args:
+        completion: its answer.
+        max_tokens: longest continuation that was asked for.
+        end_ids: tokens that end one.
+        vocab_size: ids that there are.
+        where: begins each complaint.
+
+    Raises:
+        InputError: it gives none, too many or too few, ids outside the vocabulary, or ended at a token that ends no answer.
+    """
+    choice = completion.choices[0]
+    if choice.token_ids is None:
+        raise InputError(
+            f"{where} answers without token ids: it knows no return_token_ids, as vLLM does; server.answers_as=text takes its "
+            "text instead"
+        )
+    outside = next((index for index in choice.token_ids if not 0 <= index < vocab_size), None)
+    if outside is not None:
+        raise InputError(f"{where}: token id {outside} lies outside the target's vocabulary of {vocab_size}")
+    ids = up_to_end(choice.token_ids, end_ids)
+    if len(ids) > max_tokens:
+        raise InputError(f"{where} wrote {len(ids)} tokens where at most {max_tokens} were asked for")
+    if ids and ids[-1] in end_ids:
+        return ids
+    if choice.finish_reason == "stop":
+        last = ids[-1] if ids else "none"
+        raise InputError(
+            f"{where} ended an answer, and its last token id ({last}) ends no answer of the target ({_listed(end_ids)}): its "
+            "end-of-text tokens are others, or it leaves them out"
+        )
+    _check_length(len(ids), max_tokens, where)
+    return ids
+
+
+def read_text(
+    completion: Completion, prompt_ids: Sequence[int], max_tokens: int, target: Target, where: str
+) -> list[int] | str:
+    """Return the token ids of the text that a server wrote, or `OTHER_TOKENS` where they are not those it wrote.
+
+    Args:
+        completion: its answer.
+        prompt_ids: what it continued.
+        max_tokens: longest continuation that was asked for.
+        target: whose tokenizer encodes the text.
+        where: begins each complaint.
+
+    Raises:
+        InputError: there is no text, or it is longer or shorter than can be.
+    """
+    choice = completion.choices[0]
+    if choice.text is None:
+        raise InputError(f"{where} answers without text")
+    encoded = _encode_after(prompt_ids, choice.text, target)
+    if encoded is None:
+        return OTHER_TOKENS
+    ids = _ended(up_to_end(encoded, target.eos_token_ids), choice, target)
+    ended = bool(ids) and ids[-1] in target.eos_token_ids
+    counted = None if completion.usage is None else completion.usage.completion_tokens
+    if counted is None:
+        return ids if len(ids) == max_tokens or (ended and len(ids) < max_tokens) else OTHER_TOKENS
+    if not ended:
+        _check_length(counted, max_tokens, where)
+    return ids if len(ids) == counted <= max_tokens else OTHER_TOKENS
+
+
+def closing_id(target: Target) -> int:
+    """Return the token that ends an answer in the target's chat template, for servers that do not say which one did.
+
+    Raises:
+        InputError: the template ends answers by none of the target's end-of-text tokens.
+    """
+    if len(target.eos_token_ids) == 1:
+        return target.eos_token_ids[0]
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    opened = len(target.encode_chat(messages[:1]))
+    closed = target.encode_chat(messages, answer_follows=False)[opened:]
+    found = next((index for index in closed if index in target.eos_token_ids), None)
+    if found is None:
+        raise InputError(
+            f"target {target.identity.name} has several end-of-text tokens ({_listed(target.eos_token_ids)}) and a chat "
+            "template that ends answers by none of them; use a server that answers with token ids (server.answers_as)"
+        )
+    return found
+
+
+def _encode_after(prompt_ids: Sequence[int], text: str, target: Target) -> list[int] | None:
+    """Return the ids of a text that follows a prompt; None where they do not stand for that text after that prompt."""
+    tokenizer = target.tokenizer
+    before = str(tokenizer.decode(list(prompt_ids)))
+    whole = list(tokenizer(before + text, add_special_tokens=False)["input_ids"])
+    if whole[: len(prompt_ids)] != list(prompt_ids) or str(tokenizer.decode(whole)) != before + text:
+        return None
+    return whole[len(prompt_ids) :]
+
+
+def _ended(ids: list[int], choice: Choice, target: Target) -> list[int]:
+    """Return ids with the end-of-text token where the answer ended: text mostly leaves it out."""
+    if choice.finish_reason == "stop" and not (ids and ids[-1] in target.eos_token_ids):
+        return [*ids, closing_id(target)]
+    return ids
+
+
+def _check_length(num_tokens: int, max_tokens: int, where: str) -> None:
+    """Refuse an answer that was cut off, but not where it was asked to be."""
+    if num_tokens != max_tokens:
+        raise InputError(
+            f"{where} cut an answer off after {num_tokens} tokens where {max_tokens} were asked for: raise its limits, or "
+            "lower answers.max_new_tokens"
+        )
+
+
+def _listed(ids: Sequence[int]) -> str:
+    return ", ".join(map(str, ids)) or "none"

@@ -1,0 +1,276 @@
+"""The distillation loss from hidden states, a few positions at a time, so that no `[positions, vocabulary]` tensor ever lives.
+
+draft hidden -> draft head -> logits, target hidden -> target head -> logits, divergence and gradient
+(`distill.loss.gradients`), back through the head: all of it for `chunk_size` positions, then the next. The target's side may
+come from elsewhere, see `distill.loss.target_logits`. One autograd function does this in its forward, where the logits exist
+anyway, and keeps only the gradients with respect to the draft's hidden states and head; its backward multiplies them with the
+gradient that comes from above. Value and gradients are those of the unchunked loss.
+
+Positions are flat here: row n stands at some position t and predicts token t+1. N rows, M of them with a weight, C rows of
+one chunk, D and E width of draft and target, V target vocabulary, W draft vocabulary.
+
+Where processes hold weights in parts, the head's must be whole during the call and, where trained, when its gradient arrives.
+A linear head is applied without running its module: engines that split weights gather them whenever a module runs, in all
+processes together, and these may have different numbers of chunks.
+
+Left out on purpose: handing the work to liger-kernel on a GPU, whose losses see no acceptance, and results would depend on
+what is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.func import functional_call
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from distill.loss.divergences import Divergence
+from distill.loss.gradients import Comparison, Rule, compare
+from distill.loss.target_logits import HiddenRows, TargetRows
+from heads.inference.causal_lm import head_logits
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitHead:
+    """What makes logits of hidden states, row by row.
+
+    logits_of: `[C, D]` -> `[C, V]`, in whatever dtype the matmul gives (bfloat16 under autocast).
+    parameters: every tensor inside `logits_of` that may want a gradient. One left out silently gets none.
+    """
+
+    logits_of: Callable[[Tensor], Tensor]
+    parameters: tuple[Tensor, ...]
+
+
+class ChunkedLoss(NamedTuple):
+    """A loss, and what was seen on the way. Rows of weight 0 were not computed: they read 0 and False.
+
+    A tuple, because ZeRO-3 finds the tensors that a module returns, and so the start of its backward, in tuples only.
+
+    loss: scalar, sum of weights times values; backward goes from here.
+    values_N: the divergence at each row, detached.
+    acceptance_N: sum_v min(p, q) at temperature 1, exact, detached; mass outside the draft vocabulary counts as rejected.
+    top1_agrees_N: bool, whether draft and target have the same likeliest token: acceptance under greedy decoding.
+    """
+
+    loss: Tensor
+    values_N: Tensor
+    acceptance_N: Tensor
+    top1_agrees_N: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """All inputs of the autograd function that never get a gradient."""
+
+    draft_logits_of: Callable[[Tensor], Tensor]
+    target: TargetRows
+    rule: Rule
+    weights_N: Tensor
+    chunk_size: int
+    draft_labels_N: Tensor | None
+
+
+def model_head(model: PreTrainedModel) -> LogitHead:
+    """Return the head of a causal LM, with the soft cap or scale of its architecture; tied or not makes no difference.
+
+    For one batch: what of it is frozen is cast for autocast when first used, and kept.
+    """
+    head = cast(PreTrainedModel, _HeadOnce(model))  # `head_logits` asks for the config and the output embeddings only
+    parameters = tuple(model.get_output_embeddings().parameters())
+    return LogitHead(logits_of=lambda hidden_CD: head_logits(head, hidden_CD), parameters=parameters)
+
+
+class _HeadOnce:
+    """A causal LM's head that casts its frozen weights once; autocast remembers trained ones only, and would for each chunk."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.config, self._head = model.config, model.get_output_embeddings()
+
+    @cached_property
+    def _cast_weights(self) -> dict[str, Tensor]:
+        """The weights that autocast would cast and not remember, in its dtype."""
+        return {
+            name: weight.to(torch.get_autocast_dtype(weight.device.type))
+            for name, weight in self._head.named_parameters()
+            if torch.is_autocast_enabled(weight.device.type) and weight.dtype == torch.float32 and not weight.requires_grad
+        }
+
+    def get_output_embeddings(self) -> Callable[[Tensor], Tensor]:
+        if type(self._head) is not nn.Linear:
+            return lambda hidden: functional_call(self._head, self._cast_weights, (hidden,))
+        weights = {**dict(self._head.named_parameters()), **self._cast_weights}
+        return lambda hidden: F.linear(hidden, weights["weight"], weights.get("bias"))
+
+
+def linear_head(weight_VD: Tensor, bias_V: Tensor | None = None) -> LogitHead:
+    """Return the head `hidden @ weight.T + bias`."""
+    parameters = (weight_VD,) if bias_V is None else (weight_VD, bias_V)
+    return LogitHead(logits_of=lambda hidden_CD: F.linear(hidden_CD, weight_VD, bias_V), parameters=parameters)
+
+
+def chunked_loss(
+    draft_hidden_ND: Tensor,
+    draft_head: LogitHead,
+    target_hidden_NE: Tensor,
+    target_head: LogitHead,
+    divergence: Divergence,
+    weights_N: Tensor,
+    *,
+    chunk_size: int,
+    temperature: float = 1.0,
+    draft_token_ids_W: Tensor | None = None,
+    labels_N: Tensor | None = None,
+) -> ChunkedLoss:
+    """Return the loss against a target whose hidden states `[N, E]` and head are given; see `chunked_loss_against`."""
+    return chunked_loss_against(
+        HiddenRows(hidden_NE=target_hidden_NE, logits_of=target_head.logits_of),
+        draft_hidden_ND,
+        draft_head,
+        divergence,
+        weights_N,
+        chunk_size=chunk_size,
+        temperature=temperature,
+        draft_token_ids_W=draft_token_ids_W,
+        labels_N=labels_N,
+    )
+
+
+def chunked_loss_against(
+    target: TargetRows,
+    draft_hidden_ND: Tensor,
+    draft_head: LogitHead,
+    divergence: Divergence,
+    weights_N: Tensor,
+    *,
+    chunk_size: int,
+    temperature: float = 1.0,
+    draft_token_ids_W: Tensor | None = None,
+    labels_N: Tensor | None = None,
+) -> ChunkedLoss:
+    """Return the weighted sum of a divergence over positions, differentiable in the draft's hidden states and head.
+
+    A batch of weights 0, or of no rows, yields a loss of 0 that still has a (zero) gradient, so that under DDP a rank
+    without labels takes part in the reduction.
+
+    Args:
+        target: what the target says at the same positions. No gradient flows into it. Where it is sparse, `acceptance_N` is
+            an upper bound (`distill.loss.divergences.sparse_pair`).
+        draft_hidden_ND: final, normed hidden states of the draft.
+        draft_head: its output may have W columns, see `draft_token_ids_W`.
+        divergence: a function of `distill.loss.divergences`, or a mix of them.
+        weights_N: what each row's value is multiplied with in the sum (`distill.loss.divergences.position_weights`). Rows of
+            weight 0
+            (prompts, padding) are left out before any matmul.
+        chunk_size: rows whose logits live at one time, at least 1. Changes memory and speed, never the result.
+        temperature: divides both sides' logits in the divergence.
+        draft_token_ids_W: int64, the target's id of each draft token (d2t); None where the vocabularies are one.
+        labels_N: int64, **target** ids of token t+1, negative for none; for `cross_entropy`. A label that the draft
+            vocabulary leaves out counts as none.
+
+    Raises:
+        ValueError: the row counts differ, chunk_size is below 1, or the two sides cannot be paired
+            (`distill.loss.target_logits`).
+    """
+    rows = {len(draft_hidden_ND), len(target), len(weights_N), *([] if labels_N is None else [len(labels_N)])}
+    if len(rows) > 1:
+        raise ValueError(f"hidden states, weights and labels must have equally many rows, got {sorted(rows)}")
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    job = _Job(
+        draft_logits_of=draft_head.logits_of,
+        target=target,
+        rule=Rule(divergence=divergence, temperature=temperature, draft_token_ids_W=draft_token_ids_W),
+        weights_N=weights_N.detach(),
+        chunk_size=chunk_size,
+        draft_labels_N=_draft_ids(labels_N, draft_token_ids_W),
+    )
+    inputs = (draft_hidden_ND, *draft_head.parameters)
+    if not torch.is_grad_enabled():  # asked here, because inside the function's forward gradients are always off
+        inputs = tuple(tensor.detach() for tensor in inputs)
+    loss, values_N, acceptance_N, top1_agrees_N = _ChunkedLoss.apply(job, draft_head.parameters, *inputs)
+    return ChunkedLoss(loss=loss, values_N=values_N, acceptance_N=acceptance_N, top1_agrees_N=top1_agrees_N)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Computes the loss and, while the logits of a chunk are there, its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, job: _Job, parameters: tuple[Tensor, ...], hidden_ND: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+        wanted = ctx.needs_input_grad[2:]
+        trained = [parameter for parameter, wants in zip(parameters, wanted[1:], strict=True) if wants]
+        wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+        weights_N = job.weights_N.to(wide)
+        unit = _largest(weights_N)
+        values_N = torch.zeros(len(hidden_ND), dtype=wide, device=hidden_ND.device)
+        acceptance_N = torch.zeros_like(values_N)
+        top1_agrees_N = torch.zeros_like(values_N, dtype=torch.bool)
+        grad_hidden_ND = torch.zeros_like(hidden_ND) if wanted[0] else None
+        grad_parameters = [torch.zeros_like(parameter, dtype=wide) for parameter in trained]
+        for rows_C in weights_N.nonzero().squeeze(-1).split(job.chunk_size):
+            hidden_CD = hidden_ND[rows_C].requires_grad_(wanted[0])
+            leaves = [hidden_CD, *trained] if wanted[0] else trained
+            seen, gradients = _compare(job, rows_C, hidden_CD, leaves, weights_N[rows_C] / unit)
+            values_N[rows_C], acceptance_N[rows_C] = seen.values_C.to(wide), seen.acceptance_C.to(wide)
+            top1_agrees_N[rows_C] = seen.top1_agrees_C
+            if grad_hidden_ND is not None:
+                grad_hidden_ND[rows_C] = gradients.pop(0)
+            for total, gradient in zip(grad_parameters, gradients, strict=True):
+                total += gradient
+        ctx.wanted_dtypes = [t.dtype if wants else None for t, wants in zip((hidden_ND, *parameters), wanted, strict=True)]
+        ctx.save_for_backward(unit, *([] if grad_hidden_ND is None else [grad_hidden_ND]), *grad_parameters)
+        ctx.mark_non_differentiable(values_N, acceptance_N, top1_agrees_N)
+        return (weights_N * values_N).sum(), values_N, acceptance_N, top1_agrees_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        unit, *saved = ctx.saved_tensors
+        scale = grad_loss * unit
+        gradients = iter(saved)
+        return None, None, *((next(gradients) * scale).to(dtype) if dtype is not None else None for dtype in ctx.wanted_dtypes)
+
+
+def _compare(
+    job: _Job, rows_C: Tensor, hidden_CD: Tensor, leaves: list[Tensor], weights_C: Tensor
+) -> tuple[Comparison, list[Tensor]]:
+    """Return what was seen at the rows of a chunk, and the gradient of their weighted sum for each leaf of the draft's head.
+
+    A function of its own so that a chunk's logits are gone before the next chunk's are made.
+    """
+    with torch.set_grad_enabled(bool(leaves)):
+        draft_logits_CW = job.draft_logits_of(hidden_CD)
+    labels_C = None if job.draft_labels_N is None else job.draft_labels_N[rows_C]
+    target = job.target.at(rows_C)
+    seen, gradient_CW = compare(job.rule, target, draft_logits_CW.detach(), labels_C, weights_C if leaves else None)
+    if not leaves:
+        return seen, []
+    del target  # before the head's gradient takes memory
+    with torch.autocast(hidden_CD.device.type, enabled=False):  # as everywhere, autocast belongs to the forward alone
+        return seen, list(torch.autograd.grad(draft_logits_CW, leaves, gradient_CW))
+
+
+def _largest(weights_N: Tensor) -> Tensor:
+    """Return the largest size among the weights, or 1 where there is none above 0.
+
+    Gradients are kept in units of it. A weight is one over the count of labels, and under float16 the gradient of a logit
+    times that would underflow before the loss scale, which only arrives in the backward, could lift it.
+    """
+    return weights_N.abs().max() if weights_N.any() else weights_N.new_ones(())
+
+
+def _draft_ids(labels_N: Tensor | None, draft_token_ids_W: Tensor | None) -> Tensor | None:
+    """Return the draft's id of each label, -1 for none and for what the draft vocabulary leaves out."""
+    if labels_N is None or draft_token_ids_W is None:
+        return labels_N
+    highest = torch.cat([labels_N, draft_token_ids_W]).max()
+    draft_ids = labels_N.new_full((int(highest) + 1,), -1)
+    draft_ids[draft_token_ids_W] = torch.arange(len(draft_token_ids_W), device=labels_N.device)
+    return torch.where(labels_N >= 0, draft_ids[labels_N.clamp(min=0)], -1)

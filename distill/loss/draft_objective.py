@@ -1,0 +1,132 @@
+"""The distillation objective: the target's hidden states of a batch, and the divergence of the draft from what they say.
+
+B batch, T positions, D width of the draft, E width of the target, N rows that have a label, V vocabulary,
+W the draft's vocabulary where it is reduced.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from configs.schema.learning import LossConfig
+from distill.dataset.batches import Batch
+from distill.loss.chunked import ChunkedLoss, LogitHead, chunked_loss_against, model_head
+from distill.loss.divergences import Divergence, SparseTarget, mix
+from distill.loss.step_clock import StepClock
+from distill.loss.target_logits import HiddenRows, SparseRows, TargetRows
+from heads.inference.model_checks import read_documents
+from heads.proposers.vocabulary import DraftVocabulary, HeadRows, head_rows
+from heads.target.loading import Target
+
+
+@torch.no_grad()
+def target_hidden(target: Target, batch: Batch) -> Tensor:
+    """Return the target's final hidden states `[B, T, E]`, each document's as if it stood alone."""
+    with torch.autocast(target.device.type, enabled=False):
+        return read_documents(target.model, batch.input_ids_BT, batch.packed_positions_BT)
+
+
+def configured_divergence(config: LossConfig) -> Divergence:
+    """Return the divergence, or the weighted mix of them, that a config asks for."""
+    weights = config.weights
+    return mix(weights, {name: each for name, each in config.settings.model_dump().items() if name in weights})
+
+
+class DraftObjective(nn.Module):
+    """A draft LM and its loss in one module, so that wrappers (DDP, FSDP, DeepSpeed) see every use of its parameters.
+
+    Args:
+        draft: the draft being trained.
+        target: whose distribution is learnt.
+        config: which divergence, and how much memory it may take.
+        vocabulary: the tokens the draft will be able to say; None: all of the target's.
+        clock: told when the draft's forward is under way; None: nobody asks.
+
+    Raises:
+        InputError: the draft's head has no rows for the vocabulary, see `heads.proposers.vocabulary.head_rows`.
+    """
+
+    token_ids_W: Tensor | None
+
+    def __init__(
+        self,
+        draft: PreTrainedModel,
+        target: Target,
+        config: LossConfig,
+        vocabulary: DraftVocabulary | None = None,
+        clock: StepClock | None = None,
+    ) -> None:
+        super().__init__()
+        self.draft = draft
+        self._clock = clock or StepClock(target.device)
+        self._divergence = configured_divergence(config)
+        self._config = config
+        self._shared_vocab_size = min(target.vocab_size, draft.config.get_text_config().vocab_size)
+        if vocabulary is not None:  # refuse a head that cannot be reduced now, not in the first step
+            head_rows(draft, vocabulary.token_ids_W.to(draft.device))
+        # Not saved with the weights, but moved with them.
+        self.register_buffer("token_ids_W", None if vocabulary is None else vocabulary.token_ids_W, persistent=False)
+        # In a tuple, so that the target does not become a submodule and is neither trained nor saved.
+        self._target = (target,)
+
+    def forward(
+        self,
+        input_ids_BT: Tensor,
+        loss_mask_BT: Tensor,
+        signal: Tensor | SparseTarget,
+        num_labels: Tensor,
+        world_size: int,
+        packed_positions_BT: Tensor | None = None,
+    ) -> ChunkedLoss:
+        """Return the loss over all positions whose next token is a label.
+
+        Args:
+            input_ids_BT: token ids.
+            loss_mask_BT: True at label tokens; position t - 1 predicts the label at t.
+            signal: what the target says: its hidden states `[B, T, E]`, read before labels only, or a sparse target of the
+                N rows before labels, in the order of the mask.
+            num_labels: labels of the whole optimiser step, over all processes and micro-batches; the loss is a sum over
+                this batch divided by it.
+            world_size: processes whose gradients are averaged afterwards, which this factor undoes.
+            packed_positions_BT: positions from 0 in each document; None: each row is a single one.
+        """
+        with self._clock("draft"):
+            hidden_BTD = read_documents(self.draft, input_ids_BT, packed_positions_BT)
+        predicts_label_BT = loss_mask_BT[:, 1:]
+        draft_ND = hidden_BTD[:, :-1][predicts_label_BT]
+        labels_N = input_ids_BT[:, 1:][predicts_label_BT] if "cross_entropy" in self._config.weights else None
+        weights_N = torch.full((len(draft_ND),), float(world_size), device=draft_ND.device) / num_labels
+        return chunked_loss_against(
+            self._target_rows(signal, predicts_label_BT),
+            draft_ND,
+            self._draft_head(),
+            self._divergence,
+            weights_N,
+            chunk_size=self._config.chunk_size,
+            temperature=self._config.temperature,
+            draft_token_ids_W=self.token_ids_W,
+            labels_N=labels_N,
+        )
+
+    def _target_rows(self, signal: Tensor | SparseTarget, predicts_label_BT: Tensor) -> TargetRows:
+        """Return the target's side of the loss at the rows that have a label."""
+        if isinstance(signal, SparseTarget):
+            return SparseRows(target=signal)
+        (target,) = self._target
+        head = self._trimmed(model_head(target.model))
+        return HiddenRows(hidden_NE=signal[:, :-1][predicts_label_BT], logits_of=head.logits_of)
+
+    def _draft_head(self) -> LogitHead:
+        """Return the draft's head: whole, or the rows of a reduced vocabulary, gathered once for all chunks of a batch."""
+        if self.token_ids_W is None:
+            return self._trimmed(model_head(self.draft))
+        rows = HeadRows(self.draft, self.token_ids_W)
+        return LogitHead(logits_of=rows.logits, parameters=rows.parameters)
+
+    def _trimmed(self, head: LogitHead) -> LogitHead:
+        """Return a head without the padded rows that only one of the two models has: no token has those ids."""
+        return LogitHead(
+            logits_of=lambda hidden_ND: head.logits_of(hidden_ND)[..., : self._shared_vocab_size], parameters=head.parameters
+        )

@@ -1,0 +1,188 @@
+"""The one objective of all head families: the target's distribution at every depth, and what the acceptance was on the way.
+
+A family says, for each depth, which origins it speaks for and where the target judges it (`heads.modules.interface.Depth`).
+Here each depth is held against the target's final states by any divergence of `distill.loss.divergences`, a chunk of rows at
+a time. B batch, T positions, E width of the target, N rows of one depth, K depths, P = B * T flat places.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from configs.schema.learning import LossConfig
+from distill.loss.chunked import ChunkedLoss, LogitHead, chunked_loss_against, model_head
+from distill.loss.draft_objective import configured_divergence
+from distill.loss.step_clock import StepClock
+from distill.loss.target_logits import HiddenRows, NormalisedRows, TargetRows, normalise
+from heads.modules.interface import Depth, HeadInputs, HeadModule, Normalisers, flat
+from heads.proposers.vocabulary import HeadRows
+from heads.target.loading import Target
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadLoss:
+    """The loss of a batch, to go backward from, and sums over the batch by depth, all detached.
+
+    Args:
+        loss: scalar, the weighted mean over labels and depths, and what a head's guesses of its acceptance cost.
+        labels_K: rows of each depth.
+        values_K: divergence.
+        acceptance_K: sum_v min(p, q), each depth by itself.
+        agrees_K: rows where the likeliest tokens agree.
+        origins_K: origins that drafting would start from (the pending token is an answer's) and that every depth up to
+            this one speaks for.
+        joint_K: among them, the sum of the product of acceptances up to this depth.
+        joint_agrees_K: among them, those where every depth up to this one agrees.
+        reached_K: among them, those where every depth before this one agrees.
+        accepted_P: int64, how many depths in a row agree, at the flat place b * T + j of each of those origins; 0 elsewhere.
+    """
+
+    loss: Tensor
+    labels_K: Tensor
+    values_K: Tensor
+    acceptance_K: Tensor
+    agrees_K: Tensor
+    origins_K: Tensor
+    joint_K: Tensor
+    joint_agrees_K: Tensor
+    reached_K: Tensor
+    accepted_P: Tensor
+
+
+class HeadObjective(nn.Module):
+    """A head and its loss in one module, so that wrappers (DDP, FSDP, DeepSpeed) see every use of its parameters.
+
+    Args:
+        head: the head being trained; an `nn.Module` that follows `heads.modules.interface.HeadModule`.
+        target: whose distribution is learnt.
+        config: which divergence, and how much memory it may take.
+        clock: told when the head's forward is under way; None: nobody asks.
+    """
+
+    def __init__(self, head: nn.Module, target: Target, config: LossConfig, clock: StepClock | None = None) -> None:
+        super().__init__()
+        self.head = head
+        self._clock = clock or StepClock(target.device)
+        self._divergence = configured_divergence(config)
+        self._config = config
+        # In a tuple, so that the target does not become a submodule and is neither trained nor saved.
+        self._target = (target,)
+
+    def forward(self, inputs: HeadInputs, num_labels: Tensor, world_size: int) -> HeadLoss:
+        """Return the loss over every depth's labels.
+
+        Args:
+            inputs: the batch and the target's states over it.
+            num_labels: labels of the whole optimiser step, over all processes and micro-batches. Each depth's sum is
+                divided by it: the deeper ones, which have fewer labels, are not raised for it.
+            world_size: processes whose gradients are averaged afterwards, which this factor undoes.
+        """
+        with self._clock("draft"):
+            depths = cast(HeadModule, self.head)(inputs)
+        judges = self._judges(inputs, depths)
+        total_weight = sum(depth.weight for depth in depths)
+        results = [
+            self._depth_loss(inputs, depth, rows, world_size * depth.weight / (total_weight * num_labels))
+            for depth, rows in zip(depths, judges, strict=True)
+        ]
+        return _sums(inputs, depths, results)
+
+    def _depth_loss(self, inputs: HeadInputs, depth: Depth, rows: TargetRows, weight: Tensor) -> ChunkedLoss:
+        weights_N = weight.expand(len(depth.origins_N))
+        if depth.row_weights_N is not None:
+            weights_N = weights_N * depth.row_weights_N
+        labels_N = flat(inputs.input_ids_BT, depth.judged_N + 1) if "cross_entropy" in self._config.weights else None
+        result = chunked_loss_against(
+            rows,
+            depth.hidden_ND,
+            LogitHead(logits_of=depth.logits_of, parameters=depth.parameters),
+            self._divergence,
+            weights_N,
+            chunk_size=self._config.chunk_size,
+            temperature=self._config.temperature,
+            draft_token_ids_W=cast(HeadModule, self.head).token_ids_W,
+            labels_N=labels_N,
+        )
+        if depth.confidence_N is None:
+            return result
+        guess = _confidence_loss(depth, depth.confidence_N, result.acceptance_N, weights_N)
+        return result._replace(loss=result.loss + guess)
+
+    def _judges(self, inputs: HeadInputs, depths: list[Depth]) -> list[TargetRows]:
+        """Return the target's side for each depth."""
+        (target,) = self._target
+        hidden_BTE, token_ids_W = inputs.states.final_BTE, cast(HeadModule, self.head).token_ids_W
+        if token_ids_W is None or self._config.temperature != 1 or "cross_entropy" in self._config.weights:
+            logits_of = model_head(target.model).logits_of
+            return [HiddenRows(hidden_NE=flat(hidden_BTE, depth.judged_N), logits_of=logits_of) for depth in depths]
+        known = self._normalised(inputs, depths) if inputs.normalisers is None else inputs.normalisers
+        head = HeadRows(target.model, token_ids_W)
+        return [
+            NormalisedRows(
+                hidden_NE=flat(hidden_BTE, depth.judged_N),
+                head=head,
+                log_sum_N=known.log_sum_P[depth.judged_N],
+                top1_N=known.top1_P[depth.judged_N],
+            )
+            for depth in depths
+        ]
+
+    def _normalised(self, inputs: HeadInputs, depths: list[Depth]) -> Normalisers:
+        """Compute the normalisers of every position that a depth is judged at, once for all depths."""
+        (target,) = self._target
+        wanted_P = torch.zeros_like(inputs.loss_mask_BT).flatten()
+        for depth in depths:
+            wanted_P[depth.judged_N] = True
+        return normalise(target.model, inputs.states.final_BTE, wanted_P, chunk_size=self._config.chunk_size)
+
+
+def _confidence_loss(depth: Depth, confidence_N: Tensor, acceptance_N: Tensor, weights_N: Tensor) -> Tensor:
+    """Return the weighted cross-entropy of a head's guesses of its acceptance, which itself carries no graph."""
+    guesses_N = confidence_N.to(acceptance_N.dtype)
+    entropies_N = binary_cross_entropy_with_logits(guesses_N, acceptance_N, reduction="none")
+    return depth.confidence_weight * (weights_N * entropies_N).sum()
+
+
+def _sums(inputs: HeadInputs, depths: list[Depth], results: list[ChunkedLoss]) -> HeadLoss:
+    """Add up what each depth saw, and follow chains from the origins that drafting would start from."""
+    drafted_from_P = torch.zeros_like(inputs.loss_mask_BT)
+    drafted_from_P[:, :-1] = inputs.loss_mask_BT[:, 1:]
+    alive_P = drafted_from_P.flatten()
+    joint_P, joint_agrees_P, accepted_P = alive_P.float(), alive_P.clone(), torch.zeros_like(alive_P, dtype=torch.long)
+    columns: list[list[Tensor]] = []
+    for depth, result in zip(depths, results, strict=True):
+        alive_P = alive_P & _placed(torch.ones_like(result.top1_agrees_N), depth.origins_N, alive_P)
+        joint_P = joint_P * _placed(result.acceptance_N.float(), depth.origins_N, joint_P) * alive_P
+        reached_P = joint_agrees_P & alive_P
+        joint_agrees_P = reached_P & _placed(result.top1_agrees_N, depth.origins_N, alive_P)
+        accepted_P += joint_agrees_P
+        counted = result.values_N.new_tensor(len(depth.origins_N))
+        sums = (result.values_N, result.acceptance_N, result.top1_agrees_N, alive_P, joint_P, joint_agrees_P, reached_P)
+        columns.append([counted, *(each.float().sum() for each in sums)])
+    labels_K, values_K, acceptance_K, agrees_K, origins_K, joint_K, joint_agrees_K, reached_K = (
+        torch.stack([column[number] for column in columns]) for number in range(8)
+    )
+    return HeadLoss(
+        loss=torch.stack([result.loss for result in results]).sum(),
+        labels_K=labels_K,
+        values_K=values_K,
+        acceptance_K=acceptance_K,
+        agrees_K=agrees_K,
+        origins_K=origins_K,
+        joint_K=joint_K,
+        joint_agrees_K=joint_agrees_K,
+        reached_K=reached_K,
+        accepted_P=accepted_P,
+    )
+
+
+def _placed(values_N: Tensor, places_N: Tensor, like_P: Tensor) -> Tensor:
+    """Return values at their flat places, 0 or False elsewhere."""
+    placed_P = torch.zeros_like(like_P, dtype=values_N.dtype)
+    placed_P[places_N] = values_N
+    return placed_P

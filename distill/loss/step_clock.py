@@ -1,0 +1,129 @@
+"""Where the seconds of a training run go, by part, at next to no cost and without making a GPU wait.
+
+Time is charged to the innermost part that is under way, to `other` where there is none, so that the parts add up to the whole.
+On a CPU it is the wall clock's. On CUDA an event is queued at each border and read when the seconds are asked for: it is the
+time of the GPU's own queue. A wait for data then counts for as long as the GPU has nothing left to do, and for no longer.
+
+What counts as what:
+    data            waiting for batches, and reading what a cache keeps of the target
+    rewriting       the draft writes answers itself, where the data policy has it do so
+    target          the frozen target over the batch
+    draft           forward of what is trained, up to its last hidden states
+    loss            both output heads and the divergence, with the gradient of the draft's head (`distill.loss.chunked` has it
+    there) backward        the rest of the backward; under DeepSpeed clipping and step too, which accelerate takes in its
+    `backward` communication   adding up over processes, and waiting for the slowest of them; of the gradients, what the
+    backward did not
+                    hide (`mark_gradient`). Known under DDP; what FSDP and DeepSpeed send on the way stays where it happens
+    optimizer       clipping, step, schedule; under DeepSpeed the schedule alone
+    other           what is left: books, logging, looks at the loss
+    evaluation      decoding held-out prompts, with all that happens within; no part of a step
+    checkpoint      writing checkpoints and the best draft, reading the one gone on from; no part of a step
+
+Left out: other devices than CUDA that compute on their own, which are timed by the wall clock as well.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+OTHER, BACKWARD, COMMUNICATION = "other", "backward", "communication"
+STEP_PARTS = ("data", "rewriting", "target", "draft", "loss", BACKWARD, COMMUNICATION, "optimizer", OTHER)
+ASIDE = ("evaluation", "checkpoint")
+MOST_MARKS = 10_000  # borders kept before they are turned into seconds
+
+Moment = float | torch.cuda.Event
+
+
+class StepClock:
+    """Seconds by part since `start`; before it nothing is counted.
+
+    Args:
+        device: that computes.
+
+    Attributes:
+        names_parts: whether a profiler is to be told of the parts as well.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.names_parts = False
+        self._on_gpu = device.type == "cuda"
+        self._part: str | None = None  # under way; None: not started
+        self._since: Moment = 0.0
+        self._marks: list[tuple[Moment, str]] = []  # the end of a part and its name, one after another
+        self._gradient: Moment | None = None
+        self._seconds = dict.fromkeys((*STEP_PARTS, *ASIDE), 0.0)
+
+    def start(self) -> None:
+        """Count from now on."""
+        self._since, self._part = self._now(), OTHER
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        """Charge the time of the `with` block to `part`, less that of parts inside it; what is aside has no parts of a step."""
+        outer = self._part
+        if outer is None or (outer in ASIDE and part not in ASIDE):
+            yield
+            return
+        self._turn_to(part)
+        try:
+            with record_function(part) if self.names_parts else nullcontext():
+                yield
+        finally:
+            if part == BACKWARD and self._gradient is not None:
+                self._marks.append((self._gradient, BACKWARD))
+                self._part, self._gradient = COMMUNICATION, None
+            self._turn_to(outer)
+
+    def mark_gradient(self, _: Tensor | None = None) -> None:
+        """Say that a gradient of this process is there; after the last one, what is left of a backward is communication."""
+        if self._part == BACKWARD:
+            self._gradient = self._now()
+
+    def follow_gradients(self, module: nn.Module) -> None:
+        """Mark each gradient of `module` from now on."""
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self.mark_gradient)
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each part since the start."""
+        if self._part is not None:
+            self._turn_to(self._part)
+            self._count()
+        return dict(self._seconds)
+
+    def _turn_to(self, part: str) -> None:
+        assert self._part is not None
+        self._marks.append((self._now(), self._part))
+        self._part = part
+        if len(self._marks) >= MOST_MARKS:
+            self._count()
+
+    def _count(self) -> None:
+        for moment, part in self._marks:
+            self._seconds[part] += _between(self._since, moment)
+            self._since = moment
+        self._marks.clear()
+
+    def _now(self) -> Moment:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _between(start: Moment, end: Moment) -> float:
+    """Return seconds from one moment to a later one; of a GPU's queue, once it has come to the later one."""
+    if isinstance(start, float) or isinstance(end, float):
+        assert isinstance(start, float)
+        assert isinstance(end, float)
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1000

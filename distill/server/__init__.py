@@ -1,0 +1,4 @@
+"""The target behind an OpenAI-compatible API.
+
+Start with `logprobs.TargetServer`.
+"""

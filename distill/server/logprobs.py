@@ -1,0 +1,123 @@
+"""A client for the target as a server: an OpenAI-compatible API asked what it makes of texts that it is given as token ids.
+
+Sends `POST completions`, a bounded number at a time (`distill.server.connection` asks again where that may help); what an
+answer says is `distill.server.responses`. There are two ways to ask for the log-probabilities of a prompt, both known to vLLM:
+its own `prompt_logprobs`, and `echo` with `logprobs`, the older one. The first that gets such an answer is kept.
+
+Answers that the server writes are asked for elsewhere (`distill.generation.server_completions`). Left out on purpose: chat
+completions, which take text and would be tokenised anew, and log-probabilities of text that the server writes itself. K kept
+tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self
+
+from pydantic import ValidationError
+
+from configs.runtime.errors import InputError
+from configs.schema.data import ServerConfig
+from distill.dataset.batches import Example
+from distill.server.connection import Connection, Refused
+from distill.server.responses import Completion, Model, Models, TopK, read_completion, read_top_k
+
+
+class TargetServer:
+    """One model of one server. To be used in a `with` statement, which closes its connections.
+
+    Args:
+        config: where it is and how it is to be asked.
+
+    Raises:
+        InputError: the environment variable with the key is not set.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+        self.connection = Connection(config)
+        self._ways: tuple[Callable[[int], dict[str, Any]], ...] = (_prompt_logprobs, _echo)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.connection.close()
+
+    def check_model(self) -> Model:
+        """See that the server is there and has the model; return what it says of it.
+
+        Raises:
+            InputError: it is not there, is no such API, wants another key, or has no model of that name.
+        """
+        where = f"server.url: {self.config.url}"
+        try:
+            content = self.connection.send("GET", "models")
+        except Refused as refused:
+            raise InputError(
+                f"{where} has no list of models (status {refused.status}): give the address of the API, such as "
+                "http://host:8000/v1"
+            ) from refused
+        try:
+            served = Models.model_validate(content).data
+        except ValidationError as error:
+            raise InputError(f"{where} does not list its models as an OpenAI-compatible API does") from error
+        found = next((model for model in served if model.id == self.config.model), None)
+        if found is None:
+            names = ", ".join(model.id for model in served) or "no model"
+            raise InputError(f"server.model: {self.config.url} serves {names}, got {self.config.model}")
+        return found
+
+    def top_k(self, examples: Sequence[Example], k: int, vocab_size: int) -> Iterator[TopK]:
+        """Yield what the server says before each label of the examples, in their order.
+
+        Args:
+            examples: token ids, of which those from `answer_start` on are labels.
+            k: how many of the likeliest tokens are asked for.
+            vocab_size: ids that there are.
+
+        Raises:
+            InputError: the server cannot be reached, refuses, or answers what cannot be right (see `read_top_k`).
+        """
+        with ThreadPoolExecutor(max_workers=self.config.concurrency) as pool:
+            yield from pool.map(lambda example: self._ask(example, k, vocab_size), examples)
+
+    def _ask(self, example: Example, k: int, vocab_size: int) -> TopK:
+        where = f"server.url: {self.config.url}"
+        for way in self._ways:
+            body = {"model": self.config.model, "prompt": list(example.input_ids), "temperature": 0, **way(k)}
+            completion = self._complete(body)
+            distributions = completion.distributions(where)
+            if distributions is not None:
+                self._ways = (way,)
+                return read_top_k(completion, distributions, example, k=k, vocab_size=vocab_size, where=where)
+        raise InputError(
+            f"{where} answers without log-probabilities of the prompt, neither to prompt_logprobs nor to echo with logprobs; "
+            "they show what it serves, and are what a target cache holds: use a server that gives them, such as vLLM"
+        )
+
+    def _complete(self, body: dict[str, Any]) -> Completion:
+        where = f"server.url: {self.config.url}"
+        try:
+            content = self.connection.send("POST", "completions", body)
+        except Refused as refused:
+            hint = ""
+            if "logprob" in refused.complaint.lower():
+                k = body.get("prompt_logprobs") or body["logprobs"]
+                hint = f"; k asks for {k} log-probabilities a position: start vLLM with --max-logprobs {k}, or lower k"
+            tokens = f"{len(body['prompt'])} tokens, and room for one more"
+            raise InputError(
+                f"{where} refuses a conversation of {tokens} (status {refused.status}): {refused.complaint}{hint}"
+            ) from refused
+        return read_completion(content, where)
+
+
+def _prompt_logprobs(k: int) -> dict[str, Any]:
+    # One token has to be written; it is thrown away.
+    return {"prompt_logprobs": k, "max_tokens": 1, "return_token_ids": True}
+
+
+def _echo(k: int) -> dict[str, Any]:
+    return {"echo": True, "logprobs": k, "max_tokens": 0, "return_tokens_as_token_ids": True}

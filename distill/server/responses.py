@@ -1,0 +1,225 @@
+"""What a server's answer says: its form, and the likeliest tokens before each label, checked so that nothing wrong enters a
+cache. What it wrote itself is read in `distill.generation.server_completions`.
+
+Position j of an answer is the distribution of token j given those before it, so that it is what the target says at position j
+- 1. Its entries are keyed by token id; the token that really follows is among them in addition, whatever its rank.
+T tokens sent, N labels, K kept tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
+
+import torch
+from pydantic import BaseModel, Field, ValidationError
+from torch import Tensor
+
+from configs.runtime.errors import InputError
+from distill.dataset.batches import Example
+
+Distribution = Mapping[int, float]  # log-probabilities by token id, of the tokens that the server lists
+
+# Log-probabilities rounded to bfloat16 add up to 1 within this; logits, or another temperature's distribution of them, do not.
+MASS_SLACK = 0.01
+TOKEN_ID = re.compile(r"token_id:(\d+)")
+
+
+class Model(BaseModel):
+    """A model that a server has."""
+
+    id: str
+    max_model_len: int | None = None  # tokens, prompt and answer together; vLLM says it
+
+
+class Models(BaseModel):
+    """The answer to `GET models`."""
+
+    data: list[Model]
+
+
+class Entry(BaseModel):
+    """One token of one position, as `prompt_logprobs` gives it."""
+
+    logprob: float
+
+
+class Echoed(BaseModel):
+    """The `logprobs` of a choice, which with `echo` begin with the prompt's."""
+
+    tokens: list[str] | None = None
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class Choice(BaseModel):
+    """One of a server's completions; only one is asked for."""
+
+    prompt_logprobs: list[dict[int, Entry] | None] | None = None
+    logprobs: Echoed | None = None
+    prompt_token_ids: list[int] | None = None
+    text: str | None = None
+    token_ids: list[int] | None = None  # of the text, the token that ended it included
+    finish_reason: str | None = None  # stop, length, or why there is no whole text
+
+
+class Usage(BaseModel):
+    """What the server counted."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class Completion(BaseModel):
+    """The answer to `POST completions`."""
+
+    choices: Annotated[list[Choice], Field(min_length=1)]
+    usage: Usage | None = None
+    system_fingerprint: str | None = None  # changes with the server's version and settings
+
+    @property
+    def num_read(self) -> int | None:
+        """How many tokens of the prompt the server counted."""
+        return None if self.usage is None else self.usage.prompt_tokens
+
+    def distributions(self, where: str) -> list[Distribution | None] | None:
+        """Return the distribution of each position of the prompt, None for the first, which has none; None if there are none
+        at all.
+
+        Raises:
+            InputError: tokens are named by their text, of which several can share one.
+        """
+        choice = self.choices[0]
+        if choice.prompt_logprobs is not None:
+            return [
+                None if distribution is None else {index: entry.logprob for index, entry in distribution.items()}
+                for distribution in choice.prompt_logprobs
+            ]
+        if choice.logprobs is None or choice.logprobs.top_logprobs is None:
+            return None
+        return [
+            None if distribution is None else {_token_id(name, where): value for name, value in distribution.items()}
+            for distribution in choice.logprobs.top_logprobs
+        ]
+
+    def read_ids(self, where: str) -> list[int] | None:
+        """Return the token ids that the server read, None where it does not say."""
+        choice = self.choices[0]
+        if choice.prompt_token_ids is not None:
+            return choice.prompt_token_ids
+        if choice.logprobs is None or choice.logprobs.tokens is None:
+            return None
+        return [_token_id(name, where) for name in choice.logprobs.tokens]
+
+
+class TopK(NamedTuple):
+    """The K likeliest tokens before each label, likeliest first."""
+
+    log_probs_NK: Tensor  # float64
+    token_ids_NK: Tensor  # int64
+
+
+def read_completion(content: Any, where: str) -> Completion:
+    """Return an answer to `POST completions`.
+
+    Args:
+        content: its JSON.
+        where: begins each complaint.
+
+    Raises:
+        InputError: it is of another form.
+    """
+    try:
+        return Completion.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        finding = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise InputError(f"{where} answers in a form that is not known here: {finding}") from error
+
+
+def check_read(completion: Completion, sent: Sequence[int], where: str) -> None:
+    """Refuse an answer about other tokens than those sent.
+
+    Raises:
+        InputError: the server read more, fewer or others, as far as it says what it read.
+    """
+    _check_tokens([completion.num_read], completion.choices[0].prompt_token_ids, sent, where)
+
+
+def read_top_k(
+    completion: Completion,
+    distributions: Sequence[Distribution | None],
+    example: Example,
+    *,
+    k: int,
+    vocab_size: int,
+    where: str,
+) -> TopK:
+    """Return what the server says before each label of an example.
+
+    Args:
+        completion: the server's answer.
+        distributions: its `distributions`, `[T]`.
+        example: what was sent.
+        k: how many tokens to keep of each position.
+        vocab_size: ids that there are.
+        where: begins each complaint.
+
+    Raises:
+        InputError: the server read other tokens than were sent; a position has no distribution or fewer than `k` tokens; an
+            id lies
+            outside the vocabulary; log-probabilities are no numbers or add up to more than 1.
+    """
+    _check_tokens([len(distributions), completion.num_read], completion.read_ids(where), example.input_ids, where)
+    rows = [
+        _likeliest(distributions[position], k, vocab_size, f"{where}, position {position} of {len(distributions)}")
+        for position in range(example.answer_start, len(distributions))
+    ]
+    return TopK(
+        log_probs_NK=torch.tensor([[log_p for log_p, _ in row] for row in rows], dtype=torch.float64),
+        token_ids_NK=torch.tensor([[index for _, index in row] for row in rows]),
+    )
+
+
+def _check_tokens(counts: Sequence[int | None], read: Sequence[int] | None, sent: Sequence[int], where: str) -> None:
+    """Refuse an answer about another text than the one sent, by how many tokens it is about and by which."""
+    num_read = next((number for number in counts if number not in (None, len(sent))), None)
+    if num_read is not None:
+        raise InputError(
+            f"{where} answers for {num_read} tokens where {len(sent)} were sent: it cuts prompts off (raise its longest "
+            "context, or send less) or adds tokens of its own"
+        )
+    if read is not None and list(read) != list(sent):
+        raise InputError(f"{where} read other token ids than were sent; the target's ids mean something else to it")
+
+
+def _likeliest(distribution: Distribution | None, k: int, vocab_size: int, where: str) -> list[tuple[float, int]]:
+    """Return the `k` likeliest (log-probability, id) of one distribution, ties by id."""
+    if distribution is None:
+        raise InputError(f"{where}: the answer has no log-probabilities there")
+    if len(distribution) < k:
+        raise InputError(
+            f"{where}: expected {k} log-probabilities (k), got {len(distribution)}; "
+            f"raise the server's limit (vLLM: --max-logprobs {k}) or lower k"
+        )
+    if not all(map(math.isfinite, distribution.values())):  # before sorting, which not-a-numbers make meaningless
+        raise InputError(f"{where}: a log-probability is not finite")
+    row = sorted(((value, index) for index, value in distribution.items()), key=lambda pair: (-pair[0], pair[1]))[:k]
+    outside = next((index for _, index in row if not 0 <= index < vocab_size), None)
+    if outside is not None:
+        raise InputError(
+            f"{where}: token id {outside} lies outside the target's vocabulary of {vocab_size}; the server has another model, "
+            "or k is so large that it reaches ids that no token has"
+        )
+    mass = sum(math.exp(min(value, 1.0)) for value, _ in row)
+    if mass > 1 + MASS_SLACK:
+        raise InputError(f"{where}: the {k} log-probabilities are none, for their probabilities add up to more than 1")
+    return row
+
+
+def _token_id(name: str, where: str) -> int:
+    found = TOKEN_ID.fullmatch(name)
+    if found is None:
+        raise InputError(f"{where} names tokens by text ({name[:20]!r}), not by id: it ignores return_tokens_as_token_ids")
+    return int(found[1])

@@ -1,0 +1,4 @@
+"""The draft LM before and during training: its initialisation, its vocabulary, the rows that it writes itself.
+
+Start with `init`.
+"""

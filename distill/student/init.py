@@ -1,0 +1,187 @@
+"""The draft before training: blocks of the target kept, a smaller model taken, or a fresh one made.
+
+LoRA by peft: low-rank adapters beside a draft's frozen linear layers, and their merging into ordinary weights.
+
+The adapters are put into the draft itself, which stays the causal LM it was: losses, checkpoints and wrappers see nothing but
+a few more parameters. Merging gives back exactly the modules from before, so that an artifact knows nothing of adapters.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+
+from configs.runtime.errors import ConfigError, InputError, first_line
+from configs.schema.learning import LoraSettings, StudentConfig
+from heads.inference.causal_lm import check_split
+from heads.inference.model_checks import check_rolls_back
+from heads.target.identity import hash_tokenizer
+from heads.target.loading import UNREADABLE, Target, move
+from heads.target.placement import real_weight
+
+
+def add_adapters(draft: PreTrainedModel, settings: LoraSettings) -> None:
+    """Put adapters into a draft, in place, and freeze everything else. Until trained they change nothing.
+
+    Raises:
+        ConfigError: no layer has such a name, a layer cannot be adapted, or the name is that of the embedding or the head.
+    """
+    names = settings.target_modules
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules="all-linear" if names is None else list(names),  # peft's word leaves the head out
+    )
+    linear = sorted({name.rpartition(".")[2] for name, module in draft.named_modules() if isinstance(module, nn.Linear)})
+    try:
+        inject_adapter_in_model(config, draft)
+    except ValueError as error:
+        raise ConfigError(
+            f"student.lora.target_modules: cannot adapt {names}; linear layers are {', '.join(linear)}"
+        ) from error
+    if any(isinstance(end, BaseTunerLayer) for end in (draft.get_input_embeddings(), draft.get_output_embeddings())):
+        raise ConfigError(
+            "student.lora.target_modules: embedding and head cannot be adapted; train_embeddings trains them whole"
+        )
+
+
+def merge_adapters(draft: PreTrainedModel) -> None:
+    """Replace every adapted layer, in place, by an ordinary one that computes the same; without adapters do nothing."""
+    adapted = [(name, module) for name, module in draft.named_modules() if isinstance(module, BaseTunerLayer)]
+    for name, layer in adapted:
+        layer.merge()
+        parent, _, own_name = name.rpartition(".")
+        setattr(draft.get_submodule(parent), own_name, layer.get_base_layer())
+    if adapted:
+        del draft.peft_config  # peft's note on the model, which would outlive the adapters
+
+
+UNTRUSTED = {"trust_remote_code": False}  # left open, transformers asks on the terminal
+
+
+def initial_draft(config: StudentConfig, target: Target) -> PreTrainedModel:
+    """Return the untrained draft in float32 on the target's device, in training mode, frozen where it is not trained.
+
+    Args:
+        config: how it is made; a `layer_choice` has become `layers` by now (`distill.student.layer_search`).
+        target: what it is made for, and of.
+
+    Raises:
+        InputError: a kept block does not exist, the model reads other token ids than the target, or it cannot be made.
+    """
+    if config.init == "target_layers":
+        draft = keep_layers(target.model, config.layers or [])
+    elif config.init == "model":
+        draft = _other_model(str(config.path), target)
+    elif config.init == "config":
+        draft = _fresh_model(str(config.path), target)
+    else:
+        draft = _overridden_model(config.overrides or {}, target)
+    draft = move(draft, target.device, torch.float32).eval()  # dropout would blur the checks
+    check_rolls_back(draft)
+    check_split(draft)
+    if config.lora is not None:
+        add_adapters(draft, config.lora)
+    # Random embeddings must be trained: frozen, they would stay noise.
+    train_embeddings = config.train_embeddings or config.init in ("config", "fresh")
+    draft.get_input_embeddings().requires_grad_(train_embeddings)
+    draft.get_output_embeddings().requires_grad_(train_embeddings)
+    return draft.train()
+
+
+def keep_layers(model: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
+    """Return a copy of a causal LM that has only these of its blocks; embeddings, final norm and head stay.
+
+    Raises:
+        InputError: the model has no such block, or names its blocks otherwise than `model.layers.N`.
+    """
+    name_of_class, text_config = type(model).__name__, model.config.get_text_config()
+    if max(layers) >= text_config.num_hidden_layers:
+        blocks = f"{name_of_class} has blocks 0 to {text_config.num_hidden_layers - 1}"
+        raise InputError(f"student.layers: {max(layers)} was asked for, but {blocks}")
+    config = copy.deepcopy(text_config)
+    config.num_hidden_layers = len(layers)
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[layer] for layer in layers]
+    draft = _from_config(config, model)
+    new_index = {str(old): str(new) for new, old in enumerate(layers)}
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        head, found, tail = name.partition("model.layers.")
+        index, _, rest = tail.partition(".")
+        if not found:
+            weights[name] = tensor
+        elif index in new_index:
+            weights[f"{head}{found}{new_index[index]}.{rest}"] = real_weight(model, name, tensor)
+    try:
+        draft.load_state_dict(weights)
+    except RuntimeError as error:
+        raise InputError(
+            f"student.init: blocks of {name_of_class} cannot be kept, since it does not name them model.layers.N; "
+            "give init 'fresh', 'model' or 'config'"
+        ) from error
+    return draft
+
+
+def _other_model(path: str, target: Target) -> PreTrainedModel:
+    """Load a smaller model; its tokenizer must be the target's, while its embedding may hold more padded rows."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, **UNTRUSTED)
+        draft = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, use_safetensors=True, **UNTRUSTED)
+    except UNREADABLE as error:
+        raise InputError(f"student.path: {path} does not hold a causal LM and its tokenizer: {first_line(error)}") from error
+    if hash_tokenizer(tokenizer) != target.identity.tokenizer_sha256:
+        raise InputError(
+            f"student.path: {path} has another tokenizer than {target.identity.name}; its drafts would mean other tokens"
+        )
+    _check_rows(draft.config, path, target)
+    return draft
+
+
+def _fresh_model(path: str, target: Target) -> PreTrainedModel:
+    """Make a randomly initialised model from a folder's `config.json`."""
+    try:
+        config = AutoConfig.from_pretrained(path, **UNTRUSTED)
+    except UNREADABLE as error:
+        raise InputError(f"student.path: {path} holds no model config: {first_line(error)}") from error
+    _check_rows(config, path, target)
+    return _from_config(config, target.model)
+
+
+def _overridden_model(overrides: dict[str, bool | int | float | str], target: Target) -> PreTrainedModel:
+    """Make a randomly initialised model from the target's own config with some values replaced."""
+    config = target.model.config.get_text_config()
+    values = config.to_dict()
+    for name in overrides:
+        if name not in values:
+            nearest = difflib.get_close_matches(name, values, n=1, cutoff=0.0)[0]
+            raise ConfigError(f"student.overrides: the target's config has no {name!r}; the nearest it has is {nearest!r}")
+    if "vocab_size" in overrides:
+        raise ConfigError("student.overrides: vocab_size is the target's; draft_vocab_size makes the draft say fewer tokens")
+    if "num_hidden_layers" in overrides:
+        values.pop("layer_types", None)  # one entry a block: to be made anew
+    try:
+        draft = _from_config(type(config).from_dict(values | overrides), target.model).eval()
+        check_split(draft)  # its probe is a forward: shapes that contradict each other fail here
+    except (ValueError, TypeError, RuntimeError, ZeroDivisionError, StrictDataclassError) as error:
+        raise ConfigError(f"student.overrides: {overrides} make no model: {' '.join(str(error).split())}") from error
+    return draft
+
+
+def _check_rows(config: PreTrainedConfig, path: str, target: Target) -> None:
+    """Refuse a draft whose embedding lacks rows for tokens that it will have to read."""
+    rows, needed = config.get_text_config().vocab_size, len(target.tokenizer)
+    if rows < needed:
+        raise InputError(f"student.path: {path} has a vocabulary of {rows}, the target's tokenizer {needed}")
+
+
+def _from_config(config: PreTrainedConfig, like: PreTrainedModel) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=like.config._attn_implementation)

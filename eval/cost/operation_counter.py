@@ -1,0 +1,105 @@
+"""Work, whatever machine does it: bytes read and floating-point operations of the matrix products of decoding or training.
+
+Counted where every operation of torch passes by, so that no family of drafts has to say what it does. Bytes are those of all
+operands: weights, keys and values, and the activations, which are little beside them. Left out: everything that is no matrix
+product (norms, activations, softmax of the vocabulary), which a roofline of weights and products leaves out too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from eval.decoder.clock import Clock
+
+
+def _product(args: Sequence[Any]) -> int:
+    """Count `[..., m, k] @ [..., k, n]`."""
+    return int(2 * args[0].numel() * args[1].shape[-1])
+
+
+def _linear(args: Sequence[Any]) -> int:
+    """Count `[..., k] @ [n, k]` transposed; a packed weight knows its shape."""
+    return int(2 * args[0].numel() * args[1].shape[0])
+
+
+def _attention(args: Sequence[Any]) -> int:
+    """Count queries by keys, and weights by values."""
+    return int(4 * args[0].numel() * args[1].shape[-2])
+
+
+def _attention_backward(args: Sequence[Any]) -> int:
+    """Count the gradients of both products, not the scores that a kernel computes anew to save memory."""
+    return 2 * _attention(args[1:])
+
+
+# Operation -> (its floating-point operations, the places of its operands)
+PRODUCTS: Mapping[str, tuple[Callable[[Sequence[Any]], int], tuple[int, ...]]] = {
+    "aten::mm": (_product, (0, 1)),
+    "aten::bmm": (_product, (0, 1)),
+    "aten::matmul": (_product, (0, 1)),
+    "aten::addmm": (lambda args: _product(args[1:]), (1, 2)),
+    "aten::baddbmm": (lambda args: _product(args[1:]), (1, 2)),
+    "aten::linear": (_linear, (0, 1)),
+    "mkldnn::_linear_pointwise": (_linear, (0, 1)),
+    "aten::scaled_dot_product_attention": (_attention, (0, 1, 2)),
+    "aten::_scaled_dot_product_flash_attention": (_attention, (0, 1, 2)),
+    "aten::_scaled_dot_product_flash_attention_for_cpu": (_attention, (0, 1, 2)),
+    "aten::_scaled_dot_product_efficient_attention": (_attention, (0, 1, 2)),
+    "aten::_scaled_dot_product_cudnn_attention": (_attention, (0, 1, 2)),
+    "aten::_scaled_dot_product_flash_attention_backward": (_attention_backward, (0, 1, 2, 3)),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (_attention_backward, (0, 1, 2, 3)),
+    "aten::_scaled_dot_product_efficient_attention_backward": (_attention_backward, (0, 1, 2, 3)),
+    "aten::_scaled_dot_product_cudnn_attention_backward": (_attention_backward, (0, 1, 2, 3)),
+}
+
+
+class WorkCounter(TorchDispatchMode):
+    """Counts while it is entered: `bytes` and `flops`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.flops = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if (product := PRODUCTS.get(func._schema.name)) is not None:
+            count, operands = product
+            self.flops += count(args)
+            self.bytes += sum(_num_bytes(args[place]) for place in operands)
+        return func(*args, **(kwargs or {}))
+
+
+class WorkClock(Clock):
+    """A clock that counts the work of each phase instead of its seconds."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.counters: dict[str, WorkCounter] = {"draft": WorkCounter(), "verify": WorkCounter()}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the work inside the `with` block."""
+        if name not in self.counters:
+            yield
+            return
+        with self.counters[name]:
+            yield
+
+    def summary(self) -> dict[str, float]:
+        """Return `draft_bytes`, `draft_flops`, `verify_bytes` and `verify_flops`."""
+        return {
+            f"{name}_{what}": float(value)
+            for name, counter in self.counters.items()
+            for what, value in (("bytes", counter.bytes), ("flops", counter.flops))
+        }
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

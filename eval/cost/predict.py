@@ -1,0 +1,104 @@
+"""What a report says the cost model expects: the sweep is run, the model made of it and of what the run measured.
+
+`prediction_of` makes the model anew from a report alone, for another machine (`eval/predict.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from configs.runtime.errors import InputError
+from configs.schema.decoding import DecodeConfig
+from configs.schema.evaluation import CostConfig
+from eval.cost.expected_rounds import AcceptanceProfile, AnswerLength, answer_lengths
+from eval.cost.model import CostModel, MeasuredCosts, RooflineCosts, summarise_model
+from eval.cost.timing_sweep import TimedRound, sweep_rounds
+from eval.decoder.records import Generation
+from heads.proposers.protocol import Proposer
+from heads.target.loading import Target
+
+log = logging.getLogger("draftsmith")
+
+# Kinds of draft that see the text alone, and none of the target's hidden states.
+BY_TEXT_ALONE = frozenset(("draft_lm",))
+
+
+def predict_speed(
+    target: Target,
+    proposer: Proposer,
+    plain: Sequence[Generation],
+    report: Mapping[str, Any],
+    decode: DecodeConfig,
+    config: CostConfig,
+) -> dict[str, Any] | None:
+    """Run the timing sweep and return the report's `speed.predicted`.
+
+    Args:
+        target, proposer: what was measured.
+        plain: plain answers to the prompts.
+        report: what was measured so far.
+        decode: how it was decoded.
+        config: the sweep.
+
+    Returns:
+        None where nothing was timed or no draft was judged; a warning says so.
+
+    Raises:
+        InputError: a context to be timed does not fit the target's.
+    """
+    answers = answer_lengths(plain, decode.max_new_tokens)
+    if report["speed"] is None or not answers or not any(report["acceptance"]["position_conditional"]):
+        log.warning("no draft was accepted in a run that was timed, so that no cost model can be made of it")
+        return None
+    text = [token for each in plain for token in (*each.prompt_tokens, *each.tokens)]
+    sweep = sweep_rounds(target, proposer, text, decode, config)
+    if not sweep:
+        log.warning("the draft proposed nothing in the timing sweep, so that no cost model can be made of it")
+        return None
+    model = CostModel(MeasuredCosts(sweep), _profile(report), answers, _longest(sweep))
+    others = {each.context_tokens for each in sweep}
+    return {
+        **summarise_model(model, decode.num_speculative_tokens, decode.batch_size, _mean_context(plain), others),
+        "sweep": [asdict(each) for each in sweep],
+        "answers": [asdict(each) for each in answers],
+    }
+
+
+def prediction_of(
+    report: Mapping[str, Any], where: str, *, bytes_per_second: float | None = None, flops_per_second: float | None = None
+) -> CostModel:
+    """Return the cost model of a report, for its own machine, or for one with this bandwidth and speed.
+
+    Raises:
+        InputError: the report holds no timing sweep, or one of the two numbers is missing; `where` names it.
+    """
+    predicted = (report["speed"] or {}).get("predicted")
+    if predicted is None or not predicted["sweep"]:
+        raise InputError(f"{where} holds no timing sweep; run eval/run.py with `cost` set in its config")
+    if (bytes_per_second is None) != (flops_per_second is None):
+        raise InputError("another machine is described by --bandwidth and --flops together; give both, or none for this one")
+    sweep = [TimedRound(**each) for each in predicted["sweep"]]
+    answers = [AnswerLength(**each) for each in predicted["answers"]]
+    if bytes_per_second is None or flops_per_second is None:
+        return CostModel(MeasuredCosts(sweep), _profile(report), answers, _longest(sweep))
+    costs = RooflineCosts(sweep, bytes_per_second, flops_per_second)
+    return CostModel(costs, _profile(report), answers, _longest(sweep))
+
+
+def _profile(report: Mapping[str, Any]) -> AcceptanceProfile:
+    conditional = report["acceptance"]["position_conditional"]
+    return AcceptanceProfile(conditional, by_text_alone=report["draft"]["kind"] in BY_TEXT_ALONE)
+
+
+def _longest(sweep: Sequence[TimedRound]) -> int:
+    return max(each.num_speculative_tokens for each in sweep)
+
+
+def _mean_context(plain: Sequence[Generation]) -> int:
+    """Return how many tokens stand before a committed one, on average over those that rounds committed."""
+    lengths = [(len(each.prompt_tokens), len(each.tokens) - 1) for each in plain if len(each.tokens) > 1]
+    total = sum(tokens * (prompt + (tokens + 1) / 2) for prompt, tokens in lengths)
+    return round(total / sum(tokens for _, tokens in lengths))

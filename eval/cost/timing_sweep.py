@@ -1,0 +1,267 @@
+"""A short timing sweep: rounds of the decoder itself, with acceptance laid down, by number of drafts, batch and context.
+
+The rounds are `eval.decoder.batch.BatchRun`'s, so that target, draft, judging and the rest cost what they cost in decoding,
+each with the caches as the others leave them. Only how many drafts stay is prescribed: none, or all, because a draft has more
+to read after the latter. Plain rounds take turns with them, numbers of drafts go up and down by turns, and medians are kept,
+so that a machine whose speed drifts drifts for all. The batch's rows are not equally long, as they never are.
+Left out: trees, and rounds that stop by a rule; how long those are depends on the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from configs.runtime.errors import InputError
+from configs.runtime.progress import progress
+from configs.schema.decoding import DecodeConfig
+from configs.schema.evaluation import CostConfig
+from eval.cost.operation_counter import WorkClock
+from eval.decoder.batch import BatchRun
+from eval.decoder.chain_rules import Verdict
+from eval.decoder.request import Request
+from eval.decoder.verifier import Verifier
+from heads.proposers.protocol import Proposal, Proposer
+from heads.target.loading import Target
+
+SHORTEST = 4  # tokens of the text that a sweep begins with
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedRound:
+    """What a round takes: seconds as measured here, and the work, which is the same on any machine.
+
+    Args:
+        num_speculative_tokens: drafts; 0 is a plain round.
+        batch_size, context_tokens: rows, and the tokens before the round's own.
+        draft_seconds: drafting, after a round that did not keep all drafts.
+        draft_seconds_after_full: the same after one that did.
+        verify_seconds: the target's forward.
+        other_seconds: judging and everything else.
+        draft_bytes, draft_flops, verify_bytes, verify_flops: read, and done, by the matrix products
+        (`eval.cost.operation_counter`).
+    """
+
+    num_speculative_tokens: int
+    batch_size: int
+    context_tokens: int
+    draft_seconds: float
+    draft_seconds_after_full: float
+    verify_seconds: float
+    other_seconds: float
+    draft_bytes: float
+    draft_flops: float
+    verify_bytes: float
+    verify_flops: float
+
+
+@dataclass
+class _Samples:
+    """What was measured of one kind of round."""
+
+    draft: list[float] = field(default_factory=list)
+    draft_after_full: list[float] = field(default_factory=list)
+    verify: list[float] = field(default_factory=list)
+    other: list[float] = field(default_factory=list)
+    work: dict[str, float] = field(default_factory=dict)
+    context: int = 0
+
+
+class ScriptedJudge(Verifier):
+    """Judges as ever, which takes its time, and then keeps as many drafts as it was told: none, or all."""
+
+    keeps_all = False
+    num_drafted = 0  # in the round judged last
+
+    def chain(self, logits_BKV: Tensor, proposal: Proposal, num_drafted: Sequence[int], lengths: Sequence[int]) -> Verdict:
+        verdict = super().chain(logits_BKV, proposal, num_drafted, lengths)
+        self.num_drafted = max(num_drafted)
+        kept = list(num_drafted) if self.keeps_all else [0] * len(num_drafted)
+        return Verdict(verdict.num_accepted_B.new_tensor(kept), verdict.next_token_B)
+
+
+def check_sweep(target: Target, config: CostConfig) -> None:
+    """Refuse a sweep that could only fail later.
+
+    Raises:
+        InputError: a context does not fit the target's.
+    """
+    longest = config.num_speculative_tokens
+    start, grows_by = _span(config.context_tokens[-1], longest)
+    if (needed := start + grows_by + longest + 2) > target.max_positions:
+        raise InputError(
+            f"cost.context_tokens: rounds of up to {longest} drafts around {config.context_tokens[-1]} tokens need a context of"
+            f" {needed}, the target's is {target.max_positions}; ask for less there or in cost.num_speculative_tokens"
+        )
+
+
+@torch.inference_mode()
+def sweep_rounds(
+    target: Target, proposer: Proposer, text: Sequence[int], decode: DecodeConfig, config: CostConfig
+) -> list[TimedRound]:
+    """Time rounds of every number of drafts at the batches and contexts asked for.
+
+    Args:
+        target, proposer: what decodes.
+        text: token ids to read, taken from anywhere in it and again from the front where it ends.
+        decode: the distribution and the rule.
+        config: which rounds.
+
+    Returns:
+        Rounds of 0 drafts up to as many as were asked for, or as the draft can; none where it drafts nothing.
+
+    Raises:
+        InputError: see `check_sweep`.
+        RuntimeError: target or draft computed what is no number.
+    """
+    check_sweep(target, config)
+    target = replace(target, eos_token_ids=())  # no round may end the text
+    places = [(batch, config.context_tokens[0]) for batch in config.batch_sizes]
+    places += [(config.batch_sizes[0], context) for context in config.context_tokens[1:]]
+    longest, may_rise = _drafts_of(target, proposer, text, decode, config)
+    if longest == 0:
+        return []
+    samples = {(drafts, *place): _Samples() for place in places for drafts in range(longest + 1)}
+    with progress("timing", len(places) * (config.repeats + 1), "passes") as advance:
+        for repeat in range(-1, config.repeats):  # the first pass warms up and counts the work
+            for place in places:
+                runs = _Runs(target, proposer, text, decode, place, longest)
+                own = {drafts: samples[drafts, *place] for drafts in range(longest + 1)}
+                measure = runs.count_work if repeat < 0 else runs.time
+                measure(own, downwards=not may_rise or repeat in range(1, config.repeats, 2))
+                advance(1)
+    return [_summarise(drafts, batch, own) for (drafts, batch, _), own in samples.items()]
+
+
+class _Runs:
+    """A plain run and one with the draft, of one batch in one context, which take turns."""
+
+    def __init__(
+        self,
+        target: Target,
+        proposer: Proposer,
+        text: Sequence[int],
+        decode: DecodeConfig,
+        place: tuple[int, int],
+        longest: int,
+    ) -> None:
+        batch, context = place
+        self.longest = longest
+        start, grows_by = _span(context, longest)
+        settings = decode.model_copy(
+            update={
+                "num_speculative_tokens": longest,
+                "max_new_tokens": grows_by + longest + 2,
+                "batch_size": batch,
+                "stop": None,  # no round may end the text
+            }
+        )
+        self.context = start + grows_by // 2  # halfway through the rounds; the plain ones, of a token each, all stand near it
+        self.plain, _ = _start(target, text, batch, self.context, settings, None)
+        self.drafting, self.judge = _start(target, text, batch, start, settings, proposer)
+
+    def time(self, samples: dict[int, _Samples], *, downwards: bool) -> None:
+        """Time four rounds of each number of drafts, and four plain ones before each of those numbers.
+
+        Which rounds keep all decides what the next one's draft has to read: of two that keep the same the second is timed.
+        """
+        for drafts in sorted(range(1, self.longest + 1), reverse=downwards):
+            for _ in range(4):  # as many as with drafts: what other rounds left in the processor's caches slows the first
+                self._time_round(self.plain, 0, samples[0])
+            for keeps_all in (False, True):
+                self.judge.keeps_all = keeps_all
+                self._time_round(self.drafting, drafts, samples[drafts])
+                draft_seconds = self._time_round(self.drafting, drafts, samples[drafts])
+                (samples[drafts].draft_after_full if keeps_all else samples[drafts].draft).append(draft_seconds)
+
+    def count_work(self, samples: dict[int, _Samples], *, downwards: bool) -> None:
+        """Count the work of a round of each number of drafts."""
+        for drafts, own in sorted(samples.items(), reverse=downwards):
+            run = self.drafting if drafts else self.plain
+            for clock in (run.clock, WorkClock(run.target.device)):  # the first round reads what the last one left unread
+                usual, run.clock = run.clock, clock
+                run_round(run, drafts)
+                run.clock = usual
+                if isinstance(clock, WorkClock):
+                    own.work = clock.summary()
+
+    def _time_round(self, run: BatchRun, drafts: int, samples: _Samples) -> float:
+        """Run a round, keep what it took, and return the seconds of drafting."""
+        samples.context = self.context
+        before = dict(run.clock.seconds)
+        with run.clock.phase("decode"):
+            run_round(run, drafts)
+        took = {phase: seconds - before[phase] for phase, seconds in run.clock.seconds.items()}
+        samples.verify.append(took["verify"])
+        samples.other.append(took["decode"] - took["draft"] - took["verify"])
+        return took["draft"]
+
+
+def run_round(run: BatchRun, drafts: int) -> None:
+    """Run a round of so many drafts.
+
+    Raises:
+        RuntimeError: target or draft computed what is no number.
+    """
+    run.config = run.config.model_copy(update={"num_speculative_tokens": drafts})
+    run.round()
+    if len(run.active) < len(run.rows):
+        raise RuntimeError("target or draft computed what is no number while rounds were timed")
+
+
+def _drafts_of(
+    target: Target, proposer: Proposer, text: Sequence[int], decode: DecodeConfig, config: CostConfig
+) -> tuple[int, bool]:
+    """Return how many drafts a round has at most, what is asked for or as many as the draft can, and whether it may rise.
+
+    MTP modules of a depth each draft no more, in a batch, than they once did: what they did not read is lost to them.
+    """
+    place = config.batch_sizes[0], config.context_tokens[0]
+    runs = _Runs(target, proposer, text, decode, place, config.num_speculative_tokens)
+    run_round(runs.drafting, config.num_speculative_tokens)
+    longest = runs.judge.num_drafted
+    if longest == 0:
+        return 0, True
+    for drafts in (1, longest):
+        run_round(runs.drafting, drafts)
+    return longest, runs.judge.num_drafted == longest
+
+
+def _span(context: int, longest: int) -> tuple[int, int]:
+    """Return how many tokens a run begins with and by how many it grows, so that `context` lies halfway if it can."""
+    grows_by = 2 * sum(range(longest + 1)) + 4 * longest + 4  # what the rounds of `_Runs.time` commit
+    return max(SHORTEST, context - grows_by // 2), grows_by
+
+
+def _start(
+    target: Target, text: Sequence[int], batch: int, context: int, settings: DecodeConfig, proposer: Proposer | None
+) -> tuple[BatchRun, ScriptedJudge]:
+    """Return a run that has read its prompts, and its judge; every other row is a token shorter."""
+    run = BatchRun(target, [_request(text, row, context - row % 2) for row in range(batch)], settings, proposer, False)
+    run.judge = judge = ScriptedJudge(settings, run.streams)
+    run.prefill()
+    return run, judge
+
+
+def _request(text: Sequence[int], row: int, length: int) -> Request:
+    """Return a row of the batch: so many tokens of the text, each row's from another place in it."""
+    first = row * length
+    tokens = tuple(text[place % len(text)] for place in range(first, first + length))
+    return Request(prompt_id=str(row), category="", tokens=tokens)
+
+
+def _summarise(drafts: int, batch: int, samples: _Samples) -> TimedRound:
+    return TimedRound(
+        num_speculative_tokens=drafts,
+        batch_size=batch,
+        context_tokens=samples.context,
+        draft_seconds=median(samples.draft) if drafts else 0.0,
+        draft_seconds_after_full=median(samples.draft_after_full) if drafts else 0.0,
+        verify_seconds=median(samples.verify),
+        other_seconds=median(samples.other),
+        **samples.work,
+    )

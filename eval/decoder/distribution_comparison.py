@@ -1,0 +1,92 @@
+"""Target and draft side by side at every drafted position, exact from their logits: what tells how alike the two
+distributions are.
+
+Low in variance, because nothing is drawn, and free of the number of drafts a round. The decoder calls this in the first
+repeat only and keeps the time apart. Left out: drafts without logits, such as copied text, which have no distribution to
+compare. B batch, G drafts, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from configs.schema.decoding import SamplingConfig
+from heads.proposers.draft_length import confidence
+from heads.sampling.probabilities import token_probabilities
+
+
+class LawComparison(NamedTuple):
+    """Each `[B, G]`, float32; `p` is the target's distribution and `q` the draft's, after the same tokens.
+
+    Args:
+        overlap_BG: sum_v min(p, q), which is 1 - TV(p, q): the exact chance that sampling keeps a draft (Leviathan et al.,
+            2211.17192, corollary 3.6).
+        kl_BG: KL(p || q) in nats, over the tokens that the draft can say, with p renormalised there.
+        uncovered_BG: the mass of p on tokens that the draft cannot say, which would make KL(p || q) infinite.
+        agrees_BG: 1 where both put the same token first, else 0.
+        confidence_BG: q of the drafted token.
+        target_probability_BG: p of the drafted token.
+        distribution_confidence_BG: the largest probability of q, which is what stopping rules read
+            (`heads.proposers.draft_length.confidence`).
+    """
+
+    overlap_BG: Tensor
+    kl_BG: Tensor
+    uncovered_BG: Tensor
+    agrees_BG: Tensor
+    confidence_BG: Tensor
+    target_probability_BG: Tensor
+    distribution_confidence_BG: Tensor
+
+
+def compare_distributions(
+    p_logits_BGV: Tensor, q_logits_BGV: Tensor, tokens_BG: Tensor, sampling: SamplingConfig
+) -> LawComparison:
+    """Compare two distributions at each drafted position.
+
+    Args:
+        p_logits_BGV: the target's logits; row i predicts draft i.
+        q_logits_BGV: the draft's, for the same or fewer tokens; `-inf` where it cannot say a token.
+        tokens_BG: the drafts, ids of the target.
+        sampling: the distribution in use; temperature 0 is compared at temperature 1, since one-hot distributions overlap
+            wholly or not at all.
+            KL is taken before top-k and top-p, which would make it infinite; everything else after.
+
+    A draft whose logits are no numbers covers nothing and overlaps with nothing.
+    """
+    missing = p_logits_BGV.shape[-1] - q_logits_BGV.shape[-1]
+    q_logits_BGV = torch.nn.functional.pad(q_logits_BGV.float(), (0, missing), value=float("-inf"))
+    if sampling.temperature == 0:
+        sampling = sampling.model_copy(update={"temperature": 1.0})
+    p_BGV = token_probabilities(p_logits_BGV, sampling)
+    q_BGV = token_probabilities(q_logits_BGV, sampling).nan_to_num(0.0)
+    kl_BG, uncovered_BG = _divergence(p_logits_BGV.float(), q_logits_BGV, sampling.temperature)
+    return LawComparison(
+        overlap_BG=torch.minimum(p_BGV, q_BGV).sum(-1).nan_to_num(0.0),
+        kl_BG=kl_BG,
+        uncovered_BG=uncovered_BG,
+        agrees_BG=(p_logits_BGV.argmax(-1) == q_logits_BGV.nan_to_num(float("-inf")).argmax(-1)).float(),
+        confidence_BG=_of_tokens(q_BGV, tokens_BG),
+        target_probability_BG=_of_tokens(p_BGV, tokens_BG).nan_to_num(0.0),
+        distribution_confidence_BG=confidence(q_BGV),
+    )
+
+
+def _divergence(p_logits_BGV: Tensor, q_logits_BGV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return KL(p || q) over the tokens that q covers, and the mass of p on the others; logarithms cannot underflow."""
+    covered_BGV = torch.isfinite(q_logits_BGV)
+    log_p_BGV = (p_logits_BGV / temperature).log_softmax(-1)
+    log_q_BGV = (q_logits_BGV.masked_fill(~covered_BGV, float("-inf")) / temperature).log_softmax(-1)
+    p_BGV = log_p_BGV.exp().masked_fill(~covered_BGV, 0.0)
+    mass_BG = p_BGV.sum(-1)
+    terms_BGV = torch.where(covered_BGV, p_BGV * (log_p_BGV - log_q_BGV), 0.0)
+    # sum_S p/m (log p/m - log q) = (sum_S p (log p - log q)) / m - log m; rounding may leave a little below zero.
+    kl_BG = (terms_BGV.sum(-1) / mass_BG - mass_BG.log()).clamp(min=0.0)
+    return kl_BG.nan_to_num(0.0, posinf=0.0), (1.0 - mass_BG).clamp(min=0.0).nan_to_num(1.0)
+
+
+def _of_tokens(probs_BGV: Tensor, tokens_BG: Tensor) -> Tensor:
+    return probs_BGV.gather(-1, tokens_BG.unsqueeze(-1)).squeeze(-1)

@@ -1,0 +1,188 @@
+"""A transformers `LogitsProcessor` on the target's logits: the output then follows the processed target's distribution.
+
+Verification judges several positions at once, and a processor may look at the text so far, so each position is processed with
+its own: what is committed, and the drafts on the way to it, in a chain or a tree. The draft stays as it is; the distribution
+that its tokens were drawn from is known, so verification is exact, whatever the processor does to the other side. A processor
+that forbids much of what the draft says costs acceptance only.
+
+Drafts are followed as far as the processor allows them and to the text's end: a text with a forbidden token in it, or one
+beyond its end, is never asked about, since a constraint may know no way on from there. What is drafted behind such a token
+cannot become part of an answer, so its logits stay as they are.
+
+The processor must be a function of (ids, scores), row by row: verification asks it about texts that are then dropped, and about
+the same text twice, and texts of several requests share a call. Of transformers' own, one is told the rows' numbers: the
+`batch_id` of `PrefixConstrainedLogitsProcessor`, in place of which it is told the request's place among all of them.
+
+Left out on purpose: processors that keep a state of their own from call to call, or another text for each row; particles, which
+weigh drafts by raw logits.
+B batch, K target rows (the pending token and the drafts), G drafts, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    LogitsProcessorList,
+    PrefixConstrainedLogitsProcessor,
+)
+
+from configs.runtime.errors import InputError
+from heads.proposers.protocol import Proposal
+
+# transformers' `LogitsProcessor` or `LogitsProcessorList`, or any function: ids [n, T] and scores [n, V] to scores [n, V].
+Processor = Callable[[Tensor, Tensor], Tensor]
+# transformers' processors that remember earlier calls; what is derived from them is taken to do so too.
+STATEFUL = {"UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor"}
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A text that the processor is asked about: that of a target row, `place`, of a row of the batch."""
+
+    row: int
+    place: int
+    ids: list[int]
+
+
+def prepared(given: Any) -> Processor:
+    """Return a processor, or a list of them (in lists, too), as one; refuse what would not be exact.
+
+    Args:
+        given: what the caller passed.
+
+    Raises:
+        InputError: one cannot be called, remembers earlier calls, or has several rows of text of its own or several beams.
+    """
+    processors = list(_flat(given))
+    for each in processors:
+        _check(each)
+    joined: Any = processors[0] if len(processors) == 1 else LogitsProcessorList(processors)
+    processor: Processor = joined
+    return processor
+
+
+def _flat(given: Any) -> Iterator[Any]:
+    if isinstance(given, list | tuple):
+        for each in given:
+            yield from _flat(each)
+    else:
+        yield given
+
+
+def _check(processor: Any) -> None:
+    name = type(processor).__name__
+    if not callable(processor):
+        raise InputError(f"logits_processor: expected a function of ids and scores or a list of such, got {name}")
+    if not STATEFUL.isdisjoint(kind.__name__ for kind in type(processor).__mro__):
+        raise InputError(
+            f"logits_processor: {name} remembers earlier calls, and verification asks about texts that are then dropped; give "
+            "processors that are functions of ids and scores"
+        )
+    rows = _own_rows(processor)
+    if rows > 1:
+        raise InputError(
+            f"logits_processor: {name} was made with {rows} rows of text, one for each row of a call, and here texts of "
+            "several requests share a call; make it with one row, and decode each request by itself"
+        )
+    if isinstance(processor, PrefixConstrainedLogitsProcessor) and processor._num_beams != 1:
+        raise InputError(f"logits_processor: {name} was made with num_beams {processor._num_beams}; here it must be 1")
+
+
+def _own_rows(processor: Any) -> int:
+    """Return how many rows of text transformers' processors of an encoder's text were made with; 0: it is none of them."""
+    if isinstance(processor, EncoderRepetitionPenaltyLogitsProcessor):
+        return len(processor.encoder_input_ids)
+    return processor.batch_size if isinstance(processor, EncoderNoRepeatNGramLogitsProcessor) else 0
+
+
+def renumbered(processor: Any, number_of: Callable[[int], int]) -> Any:
+    """Return a processor, one that `prepared` returns, which is told other numbers of rows than those of a call.
+
+    Args:
+        processor: left as it is.
+        number_of: by the row of a call, the `batch_id` to be told.
+    """
+    if isinstance(processor, list):
+        return LogitsProcessorList(renumbered(each, number_of) for each in processor)
+    if not isinstance(processor, PrefixConstrainedLogitsProcessor):
+        return processor
+    own, ask = copy.copy(processor), processor._prefix_allowed_tokens_fn
+    own._prefix_allowed_tokens_fn = lambda row, ids_T: ask(number_of(row), ids_T)
+    return own
+
+
+def processed(
+    processor: Processor | None,
+    logits_BKV: Tensor,
+    tokens: Sequence[Sequence[int]],
+    proposal: Proposal | None,
+    numbers: Sequence[int] | None = None,
+    ends: Collection[int] = (),
+) -> Tensor:
+    """Return the logits `[B, K, V]` (float32) as a processor leaves them; None leaves them as they are.
+
+    Rows behind a draft that the processor forbids (a score of -inf) or that ends the text stay as they are.
+
+    Args:
+        processor: a function of texts and scores, see `prepared`.
+        logits_BKV: the target's; row 0 follows the committed text, row i + 1 the text up to draft i.
+        tokens: committed ids by row of the batch, the pending one included.
+        proposal: the drafts; None: there are none.
+        numbers: of the request in each row, its place among those decoded together; None: 0 on.
+        ends: tokens that end a text.
+
+    Raises:
+        InputError: the processor returns scores of another shape.
+    """
+    if processor is None:
+        return logits_BKV
+    scores_BKV = logits_BKV.float().clone()
+    numbers = range(len(tokens)) if numbers is None else numbers
+    level = [_Text(row, 0, list(committed)) for row, committed in enumerate(tokens)]
+    while level:
+        for texts in _of_a_length(level):
+            number_of = [numbers[text.row] for text in texts].__getitem__
+            _process(renumbered(processor, number_of), scores_BKV, texts)
+        longer = [(text, each) for text in level for each in _next(proposal, text) if each.ids[-1] not in ends]
+        level = [each for text, each in longer if not scores_BKV[text.row, text.place, each.ids[-1]].isneginf()]
+    return scores_BKV
+
+
+def _process(processor: Processor, scores_BKV: Tensor, texts: Sequence[_Text]) -> None:
+    """Put the processor's scores of texts of one length in place of the target's."""
+    rows_N, places_N = [text.row for text in texts], [text.place for text in texts]
+    scores_NV = scores_BKV[rows_N, places_N]
+    changed_NV = processor(torch.tensor([text.ids for text in texts], device=scores_BKV.device), scores_NV)
+    if changed_NV.shape != scores_NV.shape:
+        found, wanted = list(changed_NV.shape), list(scores_NV.shape)
+        raise InputError(f"logits_processor: {type(processor).__name__} made scores of shape {found} of {wanted}")
+    scores_BKV[rows_N, places_N] = changed_NV.float()
+
+
+def _of_a_length(texts: Sequence[_Text]) -> list[list[_Text]]:
+    by_length: dict[int, list[_Text]] = defaultdict(list)
+    for text in texts:
+        by_length[len(text.ids)].append(text)
+    return list(by_length.values())
+
+
+def _next(proposal: Proposal | None, text: _Text) -> Iterator[_Text]:
+    """Yield the texts that are one draft longer."""
+    if proposal is None:
+        return
+    drafts = proposal.tokens_BG[text.row].tolist()
+    if proposal.parents_BN is None:
+        places = [text.place] if text.place < proposal.num_drafted[text.row] else []
+    else:
+        places = [n for n, parent in enumerate(proposal.parents_BN[text.row].tolist()) if parent == text.place]
+    for number in places:
+        yield _Text(text.row, number + 1, [*text.ids, drafts[number]])

@@ -1,0 +1,157 @@
+"""A request on its way through the decoder: what is to be continued, what has been committed, and why it ended.
+
+Strings that end an answer: which token completes one.
+
+An answer is searched as its text grows token by token, so the same tokens end at the same place however many of them a round
+brought. Only the end of the text is decoded: a tail long enough for the longest string and for what decoders do differently at
+the beginning of a text, which is to drop a space, or to show the rest of a character whose first bytes lie before it. A
+character whose bytes are not all there yet decodes to U+FFFD, which no stop string may hold
+(`configs.schema.decoding.DecodeConfig`). Special tokens count as the text that they are written as. Left out on purpose:
+strings that begin in the prompt.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerBase
+
+from configs.schema.decoding import DecodeConfig
+from eval.decoder.records import Generation, Round, StopReason
+from heads.target.loading import Target
+
+MARGIN = 8  # characters of a tail before those that may belong to a stop string
+
+
+class StopStrings:
+    """The search for some strings in one answer.
+
+    Args:
+        tokenizer: of the tokens.
+        stops: the strings, none of them empty.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> None:
+        self.tokenizer, self.stops = tokenizer, stops
+        self._enough = max(map(len, stops)) + MARGIN
+        self._tail: list[int] = []  # the last tokens of the answer, all of it while that is short
+        self._kept = self._enough  # how many of them stay when there are twice as many
+
+    def completes(self, token: int) -> bool:
+        """Take the answer's next token and say whether the text then holds one of the strings."""
+        self._tail.append(token)
+        text = self._text(self._tail)
+        if any(stop in text for stop in self.stops):
+            return True
+        if len(self._tail) > 2 * self._kept:
+            self._shorten()
+        return False
+
+    def _shorten(self) -> None:
+        """Drop the front of the tail, unless what would stay says too little: tokens may stand for no text at all."""
+        shorter = self._tail[-self._kept :]
+        if len(self._text(shorter)) >= self._enough:
+            self._tail = shorter
+        else:
+            self._kept = len(self._tail)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A prompt to continue. `prompt_id` and `turn` name its random numbers, so it gives the same tokens in any batch."""
+
+    prompt_id: str
+    category: str
+    tokens: tuple[int, ...]
+    turn: int = 0
+
+    @property
+    def number(self) -> int:
+        """A 63-bit number for its name, the same in every process."""
+        name = f"{self.prompt_id}/{self.turn}" if self.turn else self.prompt_id
+        return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8], "big") >> 1
+
+
+@dataclass
+class Row:
+    """One request under way. `tokens` is prompt and answer; the last one is pending: committed, not yet read by the target."""
+
+    request: Request
+    target: Target
+    config: DecodeConfig
+    tokens: list[int] = field(init=False)
+    rounds: list[Round] = field(default_factory=list)
+    stop_reason: StopReason | None = None
+    stops: StopStrings | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.tokens)
+        self.stops = StopStrings(self.target.tokenizer, self.config.stop) if self.config.stop else None
+
+    @property
+    def num_answered(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.tokens) - len(self.request.tokens)
+
+    @property
+    def room(self) -> int:
+        """How many drafts it can use: one token a round is the target's own."""
+        answer = self.config.max_new_tokens - self.num_answered
+        context = self.target.max_positions - len(self.tokens)
+        return max(0, min(answer, context) - 1)
+
+    def commit(self, tokens: list[int], *, finite: bool) -> list[int]:
+        """Append tokens up to the first that ends the answer, and note why it ended if it did. Return what was appended."""
+        if not finite:
+            self.stop_reason = "non_finite"
+            return []
+        committed: list[int] = []
+        for token in tokens:
+            committed.append(token)
+            self.stop_reason = self._ended_by(token)
+            if self.stop_reason is not None:
+                break
+        self.tokens += committed
+        if self.stop_reason is None and self.num_answered >= self.config.max_new_tokens:
+            self.stop_reason = "length"
+        elif self.stop_reason is None and len(self.tokens) >= self.target.max_positions:
+            self.stop_reason = "context"
+        return committed
+
+    def copied(self) -> Row:
+        """Return another that goes on from here by itself."""
+        other = Row(self.request, self.target, self.config)
+        other.tokens, other.rounds, other.stop_reason = list(self.tokens), list(self.rounds), self.stop_reason
+        other.stops = copy.deepcopy(self.stops, {id(self.target.tokenizer): self.target.tokenizer})
+        return other
+
+    def _ended_by(self, token: int) -> StopReason | None:
+        """Return why the answer ends with this token, its next; None: it does not."""
+        if token in self.target.eos_token_ids:
+            return "eos"
+        return "stop" if self.stops is not None and self.stops.completes(token) else None
+
+    def to_generation(self, mode: str) -> Generation:
+        """Return its record.
+
+        Raises:
+            RuntimeError: it has not ended.
+        """
+        if self.stop_reason is None:
+            raise RuntimeError(f"prompt {self.request.prompt_id} left the decoder without a reason")
+        return Generation(
+            prompt_id=self.request.prompt_id,
+            category=self.request.category,
+            mode=mode,
+            prompt_tokens=self.request.tokens,
+            tokens=tuple(self.tokens[len(self.request.tokens) :]),
+            rounds=tuple(self.rounds),
+            stop_reason=self.stop_reason,
+            turn=self.request.turn,
+        )

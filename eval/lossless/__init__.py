@@ -1,0 +1,4 @@
+"""Did speculation change the output?
+
+Start with `verdict`.
+"""

@@ -1,0 +1,241 @@
+"""Do the first tokens follow the target's distribution? Many samples after one text, counted, against exact probabilities.
+
+The distribution of the first three tokens of an answer is a tree: the target's forward after the text gives the first token's
+distribution, one after each likely first token the second's, and so on. Leaves too unlikely to be met five times are pooled,
+so that the cells suit a G-test. The first token comes from the prompt's own forward, so speculation shows in the second and
+third; the text is therefore chosen, by the target's distributions and plain decoding's answers alone, where the next token is
+nearly certain and the one after it is open. Samples are decoded with as many drafts a round as in use, in batches of a fixed
+size, and no further than the tokens that are looked at.
+
+Left out: a truncation (top-k, top-p) whose last kept token changes with the rounding of a batch; what it moves is pooled with
+the other unlikely tokens. N samples, P prefixes, T positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from configs.runtime.progress import progress
+from configs.schema.decoding import DecodeConfig, SamplingConfig
+from eval.decoder.batch import BatchRun
+from eval.decoder.records import FAILED, Generation
+from eval.decoder.request import Request
+from eval.stats.significance import g_test
+from heads.inference.causal_lm import backbone, head_logits
+from heads.proposers.protocol import Proposer
+from heads.sampling.probabilities import token_probabilities
+from heads.target.loading import Target
+
+Prefix = tuple[int, ...]
+
+DEPTH = 3  # tokens looked at: the prefill's and two that speculation has a hand in
+LEAST_EXPECTED = 5.0  # samples a cell should get; below, a G-test's distribution is no longer near chi-square
+LEAST_SAMPLES = 100  # below, only a decoder that is wrong almost always would be noticed
+CANDIDATES, LATEST_START = 8, 16  # answers, and tokens of each, among which the text to continue is chosen
+AT_ONCE = 32  # samples decoded, or prefixes read, together
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """A text to continue: a prompt and the first `num_answered` tokens of its plain answer."""
+
+    prompt_id: str
+    turn: int
+    text: Prefix
+    num_answered: int
+
+
+@dataclass
+class Cells:
+    """A partition of all answers by their first tokens; `probabilities[i]` is the target's probability of cell i.
+
+    A prefix in `leaves` is a cell by itself. One in `others` was followed further, and what was not worth a cell of its own
+    among its continuations is in the cell named there.
+    """
+
+    probabilities: list[float] = field(default_factory=list)
+    leaves: dict[Prefix, int] = field(default_factory=dict)
+    others: dict[Prefix, int] = field(default_factory=dict)
+
+    def find(self, tokens: Sequence[int]) -> int:
+        """Return the cell of an answer's first tokens.
+
+        Raises:
+            ValueError: the answer is too short to tell.
+        """
+        for length in range(1, len(tokens) + 1):
+            prefix = tuple(tokens[:length])
+            if prefix in self.leaves:
+                return self.leaves[prefix]
+            if prefix not in self.others:
+                return self.others[prefix[:-1]]
+        raise ValueError(f"{len(tokens)} tokens do not reach a cell")
+
+
+def check_first_tokens(
+    target: Target, proposer: Proposer, plain: Sequence[Generation], config: DecodeConfig, num_samples: int
+) -> dict[str, Any]:
+    """Sample one text's continuation many times and return the G-test of its first tokens.
+
+    Args:
+        target: whose distribution the samples should follow.
+        proposer: who drafts.
+        plain: plain decoding's answers, among which the text is looked for.
+        config: the decoding under judgement; its seed is used, with numbers that no other request has.
+        num_samples: how many.
+
+    Returns:
+        `p_value` (`None` where nothing can be said, with `reason`), and what it rests on.
+    """
+    start = choose_start(target, plain, config)
+    if start is None:
+        return {"p_value": None, "reason": "no_answer_to_start_from", "num_samples": 0}
+    cells = find_cells(target, start.text, config, num_samples)
+    answers = list(_sample(target, proposer, start, config, num_samples))
+    complete = [tokens for tokens in answers if tokens is not None]
+    counts = [0] * len(cells.probabilities)
+    for tokens in complete:
+        counts[cells.find(tokens[:DEPTH])] += 1
+    found = g_test(counts, cells.probabilities)
+    num_failed = len(answers) - len(complete)
+    reason = _too_little(num_samples, num_failed, found.degrees_of_freedom)
+    return {
+        "p_value": None if reason else found.p_value,
+        "reason": reason,
+        "statistic": found.statistic,
+        "degrees_of_freedom": found.degrees_of_freedom,
+        "num_samples": num_samples,
+        "num_failed": num_failed,
+        "num_tokens": DEPTH,
+        "prompt_id": start.prompt_id,
+        "turn": start.turn,
+        "after_answer_tokens": start.num_answered,
+    }
+
+
+def choose_start(target: Target, plain: Sequence[Generation], config: DecodeConfig) -> Start | None:
+    """Return the text after which most samples come to the same choice, and choose differently there.
+
+    That is where p(a) (1 - sum_v p(v | a)^2) is largest: a the plain answer's own next token, v the one after it. `None` where
+    no answer is two tokens long, or none leaves the context room for a round.
+    """
+    best, most = None, -1.0
+    for answer in [each for each in plain if len(each.tokens) > 1 and each.stop_reason not in FAILED][:CANDIDATES]:
+        room = target.max_positions - len(answer.prompt_tokens) - _answer_length(config)
+        size = min(len(answer.tokens) - 1, LATEST_START, room)
+        if size < 1:
+            continue
+        probs_TV = token_probabilities(answer_logits(target, answer.prompt_tokens, answer.tokens[: size + 1]), config)
+        own_T1 = probs_TV[:-1].gather(1, torch.tensor(answer.tokens[:size], device=probs_TV.device).unsqueeze(1))
+        open_T = own_T1.squeeze(1) * (1 - probs_TV[1:].square().sum(-1))
+        if float(open_T.max()) > most:
+            position, most = int(open_T.argmax()), float(open_T.max())
+            text = (*answer.prompt_tokens, *answer.tokens[:position])
+            best = Start(prompt_id=answer.prompt_id, turn=answer.turn, text=text, num_answered=position)
+    return best
+
+
+def find_cells(target: Target, text: Prefix, sampling: SamplingConfig, num_samples: int) -> Cells:
+    """Partition the answers to `text` by their first `DEPTH` tokens into cells that expect at least `LEAST_EXPECTED` samples.
+
+    Each level of the tree is one batch of forwards. What is pooled over the whole tree makes one cell, or joins the smallest.
+    """
+    cells, worth = Cells(), LEAST_EXPECTED / num_samples
+    level: dict[Prefix, float] = {(): 1.0}
+    small: list[Prefix] = []
+    for depth in range(1, DEPTH + 1):
+        deeper: dict[Prefix, float] = {}
+        for prefix, probs_V in zip(level, _distributions_after(target, text, list(level), sampling), strict=True):
+            reached_V = level[prefix] * probs_V
+            kept = torch.nonzero(reached_V >= worth).flatten().tolist()
+            for token in kept:
+                ends = depth == DEPTH or token in target.eos_token_ids
+                if ends:
+                    cells.leaves[(*prefix, token)] = _add(cells, float(reached_V[token]))
+                else:
+                    deeper[(*prefix, token)] = float(reached_V[token])
+            rest = level[prefix] - float(reached_V[kept].sum())
+            if rest >= worth:
+                cells.others[prefix] = _add(cells, rest)
+            else:
+                small.append(prefix)
+        level = deeper
+    _pool(cells, small, worth)
+    return cells
+
+
+@torch.inference_mode()
+def answer_logits(target: Target, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
+    """Return the logits `[T, V]` from which each token of an answer came; row t is after `answer[:t]`."""
+    ids_1T = torch.tensor([[*prompt, *answer[:-1]]], device=target.device)
+    hidden_1TD = backbone(target.model)(input_ids=ids_1T, use_cache=False).last_hidden_state
+    return head_logits(target.model, hidden_1TD[0, len(prompt) - 1 :])
+
+
+def _add(cells: Cells, probability: float) -> int:
+    cells.probabilities.append(probability)
+    return len(cells.probabilities) - 1
+
+
+def _pool(cells: Cells, small: Sequence[Prefix], worth: float) -> None:
+    """Give the rests of some prefixes, each too small for a cell, one together; or the smallest cell, where that is too small.
+
+    The rests' probability is what is missing from 1. Without any other cell, all answers are in the one.
+    """
+    if not small:
+        return
+    missing = max(0.0, 1.0 - sum(cells.probabilities))
+    if missing >= worth or not cells.probabilities:
+        place = _add(cells, missing)
+    else:
+        place = min(range(len(cells.probabilities)), key=lambda cell: cells.probabilities[cell])
+        cells.probabilities[place] += missing
+    cells.others |= dict.fromkeys(small, place)
+
+
+@torch.inference_mode()
+def _distributions_after(target: Target, text: Prefix, prefixes: Sequence[Prefix], sampling: SamplingConfig) -> list[Tensor]:
+    """Return the next token's distribution `[V]` (float64) after the text and each prefix; the prefixes are equally long."""
+    distributions: list[Tensor] = []
+    for start in range(0, len(prefixes), AT_ONCE):
+        ids_PT = torch.tensor([[*text, *prefix] for prefix in prefixes[start : start + AT_ONCE]], device=target.device)
+        hidden_PTD = backbone(target.model)(input_ids=ids_PT, use_cache=False).last_hidden_state
+        probs_PV = token_probabilities(head_logits(target.model, hidden_PTD[:, -1]), sampling).double().cpu()
+        distributions += list(probs_PV / probs_PV.sum(-1, keepdim=True))
+    return distributions
+
+
+@torch.inference_mode()
+def _sample(
+    target: Target, proposer: Proposer, start: Start, config: DecodeConfig, num_samples: int
+) -> Iterator[list[int] | None]:
+    """Yield the first tokens of each sample, `DEPTH` or more unless the answer ended; `None` for one that failed."""
+    settings = config.model_copy(update={"max_new_tokens": _answer_length(config), "stop": None})
+    requests = [Request(prompt_id=f"{start.prompt_id}/sample {n}", category="", tokens=start.text) for n in range(num_samples)]
+    with progress("sampling first tokens", num_samples, "samples") as advance:
+        for first in range(0, num_samples, AT_ONCE):
+            run = BatchRun(target, requests[first : first + AT_ONCE], settings, proposer, measure_overlap=False)
+            run.prefill()
+            while any(row.num_answered < DEPTH for row in run.active):
+                run.round()
+            yield from (None if row.stop_reason in FAILED else row.tokens[len(start.text) :] for row in run.rows)
+            advance(len(run.rows))
+
+
+def _answer_length(config: DecodeConfig) -> int:
+    """Return how long a sample must be for its first round to draft as many tokens as are in use, and to reach `DEPTH`."""
+    return max(config.num_speculative_tokens + 2, DEPTH)
+
+
+def _too_little(num_samples: int, num_failed: int, degrees: int) -> str | None:
+    """Name why the samples allow no conclusion, or return `None` where they do."""
+    if num_failed:
+        return "samples_failed"
+    if num_samples < LEAST_SAMPLES:
+        return "too_few_samples"
+    return "law_too_certain_for_so_few_samples" if degrees < 1 else None

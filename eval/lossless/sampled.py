@@ -1,0 +1,138 @@
+"""Is sampling with a draft still sampling from the target? Three answers, each blind where another sees.
+
+The rule in use is held against exact enumeration on toys (`eval.lossless.rule_proof`): certain, but about the rule alone. The
+first tokens of many samples of one text are counted against the target's exact distribution (`eval.lossless.first_tokens`):
+about the real decoder, sharp, but in one place. The answers to all prompts are compared with plain decoding's by the target's
+log-likelihood of them: about whole answers in the batches in use, but only their mean. The last two are tests that chance
+alone sometimes fails, so their p-values are adjusted for being two (Holm), and with too few prompts or samples they are
+inconclusive, never passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from configs.schema.decoding import DecodeConfig
+from configs.schema.evaluation import LosslessConfig
+from eval.decoder.records import FAILED, Generation
+from eval.lossless.first_tokens import answer_logits, check_first_tokens
+from eval.stats.power import detectable_mean
+from eval.stats.significance import holm, sign_flip_test
+from heads.proposers.protocol import Proposer
+from heads.target.loading import Target
+
+PASS, FAIL, INCONCLUSIVE = "pass", "fail", "inconclusive"
+LEAST_PROMPTS = 16  # below, the mean of so few differences tells nothing about a decoder that is not grossly wrong
+
+
+def check_samples(
+    target: Target,
+    proposer: Proposer | None,
+    plain: Sequence[Generation],
+    speculative: Sequence[Generation],
+    decode_config: DecodeConfig,
+    config: LosslessConfig,
+) -> dict[str, dict[str, Any]]:
+    """Return the statistical tests by name, each with `outcome`, `p_value`, `adjusted_p_value` and what it rests on.
+
+    A test fails where its p-value, adjusted for the number of tests, is at most `config.false_alarm_rate`; a lossless decoder
+    therefore fails any of them at most that often. It is inconclusive where it has no p-value.
+
+    Args:
+        target: the target the generations came from.
+        proposer: drafts for the samples of the first tokens; `None` leaves that test out.
+        plain, speculative: the same requests, decoded both ways under `decode_config`.
+        decode_config: how, at a temperature above 0.
+        config: the false-alarm rate, and the number of samples.
+
+    Raises:
+        ValueError: the false-alarm rate is off.
+    """
+    if config.false_alarm_rate is None:
+        raise ValueError("the sampled tests are off (lossless.false_alarm_rate is None)")
+    tests = {"likelihood": check_likelihood(target, plain, speculative, decode_config, config.false_alarm_rate)}
+    if proposer is not None:
+        tests["first_tokens"] = check_first_tokens(target, proposer, plain, decode_config, config.first_token_samples)
+    adjusted = holm({name: test["p_value"] for name, test in tests.items() if test["p_value"] is not None})
+    return {
+        name: {
+            "outcome": _outcome(adjusted.get(name), config.false_alarm_rate),
+            "adjusted_p_value": adjusted.get(name),
+            "false_alarm_rate": config.false_alarm_rate,
+            **test,
+        }
+        for name, test in tests.items()
+    }
+
+
+def check_likelihood(
+    target: Target,
+    plain: Sequence[Generation],
+    speculative: Sequence[Generation],
+    config: DecodeConfig,
+    false_alarm_rate: float,
+) -> dict[str, Any]:
+    """Compare what the target thinks of both answers to each prompt: mean log-probability a token, in nats.
+
+    Any number computed from an answer has the same mean on both sides if both follow one distribution. This one moves when a
+    decoder prefers likely or unlikely tokens. It is computed at the temperature in use but without top-k and top-p, under
+    which a token at their edge, kept or not by rounding, would be impossible.
+
+    Returns:
+        `p_value`, two-sided, clustered by prompt (one asked several times or in several turns counts once, by its mean);
+        `None` with fewer than `LEAST_PROMPTS`. `mean_difference` is speculative - plain, `detectable_difference` the least
+        that so many prompts would show in four of five runs, half the false alarms being this test's (`eval.stats.power`).
+    """
+    pairs = pair_answers(plain, speculative)
+    complete = [pair for pair in pairs if not FAILED.intersection(answer.stop_reason for answer in pair)]
+    by_prompt: dict[str, list[float]] = {}
+    for one, another in complete:
+        by_prompt.setdefault(one.prompt_id, []).append(_likelihood_gain(target, one, another, config.temperature))
+    differences = np.array([np.mean(gains) for gains in by_prompt.values()])
+    enough = len(differences) >= LEAST_PROMPTS
+    return {
+        "p_value": sign_flip_test(differences, seed=config.seed) if enough else None,
+        "reason": None if enough else "too_few_prompts",
+        "mean_difference": float(differences.mean()) if by_prompt else None,
+        "detectable_difference": detectable_mean(differences, level=1 - false_alarm_rate / 2),
+        "num_prompts": len(differences),
+        "num_answers": len(complete),
+        "num_identical": sum(one.tokens == another.tokens for one, another in complete),
+        "num_failed": len(pairs) - len(complete),
+    }
+
+
+def pair_answers(plain: Sequence[Generation], speculative: Sequence[Generation]) -> list[tuple[Generation, Generation]]:
+    """Return each plain answer with the speculative one to the same request.
+
+    Raises:
+        ValueError: they do not answer the same requests.
+    """
+    other = {(answer.prompt_id, answer.turn): answer for answer in speculative}
+    if len(plain) != len(speculative) or any((answer.prompt_id, answer.turn) not in other for answer in plain):
+        raise ValueError("plain and speculative answers must be to the same requests, one each")
+    return [(answer, other[answer.prompt_id, answer.turn]) for answer in plain]
+
+
+def mean_log_likelihood(target: Target, answer: Generation, temperature: float) -> float:
+    """Return the target's mean log-probability of an answer's tokens, in nats, at a temperature above 0."""
+    logits_TV = answer_logits(target, answer.prompt_tokens, answer.tokens).float() / temperature
+    tokens_T = torch.tensor(answer.tokens, device=logits_TV.device)
+    return float(logits_TV.log_softmax(-1).gather(1, tokens_T.unsqueeze(1)).double().mean())
+
+
+def _likelihood_gain(target: Target, plain: Generation, speculative: Generation, temperature: float) -> float:
+    """Return how much likelier the target finds the speculative answer, in nats a token."""
+    if plain.tokens == speculative.tokens:
+        return 0.0
+    return mean_log_likelihood(target, speculative, temperature) - mean_log_likelihood(target, plain, temperature)
+
+
+def _outcome(adjusted_p_value: float | None, false_alarm_rate: float) -> str:
+    if adjusted_p_value is None:
+        return INCONCLUSIVE
+    return FAIL if adjusted_p_value <= false_alarm_rate else PASS

@@ -1,0 +1,201 @@
+"""Is a rule for trees of drafted tokens lossless? Answered exactly, on a toy, as `eval.lossless.enumeration` does for chains.
+
+Every assignment of tokens to the nodes is enumerated with the probability of drawing it, every node is tried as the end of the
+walk, and the uniforms at which the verification changes its mind are found by bisection. A single position with k candidates
+is the tree of a root and k leaves. Left out: trees whose nodes are not drawn; sample-and-match gives the very tokens of plain
+decoding, which a comparison of the two shows without any enumeration.
+A assignments of tokens, B cases (assignments times questions), N nodes with the root, K levels, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from eval.decoder.tree_rules import LawAfter, TreeVerdict, rows_of
+from eval.lossless.enumeration import ALMOST_ONE, Outcome, Prefix, Toy, bisect, joint, spread
+
+Draws = Callable[[Tensor, Tensor], Tensor]
+SiblingDistribution = Callable[[Sequence[float], Prefix], float]
+
+
+class TreeVerifier(Protocol):
+    """`eval.decoder.tree_rules.verify_tree` with its rule chosen, or a planted bug."""
+
+    def __call__(
+        self,
+        p_after: LawAfter,
+        q_BNV: Tensor,
+        tokens_BN: Tensor,
+        parents_BN: Tensor,
+        accept_BN: Tensor,
+        next_BK: Tensor,
+        *,
+        width: int,
+    ) -> TreeVerdict: ...
+
+
+def independent(q_V: Sequence[float], siblings: Prefix) -> float:
+    """Return the probability of drawing siblings with replacement."""
+    probability = 1.0
+    for token in siblings:
+        probability *= q_V[token]
+    return probability
+
+
+def distinct(q_V: Sequence[float], siblings: Prefix) -> float:
+    """Return the probability of drawing siblings without replacement; when q has run out, token 0 stands for nothing."""
+    left = list(q_V)
+    probability = 1.0
+    for token in siblings:
+        mass = sum(left)
+        probability *= left[token] / mass if mass > 0 else float(token == 0)
+        left[token] = 0.0
+    return probability
+
+
+def distribution_of_draws(draws: Draws) -> SiblingDistribution:
+    """Return the distribution of siblings that a way of drawing them has, found as a rule's is: by bisection of its uniforms.
+
+    Args:
+        draws: of `heads.sampling.sibling_draws`; each draw must be monotone in its own uniform, given those before it.
+    """
+
+    @cache
+    def distribution(q: tuple[float, ...], siblings: Prefix) -> float:
+        weights_BV = torch.tensor(q, dtype=torch.float64).expand(2, -1)
+        uniforms_BC = torch.full((2, len(siblings)), 0.5, dtype=torch.float64)
+        probability = 1.0
+        for place, token in enumerate(siblings):
+            # Row 0 looks for where the draw passes the token before this one, row 1 for where it passes this one.
+            bound_B = torch.tensor([token - 1, token])
+
+            def at_most(uniform_B: Tensor, place: int = place, bound_B: Tensor = bound_B) -> Tensor:
+                columns_BC = uniforms_BC.index_copy(1, torch.tensor([place]), uniform_B.unsqueeze(1))
+                return draws(weights_BV, columns_BC)[:, place] <= bound_B
+
+            low, high = bisect(at_most, 2).tolist()
+            uniforms_BC[:, place] = (low + high) / 2
+            probability *= high - low
+            if probability == 0:
+                break
+        return probability
+
+    return lambda q_V, siblings: distribution(tuple(q_V), siblings)
+
+
+def enumerate_tree(
+    verify: TreeVerifier, toy: Toy, parents: Sequence[int], sibling_distribution: SiblingDistribution
+) -> Outcome:
+    """Return how far the output's distribution is from the target's, exactly, and the mean number of committed tokens.
+
+    Args:
+        verify: its decisions must be monotone in each uniform.
+        toy: as many drafts deep as the tree.
+        parents: of the nodes, the root's -1.
+        sibling_distribution: how the children of a node are drawn.
+    """
+    tree = _Tree(verify, toy, parents)
+    distribution: dict[Prefix, float] = dict.fromkeys(itertools.product(range(toy.vocab_size), repeat=toy.num_drafts + 1), 0.0)
+    tokens = 0.0
+    drawn = [tree.draw_probability(assignment, sibling_distribution) for assignment in tree.assignments]
+    for chances, committed, next_distribution in tree.walks():
+        for number, probability in enumerate(drawn):
+            if weight := chances[number] * probability:
+                tokens += weight * (len(committed[number]) + 1)
+                spread(toy, distribution, committed[number], next_distribution[number], weight)
+    distance = sum(abs(probability - joint(toy.p, sequence)) for sequence, probability in distribution.items()) / 2
+    return Outcome(total_variation=distance, tokens_per_round=tokens)
+
+
+class _Tree:
+    """All assignments of tokens to the nodes of a tree, judged together; a batch holds them once for each question asked."""
+
+    def __init__(self, verify: TreeVerifier, toy: Toy, parents: Sequence[int]) -> None:
+        self.verify, self.toy, self.parents = verify, toy, parents
+        self.children = [[node for node, above in enumerate(parents) if above == parent] for parent in range(len(parents))]
+        self.assignments = [(0, *rest) for rest in itertools.product(range(toy.vocab_size), repeat=len(parents) - 1)]
+        prefixes = [[self._prefix(tokens, node) for node in range(len(parents))] for tokens in self.assignments]
+        self.p_ANV = torch.tensor([[toy.p[prefix] for prefix in row] for row in prefixes], dtype=torch.float64)
+        # No distribution is drawn from after the deepest nodes; the first one stands there, for the verification not to read.
+        self.q_ANV = torch.tensor([[toy.q.get(prefix, toy.q[()]) for prefix in row] for row in prefixes], dtype=torch.float64)
+        self.tokens_AN = torch.tensor(self.assignments)
+
+    def draw_probability(self, assignment: Prefix, sibling_distribution: SiblingDistribution) -> float:
+        """Return the probability that the draft puts these tokens at the nodes."""
+        probability = 1.0
+        for node, children in enumerate(self.children):
+            if children:
+                siblings = tuple(assignment[child] for child in children)
+                probability *= sibling_distribution(self.toy.q[self._prefix(assignment, node)], siblings)
+        return probability
+
+    def walks(self) -> Iterator[tuple[list[float], list[Prefix], list[list[float]]]]:
+        """Yield for every node, by assignment: the chance that the walk ends there, what is committed, the next token's
+        distribution."""
+        thresholds_AN = self._thresholds()
+        probs_NAV = self._next_distributions()
+        for end, probs_AV in enumerate(probs_NAV):
+            won = self._path(end)
+            lost = [*self.children[end], *(older for node in won for older in self._older(node))]
+            chances_A = thresholds_AN[:, won].prod(1) * (1 - thresholds_AN[:, lost]).prod(1)
+            paths = self._judge(self._accept([end]), torch.full_like(chances_A, 0.5)).path_BD.tolist()
+            pairs = zip(self.assignments, paths, strict=True)
+            yield chances_A.tolist(), [tuple(tokens[n] for n in path if n >= 0) for tokens, path in pairs], probs_AV.tolist()
+
+    def _thresholds(self) -> Tensor:
+        """Return, by assignment and node, the uniform below which the node stays once the walk has come to it `[A, N]`.
+
+        It has come to it when it is at the parent, and the older siblings have lost.
+        """
+        nodes = range(1, len(self.parents))
+        accept_BN = self._accept([self.parents[node] for node in nodes])
+        node_B1 = torch.tensor(nodes).repeat_interleave(len(self.assignments)).unsqueeze(1)
+
+        def stays(uniform_B: Tensor) -> Tensor:
+            verdict = self._judge(accept_BN.scatter(1, node_B1, uniform_B.unsqueeze(1)), torch.full_like(uniform_B, 0.5))
+            return (verdict.path_BD == node_B1).any(1)
+
+        thresholds_NA = bisect(stays, len(accept_BN)).reshape(len(nodes), -1)
+        return torch.nn.functional.pad(thresholds_NA.T, (1, 0), value=1.0)
+
+    def _next_distributions(self) -> Tensor:
+        """Return, by node and assignment, the distribution of the token that comes after a walk to the node `[N, A, V]`."""
+        ends = list(range(len(self.parents)))
+        accept_BN = self._accept(ends * self.toy.vocab_size)
+        token_B = torch.arange(self.toy.vocab_size).repeat_interleave(len(ends) * len(self.assignments))
+        bounds_B = bisect(lambda uniform_B: self._judge(accept_BN, uniform_B).next_token_B <= token_B, len(token_B))
+        bounds_VNA = bounds_B.reshape(self.toy.vocab_size, len(ends), -1)
+        return bounds_VNA.diff(dim=0, prepend=torch.zeros_like(bounds_VNA[:1])).permute(1, 2, 0)
+
+    def _accept(self, ends: Sequence[int]) -> Tensor:
+        """Return uniforms for walks to these nodes, of every assignment for the first node, then for the second, ..."""
+        accept_EN = torch.full((len(ends), len(self.parents)), ALMOST_ONE, dtype=torch.float64)
+        for number, end in enumerate(ends):
+            accept_EN[number, self._path(end)] = 0.0
+        return accept_EN.repeat_interleave(len(self.assignments), 0)
+
+    def _judge(self, accept_BN: Tensor, next_B: Tensor) -> TreeVerdict:
+        """Ask the verification about all assignments, in order, as often as they go into the batch."""
+        times = len(accept_BN) // len(self.assignments)
+        p_BNV, q_BNV, tokens_BN = (
+            values.repeat(times, *[1] * (values.dim() - 1)) for values in (self.p_ANV, self.q_ANV, self.tokens_AN)
+        )
+        next_BK = next_B.unsqueeze(1).expand(-1, self.toy.num_drafts + 1)
+        width = max(map(len, self.children))
+        return self.verify(rows_of(p_BNV), q_BNV, tokens_BN, torch.tensor(self.parents), accept_BN, next_BK, width=width)
+
+    def _older(self, node: int) -> list[int]:
+        return [sibling for sibling in self.children[self.parents[node]] if sibling < node]
+
+    def _path(self, node: int) -> list[int]:
+        """Return the nodes from the root's child down to a node; none for the root."""
+        return [] if self.parents[node] < 0 else [*self._path(self.parents[node]), node]
+
+    def _prefix(self, tokens: Prefix, node: int) -> Prefix:
+        return tuple(tokens[above] for above in self._path(node))

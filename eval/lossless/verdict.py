@@ -1,0 +1,232 @@
+"""Did speculation change the output? The verdict, and what it rests on.
+
+Greedy decoding must give the same tokens. Where it does not, the target's logits say why: a forward over several rows
+rounds differently from one over a single row, so two tokens that are nearly equally good may swap (a numerical tie); any
+larger gap is a bug. How near is near is measured, not guessed: by the rounding error of the target's logits at that very
+place, against a copy of it in a wider dtype. Ties are rare enough in float32 that a few prompts decoded there, with the same
+draft, show the difference between rounding and a mistake. Sampling has no such identity; `eval.lossless.sampled` proves the
+rule and tests the samples, and greedy decoding with the same draft and shape checks the machinery around them. A lossy mode
+(`configs.schema.decoding`) claims nothing that could be proved; it is named as such, and its samples are not tested.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any, Protocol
+
+import torch
+
+from configs.schema.decoding import DecodeConfig
+from configs.schema.evaluation import LosslessConfig
+from eval.decoder.decode import Request, decode
+from eval.decoder.records import UNDECODED, Divergence, Generation
+from eval.lossless.rule_proof import check_rule
+from eval.lossless.sampled import FAIL, INCONCLUSIVE, PASS, check_samples, pair_answers
+from heads.inference.causal_lm import backbone, head_logits
+from heads.inference.compiled_forward import run_alike
+from heads.proposers.protocol import Proposer
+from heads.target.loading import Target, load_target, move
+
+LOSSLESS, UP_TO_TIES, NOT_LOSSLESS, LOSSY = "lossless", "lossless_up_to_ties", "not_lossless", "lossy_by_design"
+COMPARED_TOKENS = 32  # the likeliest tokens, whose logits' rounding error is looked at
+NO_TIE = float(torch.finfo(torch.float32).max)  # the gap reported where no two tokens can be compared; JSON has no infinity
+
+
+class HasProposer(Protocol):
+    """A loaded draft: `heads.artifact.Draft`, or several as one."""
+
+    @property
+    def proposer(self) -> Proposer:
+        """Its decoding side."""
+
+
+def judge_lossless(
+    target: Target,
+    plain: Sequence[Generation],
+    speculative: Sequence[Generation],
+    decode_config: DecodeConfig,
+    config: LosslessConfig,
+    draft_for: Callable[[Target], HasProposer],
+) -> dict[str, Any]:
+    """Return the report's `lossless` section.
+
+    Every entry of `checks` has an `outcome`: pass, fail or inconclusive. One that fails makes the verdict `not_lossless`; else
+    one that is inconclusive makes it that, and `failed_checks` and `inconclusive_checks` name them.
+
+    Args:
+        target: the target the generations came from.
+        plain, speculative: the same requests, decoded both ways under `decode_config`.
+        decode_config: how they were decoded.
+        config: what counts as a tie, how many prompts are checked once more in float32, and how samples are tested.
+        draft_for: loads the draft for a target: this one, to sample once more, or a copy of it in another dtype.
+
+    Raises:
+        ValueError: the two sides do not answer the same requests.
+    """
+    compared = _decoded(plain, speculative)
+    plain, speculative = [one for one, _ in compared], [another for _, another in compared]
+    checks: dict[str, dict[str, Any]] = {}
+    divergences: list[Divergence] = []
+    if decode_config.temperature == 0:
+        divergences = find_divergences(target, plain, speculative, config.tie_noise)
+        checks["greedy"] = _outcome_of(divergences, len(compared))
+    elif decode_config.lossy is None:
+        checks["enumeration"] = check_rule(decode_config)
+    if decode_config.temperature > 0 and decode_config.lossy is None and config.false_alarm_rate is not None:
+        proposer = draft_for(target).proposer if config.first_token_samples else None
+        checks |= check_samples(target, proposer, plain, speculative, decode_config, config)
+    again = 0 if decode_config.rule == "smc" else config.check_float32_prompts  # greedily nothing of that mode would run
+    if requests := [_request(generation) for generation in speculative[:again]]:
+        in_float32 = _check_in_float32(target, requests, decode_config, config, draft_for)
+        described = {"divergences": [asdict(divergence) for divergence in in_float32]}
+        checks["float32_greedy"] = _outcome_of(in_float32, len(requests)) | described
+        divergences += [divergence for divergence in in_float32 if not is_tie(divergence)]
+    return _section(divergences, checks, config, lossy=decode_config.lossy is not None)
+
+
+def find_divergences(
+    target: Target, plain: Sequence[Generation], speculative: Sequence[Generation], tie_noise: float
+) -> list[Divergence]:
+    """Return the first difference of each prompt whose two greedy outputs are not the same.
+
+    Args:
+        target: the target both came from; where anything differs, a copy in a wider dtype is made for the while.
+        plain, speculative: the same requests, decoded both ways.
+        tie_noise: see `configs.schema.evaluation.LosslessConfig`.
+    """
+    differing = [(one, another) for one, another in pair_answers(plain, speculative) if one.tokens != another.tokens]
+    exact = widened(target) if differing else target
+    return [_first_difference(target, exact, one, another, tie_noise) for one, another in differing]
+
+
+def is_tie(divergence: Divergence) -> bool:
+    """Say whether the two tokens were equally good to the target, as far as its dtype can tell."""
+    return divergence.logit_gap <= divergence.tie_tolerance
+
+
+def _decoded(plain: Sequence[Generation], speculative: Sequence[Generation]) -> list[tuple[Generation, Generation]]:
+    """Return the pairs of answers; without those of which one was never decoded, which the report lists as failed."""
+    pairs = pair_answers(plain, speculative)
+    return [pair for pair in pairs if not UNDECODED.intersection(answer.stop_reason for answer in pair)]
+
+
+def _request(generation: Generation) -> Request:
+    return Request(
+        prompt_id=generation.prompt_id, category=generation.category, tokens=generation.prompt_tokens, turn=generation.turn
+    )
+
+
+def _outcome_of(divergences: Sequence[Divergence], num_checked: int) -> dict[str, Any]:
+    """Judge greedy answers: any difference that is no tie fails."""
+    not_ties = sum(not is_tie(divergence) for divergence in divergences)
+    counts = {"checked_prompts": num_checked, "num_divergences": len(divergences), "num_ties": len(divergences) - not_ties}
+    return {"outcome": FAIL if not_ties else PASS, **counts}
+
+
+def _section(
+    divergences: Sequence[Divergence], checks: dict[str, dict[str, Any]], config: LosslessConfig, *, lossy: bool
+) -> dict[str, Any]:
+    """Draw the verdict from the checks; of a lossy mode they are about the machinery around the rule."""
+    failed, inconclusive = ([name for name in checks if checks[name]["outcome"] == outcome] for outcome in (FAIL, INCONCLUSIVE))
+    verdict = NOT_LOSSLESS if failed else INCONCLUSIVE if inconclusive else UP_TO_TIES if divergences else LOSSLESS
+    verdict = LOSSY if lossy and not failed else verdict
+    return {
+        "verdict": verdict,
+        "checked_prompts": max((_num_checked(check) for check in checks.values()), default=0),
+        "divergences": list(divergences),
+        "tie_noise": config.tie_noise,
+        "failed_checks": failed,
+        "inconclusive_checks": inconclusive,
+        "checks": checks,
+    }
+
+
+def _num_checked(check: dict[str, Any]) -> int:
+    """Return how many prompts' answers a check looked at; the proof of a rule looks at none."""
+    return int(check.get("checked_prompts", check.get("num_prompts", 0)))
+
+
+def _first_difference(
+    target: Target, exact: Target, plain: Generation, speculative: Generation, tie_noise: float
+) -> Divergence:
+    pairs = zip(plain.tokens, speculative.tokens, strict=False)
+    position = next((index for index, (one, other) in enumerate(pairs) if one != other), None)
+    if position is None:
+        # One is the beginning of the other: a stop was missed or invented, which no rounding does.
+        position = min(len(plain.tokens), len(speculative.tokens))
+        longer = max(plain.tokens, speculative.tokens, key=len)
+        return Divergence(
+            prompt_id=plain.prompt_id,
+            turn=plain.turn,
+            position=position,
+            plain_token=longer[position],
+            speculative_token=longer[position],
+            logit_gap=NO_TIE,
+            tie_tolerance=0.0,
+        )
+    one, other = plain.tokens[position], speculative.tokens[position]
+    gap, error = _gap_and_error(target, exact, (*plain.prompt_tokens, *plain.tokens[:position]), one, other)
+    return Divergence(
+        prompt_id=plain.prompt_id,
+        turn=plain.turn,
+        position=position,
+        plain_token=one,
+        speculative_token=other,
+        logit_gap=gap,
+        tie_tolerance=tie_noise * error,
+    )
+
+
+def widened(target: Target) -> Target:
+    """Return the target in the next wider dtype, the measure of its rounding: float32 for half precision, else float64."""
+    dtype = target.model.dtype
+    wider = torch.float32 if dtype in (torch.bfloat16, torch.float16) else torch.float64
+    return target if dtype == wider else _copied(target, wider)
+
+
+def _copied(target: Target, dtype: torch.dtype) -> Target:
+    if target.spread_by is not None:  # what does not fit on one device is not copied there either
+        return load_target(target.spread_by.model_copy(update={"dtype": str(dtype).removeprefix("torch.")}))
+    return replace(target, model=move(copy.deepcopy(target.model), target.device, dtype))
+
+
+def _gap_and_error(target: Target, exact: Target, prefix: Sequence[int], one: int, other: int) -> tuple[float, float]:
+    """Return how far the worse of two tokens is from the exact best one, and the rounding error of the target's logits there.
+
+    The error is the largest among the likeliest tokens, and at least the dtype's relative precision of the best logit.
+    Both come from one plain forward over the prefix, not from the decoder under judgement.
+    """
+    exact_V = _last_logits(exact, prefix).double()
+    best_V = exact_V.topk(min(COMPARED_TOKENS, len(exact_V))).indices
+    error = float((_last_logits(target, prefix).double() - exact_V)[best_V].abs().max())
+    least = torch.finfo(target.model.dtype).eps * abs(float(exact_V.max()))
+    return float(exact_V.max() - torch.minimum(exact_V[one], exact_V[other])), max(error, least)
+
+
+@torch.inference_mode()
+def _last_logits(target: Target, prefix: Sequence[int]) -> torch.Tensor:
+    ids_1T = torch.tensor([prefix], device=target.device)
+    hidden_1TD = backbone(target.model)(input_ids=ids_1T, use_cache=False).last_hidden_state
+    return head_logits(target.model, hidden_1TD[:, -1]).squeeze(0)
+
+
+def _check_in_float32(
+    target: Target,
+    requests: Sequence[Request],
+    decode_config: DecodeConfig,
+    config: LosslessConfig,
+    draft_for: Callable[[Target], HasProposer],
+) -> list[Divergence]:
+    """Decode requests greedily both ways in float32 and return the differences."""
+    in_float32 = _copied(target, torch.float32)
+    run_alike(in_float32.model, target.model)
+    proposer = draft_for(in_float32).proposer
+    greedy = decode_config.model_copy(update={"temperature": 0.0})
+    plain, speculative = [], []
+    for start in range(0, len(requests), decode_config.batch_size):
+        batch = requests[start : start + decode_config.batch_size]
+        plain += decode(in_float32, batch, greedy, None)[0]
+        speculative += decode(in_float32, batch, greedy, proposer)[0]
+    return find_divergences(in_float32, plain, speculative, config.tie_noise)

@@ -1,0 +1,4 @@
+"""Runs in turns on a suite of prompts.
+
+Start with `interleaved`.
+"""

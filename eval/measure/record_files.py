@@ -1,0 +1,167 @@
+"""`records.jsonl`: everything measured, one JSON line for each generation and each timing, written while the run goes on.
+
+Each process writes a file of its own; the main one puts the batches of all of them in order at the end. A run that breaks
+off leaves its parts, which hold all batches that were finished. Rounds are columns on disk: their committed tokens are slices
+of the answer, so that only how many they were is kept, and what was not measured is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from configs.runtime.errors import InputError
+from eval.decoder.records import DistributionComparison, Generation, Round, Timing
+
+RECORDS = "records.jsonl"
+PART = ".records.part-{rank}.jsonl"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where one batch's lines lie: `path`, from byte `start` to before `end`."""
+
+    batch: int
+    path: Path
+    start: int
+    end: int
+
+
+class RecordWriter:
+    """Writes one process's batches, each flushed to the system as it is finished. A context manager.
+
+    Args:
+        folder: the output folder, which exists.
+        rank: of the process.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.path = folder / PART.format(rank=rank)
+        self.pieces: list[Piece] = []
+        try:
+            self._file: IO[bytes] = self.path.open("wb")
+        except OSError as error:
+            raise InputError(f"cannot write {self.path}: {error.strerror or error}") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._file.close()
+
+    def write(self, batch: int, generations: Iterable[Generation], timings: Iterable[Timing]) -> None:
+        """Append the records of a batch, `batch` being its number in the run."""
+        lines = [json.dumps({"generation": to_values(generation)}) for generation in generations]
+        lines += [json.dumps({"timing": asdict(timing)}) for timing in timings]
+        start = self._file.tell()
+        try:
+            self._file.write("".join(line + "\n" for line in lines).encode())
+            self._file.flush()
+        except OSError as error:
+            raise InputError(f"cannot write {self.path}: {error.strerror or error}") from error
+        self.pieces.append(Piece(batch, self.path, start, self._file.tell()))
+
+
+def join_parts(folder: Path, pieces: Sequence[Piece]) -> Path:
+    """Put the batches of all processes in order into `records.jsonl`, remove their parts, and return the file's path.
+
+    Raises:
+        ValueError: a batch is there twice, or one is missing.
+    """
+    pieces = sorted(pieces, key=lambda piece: piece.batch)
+    if [piece.batch for piece in pieces] != list(range(len(pieces))):
+        raise ValueError(f"the processes wrote batches {[piece.batch for piece in pieces]}, not each of them once")
+    whole = folder / f"{RECORDS}.partial"
+    with whole.open("wb") as out:
+        for piece in pieces:
+            with piece.path.open("rb") as part:
+                part.seek(piece.start)
+                out.write(part.read(piece.end - piece.start))
+    for path in {piece.path for piece in pieces}:
+        path.unlink()
+    return whole.replace(folder / RECORDS)
+
+
+def read_records(path: Path) -> Iterator[Generation | Timing]:
+    """Yield what a record file holds, one at a time.
+
+    Raises:
+        InputError: it cannot be read, or a line (named) is no record.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                yield _parse(line, f"records {path}, line {number}")
+    except OSError as error:
+        raise InputError(f"cannot read records {path}: {error.strerror or error}") from error
+
+
+def _parse(line: str, where: str) -> Generation | Timing:
+    try:
+        values = json.loads(line)
+        if "generation" in values:
+            return from_values(values["generation"])
+        return Timing(**{**values["timing"], "prompt_ids": tuple(values["timing"]["prompt_ids"])})
+    except (ValueError, KeyError, TypeError) as error:  # ValueError: no JSON, or a number of thousands of digits
+        raise InputError(f"{where} is neither a generation nor a timing: {error!r}") from error
+
+
+def to_values(generation: Generation) -> dict[str, Any]:
+    """Return a generation as JSON values."""
+    rounds = generation.rounds
+    columns: dict[str, list[Any]] = {"committed": [len(round_.committed) for round_ in rounds]}
+    if any(round_.drafted for round_ in rounds):
+        columns["drafted"] = [round_.drafted for round_ in rounds]
+        columns["accepted"] = [round_.num_accepted for round_ in rounds]
+    if any(round_.num_nodes is not None for round_ in rounds):
+        columns["ranks"] = [round_.ranks for round_ in rounds]
+        columns["num_nodes"] = [round_.num_nodes for round_ in rounds]
+    if any(round_.overlap is not None for round_ in rounds):
+        columns["overlap"] = [round_.overlap for round_ in rounds]
+        columns["laws"] = [
+            None if round_.distributions is None else list(vars(round_.distributions).values()) for round_ in rounds
+        ]
+    return {**_without_rounds(generation), "rounds": columns}
+
+
+def from_values(values: dict[str, Any]) -> Generation:
+    """Return the generation that `to_values` described."""
+    tokens, columns = tuple(values["tokens"]), values["rounds"]
+    count = len(columns["committed"])
+    ends = accumulate(columns["committed"], initial=1)  # the first token is the prefill's
+    nothing: list[Any] = [None] * count
+    rows = zip(
+        pairwise(ends),
+        columns.get("drafted", [()] * count),
+        columns.get("accepted", [0] * count),
+        columns.get("overlap", nothing),
+        columns.get("laws", nothing),
+        columns.get("ranks", nothing),
+        columns.get("num_nodes", nothing),
+        strict=True,
+    )
+    rounds = tuple(
+        Round(
+            drafted=tuple(drafted),
+            num_accepted=accepted,
+            committed=tokens[start:end],
+            overlap=None if overlap is None else tuple(overlap),
+            distributions=None if distributions is None else DistributionComparison(*map(tuple, distributions)),
+            ranks=None if ranks is None else tuple(ranks),
+            num_nodes=num_nodes,
+        )
+        for (start, end), drafted, accepted, overlap, distributions, ranks, num_nodes in rows
+    )
+    return Generation(**{**values, "prompt_tokens": tuple(values["prompt_tokens"]), "tokens": tokens, "rounds": rounds})
+
+
+def _without_rounds(generation: Generation) -> dict[str, Any]:
+    return {name: value for name, value in vars(generation).items() if name != "rounds"}

@@ -1,0 +1,70 @@
+"""A run shared by the processes that `accelerate launch` started: each decodes its batches, the main one has all numbers.
+
+Batches are cut from all prompts before any process takes its part, so that the same rows are decoded together however many
+processes there are, and every prompt belongs to exactly one of them. Left out: sharing one prompt among processes, and
+resuming; the parts that a broken run leaves are for reading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from accelerate import PartialState
+from accelerate.utils import gather_object
+
+from configs.runtime.progress import progress
+from configs.schema.evaluation import EvalConfig
+from eval.decoder.meters import Meter
+from eval.measure.interleaved import Measurement, in_batches
+from eval.measure.record_files import Piece, RecordWriter, join_parts
+from eval.measure.turns import Turns
+from eval.metrics.tally import Tally
+from heads.proposers.protocol import Proposer
+from heads.target.loading import Target
+
+
+def measure_share(
+    target: Target,
+    turns: Turns,
+    config: EvalConfig,
+    proposers: Mapping[str, Proposer],
+    state: PartialState,
+    meter: Meter | None = None,
+) -> Tally | None:
+    """Decode this process's share of the prompts; return what all processes measured in the main one, None in the others.
+
+    Writes `records.jsonl` into `config.output`, which exists.
+
+    Raises:
+        InputError: the folder cannot be written.
+        RuntimeError: not one batch could be decoded in every mode.
+    """
+    batches = in_batches(turns.first, config.decode.batch_size)
+    mine = range(state.process_index, len(batches), state.num_processes)
+    measurement = Measurement(target, config, proposers, turns.follow, meter)
+    measurement.warm_up([batches[number] for number in mine])
+    tally = Tally(config.decode.num_speculative_tokens)
+    with (
+        RecordWriter(Path(config.output), state.process_index) as writer,
+        progress("decoding", sum(len(batches[number]) for number in mine), "prompts") as advance,
+    ):
+        for number in mine:
+            measured = measurement.measure_batch(batches[number])
+            writer.write(number, measured.generations, measured.timings)
+            tally.add(measured.generations, measured.timings)
+            advance(len(batches[number]))
+    shares = gather_object([(tally, writer.pieces)])
+    return _put_together(shares, turns, Path(config.output)) if state.is_main_process else None
+
+
+def _put_together(shares: Sequence[tuple[Tally, Sequence[Piece]]], turns: Turns, output: Path) -> Tally:
+    """Merge the processes' tallies and record files, in the order of the prompts."""
+    join_parts(output, [piece for _, pieces in shares for piece in pieces])
+    (whole, _), *others = shares
+    for other, _ in others:
+        whole.merge(other)
+    whole.sort([request.prompt_id for request in turns.first])
+    if turns.first and not whole.timings:
+        raise RuntimeError("not one batch could be decoded in every mode; what went wrong is in the log above")
+    return whole

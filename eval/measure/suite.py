@@ -1,0 +1,217 @@
+"""Prompts to evaluate on, and what a report says about where they came from.
+
+The forms that evaluation prompts come in, and what each row of them asks.
+
+    turns      question_id, category, turns [reference]     Spec-Bench, MT-bench, our own suites
+    messages   messages [question_id, category]             chats that end with the user, or with an answer to leave out
+    humaneval  task_id, prompt                              the prompt as it stands is the user's one turn
+    gsm8k      question, answer                             the answer is kept as the reference, not asked
+    column     one column, named by the config              a text, a list of turns, or chat messages
+
+Rows are those of a JSONL file or of a `datasets` data set; keys that are not named here are nobody's business. Left out:
+running HumanEval's tests, and few-shot preambles: what is measured is the text that a served model would be sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Any
+
+from configs.runtime.errors import InputError
+from configs.runtime.files import CHECKOUT, read_jsonl, sha256_of
+from configs.schema.evaluation import SuiteConfig
+from distill.generation.prompts import Prompt, load_rows, parse_row
+
+# Format -> the keys by which it is known, tried in this order.
+KEYS = {
+    "turns": ("turns",),
+    "messages": ("messages",),
+    "humaneval": ("task_id", "prompt"),
+    "gsm8k": ("question", "answer"),
+}
+ID_KEYS = ("question_id", "id", "prompt_id", "task_id")
+UNCATEGORISED = "uncategorised"
+
+
+def detect_format(row: Mapping[str, Any], where: str) -> str:
+    """Return the format whose keys a row has.
+
+    Raises:
+        InputError: it has those of none; `where` names the row.
+    """
+    for name, keys in KEYS.items():
+        if all(key in row for key in keys):
+            return name
+    known = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in KEYS.items())
+    raise InputError(
+        f"{where}: the keys {', '.join(row) or '(none)'} are those of no known format ({known}); name the one that holds the "
+        "prompts with suite.column"
+    )
+
+
+def to_prompt(row: Mapping[str, Any], number: int, *, format: str, column: str | None, where: str) -> Prompt:
+    """Return the prompt that a row asks.
+
+    Args:
+        row: its keys and values.
+        number: its place among the rows, from 0; names it where it brings no id (`row-7`), except for `turns` and `messages`
+            without one, which are named by their content.
+        format: one of `KEYS`, or `column`.
+        column: the key that holds the prompt; with format `column`.
+        where: names the row in complaints.
+
+    Raises:
+        InputError: the row does not have this format.
+    """
+    if format == "column":
+        asked = _from_column(row, number, str(column), where)
+    elif missing := [key for key in KEYS[format] if key not in row]:
+        raise InputError(
+            f"{where}: format {format} needs {', '.join(missing)}; the row has the keys {', '.join(row) or '(none)'}"
+        )
+    elif format == "humaneval":
+        asked = {"question_id": row["task_id"], "turns": [row["prompt"]], "category": _category(row, format)}
+    elif format == "gsm8k":
+        asked = {"question_id": _id(row, number), "turns": [row["question"]], "category": _category(row, format)}
+    else:
+        other = "messages" if format == "turns" else "turns"
+        asked = {key: value for key, value in row.items() if key != other}
+    prompt = parse_row(asked, default_category=UNCATEGORISED, where=where)
+    return _with_reference(prompt, row.get("answer") if format == "gsm8k" else row.get("reference"))
+
+
+def _from_column(row: Mapping[str, Any], number: int, column: str, where: str) -> dict[str, Any]:
+    if column not in row:
+        raise InputError(f"{where}: no column {column!r} (suite.column); there are {', '.join(row) or 'none'}")
+    value = row[column]
+    is_chat = isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+    content = {"messages": value} if is_chat else {"turns": [value] if isinstance(value, str) else value}
+    return {**content, "question_id": _id(row, number), "category": _category(row, UNCATEGORISED)}
+
+
+def _id(row: Mapping[str, Any], number: int) -> Any:
+    return next((row[key] for key in ID_KEYS if row.get(key) is not None), f"row-{number}")
+
+
+def _category(row: Mapping[str, Any], otherwise: str) -> Any:
+    given = row.get("category")
+    return otherwise if given is None else given
+
+
+def _with_reference(prompt: Prompt, reference: Any) -> Prompt:
+    """Keep the reference answer of a prompt with one turn; MT-bench gives a list of them, one a turn."""
+    if isinstance(reference, list) and len(reference) == 1:
+        (reference,) = reference
+    known = isinstance(reference, str) and len(prompt.turns) == 1
+    return replace(prompt, answer=reference) if known else prompt
+
+
+Row = tuple[str, Mapping[str, Any]]  # what names it in a complaint, its keys and values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite:
+    """The prompts chosen from a suite file, in the order in which they are decoded."""
+
+    prompts: tuple[Prompt, ...]
+    source: str  # the path as it was given
+    format: str
+    # Of the whole file, or of all prompts of a data set as JSON, also where only some of its prompts are taken
+    sha256: str
+    num_turns_left_out: int  # of the prompts chosen, behind `max_turns`
+
+    @property
+    def ids(self) -> list[str]:
+        """The prompts' ids, in order."""
+        return [prompt.prompt_id for prompt in self.prompts]
+
+    @property
+    def categories(self) -> list[str]:
+        """The categories that occur, in the order of their first prompts."""
+        return list(dict.fromkeys(prompt.category for prompt in self.prompts))
+
+
+def load_suite(config: SuiteConfig) -> Suite:
+    """Read a suite and choose `num_prompts` of it, evenly over the categories.
+
+    A path that does not exist in the working directory is looked up in the checkout, where the suites live that come with it;
+    a folder, or a name of the form owner/name that is neither, is a data set.
+
+    Raises:
+        InputError: the file or data set is missing or malformed, names two prompts alike, or holds fewer prompts than asked
+            for.
+    """
+    path = Path(config.path)
+    if not path.is_absolute() and not path.exists():
+        path = CHECKOUT / path if (CHECKOUT / path).exists() else path
+    is_data_set = path.is_dir() or (
+        not path.exists() and path.suffix not in (".json", ".jsonl") and config.path.count("/") == 1
+    )
+    rows = _data_set_rows(str(path), config) if is_data_set else _file_rows(path)
+    format: str = config.format
+    if format == "auto":
+        where, row = rows[0]
+        format = "column" if config.column is not None else detect_format(row, where)
+    prompts = [
+        to_prompt(row, number, format=format, column=config.column, where=where) for number, (where, row) in enumerate(rows)
+    ]
+    _check_ids(prompts, rows, path)
+    chosen = _choose(prompts, config.num_prompts, path)
+    asked = [replace(prompt, turns=prompt.turns[: config.max_turns]) for prompt in chosen]
+    return Suite(
+        prompts=tuple(asked),
+        source=config.path,
+        format=format,
+        sha256=_hash_prompts(prompts) if is_data_set else sha256_of(path),
+        num_turns_left_out=sum(len(prompt.turns) for prompt in chosen) - sum(len(prompt.turns) for prompt in asked),
+    )
+
+
+def _file_rows(path: Path) -> list[Row]:
+    return [(f"suite {path}, line {line}", values) for line, values in read_jsonl(path, "suite")]
+
+
+def _data_set_rows(path: str, config: SuiteConfig) -> list[Row]:
+    loaded = load_rows(path, config.subset, config.split, section="suite")
+    if not len(loaded):
+        raise InputError(f"suite: data set {path}, split {config.split!r}, is empty")
+    return [(f"suite {path}, row {number}", row) for number, row in enumerate(loaded)]
+
+
+def _check_ids(prompts: Sequence[Prompt], rows: Sequence[Row], path: Path) -> None:
+    """Refuse prompts that could not be told apart in a report."""
+    seen: dict[str, tuple[str, Prompt]] = {}
+    for prompt, (where, _) in zip(prompts, rows, strict=True):
+        first_where, first = seen.setdefault(prompt.prompt_id, (where, prompt))
+        if first != prompt:
+            raise InputError(f"{where}: the id {prompt.prompt_id!r} was used by another prompt ({first_where})")
+    if len(seen) < len(prompts):
+        raise InputError(f"suite {path} holds the same prompt twice")
+
+
+def _choose(prompts: Sequence[Prompt], num_prompts: int | None, path: Path) -> Sequence[Prompt]:
+    if num_prompts is None or num_prompts == len(prompts):
+        return prompts
+    if num_prompts > len(prompts):
+        raise InputError(f"suite.num_prompts: {num_prompts} asked for, but {path} holds {len(prompts)}")
+    return spread_over_categories(prompts, num_prompts)
+
+
+def _hash_prompts(prompts: Iterable[Prompt]) -> str:
+    """Return the SHA-256 of what a data set asks: its files may be packed anew without a change of their content."""
+    content = json.dumps([asdict(prompt) for prompt in prompts], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def spread_over_categories(prompts: Sequence[Prompt], num_prompts: int) -> list[Prompt]:
+    """Take prompts in rounds, one of each category a round, categories and prompts in the order they come in."""
+    by_category: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by_category.setdefault(prompt.category, []).append(prompt)
+    rounds = chain.from_iterable(zip_longest(*by_category.values()))
+    return [prompt for prompt in rounds if prompt is not None][:num_prompts]

@@ -1,0 +1,163 @@
+"""Does a draft read the target's states that it was trained on? Asked of a draft that another program wrote.
+
+Ids of hidden states are counted in two ways, one apart, and a head that gets states one off is accepted a few per cent less:
+too little to look wrong, too much to leave. So the target writes answers, and at every position of them it is counted how many
+drafts would stay, once from the states that the draft's config names and once from those that another reading names. The
+answers are the same, so the two numbers are compared position by position.
+
+It is the training forward that runs, over whole texts. Drafts drawn from the head's distribution stay as long as they are the
+text's tokens, so their expected number at an origin is q_1 + q_1 q_2 + ..., q_k being the head's probability of the k-th
+token. That number varies less than what single drafts come to, and a few prompts tell more.
+B batch (1), T positions, K depths, N origins, A taps, C texts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from heads.modules.interface import HeadInputs, HeadModule
+from heads.target.hidden_states import TargetStates, num_blocks, read_states
+
+CLEARLY = 3.0  # standard errors by which another reading must be ahead
+LEAST_GAIN = 0.005  # ... and drafts a position, so that many positions do not make a trifle clear
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """A way to take a draft's config.
+
+    Args:
+        name: what it takes otherwise, in words.
+        shift: added to every tap.
+        other_norm: the last state before the final norm in place of the one after it, or the other way round.
+    """
+
+    name: str
+    shift: int = 0
+    other_norm: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Drafts that stay with another reading, against those with the config's own.
+
+    Args:
+        reading: the other one.
+        expected: drafts that stay with it, mean over the origins.
+        gain: the mean difference.
+        gain_error: its standard error, with texts as what was drawn independently; infinite with one text.
+    """
+
+    reading: Reading
+    expected: float
+    gain: float
+    gain_error: float
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether more drafts stay with the other reading, beyond noise."""
+        return self.gain > LEAST_GAIN and self.gain > CLEARLY * self.gain_error
+
+
+def other_readings(taps: Sequence[int], target: PreTrainedModel, reads: str | None) -> list[Reading]:
+    """Return the readings that a draft's config may have meant instead.
+
+    Args:
+        taps: the states it reads besides the final one, as its config was taken.
+        target: whose they are.
+        reads: of an MTP head, which last state it reads; None: it is none.
+    """
+    if reads is not None:
+        return [Reading(name="reads pre_norm" if reads == "post_norm" else "reads post_norm", other_norm=True)]
+    if not taps:
+        return []
+    shifts = [shift for shift in (-1, 1) if min(taps) + shift >= 0 and max(taps) + shift <= num_blocks(target)]
+    words = {-1: "ids one lower", 1: "ids one higher"}
+    return [Reading(name=words[shift], shift=shift) for shift in shifts]
+
+
+@torch.no_grad()
+def compare_readings(
+    head: HeadModule, target: PreTrainedModel, texts: Sequence[tuple[Sequence[int], int]], readings: Sequence[Reading]
+) -> tuple[float, list[Comparison]]:
+    """Return how many drafts stay an origin as the config was taken, and each other reading beside it.
+
+    Args:
+        head: the draft, in evaluation mode and the target's dtype.
+        target: the model that wrote the answers.
+        texts: ids of prompt and answer, and where the answer begins.
+        readings: the others (`other_readings`).
+    """
+    own = [expected_lengths(head, target, text, start, Reading(name="own")) for text, start in texts]
+    compared = []
+    for reading in readings:
+        other = [expected_lengths(head, target, text, start, reading) for text, start in texts]
+        gains = [other_N - own_N for other_N, own_N in zip(other, own, strict=True)]
+        compared.append(
+            Comparison(
+                reading=reading,
+                expected=torch.cat(other).mean().item(),
+                gain=torch.cat(gains).mean().item(),
+                gain_error=clustered_error(gains),
+            )
+        )
+    return torch.cat(own).mean().item(), compared
+
+
+def clustered_error(values: Sequence[Tensor]) -> float:
+    """Return the standard error of the mean of all values `[N]`, where those of a text resemble each other.
+
+    The mean is a ratio of sums over texts, sum(s_i) / sum(n_i). Its variance, to first order, is that of the sum of the
+    residuals s_i - n_i * mean over texts (Cochran, Sampling Techniques, 1977, section 6.4), with C / (C - 1) for C texts.
+    Infinite with fewer than two texts that have values, which say nothing about how texts differ.
+    """
+    sums_C = torch.stack([values_N.sum() for values_N in values if len(values_N)])
+    counts_C = torch.tensor([len(values_N) for values_N in values if len(values_N)], dtype=sums_C.dtype)
+    C, total = len(sums_C), counts_C.sum()
+    if C < 2:
+        return math.inf
+    residuals_C = sums_C - counts_C * (sums_C.sum() / total)
+    return ((residuals_C.square().sum() * C / (C - 1)).sqrt() / total).item()
+
+
+def expected_lengths(
+    head: HeadModule, target: PreTrainedModel, text: Sequence[int], answer_start: int, reading: Reading
+) -> Tensor:
+    """Return how many drafts are expected to stay at each origin whose first draft lies in the answer, float64 `[N]`."""
+    ids_BT = torch.tensor([list(text)], device=target.device)
+    T = ids_BT.shape[1]
+    places_BT = torch.arange(T, device=target.device).unsqueeze(0)
+    inputs = HeadInputs(
+        input_ids_BT=ids_BT,
+        loss_mask_BT=places_BT >= answer_start,
+        document_ids_BT=torch.zeros_like(ids_BT),
+        position_ids_BT=places_BT,
+        states=_states(head, target, ids_BT, reading),
+    )
+    depths = head(inputs)
+    stays_KT = torch.zeros(len(depths), T, dtype=torch.float64, device=target.device)
+    for depth, said in enumerate(depths):
+        probs_NW = said.logits_of(said.hidden_ND).double().softmax(-1)
+        stays_KT[depth, said.origins_N] = _probability(probs_NW, ids_BT[0, said.judged_N + 1], head.token_ids_W)
+    return stays_KT.cumprod(0).sum(0)[depths[0].origins_N].cpu()
+
+
+def _probability(probs_NW: Tensor, tokens_N: Tensor, token_ids_W: Tensor | None) -> Tensor:
+    """Return the probability `[N]` of the target's tokens, 0 of those that the head cannot say."""
+    if token_ids_W is None:
+        return probs_NW.gather(-1, tokens_N.unsqueeze(-1)).squeeze(-1)
+    places_N = torch.searchsorted(token_ids_W, tokens_N).clamp(max=len(token_ids_W) - 1)
+    return probs_NW.gather(-1, places_N.unsqueeze(-1)).squeeze(-1) * (token_ids_W[places_N] == tokens_N)
+
+
+def _states(head: HeadModule, target: PreTrainedModel, ids_BT: Tensor, reading: Reading) -> TargetStates:
+    if not reading.other_norm:
+        return read_states(target, ids_BT, [tap + reading.shift for tap in head.taps])
+    states = read_states(target, ids_BT, [num_blocks(target)])
+    return TargetStates(final_BTE=states.taps_ABTE[0], taps_ABTE=(states.final_BTE,))

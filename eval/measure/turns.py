@@ -1,0 +1,93 @@
+"""A suite's prompts as requests, a turn at a time. Later turns follow the plain answers, whichever way is being measured.
+
+Were each way of decoding to go on from its own answers, one difference in the first turn would make the second turns
+different questions, and the two sides of every comparison would no longer be the same text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from distill.dataset.conversations import Message
+from distill.generation.prompts import Prompt, encode_prompt
+from eval.decoder.decode import Request
+from eval.decoder.records import FAILED, Generation, StopReason
+from heads.target.loading import Target
+
+
+class Turns:
+    """The conversations of some prompts under way.
+
+    Args:
+        target: brings the chat template and the longest context.
+        prompts: with different ids.
+
+    Raises:
+        InputError: a first turn leaves no room for an answer in the target's context.
+    """
+
+    def __init__(self, target: Target, prompts: Sequence[Prompt]) -> None:
+        self.target = target
+        self._prompts = {prompt.prompt_id: prompt for prompt in prompts}
+        self._messages: dict[str, list[Message]] = {prompt.prompt_id: prompt.messages for prompt in prompts}
+        self.first = [
+            Request(prompt_id=prompt.prompt_id, category=prompt.category, tokens=encode_prompt(target, prompt))
+            for prompt in prompts
+        ]
+
+    def follow(self, answers: Iterable[Generation]) -> tuple[list[Request], list[Generation]]:
+        """Take the plain answers to one turn; return the next turn's requests, and what cannot be asked any more.
+
+        Args:
+            answers: to the same turn of different prompts. A prompt without a further turn leaves the conversation.
+
+        Returns:
+            The requests, and an empty generation for each turn that is lost: after a failed answer all those left, after
+            one that leaves no room in the context too.
+        """
+        requests: list[Request] = []
+        lost: list[Generation] = []
+        for answer in answers:
+            prompt, turn = self._prompts[answer.prompt_id], answer.turn + 1
+            if turn >= len(prompt.turns):
+                del self._messages[answer.prompt_id]
+                continue
+            if answer.stop_reason in FAILED:
+                lost += _lose(answer, prompt, turn, "after_a_failed_turn")
+                continue
+            tokens = self._extend(answer, prompt.turns[turn])
+            if len(tokens) < self.target.max_positions:
+                requests.append(Request(prompt_id=prompt.prompt_id, category=prompt.category, tokens=tokens, turn=turn))
+            else:
+                lost += _lose(answer, prompt, turn, "no_room_in_context")
+        return requests, lost
+
+    def _extend(self, answer: Generation, question: str) -> tuple[int, ...]:
+        """Add an answer and the next question to the conversation; return the token ids of all of it."""
+        text = str(self.target.tokenizer.decode(list(answer.tokens), skip_special_tokens=True))
+        messages = self._messages[answer.prompt_id]
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": question}]
+        return tuple(self.target.encode_chat(messages))
+
+
+def undecoded(request: Request, mode: str, stop_reason: StopReason) -> Generation:
+    """Return the record of a request that came to nothing."""
+    return Generation(
+        prompt_id=request.prompt_id,
+        category=request.category,
+        mode=mode,
+        prompt_tokens=request.tokens,
+        tokens=(),
+        rounds=(),
+        stop_reason=stop_reason,
+        turn=request.turn,
+    )
+
+
+def _lose(answer: Generation, prompt: Prompt, turn: int, reason: StopReason) -> list[Generation]:
+    """Return records of a turn that cannot be asked, for `reason`, and of those that would have followed it."""
+    lost = []
+    for number in range(turn, len(prompt.turns)):
+        request = Request(prompt_id=prompt.prompt_id, category=prompt.category, tokens=(), turn=number)
+        lost.append(undecoded(request, answer.mode, reason if number == turn else "after_a_failed_turn"))
+    return lost

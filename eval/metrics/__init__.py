@@ -1,0 +1,4 @@
+"""From the records of decoding to numbers.
+
+Start with `acceptance` and `speed`.
+"""

@@ -1,0 +1,274 @@
+"""The report's acceptance section: counts over generations (`eval.metrics.acceptance`), and intervals over their prompts.
+
+Acceptance metrics with sum and count states: any number of ranks, in any split of the prompts, agree on one answer.
+
+Each metric takes the rounds of whole prompts (`eval.metrics.round_table`), some at a time or none, and computes a dict whose
+keys are fields of the report (`eval.report.definitions` says in a sentence what each means). Ratios are formed once, at the
+end, from counts over all rounds: never a mean of ratios except where the name says `macro`. A ratio with nothing to divide by
+is `None`. How alike the two distributions are, measured from the logits, is in `eval.metrics.distributions`.
+
+Left out: intervals, which need the counts prompt by prompt (`eval.metrics.acceptance`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchmetrics import Metric, MetricCollection
+
+from eval.decoder.records import Generation, Round
+from eval.metrics.distributions import Calibration, LawAgreement, StoppingCalibration, ratio
+from eval.metrics.round_table import COMPARED, RoundTable, tabulate
+from eval.stats.bootstrap import Floats, ratio_interval
+
+# Shapes: R rounds, C whether the end of the text cut the round (0 no, 1 yes), G number drafted, A number accepted.
+
+
+def acceptance_metrics(num_positions: int, **settings: Any) -> MetricCollection:
+    """Return all metrics of this file and of `eval.metrics.distributions` as one; `compute()` gives one flat dict.
+
+    Args:
+        num_positions: the most tokens a round may draft.
+        settings: torchmetrics' own, such as `sync_on_compute`.
+    """
+    metrics: list[Metric | MetricCollection] = [
+        TokensPerTargetStep(**settings),
+        RoundAcceptance(num_positions, **settings),
+        LawAgreement(num_positions, **settings),
+        Calibration(**settings),
+        StoppingCalibration(**settings),
+    ]
+    return MetricCollection(metrics, compute_groups=False)
+
+
+def count_committed(generation: Generation) -> int:
+    """Return how many tokens the rounds of a generation committed; its prefill token is not among them."""
+    return sum(len(round_.committed) for round_ in generation.rounds)
+
+
+def was_cut(round_: Round) -> bool:
+    """Say whether an accepted token ended the text, so that what was drafted behind it was never judged."""
+    return len(round_.committed) == round_.num_accepted
+
+
+class TokensPerTargetStep(Metric):
+    """Committed tokens a target decode forward: tau, pooled over rounds, and as the mean of the prompts' own values."""
+
+    full_state_update = False
+    committed: Tensor
+    rounds: Tensor
+    prompt_ratios: Tensor
+    prompts: Tensor
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        for name in ("committed", "rounds", "prompts"):
+            self.add_state(name, torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+        self.add_state("prompt_ratios", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, table: RoundTable) -> None:
+        """Count some prompts, each with all its turns. One that took no decode forward has no ratio."""
+        rounds_P = table.sum_by_prompt(torch.ones_like(table.prompt_R), table.prompt_R)
+        committed_P = table.sum_by_prompt(table.committed_R, table.prompt_R)
+        decoded_P = rounds_P > 0
+        self.committed += table.committed_R.sum().to(self.committed)
+        self.rounds += len(table.committed_R)
+        self.prompt_ratios += (committed_P[decoded_P] / rounds_P[decoded_P]).sum().to(self.prompt_ratios)
+        self.prompts += decoded_P.sum().to(self.prompts)
+
+    def compute(self) -> dict[str, float | int | None]:
+        """Return `tokens_per_target_step`, its `_macro` variant and the two counts."""
+        return {
+            "tokens_per_target_step": ratio(self.committed, self.rounds),
+            "tokens_per_target_step_macro": ratio(self.prompt_ratios, self.prompts),
+            "num_tokens": int(self.committed),
+            "num_rounds": int(self.rounds),
+        }
+
+
+class RoundAcceptance(Metric):
+    """What became of the drafted tokens, all of it read from one table of rounds by (cut, drafted, accepted).
+
+    A position is judged when every draft before it was accepted and the text had not ended. Drafts behind an accepted end
+    of text count as drafted (they cost time) but not as judged: nobody knows whether they would have been accepted. The
+    drafts of a tree count in its yield all, and elsewhere those on the way that was walked.
+    """
+
+    full_state_update = False
+    rounds_CGA: Tensor
+    drafts: Tensor
+
+    def __init__(self, num_positions: int, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.num_positions = num_positions
+        size = num_positions + 1
+        self.add_state("rounds_CGA", torch.zeros((2, size, size), dtype=torch.int64), dist_reduce_fx="sum")
+        self.add_state("drafts", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, table: RoundTable) -> None:
+        """Count the rounds of some prompts.
+
+        Raises:
+            ValueError: a round drafted more than `num_positions` tokens.
+        """
+        size = self.num_positions + 1
+        longest = int(table.drafted_R.max()) if len(table.drafted_R) else 0
+        if longest > self.num_positions:
+            raise ValueError(f"a round drafted {longest} tokens, more than num_positions={self.num_positions}")
+        cells_R = (table.cut_R * size + table.drafted_R) * size + table.accepted_R
+        counts = torch.bincount(cells_R, minlength=2 * size * size)
+        self.rounds_CGA += counts.view(2, size, size).to(self.rounds_CGA.device)
+        self.drafts += table.judged_R.sum().to(self.drafts)
+
+    def compute(self) -> dict[str, float | list[int] | list[float | None] | None]:
+        """Return the report's fields on accepted and drafted tokens; lists go by draft position or by length, from 0."""
+        lengths = torch.arange(self.num_positions + 1, device=self.rounds_CGA.device)
+        rounds_GA = self.rounds_CGA.sum(0)
+        drafted_G, accepted_A = rounds_GA.sum(1), rounds_GA.sum(0)
+        num_accepted = (accepted_A * lengths).sum()
+        return {
+            "accepted_per_round": ratio(num_accepted, rounds_GA.sum()),
+            "draft_token_yield": ratio(num_accepted, self.drafts),
+            "position_conditional": [self._conditional(position) for position in range(self.num_positions)],
+            "position_survival": [self._survival(position) for position in range(self.num_positions)],
+            "accepted_histogram": accepted_A.tolist(),
+            "drafted_histogram": drafted_G.tolist(),
+        }
+
+    def _conditional(self, position: int) -> float | None:
+        """Return accepted at `position` / judged there."""
+        accepted, reached = self._accepted_and_drafted(position, from_accepted=position)
+        return ratio(accepted, reached)
+
+    def _survival(self, position: int) -> float | None:
+        """Return accepted at `position` / drafted so far and not cut before: the chance that a draft gets this far."""
+        accepted, drafted = self._accepted_and_drafted(position, from_accepted=0)
+        return ratio(accepted, drafted)
+
+    def _accepted_and_drafted(self, position: int, *, from_accepted: int) -> tuple[Tensor, Tensor]:
+        """Count rounds that drafted past `position`: those accepted there, and all that had at least `from_accepted`."""
+        whole_GA, cut_GA = self.rounds_CGA[:, position + 1 :]
+        accepted = whole_GA[:, position + 1 :].sum() + cut_GA[:, position + 1 :].sum()
+        refused = whole_GA[:, from_accepted : position + 1].sum()  # a cut round refused nothing
+        return accepted, accepted + refused
+
+
+COUNTED_TOGETHER = 32  # generations; a call of torchmetrics costs as much as counting many rounds
+# What is kept of each prompt: sums over the rounds of all its turns.
+COLUMNS = ("committed", "rounds", "accepted", "drafted", "compared", "overlap", "kl", "agrees")
+# The numbers of `eval.metrics.acceptance` that are a ratio of two of these, and so have an interval over prompts.
+RATIOS = {
+    "tokens_per_target_step": ("committed", "rounds"),
+    "accepted_per_round": ("accepted", "rounds"),
+    "draft_token_yield": ("accepted", "drafted"),
+    "overlap_alpha": ("overlap", "compared"),
+    "top1_agreement": ("agrees", "compared"),
+    "kl_divergence": ("kl", "compared"),
+}
+
+
+class Acceptance:
+    """The acceptance of one mode's generations, taken in some at a time; what it holds does not grow with their length.
+
+    Args:
+        num_positions: the most tokens a round may draft; the length of every list by position.
+    """
+
+    def __init__(self, num_positions: int) -> None:
+        self.num_positions = num_positions
+        # Processes agree by `merge`; a metric that waited for the others at `compute` would wait for ever in the main one.
+        self._metrics = acceptance_metrics(num_positions, sync_on_compute=False, compute_with_cache=False)
+        self._metrics.update(tabulate([]))  # torchmetrics warns of one that only merged
+        self._sums: dict[str, Floats] = {}  # prompt id -> [COLUMNS]
+        self._waiting: list[Generation] = []
+
+    def add(self, generations: Iterable[Generation]) -> None:
+        """Count generations of prompts that were not counted before, all turns of each."""
+        self._waiting += generations
+        if len(self._waiting) >= COUNTED_TOGETHER:
+            self._count()
+
+    def merge(self, other: Acceptance) -> None:
+        """Add what another process, or another category, has counted of other prompts."""
+        other._count()
+        for name, metric in self._metrics.items():
+            metric.merge_state(other._metrics[name])
+        self._sums.update(other._sums)
+
+    @property
+    def num_prompts(self) -> int:
+        """How many prompts were counted."""
+        self._count()
+        return len(self._sums)
+
+    @property
+    def per_prompt(self) -> dict[str, list[int]]:
+        """`{prompt id: [committed tokens, rounds]}`, with which a later report is compared prompt by prompt."""
+        self._count()
+        return {prompt_id: [int(sums[0]), int(sums[1])] for prompt_id, sums in sorted(self._sums.items())}
+
+    def summarise(self, *, samples: int, seed: int) -> dict[str, Any]:
+        """Return every number, with intervals.
+
+        Args:
+            samples: bootstrap resamples of the prompts.
+            seed: of the resampling.
+        """
+        self._count()
+        # By id, so that the intervals do not depend on the order in which processes finished.
+        rows = [sums for _, sums in sorted(self._sums.items())]
+        sums_PF = np.stack(rows) if rows else np.zeros((0, len(COLUMNS)))
+        column = {name: sums_PF[:, place] for place, name in enumerate(COLUMNS)}
+        decoded = column["rounds"] > 0
+        own = column["committed"][decoded] / column["rounds"][decoded]
+        macro = ratio_interval(own, np.ones_like(own), samples=samples, seed=seed)
+        numbers = {**self._metrics.compute(), "tokens_per_target_step_macro_ci": macro.bounds}
+        for name, (above, below) in RATIOS.items():
+            interval = ratio_interval(column[above], column[below], samples=samples, seed=seed)
+            numbers[f"{name}_ci"] = interval.bounds if numbers[name] is not None else None
+        return numbers
+
+    def _count(self) -> None:
+        """Count what was added since the last time."""
+        table = tabulate(self._waiting)
+        self._waiting = []
+        self._metrics.update(table)
+        self._sums.update(zip(table.prompt_ids, _sums_by_prompt(table), strict=True))
+
+
+def summarise_acceptance(generations: Sequence[Generation], num_positions: int, *, samples: int, seed: int) -> dict[str, Any]:
+    """Return every acceptance number of one mode's generations; see `Acceptance`."""
+    acceptance = Acceptance(num_positions)
+    acceptance.add(generations)
+    return acceptance.summarise(samples=samples, seed=seed)
+
+
+def count_per_prompt(generations: Iterable[Generation]) -> dict[str, list[int]]:
+    """Return `{prompt id: [committed tokens, rounds]}`, summed over turns."""
+    counts: dict[str, list[int]] = {}
+    for generation in generations:
+        own = counts.setdefault(generation.prompt_id, [0, 0])
+        own[0] += count_committed(generation)
+        own[1] += len(generation.rounds)
+    return counts
+
+
+def _sums_by_prompt(table: RoundTable) -> Floats:
+    """Return the sums of `COLUMNS` by prompt, `[P, COLUMNS]`."""
+    by_round = {
+        "committed": table.committed_R,
+        "rounds": torch.ones_like(table.prompt_R),
+        "accepted": table.accepted_R,
+        "drafted": table.judged_R,
+    }
+    by_draft = {name: table.probs_FN[COMPARED.index(name)].nan_to_num(0.0) for name in ("overlap", "kl", "agrees")}
+    by_draft["compared"] = torch.ones_like(by_draft["overlap"])
+    sums = {name: table.sum_by_prompt(values_R, table.prompt_R) for name, values_R in by_round.items()}
+    prompt_N = table.prompt_R[table.round_N]
+    sums |= {name: table.sum_by_prompt(values_N, prompt_N) for name, values_N in by_draft.items()}
+    columns: Floats = torch.stack([sums[name] for name in COLUMNS], 1).numpy()
+    return columns

@@ -1,0 +1,84 @@
+"""Joules per token, with the draft and without: the report's `energy` section.
+
+The counters (`eval.decoder.meters`) are read at the borders of what is timed as decoding, so that joules and seconds are of
+the same
+work: prefill is in neither, nor is what measuring takes. Where no counter can be read, or what was read is no measurement,
+the section says why and holds no numbers. Left out: the free baselines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from configs.schema.evaluation import EvalConfig
+from eval.decoder.meters import Meter, Metering
+from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Timing
+from eval.metrics.speed import home_batches
+from eval.stats.bootstrap import paired_ratio_interval, ratio_interval
+
+MODES = (AUTOREGRESSIVE, SPECULATIVE)
+
+
+def summarise_energy(timings: Sequence[Timing], metering: Metering, config: EvalConfig) -> dict[str, Any]:
+    """Return the report's `energy` section.
+
+    Args:
+        timings: of all modes and repeats, taken with the meter.
+        metering: the meter, or why there was none.
+        config: the bootstrap's settings; it draws batches, as for the speed.
+    """
+    reason = metering.reason or _untrustworthy(timings, metering.meter)
+    if metering.meter is None or reason:
+        return {"source": None, "reason": reason, **dict.fromkeys(_NUMBERS)}
+    plain, speculative = (_sums(timings, mode) for mode in MODES)
+    samples, seed = config.bootstrap_samples, config.decode.seed
+    found = {
+        "autoregressive": ratio_interval(*plain, samples=samples, seed=seed),
+        "speculative": ratio_interval(*speculative, samples=samples, seed=seed),
+        "ratio": paired_ratio_interval(*speculative, *plain, samples=samples, seed=seed),
+    }
+    section: dict[str, Any] = {
+        "source": metering.meter.source,
+        "reason": None,
+        "decode_joules_autoregressive": sum(plain[0]),
+        "decode_joules_speculative": sum(speculative[0]),
+    }
+    for side, interval in found.items():
+        section |= {f"joules_per_token_{side}": interval.point, f"joules_per_token_{side}_ci": interval.bounds}
+    return section
+
+
+_NUMBERS = (
+    *(f"decode_joules_{mode}" for mode in MODES),
+    *(f"joules_per_token_{side}{end}" for side in (*MODES, "ratio") for end in ("", "_ci")),
+)
+
+
+def _untrustworthy(timings: Sequence[Timing], meter: Meter | None) -> str | None:
+    """Return why what was read is no measurement, or `None`."""
+    if meter is None:
+        return None
+    joules = [timing.decode_joules for timing in timings if timing.mode in MODES]
+    if not joules or None in joules or any(sum(_sums(timings, mode)[0]) <= 0 for mode in MODES):
+        return "the energy counters did not move"
+    longest = max(timing.decode_seconds + timing.measure_seconds for timing in timings)
+    if meter.longest_seconds is not None and longest > meter.longest_seconds:
+        return (
+            f"a batch took {longest:.0f} s, in which the energy counters, read before and after it, may start over more than "
+            f"once: ask for fewer tokens or smaller batches, to stay under {meter.longest_seconds:.0f} s"
+        )
+    return None
+
+
+def _sums(timings: Sequence[Timing], mode: str) -> tuple[list[float], list[float]]:
+    """Return joules and tokens of one mode by batch, with the batch's repeats and turns added up."""
+    own = [timing for timing in timings if timing.mode == mode]
+    home = home_batches(own)
+    sums: dict[tuple[str, ...], list[float]] = {}
+    for timing in own:
+        batch = sums.setdefault(home[timing.prompt_ids], [0.0, 0.0])
+        batch[0] += timing.decode_joules or 0.0
+        batch[1] += timing.num_tokens
+    joules, tokens = ([batch[column] for batch in sums.values()] for column in (0, 1))
+    return joules, tokens

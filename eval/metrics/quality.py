@@ -1,0 +1,140 @@
+"""What are the answers worth, with the draft and without? Perplexity under the target, and scorers, side by side.
+
+A lossless way of decoding needs none of this: its answers are the target's. A lossy one may be faster at a price, and these
+numbers are the price. Both modes answered the same prompts, so what is compared is the change prompt by prompt, and every
+interval draws whole prompts (`eval.stats.bootstrap`). Failed requests have no score; they are counted here and listed in the
+report, which no gate then passes.
+
+Where not one prompt is scored otherwise, the bootstrap would say that nothing can ever change; the interval of such a
+difference is that of a share of which none was seen among so many prompts (Clopper and Pearson 1934), for scores from 0 to 1,
+and missing for others. Left out: the free baselines' answers, which are as lossless as the rule they are judged by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from configs.schema.evaluation import EvalConfig, QualityConfig
+from distill.generation.prompts import Prompt
+from eval.decoder.records import AUTOREGRESSIVE, ENDED, FAILED, SPECULATIVE, Generation
+from eval.lossless.sampled import mean_log_likelihood, pair_answers
+from eval.metrics.scorers import Scorer, load_scorers, reference_of
+from eval.metrics.tally import Tally
+from eval.stats.bootstrap import LEVEL, Floats, Interval, statistic_interval
+from heads.target.loading import Target
+
+Pair = tuple[Generation, Generation]  # plain, speculative
+Numbers = Sequence[float]  # of one pair, to be added up by prompt
+Column = Callable[[Floats], Floats]
+EXACT_TEMPERATURE = 1.0
+
+
+class Quality:
+    """The judges of one evaluation, ready before it decodes.
+
+    Args:
+        config: `quality`, and the bootstrap's settings.
+        prompts: those asked, with the references that their suite brings.
+
+    Raises:
+        InputError: a scorer cannot be used (`eval.metrics.scorers`).
+    """
+
+    def __init__(self, config: EvalConfig, prompts: Sequence[Prompt]) -> None:
+        self.asked: QualityConfig | None = config.quality
+        self.bootstrap = {"samples": config.bootstrap_samples, "seed": config.decode.seed}
+        self.prompts = {prompt.prompt_id: prompt for prompt in prompts}
+        self.scorers = {} if config.quality is None else load_scorers(config.quality, prompts)
+
+    def judge(self, target: Target, records: Tally) -> dict[str, Any] | None:
+        """Return the report's `quality` section; `None` where it is not asked for."""
+        if self.asked is None:
+            return None
+        pairs = pair_answers(records.of(AUTOREGRESSIVE), records.of(SPECULATIVE))
+        complete = [pair for pair in pairs if not FAILED.intersection(answer.stop_reason for answer in pair)]
+        return {
+            "num_answers": len(complete),
+            "num_identical": sum(plain.tokens == speculative.tokens for plain, speculative in complete),
+            "num_failed": len(pairs) - len(complete),
+            "num_cut": sum(any(answer.stop_reason not in ENDED for answer in pair) for pair in complete),
+            "perplexity": self._perplexity(target, complete) if self.asked.perplexity and complete else None,
+            "scores": {name: self._scores(target, complete, name) for name in self.scorers} if complete else {},
+        }
+
+    def _perplexity(self, target: Target, pairs: Sequence[Pair]) -> dict[str, Any]:
+        """Return exp(mean negative log-probability of a token), pooled over all tokens of all answers."""
+
+        def surprise(pair: Pair) -> Numbers:
+            """Return nats and tokens of the plain answer, then those of the speculative one."""
+            plain, speculative = pair
+            nats = nats_of(target, plain)
+            same = plain.tokens == speculative.tokens
+            return nats, len(plain.tokens), nats if same else nats_of(target, speculative), len(speculative.tokens)
+
+        columns = sums_by_prompt(pairs, [surprise(pair) for pair in pairs])
+        return self._side_by_side(
+            columns,
+            autoregressive=lambda sums: np.exp(sums[0] / sums[1]),
+            speculative=lambda sums: np.exp(sums[2] / sums[3]),
+            ratio=lambda sums: np.exp(sums[2] / sums[3] - sums[0] / sums[1]),
+        )
+
+    def _scores(self, target: Target, pairs: Sequence[Pair], name: str) -> dict[str, Any]:
+        """Return the mean score of an answer in both modes; every answer weighs the same."""
+        scored = [self._score_pair(target, pair, self.scorers[name]) for pair in pairs]
+        columns = sums_by_prompt(pairs, [(*scores, 1.0) for scores in scored])
+        num_changed = sum(plain != speculative for plain, speculative in scored)
+        section = self._side_by_side(
+            columns,
+            autoregressive=lambda sums: sums[0] / sums[2],
+            speculative=lambda sums: sums[1] / sums[2],
+            difference=lambda sums: (sums[1] - sums[0]) / sums[2],
+        )
+        if num_changed == 0:
+            section["difference_ci"] = unseen_change(len(columns[0]), [score for scores in scored for score in scores])
+        return {**section, "num_changed": num_changed}
+
+    def _score_pair(self, target: Target, pair: Pair, scorer: Scorer) -> tuple[float, float]:
+        prompt, turn = self.prompts[pair[0].prompt_id], pair[0].turn
+        texts = [str(target.tokenizer.decode(list(answer.tokens), skip_special_tokens=True)) for answer in pair]
+        plain, speculative = (scorer(prompt.turns[turn], text, reference_of(prompt, turn)) for text in texts)
+        return plain, speculative
+
+    def _side_by_side(self, columns: Sequence[Floats], **statistics: Column) -> dict[str, Any]:
+        """Return each statistic of the columns' sums as a number and its `_ci`."""
+        section: dict[str, Any] = {}
+        for name, statistic in statistics.items():
+            found: Interval = statistic_interval(statistic, *columns, **self.bootstrap)
+            section |= {name: found.point, f"{name}_ci": found.bounds}
+        return section
+
+
+def nats_of(target: Target, answer: Generation) -> float:
+    """Return the negative log-probability of all an answer's tokens by the target's own distribution, in nats.
+
+    At temperature 1 and without top-k or top-p, whatever was decoded with; log-softmax in float32. The token that ends the
+    text is one of them.
+    """
+    return -mean_log_likelihood(target, answer, EXACT_TEMPERATURE) * len(answer.tokens)
+
+
+def sums_by_prompt(pairs: Sequence[Pair], rows: Sequence[Numbers]) -> list[Floats]:
+    """Add up the numbers of each prompt's turns, a row a pair; return them as columns, each [prompts]."""
+    sums: dict[str, Floats] = {}
+    for (plain, _), row in zip(pairs, rows, strict=True):
+        sums[plain.prompt_id] = sums.get(plain.prompt_id, np.zeros(len(row))) + np.asarray(row, dtype=np.float64)
+    return list(np.stack(list(sums.values()), axis=1))
+
+
+def unseen_change(num_prompts: int, scores: Sequence[float], level: float = LEVEL) -> list[float] | None:
+    """Return how large a mean difference may be of which nothing was seen on so many prompts; `None` for unbounded scores.
+
+    Were a share x of prompts to change, none of n would with probability (1 - x)^n; the bound is where that is (1 - level) / 2.
+    """
+    if min(scores) < 0 or max(scores) > 1:
+        return None
+    most = 1 - ((1 - level) / 2) ** (1 / num_prompts)
+    return [-most, most]

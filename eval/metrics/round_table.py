@@ -1,0 +1,102 @@
+"""Rounds as columns: one pass in Python over the records, after which every metric is a few tensor operations.
+
+Shapes: P prompts, R rounds, N drafts at which the two distributions were compared, F numbers of a comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from eval.decoder.records import Generation, Round
+
+COMPARED = (
+    "overlap",
+    "kl",
+    "uncovered",
+    "agrees",
+    "confidence",
+    "target_probability",
+    "distribution_confidence",
+)  # the rows of `probs_FN`
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundTable:
+    """The rounds of some generations, in order; counts are int64."""
+
+    prompt_ids: tuple[str, ...]  # [P], in the order in which they first come
+    prompt_R: Tensor  # place of the round's prompt in `prompt_ids`; all turns of a prompt share one
+    drafted_R: Tensor  # of a tree, on the way that was walked
+    judged_R: Tensor  # of a tree, all its nodes
+    accepted_R: Tensor
+    committed_R: Tensor
+    round_N: Tensor
+    position_N: Tensor  # of the draft in its round, from 0
+    probs_FN: Tensor  # float64; NaN where a number was not recorded
+
+    @property
+    def cut_R(self) -> Tensor:
+        """Say whether an accepted token ended the text, so that what was drafted behind it was never judged."""
+        return self.committed_R == self.accepted_R
+
+    @property
+    def kept_N(self) -> Tensor:
+        """Say whether the target kept the draft."""
+        return self.position_N < self.accepted_R[self.round_N]
+
+    def sum_by_prompt(self, values: Tensor, prompt: Tensor) -> Tensor:
+        """Return the sums of `values` by their prompts' places, `[P]` in float64."""
+        return torch.bincount(prompt, values.double(), minlength=len(self.prompt_ids))
+
+
+def tabulate(generations: Iterable[Generation]) -> RoundTable:
+    """Return the rounds of some generations, of one mode."""
+    generations = list(generations)
+    place_of = {prompt_id: place for place, prompt_id in enumerate(dict.fromkeys(each.prompt_id for each in generations))}
+    rounds = [round_ for generation in generations for round_ in generation.rounds]
+    compared = [(number, round_) for number, round_ in enumerate(rounds) if round_.overlap]
+    lengths = _integers(len(round_.overlap or ()) for _, round_ in compared)
+    firsts = np.cumsum(lengths) - lengths
+    return RoundTable(
+        prompt_ids=tuple(place_of),
+        prompt_R=torch.from_numpy(
+            np.repeat(
+                _integers(place_of[each.prompt_id] for each in generations), _integers(len(each.rounds) for each in generations)
+            )
+        ),
+        drafted_R=torch.from_numpy(_integers(len(round_.drafted) for round_ in rounds)),
+        judged_R=torch.from_numpy(_integers(round_.num_drafted for round_ in rounds)),
+        accepted_R=torch.from_numpy(_integers(round_.num_accepted for round_ in rounds)),
+        committed_R=torch.from_numpy(_integers(len(round_.committed) for round_ in rounds)),
+        round_N=torch.from_numpy(np.repeat(_integers(number for number, _ in compared), lengths)),
+        position_N=torch.from_numpy(np.arange(lengths.sum()) - np.repeat(firsts, lengths)),
+        probs_FN=_distributions([round_ for _, round_ in compared]),
+    )
+
+
+def _integers(values: Iterable[int]) -> NDArray[np.int64]:
+    return np.fromiter(values, np.int64)
+
+
+def _distributions(rounds: Sequence[Round]) -> Tensor:
+    """Return the recorded comparisons `[F, N]`."""
+    return torch.from_numpy(
+        np.stack(
+            [np.fromiter(chain.from_iterable(_recorded(round_, name) for round_ in rounds), np.float64) for name in COMPARED]
+        )
+    )
+
+
+def _recorded(round_: Round, name: str) -> Sequence[float]:
+    overlap: tuple[float, ...] = round_.overlap or ()
+    if name == "overlap":
+        return overlap
+    values: Sequence[float] = () if round_.distributions is None else getattr(round_.distributions, name)
+    return values or (float("nan"),) * len(overlap)

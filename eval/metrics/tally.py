@@ -1,0 +1,145 @@
+"""What a report needs of the generations, taken in a few prompts at a time: sums, and no rounds but those of a few samples.
+
+Each process keeps one and the main process merges them, so that any number of processes gives the numbers of one. Memory
+grows with the prompts' own tokens and timings, not with the rounds, which lie on disk (`eval.measure.record_files`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+
+from eval.decoder.records import AUTOREGRESSIVE, FAILED, SPECULATIVE, Generation, Timing
+from eval.metrics.acceptance import Acceptance, count_committed
+
+SAMPLES_A_SIDE = 3  # answers kept whole from either end of the ranking by tokens per target step
+
+
+class Tally:
+    """The generations and timings of a run, counted.
+
+    Args:
+        num_positions: the most tokens a round may draft.
+    """
+
+    def __init__(self, num_positions: int) -> None:
+        self.num_positions = num_positions
+        self.failed: list[Generation] = []
+        self.samples: list[Generation] = []  # speculative ones, whole
+        self.timings: list[Timing] = []
+        self._shares: dict[tuple[str, str], Acceptance] = {}  # (mode, category) -> numbers
+        self._answers: dict[str, list[Generation]] = {AUTOREGRESSIVE: [], SPECULATIVE: []}
+        self._places: dict[str, set[tuple[str, int]]] = {SPECULATIVE: set()}  # mode -> (prompt id, turn)
+
+    def add(self, generations: Sequence[Generation], timings: Iterable[Timing] = ()) -> None:
+        """Count prompts that were not counted before, all turns and modes of each; of repeated runs the first repeat.
+
+        Raises:
+            ValueError: there are two answers to a turn in one mode.
+        """
+        self._note_places(generations)
+        shares: dict[tuple[str, str], list[Generation]] = {}
+        for generation in generations:
+            shares.setdefault((generation.mode, generation.category), []).append(generation)
+            if generation.mode in self._answers:
+                self._answers[generation.mode].append(replace(generation, rounds=()))
+        for key, own in shares.items():
+            self._share(key).add(own)
+        self.failed += [generation for generation in generations if generation.stop_reason in FAILED]
+        self._keep_samples([generation for generation in generations if generation.mode == SPECULATIVE])
+        self.timings += timings
+
+    def merge(self, other: Tally) -> None:
+        """Add what another process counted.
+
+        Raises:
+            ValueError: both counted the same prompt.
+        """
+        for mode, places in other._places.items():
+            if twice := self._places.setdefault(mode, set()) & places:
+                raise ValueError(f"two processes decoded prompt {min(twice)[0]} in mode {mode}")
+            self._places[mode] |= places
+        for key, share in other._shares.items():
+            self._share(key).merge(share)
+        for mode, answers in other._answers.items():
+            self._answers[mode] += answers
+        self.failed += other.failed
+        self.timings += other.timings
+        self._keep_samples(other.samples)
+
+    def sort(self, prompt_ids: Sequence[str]) -> None:
+        """Bring everything into the order of the prompts, whichever process decoded them."""
+        place_of = {prompt_id: place for place, prompt_id in enumerate(prompt_ids)}
+        self.failed.sort(key=lambda each: (place_of[each.prompt_id], each.turn))
+        self.timings.sort(key=lambda each: place_of[each.prompt_ids[0]])  # stable: turns and repeats stay as they came
+        for answers in self._answers.values():
+            answers.sort(key=lambda each: (place_of[each.prompt_id], each.turn))
+        first_of = {key: min(map(place_of.__getitem__, share.per_prompt)) for key, share in self._shares.items()}
+        self._shares = dict(sorted(self._shares.items(), key=lambda item: first_of[item[0]]))
+
+    @property
+    def modes(self) -> list[str]:
+        """The modes that were decoded in, speculative decoding first."""
+        return list(self._places)
+
+    @property
+    def categories(self) -> dict[str, int]:
+        """How many prompts of each category were decoded speculatively."""
+        return {category: share.num_prompts for (mode, category), share in self._shares.items() if mode == SPECULATIVE}
+
+    @property
+    def places(self) -> set[tuple[str, int]]:
+        """Every (prompt id, turn) that was decoded in any mode."""
+        return {place for places in self._places.values() for place in places}
+
+    def of(self, mode: str) -> list[Generation]:
+        """Return the plain or the speculative answers, without their rounds."""
+        return self._answers[mode]
+
+    def of_category(self, category: str) -> Acceptance:
+        """Return what speculative decoding did on the prompts of one category."""
+        return self._shares[SPECULATIVE, category]
+
+    def of_mode(self, mode: str) -> Acceptance:
+        """Return what a mode did on all prompts."""
+        whole = Acceptance(self.num_positions)
+        for (own_mode, _), share in self._shares.items():
+            if own_mode == mode:
+                whole.merge(share)
+        return whole
+
+    def answered(self, asked: Collection[tuple[str, int]]) -> set[str]:
+        """Return the prompts all of whose turns asked for were decoded in every mode without failing."""
+        failed = {(each.prompt_id, each.turn) for each in self.failed}
+        lacking = {
+            prompt_id
+            for prompt_id, turn in asked
+            if (prompt_id, turn) in failed or any((prompt_id, turn) not in places for places in self._places.values())
+        }
+        return {prompt_id for prompt_id, _ in asked} - lacking
+
+    def _share(self, key: tuple[str, str]) -> Acceptance:
+        """Return the numbers of a mode and category, new ones where there are none."""
+        if key not in self._shares:  # not `setdefault`: making one takes longer than counting a prompt
+            self._shares[key] = Acceptance(self.num_positions)
+        return self._shares[key]
+
+    def _note_places(self, generations: Sequence[Generation]) -> None:
+        counts = Counter((each.mode, each.prompt_id, each.turn) for each in generations)
+        for (mode, prompt_id, turn), count in counts.items():
+            places = self._places.setdefault(mode, set())
+            count += (prompt_id, turn) in places
+            if count > 1:
+                raise ValueError(f"{count} generations of prompt {prompt_id} in mode {mode}; hand in those of one repeat")
+            places.add((prompt_id, turn))
+
+    def _keep_samples(self, generations: Sequence[Generation]) -> None:
+        """Keep the answers at both ends of the ranking; which ones does not depend on the order they come in."""
+        ranked = sorted(
+            (each for each in (*self.samples, *generations) if each.rounds),
+            key=lambda each: (count_committed(each) / len(each.rounds), each.prompt_id, each.turn),
+        )
+        middle = slice(SAMPLES_A_SIDE, max(SAMPLES_A_SIDE, len(ranked) - SAMPLES_A_SIDE))
+        del ranked[middle]
+        self.samples = ranked

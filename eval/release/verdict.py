@@ -1,0 +1,144 @@
+"""A gate's verdict as JUnit XML, which CI systems show test by test: one test case a check.
+
+There is no written standard; this is the common core of what Jenkins, GitLab and the GitHub actions for test reports read:
+`testsuites/testsuite/testcase`, with `failure` for what failed. A check that stayed inconclusive becomes an `error`, not
+`skipped`, because most systems show skipped tests as green and an open question must not look like a pass. No time stamps:
+equal verdicts give equal files.
+
+
+A gate's verdict and how it is told: a table for a terminal, Markdown for a pull request, plain values for `gate.json`.
+
+`eval.release.checks` reaches the verdict, `eval.release.verdict` tells it to a CI system.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+from xml.etree import ElementTree
+
+from eval.report.markdown import escape, table
+from eval.report.text import headline, settings, short, warnings
+
+Outcome = Literal["pass", "fail", "inconclusive"]
+SIGNS = {"pass": "✅ pass", "fail": "❌ fail", "inconclusive": "❔ inconclusive"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What one check found; `low` and `high` only where an interval was judged."""
+
+    check: str
+    outcome: Outcome
+    value: float | str | None
+    low: float | None = None
+    high: float | None = None
+    required: str
+    reason: str = ""  # why it did not pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """All findings, and what they come to: any failure fails, else anything inconclusive leaves it open."""
+
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...] = ()  # what the gate let pass, and a reader should know
+
+    @property
+    def outcome(self) -> Outcome:
+        """The worst outcome among the findings."""
+        outcomes = {finding.outcome for finding in self.findings}
+        return "fail" if "fail" in outcomes else "inconclusive" if "inconclusive" in outcomes else "pass"
+
+
+def as_values(verdict: Verdict) -> dict[str, Any]:
+    """Return the verdict as plain JSON values: `outcome`, `findings`, `notes`."""
+    return {
+        "outcome": verdict.outcome,
+        "findings": [asdict(finding) for finding in verdict.findings],
+        "notes": list(verdict.notes),
+    }
+
+
+def as_table(verdict: Verdict) -> str:
+    """Return the verdict for a terminal: a line a check, the reason under each that did not pass, the outcome last."""
+    rows = [(each.outcome.upper(), each.check, measured(each), each.required, each.reason) for each in verdict.findings]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = []
+    for outcome, check, found, required, reason in rows:
+        lines.append(f"{outcome:<{widths[0]}}  {check:<{widths[1]}}  {found:<{widths[2]}}  asked: {required}")
+        if reason:
+            lines.append(f"{'':<{widths[0]}}  {reason}")
+    return "\n".join([*lines, *(f"note: {note}" for note in verdict.notes), "", f"gate: {verdict.outcome}"])
+
+
+def as_markdown(verdict: Verdict, report: Mapping[str, Any]) -> str:
+    """Return the verdict fit for a pull request: outcome, headline of the report judged, a row a check."""
+    rows = [
+        (SIGNS[each.outcome], escape(each.check), escape(measured(each)), escape(each.required), escape(each.reason))
+        for each in verdict.findings
+    ]
+    blocks = [
+        f"## {SIGNS[verdict.outcome]}: draft `{escape(report['draft']['path'])}` ({short(report['draft']['sha256'])})",
+        headline(report),
+        *(f"> **Warning:** {escape(warning)}" for warning in warnings(report)),
+        table(("", "check", "measured", "asked", "why not"), rows, numbers=False),
+        *(f"Note: {escape(note)}." for note in verdict.notes),
+        f"Target `{escape(report['target']['name'])}` ({short(report['target']['weights_sha256'])}), {settings(report)}.",
+    ]
+    return "\n\n".join(blocks) + "\n"
+
+
+def measured(finding: Finding) -> str:
+    """Return what a check found in a few characters, with the interval it was judged by."""
+    if finding.value is None or isinstance(finding.value, str):
+        return finding.value or "not measured"
+    bounds = "" if finding.low is None else f" [{finding.low:.3f}, {finding.high:.3f}]"
+    return f"{finding.value:.4g}{bounds}"
+
+
+ELEMENTS = {"fail": "failure", "inconclusive": "error"}
+# XML 1.0, section 2.2: everything else may not stand in a document, not even escaped.
+FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def as_junit(verdict: Verdict, suite: str = "draftsmith gate") -> str:
+    """Return the XML document; text from outside is escaped, and characters that XML cannot hold are replaced.
+
+    Args:
+        verdict: what the gate found.
+        suite: the suite's name.
+    """
+    outcomes = [finding.outcome for finding in verdict.findings]
+    counts = {
+        "tests": str(len(outcomes)),
+        "failures": str(outcomes.count("fail")),
+        "errors": str(outcomes.count("inconclusive")),
+    }
+    root = ElementTree.Element("testsuites", {"name": _legal(suite), **counts})
+    suite_element = ElementTree.SubElement(root, "testsuite", {"name": _legal(suite), **counts, "skipped": "0", "time": "0"})
+    for finding in verdict.findings:
+        _add_case(suite_element, finding)
+    if verdict.notes:
+        ElementTree.SubElement(suite_element, "system-out").text = _legal("\n".join(verdict.notes))
+    ElementTree.indent(root)
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
+
+
+def _add_case(suite: ElementTree.Element, finding: Finding) -> None:
+    """Add one check, named with what it asks: two rules may be on the same number."""
+    name = _legal(f"{finding.check}: {finding.required}")
+    case = ElementTree.SubElement(suite, "testcase", {"classname": "draftsmith.gate", "name": name, "time": "0"})
+    found = f"{finding.check} is {measured(finding)}, asked: {finding.required}"
+    if finding.outcome == "pass":
+        ElementTree.SubElement(case, "system-out").text = _legal(found)
+        return
+    attributes = {"type": finding.outcome, "message": _legal(finding.reason)}
+    ElementTree.SubElement(case, ELEMENTS[finding.outcome], attributes).text = _legal(f"{found}\n{finding.reason}")
+
+
+def _legal(text: str) -> str:
+    """Return text without the characters that no XML document may hold."""
+    return FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}", text)

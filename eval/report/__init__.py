@@ -1,0 +1,4 @@
+"""The report: its schema, how it is built, and how it is rendered.
+
+Start with `build` and `schema`.
+"""

@@ -1,0 +1,118 @@
+"""How numbers and verdicts of a report are put into words, the same on the page and in the Markdown summary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+NOT_AVAILABLE = "–"
+TOO_LARGE = 1e7
+VERDICTS = {
+    "lossless": "Lossless",
+    "lossless_up_to_ties": "Lossless up to ties",
+    "not_lossless": "Not lossless",
+    "lossy_by_design": "Lossy by design",
+    "inconclusive": "Not decided",
+}
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """Return a number with `digits` after the point, or a dash; one too large to read so, as a power of ten."""
+    if value is None:
+        return NOT_AVAILABLE
+    return f"{value:.{digits}f}" if abs(value) < TOO_LARGE else f"{value:.1e}"
+
+
+def times(value: float | None, digits: int = 2) -> str:
+    """Return a ratio as `1.42×`, or a dash."""
+    return NOT_AVAILABLE if value is None else f"{value:.{digits}f}×"
+
+
+def percent(value: float | None) -> str:
+    """Return a share as `71 %`, or a dash."""
+    return NOT_AVAILABLE if value is None else f"{100 * value:.0f} %"
+
+
+def interval(bounds: Sequence[float] | None, digits: int = 2) -> str:
+    """Return `[low, high]`, or nothing."""
+    return "" if bounds is None else f"[{bounds[0]:.{digits}f}, {bounds[1]:.{digits}f}]"
+
+
+def short(digest: str) -> str:
+    """Return the first twelve characters of a hash."""
+    return digest[:12]
+
+
+def settings(report: Mapping[str, Any]) -> str:
+    """Name the decoding settings and the number of prompts."""
+    decode, prompts = report["decode"], report["prompts"]
+    lossy = f"lossy mode {decode['lossy']['kind']}, " if decode.get("lossy") else ""
+    return (
+        f"{lossy}{decode['num_speculative_tokens']} speculative tokens, temperature {decode['temperature']:g}, "
+        f"batch size {decode['batch_size']}, {prompts['num_prompts']} of {prompts['num_asked']} prompts"
+    )
+
+
+def warnings(report: Mapping[str, Any]) -> list[str]:
+    """Return what a reader must know before any number, worst first."""
+    failed = len(report["prompts"]["failed"])
+    found = ["Acceptance was simulated, not measured."] if report["simulated"] else []
+    if failed:
+        found.append(f"{failed} request{'s' * (failed > 1)} failed.")
+    return [*found, *report["warnings"]]
+
+
+def headline(report: Mapping[str, Any]) -> str:
+    """Say in one sentence how fast, and whether the answers stayed the same."""
+    verdict = report["lossless"]["verdict"]
+    unchanged = {
+        "lossless": "with every answer unchanged",
+        "lossless_up_to_ties": "with answers unchanged up to numerical ties",
+        "not_lossless": "but answers differ from plain decoding",
+        "lossy_by_design": "with a rule that changes answers by design",
+        "inconclusive": "with too few answers to say whether they are unchanged",
+    }[verdict]
+    return f"{_speed_in_words(report)}, {unchanged}."
+
+
+def lossless_detail(report: Mapping[str, Any]) -> str:
+    """Say what the losslessness check looked at and found. Sampled answers differ anyway; they are tested, not compared."""
+    section = report["lossless"]
+    num_found = len(section["divergences"])
+    found = "no difference" if num_found == 0 else f"{num_found} difference{'s' * (num_found > 1)}"
+    if report["decode"]["temperature"] > 0 and num_found == 0:
+        lossy = section["verdict"] == "lossy_by_design"
+        found = (
+            "sampled by a rule that changes the distribution"
+            if lossy
+            else "sampled, and held against the target's distribution"
+        )
+    parts = [f"{section['checked_prompts']} answers checked, {found}"]
+    for key, word in (("failed_checks", "failed"), ("inconclusive_checks", "open")):
+        if names := checks_in_words(section, key):
+            parts.append(f"{word}: {names}")
+    return "; ".join(parts)
+
+
+def checks_in_words(section: Mapping[str, Any], key: str) -> str:
+    """Name the losslessness checks listed under `key`, with the p-value of a test or the reason why it has none."""
+    named = []
+    for name in section.get(key, ()):
+        check = section["checks"][name]
+        p_value, reason = check.get("adjusted_p_value"), check.get("reason")
+        grounds = reason if p_value is None else f"p = {p_value:.2g}"
+        named.append(" ".join(filter(None, (name, f"({grounds})" if grounds else ""))).replace("_", " "))
+    return ", ".join(named)
+
+
+def _speed_in_words(report: Mapping[str, Any]) -> str:
+    speed = report["speed"]
+    if speed is None or speed["decode_speedup"] is None:
+        tau = report["acceptance"]["tokens_per_target_step"]
+        return f"{number(tau)} tokens per target step, speed not measured"
+    value, bounds = speed["decode_speedup"], speed["decode_speedup_ci"]
+    if bounds is not None and bounds[0] <= 1 <= bounds[1]:
+        return f"Decoding at {times(value)} the plain speed, which may be no difference"
+    if value < 1:
+        return f"Slower than plain decoding, at {times(value)} its speed"
+    return f"{times(value)} the speed of plain decoding"

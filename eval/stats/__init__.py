@@ -1,0 +1,4 @@
+"""Statistics over prompts: intervals, tests, power, paired comparison.
+
+Nothing here imports torch.
+"""

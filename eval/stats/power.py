@@ -1,0 +1,79 @@
+"""How small a change can this many prompts show? Minimal detectable effects. Torch-free, as `eval.stats.bootstrap` is.
+
+An inconclusive comparison has two readings, no change and too few prompts. The minimal detectable effect tells them apart: it
+is the true change that a two-sided test at the asked level finds with the asked probability (its power),
+
+    effect = (t_{n-1}((1 + level) / 2) + t_{n-1}(power)) * standard error
+
+with Student's quantiles t for n prompts. A ratio of sums has the standard error of its linearisation (Cochran, Sampling
+Techniques, 1977, chapter 6): prompt i moves tau = sum c / sum r by the share c_i / sum c - r_i / sum r of itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from eval.stats.bootstrap import LEVEL, Floats, student_quantile
+
+# Shapes: C clusters, here prompts; F columns.
+
+POWER = 0.8
+Column = Sequence[float] | Floats
+
+
+def detectable_percent(
+    above: Sequence[Column], below: Sequence[Column], *, level: float = LEVEL, power: float = POWER
+) -> float | None:
+    """Return the least change of a ratio of sums that shows, in percent of it.
+
+    The ratio is of products: sum(above[0]) sum(above[1]) ... / (sum(below[0]) ...). Committed tokens above and rounds below
+    give tau, and how far it must lie from a fixed number to show. Two taus on the same prompts have one side's tokens and the
+    other's rounds above; what both share, such as an easy prompt, then cancels prompt by prompt.
+
+    Args:
+        above, below: columns, every one [prompts] in the same order. Prompts with zeros in all of them do not count.
+        level, power: of the test; see above.
+
+    Returns:
+        Percent, or `None` with fewer than two prompts, or where a sum is 0.
+    """
+    columns_FC = np.stack([np.asarray(column, np.float64) for column in (*above, *below)])
+    columns_FC = columns_FC[:, columns_FC.any(axis=0)]
+    sums_F1, num_prompts = columns_FC.sum(axis=1, keepdims=True), columns_FC.shape[1]
+    if num_prompts < 2 or not sums_F1.all():
+        return None
+    shares_FC = columns_FC / sums_F1
+    moves_C = shares_FC[: len(above)].sum(axis=0) - shares_FC[len(above) :].sum(axis=0)
+    moves_C -= moves_C.mean()  # they sum to 0 where as many columns are above as below
+    standard_error = math.sqrt(num_prompts / (num_prompts - 1) * float(moves_C @ moves_C))
+    return 100 * _quantiles(num_prompts, level, power) * standard_error
+
+
+def detectable_mean(differences: Column, *, level: float = LEVEL, power: float = POWER) -> float | None:
+    """Return the least distance of a mean from 0 that shows, in the unit of `differences` [prompts]; `None` with under two."""
+    values_C = np.asarray(differences, np.float64)
+    if values_C.size < 2:
+        return None
+    return _quantiles(values_C.size, level, power) * float(values_C.std(ddof=1)) / math.sqrt(values_C.size)
+
+
+def prompts_needed(num_prompts: int, detectable: float, wanted: float) -> int:
+    """Return how many such prompts would show an effect of `wanted`, where `num_prompts` show one of `detectable`.
+
+    A standard error falls with the root of the number of prompts; Student's quantiles are taken as they are, which asks for
+    slightly too many where there were few.
+
+    Raises:
+        ValueError: the wanted effect is not above 0.
+    """
+    if wanted <= 0:
+        raise ValueError(f"no number of prompts shows an effect of {wanted}; ask for one above 0")
+    return max(2, math.ceil(num_prompts * (detectable / wanted) ** 2))
+
+
+def _quantiles(num_prompts: int, level: float, power: float) -> float:
+    degrees = num_prompts - 1
+    return student_quantile((1 + level) / 2, degrees) + student_quantile(power, degrees)

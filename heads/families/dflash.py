@@ -1,0 +1,200 @@
+"""DFlash: a block of future tokens filled in one forward, with the target's fused states as keys and values of every layer.
+
+arXiv 2602.06036. The context of position t is norm(fc(taps)) there. A block stands at the pending token x_a: its slot 0 holds
+that token's embedding, slots 1 to S - 1 the mask token's, at positions a to a + S - 1. In every layer the slots see the context
+before a and, in both directions, each other; slot s then says x_{a+s}. As a slot's word depends on how many masks follow it,
+the whole block is always run, however few drafts are wanted. Names of the tensors are those that serving engines know.
+
+Departures: trained on the target's distribution, not on the token of the text; drafts are drawn from the head's distribution,
+which is handed to verification. Left out on purpose: sliding layers, in which engines hide later slots.
+B batch, T positions, A anchors of a row, S slots of a block, X = A * S, G drafts, D width, F taps side by side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from configs.schema.decoding import SamplingConfig
+from configs.schema.heads import DFlashSettings
+from heads.families.eagle3 import CachedKeys, default_taps
+from heads.inference.kv_cache import RowCache
+from heads.modules.autoregressive import PendingFeatures
+from heads.modules.block_training import Anchors, BlockKeys, choose_anchors
+from heads.modules.initialization import mask_token, with_noise
+from heads.modules.interface import Depth, HeadInputs
+from heads.modules.layers import DraftAttention, LayerShape, Rotary, Rotation, layer_shape, mlp, norm, placed_mask
+from heads.modules.output_head import DraftHead
+from heads.proposers.chain_builder import Drafting
+from heads.proposers.protocol import Proposal, Proposer, Tokens
+from heads.proposers.vocabulary import DraftVocabulary
+from heads.sampling.counter_rng import Streams
+from heads.target.hidden_states import TargetStates
+
+
+class DFlash(nn.Module):
+    """A DFlash head on a frozen target (`heads.modules.interface.HeadModule`)."""
+
+    def __init__(self, settings: DFlashSettings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
+        super().__init__()
+        self.settings = resolved(settings, target)
+        self.taps = tuple(self.settings.taps or ())
+        self.mask_token_id = mask_token(self.settings.mask_token_id, target)
+        self._target = (target,)  # in a tuple: neither trained nor saved with the head
+        shape = layer_shape(target, settings.layer)
+        self.fc = nn.Linear(len(self.taps) * shape.width, shape.width, bias=False)
+        self.hidden_norm = norm(shape)
+        self.layers = nn.ModuleList(DFlashLayer(shape) for _ in range(settings.num_layers))
+        self.norm = norm(shape)
+        self.lm_head = DraftHead(target, vocabulary, trainable=settings.train_head)
+        self.rotary = Rotary(shape)
+
+    @property
+    def token_ids_W(self) -> Tensor | None:
+        """The target's id of each draft token; None where it can say all of them."""
+        return self.lm_head.token_ids
+
+    def forward(self, inputs: HeadInputs) -> list[Depth]:
+        """Fill a block at each of some anchors drawn at random, or at every possible one when not training."""
+        anchors = choose_anchors(inputs, self.settings.num_anchors if self.training else None)
+        context_BTD = self.context(with_noise(inputs.states, self.settings.tap_noise if self.training else 0.0))
+        rotation = self.rotary(context_BTD, inputs.position_ids_BT)
+        keys = BlockKeys(context_BTD, rotation, anchors.visible(inputs.document_ids_BT))
+        pending_BA, first_BA = (each.gather(1, anchors.places_BA) for each in (inputs.input_ids_BT, inputs.position_ids_BT))
+        states_BXD = self._embed(self._block_ids(pending_BA).flatten(1))
+        rotation = self.rotary(states_BXD, self._block_positions(first_BA).flatten(1))
+        for layer in self.layers:
+            states_BXD = layer(states_BXD, rotation, keys)
+        states_BASD = self.norm(states_BXD).unflatten(1, (-1, self.settings.block_size))
+        return [self._depth(inputs, anchors, slot, states_BASD[:, :, slot]) for slot in range(1, self.settings.block_size)]
+
+    def context(self, states: TargetStates) -> Tensor:
+        """Return what every layer makes keys and values of, `[B, T, D]`."""
+        return self.hidden_norm(self.fc(states.joined_BTF.to(self.fc.weight.dtype)))
+
+    def read(self, context_BTD: Tensor, positions_BT: Tensor, cache: RowCache) -> None:
+        """Add the context at `positions_BT`, for which the cache's `place` was called, to the cache of every layer."""
+        rotation = self.rotary(context_BTD, positions_BT)
+        for number, layer in enumerate(self.layers):
+            cache.update(*cast(DFlashLayer, layer).self_attn.keys_values(context_BTD, rotation), number)
+
+    def fill(self, pending_B: Tensor, positions_B: Tensor, cache: RowCache) -> Tensor:
+        """Return the final, normed states `[B, S, D]` of a block.
+
+        Args:
+            pending_B: the token in slot 0.
+            positions_B: where it stands, also in the cache, whose `place` was called for the block.
+            cache: holds the context before it.
+        """
+        positions_BS = self._block_positions(positions_B)
+        states_BSD = self._embed(self._block_ids(pending_B))
+        rotation = self.rotary(states_BSD, positions_BS)
+        visible_B11S = placed_mask(cache, positions_BS[:, -1:])  # whatever the last slot sees, all of them do
+        for number, layer in enumerate(self.layers):
+            states_BSD = layer(states_BSD, rotation, CachedKeys(cache, number, visible_B11S))
+        return self.norm(states_BSD)
+
+    def _depth(self, inputs: HeadInputs, anchors: Anchors, slot: int, states_BAD: Tensor) -> Depth:
+        labelled_BA = anchors.labelled(inputs, slot)
+        rows_N, columns_N = labelled_BA.nonzero(as_tuple=True)
+        origins_N = rows_N * inputs.input_ids_BT.shape[1] + anchors.places_BA[rows_N, columns_N] - 1
+        hidden_ND = states_BAD[rows_N, columns_N]
+        weight, row_weights_N = math.exp(-(slot - 1) / self.settings.position_decay), anchors.weights_BA[rows_N, columns_N]
+        return self.lm_head.at_depth(slot - 1, hidden_ND, origins_N, weight=weight, row_weights_N=row_weights_N)
+
+    def _block_ids(self, pending: Tensor) -> Tensor:
+        """Return the ids `[..., S]` in the slots of blocks."""
+        masks = pending.new_full((*pending.shape, self.settings.block_size - 1), self.mask_token_id)
+        return torch.cat([pending.unsqueeze(-1), masks], -1)
+
+    def _block_positions(self, first: Tensor) -> Tensor:
+        return first.unsqueeze(-1) + torch.arange(self.settings.block_size, device=first.device)
+
+    def _embed(self, ids_BT: Tensor) -> Tensor:
+        return self._target[0].get_input_embeddings()(ids_BT).to(self.fc.weight.dtype)
+
+
+class DFlashLayer(nn.Module):
+    """A layer as Qwen3's, with normed queries and keys; beside the block it reads what `keys` brings."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        self.input_layernorm = norm(shape)
+        self.self_attn = DraftAttention(shape, shape.width, norm_heads=True)
+        self.post_attention_layernorm = norm(shape)
+        self.mlp = mlp(shape)
+
+    def forward(self, states_BXD: Tensor, rotation: Rotation, keys: BlockKeys | CachedKeys) -> Tensor:
+        """Return the states after this layer."""
+        states_BXD = states_BXD + keys.attend(self.self_attn, self.input_layernorm(states_BXD), rotation)
+        return states_BXD + self.mlp(self.post_attention_layernorm(states_BXD))
+
+
+class BlockDrafter:
+    """A DFlash head as a proposer (`heads.proposers.protocol.Proposer`); drafts at most block_size - 1 tokens.
+
+    The cache holds the context; a block's own keys and values lie after it for one round, and the next context is written over
+    them.
+    """
+
+    def __init__(self, module: DFlash, device: torch.device) -> None:
+        self.module, self.device = module, device
+        self.taps = module.taps
+        self._cache: RowCache
+        self._unread: PendingFeatures
+
+    def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
+        settings = self.module.settings
+        self._cache = RowCache(settings.num_layers, capacity + settings.block_size)  # a block may reach beyond the last token
+        self._unread = PendingFeatures(self.module.context(states), [len(row) - 1 for row in tokens])
+
+    def propose(
+        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, streams: Streams, *, keep_logits: bool
+    ) -> Proposal:
+        head, num_slots = self.module.lm_head, self.module.settings.block_size
+        lengths = [len(row) for row in tokens]
+        drafting = Drafting(lengths, sampling, streams, self.device, head.target_ids, head.spread, keep_logits=keep_logits)
+        positions_BT = self._place(self._unread.first, self._unread.features_BTF.shape[1])
+        self.module.read(self._unread.features_BTF, positions_BT, self._cache)
+        positions_BS = self._place(self._unread.ends, num_slots)
+        pending_B = torch.tensor([row[-1] for row in tokens], device=self.device)
+        states_BSD = self.module.fill(pending_B, positions_BS[:, 0], self._cache)
+        self.choose(states_BSD[:, 1 : 1 + num_tokens], pending_B, drafting)
+        return drafting.proposal()
+
+    def choose(self, states_BGD: Tensor, pending_B: Tensor, drafting: Drafting) -> None:
+        """Choose a draft for each of the slots; one product with the output head serves all of them."""
+        for logits_BW in self.module.lm_head.logits(states_BGD).unbind(1):
+            drafting.add(logits_BW)
+
+    def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
+        self._unread.replace(self.module.context(states), [accepted + 1 for accepted in num_accepted])
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        self._cache.keep_rows(rows)
+        self._unread.keep_rows(rows)
+
+    def _place(self, starts: Sequence[int], length: int) -> Tensor:
+        """Place the next forward in the cache; return its positions `[B, length]`."""
+        self._cache.place(starts, length, self.device)
+        return torch.tensor(starts, device=self.device).unsqueeze(1) + torch.arange(length, device=self.device)
+
+
+def resolved(settings: DFlashSettings, target: PreTrainedModel) -> DFlashSettings:
+    """Return the settings with nothing left open that depends on the target.
+
+    Raises:
+        InputError: a default that does not exist on this target, or a mask token that it does not have.
+    """
+    taps = list(default_taps(target)) if settings.taps is None else settings.taps
+    return settings.model_copy(update={"taps": taps, "mask_token_id": mask_token(settings.mask_token_id, target)})
+
+
+def make_proposer(module: DFlash, device: torch.device) -> Proposer:
+    """Return the decoding side."""
+    return BlockDrafter(module, device)

@@ -1,0 +1,112 @@
+"""DSpark: a DFlash block whose slots also hear the token before them, and a guess of how likely each draft will stay.
+
+To the logits of slot s comes W2 W1[x_{a+s-1}], a Markov bias of low rank: in training the text's own token, when drafting the
+one just drafted. The layers run once for the block all the same; only the choice of tokens goes slot by slot. A confidence
+head reads the slot's final state beside W1[x_{a+s-1}] and is trained, by binary cross-entropy, to say the slot's acceptance
+1 - TV(p, q). Its word for the last proposal is kept; rules that stop drafting early (`heads.proposers.draft_length`) read the
+distributions. Names of the tensors are those that serving engines know. Left out on purpose: the gated and the recurrent
+bias, and drafting from slot 0. B batch, N rows of one depth, G drafts, D width, R rank of the bias, W draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from configs.schema.heads import DSparkSettings
+from heads.families.dflash import BlockDrafter, DFlash
+from heads.modules.block_training import Anchors
+from heads.modules.interface import Depth, HeadInputs, flat
+from heads.proposers.chain_builder import Drafting
+from heads.proposers.protocol import Proposer
+from heads.proposers.vocabulary import DraftVocabulary
+
+
+class DSpark(DFlash):
+    """A DSpark head on a frozen target; what its output head reads is the final state and W1 of the token before, joined."""
+
+    settings: DSparkSettings
+
+    def __init__(self, settings: DSparkSettings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
+        super().__init__(settings, target, vocabulary)
+        vocab_size = self.lm_head.vocab_size
+        width, rank = self.fc.out_features, settings.markov_rank
+        self.markov_head = MarkovBias(vocab_size, rank, vocab_size if vocabulary is None else len(vocabulary))
+        self.confidence_head = Confidence(width + rank)
+
+    def joined(self, states: Tensor, before: Tensor) -> Tensor:
+        """Return what logits and confidence are made of, `[..., D + R]`, from final states and the tokens before them."""
+        return torch.cat([states, self.markov_head.markov_w1(before).to(states.dtype)], -1)
+
+    def logits(self, joined_ND: Tensor) -> Tensor:
+        """Return the logits `[N, W]`, bias included."""
+        width = self.fc.out_features
+        return self.lm_head.logits(joined_ND[:, :width]) + self.markov_head.markov_w2(joined_ND[:, width:])
+
+    def _depth(self, inputs: HeadInputs, anchors: Anchors, slot: int, states_BAD: Tensor) -> Depth:
+        depth = super()._depth(inputs, anchors, slot, states_BAD)
+        joined_ND = self.joined(depth.hidden_ND, flat(inputs.input_ids_BT, depth.origins_N + slot))
+        return replace(
+            depth,
+            hidden_ND=joined_ND,
+            logits_of=self.logits,
+            parameters=(*depth.parameters, self.markov_head.markov_w2.weight),
+            confidence_N=self.confidence_head(joined_ND),
+            confidence_weight=self.settings.confidence_weight,
+        )
+
+
+class MarkovBias(nn.Module):
+    """W1 by token of the target, and W2 by token of the draft, which starts at 0: an untrained bias says nothing."""
+
+    def __init__(self, vocab_size: int, rank: int, draft_vocab_size: int) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
+        nn.init.zeros_(self.markov_w2.weight)
+
+
+class Confidence(nn.Module):
+    """The logit of a draft's staying."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+
+    def forward(self, joined: Tensor) -> Tensor:
+        """Return a logit `[...]` for each of the states `[..., D + R]`."""
+        return cast(Tensor, self.proj(joined).squeeze(-1))
+
+
+class MarkovDrafter(BlockDrafter):
+    """A DSpark head as a proposer.
+
+    Attributes:
+        confidences_BG: what the head holds for the probability that each draft of the last proposal stays, given that those
+            before it do.
+    """
+
+    module: DSpark
+    confidences_BG: Tensor
+
+    def choose(self, states_BGD: Tensor, pending_B: Tensor, drafting: Drafting) -> None:
+        """Choose the drafts one after another, each with the bias of the one before."""
+        before_B, confidences = pending_B, []
+        without_bias_BGW = self.module.lm_head.logits(states_BGD)
+        for state_BD, logits_BW in zip(states_BGD.unbind(1), without_bias_BGW.unbind(1), strict=True):
+            joined_BD = self.module.joined(state_BD, before_B)
+            confidences.append(self.module.confidence_head(joined_BD))
+            bias_BW = self.module.markov_head.markov_w2(joined_BD[:, state_BD.shape[-1] :])
+            before_B = drafting.add(logits_BW + bias_BW)
+            if drafting.finished:
+                break
+        self.confidences_BG = torch.stack(confidences, 1).float().sigmoid()
+
+
+def make_proposer(module: DSpark, device: torch.device) -> Proposer:
+    """Return the decoding side."""
+    return MarkovDrafter(module, device)

@@ -1,0 +1,234 @@
+"""Attention while a head is unrolled over its own states in training, exactly as it will attend when it drafts.
+
+Chains start at every origin j at once. At depth k the chain of origin j sees the depth-0 keys of origins up to j, which are
+made of the target's states, and of the deeper keys only its own (EAGLE-3's "training-time test", arXiv 2503.01840). So one
+causal block and a diagonal for each later depth, in one softmax; the diagonals cost no square.
+B batch, T origins, N heads, M key-value heads, H head width, K depth.
+
+
+EAGLE-3: one or more layers over fused taps of the target and the embedding of the next token.
+
+Li et al. 2025, arXiv 2503.01840. The feature of position j is a projection of the target's low, mid and high states there; the
+first layer attends over [norm(embedding of x_{j+1}); norm(feature)], its residual is the feature. In training the module is
+unrolled over its own states (`heads.families.eagle3`), so that it has met in training what it meets when drafting. Names of the
+tensors are those that serving engines know. Departures, all in what it starts from: the output head as the target's rows, the
+norm before it with the target's scale, the feature as the last tap, layers as a block (`heads.modules.initialization`). What
+P-EAGLE shares with it stands here as `EagleBody`.
+B batch, T positions, A taps, E width of the target, D = E width of the layer, K depths, W draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from configs.runtime.errors import InputError
+from configs.schema.heads import Eagle3Settings, EagleSettings
+from heads.inference.kv_cache import RowCache
+from heads.modules.autoregressive import FeatureChain
+from heads.modules.initialization import copy_block, pass_last_tap, with_noise
+from heads.modules.interface import Depth, HeadInputs, flat, labelled_origins, shifted_left
+from heads.modules.layers import DraftAttention, LayerShape, Rotary, Rotation, causal_mask, layer_shape, mlp, norm, placed_mask
+from heads.modules.output_head import DraftHead
+from heads.proposers.protocol import Proposer
+from heads.proposers.vocabulary import DraftVocabulary
+from heads.target.hidden_states import TargetStates, final_norm_scale, num_blocks
+
+
+class EagleBody(nn.Module):
+    """Fused taps, layers, the norm after them and the output head.
+
+    Args:
+        settings: of the family.
+        target: whose states are read; its embedding is borrowed.
+        vocabulary: the tokens the head can say; None: all of the target's.
+
+    Raises:
+        InputError: the target has too few blocks for the default taps, or no block to start from as asked.
+    """
+
+    def __init__(self, settings: EagleSettings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
+        super().__init__()
+        self.taps = default_taps(target) if settings.taps is None else tuple(settings.taps)
+        self.num_caches = settings.num_layers
+        self._target = (target,)  # in a tuple: neither trained nor saved with the head
+        shape = layer_shape(target, settings.layer)
+        width, num_taps = shape.width, len(self.taps)
+        joined = replace(shape, width=num_taps * width)
+        self.input_norm = norm(joined) if settings.norm_joined_taps else nn.Identity()
+        self.fc_norm = nn.ModuleList(norm(shape) for _ in range(num_taps if settings.norm_taps else 0))
+        self.fc = nn.Linear(num_taps * width, width, bias=False)
+        pass_last_tap(self.fc)
+        self.layers = nn.ModuleList(Eagle3Layer(shape, settings, first=n == 0) for n in range(settings.num_layers))
+        self.norm = norm(shape)
+        self.norm.load_state_dict({"weight": final_norm_scale(target)})
+        self.lm_head = DraftHead(target, vocabulary, trainable=settings.train_head)
+        self.embed_tokens = own_embedding(target) if settings.own_embedding else None
+        self.rotary = Rotary(shape)
+        if settings.init_block is not None:
+            for layer in self.layers:
+                copy_block(target, settings.init_block, layer)
+
+    @property
+    def token_ids_W(self) -> Tensor | None:
+        """The target's id of each draft token; None where it can say all of them."""
+        return self.lm_head.token_ids
+
+    def features(self, states: TargetStates) -> Tensor:
+        """Return the fused taps `[B, T, D]`."""
+        return self.fuse(states.joined_BTF)
+
+    def fuse(self, joined_BTF: Tensor) -> Tensor:
+        """Return the projection `[B, T, D]` of taps that stand side by side."""
+        joined_BTF = self.input_norm(joined_BTF.to(self.fc.weight.dtype))
+        taps = joined_BTF.chunk(len(self.taps), -1)
+        if len(self.fc_norm):
+            taps = tuple(each(tap) for each, tap in zip(self.fc_norm, taps, strict=True))
+        return self.fc(torch.cat(taps, -1))
+
+    def embed(self, ids_BT: Tensor) -> Tensor:
+        """Return the embeddings `[B, T, D]`, the target's or the head's own, in the dtype of the head."""
+        embedding = self._target[0].get_input_embeddings() if self.embed_tokens is None else self.embed_tokens
+        return embedding(ids_BT).to(self.fc.weight.dtype)
+
+
+class Eagle3(EagleBody):
+    """An EAGLE-3 head on a frozen target (`heads.modules.interface.HeadModule`, `heads.modules.autoregressive.ChainModule`)."""
+
+    def __init__(self, settings: Eagle3Settings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
+        super().__init__(settings, target, vocabulary)
+        self.settings = settings.model_copy(update={"taps": list(self.taps)})
+
+    def forward(self, inputs: HeadInputs) -> list[Depth]:
+        """Unroll the head over `num_depths` depths from every origin at once."""
+        visible_B1TT = causal_mask(inputs.document_ids_BT)
+        unrolled = [UnrolledKeys(visible_B1TT) for _ in self.layers]
+        states_BTD = self.features(with_noise(inputs.states, self.settings.tap_noise if self.training else 0.0))
+        depths = []
+        for depth in range(self.settings.num_depths):
+            embedded_BTD = self.embed(shifted_left(inputs.input_ids_BT, depth + 1))
+            rotation = self.rotary(embedded_BTD, inputs.position_ids_BT + depth)
+            for layer, keys in zip(self.layers, unrolled, strict=True):
+                states_BTD = layer(embedded_BTD, states_BTD, rotation, keys)
+            if self.settings.norm_feedback:
+                states_BTD = self.norm(states_BTD)
+            origins_N = labelled_origins(inputs, depth)
+            hidden_ND = self.to_head(flat(states_BTD, origins_N), depth)
+            depths.append(self.lm_head.at_depth(depth, hidden_ND, origins_N, weight=self.settings.depth_decay**depth))
+        return depths
+
+    def read(self, features_BTF: Tensor, ids_BT: Tensor, positions_BT: Tensor, cache: RowCache, depth: int) -> Tensor:
+        """See `heads.modules.autoregressive.ChainModule.read`."""
+        embedded_BTD = self.embed(ids_BT)
+        rotation = self.rotary(embedded_BTD, positions_BT)
+        visible_B1TS = placed_mask(cache, positions_BT)
+        states_BTD = features_BTF
+        for number, layer in enumerate(self.layers):
+            states_BTD = layer(embedded_BTD, states_BTD, rotation, CachedKeys(cache, number, visible_B1TS))
+        return self.norm(states_BTD) if self.settings.norm_feedback else states_BTD
+
+    def to_head(self, states_BD: Tensor, depth: int) -> Tensor:
+        """Return the normed states, which the output head reads."""
+        return states_BD if self.settings.norm_feedback else self.norm(states_BD)
+
+
+class Eagle3Layer(nn.Module):
+    """A Llama layer; the first one's attention reads the embedding beside the state."""
+
+    def __init__(self, shape: LayerShape, settings: EagleSettings, *, first: bool) -> None:
+        super().__init__()
+        self.first, self.norm_before_residual = first, settings.norm_before_residual
+        self.input_layernorm = norm(shape)
+        self.hidden_norm = norm(shape) if first else nn.Identity()
+        self.self_attn = DraftAttention(shape, 2 * shape.width if first else shape.width)
+        self.post_attention_layernorm = norm(shape)
+        self.mlp = mlp(shape)
+
+    def forward(self, embedded_BTD: Tensor, states_BTD: Tensor, rotation: Rotation, keys: UnrolledKeys | CachedKeys) -> Tensor:
+        """Return the states after this layer."""
+        if self.first:
+            normed_BTD = self.hidden_norm(states_BTD)
+            read_BTX = torch.cat([self.input_layernorm(embedded_BTD), normed_BTD], -1)
+            residual_BTD = normed_BTD if self.norm_before_residual else states_BTD
+        else:
+            read_BTX, residual_BTD = self.input_layernorm(states_BTD), states_BTD
+        states_BTD = residual_BTD + keys.attend(self.self_attn, read_BTX, rotation)
+        return states_BTD + self.mlp(self.post_attention_layernorm(states_BTD))
+
+
+class CachedKeys:
+    """Keys and values of one layer in a cache, for drafting."""
+
+    def __init__(self, cache: RowCache, layer: int, visible_B1TS: Tensor) -> None:
+        self.cache, self.layer, self.visible_B1TS = cache, layer, visible_B1TS
+
+    def attend(self, attention: DraftAttention, states_BTX: Tensor, rotation: Rotation) -> Tensor:
+        """Return the attention output `[B, T, D]` at the placed positions, whose keys are added."""
+        k_BMSH, v_BMSH = self.cache.update(*attention.keys_values(states_BTX, rotation), self.layer)
+        return attention.attend(attention.queries(states_BTX, rotation), k_BMSH, v_BMSH, self.visible_B1TS)
+
+
+@torch.no_grad()
+def own_embedding(target: PreTrainedModel) -> nn.Embedding:
+    """Return a trainable embedding in float32 that gives what the target's gives, scaled as that may be."""
+    embedding = target.get_input_embeddings()
+    ids_V = torch.arange(target.config.get_text_config().vocab_size, device=target.device)
+    return nn.Embedding.from_pretrained(embedding(ids_V).float(), freeze=False)
+
+
+def default_taps(target: PreTrainedModel) -> tuple[int, int, int]:
+    """Return the low, mid and high states that EAGLE-3 engines read where nothing else is said: h_2, h_{L/2}, h_{L-3}."""
+    last = num_blocks(target)
+    low, mid, high = min(2, last), last // 2, max(last - 3, 0)
+    if not low < mid < high:
+        raise InputError(
+            f"a target of {last} blocks is too shallow for the default taps h_2, h_{{L/2}}, h_{{L-3}}; give head.taps"
+        )
+    return low, mid, high
+
+
+def make_proposer(module: Eagle3, device: torch.device) -> Proposer:
+    """Return the decoding side."""
+    return FeatureChain(module, device)
+
+
+class UnrolledKeys:
+    """Keys and values of one layer over the depths unrolled so far.
+
+    Args:
+        visible_B1TT: which depth-0 keys each origin sees (`heads.modules.layers.causal_mask`).
+    """
+
+    def __init__(self, visible_B1TT: Tensor) -> None:
+        self.visible_B1TT = visible_B1TT
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def attend(self, attention: DraftAttention, states_BTX: Tensor, rotation: Rotation) -> Tensor:
+        """Return the attention output `[B, T, D]` of the next depth, whose keys are added."""
+        k_BMTH, v_BMTH = attention.keys_values(states_BTX, rotation)
+        self._keys.append(k_BMTH)
+        self._values.append(v_BMTH)
+        q_BNTH = attention.queries(states_BTX, rotation)
+        if len(self._keys) == 1:
+            return attention.attend(q_BNTH, k_BMTH, v_BMTH, self.visible_B1TT)
+        return attention.output(self._mix(q_BNTH))
+
+    def _mix(self, q_BNTH: Tensor) -> Tensor:
+        """Return the values mixed by attention over the causal block and the diagonals, `[B, N, T, H]`."""
+        groups = q_BNTH.shape[1] // self._keys[0].shape[1]
+        keys = [keys.repeat_interleave(groups, 1) for keys in self._keys]
+        values = [values.repeat_interleave(groups, 1) for values in self._values]
+        scale = q_BNTH.shape[-1] ** -0.5
+        block_BNTT = (q_BNTH @ keys[0].transpose(2, 3)).float() * scale
+        block_BNTT = block_BNTT.masked_fill(~self.visible_B1TT, float("-inf"))
+        diagonals_BNTK = torch.stack([(q_BNTH * own).sum(-1).float() * scale for own in keys[1:]], -1)
+        weights = torch.cat([block_BNTT, diagonals_BNTK], -1).softmax(-1).to(values[0].dtype)
+        T = block_BNTT.shape[-1]
+        mixed_BNTH = weights[..., :T] @ values[0]
+        for place, own in enumerate(values[1:]):
+            mixed_BNTH = mixed_BNTH + weights[..., T + place, None] * own
+        return mixed_BNTH

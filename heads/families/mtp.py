@@ -1,0 +1,243 @@
+"""The decoding side of MTP with a module for each depth.
+
+At index i the module of depth k reads the state that the module before it gave there (depth 0: the target's) and the token
+x_{i+1+k}. After a round the target's states reach j, and the module of depth k has read tokens up to x_{j+1+k}, of which only
+those up to x_{j+1} are sure. So the last indices of every module but the first may rest on drafts that were rejected. Like
+transformers' `MtpCache`, each round reads again as many indices as there are drafts under way, in the same forward as the
+new ones. B batch, T indices of a window, F width of a feature, D width of a state.
+
+
+MTP: the next token's embedding and the target's final state, joined and led through a block of the target's own family.
+
+DeepSeek-AI 2024, arXiv 2412.19437, section 2.2. At position j a module reads norm(embedding of x_{j+1}) and norm(state at j),
+projects the two to one, and runs one decoder block and a norm; the target's head then says x_{j+2}. What comes next depends
+on `shared_depths`. One module for all depths is applied to its own normed states (FastMTP), in training with the keys it
+will have when it drafts: of the depths before only those of its own chain. A module for each depth reads the normed states
+of the module before it at every position, one token further ahead, and sees all its own earlier positions.
+
+Tensor names are those that transformers reads under `mtp.`. Left out on purpose: vLLM's zeroed embedding at position 0.
+B batch, T positions, E = D width, K depths, W draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from configs.runtime.errors import InputError
+from configs.schema.decoding import SamplingConfig
+from configs.schema.heads import MtpSettings
+from heads.families.mtp_checkpoint import NativeMtp
+from heads.inference.kv_cache import RowCache
+from heads.modules.autoregressive import ChainModule, FeatureChain, PendingFeatures
+from heads.modules.interface import Depth, HeadInputs, flat, labelled_origins, shifted_left
+from heads.modules.layers import causal_mask, shape_like
+from heads.modules.output_head import DraftHead
+from heads.modules.target_block import CacheLayer, ChainKeys, Keys, Surroundings, cached_mask, copy_block, unrolled_mask
+from heads.proposers.chain_builder import Drafting
+from heads.proposers.protocol import Proposal, Proposer, Tokens
+from heads.proposers.vocabulary import DraftVocabulary
+from heads.sampling.counter_rng import Streams
+from heads.target.hidden_states import TargetStates, final_norm, num_blocks
+from heads.target.placement import own_copy
+
+
+class Mtp(nn.Module):
+    """MTP modules on a frozen target (`heads.modules.interface.HeadModule`, `heads.modules.autoregressive.ChainModule`).
+
+    Raises:
+        InputError: the target's blocks cannot be run apart from it (`heads.modules.target_block`), or `init_block` names none
+            of them.
+    """
+
+    def __init__(self, settings: MtpSettings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
+        super().__init__()
+        self.settings = settings
+        last = num_blocks(target)
+        self.taps: tuple[int, ...] = (last,) if settings.reads == "pre_norm" else ()
+        self.num_caches = 1 if settings.shared_depths else settings.num_depths
+        number = last - 1 if settings.init_block is None else settings.init_block
+        self._target = (target,)  # in a tuple: neither trained nor saved with the head
+        self._around = Surroundings(target, number)
+        self.layers = nn.ModuleList(
+            MtpLayer(target, number, hidden_first=settings.concat_order == "hidden_first") for _ in range(self.num_caches)
+        )
+        self.lm_head = DraftHead(target, vocabulary, trainable=settings.train_head)
+
+    @property
+    def token_ids_W(self) -> Tensor | None:
+        """The target's id of each draft token; None where it can say all of them."""
+        return self.lm_head.token_ids
+
+    def forward(self, inputs: HeadInputs) -> list[Depth]:
+        """Say `num_depths` tokens from every origin at once."""
+        visible_B1TT = causal_mask(inputs.document_ids_BT)
+        chain = ChainKeys() if self.settings.shared_depths else None
+        states_BTD = self.features(inputs.states)
+        depths = []
+        for depth in range(self.settings.num_depths):
+            steps = 0 if chain is None else depth  # from the origin along its chain; a module of its own stands at the origin
+            states_BTD = self._layer(depth)(
+                self._embed(shifted_left(inputs.input_ids_BT, depth + 1)),
+                states_BTD,
+                self._around,
+                inputs.position_ids_BT + steps,
+                unrolled_mask(visible_B1TT, steps, self._around.window),
+                chain,
+            )
+            origins_N = labelled_origins(inputs, depth)
+            hidden_ND = flat(states_BTD, origins_N)
+            depths.append(self.lm_head.at_depth(depth, hidden_ND, origins_N, weight=self.settings.depth_decay**depth))
+        return depths
+
+    def features(self, states: TargetStates) -> Tensor:
+        """Return the target's last states `[B, T, E]`."""
+        last_BTE = states.final_BTE if self.settings.reads == "post_norm" else states.taps_ABTE[0]
+        return last_BTE.to(self._dtype)
+
+    def read(self, features_BTF: Tensor, ids_BT: Tensor, positions_BT: Tensor, cache: RowCache, depth: int) -> Tensor:
+        """See `heads.modules.autoregressive.ChainModule.read`; with a module for each depth, `depth` says which, and features
+        are the states of the module before it.
+        """
+        number = 0 if self.settings.shared_depths else depth
+        visible_B1TS = cached_mask(cache, positions_BT, self._around.window)
+        layer, keys = self._layer(depth), CacheLayer(cache, number)
+        return layer(self._embed(ids_BT), features_BTF, self._around, positions_BT, visible_B1TS, keys)
+
+    def to_head(self, states_BD: Tensor, depth: int) -> Tensor:
+        """Return the states as they are: a module ends with its norm."""
+        return states_BD
+
+    def _layer(self, depth: int) -> nn.Module:
+        return self.layers[0 if self.settings.shared_depths else depth]
+
+    def _embed(self, ids_BT: Tensor) -> Tensor:
+        return self._target[0].get_input_embeddings()(ids_BT).to(self._dtype)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(self.layers.parameters()).dtype
+
+
+class MtpLayer(nn.Module):
+    """One module: two norms, a projection, a block of the target's family, a norm that starts as the target's final one."""
+
+    def __init__(self, target: PreTrainedModel, number: int, *, hidden_first: bool) -> None:
+        super().__init__()
+        self.hidden_first = hidden_first
+        shape, last = shape_like(target), final_norm(target)
+        fresh: Any = type(last)
+        self.enorm = fresh(shape.width, eps=shape.norm_epsilon)
+        self.hnorm = fresh(shape.width, eps=shape.norm_epsilon)
+        self.eh_proj = nn.Linear(2 * shape.width, shape.width, bias=False)
+        self.mtp_block = copy_block(target, number)
+        self.post_norm = own_copy(last).requires_grad_(True)
+
+    def forward(
+        self,
+        embedded_BTD: Tensor,
+        states_BTD: Tensor,
+        around: Surroundings,
+        positions_BT: Tensor,
+        visible_B1TS: Tensor,
+        keys: Keys | None,
+    ) -> Tensor:
+        """Return the normed states `[B, T, D]`; what attention needs is explained at
+        `heads.modules.target_block.Surroundings.run`."""
+        pair = (self.enorm(embedded_BTD), self.hnorm(states_BTD))
+        joined_BTD = self.eh_proj(torch.cat(pair[::-1] if self.hidden_first else pair, -1))
+        normed_BTD: Tensor = self.post_norm(around.run(self.mtp_block, joined_BTD, positions_BT, visible_B1TS, keys))
+        return normed_BTD
+
+
+def start_from_checkpoint(head: Mtp, target: PreTrainedModel) -> None:
+    """Give a new head the weights that the settings ask for: with `init: checkpoint` those in the target's own folder.
+
+    Raises:
+        InputError: the target was not loaded from a folder that holds MTP weights of a known naming, or it holds another
+            number of modules.
+    """
+    if head.settings.init == "scratch":
+        return
+    if not target.name_or_path:
+        raise InputError("head.init checkpoint: the target was not loaded from a folder, where its MTP weights would be")
+    native = NativeMtp(Path(target.name_or_path))
+    if native.num_layers != len(head.layers):
+        raise InputError(
+            f"head.init checkpoint: {target.name_or_path} holds {native.num_layers} MTP modules, the head {len(head.layers)}; "
+            "a single one goes with head.shared_depths true, several with false and head.num_depths set to their number"
+        )
+    like = {f"layers.{name}": value for name, value in head.layers.state_dict().items()}
+    hidden_first = head.settings.concat_order == "hidden_first"
+    head.load_state_dict(native.read(like, hidden_first=hidden_first), strict=False)
+
+
+def make_proposer(module: Mtp, device: torch.device) -> Proposer:
+    """Return the decoding side."""
+    return FeatureChain(module, device) if module.settings.shared_depths else DepthChain(module, device)
+
+
+class DepthChain:
+    """Modules of one depth each as a proposer (`heads.proposers.protocol.Proposer`); drafts at most one token a module.
+
+    Once a round has asked for fewer tokens, later ones of the same batch get no more than that: the deeper modules have not
+    read along, and what they missed is not kept. So where a rule stops a round (`heads.proposers.draft_length`), all modules
+    still read, and what is saved is the target's rows alone.
+    """
+
+    def __init__(self, module: ChainModule, device: torch.device) -> None:
+        self.module, self.device = module, device
+        self.taps = module.taps
+        self._cache: RowCache
+        self._window: PendingFeatures
+        self._num_depths = module.num_caches
+
+    def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
+        self._cache = RowCache(self.module.num_caches, capacity)
+        self._num_depths = self.module.num_caches
+        self._window = PendingFeatures(self.module.features(states), [len(row) - 1 for row in tokens])
+
+    def propose(
+        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, streams: Streams, *, keep_logits: bool
+    ) -> Proposal:
+        head, window = self.module.lm_head, self._window
+        self._num_depths = min(self._num_depths, num_tokens)
+        lengths = [len(row) for row in tokens]
+        drafting = Drafting(lengths, sampling, streams, self.device, head.target_ids, head.spread, keep_logits=keep_logits)
+        states_BTD, known_BT = window.features_BTF, window.next_tokens(tokens)
+        B, T = known_BT.shape
+        # Row b's window of depth k starts at column k; its k drafts follow its last known token.
+        ids_BX = torch.cat([known_BT, known_BT.new_zeros(B, self._num_depths)], 1)
+        rows_B, last_B = torch.arange(B, device=self.device), window.last_B
+        positions_BT = torch.tensor(window.first, device=self.device).unsqueeze(1) + torch.arange(T, device=self.device)
+        self._cache.place(window.first, T, self.device)
+        for depth in range(self._num_depths):
+            states_BTD = self.module.read(states_BTD, ids_BX[:, depth : depth + T], positions_BT, self._cache, depth)
+            state_BD = self.module.to_head(states_BTD[rows_B, last_B], depth)
+            ids_BX[rows_B, last_B + 1 + depth] = drafting.add(head.logits(state_BD))
+        return drafting.proposal()
+
+    def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
+        """Move the window on: the last indices that may rest on rejected drafts, then those the target has just read."""
+        old, new_BTF = self._window, self.module.features(states)
+        kept = [min(self._num_depths - 1, count) for count in old.counts]
+        counts = [before + accepted + 1 for before, accepted in zip(kept, num_accepted, strict=True)]
+        both_BSF = torch.cat([old.features_BTF, new_BTF], 1)
+        start_of_new = old.features_BTF.shape[1]
+        columns = [
+            [*range(count - before, count), *range(start_of_new, start_of_new + accepted + 1)]
+            for count, before, accepted in zip(old.counts, kept, num_accepted, strict=True)
+        ]
+        index_BT = torch.tensor([row + [0] * (max(counts) - len(row)) for row in columns], device=self.device)
+        rows_B1 = torch.arange(len(counts), device=self.device).unsqueeze(1)
+        self._window = PendingFeatures(both_BSF[rows_B1, index_BT], counts)
+        self._window.first = [end - before for end, before in zip(old.ends, kept, strict=True)]
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        self._cache.keep_rows(rows)
+        self._window.keep_rows(rows)

@@ -1,0 +1,304 @@
+"""The MTP weights that some checkpoints bring along, which transformers drops when it loads the model: read, and put back.
+
+Families name the same module in different ways (`heads.families.mtp_checkpoint`). The projection's columns are put into the
+order the head asks for, and experts kept one by one in the file are stacked as transformers has them. Putting back
+("stitching") makes another
+folder: files without MTP tensors are linked to the target's, and new numbers are written over the old ones in copies of the
+others. So whatever is not an MTP tensor keeps every bit, and so do dtypes, shards and their index.
+
+Left out on purpose: quantised checkpoints, and adding modules to a checkpoint that has none (an export).
+k number of a module from 0; D width; `...` the rest of a tensor's shape.
+
+
+How checkpoints name the tensors of an MTP module, in the words of `heads.families.mtp`: all that is known about it.
+
+k number of a module from 0, n the same counted on from the target's blocks.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from configs.runtime.errors import InputError
+from configs.runtime.files import new_folder, read_json
+from heads.target.checkpoint_files import files_by_key, link_or_copy, listed, make_own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Naming:
+    """How a family of checkpoints names a module's tensors; `{k}` is its number, `{n}` the same counted on from the blocks.
+
+    Args:
+        families: who uses it.
+        prefix: of every tensor of a module.
+        parts: by our name of a part (`heads.families.mtp.MtpLayer`), theirs.
+        hidden_first: the projection reads [state ; embedding].
+        reads: which of the target's last states these modules were trained on, and are given by engines.
+        borrowed: copies of what is the target's (embedding, head, rotary frequencies), which are neither read nor written.
+    """
+
+    families: str
+    prefix: str
+    parts: Mapping[str, str]
+    hidden_first: bool = False
+    reads: Literal["post_norm", "pre_norm"] = "post_norm"
+    borrowed: tuple[str, ...] = ()
+
+
+NAMINGS = (
+    Naming(
+        families="Qwen3-Next, Qwen3.5",
+        prefix="mtp.",
+        parts={
+            "eh_proj": "mtp.fc",
+            "enorm": "mtp.pre_fc_norm_embedding",
+            "hnorm": "mtp.pre_fc_norm_hidden",
+            "post_norm": "mtp.norm",
+            "mtp_block": "mtp.layers.0",
+        },
+    ),
+    Naming(
+        families="MiMo",
+        prefix="model.mtp_layers.{k}.",
+        parts={
+            "eh_proj": "model.mtp_layers.{k}.input_proj",
+            "enorm": "model.mtp_layers.{k}.token_layernorm",
+            "hnorm": "model.mtp_layers.{k}.hidden_layernorm",
+            "post_norm": "model.mtp_layers.{k}.final_layernorm",
+            "mtp_block": "model.mtp_layers.{k}",
+        },
+        hidden_first=True,
+        reads="pre_norm",
+    ),
+    Naming(
+        families="DeepSeek-V3, GLM-4-MoE",
+        prefix="model.layers.{n}.",
+        parts={
+            "eh_proj": "model.layers.{n}.eh_proj",
+            "enorm": "model.layers.{n}.enorm",
+            "hnorm": "model.layers.{n}.hnorm",
+            "post_norm": "model.layers.{n}.shared_head.norm",
+            "mtp_block": "model.layers.{n}",
+        },
+        borrowed=("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq"),
+    ),
+    Naming(
+        families="transformers",
+        prefix="mtp.",
+        parts={
+            "eh_proj": "mtp.layers.{k}.eh_proj",
+            "enorm": "mtp.layers.{k}.enorm",
+            "hnorm": "mtp.layers.{k}.hnorm",
+            "post_norm": "mtp.layers.{k}.post_norm",
+            "mtp_block": "mtp.layers.{k}",
+        },
+    ),
+)
+
+
+BLOCK_BYTES = 2**23  # written at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A checkpoint's tensor, and where it stands in one of ours.
+
+    Args:
+        key: its name in the checkpoint.
+        index: of the part of our tensor that it is.
+        swapped: its two halves of columns are the other way round.
+    """
+
+    key: str
+    index: tuple[int | slice, ...] = ()
+    swapped: bool = False
+
+    def turned(self, value: Tensor) -> Tensor:
+        """Return a value of theirs as ours, or one of ours as theirs."""
+        return value.roll(value.shape[1] // 2, 1) if self.swapped else value
+
+
+class NativeMtp:
+    """The MTP tensors in a checkpoint's folder.
+
+    Args:
+        folder: with `config.json` and safetensors files.
+
+    Raises:
+        InputError: the folder cannot be read, or holds no MTP weights of a known naming.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files = files_by_key(folder)
+        self._num_blocks = _num_blocks(folder)
+        counted = [(naming, self._count(naming)) for naming in NAMINGS]
+        self.naming, self.num_layers = max(counted, key=lambda each: each[1])
+        if self.num_layers == 0:
+            known = "; ".join(f"{each.families}: {each.parts['eh_proj']}.weight" for each in NAMINGS)
+            raise InputError(f"{folder} holds no MTP weights that draftsmith knows ({known}); {self._found()}")
+
+    def read(self, like: Mapping[str, Tensor], *, hidden_first: bool) -> dict[str, Tensor]:
+        """Return the checkpoint's values of our tensors, in the checkpoint's dtype.
+
+        Args:
+            like: our tensors by name, `layers.{k}.{part}...` as in `heads.families.mtp.Mtp`; their shapes are what counts.
+            hidden_first: the order in which our projection reads.
+
+        Raises:
+            InputError: a tensor is missing, of another shape, or there is one that ours have no place for.
+        """
+        values = {}
+        for name, pieces in self.places(like, hidden_first=hidden_first).items():
+            parts = [piece.turned(self._value(piece.key)) for piece in pieces]
+            values[name] = torch.empty(like[name].shape, dtype=parts[0].dtype)
+            for piece, part in zip(pieces, parts, strict=True):
+                values[name][piece.index] = part
+        return values
+
+    def stitch(self, tensors: Mapping[str, Tensor], out: Path, *, hidden_first: bool) -> None:
+        """Write a copy of the folder in which exactly the MTP tensors are replaced.
+
+        A tensor that is the checkpoint's own, rounded to another dtype, leaves the checkpoint's as it was.
+
+        Args:
+            tensors: all of ours by name, as for `read`.
+            out: the folder to make.
+            hidden_first: the order in which our projection reads.
+
+        Raises:
+            InputError: `out` exists already or cannot be written; or see `read`.
+        """
+        if out.exists() or out.resolve().is_relative_to(self.folder.resolve()):
+            raise InputError(f"{out} exists already or lies in the target's folder; give a new folder")
+        places = self.places(tensors, hidden_first=hidden_first)
+        with new_folder(out) as scratch:
+            self.stitch_into(scratch, tensors, places)
+
+    def stitch_into(self, folder: Path, tensors: Mapping[str, Tensor], places: Mapping[str, list[Piece]]) -> None:
+        """Fill an empty folder as `stitch` does, one tensor after another; files in which nothing changes are linked."""
+        shutil.copytree(self.folder, folder, dirs_exist_ok=True, copy_function=link_or_copy)
+        for name, pieces in places.items():
+            whole = tensors[name]
+            for piece in pieces:
+                self._put(folder, piece, whole[piece.index])
+
+    def _put(self, folder: Path, piece: Piece, value: Tensor) -> None:
+        """Write one of our values into a copy of the checkpoint, rows at a time, where it is another one."""
+        rows = max(1, BLOCK_BYTES // max(1, value[0].nbytes))
+        for start in range(0, len(value), rows):
+            part = piece.turned(value[start : start + rows])
+            with safe_open(self.folder / self._files[piece.key], "pt") as file:
+                old = file.get_slice(piece.key)[start : start + rows]
+            if not torch.equal(old.to(part.dtype), part):
+                _overwrite(folder / self._files[piece.key], piece.key, start, part.to(old.dtype))
+
+    def places(
+        self, ours: Mapping[str, Tensor], *, hidden_first: bool, without: Collection[str] = ()
+    ) -> dict[str, list[Piece]]:
+        """Return where each of our tensors lies, after checking that all of them and nothing else is in the checkpoint.
+
+        Args:
+            ours: as for `read`; only shapes are looked at.
+            hidden_first: the order in which our projection reads.
+            without: tensors of the checkpoint that need no place.
+
+        Raises:
+            InputError: see `read`.
+        """
+        swapped = hidden_first != self.naming.hidden_first
+        places = {name: self._pieces(name, tuple(value.shape), swapped=swapped) for name, value in ours.items()}
+        wanted = {piece.key for pieces in places.values() for piece in pieces}
+        prefixes = tuple(self._spelled(self.naming.prefix, number) for number in range(self.num_layers))
+        there = {key for key in self._files if key.startswith(prefixes) and not key.endswith(self.naming.borrowed)}
+        for words, keys in (
+            ("lacks", wanted - self._files.keys()),
+            ("has no place in the head for", there - wanted - set(without)),
+        ):
+            if keys:
+                raise InputError(
+                    f"{self.folder}: its MTP naming is that of {self.naming.families}, but it {words} {listed(keys)}"
+                )
+        for name, pieces in places.items():
+            for piece in pieces:
+                own, theirs = list(ours[name][piece.index].shape), self._shape(piece.key)
+                if own != theirs:
+                    raise InputError(f"{self.folder}: {piece.key} has shape {theirs}, the head's {name} asks for {own}")
+        return places
+
+    def _pieces(self, name: str, shape: tuple[int, ...], *, swapped: bool) -> list[Piece]:
+        """Return the checkpoint's tensors that make up one of ours."""
+        _, number, part, rest = name.split(".", 3)
+        key = f"{self._spelled(self.naming.parts[part], int(number))}.{rest}"
+        if part == "eh_proj":
+            return [Piece(key=key, swapped=swapped)]
+        stem, _, last = key.rpartition(".")
+        if key in self._files or not stem.endswith(".experts"):
+            return [Piece(key=key)]
+        if last == "down_proj":
+            return [Piece(key=f"{stem}.{expert}.down_proj.weight", index=(expert,)) for expert in range(shape[0])]
+        half = shape[1] // 2
+        return [
+            Piece(key=f"{stem}.{expert}.{half_name}.weight", index=(expert, rows))
+            for expert in range(shape[0])
+            for half_name, rows in (("gate_proj", slice(half)), ("up_proj", slice(half, None)))
+        ]
+
+    def _count(self, naming: Naming) -> int:
+        """Return how many modules there are under a naming."""
+        projection, number = f"{naming.parts['eh_proj']}.weight", 0
+        most = len(self._files) if "{" in projection else 1
+        while number < most and self._spelled(projection, number) in self._files:
+            number += 1
+        return number
+
+    def _spelled(self, pattern: str, number: int) -> str:
+        return pattern.format(k=number, n=self._num_blocks + number)
+
+    def _found(self) -> str:
+        """Say which tensors look as if they were an MTP module's."""
+        signs = ("mtp", "nextn", "eh_proj", f".layers.{self._num_blocks}.")
+        keys = {key for key in self._files if any(sign in key for sign in signs)}
+        return f"found: {listed(keys)}" if keys else f"none of its {len(self._files)} tensors looks like one of an MTP module"
+
+    def _value(self, key: str) -> Tensor:
+        with safe_open(self.folder / self._files[key], "pt") as file:
+            value: Tensor = file.get_tensor(key)
+        return value
+
+    def _shape(self, key: str) -> list[int]:
+        with safe_open(self.folder / self._files[key], "pt") as file:
+            return list(file.get_slice(key).get_shape())
+
+
+def _num_blocks(folder: Path) -> int:
+    """Return how many blocks the target has, by its config."""
+    config = read_json(folder / "config.json", "config of the target")
+    text = config.get("text_config", config) if isinstance(config, dict) else {}
+    number = text.get("num_hidden_layers")
+    if not isinstance(number, int):
+        raise InputError(f"{folder / 'config.json'}: expected num_hidden_layers to be a whole number, got {number!r}")
+    return number
+
+
+def _overwrite(path: Path, key: str, row: int, value: Tensor) -> None:
+    """Write rows over those of the same tensor, dtype and shape in a safetensors file; no other byte changes."""
+    make_own(path)
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        begin, end = json.loads(file.read(length))[key]["data_offsets"]
+        content = value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        place = begin + row * value[0].nbytes
+        if place + content.nbytes > end:
+            raise RuntimeError(f"{path}: {key} ends after {end - begin} bytes, which {len(value)} rows from {row} on go beyond")
+        file.seek(8 + length + place)
+        file.write(content)

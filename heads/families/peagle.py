@@ -1,0 +1,294 @@
+"""Which elements a head that says all depths in one forward is made of in training, and what each of them attends to.
+
+An element speaks for an origin j at a depth d. Those of depth 0, one at every position, are made of the target's states; each
+sees those before it in its document. The further ones, of depths 1, 2, ..., see the depth-0 elements of origins up to j, and of
+the further ones only those of their own origin up to their own depth: a chain. Fewer and fewer origins are kept as depth grows
+("conditional on drop", P-EAGLE), each subset drawn from the one before, so that a kept element has its whole chain.
+B batch, T positions, M origins that have further elements, R depths of those, S further elements (flat, one depth after
+another), N heads, G key-value heads, H head width.
+
+
+P-EAGLE: EAGLE-3's layers, which say all depths in one forward instead of one after another.
+
+Depth 0 is EAGLE-3's: the feature of position j and the embedding of x_{j+1}. At a further depth d the element of origin j
+stands at position j + d and is made of what does not depend on the text: the embedding of a mask token, and a learned vector
+in place of the taps (`mask_hidden`), through the same projection. What sees what: `heads.families.peagle`. In training the
+further depths are trained at a share of the origins only; here a kept origin weighs as many as it stands for, so that the loss
+is an unbiased estimate of the one over all of them, and `depth_decay` alone says what a depth is worth. Names of the tensors
+are those that serving engines know. Departure: the embedding is the target's, and stays so.
+B batch, T positions, S further elements, U = T + S, A taps, F = A * E, D width, G drafts, W draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from configs.schema.decoding import SamplingConfig
+from configs.schema.heads import PEagleSettings
+from heads.families.eagle3 import CachedKeys, EagleBody
+from heads.inference.kv_cache import RowCache
+from heads.modules.autoregressive import PendingFeatures
+from heads.modules.initialization import mask_token, with_noise
+from heads.modules.interface import Depth, HeadInputs, flat, labelled_origins, shifted_left
+from heads.modules.layers import DraftAttention, Rotation, causal_mask, placed_mask
+from heads.proposers.chain_builder import Drafting
+from heads.proposers.protocol import Proposal, Proposer, Tokens
+from heads.proposers.vocabulary import DraftVocabulary
+from heads.sampling.counter_rng import Streams
+from heads.target.hidden_states import TargetStates
+
+
+class PEagle(EagleBody):
+    """A P-EAGLE head on a frozen target (`heads.modules.interface.HeadModule`)."""
+
+    def __init__(self, settings: PEagleSettings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
+        super().__init__(settings, target, vocabulary)
+        self.mask_token_id = mask_token(settings.mask_token_id, target)
+        self.settings = settings.model_copy(update={"taps": list(self.taps), "mask_token_id": self.mask_token_id})
+        self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features) * 0.02)
+
+    def forward(self, inputs: HeadInputs) -> list[Depth]:
+        """Run the head over all depths of the origins that are kept; in evaluation mode that is all of them."""
+        num_depths = self.settings.num_depths
+        depths_BT, row_weights_BK = kept_depths(inputs, self._shares() if self.training else [1.0] * num_depths)
+        chains = make_chains(depths_BT, num_depths)
+        states_BUD = self._states(inputs, chains)
+        T = inputs.input_ids_BT.shape[1]
+        rows_B1 = torch.arange(len(depths_BT), device=depths_BT.device).unsqueeze(1)
+        places_BM = rows_B1 * T + chains.origins_BM
+        origins_N = (depths_BT > 0).flatten().nonzero().squeeze(1)
+        depths = [self._depth(flat(states_BUD[:, :T], origins_N), origins_N, row_weights_BK[:, 0], 0, T)]
+        parts = states_BUD[:, T:].split(chains.widths, 1)
+        for depth, part_BMD in enumerate(parts, start=1):
+            kept_BM = chains.kept(depth)
+            origins_N, order_N = places_BM[:, : kept_BM.shape[1]][kept_BM].sort()
+            depths.append(self._depth(part_BMD[kept_BM][order_N], origins_N, row_weights_BK[:, depth], depth, T))
+        return depths
+
+    def read(self, features_BTF: Tensor, ids_BT: Tensor, positions_BT: Tensor, cache: RowCache) -> Tensor:
+        """Return the states `[B, T, D]` at placed positions; the mask's features and ids stand in for what is not known."""
+        embedded_BTD = self.embed(ids_BT)
+        rotation = self.rotary(embedded_BTD, positions_BT)
+        visible_B1TS = placed_mask(cache, positions_BT)
+        states_BTD = features_BTF
+        for number, layer in enumerate(self.layers):
+            states_BTD = layer(embedded_BTD, states_BTD, rotation, CachedKeys(cache, number, visible_B1TS))
+        return states_BTD
+
+    def _states(self, inputs: HeadInputs, chains: Chains) -> Tensor:
+        """Return the states `[B, T + S, D]` of all elements after the last layer."""
+        origins_BS = chains.origins_BS
+        mask_ids_BS = torch.full_like(origins_BS, self.mask_token_id)
+        embedded_BUD = self.embed(torch.cat([shifted_left(inputs.input_ids_BT, 1), mask_ids_BS], 1))
+        mask_BSD = self.fuse(self.mask_hidden).expand(*origins_BS.shape, -1)
+        noise = self.settings.tap_noise if self.training else 0.0
+        states_BUD = torch.cat([self.features(with_noise(inputs.states, noise)), mask_BSD], 1)
+        ahead_BS = inputs.position_ids_BT.gather(1, origins_BS) + chains.depth_S
+        rotation = self.rotary(embedded_BUD, torch.cat([inputs.position_ids_BT, ahead_BS], 1))
+        keys = ParallelKeys(causal_mask(inputs.document_ids_BT), chains)
+        for layer in self.layers:
+            states_BUD = layer(embedded_BUD, states_BUD, rotation, keys)
+        return states_BUD
+
+    def _depth(self, states_ND: Tensor, origins_N: Tensor, row_weights_B: Tensor, depth: int, T: int) -> Depth:
+        weight, row_weights_N = self.settings.depth_decay**depth, row_weights_B[origins_N // T]
+        return self.lm_head.at_depth(depth, self.norm(states_ND), origins_N, weight=weight, row_weights_N=row_weights_N)
+
+    def _shares(self) -> list[float]:
+        settings = self.settings
+        shares = (max(settings.keep_share**depth, settings.min_keep_share) for depth in range(settings.num_depths))
+        return list(shares)
+
+
+class ParallelDrafts:
+    """P-EAGLE as a proposer (`heads.proposers.protocol.Proposer`): one forward a round; at most as many drafts as depths were
+    trained.
+
+    A round's forward reads the positions that the target has read since the last one, and after each row's last of them the
+    elements of the further depths. The keys of these are written over in the next round, by positions that were read.
+    """
+
+    def __init__(self, module: PEagle, device: torch.device) -> None:
+        self.module, self.device = module, device
+        self.taps = module.taps
+        self._cache: RowCache
+        self._unread: PendingFeatures
+
+    def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
+        # Rows that read less than others are filled up at the end, which takes room beyond the last position.
+        self._cache = RowCache(self.module.num_caches, capacity + self.module.settings.num_depths)
+        self._unread = PendingFeatures(self.module.features(states), [len(row) - 1 for row in tokens])
+
+    def propose(
+        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, streams: Streams, *, keep_logits: bool
+    ) -> Proposal:
+        head, lengths = self.module.lm_head, [len(row) for row in tokens]
+        drafting = Drafting(lengths, sampling, streams, self.device, head.target_ids, head.spread, keep_logits=keep_logits)
+        states_BGD = self._read(tokens, min(num_tokens, self.module.settings.num_depths))
+        for logits_BW in head.logits(self.module.norm(states_BGD)).unbind(1):
+            drafting.add(logits_BW)
+        return drafting.proposal()
+
+    def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
+        self._unread.replace(self.module.features(states), [accepted + 1 for accepted in num_accepted])
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        self._cache.keep_rows(rows)
+        self._unread.keep_rows(rows)
+
+    def _read(self, tokens: Tokens, num_drafts: int) -> Tensor:
+        """Return the states `[B, G, D]` of each row's last position that was read and of the further depths there."""
+        module, unread = self.module, self._unread
+        ids_BT = functional.pad(unread.next_tokens(tokens), (0, num_drafts - 1))
+        features_BTF = functional.pad(unread.features_BTF, (0, 0, 0, num_drafts - 1))
+        columns_T = torch.arange(ids_BT.shape[1], device=self.device)
+        is_mask_BT = columns_T > unread.last_B.unsqueeze(1)
+        features_BTF = torch.where(is_mask_BT.unsqueeze(-1), module.fuse(module.mask_hidden), features_BTF)
+        ids_BT = ids_BT.masked_fill(is_mask_BT, module.mask_token_id)
+        self._cache.place(unread.first, len(columns_T), self.device)
+        positions_BT = torch.tensor(unread.first, device=self.device).unsqueeze(1) + columns_T
+        states_BTD = module.read(features_BTF, ids_BT, positions_BT, self._cache)
+        drafted_BG = unread.last_B.unsqueeze(1) + torch.arange(num_drafts, device=self.device)
+        return states_BTD[torch.arange(len(tokens), device=self.device).unsqueeze(1), drafted_BG]
+
+
+def make_proposer(module: PEagle, device: torch.device) -> Proposer:
+    """Return the decoding side."""
+    return ParallelDrafts(module, device)
+
+
+def kept_depths(inputs: HeadInputs, shares: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Draw for how many depths each origin is trained.
+
+    Depth d is trained at random ones of the origins whose labels up to that depth are the target's own: `shares[d]` of all
+    that have a label at depth 0, rounded up, less those whose text has ended. Draws use torch's global generator, and none is
+    made where all shares are 1.
+
+    Args:
+        inputs: the batch.
+        shares: falling, in (0, 1], one a depth; the first is 1.
+
+    Returns:
+        Number of depths by origin, int64 `[B, T]`, 0 where there is no label at all; and one over the chance that an origin
+        was kept, float `[B, K]`, by row and depth.
+    """
+    labelled_BT = _labelled(inputs, 0)
+    num_B1 = labelled_BT.sum(1, keepdim=True)
+    kept_BK = (num_B1.double() * torch.tensor(shares, device=num_B1.device, dtype=torch.float64) - 1e-6).ceil()
+    rank_BT = _ranks(labelled_BT) if min(shares) < 1 else torch.zeros_like(inputs.input_ids_BT)
+    depths_BT = torch.zeros_like(inputs.input_ids_BT)
+    for depth in range(len(shares)):
+        labelled_BT = labelled_BT & _labelled(inputs, depth) & (rank_BT < kept_BK[:, depth, None])
+        depths_BT += labelled_BT
+    return depths_BT, (num_B1 / kept_BK.clamp(min=1)).float()
+
+
+def _labelled(inputs: HeadInputs, depth: int) -> Tensor:
+    """Return which origins have a label at a depth, bool `[B, T]`."""
+    labelled_P = torch.zeros_like(inputs.loss_mask_BT).flatten()
+    labelled_P[labelled_origins(inputs, depth)] = True
+    return labelled_P.view_as(inputs.loss_mask_BT)
+
+
+def _ranks(labelled_BT: Tensor) -> Tensor:
+    """Return the places of labelled origins in a random order of each row's, int64 `[B, T]`; the others come after them."""
+    noise_BT = torch.rand(labelled_BT.shape, device=labelled_BT.device)
+    return (noise_BT + ~labelled_BT).argsort(1).argsort(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chains:
+    """The further elements of a batch.
+
+    Origins stand in falling order of how many depths they are kept for. So those of a depth are the first ones of the depth
+    before, and rows of the batch that have fewer are filled up at their ends.
+
+    Args:
+        origins_BM: their positions in their rows, int64.
+        depths_BM: for how many depths each is kept, depth 0 counted, int64.
+        widths: how many of the M have an element at depth 1, 2, ...: as many as in the row that has most.
+    """
+
+    origins_BM: Tensor
+    depths_BM: Tensor
+    widths: tuple[int, ...]
+
+    @property
+    def origins_BS(self) -> Tensor:
+        """The origin of each element."""
+        return torch.cat([self.origins_BM[:, :0], *(self.origins_BM[:, :width] for width in self.widths)], 1)
+
+    @property
+    def depth_S(self) -> Tensor:
+        """The depth of each element, from 1."""
+        widths = torch.tensor(self.widths, device=self.origins_BM.device, dtype=torch.int64)
+        return torch.arange(1, len(self.widths) + 1, device=widths.device).repeat_interleave(widths)
+
+    def kept(self, depth: int) -> Tensor:
+        """Return which of the elements of a depth (from 1) are trained and no filling, bool `[B, widths[depth - 1]]`."""
+        return self.depths_BM[:, : self.widths[depth - 1]] > depth
+
+    def by_chain(self, values_BNSX: Tensor) -> Tensor:
+        """Return values of elements as `[B, N, M, R, X]`, 0 where a chain has ended."""
+        M = max(self.widths)
+        parts = values_BNSX.split(self.widths, 2)
+        return torch.stack([functional.pad(part, (0, 0, 0, M - part.shape[2])) for part in parts], 3)
+
+    def flat(self, values_BNMRX: Tensor) -> Tensor:
+        """Return values by chain as `[B, N, S, X]`."""
+        return torch.cat([values_BNMRX[:, :, :width, number] for number, width in enumerate(self.widths)], 2)
+
+
+def make_chains(depths_BT: Tensor, num_depths: int) -> Chains:
+    """Return the further elements of origins that are kept for so many depths."""
+    further = torch.arange(1, num_depths, device=depths_BT.device)
+    widths = (depths_BT.unsqueeze(-1) > further).sum(1).amax(0).tolist()
+    origins_BM = depths_BT.argsort(dim=1, descending=True, stable=True)[:, : max(widths, default=0)]
+    return Chains(origins_BM=origins_BM, depths_BM=depths_BT.gather(1, origins_BM), widths=tuple(widths))
+
+
+class ParallelKeys:
+    """The attention of one layer over the depth-0 elements of T positions and the further ones after them.
+
+    Args:
+        visible_B1TT: which depth-0 elements each of them sees (`heads.modules.layers.causal_mask`).
+        chains: the further elements.
+    """
+
+    def __init__(self, visible_B1TT: Tensor, chains: Chains) -> None:
+        self.visible_B1TT, self.chains = visible_B1TT, chains
+        T = visible_B1TT.shape[-1]
+        rows_BST = chains.origins_BS.unsqueeze(-1).expand(-1, -1, T)
+        self.visible_B1ST = visible_B1TT.squeeze(1).gather(1, rows_BST).unsqueeze(1)
+
+    def attend(self, attention: DraftAttention, states_BUX: Tensor, rotation: Rotation) -> Tensor:
+        """Return the attention output `[B, T + S, D]` of all elements."""
+        T, S = self.visible_B1TT.shape[-1], self.visible_B1ST.shape[2]
+        k_BGUH, v_BGUH = attention.keys_values(states_BUX, rotation)
+        q_BNUH = attention.queries(states_BUX, rotation)
+        read_BTD = attention.attend(q_BNUH[:, :, :T], k_BGUH[:, :, :T], v_BGUH[:, :, :T], self.visible_B1TT)
+        if S == 0:
+            return read_BTD
+        groups = q_BNUH.shape[1] // k_BGUH.shape[1]
+        k_BNUH, v_BNUH = (values.repeat_interleave(groups, 1) for values in (k_BGUH, v_BGUH))
+        mixed_BNSH = self._mix(q_BNUH[:, :, T:], *k_BNUH.split([T, S], 2), *v_BNUH.split([T, S], 2))
+        return torch.cat([read_BTD, attention.output(mixed_BNSH)], 1)
+
+    def _mix(self, q_BNSH: Tensor, k_BNTH: Tensor, k_BNSH: Tensor, v_BNTH: Tensor, v_BNSH: Tensor) -> Tensor:
+        """Return the values mixed for the further elements, in one softmax over what they read and their own chains."""
+        chains, R, T = self.chains, len(self.chains.widths), k_BNTH.shape[2]
+        scale = q_BNSH.shape[-1] ** -0.5
+        block_BNST = (q_BNSH @ k_BNTH.transpose(2, 3)).float() * scale
+        block_BNST = block_BNST.masked_fill(~self.visible_B1ST, float("-inf"))
+        own_BNMRR = (chains.by_chain(q_BNSH) @ chains.by_chain(k_BNSH).transpose(3, 4)).float() * scale
+        later_RR = torch.ones(R, R, dtype=torch.bool, device=own_BNMRR.device).triu(1)
+        own_BNSR = chains.flat(own_BNMRR.masked_fill(later_RR, float("-inf")))
+        weights = torch.cat([block_BNST, own_BNSR], -1).softmax(-1).to(v_BNTH.dtype)
+        own_BNSH = chains.flat(chains.by_chain(weights[..., T:]) @ chains.by_chain(v_BNSH))
+        return weights[..., :T] @ v_BNTH + own_BNSH

@@ -1,0 +1,99 @@
+"""Writing an artifact for an engine: refuse, write tensor by tensor, read back and check, then put in place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from configs.runtime.errors import InputError
+from configs.runtime.files import new_folder, write_json, write_text
+from heads.formats.exporting.source import Source
+from heads.formats.exporting.table import check_path, form_of
+from heads.formats.layout import Layout, check_names
+from heads.target.checkpoint_files import SINGLE_FILE, Weights, link_or_copy, read_weights, write_weights
+from heads.target.identity import hash_weights
+
+SERVE_FILE = "serve.txt"
+PROGRAMS = {"gguf": "llama.cpp"}  # where the form is not called like what serves it
+
+
+def export(
+    source: Source, engine: str, out: Path, *, allow_target_mismatch: bool = False, served_from: str | None = None
+) -> Layout:
+    """Write an artifact as a folder that an engine loads, with the line that serves it.
+
+    Args:
+        source: the artifact (`heads.formats.exporting.source.read_source`).
+        engine: a key of `heads.formats.exporting.table.FORMS`.
+        out: the folder to make.
+        allow_target_mismatch: the target's weights may be others than those trained for.
+        served_from: the path at which engines will find the folder, where that is not `out`.
+
+    Raises:
+        InputError: `out` exists, the target is another one, the engine cannot hold the draft, or the artifact's tensors are
+            not those that its settings call for.
+    """
+    if out.exists():
+        raise InputError(f"{out} exists already; give a new folder")
+    place = str(out.resolve()) if served_from is None else served_from
+    check_path(engine, source.metadata.kind, place)
+    known = source.metadata.target
+    if not allow_target_mismatch and hash_weights(source.target.folder) != known.get("weights_sha256"):
+        raise InputError(
+            f"{source.folder} was trained for {known.get('name')}, and the weights in {source.target.folder} are others "
+            "(--set allow_target_mismatch=true exports nevertheless)"
+        )
+    form = form_of(engine, source.metadata.kind)
+    try:
+        layout = form(source)
+        check_names({name: stored.shape for name, stored in layout.weights.items()}, layout.expected)
+    except InputError as error:
+        raise InputError(f"{source.folder} cannot be written for {engine}: {error}") from error
+    with new_folder(out) as scratch:
+        _write(layout, scratch)
+        _check_written(layout, scratch, source)
+        if layout.convert is not None:
+            layout.convert(scratch, layout)
+        write_text(scratch / SERVE_FILE, _serve_text(layout, engine, place))
+    return layout
+
+
+def _write(layout: Layout, folder: Path) -> None:
+    if layout.make is not None:
+        layout.make(folder)
+        return
+    for name, path in layout.files.items():
+        link_or_copy(path, folder / name)
+    write_weights(folder / layout.weights_file, layout.weights)
+    write_json(folder / "config.json", dict(layout.config))
+    for name, value in layout.json_files.items():
+        write_json(folder / name, value)
+
+
+def _check_written(layout: Layout, folder: Path, source: Source) -> None:
+    """Read the folder back: every tensor is there as planned, and the offsets lead to the draft's tokens.
+
+    Raises:
+        RuntimeError: what was written is not what was to be.
+    """
+    there = read_weights(folder)
+    for name, stored in layout.weights.items():
+        if name not in there or (there[name].shape, there[name].dtype) != (stored.shape, stored.dtype):
+            raise RuntimeError(f"{folder} was written without {name} as planned")
+    if layout.make is None and layout.weights_file == SINGLE_FILE and there.keys() != layout.weights.keys():
+        raise RuntimeError(f"{folder} was written with tensors that were not planned")
+    if source.vocabulary is not None and "d2t" in there:
+        _check_offsets(there, source.vocabulary.token_ids_W)
+
+
+def _check_offsets(there: Weights, token_ids_W: torch.Tensor) -> None:
+    d2t_W, t2d_V = there["d2t"].load(), there["t2d"].load()
+    named_W = d2t_W + torch.arange(len(d2t_W))
+    if not torch.equal(named_W, token_ids_W) or not torch.equal(t2d_V.nonzero().squeeze(1), named_W):
+        raise RuntimeError("d2t and t2d as written do not name the tokens of the draft vocabulary")
+
+
+def _serve_text(layout: Layout, engine: str, out: str) -> str:
+    lines = [f"Serve with {PROGRAMS.get(engine, engine)}:", "", layout.serve(out), ""]
+    return "\n".join([*lines, *(f"- {note}" for note in layout.notes)]).rstrip() + "\n"

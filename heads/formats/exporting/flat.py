@@ -1,0 +1,212 @@
+"""Flat forms: EAGLE-3 as SGLang, SpecForge and TensorRT-LLM read it, DFlash as z-lab and as transformers have it.
+
+Flat means that the draft's own sizes stand at the config's top level. Ids of hidden states count blocks from 0 and mean the
+output of that block, so each is ours less one: h_0, the embedding, has no id there.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from configs.runtime.errors import InputError
+from heads.formats.exporting import speculators
+from heads.formats.exporting.source import Source
+from heads.formats.layout import Layout, Shapes, layer_config, renamed
+from heads.target.checkpoint_files import Weights, constant
+from heads.target.hidden_states import num_blocks
+
+UNTRIED = "Format-checked only: names, shapes and ids were compared with what the engine reads; it was not run."
+TENSORRT_NOTE = "Older releases of TensorRT-LLM call the key speculative_model_dir."
+# By name of a DFlash tensor, that of transformers' native class.
+TRANSFORMERS_DFLASH = (("fc.", "encoder.fc."), ("hidden_norm.", "encoder.output_norm_enc."))
+
+
+def block_ids(source: Source) -> list[int]:
+    """Return the taps as ids of blocks whose output they are.
+
+    Raises:
+        InputError: one of them is the embedding.
+    """
+    taps: list[int] = list(source.settings.taps or ())
+    if 0 in taps:
+        raise InputError("it reads h_0, the embedding output, and this form names only what comes out of a block")
+    return [tap - 1 for tap in taps]
+
+
+def sglang_eagle(source: Source) -> Layout:
+    """Return EAGLE-3 for SGLang."""
+    return _flat_eagle(source, sglang_command(source, "EAGLE3", source.num_speculative_tokens))
+
+
+def tensorrt_eagle(source: Source) -> Layout:
+    """Return EAGLE-3 for TensorRT-LLM's PyTorch backend, which reads the same folder."""
+    serve = tensorrt_command(source, {"decoding_type": "Eagle3", "eagle3_layers_to_capture": block_ids(source)})
+    layout = _flat_eagle(source, serve)
+    return replace(layout, notes=(*layout.notes, TENSORRT_NOTE))
+
+
+def sglang_command(source: Source, algorithm: str, tokens: int | None) -> Callable[[str], str]:
+    """Return what gives the line that serves a target with a draft in SGLang, by the draft's folder.
+
+    Args:
+        source: names the target.
+        algorithm: SGLang's name of how the draft works.
+        tokens: drafts a round, in a chain; None: the draft has a number of its own.
+    """
+    words = ["python", "-m", "sglang.launch_server", "--model-path", source.target.name, "--speculative-algorithm", algorithm]
+    chain: list[str] = []
+    if tokens is not None:
+        chain = ["--speculative-num-steps", str(tokens), "--speculative-eagle-topk", "1"]
+        chain += ["--speculative-num-draft-tokens", str(tokens + 1)]
+    return lambda out: shlex.join([*words, "--speculative-draft-model-path", out, *chain])
+
+
+def tensorrt_command(source: Source, method: dict[str, Any]) -> Callable[[str], str]:
+    """Return what gives the lines that serve a target with a draft in TensorRT-LLM, by the draft's folder."""
+    serve = shlex.join(["trtllm-serve", source.target.name, "--extra_llm_api_options", "options.yaml"])
+
+    def lines(out: str) -> str:
+        keys = method | {"max_draft_len": source.num_speculative_tokens, "speculative_model": out}
+        # What JSON spells, YAML reads.
+        options = [f"  {key}: {json.dumps(value, ensure_ascii=False)}" for key, value in keys.items()]
+        return "\n".join([serve, "", "# options.yaml", "speculative_config:", *options])
+
+    return lines
+
+
+def _flat_eagle(source: Source, serve: Callable[[str], str]) -> Layout:
+    source.target.check_plain()
+    settings = source.settings
+    if settings.norm_before_residual:
+        raise InputError("its residual starts from the normed feature (norm_before_residual), here it starts from the raw one")
+    if settings.num_layers != 1:
+        raise InputError(f"it has {settings.num_layers} layers, and the form has a place for one (midlayer)")
+    if len(settings.taps or ()) != 3:
+        raise InputError(f"it reads {len(settings.taps or ())} of the target's states, and the form has a place for three")
+    if settings.norm_joined_taps:
+        raise InputError("it norms all taps as one vector (norm_joined_taps), for which the form has no tensor")
+    if settings.own_embedding:
+        raise InputError("it has an embedding of its own (own_embedding), and the engine lends it the target's")
+    shape, vocab_size = source.shape, source.target.vocab_size
+    config = layer_config(shape, "llama", 1, vocab_size) | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": source.draft_vocab_size,
+        # Readers of before transformers 5 know these two only.
+        "rope_theta": shape.rope_theta,
+        "rope_scaling": shape.rope_scaling,
+        "dtype": source.dtype_name,
+        "torch_dtype": source.dtype_name,
+        "fc_norm": settings.norm_taps,
+        "norm_output": settings.norm_feedback,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": block_ids(source), "use_aux_hidden_state": True},
+    }
+    weights = source.weights_with_head() | _offsets(source)
+    expected: Shapes = speculators.eagle_shapes(source) | {
+        "lm_head.weight": (source.draft_vocab_size, shape.width),
+        "d2t": (source.draft_vocab_size,),
+        "t2d": (vocab_size,),
+    }
+    return Layout(
+        config=config,
+        weights=renamed(weights, [("layers.0.", "midlayer.")]),
+        expected={name.replace("layers.0.", "midlayer."): sizes for name, sizes in expected.items()},
+        serve=serve,
+        notes=(
+            UNTRIED,
+            "Not for vLLM: it takes the ids of hidden states as they stand, one further than meant here; export for vllm.",
+        ),
+    )
+
+
+def _offsets(source: Source) -> Weights:
+    if source.vocabulary is not None:
+        return source.offsets()
+    vocab_size = source.target.vocab_size
+    return {"d2t": constant(torch.zeros(vocab_size, dtype=torch.int64)), "t2d": constant(torch.ones(vocab_size).bool())}
+
+
+def sglang_dflash(source: Source) -> Layout:
+    """Return DFlash in z-lab's form for SGLang."""
+    settings = source.settings
+    config = _dflash_config(source, "qwen3") | {
+        "architectures": ["DFlashDraftModel"],
+        "num_target_layers": num_blocks(source.target.model),
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "rope_theta": source.shape.rope_theta,
+        "block_size": settings.block_size,
+        "dflash_config": {"mask_token_id": settings.mask_token_id, "target_layer_ids": block_ids(source)},
+    }
+    serve = sglang_command(source, "DFLASH", None)  # a block has its own length
+    notes = (UNTRIED, *_whole_vocabulary(source, "SGLang"))
+    return Layout(config=config, weights=source.body(), expected=speculators.dflash_shapes(source), serve=serve, notes=notes)
+
+
+def transformers_dflash(source: Source) -> Layout:
+    """Return DFlash as transformers 5.23 decodes it natively.
+
+    Raises:
+        InputError: it reads the last block's state, which transformers hands out after the final norm.
+    """
+    settings, last = source.settings, num_blocks(source.target.model)
+    if last in (settings.taps or ()):
+        raise InputError(f"it reads h_{last}, the last block's state, and transformers hands that out after the final norm")
+    config = _dflash_config(source, "muse_glimmer_assistant") | {
+        "architectures": ["MuseGlimmerAssistantModel"],
+        "block_size": settings.block_size,
+        "mask_token_id": settings.mask_token_id,
+        "target_layer_ids": block_ids(source),
+        # Otherwise the class takes those of the model it was written for, which are no ids here.
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "sliding_window": source.shape.max_positions,  # no layer slides, but the class wants a number
+    }
+    dtype = source.dtype_name
+
+    def serve(out: str) -> str:
+        return "\n".join(
+            [
+                f"target = AutoModelForCausalLM.from_pretrained({source.target.name!r}, dtype=torch.{dtype})",
+                f"draft = AutoModel.from_pretrained({out!r}, dtype=torch.{dtype})",
+                'target.generate(**inputs, assistant_model=draft, speculation_type="dflash", do_sample=False)',
+            ]
+        )
+
+    expected = speculators.dflash_shapes(source)
+    return Layout(
+        config=config,
+        weights=renamed(source.body(), TRANSFORMERS_DFLASH),
+        expected={_new_name(name): sizes for name, sizes in expected.items()},
+        serve=serve,
+        notes=(
+            f"One prompt at a time; {source.num_speculative_tokens} drafts a round, whatever num_assistant_tokens says.",
+            "Draft and target must have the same dtype.",
+            *_whole_vocabulary(source, "transformers"),
+        ),
+    )
+
+
+def _new_name(name: str) -> str:
+    for old, new in TRANSFORMERS_DFLASH:
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
+
+
+def _dflash_config(source: Source, model_type: str) -> dict[str, Any]:
+    source.target.check_plain()
+    settings = source.settings
+    layers = layer_config(source.shape, model_type, settings.num_layers, source.target.vocab_size)
+    return layers | {"layer_types": ["full_attention"] * settings.num_layers, "dtype": source.dtype_name}
+
+
+def _whole_vocabulary(source: Source, engine: str) -> tuple[str, ...]:
+    source.check_head_is_the_targets(engine)
+    return source.whole_vocabulary_note(engine)

@@ -1,0 +1,117 @@
+"""Drafts as GGUF files for llama.cpp: draft LMs, EAGLE-3 and DFlash.
+
+llama.cpp's own converter makes the file, from the form of the draft that it reads; so every architecture that it knows is
+taken, and what it refuses is refused here in its words. It comes with llama.cpp's source (`scripts/setup_llama_cpp.sh`), not
+with any package. Ids of hidden states: the converter takes EAGLE-3's as they stand, which are ours, and adds one to DFlash's.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import gguf
+
+from configs.runtime.errors import InputError
+from configs.runtime.files import downloads_folder
+from heads.formats.exporting import draft_lm as plain
+from heads.formats.exporting import flat, speculators
+from heads.formats.exporting.source import Source
+from heads.formats.layout import Layout
+
+FILE = "draft.gguf"
+CONVERTER = "convert_hf_to_gguf.py"
+VARIABLE = "LLAMA_CPP"  # names the folder of another source of llama.cpp
+OUT_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+NOT_STORED = {"t2d"}  # can be told from d2t
+
+
+def draft_lm(source: Source) -> Layout:
+    """Return a draft LM for llama.cpp."""
+    return _converted(source, plain.transformers(source), "draft-simple", plain.vocabulary_note(source))
+
+
+def eagle3(source: Source) -> Layout:
+    """Return EAGLE-3 for llama.cpp.
+
+    Raises:
+        InputError: it has more than one layer, norms that llama.cpp does not know, or other than three taps.
+    """
+    settings = source.settings
+    if settings.num_layers != 1:
+        raise InputError(f"it has {settings.num_layers} layers, and llama.cpp's converter knows EAGLE-3 with one")
+    if settings.norm_taps or settings.norm_feedback:
+        raise InputError("it norms each state or the one it feeds back (norm_taps, norm_feedback), which llama.cpp does not")
+    if len(settings.taps or ()) != 3:
+        raise InputError(f"it reads {len(settings.taps or ())} of the target's states, and llama.cpp's EAGLE-3 reads three")
+    return _converted(source, speculators.eagle(source), "draft-eagle3", ())
+
+
+def dflash(source: Source) -> Layout:
+    """Return DFlash for llama.cpp."""
+    note = source.whole_vocabulary_note("llama.cpp")
+    return _converted(source, flat.sglang_dflash(source), "draft-dflash", note)
+
+
+def _converted(source: Source, layout: Layout, kind: str, notes: tuple[str, ...]) -> Layout:
+    """Return a layout that is a GGUF file in the end."""
+    converter, target = find_converter(), source.target.folder
+    outtype = OUT_TYPES[source.dtype_name]
+    options = ["--spec-type", kind, "--spec-draft-n-max", str(source.num_speculative_tokens)]
+    how = shlex.join(["python", str(converter), str(target), "--outfile", "target.gguf", "--outtype", outtype])
+    return replace(
+        layout,
+        serve=lambda out: shlex.join(["llama-server", "--model", "target.gguf", "--model-draft", f"{out}/{FILE}", *options]),
+        notes=(f"The target as GGUF, if need be: {how}", *notes),
+        convert=partial(convert, converter=converter, target=target, outtype=outtype),
+    )
+
+
+def find_converter() -> Path:
+    """Return llama.cpp's converter.
+
+    Raises:
+        InputError: it is not there.
+    """
+    named = os.environ.get(VARIABLE)
+    converter = (Path(named) if named else downloads_folder() / "venvs" / "llama_cpp" / "source") / CONVERTER
+    if not converter.is_file():
+        raise InputError(
+            f"GGUF is written by llama.cpp's converter, and {converter} is missing: run `CONVERTER=1 sh "
+            f"scripts/setup_llama_cpp.sh`, or name the folder of llama.cpp's source in the environment variable {VARIABLE}"
+        )
+    return converter
+
+
+def convert(folder: Path, layout: Layout, *, converter: Path, target: Path, outtype: str) -> None:
+    """Turn a written folder into a GGUF file in it; everything else in it is removed.
+
+    Raises:
+        InputError: the converter refuses it.
+        RuntimeError: the file holds less than it should.
+    """
+    before = list(folder.iterdir())
+    command = [sys.executable, str(converter), str(folder), "--outfile", str(folder / FILE), "--outtype", outtype]
+    command += ["--target-model-dir", str(target)]
+    # Beside the source stands what the converter imports and this project does not.
+    beside = os.pathsep.join(filter(None, [str(converter.parent.parent / "python"), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": beside}, capture_output=True, text=True, check=False)
+    if done.returncode != 0 or not (folder / FILE).is_file():
+        words = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        raise InputError(f"llama.cpp's converter refuses it: {words}")
+    _check_complete(folder / FILE, layout)
+    for path in before:
+        path.unlink()
+
+
+def _check_complete(path: Path, layout: Layout) -> None:
+    numbers = sum(int(tensor.n_elements) for tensor in gguf.GGUFReader(path).tensors)
+    planned = sum(math.prod(stored.shape) for name, stored in layout.weights.items() if name not in NOT_STORED)
+    if numbers < planned:
+        raise RuntimeError(f"{path.name} was written with {numbers} numbers of {planned}")

@@ -1,0 +1,95 @@
+"""Medusa as vLLM and TensorRT-LLM read it: residual blocks, and output heads of the target's whole vocabulary.
+
+Neither loads a reduced vocabulary for Medusa (vLLM 0.32: tried). The heads of such a draft are therefore widened to all tokens,
+with rows for the others that are never the likeliest (`Stored.spread`): a draft that says tokens it was not trained for is
+accepted less.
+"""
+
+from __future__ import annotations
+
+import shlex
+
+from configs.schema.heads import MedusaSettings
+from heads.formats.exporting.flat import UNTRIED
+from heads.formats.exporting.source import Source
+from heads.formats.exporting.speculators import OUT, vllm_command
+from heads.formats.layout import Layout, Shapes
+from heads.target.checkpoint_files import Weights
+
+MEDUSA_FILE = "medusa_lm_head.safetensors"
+
+
+def vllm_medusa(source: Source) -> Layout:
+    """Return Medusa for vLLM."""
+    settings: MedusaSettings = source.settings
+    width, vocab_size = source.target.shape.width, source.target.vocab_size
+    expected: Shapes = dict.fromkeys(_head_names(settings), (vocab_size, width))
+    for head in range(settings.num_depths):
+        for layer in range(settings.num_layers):
+            stem = f"blocks.{head}.layers.{layer}"
+            expected |= {f"{stem}.weight": (width, width), f"{stem}.bias": (width,)}
+    config = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": width,
+        "vocab_size": vocab_size,
+        # No other key may hold both "num" and "heads": vLLM would take it for this one.
+        "medusa_num_heads": settings.num_depths,
+        "medusa_num_layers": settings.num_layers,
+        "medusa_fc_bias": True,
+        "original_lm_head": not settings.own_output_heads,
+        "dtype": source.dtype_name,
+    }
+    method = {"method": "medusa", "model": OUT, "num_speculative_tokens": source.num_speculative_tokens}
+    return Layout(
+        config=config,
+        weights=source.body() | _heads(source),
+        expected=expected,
+        serve=vllm_command(source, method),
+        notes=("vLLM takes each head's likeliest token; no tree.",),
+    )
+
+
+def tensorrt_medusa(source: Source) -> Layout:
+    """Return Medusa under the published names, as TensorRT-LLM's converter reads it: an output head for each depth."""
+    settings: MedusaSettings = source.settings
+    width, vocab_size = source.target.shape.width, source.target.vocab_size
+    heads = _heads(source)
+    weights: Weights = {}
+    for name, stored in source.body().items():
+        _, depth, _, number, leaf = name.split(".")
+        weights[f"{depth}.{number}.linear.{leaf}"] = stored
+    for head in range(settings.num_depths):
+        own = f"lm_heads.{head}.weight" if settings.own_output_heads else "lm_head.weight"
+        weights[f"{head}.{settings.num_layers}.weight"] = heads[own]
+    expected: Shapes = {f"{head}.{settings.num_layers}.weight": (vocab_size, width) for head in range(settings.num_depths)}
+    for head in range(settings.num_depths):
+        for layer in range(settings.num_layers):
+            expected |= {f"{head}.{layer}.linear.weight": (width, width), f"{head}.{layer}.linear.bias": (width,)}
+    return Layout(
+        config={"medusa_num_heads": settings.num_depths, "medusa_num_layers": settings.num_layers, "hidden_size": width},
+        weights=weights,
+        expected=expected,
+        serve=lambda out: "\n".join(
+            [
+                f"python convert_checkpoint.py --model_dir {shlex.quote(source.target.name)} "
+                f"--medusa_model_dir {shlex.quote(out)} --output_dir CHECKPOINT "
+                f"--dtype {source.dtype_name} --num_medusa_heads {settings.num_depths}",
+                "trtllm-build --checkpoint_dir CHECKPOINT --output_dir ENGINE --speculative_decoding_mode medusa",
+            ]
+        ),
+        notes=(UNTRIED, "convert_checkpoint.py lies in TensorRT-LLM's examples/medusa."),
+        weights_file=MEDUSA_FILE,
+    )
+
+
+def _head_names(settings: MedusaSettings) -> list[str]:
+    if not settings.own_output_heads:
+        return ["lm_head.weight"]
+    return [f"lm_heads.{head}.weight" for head in range(settings.num_depths)]
+
+
+def _heads(source: Source) -> Weights:
+    """Return the output heads to be written."""
+    own = {name: source.whole_head(stored) for name, stored in source.own_head().items()}
+    return own or {"lm_head.weight": source.target.head().cast(source.dtype)}

@@ -1,0 +1,249 @@
+"""What an export is made from: an artifact that was read, and the folder of the target it was trained for.
+
+Of the target only its config is read, and single tensors of its file where a format wants them. The model that stands for it
+here lies on torch's `meta` device: it knows classes and sizes, and has no weights.
+W draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from configs.runtime.errors import InputError, first_line
+from configs.schema.heads import DFlashSettings
+from heads.artifact import VOCABULARY_FILE, Metadata, read_metadata
+from heads.families.registry import FAMILIES
+from heads.modules.layers import LayerShape, layer_shape, shape_like
+from heads.proposers.vocabulary import DraftVocabulary, read_draft_vocabulary
+from heads.target.checkpoint_files import Stored, Weights, constant, read_weights
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class TargetFolder:
+    """A target's folder.
+
+    Args:
+        folder: with `config.json` and safetensors files.
+        name: how an engine is told where the target is: a Hub id or the folder.
+    """
+
+    folder: Path
+    name: str
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        """The target without weights.
+
+        Raises:
+            InputError: the folder holds no config of a causal LM that transformers knows.
+        """
+        try:
+            config = AutoConfig.from_pretrained(self.folder, local_files_only=True)
+            with torch.device("meta"):
+                model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        except (OSError, ValueError, KeyError) as error:
+            raise InputError(f"{self.folder} holds no config of a causal LM: {first_line(error)}") from error
+        return model
+
+    @property
+    def config(self) -> Any:
+        """The config of its text part."""
+        return self.model.config.get_text_config()
+
+    @property
+    def shape(self) -> LayerShape:
+        """Sizes of its blocks."""
+        return shape_like(self.model)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of its embedding."""
+        return int(self.config.vocab_size)
+
+    @cached_property
+    def weights(self) -> Weights:
+        """Its tensors by name, unread."""
+        return read_weights(self.folder)
+
+    def head(self) -> Stored:
+        """Return the weights of its output head.
+
+        Raises:
+            InputError: the folder keeps them under no known name.
+        """
+        for name in (HEAD, EMBEDDING) if self.config.tie_word_embeddings else (HEAD,):
+            if name in self.weights:
+                return self.weights[name]
+        raise InputError(f"{self.folder} holds neither {HEAD} nor, with tied embeddings, {EMBEDDING}")
+
+    def embedding(self) -> Stored:
+        """Return its embedding.
+
+        Raises:
+            InputError: the folder keeps it under no known name.
+        """
+        if EMBEDDING not in self.weights:
+            raise InputError(f"{self.folder} holds no {EMBEDDING}")
+        return self.weights[EMBEDDING]
+
+    def check_plain(self) -> None:
+        """Refuse a target that engines would not lend to a draft as it is lent here.
+
+        Raises:
+            InputError: its embedding is scaled, or its head has a bias: engines give drafts the weights only.
+        """
+        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        if type(embedding) is not nn.Embedding:
+            raise InputError(
+                f"the target's embedding is a {type(embedding).__name__}, of which engines lend a draft the weights"
+            )
+        if type(head) is not nn.Linear or head.bias is not None:
+            raise InputError("the target's output head is not a matrix alone, and engines lend a draft the matrix only")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """An artifact to be exported.
+
+    Args:
+        folder: of the artifact.
+        metadata: its checked `draftsmith.json`.
+        settings: of the head's family (`configs.schema.heads`); None for a draft LM.
+        weights: its tensors, in the dtype to be written.
+        vocabulary: the tokens it can say; None: all of the target's.
+        target: what it was trained for.
+        num_speculative_tokens: how many tokens an engine is to draft a round; of DFlash a whole block, as it was trained.
+    """
+
+    folder: Path
+    metadata: Metadata
+    settings: Any
+    weights: Weights
+    vocabulary: DraftVocabulary | None
+    target: TargetFolder
+    num_speculative_tokens: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What its floating weights are written as."""
+        return next(stored.dtype for stored in self.weights.values() if stored.dtype.is_floating_point)
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype as configs spell it."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def shape(self) -> LayerShape:
+        """Sizes of the head's layers: those of the target's blocks, or its own."""
+        return layer_shape(self.target.model, getattr(self.settings, "layer", None))
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """W."""
+        return self.target.vocab_size if self.vocabulary is None else len(self.vocabulary)
+
+    def own_head(self) -> Weights:
+        """Return the output head that is in the artifact, if one is."""
+        return {name: stored for name, stored in self.weights.items() if name.startswith("lm_head")}
+
+    def weights_with_head(self) -> Weights:
+        """Return all tensors, and the target's output head where the artifact has none of its own."""
+        return self.weights if self.own_head() else self.weights | {HEAD: self.target.head().cast(self.dtype)}
+
+    def body(self) -> Weights:
+        """Return everything but the output head."""
+        return {name: stored for name, stored in self.weights.items() if not name.startswith("lm_head")}
+
+    def whole_head(self, head: Stored) -> Stored:
+        """Return an output head of the draft vocabulary as one of the target's whole, in which the other tokens never win."""
+        return head if self.vocabulary is None else head.spread(self.vocabulary.token_ids_W, self.target.vocab_size)
+
+    def offsets(self) -> Weights:
+        """Return `d2t` (int64 `[W]`, the target's id of each draft token less its own) and `t2d` (bool `[V]`), if any."""
+        if self.vocabulary is None:
+            return {}
+        ids_W = self.vocabulary.token_ids_W
+        return {"d2t": constant(ids_W - torch.arange(len(ids_W))), "t2d": constant(self.vocabulary.is_drafted_V)}
+
+    def whole_vocabulary_note(self, engine: str) -> tuple[str, ...]:
+        """Return what to say of an engine that drafts from the target's whole vocabulary, if the draft has another one."""
+        if self.vocabulary is None:
+            return ()
+        return (
+            f"{engine} drafts from the target's whole vocabulary of {self.target.vocab_size} tokens; draftsmith measured this "
+            f"draft with the {self.draft_vocab_size} it was trained for, so acceptance may differ a little.",
+        )
+
+    def check_head_is_the_targets(self, engine: str) -> None:
+        """Refuse a draft whose output head an engine would replace by the target's.
+
+        Raises:
+            InputError: the head was trained.
+        """
+        if self.settings.train_head:
+            raise InputError(f"its output head was trained (head.train_head), and {engine} drafts with the target's")
+
+
+def read_source(
+    folder: Path, target: TargetFolder, *, num_speculative_tokens: int | None = None, dtype: torch.dtype | None = None
+) -> Source:
+    """Read an artifact's metadata, and where its weights are.
+
+    Args:
+        folder: of the artifact.
+        target: what it was trained for.
+        num_speculative_tokens: drafts a round; None: what the artifact says, of DFlash a whole block.
+        dtype: to write; None: as they are.
+
+    Raises:
+        InputError: it is no artifact or is damaged, or drafts fewer tokens than asked for, or, of DFlash, more.
+    """
+    metadata = read_metadata(folder)
+    weights = {name: stored.cast(dtype) for name, stored in read_weights(folder).items()}
+    vocabulary = None
+    if metadata.draft_vocabulary == "reduced":
+        vocabulary = read_draft_vocabulary(folder / VOCABULARY_FILE)
+    settings = None
+    if metadata.kind != "draft_lm":
+        if metadata.kind not in FAMILIES:
+            raise InputError(f"{folder} holds a draft of kind {metadata.kind!r}; known are draft_lm, {', '.join(FAMILIES)}")
+        try:
+            settings = FAMILIES[metadata.kind].settings.model_validate(metadata.head)
+        except ValidationError as error:
+            raise InputError(f"{folder} is damaged: {first_line(error)}") from error
+    wanted = metadata.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
+    longest = getattr(settings, "longest_draft", None)
+    if longest is not None and wanted > longest:
+        raise InputError(f"num_speculative_tokens {wanted}: {folder} drafts at most {longest} tokens a round")
+    if isinstance(settings, DFlashSettings):
+        wanted = _whole_block(folder, settings.block_size - 1, num_speculative_tokens)
+    return Source(
+        folder=folder,
+        metadata=metadata,
+        settings=settings,
+        weights=weights,
+        vocabulary=vocabulary,
+        target=target,
+        num_speculative_tokens=wanted,
+    )
+
+
+def _whole_block(folder: Path, drafts: int, asked: int | None) -> int:
+    """Return the drafts of a DFlash block: engines fill it whole, and another number changes what each slot says."""
+    if asked not in (None, drafts):
+        raise InputError(
+            f"num_speculative_tokens {asked}: {folder} fills blocks of {drafts} drafts, and engines draft whole blocks; "
+            f"ask for {drafts}, or leave it out"
+        )
+    return drafts

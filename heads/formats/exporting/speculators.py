@@ -1,0 +1,240 @@
+"""The form of the speculators library, which vLLM loads: EAGLE-3, P-EAGLE, DFlash, and MTP for the library itself.
+
+Config keys and tensor names are those of speculators 0.9, read by vLLM 0.32. Ids of hidden states are ours: i is the residual
+stream after block i. Our EAGLE and DFlash tensors bear these names already; what is added are the offsets of a reduced
+vocabulary. The embedding is left out, and so is a head that is the target's whole: vLLM shares the target's. speculators
+itself does so for DFlash and MTP only, so for it EAGLE drafts are written with copies of both (`eagle_complete`).
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from configs.runtime.errors import InputError
+from configs.schema.heads import DFlashSettings, EagleSettings
+from heads.formats.exporting.source import Source
+from heads.formats.layout import Layout, Shapes, decoder_layer, layer_config, renamed
+
+VERSION = "0.9.0"
+OUT = "{out}"  # in a method, stands for the folder that is written
+# By our name of a part of an MTP module, theirs.
+MTP_PARTS = (
+    ("layers.0.eh_proj.", "mtp_layers.0.input_proj."),
+    ("layers.0.enorm.", "mtp_layers.0.token_layernorm."),
+    ("layers.0.hnorm.", "mtp_layers.0.hidden_layernorm."),
+    ("layers.0.post_norm.", "mtp_layers.0.final_layernorm."),
+    ("layers.0.mtp_block.", "mtp_layers.0."),
+)
+
+
+def eagle(source: Source) -> Layout:
+    """Return EAGLE-3 or P-EAGLE.
+
+    Raises:
+        InputError: the target's embedding or head is not one that engines lend.
+    """
+    source.target.check_plain()
+    settings: EagleSettings = source.settings
+    kind, taps, shape = source.metadata.kind, list(settings.taps or ()), source.shape
+    layers = layer_config(shape, "llama", settings.num_layers, source.target.vocab_size)
+    if len(taps) != 3:  # vLLM counts a Llama draft's taps by this key, not by their list
+        layers["num_aux_hidden_states"] = len(taps)
+    config = _config(source, kind, layers) | {
+        "norm_before_residual": settings.norm_before_residual,
+        "norm_before_fc": bool(settings.norm_joined_taps),
+        "fc_norm": settings.norm_taps,
+        "norm_output": getattr(settings, "norm_feedback", False),
+        "embed_requires_grad": bool(settings.own_embedding),
+        "eagle_aux_hidden_state_layer_ids": taps,
+    }
+    if kind == "peagle":
+        config["mask_token_id"] = source.settings.mask_token_id
+    method = {"method": "eagle3", "model": OUT, "num_speculative_tokens": source.num_speculative_tokens}
+    if kind == "peagle":
+        method["parallel_drafting"] = True
+    return Layout(
+        config=config,
+        weights=source.weights | source.offsets(),
+        expected=eagle_shapes(source) | _vocabulary_shapes(source),
+        serve=vllm_command(source, method),
+        notes=(
+            "Compare tokens with plain decoding in float32: bfloat16 flips near ties when several rows are scored at once.",
+        ),
+    )
+
+
+def eagle_complete(source: Source) -> Layout:
+    """Return EAGLE-3 or P-EAGLE with copies of the target's embedding and head, which speculators looks for in the file."""
+    layout, shape, vocab_size = eagle(source), source.shape, source.target.vocab_size
+    copies = {}
+    if "embed_tokens.weight" not in layout.weights:
+        copies["embed_tokens.weight"] = source.target.embedding().cast(source.dtype)
+    if "lm_head.weight" not in layout.weights:
+        copies["lm_head.weight"] = source.target.head().cast(source.dtype)
+    expected = layout.expected | dict.fromkeys(copies, (vocab_size, shape.width))
+    return replace(layout, weights=layout.weights | copies, expected=expected)
+
+
+def eagle_shapes(source: Source) -> Shapes:
+    """Return the shapes of an EAGLE body: projection, layers, norms, and an embedding of its own."""
+    settings: EagleSettings = source.settings
+    shape, num_taps = source.shape, len(settings.taps or ())
+    shapes: Shapes = {
+        "fc.weight": (shape.width, num_taps * shape.width),
+        "norm.weight": (shape.width,),
+        "layers.0.hidden_norm.weight": (shape.width,),
+    }
+    for number in range(settings.num_layers):
+        read_width = 2 * shape.width if number == 0 else None
+        shapes |= decoder_layer(f"layers.{number}.", shape, read_width=read_width)
+    if settings.norm_taps:
+        shapes |= {f"fc_norm.{number}.weight": (shape.width,) for number in range(num_taps)}
+    if settings.norm_joined_taps:
+        shapes["input_norm.weight"] = (num_taps * shape.width,)
+    if settings.own_embedding:
+        shapes["embed_tokens.weight"] = (source.target.vocab_size, shape.width)
+    if source.metadata.kind == "peagle":
+        shapes["mask_hidden"] = (1, 1, num_taps * shape.width)
+    return shapes
+
+
+def dflash(source: Source) -> Layout:
+    """Return DFlash.
+
+    Raises:
+        InputError: the target's embedding or head is not one that engines lend.
+    """
+    source.target.check_plain()
+    settings: DFlashSettings = source.settings
+    layers = layer_config(source.shape, "qwen3", settings.num_layers, source.target.vocab_size)
+    layers |= {"layer_types": ["full_attention"] * settings.num_layers, "use_sliding_window": False, "sliding_window": None}
+    config = _config(source, "dflash", layers) | {
+        "block_size": settings.block_size,
+        "aux_hidden_state_layer_ids": list(settings.taps or ()),
+        "mask_token_id": settings.mask_token_id,
+        "sample_from_anchor": False,
+        "sliding_window_non_causal": True,
+    }
+    method = {"method": "dflash", "model": OUT, "num_speculative_tokens": source.num_speculative_tokens}
+    return Layout(
+        config=config,
+        weights=source.weights | source.offsets(),
+        expected=dflash_shapes(source) | _vocabulary_shapes(source),
+        serve=vllm_command(source, method),
+        notes=(
+            f"A block was trained with {source.num_speculative_tokens} drafts; another number changes what each slot says.",
+        ),
+    )
+
+
+def dflash_shapes(source: Source) -> Shapes:
+    """Return the shapes of a DFlash body, without head."""
+    settings: DFlashSettings = source.settings
+    shape = source.shape
+    shapes: Shapes = {
+        "fc.weight": (shape.width, len(settings.taps or ()) * shape.width),
+        "hidden_norm.weight": (shape.width,),
+        "norm.weight": (shape.width,),
+    }
+    for number in range(settings.num_layers):
+        shapes |= decoder_layer(f"layers.{number}.", shape, norm_heads=True)
+    return shapes
+
+
+def mtp(source: Source) -> Layout:
+    """Return MTP as speculators trains it: one module, applied again and again, on a Qwen3 target.
+
+    Raises:
+        InputError: a head that it cannot hold.
+    """
+    if source.target.config.model_type != "qwen3":
+        raise InputError(f"speculators knows MTP for Qwen3 and later targets, got {source.target.config.model_type}")
+    if not source.settings.shared_depths:
+        raise InputError("speculators has one MTP module for all depths; head.shared_depths is false here")
+    source.check_head_is_the_targets("speculators")
+    shape, weights = source.target.shape, source.body()
+    if source.settings.concat_order == "hidden_first":
+        weights = weights | {"layers.0.eh_proj.weight": weights["layers.0.eh_proj.weight"].halves_swapped()}
+    layers = source.target.config.to_diff_dict()
+    config = _config(source, "mtp", layers) | {"num_nextn_predict_layers": 1}
+    del config["draft_vocab_size"]
+    expected = mtp_shapes("mtp_layers.0.", source) | decoder_layer("mtp_layers.0.", shape, norm_heads=True)
+    return Layout(
+        config=config,
+        weights=renamed(weights, MTP_PARTS),
+        expected=expected,
+        serve=_load,
+        notes=(
+            "vLLM does not load this form; for it, stitch into the target (scripts/stitch_mtp.py).",
+            f"The head was trained on states of the kind {source.settings.reads}.",
+            "From the second depth on, speculators attends to that depth's states, draftsmith and vLLM to the first depth's.",
+        ),
+    )
+
+
+def mtp_shapes(prefix: str, source: Source) -> Shapes:
+    """Return the shapes of an MTP module's own parts under the names that MiMo and speculators share."""
+    width = source.target.shape.width
+    norms = ("token_layernorm", "hidden_layernorm", "final_layernorm")
+    return {f"{prefix}input_proj.weight": (width, 2 * width)} | {f"{prefix}{name}.weight": (width,) for name in norms}
+
+
+def _load(out: str) -> str:
+    return shlex.join(
+        ["python", "-c", f"from speculators import SpeculatorModel; SpeculatorModel.from_pretrained({json.dumps(out)})"]
+    )
+
+
+def vllm_command(source: Source, method: dict[str, Any], *options: str, model: str | None = None) -> Callable[[str], str]:
+    """Return what gives the line that serves a target with a draft in vLLM, by the folder that was written.
+
+    Args:
+        source: names the target.
+        method: of `--speculative-config`; `OUT` in it stands for the folder.
+        options: further words of the line.
+        model: where the target is, if not where it was; `OUT`: in the folder.
+    """
+
+    def line(out: str) -> str:
+        target, *values = (out if value == OUT else value for value in (model or source.target.name, *method.values()))
+        config = json.dumps(dict(zip(method, values, strict=True)), ensure_ascii=False)
+        return shlex.join(["vllm", "serve", target, *options, "--speculative-config", config])
+
+    return line
+
+
+def _config(source: Source, kind: str, layers: dict[str, Any]) -> dict[str, Any]:
+    tokens = source.num_speculative_tokens
+    names = {"eagle3": "Eagle3DraftModel", "peagle": "PEagleDraftModel", "dflash": "DFlashDraftModel", "mtp": "MTPDraftModel"}
+    return {
+        "speculators_model_type": kind,
+        "speculators_version": VERSION,
+        "architectures": [names[kind]],
+        "dtype": source.dtype_name,
+        "tie_word_embeddings": False,
+        "draft_vocab_size": source.draft_vocab_size,
+        "transformer_layer_config": layers,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+            ],
+            "verifier": {
+                "name_or_path": source.target.name,
+                "architectures": list(source.target.model.config.architectures or []),
+            },
+        },
+    }
+
+
+def _vocabulary_shapes(source: Source) -> Shapes:
+    """Return the shapes of head and offsets; a whole frozen head is the target's and left out."""
+    head: Shapes = {"lm_head.weight": (source.draft_vocab_size, source.target.shape.width)}
+    if source.vocabulary is not None:
+        return head | {"d2t": (source.draft_vocab_size,), "t2d": (source.target.vocab_size,)}
+    return head if source.settings.train_head else {}

@@ -1,0 +1,75 @@
+"""Which engine takes which kind of draft, and in what form; for the others, why it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from configs.runtime.errors import InputError
+from heads.formats.exporting import draft_lm, flat, gguf, medusa, mtp, speculators
+from heads.formats.exporting.source import Source
+from heads.formats.layout import Layout
+
+Form = Callable[[Source], Layout]
+
+FORMS: dict[str, dict[str, Form]] = {
+    "transformers": {"draft_lm": draft_lm.transformers, "dflash": flat.transformers_dflash, "mtp": mtp.transformers},
+    "vllm": {
+        "draft_lm": draft_lm.vllm,
+        "medusa": medusa.vllm_medusa,
+        "eagle3": speculators.eagle,
+        "peagle": speculators.eagle,
+        "dflash": speculators.dflash,
+        "mtp": mtp.vllm,
+    },
+    "speculators": {
+        "eagle3": speculators.eagle_complete,
+        "peagle": speculators.eagle_complete,
+        "dflash": speculators.dflash,
+        "mtp": speculators.mtp,
+    },
+    "sglang": {"draft_lm": draft_lm.sglang, "eagle3": flat.sglang_eagle, "dflash": flat.sglang_dflash},
+    "tensorrt_llm": {
+        "draft_lm": draft_lm.tensorrt,
+        "medusa": medusa.tensorrt_medusa,
+        "eagle3": flat.tensorrt_eagle,
+    },
+    "gguf": {"draft_lm": gguf.draft_lm, "eagle3": gguf.eagle3, "dflash": gguf.dflash},
+}
+# Why an engine has no form for a kind, where there is more to say than that.
+REASONS = {
+    ("transformers", "eagle3"): "transformers 5.23 decodes no EAGLE heads",
+    ("transformers", "peagle"): "transformers 5.23 decodes no EAGLE heads",
+    ("transformers", "medusa"): "transformers 5.23 decodes no Medusa heads",
+    ("vllm", "dspark"): "vLLM 0.32 decodes DSpark with its second model runner only, which was not at hand to try",
+}
+# Words in the path of a draft's folder that vLLM 0.32 takes for the method, whatever the config says.
+PATH_WORDS = ("eagle-", "eagle3", "dflash", "dspark")
+
+
+def form_of(engine: str, kind: str) -> Form:
+    """Return how a kind of draft is written for an engine.
+
+    Raises:
+        InputError: it is not; with the reason, and what takes the kind instead.
+    """
+    forms = FORMS[engine]
+    if kind in forms:
+        return forms[kind]
+    others = [name for name, known in FORMS.items() if kind in known]
+    reason = REASONS.get((engine, kind), f"{engine} has no form for {kind}")
+    raise InputError(f"{reason}; {kind} goes to {', '.join(others) or 'no engine yet'}, {engine} takes {', '.join(forms)}")
+
+
+def check_path(engine: str, kind: str, path: str) -> None:
+    """Refuse a folder whose name makes vLLM load the draft as something else.
+
+    Raises:
+        InputError: a word in the path that stands for another method.
+    """
+    if engine != "vllm" or kind in ("eagle3", "peagle", "dflash"):
+        return
+    found = [word for word in PATH_WORDS if word in path.lower()]
+    if found:
+        raise InputError(
+            f"vLLM takes a draft at a path with {found[0]!r} in it for one of that kind: choose another --out, got {path}"
+        )

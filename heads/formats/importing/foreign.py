@@ -1,0 +1,55 @@
+"""A draft of another program in our words: `heads.formats.importing.reading` makes it of a folder,
+`heads.formats.importing.importer` takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from configs.runtime.errors import InputError
+from configs.schema.release import LayerIds
+from heads.families.registry import FAMILIES
+from heads.formats.layout import Shapes
+from heads.target.checkpoint_files import Weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Foreign:
+    """A draft as another program wrote it.
+
+    Args:
+        form: the format, in words.
+        kind: the family of ours that it is.
+        settings: of that family, checked later.
+        layer: the config of its layers; "target": that of the target's blocks; None: it has none of their own sizes.
+        weights: its tensors under our names, and `embed_tokens.weight`, `d2t`, `t2d` where they are in the file.
+        num_speculative_tokens: what its config says; None: nothing.
+        optional: what to add where the file leaves it out.
+        layer_ids: what the ids of hidden states in its config were taken to mean; None: it has none.
+        placed: gives further tensors by the shapes of ours, where their names alone do not say what they are.
+    """
+
+    form: str
+    kind: str
+    settings: Mapping[str, Any]
+    layer: Mapping[str, Any] | Literal["target"] | None
+    weights: Weights
+    num_speculative_tokens: int | None = None
+    optional: Weights = field(default_factory=dict)
+    layer_ids: LayerIds | None = None
+    placed: Callable[[Shapes], Weights] | None = None
+
+    def checked_settings(self, **more: Any) -> Any:
+        """Return the family's settings, with further ones.
+
+        Raises:
+            InputError: a value that the family does not take.
+        """
+        try:
+            return FAMILIES[self.kind].settings.model_validate(dict(self.settings) | {"kind": self.kind} | more)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise InputError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}") from error

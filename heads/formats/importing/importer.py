@@ -1,0 +1,206 @@
+"""Turning another program's draft into an artifact: it must fit the target, to the last tensor, or it is refused.
+
+Sizes of its layers may be its own (`heads.formats.importing.sizes`), and so may the embedding of an EAGLE head; whatever else
+has no place in our heads is refused, with the reason. Tensors are streamed from file to file.
+B batch, W draft vocabulary, V target vocabulary, D width.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from configs.runtime.errors import InputError
+from configs.runtime.files import new_folder, write_json
+from heads.artifact import METADATA_FILE, VOCABULARY_FILE, WEIGHTS_FILE, HiddenStates, Metadata
+from heads.families.registry import FAMILIES
+from heads.formats.importing.foreign import Foreign
+from heads.formats.importing.sizes import own_layer
+from heads.formats.layout import check_names
+from heads.proposers.vocabulary import DraftVocabulary, head_rows, write_draft_vocabulary
+from heads.target.checkpoint_files import Stored, Weights, write_weights
+from heads.target.identity import TargetIdentity
+
+HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+DEFAULT_TOKENS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """A foreign draft that fits a target.
+
+    Args:
+        settings: of its family, nothing left open.
+        taps: of the target's states, those it reads.
+        weights: exactly the tensors of our head.
+        vocabulary: the tokens it can say; None: all of the target's.
+    """
+
+    settings: Any
+    taps: tuple[int, ...]
+    weights: Weights
+    vocabulary: DraftVocabulary | None
+
+
+def fit(foreign: Foreign, target: PreTrainedModel) -> Fitted:
+    """Fit a foreign draft to a target.
+
+    Args:
+        foreign: as `heads.formats.importing.reading.read_foreign` tells it.
+        target: what it was trained for.
+
+    Raises:
+        InputError: it has layers or an embedding that our heads cannot have, wrong offsets, or tensors that are missing,
+            unknown (all of them are named) or of another shape.
+    """
+    config = target.config.get_text_config().to_dict() if foreign.layer == "target" else foreign.layer
+    layer = {} if config is None else own_layer(config, foreign.kind, target)
+    weights = foreign.optional | foreign.weights
+    vocabulary = _take_vocabulary(weights, target)
+    embedding = _settle_embedding(foreign, weights, target)
+    trained_head = _settle_head(foreign, weights, vocabulary, target)
+    size = None if vocabulary is None else len(vocabulary)
+    settings = foreign.checked_settings(draft_vocab_size=size, **trained_head, **layer, **embedding)
+    head = FAMILIES[foreign.kind].build(settings, target, vocabulary)
+    own = {name: tuple(value.shape) for name, value in head.state_dict().items()}
+    if foreign.placed is not None:
+        weights |= foreign.placed(own)
+    if "mask_hidden" in weights and math.prod(weights["mask_hidden"].shape) == math.prod(own.get("mask_hidden", (0,))):
+        weights["mask_hidden"] = weights["mask_hidden"].reshaped(own["mask_hidden"])
+    check_names({name: stored.shape for name, stored in weights.items()}, own)
+    if integers := sorted(name for name, stored in weights.items() if not stored.dtype.is_floating_point):
+        raise InputError(
+            f"expected floating numbers, and {', '.join(integers)} hold others (quantised weights have no place here)"
+        )
+    taps = tuple(FAMILIES[foreign.kind].taps(head))
+    return Fitted(settings=cast(Any, head).settings, taps=taps, weights=weights, vocabulary=vocabulary)
+
+
+def write_artifact(
+    fitted: Fitted,
+    out: Path,
+    identity: TargetIdentity,
+    *,
+    vocab_size: int,
+    num_speculative_tokens: int,
+    provenance: dict[str, Any],
+) -> None:
+    """Write a fitted draft as an artifact.
+
+    Args:
+        fitted: the draft.
+        out: the folder to make.
+        identity: who the target is.
+        vocab_size: V.
+        num_speculative_tokens: drafts a round.
+        provenance: where it comes from.
+
+    Raises:
+        InputError: `out` exists or cannot be written.
+    """
+    if out.exists():
+        raise InputError(f"{out} exists already; give a new folder")
+    vocabulary = fitted.vocabulary
+    metadata = Metadata(
+        kind=fitted.settings.kind,
+        target=identity.to_dict(),
+        hidden_states=HiddenStates(
+            taps=list(fitted.taps), concat_order=[f"h_{tap}" for tap in fitted.taps], last_is_post_norm=True
+        ),
+        head=fitted.settings.model_dump(mode="json"),
+        draft_vocab_size=vocab_size if vocabulary is None else len(vocabulary),
+        draft_vocabulary="target" if vocabulary is None else "reduced",
+        num_speculative_tokens=num_speculative_tokens,
+        training={},
+        provenance=provenance,
+    )
+    with new_folder(out) as scratch:
+        write_weights(scratch / WEIGHTS_FILE, fitted.weights)
+        if vocabulary is not None:
+            write_draft_vocabulary(scratch / VOCABULARY_FILE, vocabulary)
+        write_json(scratch / METADATA_FILE, metadata.model_dump(mode="json"))
+
+
+def _take_vocabulary(weights: Weights, target: PreTrainedModel) -> DraftVocabulary | None:
+    """Take `d2t` and `t2d` out of the tensors; return what they say."""
+    d2t, t2d = weights.pop("d2t", None), weights.pop("t2d", None)
+    if d2t is None:
+        return None
+    if d2t.dtype.is_floating_point or d2t.dtype == torch.bool or len(d2t.shape) != 1:
+        raise InputError(f"d2t: expected a list of whole numbers, got {d2t.dtype} of shape {list(d2t.shape)}")
+    V = target.config.get_text_config().vocab_size
+    ids_W = d2t.load().long() + torch.arange(d2t.shape[0])
+    try:
+        vocabulary = DraftVocabulary(token_ids_W=ids_W, target_vocab_size=V)
+    except ValueError as error:
+        raise InputError(f"d2t, read as offsets: {error}") from error
+    if t2d is not None and t2d.load().nonzero().squeeze(1).tolist() != ids_W.tolist():
+        raise InputError("t2d marks other tokens than d2t names; d2t must hold offsets (the target's id less the draft's)")
+    return None if len(vocabulary) == V else vocabulary
+
+
+def _settle_embedding(foreign: Foreign, weights: Weights, target: PreTrainedModel) -> dict[str, bool]:
+    """Take a copy of the target's embedding out of the tensors; return whether the head has one of its own.
+
+    Raises:
+        InputError: it is no copy, and the family's heads have none of their own.
+    """
+    stored = weights.get(EMBEDDING)
+    if stored is None:
+        return {}
+    if _same(stored, cast(Tensor, target.get_input_embeddings().weight)):
+        del weights[EMBEDDING]
+        return {}
+    if "own_embedding" not in FAMILIES[foreign.kind].settings.model_fields:
+        raise InputError(f"{EMBEDDING} is not the target's embedding, and {foreign.kind} heads here have none of their own")
+    return {"own_embedding": True}
+
+
+def _settle_head(
+    foreign: Foreign, weights: Weights, vocabulary: DraftVocabulary | None, target: PreTrainedModel
+) -> dict[str, bool]:
+    """Return whether the output head counts as trained; drop a whole one that is the target's."""
+    if foreign.settings.get("own_output_heads"):
+        return {}
+    stored = weights.get(HEAD)
+    if stored is None:
+        return {"train_head": False}
+    V = target.config.get_text_config().vocab_size
+    ids_W = torch.arange(V, device=target.device) if vocabulary is None else vocabulary.token_ids_W.to(target.device)
+    is_targets = _same(stored, head_rows(target, ids_W)[0])
+    if is_targets and vocabulary is None:
+        del weights[HEAD]
+    return {"train_head": not is_targets}
+
+
+def _same(stored: Stored, own: Tensor) -> bool:
+    """Whether a tensor is the target's, in the coarser of the two dtypes."""
+    if stored.shape != tuple(own.shape) or not stored.dtype.is_floating_point:
+        return False
+    coarser = min(stored.dtype, own.dtype, key=lambda dtype: -torch.finfo(dtype).eps)
+    row = 0
+    for block in stored.in_blocks():
+        part = own.detach()[row : row + len(block)]
+        if not torch.equal(block.to(own.device, coarser), part.to(coarser)):
+            return False
+        row += len(block)
+    return True
+
+
+def drafts_a_round(foreign: Foreign, asked: int | None, settings: Any) -> int:
+    """Return how many tokens to draft a round: as asked, else as the draft's config says, else 3, and no more than it can.
+
+    Raises:
+        InputError: more were asked for than the head has.
+    """
+    longest = settings.longest_draft
+    if asked is not None and longest is not None and asked > longest:
+        raise InputError(f"num_speculative_tokens {asked}: the draft says at most {longest} tokens a round")
+    wanted = asked or foreign.num_speculative_tokens or DEFAULT_TOKENS
+    return wanted if longest is None else min(wanted, longest)

@@ -1,0 +1,85 @@
+"""The MTP modules that a checkpoint brings along, read as a draft: `mtp.*` of Qwen, MiMo's, DeepSeek's and transformers' names.
+
+The folder is the target's own checkpoint, or one in MiMo's layout that lies beside a target, as the export for vLLM is. Names,
+the order of the projection and experts kept one by one are known to `heads.families.mtp_checkpoint`. The block is the
+target's kind, so its tensors are those of the target's blocks. A bias of zeros is none: MiMo's layout wants them where a
+Llama block has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from heads.families.mtp_checkpoint import NativeMtp, Piece
+from heads.formats.importing.foreign import Foreign
+from heads.formats.layout import Shapes
+from heads.target.checkpoint_files import Stored, Weights
+
+SIGNS = ("mtp", "eh_proj")
+BACKBONE = "model.layers.0."  # of the target's first block
+
+
+def has_modules(weights: Mapping[str, Stored]) -> bool:
+    """Whether some tensors look as if they were an MTP module's."""
+    return any(sign in name for name in weights for sign in SIGNS)
+
+
+def read_native(folder: Path, weights: Weights, reads: str | None) -> Foreign:
+    """Return a checkpoint's MTP modules in our words.
+
+    Args:
+        folder: of the checkpoint.
+        weights: all its tensors.
+        reads: which of the target's last states they were trained on; None: as the naming says of a whole checkpoint, and after
+            the final norm where the modules stand alone (`heads.formats.exporting.mtp.mimo` writes such, whatever their
+            naming).
+
+    Raises:
+        InputError: the modules have no known naming.
+    """
+    native = NativeMtp(folder)
+    several = native.num_layers > 1
+    if reads is None:
+        reads = native.naming.reads if any(name.startswith(BACKBONE) for name in weights) else "post_norm"
+    settings = {"shared_depths": not several, "reads": reads} | ({"num_depths": native.num_layers} if several else {})
+    return Foreign(
+        form=f"MTP of a checkpoint, named as in {native.naming.families}",
+        kind="mtp",
+        settings=settings,
+        layer=None,
+        weights={},
+        num_speculative_tokens=native.num_layers if several else None,
+        placed=partial(_placed, native, weights),
+    )
+
+
+def _placed(native: NativeMtp, weights: Weights, own: Shapes) -> Weights:
+    """Return the tensors by our names and shapes.
+
+    Raises:
+        InputError: some are missing, of another shape, or have no place in our module.
+    """
+    like = {name: torch.empty(shape, device="meta") for name, shape in own.items() if name.startswith("layers.")}
+    biases = [name for name in weights if "mtp" in name and name.endswith("_proj.bias")]
+    zero_biases = {name for name in biases if not weights[name].load().any()}
+    places = native.places(like, hidden_first=False, without=zero_biases)
+    return {name: _joined(pieces, weights, own[name]) for name, pieces in places.items()}
+
+
+def _joined(pieces: list[Piece], weights: Weights, shape: tuple[int, ...]) -> Stored:
+    dtype = weights[pieces[0].key].dtype
+
+    def load() -> Tensor:
+        if len(pieces) == 1:
+            return pieces[0].turned(weights[pieces[0].key].load())
+        whole = torch.empty(shape, dtype=dtype)
+        for piece in pieces:
+            whole[piece.index] = piece.turned(weights[piece.key].load())
+        return whole
+
+    return Stored(shape=shape, dtype=dtype, load=load)

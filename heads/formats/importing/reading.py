@@ -1,0 +1,208 @@
+"""Drafts that other programs wrote, told in our words: settings, tensors under our names, draft vocabulary.
+
+Known are EAGLE-3, P-EAGLE, DFlash and MTP of the speculators library, flat EAGLE-3 (SGLang, SpecForge), Medusa (vLLM's names
+and the published ones), published Hydra heads, DFlash of z-lab and of transformers, and MTP modules inside checkpoints. What a
+format says and our families cannot do is refused here; whether the tensors fit the target is seen in
+`heads.formats.importing.importer`. W draft vocabulary, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from configs.runtime.errors import InputError
+from configs.runtime.files import read_json
+from configs.schema.release import TAP_OF_ID, LayerIds
+from heads.formats.exporting.flat import TRANSFORMERS_DFLASH
+from heads.formats.exporting.speculators import MTP_PARTS
+from heads.formats.importing.foreign import Foreign
+from heads.formats.importing.hydra import read_hydra
+from heads.formats.importing.mtp import has_modules, read_native
+from heads.formats.layout import renamed
+from heads.target.checkpoint_files import Weights, read_weights, zeros
+
+KNOWN = (
+    "speculators eagle3, peagle, dflash and mtp; flat EAGLE-3 (architecture ...Eagle3); Medusa (medusa_num_heads); Hydra "
+    "(hydra_num_heads); DFlash (architecture DFlashDraftModel or MuseGlimmerAssistantModel); a checkpoint with MTP modules"
+)
+MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
+OLD_MEDUSA = re.compile(r"^(?:medusa_heads?\.)?(\d+)\.(\d+)\.(?:(linear)\.)?(weight|bias)$")
+
+
+def read_foreign(folder: Path, *, layer_ids: LayerIds | None = None, reads: str | None = None) -> Foreign:
+    """Read a draft's config, and where its tensors are.
+
+    Args:
+        folder: with `config.json` and weights.
+        layer_ids: what ids of hidden states in its config mean (`configs.schema.release.ImportConfig`); None: what they mean to
+            those who write the form.
+        reads: which state an MTP head was trained on; None: what is usual where it comes from.
+
+    Raises:
+        InputError: the format is none of those known, or the draft does something that our families do not.
+    """
+    config = read_json(folder / "config.json", "config of the draft")
+    if not isinstance(config, dict):
+        raise InputError(f"{folder / 'config.json'} holds no object")
+    weights = read_weights(folder)
+    architectures = " ".join(config.get("architectures") or ())
+    try:
+        if "speculators_model_type" in config:
+            return _speculators(config, weights, layer_ids or "h", reads or "post_norm")
+        if config.get("model_type") == "medusa" or "medusa_num_heads" in config:
+            return _medusa(config, weights)
+        if "hydra_num_heads" in config:
+            return read_hydra(config, weights)
+        if "MuseGlimmerAssistant" in architectures:
+            weights = renamed(weights, [(new, old) for old, new in TRANSFORMERS_DFLASH])
+            return _dflash(config, config, weights, layer_ids or "block_output", "transformers DFlash")
+        if "DFlashDraftModel" in architectures:
+            options = config | (config.get("dflash_config") or {})
+            return _dflash(config, options, weights, layer_ids or "block_output", "z-lab DFlash")
+        if "Eagle3" in architectures or "PEagle" in architectures:
+            return _flat_eagle(config, weights, layer_ids or "block_output")
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{folder / 'config.json'} lacks or garbles a key of its format: {error!r}") from error
+    except InputError as error:
+        raise InputError(f"{folder} cannot be imported: {error}") from error
+    if has_modules(weights):
+        return read_native(folder, weights, reads)
+    raise InputError(f"{folder} is in no form that draftsmith reads ({KNOWN}); its architectures: {architectures or 'none'}")
+
+
+def _speculators(config: dict[str, Any], weights: Weights, layer_ids: LayerIds, reads: str) -> Foreign:
+    kind, layer = config["speculators_model_type"], config["transformer_layer_config"]
+    if not isinstance(layer, dict):
+        raise InputError(f"expected transformer_layer_config to be a section, got {layer!r}")
+    readers: dict[str, Callable[[], dict[str, Any]]] = {
+        "eagle3": lambda: (
+            _eagle_settings(config, layer, layer_ids, normed_by_default=True)
+            | {"norm_feedback": config.get("norm_output", False)}
+        ),
+        "peagle": lambda: (
+            _eagle_settings(config, layer, layer_ids, normed_by_default=False) | {"mask_token_id": config["mask_token_id"]}
+        ),
+        "dflash": lambda: _dflash_settings(config, layer, _taps(config["aux_hidden_state_layer_ids"], layer_ids)),
+        "mtp": lambda: {"shared_depths": True, "reads": reads},
+    }
+    if kind not in readers:
+        raise InputError(f"speculators_model_type {kind!r} is none of {', '.join(readers)}")
+    tokens = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    settings = readers[kind]()
+    if kind != "dflash":
+        settings["num_depths"] = tokens
+    if kind == "mtp":
+        weights = renamed(weights, [(theirs, ours) for ours, theirs in MTP_PARTS])
+    return Foreign(
+        form=f"speculators {kind}",
+        kind=kind,
+        settings=settings,
+        layer=layer,
+        weights=weights,
+        num_speculative_tokens=tokens,
+        layer_ids=None if kind == "mtp" else layer_ids,
+    )
+
+
+def _eagle_settings(
+    config: Mapping[str, Any], layer: Mapping[str, Any], layer_ids: LayerIds, *, normed_by_default: bool
+) -> dict[str, Any]:
+    return {
+        "taps": _taps(config.get("eagle_aux_hidden_state_layer_ids"), layer_ids),
+        "num_layers": layer.get("num_hidden_layers", 1),
+        "norm_taps": config.get("fc_norm") or False,
+        "norm_joined_taps": config.get("norm_before_fc") or None,
+        "norm_before_residual": config.get(
+            "norm_before_residual", normed_by_default
+        ),  # what vLLM 0.32 takes where it is missing
+    }
+
+
+def _flat_eagle(config: dict[str, Any], weights: Weights, layer_ids: LayerIds) -> Foreign:
+    options = (config.get("eagle_config") or {}) | config
+    settings = _eagle_settings(options, config, layer_ids, normed_by_default=False)
+    parallel = "mask_hidden" in weights
+    if parallel:
+        masks = {key: options[key] for key in MASK_KEYS if key in options}
+        if len(set(masks.values())) > 1:
+            told = ", ".join(f"{key} {value}" for key, value in masks.items())
+            raise InputError(f"its config names different mask tokens: {told}; leave the one it was trained with")
+        settings["mask_token_id"] = next(iter(masks.values()), None)
+    else:
+        settings["norm_feedback"] = options.get("norm_output", False)
+    return Foreign(
+        form="flat P-EAGLE" if parallel else "flat EAGLE-3",
+        kind="peagle" if parallel else "eagle3",
+        settings=settings,
+        layer=config,
+        weights=renamed(weights, [("midlayer.", "layers.0.")]),
+        layer_ids=layer_ids,
+    )
+
+
+def _dflash(config: dict[str, Any], options: dict[str, Any], weights: Weights, layer_ids: LayerIds, form: str) -> Foreign:
+    if options.get("causal"):
+        raise InputError("its slots see earlier slots only (causal), draftsmith's see the whole block")
+    settings = _dflash_settings(options, config, _taps(options["target_layer_ids"], layer_ids))
+    return Foreign(
+        form=form,
+        kind="dflash",
+        settings=settings,
+        layer=config,
+        weights=weights,
+        num_speculative_tokens=options["block_size"] - 1,
+        layer_ids=layer_ids,
+    )
+
+
+def _dflash_settings(options: Mapping[str, Any], layer: Mapping[str, Any], taps: list[int] | None) -> dict[str, Any]:
+    if options.get("sample_from_anchor"):
+        raise InputError("it drafts from the pending token's slot too (sample_from_anchor), draftsmith's DFlash does not")
+    return {
+        "taps": taps,
+        "num_layers": layer["num_hidden_layers"],
+        "block_size": options["block_size"],
+        "mask_token_id": options["mask_token_id"],
+    }
+
+
+def _medusa(config: dict[str, Any], weights: Weights) -> Foreign:
+    num_heads, num_layers = config["medusa_num_heads"], config["medusa_num_layers"]
+    weights = {_medusa_name(name, num_layers): stored for name, stored in weights.items()}
+    own = any(name.startswith("lm_heads.") for name in weights)
+    added: Weights = {}
+    for head in range(num_heads):
+        for layer in range(num_layers):
+            stem = f"blocks.{head}.layers.{layer}"
+            if f"{stem}.weight" in weights:  # a block without bias is one with a bias of 0
+                width, dtype = weights[f"{stem}.weight"].shape[0], weights[f"{stem}.weight"].dtype
+                added[f"{stem}.bias"] = zeros((width,), dtype)
+    settings = {"num_depths": num_heads, "num_layers": num_layers, "own_output_heads": own, "train_head": own}
+    return Foreign(
+        form="Medusa",
+        kind="medusa",
+        settings=settings,
+        layer=None,
+        weights=weights,
+        num_speculative_tokens=num_heads,
+        optional=added,
+    )
+
+
+def _medusa_name(name: str, num_layers: int) -> str:
+    """Return our name of a Medusa tensor; the published ones count a head's blocks and then its output matrix."""
+    found = OLD_MEDUSA.match(name)
+    if found is None:
+        return name
+    head, layer, linear, part = found.groups()
+    if linear is None and int(layer) == num_layers:
+        return f"lm_heads.{head}.{part}"
+    return f"blocks.{head}.layers.{layer}.{part}" if linear else name
+
+
+def _taps(ids: list[int] | None, layer_ids: LayerIds) -> list[int] | None:
+    """Return ids as engines take them, sorted and each once, counted as in artifacts; None stays open."""
+    return None if ids is None else sorted({number + TAP_OF_ID[layer_ids] for number in ids})

@@ -1,0 +1,183 @@
+"""A forward compiled by `torch.compile` for a few fixed shapes, with CUDA graphs where the device has them.
+
+A round of decoding changes its shapes all the time: how many tokens are read, how far the cache reaches. A compiled graph
+wants the same ones. So the tokens of a forward are filled up to one of `WIDTHS` by repeating the last, the cache has one of a
+few sizes and is read whole behind a mask, and whatever fits no width (a prompt) runs as it would without compiling. What
+is compiled is the lean forward (`heads.inference.lean_forward`) where the family has one, transformers' own elsewhere. The
+output matrix is one product and stays outside.
+
+With SmolLM2 in bfloat16 on two cores a graph of the lean forward takes 30 s to compile and saves 5 to 15 % of a pass
+(`docs/forwards.md`). Each width, batch size, cache size and set of taps is a graph of its own, so this is for long runs at one
+batch size. The weights are inputs of the graphs, not constants of them: all share one packed copy. The path by CUDA graphs
+(`mode="reduce-overhead"`) was written without a GPU to run it on. Left out on purpose: batches filled up to a fixed size; taps
+of a forward by transformers, which runs as it is while something is tapped.
+B batch, T new tokens, W tokens of a graph, S cache length, D width.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from configs.runtime.errors import InputError
+from heads.inference.causal_lm import FastForward, Masks, backbone, register, registered
+from heads.inference.kv_cache import RowCache
+from heads.inference.lean_forward import make_lean
+
+log = logging.getLogger("draftsmith")
+
+WIDTHS = (1, 2, 4, 8, 16, 32)  # tokens of a row in one forward; more run uncompiled
+SMALLEST_CACHE = 256  # positions a row; larger caches double
+MAX_GRAPHS = 16  # of one model; further shapes run uncompiled
+
+
+def make_compiled(model: PreTrainedModel) -> None:
+    """Let decoding run `model` by a compiled forward from now on; its weights must not change afterwards.
+
+    Graphs are compiled when a shape is first met, so the first answers are slow.
+    """
+    try:
+        make_lean(model)
+    except InputError as error:
+        log.info("transformers' forward is compiled: %s", error)
+    register(model, CompiledForward(registered(model) or BackboneForward(model), model.device))
+
+
+def run_alike(model: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Give `model` the kind of forward that `target` has.
+
+    Raises:
+        InputError: that is a lean one, which `model` cannot have.
+    """
+    if isinstance(registered(target), CompiledForward):
+        make_compiled(model)
+    elif registered(target) is not None:
+        make_lean(model)
+
+
+class BackboneForward:
+    """transformers' own forward in the form of `heads.inference.causal_lm.FastForward`. Its taps are hooks
+    (`heads.target.hidden_states`)."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._backbone, self._head = backbone(model), model.get_output_embeddings()
+
+    def hidden(self, ids_BT: Tensor, positions_BT: Tensor, masks: Masks, cache: RowCache) -> Tensor:
+        output = self._backbone(
+            input_ids=ids_BT, position_ids=positions_BT, attention_mask=masks, past_key_values=cache, use_cache=True
+        )
+        hidden_BTD: Tensor = output.last_hidden_state
+        return hidden_BTD
+
+    def logits(self, hidden_BTD: Tensor) -> Tensor:
+        logits_BTV: Tensor = self._head(hidden_BTD)
+        return logits_BTV
+
+    def watch(self, taps: Sequence[int], seen: dict[int, Tensor]) -> None:
+        """Nothing to do: hooks watch already."""
+
+    def cache_size(self, capacity: int) -> int:
+        return capacity
+
+
+class CompiledForward:
+    """Another forward, run as graphs of fixed shapes (`heads.inference.causal_lm.FastForward`).
+
+    Args:
+        inner: what is compiled.
+        device: where the model lives.
+    """
+
+    def __init__(self, inner: FastForward, device: torch.device) -> None:
+        self.inner = inner
+        self._graphs: dict[tuple[Any, ...], Callable[..., Tensor]] = {}
+        self._on_gpu = device.type == "cuda"
+        self._taps: tuple[int, ...] = ()
+        self._seen: dict[int, Tensor] = {}
+
+    def watch(self, taps: Sequence[int], seen: dict[int, Tensor]) -> None:
+        self._taps, self._seen = tuple(taps), seen
+        self.inner.watch(taps, seen)
+
+    def logits(self, hidden_BTD: Tensor) -> Tensor:
+        return self.inner.logits(hidden_BTD)
+
+    def cache_size(self, capacity: int) -> int:
+        size = SMALLEST_CACHE
+        while size < capacity + WIDTHS[-1]:
+            size *= 2
+        return size
+
+    def hidden(self, ids_BT: Tensor, positions_BT: Tensor, masks: Masks, cache: RowCache) -> Tensor:
+        T = ids_BT.shape[1]
+        graph = self._graph_for(ids_BT, masks, cache)
+        if graph is None:
+            return self.inner.hidden(ids_BT, positions_BT, masks, cache)
+        run, W = graph
+        slots = cache.end
+        cache.widen(W)
+        masks = _over_slots(masks, slots, cache.capacity, like_BW=(ids_BW := _filled(ids_BT, W)))
+        if self._on_gpu:
+            cache.mark_static()
+        hidden_BWD = run(ids_BW, _filled(positions_BT, W), masks, cache)
+        for tap in self._taps:
+            self._seen[tap] = self._own(self._seen[tap][:, :T])
+        return self._own(hidden_BWD[:, :T])
+
+    def _graph_for(self, ids_BT: Tensor, masks: Masks, cache: RowCache) -> tuple[Callable[..., Tensor], int] | None:
+        """Return the compiled function for this forward and its width, None where it is to run uncompiled."""
+        B, T = ids_BT.shape
+        starts_text = masks is None and T != 1
+        W = next((width for width in WIDTHS if width >= T), None)
+        if starts_text or W is None or not cache.is_filled or not cache.has_room(W):
+            return None
+        if self._taps and isinstance(self.inner, BackboneForward):
+            return None
+        key = (B, W, cache.capacity, self._taps, frozenset(masks) if isinstance(masks, dict) else None)
+        if key not in self._graphs and len(self._graphs) == MAX_GRAPHS:
+            return None
+        if key not in self._graphs:
+            log.info("compiling the forward of %d x %d tokens, cache %d", B, W, cache.capacity)
+            if len(self._graphs) == MAX_GRAPHS - 1:
+                log.warning("%d graphs are compiled, the most there may be: further shapes run uncompiled", MAX_GRAPHS)
+            self._graphs[key] = self._compiled()
+        return self._graphs[key], W
+
+    def _compiled(self) -> Callable[..., Tensor]:
+        """Return the inner forward, to be compiled at its first call; its guards are not looked up among its siblings'."""
+        mode = "reduce-overhead" if self._on_gpu else None
+        apart = {"isolate_recompiles": True, "recompile_limit": 4}  # which the type stubs do not know
+        return torch.compile(self.inner.hidden, dynamic=False, fullgraph=True, mode=mode, **apart)  # type: ignore[call-overload]
+
+    def _own(self, state: Tensor) -> Tensor:
+        """Return a state that the next run of a CUDA graph does not write over."""
+        return state.clone() if self._on_gpu else state
+
+
+def _filled(values_BT: Tensor, W: int) -> Tensor:
+    """Return values `[B, W]` whose last column stands for all that are missing; copied where their strides would tell."""
+    T = values_BT.shape[1]
+    return values_BT.contiguous() if T == W else torch.cat([values_BT, values_BT[:, -1:].expand(-1, W - T)], 1)
+
+
+def _over_slots(masks: Masks, slots: int, capacity: int, like_BW: Tensor) -> Masks:
+    """Return masks `[B, 1, W, S]` over all slots of the cache; tokens that fill up see what the last one sees."""
+    if isinstance(masks, dict):
+        return {kind: _over(mask, slots, capacity, like_BW) for kind, mask in masks.items()}
+    return _over(masks, slots, capacity, like_BW)
+
+
+def _over(mask: Tensor | None, slots: int, capacity: int, like_BW: Tensor) -> Tensor:
+    B, W = like_BW.shape
+    if mask is None:  # one token that sees all there is
+        return (torch.arange(capacity, device=like_BW.device) < slots).expand(B, 1, W, capacity).contiguous()
+    hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+    mask = functional.pad(mask, (0, capacity - mask.shape[-1]), value=hidden)
+    last = mask[:, :, -1:].expand(-1, -1, W - mask.shape[2], -1)
+    return torch.cat([mask, last], 2).expand(B, -1, -1, -1).contiguous()

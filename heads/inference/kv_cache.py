@@ -1,0 +1,298 @@
+"""A preallocated key-value cache in which every row of the batch has its own length, and the one way to run a model on it.
+
+transformers' caches grow by concatenation and roll back, if at all, by the same count for every row. Here each forward says
+at which position each row's new tokens start (`starts`), keys and values are written there, and a mask hides whatever lies
+beyond. Rolling back is therefore starting again at an earlier position: nothing is copied, and rows may differ. Tokens of a
+tree take consecutive slots whatever their depth (`heads.sampling.token_tree.Branches`); those of the path that stays are then
+moved to where a chain would have put them, the only copy there is.
+
+Sliding-window layers keep the full length and are masked; left out on purpose: paged storage (quantised:
+`heads.inference.int8_kv_cache`). B batch, T new tokens, S cache length, N key-value heads, H head width, D width, A accepted
+drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.configuration_utils import PreTrainedConfig
+
+from heads.inference.causal_lm import backbone, fast_forward
+from heads.sampling.token_tree import Branches
+
+
+@dataclass
+class _Slots:
+    """Where the forward under way writes: `starts` by row, `length` new tokens, and the same as an index for ragged rows."""
+
+    starts: Sequence[int]
+    length: int
+    index: tuple[Tensor, slice, Tensor] | None  # rows [B, 1], all heads, positions [B, T]; None where all rows start alike
+    branches: Branches | None = None  # None: the tokens follow one another
+    span: int | None = None  # how many slots are read; None: up to the furthest row's end
+
+    @property
+    def end(self) -> int:
+        return max(self.starts) + self.length if self.span is None else self.span
+
+
+class RowLayer(CacheLayerMixin):
+    """One layer's keys and values, `[B, N, capacity, H]`, allocated when the first states show their shape."""
+
+    is_sliding = False
+    stored: Sequence[str] = ("keys", "values")  # attributes, `[B, N, capacity, ...]`
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self.capacity = capacity
+        self.slots = _Slots(starts=[0], length=0, index=None)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        B, N, _, _ = key_states.shape
+        self.keys = key_states.new_zeros(B, N, self.capacity, key_states.shape[-1])
+        self.values = value_states.new_zeros(B, N, self.capacity, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        """Write the new states into their slots and return views of everything up to the furthest row's end."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        end = self.slots.end
+        if self.slots.index is None:
+            start = self.slots.starts[0]
+            self.keys[:, :, start:end] = key_states
+            self.values[:, :, start:end] = value_states
+        else:
+            index = beside(self.slots.index, self.keys)
+            self.keys[index] = key_states.transpose(1, 2)
+            self.values[index] = value_states.transpose(1, 2)
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def move(self, goal: tuple[Tensor, slice, Tensor], source: tuple[Tensor, slice, Tensor]) -> None:
+        """Copy what stands in the slots `source` to `goal`."""
+        goal, source = beside(goal, self.keys), beside(source, self.keys)
+        for name in self.stored:
+            tensor = getattr(self, name)
+            tensor[goal] = tensor[source]
+
+    def keep_rows(self, index_B: Tensor) -> None:
+        """Drop all rows but these, in this order."""
+        for name in self.stored:
+            setattr(self, name, getattr(self, name)[index_B])
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.slots.end, 0
+
+    def get_seq_length(self) -> int:
+        return max(self.slots.starts)
+
+    def get_max_length(self) -> int:
+        return self.capacity
+
+
+class RowCache(Cache):
+    """Keys and values of `num_layers` layers for up to `capacity` positions a row; see the module's docstring.
+
+    `layer` makes one layer's storage of the capacity.
+    """
+
+    def __init__(self, num_layers: int, capacity: int, layer: Callable[[int], RowLayer] = RowLayer) -> None:
+        self.rows = [layer(capacity) for _ in range(num_layers)]
+        super().__init__(layers=list(self.rows))
+        self.capacity = capacity
+        self._slots = _Slots(starts=[0], length=0, index=None)
+
+    def place(self, starts: Sequence[int], length: int, device: torch.device, branches: Branches | None = None) -> None:
+        """Say where the next forward writes: `length` tokens a row, row b from position `starts[b]` on.
+
+        With `branches` they are tokens of a tree, and `starts` their first slots; None: each follows the one before it.
+
+        Raises:
+            ValueError: that would run past the capacity.
+        """
+        if max(starts) + length > self.capacity:
+            raise ValueError(f"positions up to {max(starts) + length} were asked of a cache of {self.capacity}")
+        index = None
+        if min(starts) != max(starts):
+            index = _index(starts, torch.arange(length, device=device))
+        self._slots = _Slots(starts=list(starts), length=length, index=index, branches=branches)
+        for layer in self.rows:
+            layer.slots = self._slots
+
+    def widen(self, length: int) -> None:
+        """Let the forward under way write `length` tokens a row and read every slot: the same shapes at every place."""
+        slots = self._slots
+        index = _index(slots.starts, torch.arange(length, device=self.rows[0].keys.device))
+        self._slots = _Slots(
+            starts=slots.starts, length=length, index=index, branches=slots.branches, span=self.rows[0].capacity
+        )
+        for layer in self.rows:
+            layer.slots = self._slots
+
+    @property
+    def end(self) -> int:
+        """How many slots the forward under way reads."""
+        return self._slots.end
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether a forward has been here before."""
+        return self.rows[0].is_initialized
+
+    def has_room(self, length: int) -> bool:
+        """Say whether the forward under way could write so many tokens."""
+        return max(self._slots.starts) + length <= self.capacity
+
+    def mark_static(self) -> None:
+        """Tell CUDA graphs that keys and values stay where they are, so that they are not copied before each run."""
+        for layer in self.rows:
+            for name in layer.stored:
+                torch._dynamo.mark_static_address(getattr(layer, name))
+
+    @property
+    def holds_tree(self) -> bool:
+        """Whether the tokens of the forward under way are those of a tree."""
+        return self._slots.branches is not None
+
+    def visible(self, positions_BT: Tensor, window: int | None = None) -> Tensor:
+        """Return which slots the tokens of the forward under way see, bool `[B, T, S]`.
+
+        In a text each sees the places up to its own, in a tree the committed ones, its ancestors and itself.
+
+        Args:
+            positions_BT: where the tokens stand in the text.
+            window: how many positions they see, their own counted; None: all.
+        """
+        keys_S = torch.arange(self._slots.end, device=positions_BT.device)
+        key_positions = keys_S
+        if self._slots.branches is None:
+            visible_BTS = keys_S <= positions_BT.unsqueeze(-1)
+        else:
+            visible_BTS, key_positions_BS = self._slots.branches.over(keys_S)
+            key_positions = key_positions_BS.unsqueeze(1)
+        return visible_BTS if window is None else visible_BTS & (key_positions > positions_BT.unsqueeze(-1) - window)
+
+    def keep_path(self, starts: Sequence[int], columns: Sequence[Sequence[int]]) -> None:
+        """Move the states of a tree's accepted tokens together, as if they alone had been read.
+
+        Args:
+            starts: the first slot of the tree, by row.
+            columns: by row, the slots to keep, counted from `starts` and rising. Row b keeps as many; rows may differ.
+        """
+        A = max(map(len, columns))
+        # A row that keeps fewer copies what stands there onto itself.
+        columns = [[*row, *range(len(row), A)] for row in columns]
+        if all(column == place for row in columns for place, column in enumerate(row)):
+            return
+        device = self.rows[0].keys.device
+        source, goal = _index(starts, torch.tensor(columns, device=device)), _index(starts, torch.arange(A, device=device))
+        for layer in self.rows:
+            layer.move(goal, source)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Drop all rows but these, in this order."""
+        for layer in self.rows:
+            if layer.is_initialized:
+                layer.keep_rows(torch.tensor(rows, device=layer.keys.device))
+
+
+def _index(starts: Sequence[int], columns: Tensor) -> tuple[Tensor, slice, Tensor]:
+    """Return the index of slots `starts[b] + columns` of each row, all heads; `columns` is `[T]` or `[B, T]`."""
+    starts_B1 = torch.tensor(starts, device=columns.device).unsqueeze(1)
+    return torch.arange(len(starts), device=columns.device).unsqueeze(1), slice(None), starts_B1 + columns
+
+
+def beside(index: tuple[Tensor, slice, Tensor], states: Tensor) -> tuple[Tensor, slice, Tensor]:
+    """Return an index of slots on the device of these states: the layers of a spread target lie on several."""
+    rows, heads, positions = index
+    return rows.to(states.device), heads, positions.to(states.device)
+
+
+def new_cache(model: PreTrainedModel, capacity: int, layer: Callable[[int], RowLayer] = RowLayer) -> RowCache:
+    """Return an empty cache for `model` that holds `capacity` positions a row, or more; `layer` as for `RowCache`."""
+    fast = fast_forward(model)
+    size = capacity if fast is None else fast.cache_size(capacity)
+    return RowCache(model.config.get_text_config().num_hidden_layers, size, layer)
+
+
+def forward_rows(
+    model: PreTrainedModel, cache: RowCache, ids_BT: Tensor, starts: Sequence[int], branches: Branches | None = None
+) -> Tensor:
+    """Run a causal LM's backbone on tokens that continue each row at its own position.
+
+    Args:
+        model: the causal LM the cache was made for.
+        cache: keys and values of positions before `starts`; those of the new tokens are added.
+        ids_BT: token ids; column t of row b stands at position `starts[b] + t`.
+        starts: first position by row. Anything cached at or after it is overwritten or hidden.
+        branches: the tokens are those of a tree, whose first slots are `starts`.
+
+    Returns:
+        The final, normed hidden states `[B, T, D]`; position t predicts t + 1 (`heads.inference.causal_lm.head_logits`).
+    """
+    T = ids_BT.shape[1]
+    cache.place(starts, T, ids_BT.device, branches)
+    if branches is None:
+        positions_BT = torch.tensor(starts, device=ids_BT.device).unsqueeze(1) + torch.arange(T, device=ids_BT.device)
+    else:
+        positions_BT = branches.positions_BT
+    config = model.config.get_text_config()
+    places_BT = _within_context(config, positions_BT, max(starts) + T)
+    masks = _masks(config, cache, positions_BT, starts, model.dtype)
+    if (fast := fast_forward(model)) is not None:
+        return fast.hidden(ids_BT, places_BT, masks, cache)
+    output = backbone(model)(
+        input_ids=ids_BT, position_ids=places_BT, attention_mask=masks, past_key_values=cache, use_cache=True
+    )
+    return output.last_hidden_state
+
+
+def _within_context(config: PreTrainedConfig, positions_BT: Tensor, end: int) -> Tensor:
+    """Return positions before `end` with those beyond the context put on its last place.
+
+    Only a row's padding stands there while a neighbour in the batch has room, but a learned position table has no such row.
+    """
+    context = getattr(config, "max_position_embeddings", None)
+    return positions_BT if context is None or end <= context else positions_BT.clamp(max=context - 1)
+
+
+def _masks(
+    config: PreTrainedConfig, cache: RowCache, positions_BT: Tensor, starts: Sequence[int], dtype: torch.dtype
+) -> Tensor | dict[str, Tensor | None] | None:
+    """Return masks that show each token exactly what `RowCache.visible` says, or None where the model's own causality does."""
+    T = positions_BT.shape[1]
+    window = getattr(config, "sliding_window", None)
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    causal_BTS = None
+    # From position 0 on the model's own causal mask is right and takes a faster kernel; so is none for one token that sees all.
+    if cache.holds_tree or (max(starts) > 0 and (T > 1 or min(starts) != max(starts))):
+        causal_BTS = cache.visible(positions_BT)
+    if window is None or (layer_types and "sliding_attention" not in layer_types):
+        return _for_attention(causal_BTS, config, dtype)
+    sliding_BTS = cache.visible(positions_BT, window)
+    if not layer_types:
+        return _for_attention(sliding_BTS, config, dtype)
+    if causal_BTS is None:
+        causal_BTS = cache.visible(positions_BT)
+    masks = {
+        "full_attention": _for_attention(causal_BTS, config, dtype),
+        "sliding_attention": _for_attention(sliding_BTS, config, dtype),
+    }
+    return masks if len(layer_types) > 1 else masks["sliding_attention"]
+
+
+def _for_attention(visible_BTS: Tensor | None, config: PreTrainedConfig, dtype: torch.dtype) -> Tensor | None:
+    """Turn a boolean mask into the 4-D form of the attention in use: boolean for sdpa, additive for eager."""
+    if visible_BTS is None:
+        return None
+    visible_B1TS = visible_BTS.unsqueeze(1)
+    if config._attn_implementation != "eager":
+        return visible_B1TS
+    return torch.zeros_like(visible_B1TS, dtype=dtype).masked_fill(~visible_B1TS, torch.finfo(dtype).min)

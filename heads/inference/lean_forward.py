@@ -1,0 +1,245 @@
+"""A forward for Llama-like models that does the arithmetic and little else, for decoding with
+`heads.inference.kv_cache.RowCache`.
+
+transformers' forward of a small model spends most of a pass on other things than reading its weights once. This one packs the
+weights (`heads.inference.packed_linear`), joins projections that share their input, and lets the query heads of a group stand
+as further rows of their key head: PyTorch's attention on a CPU reads keys and values once for the group so, and takes a fifth
+of the time. Every rounding is done where transformers does it, in the same order.
+
+Known families: Llama, Mistral, Qwen2, Qwen3. Anything else is refused with the reason, and so is a model of these whose logits
+on a probe are not transformers'. Left out on purpose: gradients, and norms or scalings of further families (Gemma, Granite,
+Cohere), which would make every pass ask what it is.
+B batch, T new tokens, S cache length, D width, H head width, N key-value heads, G query heads of each, M query and key heads.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm, scaled_dot_product_attention
+from transformers import (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
+
+from configs.runtime.errors import InputError
+from heads.inference.causal_lm import Masks, backbone, head_logits, register
+from heads.inference.kv_cache import RowCache, forward_rows, new_cache
+from heads.inference.packed_linear import PackedLinear
+
+FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+PROBE_TOKENS = 12
+
+
+def make_lean(model: PreTrainedModel) -> None:
+    """Let decoding run `model` by a lean forward from now on.
+
+    Its weights must not change afterwards: on a CPU the forward keeps a packed copy of them, which takes as much memory again.
+    The model's own stay, since transformers' forward still runs wherever answers are judged rather than decoded, heads are
+    made of them, and the checks in a wider dtype copy them.
+
+    Raises:
+        InputError: the family is none that the lean forward knows, or the two forwards disagree on a probe.
+    """
+    forward = LeanForward(model)
+    register(model, forward)
+    error = _disagreement(model)
+    accepted = max(1e-4, 16 * torch.finfo(model.dtype).eps)
+    if not error <= accepted:
+        register(model, None)
+        raise InputError(
+            f"the lean forward of {type(model).__name__} differs from transformers' by {error:.2g} of its logits on a probe, "
+            f"at most {accepted:.2g} is rounding; set target.forward to transformers"
+        )
+
+
+def lean_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """Return `model` once more, of the very same modules, for decoding by a lean forward while `model` itself runs as before.
+
+    Raises:
+        InputError: see `make_lean`.
+    """
+    twin = copy.copy(model)
+    make_lean(twin)
+    return twin
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Block:
+    """One block's weights."""
+
+    input_norm_D: Tensor
+    qkv: PackedLinear
+    qk_norm_MH: Tensor | None  # Qwen3: the norms of queries and keys, by head
+    out: PackedLinear
+    mlp_norm_D: Tensor
+    gate_up: PackedLinear
+    activation: Any
+    down: PackedLinear
+    layer_type: str
+
+
+class LeanForward:
+    """The two halves of a Llama-like model as functions without gradients (`heads.inference.causal_lm.FastForward`).
+
+    Args:
+        model: of one of `FAMILIES`, with plain linear layers.
+
+    Raises:
+        InputError: it is another.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        _check_family(model)
+        config: Any = model.config
+        parts: dict[str, Any] = dict(backbone(model).named_children())
+        attention = parts["layers"][0].self_attn
+        self._head_width, self._scale = attention.head_dim, attention.scaling
+        self._num_kv = config.num_key_value_heads
+        self._group = config.num_attention_heads // self._num_kv
+        self._eps = config.rms_norm_eps
+        self._embed, self._rotary, self._norm_D = parts["embed_tokens"], parts["rotary_emb"], parts["norm"].weight.detach()
+        types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        self._blocks = [
+            _block(layer, kind, self._num_kv, self._group) for layer, kind in zip(parts["layers"], types, strict=True)
+        ]
+        output: Any = model.get_output_embeddings()
+        self._head = PackedLinear([output])
+        self._watched: dict[int, Tensor] = {}
+        self._taps: frozenset[int] = frozenset()
+
+    def watch(self, taps: Sequence[int], seen: dict[int, Tensor]) -> None:
+        self._taps, self._watched = frozenset(taps), seen
+
+    def logits(self, hidden_BTD: Tensor) -> Tensor:
+        return self._head(hidden_BTD)
+
+    def cache_size(self, capacity: int) -> int:
+        return capacity
+
+    def hidden(self, ids_BT: Tensor, positions_BT: Tensor, masks: Masks, cache: RowCache) -> Tensor:
+        hidden_BTD = self._embed(ids_BT)
+        turn = self._turn(hidden_BTD, positions_BT)
+        masks_by_type = self._for_groups(masks)
+        for number, block in enumerate(self._blocks):
+            self._note(number, hidden_BTD)
+            attended_BTD = self._attention(block, number, hidden_BTD, turn, masks_by_type[block.layer_type], cache)
+            hidden_BTD = hidden_BTD + attended_BTD
+            gate_BTI, up_BTI = block.gate_up(self._normed(hidden_BTD, block.mlp_norm_D)).chunk(2, -1)
+            hidden_BTD = hidden_BTD + block.down(block.activation(gate_BTI) * up_BTI)
+        self._note(len(self._blocks), hidden_BTD)
+        return self._normed(hidden_BTD, self._norm_D)
+
+    def _attention(
+        self,
+        block: _Block,
+        number: int,
+        hidden_BTD: Tensor,
+        turn: tuple[Tensor, Tensor],
+        mask_BRS: Tensor | None,
+        cache: RowCache,
+    ) -> Tensor:
+        B, T, _ = hidden_BTD.shape
+        N, G, H = self._num_kv, self._group, self._head_width
+        qkv_BTMH = block.qkv(self._normed(hidden_BTD, block.input_norm_D)).view(B, T, (G + 2) * N, H)
+        qk_BTMH, values_BTNH = qkv_BTMH.split(((G + 1) * N, N), 2)
+        if block.qk_norm_MH is not None:
+            qk_BTMH = self._normed(qk_BTMH, block.qk_norm_MH)
+        cos_BT1H, sin_BT1H = turn
+        qk_BTMH = qk_BTMH * cos_BT1H + qk_BTMH.roll(H // 2, -1) * sin_BT1H
+        queries_BTMH, keys_BTNH = qk_BTMH.split((G * N, N), 2)
+        keys_BNSH, values_BNSH = cache.rows[number].update(keys_BTNH.transpose(1, 2), values_BTNH.transpose(1, 2))
+        if mask_BRS is None and T > 1:  # a text's beginning
+            attended_BMTH = scaled_dot_product_attention(
+                queries_BTMH.transpose(1, 2), keys_BNSH, values_BNSH, is_causal=True, scale=self._scale, enable_gqa=G > 1
+            )
+            return block.out(attended_BMTH.transpose(1, 2).reshape(B, T, G * N * H))
+        queries_BNRH = queries_BTMH.view(B, T, N, G, H).permute(0, 2, 3, 1, 4).reshape(B, N, G * T, H)
+        attended_BNRH = scaled_dot_product_attention(
+            queries_BNRH, keys_BNSH, values_BNSH, attn_mask=mask_BRS, scale=self._scale
+        )
+        return block.out(attended_BNRH.view(B, N, G, T, H).permute(0, 3, 1, 2, 4).reshape(B, T, G * N * H))
+
+    def _normed(self, values: Tensor, weight: Tensor) -> Tensor:
+        """RMSNorm over the last dimension; as in transformers the weight meets values already rounded to their dtype."""
+        return rms_norm(values, values.shape[-1:], None, self._eps) * weight
+
+    def _turn(self, like: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines of the rotary embedding, `[B, T, 1, H]`, the sines signed for a rolled head."""
+        cos_BTH, sin_BTH = self._rotary(like, positions_BT)
+        first_BTH, second_BTH = sin_BTH.chunk(2, -1)
+        return cos_BTH.unsqueeze(2), torch.cat((-first_BTH, second_BTH), -1).unsqueeze(2)
+
+    def _for_groups(self, masks: Masks) -> dict[str, Tensor | None]:
+        """Return masks by layer type with a row for each query head of a group, `[B or 1, 1, G * T, S]`."""
+        kinds = {block.layer_type for block in self._blocks}
+        by_type = masks if isinstance(masks, dict) else dict.fromkeys(kinds, masks)
+        return {kind: None if mask is None else mask.repeat(1, 1, self._group, 1) for kind, mask in by_type.items()}
+
+    def _note(self, tap: int, hidden_BTD: Tensor) -> None:
+        if tap in self._taps:
+            self._watched[tap] = hidden_BTD
+
+
+def _check_family(model: PreTrainedModel) -> None:
+    """Refuse a model that this forward was not written for, before anything of it is packed."""
+    name, known = type(model).__name__, ", ".join(family.__name__.removesuffix("ForCausalLM") for family in FAMILIES)
+    if not isinstance(model, FAMILIES):
+        raise InputError(f"the lean forward knows {known}, not {name}; set target.forward to transformers")
+    if model.config._attn_implementation != "sdpa":
+        raise InputError(
+            f"the lean forward has an attention of its own, and target.attention asks for "
+            f"{model.config._attn_implementation}; set that to sdpa, or target.forward to transformers"
+        )
+    for path, module in backbone(model).named_modules():
+        if path.endswith("_proj") and type(module) is not nn.Linear:
+            raise InputError(
+                f"the lean forward packs plain linear layers, and {path} of {name} is a {type(module).__name__}; set "
+                "target.forward to transformers"
+            )
+
+
+def _block(layer: Any, layer_type: str, num_kv: int, group: int) -> _Block:
+    attention, mlp = layer.self_attn, layer.mlp
+    norms = dict(attention.named_children())
+    qk_norm_MH = None
+    if "q_norm" in norms:
+        weights = [norms["q_norm"].weight.detach()] * (num_kv * group) + [norms["k_norm"].weight.detach()] * num_kv
+        qk_norm_MH = torch.stack(weights)
+    return _Block(
+        input_norm_D=layer.input_layernorm.weight.detach(),
+        qkv=PackedLinear([attention.q_proj, attention.k_proj, attention.v_proj]),
+        qk_norm_MH=qk_norm_MH,
+        out=PackedLinear([attention.o_proj]),
+        mlp_norm_D=layer.post_attention_layernorm.weight.detach(),
+        gate_up=PackedLinear([mlp.gate_proj, mlp.up_proj]),
+        activation=mlp.act_fn,
+        down=PackedLinear([mlp.down_proj]),
+        layer_type=layer_type,
+    )
+
+
+@torch.inference_mode()
+def _disagreement(model: PreTrainedModel) -> float:
+    """Return how far the lean logits of a registered model are from transformers', as a share of theirs (root mean square).
+
+    The lean ones are read in two pieces, the second from another place in each row, as after a rejected draft.
+    """
+    vocab_size = model.config.get_text_config().vocab_size
+    ids_BT = (torch.arange(2 * PROBE_TOKENS, device=model.device) * 7919 % vocab_size).view(2, PROBE_TOKENS)
+    theirs_BTV = model(input_ids=ids_BT, use_cache=False).logits.float()
+    starts, T = (PROBE_TOKENS - 5, PROBE_TOKENS - 8), 5
+    cache = new_cache(model, PROBE_TOKENS)
+    forward_rows(model, cache, ids_BT[:, : starts[0]], [0, 0])
+    again_BT = torch.stack([row[start : start + T] for row, start in zip(ids_BT, starts, strict=True)])
+    ours_BTV = head_logits(model, forward_rows(model, cache, again_BT, starts)).float()
+    there_BTV = torch.stack([row[start : start + T] for row, start in zip(theirs_BTV, starts, strict=True)])
+    return float((ours_BTV - there_BTV).norm() / there_BTV.norm())

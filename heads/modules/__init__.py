@@ -1,0 +1,4 @@
+"""The parts that heads are built from, and the interface between a head and its training.
+
+Start with `interface.HeadModule`.
+"""

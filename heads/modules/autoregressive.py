@@ -1,0 +1,179 @@
+"""The decoding side of heads that draft one token after another from their own last state, a chain or a tree: EAGLE-3, MTP.
+
+A module reads, at every position t that the target has read, the feature made of the target's states there and the embedding
+of the token at t + 1, and yields a state that the head turns into the distribution of the token at t + 2. A chain goes on by
+feeding that state back in place of the feature, a tree by doing so for each token that goes on. Keys and values made of
+fed-back states are written over by those made of the target's own, as soon as it has read the tokens.
+B batch, T positions, F width of a feature, D width of a state, W draft vocabulary.
+
+
+States that the target has handed over and the head has not read yet, row by row.
+
+The decoder hands states over when they are known; the token that goes with the last of them, the target's own, only shows
+in the next round. So families keep them here until then. B batch, T positions, F width of what a family keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from configs.schema.decoding import SamplingConfig
+from heads.inference.kv_cache import RowCache
+from heads.modules.output_head import DraftHead
+from heads.proposers.chain_builder import Drafting
+from heads.proposers.protocol import Proposal, Tokens
+from heads.proposers.tree_builder import TreeSlots, grow
+from heads.sampling.counter_rng import Streams
+from heads.sampling.token_tree import Branches, GrownTree, Tree
+from heads.target.hidden_states import TargetStates
+
+
+class PendingFeatures:
+    """Features of positions `first[b]` to `first[b] + count[b] - 1` of each row.
+
+    Args:
+        features_BTF: right-padded.
+        counts: how many of each row are valid.
+    """
+
+    def __init__(self, features_BTF: Tensor, counts: Sequence[int]) -> None:
+        self.first = [0] * len(counts)
+        self.counts = list(counts)
+        self.features_BTF = features_BTF[:, : max(counts)]
+
+    def replace(self, features_BTF: Tensor, counts: Sequence[int]) -> None:
+        """Take what follows the features held so far, which have been read."""
+        self.first = self.ends
+        self.counts = list(counts)
+        self.features_BTF = features_BTF[:, : max(counts)]
+
+    @property
+    def ends(self) -> list[int]:
+        """The position after the last one, by row."""
+        return [first + count for first, count in zip(self.first, self.counts, strict=True)]
+
+    @property
+    def last_B(self) -> Tensor:
+        """The column of each row's last feature."""
+        return torch.tensor(self.counts, device=self.features_BTF.device) - 1
+
+    def next_tokens(self, tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Return the ids `[B, T]` of the token after each feature's position; 0 on padding."""
+        width = self.features_BTF.shape[1]
+        rows = [list(row[first + 1 : end + 1]) for row, first, end in zip(tokens, self.first, self.ends, strict=True)]
+        padded = [row + [0] * (width - len(row)) for row in rows]
+        return torch.tensor(padded, device=self.features_BTF.device)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Drop all rows but these, in this order."""
+        self.features_BTF = self.features_BTF[torch.tensor(rows, device=self.features_BTF.device)]
+        self.counts = [self.counts[row] for row in rows]
+        self.first = [self.first[row] for row in rows]
+
+
+class ChainModule(Protocol):
+    """What the chain asks of a family's module."""
+
+    num_caches: int
+    lm_head: DraftHead
+
+    @property
+    def taps(self) -> Sequence[int]:
+        """Which of the target's hidden states it reads besides the final one."""
+
+    def features(self, states: TargetStates) -> Tensor:
+        """Return what is kept of the target's states, `[B, T, F]`."""
+
+    def read(self, features_BTF: Tensor, ids_BT: Tensor, positions_BT: Tensor, cache: RowCache, depth: int) -> Tensor:
+        """Return the states `[B, T, D]` at placed positions, from features and the tokens after them.
+
+        Args:
+            features_BTF: made of the target's states at depth 0, states that `read` itself returned afterwards.
+            ids_BT: the tokens at `positions_BT + 1`.
+            positions_BT: where the features stand in the text. The cache's `place` was called for them.
+            cache: keys and values of `num_caches` layers.
+            depth: how many drafted tokens lie behind, from 0.
+        """
+
+    def to_head(self, states_BD: Tensor, depth: int) -> Tensor:
+        """Return what the output head reads of states `[..., D]`."""
+
+
+class FeatureChain:
+    """A feature-fed module as a proposer (`heads.proposers.protocol.TreeProposer`)."""
+
+    num_trees = 1
+
+    def __init__(self, module: ChainModule, device: torch.device) -> None:
+        self.module, self.device = module, device
+        self.taps = module.taps
+        self._cache: RowCache
+        self._unread: PendingFeatures
+
+    def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
+        self._cache = RowCache(self.module.num_caches, capacity)
+        self._unread = PendingFeatures(self.module.features(states), [len(row) - 1 for row in tokens])
+
+    def propose(
+        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, streams: Streams, *, keep_logits: bool
+    ) -> Proposal:
+        head, lengths = self.head(0), [len(row) for row in tokens]
+        drafting = Drafting(lengths, sampling, streams, self.device, head.target_ids, head.spread, keep_logits=keep_logits)
+        state_BD = self._first_state(tokens)
+        for depth in range(num_tokens):
+            drafted_B = drafting.add(self.head(depth).logits(self.module.to_head(state_BD, depth)))
+            if depth + 1 == num_tokens or drafting.finished:
+                break
+            starts = [end + depth for end in self._unread.ends]
+            state_BD = self._read(state_BD.unsqueeze(1), drafted_B.unsqueeze(1), starts, depth + 1)[:, 0]
+        return drafting.proposal()
+
+    def propose_tree(
+        self, tokens: Tokens, tree: Tree | GrownTree, drawn_by: SamplingConfig | None, streams: Streams
+    ) -> Proposal:
+        head = self.head(0)
+        growth = grow(tree, [len(row) for row in tokens], drawn_by, streams, head.target_ids, head.spread)
+        slots = TreeSlots(self._unread.ends, self.device)
+        states_BMD, depth = self._first_state(tokens).unsqueeze(1), 0
+        while frontier := growth.add(self.head(depth).logits(self.module.to_head(states_BMD, depth))):
+            branches, depth = slots.place(frontier), depth + 1
+            states_BMD = frontier.of_origins(states_BMD)
+            states_BMD = self._read(states_BMD, frontier.tokens_BM, branches.starts, depth, branches)
+        return growth.proposal()
+
+    def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
+        self._unread.replace(self.module.features(states), [accepted + 1 for accepted in num_accepted])
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        self._cache.keep_rows(rows)
+        self._unread.keep_rows(rows)
+
+    def head(self, depth: int) -> DraftHead:
+        """Return the output head that says the tokens of a depth, counted from 0; all have the same vocabulary."""
+        return self.module.lm_head
+
+    def _first_state(self, tokens: Tokens) -> Tensor:
+        """Read what is unread; return the state `[B, D]` that the first draft comes from."""
+        unread = self._unread
+        states_BTD = self._read(unread.features_BTF, unread.next_tokens(tokens), unread.first, 0)
+        return states_BTD[torch.arange(len(tokens), device=self.device), unread.last_B]
+
+    def _read(
+        self,
+        features_BTF: Tensor,
+        ids_BT: Tensor,
+        starts: Sequence[int],
+        depth: int,
+        branches: Branches | None = None,
+    ) -> Tensor:
+        T = ids_BT.shape[1]
+        self._cache.place(starts, T, self.device, branches)
+        if branches is None:
+            positions_BT = torch.tensor(starts, device=self.device).unsqueeze(1) + torch.arange(T, device=self.device)
+        else:
+            positions_BT = branches.positions_BT
+        return self.module.read(features_BTF, ids_BT, positions_BT, self._cache, depth)

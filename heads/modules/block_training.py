@@ -1,0 +1,158 @@
+"""Attention of many blocks at once in training, each exactly as it will attend when it is drafted (`heads.families.dflash`).
+
+The slots of a block see the target's context before their anchor, and all slots of their own block, in one softmax. Keys and
+values of the context are made once for the row, whatever the number of blocks; blocks do not see each other, and nothing is
+computed for the pairs of slots that are hidden anyway. Left out on purpose: a fused kernel; the scores, A * S * (T + S) a head,
+are kept for the backward.
+B batch, T positions, A blocks of a row, S slots of a block, X = A * S, N heads, M key-value heads, G = N / M, H head width.
+
+
+Where block drafters start their blocks in training: at anchors drawn from each conversation.
+
+A block's anchor stands at position a = j + 1 of origin j: the pending token, known but not read by the target. Slot s of the
+block (from 1) says x_{a+s}, which is depth s - 1 of origin j (`heads.modules.interface`). A block is drafted from tokens that
+the target wrote, so anchors are answers' tokens, followed by another one.
+B batch, T positions, A anchors of a row, N anchors of the batch, C conversations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from heads.modules.interface import HeadInputs, labelled_origins
+from heads.modules.layers import DraftAttention, Rotation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anchors:
+    """Anchors by row, padded on the right to at least one.
+
+    Args:
+        places_BA: int64, columns of the anchors in their rows, rising; 0 on padding.
+        valid_BA: bool, False on padding.
+        weights_BA: float32, how many of its conversation's possible anchors each one stands for; 0 on padding.
+    """
+
+    places_BA: Tensor
+    valid_BA: Tensor
+    weights_BA: Tensor
+
+    def labelled(self, inputs: HeadInputs, slot: int) -> Tensor:
+        """Return the anchors `[B, A]` whose token at `slot` is a label in the same document, bool."""
+        T = inputs.input_ids_BT.shape[1]
+        label_BA = (self.places_BA + slot).clamp(max=T - 1)
+        documents_BT = inputs.document_ids_BT
+        together_BA = documents_BT.gather(1, label_BA) == documents_BT.gather(1, self.places_BA)
+        inside_BA = self.places_BA + slot < T
+        return self.valid_BA & inside_BA & together_BA & inputs.loss_mask_BT.gather(1, label_BA)
+
+    def visible(self, document_ids_BT: Tensor) -> Tensor:
+        """Return which positions `[B, A, T]` each anchor's block reads the target's states of: those before it, bool."""
+        places_T = torch.arange(document_ids_BT.shape[1], device=document_ids_BT.device)
+        earlier_BAT = places_T < self.places_BA.unsqueeze(-1)
+        return earlier_BAT & (document_ids_BT.unsqueeze(1) == document_ids_BT.gather(1, self.places_BA).unsqueeze(-1))
+
+
+def choose_anchors(inputs: HeadInputs, limit: int | None) -> Anchors:
+    """Choose anchors: `limit` of each conversation at random, by torch's own generator, or all of them.
+
+    Weighted as they say, the drawn ones give sums whose mean is that of all.
+    """
+    T = inputs.input_ids_BT.shape[1]
+    origins_N = labelled_origins(inputs, 0)
+    origins_N = origins_N[inputs.loss_mask_BT.flatten()[origins_N + 1]]
+    weights_N = torch.ones(len(origins_N), device=origins_N.device)
+    if limit is not None:
+        rank_N, count_N = _drawn(origins_N // T, inputs.document_ids_BT.flatten()[origins_N])
+        kept_N = rank_N < limit
+        origins_N, weights_N = origins_N[kept_N], (count_N / count_N.clamp(max=limit))[kept_N]
+    rows_N, per_row_B = origins_N // T, torch.bincount(origins_N // T, minlength=len(inputs.input_ids_BT))
+    column_N = torch.arange(len(rows_N), device=rows_N.device) - (per_row_B.cumsum(0) - per_row_B)[rows_N]
+    places_BA = origins_N.new_zeros(len(per_row_B), max(1, int(per_row_B.max())))
+    weights_BA = torch.zeros_like(places_BA, dtype=torch.float32)
+    places_BA[rows_N, column_N] = origins_N % T + 1
+    weights_BA[rows_N, column_N] = weights_N
+    return Anchors(places_BA=places_BA, valid_BA=places_BA > 0, weights_BA=weights_BA)
+
+
+def _drawn(rows_N: Tensor, documents_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rank of each possible anchor in a random order of its conversation's, and how many that has.
+
+    Args:
+        rows_N: rising.
+        documents_N: rising within a row; a conversation is a document of a row.
+    """
+    changes_N = torch.ones_like(rows_N)
+    changes_N[1:] = (rows_N[1:] != rows_N[:-1]) | (documents_N[1:] != documents_N[:-1])
+    own_N = changes_N.cumsum(0) - 1
+    counts_C = torch.bincount(own_N)
+    order_N = (own_N + torch.rand(len(own_N), dtype=torch.float64, device=own_N.device)).argsort()
+    rank_N = torch.empty_like(own_N)
+    rank_N[order_N] = torch.arange(len(own_N), device=own_N.device) - (counts_C.cumsum(0) - counts_C)[own_N]
+    return rank_N, counts_C[own_N]
+
+
+# 256 MiB in float32, several of which live at a time. Bounds the memory of a forward without a graph; training keeps them all.
+AT_ONCE = 2**26
+
+
+class BlockKeys:
+    """What the blocks of a batch see beside themselves, the same for every layer.
+
+    Args:
+        context_BTD: made of the target's states; every layer makes its own keys and values of it.
+        rotation: of its positions.
+        visible_BAT: bool, which of its positions each block sees.
+    """
+
+    def __init__(self, context_BTD: Tensor, rotation: Rotation, visible_BAT: Tensor) -> None:
+        self.context_BTD, self.rotation, self.visible_BAT = context_BTD, rotation, visible_BAT
+
+    def attend(self, attention: DraftAttention, states_BXD: Tensor, rotation: Rotation) -> Tensor:
+        """Return the attention output `[B, X, D]` of all blocks' slots, block after block."""
+        context = attention.keys_values(self.context_BTD, self.rotation)
+        own = attention.keys_values(states_BXD, rotation)
+        return attention.output(mix_blocks(attention.queries(states_BXD, rotation), context, own, self.visible_BAT))
+
+
+def mix_blocks(
+    q_BNXH: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], visible_BAT: Tensor, *, at_once: int = AT_ONCE
+) -> Tensor:
+    """Return mixed values `[B, N, X, H]`.
+
+    Args:
+        q_BNXH: queries of the slots.
+        context: keys and values `[B, M, T, H]` of the row.
+        own: keys and values `[B, M, X, H]` of the slots.
+        visible_BAT: bool, which positions of the row each block sees.
+        at_once: scores computed at one time, over the batch and all heads; at least those of one block a row.
+    """
+    A, T = visible_BAT.shape[1:]
+    B, N, X, _ = q_BNXH.shape
+    S = X // A
+    num_blocks = max(1, at_once // (B * N * S * (T + S)))
+    own_parts = zip(*(each.split(num_blocks * S, 2) for each in (q_BNXH, *own)), strict=True)
+    parts = [
+        _mix(q_part, context, (k_part, v_part), visible_part)
+        for (q_part, k_part, v_part), visible_part in zip(own_parts, visible_BAT.split(num_blocks, 1), strict=True)
+    ]
+    return torch.cat(parts, 2)
+
+
+def _mix(q_BNXH: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], visible_BAT: Tensor) -> Tensor:
+    A, T = visible_BAT.shape[1:]
+    k_BMTH, v_BMTH = context
+    k_BMASH, v_BMASH = (each.unflatten(2, (A, -1)) for each in own)
+    q_BMGASH = q_BNXH.unflatten(1, (k_BMTH.shape[1], -1)).unflatten(3, (A, -1))
+    hidden_B11A1T = ~visible_BAT[:, None, None, :, None]
+    to_context = torch.einsum("bmgash,bmth->bmgast", q_BMGASH, k_BMTH).masked_fill(hidden_B11A1T, float("-inf"))
+    to_own = torch.einsum("bmgash,bmarh->bmgasr", q_BMGASH, k_BMASH)
+    scores = torch.cat([to_context, to_own], -1)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * q_BNXH.shape[-1] ** -0.5
+    weights = scores.softmax(-1).to(v_BMTH.dtype)
+    mixed_BMGASH = torch.einsum("bmgast,bmth->bmgash", weights[..., :T], v_BMTH)
+    mixed_BMGASH = mixed_BMGASH + torch.einsum("bmgasr,bmarh->bmgash", weights[..., T:], v_BMASH)
+    return mixed_BMGASH.flatten(3, 4).flatten(1, 2)

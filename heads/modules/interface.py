@@ -1,0 +1,115 @@
+"""What a head family trains from and what its training forward gives back; the objective knows no family, only this.
+
+Origins and depths: at origin j the target has read x_0..x_j, and the token x_{j+1} is known (when decoding it is pending).
+Depth k (from 0) is the head's word on x_{j+2+k}, made with x_{j+2}..x_{j+1+k} given. It is judged by what the target says at
+position j + 1 + k. Medusa's heads do not read x_{j+1} but stand at the same origins. A depth is trained where its label
+x_{j+2+k} was written by the target and lies in the same document as the origin.
+B batch, T positions, P = B * T flat places, N rows of one depth, V target vocabulary, D width of the head's last state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from configs.schema.heads import HeadSettings
+from heads.target.hidden_states import TargetStates
+
+
+@dataclass(frozen=True, kw_only=True)
+class Normalisers:
+    """What is known of whole rows of target logits, at flat places b * T + t of a batch; 0 where nothing was asked.
+
+    Args:
+        log_sum_P: float32 (float64 where it was computed in that), log of the sum of exp(logits) over all V.
+        top1_P: int64, the likeliest token.
+    """
+
+    log_sum_P: Tensor
+    top1_P: Tensor
+
+
+class HeadInputs(NamedTuple):
+    """A batch of conversations (as in `distill.dataset.batches.Batch`) with the target's states over them."""
+
+    input_ids_BT: Tensor  # int64
+    loss_mask_BT: Tensor  # bool, True at label tokens
+    document_ids_BT: Tensor  # int64, negative on padding
+    position_ids_BT: Tensor  # int64, from 0 in each document
+    states: TargetStates
+    normalisers: Normalisers | None = None  # of the final states' logits at every position, where they are known already
+
+
+@dataclass(frozen=True, kw_only=True)
+class Depth:
+    """What a head says about one future token, at N of the batch's origins.
+
+    Args:
+        hidden_ND: what `logits_of` turns into logits over the draft vocabulary.
+        origins_N: int64, flat places b * T + j of the origins.
+        judged_N: int64, flat places of the positions where the target says what the head should have said.
+        logits_of: the head, `[C, D]` to `[C, W]`, any rows at a time; `parameters` are all tensors it depends on.
+        weight: of this depth in the loss, relative to the others.
+        row_weights_N: relative weight of single rows; None: all alike.
+        confidence_N: logits of the head's own guess of its acceptance sum_v min(p, q) at each row; None: it makes none.
+        confidence_weight: of the guess's cross-entropy, relative to the divergence.
+    """
+
+    hidden_ND: Tensor
+    origins_N: Tensor
+    judged_N: Tensor
+    logits_of: Callable[[Tensor], Tensor]
+    parameters: tuple[Tensor, ...]
+    weight: float = 1.0
+    row_weights_N: Tensor | None = None
+    confidence_N: Tensor | None = None
+    confidence_weight: float = 0.0
+
+
+class HeadModule(Protocol):
+    """A head on a frozen target. Implemented by an `nn.Module` whose parameters and buffers are what the artifact holds."""
+
+    @property
+    def settings(self) -> HeadSettings:
+        """How it was built, nothing left open that the target at hand would decide: an artifact rebuilds it from these."""
+
+    @property
+    def taps(self) -> Sequence[int]:
+        """Which of the target's hidden states it reads besides the final one."""
+
+    @property
+    def token_ids_W(self) -> Tensor | None:
+        """The target's id of each draft token; None where it can say all of them."""
+
+    def __call__(self, inputs: HeadInputs) -> list[Depth]:
+        """Return every depth, the nearest token first."""
+
+
+def labelled_origins(inputs: HeadInputs, depth: int) -> Tensor:
+    """Return the flat places `[N]` of the origins whose token at `depth` (from 0) is a label in the same document."""
+    ahead = depth + 2
+    T = inputs.input_ids_BT.shape[1]
+    if ahead >= T:
+        return inputs.input_ids_BT.new_zeros(0)
+    documents_BT = inputs.document_ids_BT
+    together_BT = documents_BT[:, :-ahead] == documents_BT[:, ahead:]
+    usable_BT = inputs.loss_mask_BT[:, ahead:] & together_BT & (documents_BT[:, :-ahead] >= 0)
+    rows_N, places_N = usable_BT.nonzero(as_tuple=True)
+    return rows_N * T + places_N
+
+
+def shifted_left(values_BT: Tensor, by: int) -> Tensor:
+    """Return values `[B, T, ...]` moved `by` places to the left, the last one repeated where nothing is left."""
+    if by == 0:
+        return values_BT
+    by = min(by, values_BT.shape[1])
+    return torch.cat([values_BT[:, by:], values_BT[:, -1:].expand(-1, by, *values_BT.shape[2:])], 1)
+
+
+def flat(values_BT: Tensor, places_N: Tensor) -> Tensor:
+    """Return the rows `[N, ...]` of `[B, T, ...]` values at flat places b * T + t."""
+    return values_BT.flatten(0, 1)[places_N]

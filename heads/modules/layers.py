@@ -1,0 +1,187 @@
+"""The decoder layer that heads are built from: Llama's, with an input of any width and keys that may come from elsewhere.
+
+One kind of layer whatever the target's family, so that serving engines know it. The rotary embedding, the norm and the MLP
+are transformers' own. Attention takes a mask from the caller, because each family hides other things.
+B batch, T positions, S keys, D width, N heads, M key-value heads, H head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from configs.runtime.errors import InputError
+from configs.schema.heads import LayerSettings
+from heads.inference.kv_cache import RowCache
+
+Rotation = tuple[Tensor, Tensor]  # cosines and sines, [B, T, H]
+# Kinds of rotary embeddings whose frequencies do not depend on the text's length, which a cache of rotated keys needs.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """Sizes of a draft layer; kept in the artifact."""
+
+    width: int
+    mlp_width: int
+    num_heads: int
+    num_key_value_heads: int
+    head_width: int
+    norm_epsilon: float
+    rope_theta: float
+    max_positions: int
+    rope_scaling: Mapping[str, Any] | None = None  # further rope parameters than theta; None: plain rotary embeddings
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON writes them."""
+        return asdict(self)
+
+    def llama_config(self) -> LlamaConfig:
+        """Return the config of a Llama layer of this shape."""
+        return LlamaConfig(
+            hidden_size=self.width,
+            intermediate_size=self.mlp_width,
+            num_attention_heads=self.num_heads,
+            num_key_value_heads=self.num_key_value_heads,
+            head_dim=self.head_width,
+            rms_norm_eps=self.norm_epsilon,
+            max_position_embeddings=self.max_positions,
+            rope_parameters=self.rope_parameters,
+        )
+
+    @property
+    def rope_parameters(self) -> dict[str, Any]:
+        """What describes the rotary embedding, as configs of transformers spell it."""
+        return {"rope_type": "default"} | dict(self.rope_scaling or {}) | {"rope_theta": self.rope_theta}
+
+
+def shape_like(target: PreTrainedModel) -> LayerShape:
+    """Return the shape of the target's own blocks, whatever its family calls the numbers."""
+    config = target.config.get_text_config()
+    num_heads = config.num_attention_heads
+    rope = getattr(config, "rope_parameters", None) or {}
+    epsilon = getattr(config, "rms_norm_eps", None) or getattr(config, "layer_norm_eps", None)
+    nested = rope.get("full_attention")  # Gemma keeps one set of parameters for each kind of layer
+    theta = (nested if isinstance(nested, dict) else rope).get("rope_theta", 10_000.0)
+    return LayerShape(
+        width=config.hidden_size,
+        mlp_width=config.intermediate_size,
+        num_heads=num_heads,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        head_width=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+        norm_epsilon=1e-5 if epsilon is None else epsilon,
+        rope_theta=theta,
+        max_positions=config.max_position_embeddings,
+    )
+
+
+def layer_shape(target: PreTrainedModel, settings: LayerSettings | None) -> LayerShape:
+    """Return the shape of a head's layers: the target's, with the sizes that the settings name.
+
+    Raises:
+        InputError: heads that cannot share keys, or rotary embeddings of a kind that heads do not have.
+    """
+    own = shape_like(target)
+    if settings is None:
+        return own
+    shape = replace(own, **{name: value for name, value in settings.model_dump().items() if value is not None})
+    if shape.num_heads % shape.num_key_value_heads or shape.width % shape.num_heads:
+        raise InputError(
+            f"head.layer: {shape.num_heads} heads and {shape.num_key_value_heads} key-value heads at width {shape.width}; "
+            "num_heads must be a multiple of num_key_value_heads, the width one of num_heads"
+        )
+    if (kind := shape.rope_parameters["rope_type"]) not in ROPE_TYPES:
+        raise InputError(f"head.layer.rope_scaling: rotary embeddings of type {kind}; heads have {', '.join(ROPE_TYPES)}")
+    return shape
+
+
+class Rotary(nn.Module):
+    """The rotary embedding of a draft layer; has no weights."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        # In a tuple: a head served in bfloat16 must not round the frequencies, which turns far positions by the wrong angle.
+        self._embedding = (LlamaRotaryEmbedding(shape.llama_config()),)
+
+    def forward(self, like: Tensor, position_ids_BT: Tensor) -> Rotation:
+        """Return the rotation of these positions, in the dtype of `like`."""
+        (embedding,) = self._embedding
+        cos_BTH, sin_BTH = embedding.to(like.device)(like, position_ids_BT)
+        return cos_BTH, sin_BTH
+
+
+class DraftAttention(nn.Module):
+    """Grouped-query attention from queries over a state of `input_width`, which may be twice the layer's width."""
+
+    def __init__(self, shape: LayerShape, input_width: int, *, norm_heads: bool = False) -> None:
+        super().__init__()
+        N, M, H = shape.num_heads, shape.num_key_value_heads, shape.head_width
+        self.head_width, self.grouped = H, N != M
+        self.q_proj = nn.Linear(input_width, N * H, bias=False)
+        self.k_proj = nn.Linear(input_width, M * H, bias=False)
+        self.v_proj = nn.Linear(input_width, M * H, bias=False)
+        self.o_proj = nn.Linear(N * H, shape.width, bias=False)
+        self.q_norm = LlamaRMSNorm(H, shape.norm_epsilon) if norm_heads else nn.Identity()
+        self.k_norm = LlamaRMSNorm(H, shape.norm_epsilon) if norm_heads else nn.Identity()
+
+    def queries(self, states_BTX: Tensor, rotation: Rotation) -> Tensor:
+        """Return rotated queries `[B, N, T, H]`."""
+        q_BNTH = self.q_norm(self._heads(self.q_proj(states_BTX))).transpose(1, 2)
+        return apply_rotary_pos_emb(q_BNTH, q_BNTH, *rotation)[0]
+
+    def keys_values(self, states_BTX: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """Return rotated keys and values, `[B, M, T, H]` each."""
+        k_BMTH = self.k_norm(self._heads(self.k_proj(states_BTX))).transpose(1, 2)
+        v_BMTH = self._heads(self.v_proj(states_BTX)).transpose(1, 2)
+        return apply_rotary_pos_emb(k_BMTH, k_BMTH, *rotation)[1], v_BMTH
+
+    def attend(self, q_BNTH: Tensor, k_BMSH: Tensor, v_BMSH: Tensor, visible_B1TS: Tensor | None) -> Tensor:
+        """Return the layer's output `[B, T, D]`; `visible_B1TS` None lets every query see every key."""
+        out_BNTH = functional.scaled_dot_product_attention(
+            q_BNTH, k_BMSH, v_BMSH, attn_mask=visible_B1TS, enable_gqa=self.grouped
+        )
+        return self.output(out_BNTH)
+
+    def output(self, mixed_BNTH: Tensor) -> Tensor:
+        """Return mixed values `[B, N, T, H]` projected to `[B, T, D]`."""
+        return self.o_proj(mixed_BNTH.transpose(1, 2).flatten(2))
+
+    def _heads(self, projected_BTX: Tensor) -> Tensor:
+        return projected_BTX.unflatten(-1, (-1, self.head_width))
+
+
+def mlp(shape: LayerShape) -> nn.Module:
+    """Return the gated MLP of a draft layer."""
+    return LlamaMLP(shape.llama_config())
+
+
+def norm(shape: LayerShape) -> nn.Module:
+    """Return an RMS norm of the layer's width."""
+    return LlamaRMSNorm(shape.width, shape.norm_epsilon)
+
+
+def causal_mask(document_ids_BT: Tensor) -> Tensor:
+    """Return which keys each position sees in training, bool `[B, 1, T, T]`: those before it in its document, and itself."""
+    T = document_ids_BT.shape[1]
+    causal_TT = torch.ones(T, T, dtype=torch.bool, device=document_ids_BT.device).tril()
+    together_BTT = document_ids_BT.unsqueeze(2) == document_ids_BT.unsqueeze(1)
+    return (causal_TT & together_BTT).unsqueeze(1)
+
+
+def placed_mask(cache: RowCache, positions_BT: Tensor) -> Tensor:
+    """Return which cached keys each position sees when decoding, bool `[B, 1, T, S]`
+    (`heads.inference.kv_cache.RowCache.visible`).
+
+    Args:
+        cache: after `place` for the forward under way; S is what its layers will return.
+        positions_BT: positions of the new tokens in the text.
+    """
+    return cache.visible(positions_BT).unsqueeze(1)

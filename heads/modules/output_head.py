@@ -1,0 +1,115 @@
+"""The last step of every head family: from a state of the target's width to logits over the draft vocabulary.
+
+It starts as the target's own head, whole or the rows of a reduced vocabulary. Whole and frozen it is the target's head, not a
+copy, and nothing of it is saved. D width, W draft vocabulary, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from heads.inference.causal_lm import head_logits
+from heads.modules.interface import Depth
+from heads.proposers.vocabulary import DraftVocabulary, head_rows
+
+
+class DraftHead(nn.Module):
+    """A linear head, soft-capped or scaled as the target's.
+
+    Args:
+        target: whose head it starts from.
+        vocabulary: the tokens it can say; None: all of the target's. Kept as the buffer `token_ids` (d2t).
+        trainable: learn it, apart from the target's.
+        with_bias: a trainable head has a bias even where the target's has none; it starts at 0.
+
+    Raises:
+        InputError: the target's head is no plain linear layer (`heads.proposers.vocabulary.head_rows`).
+    """
+
+    weight: nn.Parameter | Tensor | None
+    bias: nn.Parameter | Tensor | None
+    token_ids: Tensor | None
+
+    def __init__(
+        self, target: PreTrainedModel, vocabulary: DraftVocabulary | None, *, trainable: bool, with_bias: bool = False
+    ) -> None:
+        super().__init__()
+        self._target = (target,)  # in a tuple: neither trained nor saved with the head
+        self.vocab_size = target.config.get_text_config().vocab_size
+        ids_W = None if vocabulary is None else vocabulary.token_ids_W.to(target.device)
+        self.register_buffer("token_ids", ids_W, persistent=False)  # the artifact has a file for it
+        shared = vocabulary is None and not trainable
+        wanted_W = torch.arange(1 if shared else self.vocab_size, device=target.device) if ids_W is None else ids_W
+        weight_WD, bias_W = head_rows(target, wanted_W)  # also where nothing is copied: it refuses what is no linear head
+        if with_bias and bias_W is None:
+            bias_W = weight_WD.new_zeros(len(wanted_W))
+        dtype = torch.float32 if trainable else weight_WD.dtype
+        for name, value in (("weight", weight_WD), ("bias", bias_W)):
+            if shared or value is None:
+                setattr(self, name, None)
+            elif trainable:
+                self.register_parameter(name, nn.Parameter(value.detach().to(dtype).clone()))
+            else:
+                self.register_buffer(name, value.detach().clone())
+
+    @property
+    def parameters_used(self) -> tuple[Tensor, ...]:
+        """Every tensor that the logits depend on."""
+        weight_WD, bias_W = self._weights()
+        return (weight_WD,) if bias_W is None else (weight_WD, bias_W)
+
+    @property
+    def vocabulary(self) -> DraftVocabulary | None:
+        """The tokens it can say; None: all of the target's."""
+        if self.token_ids is None:
+            return None
+        return DraftVocabulary(token_ids_W=self.token_ids, target_vocab_size=self.vocab_size)
+
+    @property
+    def config(self) -> object:
+        """The target's, for `heads.inference.causal_lm.head_logits`."""
+        return self._target[0].config
+
+    def get_output_embeddings(self) -> Callable[[Tensor], Tensor]:
+        """Return what makes raw logits, for `heads.inference.causal_lm.head_logits`."""
+        weight_WD, bias_W = self._weights()
+        return lambda hidden: functional.linear(hidden.to(weight_WD.dtype), weight_WD, bias_W)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits `[..., W]` of final states `[..., D]`."""
+        return head_logits(cast(PreTrainedModel, self), hidden)
+
+    def at_depth(
+        self, depth: int, hidden_ND: Tensor, origins_N: Tensor, *, weight: float, row_weights_N: Tensor | None = None
+    ) -> Depth:
+        """Return what it says of the tokens at a depth, counted from 0, from final states at these origins."""
+        return Depth(
+            hidden_ND=hidden_ND,
+            origins_N=origins_N,
+            judged_N=origins_N + depth + 1,
+            logits_of=self.logits,
+            parameters=self.parameters_used,
+            weight=weight,
+            row_weights_N=row_weights_N,
+        )
+
+    def target_ids(self, drafted: Tensor) -> Tensor:
+        """Return the target's ids of draft tokens."""
+        return drafted if self.token_ids is None else self.token_ids[drafted]
+
+    def spread(self, values_BW: Tensor, fill: float) -> Tensor:
+        """Return values over the draft vocabulary at their places in the target's, `fill` elsewhere."""
+        vocabulary = self.vocabulary
+        return values_BW if vocabulary is None else vocabulary.spread(values_BW, fill)
+
+    def _weights(self) -> tuple[Tensor, Tensor | None]:
+        if self.weight is not None:
+            return self.weight, self.bias
+        head = cast(nn.Linear, self._target[0].get_output_embeddings())
+        return head.weight, head.bias

@@ -1,0 +1,163 @@
+"""One block of the target's own family, run apart from the target: its rotary embedding, its window, keys of our choosing.
+
+An MTP module is built around such a block, so that it has the target's norm order, head norms, attention scale and experts
+without this project knowing any of them. The block is a copy; the rotary embedding is the target's and has no weights. What
+stands here is proved on a probe: the target's own block, run this way, gives what the target got from it.
+
+While a module is unrolled over its own states in training, depths lie side by side as keys, each depth a square of its mask.
+`heads.families.eagle3` does with diagonals what the squares do here, but has to own the attention, which here is the family's.
+B batch, T positions, S keys, D width, M key-value heads, H head width.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from configs.runtime.errors import InputError
+from heads.inference.causal_lm import backbone
+from heads.inference.kv_cache import RowCache
+from heads.target.hidden_states import blocks, num_blocks, tapped
+from heads.target.placement import own_copy
+
+
+class Keys(Protocol):
+    """What stands in the place of a transformers cache while one block runs."""
+
+    def update(self, keys_BMTH: Tensor, values_BMTH: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        """Add the new keys and values; return all that attention is to see, `[B, M, S, H]` each."""
+
+
+class ChainKeys:
+    """Keys and values of all depths so far, side by side, with their gradients."""
+
+    def __init__(self) -> None:
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def update(self, keys_BMTH: Tensor, values_BMTH: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        self._keys.append(keys_BMTH)
+        self._values.append(values_BMTH)
+        return torch.cat(self._keys, 2), torch.cat(self._values, 2)
+
+
+class CacheLayer:
+    """One layer of a cache, whatever number the block has in the target."""
+
+    def __init__(self, cache: RowCache, number: int) -> None:
+        self.cache, self.number = cache, number
+
+    def update(self, keys_BMTH: Tensor, values_BMTH: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        return self.cache.update(keys_BMTH, values_BMTH, self.number)
+
+
+class Surroundings:
+    """What the target puts around one of its blocks.
+
+    Args:
+        target: the model.
+        number: of the block, from 0; says which kind of attention it has where there are several.
+
+    Raises:
+        InputError: there is no such block, the target has no rotary embedding that draftsmith knows, or the block gives
+            something else when run apart from the target.
+    """
+
+    def __init__(self, target: PreTrainedModel, number: int) -> None:
+        if not 0 <= number < num_blocks(target):
+            raise InputError(f"head.init_block {number}: the target's blocks are 0 to {num_blocks(target) - 1}")
+        config = target.config.get_text_config()
+        kinds = getattr(config, "layer_types", None)
+        self.kind = None if kinds is None else kinds[number]
+        self.window = None if self.kind == "full_attention" else getattr(config, "sliding_window", None)
+        rotary = dict(backbone(target).named_children()).get("rotary_emb")
+        if rotary is None:
+            raise InputError(
+                f"{type(target).__name__} has no rotary embedding `rotary_emb`; its blocks cannot be run apart from it"
+            )
+        self._rotary = (rotary,)  # in a tuple, like every module of the target's
+        by_kind = isinstance((getattr(config, "rope_parameters", None) or {}).get(self.kind), dict)
+        self._rotary_arguments = {"layer_type": self.kind} if by_kind else {}
+        parameters = inspect.signature(type(blocks(target)[number]).forward).parameters
+        self._cache_argument = "layer_past" if "layer_past" in parameters else "past_key_values"
+        self._additive_masks = config._attn_implementation == "eager"
+        self._check(target, number)
+
+    def run(
+        self, block: nn.Module, states_BTD: Tensor, positions_BT: Tensor, visible_B1TS: Tensor, keys: Keys | None
+    ) -> Tensor:
+        """Return the states `[B, T, D]` after a block.
+
+        Args:
+            block: the target's or a copy.
+            states_BTD: what it reads.
+            positions_BT: for the rotary embedding.
+            visible_B1TS: bool, which keys each position sees, in the order in which `keys` gives them.
+            keys: where keys and values go and come from; None: they are those of `states_BTD`.
+        """
+        (rotary,) = self._rotary
+        output: Any = block(
+            states_BTD,
+            attention_mask=self._mask(visible_B1TS, states_BTD.dtype),
+            position_ids=positions_BT,
+            position_embeddings=rotary(states_BTD, positions_BT, **self._rotary_arguments),
+            **{self._cache_argument: keys},
+        )
+        states: Tensor = output[0] if isinstance(output, tuple) else output
+        return states
+
+    @torch.inference_mode()
+    def _check(self, target: PreTrainedModel, number: int) -> None:
+        """Refuse a block that needs more around it than it gets here: run it on what it read in a probe, and compare."""
+        if target.device.type == "meta":  # a plan builds heads without any values to compare
+            return
+        T = 8
+        positions_BT = torch.arange(T, device=target.device).unsqueeze(0)
+        ids_BT = (positions_BT + 1) % target.config.get_text_config().vocab_size
+        with tapped(target, [number, number + 1]) as seen:
+            target(input_ids=ids_BT, use_cache=False)
+        before_BTD, after_BTD = seen[number], seen[number + 1]
+        causal_B1TT = torch.ones(1, 1, T, T, dtype=torch.bool, device=target.device).tril()
+        visible_B1TT = unrolled_mask(causal_B1TT, 0, self.window)
+        apart_BTD = self.run(blocks(target)[number], before_BTD, positions_BT, visible_B1TT, None).to(after_BTD.device)
+        tolerance = 16 * torch.finfo(after_BTD.dtype).eps * after_BTD.abs().max()
+        if (apart_BTD - after_BTD).abs().max() > tolerance:
+            raise InputError(f"block {number} of {type(target).__name__} needs more around it than draftsmith knows to give it")
+
+    def _mask(self, visible_B1TS: Tensor, dtype: torch.dtype) -> Tensor:
+        if not self._additive_masks:
+            return visible_B1TS
+        return torch.zeros_like(visible_B1TS, dtype=dtype).masked_fill(~visible_B1TS, torch.finfo(dtype).min)
+
+
+def copy_block(target: PreTrainedModel, number: int) -> nn.Module:
+    """Return a trainable copy of a block of the target's, on the target's device and in its dtype."""
+    return own_copy(blocks(target)[number]).to(target.device).requires_grad_(True)
+
+
+def unrolled_mask(visible_B1TT: Tensor, depth: int, window: int | None) -> Tensor:
+    """Return which keys the chains see at a depth, bool `[B, 1, T, (depth + 1) * T]`: one square for each depth so far.
+
+    Args:
+        visible_B1TT: which depth-0 keys each origin sees at depth 0 (`heads.modules.layers.causal_mask`).
+        depth: from 0. The query of origin j stands at position j + depth, the keys of depth d of origin i at i + d.
+        window: how many positions a query sees, its own counted; None: all.
+    """
+    T = visible_B1TT.shape[-1]
+    places_T = torch.arange(T, device=visible_B1TT.device)
+    if window is not None:
+        visible_B1TT = visible_B1TT & (places_T.unsqueeze(1) + depth - places_T < window)
+    own_TT = places_T.unsqueeze(1) == places_T
+    unseen_TT = torch.zeros_like(own_TT)
+    squares = [own_TT if window is None or depth - key_depth < window else unseen_TT for key_depth in range(1, depth + 1)]
+    return torch.cat([visible_B1TT, *(square.expand_as(visible_B1TT) for square in squares)], -1)
+
+
+def cached_mask(cache: RowCache, positions_BT: Tensor, window: int | None) -> Tensor:
+    """Return which cached keys placed positions see in a window, bool `[B, 1, T, S]`
+    (`heads.inference.kv_cache.RowCache.visible`)."""
+    return cache.visible(positions_BT, window).unsqueeze(1)

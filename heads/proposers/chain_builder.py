@@ -1,0 +1,103 @@
+"""From a family's logits to a proposal: the choice of each drafted token and the distribution it was drawn from.
+
+Every family drafts through this, so that the distribution handed to verification is the distribution drawn from, in the
+target's ids, that draws use the draft's own stream in the round that is named by the row's length, and that a row stops where
+the decoder's rule says (`heads.proposers.draft_length`). A family that drafts one token after another ends its steps when all
+rows are `finished`; one that has all distributions from a single forward adds them all, and the rule decides which of them
+are drafts. B batch, G drafts, W draft vocabulary, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from configs.schema.decoding import SamplingConfig
+from heads.proposers.draft_length import rule_for, sampling_for_stopping
+from heads.proposers.protocol import Proposal
+from heads.sampling.counter_rng import Role, Streams
+from heads.sampling.probabilities import draw, likeliest, token_probabilities
+
+Spread = Callable[[Tensor, float], Tensor]
+
+
+class Drafting:
+    """One proposal in the making.
+
+    Args:
+        lengths: tokens by row, the pending one included; the first draft stands at that position.
+        sampling: the distribution to draft by, and when to stop.
+        streams: random numbers.
+        target_ids: the target's ids of draft tokens.
+        spread: puts values over the draft vocabulary at their places in the target's.
+        keep_logits: keep the raw logits for measuring.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        sampling: SamplingConfig,
+        streams: Streams,
+        device: torch.device,
+        target_ids: Callable[[Tensor], Tensor],
+        spread: Spread,
+        *,
+        keep_logits: bool,
+    ) -> None:
+        self.sampling, self.streams, self.keep_logits = sampling, streams, keep_logits
+        self.target_ids, self.spread = target_ids, spread
+        self.lengths = list(lengths)
+        self._first_B1 = torch.tensor(self.lengths, device=device).unsqueeze(1)
+        self._rule = rule_for(sampling)
+        self._open_B = torch.ones(len(self.lengths), dtype=torch.bool, device=device)  # rows that still draft
+        self._num_drafted_B = torch.zeros(len(self.lengths), dtype=torch.int64, device=device)
+        self._drafted: list[Tensor] = []
+        self._distributions: list[Tensor] = []
+        self._logits: list[Tensor] = []
+
+    def add(self, logits_BW: Tensor) -> Tensor:
+        """Choose the next draft of every row from its logits; return the target's ids `[B]`.
+
+        Rows that have stopped are given one too, which counts for nothing.
+        """
+        step, greedy = len(self._drafted), self.sampling.temperature == 0
+        if not greedy or self._rule is not None:
+            probs_BW = token_probabilities(logits_BW, sampling_for_stopping(self.sampling))
+            self._look(probs_BW)
+        if greedy:
+            drafted_B = self.target_ids(likeliest(logits_BW))
+        else:
+            uniform_B = self.streams.uniform(Role.DRAFT, self._first_B1 + step, self._first_B1).squeeze(1)
+            drafted_B = self.target_ids(draw(probs_BW, uniform_B))
+            self._distributions.append(self.spread(probs_BW, 0.0))
+        self._drafted.append(drafted_B)
+        if self.keep_logits:
+            self._logits.append(self.spread(logits_BW, float("-inf")))
+        return drafted_B
+
+    @property
+    def finished(self) -> bool:
+        """Whether every row has stopped, so that another step is wasted. With a rule in force, this waits for the device."""
+        return self._rule is not None and not bool(self._open_B.any())
+
+    def proposal(self) -> Proposal:
+        """Return what was drafted: a token a row for each call of `add`, fewer where the row had stopped."""
+        num_drafted = [len(self._drafted)] * len(self.lengths) if self._rule is None else self._num_drafted_B.tolist()
+        # No wider than the longest draft: the target computes every column, drafted or not.
+        width = max(num_drafted)
+        return Proposal(
+            tokens_BG=torch.stack(self._drafted, 1)[:, :width],
+            num_drafted=num_drafted,
+            probs_BGV=torch.stack(self._distributions[:width], 1) if self._distributions[:width] else None,
+            logits_BGV=torch.stack(self._logits[:width], 1) if self._logits[:width] else None,
+        )
+
+    def _look(self, probs_BW: Tensor) -> None:
+        """Let the rule see the distribution before anything is drawn from it."""
+        if self._rule is None:
+            return
+        draws_B, goes_on_B = self._rule.look(probs_BW)
+        self._num_drafted_B += self._open_B & draws_B
+        self._open_B &= goes_on_B

@@ -1,0 +1,174 @@
+"""How many tokens to draft: rules that end a round's draft early, row by row, and leave the output's distribution alone.
+
+A rule is shown each distribution before a token is drawn from it, and never the token. It says whether a token of this
+distribution is worth one of the target's rows, and whether a further draft step after it is worth its time. Why never the
+token: let p = q put 1/2 on each of a and b, and let b be dropped when it is drawn. Then a comes out with probability 1/2 +
+1/2 * 1/2 = 3/4. A token once drawn therefore stays in the block, whatever its own probability. What was drafted before may be
+looked at: those tokens are in the block already.
+
+Why that is enough, for token-wise rejection: given that the drafts before position i were kept, both "draw from q_i, test,
+take the residual" and "draft nothing, take the target's own token" put p_i there, so the choice between the two may depend on
+anything known by then. For block verification: the chance that a prefix is kept, given its tokens, is its P_i (see
+`eval.decoder.chain_rules`) wherever drafting went on behind it, by induction from the end, and P_i by definition where it did
+not. `tests/eval/decoder/test_stopping.py` enumerates it.
+
+Rows decide for themselves, so that a request gets the same tokens in any batch; the draft runs on until its last row stops.
+Left out on purpose: rules that change from round to round with what was accepted, which need the order of work to be fixed.
+B batch, V vocabulary of the draft, K further drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from configs.schema.decoding import DecodeConfig, SamplingConfig
+from configs.schema.drafting import CalibrationPoint, ConfidenceStopping, CostStopping, EntropyStopping
+
+
+class Look(NamedTuple):
+    """A rule's answer to one distribution, bool by row."""
+
+    draws_B: Tensor  # a token drawn from this distribution is worth a row of the target's
+    goes_on_B: Tensor  # and after it, a further draft step is worth its time
+
+
+class StoppingRule(Protocol):
+    """One round's decisions. Called once for each draft position, in order, with the distributions of all rows."""
+
+    def look(self, probs_BV: Tensor) -> Look:
+        """Judge the distribution that the next token would be drawn from. One of no numbers stops nothing: the decoder must
+        see it."""
+
+
+def rule_for(sampling: SamplingConfig) -> StoppingRule | None:
+    """Return the rule for a round that is about to begin; None drafts to the full length.
+
+    Proposers know a decoder's settings as the sampling they draft by; only a decoder's own can ask for a rule.
+    """
+    stopping = sampling.stopping if isinstance(sampling, DecodeConfig) else None
+    if isinstance(stopping, ConfidenceStopping):
+        return ConfidenceRule(stopping.threshold)
+    if isinstance(stopping, EntropyStopping):
+        return EntropyRule(stopping.threshold)
+    if isinstance(sampling, DecodeConfig) and isinstance(stopping, CostStopping):
+        return CostRule(stopping, sampling.num_speculative_tokens)
+    return None
+
+
+def sampling_for_stopping(sampling: SamplingConfig) -> SamplingConfig:
+    """Return how logits become the distributions that rules see: as they are drawn from, at temperature 1 where drafts are
+    greedy."""
+    return sampling if sampling.temperature else sampling.model_copy(update={"temperature": 1.0})
+
+
+def confidence(distribution: Tensor) -> Tensor:
+    """Return the largest probability `[...]` of distributions `[..., V]`."""
+    return distribution.amax(-1)
+
+
+class ConfidenceRule:
+    """Stop behind the first distribution whose confidence is below a threshold.
+
+    That distribution's own token is drafted too: the step that made the distribution is paid for, and the token costs only a
+    row.
+    """
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold = threshold
+
+    def look(self, probs_BV: Tensor) -> Look:
+        unsure_B = confidence(probs_BV) < self.threshold
+        return Look(torch.ones_like(unsure_B), ~unsure_B)
+
+
+class EntropyRule:
+    """Stop behind the first distribution with more entropy, in nats, than a threshold (the idea of SVIP, arXiv 2411.18462).
+
+    SVIP bounds the acceptance from below by the draft's entropy and stops before the distribution's token; as with
+    `ConfidenceRule`, here the token is drafted.
+    """
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold = threshold
+
+    def look(self, probs_BV: Tensor) -> Look:
+        unsure_B = torch.special.entr(probs_BV).sum(-1) > self.threshold
+        return Look(torch.ones_like(unsure_B), ~unsure_B)
+
+
+class CostRule:
+    """Draft on while the tokens to be expected are worth their time.
+
+    Rounds follow one another, so what decoding maximises is E[tokens of a round] / E[time of a round]. Its best value rho is
+    the price of time: the best policy also maximises E[tokens] - rho E[time], round by round (Dinkelbach 1967; the renewal
+    reward theorem), and there each decision stands alone.
+
+    Draft j is kept if it and all before it are accepted. With c_j the calibrated confidence of distribution j, that is
+    A_j = c_1 ... c_j, the tokens to be expected are 1 + A_1 + ... + A_g, and the time is o + g d + t(g + 1), where o is the
+    overhead of a round, d a draft step and t(n) a target step on n rows. Of k further drafts, whose distributions are not
+    known yet and are accepted at the mean rate a, the worth after i drafts is
+
+        W_i(k) = A_i (a + ... + a^k) - rho (k d + t(i + 1 + k) - t(i + 1)),    W_i = max(0, max_k W_i(k)).
+
+    Once distribution i is known, its step is paid for. Its token is drafted if A_i - rho (t(i + 1) - t(i)) + W_i > 0, and a
+    further step follows if W_i > 0. The maximum over k looks across the stairs that t(n) has on real machines. W_i is what
+    going on is worth if later distributions are then ignored, so the rule is one step of policy improvement over the fixed
+    lengths, and with true costs, calibration and a (of distributions independent of one another) worth no less than the best
+    of them. Left
+    out: what it is worth that one may still stop later, for which the distribution of confidences would have to be known.
+
+    Args:
+        costs: the settings.
+        num_drafts: the most drafts of a round.
+    """
+
+    def __init__(self, costs: CostStopping, num_drafts: int) -> None:
+        self.costs = costs
+        self.rho = tokens_per_millisecond(costs, num_drafts)
+        self.rows = costs.target_step_milliseconds[: num_drafts + 1]
+        self._step = 0
+        self._alive_B: Tensor | None = None
+
+    def look(self, probs_BV: Tensor) -> Look:
+        self._step += 1
+        acceptance_B = calibrated(self.costs.calibration, confidence(probs_BV))
+        self._alive_B = acceptance_B if self._alive_B is None else self._alive_B * acceptance_B
+        gains, costs = self._ahead(self._step)
+        worth_BK = self._alive_B.unsqueeze(-1) * probs_BV.new_tensor(gains) - self.rho * probs_BV.new_tensor(costs)
+        ahead_B = worth_BK.amax(-1).clamp(min=0)
+        row_cost = self.rows[self._step] - self.rows[self._step - 1]
+        # Written as negations: a distribution that holds no numbers stops nothing.
+        draws_B = ~(self._alive_B - self.rho * row_cost + ahead_B <= 0)
+        return Look(draws_B, draws_B & ~(ahead_B <= 0))
+
+    def _ahead(self, drafted: int) -> tuple[list[float], list[float]]:
+        """Return a + ... + a^k and what k more drafts cost in milliseconds, for k = 0, 1, ..., behind so many drafts."""
+        counts = range(len(self.rows) - drafted)
+        gains = list(accumulate(self.costs.acceptance**k for k in counts[1:]))
+        step = self.costs.draft_step_milliseconds
+        return [0.0, *gains], [k * step + self.rows[drafted + k] - self.rows[drafted] for k in counts]
+
+
+def tokens_per_millisecond(costs: CostStopping, num_drafts: int) -> float:
+    """Return what time is worth: as given, or what the best fixed length up to `num_drafts` reaches at the mean acceptance."""
+    if costs.tokens_per_second is not None:
+        return costs.tokens_per_second / 1000
+    rows, step = costs.target_step_milliseconds, costs.draft_step_milliseconds
+    tokens = accumulate(costs.acceptance**k for k in range(num_drafts + 1))
+    return max(count / (costs.round_milliseconds + k * step + rows[k]) for k, count in enumerate(tokens))
+
+
+def calibrated(points: Sequence[CalibrationPoint], confidence_B: Tensor) -> Tensor:
+    """Return the acceptance at each confidence: straight lines between the points, level beyond the outer ones."""
+    x = confidence_B.new_tensor([point.confidence for point in points])
+    y = confidence_B.new_tensor([point.acceptance for point in points])
+    if len(points) == 1:
+        return torch.where(confidence_B.isnan(), confidence_B, y)
+    right_B = torch.bucketize(confidence_B, x).clamp(1, len(points) - 1)
+    share_B = ((confidence_B - x[right_B - 1]) / (x[right_B] - x[right_B - 1])).clamp(0, 1)
+    return torch.lerp(y[right_B - 1], y[right_B], share_B)

@@ -1,0 +1,124 @@
+"""Several drafts at once: the trees they propose, laid over one another where they agree, become one tree.
+
+Each draft proposes the tree that was asked for, or a chain where it knows no trees; with a chain-shaped tree that makes as many
+chains as there are drafts. The target judges all of them in one forward, and every draft is told what stayed, whoever had
+drafted it. Siblings stand in the order of the drafts, the first one's first.
+
+Left out on purpose: drawn trees, since tokens drawn from several distributions would each have to be judged by their own; at a
+temperature above 0 merged trees are matched. Merging is done on the host and costs a transfer a draft.
+B batch, N drafts of the merged tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from configs.runtime.errors import InputError
+from configs.schema.decoding import SamplingConfig
+from heads.proposers.protocol import Proposal, Proposer, Tokens, TreeProposer
+from heads.sampling.counter_rng import Streams
+from heads.sampling.token_tree import GrownTree, Tree
+from heads.target.hidden_states import TargetStates
+
+Nodes = tuple[list[int], list[int]]  # tokens, and the row that each continues
+
+
+class MergedDrafts:
+    """Several proposers as one (`heads.proposers.protocol.TreeProposer`).
+
+    Args:
+        drafts: two or more, for the same target; each object serves here only.
+        device: where the decoder wants the drafts.
+
+    Raises:
+        InputError: there are fewer than two.
+    """
+
+    def __init__(self, drafts: Sequence[Proposer], device: torch.device) -> None:
+        if len(drafts) < 2:
+            raise InputError(f"merging takes two drafts or more, got {len(drafts)}")
+        self.drafts, self.device = list(drafts), device
+        self.taps = sorted({tap for draft in drafts for tap in draft.taps})
+        self.num_trees = len(self.drafts)
+
+    def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
+        for draft in self.drafts:
+            draft.start(tokens, capacity, self._for(draft, states))
+
+    def propose(
+        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, streams: Streams, *, keep_logits: bool
+    ) -> Proposal:
+        raise InputError("several drafts make a tree: set tree, for instance to a static one with branching [1, 1, 1]")
+
+    def propose_tree(
+        self, tokens: Tokens, tree: Tree | GrownTree, drawn_by: SamplingConfig | None, streams: Streams
+    ) -> Proposal:
+        if drawn_by is not None:
+            raise InputError("the tokens of several drafts cannot be drawn: set verification to match")
+        proposals = [_likeliest(draft, tokens, tree, streams) for draft in self.drafts]
+        by_row = zip(*map(_nodes, proposals), strict=True)
+        merged = [merge(nodes) for nodes in by_row]
+        width = max(len(ids) for ids, _ in merged)
+        return Proposal(
+            tokens_BG=self._padded([ids for ids, _ in merged], width, 0),
+            num_drafted=[len(ids) for ids, _ in merged],
+            parents_BN=self._padded([parents for _, parents in merged], width, -1),
+        )
+
+    def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
+        for draft in self.drafts:
+            draft.commit(num_accepted, self._for(draft, states))
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        for draft in self.drafts:
+            draft.keep_rows(rows)
+
+    def _for(self, draft: Proposer, states: TargetStates) -> TargetStates:
+        """Return the states with the taps that one draft reads."""
+        taps = tuple(states.taps_ABTE[self.taps.index(tap)] for tap in draft.taps)
+        return TargetStates(final_BTE=states.final_BTE, taps_ABTE=taps)
+
+    def _padded(self, rows: Sequence[Sequence[int]], width: int, fill: int) -> torch.Tensor:
+        padded = [[*row, *[fill] * (width - len(row))] for row in rows]
+        return torch.tensor(padded, dtype=torch.int64, device=self.device)
+
+
+def merge(trees: Sequence[Nodes]) -> Nodes:
+    """Return the tree of all ways that lead through any of the given ones, each once.
+
+    Args:
+        trees: tokens and parents (`heads.sampling.token_tree`) of each; a parent of -1 leaves a token out, and what follows it.
+    """
+    tokens: list[int] = []
+    parents: list[int] = []
+    known: dict[tuple[int, int], int] = {}  # row and the token after it -> that token's row
+    for ids, rows_before in trees:
+        rows = [0]  # of the merged tree, by row of this one
+        for token, before in zip(ids, rows_before, strict=True):
+            parent = rows[before] if before >= 0 else -1
+            if parent >= 0 and (parent, token) not in known:
+                tokens.append(token)
+                parents.append(parent)
+                known[parent, token] = len(tokens)
+            rows.append(known[parent, token] if parent >= 0 else -1)
+    return tokens, parents
+
+
+def _likeliest(draft: Proposer, tokens: Tokens, tree: Tree | GrownTree, streams: Streams) -> Proposal:
+    """Return what a draft holds most likely, as a tree where it knows any.
+
+    A draft LM is asked for a tree even where that is a chain: it then takes for granted that another path may stay.
+    """
+    if isinstance(draft, TreeProposer):
+        return draft.propose_tree(tokens, tree, None, streams)
+    return draft.propose(tokens, tree.depth, SamplingConfig(), streams, keep_logits=False)
+
+
+def _nodes(proposal: Proposal) -> list[Nodes]:
+    """Return a proposal's tokens and parents by row, on the host."""
+    if proposal.parents_BN is None:
+        rows = zip(proposal.tokens_BG.tolist(), proposal.num_drafted, strict=True)
+        return [(row[:count], list(range(count))) for row, count in rows]
+    return [(ids, parents) for ids, parents in torch.stack([proposal.tokens_BG, proposal.parents_BN], 1).tolist()]

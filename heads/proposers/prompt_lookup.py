@@ -1,0 +1,61 @@
+"""Prompt lookup: draft what followed the last time the same few tokens stood in the text. No model, no training.
+
+The baseline every trained draft has to beat (A. Saxena, 2023). The longest match wins, the latest among equals; an index of
+n-grams grows with the text, so a round costs a few dictionary look-ups and no scan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from configs.schema.decoding import SamplingConfig
+from heads.proposers.protocol import Proposal, Tokens, copied
+from heads.sampling.counter_rng import Streams
+from heads.target.hidden_states import TargetStates
+
+
+class PromptLookup:
+    """Prompt lookup as a proposer (`heads.proposers.protocol.Proposer`).
+
+    Args:
+        longest: tokens in the longest n-gram looked up; shorter ones down to 1 are tried when it has not occurred.
+        device: where the decoder wants the drafts.
+    """
+
+    taps: Sequence[int] = ()
+
+    def __init__(self, device: torch.device, longest: int = 3) -> None:
+        self.device = device
+        self.longest = longest
+        self._indices: list[dict[tuple[int, ...], int]] = []  # by row: n-gram -> position after its latest occurrence
+        self._indexed: list[int] = []  # by row: positions whose n-grams are in the index
+
+    def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
+        self._indices = [{} for _ in tokens]
+        self._indexed = [0] * len(tokens)
+
+    def propose(
+        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, streams: Streams, *, keep_logits: bool
+    ) -> Proposal:
+        return copied([self._continue(row, number, num_tokens) for number, row in enumerate(tokens)], self.device)
+
+    def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
+        """Nothing to learn: the index is brought up to date from the committed tokens."""
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        self._indices = [self._indices[row] for row in rows]
+        self._indexed = [self._indexed[row] for row in rows]
+
+    def _continue(self, row: Sequence[int], number: int, num_tokens: int) -> list[int]:
+        index = self._indices[number]
+        # The n-grams that end with the last token have no successor yet, so they are left for the next round.
+        for end in range(self._indexed[number] + 1, len(row)):
+            for size in range(1, min(self.longest, end) + 1):
+                index[tuple(row[end - size : end])] = end
+        self._indexed[number] = len(row) - 1
+        for size in range(min(self.longest, len(row)), 0, -1):
+            if (found := index.get(tuple(row[len(row) - size :]))) is not None:
+                return list(row[found : found + num_tokens])
+        return []

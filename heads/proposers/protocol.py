@@ -1,0 +1,146 @@
+"""What the decoder asks of anything that proposes tokens. The decoder knows no family by name, only this.
+
+A round: `propose` continues the committed tokens, the target judges, `commit` tells how many stayed and what the target's
+hidden states were. Lists are on the host, one entry a batch row. What is drafted is a chain, or a tree
+(`heads.sampling.token_tree`). B batch, G drafted tokens, N drafts of a tree, K = N + 1 rows of the target's, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from configs.schema.decoding import SamplingConfig
+from heads.inference.kv_cache import RowCache
+from heads.sampling.counter_rng import Streams
+from heads.sampling.token_tree import Branches, GrownTree, Tree
+from heads.target.hidden_states import TargetStates
+
+Tokens = Sequence[Sequence[int]]  # committed ids by row: prompt and answer so far, the pending token last
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """Drafted tokens and the distribution each was drawn from.
+
+    Args:
+        tokens_BG: drafted ids; only the first `num_drafted[b]` of row b count.
+        num_drafted: drafts by row, 0..G.
+        probs_BGV: the distribution each token was drawn from; None says deterministic (a point mass on the token).
+        logits_BGV: the raw logits behind it, kept only when the caller asked to measure overlap and the family has any.
+        parents_BN: for a tree, the row of the target's that each draft continues (`heads.sampling.token_tree`), -1 for one
+            that does not
+            count; siblings in the order of their ranks. None: a chain.
+        probs_BKV: for a tree, the distribution that the children of each row were drawn from, as its `candidates` say; rows
+            without
+            children are not read. None says deterministic. A tree has no `probs_BGV`.
+    """
+
+    tokens_BG: Tensor
+    num_drafted: list[int]
+    probs_BGV: Tensor | None = None
+    logits_BGV: Tensor | None = None
+    parents_BN: Tensor | None = None
+    probs_BKV: Tensor | None = None
+
+
+def copied(drafts: Sequence[Sequence[int]], device: torch.device) -> Proposal:
+    """Return a proposal of ids by row that no distribution was asked for; no wider than the longest, since every column is
+    computed."""
+    width = max(map(len, drafts))
+    padded = [[*draft, *[0] * (width - len(draft))] for draft in drafts]
+    tokens_BG = torch.tensor(padded, dtype=torch.int64, device=device)
+    return Proposal(tokens_BG=tokens_BG, num_drafted=[len(draft) for draft in drafts])
+
+
+class Proposer(Protocol):
+    """A draft at work on one batch. One object serves one batch at a time; `start` makes it forget the last."""
+
+    @property
+    def taps(self) -> Sequence[int]:
+        """Which of the target's hidden states it reads besides the final one (`heads.target.hidden_states`)."""
+
+    def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
+        """Read the prompts.
+
+        Args:
+            tokens: prompt and first token, which is pending.
+            capacity: no row will ever hold more positions.
+            states: the target's at the prompts' positions, `[B, T, ...]`; those of row b end with its prompt.
+        """
+
+    def propose(
+        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, streams: Streams, *, keep_logits: bool
+    ) -> Proposal:
+        """Continue each row by up to `num_tokens` (at least 1) drafts.
+
+        Draws use the streams' draft role, in the round named by the row's length.
+        """
+
+    def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
+        """Learn how many drafts of the last proposal each row kept; the target then added one token of its own.
+
+        Args:
+            num_accepted: by row.
+            states: the target's at the once pending token and the drafts, `[B, 1 + G, ...]`; the first 1 + `num_accepted[b]`
+                of row b belong to tokens that stayed.
+        """
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Drop all rows but these, in this order."""
+
+
+@runtime_checkable
+class Learner(Protocol):
+    """A draft that remembers answers, and is told which."""
+
+    def learn(self, answer: Sequence[int]) -> None:
+        """Remember an answer. Must not be called while a batch is under way."""
+
+
+@runtime_checkable
+class TargetReader(Proposer, Protocol):
+    """A draft that is made of the target, and reads it for the decoder, so that what drafting has computed is not run again."""
+
+    def forward_states(
+        self,
+        cache: RowCache,
+        ids_BT: Tensor,
+        starts: Sequence[int],
+        taps: Sequence[int],
+        branches: Branches | None = None,
+    ) -> TargetStates:
+        """Read the target: the prompts, then each round's pending tokens and drafts
+        (`heads.target.hidden_states.forward_states`)."""
+
+
+@runtime_checkable
+class TreeProposer(Proposer, Protocol):
+    """A draft that can also propose trees.
+
+    Args:
+        num_trees: a proposal holds at most so many times the drafts of the tree asked for; 1 for a single draft.
+    """
+
+    num_trees: int
+
+    def propose_tree(
+        self, tokens: Tokens, tree: Tree | GrownTree, drawn_by: SamplingConfig | None, streams: Streams
+    ) -> Proposal:
+        """Continue each row by a tree.
+
+        `commit` then gets the number of tokens on the path that stays and the target's states along it, the pending token's
+        first. The path need not be one of the proposal's: other drafts may have had a part in what the target judged.
+
+        Args:
+            tokens: as for `propose`.
+            tree: what it looks like; shallower where the draft does not reach as deep.
+            drawn_by: draw the children of a token by this distribution, as `tree.candidates` says (a `GrownTree` cannot be
+                drawn: what
+                it leaves out for its probability would be missing from the distribution). None: take the likeliest.
+            streams: random numbers for that.
+        """

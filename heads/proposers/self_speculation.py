@@ -1,0 +1,175 @@
+"""Self-speculation: the target's own first blocks draft for it, with its final norm and head (early exit, as in LayerSkip).
+
+Nothing is trained or copied: the draft is made of the target's modules. Two ways to use it. `early_exit` is a causal LM like
+any other, for `heads.proposers.draft_lm.DraftLM`: it works in every decoder, with a cache of its own. `SelfSpeculation`
+writes into the target's cache, and the verification goes on from what the draft has computed: the prompt is read once, and a
+round of G drafts takes G + 1 rows through the first blocks in place of 2 G + 1. For that the decoder reads the target through
+`SelfSpeculation.forward_states` (`heads.proposers.protocol.TargetReader`). Where a forward's time is that of its weights, not
+of its rows, what this saves is the draft's prefill and its cache.
+
+Left out on purpose: a norm or head trained for the exit, blocks skipped in the middle.
+B batch, T tokens, G drafts, K = G + 1, E width of the target, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import chain
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from configs.runtime.errors import InputError
+from configs.schema.decoding import SamplingConfig
+from heads.inference.causal_lm import backbone, head_logits
+from heads.inference.kv_cache import RowCache, forward_rows, new_cache
+from heads.proposers.chain_builder import Drafting
+from heads.proposers.protocol import Proposal, Tokens
+from heads.sampling.counter_rng import Streams
+from heads.sampling.token_tree import Branches
+from heads.target.hidden_states import TargetStates, blocks, forward_states, num_blocks, tapped
+
+
+def early_exit(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
+    """Return a causal LM of the target's first blocks, its embeddings, final norm and head: the very modules, no copies.
+
+    Raises:
+        InputError: there are not that many blocks, or more than blocks come between; or the model is built in another way.
+    """
+    if not 1 <= num_layers < num_blocks(model):
+        raise InputError(
+            f"self-speculation needs 1 to {num_blocks(model) - 1} of the target's {num_blocks(model)} blocks, got {num_layers}"
+        )
+    return _part(model, 0, num_layers)
+
+
+class SelfSpeculation:
+    """The target's first blocks as a proposer (`heads.proposers.protocol.TargetReader`); verification goes on from what they
+    computed.
+
+    Args:
+        model: the target.
+        num_layers: how many of its blocks draft.
+        vocab_size: the target's; padded rows of its head are cut off.
+
+    Raises:
+        InputError: see `early_exit`; or the two parts, one after the other, are not the model.
+    """
+
+    taps: Sequence[int] = ()
+
+    def __init__(self, model: PreTrainedModel, num_layers: int, vocab_size: int) -> None:
+        self.model, self.num_layers, self.vocab_size = model, num_layers, vocab_size
+        self.early = early_exit(model, num_layers)
+        self.late = _part(model, num_layers, num_blocks(model))
+        self.late.set_input_embeddings(nn.Identity())  # what it reads are states already
+        self._cache: ref[RowCache] | None = None  # the target's, of the batch under way; the decoder holds it, and lets it go
+        self._exits: list[Tensor] = []  # `[B, 1, E]`: states behind the first blocks, of the pending token and the drafts
+        _check_parts(self)
+
+    def forward_states(
+        self,
+        cache: RowCache,
+        ids_BT: Tensor,
+        starts: Sequence[int],
+        taps: Sequence[int],
+        branches: Branches | None = None,
+    ) -> TargetStates:
+        """Read the target (`heads.target.hidden_states.forward_states`), from where drafting has left it if it has drafted.
+
+        Args:
+            cache: the target's.
+            ids_BT: the prompts; or in a round, each row's pending token and its drafts.
+            starts: first position by row.
+            taps: none; others' hidden states are not watched here.
+            branches: None; only chains are drafted.
+
+        Raises:
+            ValueError: taps or a tree are asked for.
+        """
+        if taps or branches is not None:
+            raise ValueError(f"self-speculation reads chains and no taps, got {list(taps)}, {branches}")
+        if self._cache is None or cache is not self._cache():
+            self._cache, self._exits = ref(cache), []  # another batch; one that broke off may have left what it had drafted
+        exits, self._exits = self._exits[: ids_BT.shape[1]], []
+        if not exits:
+            return forward_states(self.model, cache, ids_BT, starts, ())
+        if len(exits) < ids_BT.shape[1]:  # the last draft, which drafting had no need to read
+            self._read(ids_BT[:, len(exits) :], [start + len(exits) for start in starts], exits)
+        return TargetStates(final_BTE=forward_rows(self.late, cache, torch.cat(exits, 1), starts))
+
+    def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
+        """Nothing to read: the prompts' keys and values are in the target's cache."""
+
+    def propose(
+        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, streams: Streams, *, keep_logits: bool
+    ) -> Proposal:
+        lengths = [len(row) for row in tokens]
+        drafting = Drafting(
+            lengths, sampling, streams, self.model.device, lambda ids: ids, lambda values, _: values, keep_logits=keep_logits
+        )
+        ids_BT = torch.tensor([[row[-1]] for row in tokens], device=self.model.device)
+        for step in range(num_tokens):
+            final_BTE = self._read(ids_BT, [length - 1 + step for length in lengths], self._exits)
+            drafted_B = drafting.add(head_logits(self.model, final_BTE[:, -1])[:, : self.vocab_size])
+            if drafting.finished:
+                break
+            ids_BT = drafted_B.unsqueeze(1)
+        return drafting.proposal()
+
+    def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
+        """Nothing to learn: the target's cache is the draft's."""
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Nothing to drop: the decoder drops the rows of the target's cache, and no states are held between rounds."""
+
+    def _read(self, ids_BT: Tensor, starts: Sequence[int], exits: list[Tensor]) -> Tensor:
+        """Run the first blocks; append the states behind them to `exits`, return those that the head reads, `[B, T, E]`."""
+        cache = None if self._cache is None else self._cache()
+        if cache is None:
+            raise ValueError("the target's first blocks draft into its cache: read the prompts by forward_states first")
+        with tapped(self.early, [self.num_layers]) as seen:
+            final_BTE = forward_rows(self.early, cache, ids_BT, starts)
+        exits.append(seen[self.num_layers])
+        return final_BTE
+
+
+def _part(model: PreTrainedModel, first: int, end: int) -> PreTrainedModel:
+    """Return a causal LM of the model's own blocks `first` to `end - 1` and everything else that it has."""
+    config = copy.deepcopy(model.config.get_text_config())
+    config.num_hidden_layers = end - first
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[first:end]
+    with torch.device("meta"):
+        part = AutoModelForCausalLM.from_config(
+            config, dtype=model.dtype, attn_implementation=model.config._attn_implementation
+        ).eval()
+    for name, child in backbone(model).named_children():
+        backbone(part).add_module(name, child)
+    backbone(part).add_module("layers", nn.ModuleList(list(blocks(model))[first:end]))
+    part.set_output_embeddings(model.get_output_embeddings())
+    lent = {id(each) for each in blocks(part).parameters()}  # a spread target's may lie elsewhere until they run
+    tensors = chain(part.named_parameters(), part.named_buffers())
+    left = [name for name, tensor in tensors if tensor.is_meta and id(tensor) not in lent]
+    if left:
+        raise InputError(f"{type(model).__name__} cannot draft for itself: its {left[0]} lies outside the modules known here")
+    return part
+
+
+@torch.inference_mode()
+def _check_parts(parts: SelfSpeculation) -> None:
+    """Refuse a model that is not its two parts one after the other, shown on a probe of 8 tokens."""
+    model = parts.model
+    ids_BT = torch.arange(1, 9, device=model.device).unsqueeze(0) % model.config.get_text_config().vocab_size
+    whole_BTE = forward_rows(model, new_cache(model, 8), ids_BT, [0])
+    cache = new_cache(model, 8)
+    parts._cache = ref(cache)
+    exits: list[Tensor] = []
+    parts._read(ids_BT, [0], exits)
+    rebuilt_BTE = forward_rows(parts.late, cache, exits[0], [0])
+    tolerance = 16 * torch.finfo(model.dtype).eps * whole_BTE.abs().max()
+    if not bool((whole_BTE - rebuilt_BTE).abs().max() <= tolerance):
+        raise InputError(f"{type(model).__name__} cannot draft for itself: its blocks, in two parts, are not the whole model")

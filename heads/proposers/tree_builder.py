@@ -1,0 +1,290 @@
+"""A tree in the making: from a draft's logits, depth by depth, to the tokens of a proposal.
+
+A family hands over the logits after each token of the frontier (at first the pending token alone) and gets the next frontier:
+the tokens it has to read to go on. So one loop serves every tree and every family. Children of a token are its likeliest
+successors, or draws from the draft's distribution, which is then handed to verification.
+B batch, M tokens of a frontier, C children of one token at most, P candidates or drafts of one depth, N drafts, K = N + 1 rows
+of the target's, W draft vocabulary, V target vocabulary, X slots of a draft's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from configs.runtime.errors import InputError
+from configs.schema.decoding import SamplingConfig
+from heads.proposers.chain_builder import Spread
+from heads.proposers.protocol import Proposal
+from heads.sampling.counter_rng import Role, Streams
+from heads.sampling.probabilities import likeliest, token_probabilities
+from heads.sampling.sibling_draws import DRAWS
+from heads.sampling.token_tree import Branches, GrownTree, Tree, apart
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frontier:
+    """The tokens of one depth that go on.
+
+    Args:
+        tokens_BM: the target's ids.
+        origins_BM: which token of the frontier before each continues, int64.
+    """
+
+    tokens_BM: Tensor
+    origins_BM: Tensor
+
+    def of_origins(self, states_BMD: Tensor) -> Tensor:
+        """Return, for each token, what belongs to the one before it, `[B, M, D]`."""
+        return states_BMD.gather(1, self.origins_BM.unsqueeze(-1).expand(-1, -1, states_BMD.shape[-1]))
+
+
+class Growth(Protocol):
+    """One proposal in the making."""
+
+    def add(self, logits_BMW: Tensor) -> Frontier | None:
+        """Take the logits after each token of the frontier; return the next one, None when the tree is done.
+
+        M may be 1 for a family whose logits do not depend on the tokens drafted.
+        """
+
+    def proposal(self) -> Proposal:
+        """Return what has grown."""
+
+
+def grow(
+    tree: Tree | GrownTree,
+    lengths: Sequence[int],
+    drawn_by: SamplingConfig | None,
+    streams: Streams,
+    target_ids: Callable[[Tensor], Tensor],
+    spread: Spread,
+) -> Growth:
+    """Return a proposal about to grow.
+
+    Args:
+        tree: what it is to look like.
+        lengths: tokens by row, the pending one included; the first drafts stand at that position.
+        drawn_by: the distribution to draw by; None: the likeliest tokens.
+        streams: random numbers for draws.
+        target_ids: the target's ids of draft tokens.
+        spread: puts values over the draft vocabulary at their places in the target's.
+
+    Raises:
+        ValueError: a tree that grows by confidence is to be drawn.
+    """
+    if isinstance(tree, GrownTree):
+        if drawn_by is not None:
+            raise ValueError("a grown tree leaves out tokens for their probability, so its tokens cannot be drawn")
+        return GrownGrowth(tree, target_ids)
+    if drawn_by is None:
+        return StaticGrowth(tree, len(lengths), target_ids)
+    return DrawnGrowth(tree, lengths, drawn_by, streams, target_ids, spread)
+
+
+class StaticGrowth:
+    """A static tree of likeliest tokens: the child of rank r is the draft's r-th choice."""
+
+    def __init__(self, tree: Tree, num_rows: int, target_ids: Callable[[Tensor], Tensor]) -> None:
+        self.tree, self.num_rows, self.target_ids = tree, num_rows, target_ids
+        self._levels = _levels(tree)
+        self._drafted: list[Tensor] = []
+
+    def add(self, logits_BMW: Tensor) -> Frontier | None:
+        """See `Growth.add`."""
+        level = self._levels[len(self._drafted)]
+        candidates_BMC = self.target_ids(self._choose(logits_BMW, level))
+        candidates_BMC = candidates_BMC.expand(-1, level.num_parents, -1)
+        tokens_BP = candidates_BMC[:, level.origins, level.ranks]
+        self._drafted.append(tokens_BP)
+        if not level.continued:
+            return None
+        origins_M = torch.tensor([level.origins[place] for place in level.continued], device=tokens_BP.device)
+        return Frontier(tokens_BM=tokens_BP[:, level.continued], origins_BM=origins_M.expand(self.num_rows, -1))
+
+    def proposal(self) -> Proposal:
+        """See `Growth.proposal`."""
+        tokens_BN = torch.cat(self._drafted, 1)
+        parents_N = torch.tensor(self.tree.parents, device=tokens_BN.device)
+        return Proposal(
+            tokens_BG=tokens_BN,
+            num_drafted=[self.tree.num_nodes] * self.num_rows,
+            parents_BN=parents_N.expand_as(tokens_BN),
+            probs_BKV=self._distributions(),
+        )
+
+    def _choose(self, logits_BMW: Tensor, level: _Level) -> Tensor:
+        """Return the children of each token, `[B, M, C]`, in the draft's ids."""
+        _check_choice(level.num_children, logits_BMW)
+        if level.num_children == 1:  # as a chain does, also where logits tie
+            return likeliest(logits_BMW).unsqueeze(-1)
+        return logits_BMW.topk(level.num_children, dim=-1).indices
+
+    def _distributions(self) -> Tensor | None:
+        return None
+
+
+class DrawnGrowth(StaticGrowth):
+    """A static tree of draws: the children of a token come from the draft's distribution after it, as `tree.candidates`
+    says."""
+
+    def __init__(
+        self,
+        tree: Tree,
+        lengths: Sequence[int],
+        sampling: SamplingConfig,
+        streams: Streams,
+        target_ids: Callable[[Tensor], Tensor],
+        spread: Spread,
+    ) -> None:
+        super().__init__(tree, len(lengths), target_ids)
+        self.sampling, self.streams, self.spread, self.lengths = sampling, streams, spread, list(lengths)
+        self._distributions_by_level: list[Tensor] = []
+
+    def _choose(self, logits_BMW: Tensor, level: _Level) -> Tensor:
+        _check_choice(level.num_children, logits_BMW)
+        depth, (M, C) = len(self._drafted), (level.num_parents, level.num_children)
+        probs_BMW = token_probabilities(logits_BMW, self.sampling).expand(-1, M, -1)
+        self._distributions_by_level.append(self.spread(probs_BMW, 0.0))
+        first_B1 = torch.tensor(self.lengths, device=probs_BMW.device).unsqueeze(1)
+        positions_BP = apart((first_B1 + depth).expand(-1, M * C))
+        uniform_BP = self.streams.uniform(Role.DRAFT, positions_BP, first_B1)
+        drawn = DRAWS[self.tree.candidates](probs_BMW.flatten(0, 1), uniform_BP.reshape(-1, C))
+        return drawn.unflatten(0, (self.num_rows, M))
+
+    def _distributions(self) -> Tensor:
+        """Return the distribution after each row of the target's that has children, zeros after the others, `[B, K, V]`."""
+        probs_BRV = torch.cat(self._distributions_by_level, 1)
+        rows = sorted(set(self.tree.parents))
+        probs_BKV = probs_BRV.new_zeros(self.num_rows, self.tree.num_nodes + 1, probs_BRV.shape[-1])
+        probs_BKV[:, rows] = probs_BRV
+        return probs_BKV
+
+
+class GrownGrowth:
+    """A tree that grows where the draft is sure (EAGLE-2; Li et al. 2024, 2406.16858).
+
+    A token's confidence is the product of the draft's probabilities down to it. At each depth the most confident tokens are
+    continued by their likeliest successors; of all candidates the most confident make the tree. No child is more confident
+    than its parent, so they hang together.
+    """
+
+    def __init__(self, tree: GrownTree, target_ids: Callable[[Tensor], Tensor]) -> None:
+        self.tree, self.target_ids = tree, target_ids
+        self._tokens: list[Tensor] = []  # by depth, [B, P]
+        self._scores: list[Tensor] = []  # log-confidences
+        self._parents: list[Tensor] = []  # rows, where every candidate has one
+        self._frontier_scores_BM: Tensor | None = None
+        self._frontier_rows_BM: Tensor | None = None
+
+    def add(self, logits_BMW: Tensor) -> Frontier | None:
+        """See `Growth.add`."""
+        children = min(self.tree.width, logits_BMW.shape[-1])
+        logs_BMC, ids_BMC = logits_BMW.float().log_softmax(-1).topk(children, dim=-1)
+        before_BM, rows_BM = self._frontier(logits_BMW)
+        M, first_row = before_BM.shape[1], 1 + sum(tokens.shape[1] for tokens in self._tokens)
+        scores_BMC = before_BM.unsqueeze(-1) + logs_BMC.expand(-1, M, -1)
+        # What is no number is put last, with its descendants, or they would be kept without their parents.
+        scores_BP = scores_BMC.nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf).flatten(1)
+        tokens_BP = self.target_ids(ids_BMC).expand(-1, M, -1).flatten(1)
+        self._tokens.append(tokens_BP)
+        self._scores.append(scores_BP)
+        self._parents.append(rows_BM.repeat_interleave(children, 1))
+        if len(self._tokens) == self.tree.depth:
+            return None
+        best_BM = scores_BP.topk(min(self.tree.width, scores_BP.shape[1]), dim=-1).indices
+        self._frontier_scores_BM, self._frontier_rows_BM = scores_BP.gather(1, best_BM), first_row + best_BM
+        return Frontier(tokens_BM=tokens_BP.gather(1, best_BM), origins_BM=best_BM // children)
+
+    def proposal(self) -> Proposal:
+        """See `Growth.proposal`."""
+        tokens_BP, scores_BP, parents_BP = (torch.cat(parts, 1) for parts in (self._tokens, self._scores, self._parents))
+        num_nodes = min(self.tree.num_nodes, scores_BP.shape[1])
+        if self.tree.rooms is not None:  # what a row has no room for must not take the place of what it has room for
+            depths_P = torch.cat([torch.full_like(each[0], depth) for depth, each in enumerate(self._tokens, start=1)])
+            rooms_B1 = torch.tensor(self.tree.rooms, device=depths_P.device).unsqueeze(1)
+            scores_BP = scores_BP.masked_fill(depths_P > rooms_B1, -torch.inf)
+        # A stable order keeps parents before children of the same confidence; sorted, they stand depth by depth again.
+        kept_BN = scores_BP.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes].sort(1).values
+        new_rows_BP = torch.zeros_like(parents_BP[:, :1]).repeat(1, scores_BP.shape[1] + 1)
+        numbers_BN = torch.arange(1, num_nodes + 1, device=kept_BN.device).expand_as(kept_BN)
+        new_rows_BP = new_rows_BP.scatter(1, kept_BN + 1, numbers_BN)
+        return Proposal(
+            tokens_BG=tokens_BP.gather(1, kept_BN),
+            num_drafted=[num_nodes] * len(kept_BN),
+            parents_BN=new_rows_BP.gather(1, parents_BP.gather(1, kept_BN)),
+        )
+
+    def _frontier(self, like_BMW: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-confidences and rows of the tokens whose logits have come; at first of the pending token."""
+        if self._frontier_scores_BM is None or self._frontier_rows_BM is None:
+            rows_B1 = torch.zeros(len(like_BMW), 1, dtype=torch.int64, device=like_BMW.device)
+            return rows_B1.float(), rows_B1
+        return self._frontier_scores_BM, self._frontier_rows_BM
+
+
+class TreeSlots:
+    """Where the tokens of a growing tree stand in a draft's own cache: frontier after frontier, each seeing its ancestors.
+
+    Args:
+        roots: by row, the slot and position of the first frontier that is read.
+    """
+
+    def __init__(self, roots: Sequence[int], device: torch.device) -> None:
+        self.roots = list(roots)
+        self._depths: list[int] = []  # by slot
+        self._visible_BMX = torch.zeros(len(self.roots), 1, 0, dtype=torch.bool, device=device)
+
+    def place(self, frontier: Frontier) -> Branches:
+        """Return how the next frontier to be read hangs on those before."""
+        M = frontier.tokens_BM.shape[1]
+        own_MM = torch.eye(M, dtype=torch.bool, device=frontier.tokens_BM.device)
+        above_BMX = frontier.of_origins(self._visible_BMX)
+        self._depths += [1 + max(self._depths, default=-1)] * M
+        self._visible_BMX = torch.cat([above_BMX, own_MM.expand(len(self.roots), M, M)], -1)
+        depths_X = torch.tensor(self._depths, device=own_MM.device)
+        return Branches(roots=self.roots, depths_BX=depths_X.expand(len(self.roots), -1), visible_BTX=self._visible_BMX)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Level:
+    """The drafts of one depth: which token of the frontier each continues, at which rank, and which of them go on."""
+
+    num_parents: int
+    num_children: int  # of the token that has most
+    origins: list[int]
+    ranks: list[int]
+    continued: list[int]
+
+
+@lru_cache(maxsize=64)  # the same few trees in every round
+def _levels(tree: Tree) -> list[_Level]:
+    """Return the drafts of a tree depth by depth."""
+    levels = []
+    for depth in range(1, tree.depth + 1):
+        rows = [row for row, each in enumerate(tree.depths) if each == depth]
+        parents = [tree.parents[row - 1] for row in rows]
+        frontier = sorted(set(parents))
+        ranks = [parents[:place].count(parent) for place, parent in enumerate(parents)]
+        levels.append(
+            _Level(
+                num_parents=len(frontier),
+                num_children=max(ranks) + 1,
+                origins=[frontier.index(parent) for parent in parents],
+                ranks=ranks,
+                continued=[place for place, row in enumerate(rows) if row in tree.parents],
+            )
+        )
+    return levels
+
+
+def _check_choice(wanted: int, logits_BMW: Tensor) -> None:
+    if wanted > logits_BMW.shape[-1]:
+        raise InputError(
+            f"tree: a token has {wanted} children, and the draft knows {logits_BMW.shape[-1]} tokens; make the tree narrower"
+        )

@@ -1,0 +1,158 @@
+"""The reduced draft vocabulary: a draft that can say only the W tokens that matter computes W logits instead of V.
+
+Each draft token is one of the target's: `d2t` holds the target's id of each, `t2d` marks them among all of the target's. Ids
+rise, so that a draw by inverted distribution function meets the tokens in the same order in either vocabulary. What the
+draft cannot say has q = 0; verification stays exact, and the mass that p has there is rejected or comes as the residual.
+B batch, D width, V target vocabulary, W draft vocabulary; `...` any leading dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from configs.runtime.errors import InputError
+from heads.inference.causal_lm import head_logits
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DraftVocabulary:
+    """Which of the target's tokens a draft can say.
+
+    Args:
+        token_ids_W: int64, strictly rising, the target's id of each draft token (d2t).
+        target_vocab_size: V.
+
+    Raises:
+        ValueError: there are no ids, they do not rise, or one lies outside 0..V-1.
+    """
+
+    token_ids_W: Tensor
+    target_vocab_size: int
+
+    def __post_init__(self) -> None:
+        ids_W = self.token_ids_W
+        if ids_W.ndim != 1 or ids_W.dtype != torch.int64 or len(ids_W) == 0:
+            raise ValueError(f"draft token ids must be a list of int64, got {ids_W.dtype} of shape {list(ids_W.shape)}")
+        if not bool((ids_W[1:] > ids_W[:-1]).all()):
+            raise ValueError("draft token ids must rise and name each token once")
+        if int(ids_W[0]) < 0 or int(ids_W[-1]) >= self.target_vocab_size:
+            outside = int(ids_W[0]) if int(ids_W[0]) < 0 else int(ids_W[-1])
+            raise ValueError(f"draft token id {outside} lies outside the target's vocabulary of {self.target_vocab_size}")
+
+    def __len__(self) -> int:
+        return len(self.token_ids_W)
+
+    @property
+    def is_drafted_V(self) -> Tensor:
+        """Bool, whether the draft can say each of the target's tokens (t2d)."""
+        return torch.zeros(self.target_vocab_size, dtype=torch.bool).index_fill_(0, self.token_ids_W.cpu(), True)
+
+    def to(self, device: torch.device) -> DraftVocabulary:
+        """Return the same vocabulary with its ids on `device`."""
+        return DraftVocabulary(token_ids_W=self.token_ids_W.to(device), target_vocab_size=self.target_vocab_size)
+
+    def spread(self, values_BW: Tensor, fill: float) -> Tensor:
+        """Return values `[..., W]` at their places among the target's tokens, `[..., V]`, with `fill` everywhere else."""
+        values_BV = values_BW.new_full((*values_BW.shape[:-1], self.target_vocab_size), fill)
+        values_BV[..., self.token_ids_W] = values_BW
+        return values_BV
+
+
+def head_rows(model: PreTrainedModel, token_ids_W: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the rows `[W, D]` of a causal LM's head for these tokens, and their bias `[W]` if it has one; differentiable.
+
+    Raises:
+        InputError: the head is no plain linear layer, or has no such rows.
+    """
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise InputError(f"{type(model).__name__} has a head of type {type(head).__name__}; only a linear one can be reduced")
+    if not token_ids_W.is_meta and int(token_ids_W[-1]) >= head.out_features:  # a plan builds heads without any values
+        raise InputError(
+            f"the draft vocabulary holds token {int(token_ids_W[-1])}; the draft's head has {head.out_features} rows"
+        )
+    return head.weight[token_ids_W], None if head.bias is None else head.bias[token_ids_W]
+
+
+class HeadRows:
+    """Some rows of a causal LM's head, for `heads.inference.causal_lm.head_logits`, which scales or caps their logits as the
+    model does.
+
+    Gathered when this is made, and differentiable: the gradient of `parameters` flows on into the whole head.
+
+    Raises:
+        InputError: see `head_rows`.
+    """
+
+    def __init__(self, model: PreTrainedModel, token_ids_W: Tensor) -> None:
+        self.config = model.config
+        self.weight_WD, self.bias_W = head_rows(model, token_ids_W)
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        """Every tensor that the logits depend on."""
+        return (self.weight_WD,) if self.bias_W is None else (self.weight_WD, self.bias_W)
+
+    def get_output_embeddings(self) -> Callable[[Tensor], Tensor]:
+        """Return the linear map from hidden states `[..., D]` to raw logits `[..., W]`."""
+        return lambda hidden: functional.linear(hidden, self.weight_WD, self.bias_W)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits `[..., W]` of final hidden states `[..., D]`."""
+        return head_logits(cast(PreTrainedModel, self), hidden)  # which asks for the config and the output embeddings only
+
+
+def keep_head_rows(model: PreTrainedModel, vocabulary: DraftVocabulary) -> None:
+    """Replace a causal LM's head, in place, by a frozen one of W rows. Its embeddings, and so what it reads, stay whole.
+
+    Raises:
+        InputError: see `head_rows`.
+    """
+    weight_WD, bias_W = head_rows(model, vocabulary.token_ids_W.to(model.device))
+    W, D = weight_WD.shape
+    reduced = nn.Linear(D, W, bias=bias_W is not None, device=weight_WD.device, dtype=weight_WD.dtype)
+    reduced.weight = nn.Parameter(weight_WD.detach(), requires_grad=False)
+    if bias_W is not None:
+        reduced.bias = nn.Parameter(bias_W.detach(), requires_grad=False)
+    model.set_output_embeddings(reduced)
+    model.config.get_text_config().tie_word_embeddings = False  # or the next `tie_weights` would undo it
+
+
+def write_draft_vocabulary(path: Path, vocabulary: DraftVocabulary) -> None:
+    """Write `d2t` (int64 `[W]`) and `t2d` (bool `[V]`) as a safetensors file."""
+    save_file({"d2t": vocabulary.token_ids_W.cpu().contiguous(), "t2d": vocabulary.is_drafted_V}, path)
+
+
+def read_draft_vocabulary(path: Path) -> DraftVocabulary:
+    """Read back what `write_draft_vocabulary` wrote.
+
+    Raises:
+        InputError: the file is missing or damaged, the ids do not rise within the vocabulary, or the two tensors disagree.
+    """
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"draft vocabulary {path} cannot be read: {str(error).splitlines()[0]}") from error
+    if set(tensors) != {"d2t", "t2d"}:
+        raise InputError(f"draft vocabulary {path} must hold d2t and t2d, got {', '.join(sorted(tensors)) or 'nothing'}")
+    is_drafted_V = tensors["t2d"]
+    if is_drafted_V.ndim != 1 or is_drafted_V.dtype != torch.bool:
+        kind = f"{is_drafted_V.dtype} of shape {list(is_drafted_V.shape)}"
+        raise InputError(f"draft vocabulary {path}: t2d must be a list of bool, got {kind}")
+    try:
+        vocabulary = DraftVocabulary(token_ids_W=tensors["d2t"], target_vocab_size=len(is_drafted_V))
+    except ValueError as error:
+        raise InputError(f"draft vocabulary {path}: {error}") from error
+    if not torch.equal(vocabulary.is_drafted_V, is_drafted_V):
+        raise InputError(f"draft vocabulary {path}: t2d marks other tokens than d2t names")
+    return vocabulary

@@ -1,0 +1,86 @@
+"""Random numbers by counter: each draw is a pure function of (seed, request, round, position, role).
+
+A request therefore gets the same draws whatever its neighbours in the batch or the order of work, and the draft's noise, the
+acceptance test and the residual never share a number (METHODS: a reused uniform biases the output). The round counts for
+drafting and accepting: block verification looks at every draft of a round before it keeps a part, so the numbers of what it
+threw away are no longer uniform given what it kept, and the next round must not see them at the same positions.
+The mixing function is the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), applied once for each coordinate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+
+def _signed(x: int) -> int:
+    """Return the signed 64-bit integer with the same low 64 bits: torch has no unsigned arithmetic."""
+    return (x + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+_GAMMA = _signed(0x9E3779B97F4A7C15)
+_MIX_1 = _signed(0xBF58476D1CE4E5B9)
+_MIX_2 = _signed(0x94D049BB133111EB)
+
+
+class Role(IntEnum):
+    """What a random number is for."""
+
+    TARGET = 1  # a token from the target's own distribution: plain decoding, bonus, sample-and-match
+    DRAFT = 2  # a token from the draft's distribution
+    ACCEPT = 3  # the test whether a drafted token stays
+    RESIDUAL = 4  # the token after a rejection
+
+
+ROLES_OF_A_ROUND = {Role.DRAFT, Role.ACCEPT}
+
+
+class Streams:
+    """The random numbers of one decoding run.
+
+    Args:
+        seed: chooses the run.
+        requests: one number a batch row that names the request, the same wherever it is decoded.
+        device: where the numbers are wanted.
+    """
+
+    def __init__(self, seed: int, requests: Sequence[int], device: torch.device) -> None:
+        self.seed = seed
+        self.requests_B = torch.tensor(requests, dtype=torch.int64, device=device)
+
+    def uniform(self, role: Role, positions_BT: Tensor, round_B1: Tensor | None = None) -> Tensor:
+        """Return float64 numbers in [0, 1), shaped like `positions_BT`.
+
+        Args:
+            role: what they are for.
+            positions_BT: positions of the tokens being decided, int64.
+            round_B1: position of the round's first draft, int64, which names the round; needed for drafting and accepting.
+
+        Raises:
+            ValueError: the role is one of a round, and no round is given.
+        """
+        state_B1 = _mix(_mix(self.requests_B + _signed(self.seed * _GAMMA)) + _signed(role * _GAMMA)).unsqueeze(1)
+        if round_B1 is not None:
+            state_B1 = _mix(state_B1 + (round_B1 + 1) * _GAMMA)
+        elif role in ROLES_OF_A_ROUND:
+            raise ValueError(f"numbers for {role.name} belong to a round; say which")
+        bits_BT = _mix(state_B1 + (positions_BT + 1) * _GAMMA)
+        return _shift_right(bits_BT, 11).double() * 2.0**-53
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Drop all rows but these, in this order."""
+        self.requests_B = self.requests_B[torch.tensor(rows, device=self.requests_B.device)]
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Shift in zeros; torch's own shift of a negative number shifts in ones."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,0 +1,69 @@
+"""The distribution a token is drawn from: one function for plain decoding, for the target's rows and for the draft's.
+
+Lossless verification needs the same processing on all three and the exact distribution on the draft's side (METHODS B.4,
+B.5), so nobody else in the project turns logits into probabilities for sampling. Order: temperature, top-k, top-p.
+V vocabulary; `...` any leading dimensions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from configs.schema.decoding import SamplingConfig
+
+NUCLEUS_CANDIDATES = 1024
+
+
+def token_probabilities(logits: Tensor, sampling: SamplingConfig) -> Tensor:
+    """Return the probabilities `[..., V]` (float32) that logits `[..., V]` stand for under `sampling`.
+
+    Temperature 0 gives the one-hot distribution of the first largest logit. Top-p keeps the smallest set of most probable
+    tokens that reaches p, and at least one. Both keep every token that ties with the last one kept: 16-bit logits tie often,
+    and the distribution must not depend on the order in which a sort leaves ties.
+    """
+    logits = logits.float()
+    if sampling.temperature == 0:
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    logits = logits / sampling.temperature
+    if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
+        smallest_kept = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
+    probs = logits.softmax(-1)
+    if sampling.top_p is None or sampling.top_p == 1:
+        return probs
+    falling = _most_probable(probs, sampling.top_p)
+    mass_before = falling.cumsum(-1) - falling
+    smallest_kept = falling.masked_fill(mass_before >= sampling.top_p, 1.0).amin(-1, keepdim=True)
+    probs = probs.masked_fill(probs < smallest_kept, 0.0)
+    return probs / probs.sum(-1, keepdim=True)
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """Return the first largest logit's index `[...]` of `[..., V]`; that of a NaN where there is one."""
+    # What `argmax` gives, which on a CPU takes five times as long over 16-bit logits.
+    return logits.max(-1).indices
+
+
+def _most_probable(probs: Tensor, mass: float) -> Tensor:
+    """Return probabilities in falling order, all of them or at least as many as `mass` takes."""
+    # On a CPU, sorting a vocabulary takes longer than a small model's forward. On a GPU it does not, and asking would wait.
+    if probs.device.type == "cpu" and probs.shape[-1] > NUCLEUS_CANDIDATES:
+        values = probs.topk(NUCLEUS_CANDIDATES, dim=-1).values
+        if bool((values.sum(-1) >= mass).all()):
+            return values
+    return probs.sort(dim=-1, descending=True).values
+
+
+def draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Draw an index a row from unnormalised `weights` `[..., V]`: their distribution function inverted at `uniform` `[...]`.
+
+    Sums run in float64 and a token of weight 0 is never drawn. A row that sums to 0, or to no number, gives an index in range
+    that means nothing: the caller has to know.
+    """
+    cumulated = weights.double().cumsum(-1)
+    thresholds = (uniform.unsqueeze(-1) * cumulated[..., -1:]).contiguous()
+    drawn = torch.searchsorted(cumulated, thresholds, right=True).squeeze(-1)
+    # The product can round up to the total; the last token that has weight then stands for it.
+    last_with_weight = torch.searchsorted(cumulated, cumulated[..., -1:].contiguous(), right=False).squeeze(-1)
+    return torch.minimum(drawn, last_with_weight).clamp(max=weights.shape[-1] - 1)

@@ -1,0 +1,196 @@
+"""Trees of drafted tokens: how they are written down, and which tokens of one see which.
+
+A round's target rows are numbered from 0, the pending token; draft i is row i + 1. `parents` names for each draft the row it
+continues, which is also the row whose distribution judges it: 0 to i, so parents come before their children. A chain is the
+tree whose draft i continues row i. A token's position is that of its root plus its depth, wherever it stands in a cache.
+B batch, N drafts, K = N + 1 rows, T new tokens, X slots of a cache that a tree takes, S cache length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from configs.schema.decoding import candidates_of
+from configs.schema.drafting import Candidates, DynamicTree, Path, StaticTree
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A tree that is the same in every round.
+
+    Args:
+        parents: by draft; breadth first, siblings side by side in the order of their ranks.
+        candidates: how siblings come from the draft's distribution where they are drawn, which names their rule too
+            (`heads.sampling.sibling_draws`, `eval.decoder.tree_rules`).
+
+    Raises:
+        ValueError: a draft continues no earlier row, or the order is another.
+    """
+
+    parents: tuple[int, ...]
+    candidates: Candidates = "without_replacement"
+
+    def __post_init__(self) -> None:
+        check_parents(self.parents)
+        if list(self.parents) != sorted(self.parents):
+            raise ValueError(f"a tree's drafts go breadth first, siblings side by side; got parents {list(self.parents)}")
+
+    @classmethod
+    def of(cls, paths: Sequence[Path], candidates: Candidates = "without_replacement") -> Tree:
+        """Return the tree of the tokens with these paths (`configs.schema.drafting.StaticTree.all_paths`)."""
+        ordered = sorted(paths, key=lambda path: (len(path), path))
+        rows = {(): 0, **{path: number for number, path in enumerate(ordered, start=1)}}
+        return cls(tuple(rows[path[:-1]] for path in ordered), candidates)
+
+    @property
+    def num_nodes(self) -> int:
+        """Drafts a round."""
+        return len(self.parents)
+
+    @property
+    def num_slots(self) -> int:
+        """How many slots of a cache it takes at most, while drafted or judged, beside the pending token's."""
+        return len(self.parents)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """The depth of each row; the pending token's is 0."""
+        return tuple(depths_of(self.parents))
+
+    @property
+    def depth(self) -> int:
+        """The longest way down."""
+        return max(self.depths)
+
+    @cached_property
+    def width(self) -> int:
+        """The most children of a token."""
+        return max(map(self.parents.count, self.parents), default=0)
+
+    def cut(self, depth: int) -> Tree:
+        """Return the tree down to a depth."""
+        if depth >= self.depth:
+            return self
+        return Tree(self.parents[: sum(0 < each <= depth for each in self.depths)], self.candidates)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrownTree:
+    """A tree that each row grows anew in each round, where its draft is sure.
+
+    Args:
+        num_nodes: drafts a round, fewer where there are not as many candidates.
+        width: tokens of a depth that are continued, and candidates for what follows each of them.
+        depth: the longest way down.
+        rooms: by row, how deep its own drafts may lie, so that it gets the tree it would get alone; None: all as deep as that.
+    """
+
+    num_nodes: int
+    width: int
+    depth: int
+    rooms: tuple[int, ...] | None = None
+
+    @property
+    def num_slots(self) -> int:
+        """How many slots of a cache it takes at most, while drafted or judged, beside the pending token's."""
+        return max(self.num_nodes, self.width * (self.depth - 1), self.depth)  # a draft that knows chains only gives a chain
+
+    def cut(self, depth: int) -> GrownTree:
+        """Return the tree down to a depth."""
+        return replace(self, depth=min(depth, self.depth))
+
+
+def tree_from(settings: StaticTree | DynamicTree, depth: int) -> Tree | GrownTree:
+    """Return the tree that settings ask for, no deeper than `depth`."""
+    if settings.kind == "static":
+        return Tree.of(settings.all_paths(), candidates_of(settings)).cut(depth)
+    return GrownTree(num_nodes=settings.num_nodes, width=settings.width, depth=depth)
+
+
+def check_parents(parents: Sequence[int]) -> None:
+    """Refuse what is no tree.
+
+    Raises:
+        ValueError: a draft continues itself, a later one, or nothing.
+    """
+    for draft, parent in enumerate(parents):
+        if not 0 <= parent <= draft:
+            raise ValueError(f"parents is no tree: draft {draft} continues row {parent}, only rows 0 to {draft} come before it")
+
+
+def depths_of(parents: Sequence[int]) -> list[int]:
+    """Return the depth of each row, from the pending token's 0."""
+    depths = [0]
+    for parent in parents:
+        depths.append(depths[parent] + 1)
+    return depths
+
+
+def lineage(parents_BN: Tensor) -> Tensor:
+    """Return which rows lead to each row, itself counted, bool `[B, K, K]`: `[b, i, j]` where j is on the way to i."""
+    B, N = parents_BN.shape
+    steps_BKK = torch.eye(N + 1, device=parents_BN.device).repeat(B, 1, 1)
+    steps_BKK[:, 1:].scatter_(2, parents_BN.unsqueeze(-1), 1.0)
+    # Squared: one step or none becomes up to two, four, ... until the longest way that N drafts can make is covered.
+    for _ in range(max(N, 1).bit_length()):
+        steps_BKK = (steps_BKK @ steps_BKK).clamp(max=1.0)
+    return steps_BKK > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branches:
+    """Tokens of a tree that a forward reads, and how they hang on those read before.
+
+    The tree's slots of a row's cache begin at `roots[b]`; the new tokens take the last T of X.
+
+    Args:
+        roots: by row, the position of a token of depth 0. All earlier ones are committed and seen by the whole tree.
+        depths_BX: depth of the token in each slot, int64.
+        visible_BTX: which slots each new token sees, bool: its own and its ancestors'.
+    """
+
+    roots: Sequence[int]
+    depths_BX: Tensor
+    visible_BTX: Tensor
+
+    @property
+    def starts(self) -> list[int]:
+        """The first slot of the new tokens, by row."""
+        T, X = self.visible_BTX.shape[1:]
+        return [root + X - T for root in self.roots]
+
+    @property
+    def positions_BT(self) -> Tensor:
+        """Where the new tokens stand in the text."""
+        return self._roots_B1 + self.depths_BX[:, -self.visible_BTX.shape[1] :]
+
+    def over(self, keys_S: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which slots of a cache each new token sees, bool `[B, T, S]`, and the position that each holds, `[B, S]`."""
+        (B, T, X), S = self.visible_BTX.shape, len(keys_S)
+        slots_BS = keys_S - self._roots_B1
+        columns_BS = slots_BS.clamp(0, X - 1)
+        in_tree_BTS = self.visible_BTX.gather(2, columns_BS.unsqueeze(1).expand(B, T, S)) & (slots_BS < X).unsqueeze(1)
+        before_BS = slots_BS < 0
+        positions_BS = torch.where(before_BS, keys_S, self._roots_B1 + self.depths_BX.gather(1, columns_BS))
+        return before_BS.unsqueeze(1) | in_tree_BTS, positions_BS
+
+    @property
+    def _roots_B1(self) -> Tensor:
+        return torch.tensor(self.roots, device=self.depths_BX.device).unsqueeze(1)
+
+
+def apart(positions_BX: Tensor) -> Tensor:
+    """Return positions of several tokens that may be the same, made different for
+    `heads.sampling.counter_rng.Streams.uniform`."""
+    return positions_BX + (torch.arange(positions_BX.shape[1], device=positions_BX.device) << 32)
+
+
+def whole_tree(parents_BN: Tensor, roots: Sequence[int]) -> Branches:
+    """Return a proposal as the target reads it in one forward, the pending token first, which stands at `roots`."""
+    visible_BKK = lineage(parents_BN.clamp(min=0))  # what does not count hangs somewhere
+    return Branches(roots=roots, depths_BX=visible_BKK.sum(-1) - 1, visible_BTX=visible_BKK)

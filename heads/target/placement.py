@@ -1,0 +1,244 @@
+"""Where the parts of a target larger than one device lie: its blocks spread, everything else on the device that computes.
+
+Embedding, final norm and output head are read by heads, losses and the decoder at any time, so they stay on that one device,
+and hidden states come back to it; only blocks are spread. accelerate's hooks then move states from block to block, and bring
+the weights of blocks that lie in memory or on disk to a device for as long as they run. The blocks run one after another: GPUs
+add memory, not speed.
+
+Left out on purpose: a target split over processes (DeepSpeed's ZeRO-3 inference, tensor parallel). There every process must run
+the same number of target forwards, and decoding held-out prompts does not: answers end when they end.
+
+
+The weights of modules of a target that is spread over devices, some of which lie in memory or on disk until they run.
+
+Between two runs of such a module its weights are on torch's meta device: they have a shape and no values. Whoever starts from a
+target's block therefore asks here; for a target that lies whole on one device nothing is different, nor for a plan's, which
+has no values anywhere. How targets are spread: `heads.target.placement`.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from accelerate.hooks import AlignDevicesHook
+from accelerate.utils import get_max_memory
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from configs.runtime.errors import ConfigError, InputError, first_line
+from configs.schema.target import TargetConfig
+from heads.target.hidden_states import blocks
+
+
+def real_weight(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor of a module's state dict with its values, read from where they lie if they are not there now."""
+    path, _, own = name.rpartition(".")
+    hook = module.get_submodule(path).__dict__.get("_hf_hook")
+    if not tensor.is_meta or not isinstance(hook, AlignDevicesHook):
+        return tensor
+    weight: Tensor = hook.weights_map[own]
+    return weight.to(tensor.dtype)
+
+
+def real_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's state dict with the values of all its tensors."""
+    return {name: real_weight(module, name, tensor) for name, tensor in module.state_dict().items()}
+
+
+@torch.no_grad()
+def own_copy(module: nn.Module) -> nn.Module:
+    """Return a copy of one of the target's modules that holds its weights and no longer moves them."""
+    hooks = [each.__dict__["_hf_hook"] for each in module.modules() if "_hf_hook" in each.__dict__]
+    if not hooks:
+        return copy.deepcopy(module)
+    weights = {name: tensor.clone() for name, tensor in real_weights(module).items()}
+    # The hooks stay out of it: they hold on to the other weights that are not on their device now.
+    copied = copy.deepcopy(module, {id(hook): hook for hook in hooks})
+    for part in copied.modules():
+        if part.__dict__.pop("_hf_hook", None) is not None:
+            del part.__dict__["_old_forward"], part.__dict__["forward"]
+    copied.load_state_dict(weights, assign=True)
+    return copied
+
+
+Place = int | str
+MEMORY = "cpu"
+DISK = "disk"
+GIBIBYTE = 2**30
+
+
+def place_parts(path: Path, config: TargetConfig, device: torch.device) -> dict[str, Place]:
+    """Return where each part of the target in a folder is to lie, by module name; every weight is in one of them.
+
+    Args:
+        path: holds its config; the weights are not read.
+        config: with a `device_map`.
+        device: of the parts that are not blocks.
+
+    Raises:
+        InputError: the target's blocks are not known (`heads.target.hidden_states.blocks`), or do not fit.
+        ConfigError: the map names no part of it, part of a block, or another device for what is no block; or several
+            processes would choose the same devices.
+    """
+    skeleton, home = _skeleton(path, config), _name_of(device)
+    layers = blocks(skeleton)
+    prefix = next(name for name, module in skeleton.named_modules() if module is layers)
+    outside = _parts_outside(skeleton, layers)
+    given = config.device_map
+    if isinstance(given, dict):
+        places = _by_hand(given, prefix, len(layers), outside, home)
+    else:
+        _check_alone(given)
+        sizes = [_bytes_of(block) for block in layers]
+        rest = _bytes_of(skeleton) - sum(sizes)
+        places = spread_blocks(sizes, rest, _room(config, home), home, even=given != "sequential")
+    named = {f"{prefix}.{number}": place for number, place in enumerate(places)}
+    _check_devices(set(named.values()))
+    return dict.fromkeys(outside, home) | named
+
+
+def spread_blocks(sizes: Sequence[int], outside: int, room: Mapping[Place, int], home: Place, *, even: bool) -> list[Place]:
+    """Return where each block goes: `home` and the other devices in turn, then memory, then the disk; order is kept.
+
+    Where blocks have to go to memory or to disk, room for one more is kept on `home`, in which they run.
+
+    Args:
+        sizes: of the blocks, bytes.
+        outside: bytes of everything else, which lies on `home`.
+        room: bytes on each device and in memory.
+        home: the device that computes.
+        even: as far as that suffices, no device takes more than its share of all weights, and a block.
+
+    Raises:
+        InputError: `home` has no room for what is no block.
+    """
+    free = room.get(home, 0) - outside
+    if free < 0:
+        raise InputError(
+            f"target.device_map: embedding, norm and head take {outside / GIBIBYTE:.2f} GiB, and {home} has "
+            f"{room.get(home, 0) / GIBIBYTE:.2f}; raise target.max_memory there, or set target.device to a larger one"
+        )
+    devices = {home: free} | {place: size for place, size in room.items() if place not in (home, MEMORY)}
+    share = (outside + sum(sizes)) // len(devices) + max(sizes)
+    ways = [{place: min(size, share - (outside if place == home else 0)) for place, size in devices.items()}] if even else []
+    for limits in (*ways, devices):
+        places = _fill(sizes, limits)
+        if DISK not in places:
+            return places
+    memory: dict[Place, int] = {} if home == MEMORY else {MEMORY: room.get(MEMORY, 0)}
+    return _fill(sizes, devices | {home: free - max(sizes)} | memory)
+
+
+def _fill(sizes: Sequence[int], limits: Mapping[Place, int]) -> list[Place]:
+    """Put blocks onto devices in order, as many as go on each; on disk what is left."""
+    order, left, places = list(limits), dict(limits), []
+    for size in sizes:
+        while order and size > left[order[0]]:
+            order.pop(0)
+        place = order[0] if order else DISK
+        places.append(place)
+        if order:
+            left[place] -= size
+    return places
+
+
+def _by_hand(given: Mapping[str, Place], prefix: str, num_blocks: int, outside: Sequence[str], home: Place) -> list[Place]:
+    """Return the place of each block by the longest name that the map has for it; `home` where it has none."""
+    names = [f"{prefix}.{number}" for number in range(num_blocks)]
+    above = ["", *(prefix.rsplit(".", cut)[0] for cut in range(prefix.count("."), 0, -1)), prefix]
+    for module, place in given.items():
+        if module in outside and _name_of(place) != home:
+            raise ConfigError(
+                f"target.device_map: {module} is to lie on {place}, and only blocks are spread; what is no block lies on "
+                f"target.device, here {home}: leave it out"
+            )
+        if module not in (*outside, *above, *names):
+            raise ConfigError(
+                f"target.device_map: {module!r} is no part of this target that can be placed; its blocks are {names[0]} to "
+                f"{names[-1]}"
+            )
+    places = []
+    for name in names:
+        found = next((each for each in (name, *reversed(above)) if each in given), None)
+        places.append(home if found is None else _name_of(given[found]))
+    return places
+
+
+def _check_alone(given: str | None) -> None:
+    """Refuse a map that each of several processes would make for itself, of the same devices."""
+    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if num_processes > 1:
+        raise ConfigError(
+            f"target.device_map: each of {num_processes} processes would spread a target of its own by {given!r} over the same "
+            "devices; start one process, which uses all of them, or give a map of module names"
+        )
+
+
+def _check_devices(places: set[Place]) -> None:
+    for place in places - {DISK}:
+        try:
+            torch.empty(0, device=place)
+        except (RuntimeError, AssertionError) as error:
+            raise InputError(f"target.device_map: device {place!r} cannot be used: {first_line(error)}") from error
+
+
+def _room(config: TargetConfig, home: Place) -> dict[Place, int]:
+    """Return the bytes that may be taken on each GPU and in memory; on the CPU alone memory is the device."""
+    given = config.max_memory
+    if given is not None:  # a GPU's number is a string where it was a key of JSON
+        given = {int(place) if str(place).isdigit() else place: size for place, size in given.items()}
+    room: dict[Place, int] = get_max_memory(given)
+    return {MEMORY: room.get(MEMORY, 0)} if home == MEMORY else room
+
+
+def _name_of(place: Place | torch.device) -> Place:
+    """Return a device as accelerate calls it: a GPU's number, else its name."""
+    if isinstance(place, int) or place == DISK:
+        return place
+    try:
+        device = torch.device(place)
+    except RuntimeError as error:
+        raise InputError(f"target.device_map: device {place!r} cannot be used: {first_line(error)}") from error
+    if device.type != "cuda":
+        return str(device)
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _skeleton(path: Path, config: TargetConfig) -> PreTrainedModel:
+    """Return the target without weights."""
+    settings = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code, local_files_only=True)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            settings, dtype=getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code
+        )
+    return model
+
+
+def _parts_outside(skeleton: PreTrainedModel, layers: nn.ModuleList) -> list[str]:
+    """Return the names of the largest modules, and of single tensors, that have no block in them and are in none."""
+    found: list[str] = []
+    pending: list[tuple[str, nn.Module]] = [("", skeleton)]
+    while pending:
+        name, module = pending.pop()
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        found += [_joined(name, own) for own, _ in tensors]
+        for own, child in module.named_children():
+            if child is layers:
+                continue
+            if layers in child.modules():
+                pending.append((_joined(name, own), child))
+            else:
+                found.append(_joined(name, own))
+    return found
+
+
+def _joined(name: str, own: str) -> str:
+    return f"{name}.{own}" if name else own
+
+
+def _bytes_of(module: nn.Module) -> int:
+    return sum(each.numel() * each.element_size() for each in module.parameters())

@@ -1,0 +1,80 @@
+"""Joining the other processes that `accelerate launch` started: what every command does that shares its work."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from importlib.util import find_spec
+from typing import Any
+
+from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
+from torch.distributed import DistError
+
+from configs.runtime.errors import InputError, first_line
+from configs.schema.target import TargetConfig
+from heads.target.loading import choose_device
+
+
+def join_processes(target: TargetConfig, *, timeout_seconds: int | None = None) -> PartialState:
+    """Return this process's place among those that share the work.
+
+    Args:
+        target: says which kind of device the work runs on.
+        timeout_seconds: how long a process waits for the others before it gives up; None: torch's own limit.
+
+    Raises:
+        InputError: DeepSpeed is asked for and not installed.
+        RuntimeError: the launcher started several processes and accelerate takes each for the only one.
+    """
+    settings: dict[str, Any] = {} if timeout_seconds is None else {"timeout": timedelta(seconds=timeout_seconds)}
+    on_cpu = choose_device(target.device).type == "cpu"
+    if on_cpu:  # DeepSpeed, which accelerate imports wherever it is installed, would warn of what it cannot detect
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if on_cpu and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        # accelerate has DeepSpeed for accelerators only; told the transport, it takes the CPU for one.
+        _keep_deepspeed_from_compiling()
+        settings |= {"backend": "gloo"}
+        on_cpu = False
+    # Without `cpu` accelerate looks for accelerators only, and finds one process where there are several on a CPU.
+    try:
+        state = PartialState(cpu=on_cpu, **settings)
+    except ImportError as error:
+        raise InputError(f"the processes were launched for DeepSpeed, which is not installed: {first_line(error)}") from error
+    num_launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if state.num_processes != num_launched:
+        raise RuntimeError(f"{num_launched} processes were launched, but accelerate sees {state.num_processes}")
+    return state
+
+
+def _keep_deepspeed_from_compiling() -> None:
+    """Let DeepSpeed on a CPU do without operators of its own.
+
+    It would compile one for reductions in shared memory when it is first started, and a process that is killed meanwhile
+    leaves a lock that all later ones wait for without end. gloo reduces as well.
+    """
+    if find_spec("deepspeed") is not None:
+        import deepspeed.ops
+
+        deepspeed.ops.__compatible_ops__ = defaultdict(bool)
+
+
+@contextmanager
+def naming_lost_processes() -> Iterator[None]:
+    """Say what it means where waiting for another process fails: the complaint of the transport does not.
+
+    Raises:
+        RuntimeError: another process has ended, or did not answer for as long as `join_processes` was told to wait.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not (isinstance(error, DistError) or "/gloo/" in str(error)):  # gloo's own are of no class of theirs
+            raise
+        raise RuntimeError(
+            f"another process of this run has ended or does not answer ({first_line(error)}); its own log says why. Nothing "
+            "is lost that was kept on disk: start it again to go on from there"
+        ) from error

@@ -1,0 +1,4 @@
+"""The decoder beside transformers' generation.
+
+Start with `benchmark`.
+"""

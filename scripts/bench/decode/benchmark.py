@@ -1,0 +1,175 @@
+"""The decode benchmark beside transformers, and its results file (`scripts.bench.decode.setup`: on what;
+`scripts.bench.decode.table`: the table of all ways of decoding).
+
+Greedy, one prompt at a time: ours and transformers' with the same draft, ours and transformers' plainly, and ours by lean
+forwards (`heads.inference.lean_forward`) with the draft and plainly. Speculative in batches of eight against one by one.
+Seconds against transformers are of the whole call, prompt included. `compiled_speed_vs_eager` compares plain decoding by lean
+forwards, which nothing compiles, with transformers'.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from configs.runtime.command import DONE, GATE_FAILED
+from configs.schema.benchmarks import BenchDecodeConfig
+from configs.schema.evaluation import LosslessConfig
+from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE
+from eval.lossless.verdict import NOT_LOSSLESS, find_divergences, is_tie
+from eval.stats.bootstrap import Interval, ratio_interval
+from heads.target.loading import Target
+from scripts.bench.decode.memory_floor import floor_shares
+from scripts.bench.decode.setup import DRAFT_LM, LARGE_BATCH, Answers, Bench, Requests, Side, load_for_transformers, open_bench
+from scripts.bench.decode.table import (
+    Turns,
+    TurnsOfSide,
+    answers_of,
+    decode_side,
+    first_generations,
+    measure_ways,
+    summarise_rules,
+    summarise_ways,
+)
+from scripts.bench.decode.ways import list_ways
+from scripts.bench.harness import speed_ratio, take_turns, with_bounds, write_results
+from scripts.bench.peers.transformers_generate import TransformersPeer
+
+log = logging.getLogger("draftsmith")
+
+ASSISTED, GENERATE = "transformers_assisted", "transformers"
+LEAN, LEAN_PLAIN = "lean_speculative", "lean_autoregressive"
+
+
+def compare_decoding(config: BenchDecodeConfig) -> int:
+    """Run the benchmark and write its file; see `scripts/bench_decode.py`. Returns the exit code."""
+    bench = open_bench(config)
+    greedy = measure_greedy(bench)
+    batched = measure_batches(bench)
+    ways = list_ways(bench)
+    table = measure_ways(bench, ways)
+    agreement = {
+        "speculative_and_transformers_assisted": _agreement(bench.target, greedy[ASSISTED], greedy[SPECULATIVE]),
+        "plain_and_transformers_generate": _agreement(bench.target, greedy[GENERATE], greedy[AUTOREGRESSIVE]),
+    }
+    if bench.lean_target is not None:
+        agreement["lean_and_transformers_assisted"] = _agreement(bench.target, greedy[ASSISTED], greedy[LEAN])
+        agreement["lean_plain_and_transformers_generate"] = _agreement(bench.target, greedy[GENERATE], greedy[LEAN_PLAIN])
+    rows = summarise_ways(bench, ways, table)
+    write_results(
+        Path(config.output),
+        "decode",
+        config,
+        rows=rows,
+        ratios=summarise_ratios(bench, greedy, batched) | summarise_rules(bench, table),
+        agreement=agreement,
+        memory_floor=floor_shares(bench.target.model, _seconds_by_forward(greedy)),
+        device=str(bench.target.device),
+        threads=torch.get_num_threads(),
+    )
+    log.info("results in %s", config.output)
+    for name, found in agreement.items():
+        log.info("%s: %s", name.replace("_", " "), ", ".join(f"{key} {value}" for key, value in found.items()))
+    wrong = [row for row in rows if row["lossless"] == NOT_LOSSLESS]
+    for row in wrong:
+        log.error("%s, %s, %s: the answers differ from plain decoding's", row["rule"], row["shape"], row["proposer"])
+    return GATE_FAILED if wrong or any(found["not_ties"] for found in agreement.values()) else DONE
+
+
+# --- measuring ----------------------------------------------------------------------------------------------------
+
+
+def measure_greedy(bench: Bench) -> Turns:
+    """Decode greedily, a prompt at a time: ours by either forward, and theirs, taking turns."""
+    config, settings = bench.config, bench.settings(temperature=0.0)
+    draft_model = load_for_transformers(config.draft, bench.target)
+    peer = TransformersPeer(bench.target, draft_model, config.num_speculative_tokens, config.max_new_tokens)
+    ours = partial(decode_side, bench.target, settings)
+
+    def theirs(batch: Requests, repeat: int, *, assisted: bool) -> Answers:
+        return Answers(generations=[peer.generate(request, assisted=assisted) for request in batch], timings=[])
+
+    sides: dict[str, Side] = {
+        AUTOREGRESSIVE: partial(ours, None, AUTOREGRESSIVE),
+        GENERATE: partial(theirs, assisted=False),
+        SPECULATIVE: partial(ours, bench.proposer, SPECULATIVE),
+        ASSISTED: partial(theirs, assisted=True),
+    }
+    if bench.lean_target is not None:
+        lean = partial(decode_side, bench.lean_target, settings)
+        # Its plain runs bear the name of plain runs, which a speedup is counted from.
+        sides |= {LEAN_PLAIN: partial(lean, None, AUTOREGRESSIVE), LEAN: partial(lean, bench.drafts[DRAFT_LM], LEAN)}
+    cases: list[Requests] = [[request] for request in bench.requests]
+    return take_turns(sides, cases, config.repeats, description="greedy, beside transformers")
+
+
+def measure_batches(bench: Bench) -> Turns:
+    """Decode greedily with the draft, eight prompts together and one by one; only whole batches count."""
+    cases = [batch for batch in bench.batches() if len(batch) == LARGE_BATCH]
+    together = partial(decode_side, bench.target, bench.settings(temperature=0.0), bench.proposer, SPECULATIVE)
+
+    def alone(batch: Requests, repeat: int) -> Answers:
+        parts = [together([request], repeat) for request in batch]
+        return Answers(generations=[part.generations[0] for part in parts], timings=[part.timings[0] for part in parts])
+
+    if not cases:
+        log.warning("fewer than %d prompts: batches are not measured", LARGE_BATCH)
+        return {}
+    sides: dict[str, Side] = {"together": together, "alone": alone}
+    return take_turns(sides, cases, bench.config.repeats, description="batches of eight", unit="batches")
+
+
+# --- making sense of it -------------------------------------------------------------------------------------------
+
+
+def summarise_ratios(bench: Bench, greedy: Turns, batched: Turns) -> dict[str, float | None]:
+    """Return the file's ratios, each with its bounds. `batch8_vs_batch1` is left out where no whole batch was decoded."""
+    samples = bench.config.bootstrap_samples
+    speed = partial(speed_ratio, amount=lambda answers: answers.num_tokens, samples=samples)
+    ratios = {
+        "speed_vs_transformers_assisted": speed(greedy[SPECULATIVE], greedy[ASSISTED]),
+        "plain_speed_vs_transformers_generate": speed(greedy[AUTOREGRESSIVE], greedy[GENERATE]),
+        "overhead_share": _overhead_share(greedy[SPECULATIVE], samples),
+    }
+    if bench.lean_target is not None:
+        ratios |= {
+            "lean_speed_vs_transformers_assisted": speed(greedy[LEAN], greedy[ASSISTED]),
+            "lean_plain_speed_vs_transformers_generate": speed(greedy[LEAN_PLAIN], greedy[GENERATE]),
+            "compiled_speed_vs_eager": speed(greedy[LEAN_PLAIN], greedy[AUTOREGRESSIVE]),
+            "lean_overhead_share": _overhead_share(greedy[LEAN], samples),
+        }
+    if batched:
+        ratios["batch8_vs_batch1"] = speed(batched["together"], batched["alone"])
+    return {key: value for name, interval in ratios.items() for key, value in with_bounds(name, interval).items()}
+
+
+def _agreement(target: Target, theirs: TurnsOfSide, ours: TurnsOfSide) -> dict[str, int]:
+    """Count prompts whose answers differ, and those where the target's logits do not explain it by rounding.
+
+    In bf16 a forward over several rows rounds otherwise than one over a single row, so that near ties may fall either way.
+    """
+    pair = first_generations(theirs), first_generations(ours)
+    divergences = find_divergences(target, *pair, LosslessConfig().tie_noise)
+    not_ties = sum(not is_tie(divergence) for divergence in divergences)
+    return {"prompts": len(pair[0]), "differing": len(divergences), "not_ties": not_ties}
+
+
+def _seconds_by_forward(greedy: Turns) -> dict[str, float]:
+    """Return the decode seconds of a plain token by each forward, prompts and repeats pooled."""
+    seconds = {}
+    for forward, mode in (("transformers", AUTOREGRESSIVE), ("lean", LEAN_PLAIN)):
+        timings = [timing for answers in answers_of(greedy.get(mode, [])) for timing in answers.timings]
+        if tokens := sum(timing.num_tokens for timing in timings):
+            seconds[forward] = sum(timing.decode_seconds for timing in timings) / tokens
+    return seconds
+
+
+def _overhead_share(turns: TurnsOfSide, samples: int) -> Interval:
+    """Return the share of decode time outside the forwards and the draws; prompts are drawn, repeats summed."""
+    timings = [[timing for turn in repeats for timing in turn.result.timings] for repeats in turns]
+    overhead = [sum(timing.overhead_seconds for timing in case) for case in timings]
+    whole = [sum(timing.decode_seconds for timing in case) for case in timings]
+    return ratio_interval(overhead, whole, samples=samples, seed=0)

@@ -1,0 +1,150 @@
+"""What the decode benchmark measures: the target by either forward, the drafts, the prompts
+(`scripts.bench.decode.benchmark`: how).
+
+The two forwards run the very same weights; the lean one (`heads.inference.lean_forward`) adds its packed copy of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from configs.runtime.errors import InputError
+from configs.schema.benchmarks import BenchDecodeConfig
+from configs.schema.decoding import DecodeConfig
+from distill.dataset.conversations import read_conversations
+from eval.decoder.decode import Request, check_decodable
+from eval.decoder.records import Generation, Timing
+from heads.artifact import Draft, load_draft
+from heads.inference.lean_forward import lean_twin
+from heads.proposers.protocol import Proposer
+from heads.target.loading import Target, load_target, move
+from scripts.bench.harness import first_requests, measured_rows
+from scripts.bench.head_recipes import train_recipes
+
+log = logging.getLogger("draftsmith")
+
+LARGE_BATCH = 8  # the ratio `batch8_vs_batch1` bears it in its name
+DRAFT_LM = "draft_lm"
+
+Requests = Sequence[Request]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """What a side made of some prompts; transformers keeps no timings by phase."""
+
+    generations: list[Generation]
+    timings: list[Timing]
+
+    @property
+    def num_tokens(self) -> int:
+        """New token ids, the first of each answer included."""
+        return sum(len(generation.tokens) for generation in self.generations)
+
+
+Side = Callable[[Requests, int], Answers]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """A target, drafts and what they are measured on.
+
+    drafts: for `fastest_target`, by what the table calls them; the draft LM first.
+    lengths: tokens that each of them drafts a round.
+    proposer: the draft LM for `target`.
+    requests, choosing: prompts that are measured, and others that choose trees and lengths.
+    lean_target: the same weights, run by a lean forward; None where its family has none.
+    past_answers: token ids of the target's answers to other prompts.
+    """
+
+    config: BenchDecodeConfig
+    target: Target
+    proposer: Proposer
+    lean_target: Target | None
+    drafts: dict[str, Proposer]
+    lengths: dict[str, int]
+    requests: list[Request]
+    choosing: list[Request]
+    past_answers: list[list[int]]
+
+    @property
+    def fastest_target(self) -> Target:
+        """The target by the fastest forward that it has."""
+        return self.target if self.lean_target is None else self.lean_target
+
+    def settings(self, temperature: float) -> DecodeConfig:
+        """Return how to decode: chains, at batch 1."""
+        return DecodeConfig(
+            num_speculative_tokens=self.config.num_speculative_tokens,
+            max_new_tokens=self.config.max_new_tokens,
+            temperature=temperature,
+        )
+
+    def batches(self) -> list[Requests]:
+        """Return the requests in large batches, the last of which may be smaller."""
+        return [self.requests[start : start + LARGE_BATCH] for start in range(0, len(self.requests), LARGE_BATCH)]
+
+    def load_draft_for(self, target: Target) -> Draft:
+        """Load the draft LM once more, for a target in another dtype."""
+        return load_draft(self.config.draft, target.identity, target.model)
+
+
+def open_bench(config: BenchDecodeConfig) -> Bench:
+    """Load what is measured.
+
+    Raises:
+        InputError: a draft is not for this target, or a prompt cannot be decoded.
+    """
+    folders = {DRAFT_LM: config.draft}
+    if config.heads is not None:
+        folders |= {run.name: str(run.artifact) for run in train_recipes(config.heads)}
+    rows = measured_rows(Path(config.held_out), config.num_prompts, config.num_choosing)
+    requests = first_requests(rows)
+    choosing = first_requests(read_conversations(Path(config.held_out))[: config.num_choosing])
+    target = load_target(config.target.model_copy(update={"forward": "transformers"}))
+    check_decodable(target, [*requests, *choosing])
+    lean_target = _run_lean(target)
+    fastest = target if lean_target is None else lean_target
+    loaded = {name: load_draft(folder, target.identity, fastest.model) for name, folder in folders.items()}
+    for name, draft in loaded.items():
+        for warning in draft.warnings:
+            log.warning("%s: %s", name, warning)
+    return Bench(
+        config=config,
+        target=target,
+        proposer=load_draft(config.draft, target.identity, target.model).proposer,
+        lean_target=lean_target,
+        drafts={name: draft.proposer for name, draft in loaded.items()},
+        lengths={name: draft.metadata.num_speculative_tokens for name, draft in loaded.items() if name != DRAFT_LM},
+        requests=requests,
+        choosing=choosing,
+        past_answers=_answers(config),
+    )
+
+
+def load_for_transformers(draft: str, target: Target) -> PreTrainedModel:
+    """Load a draft LM's artifact once more, as a user of transformers does: ours may keep a part of its head only."""
+    attention = target.model.config._attn_implementation
+    model = AutoModelForCausalLM.from_pretrained(draft, dtype=target.model.dtype, attn_implementation=attention)
+    return move(model, target.device, target.model.dtype).eval()
+
+
+def _run_lean(target: Target) -> Target | None:
+    """Return the target by a lean forward, or nothing where its family has none."""
+    try:
+        return replace(target, model=lean_twin(target.model))
+    except InputError as error:
+        log.warning("lean forwards are not measured: %s", error)
+        return None
+
+
+def _answers(config: BenchDecodeConfig) -> list[list[int]]:
+    """Return the answers that suffix lookup has seen."""
+    if config.past_answers is None:
+        return []
+    return [list(row.answer_ids) for row in read_conversations(Path(config.past_answers))]

@@ -1,0 +1,138 @@
+"""The decode benchmark's table: every way of decoding on the same prompts, in turns with plain decoding, a row for each.
+
+One prompt at a time, through the fastest forward the target has (self-speculation, made of transformers' modules: through
+theirs). A row's speedup is against plain decoding by the same forward and at the same temperature: decode seconds, the prompts'
+forwards left out, as in a report. Its quality is that of its answers under the target, beside those of plain decoding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from configs.schema.decoding import DecodeConfig
+from configs.schema.evaluation import LosslessConfig
+from eval.decoder.decode import decode
+from eval.decoder.records import AUTOREGRESSIVE, Generation
+from eval.lossless.verdict import judge_lossless
+from eval.metrics.acceptance import count_per_prompt
+from eval.metrics.quality import nats_of
+from eval.metrics.speed import compare_speed
+from eval.stats.bootstrap import Interval, paired_ratio_interval, ratio_interval
+from heads.proposers.protocol import Proposer
+from heads.target.loading import Target
+from scripts.bench.decode.setup import Answers, Bench, Requests
+from scripts.bench.decode.ways import COMPARED, Way
+from scripts.bench.harness import Turn, take_turns, with_bounds
+
+TurnsOfSide = list[list[Turn[Answers]]]  # by case and repeat
+Turns = dict[str, TurnsOfSide]
+
+# Plain decoding, by temperature and by whether the forward is the fastest.
+PLAIN = {
+    (0.0, True): f"{AUTOREGRESSIVE}, greedy",
+    (1.0, True): f"{AUTOREGRESSIVE}, sampled",
+    (0.0, False): f"{AUTOREGRESSIVE}, greedy, transformers",
+}
+
+
+def measure_ways(bench: Bench, ways: Sequence[Way]) -> Turns:
+    """Decode every prompt in every way and plainly, in turns; each repeat of a sampled one has a seed of its own."""
+    sides = {
+        name: partial(decode_side, _target(bench, fastest), bench.settings(heat), None, AUTOREGRESSIVE)
+        for (heat, fastest), name in PLAIN.items()
+    }
+    for way in ways:
+        sides[way.name] = partial(decode_side, _target(bench, way.fastest), way.settings, way.draft, way.name)
+    cases: list[Requests] = [[request] for request in bench.requests]
+    return take_turns(sides, cases, bench.config.repeats, description=f"{len(ways)} ways of decoding")
+
+
+def summarise_ways(bench: Bench, ways: Sequence[Way], turns: Turns) -> list[dict[str, Any]]:
+    """Return the table's rows."""
+    nats = {name: _nats_a_token(bench, own) for name, own in turns.items()}
+    rows = []
+    for way in ways:
+        plain = PLAIN[way.settings.temperature, way.fastest]
+        # 1 where the answers are as likely to the target as its own.
+        perplexity = math.exp(nats[way.name] - nats[plain])
+        rows.append({**_row(bench, way, turns[plain], turns[way.name]), "perplexity_vs_plain": perplexity})
+    return rows
+
+
+def tau_ratio(ours: TurnsOfSide, other: TurnsOfSide, samples: int) -> Interval:
+    """Return the ratio of tokens per target step, paired by prompt."""
+    return paired_ratio_interval(*_counts(ours), *_counts(other), samples=samples, seed=0)
+
+
+def first_generations(turns: TurnsOfSide) -> list[Generation]:
+    """Return the first repeat's generations, in the order of the prompts."""
+    return [generation for repeats in turns for generation in repeats[0].result.generations]
+
+
+def answers_of(turns: TurnsOfSide) -> Iterable[Answers]:
+    """Return what a side made of all prompts in all repeats."""
+    return (turn.result for repeats in turns for turn in repeats)
+
+
+def decode_side(
+    target: Target, settings: DecodeConfig, proposer: Proposer | None, mode: str, batch: Requests, repeat: int
+) -> Answers:
+    """Decode a batch; the repeat is also the seed, which greedy decoding does not read."""
+    seeded = settings.model_copy(update={"seed": repeat})
+    generations, timing = decode(target, batch, seeded, proposer, mode=mode, repeat=repeat)
+    return Answers(generations=generations, timings=[timing])
+
+
+def _target(bench: Bench, fastest: bool) -> Target:
+    return bench.fastest_target if fastest else bench.target
+
+
+def _row(bench: Bench, way: Way, plain: TurnsOfSide, own: TurnsOfSide) -> dict[str, Any]:
+    samples = bench.config.bootstrap_samples
+    committed, rounds = _counts(own)
+    timings = [timing for turns in (plain, own) for answers in answers_of(turns) for timing in answers.timings]
+    speed = compare_speed(timings, way.name, samples=samples, seed=0)
+    speedup = Interval(speed["decode_speedup"], *(speed["decode_speedup_ci"] or (None, None)))
+    # Greedy answers are compared with plain ones; a sampling rule is held against exact enumeration.
+    checks = LosslessConfig(check_float32_prompts=0, false_alarm_rate=None)
+    pair = first_generations(plain), first_generations(own)
+    verdict = judge_lossless(_target(bench, way.fastest), *pair, way.settings, checks, bench.load_draft_for)["verdict"]
+    drafted = [round_.num_drafted for generation in pair[1] for round_ in generation.rounds]
+    return {
+        "rule": way.rule,
+        "shape": way.shape,
+        "proposer": way.proposer,
+        "forward": "lean" if way.fastest and bench.lean_target is not None else "transformers",
+        "temperature": way.settings.temperature,
+        "drafts_a_round": sum(drafted) / max(len(drafted), 1),
+        "lossless": verdict,
+        **with_bounds("tau", ratio_interval(committed, rounds, samples=samples, seed=0)),
+        **with_bounds("speedup", speedup),
+    }
+
+
+def _nats_a_token(bench: Bench, turns: TurnsOfSide) -> float:
+    """Return the mean negative log-probability of a token of a side's answers under the target."""
+    answers = first_generations(turns)
+    return sum(nats_of(bench.target, answer) for answer in answers) / sum(len(answer.tokens) for answer in answers)
+
+
+def _counts(turns: TurnsOfSide) -> tuple[list[float], list[float]]:
+    """Return committed tokens and rounds by prompt, summed over the repeats."""
+    sums: dict[str, list[int]] = {}
+    for answers in answers_of(turns):
+        for prompt_id, counts in count_per_prompt(answers.generations).items():
+            sums[prompt_id] = [sum(pair) for pair in zip(sums.get(prompt_id, (0, 0)), counts, strict=True)]
+    return [float(committed) for committed, _ in sums.values()], [float(rounds) for _, rounds in sums.values()]
+
+
+def summarise_rules(bench: Bench, turns: Turns) -> dict[str, float | None]:
+    """Return the ratios of tokens per target step between ways that were measured, each with its bounds."""
+    ratios: dict[str, float | None] = {}
+    for name, (one, other) in COMPARED.items():
+        if one in turns and other in turns:
+            ratios |= with_bounds(name, tau_ratio(turns[one], turns[other], bench.config.bootstrap_samples))
+    return ratios

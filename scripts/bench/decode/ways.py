@@ -1,0 +1,240 @@
+"""The ways of decoding that the decode benchmark's table compares: verification rule x shape of the proposal x proposer.
+
+Every draft is asked for chains; those that can, for trees as well. A static tree is the fastest by what the draft shows on
+prompts that are not measured: how often each rank is accepted, what drafting a depth takes, what the target takes for more
+rows (`eval.cost.tree_shapes`). Left out: rules for trees other than the draft LM's, whose tables would only repeat its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from configs.schema.decoding import DecodeConfig, ParticleSampling, TypicalAcceptance, Verification
+from configs.schema.drafting import Candidates, DynamicTree, Path, StaticTree
+from eval.cost.draft_length import ConfidenceProbe, fit_stopping
+from eval.cost.tree_shapes import Profile, fastest_tree, measure_profile
+from eval.decoder.decode import Request, decode
+from eval.decoder.records import SPECULATIVE
+from heads.inference.causal_lm import head_logits
+from heads.inference.kv_cache import new_cache
+from heads.proposers.merged import MergedDrafts
+from heads.proposers.prompt_lookup import PromptLookup
+from heads.proposers.protocol import Proposer, TreeProposer
+from heads.proposers.self_speculation import SelfSpeculation
+from heads.proposers.suffix_lookup import SuffixLookup
+from heads.target.hidden_states import forward_states, num_blocks
+from heads.target.loading import Target
+from scripts.bench.decode.setup import DRAFT_LM, Bench
+
+log = logging.getLogger("draftsmith")
+
+WIDE = [4, 3, 2]  # children by depth of the tree that shows how often each rank is accepted
+MERGED = "hydra"  # whose chain is merged with suffix lookup's
+LONGEST_CHAIN = 8  # that the cost rule may draft
+MOST_ROWS = 17  # of a target forward, whose time bounds a tree
+TIMED_FORWARDS = 9  # by number of rows
+CHAIN_RULES: tuple[Verification, ...] = ("token", "block", "match")
+TREE_CANDIDATES: tuple[Candidates, ...] = ("without_replacement", "with_replacement", "k_seq", "top_k")
+LOSSY: tuple[TypicalAcceptance | ParticleSampling, ...] = (TypicalAcceptance(kind="typical"), ParticleSampling(kind="smc"))
+# Ratios of tokens per target step that the results file holds: of the first way to the second.
+COMPARED = {
+    "block_vs_token_verification": (f"block, chain, {DRAFT_LM}", f"token, chain, {DRAFT_LM}"),
+    "static_tree_vs_chain_at_equal_rows": (f"greedy, static tree, {DRAFT_LM}", f"greedy, long chain, {DRAFT_LM}"),
+    "dynamic_tree_vs_chain_at_equal_rows": (f"greedy, dynamic tree, {DRAFT_LM}", f"greedy, long chain, {DRAFT_LM}"),
+}
+ONE_PASS = frozenset(("dflash", "dspark", "peagle"))  # families that draft a whole block in one forward
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A row of the table.
+
+    rule, shape, proposer: what the row calls them.
+    settings: how to decode; a `tree` only where the shape is one.
+    draft: who drafts.
+    fastest: by the target's fastest forward; else by transformers' own.
+    """
+
+    rule: str
+    shape: str
+    proposer: str
+    settings: DecodeConfig
+    draft: Proposer
+    fastest: bool = True
+
+    @property
+    def name(self) -> str:
+        """What tells it from the others."""
+        return f"{self.rule}, {self.shape}, {self.proposer}"
+
+
+def list_ways(bench: Bench) -> list[Way]:
+    """Return every way that the table compares, trees chosen on the prompts set apart for that."""
+    settings = bench.settings(0.0)
+    ways = chain_ways(bench.drafts, settings, bench.lengths)
+    for name, draft in bench.drafts.items():
+        if isinstance(draft, TreeProposer):
+            paths = choose_paths(bench.fastest_target, draft, bench.choosing, settings)
+            log.info("%s: the fastest tree drafts %d tokens, %s", name, len(paths), paths)
+            ways += tree_ways(name, draft, settings, paths)
+            if name == DRAFT_LM:
+                ways += [_long_chain(draft, settings, len(paths)), _stopped(bench, draft, settings)]
+                ways += sampled_ways(draft, bench.settings(1.0), paths)
+    return [*ways, *free_ways(bench, settings), *merged_ways(bench, settings)]
+
+
+def chain_ways(drafts: Mapping[str, Proposer], settings: DecodeConfig, lengths: Mapping[str, int]) -> list[Way]:
+    """Return a greedy chain, or a block drafted in one pass, for every draft.
+
+    Args:
+        drafts: by what the table calls them.
+        settings: greedy.
+        lengths: how many tokens each drafts, where not as many as `settings` says.
+    """
+    return [
+        Way(
+            rule="greedy",
+            shape="one-pass block" if name in ONE_PASS else "chain",
+            proposer=name,
+            settings=settings.model_copy(update={"num_speculative_tokens": lengths.get(name, settings.num_speculative_tokens)}),
+            draft=draft,
+        )
+        for name, draft in drafts.items()
+    ]
+
+
+def tree_ways(name: str, draft: TreeProposer, settings: DecodeConfig, paths: Sequence[Path]) -> list[Way]:
+    """Return greedy decoding with one draft's static tree, and with one grown anew each round, of as many tokens."""
+    static = StaticTree(kind="static", paths=[list(path) for path in paths])
+    grown = DynamicTree(kind="dynamic", num_nodes=len(paths), width=min(4, len(paths)))
+    depth = max(static.depth, settings.num_speculative_tokens)
+    return [
+        Way(
+            rule="greedy",
+            shape=f"{tree.kind} tree",
+            proposer=name,
+            settings=settings.model_copy(update={"tree": tree, "num_speculative_tokens": depth}),
+            draft=draft,
+        )
+        for tree in (static, grown)
+    ]
+
+
+def sampled_ways(draft: Proposer, settings: DecodeConfig, paths: Sequence[Path]) -> list[Way]:
+    """Return sampling with the draft LM by every rule, in chains and in its tree, and by the modes that give up the
+    distribution.
+
+    Args:
+        draft: the draft LM.
+        settings: at a temperature above 0.
+        paths: its tree.
+    """
+    changes: list[dict[str, Any]] = [{"verification": rule} for rule in CHAIN_RULES]
+    for candidates in TREE_CANDIDATES:
+        tree = StaticTree(kind="static", paths=[list(path) for path in paths], candidates=candidates)
+        changes.append({"tree": tree, "num_speculative_tokens": tree.depth})
+    changes += [{"lossy": lossy} for lossy in LOSSY]
+    return [_sampled(draft, settings.model_copy(update=change)) for change in changes]
+
+
+def free_ways(bench: Bench, settings: DecodeConfig) -> list[Way]:
+    """Return greedy chains that no training made: copied from the text or from earlier answers, or by the target itself."""
+    device, target = bench.target.device, bench.target
+    drafts: dict[str, Proposer] = {"prompt_lookup": PromptLookup(device), "suffix_lookup": _suffix_lookup(bench)}
+    ways = [Way(rule="greedy", shape="chain", proposer=name, settings=settings, draft=draft) for name, draft in drafts.items()]
+    own = SelfSpeculation(target.model, max(1, num_blocks(target.model) // 4), target.vocab_size)
+    return [*ways, Way(rule="greedy", shape="chain", proposer="self_speculation", settings=settings, draft=own, fastest=False)]
+
+
+def merged_ways(bench: Bench, settings: DecodeConfig) -> list[Way]:
+    """Return a tree of two chains, each by a proposer of its own: a head where it is there, and suffix lookup."""
+    head = MERGED if MERGED in bench.drafts else DRAFT_LM
+    chain = StaticTree(kind="static", branching=[1] * settings.num_speculative_tokens)
+    merged = MergedDrafts([bench.drafts[head], _suffix_lookup(bench)], bench.target.device)
+    asked = settings.model_copy(update={"tree": chain})
+    return [Way(rule="greedy", shape="two chains", proposer=f"{head} + suffix_lookup", settings=asked, draft=merged)]
+
+
+def _suffix_lookup(bench: Bench) -> Proposer:
+    lookup = SuffixLookup(bench.target.device, learns_own_answers=False)
+    for answer in bench.past_answers:
+        lookup.learn(answer)
+    return lookup
+
+
+def _sampled(draft: Proposer, settings: DecodeConfig) -> Way:
+    shape = "chain" if settings.tree is None else "static tree"
+    return Way(rule=settings.rule, shape=shape, proposer=DRAFT_LM, settings=settings, draft=draft)
+
+
+def _long_chain(draft: Proposer, settings: DecodeConfig, num_tokens: int) -> Way:
+    """Return a chain of as many tokens as the draft LM's tree has."""
+    longer = settings.model_copy(update={"num_speculative_tokens": num_tokens})
+    return Way(rule="greedy", shape="long chain", proposer=DRAFT_LM, settings=longer, draft=draft)
+
+
+def _stopped(bench: Bench, draft: Proposer, settings: DecodeConfig) -> Way:
+    """Return chains whose length the cost rule decides, fitted to what the draft LM shows on prompts set apart."""
+    longest = settings.model_copy(update={"num_speculative_tokens": LONGEST_CHAIN})
+    probe = ConfidenceProbe(draft)
+    timings = [decode(bench.fastest_target, [request], longest, probe)[1] for request in bench.choosing]
+    seconds = sum(timing.draft_seconds for timing in timings) / sum(timing.num_rounds for timing in timings) / LONGEST_CHAIN
+    stopping = fit_stopping(
+        probe.rounds,
+        draft_step_milliseconds=1000 * seconds,
+        target_step_milliseconds=[1000 * each for each in _row_seconds(bench.fastest_target, bench.choosing[0])],
+    )
+    stopped = longest.model_copy(update={"stopping": stopping})
+    return Way(rule="greedy", shape="chain, stopped by cost", proposer=DRAFT_LM, settings=stopped, draft=draft)
+
+
+def choose_paths(target: Target, draft: TreeProposer, requests: Sequence[Request], settings: DecodeConfig) -> list[Path]:
+    """Return the tree with the most tokens a second by what the draft shows on some prompts.
+
+    Args:
+        target: as it is measured later.
+        draft: who drafts.
+        requests: prompts apart from those measured.
+        settings: greedy.
+    """
+    wide = StaticTree(kind="static", branching=WIDE)
+    asked = settings.model_copy(update={"tree": wide, "num_speculative_tokens": len(WIDE)})
+    profile, depth_seconds = _show(target, draft, requests, asked, wide)
+    return fastest_tree(profile, _row_seconds(target, requests[0]), depth_seconds).paths
+
+
+def _show(
+    target: Target, draft: TreeProposer, requests: Sequence[Request], settings: DecodeConfig, wide: StaticTree
+) -> tuple[Profile, float]:
+    """Return the acceptance profile, and the seconds that drafting one depth takes."""
+    generations, seconds, rounds = [], 0.0, 0
+    for request in requests:
+        decoded, timing = decode(target, [request], settings, draft, mode=SPECULATIVE)
+        generations += decoded
+        seconds, rounds = seconds + timing.draft_seconds, rounds + timing.num_rounds
+    return measure_profile(generations, wide.all_paths()), seconds / max(rounds, 1) / len(WIDE)
+
+
+@torch.inference_mode()
+def _row_seconds(target: Target, request: Request) -> list[float]:
+    """Return the median seconds of the target's forward over 1, 2, ... rows that follow a prompt."""
+    length = len(request.tokens)
+    cache = new_cache(target.model, length + MOST_ROWS)
+    ids_1T = torch.tensor([request.tokens], device=target.device)
+    forward_states(target.model, cache, ids_1T, [0], ())
+    seconds: list[list[float]] = [[] for _ in range(MOST_ROWS)]
+    for _ in range(TIMED_FORWARDS):
+        for rows in range(1, MOST_ROWS + 1):
+            ids_1K = ids_1T[:, -1:].expand(1, rows)
+            started = time.perf_counter()
+            states = forward_states(target.model, cache, ids_1K, [length], ())
+            float(head_logits(target.model, states.final_BTE).amax())  # waits for the device
+            seconds[rows - 1].append(time.perf_counter() - started)
+    return [median(each) for each in seconds]

@@ -1,0 +1,4 @@
+"""The distillation loss and training beside plain ways and TRL's.
+
+Start with `benchmark`.
+"""

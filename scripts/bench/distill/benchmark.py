@@ -1,0 +1,210 @@
+"""The distillation benchmark: what is measured, and what is made of it.
+
+The loss's memory and time (`scripts.bench.distill.loss`), training steps (`scripts.bench.distill.training`), and here what it
+was all for: tokens per target step of the draft before training and after, on the same held-out prompts. What is trained, and
+of what, is read from the artifact, so that the figures are those of the recipe that made it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from configs.runtime.command import DONE, GATE_FAILED
+from configs.runtime.errors import InputError
+from configs.schema.benchmarks import BenchDistillConfig
+from configs.schema.decoding import DecodeConfig
+from configs.schema.training import DistillConfig
+from distill.dataset.conversations import read_conversations
+from eval.decoder.decode import Request, check_decodable, decode
+from eval.metrics.acceptance import count_per_prompt
+from eval.stats.bootstrap import Interval, paired_ratio_interval, ratio_interval
+from heads.artifact import load_draft, read_metadata
+from heads.proposers.protocol import Proposer
+from heads.target.loading import load_target
+from scripts.bench.distill.loss import LossMeasurement, measure_losses
+from scripts.bench.distill.training import Bench, compare_cached, compare_with_trl, training_ratios, training_rows
+from scripts.bench.harness import with_bounds, write_results
+from scripts.bench.peers.trl_gkd import trl_is_installed
+from scripts.recipe_sweep.results import read_rows
+from train.launch import make_accelerator
+from train.loop.checkpoints import Progress
+
+log = logging.getLogger("draftsmith")
+
+UNDISTILLED, DISTILLED = "undistilled", "distilled"
+TEMPERATURES = (0.0, 1.0)
+DECODE_BATCH = 8
+
+Counts = list[tuple[int, int]]  # by prompt: committed tokens and rounds
+
+
+def compare_distillation(config: BenchDistillConfig) -> int:
+    """Run the benchmark and write its file; see `scripts/bench_distill.py`. Returns the exit code.
+
+    Raises:
+        InputError: the draft's folder, target or data cannot be used, or the machine has too little memory.
+    """
+    training = read_training(config.draft)
+    if not trl_is_installed():
+        log.info("trl is not installed: its sides are left out (pip install trl==1.16.0)")
+    swept = read_rows(Path(config.sweep)) if config.sweep and Path(config.sweep).is_file() else []
+    if not swept:
+        log.info("there is no sweep (%s): its rows are left out (make sweep)", config.sweep)
+    losses = measure_losses(config.loss)
+    with TemporaryDirectory(prefix="bench-distill-") as scratch:
+        bench = open_bench(config, training, Path(scratch))
+        cached, beside_trl = compare_cached(bench), compare_with_trl(bench)
+        counts = measure_acceptance(bench)
+    samples = config.bootstrap_samples
+    write_results(
+        Path(config.output),
+        "distill",
+        config,
+        rows=[*acceptance_rows(training, counts, samples), *losses.rows(), *training_rows(bench, cached, beside_trl), *swept],
+        ratios={
+            **losses.ratios(samples),
+            **training_ratios(cached, beside_trl, samples),
+            **with_bounds("tau_distilled_vs_undistilled", tau_ratio(counts, samples)),
+        },
+        loss_values=losses.values,
+        device=str(bench.target.device),
+        threads=torch.get_num_threads(),
+    )
+    log.info("results in %s", config.output)
+    return verdict(losses)
+
+
+def read_training(draft: str) -> DistillConfig:
+    """Return the recipe that an artifact was made by, as it stands in the artifact.
+
+    Raises:
+        InputError: the folder is no artifact, or says nothing that can be read of its training.
+    """
+    content = read_metadata(Path(draft)).training
+    if not content:
+        raise InputError(f"draft: {draft} does not say how it was trained; expected an artifact of train/distill.py")
+    try:
+        return DistillConfig.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the top level"
+        raise InputError(
+            f"draft: the training config in {draft} is not of this version ({where}: {first['msg']}); distil it again"
+        ) from error
+
+
+def open_bench(config: BenchDistillConfig, training: DistillConfig, scratch: Path) -> Bench:
+    """Load what is measured; nothing is written outside `scratch`.
+
+    Raises:
+        InputError: the target or the data cannot be had.
+    """
+    training = training.model_copy(
+        update={
+            "data": training.data.model_copy(update={"cache": None}),
+            "schedule": training.schedule.model_copy(update={"trackers": []}),
+            "output": str(scratch / UNDISTILLED),
+        }
+    )
+    train, held_out = read_conversations(Path(training.data.train)), read_conversations(Path(training.data.held_out))
+    accelerator = make_accelerator(training.schedule, scratch)
+    target = load_target(training.target.model_copy(update={"device": str(accelerator.device)}))
+    return Bench(
+        config=config,
+        training=training,
+        target=target,
+        train=train,
+        held_out=held_out,
+        accelerator=accelerator,
+        scratch=scratch,
+    )
+
+
+# --- before and after ---------------------------------------------------------------------------------------------
+
+
+def measure_acceptance(bench: Bench) -> dict[tuple[str, float], Counts]:
+    """Decode the held-out prompts with the draft before and after training, at each temperature.
+
+    Returns:
+        By draft and temperature.
+
+    Raises:
+        InputError: the artifact is not for this target, or a prompt cannot be decoded.
+    """
+    task = bench.make_task(bench.training)
+    task.save(task.module, Progress(), {})
+    folders = {UNDISTILLED: Path(bench.training.output) / "artifact", DISTILLED: Path(bench.config.draft)}
+    requests = [
+        Request(prompt_id=f"{row.prompt_id}/{row.turn}", category=row.category, tokens=row.prompt_ids)
+        for row in bench.held_out[-bench.config.num_prompts :]
+    ]
+    check_decodable(bench.target, requests)
+    counts = {}
+    for name, folder in folders.items():
+        draft = load_draft(folder, bench.target.identity, bench.target.model)
+        for temperature in TEMPERATURES:
+            counts[name, temperature] = count_rounds(bench, draft.proposer, requests, temperature)
+            committed, rounds = map(sum, zip(*counts[name, temperature], strict=True))
+            log.info("%s draft at temperature %g: %.3f tokens per target step", name, temperature, committed / rounds)
+    return counts
+
+
+def count_rounds(bench: Bench, proposer: Proposer, requests: Sequence[Request], temperature: float) -> Counts:
+    """Return committed tokens and rounds by prompt, in the order of `requests`."""
+    settings = DecodeConfig(
+        num_speculative_tokens=bench.training.num_speculative_tokens,
+        max_new_tokens=bench.config.max_new_tokens,
+        temperature=temperature,
+        verification="token",
+    )
+    counts: dict[str, list[int]] = {}
+    for start in range(0, len(requests), DECODE_BATCH):
+        generations, _ = decode(bench.target, requests[start : start + DECODE_BATCH], settings, proposer)
+        counts |= count_per_prompt(generations)
+    return [(counts[request.prompt_id][0], counts[request.prompt_id][1]) for request in requests]
+
+
+def acceptance_rows(training: DistillConfig, counts: dict[tuple[str, float], Counts], samples: int) -> list[dict[str, Any]]:
+    """Return a row for each draft and temperature."""
+    weights = training.loss.weights
+    divergence = " + ".join(name if weight == 1 else f"{weight:g} {name}" for name, weight in weights.items())
+    return [
+        {
+            "draft": name,
+            "divergence": divergence if name == DISTILLED else None,
+            "data_policy": "target-written answers" if name == DISTILLED else None,
+            "temperature": temperature,
+            "num_speculative_tokens": training.num_speculative_tokens,
+            "prompts": len(each),
+            **with_bounds("tau", ratio_interval(*_columns(each), samples=samples, seed=0)),
+        }
+        for (name, temperature), each in counts.items()
+    ]
+
+
+def tau_ratio(counts: dict[tuple[str, float], Counts], samples: int) -> Interval:
+    """Return the distilled draft's greedy tokens per target step over the undistilled one's, paired by prompt."""
+    pair = _columns(counts[DISTILLED, 0.0]), _columns(counts[UNDISTILLED, 0.0])
+    return paired_ratio_interval(*pair[0], *pair[1], samples=samples, seed=0)
+
+
+def _columns(counts: Counts) -> tuple[list[float], list[float]]:
+    return [float(committed) for committed, _ in counts], [float(rounds) for _, rounds in counts]
+
+
+def verdict(losses: LossMeasurement) -> int:
+    """Return the exit code: a ratio of the times of two different computations would mean nothing."""
+    if losses.agrees:
+        return DONE
+    for divergence, by_side in losses.values.items():
+        log.error("%s by side: %s", divergence, ", ".join(f"{side} {value}" for side, value in by_side.items()))
+    log.error("the sides do not compute the same loss")
+    return GATE_FAILED

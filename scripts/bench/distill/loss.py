@@ -1,0 +1,284 @@
+"""The distillation benchmark's loss part: our chunked loss, the plain one through autograd, and TRL's chunked one.
+
+All compute the mean divergence of the same random hidden states through frozen bfloat16 heads, with float32 in the divergence,
+and its gradient with respect to the draft's hidden states: the Jensen-Shannon divergence (beta 1/2, textbook size), and beside
+TRL both KLs too. Ours also finds acceptance and top-1 agreement on the way, as it does in training. Each pass has a process of
+its own, which tells the time it took and by how much it grew. On the CPU: peaks are those of the resident set.
+
+N positions, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from configs.runtime.errors import InputError
+from configs.runtime.progress import track
+from configs.schema.benchmarks import BenchLossConfig
+from distill.loss.chunked import chunked_loss, linear_head
+from distill.loss.divergences import jsd
+from eval.stats.bootstrap import Interval, paired_ratio_interval
+from scripts.bench.harness import with_bounds
+from scripts.bench.peers.trl_gkd import trl_chunked_jsd, trl_is_installed
+
+OURS, UNCHUNKED, TRL = "chunked", "unchunked", "trl_chunked"
+BETAS = {"jsd": 0.5, "forward_kl": 0.0, "reverse_kl": 1.0}  # the generalised JSD by its ends, as TRL takes it, too
+
+# Tensors of [N, V] float32 that the unchunked loss holds at its peak: measured as a little over eight, rounded up. For
+# choosing N, never for a result.
+TENSORS_AT_PEAK = 9
+BYTES_AT_PEAK = 4 * TENSORS_AT_PEAK
+GIBIBYTE = 2**30
+# Largest relative difference of two sides' values: TRL does not round logits to bfloat16, the others do.
+TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossInputs:
+    """Hidden states and heads, bfloat16; only the draft's hidden states want a gradient."""
+
+    draft_hidden_ND: Tensor
+    target_hidden_ND: Tensor
+    draft_head_VD: Tensor
+    target_head_VD: Tensor
+
+
+LossSide = Callable[[LossInputs], Tensor]
+
+
+class Key(NamedTuple):
+    """What one side computes."""
+
+    divergence: str
+    side: str
+
+
+class Pass(NamedTuple):
+    """One forward and backward: growth of the resident set over the loaded inputs, wall-clock seconds, the loss."""
+
+    peak_mebibytes: float
+    seconds: float
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossMeasurement:
+    """What every side took for each divergence it knows, repeat by repeat."""
+
+    config: BenchLossConfig
+    positions: int
+    passes: Mapping[Key, Sequence[Pass]]
+
+    @property
+    def values(self) -> dict[str, dict[str, float]]:
+        """The loss by divergence and side."""
+        values: dict[str, dict[str, float]] = {}
+        for key, passes in self.passes.items():
+            values.setdefault(key.divergence, {})[key.side] = passes[0].value
+        return values
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all sides computed the same loss."""
+        return all(
+            math.isclose(value, by_side[OURS], rel_tol=TOLERANCE)
+            for by_side in self.values.values()
+            for value in by_side.values()
+        )
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for every divergence and side."""
+        return [
+            {
+                "loss": key.side,
+                "divergence": key.divergence,
+                "vocabulary": self.config.vocab_size,
+                "positions": self.positions,
+                "peak_mebibytes": _mean([each.peak_mebibytes for each in passes]),
+                "seconds": _mean([each.seconds for each in passes]),
+            }
+            for key, passes in self.passes.items()
+        ]
+
+    def ratios(self, samples: int) -> dict[str, float | None]:
+        """Return our memory and time over each other side's, with bounds; below 1 we take less. Those of the JSD are plain."""
+        ratios: dict[str, float | None] = {}
+        for key, theirs in self.passes.items():
+            if key.side == OURS:
+                continue
+            ours, prefix = self.passes[Key(key.divergence, OURS)], "" if key.divergence == "jsd" else f"{key.divergence}_"
+            memory = _ratio([each.peak_mebibytes for each in ours], [each.peak_mebibytes for each in theirs], samples)
+            seconds = _ratio([each.seconds for each in ours], [each.seconds for each in theirs], samples)
+            ratios |= with_bounds(f"{prefix}loss_peak_memory_vs_{key.side}", memory)
+            ratios |= with_bounds(f"{prefix}loss_time_vs_{key.side}", seconds)
+        return ratios
+
+
+def measure_losses(config: BenchLossConfig) -> LossMeasurement:
+    """Measure memory and time of every side, in turns.
+
+    Raises:
+        InputError: the machine does not tell its memory the way Linux does, or has too little for a single position.
+    """
+    positions = fitting_positions(config)
+    passes: dict[Key, list[Pass]] = {key: [] for key in loss_sides(config.chunk_size)}
+    order = list(_in_turns(list(passes), config.repeats))
+    for key in track(order, description="memory and time of the loss", unit="processes"):
+        passes[key].append(in_fresh_process(config, key, positions))
+    return LossMeasurement(config=config, positions=positions, passes=passes)
+
+
+def _in_turns(keys: list[Key], repeats: int) -> Iterator[Key]:
+    """Yield every side once a repeat, every second time in reverse, so that none always follows the same neighbour."""
+    for repeat in range(repeats):
+        yield from reversed(keys) if repeat % 2 else keys
+
+
+# --- the sides ----------------------------------------------------------------------------------------------------
+
+
+def loss_sides(chunk_size: int) -> dict[Key, LossSide]:
+    """Return the sides; TRL's, and ours that have only those beside them, where that is installed."""
+    ours = {Key(name, OURS): partial(chunked_divergence, beta=beta, chunk_size=chunk_size) for name, beta in BETAS.items()}
+    plain: dict[Key, LossSide] = {Key("jsd", OURS): ours[Key("jsd", OURS)], Key("jsd", UNCHUNKED): unchunked_jsd}
+    if not trl_is_installed():
+        return plain
+    return plain | ours | {Key(name, TRL): partial(trl_divergence, beta=beta) for name, beta in BETAS.items()}
+
+
+def chunked_divergence(inputs: LossInputs, *, beta: float, chunk_size: int) -> Tensor:
+    """Return the loss by `distill.loss.chunked`, divided between the ends by what our JSD is larger by."""
+    num_positions = len(inputs.draft_hidden_ND)
+    result = chunked_loss(
+        inputs.draft_hidden_ND,
+        linear_head(inputs.draft_head_VD),
+        inputs.target_hidden_ND,
+        linear_head(inputs.target_head_VD),
+        partial(jsd, beta=beta),
+        torch.full((num_positions,), 1 / num_positions),
+        chunk_size=chunk_size,
+    )
+    return result.loss * (beta * (1 - beta) or 1)
+
+
+def unchunked_jsd(inputs: LossInputs) -> Tensor:
+    """Return the loss as it stands in a textbook, all positions at once, with autograd doing the rest."""
+    with torch.no_grad():
+        log_p_NV = F.linear(inputs.target_hidden_ND, inputs.target_head_VD).float().log_softmax(-1)
+        p_NV = log_p_NV.exp()
+    log_q_NV = F.linear(inputs.draft_hidden_ND, inputs.draft_head_VD).float().log_softmax(-1)
+    log_m_NV = torch.logaddexp(log_p_NV, log_q_NV) - math.log(2)
+    target_side_N = (p_NV * (log_p_NV - log_m_NV)).sum(-1)
+    draft_side_N = (log_q_NV.exp() * (log_q_NV - log_m_NV)).sum(-1)
+    return (target_side_N + draft_side_N).mean() / 2
+
+
+def trl_divergence(inputs: LossInputs, *, beta: float) -> Tensor:
+    """Return the loss by TRL's tiles."""
+    return trl_chunked_jsd(
+        inputs.draft_hidden_ND, inputs.target_hidden_ND, inputs.draft_head_VD, inputs.target_head_VD, beta=beta
+    )
+
+
+def make_inputs(num_positions: int, width: int, vocab_size: int, *, seed: int = 0) -> LossInputs:
+    """Return random hidden states and heads, with logits of a standard deviation of 3, about as a language model's."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.bfloat16)
+
+    scale = 3 / math.sqrt(width)
+    return LossInputs(
+        draft_hidden_ND=draw(num_positions, width).requires_grad_(),
+        target_hidden_ND=draw(num_positions, width),
+        draft_head_VD=draw(vocab_size, width).mul_(scale),
+        target_head_VD=draw(vocab_size, width).mul_(scale),
+    )
+
+
+def forward_backward(side: LossSide, inputs: LossInputs) -> float:
+    """Compute a side's loss and leave its gradient on the draft's hidden states; return the loss."""
+    inputs.draft_hidden_ND.grad = None
+    loss = side(inputs)
+    loss.backward()
+    return loss.item()
+
+
+# --- one pass -----------------------------------------------------------------------------------------------------
+
+
+def fitting_positions(config: BenchLossConfig) -> int:
+    """Halve the number of positions until the unchunked loss fits into the memory allowed and available.
+
+    Raises:
+        InputError: not even one position does, or the memory is unknown.
+    """
+    limit = min(config.max_gibibytes * GIBIBYTE, read_kibibytes("/proc/meminfo", "MemAvailable") * 1024)
+    positions = config.positions
+    while positions * config.vocab_size * BYTES_AT_PEAK > limit:
+        positions //= 2
+    if positions == 0:
+        needed = config.vocab_size * BYTES_AT_PEAK / GIBIBYTE
+        raise InputError(
+            f"loss.max_gibibytes: expected at least {needed:.3g} GiB, which one position of the unchunked loss takes, got "
+            f"{limit / GIBIBYTE:.3g} (the smaller of the setting and the memory that is free)"
+        )
+    return positions
+
+
+def measure_pass(config: BenchLossConfig, key: Key, num_positions: int) -> Pass:
+    """Return what one pass of a side takes.
+
+    To be called once, in a fresh process: memory that earlier work left with the allocator would be used again unseen.
+    """
+    side = loss_sides(config.chunk_size)[key]
+    forward_backward(side, make_inputs(2, config.width, 16))  # what libraries take at their first use is not the loss's
+    inputs = make_inputs(num_positions, config.width, config.vocab_size)
+    # Not getrusage's ru_maxrss: that begins with the peak of the process this one was started from.
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # begin the peak anew
+    before = read_kibibytes("/proc/self/status", "VmRSS")
+    started = time.perf_counter()
+    value = forward_backward(side, inputs)
+    seconds = time.perf_counter() - started
+    return Pass((read_kibibytes("/proc/self/status", "VmHWM") - before) / 1024, seconds, value)
+
+
+def in_fresh_process(config: BenchLossConfig, key: Key, num_positions: int) -> Pass:
+    """Return `measure_pass` of a new process, which inherits neither memory nor a peak from this one."""
+    with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(measure_pass, config, key, num_positions).result()
+
+
+def read_kibibytes(path: str, name: str) -> int:
+    """Return a `Name:  123 kB` line of a file of the kernel's.
+
+    Raises:
+        InputError: there is no such file: the system is not Linux.
+    """
+    try:
+        lines = Path(path).read_text(encoding="ascii").splitlines()
+    except OSError as error:
+        raise InputError(f"this benchmark reads memory from {path}, which only Linux has: {error.strerror}") from error
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def _ratio(ours: Sequence[float], other: Sequence[float], samples: int) -> Interval:
+    """Return our sum over the other side's, paired by repeat."""
+    ones = [1.0] * len(ours)
+    return paired_ratio_interval(ours, ones, other, ones, samples=samples, seed=0)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,232 @@
+"""The distillation benchmark's training part: optimiser steps online, from a cache, and by TRL's trainer, on the same batches.
+
+A step is forward of target and draft, loss, backward, clipping and AdamW; no data loading, and nothing rewritten where the
+recipe's data policy would. Online and cached do the recipe as it stands. Beside TRL all sides see the same conversations and
+train the same weights in the same precision, and ours counts three times:
+
+- the same work: all of the vocabulary, forward KL, and logits at every real token, because TRL computes them there;
+- the same loss: logits before labels only, as no other position has a say in the loss, so that value and gradient are TRL's;
+- our default: the recipe as it stands, with its divergence and, where it has one, its reduced draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+from configs.runtime.files import sha256_of, write_text
+from configs.schema.benchmarks import BenchDistillConfig
+from configs.schema.data import CacheConfig
+from configs.schema.training import DistillConfig, LossConfig
+from distill.cache.reader import TargetCache, check_fits, open_cache
+from distill.cache.writer import CacheJob
+from distill.dataset.batches import NO_DOCUMENT, Batch, ConversationDataset, make_loader
+from distill.dataset.conversations import Conversation
+from distill.student.init import initial_draft
+from eval.stats.bootstrap import Interval
+from heads.target.loading import Target
+from scripts.bench.harness import Turn, speed_ratio, take_turns, with_bounds
+from scripts.bench.peers.trl_gkd import GkdPeer, trl_is_installed
+from train.loop.optimizer import make_optimizer
+from train.tasks.draft import DraftTask
+
+ONLINE, CACHED = "online", "cached"
+GKD, SAME_WORK, SAME_LOSS, DEFAULT = "trl_gkd", "ours, the same work", "ours, the same loss", "ours, our default"
+WARMUP_STEPS = 1  # done by `take_turns` before the clock runs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What is measured, loaded.
+
+    training: the recipe that the draft was trained by; its output is a scratch folder.
+    """
+
+    config: BenchDistillConfig
+    training: DistillConfig
+    target: Target
+    train: Sequence[Conversation]
+    held_out: Sequence[Conversation]
+    accelerator: Accelerator
+    scratch: Path
+
+    def make_task(self, training: DistillConfig, cache: TargetCache | None = None) -> DraftTask:
+        """Return the task of a recipe with its draft untrained; the same recipe gives the same weights."""
+        set_seed(training.schedule.seed)
+        return DraftTask(training, self.target, self.train, self.held_out, self.accelerator, cache)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What one optimiser step was: tokens of the batch without padding, and the loss before it, in nats a label."""
+
+    num_tokens: int
+    loss: float
+
+
+Turns = dict[str, list[list[Turn[Step]]]]  # by side, batch and repeat
+
+
+class Learner:
+    """Our side: takes the training loop's optimiser step, without its books.
+
+    Args:
+        bench: brings accelerate.
+        task: what is trained.
+    """
+
+    def __init__(self, bench: Bench, task: DraftTask) -> None:
+        self.accelerator, self.task = bench.accelerator, task
+        self.max_grad_norm = bench.training.optimizer.max_grad_norm
+        num_steps = bench.config.num_batches + WARMUP_STEPS
+        optimizer, self.scheduler = make_optimizer(task.module, bench.training.optimizer, num_steps)
+        self.module, self.optimizer = bench.accelerator.prepare(task.module, optimizer)
+
+    def step(self, batch: Batch) -> float:
+        """Take one optimiser step on a batch; return its loss, in nats a label."""
+        num_labels = batch.loss_mask_BT[:, 1:].sum().clamp(min=1)
+        with self.accelerator.autocast():
+            outcome = self.task.loss(self.module, batch, num_labels, 1)
+        self.accelerator.backward(outcome.loss)
+        self.accelerator.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return outcome.loss.item()
+
+
+def compare_cached(bench: Bench) -> Turns:
+    """Train from a cache of the target's hidden states and with the target at work, in turns.
+
+    The recipe's batch size; the cache is made beforehand, untimed.
+
+    Raises:
+        InputError: the cache cannot be written.
+    """
+    batch_size = bench.training.schedule.batch_size
+    rows = bench.train[: bench.config.num_batches * batch_size]
+    dataset = ConversationDataset(rows, bench.training.data.max_length)
+    cache = make_cache_of(bench, rows)
+    check_fits(cache, dataset, bench.training)
+    sides = {
+        ONLINE: Learner(bench, bench.make_task(bench.training)).step,
+        CACHED: Learner(bench, bench.make_task(bench.training, cache)).step,
+    }
+    return _in_turns(bench, sides, dataset, batch_size, "training, cached and online")
+
+
+def compare_with_trl(bench: Bench) -> Turns:
+    """Train by TRL's trainer and three times by ours, in turns (see the module's docstring); without TRL, nothing.
+
+    Raises:
+        InputError: the draft's vocabulary differs in size from the target's.
+    """
+    if not trl_is_installed():
+        return {}
+    student = bench.training.student.model_copy(update={"draft_vocab_size": None})
+    loss = LossConfig(divergence="forward_kl", chunk_size=bench.training.loss.chunk_size)
+    plain = bench.training.model_copy(update={"student": student, "loss": loss})
+    set_seed(plain.schedule.seed)
+    draft = initial_draft(student, bench.target)
+    peer = GkdPeer(bench.target, draft, plain.optimizer, plain.schedule.mixed_precision, bench.scratch / "trl")
+    same_work = Learner(bench, bench.make_task(plain))
+    sides = {
+        GKD: peer.step,
+        SAME_WORK: lambda batch: same_work.step(every_token_a_label(batch)),
+        SAME_LOSS: Learner(bench, bench.make_task(plain)).step,
+        DEFAULT: Learner(bench, bench.make_task(bench.training)).step,
+    }
+    batch_size = bench.config.trl_batch_size
+    dataset = ConversationDataset(bench.train[: bench.config.num_batches * batch_size], plain.data.max_length)
+    return _in_turns(bench, sides, dataset, batch_size, "training, beside TRL")
+
+
+def every_token_a_label(batch: Batch) -> Batch:
+    """Return the batch with all its real tokens as labels but the first of each row, which nothing predicts."""
+    mask_BT = batch.document_ids_BT != NO_DOCUMENT
+    mask_BT[:, 0] = False
+    return batch._replace(loss_mask_BT=mask_BT)
+
+
+def training_rows(bench: Bench, cached: Turns, beside_trl: Turns) -> list[dict[str, Any]]:
+    """Return a row for each way of training."""
+    sizes = ((cached, bench.training.schedule.batch_size), (beside_trl, bench.config.trl_batch_size))
+    return [
+        {
+            "training": name,
+            "batch_size": batch_size,
+            "steps": len(cases),
+            "tokens_per_second": _amount(cases, _tokens) / _seconds(cases),
+            "steps_per_second": len(cases) / _seconds(cases),
+        }
+        for turns, batch_size in sizes
+        for name, cases in turns.items()
+    ]
+
+
+def training_ratios(cached: Turns, beside_trl: Turns, samples: int) -> dict[str, float | None]:
+    """Return the speed ratios with their bounds, above 1 where ours (the cached) is faster; those to TRL where measured."""
+    ratios: dict[str, Interval] = {"cached_speed_vs_online": speed_ratio(cached[CACHED], cached[ONLINE], _one, samples=samples)}
+    if beside_trl:
+        against = partial(speed_ratio, theirs=beside_trl[GKD], amount=_tokens, samples=samples)
+        ratios["tokens_per_second_vs_trl_gkd"] = against(beside_trl[SAME_WORK])
+        ratios["same_loss_tokens_per_second_vs_trl_gkd"] = against(beside_trl[SAME_LOSS])
+        ratios["default_tokens_per_second_vs_trl_gkd"] = against(beside_trl[DEFAULT])
+    return {key: value for name, interval in ratios.items() for key, value in with_bounds(name, interval).items()}
+
+
+def make_cache_of(bench: Bench, rows: Sequence[Conversation]) -> TargetCache:
+    """Return a cache of the target's last hidden states, exact, over these conversations, made in the scratch folder."""
+    data = bench.scratch / "cached.jsonl"
+    write_text(data, "".join(row.to_line() for row in rows))
+    config = CacheConfig(
+        target=bench.training.target,
+        data=str(data),
+        max_length=bench.training.data.max_length,
+        dtype=bench.training.target.dtype,
+        output=str(bench.scratch / "cache"),
+    )
+    job = CacheJob(target=bench.target, conversations=rows, config=config, data_sha256=sha256_of(data))
+    job.prepare()
+    job.work(rank=0, num_processes=1)
+    job.finish()
+    return open_cache(bench.scratch / "cache", data, bench.target)
+
+
+def _in_turns(
+    bench: Bench, sides: Mapping[str, Callable[[Batch], float]], dataset: ConversationDataset, batch_size: int, description: str
+) -> Turns:
+    """Let every side take a step on every batch, timed until the loss is on the CPU."""
+    loader = make_loader(dataset, batch_size, seed=bench.training.schedule.seed)
+    batches = [
+        Batch(*(tensor.to(bench.target.device) for tensor in batch)) for batch in islice(loader, bench.config.num_batches)
+    ]
+
+    def timed(step: Callable[[Batch], float], batch: Batch, repeat: int) -> Step:
+        return Step(num_tokens=int((batch.document_ids_BT != NO_DOCUMENT).sum()), loss=step(batch))
+
+    timed_sides = {name: partial(timed, step) for name, step in sides.items()}
+    return take_turns(timed_sides, batches, 1, description=description, unit="batches")
+
+
+def _amount(cases: list[list[Turn[Step]]], amount: Callable[[Step], float]) -> float:
+    return sum(amount(turn.result) for turns in cases for turn in turns)
+
+
+def _seconds(cases: list[list[Turn[Step]]]) -> float:
+    return sum(turn.seconds for turns in cases for turn in turns)
+
+
+def _tokens(step: Step) -> float:
+    return step.num_tokens
+
+
+def _one(step: Step) -> float:
+    return 1.0

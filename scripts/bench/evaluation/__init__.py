@@ -1,0 +1,4 @@
+"""Predicted speed beside measured speed, and what evaluating costs.
+
+Start with `benchmark`.
+"""

@@ -1,0 +1,188 @@
+"""Which held-out prompts a comparison is measured on: none that chose a checkpoint.
+
+What all benchmarks share: sides that take turns, ratios with their intervals, the file the results go to.
+
+A figure in seconds belongs to the machine and the minute it was measured in; a ratio of two sides that took turns in one run
+means something elsewhere too. So `ratios` holds the latter only, ours against the other. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from pydantic import BaseModel
+
+from configs.runtime.errors import InputError
+from configs.runtime.files import write_json
+from configs.runtime.progress import progress
+from configs.runtime.run_record import describe_git, describe_hardware, describe_versions, mask_arguments, mask_secrets
+from distill.dataset.conversations import Conversation, read_conversations
+from eval.decoder.decode import Request
+from eval.stats.bootstrap import Interval, paired_ratio_interval
+
+C = TypeVar("C")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Turn(Generic[R]):
+    """What one side made of one case, and the wall-clock seconds it took."""
+
+    result: R
+    seconds: float
+
+
+def take_turns(
+    sides: Mapping[str, Callable[[C, int], R]], cases: Sequence[C], repeats: int, *, description: str, unit: str = "prompts"
+) -> dict[str, list[list[Turn[R]]]]:
+    """Let every side work on every case, `repeats` times, and time each piece of work.
+
+    The sides follow one another on each case, so that a machine whose speed drifts drifts for all of them, and every second
+    time in reverse, so that none always comes after the same neighbour. Each does the first case once beforehand, untimed.
+
+    Args:
+        sides: called with a case and the number of the repeat; a side returns when its work is done, on a GPU as well.
+        cases: what they work on, e.g. prompts; at least one.
+        repeats: how often.
+        description, unit: for the progress bar.
+
+    Returns:
+        By side, by case, the repeats in order.
+    """
+    for side in sides.values():
+        side(cases[0], 0)
+    names = list(sides)
+    turns: dict[str, list[list[Turn[R]]]] = {name: [[] for _ in cases] for name in sides}
+    with progress(description, len(cases), unit) as advance:
+        for number, case in enumerate(cases):
+            order = [(repeat, name) for repeat in range(repeats) for name in names[:: -1 if (number + repeat) % 2 else 1]]
+            for repeat, name in order:
+                started = time.perf_counter()
+                result = sides[name](case, repeat)
+                turns[name][number].append(Turn(result, time.perf_counter() - started))
+            advance(1)
+    return turns
+
+
+def speed_ratio(
+    ours: Sequence[Sequence[Turn[R]]],
+    theirs: Sequence[Sequence[Turn[R]]],
+    amount: Callable[[R], float],
+    *,
+    samples: int,
+    seed: int = 0,
+) -> Interval:
+    """Return our amount a second over theirs, pooled, with its interval; above 1 we are faster.
+
+    Args:
+        ours, theirs: turns by case and repeat, of the same cases in the same order. The case is what the bootstrap draws; its
+            repeats are summed, being no independent evidence.
+        amount: how much a result is, e.g. its number of tokens.
+        samples, seed: of the bootstrap.
+
+    Raises:
+        ValueError: the sides did not do the same cases equally often.
+    """
+    if list(map(len, ours)) != list(map(len, theirs)):
+        raise ValueError("the two sides did not do the same cases equally often")
+    columns = [
+        [sum(value(turn) for turn in turns) for turns in side]
+        for side, value in (
+            (theirs, _seconds),
+            (theirs, lambda turn: amount(turn.result)),
+            (ours, _seconds),
+            (ours, lambda turn: amount(turn.result)),
+        )
+    ]
+    return paired_ratio_interval(*columns, samples=samples, seed=seed)
+
+
+def with_bounds(name: str, interval: Interval) -> dict[str, float | None]:
+    """Return `{name: point, name_low: ..., name_high: ...}`; the bounds are None where there is no interval."""
+    return {name: interval.point, f"{name}_low": interval.low, f"{name}_high": interval.high}
+
+
+def write_results(
+    path: Path,
+    name: str,
+    config: BaseModel,
+    *,
+    rows: Sequence[Mapping[str, Any]],
+    ratios: Mapping[str, float | None],
+    script: str | None = None,
+    **extra: Any,
+) -> None:
+    """Write a benchmark's results file.
+
+    Args:
+        path: where to, e.g. `docs/results/decode.json`.
+        name: of the benchmark.
+        config: the resolved config.
+        rows: flat objects with the same keys, for a table.
+        ratios: numbers, ours against the other, from sides that took turns; see `with_bounds`.
+        script: that was run; None: `scripts/bench_NAME.py`.
+        extra: further JSON values, kept under their names.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    value = {
+        "name": name,
+        "command": shlex.join(["python", script or f"scripts/bench_{name}.py", *mask_arguments(sys.argv[1:])]),
+        "config": mask_secrets(config.model_dump(mode="json")),
+        "hardware": describe_hardware(),
+        "versions": describe_versions(),
+        "git": describe_git(),
+        "rows": [dict(row) for row in rows],
+        "ratios": dict(ratios),
+        **extra,
+    }
+    write_json(path, value)
+
+
+def _seconds(turn: Turn[Any]) -> float:
+    return turn.seconds
+
+
+def measured_rows(path: Path, num_prompts: int, num_choosing: int) -> list[Conversation]:
+    """Return the conversations of the last prompts of a held-out file, all turns of each.
+
+    Args:
+        path: `held_out.jsonl`.
+        num_prompts: how many prompts.
+        num_choosing: conversations at the file's beginning that choose checkpoints (`held_out.num_prompts` of a recipe);
+            their prompts are left out.
+
+    Raises:
+        InputError: there are fewer.
+    """
+    rows = read_conversations(path)
+    choosing = {row.prompt_id for row in rows[:num_choosing]}
+    others = list(dict.fromkeys(row.prompt_id for row in rows if row.prompt_id not in choosing))
+    if len(others) < num_prompts:
+        raise InputError(
+            f"num_prompts: {path} has {len(others)} prompts beside the {len(choosing)} that choose checkpoints, got "
+            f"{num_prompts}; ask for fewer, or give held_out.num_prompts of the recipe a smaller number"
+        )
+    measured = set(others[-num_prompts:])
+    return [row for row in rows if row.prompt_id in measured]
+
+
+def to_request(row: Conversation) -> Request:
+    """Return the prompt of a conversation as the decoder takes it."""
+    return Request(prompt_id=f"{row.prompt_id}/{row.turn}", category=row.category, tokens=row.prompt_ids)
+
+
+def first_requests(rows: Sequence[Conversation]) -> list[Request]:
+    """Return the prompts of conversations as the decoder takes them, of each the first turn there is.
+
+    The turns of one prompt are no independent evidence.
+    """
+    first_turns = {row.prompt_id: row for row in reversed(rows)}
+    return [to_request(row) for row in reversed(first_turns.values())]

@@ -1,0 +1,135 @@
+"""The heads that benchmarks compare: recipes that can be compared, data and cache made once for all, and their training."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from configs.runtime.command import BAD_INPUT
+from configs.runtime.errors import ConfigError, InputError
+from configs.runtime.files import CHECKOUT, read_json, write_json
+from configs.runtime.loading import load_config
+from configs.schema.benchmarks import BenchHeadsConfig
+from configs.schema.data import CacheConfig, DataConfig
+from configs.schema.training import DistillConfig, HeadsConfig
+from distill.cache.format import MANIFEST as CACHE_MANIFEST
+from distill.dataset.conversations import MANIFEST
+from scripts.bench.trained_runs import Recipe, TrainingRun, in_own_folder, train_all
+
+CACHE_TIME = "cache_time.json"
+
+
+def train_recipes(config: BenchHeadsConfig, also: Sequence[Recipe] = ()) -> list[TrainingRun]:
+    """Train what is not trained yet, its data and cache made before, and return all runs.
+
+    Args:
+        config: the recipes; what they need is made where it is not there.
+        also: recipes that are compared with theirs and not trained here.
+
+    Raises:
+        ConfigError: a recipe cannot be read, or two cannot be compared.
+        InputError: the target or the data cannot be had or used.
+        RuntimeError: a training failed.
+    """
+    recipes = read_recipes(config)
+    check_comparable([*recipes.values(), *also])
+    make_data(config)
+    make_cache(config)
+    runs = [
+        TrainingRun(name=name, recipe=in_own_folder(with_cache(recipe, config.cache), Path(config.runs), name))
+        for name, recipe in recipes.items()
+    ]
+    train_all(runs, "recipe")
+    return runs
+
+
+def read_recipes(config: BenchHeadsConfig) -> dict[str, Recipe]:
+    """Return the recipes by the names of their files.
+
+    Raises:
+        ConfigError: there is none, one cannot be read, or two files have one name.
+    """
+    paths = [Path(path) for path in (*config.recipes, *config.draft_models)]
+    names = [path.stem for path in paths]
+    if not names:
+        raise ConfigError("recipes: there is none; name at least one file of configs/heads")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"recipes: two are called {twice[0]}; give each a file name of its own")
+    heads: list[Recipe] = [load_config(HeadsConfig, path) for path in config.recipes]
+    return dict(zip(names, [*heads, *(load_config(DistillConfig, path) for path in config.draft_models)], strict=True))
+
+
+def check_comparable(recipes: Sequence[Recipe]) -> None:
+    """Refuse recipes that a table would compare wrongly: on other targets, or on prompts that another was trained on.
+
+    Raises:
+        ConfigError: two differ in target or data.
+    """
+    first = recipes[0]
+    for other in recipes[1:]:
+        for where, one, another in (
+            ("target", first.target, other.target),
+            ("data.train", first.data.train, other.data.train),
+            ("data.held_out", first.data.held_out, other.data.held_out),
+        ):
+            if one != another:
+                raise ConfigError(f"recipes: all must have the same {where}, got {one} and {another}")
+
+
+def make_data(config: BenchHeadsConfig) -> None:
+    """Make the data in a process of its own, where they are not there.
+
+    Raises:
+        InputError: that was refused.
+        RuntimeError: it failed.
+    """
+    if config.data is None:
+        return
+    output = Path(load_config(DataConfig, config.data).output)
+    if not (output / MANIFEST).is_file():
+        _run_script("make_data", config.data)
+
+
+def make_cache(config: BenchHeadsConfig) -> None:
+    """Make the cache of the target's states in a process of its own, where it is not there, and note how long that took.
+
+    Raises:
+        InputError: that was refused.
+        RuntimeError: it failed.
+    """
+    if config.cache is None or (Path(load_config(CacheConfig, config.cache).output) / CACHE_MANIFEST).is_file():
+        return
+    started = time.perf_counter()
+    _run_script("make_cache", config.cache)
+    write_json(Path(config.runs) / CACHE_TIME, {"seconds": time.perf_counter() - started})
+
+
+def read_cache_seconds(config: BenchHeadsConfig) -> float | None:
+    """Return how long the cache took to make; None without one, and where it was made apart from this benchmark."""
+    path = Path(config.runs) / CACHE_TIME
+    return read_json(path, "time of the cache")["seconds"] if config.cache is not None and path.is_file() else None
+
+
+def with_cache(recipe: Recipe, cache: str | None) -> Recipe:
+    """Return a head's recipe that reads the cache; a draft LM's stays as it is."""
+    if cache is None or not isinstance(recipe, HeadsConfig):
+        return recipe
+    folder = load_config(CacheConfig, cache).output
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"cache": folder})})
+
+
+def _run_script(name: str, config: str) -> None:
+    """Run a script on its config in a process of its own.
+
+    Raises:
+        InputError: that was refused.
+        RuntimeError: it failed.
+    """
+    command = [sys.executable, str(CHECKOUT / "scripts" / f"{name}.py"), "--config", config]
+    code = subprocess.run(command, check=False).returncode
+    if code:
+        error = InputError if code == BAD_INPUT else RuntimeError
+        raise error(f"scripts/{name}.py --config {config} ended with code {code}, see above")

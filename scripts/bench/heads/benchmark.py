@@ -1,0 +1,215 @@
+"""The head benchmark: recipes in, a table of families out.
+
+Each recipe is trained (`scripts.bench.trained_runs`), and what came out is measured as `eval/run.py` measures: greedy chains
+at batch 1 on held-out prompts that chose no checkpoint, plain decoding in turns with them, losslessness judged. Prompt
+lookup, which needs no training, is measured along with the first. EAGLE-3's training itself is in
+`scripts.bench.heads.eagle3_training`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from configs.runtime.command import DONE, GATE_FAILED
+from configs.runtime.loading import load_config
+from configs.schema.benchmarks import BenchHeadsConfig
+from configs.schema.decoding import DecodeConfig
+from configs.schema.evaluation import EvalConfig, LosslessConfig
+from configs.schema.training import HeadsConfig
+from distill.dataset.batches import ConversationDataset
+from distill.dataset.conversations import read_conversations
+from eval.decoder.decode import Request, check_decodable
+from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE
+from eval.lossless.verdict import NOT_LOSSLESS, judge_lossless
+from eval.measure.interleaved import Records, measure
+from eval.metrics.acceptance import summarise_acceptance
+from eval.metrics.speed import compare_speed
+from heads.artifact import WEIGHTS_FILE, Draft, load_draft
+from heads.proposers.prompt_lookup import PromptLookup
+from heads.target.loading import Target, load_target
+from scripts.bench.harness import first_requests, measured_rows, write_results
+from scripts.bench.head_recipes import read_cache_seconds, train_recipes
+from scripts.bench.heads.eagle3_training import TrainingComparison, compare_eagle3
+from scripts.bench.tables import NOT_AVAILABLE
+from scripts.bench.trained_runs import TrainingRun
+
+log = logging.getLogger("draftsmith")
+
+PROMPT_LOOKUP = "prompt_lookup"
+COSTS = ("parameters", "trained_parameters", "answer_tokens", "labels", "training_seconds", "run_seconds")
+NO_COST = dict.fromkeys(COSTS, 0)
+SEED = 0  # of the resampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What is measured with, loaded."""
+
+    config: BenchHeadsConfig
+    target: Target
+    requests: Sequence[Request]
+
+
+def compare_heads(config: BenchHeadsConfig) -> int:
+    """Run the benchmark and write its file; see `scripts/bench_heads.py`. Returns the exit code.
+
+    Raises:
+        ConfigError: a recipe cannot be read, or two cannot be compared.
+        InputError: the target or the data cannot be had or used.
+        RuntimeError: a training failed, or a draft computes what is no number.
+    """
+    eagle3 = None if config.eagle3 is None else load_config(HeadsConfig, config.eagle3)
+    runs = train_recipes(config, [] if eagle3 is None else [eagle3])
+    bench = open_bench(config, runs)
+    training = None
+    if eagle3 is not None:
+        with TemporaryDirectory(prefix="bench-heads-") as scratch:
+            training = compare_eagle3(config, bench.target, eagle3, Path(scratch))
+    rows = measure_all(bench, runs)
+    write_results(
+        Path(config.output),
+        "heads",
+        config,
+        rows=[*rows, *(training.rows() if training is not None else [])],
+        ratios=training.ratios(config.bootstrap_samples) if training is not None else {},
+        runs=[{"recipe": run.name, "artifact": str(run.artifact), "git": run.read_git()} for run in runs],
+        cache_seconds=read_cache_seconds(config),
+        device=str(bench.target.device),
+        threads=torch.get_num_threads(),
+    )
+    log.info("results in %s", config.output)
+    return verdict(rows, training)
+
+
+def open_bench(config: BenchHeadsConfig, runs: Sequence[TrainingRun]) -> Bench:
+    """Load the target and choose the prompts.
+
+    Raises:
+        InputError: the target cannot be had, there are too few prompts, or one cannot be decoded.
+    """
+    recipes = [run.recipe for run in runs]
+    num_choosing = max(recipe.held_out.num_prompts for recipe in recipes)
+    rows = measured_rows(Path(recipes[0].data.held_out), config.num_prompts, num_choosing)
+    target = load_target(recipes[0].target)
+    requests = first_requests(rows)
+    check_decodable(target, requests)
+    return Bench(config=config, target=target, requests=requests)
+
+
+def measure_all(bench: Bench, runs: Sequence[TrainingRun]) -> list[dict[str, Any]]:
+    """Decode with every draft, and with prompt lookup beside the first; return a row for each.
+
+    Raises:
+        InputError: an artifact is not for this target, or a run's folder is damaged.
+        RuntimeError: target or draft computed what is no number.
+    """
+    rows: list[dict[str, Any]] = []
+    for run in runs:
+        baselines = {} if rows else {PROMPT_LOOKUP: PromptLookup(bench.target.device)}
+        rows += measure_run(bench, run, baselines)
+    return sorted(rows, key=lambda row: row["family"] == PROMPT_LOOKUP)
+
+
+def measure_run(bench: Bench, run: TrainingRun, baselines: Mapping[str, PromptLookup]) -> list[dict[str, Any]]:
+    """Decode with a run's draft and the baselines, plain decoding in turns; return a row for each of them.
+
+    Raises:
+        InputError, RuntimeError: see `measure_all`.
+    """
+    target, config = bench.target, bench.config
+    draft = load_draft(run.artifact, target.identity, target.model)
+    settings = DecodeConfig(
+        num_speculative_tokens=draft.metadata.num_speculative_tokens, max_new_tokens=config.max_new_tokens, batch_size=1
+    )
+    records = measure(
+        target,
+        bench.requests,
+        EvalConfig(decode=settings, repeats=config.repeats, baselines=[]),
+        {SPECULATIVE: draft.proposer, **baselines},
+    )
+    failed = [generation.prompt_id for generation in records.generations if generation.stop_reason == "non_finite"]
+    if failed:
+        raise RuntimeError(f"recipe {run.name}: target or draft computed what is no number on prompt {failed[0]}")
+
+    def draft_for(other: Target) -> Draft:
+        return load_draft(run.artifact, other.identity, other.model)
+
+    def row(family: str, recipe: str | None, mode: str, cost: Mapping[str, Any], lossless: LosslessConfig) -> dict[str, Any]:
+        judged = judge_lossless(target, records.of(AUTOREGRESSIVE), records.of(mode), settings, lossless, draft_for)
+        figures = summarise(records, mode, settings.num_speculative_tokens, config.bootstrap_samples)
+        return {"family": family, "recipe": recipe, **figures, **cost, "lossless": judged["verdict"]}
+
+    only_greedy = config.lossless.model_copy(update={"check_float32_prompts": 0})
+    rows = [row(draft.metadata.kind, run.name, SPECULATIVE, cost_of(run), config.lossless)]
+    log.info("%s: %.3f tokens per target step, %.2f times plain decoding's speed", run.name, rows[0]["tau"], rows[0]["speedup"])
+    return rows + [row(name, None, name, NO_COST, only_greedy) for name in baselines]
+
+
+def summarise(records: Records, mode: str, num_speculative_tokens: int, samples: int) -> dict[str, Any]:
+    """Return a mode's tau and speedup with intervals over prompts, and its acceptance by position, given all before."""
+    acceptance = summarise_acceptance(records.of(mode), num_speculative_tokens, samples=samples, seed=SEED)
+    speed = compare_speed(records.timings, mode, samples=samples, seed=SEED)
+    return {
+        **_bounded("tau", acceptance["tokens_per_target_step"], acceptance["tokens_per_target_step_ci"]),
+        **_bounded("speedup", speed["decode_speedup"], speed["decode_speedup_ci"]),
+        "alpha_by_position": " / ".join(_rate(rate) for rate in acceptance["position_conditional"]),
+        "num_speculative_tokens": num_speculative_tokens,
+        "prompts": len(records.of(mode)),
+    }
+
+
+def cost_of(run: TrainingRun) -> dict[str, Any]:
+    """Return what a run's draft takes: weights, data, time.
+
+    Its `parameters` are those in the artifact, rows of an untrained output head included; what a head borrows from the
+    target is no part of them. `training_seconds` are those of training steps, `run_seconds` also have the held-out decoding
+    and the checkpoints. `answer_tokens` are those in the data, `labels` what was trained on, over all epochs.
+
+    Raises:
+        InputError: the run's folder is damaged.
+    """
+    outcome, data = run.read_outcome(), run.recipe.data
+    with safe_open(run.artifact / WEIGHTS_FILE, framework="pt") as tensors:
+        shapes = [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118 - not a dict
+    return {
+        "parameters": sum(math.prod(shape) for shape in shapes),
+        "trained_parameters": outcome["trained_parameters"],
+        "answer_tokens": ConversationDataset(read_conversations(Path(data.train)), data.max_length).num_labels,
+        "labels": outcome["labels"],
+        "training_seconds": outcome["training_seconds"],
+        "run_seconds": outcome["seconds"],
+    }
+
+
+def verdict(rows: Sequence[Mapping[str, Any]], training: TrainingComparison | None) -> int:
+    """Return the exit code, and say what it is for."""
+    code = DONE
+    for row in rows:
+        if row["lossless"] == NOT_LOSSLESS:
+            log.error(
+                "%s: its answers differ from plain decoding's by more than a numerical tie", row["recipe"] or row["family"]
+            )
+            code = GATE_FAILED
+    if training is not None and not training.agrees:
+        losses = ", ".join(f"{name} {value:.5g}" for name, value in training.losses.items())
+        log.error("the two sides of the training do not compute the same loss: %s", losses)
+        code = GATE_FAILED
+    return code
+
+
+def _bounded(name: str, point: float | None, bounds: Sequence[float] | None) -> dict[str, float | None]:
+    low, high = (None, None) if bounds is None else bounds
+    return {name: point, f"{name}_low": low, f"{name}_high": high}
+
+
+def _rate(rate: float | None) -> str:
+    return NOT_AVAILABLE if rate is None else f"{rate:.2f}"

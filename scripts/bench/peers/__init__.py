@@ -1,0 +1,4 @@
+"""The other libraries that benchmarks compare with.
+
+One file each; all are optional.
+"""

@@ -1,0 +1,4 @@
+"""Several processes beside one.
+
+Start with `benchmark`.
+"""

@@ -1,0 +1,222 @@
+"""The scale benchmark: several processes of one thread beside one, padding, checkpoints, waiting for data, plan beside run.
+
+Each run is a process group of its own (`scripts.bench.scale.child`), because a process cannot leave one; the sides take
+turns, every second time in reverse. All runs see the same conversations in batches of the same size over all processes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from configs.runtime.command import BAD_INPUT, DONE
+from configs.runtime.errors import ConfigError, InputError
+from configs.runtime.files import read_json, write_json
+from configs.runtime.loading import load_config
+from configs.schema.benchmarks import BenchScaleConfig, ScaleStepsConfig
+from configs.schema.planning import PlanHeadsConfig
+from configs.schema.training import HeadsConfig
+from distill.dataset.batches import BucketedBatchSampler, ConversationDataset
+from distill.dataset.conversations import read_conversations
+from distill.dataset.packing import PackedBatchSampler
+from eval.stats.bootstrap import Interval, ratio_interval
+from scripts.bench.harness import Turn, speed_ratio, with_bounds, write_results
+from scripts.bench.scale.steps import Steps
+from train.plan.plan import make_plan
+
+log = logging.getLogger("draftsmith")
+
+CHILD = Path(__file__).resolve().parent / "child.py"
+SEED = 0  # of the resampling
+ENGINES = "scripts.bench.scale.engines"
+
+
+def compare_scale(config: BenchScaleConfig) -> int:
+    """Run the benchmark and write its file; see `scripts/bench_scale.py`. Returns the exit code.
+
+    Raises:
+        ConfigError: the recipe's batch cannot be shared by the processes.
+        InputError: the recipe, its data or its cache are not there.
+        RuntimeError: a run failed.
+    """
+    recipe = with_cache(config)
+    check_shares(recipe, config.num_processes)
+    with TemporaryDirectory(prefix="bench-scale-") as scratch:
+        alone, each_its_own, shared = run_in_turns(config, recipe, Path(scratch))
+        watched = run_steps(recipe, config, 1, Path(scratch) / "watched", watch_memory=True)
+    samples = config.bootstrap_samples
+    name = "two_processes_vs_one" if config.num_processes == 2 else "processes_vs_one"
+    ratios = {
+        **with_bounds(name, _speed(each_its_own, alone, samples)),
+        **with_bounds(f"{name}_same_global_batch", _speed(shared, alone, samples)),
+        **tokens_among_positions(recipe),
+        **with_bounds("checkpoint_share", checkpoint_share(alone, config.checkpoint_every_steps, samples)),
+        **with_bounds("input_share", input_share(alone, samples)),
+    }
+    write_results(
+        Path(config.output),
+        "scale",
+        config,
+        rows=engine_rows() if config.engines else [],
+        ratios=ratios,
+        runs=[asdict(run) for run in (*alone, *each_its_own, *shared)],
+        plan=plan_beside_run(recipe, watched),
+    )
+    log.info("results in %s", config.output)
+    return DONE
+
+
+def with_cache(config: BenchScaleConfig) -> HeadsConfig:
+    """Return the recipe, on the cache that the benchmark names, without trackers."""
+    recipe = load_config(HeadsConfig, config.recipe)
+    data = recipe.data.model_copy(update={"cache": config.cache})
+    schedule = recipe.schedule.model_copy(update={"trackers": []})
+    return recipe.model_copy(update={"data": data, "schedule": schedule})
+
+
+def check_shares(recipe: HeadsConfig, num_processes: int) -> None:
+    """Refuse a batch that the processes cannot share evenly, and steps of several micro-batches, which are not timed here.
+
+    Raises:
+        ConfigError: they cannot, or steps are such.
+    """
+    if recipe.schedule.gradient_accumulation_steps > 1:
+        raise ConfigError(
+            "recipe: schedule.gradient_accumulation_steps must be 1 here, where every micro-batch is a step, got "
+            f"{recipe.schedule.gradient_accumulation_steps}"
+        )
+    if recipe.schedule.batch_size % num_processes:
+        raise ConfigError(
+            f"num_processes: {num_processes} processes cannot share batches of {recipe.schedule.batch_size} evenly; give a "
+            "divisor, or another recipe"
+        )
+
+
+def run_in_turns(config: BenchScaleConfig, recipe: HeadsConfig, scratch: Path) -> tuple[list[Steps], ...]:
+    """Run each side `config.repeats` times.
+
+    Returns:
+        The runs of one process; of several, each with batches of the recipe's size; and of several that share such batches.
+
+    Raises:
+        InputError, RuntimeError: see `run_steps`.
+    """
+    share = recipe.schedule.model_copy(update={"batch_size": recipe.schedule.batch_size // config.num_processes})
+    shared = recipe.model_copy(update={"schedule": share})
+    sides = ((recipe, 1), (recipe, config.num_processes), (shared, config.num_processes))
+    runs: tuple[list[Steps], ...] = ([], [], [])
+    for repeat in range(config.repeats):
+        for side in range(len(sides))[:: -1 if repeat % 2 else 1]:
+            taken, num_processes = sides[side]
+            run = run_steps(taken, config, num_processes, scratch / f"{side}-{repeat}")
+            log.info(
+                "repeat %d, %d processes with batches of %d each: %.0f tokens/s",
+                *(repeat + 1, num_processes, taken.schedule.batch_size, run.tokens / run.seconds),
+            )
+            runs[side].append(run)
+    return runs
+
+
+def run_steps(
+    recipe: HeadsConfig, config: BenchScaleConfig, num_processes: int, folder: Path, *, watch_memory: bool = False
+) -> Steps:
+    """Take a recipe's steps in processes of their own, of one thread each.
+
+    Raises:
+        InputError: they refused their config or data.
+        RuntimeError: they failed.
+    """
+    child = ScaleStepsConfig(
+        recipe=recipe.model_copy(update={"output": str(folder / "run")}),
+        steps=config.steps,
+        warmup_steps=config.warmup_steps,
+        checkpoints=0 if watch_memory else config.checkpoints,
+        watch_memory=watch_memory,
+        result=str(folder / "steps.json"),
+    )
+    write_json(folder / "config.yaml", child.model_dump(mode="json"))  # JSON is YAML
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
+    command = [sys.executable, *(launcher if num_processes > 1 else []), str(CHILD), "--config", str(folder / "config.yaml")]
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        said = next((line for line in lines if line.startswith("error: ")), lines[-1] if lines else "nothing")
+        failed = InputError if done.returncode == BAD_INPUT or said.startswith("error: ") else RuntimeError
+        raise failed(f"a run of {num_processes} processes ended with code {done.returncode}: {said}")
+    return Steps(**read_json(folder / "steps.json", "timed steps"))
+
+
+def tokens_among_positions(recipe: HeadsConfig) -> dict[str, float]:
+    """Return the share of a batch's positions that hold tokens over an epoch of the recipe's data, packed and bucketed."""
+    dataset = ConversationDataset(read_conversations(Path(recipe.data.train)), recipe.data.max_length)
+    batch_size, seed = recipe.schedule.batch_size, recipe.schedule.seed
+    packed = recipe.data.model_copy(update={"packing": True})
+    rows = PackedBatchSampler(dataset.lengths, batch_size, pack_length=packed.row_length or packed.max_length, seed=seed)
+    buckets = BucketedBatchSampler(dataset.lengths, batch_size, seed=seed)
+    return {
+        "packing_efficiency": rows.measure().packing_efficiency,
+        "bucketing_efficiency": buckets.measure().packing_efficiency,
+    }
+
+
+def checkpoint_share(runs: Sequence[Steps], every_steps: int, samples: int) -> Interval:
+    """Return the share of a run's time that goes into checkpoints, one every so many steps; what is drawn is the run."""
+    spent = [run.checkpoint_seconds for run in runs]
+    whole = [run.checkpoint_seconds + every_steps * run.seconds / run.steps for run in runs]
+    return ratio_interval(spent, whole, samples=samples, seed=SEED)
+
+
+def input_share(runs: Sequence[Steps], samples: int) -> Interval:
+    """Return the share of the steps' time that was spent waiting for batches; what is drawn is the run."""
+    return ratio_interval([run.input_seconds for run in runs], [run.seconds for run in runs], samples=samples, seed=SEED)
+
+
+def plan_beside_run(recipe: HeadsConfig, run: Steps) -> dict[str, float]:
+    """Return what `scripts/plan.py` says of one process of one thread, and what was measured.
+
+    The plan's memory is without the keys and values of held-out decoding, which these steps have none of.
+    """
+    plan = make_plan(PlanHeadsConfig.model_validate(recipe.model_dump(mode="json")))
+    planned = sum(asdict(plan.memory).values()) - plan.memory.held_out_kv
+    measured = run.peak_bytes - run.baseline_bytes
+    seconds = run.seconds / run.steps
+    return {
+        "planned_bytes": planned,
+        "measured_bytes": measured,
+        "measured_over_planned_bytes": measured / planned,
+        "planned_step_seconds": plan.times.total,
+        "measured_step_seconds": seconds,
+        "measured_over_planned_seconds": seconds / plan.times.total,
+    }
+
+
+def engine_rows() -> list[dict[str, Any]]:
+    """Return a row for each engine, stage and number of processes: how far its losses were from one process's.
+
+    None where the comparison of engines is not part of the checkout.
+    """
+    if importlib.util.find_spec(ENGINES) is None:
+        log.warning("%s is not there: no rows of engines", ENGINES)
+        return []
+    comparison = importlib.import_module(ENGINES)
+    rows: Sequence[Mapping[str, Any]] = comparison.compare_engines(comparison.EngineComparisonSettings())
+    return [dict(row) for row in rows]
+
+
+def _speed(runs: Sequence[Steps], others: Sequence[Steps], samples: int) -> Interval:
+    """Return how many tokens a second the runs had, over the others'."""
+    return speed_ratio(_turns(runs), _turns(others), lambda run: run.tokens, samples=samples)
+
+
+def _turns(runs: Sequence[Steps]) -> list[list[Turn[Steps]]]:
+    """Return runs as cases of one repeat each, for the ratio of speeds."""
+    return [[Turn(run, run.seconds)] for run in runs]

@@ -1,0 +1,4 @@
+"""Exported drafts in real serving engines.
+
+Start with `cases`.
+"""

@@ -1,0 +1,4 @@
+"""Trials of imported drafts, and the memory that exports and imports take.
+
+Start with `trial`.
+"""

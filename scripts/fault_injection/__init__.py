@@ -1,0 +1,4 @@
+"""Runs that are killed, stopped and damaged at random.
+
+Start with `rounds`.
+"""

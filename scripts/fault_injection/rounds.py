@@ -1,0 +1,226 @@
+"""The rounds of the soak: a run, what happens to it, and whether it ends with an undisturbed run's bytes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate.state import AcceleratorState, PartialState
+
+from configs.runtime.command import DONE, GATE_FAILED, TERMINATED
+from configs.runtime.progress import track
+from configs.runtime.run_record import mask_arguments
+from configs.schema.benchmarks import SoakConfig
+from distill.cache.writer import make_cache
+from distill.generation.make_dataset import make_dataset
+from scripts.bench.harness import write_results
+from scripts.fault_injection.children import Child
+from scripts.fault_injection.setup import EVERY, STEPS, Workshop
+from train.launch import run_distillation, run_heads
+from train.loop.checkpoints import list_checkpoints, read_manifest
+
+WORKS: dict[str, Callable[..., Any]] = {
+    "distill": run_distillation,
+    "heads": run_heads,
+    "data": make_dataset,
+    "cache": make_cache,
+}
+# What is compared: bytes that no path or time goes into.
+RESULTS = {
+    "distill": (f"checkpoints/step-{STEPS:08d}/*.safetensors", f"checkpoints/step-{STEPS:08d}/*.bin", "artifact/*.safetensors"),
+    "heads": (f"checkpoints/step-{STEPS:08d}/*.safetensors", f"checkpoints/step-{STEPS:08d}/*.bin", "artifact/*.safetensors"),
+    "data": ("train.jsonl", "held_out.jsonl"),
+    "cache": ("*.safetensors", "manifest.json"),
+}
+
+logger = logging.getLogger("draftsmith")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What happens to a run: killed at random moments; stopped by SIGTERM; or killed, and its newest checkpoint damaged."""
+
+    name: str
+    work: str
+    stop: bool = False
+    damage: bool = False
+
+
+FAULTS = (
+    Fault(name="kill a distillation", work="distill"),
+    Fault(name="kill a head's training", work="heads"),
+    Fault(name="SIGTERM to a distillation", work="distill", stop=True),
+    Fault(name="SIGTERM to a head's training", work="heads", stop=True),
+    Fault(name="kill, then damage the newest checkpoint", work="distill", damage=True),
+    Fault(name="kill data making", work="data"),
+    Fault(name="kill a cache's making", work="cache"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """How a round went."""
+
+    fault: str
+    disturbances: int  # kills and stops that met a run at work
+    lost_steps: int | None  # most steps that were done twice after one of them; None where there are no steps
+    cut_writes: int  # disturbances that left something half-written
+    final_weights_equal: bool
+
+
+def soak(config: SoakConfig) -> int:
+    """Run all rounds and write the results file; return the exit code."""
+    folder = Path(config.folder or tempfile.mkdtemp(prefix="soak-"))
+    rounds = run_rounds(config, folder)
+    rows = [_row(fault, [each for each in rounds if each.fault == fault.name]) for fault in FAULTS]
+    rows = [row for row in rows if row["rounds"]]
+    write_results(Path(config.output), "soak", config, rows=rows, ratios={}, command=_command())
+    for row in rows:
+        logger.info("%s", ", ".join(f"{name} {value}" for name, value in row.items()))
+    good = all(row["final_weights_equal"] and (row["lost_steps"] or 0) <= EVERY for row in rows)
+    if good and config.folder is None:
+        shutil.rmtree(folder)
+    return DONE if good else GATE_FAILED
+
+
+def run_rounds(config: SoakConfig, folder: Path) -> list[Round]:
+    """Return how each round went, the faults taking turns.
+
+    Raises:
+        RuntimeError: an undisturbed run fails.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    workshop = Workshop(folder / "workshop")
+    if not (folder / "workshop" / "data").exists():
+        workshop.furnish()
+        AcceleratorState._reset_state()
+        PartialState._reset_state()
+    references = {name: _reference(workshop, name, folder / "undisturbed" / name) for name in WORKS}
+    rounds = []
+    for number in track(range(config.rounds), description="soak", unit="rounds"):
+        fault = FAULTS[number % len(FAULTS)]
+        output = folder / f"round-{number:05d}"
+        rng = random.Random(f"{config.seed}/{number}")
+        rounds.append(_run_round(workshop, fault, output, references[fault.work], rng, config.most_kills))
+        if rounds[-1].final_weights_equal:
+            shutil.rmtree(output)
+        else:
+            logger.error("round %d (%s) did not end as it should; its files are in %s", number, fault.name, output)
+    return rounds
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Reference:
+    """An undisturbed run: what it ended with, and how long it took."""
+
+    content: dict[str, bytes]
+    seconds: float
+
+
+def _reference(workshop: Workshop, work: str, output: Path) -> _Reference:
+    started = time.monotonic()
+    shutil.rmtree(output, ignore_errors=True)
+    child = _start(workshop, work, output)
+    if child.end() != DONE:
+        raise RuntimeError(f"an undisturbed run failed: {child.said}")
+    return _Reference(content=_content(output, work), seconds=time.monotonic() - started)
+
+
+def _start(workshop: Workshop, work: str, output: Path) -> Child:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    return Child(WORKS[work], getattr(workshop, work)(output), output.parent, f"{output.name}-{work}")
+
+
+def _run_round(
+    workshop: Workshop, fault: Fault, folder: Path, reference: _Reference, rng: random.Random, most_kills: int
+) -> Round:
+    output = folder / "output"
+    counts_steps = fault.work in ("distill", "heads") and not fault.damage
+    lost: list[int] = []
+    disturbances = cut_writes = 0
+    for _ in range(rng.randint(1, most_kills)):
+        child = _start(workshop, fault.work, output)
+        child.process.join(rng.uniform(0, reference.seconds))
+        if child.process.exitcode is not None:
+            break
+        _disturb(child, stop=fault.stop)
+        disturbances += 1
+        cut_writes += any(folder.rglob(".*.partial")) or any(folder.rglob(".*.[0-9a-f]*"))
+        if fault.damage:
+            _damage(output, rng)
+        elif counts_steps:
+            lost.append(child.steps - _newest_step(output))
+    last = _start(workshop, fault.work, output)
+    equal = last.end() == DONE and _content(output, fault.work) == reference.content
+    return Round(
+        fault=fault.name,
+        disturbances=disturbances,
+        lost_steps=max(lost, default=0) if counts_steps else None,
+        cut_writes=cut_writes,
+        final_weights_equal=equal,
+    )
+
+
+def _disturb(child: Child, *, stop: bool) -> None:
+    """End a run at work.
+
+    Raises:
+        RuntimeError: asked to stop, it ended with a code that is not documented.
+    """
+    if not stop:
+        child.kill()
+        return
+    os.kill(child.process.pid or 0, signal.SIGTERM)
+    # Before and after training the signal ends the process itself.
+    if (code := child.end()) not in (TERMINATED, -signal.SIGTERM, DONE):
+        raise RuntimeError(f"a run that was asked to stop ended with {code}: {child.said}")
+
+
+def _damage(output: Path, rng: random.Random) -> None:
+    """Cut short, or flip a bit of, a file of the newest checkpoint, unless it is the only one."""
+    found = list_checkpoints(output / "checkpoints")
+    if len(found) < 2:
+        return
+    path = rng.choice(sorted(found[-1].iterdir()))
+    content = bytearray(path.read_bytes())
+    if rng.random() < 0.5:
+        content = content[: rng.randrange(len(content) - 1)]  # a byte more could be the newline that a JSON file can lack
+    else:
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    path.write_bytes(content)
+
+
+def _newest_step(output: Path) -> int:
+    found = list_checkpoints(output / "checkpoints")
+    return read_manifest(found[-1]).step if found else 0
+
+
+def _content(output: Path, work: str) -> dict[str, bytes]:
+    paths = [path for pattern in RESULTS[work] for path in output.glob(pattern)]
+    return {str(path.relative_to(output)): path.read_bytes() for path in paths}
+
+
+def _command() -> str:
+    return shlex.join(["python", "scripts/soak.py", *mask_arguments(sys.argv[1:])])
+
+
+def _row(fault: Fault, rounds: Sequence[Round]) -> dict[str, Any]:
+    return {
+        "fault": fault.name,
+        "rounds": len(rounds),
+        "disturbances": sum(each.disturbances for each in rounds),
+        "cut_writes": sum(each.cut_writes for each in rounds),
+        "lost_steps": max((each.lost_steps for each in rounds if each.lost_steps is not None), default=None),
+        "final_weights_equal": all(each.final_weights_equal for each in rounds),
+    }

@@ -1,0 +1,122 @@
+"""What the soak runs on: a tiny target on disk, its data, and configs of runs that take a second, all exact on a CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from configs.schema.data import CacheConfig, DataConfig
+from configs.schema.training import DistillConfig, HeadsConfig
+from distill.generation.make_dataset import make_dataset
+
+NUM_PROMPTS = 48
+SPECIAL = ["<pad>", "<end>", "<user>", "<assistant>"]
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <end> {% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+STEPS, EVERY = 12, 3  # optimiser steps of a run, and between checkpoints
+
+
+class Workshop:
+    """A folder with a target and prompts, and configs of what can be made from them.
+
+    Args:
+        folder: where all of it lies; filled by `furnish`.
+        num_prompts: of which about a fifth is held out.
+    """
+
+    def __init__(self, folder: Path, num_prompts: int = NUM_PROMPTS) -> None:
+        self.folder, self.num_prompts = folder, num_prompts
+        self.target = {"name": str(folder / "target"), "dtype": "float32", "device": "cpu"}
+
+    def furnish(self) -> None:
+        """Write the target, the prompts, and the data that training reads."""
+        _save_target(self.folder / "target")
+        rows = [{"question_id": n, "turns": [f"w{n % 60} w{(7 * n) % 59} w{(3 * n) % 50}"]} for n in range(self.num_prompts)]
+        (self.folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        make_dataset(self.data(self.folder / "data"))
+
+    def data(self, output: Path) -> DataConfig:
+        """Return the config of making data."""
+        return DataConfig.model_validate(
+            {
+                "target": self.target,
+                "prompts": {"source": "file", "path": str(self.folder / "prompts.jsonl"), "num_prompts": self.num_prompts},
+                "answers": {"max_new_tokens": 16, "batch_size": 4, "temperature": 1.0},
+                "held_out_share": 0.2,
+                "output": str(output),
+            }
+        )
+
+    def cache(self, output: Path) -> CacheConfig:
+        """Return the config of making a target cache of about ten shards."""
+        return CacheConfig.model_validate(
+            {
+                "target": self.target,
+                "data": str(self.folder / "data" / "train.jsonl"),
+                "kind": "last_hidden",
+                "max_length": 64,
+                "shard_megabytes": 0.005,
+                "output": str(output),
+            }
+        )
+
+    def distill(self, output: Path, **schedule: object) -> DistillConfig:
+        """Return the config of a distillation; settings of its schedule may be changed."""
+        return DistillConfig.model_validate(
+            {"student": {"layers": [0]}, "optimizer": {"learning_rate": 3e-3}, **self._training(output, schedule)}
+        )
+
+    def heads(self, output: Path, **schedule: object) -> HeadsConfig:
+        """Return the config of training a head that draws random numbers while it learns."""
+        head = {"kind": "eagle3", "tap_noise": 0.1, "taps": [0, 1, 2]}
+        return HeadsConfig.model_validate({"head": head, "sanity": {"enabled": False}, **self._training(output, schedule)})
+
+    def _training(self, output: Path, schedule: dict[str, object]) -> dict[str, object]:
+        data = self.folder / "data"
+        lengths = {"batch_size": 4, "max_steps": STEPS, "eval_every_steps": EVERY, "checkpoint_every_steps": EVERY}
+        quiet = {"mixed_precision": "no", "trackers": [], "log_every_steps": 1}
+        return {
+            "target": self.target,
+            "data": {"train": str(data / "train.jsonl"), "held_out": str(data / "held_out.jsonl"), "max_length": 64},
+            "schedule": lengths | quiet | schedule,
+            "held_out": {"num_prompts": 2, "decode": {"max_new_tokens": 6, "num_speculative_tokens": 2}},
+            "output": str(output),
+        }
+
+
+def _save_target(folder: Path) -> None:
+    words = {word: index for index, word in enumerate([*SPECIAL, *(f"w{n}" for n in range(60))])}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.add_special_tokens(SPECIAL)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, chat_template=TEMPLATE, eos_token="<end>", pad_token="<pad>", unk_token="<pad>"
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(words),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        eos_token_id=1,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(4.0)  # distributions that are not flat
+    model.save_pretrained(folder)

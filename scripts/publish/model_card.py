@@ -1,0 +1,243 @@
+"""The model card of a published draft, made from its report: no number in it that is not in `report.json` beside it.
+
+The text is `templates/model_card.md.j2`; tables and wording of the figures are those of the report's own summary
+(`eval.report.markdown`), and the YAML on top is `scripts.publish.card_data`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import ModelCard
+
+from configs.schema.release import HUB_ID, PushConfig
+from eval.release.verdict import Finding, measured
+from eval.report.markdown import escape, render_markdown, table
+from eval.report.text import short
+from heads.formats.exporting.table import FORMS
+from scripts.publish.card_data import card_data
+from scripts.publish.licences import OriginCard, agreed_licence
+from scripts.publish.publication import NAMELESS, Cleaned
+
+TEMPLATE = Path(__file__).with_name("templates") / "model_card.md.j2"
+SELF_SEEDED = "self_seeded"  # the category of prompts that the target wrote itself (`distill.generation.make_dataset`)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeText:
+    """How one program serves the draft.
+
+    Args:
+        intro: what to do before.
+        lines: command or code.
+        language: of the lines, for their colours.
+        notes: what to know.
+    """
+
+    intro: str
+    lines: str
+    language: str = "sh"
+    notes: tuple[str, ...] = ()
+
+
+def make_card(
+    repo_id: str,
+    cleaned: Cleaned,
+    config: PushConfig,
+    origins: Mapping[str, OriginCard],
+    exports: Mapping[str, str],
+    endpoint: str,
+) -> str:
+    """Return `README.md`.
+
+    Args:
+        repo_id: `owner/name`.
+        cleaned: what is published.
+        config: may say licence and base model.
+        origins: what the models that it was made from say in their own cards, by public name; the target first.
+        exports: by engine, the `serve.txt` of its folder in the repository.
+        endpoint: address of the Hub, for links.
+    """
+    metadata, report = cleaned.metadata, cleaned.report
+    serve = dict(_serve(repo_id, metadata, exports))
+    card = ModelCard.from_template(
+        card_data(repo_id, cleaned, config, origins, endpoint),
+        template_path=str(TEMPLATE),
+        name=repo_id.split("/")[-1],
+        what=_what(metadata, report),
+        target=escape(metadata["target"]["name"]),
+        gate=_gate(cleaned.gate),
+        summary=render_markdown(report),
+        serve=serve,
+        nameless=NAMELESS if any(NAMELESS in text.lines for text in serve.values()) else None,
+        recipe=_recipe(metadata),
+        training=yaml.safe_dump(metadata["training"], sort_keys=False, allow_unicode=True).rstrip(),
+        provenance=_provenance(cleaned),
+        licence=_licence(config, origins),
+        limits=list(_limits(metadata, report)),
+    )
+    return str(card).rstrip() + "\n"
+
+
+def _what(metadata: Mapping[str, Any], report: Mapping[str, Any]) -> str:
+    size = (
+        f" of {report['draft']['num_parameters'] / 1e6:.1f} million parameters" if "num_parameters" in report["draft"] else ""
+    )
+    if metadata["kind"] == "draft_lm":
+        return f"A draft model{size}"
+    return f"A head of kind `{escape(metadata['kind'])}`{size}, which reads its target's states,"
+
+
+def _gate(gate: Mapping[str, Any]) -> str:
+    """Say how the gate judged, with every finding; what did not pass is said first and in bold."""
+    findings = [Finding(**each) for each in gate["findings"]]
+    rows = [
+        (each.outcome, escape(each.check), escape(measured(each)), escape(each.required), escape(each.reason))
+        for each in findings
+    ]
+    head = {
+        "pass": "Its release gate passed:",
+        "fail": "**Its release gate failed; it was published nevertheless, on demand:**",
+        "inconclusive": "**Its release gate could not decide; it was published nevertheless, on demand:**",
+    }[gate["outcome"]]
+    return f"{head}\n\n" + table(("", "check", "measured", "asked", "why not"), rows, numbers=False)
+
+
+def _serve(repo_id: str, metadata: Mapping[str, Any], exports: Mapping[str, str]) -> Iterator[tuple[str, ServeText]]:
+    name = repo_id.split("/")[-1]
+    for engine, text in exports.items():
+        lines, notes = _without_notes(text)
+        yield (
+            engine,
+            ServeText(
+                intro=f"`hf download {repo_id} --include '{engine}/*' --local-dir {name}` fetches the folder, then",
+                lines=lines,
+                language="python" if engine == "transformers" else "sh",
+                notes=notes,
+            ),
+        )
+    others = [engine for engine, forms in FORMS.items() if metadata["kind"] in forms and engine not in exports]
+    if others:
+        lines = "\n".join(f"python scripts/export.py {repo_id} --to {engine} --out {name}-{engine}" for engine in others)
+        yield (
+            "other engines" if exports else "engines",
+            ServeText(intro="a checkout of draftsmith writes their forms.", lines=lines),
+        )
+    yield (
+        "draftsmith",
+        ServeText(
+            intro="measures it against plain decoding on your prompts.",
+            lines=f"python eval/run.py --set draft={repo_id} --set target.name={_target_for_draftsmith(metadata)}",
+        ),
+    )
+
+
+def _without_notes(serve_text: str) -> tuple[str, tuple[str, ...]]:
+    """Return command or code of a `serve.txt`, and the notes below it; see `heads.formats.exporting.exporter`."""
+    body = serve_text.rstrip().splitlines()[1:]
+    end = len(body)
+    while body[end - 1].startswith("- "):
+        end -= 1
+    return "\n".join(body[:end]).strip(), tuple(line.removeprefix("- ") for line in body[end:])
+
+
+def _target_for_draftsmith(metadata: Mapping[str, Any]) -> str:
+    name = str(metadata["target"]["name"])
+    return name if HUB_ID.fullmatch(name) or name.startswith("embedded:") else NAMELESS
+
+
+def _recipe(metadata: Mapping[str, Any]) -> str:
+    rows = [
+        ("kind", escape(metadata["kind"])),
+        ("tokens it can say", f"{metadata['draft_vocab_size']} ({escape(metadata['draft_vocabulary'])} vocabulary)"),
+        ("drafts a round by default", str(metadata["num_speculative_tokens"])),
+        *((escape(name), escape(str(value))) for name, value in _main_settings(metadata["training"])),
+    ]
+    return table(("", "value"), rows, numbers=False)
+
+
+def _main_settings(training: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the few settings that a reader looks for first, of those that the config has; the whole follows below."""
+    for section, key in (
+        ("data", "train"),
+        ("loss", "divergence"),
+        ("loss", "kind"),
+        ("optimizer", "learning_rate"),
+        ("schedule", "epochs"),
+        ("schedule", "max_steps"),
+        ("schedule", "batch_size"),
+        ("schedule", "seed"),
+    ):
+        value = (training.get(section) or {}).get(key)
+        if value is not None:
+            yield f"{section}.{key}", value
+
+
+def _provenance(cleaned: Cleaned) -> str:
+    known, target = cleaned.metadata["provenance"], cleaned.metadata["target"]
+    versions, git = known.get("versions") or {}, known.get("git") or {}
+    rows = [
+        ("target weights", f"`{target['weights_sha256']}`"),
+        ("target revision", escape(target.get("revision") or "not pinned")),
+        ("artifact (weights and metadata)", f"`{cleaned.sha256}`"),
+        ("trained by", escape(" ".join(known.get("command") or ["not recorded"]))),
+        ("imported from", escape(known.get("imported_from") or "")),
+        ("draftsmith commit", escape(f"{git.get('commit') or 'not recorded'}{', with changes' if git.get('dirty') else ''}")),
+        ("versions", escape(", ".join(f"{name} {version}" for name, version in versions.items()) or "not recorded")),
+    ]
+    text = table(("", ""), [row for row in rows if row[1]], numbers=False)
+    if (measured_hash := cleaned.report["draft"].get("measured_sha256")) is not None:
+        text += (
+            f"\n\nThe draft was measured as `{short(measured_hash)}`: its weights are these, and `draftsmith.json` was freed "
+            "of paths and secrets of the machine since, which changes the hash. `publication.json` has both."
+        )
+    return text
+
+
+def _licence(config: PushConfig, origins: Mapping[str, OriginCard]) -> str:
+    names = " and ".join(f"`{escape(name)}`" for name in origins)
+    if config.license is not None:
+        return (
+            f"`{escape(config.license)}`, as stated by who published it. What was made from {names} is bound by their licences."
+        )
+    agreed = agreed_licence(origins.values())
+    if agreed is not None:
+        named = f" ({escape(agreed.license_name)})" if agreed.license_name else ""
+        return f"`{escape(str(agreed.license))}`{named}: so say the model cards of what the draft was made from, {names}."
+    said = "; ".join(f"`{escape(name)}`: {escape(card.license or 'none found')}" for name, card in origins.items())
+    return (
+        f"Not stated. A draft is bound by the licences of what it was made from; those models' own cards name {said}. Ask "
+        "there before use."
+    )
+
+
+def _limits(metadata: Mapping[str, Any], report: Mapping[str, Any]) -> Iterator[str]:
+    decode, prompts, hardware = report["decode"], report["prompts"], report["hardware"]
+    gpus = ", ".join(str(gpu.get("name")) for gpu in hardware.get("gpus") or ())
+    machine = gpus or f"{hardware.get('cpu')}, {hardware.get('cores')} cores"
+    yield (
+        f"Measured on {escape(machine)}, at batch size {decode['batch_size']}, temperature {decode['temperature']:g}, "
+        f"{decode['num_speculative_tokens']} drafts a round, in {escape(str(decode.get('dtype', 'a dtype not recorded')))}. "
+        "Speed is of that machine and that batch size; larger batches usually gain less."
+    )
+    yield (
+        f"Measured on {prompts['num_prompts']} prompts of {escape(prompts['source'])}. How many drafts are accepted depends on "
+        "what is asked; other prompts, languages and lengths need a measurement of their own."
+    )
+    if SELF_SEEDED in prompts["categories"]:
+        yield (
+            f"{prompts['categories'][SELF_SEEDED]} of these prompts were written by the target itself (self-seeded data), "
+            "which may lie closer to what it was trained on than users' prompts do."
+        )
+    if report["lossless"]["verdict"] == "lossless_up_to_ties":
+        yield (
+            "Answers equal plain decoding's up to numerical ties: where two tokens are equally likely within rounding, scoring "
+            "several tokens at once may pick the other one."
+        )
+    if metadata["draft_vocabulary"] == "reduced":
+        yield f"It says only {metadata['draft_vocab_size']} of its target's tokens; the others are always left to the target."
+    yield "It belongs to the one target whose hash stands above; a fine-tuned, quantised or updated one needs another draft."

@@ -1,0 +1,254 @@
+"""What is published of a release: a list of files, made here and pushed by `scripts.publish.hub_upload` or written to a folder.
+
+Published are the artifact, the exports asked for, the report as numbers and as a page, `README.md`
+(`scripts.publish.model_card`) and `publication.json`, which names every file with its hash. Of the artifact's folder only
+files that loading needs are taken. Descriptions are freed of machine paths and secrets (`configs.runtime.redaction`). As the
+artifact's hash covers its `draftsmith.json`, a changed one has another hash; the published report then names that, and keeps
+the measured one as `measured_sha256`, so that `eval/gate.py report.json --artifact OWNER/NAME` holds for what was published
+as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.constants import REPOCARD_NAME
+
+from configs.runtime.errors import InputError
+from configs.runtime.files import new_folder, read_json, sha256_of
+from configs.runtime.redaction import Scrubber
+from configs.runtime.run_record import describe_git, describe_versions
+from configs.schema.release import HUB_ID, PushConfig
+from eval.release.verdict import as_values
+from eval.report.html import render_page
+from eval.report.schema import check_report
+from heads.artifact import METADATA_FILE, VOCABULARY_FILE, WEIGHTS_FILE
+from heads.formats.exporting.exporter import SERVE_FILE
+from scripts.publish.release_checks import Release
+
+Content = Path | bytes
+NAMELESS = "TARGET"  # stands in commands for a target that has no name on the Hub
+MANIFEST = "publication.json"
+REPORT, PAGE = "report.json", "report.html"
+WEIGHTS = ".safetensors"
+DESCRIPTIONS = ("config.json", "generation_config.json", "tokenizer_config.json")  # freed of paths under the keys below
+PATH_KEYS = ("name_or_path", "path", "_file")
+# What transformers writes of a tokenizer; freed of nothing, but refused if a secret stands in it.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+LARGEST_TEXT = 64 * 2**20  # bytes; what is searched for secrets
+
+
+@dataclass(frozen=True, kw_only=True)
+class Publication:
+    """What is to be pushed.
+
+    Args:
+        files: content by path in the repository, `README.md` included.
+        target_sha256: hash of the target's weights, by which a later push knows its own repository.
+        left_out: names in the artifact's folder that are not published, and in exports, those by `engine/name`.
+    """
+
+    files: Mapping[str, Content]
+    target_sha256: str
+    left_out: tuple[str, ...]
+
+    def write(self, folder: Path) -> None:
+        """Write the files into a new folder.
+
+        Raises:
+            InputError: it exists, or cannot be written.
+        """
+        if folder.exists():
+            raise InputError(f"{folder} exists already; give a new folder")
+        with new_folder(folder) as scratch:
+            for name, content in self.files.items():
+                path = scratch / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if isinstance(content, bytes):
+                    path.write_bytes(content)
+                else:
+                    shutil.copyfile(content, path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cleaned:
+    """A release as it may be seen by others.
+
+    Args:
+        metadata: of the artifact.
+        metadata_file: the same as it is published: the file itself, where nothing had to be changed.
+        report: with the hash of the artifact as it is published.
+        gate: the verdict's values and the rules.
+        sha256: that hash.
+    """
+
+    metadata: Mapping[str, Any]
+    metadata_file: bytes
+    report: Mapping[str, Any]
+    gate: Mapping[str, Any]
+    sha256: str
+
+
+def clean(release: Release, config: PushConfig, scrubber: Scrubber) -> Cleaned:
+    """Free a release's descriptions of what others need not know."""
+    path = release.folder / METADATA_FILE
+    known = read_json(path, "artifact metadata")
+    metadata = scrubber.value(known)
+    metadata["target"]["name"] = name = target_name(release, config, scrubber)
+    metadata_file = path.read_bytes() if metadata == known else as_json(metadata)
+    sha256 = _artifact_hash(release, metadata_file)
+    samples = release.report["samples"]
+    report = scrubber.value({key: value for key, value in release.report.items() if key != "samples"})
+    report["samples"] = scrubber.only_secrets(samples) if config.samples else {"worst": [], "best": []}
+    report["target"]["name"] = name
+    report["draft"]["sha256"] = sha256
+    if sha256 != release.sha256:
+        report["draft"]["measured_sha256"] = release.sha256
+    gate = scrubber.value({**as_values(release.verdict), "config": release.gate})
+    return Cleaned(
+        metadata=metadata,
+        metadata_file=metadata_file,
+        report=check_report(report, "the report to be published"),
+        gate=gate,
+        sha256=sha256,
+    )
+
+
+def target_name(release: Release, config: PushConfig, scrubber: Scrubber) -> str:
+    """Return what the target is called in public; one from a folder by `base_model`, if that is given."""
+    name = str(release.metadata.target["name"])
+    public = public_name(name, scrubber)
+    return public if public == name else config.base_model or public
+
+
+def public_name(name: str, scrubber: Scrubber) -> str:
+    """Return what a model is called in public: its Hub id or embedded name, else its folder's own name."""
+    if not Path(name).exists() and (HUB_ID.fullmatch(name) or name.startswith("embedded:")):
+        return name
+    return Path(scrubber.text(name)).name
+
+
+def name_for_engines(cleaned: Cleaned, config: PushConfig) -> str:
+    """Return how a command that serves the draft names its target: by a Hub id, or a word to be replaced."""
+    name = str(cleaned.metadata["target"]["name"])
+    return config.base_model or (name if HUB_ID.fullmatch(name) else NAMELESS)
+
+
+def gather(
+    release: Release, cleaned: Cleaned, exports: Mapping[str, Path], card: str, config: PushConfig, scrubber: Scrubber
+) -> Publication:
+    """List everything that is to be published.
+
+    Args:
+        release, cleaned: the release, before and after cleaning.
+        exports: the folder made for each engine.
+        card: the model card.
+        config: kept in the manifest.
+        scrubber: frees the descriptions.
+
+    Raises:
+        InputError: a secret stands in a file that is not to be changed.
+    """
+    files, left_out = _artifact_files(release, scrubber)
+    files[METADATA_FILE] = cleaned.metadata_file
+    for engine, folder in exports.items():
+        exported, others = _model_files(folder, scrubber)
+        files |= {f"{engine}/{name}": content for name, content in exported.items()}
+        left_out += [f"{engine}/{name}" for name in others]
+    files |= {REPORT: as_json(cleaned.report), PAGE: render_page(cleaned.report).encode(), REPOCARD_NAME: card.encode()}
+    manifest = {
+        "format_version": 1,
+        "artifact_sha256": cleaned.sha256,
+        "measured_artifact_sha256": release.sha256,
+        "measured_report_sha256": sha256_of(release.report_path),
+        "gate": cleaned.gate,
+        "config": scrubber.value(config.model_dump(mode="json")),
+        "versions": describe_versions(),
+        "git": describe_git(),
+        "files": {name: _sha256(content) for name, content in sorted(files.items())},
+    }
+    files[MANIFEST] = as_json(manifest)
+    _refuse_secrets(files, scrubber)
+    return Publication(
+        files=dict(sorted(files.items())),
+        target_sha256=str(release.metadata.target["weights_sha256"]),
+        left_out=tuple(sorted(left_out)),
+    )
+
+
+def as_json(value: Any) -> bytes:
+    """Return a value as the files here are written."""
+    return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def _artifact_hash(release: Release, metadata_file: bytes) -> str:
+    """Return the hash that `heads.artifact.hash_artifact` will find of the artifact with this metadata."""
+    digests = {METADATA_FILE: hashlib.sha256(metadata_file).digest()}
+    names = [WEIGHTS_FILE] if release.metadata.draft_vocabulary == "target" else [WEIGHTS_FILE, VOCABULARY_FILE]
+    digests |= {name: bytes.fromhex(sha256_of(release.folder / name)) for name in names}
+    return hashlib.sha256(b"".join(digests[name] for name in sorted(digests))).hexdigest()
+
+
+def _artifact_files(release: Release, scrubber: Scrubber) -> tuple[dict[str, Content], list[str]]:
+    files, left_out = _model_files(release.folder, scrubber)
+    reduced = release.metadata.draft_vocabulary == "reduced"
+    needed = [WEIGHTS_FILE, *([VOCABULARY_FILE] if reduced else [])]
+    if release.metadata.kind == "draft_lm":
+        needed += [*DESCRIPTIONS, *TOKENIZER_FILES]
+    kept = {name: content for name, content in files.items() if name in needed}
+    return kept, [*left_out, *(files.keys() - kept.keys() - {METADATA_FILE})]
+
+
+def _model_files(folder: Path, scrubber: Scrubber) -> tuple[dict[str, Content], list[str]]:
+    """Return the files of a model folder that may be published, descriptions cleaned, and the names of the others."""
+    files: dict[str, Content] = {}
+    left_out = []
+    for path in sorted(folder.iterdir()):
+        if path.name in DESCRIPTIONS:
+            files[path.name] = as_json(_without_paths(json.loads(path.read_bytes()), scrubber))
+        elif path.name == SERVE_FILE:
+            files[path.name] = scrubber.secrets(path.read_text(encoding="utf-8")).encode()
+        elif path.name in TOKENIZER_FILES or path.name.endswith((WEIGHTS, f"{WEIGHTS}.index.json")):
+            files[path.name] = path.resolve()
+        elif path.name != METADATA_FILE:
+            left_out.append(path.name)
+    return files, left_out
+
+
+def _without_paths(value: Any, scrubber: Scrubber) -> Any:
+    """Free a model's config of paths: only under keys that hold some, since token texts and templates may look like one."""
+    if isinstance(value, list):
+        return [_without_paths(each, scrubber) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: scrubber.text(inner) if isinstance(inner, str) and key.endswith(PATH_KEYS) else _without_paths(inner, scrubber)
+        for key, inner in value.items()
+    }
+
+
+def _sha256(content: Content) -> str:
+    return hashlib.sha256(content).hexdigest() if isinstance(content, bytes) else sha256_of(content)
+
+
+def _refuse_secrets(files: Mapping[str, Content], scrubber: Scrubber) -> None:
+    for name, content in files.items():
+        if name.endswith(WEIGHTS) or (isinstance(content, Path) and content.stat().st_size > LARGEST_TEXT):
+            continue
+        text = (content if isinstance(content, bytes) else content.read_bytes()).decode("utf-8", errors="replace")
+        if scrubber.finds_token(text):
+            raise InputError(f"{name} holds what looks like an access token; nothing was published: remove it there")

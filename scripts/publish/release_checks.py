@@ -1,0 +1,131 @@
+"""What must hold before a draft is published: the report is this artifact's, it was measured, and a gate passed it.
+
+The gate is judged here and now, by a config and where that asks for one a baseline report; or its verdict is the `gate.json`
+that `eval/gate.py` left beside the report, if it is of this very report. Nothing here touches the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from configs.runtime.errors import InputError
+from configs.runtime.files import read_json, sha256_of
+from configs.runtime.loading import load_config
+from configs.schema.evaluation import GateConfig
+from configs.schema.release import PushConfig
+from eval.release.artifact_hash import read_shipped
+from eval.release.checks import judge
+from eval.release.verdict import Finding, Verdict
+from eval.report.schema import read_report
+from eval.report.text import short
+from heads.artifact import Metadata, read_metadata
+
+STORED_VERDICT = "gate.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Release:
+    """An artifact that may be published, as it lies here.
+
+    Args:
+        folder: of the artifact.
+        metadata: its `draftsmith.json`.
+        sha256: its hash, which is that of the draft in the report.
+        report: the checked report.
+        report_path: where that is.
+        verdict: the gate's.
+        gate: the gate's config.
+    """
+
+    folder: Path
+    metadata: Metadata
+    sha256: str
+    report: Mapping[str, Any]
+    report_path: Path
+    verdict: Verdict
+    gate: Mapping[str, Any]
+
+
+def read_release(
+    folder: Path, report_path: Path, config: PushConfig, *, gate: str | None = None, baseline: str | None = None
+) -> Release:
+    """Read an artifact and its report, and judge them.
+
+    Args:
+        folder: of the artifact.
+        report_path: `report.json` of its evaluation.
+        config: may let a lossy report pass.
+        gate: a gate's config; None: the verdict beside the report counts.
+        baseline: a report for that gate's rules that are relative to one.
+
+    Raises:
+        InputError: the report is another draft's, was simulated, or is of decoding that changes answers; there is no verdict,
+            or it is another report's. A gate that failed raises nothing: see `Release.verdict`.
+    """
+    metadata = read_metadata(folder)
+    report = read_report(report_path)
+    shipped = read_shipped([folder])
+    _check_measured(report, report_path, shipped.sha256, folder)
+    _check_lossless(report, report_path, config)
+    if gate is not None:
+        judged = load_config(GateConfig, gate)
+        earlier = None if baseline is None else read_report(Path(baseline), "baseline report")
+        verdict = judge(report, judged, earlier, shipped)
+        rules: Mapping[str, Any] = judged.model_dump(mode="json")
+    elif baseline is not None:
+        raise InputError("--baseline is for the rules of a --gate, and none is given")
+    else:
+        verdict, rules = _stored_verdict(report_path)
+    return Release(
+        folder=folder,
+        metadata=metadata,
+        sha256=shipped.sha256,
+        report=report,
+        report_path=report_path,
+        verdict=verdict,
+        gate=rules,
+    )
+
+
+def _check_measured(report: Mapping[str, Any], path: Path, sha256: str, folder: Path) -> None:
+    if report["simulated"]:
+        raise InputError(
+            f"{path}: its acceptance was drawn, not measured (simulate_acceptance); a card is made from measurements"
+        )
+    measured = report["draft"]["sha256"]
+    if measured != sha256:
+        raise InputError(
+            f"{path} is not of {folder}: it measured a {report['draft']['kind']} with hash {short(measured)}, the artifact's "
+            f"is {short(sha256)}; evaluate this artifact (eval/run.py) and push with that report"
+        )
+
+
+def _check_lossless(report: Mapping[str, Any], path: Path, config: PushConfig) -> None:
+    verdict = report["lossless"]["verdict"]
+    if verdict in ("not_lossless", "lossy_by_design") and not config.allow_lossy:
+        raise InputError(
+            f"{path} is of decoding that changes the target's answers (lossless.verdict {verdict}): evaluate with a lossless "
+            "rule, or publish it as what it is with --set allow_lossy=true"
+        )
+
+
+def _stored_verdict(report_path: Path) -> tuple[Verdict, Mapping[str, Any]]:
+    """Return what `eval/gate.py` said of a report, and by which rules."""
+    path = report_path.with_name(STORED_VERDICT)
+    if not path.is_file():
+        raise InputError(
+            f"no gate has judged {report_path}: run eval/gate.py on it, or give one, such as "
+            "--gate configs/gates/first_release.yaml"
+        )
+    record = read_json(path, "the gate's verdict")
+    try:
+        judged, findings, rules = record["report_sha256"], record["findings"], record["config"]
+        verdict = Verdict(findings=tuple(Finding(**each) for each in findings), notes=tuple(record.get("notes", ())))
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{path} is no verdict of this draftsmith's gate ({error}); run eval/gate.py again") from error
+    if judged != sha256_of(report_path):
+        raise InputError(f"{path} judged another report than {report_path}; run eval/gate.py again")
+    return verdict, rules

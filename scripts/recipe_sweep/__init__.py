@@ -1,0 +1,4 @@
+"""Small distillation runs over divergences and data policies, and the choice among them.
+
+Start with `run`.
+"""

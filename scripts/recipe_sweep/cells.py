@@ -1,0 +1,90 @@
+"""The cells of a sweep: what each is called, and its recipe. How one is trained and kept is in `scripts.bench.trained_runs`.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from configs.runtime.errors import ConfigError
+from configs.runtime.loading import load_config
+from configs.schema.benchmarks import SweepConfig
+from configs.schema.training import DistillConfig
+from scripts.bench.trained_runs import TrainingRun, in_own_folder
+
+UNDISTILLED = "undistilled"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell(TrainingRun):
+    """One recipe of the sweep.
+
+    divergence, data_policy: its names in the sweep's config; of the draft before training, `UNDISTILLED` and None.
+    """
+
+    recipe: DistillConfig
+    divergence: str
+    data_policy: str | None
+
+
+def make_cells(config: SweepConfig) -> tuple[Cell, list[Cell]]:
+    """Return the draft before training as a cell, and the cells to train, in the order of `config.pairs`.
+
+    Raises:
+        ConfigError: the recipe cannot be read, `settings` do not fit it, or a cell's parts do not go together.
+        InputError: a data file cannot be read.
+    """
+    shared = load_recipe(config)
+    cells = [make_cell(config, shared, divergence, policy) for divergence, policy in config.pairs]
+    undistilled = in_own_folder(shared, _folder(config), UNDISTILLED)
+    return Cell(name=UNDISTILLED, divergence=UNDISTILLED, data_policy=None, recipe=undistilled), cells
+
+
+def load_recipe(config: SweepConfig) -> DistillConfig:
+    """Return the recipe that all cells share, the sweep's `settings` in it.
+
+    Raises:
+        ConfigError: it cannot be read, or a setting does not fit it.
+    """
+    overrides = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in config.settings.items()]
+    try:
+        return load_config(DistillConfig, config.distill, overrides)
+    except ConfigError as error:
+        complaint = str(error)
+        where = "settings." if complaint.startswith("--set ") else ""
+        raise ConfigError(where + complaint.removeprefix("--set ")) from error
+
+
+def make_cell(config: SweepConfig, shared: DistillConfig, divergence: str, policy: str) -> Cell:
+    """Return the cell of one divergence and one data policy.
+
+    Raises:
+        ConfigError: they do not go together, or not with the recipe.
+        InputError: a data file cannot be read.
+    """
+    swept = config.policies[policy]
+    values = shared.model_dump()
+    values["loss"] = config.divergences[divergence].model_dump()
+    values["policy"] = swept.model_dump(exclude={"train"})
+    values["data"]["train"] = swept.train or shared.data.train
+    try:
+        recipe = DistillConfig.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"cell {divergence} on {policy}: {first['msg'].removeprefix('Value error, ')}") from error
+    return Cell(
+        name=f"{divergence} on {policy}",
+        divergence=divergence,
+        data_policy=policy,
+        recipe=in_own_folder(recipe, _folder(config), f"{divergence}.{policy}"),
+    )
+
+
+def _folder(config: SweepConfig) -> Path:
+    """Return where the cells' own folders lie."""
+    return Path(config.output) / "cells"

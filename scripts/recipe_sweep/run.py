@@ -1,0 +1,187 @@
+"""A sweep from the first cell to the verdict: train what is not trained, decode what is not decoded, write the results.
+
+All cells are trained before the target is loaded here, so that the training has the machine's memory to itself. What a cell
+decoded is kept in its folder beside the settings it was decoded with.
+"""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+from configs.runtime.command import DONE
+from configs.runtime.files import read_json, write_json
+from configs.runtime.run_record import mask_arguments
+from configs.schema.benchmarks import SweepConfig
+from configs.schema.decoding import DecodeConfig
+from configs.schema.training import DistillConfig
+from distill.dataset.conversations import read_conversations
+from eval.decoder.decode import check_decodable, decode
+from eval.metrics.acceptance import count_per_prompt
+from heads.artifact import load_draft
+from heads.target.loading import Target, load_target
+from scripts.bench.harness import measured_rows, to_request, with_bounds, write_results
+from scripts.bench.tables import fill_tables
+from scripts.bench.trained_runs import train_all
+from scripts.recipe_sweep.cells import Cell, load_recipe, make_cells
+from scripts.recipe_sweep.results import CellResult, Counts, Verdict, choose, make_rows, mean_tau_ratio
+from train.launch import make_accelerator
+from train.loop.checkpoints import Progress
+from train.tasks.draft import DraftTask
+
+log = logging.getLogger("draftsmith")
+
+NAME = "sweep"
+COUNTS = "counts.json"
+TABLE = f"<!-- table: {NAME} -->\n", "<!-- end -->"
+
+
+def run_sweep(config: SweepConfig) -> int:
+    """Run the sweep and write its file; see `scripts/sweep.py`.
+
+    Raises:
+        InputError: the recipe, the data or an artifact cannot be used.
+        RuntimeError: a training failed, or a draft computes what is no number.
+    """
+    undistilled, cells = make_cells(config)
+    measuring = Measuring(config, load_recipe(config))
+    train_all(cells, "cell")
+    results = [measuring.result(cell) for cell in cells]
+    before = measuring.result(undistilled)
+    verdict = choose(results, config.bootstrap_samples)
+    write_sweep(config, cells, results, before, verdict)
+    start, end = TABLE
+    print(fill_tables(start + end, Path(config.output)).removeprefix(start).removesuffix(end).strip())
+    print(f"\n{verdict.sentence}")
+    return DONE
+
+
+class Measuring:
+    """Decodes held-out prompts with the cells' drafts, all in the same way.
+
+    Args:
+        config: of the sweep.
+        shared: the recipe that all cells share.
+
+    Raises:
+        InputError: there are fewer held-out prompts than asked for, beside those that choose checkpoints.
+    """
+
+    def __init__(self, config: SweepConfig, shared: DistillConfig) -> None:
+        self.config, self.shared = config, shared
+        self.rows = measured_rows(Path(shared.data.held_out), config.num_prompts, shared.held_out.num_prompts)
+        num_speculative_tokens = config.num_speculative_tokens or shared.num_speculative_tokens
+        self.settings = {
+            temperature: DecodeConfig(
+                num_speculative_tokens=num_speculative_tokens,
+                max_new_tokens=config.max_new_tokens,
+                batch_size=config.batch_size,
+                temperature=temperature,
+                verification="token",
+            )
+            for temperature in config.temperatures
+        }
+
+    @cached_property
+    def accelerator(self) -> Accelerator:
+        """The one that the training would have: it says on which device this is."""
+        return make_accelerator(self.shared.schedule.model_copy(update={"trackers": []}), Path(self.config.output))
+
+    @cached_property
+    def target(self) -> Target:
+        """The target, loaded when a cell is to be decoded."""
+        return load_target(self.shared.target.model_copy(update={"device": str(self.accelerator.device)}))
+
+    def result(self, cell: Cell) -> CellResult:
+        """Return what came of a cell; it is decoded where this was not done before with the same settings.
+
+        Raises:
+            InputError: its folder is damaged.
+            RuntimeError: target or draft computed what is no number.
+        """
+        outcome = {"seconds": 0.0, "labels": 0} if cell.data_policy is None else cell.read_outcome()
+        return CellResult(
+            divergence=cell.divergence,
+            data_policy=cell.data_policy,
+            counts=dict(zip(self.settings, self._kept_or_new_counts(cell), strict=True)),
+            training_seconds=outcome["seconds"],
+            labels=int(outcome["labels"]),
+        )
+
+    def _kept_or_new_counts(self, cell: Cell) -> list[Counts]:
+        """Return the counts of each temperature, from the cell's folder where it has those asked for."""
+        path = cell.folder / COUNTS
+        asked = {
+            "decoding": [settings.model_dump(mode="json") for settings in self.settings.values()],
+            "prompts": [row.prompt_id for row in self.rows],
+        }
+        kept = read_json(path, "counts of a cell") if path.is_file() else {}
+        if {name: kept.get(name) for name in asked} != asked:
+            kept = asked | {"counts": self._decode(cell)}
+            write_json(path, kept)
+        return [[(committed, rounds) for committed, rounds in each.values()] for each in kept["counts"]]
+
+    def _decode(self, cell: Cell) -> list[dict[str, list[int]]]:
+        """Decode with a cell's draft; return `{prompt id: [committed tokens, rounds]}` for each temperature."""
+        if cell.data_policy is None:
+            self._save_undistilled(cell)
+        draft = load_draft(cell.artifact, self.target.identity, self.target.model)
+        requests = [to_request(row) for row in self.rows]
+        check_decodable(self.target, requests)
+        counts = []
+        for temperature, settings in self.settings.items():
+            generations = []
+            for start in range(0, len(requests), settings.batch_size):
+                generations += decode(self.target, requests[start : start + settings.batch_size], settings, draft.proposer)[0]
+            failed = [generation.prompt_id for generation in generations if generation.stop_reason == "non_finite"]
+            if failed:
+                raise RuntimeError(f"cell {cell.name}: target or draft computed what is no number on prompt {failed[0]}")
+            counts.append(self._by_prompt(count_per_prompt(generations)))
+            committed, rounds = map(sum, zip(*counts[-1].values(), strict=True))
+            log.info("cell %s at temperature %g: %.3f tokens per target step", cell.name, temperature, committed / rounds)
+        return counts
+
+    def _by_prompt(self, by_turn: dict[str, list[int]]) -> dict[str, list[int]]:
+        """Add up the turns of each prompt: they are no independent evidence."""
+        counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        for row in self.rows:
+            turn = by_turn[f"{row.prompt_id}/{row.turn}"]
+            counts[row.prompt_id] = [sum(pair) for pair in zip(counts[row.prompt_id], turn, strict=True)]
+        return dict(counts)
+
+    def _save_undistilled(self, cell: Cell) -> None:
+        """Write the draft that all cells begin with."""
+        train, held_out = (read_conversations(Path(path)) for path in (cell.recipe.data.train, cell.recipe.data.held_out))
+        set_seed(cell.recipe.schedule.seed)
+        task = DraftTask(cell.recipe, self.target, train, held_out, self.accelerator)
+        task.save(task.module, Progress(), {})
+
+
+def write_sweep(
+    config: SweepConfig, cells: Sequence[Cell], results: Sequence[CellResult], undistilled: CellResult, verdict: Verdict
+) -> None:
+    """Write `sweep.json`: the rows, the verdict, and where each cell lies.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    samples = config.bootstrap_samples
+    write_results(
+        Path(config.output) / f"{NAME}.json",
+        NAME,
+        config,
+        rows=make_rows(results, undistilled, samples),
+        ratios=with_bounds("mean_tau_winner_vs_undistilled", mean_tau_ratio(verdict.winner, undistilled, samples)),
+        command=shlex.join(["python", f"scripts/{NAME}.py", *mask_arguments(sys.argv[1:])]),
+        verdict=asdict(verdict) | {"winner": verdict.winner.name},
+        cells=[{"cell": cell.name, "artifact": str(cell.artifact), "git": cell.read_git()} for cell in cells],
+    )

@@ -1,0 +1,120 @@
+"""Every command's outside: arguments in, exit code out, one line on stderr for a user's mistake."""
+
+from __future__ import annotations
+
+import pytest
+
+from configs.runtime.command import (
+    BAD_INPUT,
+    DONE,
+    GATE_FAILED,
+    INCONCLUSIVE,
+    INTERRUPTED,
+    STOPPED_FILE,
+    TERMINATED,
+    run_command,
+)
+from configs.runtime.errors import ConfigError, InputError, Stopped
+from configs.schema.decoding import DecodeConfig
+
+
+def run(main, *argv, **options):
+    return run_command(DecodeConfig, main, description="Decode.", argv=list(argv), **options)
+
+
+def raising(error):
+    def main(config):
+        raise error
+
+    return main
+
+
+def test_the_exit_codes_are_those_of_the_design():
+    assert (DONE, GATE_FAILED, BAD_INPUT, INCONCLUSIVE, INTERRUPTED) == (0, 1, 2, 3, 130)
+
+
+def test_main_gets_the_config_of_the_file_with_the_overrides_laid_over(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("seed: 1\nbatch_size: 2\n")
+    seen = []
+    assert run(seen.append, "--config", str(recipe), "--set", "seed=3", "--set", "top_k=5") == DONE
+    assert seen == [DecodeConfig(seed=3, batch_size=2, top_k=5)]
+
+
+@pytest.mark.parametrize("code", [DONE, GATE_FAILED, INCONCLUSIVE])
+def test_the_code_that_main_returns_is_the_code_of_the_command(code):
+    assert run(lambda config: code) == code
+
+
+def test_a_commands_own_arguments_reach_main_beside_the_config():
+    seen = []
+
+    def main(config, arguments):
+        seen.append((config.seed, arguments.report))
+
+    assert run(main, "report.json", "--set", "seed=4", add_arguments=lambda parser: parser.add_argument("report")) == DONE
+    assert seen == [(4, "report.json")]
+
+
+@pytest.mark.parametrize("kind", [InputError, ConfigError])
+def test_a_users_mistake_is_one_line_on_stderr_and_code_2(kind, capsys):
+    assert run(raising(kind("prompts.jsonl, line 3:\n  not JSON"))) == BAD_INPUT
+    assert capsys.readouterr() == ("", "error: prompts.jsonl, line 3: not JSON\n")
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--set", "sed=1"], "the nearest known key is 'seed'"),
+        (["--config", "missing.yaml"], "config file not found: missing.yaml"),
+        (["--nosuch"], "unrecognized arguments: --nosuch"),
+        (["--set"], "expected one argument"),
+        (["--conf", "x.yaml"], "unrecognized arguments: --conf"),
+    ],
+)
+def test_a_wrong_argument_is_reported_before_main_is_called(argv, said, capsys):
+    assert run(raising(AssertionError("main was called")), *argv) == BAD_INPUT
+    stderr = capsys.readouterr().err
+    assert said in stderr
+    assert stderr.startswith("error: ")
+    assert stderr.count("\n") == 1
+
+
+def test_of_several_processes_only_the_first_speaks(monkeypatch, capsys):
+    for rank, lines in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", "0")
+        assert run(raising(InputError("no such target"))) == BAD_INPUT
+        assert capsys.readouterr().err.count("\n") == lines
+
+
+def test_an_interrupt_is_a_short_line_and_the_shells_code(capsys):
+    assert run(raising(KeyboardInterrupt())) == INTERRUPTED
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_stop_in_good_order_is_noted_for_whoever_started_the_launcher_and_a_failure_is_not(capsys, monkeypatch, tmp_path):
+    note = tmp_path / "note"
+    monkeypatch.setenv(STOPPED_FILE, str(note))
+    assert run(raising(InputError("disk full"))) == BAD_INPUT
+    assert not note.exists()
+    assert run(raising(Stopped("after step 3"))) == TERMINATED
+    assert note.read_text() == "after step 3\n"
+    monkeypatch.setenv(STOPPED_FILE, str(tmp_path))  # a folder
+    assert run(raising(Stopped("after step 4"))) == TERMINATED
+    assert "cannot write" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bug", [ValueError("shape"), MemoryError(), RuntimeError("device")])
+def test_what_is_not_the_users_mistake_keeps_its_traceback(bug):
+    with pytest.raises(type(bug)):
+        run(raising(bug))
+
+
+def test_help_lists_the_options_and_the_exit_codes(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run(raising(AssertionError("main was called")), "--help")
+    assert stopped.value.code == 0
+    shown = capsys.readouterr().out
+    assert "--config FILE" in shown
+    assert "3 gate inconclusive" in shown

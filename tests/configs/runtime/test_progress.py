@@ -1,0 +1,138 @@
+"""Progress: a bar on a terminal, sparse lines elsewhere, silence on all ranks but one."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+
+import pytest
+
+from configs.runtime import progress as module
+from configs.runtime.progress import LOGGER, is_main_process, progress, setup_logging, track
+
+
+class Terminal(io.StringIO):
+    """A stderr that says it is a terminal."""
+
+    def isatty(self):
+        """Say so."""
+        return True
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Give a clock that the test moves by hand; it stands at 100 s."""
+
+    class Clock:
+        now = 100.0
+
+        def monotonic(self):
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+@pytest.fixture(autouse=True)
+def _fresh_logger(monkeypatch):
+    monkeypatch.setattr(LOGGER, "handlers", [])
+    level = LOGGER.level
+    LOGGER.setLevel(logging.INFO)
+    yield
+    LOGGER.setLevel(level)
+
+
+def test_items_come_through_unchanged_and_in_order():
+    assert list(track(iter("abc"), description="reading")) == ["a", "b", "c"]
+
+
+def test_lines_come_at_most_every_ten_seconds_with_count_rate_and_time_left(clock, caplog):
+    for _ in track(range(100), description="writing answers", unit="prompts"):
+        clock.now += 0.5
+    assert caplog.messages[0] == "writing answers: 20/100 prompts (20 %), 2 prompts/s, 0:00:40 left"
+    assert caplog.messages[-1] == "writing answers: 100 prompts in 0:00:50, 2 prompts/s"
+    assert len(caplog.messages) == 5
+
+
+def test_short_work_leaves_one_line(clock, caplog):
+    with progress("packing", 4, "rows") as advance:
+        advance(1)
+        advance(3)
+        clock.now += 2
+    assert caplog.messages == ["packing: 4 rows in 0:00:02, 2 rows/s"]
+
+
+def test_without_a_total_there_is_no_time_left(clock, caplog):
+    for _ in track(iter(range(4)), description="reading", unit="lines"):
+        clock.now += 6
+    assert caplog.messages[0] == "reading: 2 lines, 0.167 lines/s"
+    assert caplog.messages[-1] == "reading: 4 lines in 0:00:24, 0.167 lines/s"
+
+
+def test_nothing_done_in_no_time_is_no_division_by_zero(clock, caplog):
+    assert list(track([], description="reading")) == []
+    with progress("waiting", 3) as advance:
+        clock.now += 20
+        advance(0)
+    assert caplog.messages == [
+        "reading: 0 it in 0:00:00, 0 it/s",
+        "waiting: 0/3 it (0 %), 0 it/s, unknown left",
+        *caplog.messages[2:],
+    ]
+
+
+def test_slow_work_is_given_by_the_minute(clock, caplog):
+    for _ in track(range(2), description="training", unit="epochs"):
+        clock.now += 120
+    assert caplog.messages[-1] == "training: 2 epochs in 0:04:00, 0.5 epochs/min"
+
+
+def test_an_error_inside_is_passed_on_without_a_line_that_says_done(caplog):
+    with pytest.raises(RuntimeError, match="device"), progress("decoding", 4):
+        raise RuntimeError("device")
+    assert caplog.messages == []
+
+
+def test_a_terminal_gets_a_bar_with_the_rate_and_no_lines(monkeypatch, caplog):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    for _ in track(range(3), description="decoding", unit="prompts"):
+        # A second bar inside the first: evaluation during training.
+        assert list(track([1], description="held-out")) == [1]
+    assert "decoding" in terminal.getvalue()
+    assert "held-out" in terminal.getvalue()
+    assert "3/3" in terminal.getvalue()
+    assert "prompts/s" in terminal.getvalue()
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("environment", "main"),
+    [
+        ({}, True),
+        ({"RANK": "0", "LOCAL_RANK": "0"}, True),
+        ({"RANK": "8", "LOCAL_RANK": "0"}, False),
+        ({"LOCAL_RANK": "1"}, False),
+    ],
+)
+def test_the_main_process_is_rank_0_of_all_machines_together(environment, main, monkeypatch):
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert is_main_process() is main
+
+
+@pytest.mark.parametrize(("rank", "said"), [("0", True), ("1", False)])
+def test_the_log_goes_to_stderr_from_rank_0_once_however_often_it_is_set_up(rank, said, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", rank)
+    setup_logging()
+    setup_logging()
+    LOGGER.info("target loaded")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("INFO target loaded\n") == said
+    LOGGER.error("lost the device")
+    assert "ERROR lost the device" in capsys.readouterr().err

@@ -1,0 +1,99 @@
+"""The record beside every result: complete, and free of secrets."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from pydantic import BaseModel
+
+from configs.runtime import run_record as provenance
+from configs.runtime.errors import InputError
+from configs.runtime.run_record import describe_git, describe_hardware, describe_versions, write_run_record
+from configs.schema.decoding import DecodeConfig
+
+
+class HubConfig(BaseModel):
+    """A config with a secret in it."""
+
+    hub_token: str = "s3cret"
+    max_new_tokens: int = 5
+
+
+def git(folder, *arguments):
+    identity = ["-c", "user.name=Nobody", "-c", "user.email=nobody@example.com"]
+    subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True)
+
+
+def test_a_run_record_holds_everything_a_number_is_traced_by(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "orig_argv", ["python", "eval/run.py", "--set", "seed=3"])
+    path = write_run_record(tmp_path / "new" / "run", DecodeConfig(seed=3), seconds=1.5)
+    record = json.loads(path.read_text())
+    assert path == tmp_path / "new" / "run" / "run.json"
+    assert list(record) == ["command", "started", "config", "versions", "git", "hardware", "seconds"]
+    assert record["command"] == ["python", "eval/run.py", "--set", "seed=3"]
+    assert DecodeConfig.model_validate(record["config"]) == DecodeConfig(seed=3)
+    assert datetime.now(UTC) - datetime.fromisoformat(record["started"]) < timedelta(minutes=1)
+    assert record["seconds"] == 1.5
+
+
+def test_neither_the_environment_nor_a_secret_setting_gets_into_the_record(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "fr0m-env")
+    monkeypatch.setattr(sys, "orig_argv", ["python", "x.py", "--set", "hub_token=s3cret", "--set=hub_token=s3cret"])
+    text = write_run_record(tmp_path, HubConfig()).read_text()
+    assert "s3cret" not in text
+    assert "fr0m-env" not in text
+    assert json.loads(text)["config"] == {"hub_token": "***", "max_new_tokens": 5}
+
+
+def test_a_record_that_cannot_be_written_is_the_users_to_mend(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(InputError, match="cannot write"):
+        write_run_record(tmp_path / "file", DecodeConfig())
+
+
+def test_versions_name_what_is_installed_and_leave_out_what_is_not(monkeypatch):
+    monkeypatch.setattr(provenance, "PACKAGES", ("pydantic", "no-such-package"))
+    versions = describe_versions()
+    assert list(versions) == ["python", "pydantic"]
+    assert versions["python"].split(".")[:2] == [str(part) for part in sys.version_info[:2]]
+
+
+def test_git_tells_the_commit_and_whether_the_tree_differs_from_it(tmp_path):
+    assert describe_git(tmp_path) == {"commit": None, "dirty": None}
+    git(tmp_path, "init")
+    assert describe_git(tmp_path) == {"commit": None, "dirty": None}
+    git(tmp_path, "commit", "--allow-empty", "-m", "first")
+    clean = describe_git(tmp_path)
+    assert len(clean["commit"]) == 40
+    assert clean["dirty"] is False
+    (tmp_path / "new").write_text("x")
+    assert describe_git(tmp_path) == clean | {"dirty": True}
+
+
+def test_without_git_there_is_no_git_state(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert describe_git() == {"commit": None, "dirty": None}
+
+
+def test_hardware_counts_only_the_cores_this_process_may_use():
+    hardware = describe_hardware()
+    assert hardware["cpu"]
+    assert hardware["memory_bytes"] > 2**28
+    assert 1 <= hardware["cores"] <= os.cpu_count()
+
+
+def test_gpus_are_read_from_nvidia_smi_and_a_machine_without_it_has_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert describe_hardware()["gpus"] == []
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771, 580.1'\necho 'NVIDIA A100, SXM, [N/A], 580.1'\n")
+    tool.chmod(0o755)
+    assert describe_hardware()["gpus"] == [
+        {"name": "NVIDIA H200", "memory_bytes": 143771 * 2**20, "driver": "580.1"},
+        {"name": "NVIDIA A100, SXM", "memory_bytes": None, "driver": "580.1"},
+    ]

@@ -1,0 +1,175 @@
+"""What a secret looks like: masked in command lines, configs, logs and complaints, and nothing else is."""
+
+import logging
+import sys
+
+import pytest
+from pydantic import BaseModel
+
+from configs.runtime.command import BAD_INPUT, run_command
+from configs.runtime.errors import InputError
+from configs.runtime.redaction import hide, mask_arguments, mask_secrets, redact
+from configs.runtime.run_record import write_run_record
+
+HUB = "hf_" + "aB3" * 11
+LETTERS = "abcDEF123" * 3
+
+
+@pytest.mark.parametrize(
+    "argument", ["hub.token=x", "hf_token=x", "client_secret=x", "db.password=x", "apiKey=x", "token.value=x", "hub={token: x}"]
+)
+def test_an_argument_with_a_secret_key_loses_its_value(argument):
+    masked = argument.partition("=")[0] + "=***"
+    assert mask_arguments(["--set", argument, f"--set={argument}"]) == ["--set", masked, f"--set={masked}"]
+
+
+@pytest.mark.parametrize(
+    "argument", ["num_speculative_tokens=3", "verification=token", "data.train=tokens.jsonl", "--config", "my_token.yaml"]
+)
+def test_an_argument_that_only_speaks_of_tokens_stays_as_it_is(argument):
+    assert mask_arguments([argument]) == [argument]
+
+
+def test_texts_below_a_secret_key_are_masked_at_any_depth_and_nothing_else_is():
+    value = {"a": [{"password": "x", "n": 1}], "api_key": {"id": "y", "on": True}, "num_speculative_tokens": 3, "token": None}
+    assert mask_secrets(value) == {
+        "a": [{"password": "***", "n": 1}],
+        "api_key": {"id": "***", "on": True},
+        "num_speculative_tokens": 3,
+        "token": None,
+    }
+
+
+SECRETS = {  # text -> what is left of it
+    f"401 for {HUB}, try again": "401 for ***, try again",
+    f"api_org_{LETTERS}": "***",
+    f"OPENAI sk-{LETTERS}": "OPENAI ***",
+    f"ghp_{LETTERS} github_pat_{LETTERS}": "*** ***",
+    "AKIA" + "A1" * 8: "***",
+    f"x eyJ{LETTERS}.{LETTERS}.{LETTERS}": "x ***",
+    "https://user:pa55@host/x and postgres://u@h:1/db": "https://***@host/x and postgres://***@h:1/db",
+    "Authorization: Bearer abc, then": "Authorization: ***, then",
+    "{'Authorization': 'Basic abc=='}": "{'Authorization': '***'}",
+    "sent bearer abcdefgh.ijk": "sent bearer ***",
+    "https://host/x?access_token=abc&page=2": "https://host/x?access_token=***&page=2",
+    "https://host/x?sig=abc&key=def#top": "https://host/x?sig=***&key=***",
+    "HF_TOKEN=abc python": "HF_TOKEN=*** python",
+    '{"password": "abc", "n": 1}': '{"password": "***", "n": 1}',
+    "client_secret='abc'": "client_secret='***'",
+    "postgres://user:p@ssw0rdlong@host/db": "postgres://***@host/db",
+    "https://a:b@h,https://c:d@i/x": "https://***@h,https://***@i/x",
+    "X-Api-Key: v, then": "X-Api-Key: ***, then",
+    "{'x-api-key': 'v w'}": "{'x-api-key': '***'}",
+    "api_key: v\nnext: 1": "api_key: ***\nnext: 1",
+    "password='abc def' user=x": "password='***' user=x",
+    '{"password": "a\\"b c", "n": 1}': '{"password": "***", "n": 1}',
+    "{'password': 123456}": "{'password': ***}",
+    "token='abc def'": "token='***'",
+    "db.passwd=x credentials: y": "db.passwd=*** credentials: ***",
+}
+
+
+@pytest.mark.parametrize("text", SECRETS)
+def test_what_has_the_form_of_a_secret_is_masked(text):
+    assert redact(text) == SECRETS[text]
+    assert redact(redact(text)) == SECRETS[text]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "max_new_tokens=48 num_speculative_tokens=3",
+        "0123456789abcdef0123456789abcdef01234567",  # a commit
+        "hf_hub/model and sk-learn, task-decomposition-of-the-week",
+        "http://host:8000/v1/models@main mail@example.com",
+        "--set hub_token: expected text, got 5",
+        "next token: 5, tokens per target step 1.5",
+        "max_new_tokens: 5, token_ids: [1, 2], {'token': 5}",
+        "server.api_key_variable: HF_TOKEN",
+        "password: null, {'api_key': None} secret://place, password:",
+        "runs/secret_agents/train.jsonl",
+    ],
+)
+def test_what_only_looks_a_little_like_one_stays(text):
+    assert redact(text) == text
+
+
+def test_numbers_below_a_secret_key_are_masked_and_ids_of_tokens_are_not():
+    value = {"password": 123456, "db": {"passwd": [1.5, None, True]}, "credentials": "x"}
+    assert mask_secrets(value) == {"password": "***", "db": {"passwd": ["***", None, True]}, "credentials": "***"}
+    harmless = {"pad_token": 0, "max_new_tokens": 5, "token_ids": [1, 2]}
+    assert mask_secrets(harmless) == harmless
+
+
+def test_the_values_of_secret_variables_are_known_wherever_they_turn_up(monkeypatch, tmp_path):
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    monkeypatch.setenv("MY_KEY", str(tmp_path))  # a place
+    monkeypatch.setenv("AWS_SECRET", "/begins/like+a/path")
+    monkeypatch.setenv("DB_PASSWORD", "yes")  # too short to be told from a word
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "disabled")
+    said = f"(0123456789abcdef) {tmp_path} /begins/like+a/path yes disabled"
+    assert redact(said) == f"(***) {tmp_path} *** yes disabled"
+
+
+def test_a_value_that_a_command_was_given_as_a_key_is_hidden_from_then_on():
+    assert redact("denied: quite-plain") == "denied: quite-plain"
+    hide("quite-plain")
+    assert redact("denied: quite-plain") == "denied: ***"
+
+
+def test_options_of_other_programs_lose_what_follows_them():
+    assert mask_arguments(["--api-key", "x", "--tokens", "y", "--token=z"]) == [
+        "--api-key",
+        "***",
+        "--tokens",
+        "y",
+        "--token=***",
+    ]
+
+
+def test_secrets_of_any_form_are_masked_in_arguments_and_in_values():
+    arguments = ["--set", f"prompts.path={HUB}", "--set=target.name=https://u:p@h/x"]
+    assert mask_arguments(arguments) == ["--set", "prompts.path=***", "--set=target.name=https://***@h/x"]
+    assert mask_secrets({"a": [f"say {HUB}", 3]}) == {"a": ["say ***", 3]}
+
+
+class Config(BaseModel):
+    """Free text, and a number."""
+
+    path: str = "x"
+    size: int = 1
+
+
+def test_what_is_written_beside_results_holds_no_secret_of_the_further_values(tmp_path):
+    assert HUB not in write_run_record(tmp_path, Config(path=HUB), notes=[HUB]).read_text()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--set", f"size={HUB}"], ["--set", f"path=[{HUB}]"], ["--set", f"{HUB}"], [f"--{HUB}"], ["--config", f"{HUB}.yaml"]],
+    ids=["number", "list", "no key", "option", "file"],
+)
+def test_a_complaint_about_a_wrong_setting_does_not_repeat_a_secret(capsys, arguments):
+    assert run_command(Config, lambda config: None, description="", argv=arguments) == BAD_INPUT
+    said = capsys.readouterr().err
+    assert "***" in said
+    assert HUB[:12] not in said
+
+
+def test_complaints_log_and_tracebacks_show_no_secret(capsys, monkeypatch):
+    def main(config):
+        logging.getLogger("draftsmith").warning("asking with %s", HUB)
+        raise InputError(f"refused {HUB}")
+
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    assert run_command(Config, main, description="", argv=[]) == BAD_INPUT
+    try:
+        raise RuntimeError(f"status 500 from https://u:p@h with {HUB}")
+    except RuntimeError as error:
+        sys.excepthook(RuntimeError, error, error.__traceback__)
+    said = capsys.readouterr().err
+    assert "asking with ***" in said
+    assert "error: refused ***" in said
+    assert said.endswith("RuntimeError: status 500 from https://***@h with ***\n")
+    assert "Traceback (most recent call last)" in said
+    assert HUB not in said

@@ -1,0 +1,73 @@
+"""Partial files: what was finished survives, what was torn does not, and nobody takes another job's work."""
+
+import pytest
+
+from configs.runtime.errors import InputError
+from configs.runtime.resumable import Journal, fingerprint
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "new" / "pieces.jsonl"
+
+
+def filled(path, job="job"):
+    file = Journal(path, job)
+    file.append("a", [1])
+    file.append("b", {"text": "line\u2028break"})
+    return path.read_bytes()
+
+
+def test_pieces_come_back(path):
+    filled(path)
+    assert Journal(path, "job").read() == {"a": [1], "b": {"text": "line\u2028break"}}
+
+
+@pytest.mark.parametrize("kept", range(1, 30))
+def test_a_file_cut_anywhere_in_its_last_line_goes_on_as_if_nothing_had_happened(path, kept):
+    whole = filled(path)
+    path.write_bytes(whole[:-kept])
+    file = Journal(path, "job")
+    assert file.read() == {"a": [1]}
+    file.append("b", {"text": "line\u2028break"})
+    assert path.read_bytes() == whole
+
+
+def test_a_cut_first_line_means_starting_anew(path):
+    whole = filled(path)
+    path.write_bytes(whole[:5])
+    assert filled(path) == whole
+
+
+def test_pieces_of_another_job_are_neither_read_nor_kept(path):
+    fresh = filled(path)
+    path.unlink()
+    other = Journal(path, "other")
+    for key in "abcdefg":
+        other.append(key, "something long" * 10)
+    assert Journal(path, "job").read() == {}
+    assert filled(path) == fresh
+
+
+def test_a_folder_that_cannot_be_made_is_reported(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot write"):
+        Journal(tmp_path / "file" / "pieces.jsonl", "job").append("a", 1)
+
+
+def test_fingerprints_tell_settings_apart_but_not_their_order():
+    assert fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1})
+    assert fingerprint({"a": 1}) != fingerprint({"a": 2})
+
+
+@pytest.mark.parametrize(
+    "damaged", [b"null\n", b"[1]\n", b'{"key": 1, "piece": 2}\n', b'{"key": "b"}\n', b"[" * 100_000 + b"\n"]
+)
+def test_a_line_damaged_since_ends_what_is_read_and_is_written_over(path, damaged):
+    Journal(path, "job").append("a", 1)
+    with path.open("ab") as file:
+        file.write(damaged)
+    again = Journal(path, "job")
+    assert again.read() == {"a": 1}
+    again.append("b", 2)
+    assert Journal(path, "job").read() == {"a": 1, "b": 2}

@@ -1,0 +1,110 @@
+"""`scripts/export.py` and `scripts/import.py` as a person runs them: there, back, and the trial that refuses a draft."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from configs.runtime.command import BAD_INPUT, DONE, run_command
+from configs.schema.heads import MedusaSettings
+from configs.schema.release import ENGINES, ImportConfig
+from configs.schema.target import TargetConfig
+from heads.artifact import HiddenStates, Metadata, read_metadata, save_head
+from heads.families.registry import FAMILIES
+from heads.formats.exporting.table import FORMS
+from heads.target.loading import load_target
+
+SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
+importing = importlib.import_module("scripts.import")
+TARGET = [
+    "--set",
+    "target.dtype=float32",
+    "--set",
+    "target.device=cpu",
+    "--set",
+    "prompts=[w1 w2 w3]",
+    "--set",
+    "max_new_tokens=64",
+]
+
+
+@pytest.fixture
+def folder(tmp_path, tiny_llama, tiny_tokenizer):
+    """A folder with `target/`, which says one token again and again, and `artifact/`, a Medusa head that does too."""
+    model = tiny_llama(dtype=torch.float32)
+    with torch.no_grad():
+        model.model.norm.weight.zero_()
+        model.model.norm.weight[0] = 1.0
+        model.lm_head.weight[:, 0] = 0.0
+        model.lm_head.weight[7, 0] = 5.0
+        model.model.embed_tokens.weight[:, 0] = 100.0  # so that the final state's first feature is large and positive
+    model.save_pretrained(tmp_path / "target")
+    tiny_tokenizer.save_pretrained(tmp_path / "target")
+    target = load_target(TargetConfig(name=str(tmp_path / "target"), dtype="float32", device="cpu"))
+    settings = MedusaSettings(kind="medusa", num_depths=3)
+    metadata = Metadata(
+        kind="medusa",
+        target=target.identity.to_dict(),
+        hidden_states=HiddenStates(taps=[], concat_order=[], last_is_post_norm=True),
+        head=settings.model_dump(mode="json"),
+        draft_vocab_size=64,
+        num_speculative_tokens=3,
+        training={},
+        provenance={},
+    )
+    save_head(tmp_path / "artifact", FAMILIES["medusa"].build(settings, target.model, None), metadata)
+    return tmp_path
+
+
+def export(folder, *more):
+    command = [
+        sys.executable,
+        str(SCRIPTS / "export.py"),
+        str(folder / "artifact"),
+        "--to",
+        "vllm",
+        "--out",
+        str(folder / "out"),
+    ]
+    return subprocess.run([*command, *more], cwd=folder, capture_output=True, text=True, check=False)
+
+
+def import_(folder, *more):
+    argv = [str(folder / "out"), "--out", str(folder / "back"), "--set", f"target.name={folder / 'target'}", *TARGET, *more]
+    return run_command(ImportConfig, importing.main, description="", argv=argv, add_arguments=importing.add_arguments)
+
+
+def test_there_and_back(folder, capsys):
+    done = export(folder)
+    assert done.returncode == DONE, done.stderr
+    assert f"vllm serve {folder / 'target'} --speculative-config" in done.stdout
+    assert import_(folder) == DONE
+    assert "medusa from Medusa, 2.94 accepted a round" in capsys.readouterr().out
+    before, after = (load_file(folder / name / "model.safetensors") for name in ("artifact", "back"))
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert read_metadata(folder / "back").provenance["form"] == "Medusa"
+
+
+def test_a_draft_that_is_never_accepted_is_refused(folder, capsys):
+    assert export(folder).returncode == DONE
+    tensors = load_file(folder / "out" / "model.safetensors")
+    tensors["lm_head.weight"] = -tensors["lm_head.weight"]  # its likeliest token is then the target's least likely
+    save_file(tensors, folder / "out" / "model.safetensors")
+    assert import_(folder) == BAD_INPUT
+    assert "below min_accepted_per_round 0.05" in capsys.readouterr().err
+    assert not (folder / "back").exists()
+    assert import_(folder, "--set", "min_accepted_per_round=0") == DONE
+
+
+def test_an_engine_that_is_not_known_is_refused(folder):
+    done = export(folder, "--to", "abacus")
+    assert done.returncode == BAD_INPUT
+    assert "invalid choice: 'abacus'" in done.stderr
+
+
+def test_the_engines_of_the_command_are_those_of_the_table():
+    assert set(ENGINES) == set(FORMS)

@@ -1,0 +1,356 @@
+"""The sweep: cells and their recipes, what is kept, what the rows and the verdict say, and one on a tiny target."""
+
+import json
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+
+from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED, run_command
+from configs.runtime.errors import ConfigError, InputError
+from configs.runtime.loading import load_config
+from configs.schema.benchmarks import SweepConfig
+from configs.schema.data import DataConfig
+from configs.schema.target import TargetConfig
+from configs.schema.training import DistillConfig
+from distill.dataset.conversations import read_conversations
+from distill.generation.make_dataset import make_dataset
+from eval.decoder.decode import generate
+from eval.stats import bootstrap as intervals
+from heads.artifact import load_draft
+from heads.target.loading import load_target
+from scripts.bench import trained_runs
+from scripts.bench.harness import measured_rows
+from scripts.bench.trained_runs import train_run
+from scripts.recipe_sweep import run as recipe_sweep
+from scripts.recipe_sweep.cells import load_recipe, make_cells
+from scripts.recipe_sweep.results import SEED, CellResult, choose, make_rows, mean_tau_ratio, read_rows
+from scripts.recipe_sweep.run import Measuring
+from scripts.sweep import main
+from train.launch import run_distillation
+
+DRAFTS = {"phases": [{"draft_states": 0.5}]}
+
+
+@pytest.fixture(scope="module")
+def data(tiny_run, tmp_path_factory):
+    """A folder with train.jsonl and held_out.jsonl in the tiny target's words; only for reading."""
+    folder = tmp_path_factory.mktemp("data")
+    config = DataConfig(
+        target=TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu"),
+        prompts={"source": "file", "path": str(tiny_run / "suite.jsonl")},
+        answers={"max_new_tokens": 8},
+        held_out_share=0.4,
+        output=str(folder),
+    )
+    make_dataset(config)
+    return folder
+
+
+@pytest.fixture
+def sweep(tmp_path, tiny_run, data):
+    """A function that makes the config of a sweep over two cells, changed as asked."""
+    recipe = {
+        "target": {"name": str(tiny_run / "target"), "dtype": "float32", "device": "cpu"},
+        "data": {"train": str(data / "train.jsonl"), "held_out": str(data / "held_out.jsonl"), "max_length": 64},
+        "student": {"layers": [0]},
+        "loss": {"mix": {"reverse_kl": 2.0}, "divergence": None},
+        "optimizer": {"learning_rate": 0.01},
+        "schedule": {"batch_size": 4, "mixed_precision": "no", "trackers": []},
+        "held_out": {"num_prompts": 1, "decode": {"max_new_tokens": 4}},
+        "num_speculative_tokens": 2,
+    }
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+
+    def make(**changes):
+        settings = {
+            "distill": str(tmp_path / "recipe.yaml"),
+            "settings": {"schedule.max_steps": 3},
+            "divergences": {"kl": {"divergence": "forward_kl"}, "mixed": {"mix": {"jsd": 1.0, "total_variation": 0.5}}},
+            "num_prompts": 3,
+            "max_new_tokens": 8,
+            "batch_size": 2,
+            "bootstrap_samples": 50,
+            "output": str(tmp_path / "sweep"),
+        }
+        return SweepConfig.model_validate(settings | changes)
+
+    return make
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """The recipes trained by the sweep, in this process: one of its own costs seconds of imports, and has a test below."""
+    recipes = []
+
+    def run_training(entry, path):
+        recipes.append(load_config(DistillConfig, path))
+        return run_distillation(recipes[-1])
+
+    monkeypatch.setattr(trained_runs, "run_training", run_training)
+    return recipes
+
+
+# --- cells --------------------------------------------------------------------------------------------------------
+
+
+def test_a_cell_is_the_shared_recipe_but_for_its_divergence_and_its_policy(sweep, data, tmp_path):
+    other = tmp_path / "other.jsonl"
+    other.write_bytes((data / "train.jsonl").read_bytes())
+    config = sweep(
+        policies={"own": {}, "drafts": DRAFTS | {"temperature": 0.5}, "theirs": {"train": str(other)}}, cells="cross"
+    )
+    undistilled, cells = make_cells(config)
+    assert [cell.name for cell in cells] == [f"{first} on {second}" for first, second in config.pairs]
+    for cell, (divergence, policy) in zip(cells, config.pairs, strict=True):
+        assert cell.recipe.loss == config.divergences[divergence]  # nothing of the recipe's own mix is left in it
+        assert cell.recipe.policy.model_dump() == config.policies[policy].model_dump(exclude={"train"})
+        assert cell.recipe.data.train == str(other if policy == "theirs" else data / "train.jsonl")
+        assert not cell.recipe.schedule.resume
+        same = {"loss", "policy", "data", "output", "schedule"}
+        assert cell.recipe.model_dump(exclude=same) == undistilled.recipe.model_dump(exclude=same)
+        assert cell.recipe.schedule.max_steps == 3
+    assert len({cell.folder for cell in [undistilled, *cells]}) == 7
+
+
+def test_a_cell_keeps_its_folder_until_something_changes_that_decides_its_weights(sweep, data, tmp_path):
+    def folder(**changes):
+        return make_cells(sweep(**changes))[1][0].folder
+
+    assert folder() == folder(max_new_tokens=4, num_prompts=1, temperatures=[0.0], policies={"target_answers": {}, "b": DRAFTS})
+    assert folder() != folder(settings={"schedule.max_steps": 4})
+    assert folder() != folder(divergences={"kl": {"divergence": "forward_kl", "temperature": 2.0}})
+    copy = tmp_path / "train.jsonl"
+    copy.write_bytes((data / "train.jsonl").read_bytes())
+    before = folder(settings={"data.train": str(copy)})
+    copy.write_bytes(b"".join(copy.read_bytes().splitlines(keepends=True)[1:]))
+    assert folder(settings={"data.train": str(copy)}) != before
+
+
+def test_a_setting_that_the_recipe_does_not_know_is_named_with_the_nearest_one(sweep):
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(sweep(settings={"schedule.max_stepz": 3}))
+    assert str(caught.value) == (
+        "settings.schedule.max_stepz: unknown key 'schedule.max_stepz'; the nearest known key is 'schedule.max_steps'"
+    )
+
+
+def test_parts_that_do_not_go_together_are_refused_by_the_name_of_their_cell(sweep):
+    config = sweep(divergences={"kl": {}, "labels": {"divergence": "cross_entropy"}}, policies={"drafts": DRAFTS})
+    with pytest.raises(ConfigError, match=r"^cell labels on drafts: a phase of policy"):
+        make_cells(config)
+
+
+def test_no_cells_are_one_sentence_and_code_2(capsys):
+    assert run_command(SweepConfig, main, description="", argv=["--set", "divergences={}"]) == BAD_INPUT
+    assert capsys.readouterr().err == (
+        "error: the defaults: divergences is empty, so that there is no cell to train; give at least one by name\n"
+    )
+
+
+def test_a_cell_is_trained_by_the_real_entry_in_a_process_of_its_own(sweep):
+    _, (cell, _) = make_cells(sweep())
+    train_run(cell, "cell")
+    assert cell.is_trained
+    assert cell.read_outcome()["steps"] == 3
+    assert not (cell.folder / "checkpoints").exists()
+    assert load_config(DistillConfig, cell.folder / "recipe.json") == cell.recipe
+
+
+@pytest.mark.parametrize(("code", "error"), [(BAD_INPUT, InputError), (GATE_FAILED, RuntimeError)])
+def test_a_training_that_fails_stops_the_sweep_and_is_named(sweep, monkeypatch, code, error):
+    monkeypatch.setattr(trained_runs, "run_training", lambda entry, path: code)
+    _, (cell, _) = make_cells(sweep())
+    with pytest.raises(error, match=rf"^cell kl on target_answers: its training .* ended with code {code}"):
+        train_run(cell, "cell")
+    assert not cell.is_trained
+
+
+# --- the whole of it ----------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_trains_decodes_compares_and_keeps_what_it_has(sweep, trained, data, tmp_path, capsys, monkeypatch):
+    assert recipe_sweep.run_sweep(sweep()) == DONE
+    path = tmp_path / "sweep/sweep.json"
+    content = json.loads(path.read_text())
+    rows = read_rows(path)
+    assert [(row["divergence"], row["data_policy"]) for row in rows] == [
+        ("kl", "target_answers"),
+        ("mixed", "target_answers"),
+        ("undistilled", None),
+    ]
+    for row in rows:
+        for name in ("tau_t0", "tau_t1", "tau_t0_vs_first", "tau_t1_vs_first"):
+            assert 0 < row[f"{name}_low"] <= row[name] <= row[f"{name}_high"]
+    assert rows[0]["tau_t0_vs_first"] == 1.0
+    assert [row["labels"] for row in rows] == [rows[0]["labels"], rows[0]["labels"], 0]  # the same batches in both cells
+    assert 3 * 4 <= rows[0]["labels"] <= 3 * 4 * 8
+    assert rows[0]["training_seconds"] > 0
+    assert content["verdict"]["winner"] in ("kl on target_answers", "mixed on target_answers")
+    assert content["command"].startswith("python scripts/sweep.py")
+    printed = capsys.readouterr().out
+    assert "| divergence | data_policy | tau_t0 |" in printed
+    assert "<!--" not in printed
+    assert printed.rstrip().endswith(content["verdict"]["sentence"])
+
+    # The same again: nothing is trained or decoded. Other answers: all is decoded anew. Another divergence: that is trained.
+    assert [recipe.loss.weights for recipe in trained] == [{"forward_kl": 1.0}, {"jsd": 1.0, "total_variation": 0.5}]
+    with monkeypatch.context() as closed:
+        closed.setattr(recipe_sweep, "load_target", None)
+        assert recipe_sweep.run_sweep(sweep()) == DONE
+    assert read_rows(path) == rows
+    recipe_sweep.run_sweep(sweep(max_new_tokens=5))
+    assert len(trained) == 2
+    assert read_rows(path)[0]["tau_t0"] != rows[0]["tau_t0"]
+    recipe_sweep.run_sweep(sweep(divergences={"kl": {"divergence": "forward_kl"}, "tv": {"divergence": "total_variation"}}))
+    assert [recipe.loss.weights for recipe in trained[2:]] == [{"total_variation": 1.0}]
+
+
+def test_tau_is_of_the_cells_draft_on_prompts_that_did_not_choose_it(sweep, trained, data, tiny_run):
+    config = sweep(num_prompts=2)
+    undistilled, (cell, _) = make_cells(config)
+    train_run(cell, "cell")
+    measuring = Measuring(config, load_recipe(config))
+    rows = read_conversations(data / "held_out.jsonl")
+    assert measuring.rows == rows[-2:]
+    result, before = measuring.result(cell), measuring.result(undistilled)
+    target = load_target(TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu"))
+    draft = load_draft(cell.artifact, target.identity, target.model)
+    answers = generate(target, [row.prompt_ids for row in rows[-2:]], measuring.settings[0.0], draft.proposer)
+    assert [committed for committed, _ in result.counts[0.0]] == [len(answer) - 1 for answer in answers]
+    assert [committed for committed, _ in before.counts[0.0]] == [len(answer) - 1 for answer in answers]  # lossless, both
+    assert before.counts != result.counts
+    assert (before.training_seconds, before.labels) == (0.0, 0)
+
+
+def test_turns_of_a_prompt_are_one_cluster_and_stay_on_one_side(sweep, data, tmp_path):
+    rows = [json.loads(line) for line in (data / "held_out.jsonl").read_text().splitlines()]
+    names = ["a", "a", "b", "c", "c"]
+    turns = [row | {"prompt_id": name, "turn": number} for number, (row, name) in enumerate(zip(rows, names, strict=False))]
+    path = tmp_path / "held_out.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in turns))
+    config = sweep(num_prompts=2, settings={"data.held_out": str(path)})
+    measuring = Measuring(config, load_recipe(config))
+    assert [(row.prompt_id, row.turn) for row in measuring.rows] == [("b", 2), ("c", 3), ("c", 4)]
+    assert measuring._by_prompt({"b/2": [3, 1], "c/3": [4, 2], "c/4": [8, 5]}) == {"b": [3, 1], "c": [12, 7]}
+    with pytest.raises(InputError, match=r"has 2 prompts beside the 1 that choose checkpoints, got 3; ask for fewer"):
+        measured_rows(path, 3, 1)
+
+
+# --- what is made of the counts -----------------------------------------------------------------------------------
+
+
+def result(name, *counts, seconds=1.0):
+    return CellResult(
+        divergence=name,
+        data_policy="own",
+        counts=dict(zip((0.0, 1.0), counts, strict=False)),
+        training_seconds=seconds,
+        labels=7,
+    )
+
+
+FIRST = result("first", [(10, 5), (30, 10), (8, 8), (12, 6)], [(9, 6), (20, 10), (8, 7), (10, 8)])
+OTHER = result("other", [(10, 4), (30, 12), (8, 5), (12, 5)], [(9, 5), (20, 9), (8, 8), (10, 6)])
+
+
+@pytest.fixture
+def plain_percentiles(monkeypatch):
+    """Takes the widening for few prompts out, so that bounds are those of the bare resamples."""
+
+    def quantile(probability, degrees):
+        return NormalDist().inv_cdf(probability) * np.sqrt(degrees / (degrees + 1))
+
+    monkeypatch.setattr(intervals, "student_quantile", quantile)
+
+
+def naive_mean_tau(cell, prompts):
+    taus = [
+        sum(each[prompt][0] for prompt in prompts) / sum(each[prompt][1] for prompt in prompts)
+        for each in (cell.counts[0.0], cell.counts[1.0])
+    ]
+    return sum(taus) / 2
+
+
+def test_rows_hold_pooled_tau_and_ratios_paired_by_prompt(plain_percentiles):
+    first, other, last = make_rows([FIRST, OTHER], result("undistilled", *OTHER.counts.values()), samples=60)
+    assert first["tau_t0"] == 60 / 29
+    assert other["tau_t1"] == 47 / 28
+    assert other["tau_t0_vs_first"] == pytest.approx((60 / 26) / (60 / 29))
+    assert (first["tau_t1_vs_first"], first["tau_t1_vs_first_low"], first["tau_t1_vs_first_high"]) == (1.0, 1.0, 1.0)
+    assert last["divergence"] == "undistilled"
+    assert last.keys() == first.keys()
+    drawn = np.random.default_rng(SEED).integers(4, size=(60, 4))
+    ratios = []
+    for prompts in drawn:
+        ours, theirs = ([cell.counts[0.0][prompt] for prompt in prompts] for cell in (OTHER, FIRST))
+        ratios.append(
+            (sum(committed for committed, _ in ours) / sum(rounds for _, rounds in ours))
+            / (sum(committed for committed, _ in theirs) / sum(rounds for _, rounds in theirs))
+        )
+    bounds = [other["tau_t0_vs_first_low"], other["tau_t0_vs_first_high"]]
+    assert bounds == pytest.approx(np.quantile(ratios, [0.025, 0.975]))
+
+
+def test_means_over_temperatures_are_compared_on_the_same_drawn_prompts(plain_percentiles):
+    interval = mean_tau_ratio(OTHER, FIRST, samples=60, level=0.9)
+    everyone = range(4)
+    assert OTHER.mean_tau == naive_mean_tau(OTHER, everyone)
+    assert interval.point == pytest.approx(naive_mean_tau(OTHER, everyone) / naive_mean_tau(FIRST, everyone))
+    drawn = np.random.default_rng(SEED).integers(4, size=(60, 4))
+    ratios = [naive_mean_tau(OTHER, prompts) / naive_mean_tau(FIRST, prompts) for prompts in drawn]
+    assert interval.bounds == pytest.approx(np.quantile(ratios, [0.05, 0.95]))
+
+
+def noisy(name, factor, spread, seed):
+    """A cell whose prompts yield `factor` times 2 tokens a round, give or take a share of `spread`."""
+    generator = np.random.default_rng(seed)
+    counts = [[(round(2000 * factor * (1 + spread * generator.standard_normal())), 1000) for _ in range(30)] for _ in range(2)]
+    return result(name, *counts)
+
+
+def test_the_winner_has_the_highest_mean_of_those_better_beyond_noise():
+    first = noisy("first", 1.0, 0.01, 0)
+    good, best, worse = noisy("good", 1.1, 0.01, 1), noisy("best", 1.2, 0.01, 2), noisy("worse", 0.9, 0.01, 3)
+    verdict = choose([first, good, best, worse], samples=500)
+    assert verdict.winner is best
+    assert verdict.beyond_noise
+    assert verdict.sentence.startswith("Take best on own: its mean tau is 2.4")
+    assert verdict.sentence.endswith("which excludes 1 (at 98.33 %, for 3 comparisons).")
+    assert verdict.comparisons.keys() == {"good on own", "best on own", "worse on own"}
+    assert verdict.comparisons["best on own"]["mean_tau"] == best.mean_tau
+
+
+def test_a_lead_within_noise_keeps_the_first():
+    first, lucky = noisy("first", 1.0, 0.3, 0), noisy("lucky", 1.02, 0.3, 1)
+    lucky = lucky if lucky.mean_tau > first.mean_tau else noisy("lucky", 1.06, 0.3, 1)
+    assert lucky.mean_tau > first.mean_tau
+    verdict = choose([first, lucky], samples=500)
+    assert verdict.winner is first
+    assert not verdict.beyond_noise
+    assert verdict.sentence.startswith("No cell is better than the first beyond noise: keep the simplest, first on own. ")
+    assert "The highest mean tau is that of lucky on own" in verdict.sentence
+
+
+def test_many_comparisons_widen_the_intervals():
+    first, other = noisy("first", 1.0, 0.1, 0), noisy("other", 1.03, 0.1, 1)
+    few = choose([first, other], samples=4000)
+    many = choose([first, other, *(noisy(f"n{seed}", 1.0, 0.1, seed) for seed in range(2, 12))], samples=4000)
+    bounds = [verdict.comparisons["other on own"]["mean_tau_vs_first_low"] for verdict in (few, many)]
+    assert bounds[1] < bounds[0]
+    assert (few.level, many.level) == pytest.approx((0.95, 1 - 0.05 / 11))
+
+
+def test_the_first_cell_and_a_single_one_are_said_to_be_what_they_are():
+    first, worse = noisy("first", 1.0, 0.01, 0), noisy("worse", 0.9, 0.01, 1)
+    assert choose([first, worse], samples=50).sentence.startswith("The first cell, first on own, has the highest mean tau, 2.0")
+    assert choose([first], samples=50).sentence == "first on own is the only cell; there is nothing to choose from."
+
+
+def test_a_file_that_is_no_sweeps_is_refused(tmp_path):
+    path = tmp_path / "distill.json"
+    path.write_text(json.dumps({"rows": [{"loss": "chunked"}]}))
+    with pytest.raises(InputError, match="does not hold the rows of a sweep"):
+        read_rows(path)
+    with pytest.raises(InputError, match="not found"):
+        read_rows(tmp_path / "nosuch.json")

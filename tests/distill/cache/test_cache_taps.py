@@ -1,0 +1,347 @@
+"""A cache with taps says at every position what the target says online, and is refused by heads that want something else."""
+
+import json
+import logging
+import shutil
+from collections import namedtuple
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from configs.runtime.errors import ConfigError, InputError
+from configs.runtime.files import sha256_of
+from configs.schema.data import CacheConfig
+from configs.schema.training import DistillConfig, HeadsConfig
+from distill.cache import writer as cache_making
+from distill.cache.format import CONVENTION, Layout, read_manifest
+from distill.cache.reader import check_fits, open_cache
+from distill.cache.writer import CacheJob
+from distill.dataset.batches import ConversationDataset, collate
+from distill.dataset.conversations import Conversation
+from distill.loss.draft_objective import target_hidden
+from distill.loss.target_logits import normalise
+from heads.artifact import HiddenStates
+from heads.inference.causal_lm import head_logits
+from heads.target.hidden_states import read_states
+from tests.support import family_checks as checks
+
+TAPS = [0, 2, 4]
+WIDTH = 32
+FAMILIES = pytest.mark.parametrize("name", sorted(checks.CONFIGS))
+
+
+@pytest.fixture(scope="module")
+def conversations():
+    """Eight conversations of random tokens, prompts of 3 to 6 of them, answers of 2 to 23."""
+    generator = torch.Generator().manual_seed(6)
+    rows = []
+    for number in range(8):
+        cut = 3 + number % 4
+        ids = torch.randint(checks.VOCAB_SIZE, (cut + 2 + 3 * number,), generator=generator).tolist()
+        rows.append(
+            Conversation(
+                prompt_id=f"p{number}",
+                category="c",
+                turn=0,
+                messages=(),
+                prompt_ids=tuple(ids[:cut]),
+                answer_ids=tuple(ids[cut:]),
+                ended=False,
+            )
+        )
+    return rows
+
+
+@pytest.fixture
+def data_file(tmp_path, conversations):
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(row.to_line() for row in conversations))
+    return path
+
+
+@pytest.fixture(scope="module")
+def target(as_target):
+    return as_target(checks.tiny_target("llama"))
+
+
+@pytest.fixture
+def job(tmp_path, data_file, conversations, target):
+    """A function that gives the job of making a cache of those conversations."""
+
+    def make(output="cache", target=target, **settings):
+        values = {"taps": TAPS, "dtype": "float32", "batch_size": 3, "shard_megabytes": 0.02} | settings
+        config = CacheConfig(data=str(data_file), output=str(tmp_path / output), **values)
+        return CacheJob(target=target, conversations=conversations, config=config, data_sha256=sha256_of(data_file))
+
+    return make
+
+
+def run(made):
+    made.prepare()
+    made.work(rank=0, num_processes=1)
+    return made.finish()
+
+
+@pytest.fixture
+def cache(job, tmp_path, data_file, target):
+    run(job())
+    return open_cache(tmp_path / "cache", data_file, target)
+
+
+def batch_of(conversations, numbers, max_length=512):
+    examples = ConversationDataset(conversations, max_length).examples
+    return collate([examples[number] for number in numbers])
+
+
+def shard_files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "run.json"}
+
+
+# --- what it says -------------------------------------------------------------------------------------------------
+
+
+@FAMILIES
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_states_are_those_read_online_to_the_bit(name, dtype, job, tmp_path, data_file, conversations, as_target):
+    target = as_target(checks.tiny_target(name))
+    run(job(target=target, dtype=dtype, batch_size=1))  # one by one: the shape of a forward decides the last bits
+    cache = open_cache(tmp_path / "cache", data_file, target)
+    for number in range(len(conversations)):
+        batch = batch_of(conversations, [number])
+        online = read_states(target.model, batch.input_ids_BT, TAPS)
+        online = online.map(lambda state_BTE: state_BTE.to(getattr(torch, dtype)).to(target.model.dtype))
+        found = cache.states(batch, TAPS)
+        assert torch.equal(found.final_BTE, online.final_BTE)
+        assert len(found.taps_ABTE) == len(TAPS)
+        assert all(torch.equal(one, other) for one, other in zip(found.taps_ABTE, online.taps_ABTE, strict=True))
+        everywhere_P = torch.ones(batch.input_ids_BT.numel(), dtype=torch.bool)
+        expected = normalise(target.model, online.final_BTE, everywhere_P, chunk_size=128)
+        assert torch.equal(cache.normalisers(batch).log_sum_P, expected.log_sum_P.float())
+        assert torch.equal(cache.normalisers(batch).top1_P, expected.top1_P)
+
+
+def test_rows_of_a_batch_are_padded_with_nothing_and_taps_come_in_the_order_asked_for(cache, conversations, target):
+    batch = batch_of(conversations, [5, 0, 3])
+    inside_BT = batch.document_ids_BT == 0
+    online = read_states(target.model, batch.input_ids_BT, [4, 0])
+    found = cache.states(batch, [4, 0])
+    for one, other in zip([found.final_BTE, *found.taps_ABTE], [online.final_BTE, *online.taps_ABTE], strict=True):
+        torch.testing.assert_close(one[inside_BT], other[inside_BT], rtol=1e-6, atol=1e-5)
+        assert not one[~inside_BT].any()
+    known = cache.normalisers(batch)
+    logits_BTV = head_logits(target.model, online.final_BTE).float()
+    inside_P = inside_BT.flatten()
+    torch.testing.assert_close(known.log_sum_P[inside_P], logits_BTV.logsumexp(-1).flatten()[inside_P], rtol=1e-5, atol=1e-5)
+    assert torch.equal(known.top1_P[inside_P], logits_BTV.argmax(-1).flatten()[inside_P])
+    assert known.top1_P.dtype == torch.int64
+    assert not known.log_sum_P[~inside_P].any()
+
+
+def test_probabilities_of_rounded_states_still_add_up(job, tmp_path, data_file, conversations, target):
+    run(job(dtype="bfloat16"))
+    cache = open_cache(tmp_path / "cache", data_file, target)
+    batch = batch_of(conversations, [7])
+    logits_PV = head_logits(target.model, cache.states(batch).final_BTE)[0]
+    sums_P = (logits_PV - cache.normalisers(batch).log_sum_P.unsqueeze(-1)).exp().sum(-1)
+    torch.testing.assert_close(sums_P, torch.ones_like(sums_P), rtol=1e-5, atol=0)
+
+
+def test_shorter_conversations_than_the_caches_are_served_too(cache, conversations, target):
+    batch = batch_of(conversations, [6, 1], max_length=9)
+    assert batch.input_ids_BT.shape == (2, 9)
+    online = read_states(target.model, batch.input_ids_BT, TAPS)
+    torch.testing.assert_close(cache.states(batch, TAPS).joined_BTF, online.joined_BTF, rtol=1e-6, atol=1e-5)
+
+
+def test_it_serves_distillation_as_well(cache, conversations, target):
+    batch = batch_of(conversations, [2, 4])
+    before_label_BT = batch.loss_mask_BT[:, 1:]
+    found, online = (signal[:, :-1][before_label_BT] for signal in (cache.signal(batch), target_hidden(target, batch)))
+    torch.testing.assert_close(found, online, rtol=1e-6, atol=1e-5)
+    check_fits(cache, ConversationDataset(conversations, 512), DistillConfig())
+
+
+def test_without_taps_the_final_state_alone_is_kept_at_every_position(job, tmp_path, data_file, conversations, target):
+    run(job(taps=[]))
+    cache = open_cache(tmp_path / "cache", data_file, target)
+    cache.check_keeps([])
+    batch = batch_of(conversations, [1])
+    found = cache.states(batch)
+    assert found.taps_ABTE == ()
+    assert bool(found.final_BTE.any(-1).all())
+
+
+# --- what it takes ------------------------------------------------------------------------------------------------
+
+
+def test_four_states_of_576_numbers_and_the_normalisers_take_4616_bytes():
+    settings = {"taps": [2, 15, 27], "convention": CONVENTION, "target_dtype": "bfloat16"}
+    layout = Layout(kind="last_hidden", dtype="bfloat16", width=576, vocab_size=49_152, **settings)
+    assert layout.bytes_per_row == 4 * 576 * 2 + 4 + 4 == 4616
+
+
+@pytest.mark.parametrize("taps", [None, [], TAPS])
+def test_the_size_told_and_checked_before_is_that_on_disk(job, tmp_path, conversations, caplog, monkeypatch, taps):
+    checked = []
+    monkeypatch.setattr(cache_making, "check_room", lambda folder, num_bytes: checked.append(num_bytes))
+    with caplog.at_level(logging.INFO, logger=cache_making.logger.name):
+        manifest = run(job(taps=taps))
+    tokens = sum(len(row.answer_ids) + (0 if taps is None else len(row.prompt_ids)) for row in conversations)
+    row = WIDTH * 4 if taps is None else (1 + len(taps)) * WIDTH * 4 + 8
+    assert f"target cache: {row} bytes a token, {tokens * row / 1e6:.1f} MB in all" in caplog.text
+    assert checked == [tokens * row]
+    on_disk = 0
+    for shard in manifest.shards:
+        content = (tmp_path / "cache" / shard.file).read_bytes()
+        header = 8 + int.from_bytes(content[:8], "little")
+        assert header < 600
+        on_disk += len(content) - header
+    assert on_disk == tokens * row
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(job, tmp_path, monkeypatch):
+    usage = namedtuple("usage", ["free"])
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1000))
+    with pytest.raises(InputError, match=r"needs 0\.1 MB more, and its disk has 0\.0 MB free; .*fewer taps"):
+        job().prepare()
+    assert not (tmp_path / "cache").exists()
+
+
+# --- making and damage --------------------------------------------------------------------------------------------
+
+
+def test_a_cut_off_run_goes_on_to_the_same_bytes(job, tmp_path, monkeypatch):
+    whole = run(job("whole"))
+    assert len(whole.shards) >= 3
+    plain, written = cache_making.write_bytes, []
+
+    def write(path, content):
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(path.name)
+        plain(path, content)
+
+    monkeypatch.setattr(cache_making, "write_bytes", write)
+    with pytest.raises(KeyboardInterrupt):
+        run(job("parts"))
+    assert not (tmp_path / "parts" / "manifest.json").exists()
+    monkeypatch.setattr(cache_making, "write_bytes", lambda path, content: (written.append(path.name), plain(path, content)))
+    run(job("parts"))
+    assert written == [shard.file for shard in whole.shards]
+    assert shard_files(tmp_path / "parts") == shard_files(tmp_path / "whole")
+
+
+def test_shards_of_other_taps_are_not_taken_for_ones_own(job, tmp_path):
+    run(job(taps=[1, 2, 4]))
+    run(job())
+    run(job("fresh"))
+    assert shard_files(tmp_path / "cache") == shard_files(tmp_path / "fresh")
+
+
+def test_a_damaged_shard_is_found_by_its_checksum(cache, conversations):
+    path = cache.folder / cache.manifest.shards[-1].file
+    content = bytearray(path.read_bytes())
+    content[-50] ^= 1
+    path.write_bytes(content)
+    cache.states(batch_of(conversations, [0]), TAPS)
+    for read in (lambda batch: cache.states(batch, TAPS), cache.normalisers, cache.signal):
+        with pytest.raises(InputError, match=rf"{path.name} is damaged"):
+            read(batch_of(conversations, [0, 7]))
+
+
+def test_a_shard_holds_each_state_under_its_name(cache):
+    with safe_open(cache.folder / "shard-00000.safetensors", framework="pt") as file:
+        assert set(file.keys()) == {"hidden", "h_0", "h_2", "h_4", "log_sum", "top1"}
+
+
+# --- refusals -----------------------------------------------------------------------------------------------------
+
+
+def change_layout(folder, **changes):
+    path = folder / "manifest.json"
+    content = json.loads(path.read_text())
+    content["layout"].update(changes)
+    path.write_text(json.dumps(content))
+
+
+def test_the_convention_is_the_one_that_artifacts_name(cache):
+    assert cache.manifest.layout.convention == HiddenStates(taps=[], concat_order=[], last_is_post_norm=True).convention
+    assert cache.manifest.layout.taps == TAPS
+
+
+def test_a_head_of_taps_that_are_not_kept_is_refused_and_one_of_fewer_is_not(cache):
+    cache.check_keeps([2])
+    cache.check_keeps([])
+    with pytest.raises(InputError, match=r"keeps taps \[0, 2, 4\], and the head reads \[1, 2, 3\]: \[1, 3\] cannot be had"):
+        cache.check_keeps([1, 2, 3])
+
+
+def test_taps_of_another_convention_are_refused_with_both_named(cache, data_file, target):
+    change_layout(cache.folder, convention="h_i is what block i reads")
+    other = open_cache(cache.folder, data_file, target)
+    with pytest.raises(InputError, match=r"there, h_i is what block i reads; here, h_0 is the embedding output"):
+        other.check_keeps(TAPS)
+
+
+def test_normalisers_of_a_target_in_another_dtype_are_refused_with_both_named(cache, data_file, target):
+    change_layout(cache.folder, target_dtype="bfloat16")
+    with pytest.raises(InputError, match=r"made with target\.dtype bfloat16, and the target is in float64 here"):
+        open_cache(cache.folder, data_file, target).check_keeps(TAPS)
+
+
+@pytest.mark.parametrize("settings", [{"kind": "last_hidden"}, {"kind": "top_k", "k": 4}])
+def test_a_cache_for_distillation_is_refused_by_heads(job, tmp_path, data_file, target, settings):
+    run(job(taps=None, **settings))
+    cache = open_cache(tmp_path / "cache", data_file, target)
+    with pytest.raises(InputError, match=rf"kind {settings['kind']}, without taps.* taps: \[2\], or set data\.cache to null"):
+        cache.check_keeps([2])
+
+
+@pytest.mark.parametrize("changes", [{"convention": None}, {"taps": None}, {"target_dtype": None}, {"kind": "top_k"}])
+def test_a_manifest_that_names_half_of_it_is_refused(cache, changes):
+    change_layout(cache.folder, **changes)
+    with pytest.raises(InputError, match="layout"):
+        read_manifest(cache.folder)
+
+
+def test_conversations_longer_than_the_caches_are_refused(job, tmp_path, data_file, conversations, target):
+    run(job(max_length=12))
+    cache = open_cache(tmp_path / "cache", data_file, target)
+    check_fits(cache, ConversationDataset(conversations, 12), HeadsConfig(data={"max_length": 12}))
+    with pytest.raises(ConfigError, match=r"data\.max_length: expected at most 12, .* got 13"):
+        check_fits(cache, ConversationDataset(conversations, 13), HeadsConfig(data={"max_length": 13}))
+
+
+def test_taps_behind_the_last_block_are_refused_before_anything_is_written(job, tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"taps: expected h_0 \(embedding\) to h_4 \(last block of the target\), got \[2, 5\]"
+    ):
+        job(taps=[2, 5]).prepare()
+    assert not (tmp_path / "cache").exists()
+
+
+def test_taps_that_do_not_lead_to_the_targets_logits_are_refused(job, target):
+    def shifted(model, arguments, output):
+        output.logits[..., 0] += 100
+        return output
+
+    handle = target.model.register_forward_hook(shifted)
+    try:
+        with pytest.raises(InputError, match="do not reproduce its logits"):
+            job().prepare()
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"kind": "top_k", "taps": [1]}, "kind must be last_hidden with taps, got top_k"),
+        ({"taps": [3, 1]}, r"taps must rise and name each state once, got \[3, 1\]"),
+        ({"taps": [1, 1]}, "taps must rise"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        CacheConfig(**settings)

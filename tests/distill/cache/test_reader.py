@@ -1,0 +1,456 @@
+"""A cache says what the target says, goes on where it was cut off, and is refused wherever it does not belong."""
+
+import dataclasses
+import json
+import math
+import shutil
+from collections import namedtuple
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch.nn import functional as F
+
+from configs.runtime.errors import ConfigError, InputError
+from configs.runtime.files import sha256_of
+from configs.schema.data import CacheConfig
+from configs.schema.learning import LossConfig
+from configs.schema.training import DistillConfig
+from distill.cache import writer as cache_making
+from distill.cache.folder import check_folder
+from distill.cache.format import Layout
+from distill.cache.reader import check_fits, open_cache
+from distill.cache.rows import encode, pack_ids, unpack_ids
+from distill.cache.writer import CacheJob, plan_shards
+from distill.dataset.batches import ConversationDataset, collate
+from distill.dataset.conversations import Conversation
+from distill.loss.draft_objective import DraftObjective, target_hidden
+
+VOCABULARY = 258  # of the byte target
+
+
+@pytest.fixture(scope="module")
+def conversations():
+    """Twelve conversations of random tokens, prompts of 3 to 8 of them, answers of 1 to 40."""
+    generator = torch.Generator().manual_seed(5)
+    rows = []
+    for number in range(12):
+        ids = torch.randint(VOCABULARY, (3 + number % 6 + 1 + (number * 17) % 40,), generator=generator).tolist()
+        cut = 3 + number % 6
+        rows.append(
+            Conversation(
+                prompt_id=f"p{number}",
+                category="c",
+                turn=0,
+                messages=(),
+                prompt_ids=tuple(ids[:cut]),
+                answer_ids=tuple(ids[cut:]),
+                ended=False,
+            )
+        )
+    return rows
+
+
+@pytest.fixture
+def data_file(tmp_path, conversations):
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(row.to_line() for row in conversations))
+    return path
+
+
+@pytest.fixture
+def job(tmp_path, data_file, conversations, byte_target):
+    """A function that gives the job of making a cache of those conversations."""
+
+    def make(output="cache", **settings):
+        config = CacheConfig(data=str(data_file), output=str(tmp_path / output), batch_size=3, **settings)
+        return CacheJob(target=byte_target, conversations=conversations, config=config, data_sha256=sha256_of(data_file))
+
+    return make
+
+
+def run(made):
+    made.prepare()
+    made.work(rank=0, num_processes=1)
+    return made.finish()
+
+
+@pytest.fixture
+def cache(job, tmp_path, data_file, byte_target):
+    """A cache of hidden states in float32, several shards."""
+    run(job(dtype="float32", shard_megabytes=0.008))
+    return open_cache(tmp_path / "cache", data_file, byte_target)
+
+
+@pytest.fixture
+def objective(byte_target, tiny_llama):
+    draft = tiny_llama(seed=4, layers=1, vocab_size=byte_target.vocab_size, dtype=torch.float32)
+    return lambda **loss: DraftObjective(draft, byte_target, LossConfig(**loss))
+
+
+def batch_of(conversations, numbers, max_length=512):
+    examples = ConversationDataset(conversations, max_length).examples
+    return collate([examples[number] for number in numbers])
+
+
+def loss_and_gradient(objective, batch, signal):
+    result = objective(batch.input_ids_BT, batch.loss_mask_BT, signal, torch.tensor(7.0), 1)
+    weights = [parameter for parameter in objective.draft.parameters() if parameter.requires_grad]
+    return result, torch.autograd.grad(result.loss, weights)
+
+
+def assert_same_learning(objective, batch, found, expected, tolerance):
+    ours, our_gradient = loss_and_gradient(objective, batch, found)
+    theirs, their_gradient = loss_and_gradient(objective, batch, expected)
+    assert float(ours.loss.detach()) == pytest.approx(float(theirs.loss.detach()), rel=tolerance)
+    torch.testing.assert_close(ours.acceptance_N, theirs.acceptance_N, rtol=tolerance, atol=tolerance)
+    assert torch.equal(ours.top1_agrees_N, theirs.top1_agrees_N)
+    for one, other in zip(our_gradient, their_gradient, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=20 * tolerance * float(other.abs().max()))
+
+
+def shard_files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "run.json"}
+
+
+# --- what a row takes ---------------------------------------------------------------------------------------------
+
+
+def test_thirty_two_tokens_of_a_vocabulary_of_152_thousand_take_138_bytes():
+    layout = Layout(kind="top_k", dtype="float16", width=32, vocab_size=151_936)
+    assert layout.bits == 18
+    assert layout.bytes_per_row == 32 * 2 + 2 + 32 * 18 // 8 == 138
+
+
+@pytest.mark.parametrize("kind", ["last_hidden", "top_k"])
+def test_a_file_is_its_rows_and_a_small_header(job, tmp_path, kind):
+    made = job(kind=kind, k=7)
+    manifest = run(made)
+    (shard,) = manifest.shards
+    content = (tmp_path / "cache" / shard.file).read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
+    assert len(content) - header == shard.num_rows * made.layout.bytes_per_row
+    assert shard.num_rows == sum(len(row.answer_ids) for row in made.conversations)
+
+
+@pytest.mark.parametrize(("bits", "num_ids"), [(1, 3), (7, 1), (8, 2), (9, 5), (16, 3), (18, 32), (31, 2)])
+def test_packed_ids_are_one_long_number_of_lowest_bits_first_and_come_back(bits, num_ids):
+    ids = torch.randint(2**bits, (4, num_ids), generator=torch.Generator().manual_seed(bits))
+    ids[0], ids[1] = 0, 2**bits - 1
+    packed = pack_ids(ids, bits)
+    assert packed.shape == (4, math.ceil(num_ids * bits / 8))
+    for row, stored in zip(ids.tolist(), packed.tolist(), strict=True):
+        assert int.from_bytes(stored, "little") == sum(one << (place * bits) for place, one in enumerate(row))
+    assert torch.equal(unpack_ids(packed, num_ids, bits), ids)
+
+
+@pytest.mark.parametrize(("vocab_size", "bits"), [(2, 1), (3, 2), (4, 2), (5, 3), (65_536, 16), (65_537, 17)])
+def test_an_id_takes_as_many_bits_as_the_largest_one_needs(vocab_size, bits):
+    assert Layout(kind="top_k", dtype="float16", width=1, vocab_size=vocab_size).bits == bits
+
+
+# --- what a row says ----------------------------------------------------------------------------------------------
+
+
+def test_hidden_states_are_those_before_each_answer_token(cache, conversations, byte_target):
+    for number, row in enumerate(conversations):
+        ids = torch.tensor([row.prompt_ids + row.answer_ids])
+        expected = byte_target.model.model(ids).last_hidden_state[0, len(row.prompt_ids) - 1 : -1].detach()
+        found = cache.rows([number], [len(row.answer_ids)])["hidden"]
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_learning_from_hidden_states_is_learning_online(cache, conversations, byte_target, objective):
+    batch = batch_of(conversations, [7, 0, 10, 3])
+    assert_same_learning(objective(), batch, cache.signal(batch), target_hidden(byte_target, batch), 1e-6)
+
+
+@pytest.mark.parametrize("max_length", [14, 6])  # at 6 half of the conversations have no answer and are dropped
+def test_shorter_conversations_than_the_caches_are_served_too(cache, conversations, byte_target, objective, max_length):
+    batch = batch_of(conversations, [5, 2, 4], max_length)
+    assert batch.input_ids_BT.shape[1] == max_length
+    assert_same_learning(objective(), batch, cache.signal(batch), target_hidden(byte_target, batch), 1e-6)
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "total_variation"])
+def test_learning_from_the_whole_vocabulary_is_learning_online(
+    job, tmp_path, data_file, conversations, byte_target, objective, divergence
+):
+    run(job(kind="top_k", k=len(byte_target.tokenizer), dtype="float32"))
+    cache = open_cache(tmp_path / "cache", data_file, byte_target)
+    batch = batch_of(conversations, [4, 11, 1])
+    expected = target_hidden(byte_target, batch)
+    assert_same_learning(objective(divergence=divergence), batch, cache.signal(batch), expected, 2e-6)
+
+
+def test_in_half_precision_the_most_likely_tokens_and_the_tail_are_right_to_three_digits(
+    job, tmp_path, data_file, conversations, byte_target
+):
+    run(job(kind="top_k", k=5))
+    cache = open_cache(tmp_path / "cache", data_file, byte_target)
+    row = conversations[6]
+    found = cache.rows([6], [len(row.answer_ids)])
+    logits = byte_target.model(torch.tensor([row.prompt_ids + row.answer_ids])).logits[0, len(row.prompt_ids) - 1 : -1]
+    p = F.softmax(logits.detach().double(), -1)
+    assert torch.equal(found["token_ids"], p.topk(5).indices)
+    torch.testing.assert_close(found["log_probs"].double().exp(), p.topk(5).values, rtol=5e-3, atol=0)
+    torch.testing.assert_close(found["log_tail"].double().exp(), 1 - p.topk(5).values.sum(-1), rtol=5e-3, atol=0)
+
+
+def test_a_tail_too_small_for_one_minus_the_rest_is_still_there(byte_target):
+    head = byte_target.model.get_output_embeddings()
+    hidden = 400 * F.normalize(head.weight[:1].detach(), dim=-1)
+    layout = Layout(kind="top_k", dtype="float32", width=2, vocab_size=VOCABULARY)
+    found = encode(byte_target, layout, hidden, 1)
+    log_p = F.linear(hidden, head.weight.detach()).double().log_softmax(-1)[0]
+    exact = log_p.sort(descending=True).values[2:].logsumexp(-1)
+    assert float(exact) < math.log(1e-7)
+    assert float(found["log_tail"][0]) == pytest.approx(float(exact), rel=1e-4)
+
+
+# --- making -------------------------------------------------------------------------------------------------------
+
+
+def test_conversations_fill_shards_in_order_up_to_their_size():
+    assert list(plan_shards([3, 3, 3, 9, 1, 1], 6)) == [range(2), range(2, 3), range(3, 4), range(4, 6)]
+    assert list(plan_shards([], 6)) == []
+
+
+def test_a_cut_off_run_goes_on_to_the_same_bytes(job, tmp_path, monkeypatch):
+    whole = run(job("whole", shard_megabytes=0.003))
+    assert len(whole.shards) >= 4
+    parts = job("parts", shard_megabytes=0.003)
+    plain, written = cache_making.write_bytes, []
+
+    def write(path, content, stop=True):
+        if stop and len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(path.name)
+        plain(path, content)
+
+    monkeypatch.setattr(cache_making, "write_bytes", write)
+    with pytest.raises(KeyboardInterrupt):
+        run(parts)
+    assert not (tmp_path / "parts" / "manifest.json").exists()
+    (tmp_path / "parts" / ".shard-00002.safetensors.0badf00d").write_bytes(b"half of one")
+    monkeypatch.setattr(cache_making, "write_bytes", lambda path, content: write(path, content, stop=False))
+    run(parts)
+    assert written == [shard.file for shard in whole.shards]
+    assert shard_files(tmp_path / "parts") == shard_files(tmp_path / "whole")
+
+
+def test_a_finished_shard_that_was_damaged_since_is_made_again(job, tmp_path):
+    made = job(shard_megabytes=0.003)
+    run(made)
+    before = shard_files(tmp_path / "cache")
+    flip_a_bit(tmp_path / "cache" / "shard-00001.safetensors")
+    run(made)
+    assert shard_files(tmp_path / "cache") == before
+
+
+@pytest.mark.parametrize("other", [{"kind": "last_hidden"}, {"k": 3, "max_length": 30}, {"k": 3, "shard_megabytes": 0.001}])
+def test_shards_of_another_job_are_not_taken_for_ones_own(job, tmp_path, other):
+    run(job(**{"kind": "top_k", **other}))
+    run(job(kind="top_k", k=3))
+    run(job("fresh", kind="top_k", k=3))
+    assert shard_files(tmp_path / "cache") == shard_files(tmp_path / "fresh")
+
+
+def test_two_processes_write_what_one_writes(job, tmp_path):
+    run(job("one", shard_megabytes=0.003))
+    shared = job("two", shard_megabytes=0.003)
+    shared.prepare()
+    shared.work(rank=1, num_processes=2)
+    with pytest.raises(RuntimeError, match="the first is 0"):
+        shared.finish()
+    shared.work(rank=0, num_processes=2)
+    shared.finish()
+    assert shard_files(tmp_path / "two") == shard_files(tmp_path / "one")
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(job, tmp_path, monkeypatch):
+    usage = namedtuple("usage", ["free"])
+    made = job(dtype="float32")
+    needed = sum(len(row.answer_ids) for row in made.conversations) * 32 * 4
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(needed - 1))
+    with pytest.raises(InputError, match=r"needs 0\.0 MB more, and its disk has 0\.0 MB free"):
+        made.prepare()
+    assert not (tmp_path / "cache").exists()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(needed))
+    made.prepare()
+
+
+def test_more_tokens_than_the_vocabulary_has_are_refused(job):
+    with pytest.raises(ConfigError, match=r"k: expected at most 25\d, the size of the target's vocabulary, got 300"):
+        job(kind="top_k", k=300).prepare()
+
+
+def test_hidden_states_too_large_for_their_type_are_refused(byte_target):
+    layout = Layout(kind="last_hidden", dtype="float16", width=32, vocab_size=VOCABULARY)
+    with pytest.raises(InputError, match="hidden is not finite in float16; try bfloat16"):
+        encode(byte_target, layout, torch.full((1, 32), 1e5), 1)
+
+
+def test_a_folder_that_holds_something_else_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("\\dots")
+    with pytest.raises(InputError, match=r"holds thesis\.tex, which is no part of a target cache"):
+        check_folder(tmp_path)
+    with pytest.raises(InputError, match="is a file"):
+        check_folder(tmp_path / "thesis.tex")
+
+
+def test_what_a_killed_run_leaves_behind_is_no_obstacle(job, tmp_path):
+    run(job())
+    for name in (".manifest.json.0badf00d", ".run.json.0badf00d", ".shard-00000.json.0badf00d"):
+        (tmp_path / "cache" / name).write_text("{")
+    check_folder(tmp_path / "cache")
+    run(job())
+    assert [path.name for path in (tmp_path / "cache").glob(".*")] == []
+
+
+# --- damage and refusals ------------------------------------------------------------------------------------------
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [(flip_a_bit, "is damaged"), (truncate, "is damaged"), (lambda path: path.unlink(), "is missing")],
+    ids=["bit flipped", "truncated", "missing"],
+)
+def test_a_damaged_shard_is_found_when_it_is_needed_and_named(cache, conversations, damage, complaint):
+    damage(cache.folder / "shard-00001.safetensors")
+    first = cache.manifest.conversations.index(next(p for p in cache.manifest.conversations if p.shard == 1))
+    cache.signal(batch_of(conversations, [0]))
+    with pytest.raises(InputError, match=rf"shard-00001\.safetensors {complaint}"):
+        cache.signal(batch_of(conversations, [0, first]))
+
+
+def test_a_shard_is_checked_once_and_read_without_loading_it(cache, conversations, monkeypatch):
+    batch = batch_of(conversations, range(12))
+    expected = cache.signal(batch)
+    monkeypatch.setattr("distill.cache.reader.sha256_of", lambda path: pytest.fail("checked again"))
+    assert torch.equal(cache.signal(batch), expected)
+
+
+def test_a_shard_of_other_tensors_than_the_manifest_says_is_refused(cache, conversations, data_file, byte_target):
+    change_manifest(cache.folder, lambda content: content["layout"].update(dtype="float16"))
+    reopened = open_cache(cache.folder, data_file, byte_target)
+    with pytest.raises(InputError, match=r"shard-00000\.safetensors: hidden is not torch\.float16"):
+        reopened.signal(batch_of(conversations, [0]))
+
+
+def change_manifest(folder, change):
+    path = folder / "manifest.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ("weights_sha256", "target weights"),
+        ("tokenizer_sha256", "tokenizer"),
+        ("chat_template_sha256", "chat template"),
+    ],
+)
+def test_a_cache_of_another_target_is_refused_with_what_differs(cache, data_file, byte_target, field, words):
+    other = dataclasses.replace(byte_target, identity=dataclasses.replace(byte_target.identity, **{field: "f" * 64}))
+    with pytest.raises(InputError, match=f"differs from target .* in {words};"):
+        open_cache(cache.folder, data_file, other)
+
+
+def test_a_cache_of_other_data_is_refused(cache, data_file, byte_target):
+    data_file.write_text(data_file.read_text() + "\n")
+    with pytest.raises(InputError, match="is not that file"):
+        open_cache(cache.folder, data_file, byte_target)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda content: content.update(format_version=2), "format_version must be 1, got 2"),
+        (lambda content: content["shards"][0].update(file="../shard-00000.safetensors"), r"shards\.0\.file"),
+        (lambda content: content["shards"][0].update(file="/etc/passwd"), r"shards\.0\.file"),
+        (lambda content: content["conversations"][0].update(offset=10_000), "conversation 0 lies outside shard 0"),
+        (lambda content: content["conversations"][0].update(shard=99), "conversation 0 lies outside shard 99"),
+        (lambda content: content["conversations"][0].update(length=-1), r"conversations\.0\.length"),
+        (lambda content: content["layout"].update(kind="logits"), r"layout\.kind"),
+        (lambda content: content.pop("data_sha256"), "data_sha256"),
+        (lambda content: content["layout"].update(width=33), "hidden states of width 33, not 32"),
+    ],
+)
+def test_a_manifest_that_cannot_be_right_is_refused(cache, data_file, byte_target, change, complaint):
+    change_manifest(cache.folder, change)
+    with pytest.raises(InputError, match=complaint):
+        open_cache(cache.folder, data_file, byte_target)
+
+
+def test_an_unfinished_cache_is_none(cache, data_file, byte_target, tmp_path):
+    (cache.folder / "manifest.json").unlink()
+    with pytest.raises(InputError, match="making it was cut off"):
+        open_cache(cache.folder, data_file, byte_target)
+    with pytest.raises(InputError, match="not found"):
+        open_cache(tmp_path / "nowhere", data_file, byte_target)
+
+
+def test_conversations_longer_than_the_caches_are_refused(job, tmp_path, data_file, conversations, byte_target):
+    run(job(max_length=20))
+    cache = open_cache(tmp_path / "cache", data_file, byte_target)
+    check_fits(cache, ConversationDataset(conversations, 20), DistillConfig(data={"max_length": 20}))
+    with pytest.raises(ConfigError, match=r"max_length: expected at most 20, .* got 21"):
+        check_fits(cache, ConversationDataset(conversations, 21), DistillConfig(data={"max_length": 21}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"loss": {"temperature": 2.0}}, r"loss\.temperature: expected 1"),
+        ({"student": {"draft_vocab_size": 100}}, r"student\.draft_vocab_size: expected null"),
+    ],
+)
+def test_a_top_k_cache_is_refused_where_it_cannot_answer_and_hidden_states_are_not(
+    job, tmp_path, data_file, conversations, byte_target, settings, complaint
+):
+    dataset, config = ConversationDataset(conversations, 512), DistillConfig(**settings)
+    run(job("hidden"))
+    check_fits(open_cache(tmp_path / "hidden", data_file, byte_target), dataset, config)
+    run(job("top", kind="top_k", k=4))
+    with pytest.raises(ConfigError, match=complaint):
+        check_fits(open_cache(tmp_path / "top", data_file, byte_target), dataset, config)
+
+
+def test_the_manifest_says_where_each_conversation_lies(cache, conversations):
+    places = cache.manifest.conversations
+    assert [(place.prompt_id, place.turn, place.length) for place in places] == [
+        (row.prompt_id, row.turn, len(row.answer_ids)) for row in conversations
+    ]
+    for number, shard in enumerate(cache.manifest.shards):
+        inside = [place for place in places if place.shard == number]
+        assert [place.offset for place in inside] == [
+            sum(place.length for place in inside[:index]) for index in range(len(inside))
+        ]
+        with safe_open(cache.folder / shard.file, framework="pt") as file:
+            assert file.get_slice("hidden").get_shape() == [sum(place.length for place in inside), 32]
+
+
+def test_a_conversation_without_an_answer_in_reach_takes_no_rows(job, conversations):
+    manifest = run(job(max_length=6))
+    lengths = [place.length for place in manifest.conversations]
+    assert lengths == [max(0, min(len(row.answer_ids), 6 - len(row.prompt_ids))) for row in conversations]
+    assert 0 in lengths
+
+
+def test_the_log_names_the_bytes_a_token_and_in_all(job, caplog):
+    caplog.set_level("INFO", logger=cache_making.logger.name)
+    job(kind="top_k", k=32).prepare()
+    assert "bytes a token" in caplog.text

@@ -1,0 +1,102 @@
+"""Batches: which tokens are labels, in what order conversations come, and what padding costs."""
+
+import pytest
+import torch
+from accelerate.data_loader import prepare_data_loader
+
+from configs.runtime.errors import InputError
+from distill.dataset.batches import NO_DOCUMENT, BucketedBatchSampler, ConversationDataset, collate, make_loader
+from distill.dataset.conversations import Conversation
+
+
+def conversation(prompt_ids, answer_ids):
+    return Conversation(
+        prompt_id="p", category="c", turn=0, messages=(), prompt_ids=prompt_ids, answer_ids=answer_ids, ended=True
+    )
+
+
+@pytest.fixture
+def dataset():
+    lengths = torch.randint(2, 60, (83,), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = [conversation((number + 1,), (7,) * (length - 1)) for number, length in enumerate(lengths)]
+    return ConversationDataset(rows, max_length=64)
+
+
+def first_ids(batches):
+    return [batch.input_ids_BT[:, 0].tolist() for batch in batches]
+
+
+def test_the_mask_marks_the_label_and_not_the_position_that_predicts_it():
+    rows = [conversation((11, 12, 13), (21, 22)), conversation((31,), (41,))]
+    batch = collate(ConversationDataset(rows, max_length=10))
+    assert batch.input_ids_BT.tolist() == [[11, 12, 13, 21, 22], [31, 41, 0, 0, 0]]
+    assert batch.loss_mask_BT.tolist() == [[False, False, False, True, True], [False, True, False, False, False]]
+    assert batch.position_ids_BT.tolist() == [[0, 1, 2, 3, 4]] * 2
+    pad = NO_DOCUMENT
+    assert batch.document_ids_BT.tolist() == [[0] * 5, [0, 0, pad, pad, pad]]
+
+
+def test_masked_tokens_are_exactly_the_answers(dataset):
+    loader = make_loader(dataset, 8, seed=0)
+    assert sum(int(batch.loss_mask_BT.sum()) for batch in loader) == dataset.num_labels
+    assert all(set(batch.input_ids_BT[batch.loss_mask_BT].tolist()) == {7} for batch in loader)
+    assert not any(bool((batch.loss_mask_BT & (batch.document_ids_BT == NO_DOCUMENT)).any()) for batch in loader)
+
+
+def test_long_conversations_are_cut_at_the_end_and_those_without_an_answer_left_are_counted():
+    rows = [conversation((1, 2), (3, 4, 5)), conversation((1, 2, 3, 4), (5,)), conversation((1,), (2,))]
+    dataset = ConversationDataset(rows, max_length=4)
+    assert [example.input_ids for example in dataset] == [(1, 2, 3, 4), (1, 2)]
+    assert dataset.num_dropped == 1
+    assert dataset.num_labels == 3
+
+
+def test_a_data_set_without_any_answer_left_is_refused():
+    with pytest.raises(InputError, match="max_length = 2"):
+        ConversationDataset([conversation((1, 2), (3,))], max_length=2)
+
+
+def test_the_order_depends_on_seed_and_epoch_alone(dataset):
+    loader, again = make_loader(dataset, 8, seed=3), make_loader(dataset, 8, seed=3)
+    first_epoch = first_ids(loader)
+    assert first_ids(loader) == first_epoch
+    again.batch_sampler.set_epoch(1)
+    second_epoch = first_ids(again)
+    assert second_epoch != first_epoch
+    loader.batch_sampler.set_epoch(1)
+    assert first_ids(loader) == second_epoch
+    assert first_ids(make_loader(dataset, 8, seed=4)) != first_epoch
+
+
+def test_every_conversation_comes_once_an_epoch_and_the_short_batch_last(dataset):
+    sampler = BucketedBatchSampler(dataset.lengths, 8, seed=0, window=2)
+    batches = list(sampler)
+    assert sorted(index for batch in batches for index in batch) == list(range(83))
+    assert [len(batch) for batch in batches] == [8] * 10 + [3]
+    assert len(sampler) == 11
+
+
+def test_windows_of_similar_length_pad_less_and_the_reported_share_is_what_the_batches_hold(dataset):
+    bucketed = make_loader(dataset, 8, seed=0)
+    positions = padding = 0
+    for batch in bucketed:
+        positions += batch.document_ids_BT.numel()
+        padding += int((batch.document_ids_BT == NO_DOCUMENT).sum())
+    measured = bucketed.batch_sampler.measure()
+    assert (measured.num_padding, measured.num_tokens) == (padding, positions - padding)
+    unsorted = BucketedBatchSampler(dataset.lengths, 8, seed=0, window=1).measure()
+    assert measured.padding_share < 0.5 * unsorted.padding_share
+
+
+def test_two_processes_share_an_epoch_and_both_follow_its_number(dataset):
+    def epoch_of(rank, epoch):
+        loader = prepare_data_loader(make_loader(dataset, 8, seed=0), num_processes=2, process_index=rank, put_on_device=False)
+        loader.set_epoch(epoch)
+        return first_ids(loader)
+
+    for epoch in (0, 1):
+        whole = make_loader(dataset, 8, seed=0)
+        whole.batch_sampler.set_epoch(epoch)
+        alternating = [batch for pair in zip(epoch_of(0, epoch), epoch_of(1, epoch), strict=True) for batch in pair]
+        assert alternating[:10] == first_ids(whole)[:10]
+        assert {first for batch in alternating for first in batch} == set(range(1, 84))

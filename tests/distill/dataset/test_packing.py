@@ -1,0 +1,230 @@
+"""Packed rows: what lies in them, in which order they come, how full they are, and what a cache says of them."""
+
+import numpy as np
+import pytest
+import torch
+from accelerate.data_loader import prepare_data_loader
+from pydantic import ValidationError
+
+from configs.runtime.files import sha256_of
+from configs.schema.data import CacheConfig
+from configs.schema.training import DistillConfig
+from distill.cache.reader import open_cache
+from distill.cache.writer import CacheJob
+from distill.dataset.batches import NO_DOCUMENT, BucketedBatchSampler, ConversationDataset, Example, collate
+from distill.dataset.conversations import Conversation
+from distill.dataset.packing import PackedBatchSampler, collate_packed, first_fit, make_packed_loader
+from distill.loss.draft_objective import target_hidden
+from heads.target.hidden_states import read_states
+
+PACK_LENGTH = 96
+
+
+def conversation(prompt_ids, answer_ids):
+    return Conversation(
+        prompt_id="p", category="c", turn=0, messages=(), prompt_ids=prompt_ids, answer_ids=answer_ids, ended=True
+    )
+
+
+@pytest.fixture
+def dataset():
+    lengths = torch.randint(3, 60, (83,), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = [conversation((number + 1, 2), (7,) * (length - 2)) for number, length in enumerate(lengths)]
+    return ConversationDataset(rows, max_length=64)
+
+
+def sampler_of(lengths, batch_size=4, **settings):
+    return PackedBatchSampler(lengths, batch_size, **{"pack_length": PACK_LENGTH, "seed": 0} | settings)
+
+
+def conversations_in(batches):
+    return [batch.conversations_BC.tolist() for batch in batches]
+
+
+# --- what a row holds ---------------------------------------------------------------------------------------------
+
+
+def test_a_row_is_its_conversations_one_after_the_other():
+    batch = collate_packed([[Example((11, 12, 13), 2, 5), Example((21, 22), 1, 3)], [Example((31, 32, 33, 34), 1, 8)]])
+    pad = NO_DOCUMENT
+    assert batch.input_ids_BT.tolist() == [[11, 12, 13, 21, 22], [31, 32, 33, 34, 0]]
+    assert batch.loss_mask_BT.int().tolist() == [[0, 0, 1, 0, 1], [0, 1, 1, 1, 0]]
+    assert batch.position_ids_BT.tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]
+    assert batch.document_ids_BT.tolist() == [[0, 0, 0, 1, 1], [0, 0, 0, 0, pad]]
+    assert batch.conversations_BC.tolist() == [[5, 3], [8, pad]]
+
+
+def test_rows_of_one_conversation_are_what_they_are_without_packing():
+    examples = [Example((11, 12, 13), 2, 5), Example((21, 22), 1, 3)]
+    packed, plain = collate_packed([[example] for example in examples]), collate(examples)
+    for one, other in zip(packed, plain, strict=True):
+        assert torch.equal(one, other)
+        assert one.dtype == other.dtype
+    assert packed.packed_positions_BT is None
+
+
+def test_a_conversation_without_a_prompt_is_refused():
+    with pytest.raises(ValueError, match="conversation 4 has no prompt"):
+        collate_packed([[Example((1, 2), 1, 3), Example((1, 2), 0, 4)]])
+
+
+def test_no_label_stands_first_in_a_document(dataset):
+    for batch in make_packed_loader(dataset, 4, pack_length=PACK_LENGTH, seed=0):
+        begins_BT = batch.position_ids_BT == 0
+        assert not (batch.loss_mask_BT & begins_BT).any()
+        assert set(batch.input_ids_BT[batch.loss_mask_BT].tolist()) == {7}
+
+
+# --- which rows, and in what order --------------------------------------------------------------------------------
+
+
+def test_first_fit_puts_each_length_into_the_first_row_with_room():
+    assert first_fit(np.array([7, 6, 4, 3, 3, 1]), 10).tolist() == [0, 1, 1, 0, 2, 2]
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_every_conversation_comes_once_an_epoch_in_rows_that_hold_it(dataset, epoch):
+    sampler = sampler_of(dataset.lengths, window=20)
+    sampler.set_epoch(epoch)
+    batches = list(sampler)
+    rows = [row for batch in batches for row in batch]
+    assert sorted(index for row in rows for index in row) == list(range(83))
+    assert max(sum(dataset.lengths[list(row)]) for row in rows) <= PACK_LENGTH
+    assert [len(batch) for batch in batches[:-1]] == [4] * (len(sampler) - 1)
+    assert len(rows) == sampler.num_rows
+    assert len(batches) == len(sampler)
+
+
+def test_the_order_depends_on_seed_and_epoch_alone_and_epochs_are_equally_long(dataset):
+    sampler, again = sampler_of(dataset.lengths, seed=3), sampler_of(dataset.lengths, seed=3)
+    first = list(sampler)
+    assert list(sampler) == first
+    again.set_epoch(1)
+    second = list(again)
+    assert second != first
+    assert {row for batch in second for row in batch} == {row for batch in first for row in batch}
+    sampler.set_epoch(1)
+    assert list(sampler) == second
+    assert list(sampler_of(dataset.lengths, seed=4)) != first
+
+
+def test_processes_share_the_epoch_of_one(dataset):
+    whole = conversations_in(make_packed_loader(dataset, 4, pack_length=PACK_LENGTH, seed=0))
+    for num_processes in (2, 3):
+        shares = []
+        for rank in range(num_processes):
+            loader = make_packed_loader(dataset, 4, pack_length=PACK_LENGTH, seed=0)
+            shares.append(
+                conversations_in(
+                    prepare_data_loader(loader, num_processes=num_processes, process_index=rank, put_on_device=False)
+                )
+            )
+        dealt = [batch for turn in zip(*shares, strict=True) for batch in turn]
+        assert dealt[: len(whole) - 1] == whole[:-1]
+
+
+def test_a_conversation_longer_than_a_row_is_refused():
+    with pytest.raises(ValueError, match="97 tokens does not fit into a row of 96"):
+        sampler_of([3, 97])
+
+
+def test_what_is_measured_is_what_the_batches_hold_and_rows_are_nearly_full(dataset):
+    loader = make_packed_loader(dataset, 4, pack_length=PACK_LENGTH, seed=0)
+    positions = sum(batch.document_ids_BT.numel() for batch in loader)
+    padding = sum(int((batch.document_ids_BT == NO_DOCUMENT).sum()) for batch in loader)
+    measured = loader.batch_sampler.measure()
+    assert (measured.num_tokens, measured.num_padding) == (positions - padding, padding)
+    assert measured.packing_efficiency == (positions - padding) / positions
+
+
+def test_chats_of_all_lengths_fill_more_than_97_parts_in_100():
+    lengths = np.clip(np.random.default_rng(0).lognormal(5.3, 0.8, 6000), 10, 1024).astype(int)
+    packed = sampler_of(lengths, 8, pack_length=2048).measure()
+    assert packed.packing_efficiency > 0.97
+    assert packed.num_tokens == lengths.sum()
+    assert packed.padding_share < BucketedBatchSampler(lengths, 8, seed=0).measure().padding_share
+
+
+# --- what a cache says --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cached(tmp_path, byte_target):
+    """A function that gives eight conversations and a cache of them."""
+
+    def make(**settings):
+        generator = torch.Generator().manual_seed(5)
+        rows = [
+            conversation(*torch.randint(258, (4 + 2 * number,), generator=generator).split([3, 1 + 2 * number]))
+            for number in range(8)
+        ]
+        rows = [conversation(tuple(row.prompt_ids.tolist()), tuple(row.answer_ids.tolist())) for row in rows]
+        data = tmp_path / "train.jsonl"
+        data.write_text("".join(row.to_line() for row in rows))
+        config = CacheConfig(data=str(data), output=str(tmp_path / "cache"), batch_size=3, shard_megabytes=0.008, **settings)
+        job = CacheJob(target=byte_target, conversations=rows, config=config, data_sha256=sha256_of(data))
+        job.prepare()
+        job.work(rank=0, num_processes=1)
+        job.finish()
+        return rows, open_cache(tmp_path / "cache", data, byte_target)
+
+    return make
+
+
+def packed_batch(rows, max_length=512):
+    examples = ConversationDataset(rows, max_length).examples
+    return collate_packed([[examples[number] for number in row] for row in ([6, 1, 3], [7], [2, 0])])
+
+
+@pytest.mark.parametrize("max_length", [512, 9])
+def test_hidden_states_of_packed_rows_come_from_the_cache(cached, byte_target, max_length):
+    rows, cache = cached(dtype="float32")
+    batch = packed_batch(rows, max_length)
+    before_label_BT = batch.loss_mask_BT[:, 1:]
+    online = target_hidden(byte_target, batch)[:, :-1][before_label_BT]
+    torch.testing.assert_close(cache.signal(batch)[:, :-1][before_label_BT], online, rtol=1e-5, atol=1e-5)
+
+
+def test_taps_of_packed_rows_come_from_the_cache(cached, byte_target):
+    rows, cache = cached(dtype="float32", taps=[0, 2])
+    batch = packed_batch(rows)
+    inside_BT = batch.document_ids_BT != NO_DOCUMENT
+    online = read_states(byte_target.model, batch.input_ids_BT, [2, 0], batch.packed_positions_BT)
+    found = cache.states(batch, [2, 0])
+    for one, other in zip([found.final_BTE, *found.taps_ABTE], [online.final_BTE, *online.taps_ABTE], strict=True):
+        torch.testing.assert_close(one[inside_BT], other[inside_BT], rtol=1e-5, atol=1e-5)
+
+
+def test_likeliest_tokens_of_packed_rows_stand_in_the_order_of_the_mask(cached, byte_target):
+    rows, cache = cached(kind="top_k", k=3, dtype="float32")
+    batch = packed_batch(rows)
+    online_NE = target_hidden(byte_target, batch)[:, :-1][batch.loss_mask_BT[:, 1:]]
+    likeliest = byte_target.model.lm_head(online_NE).log_softmax(-1).topk(3)
+    assert torch.equal(cache.signal(batch).token_ids, likeliest.indices)
+    torch.testing.assert_close(cache.signal(batch).log_probs, likeliest.values, rtol=1e-4, atol=1e-4)
+
+
+# --- what may be asked for ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        ({"data": {"pack_length": 1024}}, "pack_length is for packed rows"),
+        ({"data": {"packing": True, "pack_length": 100}}, "at least max_length"),
+        ({"data": {"packing": False}}, "True"),
+        ({"data": {"packing": True}, "policy": {"phases": [{"on_policy": 0.5}]}}, "a row has to be one conversation"),
+    ],
+)
+def test_settings_that_contradict_packing_are_refused(config, complaint):
+    with pytest.raises(ValidationError, match=complaint):
+        DistillConfig.model_validate(config)
+
+
+def test_a_row_has_room_for_four_of_the_longest_conversations_unless_told_otherwise():
+    def row_length(**data):
+        return DistillConfig.model_validate({"data": data}).data.row_length
+
+    assert row_length() is None
+    assert row_length(packing=True, max_length=300) == 1200
+    assert row_length(packing=True, max_length=300, pack_length=700) == 700

@@ -1,0 +1,140 @@
+"""Answers: the target's own tokens, the same in any batch, on any number of processes and after any interruption."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from configs.schema.data import AnswersConfig
+from configs.schema.decoding import SamplingConfig
+from distill.generation.answers import EMPTY, NO_ROOM, UNREACHED, AnswerJob, answer_prompts, continue_tokens
+from distill.generation.prompts import Prompt
+from heads.sampling.probabilities import token_probabilities
+
+SAMPLED = AnswersConfig(temperature=0.9, top_k=200, max_new_tokens=20, batch_size=4)
+GREEDY = AnswersConfig(max_new_tokens=12, batch_size=4)
+
+
+@pytest.fixture
+def job(byte_target, make_prompts, tmp_path):
+    def make(folder="out", config=SAMPLED, count=14, fingerprint="job"):
+        return AnswerJob(
+            target=byte_target,
+            prompts=make_prompts(count),
+            config=config,
+            seed=5,
+            folder=tmp_path / folder,
+            fingerprint=fingerprint,
+        )
+
+    return make
+
+
+def naive_greedy(target, ids, max_new_tokens):
+    """Continue one prompt without a cache."""
+    ids = list(ids)
+    for produced in range(max_new_tokens):
+        ids.append(int(target.model(torch.tensor([ids])).logits[0, -1].argmax()))
+        if ids[-1] in target.eos_token_ids or len(ids) == target.max_positions:
+            return ids[-produced - 1 :]
+    return ids[-max_new_tokens:]
+
+
+def test_greedy_answers_are_those_of_the_model_without_cache_batch_or_padding(byte_target, make_prompts):
+    rows, dropped = answer_prompts(byte_target, make_prompts(6), GREEDY, seed=0)
+    assert not dropped
+    for row in rows:
+        assert list(row.answer_ids) == naive_greedy(byte_target, row.prompt_ids, 12)
+        assert row.prompt_ids == tuple(byte_target.encode_chat(row.messages[:-1]))
+        assert row.ended == (row.answer_ids[-1] in byte_target.eos_token_ids)
+
+
+def test_sampled_tokens_follow_the_distribution(byte_target):
+    prompt = byte_target.encode_chat([{"role": "user", "content": "hi"}])
+    sampling = SamplingConfig(temperature=0.5, top_k=4)
+    draws = continue_tokens(byte_target, [prompt] * 2000, sampling, max_new_tokens=1, seed=0, requests=list(range(2000)))
+    probs_V = token_probabilities(byte_target.model(torch.tensor([prompt])).logits[0, -1], sampling)
+    counted_V = torch.bincount(torch.tensor(draws).flatten(), minlength=probs_V.numel()) / 2000
+    assert set(counted_V.nonzero().flatten().tolist()) <= set(probs_V.nonzero().flatten().tolist())
+    assert (counted_V - probs_V).abs().sum() / 2 < 0.05
+
+
+def test_a_sampled_answer_does_not_depend_on_its_batch(byte_target, make_prompts):
+    together, _ = answer_prompts(byte_target, make_prompts(7), SAMPLED, seed=1)
+    alone = [answer_prompts(byte_target, [prompt], SAMPLED, seed=1)[0][0] for prompt in make_prompts(7)]
+    assert together == alone
+    assert answer_prompts(byte_target, make_prompts(7), SAMPLED, seed=2)[0] != together
+
+
+def test_the_checkpoints_own_generation_settings_do_not_leak_in(byte_target, make_prompts, monkeypatch):
+    expected = answer_prompts(byte_target, make_prompts(3), GREEDY, seed=0)
+    monkeypatch.setattr(byte_target.model.generation_config, "repetition_penalty", 50.0)
+    monkeypatch.setattr(byte_target.model.generation_config, "suppress_tokens", [expected[0][0].answer_ids[0]])
+    assert answer_prompts(byte_target, make_prompts(3), GREEDY, seed=0) == expected
+
+
+def test_later_turns_follow_the_targets_own_answers(byte_target):
+    rows, _ = answer_prompts(byte_target, [Prompt(prompt_id="p", category="c", turns=("one", "two"))], GREEDY, seed=0)
+    assert [row.turn for row in rows] == [0, 1]
+    first, second = rows
+    assert second.messages[:2] == first.messages
+    assert second.messages[2] == {"role": "user", "content": "two"}
+    assert second.prompt_ids == tuple(byte_target.encode_chat(second.messages[:-1]))
+
+
+def test_a_later_turn_that_does_not_fit_is_counted_with_those_after_it(byte_target):
+    turns = ("one", "x" * byte_target.max_positions, "three")
+    rows, dropped = answer_prompts(byte_target, [Prompt(prompt_id="p", category="c", turns=turns)], GREEDY, seed=0)
+    assert [row.turn for row in rows] == [0]
+    assert dropped == {NO_ROOM: 1, UNREACHED: 1}
+
+
+def test_an_answer_that_is_over_at_once_is_dropped_and_counted(byte_target, make_prompts):
+    [row], _ = answer_prompts(byte_target, make_prompts(1), GREEDY, seed=0)
+    silent = replace(byte_target, eos_token_ids=(row.answer_ids[0],))
+    assert answer_prompts(silent, make_prompts(1), GREEDY, seed=0) == ([], {EMPTY: 1})
+
+
+def test_answers_end_where_the_context_does(byte_target):
+    prompt = byte_target.encode_chat([{"role": "user", "content": "y" * 100}])
+    [ids] = continue_tokens(byte_target, [prompt], SamplingConfig(), max_new_tokens=99, seed=0, requests=[0])
+    assert len(prompt) + len(ids) == byte_target.max_positions or ids[-1] in byte_target.eos_token_ids
+
+
+def test_logits_that_are_not_finite_are_reported(byte_target, monkeypatch):
+    monkeypatch.setattr("distill.generation.answers.head_logits", lambda model, hidden: torch.full((len(hidden), 4), torch.nan))
+    with pytest.raises(RuntimeError, match=r"not finite in torch\.float32"):
+        continue_tokens(byte_target, [[1]], SamplingConfig(), max_new_tokens=1, seed=0, requests=[0])
+
+
+def test_two_processes_write_what_one_writes(job):
+    alone, shared = job("alone"), job("shared")
+    alone.work(rank=0, num_processes=1)
+    for rank in (1, 0):
+        shared.work(rank=rank, num_processes=2)
+    assert shared.collect() == alone.collect()
+    assert [row.prompt_id for row in alone.collect().conversations] == [prompt.prompt_id for prompt in alone.prompts]
+
+
+def test_a_run_cut_off_in_the_middle_of_a_line_ends_like_an_undisturbed_one(job):
+    undisturbed, resumed = job("undisturbed"), job("resumed")
+    undisturbed.work(rank=0, num_processes=1)
+    [whole] = undisturbed.folder.iterdir()
+    content = whole.read_bytes()
+    resumed.folder.mkdir()
+    (resumed.folder / whole.name).write_bytes(content[: len(content) * 2 // 3])
+    resumed.work(rank=0, num_processes=1)
+    assert (resumed.folder / whole.name).read_bytes() == content
+
+
+def test_finished_batches_are_not_written_again(job, monkeypatch):
+    job().work(rank=0, num_processes=1)
+    monkeypatch.setattr("distill.generation.answers.answer_prompts", lambda *args, **kwargs: pytest.fail("answered twice"))
+    job().work(rank=0, num_processes=1)
+    job().work(rank=1, num_processes=2)
+
+
+def test_answers_of_another_job_are_written_again(job):
+    job(fingerprint="other").work(rank=0, num_processes=1)
+    with pytest.raises(RuntimeError, match="4 batches of answers are missing"):
+        job().collect()

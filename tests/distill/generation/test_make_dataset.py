@@ -1,0 +1,146 @@
+"""The data set from end to end on a small target: what lies in the folder, and what is refused before any work."""
+
+import hashlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from accelerate import PartialState
+
+from configs.runtime.errors import InputError
+from configs.schema.data import DataConfig
+from distill.dataset.conversations import check_written_for, is_written_by_target, read_conversations
+from distill.generation import make_dataset as making
+from distill.generation.make_dataset import make_dataset
+from heads.target import processes
+
+
+@pytest.fixture(autouse=True)
+def fresh_process_state():
+    """Leave no process state behind: accelerate keeps the first one for the life of the process."""
+    yield
+    PartialState._reset_state()
+
+
+@pytest.fixture
+def config(tmp_path, byte_target_folder):
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"question_id": n, "turns": [f"question {n % 38}"]} for n in range(40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return DataConfig.model_validate(
+        {
+            "target": {"name": str(byte_target_folder), "dtype": "float32", "device": "cpu"},
+            "prompts": {"source": "file", "path": str(path), "num_prompts": 40},
+            "answers": {"max_new_tokens": 12, "batch_size": 8, "temperature": 1.0},
+            "held_out_share": 0.2,
+            "output": str(tmp_path / "out" / "data"),
+        }
+    )
+
+
+def made(config, **changes):
+    config = config.model_copy(update=changes)
+    make_dataset(config)
+    folder = Path(config.output)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_the_folder_holds_both_sides_and_a_manifest_that_counts_and_hashes_them(config, byte_target):
+    files = made(config)
+    assert set(files) == {"train.jsonl", "held_out.jsonl", "manifest.json", "run.json"}
+    folder = Path(config.output)
+    train, held_out = (read_conversations(folder / name) for name in ("train.jsonl", "held_out.jsonl"))
+    manifest = json.loads(files["manifest.json"])
+    counts = manifest["counts"]
+    assert not {row.prompt_id for row in train} & {row.prompt_id for row in held_out}
+    assert counts["train"]["conversations"] == len(train)
+    assert counts["held_out"]["answer_tokens"] == sum(len(row.answer_ids) for row in held_out)
+    assert counts["prompts"] == 40 == len(train) + len(held_out) + sum(counts["dropped"].values())
+    assert counts["dropped"]["duplicate"] == 2
+    assert manifest["sha256"] == {name: hashlib.sha256(files[name]).hexdigest() for name in ("train.jsonl", "held_out.jsonl")}
+    assert check_written_for(folder / "train.jsonl", byte_target.identity) == []
+    assert is_written_by_target(folder / "train.jsonl")
+
+
+def test_the_same_config_gives_the_same_bytes(config, tmp_path):
+    first = made(config)
+    again = made(config, output=str(tmp_path / "again"))
+    assert [first[name] for name in ("train.jsonl", "held_out.jsonl")] == [again["train.jsonl"], again["held_out.jsonl"]]
+
+
+def test_answers_by_another_forward_are_another_jobs(config, byte_target):
+    jobs = set()
+    for forward in ("transformers", "lean"):
+        changed = config.model_copy(update={"target": config.target.model_copy(update={"forward": forward})})
+        jobs.add(making.fingerprint(*making._writer(changed, byte_target)))
+    assert len(jobs) == 2
+
+
+def test_an_interrupted_run_goes_on_and_ends_like_an_undisturbed_one(config, tmp_path, monkeypatch):
+    undisturbed = made(config, output=str(tmp_path / "undisturbed"))
+    answer, calls = making.AnswerJob._answer, []
+
+    def answer_twice_then_stop(job, prompts):
+        calls.append(prompts)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return answer(job, prompts)
+
+    monkeypatch.setattr(making.AnswerJob, "_answer", answer_twice_then_stop)
+    with pytest.raises(KeyboardInterrupt):
+        made(config)
+    assert not (Path(config.output) / "train.jsonl").exists()
+    resumed = made(config)
+    num_batches = 5
+    assert len(calls) == num_batches + 1
+    assert [resumed[name] for name in ("train.jsonl", "held_out.jsonl")] == [
+        undisturbed["train.jsonl"],
+        undisturbed["held_out.jsonl"],
+    ]
+
+
+def test_self_seeded_prompts_survive_an_interruption(config, monkeypatch):
+    prompts = {"source": "self_seeded", "path": None, "num_prompts": 12, "max_prompt_tokens": 90, "top_p": 1.0}
+    config = config.model_copy(update={"prompts": config.prompts.model_copy(update=prompts)})
+    monkeypatch.setattr(making.AnswerJob, "work", lambda *args, **kwargs: pytest.fail("stopped"))
+    with pytest.raises(pytest.fail.Exception):
+        make_dataset(config)
+    monkeypatch.undo()
+    monkeypatch.setattr(making, "self_seed", lambda *args, **kwargs: pytest.fail("written twice"))
+    manifest = json.loads(made(config)["manifest.json"])
+    assert manifest["counts"]["prompts"] == 12
+    assert manifest["counts"]["dropped"]["self_seeded_turn_unusable"] > 0
+
+
+@pytest.mark.parametrize("name", ["notes.txt", ".hidden"])
+def test_a_folder_with_anything_else_in_it_is_left_alone(config, name):
+    folder = Path(config.output)
+    folder.mkdir(parents=True)
+    (folder / name).write_text("mine")
+    with pytest.raises(InputError, match=f"holds {name}, which is not data made before"):
+        make_dataset(config)
+    assert (folder / name).read_text() == "mine"
+
+
+def test_an_output_that_is_a_file_or_below_one_is_refused_before_the_target_is_loaded(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(making, "load_target", lambda config: pytest.fail("loaded"))
+    (tmp_path / "file").write_text("")
+    for output, complaint in (("file", "is a file"), ("file/data", "cannot be written")):
+        with pytest.raises(InputError, match=complaint):
+            make_dataset(config.model_copy(update={"output": str(tmp_path / output)}))
+
+
+def test_a_side_left_without_answers_is_refused_and_nothing_is_put_in_place(config, monkeypatch):
+    nothing = making.Answered(conversations=(), dropped={"empty_answer": 38})
+    monkeypatch.setattr(making.AnswerJob, "collect", lambda job: nothing)
+    with pytest.raises(InputError, match=r"no answer is left to any of the \d+ train prompts"):
+        make_dataset(config)
+    assert not (Path(config.output) / "manifest.json").exists()
+
+
+def test_processes_that_do_not_know_of_one_another_are_refused(config, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(processes, "PartialState", lambda cpu: SimpleNamespace(num_processes=1))
+    with pytest.raises(RuntimeError, match="2 processes were launched, but accelerate sees 1"):
+        make_dataset(config)

@@ -1,0 +1,136 @@
+"""Reading prompts: both forms, both sources, and complaints that name the place."""
+
+import json
+
+import datasets
+import pytest
+
+from configs.runtime.errors import InputError
+from configs.schema.data import PromptsConfig
+from distill.generation.prompts import Prompt, encode_prompt, load_dataset_prompts, read_prompts
+
+USER = {"role": "user", "content": "Hello?"}
+ASSISTANT = {"role": "assistant", "content": "Hello."}
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(*rows):
+        path = tmp_path / "prompts.jsonl"
+        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8")
+        return path
+
+    return write
+
+
+def read(path):
+    return read_prompts(path, default_category="none")
+
+
+@pytest.fixture
+def datasets_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def test_turns_are_kept_with_their_id_and_category_and_other_keys_ignored(write):
+    path = write({"question_id": 81, "category": "writing", "turns": ["One.", "Two."], "reference": ["x"]})
+    assert read(path) == [Prompt(prompt_id="81", category="writing", turns=("One.", "Two."))]
+
+
+def test_messages_become_a_history_and_one_turn(write):
+    prompt = read(write({"id": "m", "messages": [SYSTEM, USER, ASSISTANT, {"role": "user", "content": "And?"}]}))[0]
+    assert prompt == Prompt(prompt_id="m", category="none", turns=("And?",), history=(SYSTEM, USER, ASSISTANT))
+    assert prompt.messages == [SYSTEM, USER, ASSISTANT, {"role": "user", "content": "And?"}]
+    assert prompt.user_text == "Hello?\nAnd?"
+
+
+def test_the_data_sets_own_answer_is_kept_and_no_part_of_the_prompt(write):
+    [answered], [open_] = read(write({"messages": [SYSTEM, USER, ASSISTANT]})), read(write({"messages": [SYSTEM, USER]}))
+    assert answered == open_
+    assert (answered.answer, open_.answer) == ("Hello.", None)
+
+
+def test_a_prompt_without_an_id_is_named_by_its_content(write):
+    one, two, three = read(write({"turns": ["a"]}, {"turns": ["b"]}, {"turns": ["a"]}))
+    assert one.prompt_id == three.prompt_id != two.prompt_id
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "expected an object"),
+        ({"question_id": 1}, "expected either 'turns' or 'messages'"),
+        ({"turns": ["a"], "messages": [USER]}, "expected either 'turns' or 'messages'"),
+        ({"turns": []}, "turns must be a list of at least one text"),
+        ({"turns": "text"}, "turns must be a list of at least one text"),
+        ({"turns": ["a", " "]}, "a turn must be a text that is not blank"),
+        ({"turns": ["a"], "question_id": [1]}, "question_id must be"),
+        ({"turns": ["a"], "category": 3}, "category must be a text"),
+        ({"messages": []}, "messages must be a list of at least one message"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "a message must have a role and a content, both texts",
+        ),
+        ({"messages": [SYSTEM]}, "messages must end with a user message"),
+        ({"messages": [USER, ASSISTANT, ASSISTANT]}, "messages must end with a user message"),
+    ],
+)
+def test_a_wrong_line_is_refused_with_its_number(write, row, complaint):
+    with pytest.raises(InputError, match=f"line 3: {complaint}"):
+        read(write({"turns": ["fine"]}, "", row))
+
+
+def test_two_prompts_of_one_id_are_refused_with_both_lines(write):
+    with pytest.raises(InputError, match="line 2: question_id 'a' was used on line 1"):
+        read(write({"question_id": "a", "turns": ["x"]}, {"question_id": "a", "turns": ["y"]}))
+
+
+def test_an_empty_or_missing_file_is_refused(write, tmp_path):
+    with pytest.raises(InputError, match="is empty"):
+        read(write(""))
+    with pytest.raises(InputError, match="not found"):
+        read(tmp_path / "nowhere.jsonl")
+
+
+def data_set_config(path, **more):
+    return PromptsConfig(source="dataset", path=str(path), **more)
+
+
+@pytest.mark.usefixtures("datasets_cache")
+def test_a_folder_of_json_files_is_a_data_set(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text("".join(json.dumps({"question": f"Why {n}?"}) + "\n" for n in range(4)))
+    prompts = load_dataset_prompts(data_set_config(folder, field="question", num_prompts=3, category="why"))
+    assert [prompt.turns for prompt in prompts] == [("Why 0?",), ("Why 1?",), ("Why 2?",)]
+    assert [(prompt.prompt_id, prompt.category) for prompt in prompts[:2]] == [("row-0", "why"), ("row-1", "why")]
+
+
+def test_a_saved_data_set_gives_its_chats_and_categories(tmp_path):
+    rows = {"chat": [[SYSTEM, USER, ASSISTANT]], "turns": [["a", "b"]], "category": ["talk"]}
+    datasets.DatasetDict(train=datasets.Dataset.from_dict(rows)).save_to_disk(tmp_path / "saved")
+    chat = load_dataset_prompts(data_set_config(tmp_path / "saved", field="chat"))
+    assert chat == [Prompt(prompt_id="row-0", category="talk", turns=("Hello?",), history=(SYSTEM,))]
+    assert load_dataset_prompts(data_set_config(tmp_path / "saved", field="turns"))[0].turns == ("a", "b")
+
+
+def test_a_missing_column_split_or_data_set_is_refused_with_what_there_is(tmp_path):
+    datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": ["a", ""]})).save_to_disk(tmp_path / "saved")
+    with pytest.raises(InputError, match=r"no column 'prompt' .*it has text"):
+        load_dataset_prompts(data_set_config(tmp_path / "saved"))
+    with pytest.raises(InputError, match="no split 'test'; it has train"):
+        load_dataset_prompts(data_set_config(tmp_path / "saved", split="test"))
+    with pytest.raises(InputError, match="row 1, column 'text': a turn must be a text that is not blank"):
+        load_dataset_prompts(data_set_config(tmp_path / "saved", field="text"))
+    with pytest.raises(InputError, match="could not be loaded"):
+        load_dataset_prompts(data_set_config(tmp_path / "nowhere"))
+
+
+def test_a_prompt_that_fills_the_context_is_refused_by_name_and_one_shorter_is_not(byte_target):
+    template = len(byte_target.encode_chat([{"role": "user", "content": ""}]))
+    longest = byte_target.max_positions - 1 - template
+    assert len(encode_prompt(byte_target, Prompt(prompt_id="fits", category="c", turns=("x" * longest,)))) == 159
+    with pytest.raises(InputError, match="prompt long has 160 tokens; the target's context is 160"):
+        encode_prompt(byte_target, Prompt(prompt_id="long", category="c", turns=("x" * (longest + 1),)))

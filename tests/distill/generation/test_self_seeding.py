@@ -1,0 +1,105 @@
+"""Self-seeding: taking any chat template apart, and turns that depend on nothing but seed and number."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+
+from configs.runtime.errors import InputError
+from configs.schema.data import PromptsConfig
+from distill.generation.self_seeding import TOO_SHORT, UNUSABLE, find_user_frame, self_seed, write_turns
+
+LLAMA_2 = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m['content'] + ' ' }}{% endif %}{% endfor %}"
+)
+GEMMA = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] | trim + '<|im_end|>\n' }}{% endfor %}"
+WITH_SYSTEM = "{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}" + GEMMA
+CONFIG = PromptsConfig(num_prompts=6, max_prompt_tokens=100, top_p=1.0, category="seeded")
+
+
+@pytest.fixture
+def with_template(byte_target):
+    def make(template):
+        tokenizer = copy.deepcopy(byte_target.tokenizer)
+        tokenizer.chat_template = template
+        return replace(byte_target, tokenizer=tokenizer)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("template", "prefix", "end_text", "has_end_token"),
+    [
+        (LLAMA_2, "[INST]", "[/INST]", False),
+        (GEMMA, "<|im_start|>user\n", "<|im_end|>", True),
+        (WITH_SYSTEM, "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n", "<|im_end|>", True),
+    ],
+)
+def test_templates_are_taken_apart_around_the_users_text(with_template, template, prefix, end_text, has_end_token):
+    target = with_template(template)
+    frame = find_user_frame(target, 10)
+    assert target.tokenizer.decode(list(frame.prefix_ids)) == prefix
+    assert frame.end_text == end_text
+    assert frame.end_ids == ({target.tokenizer.eos_token_id} if has_end_token else set())
+
+
+@pytest.mark.parametrize("template", ["fixed text", "{{ messages[0]['content'] | upper }}", "{{ messages[0]['content'] }}"])
+def test_a_template_that_does_not_frame_the_text_is_refused(with_template, template):
+    with pytest.raises(InputError, match="does not frame"):
+        find_user_frame(with_template(template), 10)
+
+
+def test_a_target_without_a_template_is_refused(with_template):
+    with pytest.raises(InputError, match="has no chat template"):
+        find_user_frame(with_template(None), 10)
+
+
+def test_turns_longer_than_the_context_are_refused(byte_target):
+    with pytest.raises(InputError, match="do not fit the target's context of 160"):
+        find_user_frame(byte_target, 160)
+
+
+def test_as_many_distinct_prompts_come_back_as_asked_for(byte_target):
+    prompts, dropped = self_seed(byte_target, CONFIG, batch_size=8, seed=0)
+    assert len({prompt.user_text for prompt in prompts}) == 6
+    assert all(len(prompt.user_text) >= 8 and prompt.category == "seeded" for prompt in prompts)
+    assert set(dropped) <= {UNUSABLE, TOO_SHORT}
+    assert dropped[UNUSABLE] > 0
+    special = ("<|im_start|>", "<|im_end|>")
+    assert not any(marker in prompt.user_text for prompt in prompts for marker in special)
+
+
+def test_the_prompts_do_not_depend_on_the_batch_size_and_differ_by_seed(byte_target):
+    prompts = self_seed(byte_target, CONFIG, batch_size=8, seed=0)
+    assert self_seed(byte_target, CONFIG, batch_size=3, seed=0) == prompts
+    assert self_seed(byte_target, CONFIG, batch_size=8, seed=1) != prompts
+
+
+def test_two_processes_write_what_one_writes(byte_target):
+    frame = find_user_frame(byte_target, CONFIG.max_prompt_tokens)
+
+    def with_the_other_rank(turns):
+        others = [number + 1 for number, _ in turns]
+        return [*turns, *write_turns(byte_target, frame, sorted(others), CONFIG, batch_size=8, seed=0)]
+
+    shared = self_seed(byte_target, CONFIG, batch_size=8, seed=0, rank=0, num_processes=2, exchange=with_the_other_rank)
+    assert shared == self_seed(byte_target, CONFIG, batch_size=8, seed=0)
+
+
+def test_a_template_that_ends_a_turn_with_plain_text_works_too(with_template, monkeypatch):
+    target = with_template(LLAMA_2)
+    script = target.tokenizer("What is it? [/INST]", add_special_tokens=False)["input_ids"]
+    start = len(find_user_frame(target, 100).prefix_ids)
+    monkeypatch.setattr(
+        "distill.generation.self_seeding.next_tokens",
+        lambda target, hidden, sampling, streams, positions: [script[position - start] for position in positions],
+    )
+    prompts, _ = self_seed(target, CONFIG.model_copy(update={"num_prompts": 1}), batch_size=1, seed=0)
+    assert prompts[0].turns == ("What is it?",)
+
+
+def test_hardly_any_usable_turn_is_reported(byte_target, monkeypatch):
+    monkeypatch.setattr("distill.generation.self_seeding.next_tokens", lambda target, hidden, *rest: [0] * len(hidden))
+    with pytest.raises(InputError, match="only 0 of 256 self-seeded turns are usable"):
+        self_seed(byte_target, CONFIG.model_copy(update={"max_prompt_tokens": 3}), batch_size=64, seed=0)

@@ -1,0 +1,216 @@
+"""The distillation loss sits on the label tokens and the draft starts as what it was cut from."""
+
+from typing import get_args
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from configs.runtime.errors import ConfigError, InputError
+from configs.schema.learning import DivergenceName, DivergenceSettings, LossConfig, StudentConfig
+from distill.dataset.batches import Example, collate
+from distill.loss.divergences import DIVERGENCES, Pair
+from distill.loss.draft_objective import DraftObjective, configured_divergence, target_hidden
+from distill.student.init import initial_draft, keep_layers
+from heads.proposers.vocabulary import DraftVocabulary
+
+
+@pytest.fixture
+def target(tiny_llama, as_target):
+    return as_target(tiny_llama(seed=1, dtype=torch.float32, layers=3))
+
+
+@pytest.fixture
+def batch():
+    return collate([Example((7, 8, 9, 10, 11), 3), Example((12, 13, 14, 15, 16, 17, 18), 5)])
+
+
+def loss_of(objective, target, batch, num_labels=1.0):
+    hidden = target_hidden(target, batch)
+    return objective(batch.input_ids_BT, batch.loss_mask_BT, hidden, torch.tensor(num_labels), 1)
+
+
+def test_it_is_the_forward_kl_at_the_positions_before_each_label(target, tiny_llama, batch):
+    draft = tiny_llama(seed=2, dtype=torch.float32)
+    result = loss_of(DraftObjective(draft, target, LossConfig(chunk_size=2)), target, batch)
+    expected = 0.0
+    for ids, answer_start in (([7, 8, 9, 10, 11], 3), ([12, 13, 14, 15, 16, 17, 18], 5)):
+        p = F.log_softmax(target.model(torch.tensor([ids])).logits[0].detach().double(), -1)
+        q = F.log_softmax(draft(torch.tensor([ids])).logits[0].detach().double(), -1)
+        for label in range(answer_start, len(ids)):
+            expected += float((p[label - 1].exp() * (p[label - 1] - q[label - 1])).sum())
+    assert float(result.loss.detach()) == pytest.approx(expected, rel=1e-4)
+    assert len(result.values_N) == 4
+
+
+def test_a_draft_equal_to_the_target_has_loss_zero_and_full_acceptance(target, batch):
+    result = loss_of(DraftObjective(keep_layers(target.model, [0, 1, 2]), target, LossConfig()), target, batch)
+    assert float(result.loss.detach()) == pytest.approx(0.0, abs=1e-5)
+    assert result.acceptance_N.tolist() == pytest.approx([1.0] * 4, abs=1e-5)
+
+
+def test_neither_target_nor_frozen_embeddings_get_a_gradient(target, batch):
+    draft = initial_draft(StudentConfig(layers=[0, 2]), target)
+    loss_of(DraftObjective(draft, target, LossConfig()), target, batch).loss.backward()
+    assert all(parameter.grad is None for parameter in target.model.parameters())
+    assert draft.get_input_embeddings().weight.grad is None
+    assert draft.get_output_embeddings().weight.grad is None
+    assert draft.model.layers[0].mlp.up_proj.weight.grad.abs().sum() > 0
+
+
+def test_kept_layers_are_the_targets_own_in_order(target):
+    draft = keep_layers(target.model, [0, 2])
+    assert draft.config.num_hidden_layers == 2
+    for new, old in enumerate([0, 2]):
+        for one, other in zip(draft.model.layers[new].parameters(), target.model.model.layers[old].parameters(), strict=True):
+            assert torch.equal(one, other)
+    assert torch.equal(draft.lm_head.weight, target.model.lm_head.weight)
+
+
+def test_a_layer_the_target_does_not_have_is_refused(target):
+    with pytest.raises(InputError, match="blocks 0 to 2"):
+        initial_draft(StudentConfig(layers=[0, 3]), target)
+
+
+def test_a_smaller_model_with_another_tokenizer_is_refused(target, tmp_path, tiny_llama, tiny_tokenizer):
+    tiny_llama(seed=3, dtype=torch.float32).save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    assert initial_draft(StudentConfig(init="model", path=str(tmp_path)), target).config.num_hidden_layers == 2
+    other = tiny_tokenizer.__class__.from_pretrained(tmp_path)
+    other.add_tokens(["another_word"])
+    other.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="another tokenizer"):
+        initial_draft(StudentConfig(init="model", path=str(tmp_path)), target)
+
+
+def test_a_fresh_draft_comes_from_a_config_and_must_know_every_token(target, tmp_path, tiny_llama):
+    tiny_llama(seed=3, layers=1).config.save_pretrained(tmp_path)
+    draft = initial_draft(StudentConfig(init="config", path=str(tmp_path)), target)
+    assert draft.config.num_hidden_layers == 1
+    assert all(parameter.requires_grad for parameter in draft.parameters())  # random embeddings must not stay random
+    tiny_llama(seed=3, vocab_size=30).config.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="vocabulary of 30"):
+        initial_draft(StudentConfig(init="config", path=str(tmp_path)), target)
+
+
+def test_a_fresh_draft_is_the_targets_config_with_some_values_replaced(target):
+    overrides = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    draft = initial_draft(StudentConfig(init="fresh", overrides=overrides), target)
+    assert {name: getattr(draft.config, name) for name in overrides} == overrides
+    assert (draft.config.intermediate_size, draft.config.vocab_size) == (64, 64)
+    assert all(parameter.requires_grad for parameter in draft.parameters())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"hiden_size": 16}, "has no 'hiden_size'; the nearest it has is 'hidden_size'"),
+        ({"vocab_size": 32}, "vocab_size is the target's"),
+        ({"num_key_value_heads": 3}, "make no model"),
+        ({"hidden_size": "wide"}, "make no model"),
+    ],
+)
+def test_overrides_that_make_no_draft_for_the_target_are_refused(target, overrides, words):
+    with pytest.raises(ConfigError, match=rf"student\.overrides: .*{words}"):
+        initial_draft(StudentConfig(init="fresh", overrides=overrides), target)
+
+
+def test_padded_rows_of_a_larger_draft_vocabulary_are_left_out(target, tiny_llama, batch):
+    padded = tiny_llama(seed=2, vocab_size=80, dtype=torch.float32)
+    plain = loss_of(DraftObjective(padded, target, LossConfig()), target, batch)
+    with torch.no_grad():
+        padded.lm_head.weight[64:] = 100.0
+    assert float(loss_of(DraftObjective(padded, target, LossConfig()), target, batch).loss.detach()) == float(
+        plain.loss.detach()
+    )
+
+
+# --- the divergence by config -------------------------------------------------------------------------------------
+
+
+def some_pair():
+    p, q = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.2, 0.3, 0.5])
+    return Pair(log_p=p.log(), log_q=q.log(), label_log_q=q[0].log())
+
+
+def test_a_config_can_name_every_divergence_there_is():
+    assert set(get_args(DivergenceName)) == set(DIVERGENCES)
+    for name, divergence in DIVERGENCES.items():
+        assert configured_divergence(LossConfig(divergence=name))(some_pair()) == divergence(some_pair())
+
+
+def test_every_setting_of_a_divergence_has_the_default_that_the_divergence_has_itself():
+    for name, settings in DivergenceSettings().model_dump().items():
+        assert DIVERGENCES[name](some_pair(), **settings) == DIVERGENCES[name](some_pair())
+
+
+def test_a_mix_adds_up_its_weighted_parts_with_their_settings():
+    settings = {"jsd": {"beta": 0.1}, "kl_tv_blend": {"eta": 1.0}}
+    config = LossConfig(mix={"jsd": 2.0, "total_variation": 0.5, "forward_kl": 0.0}, settings=settings)
+    expected = 2.0 * DIVERGENCES["jsd"](some_pair(), beta=0.1) + 0.5 * DIVERGENCES["total_variation"](some_pair())
+    assert float(configured_divergence(config)(some_pair())) == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_cross_entropy_is_that_of_the_next_token(target, tiny_llama, batch):
+    draft = tiny_llama(seed=2, dtype=torch.float32)
+    result = loss_of(DraftObjective(draft, target, LossConfig(mix={"cross_entropy": 1.0})), target, batch)
+    expected = 0.0
+    for ids, answer_start in (([7, 8, 9, 10, 11], 3), ([12, 13, 14, 15, 16, 17, 18], 5)):
+        log_q = F.log_softmax(draft(torch.tensor([ids])).logits[0].detach().double(), -1)
+        expected -= sum(float(log_q[label - 1, ids[label]]) for label in range(answer_start, len(ids)))
+    assert float(result.loss.detach()) == pytest.approx(expected, rel=1e-4)
+
+
+def test_cross_entropy_leaves_out_labels_that_a_reduced_draft_cannot_say(target, tiny_llama, vocabulary):
+    draft = tiny_llama(seed=2, dtype=torch.float32)
+    objective = DraftObjective(draft, target, LossConfig(divergence="cross_entropy"), vocabulary)
+    ids = [7, 8, 9, 10, 11, 12]
+    result = loss_of(objective, target, collate([Example(tuple(ids), 3)]))
+    log_q = F.log_softmax(draft(torch.tensor([ids])).logits[0, 2].detach().double()[IDS], -1)
+    assert result.values_N.tolist() == pytest.approx([-float(log_q[IDS.index(10)]), 0.0, 0.0], rel=1e-4)
+
+
+# --- reduced draft vocabulary -------------------------------------------------------------------------------------
+
+IDS = [1, 8, 9, 10, 17, 33, 50]
+
+
+@pytest.fixture
+def vocabulary():
+    return DraftVocabulary(token_ids_W=torch.tensor(IDS), target_vocab_size=64)
+
+
+def test_a_reduced_draft_learns_the_targets_distribution_within_its_vocabulary(target, tiny_llama, vocabulary):
+    draft = tiny_llama(seed=2, dtype=torch.float32)
+    ids = [7, 8, 9, 10, 11]
+    result = loss_of(DraftObjective(draft, target, LossConfig(), vocabulary), target, collate([Example(tuple(ids), 4)]))
+    p = F.softmax(target.model(torch.tensor([ids])).logits[0, 3].detach().double(), -1)[IDS]
+    q = F.softmax(draft(torch.tensor([ids])).logits[0, 3].detach().double()[IDS], -1)
+    within = p / p.sum()
+    assert float(result.loss.detach()) == pytest.approx(float((within * (within / q).log()).sum()), rel=1e-4)
+    assert result.acceptance_N.tolist() == pytest.approx([float(torch.minimum(p, q).sum())], rel=1e-4)
+
+
+def test_a_reduced_copy_of_the_target_accepts_just_the_mass_of_its_vocabulary(target, vocabulary, batch):
+    copy = keep_layers(target.model, [0, 1, 2])
+    result = loss_of(DraftObjective(copy, target, LossConfig(), vocabulary), target, batch)
+    known = [
+        float(target.model(torch.tensor([ids])).logits[0, label - 1].detach().softmax(-1)[IDS].sum())
+        for ids, start in (([7, 8, 9, 10, 11], 3), ([12, 13, 14, 15, 16, 17, 18], 5))
+        for label in range(start, len(ids))
+    ]
+    assert float(result.loss.detach()) == pytest.approx(0.0, abs=1e-5)
+    assert result.acceptance_N.tolist() == pytest.approx(known, rel=1e-4)
+
+
+def test_a_trained_head_gets_gradients_at_the_rows_of_the_vocabulary_only(target, vocabulary, batch):
+    draft = initial_draft(StudentConfig(layers=[0, 2], train_embeddings=True), target)
+    objective = DraftObjective(draft, target, LossConfig(chunk_size=1), vocabulary)
+    loss_of(objective, target, batch).loss.backward()
+    assert draft.lm_head.weight.grad.abs().sum(-1).nonzero().flatten().tolist() == IDS
+    assert "token_ids_W" not in objective.state_dict()
+
+
+def test_a_draft_without_rows_for_its_vocabulary_is_refused_before_any_step(target, tiny_llama, vocabulary):
+    with pytest.raises(InputError, match="token 50; the draft's head has 40 rows"):
+        DraftObjective(tiny_llama(vocab_size=40), target, LossConfig(), vocabulary)

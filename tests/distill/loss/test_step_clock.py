@@ -1,0 +1,133 @@
+"""The clock of a run's parts: all time is charged once, to the innermost part, on a CPU and on a GPU's queue."""
+
+from contextlib import suppress
+
+import pytest
+import torch
+
+from distill.loss import step_clock
+from distill.loss.step_clock import ASIDE, STEP_PARTS, StepClock
+
+
+class Time:
+    """A wall clock, and a GPU that is done with its queue some seconds after the CPU filled it."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.gpu_busy_until, self.waits = 100.0, 100.0, 0
+        monkeypatch.setattr(step_clock.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(step_clock.torch.cuda, "Event", lambda enable_timing: Event(self))
+
+    def wait(self, seconds):
+        self.now += seconds
+
+    def launch(self, seconds):
+        self.gpu_busy_until = max(self.now, self.gpu_busy_until) + seconds
+
+
+class Event:
+    def __init__(self, time):
+        self.time = time
+
+    def record(self):
+        self.moment = max(self.time.now, self.time.gpu_busy_until)
+
+    def synchronize(self):
+        self.time.waits += 1
+
+    def elapsed_time(self, end):
+        return 1000 * (end.moment - self.moment)
+
+
+@pytest.fixture
+def time(monkeypatch):
+    return Time(monkeypatch)
+
+
+@pytest.fixture
+def clock(time):
+    return StepClock(torch.device("cpu"))
+
+
+def counted(clock):
+    return {part: pytest.approx(seconds) for part, seconds in clock.seconds().items() if seconds}
+
+
+def test_all_time_is_charged_to_the_innermost_part(clock, time):
+    clock.start()
+    time.wait(1)
+    with clock("loss"):
+        time.wait(2)
+        with clock("draft"):
+            time.wait(4)
+        time.wait(8)
+    time.wait(16)
+    assert counted(clock) == {"other": 17, "loss": 10, "draft": 4}
+    time.wait(32)
+    assert counted(clock)["other"] == 49
+    assert set(clock.seconds()) == {*STEP_PARTS, *ASIDE}
+
+
+def test_an_evaluation_keeps_what_happens_in_it_but_for_checkpoints(clock, time):
+    clock.start()
+    with clock("evaluation"):
+        with clock("draft"):
+            time.wait(1)
+        with clock("checkpoint"):
+            time.wait(2)
+        time.wait(4)
+    assert counted(clock) == {"evaluation": 5, "checkpoint": 2}
+
+
+def test_what_follows_the_last_gradient_of_a_backward_is_communication(clock, time):
+    clock.start()
+    clock.mark_gradient()  # of nothing that this run does
+    with clock("backward"):
+        time.wait(1)
+        clock.mark_gradient()
+        time.wait(2)
+        clock.mark_gradient()
+        time.wait(4)
+    time.wait(8)
+    with clock("backward"):  # the mark of the one before is spent
+        time.wait(16)
+    assert counted(clock) == {"backward": 19, "communication": 4, "other": 8}
+
+
+def test_nothing_is_counted_before_the_start(clock, time):
+    with clock("draft"):
+        time.wait(1)
+    assert counted(clock) == {}
+
+
+def test_a_part_ends_where_an_error_leaves_it(clock, time):
+    clock.start()
+    with suppress(KeyboardInterrupt), clock("draft"):
+        time.wait(1)
+        raise KeyboardInterrupt
+    time.wait(2)
+    assert counted(clock) == {"draft": 1, "other": 2}
+
+
+def test_on_a_gpu_the_time_is_that_of_its_queue_and_nobody_waits_for_it_on_the_way(time):
+    clock = StepClock(torch.device("cuda"))
+    clock.start()
+    with clock("draft"):
+        time.launch(5)
+        time.wait(1)
+    with clock("data"):  # the first 4 seconds of which the GPU still works on the draft
+        time.wait(6)
+    with clock("loss"):
+        time.launch(3)
+    assert time.waits == 0
+    assert counted(clock) == {"draft": 5, "data": 2, "loss": 3}
+    assert sum(clock.seconds().values()) == pytest.approx(time.gpu_busy_until - 100)
+
+
+def test_many_borders_are_counted_as_they_come(clock, time, monkeypatch):
+    monkeypatch.setattr(step_clock, "MOST_MARKS", 3)
+    clock.start()
+    for _ in range(10):
+        with clock("data"):
+            time.wait(1)
+        assert len(clock._marks) < 3
+    assert counted(clock) == {"data": 10}

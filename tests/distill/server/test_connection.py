@@ -1,0 +1,116 @@
+"""One request: its answer whole, asked for again where the trouble may pass, and the key kept to itself."""
+
+import logging
+import time
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+
+import pytest
+
+from configs.runtime.errors import InputError
+from configs.schema.data import ServerConfig
+from distill.server.connection import Connection, GaveUp, Refused
+
+
+@pytest.fixture
+def connect(api):
+    opened = []
+
+    def make(**settings):
+        opened.append(
+            Connection(ServerConfig(**{"url": api.url, "model": "tiny", "retries": 5, "timeout_seconds": 10.0, **settings}))
+        )
+        return opened[-1]
+
+    yield make
+    for each in opened:
+        each.close()
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    seconds = []
+    monkeypatch.setattr("distill.server.connection.pause", lambda stopping, wait: seconds.append(wait))
+    return seconds
+
+
+MODELS = {"object": "list", "data": [{"id": "tiny", "object": "model"}]}
+
+
+@pytest.mark.parametrize(
+    "trouble", ["cut", "cut without length", "reset", "garbage", (408, {}), (429, {}), (500, {}), (529, {})]
+)
+def test_trouble_that_may_pass_is_waited_out(api, connect, waits, trouble):
+    api.troubles = [trouble] * 3
+    assert connect().send("GET", "models") == MODELS
+    assert len(waits) == 3
+
+
+def test_an_answer_that_does_not_come_in_time_is_asked_for_again(api, connect, waits):
+    api.troubles = ["hang"]
+    assert connect(timeout_seconds=0.1).send("GET", "models") == MODELS
+    assert len(waits) == 1
+
+
+def test_waits_grow_and_are_spread_at_random(api, connect, waits):
+    api.troubles = [(500, {})] * 41
+    with pytest.raises(GaveUp, match="gave up after 41 attempts"):
+        connect(retries=40).send("GET", "models")
+    means = [min(0.5 * 2**number, 30.0) for number in range(40)]
+    assert all(mean / 2 <= wait <= mean * 1.5 for wait, mean in zip(waits, means, strict=True))
+    assert len(set(waits[10:])) == 30
+
+
+@pytest.mark.parametrize(
+    ("asked", "least", "most"), [("45", 45, 45), ("9000", 600, 600), ("-5", 0, 1), ("soon", 0, 1), ("", 0, 1)]
+)
+def test_a_wait_that_the_server_asks_for_is_kept(api, connect, waits, asked, least, most):
+    api.troubles = [(429, {"Retry-After": asked})]
+    connect().send("GET", "models")
+    assert least <= waits[0] <= most
+
+
+def test_a_date_to_wait_for_is_kept(api, connect, waits):
+    api.troubles = [(503, {"Retry-After": format_datetime(datetime.now(UTC) + timedelta(seconds=100), usegmt=True)})]
+    connect().send("GET", "models")
+    assert 95 <= waits[0] <= 100
+
+
+@pytest.mark.parametrize("status", [301, 400, 404, 422])
+def test_a_refusal_is_not_asked_about_again(api, connect, waits, status):
+    api.troubles = [(status, {})]
+    with pytest.raises(Refused, match=rf"refuses a request \(status {status}\): overloaded") as caught:
+        connect().send("GET", "models")
+    assert (caught.value.status, caught.value.complaint, waits) == (status, "overloaded", [])
+
+
+def test_nothing_is_sent_again_once_stopped(api, connect):
+    api.troubles = [(500, {})] * 9
+    connection = connect()
+    connection.stop()
+    started = time.monotonic()
+    with pytest.raises(GaveUp, match="gave up after 1 attempts"):
+        connection.send("GET", "models")
+    assert time.monotonic() - started < 0.4
+
+
+def test_the_version_is_what_the_server_says_beside_its_api_or_none(api, connect):
+    assert connect().version() == "1.2.3"
+    api.respond = lambda *_: (404, {}, {})
+    assert connect().version() is None
+    api.respond = lambda *_: "garbage"
+    assert connect().version() is None
+    api.respond = lambda *_: (200, {}, ["1"])
+    assert connect().version() is None
+
+
+def test_a_key_that_a_server_repeats_is_masked_in_errors_and_in_the_log(api, connect, waits, monkeypatch, caplog):
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setenv("SERVER_KEY", "planted-key-7")
+    for status in (400, 500):
+        api.respond = lambda *_, status=status: (status, {}, {"error": "no planted-key-7 here, planted-key-7"})
+        with pytest.raises(InputError, match=r"no \*\*\* here, \*\*\*") as caught:
+            connect(api_key_variable="SERVER_KEY", retries=1).send("POST", "completions", {})
+        assert "planted-key-7" not in str(caught.value)
+    assert "trying again" in caplog.text
+    assert "planted-key-7" not in caplog.text

@@ -1,0 +1,421 @@
+"""A server's word goes into a cache only where it is the target's, and whatever else a server may do is one clear sentence."""
+
+import json
+import math
+import socket
+import threading
+
+import pytest
+import torch
+
+from configs.runtime.errors import ConfigError, InputError
+from configs.runtime.files import sha256_of
+from configs.runtime.loading import load_config
+from configs.schema.data import CacheConfig, ServerConfig
+from configs.schema.target import TargetConfig
+from distill.cache import writer as cache_making
+from distill.cache.reader import open_cache
+from distill.cache.server_rows import ROUNDING, log_tail
+from distill.cache.writer import CacheJob, make_cache
+from distill.dataset.batches import Example
+from distill.dataset.conversations import Conversation
+from distill.server.logprobs import TargetServer
+
+VOCABULARY = 258  # of the byte target
+K = 5
+
+
+@pytest.fixture
+def connect(api):
+    """A function that connects to it, without patience unless asked for."""
+    opened = []
+
+    def make(**settings):
+        server = TargetServer(
+            ServerConfig(**{"url": api.url, "model": "tiny", "retries": 0, "timeout_seconds": 10.0, **settings})
+        )
+        opened.append(server)
+        return server
+
+    yield make
+    for server in opened:
+        server.__exit__(None, None, None)
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """Return the list of the seconds that the client would have waited, were its waits not spread at random."""
+    seconds = []
+    monkeypatch.setattr("distill.server.connection.pause", lambda stopping, wait: seconds.append(wait))
+    monkeypatch.setattr("distill.server.connection.random.uniform", lambda low, high: (low + high) / 2)
+    return seconds
+
+
+@pytest.fixture(scope="module")
+def conversations():
+    """Eight conversations of random tokens, prompts of 3 to 7 of them, answers of 1 to 36."""
+    generator = torch.Generator().manual_seed(7)
+    lengths = [(3 + number % 5, 1 + 5 * number) for number in range(8)]
+    ids = [torch.randint(VOCABULARY, (sum(pair),), generator=generator).tolist() for pair in lengths]
+    return [
+        Conversation(
+            prompt_id=f"p{number}",
+            category="c",
+            turn=0,
+            messages=(),
+            prompt_ids=tuple(tokens[:prompt]),
+            answer_ids=tuple(tokens[prompt:]),
+            ended=False,
+        )
+        for number, (tokens, (prompt, _)) in enumerate(zip(ids, lengths, strict=True))
+    ]
+
+
+@pytest.fixture
+def data_file(tmp_path, conversations, byte_target):
+    path = tmp_path / "data" / "train.jsonl"
+    path.parent.mkdir()
+    path.write_text("".join(row.to_line() for row in conversations))
+    manifest = {"format_version": 1, "target": byte_target.identity.to_dict()}
+    (path.parent / "manifest.json").write_text(json.dumps(manifest))
+    return path
+
+
+@pytest.fixture
+def job(tmp_path, data_file, conversations, byte_target, connect):
+    """A function that gives the job of making a top-k cache, through a server or, with None, without one."""
+
+    def make(output="cache", server=None, k=K, **settings):
+        config = CacheConfig(data=str(data_file), output=str(tmp_path / output), kind="top_k", k=k, dtype="float32", **settings)
+        return CacheJob(
+            target=byte_target,
+            conversations=conversations,
+            config=config,
+            data_sha256=sha256_of(data_file),
+            server=server,
+        )
+
+    return make
+
+
+def run(made):
+    made.prepare()
+    made.work(rank=0, num_processes=1)
+    return made.finish()
+
+
+def rows_of(folder, data_file, target, conversations):
+    lengths = [len(row.answer_ids) for row in conversations]
+    return open_cache(folder, data_file, target).rows(range(len(lengths)), lengths)
+
+
+EXAMPLE = Example((5, 6, 7, 8, 9, 10, 11), 3)
+
+
+# --- what a cache says --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [1, K, VOCABULARY])
+@pytest.mark.parametrize("knows_prompt_logprobs", [True, False], ids=["prompt_logprobs", "echo"])
+def test_a_server_of_the_target_gives_the_targets_own_cache(
+    job, api, connect, tmp_path, data_file, conversations, byte_target, k, knows_prompt_logprobs
+):
+    api.knows_prompt_logprobs = knows_prompt_logprobs
+    run(job("served", connect(), k=k))
+    run(job("local", k=k))
+    served, local = (rows_of(tmp_path / name, data_file, byte_target, conversations) for name in ("served", "local"))
+    assert torch.equal(served["token_ids"], local["token_ids"])
+    torch.testing.assert_close(served["log_probs"], local["log_probs"], rtol=0, atol=1e-5)
+    torch.testing.assert_close(served["log_tail"], local["log_tail"], rtol=0, atol=1e-4)
+
+
+def test_the_whole_command_writes_a_cache_that_names_its_server_and_keeps_the_key_to_itself(
+    api, tmp_path, data_file, byte_target, byte_target_folder, monkeypatch
+):
+    api.key = "s3cret-key"
+    monkeypatch.setenv("SERVER_KEY", api.key)
+    config = CacheConfig(
+        target=TargetConfig(name=str(byte_target_folder), dtype="float32", device="cpu"),
+        data=str(data_file),
+        output=str(tmp_path / "cache"),
+        kind="top_k",
+        k=K,
+        server=ServerConfig(url=api.url, model="tiny", api_key_variable="SERVER_KEY"),
+    )
+    make_cache(config)
+    manifest = open_cache(tmp_path / "cache", data_file, byte_target).manifest
+    assert manifest.server is not None
+    assert (manifest.server.url, manifest.server.model) == (api.url, "tiny")
+    assert not [path for path in (tmp_path / "cache").iterdir() if api.key.encode() in path.read_bytes()]
+
+
+def test_a_cut_off_run_asks_for_what_is_missing_and_for_the_probe(job, api, connect, tmp_path, monkeypatch):
+    plain, written = cache_making.write_bytes, []
+
+    def write_two(path, content):
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(path)
+        plain(path, content)
+
+    monkeypatch.setattr(cache_making, "write_bytes", write_two)
+    with pytest.raises(KeyboardInterrupt):
+        run(job(server=connect(), shard_megabytes=0.0005))
+    monkeypatch.setattr(cache_making, "write_bytes", plain)
+    api.asked.clear()
+    other_address = api.url.replace("127.0.0.1", "localhost")
+    manifest = run(job(server=connect(url=other_address), shard_megabytes=0.0005))
+    missing = [place for place in manifest.conversations if place.shard >= 2]
+    assert 0 < len(missing) < 8
+    assert len(api.asked) == len(missing) + 1
+
+
+def test_shards_of_another_model_or_of_the_target_itself_are_not_gone_on_with(job, api, connect):
+    run(job())
+    assert job(server=connect()).finished() == {}
+    run(job(server=connect()))
+    assert job(server=connect()).finished() != {}
+    assert job(server=connect(model="other")).finished() == {}
+
+
+def test_a_tail_is_what_is_left_to_one_and_never_less_than_rounding():
+    log_probs = torch.tensor([[0.5, 0.25], [1.0, 2e-8]], dtype=torch.float64).log()
+    assert log_tail(log_probs, VOCABULARY).exp().tolist() == pytest.approx([0.25, ROUNDING])
+    assert log_tail(log_probs, 2).tolist() == [-math.inf, -math.inf]
+
+
+# --- the probe ----------------------------------------------------------------------------------------------------
+
+
+def test_a_server_with_another_model_is_refused_with_both_numbers_before_anything_is_stored(
+    job, api, connect, tiny_llama, tmp_path
+):
+    api.model = tiny_llama(seed=9, vocab_size=VOCABULARY, spread=2.0, dtype=torch.float32)
+    with pytest.raises(InputError, match=r"does not serve target .* differ by [\d.]+ nats .* allows 0\.01; .* agree at \d of"):
+        job(server=connect(probe_tolerance=0.01)).prepare()
+    assert not (tmp_path / "cache").exists()
+    job(server=connect(probe_tolerance=20.0)).prepare()
+
+
+def test_the_probe_measures_the_mean_difference_at_the_servers_likeliest_tokens(job, api, connect, caplog):
+    def sharpen(answer, asked):
+        for distribution in answer["choices"][0]["prompt_logprobs"][1:]:
+            for entry in distribution.values():
+                entry["logprob"] -= 0.25
+        return answer
+
+    api.spoil = sharpen
+    with pytest.raises(
+        InputError, match=r"differ by 0\.25 nats on average, and server\.probe_tolerance allows 0\.2; .* 3 of 3"
+    ):
+        job(server=connect(probe_tolerance=0.2)).prepare()
+    caplog.set_level("INFO", logger="draftsmith")
+    job(server=connect(probe_tolerance=0.3)).prepare()
+    assert "off by 0.25 nats on average" in caplog.text
+
+
+def test_distributions_shifted_by_one_position_are_refused(job, api, connect):
+    def shift(answer, asked):
+        distributions = answer["choices"][0]["prompt_logprobs"]
+        distributions[1:] = [*distributions[2:], distributions[1]]
+        return answer
+
+    api.spoil = shift
+    with pytest.raises(InputError, match="does not serve target"):
+        job(server=connect(probe_tolerance=0.05)).prepare()
+
+
+# --- reaching the server ------------------------------------------------------------------------------------------
+
+
+def test_trouble_that_passes_is_waited_out_longer_each_time_or_as_the_server_asks(api, connect, waits):
+    api.troubles = [(500, {}), (503, {}), (429, {"Retry-After": "7"}), (502, {"Retry-After": "soon"})]
+    (found,) = connect(retries=4).top_k([EXAMPLE], K, VOCABULARY)
+    assert found.token_ids_NK.shape == (4, K)
+    assert waits == [0.5, 1.0, 7.0, 4.0]
+
+
+def test_trouble_that_stays_is_reported_with_the_number_of_attempts(api, connect, waits):
+    api.troubles = [(500, {})] * 3
+    with pytest.raises(InputError, match=r"answers with status 500: overloaded; gave up after 3 attempts"):
+        list(connect(retries=2).top_k([EXAMPLE], K, VOCABULARY))
+    assert api.asked == []
+
+
+def test_a_server_that_is_not_there_or_takes_too_long_is_named(api, connect, waits):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}/v1"
+        with pytest.raises(InputError, match=rf"{url} cannot be reached \(ConnectError: .*gave up after 2 attempts"):
+            connect(url=url, retries=1).check_model()
+    assert waits == [0.5]
+    done = threading.Event()
+    api.before_answer = lambda: done.wait(5)
+    try:
+        with pytest.raises(InputError, match=r"cannot be reached \(ReadTimeout: .*server\.timeout_seconds"):
+            list(connect(timeout_seconds=0.05).top_k([EXAMPLE], K, VOCABULARY))
+    finally:
+        done.set()
+
+
+def test_no_more_requests_are_under_way_than_allowed_and_answers_keep_their_order(api, connect):
+    together = threading.Barrier(3)  # an answer comes when three requests are waiting for one
+    lock, under_way, most = threading.Lock(), [0], [0]
+
+    def meet():
+        with lock:
+            under_way[0] += 1
+            most[0] = max(most[0], under_way[0])
+        together.wait(5)
+        with lock:
+            under_way[0] -= 1
+
+    api.before_answer = meet
+    examples = [Example(tuple(range(1, 4 + number)), 2) for number in range(12)]
+    found = list(connect(concurrency=3).top_k(examples, K, VOCABULARY))
+    assert most == [3]
+    assert [len(answer.token_ids_NK) for answer in found] == [len(example.input_ids) - 2 for example in examples]
+
+
+def test_the_way_of_asking_that_was_answered_is_kept(api, connect):
+    api.knows_prompt_logprobs = False
+    server = connect(concurrency=1)
+    assert len(list(server.top_k([EXAMPLE] * 3, K, VOCABULARY))) == 3
+    assert ["echo" in body for body in api.asked] == [False, True, True, True]
+
+
+def test_a_model_that_is_not_served_is_refused_with_those_that_are(connect):
+    connect().check_model()
+    with pytest.raises(InputError, match=r"server\.model: .* serves tiny, got large"):
+        connect(model="large").check_model()
+
+
+def test_an_address_that_is_no_api_is_refused(api, connect):
+    with pytest.raises(InputError, match=r"has no list of models \(status 404\): give the address of the API"):
+        connect(url=api.url.removesuffix("/v1")).check_model()
+    api.name = None
+    with pytest.raises(InputError, match="does not list its models"):
+        connect().check_model()
+
+
+def test_a_key_is_sent_and_a_wrong_or_missing_one_is_told_apart(api, connect, monkeypatch):
+    api.key = "right"
+    with pytest.raises(InputError, match=r"refuses requests without a key; name its variable in server\.api_key_variable"):
+        connect().check_model()
+    monkeypatch.delenv("SERVER_KEY", raising=False)
+    with pytest.raises(InputError, match="the environment variable SERVER_KEY is not set"):
+        connect(api_key_variable="SERVER_KEY")
+    monkeypatch.setenv("SERVER_KEY", "wrong")
+    with pytest.raises(InputError, match=r"refuses the key in SERVER_KEY \(status 401\)"):
+        connect(api_key_variable="SERVER_KEY").check_model()
+    monkeypatch.setenv("SERVER_KEY", "right")
+    connect(api_key_variable="SERVER_KEY").check_model()
+
+
+# --- answers that cannot be used ----------------------------------------------------------------------------------
+
+
+def choice(change):
+    """Return what spoils an answer: a change of its only choice."""
+
+    def spoil(answer, asked):
+        change(answer["choices"][0])
+        return answer
+
+    return spoil
+
+
+def probs_3(change):
+    """Return what spoils an answer: a change of the distribution of token 3, the first label."""
+    return choice(lambda content: change(content["prompt_logprobs"][3]))
+
+
+def echoed(change):
+    """Return what spoils an answer to the other way of asking."""
+
+    def spoil(answer, asked):
+        content = answer["choices"][0]
+        content["prompt_logprobs"] = None
+        if content["logprobs"] is not None:
+            change(content["logprobs"])
+        return answer
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        (echoed(lambda content: content.update(top_logprobs=None)), "answers without log-probabilities of the prompt, neither"),
+        (choice(lambda content: content["prompt_logprobs"].__setitem__(4, None)), "position 4 of 7: .* no log-probabilities"),
+        (
+            probs_3(lambda distribution: [distribution.popitem(), distribution.popitem()]),
+            r"position 3 .* expected 5 .*got 4; .*--max-logprobs 5",
+        ),
+        (choice(lambda content: content["prompt_logprobs"].append({})), "answers for 8 tokens where 7 were sent"),
+        (
+            choice(lambda content: content["prompt_logprobs"].pop()),
+            "answers for 6 tokens where 7 were sent: it cuts prompts off",
+        ),
+        (lambda answer, asked: {**answer, "usage": {"prompt_tokens": 4}}, "answers for 4 tokens where 7 were sent"),
+        (choice(lambda content: content.update(prompt_token_ids=[1] * 7)), "read other token ids than were sent"),
+        (echoed(lambda content: content.update(tokens=["token_id:1"] * 7)), "read other token ids than were sent"),
+        (
+            probs_3(lambda distribution: distribution.update({"258": {"logprob": -0.1}})),
+            "position 3 .* token id 258 lies outside .* of 258",
+        ),
+        (probs_3(lambda distribution: distribution.update({"-1": {"logprob": -0.1}})), "token id -1 lies outside"),
+        (
+            probs_3(lambda distribution: distribution.update({"1": {"logprob": 0.0}, "2": {"logprob": -0.1}})),
+            "are none, .* more than 1",
+        ),
+        (probs_3(lambda distribution: distribution.update({"1": {"logprob": 800.0}})), "are none"),
+        (probs_3(lambda distribution: distribution.update({"1": {"logprob": math.inf}})), "is not finite"),
+        (probs_3(lambda distribution: distribution.update({"1": {"logprob": math.nan}})), "is not finite"),
+        (
+            probs_3(lambda distribution: distribution.update({"the": {"logprob": -0.1}})),
+            "in a form that is not known here: choices.0.prompt_log",
+        ),
+        (echoed(lambda content: content["top_logprobs"].__setitem__(3, {" the": -0.1})), "names tokens by text"),
+        (lambda answer, asked: {"choices": []}, "in a form that is not known here: choices: "),
+        (lambda answer, asked: ["hello"], "in a form that is not known here"),
+    ],
+)
+def test_an_answer_that_cannot_be_right_is_refused(api, connect, spoil, complaint):
+    api.spoil = spoil
+    with pytest.raises(InputError, match=complaint):
+        list(connect().top_k([EXAMPLE], K, VOCABULARY))
+
+
+def test_only_what_the_labels_need_is_looked_at(api, connect):
+    api.spoil = choice(lambda content: content["prompt_logprobs"].__setitem__(2, None))
+    assert len(list(connect().top_k([EXAMPLE], K, VOCABULARY))) == 1
+
+
+def test_a_refused_request_quotes_the_server_and_names_the_limit_to_raise(api, connect):
+    api.respond = lambda *_: (400, {}, {"error": {"message": "Requested prompt logprobs of 5, max allowed: 3"}})
+    with pytest.raises(InputError, match=r"7 tokens.*\(status 400\): Requested .* allowed: 3; .*--max-logprobs 5, or lower k"):
+        list(connect().top_k([EXAMPLE], K, VOCABULARY))
+
+
+# --- config -------------------------------------------------------------------------------------------------------
+
+
+def test_a_server_is_for_top_k_caches_only():
+    server = "server={url: 'http://host:8000/v1', model: m}"
+    with pytest.raises(ConfigError, match=r"kind must be top_k with a server, .* got last_hidden"):
+        load_config(CacheConfig, None, [server])
+    assert load_config(CacheConfig, None, [server, "kind=top_k"]).server.model == "m"
+
+
+@pytest.mark.parametrize("url", ["host:8000/v1", "ftp://host/v1", "http://", "http://host:0/v1"])
+def test_an_address_must_be_one(url):
+    with pytest.raises(ConfigError, match=r"url must be that of an API, such as http://host:8000/v1"):
+        load_config(CacheConfig, None, ["kind=top_k", f"server={{url: '{url}', model: m}}"])
+
+
+@pytest.mark.parametrize("url", ["http://me:hunter2@host/v1", "http://hunter2@host/v1", "http://host/v1?key=hunter2"])
+def test_secrets_in_an_address_are_refused_and_not_repeated(url):
+    with pytest.raises(ConfigError, match="api_key_variable") as caught:
+        load_config(CacheConfig, None, ["kind=top_k", f"server={{url: '{url}', model: m}}"])
+    assert "hunter2" not in str(caught.value)

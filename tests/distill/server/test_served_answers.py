@@ -1,0 +1,169 @@
+"""A real engine: vLLM writes answers, greedily and in float32, and they are the local target's up to numerical ties.
+
+Slow: `make serve-check` installs the engine into an environment of its own and runs this. Where the two differ, the project's
+own comparison (`eval.lossless.verdict`) says whether the tokens were equally good as far as float32 can tell.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from accelerate import PartialState
+
+from configs.schema.data import AnswerServerConfig, DataConfig, PromptsConfig
+from configs.schema.decoding import SamplingConfig
+from configs.schema.evaluation import LosslessConfig
+from configs.schema.target import TargetConfig
+from distill.dataset.conversations import read_conversations
+from distill.generation.make_dataset import make_dataset
+from distill.generation.self_seeding import find_user_frame
+from distill.generation.server_check import check_writes
+from distill.generation.server_completions import ServerWriter
+from distill.generation.server_jobs import ServerTurns
+from distill.server.logprobs import TargetServer
+from eval.decoder.records import Generation
+from eval.lossless.verdict import find_divergences, is_tie
+from heads.target.loading import load_target
+from tests.support.vllm_engine import vllm_serving
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+MAX_NEW_TOKENS = 40
+SERVED = {"model": "smollm2", "concurrency": 4, "timeout_seconds": 300.0}
+PROMPTS = [
+    ["List three fruits and their colours."],
+    ["Write a Python function that reverses a list.", "Now do it without slicing."],
+    ["Why is the sky blue?"],
+    ["Translate 'good morning' into French and Spanish."],
+    ["A train covers 120 km in 90 minutes. What is its speed in km/h?", "And in miles an hour?"],
+    ["What is the capital of Portugal? Answer in one word."],
+    ["Name a prime number above 50."],
+    ["Say yes."],
+    ["Give a synonym for 'quick'."],
+    ["Who wrote Hamlet?"],
+    ["Continue: one, two, three,"],
+    ["Explain what a hash table is in two sentences."],
+]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return load_target(TargetConfig(dtype="float32", device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def engine(target, tmp_path_factory):
+    with vllm_serving(target, tmp_path_factory.mktemp("engine"), dtype="float32") as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def made(engine, tmp_path_factory):
+    """Conversations by prompt and turn, as the server and as the local target answer them, and the server's manifest."""
+    folder = tmp_path_factory.mktemp("data")
+    rows = [{"question_id": f"q{number}", "turns": turns} for number, turns in enumerate(PROMPTS)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = {}
+    for writer in ("server", "target"):
+        config = DataConfig.model_validate(
+            {
+                "target": {"dtype": "float32", "device": "cpu"},
+                "prompts": {"source": "file", "path": str(folder / "prompts.jsonl"), "num_prompts": len(PROMPTS)},
+                "answers": {"written_by": writer, "max_new_tokens": MAX_NEW_TOKENS},
+                "server": {"url": engine, **SERVED} if writer == "server" else None,
+                "held_out_share": 0.2,
+                "output": str(folder / writer),
+            }
+        )
+        make_dataset(config)
+        PartialState._reset_state()
+        files = [folder / writer / name for name in ("train.jsonl", "held_out.jsonl")]
+        found[writer] = {(row.prompt_id, row.turn): row for file in files for row in read_conversations(file)}
+    return found["server"], found["target"], json.loads((folder / "server" / "manifest.json").read_text())
+
+
+@pytest.fixture
+def writer(engine, target):
+    """A function that gives a writer over the engine."""
+    opened = []
+
+    def make(sampling, seed=0, **settings):
+        config = AnswerServerConfig(url=engine, **SERVED, **settings)
+        opened.append(TargetServer(config))
+        return ServerWriter(server=opened[-1], config=config, target=target, sampling=sampling, seed=seed, max_positions=512)
+
+    yield make
+    for server in opened:
+        server.connection.close()
+
+
+def generation(row):
+    return Generation(
+        prompt_id=row.prompt_id,
+        category=row.category,
+        mode="autoregressive",
+        prompt_tokens=row.prompt_ids,
+        tokens=row.answer_ids,
+        rounds=(),
+        stop_reason="eos" if row.ended else "length",
+        turn=row.turn,
+    )
+
+
+def test_the_engines_greedy_answers_are_the_targets_up_to_ties(made, target):
+    served, local, manifest = made
+    assert served.keys() == local.keys()
+    # A later turn follows the answers before it, which may differ by a tie.
+    keys = [key for key in served if served[key].prompt_ids == local[key].prompt_ids]
+    assert len(keys) >= len(PROMPTS)
+    sides = [[generation(side[key]) for key in keys] for side in (local, served)]
+    divergences = find_divergences(target, *sides, LosslessConfig().tie_noise)
+    num_tokens = sum(len(each.tokens) for each in sides[0])
+    ended = sum(served[key].ended for key in keys)
+    print(f"\n{len(keys)} answers, {num_tokens} tokens, {ended} ended by themselves, {len(divergences)} differ: {divergences}")
+    print(f"manifest: {manifest['server']}, dropped: {manifest['counts']['dropped']}")
+    assert all(is_tie(divergence) for divergence in divergences)
+    assert 0 < ended < len(keys)
+    assert [served[key].ended for key in keys if key not in {(d.prompt_id, d.turn) for d in divergences}] == [
+        local[key].ended for key in keys if key not in {(d.prompt_id, d.turn) for d in divergences}
+    ]
+
+
+def test_the_manifest_names_the_engine(made):
+    [found] = made[2]["server"]["found"]
+    assert found["version"].startswith("0.")
+    assert made[2]["server"]["model"] == "smollm2"
+
+
+def test_a_seed_of_its_own_gives_a_request_the_same_draws_again(writer, target):
+    prompt = target.encode_chat([{"role": "user", "content": PROMPTS[0][0]}])
+    sampling = SamplingConfig(temperature=1.0, top_k=50, top_p=0.95)
+    first, again, other = [writer(sampling, seed=seed).write(prompt, 7, 24).answer for seed in (0, 0, 1)]
+    assert first == again
+    assert first != other
+
+
+def test_text_alone_gives_the_same_tokens_or_is_dropped(writer, target, made):
+    served = made[0]
+    by_text = writer(SamplingConfig(), answers_as="text")
+    rows = [row for row in served.values() if row.turn == 0]
+    answers = [by_text.write(row.prompt_ids, 0, MAX_NEW_TOKENS).answer for row in rows]
+    read = [(row, answer) for row, answer in zip(rows, answers, strict=True) if not isinstance(answer, str)]
+    equal = sum(list(row.answer_ids) == answer for row, answer in read)
+    print(f"\nby text: {len(read)} of {len(rows)} answers could be read back, {equal} of them token for token")
+    assert equal == len(read) >= len(rows) / 2
+    check_writes(by_text, [rows[0].prompt_ids])
+
+
+def test_the_engine_writes_user_turns_that_can_be_used(writer, target, tmp_path):
+    config = PromptsConfig(num_prompts=6, max_prompt_tokens=80, temperature=0.8, top_p=1.0)
+    turns = ServerTurns(writer=writer(SamplingConfig()), config=config, folder=tmp_path, rank=0)
+    texts = dict(turns(find_user_frame(target, 80), range(6)))
+    print(f"\nself-seeded turns: {list(texts.values())}")
+    usable = [text for text in texts.values() if text]
+    assert len(set(usable)) == len(usable) >= 2
+    assert not any("<|im_" in text for text in usable)
+
+
+def test_the_folder_of_the_engine_is_not_in_the_data(made, tmp_path_factory):
+    assert str(Path(tmp_path_factory.getbasetemp())) not in json.dumps(made[2]["server"])

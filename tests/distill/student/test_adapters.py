@@ -1,0 +1,82 @@
+"""Adapters change nothing until trained, are all that is trained, and merge into the very weights they stood for."""
+
+import pytest
+import torch
+from torch import nn
+
+from configs.runtime.errors import ConfigError
+from configs.schema.learning import LoraSettings, StudentConfig
+from distill.student.init import add_adapters, initial_draft, merge_adapters
+
+IDS = torch.tensor([[7, 12, 3, 40]])
+
+
+@pytest.fixture
+def draft(tiny_llama):
+    return tiny_llama(seed=2)
+
+
+def shake_adapters(model):
+    """Give every adapter weights that matter."""
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=0.3)
+
+
+def test_new_adapters_change_nothing_and_are_all_that_is_trained(draft):
+    before = draft(input_ids=IDS).logits
+    add_adapters(draft, LoraSettings(rank=4))
+    torch.testing.assert_close(draft(input_ids=IDS).logits, before)
+    trained = {name for name, parameter in draft.named_parameters() if parameter.requires_grad}
+    assert len(trained) == 2 * 2 * 7  # A and B of seven linear layers in each of two blocks
+    assert all("lora_" in name for name in trained)
+
+
+def test_merged_weights_compute_what_the_adapted_model_did(draft):
+    names = list(draft.state_dict())
+    before = draft(input_ids=IDS).logits
+    add_adapters(draft, LoraSettings(rank=4, alpha=16, dropout=0.5))
+    shake_adapters(draft)
+    adapted = draft.eval()(input_ids=IDS).logits
+    merge_adapters(draft)
+    torch.testing.assert_close(draft(input_ids=IDS).logits, adapted, rtol=0, atol=1e-9)
+    assert (adapted - before).abs().max() > 0.1
+    assert list(draft.state_dict()) == names
+    assert all(type(module) is nn.Linear for name, module in draft.named_modules() if name.endswith("_proj"))
+
+
+def test_a_merged_draft_is_saved_as_the_plain_model_it_is(draft, tmp_path):
+    add_adapters(draft, LoraSettings())
+    merge_adapters(draft)
+    draft.save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
+
+
+def test_merging_a_draft_without_adapters_does_nothing(draft):
+    before = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
+    merge_adapters(draft)
+    assert all(torch.equal(before[name], tensor) for name, tensor in draft.state_dict().items())
+
+
+def test_only_the_named_layers_are_adapted(draft):
+    add_adapters(draft, LoraSettings(target_modules=["q_proj"]))
+    adapted = {name.partition(".lora_")[0] for name, _ in draft.named_parameters() if "lora_" in name}
+    assert adapted == {f"model.layers.{layer}.self_attn.q_proj" for layer in (0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [(["w_proj"], "linear layers are .*q_proj"), ([], "linear layers are"), (["lm_head"], "embedding and head cannot")],
+)
+def test_layers_that_cannot_be_adapted_are_refused(draft, names, words):
+    with pytest.raises(ConfigError, match=rf"student\.lora\.target_modules: .*{words}"):
+        add_adapters(draft, LoraSettings(target_modules=names))
+
+
+def test_embeddings_are_trained_beside_adapters_only_where_asked(tiny_llama, as_target):
+    target = as_target(tiny_llama(seed=1, layers=3))
+    frozen = initial_draft(StudentConfig(layers=[0, 2], lora=LoraSettings()), target)
+    trained = initial_draft(StudentConfig(layers=[0, 2], lora=LoraSettings(), train_embeddings=True), target)
+    assert [draft.lm_head.weight.requires_grad for draft in (frozen, trained)] == [False, True]
+    assert not trained.model.layers[0].mlp.up_proj.base_layer.weight.requires_grad

@@ -1,0 +1,126 @@
+"""Predicted speedups: against rounds played out with laid-down costs, and in the limits where the roofline is a formula."""
+
+import numpy as np
+import pytest
+
+from eval.cost.expected_rounds import AcceptanceProfile, AnswerLength
+from eval.cost.model import CostModel, MeasuredCosts, RooflineCosts, summarise_model
+from eval.cost.timing_sweep import TimedRound
+from eval.report.schema import check_report
+
+ANSWERS = [AnswerLength(num_tokens=40, room_behind=0, num_answers=2)]
+CONDITIONAL = [0.8, 0.7, 0.6, 0.5]
+WEIGHTS, DRAFT_WEIGHTS = 2.0e9, 1.0e8
+
+
+def timed(drafts, batch, context):
+    """A round of a made-up machine: a target of 2 GB, a draft of 0.1 GB that drafts step by step."""
+    tokens = batch * (drafts + 1)
+    return TimedRound(
+        num_speculative_tokens=drafts,
+        batch_size=batch,
+        context_tokens=context,
+        draft_seconds=drafts * (0.002 + 1e-5 * batch),
+        draft_seconds_after_full=drafts * (0.002 + 1e-5 * batch) + 0.001,
+        verify_seconds=0.03 + 2e-4 * tokens,
+        other_seconds=0.001,
+        draft_bytes=drafts * DRAFT_WEIGHTS,
+        draft_flops=drafts * batch * DRAFT_WEIGHTS,
+        verify_bytes=WEIGHTS,
+        verify_flops=tokens * WEIGHTS,
+    )
+
+
+SWEEP = [timed(drafts, *place) for drafts in range(5) for place in ((1, 64), (8, 64), (1, 512))]
+
+
+@pytest.fixture
+def profile():
+    return AcceptanceProfile(CONDITIONAL, by_text_alone=False)
+
+
+@pytest.fixture
+def model(profile):
+    return CostModel(MeasuredCosts(SWEEP), profile, ANSWERS, 4)
+
+
+def play(drafts, answer, dice):
+    """Return the seconds of an answer at batch 1, round by round with thrown coins."""
+    left, seconds, after_full = answer, 0.0, False
+    while left > 0:
+        own = min(drafts, left - 1)
+        cost = timed(own, 1, 64)
+        seconds += cost.verify_seconds + cost.other_seconds
+        seconds += cost.draft_seconds_after_full if after_full else cost.draft_seconds
+        accepted = next((n for n in range(own) if dice.random() > CONDITIONAL[n]), own)
+        after_full = accepted == drafts
+        left -= accepted + 1
+    return seconds
+
+
+@pytest.mark.parametrize("drafts", [1, 2, 3, 4])
+def test_the_predicted_speedup_is_that_of_rounds_played_out(model, drafts):
+    dice = np.random.default_rng(drafts)
+    plain = timed(0, 1, 64).verify_seconds + timed(0, 1, 64).other_seconds
+    played = 40 * plain / np.mean([play(drafts, 40, dice) for _ in range(4000)])
+
+    assert model.speedup(drafts, 1, 64) == pytest.approx(played, rel=0.01)
+
+
+def test_in_a_batch_one_row_that_kept_all_is_enough_for_the_draft_to_read_more(model, profile):
+    full = 1 - (1 - profile.accepted(3)[-1]) ** 8
+    costs = MeasuredCosts(SWEEP)
+    exact = timed(3, 8, 64)
+
+    assert costs.round_seconds(3, 8, 64, full) == pytest.approx(
+        exact.verify_seconds + exact.other_seconds + exact.draft_seconds + full * 0.001
+    )
+    assert 0.8 < full < 1.0
+
+
+def test_where_memory_limits_a_round_costs_its_weights_whatever_its_rows(profile):
+    model = CostModel(RooflineCosts(SWEEP, 1e9, 1e30), profile, ANSWERS, 4)
+    long = CostModel(RooflineCosts(SWEEP, 1e9, 1e30), profile, [AnswerLength(num_tokens=5000, room_behind=0, num_answers=1)], 4)
+
+    # METHODS: tau / (gamma c + 1), c the ratio of the bytes.
+    expected = profile.tokens_per_round(4) / (4 * DRAFT_WEIGHTS / WEIGHTS + 1)
+    assert long.speedup(4, 1, 64) == pytest.approx(expected, rel=2e-3)
+    assert model.break_even_batch(64) is None
+
+
+def test_where_arithmetic_limits_every_row_costs_and_drafting_never_pays(profile):
+    long = [AnswerLength(num_tokens=5000, room_behind=0, num_answers=1)]
+    model = CostModel(RooflineCosts(SWEEP, 1e30, 1e9), profile, long, 4)
+
+    expected = profile.tokens_per_round(4) / (4 * DRAFT_WEIGHTS / WEIGHTS + 5)
+    assert model.speedup(4, 1, 64) == pytest.approx(expected, rel=2e-3)
+    assert model.break_even_batch(64) == 0
+
+
+def test_the_break_even_batch_is_where_the_best_number_of_drafts_ceases_to_pay(profile):
+    model = CostModel(RooflineCosts(SWEEP, 1e9, 3e10), profile, ANSWERS, 4)
+    paying = [batch for batch in range(1, 200) if model.best(batch, 64)[1] > 1]
+
+    assert model.break_even_batch(64) == paying[-1] == len(paying)
+    assert 10 < paying[-1] < 100
+
+
+def test_the_best_number_of_drafts_is_the_fastest_one(model):
+    speedups = [model.speedup(drafts, 1, 64) for drafts in range(1, 5)]
+
+    assert model.best(1, 64) == (1 + int(np.argmax(speedups)), max(speedups))
+
+
+def test_the_summary_is_a_section_of_the_report(model, report):
+    report["speed"]["predicted"] = summarise_model(model, 3, 1, 100, [64, 512])
+
+    checked = check_report(report, "report")["speed"]["predicted"]
+
+    assert checked["decode_speedup"] == model.speedup(3, 1, 100)
+    assert {each["context_tokens"] for each in checked["settings"]} == {64, 100, 512}
+    own = [each for each in checked["settings"] if each["batch_size"] == 4 and each["context_tokens"] == 512]
+    assert [each["decode_speedup"] for each in own] == [model.speedup(drafts, 4, 512) for drafts in range(1, 5)]
+
+
+def test_more_drafts_than_the_sweep_timed_have_no_prediction(model):
+    assert summarise_model(model, 5, 1, 100, [])["decode_speedup"] is None

@@ -1,0 +1,138 @@
+"""A prediction in the report: made where it is asked for, printed beside what was measured, asked again for other machines."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from configs.runtime.command import BAD_INPUT, DONE, run_command
+from configs.schema.decoding import DecodeConfig
+from configs.schema.drafting import ConfidenceStopping
+from configs.schema.evaluation import CostConfig, EvalConfig, LosslessConfig, PredictConfig, SuiteConfig
+from configs.schema.target import TargetConfig
+from eval.cost.predict import prediction_of
+from eval.evaluation import evaluate
+from eval.predict import add_arguments, main
+from eval.report.markdown import render_markdown
+from eval.report.schema import read_report
+
+SWEEP = CostConfig(num_speculative_tokens=3, batch_sizes=[1, 2], context_tokens=[16, 48], repeats=1)
+
+
+@pytest.fixture(scope="module")
+def evaluated(tiny_run, tmp_path_factory):
+    """The folder of an evaluation with a timing sweep."""
+    config = EvalConfig(
+        target=TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu"),
+        draft=str(tiny_run / "artifact"),
+        suite=SuiteConfig(path=str(tiny_run / "suite.jsonl"), num_prompts=4),
+        decode=DecodeConfig(num_speculative_tokens=2, max_new_tokens=10),
+        baselines=[],
+        repeats=1,
+        lossless=LosslessConfig(check_float32_prompts=0),
+        cost=SWEEP,
+        bootstrap_samples=50,
+        output=str(tmp_path_factory.mktemp("evaluation")),
+    )
+    assert evaluate(config) == DONE
+    return Path(config.output)
+
+
+@pytest.fixture
+def found(evaluated):
+    return read_report(evaluated / "report.json")
+
+
+def ask(*arguments):
+    return run_command(PredictConfig, main, description="", argv=[str(each) for each in arguments], add_arguments=add_arguments)
+
+
+def test_the_report_holds_the_prediction_and_the_summary_sets_it_beside_the_measured_speed(evaluated, found):
+    predicted = found["speed"]["predicted"]
+    speed = predicted["decode_speedup"]
+    own = [
+        each["decode_speedup"]
+        for each in predicted["settings"]
+        if (each["num_speculative_tokens"], each["batch_size"], each["context_tokens"]) == (2, 1, predicted["context_tokens"])
+    ]
+
+    assert own == [speed]
+    assert 0.1 < speed < 3.0
+    tokens = sum(each["num_tokens"] * each["num_answers"] for each in predicted["answers"])
+    assert tokens == found["speed"]["decode_tokens_autoregressive"] > 0
+    assert 10 <= predicted["context_tokens"] <= 20
+    assert f"| decode speedup predicted by the cost model | {speed:.2f}× |" in (evaluated / "report.md").read_text()
+    assert "Predicted decode speedup" in (evaluated / "report.html").read_text()
+
+
+def test_without_a_sweep_the_summary_says_that_nothing_was_predicted(report):
+    assert "| decode speedup predicted by the cost model | – |" in render_markdown(report)
+
+
+def test_the_model_made_of_the_report_alone_is_the_one_that_made_it(found):
+    model = prediction_of(found, "report")
+
+    for each in found["speed"]["predicted"]["settings"]:
+        sizes = each["num_speculative_tokens"], each["batch_size"], each["context_tokens"]
+        assert model.speedup(*sizes) == pytest.approx(each["decode_speedup"])
+
+
+@pytest.mark.parametrize(
+    ("best", "largest", "sentence"),
+    [
+        (3, 12, "the fastest is expected at 3 a round; drafting pays up to a batch of 12."),
+        (3, None, "the fastest is expected at 3 a round; drafting pays up to every batch that was looked at."),
+        (None, 0, "no number of drafts is expected to pay."),
+    ],
+)
+def test_the_summary_says_what_to_choose(found, best, largest, sentence):
+    report = copy.deepcopy(found)
+    report["speed"]["predicted"] |= {"best_num_speculative_tokens": best, "break_even_batch_size": largest}
+
+    assert sentence in render_markdown(report)
+
+
+def test_the_command_prints_a_row_for_each_batch_and_another_machine_is_another_table(evaluated, capsys):
+    assert ask(evaluated / "report.json", "--set", "batch_sizes=[1, 4]") == DONE
+    here = capsys.readouterr().out
+    assert ask(evaluated / "report.json", "--set", "batch_sizes=[1, 4]", "--bandwidth", "2000", "--flops", "400") == DONE
+    there = capsys.readouterr().out
+
+    assert [line.split("|")[1].strip() for line in here.splitlines()[2:4]] == ["1", "4"]
+    assert "3 drafts" in here
+    assert here != there
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--bandwidth", "100"], "described by --bandwidth and --flops together"),
+        (["--bandwidth", "0", "--flops", "1"], "--bandwidth must be above 0, got 0"),
+        (["--bandwidth", "1", "--flops", "nan"], "--flops must be above 0, got nan"),
+    ],
+)
+def test_half_a_machine_is_refused(evaluated, arguments, complaint, capsys):
+    assert ask(evaluated / "report.json", *arguments) == BAD_INPUT
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_report_without_a_sweep_cannot_be_asked(report, tmp_path, capsys):
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(report))
+
+    assert ask(path) == BAD_INPUT
+    assert "holds no timing sweep; run eval/run.py with `cost` set" in capsys.readouterr().err
+
+
+def test_rounds_of_no_fixed_length_are_refused_with_a_sweep():
+    decode = DecodeConfig(stopping=ConfidenceStopping(rule="confidence"))
+
+    with pytest.raises(ValidationError, match=r"set it to null, or decode\.stopping to null"):
+        EvalConfig(decode=decode, cost=SWEEP)
+
+
+def test_sizes_must_rise():
+    with pytest.raises(ValidationError, match=r"batch_sizes must rise and name each size once, got \[4, 1\]"):
+        CostConfig(batch_sizes=[4, 1])

@@ -1,0 +1,113 @@
+"""The chosen tree is the best there is, found by trying them all; the profile counts what was tried and no more."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from configs.runtime.errors import InputError
+from configs.schema.drafting import StaticTree, check_paths
+from eval.cost.tree_shapes import expected_tokens, fastest_tree, grow_tree, measure_profile, optimal_tree
+from eval.decoder.records import Round
+
+FALLING = np.array([[0.6, 0.25, 0.1], [0.5, 0.3, 0.05], [0.45, 0.2, 0.15]])
+RISING = np.array([[0.3, 0.01, 0.6], [0.5, 0.1, 0.3]])
+WITH_GAPS = np.array([[0.0, 0.5], [0.9, 0.0], [0.0, 0.0]])
+
+
+def every_tree(depth, num_ranks, num_nodes):
+    """Return all trees of exactly so many tokens whose siblings leave out no rank, as sets of paths."""
+    trees = {frozenset()}
+    for _ in range(num_nodes):
+        grown = set()
+        for tree in trees:
+            for parent in [(), *tree]:
+                rank = sum(path[:-1] == parent for path in tree)
+                if len(parent) < depth and rank < num_ranks:
+                    grown.add(tree | {(*parent, rank)})
+        trees = grown
+    return trees
+
+
+@pytest.mark.parametrize("profile", [FALLING, RISING, WITH_GAPS], ids=["falling", "rising", "with_gaps"])
+@pytest.mark.parametrize("num_nodes", [1, 2, 3, 4, 5])
+def test_the_optimal_tree_is_the_best_of_all(profile, num_nodes):
+    sizes = range(1, num_nodes + 1)
+    best = max(expected_tokens(list(tree), profile) for size in sizes for tree in every_tree(*profile.shape, size))
+    chosen = optimal_tree(profile, num_nodes)
+    check_paths(chosen)
+    assert len(chosen) <= num_nodes
+    assert expected_tokens(chosen, profile) == pytest.approx(best, abs=1e-12)
+
+
+def test_growing_by_value_finds_the_same_where_acceptance_falls_with_rank_and_less_where_it_rises():
+    for num_nodes in range(1, 12):
+        grown = grow_tree(FALLING, num_nodes)
+        check_paths(grown)
+        assert len(grown) == num_nodes
+        best = expected_tokens(optimal_tree(FALLING, num_nodes), FALLING)
+        assert expected_tokens(grown, FALLING) == pytest.approx(best, abs=1e-12)
+    rising = [expected_tokens(tree(RISING, 3), RISING) for tree in (grow_tree, optimal_tree)]
+    assert rising[1] > rising[0] + 0.1
+
+
+def test_a_tree_is_no_larger_than_its_profile_and_is_a_config_as_it_stands():
+    assert len(grow_tree(FALLING[:2, :2], 100)) == 2 + 4
+    chosen = optimal_tree(FALLING[:2, :2], 100)
+    assert len(chosen) == 2 + 4
+    assert StaticTree(kind="static", paths=[list(path) for path in chosen]).all_paths() == chosen
+
+
+def test_the_fastest_tree_has_the_most_tokens_a_second_of_all_trees():
+    target_seconds, step = [1.0, 1.02, 1.1, 1.3, 2.0, 2.8], 0.15
+    chosen = fastest_tree(FALLING, target_seconds, step)
+
+    def rate(tree):
+        depth = max(map(len, tree))
+        return expected_tokens(list(tree), FALLING) / (target_seconds[len(tree)] + depth * step)
+
+    best = max(rate(tree) for size in range(1, 6) for tree in every_tree(3, 3, size))
+    assert chosen.tokens_per_round / chosen.seconds_per_round == pytest.approx(best, abs=1e-12)
+    assert rate(chosen.paths) == pytest.approx(best, abs=1e-12)
+    assert fastest_tree(FALLING, [1.0, 1.0, 9.0], 9.0).paths == [(0,)]
+    with pytest.raises(InputError, match="2 rows or more"):
+        fastest_tree(FALLING, [1.0], 0.1)
+
+
+def test_the_profile_counts_children_that_were_tried_only(make_generation):
+    paths = [(0,), (1,), (0, 0), (0, 1), (0, 1, 0)]
+
+    def round_(ranks, num_drafted, *, cut=False):
+        tokens = tuple(range(10, 10 + num_drafted))
+        committed = tokens[: len(ranks)] + (() if cut else (99,))
+        return Round(drafted=tokens, num_accepted=len(ranks), committed=committed, ranks=ranks, num_nodes=5)
+
+    rounds = [
+        round_((), 3),
+        round_((1,), 1),  # the second child has no children: nothing was tried below it
+        round_((0,), 3),
+        round_((0, 1), 3),
+        round_((0, 1, 0), 3),
+        round_((0,), 3, cut=True),  # the text ended there
+        round_((0,), 1),  # no room for more
+        Round(drafted=(), num_accepted=0, committed=(99,)),
+    ]
+    profile = measure_profile([make_generation(rounds)], paths)
+    np.testing.assert_allclose(profile, [[5 / 7, 1 / 7], [0.0, 2 / 3], [1 / 2, 0.0]])
+    with pytest.raises(ValueError, match="does not hold"):
+        measure_profile([make_generation([round_((1, 0), 2)])], paths)
+
+
+def test_a_measured_profile_gives_back_the_distribution_it_came_from(make_generation):
+    profile, dice = FALLING[:2, :2], np.random.default_rng(0)
+    paths = [path for depth in (1, 2) for path in itertools.product(range(2), repeat=depth)]
+    rounds = []
+    for _ in range(4000):
+        ranks = ()
+        while len(ranks) < 2 and (drawn := dice.random()) < profile[len(ranks)].sum():
+            ranks += (int(drawn >= profile[len(ranks), 0]),)
+        rounds.append(Round(drafted=(1, 2), num_accepted=len(ranks), committed=(*ranks, 9), ranks=ranks, num_nodes=6))
+    measured = measure_profile([make_generation(rounds)], paths)
+    np.testing.assert_allclose(measured, profile, atol=0.03)
+    mean = np.mean([len(round_.committed) for round_ in rounds])
+    assert expected_tokens(paths, measured) == pytest.approx(mean, abs=1e-9)

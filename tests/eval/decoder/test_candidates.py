@@ -1,0 +1,169 @@
+"""The rules for several candidates at one position are lossless, by exact enumeration; each planted bug is caught."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import eval.decoder.tree_rules
+from eval.decoder.tree_rules import (
+    CANDIDATE_RULES,
+    Choice,
+    k_seq,
+    k_seq_rho,
+    reject_recursively,
+    verify_tree,
+    with_replacement,
+    without_replacement,
+)
+from eval.lossless.enumeration import random_toy
+from eval.lossless.tree_enumeration import distinct, enumerate_tree, independent
+
+SIBLINGS = {"with_replacement": independent, "without_replacement": distinct, "k_seq": independent}
+
+
+def at_one_position(rule, siblings, seed, count, vocab_size=3):
+    toy = random_toy(seed, vocab_size=vocab_size, num_drafts=1)
+    return toy, enumerate_tree(partial(verify_tree, rule=rule), toy, [-1] + [0] * count, siblings)
+
+
+def accepted_share(name, seed, count, vocab_size=4):
+    _, outcome = at_one_position(CANDIDATE_RULES[name], SIBLINGS[name], seed, count, vocab_size)
+    return outcome.tokens_per_round - 1
+
+
+@pytest.mark.parametrize("name", CANDIDATE_RULES)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_one_position_with_several_candidates_follows_the_targets_distribution(name, count):
+    for seed in range(2):
+        _, outcome = at_one_position(CANDIDATE_RULES[name], SIBLINGS[name], seed, count)
+        assert outcome.total_variation < 1e-12
+
+
+def test_distinct_candidates_follow_the_targets_distribution_where_the_draft_knows_fewer_tokens_than_are_asked_for():
+    toy = random_toy(0, num_drafts=1)
+    toy.q[()][:] = [0.0, 0.3, 0.7]
+    outcome = enumerate_tree(verify_tree, toy, [-1, 0, 0, 0], distinct)
+    assert outcome.total_variation < 1e-12
+    # Both tokens the draft knows were offered, and the third candidate, which nobody drew, never stays.
+    assert outcome.tokens_per_round - 1 <= toy.p[()][1] + toy.p[()][2] + 1e-12
+
+
+def test_candidates_of_several_drafts_follow_the_targets_distribution():
+    other_q = torch.tensor([0.6, 0.1, 0.3], dtype=torch.float64)
+
+    def rule(p_BV, q_BV, tokens_BC, num_candidates_B, accept_BC):
+        return reject_recursively(p_BV, [q_BV, other_q.expand_as(q_BV)], tokens_BC, num_candidates_B, accept_BC)
+
+    _, outcome = at_one_position(rule, lambda q, siblings: q[siblings[0]] * other_q[siblings[1]].item(), 3, 2)
+    assert outcome.total_variation < 1e-12
+
+
+def test_a_fixed_list_judged_one_by_one_is_a_draw_from_the_target_matched_with_the_list():
+    listed = (2, 0)
+
+    def one_by_one(p_BV, q_BV, tokens_BC, num_candidates_B, accept_BC):
+        distributions = [torch.nn.functional.one_hot(token_B, 3).double() for token_B in tokens_BC.unbind(1)]
+        return reject_recursively(p_BV, distributions, tokens_BC, num_candidates_B, accept_BC)
+
+    toy, outcome = at_one_position(one_by_one, lambda q, siblings: float(siblings == listed), 1, 2)
+    assert outcome.total_variation < 1e-12
+    # Matching a draw from p keeps candidate c with probability p(c), so the list with the sum.
+    assert outcome.tokens_per_round - 1 == pytest.approx(toy.p[()][2] + toy.p[()][0], abs=1e-12)
+
+
+# --- planted bugs -------------------------------------------------------------------------------------------------
+
+
+def the_next_token_comes_from_p(p_BV, q_BV, tokens_BC, num_candidates_B, accept_BC):
+    return Choice(without_replacement(p_BV, q_BV, tokens_BC, num_candidates_B, accept_BC).accepted_B, p_BV)
+
+
+def the_residual_forgets_all_but_the_last_rejection(p_BV, q_BV, tokens_BC, num_candidates_B, accept_BC):
+    choice = without_replacement(p_BV, q_BV, tokens_BC, num_candidates_B, accept_BC)
+    return Choice(choice.accepted_B, (p_BV - q_BV).clamp(min=0))
+
+
+def the_residual_is_not_renormalised(p_BV, q_BV, tokens_BC, num_candidates_B, accept_BC):
+    (first_p, _), (first_q, second_q) = p_BV.gather(1, tokens_BC).T, q_BV.gather(1, tokens_BC).T
+    left_BV = (p_BV - q_BV).clamp(min=0)
+    second_left = left_BV.gather(1, tokens_BC[:, 1:]).squeeze(1)
+    second_B = torch.where(accept_BC[:, 1] * second_q < second_left, 1, -1)
+    accepted_B = torch.where(accept_BC[:, 0] * first_q < first_p, 0, second_B)
+    walking_B1 = (num_candidates_B > 0).unsqueeze(1)
+    rest_BV = torch.where(walking_B1, (left_BV - q_BV * left_BV.sum(1, keepdim=True)).clamp(min=0), p_BV)
+    return Choice(torch.where(walking_B1.squeeze(1), accepted_B, -1), rest_BV)
+
+
+def the_draft_is_not_renormalised(p_BV, q_BV, tokens_BC, num_candidates_B, accept_BC):
+    distributions = [q_BV, q_BV.scatter(1, tokens_BC[:, :1], 0.0)]
+    return reject_recursively(p_BV, distributions, tokens_BC, num_candidates_B, accept_BC)
+
+
+def one_uniform_for_all_candidates(p_BV, q_BV, tokens_BC, num_candidates_B, accept_BC):
+    return without_replacement(p_BV, q_BV, tokens_BC, num_candidates_B, accept_BC[:, :1].expand_as(accept_BC))
+
+
+def the_second_candidate_is_judged_first(p_BV, q_BV, tokens_BC, num_candidates_B, accept_BC):
+    choice = without_replacement(p_BV, q_BV, tokens_BC.flip(1), num_candidates_B, accept_BC.flip(1))
+    return Choice(torch.where(choice.accepted_B < 0, -1, 1 - choice.accepted_B), choice.rest_BV)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "siblings"),
+    [
+        (the_next_token_comes_from_p, distinct),
+        (the_residual_forgets_all_but_the_last_rejection, distinct),
+        (the_residual_is_not_renormalised, independent),
+        (the_draft_is_not_renormalised, distinct),
+        (one_uniform_for_all_candidates, distinct),
+        (the_second_candidate_is_judged_first, distinct),
+        (with_replacement, distinct),
+        (without_replacement, independent),
+        (k_seq, distinct),
+    ],
+)
+def test_enumeration_catches_a_planted_bug_at_one_position(mutant, siblings):
+    assert max(at_one_position(mutant, siblings, seed, 2)[1].total_variation for seed in range(2)) > 1e-3
+
+
+@pytest.mark.parametrize("factor", [0.7, 0.9])
+def test_enumeration_catches_a_discount_of_k_seq_below_its_root(factor, monkeypatch):
+    monkeypatch.setattr(eval.decoder.tree_rules, "k_seq_rho", lambda *distributions: factor * k_seq_rho(*distributions))
+    assert max(at_one_position(k_seq, independent, seed, 3)[1].total_variation for seed in range(2)) > 1e-3
+
+
+# --- how much is accepted -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_distinct_candidates_are_accepted_more_often_than_independent_ones(count):
+    gains = [
+        accepted_share("without_replacement", seed, count) - accepted_share("with_replacement", seed, count)
+        for seed in range(3)
+    ]
+    assert min(gains) >= -1e-12
+    assert max(gains) > 0.01
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_k_seq_keeps_its_bound_and_no_rule_for_independent_candidates_beats_the_optimal_couplings(count):
+    # b(k) = sum min(p, k q)/k and concavity give the bound; a token nobody drew cannot be accepted, which gives the other.
+    for seed in range(2):
+        toy = random_toy(seed, vocab_size=4, num_drafts=1)
+        pairs = list(zip(toy.p[()], toy.q[()], strict=True))
+        bound = (1 - (1 - 1 / count) ** count) * sum(min(p, count * q) for p, q in pairs)
+        optimum = sum(min(p, 1 - (1 - q) ** count) for p, q in pairs)
+        assert bound - 1e-6 <= accepted_share("k_seq", seed, count) <= optimum + 1e-12
+        assert accepted_share("with_replacement", seed, count) <= optimum + 1e-12
+
+
+def test_the_discount_of_k_seq_is_the_root_of_its_equation():
+    p, q = torch.rand(2, 50, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    count_B = torch.arange(50) % 4 + 1
+    rho_B = k_seq_rho(p, q, count_B)
+    b_B = torch.minimum(q, p / rho_B.unsqueeze(1)).sum(-1)
+    excess_B = rho_B * b_B - (1 - (1 - b_B) ** count_B)
+    assert excess_B.min() >= 0
+    assert excess_B.max() < 1e-5
+    assert torch.equal(rho_B[count_B == 1], torch.ones(13, dtype=torch.float64))

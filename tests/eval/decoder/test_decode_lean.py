@@ -1,0 +1,88 @@
+"""Decoding by lean forwards gives what decoding by transformers' gives, from the loaded target to the float32 check."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPTNeoXConfig
+
+from configs.runtime.errors import InputError
+from configs.schema.decoding import DecodeConfig
+from configs.schema.evaluation import LosslessConfig
+from configs.schema.target import TargetConfig
+from eval.decoder.decode import Request, decode, generate
+from eval.lossless.verdict import judge_lossless
+from heads.artifact import Metadata, load_draft, save_draft_lm
+from heads.inference.causal_lm import is_registered
+from heads.target.loading import load_target
+from tests.support.family_checks import SMALL
+
+PROMPTS = [[5, 9, 6], [7, 12, 3, 44, 9, 20], [40, 11, 12, 2]]
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def targets(request, tiny_run):
+    """The same target twice: by transformers' forward and by a lean one."""
+    settings = {"name": str(tiny_run / "target"), "dtype": request.param, "device": "cpu"}
+    return load_target(TargetConfig(**settings)), load_target(TargetConfig(**settings, forward="lean"))
+
+
+def draft_for(folder, target):
+    return load_draft(folder / "artifact", target.identity, target.model)
+
+
+def test_only_the_target_that_was_asked_for_it_and_its_draft_run_lean(targets, tiny_run):
+    plain, lean = targets
+    assert (is_registered(plain.model), is_registered(lean.model)) == (False, True)
+    drafts = [draft_for(tiny_run, target) for target in targets]
+    assert [is_registered(draft.proposer.model) for draft in drafts] == [False, True]
+    assert drafts[1].warnings == []
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_plain_and_speculative_answers_are_those_by_transformers(targets, tiny_run, batch_size):
+    config = DecodeConfig(max_new_tokens=24, batch_size=batch_size)
+    plain, lean = targets
+    expected = generate(plain, PROMPTS, config)
+    assert generate(lean, PROMPTS, config) == expected
+    assert generate(lean, PROMPTS, config, draft_for(tiny_run, lean).proposer) == expected
+
+
+def test_the_float32_check_runs_lean_as_well(targets, tiny_run):
+    lean, seen = targets[1], []
+    config = DecodeConfig(max_new_tokens=8)
+    requests = [Request(prompt_id="a", category="x", tokens=tuple(PROMPTS[0]))]
+    generations, _ = decode(lean, requests, config)
+
+    def load(other):
+        seen.append((is_registered(other.model), other.model.dtype))
+        return draft_for(tiny_run, other)
+
+    section = judge_lossless(lean, generations, generations, config, LosslessConfig(check_float32_prompts=1), load)
+    assert section["verdict"] == "lossless"
+    assert seen == [(True, torch.float32)]
+
+
+def test_a_draft_of_another_family_runs_by_transformers_and_the_report_says_so(targets, tiny_run, tmp_path):
+    lean = targets[1]
+    model = AutoModelForCausalLM.from_config(GPTNeoXConfig(**SMALL), dtype=torch.float32)
+    metadata = Metadata(
+        kind="draft_lm",
+        target=lean.identity.to_dict(),
+        draft_vocab_size=64,
+        num_speculative_tokens=3,
+        training={},
+        provenance={},
+    )
+    save_draft_lm(tmp_path / "artifact", model, lean.tokenizer, metadata)
+    draft = draft_for(tmp_path, lean)
+    assert not is_registered(draft.proposer.model)
+    assert len(draft.warnings) == 1
+    assert "the lean forward knows Llama, Mistral, Qwen2, Qwen3, not GPTNeoXForCausalLM" in draft.warnings[0]
+    config = DecodeConfig(max_new_tokens=8)
+    assert generate(lean, PROMPTS, config, draft.proposer) == generate(lean, PROMPTS, config)
+
+
+def test_a_target_of_another_family_is_refused_with_the_way_out(tiny_tokenizer, tmp_path):
+    AutoModelForCausalLM.from_config(GPTNeoXConfig(**SMALL)).save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"not GPTNeoXForCausalLM; set target\.forward to transformers"):
+        load_target(TargetConfig(name=str(tmp_path), dtype="float32", device="cpu", forward="lean"))

@@ -1,0 +1,252 @@
+"""Whatever is drafted, however much of it is right, and whoever shares the batch: the output is what it has to be.
+
+Drafts come from scripts. The target is in float32; its prompts come from a pool, so that how clear its choices are is known.
+"""
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs.schema.decoding import DecodeConfig
+from configs.schema.drafting import StaticTree
+from eval.decoder.decode import Request, decode
+from heads.proposers.draft_lm import DraftLM
+from heads.proposers.protocol import Proposal
+from heads.sampling.counter_rng import Role
+from heads.sampling.probabilities import draw
+from tests.support.corrected import Corrected, CorrectedTrees
+
+VOCAB_SIZE, LONGEST_PROMPT, NUM_TOKENS, CONTEXT = 64, 6, 16, 18
+TREE = StaticTree(kind="static", paths=[[0], [1], [0, 0], [1, 0], [1, 1], [1, 1, 0], [1, 1, 0, 0]])
+POOL = [tuple((7 * text + 5 * place * place + 3) % VOCAB_SIZE for place in range(6)) for text in range(4)]
+PROMPTS = [text[:length] for text in POOL for length in range(1, LONGEST_PROMPT + 1)]
+
+batches = st.lists(st.sampled_from(range(len(PROMPTS))), min_size=1, max_size=4, unique=True)
+gammas = st.integers(1, 7)
+patterns = st.lists(st.integers(0, 8), min_size=1, max_size=5)  # drafts made right, round by round
+
+
+class Wrong:
+    """Drafts a token that is never the target's, as many as asked for or as a script says."""
+
+    taps, num_trees = (), 1
+
+    def __init__(self, answers, counts=()):
+        self.answers, self.counts = answers, counts
+
+    def start(self, tokens, capacity, states):
+        self.committed = []
+
+    def propose(self, tokens, num_tokens, sampling, streams, *, keep_logits):
+        counts = [self._count(row, num_tokens) for row in tokens]
+        rows = [self._drafts(row, range(num_tokens)) for row in tokens]
+        return Proposal(tokens_BG=torch.tensor(rows), num_drafted=counts)
+
+    def propose_tree(self, tokens, tree, drawn_by, streams):
+        rows = [self._drafts(row, [depth - 1 for depth in tree.depths[1:]]) for row in tokens]
+        tokens_BN = torch.tensor(rows)
+        parents_BN = torch.tensor(tree.parents).expand_as(tokens_BN)
+        return Proposal(tokens_BG=tokens_BN, num_drafted=[tree.num_nodes] * len(rows), parents_BN=parents_BN)
+
+    def commit(self, num_accepted, states):
+        assert states.final_BTE.shape[1] >= 1 + max(num_accepted)
+        self.committed.append(list(num_accepted))
+
+    def keep_rows(self, rows):
+        """Nothing is kept by row."""
+
+    def _count(self, row, num_tokens):
+        return min(num_tokens, self.counts[len(row) % len(self.counts)]) if self.counts else num_tokens
+
+    def _drafts(self, row, ahead):
+        whole = next(each for each in self.answers if each[: len(row)] == list(row))
+        return [(whole[len(row) + each] + 1) % VOCAB_SIZE for each in ahead]
+
+
+@dataclass
+class Known:
+    """A target, what it writes after each prompt of the pool, and the closest of its choices, in logits."""
+
+    model: torch.nn.Module
+    texts: list
+    margin: float
+
+
+@pytest.fixture(scope="module")
+def known(tiny_llama):
+    model = tiny_llama(seed=1, dtype=torch.float32)
+    texts, margins = [list(prompt) for prompt in PROMPTS], []
+    with torch.no_grad():  # forwards over whole texts, a length at a time: no cache, no padding
+        for length in range(1, LONGEST_PROMPT + 1):
+            own = [text for text in texts if len(text) == length]
+            for _ in range(NUM_TOKENS + 8):
+                best = model(input_ids=torch.tensor(own), use_cache=False).logits[:, -1].topk(2)
+                margins.append(float((best.values[:, 0] - best.values[:, 1]).min()))
+                for text, token in zip(own, best.indices[:, 0].tolist(), strict=True):
+                    text.append(token)
+    return Known(model, texts, min(margins))
+
+
+@pytest.fixture(scope="module")
+def short_model(known):
+    """The same model with room for a few tokens only."""
+    model = copy.deepcopy(known.model)
+    model.config.max_position_embeddings = CONTEXT
+    return model
+
+
+def requests_for(numbers):
+    return [Request(prompt_id=f"p{number}", category="", tokens=PROMPTS[number]) for number in numbers]
+
+
+def expected_answer(known, number, eos, max_new_tokens, context):
+    """Return the plain answer and why it ends, from the text alone."""
+    prompt = PROMPTS[number]
+    answer = known.texts[number][len(prompt) :]
+    for place, token in enumerate(answer, start=1):
+        if token in eos:
+            return answer[:place], "eos"
+        if place == max_new_tokens:
+            return answer[:place], "length"
+        if len(prompt) + place == context:
+            return answer[:place], "context"
+    raise AssertionError("the pool's texts are too short for this")
+
+
+def check_counts(generation):
+    """Rounds hold the tokens after the first; each is its accepted drafts and the target's own token, unless cut."""
+    committed = [token for round_ in generation.rounds for token in round_.committed]
+    assert list(generation.tokens[1:]) == committed
+    for place, round_ in enumerate(generation.rounds):
+        last = place == len(generation.rounds) - 1
+        assert round_.committed[: round_.num_accepted] == round_.drafted[: round_.num_accepted]
+        cut = last and generation.stop_reason == "eos" and len(round_.committed) == round_.num_accepted
+        assert cut or len(round_.committed) == round_.num_accepted + 1
+
+
+def test_the_choices_are_clear_enough_for_float32(known):
+    assert known.margin > 1e-4
+
+
+@given(
+    batch=batches,
+    gamma=gammas,
+    pattern=patterns,
+    counts=st.lists(st.integers(0, 7), max_size=3),
+    max_new_tokens=st.integers(1, NUM_TOKENS),
+    eos=st.sets(st.integers(0, VOCAB_SIZE - 1), max_size=6),
+    short=st.booleans(),
+    tree=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_output_is_plain_and_counts_agree(
+    as_target, known, short_model, batch, gamma, pattern, counts, max_new_tokens, eos, short, tree
+):
+    target = as_target(short_model if short else known.model, eos=eos)
+    config = DecodeConfig(
+        num_speculative_tokens=max(gamma, TREE.depth) if tree else gamma,
+        max_new_tokens=max_new_tokens,
+        tree=TREE if tree else None,
+    )
+    script = (CorrectedTrees if tree else Corrected)(Wrong(known.texts, counts), known.texts, pattern)
+    generations, timing = decode(target, requests_for(batch), config, script)
+    plain, _ = decode(target, requests_for(batch), DecodeConfig(num_speculative_tokens=0, max_new_tokens=max_new_tokens))
+    for number, generation, alike in zip(batch, generations, plain, strict=True):
+        answer, reason = expected_answer(known, number, eos, max_new_tokens, target.max_positions)
+        assert (list(generation.tokens), generation.stop_reason) == (answer, reason)
+        assert (alike.tokens, alike.stop_reason) == (generation.tokens, reason)
+        check_counts(generation)
+    assert timing.num_tokens == sum(len(generation.tokens) - 1 for generation in generations)
+    assert timing.num_rounds == sum(len(generation.rounds) for generation in generations)
+
+
+@given(batch=batches, gamma=gammas, pattern=patterns, max_new_tokens=st.integers(2, NUM_TOKENS))
+@settings(max_examples=30, deadline=None)
+def test_each_row_advances_by_its_own_script(as_target, known, batch, gamma, pattern, max_new_tokens):
+    config = DecodeConfig(num_speculative_tokens=gamma, max_new_tokens=max_new_tokens)
+    script = Corrected(Wrong(known.texts), known.texts, pattern)
+    generations, _ = decode(as_target(known.model), requests_for(batch), config, script)
+    for generation in generations:
+        length = len(generation.prompt_tokens) + 1
+        for round_ in generation.rounds:
+            room = max_new_tokens - (length - len(generation.prompt_tokens)) - 1
+            assert len(round_.drafted) == min(gamma, room)
+            assert round_.num_accepted == min(pattern[length % len(pattern)], gamma, room)
+            length += round_.num_accepted + 1
+
+
+class ScriptedDistributions:
+    """Draws drafts from distributions made up from the text's length: anything from the uniform distribution to a point
+    mass."""
+
+    taps = ()
+
+    def __init__(self, sharpness):
+        self.sharpness = sharpness
+
+    def start(self, tokens, capacity, states):
+        """Nothing to read."""
+
+    def propose(self, tokens, num_tokens, sampling, streams, *, keep_logits):
+        first_B1 = torch.tensor([[len(row)] for row in tokens])
+        positions_BG = first_B1 + torch.arange(num_tokens)
+        places_V = torch.arange(VOCAB_SIZE)
+        waves_BGV = torch.sin(positions_BG.unsqueeze(-1) * (places_V + 1.0))
+        sharp_BG1 = torch.tensor(self.sharpness)[positions_BG % len(self.sharpness)].unsqueeze(-1)
+        probs_BGV = (waves_BGV * sharp_BG1).softmax(-1)
+        uniform_BG = streams.uniform(Role.DRAFT, positions_BG, first_B1)
+        return Proposal(tokens_BG=draw(probs_BGV, uniform_BG), num_drafted=[num_tokens] * len(tokens), probs_BGV=probs_BGV)
+
+    def commit(self, num_accepted, states):
+        """Nothing to learn."""
+
+    def keep_rows(self, rows):
+        """Nothing is kept by row."""
+
+
+@given(
+    batch=st.lists(st.sampled_from(range(len(PROMPTS))), min_size=2, max_size=4, unique=True),
+    gamma=st.integers(1, 5),
+    rule=st.sampled_from(["token", "block", "match"]),
+    sharpness=st.lists(st.sampled_from([0.0, 1.0, 5.0, 1e4]), min_size=1, max_size=3),
+    temperature=st.sampled_from([0.7, 1.0, 2.0]),
+    top_p=st.sampled_from([None, 0.9]),
+    eos=st.sets(st.integers(0, VOCAB_SIZE - 1), max_size=3),
+    seed=st.integers(0, 2**40),
+    draft=st.sampled_from(["script", "model", "model_with_tree"]),
+)
+@settings(max_examples=30, deadline=None)
+def test_a_request_gets_the_same_sampled_tokens_alone_and_in_any_batch(
+    as_target, doubles, batch, gamma, rule, sharpness, temperature, top_p, eos, seed, draft
+):
+    target, model = as_target(doubles[0], eos=eos), doubles[1]
+    proposer = ScriptedDistributions(sharpness) if draft == "script" else DraftLM(model, VOCAB_SIZE)
+    tree = TREE if draft == "model_with_tree" else None
+    config = DecodeConfig(
+        num_speculative_tokens=gamma if tree is None else TREE.depth,
+        max_new_tokens=9,
+        temperature=temperature,
+        top_p=top_p,
+        verification="token" if tree and rule == "block" else rule,
+        tree=tree,
+        seed=seed,
+    )
+    together, _ = decode(target, requests_for(batch), config, proposer)
+    for request, generation in zip(requests_for(batch), together, strict=True):
+        (alone,), _ = decode(target, [request], config, proposer)
+        assert (alone.tokens, alone.rounds, alone.stop_reason) == (
+            generation.tokens,
+            generation.rounds,
+            generation.stop_reason,
+        )
+        check_counts(generation)
+
+
+@pytest.fixture(scope="module")
+def doubles(tiny_llama):
+    """A target and a draft in float64, so that a draw does not turn on how a sum was ordered."""
+    return tiny_llama(seed=1), tiny_llama(seed=2)

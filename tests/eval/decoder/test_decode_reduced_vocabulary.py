@@ -1,0 +1,81 @@
+"""A draft that can say only some tokens changes no output: neither the greedy one nor the distribution of the sampled one."""
+
+import pytest
+import torch
+
+from configs.schema.decoding import DecodeConfig
+from eval.decoder.decode import Request, decode, generate
+from heads.proposers.draft_lm import DraftLM
+from heads.proposers.vocabulary import DraftVocabulary, keep_head_rows
+from heads.sampling.probabilities import token_probabilities
+
+PROMPTS = [[7, 12, 3], [20, 9, 9, 31, 5, 6], [40], [11, 12, 13, 11, 12, 13, 11, 12]]
+
+
+def reduced(model, ids):
+    """A draft of this model's making that can say these tokens only."""
+    vocabulary = DraftVocabulary(token_ids_W=torch.tensor(ids), target_vocab_size=model.config.vocab_size)
+    keep_head_rows(model, vocabulary)
+    return DraftLM(model, vocabulary.target_vocab_size, vocabulary)
+
+
+def requests_for(prompts):
+    return [Request(prompt_id=f"p{n}", category="c", tokens=tuple(prompt)) for n, prompt in enumerate(prompts)]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_llama, as_target):
+    return as_target(tiny_llama(seed=1))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_greedy_output_is_plain_greedy_output(target, tiny_llama, seed):
+    plain = generate(target, PROMPTS, DecodeConfig(num_speculative_tokens=0, max_new_tokens=24, batch_size=4))
+    spoken = sorted({token for answer in plain for token in answer})[::2]
+    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=24, batch_size=4)
+    assert generate(target, PROMPTS, config, reduced(tiny_llama(seed=seed), spoken)) == plain
+
+
+def test_a_copy_of_the_target_has_its_drafts_accepted_wherever_it_knows_the_token(target, tiny_llama):
+    half = list(range(0, 64, 2))
+    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=24)
+    generations, _ = decode(target, requests_for(PROMPTS), config, reduced(tiny_llama(seed=1), half))
+    rounds = [round_ for generation in generations for round_ in generation.rounds]
+    assert all(token in half for round_ in rounds for token in round_.drafted)
+    refused = [round_ for round_ in rounds if round_.num_accepted < len(round_.drafted)]
+    assert sum(round_.num_accepted for round_ in rounds) > 0
+    assert refused
+    assert all(round_.committed[-1] % 2 == 1 for round_ in refused)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_overlap_counts_the_mass_on_unknown_tokens_as_rejected(target, tiny_llama, temperature):
+    config = DecodeConfig(num_speculative_tokens=1, max_new_tokens=3, temperature=temperature, top_k=40)
+    draft, prompt = reduced(tiny_llama(seed=1), list(range(32))), [7, 12, 3]
+    (generation,), _ = decode(target, requests_for([prompt]), config, draft, measure_overlap=True)
+    (measured, *_) = generation.rounds[0].overlap
+    ids = torch.tensor([[*prompt, generation.tokens[0]]])
+    logits = target.model(input_ids=ids, use_cache=False).logits[0, -1].detach()
+    sampling = config.model_copy(update={"temperature": temperature or 1.0})
+    p, q = token_probabilities(logits, sampling), token_probabilities(logits[:32], sampling)
+    assert measured == pytest.approx(float(torch.minimum(p[:32], q).sum()), abs=1e-6)
+    assert measured == pytest.approx(float(p[:32].sum()), abs=1e-6)  # a copy of the target overlaps with all it can say
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_sampled_pairs_of_tokens_follow_the_targets_distribution(tiny_llama, as_target, verification, exact_distribution):
+    model = tiny_llama(seed=4, vocab_size=5, dtype=torch.float32, spread=3.0)
+    draft = reduced(tiny_llama(seed=5, vocab_size=5, dtype=torch.float32, spread=3.0), [1, 2, 4])
+    config = DecodeConfig(num_speculative_tokens=2, max_new_tokens=3, temperature=1.2, verification=verification)
+    number = 4000
+    requests = [Request(prompt_id=str(n), category="", tokens=(1, 2)) for n in range(number)]
+    generations, _ = decode(as_target(model), requests, config, draft)
+    drafted = {token for generation in generations for round_ in generation.rounds for token in round_.drafted}
+    assert drafted == {1, 2, 4}
+    counts = torch.zeros(5, 5, 5)
+    for generation in generations:
+        counts[generation.tokens] += 1
+    expected = number * exact_distribution(model, (1, 2), 3, config)
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    degrees = counts.numel() - 1
+    assert statistic < degrees + 4 * (2 * degrees) ** 0.5  # about one false alarm in 10,000

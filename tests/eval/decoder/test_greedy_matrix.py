@@ -1,0 +1,119 @@
+"""Greedy output is plain greedy output in float32, bit for bit the same tokens: every rule, shape, proposer and batch size.
+
+Drafts are made right to a depth that changes from round to round, so that everything that counts accepted drafts is at work
+whatever an untrained head says.
+"""
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+
+from configs.runtime.errors import InputError
+from configs.schema.decoding import DecodeConfig
+from configs.schema.drafting import DynamicTree, StaticTree
+from configs.schema.heads import (
+    DFlashSettings,
+    DSparkSettings,
+    Eagle3Settings,
+    HydraSettings,
+    MedusaSettings,
+    MtpSettings,
+    PEagleSettings,
+)
+from eval.decoder.decode import Request, decode
+from heads.families.registry import FAMILIES
+from heads.proposers.draft_lm import DraftLM
+from heads.proposers.merged import MergedDrafts
+from heads.proposers.prompt_lookup import PromptLookup
+from heads.proposers.protocol import TreeProposer
+from heads.proposers.self_speculation import early_exit
+from heads.proposers.suffix_lookup import SuffixLookup
+from tests.support import family_checks as checks
+from tests.support.corrected import Corrected, CorrectedTrees
+
+PROMPTS = [[7, 12, 3, 44, 9], [20, 9, 9, 31, 5, 6, 2, 50, 17], [40]]
+NUM_TOKENS = 12
+DEPTHS = (0, 4, 1, 3, 2)
+SHAPES = {
+    "chain": None,
+    "static": StaticTree(kind="static", paths=[[0], [1], [2], [0, 0], [0, 1], [2, 0], [0, 1, 0], [2, 0, 0], [2, 0, 0, 0]]),
+    "dynamic": DynamicTree(kind="dynamic", num_nodes=9, width=3),
+}
+HEADS = {
+    "medusa": MedusaSettings(kind="medusa", num_depths=3),
+    "hydra": HydraSettings(kind="hydra", num_depths=3, prefix_attention=True),
+    "eagle3": Eagle3Settings(kind="eagle3", num_depths=3, taps=[1, 2, 3]),
+    "mtp": MtpSettings(kind="mtp", num_depths=3, shared_depths=True),
+    "mtp_by_depth": MtpSettings(kind="mtp", num_depths=3, shared_depths=False),
+    "peagle": PEagleSettings(kind="peagle", num_depths=4, num_layers=2, taps=[1, 2, 3], mask_token_id=0),
+    "dflash": DFlashSettings(kind="dflash", block_size=5, taps=[1, 2, 3], mask_token_id=0),
+    "dspark": DSparkSettings(kind="dspark", block_size=4, taps=[1, 2, 3], mask_token_id=0, markov_rank=8),
+}
+OTHERS = {
+    "draft_lm": lambda model: DraftLM(early_exit(model, 3), 64),
+    "prompt_lookup": lambda model: PromptLookup(model.device),
+    "suffix_lookup": lambda model: SuffixLookup(model.device),
+    "self_speculation": lambda model: DraftLM(early_exit(model, 2), 64),
+    "merged": lambda model: MergedDrafts([PromptLookup(model.device), DraftLM(early_exit(model, 2), 64)], model.device),
+}
+DRAFTS_NO_TREES = {"mtp_by_depth", "peagle", "dflash", "dspark", "prompt_lookup", "suffix_lookup"}
+
+
+@cache
+def model_of(dtype):
+    return copy.deepcopy(checks.tiny_target("llama")).to(dtype)
+
+
+@cache
+def answers():
+    """Greedy answers by forwards over whole texts, and how clear the closest choice was, in logits."""
+    model, texts, margins = model_of(torch.float32), [list(prompt) for prompt in PROMPTS], []
+    with torch.no_grad():
+        for text in texts:
+            for _ in range(NUM_TOKENS):
+                best = model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].topk(2)
+                text.append(int(best.indices[0]))
+                margins.append(float(best.values[0] - best.values[1]))
+    return texts, min(margins)
+
+
+def proposer_of(name):
+    model = model_of(torch.float32)
+    if name in OTHERS:
+        return OTHERS[name](model)
+    head = checks.build(HEADS[name], checks.tiny_target("llama")).float()
+    head._target = (model,)
+    return FAMILIES[HEADS[name].kind].propose(head, model.device)
+
+
+def decode_all(target, config, proposer, batch_size):
+    requests = [Request(prompt_id=str(n), category="", tokens=tuple(prompt)) for n, prompt in enumerate(PROMPTS)]
+    batches = (requests[start : start + batch_size] for start in range(0, len(requests), batch_size))
+    return [generation for batch in batches for generation in decode(target, batch, config, proposer)[0]]
+
+
+def test_the_choices_are_clear_enough_for_float32():
+    _, margin = answers()
+    assert margin > 1e-3
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", [*HEADS, *OTHERS])
+@pytest.mark.parametrize("rule", ["token", "block", "match"])
+def test_greedy_output_is_plain_greedy_output(as_target, rule, name, shape, batch_size):
+    texts, _ = answers()
+    target = as_target(model_of(torch.float32))
+    inner = proposer_of(name)
+    proposer = (CorrectedTrees if isinstance(inner, TreeProposer) else Corrected)(inner, texts, DEPTHS)
+    config = DecodeConfig(num_speculative_tokens=4, max_new_tokens=NUM_TOKENS, verification=rule, tree=SHAPES[shape])
+    if (shape != "chain" and name in DRAFTS_NO_TREES) or (shape == "chain" and name == "merged"):
+        with pytest.raises(InputError, match="tree"):
+            decode_all(target, config, proposer, batch_size)
+        return
+    generations = decode_all(target, config, proposer, batch_size)
+    assert [[*each.prompt_tokens, *each.tokens] for each in generations] == texts
+    accepted = {round_.num_accepted for each in generations for round_ in each.rounds}
+    assert name.endswith("lookup") or len(accepted) > 2  # or little was put to the test

@@ -1,0 +1,253 @@
+"""With a logits processor the decoder follows the processed target's distribution: chains and trees, greedy and drawn."""
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from transformers import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+)
+
+from configs.runtime.errors import InputError
+from configs.schema.decoding import DecodeConfig, ParticleSampling
+from configs.schema.drafting import DynamicTree, StaticTree
+from eval.decoder.decode import Request, decode, generate
+from eval.decoder.logits_processor import processed
+from heads.proposers.draft_lm import DraftLM
+from heads.proposers.prompt_lookup import PromptLookup
+from heads.proposers.protocol import Proposal
+from tests.support import distribution_checks
+
+PROMPTS = [[7, 12, 3], [20, 9, 9, 31, 5, 6], [40], [11, 12, 13, 11, 12, 13, 11, 12]]
+EOS = (60,)
+GREEDY = DecodeConfig(num_speculative_tokens=3, max_new_tokens=16, batch_size=4)
+SHAPES = {
+    "chain": None,
+    "static tree": StaticTree(kind="static", branching=[3, 2, 1]),
+    "grown tree": DynamicTree(kind="dynamic", num_nodes=9, width=3),
+}
+
+
+class BanSumOfLastTwo(LogitsProcessor):
+    """Forbids the token that is the sum of the last two, and likes the one after the last; counts what it was asked."""
+
+    def __init__(self, vocab_size, liking=1.0):
+        self.vocab_size, self.liking, self.asked = vocab_size, liking, 0
+
+    def __call__(self, input_ids, scores):
+        self.asked += len(input_ids)
+        rows = torch.arange(len(input_ids))
+        scores = scores.clone()
+        scores[rows, (input_ids[:, -1] + 1) % self.vocab_size] += self.liking
+        scores[rows, input_ids[:, -2:].sum(1) % self.vocab_size] = float("-inf")
+        return scores
+
+
+PROCESSORS = {
+    "repetition penalty": RepetitionPenaltyLogitsProcessor(1.7),
+    "no repeated pairs": NoRepeatNGramLogitsProcessor(2),
+    "bad words and a least length": LogitsProcessorList(
+        [
+            NoBadWordsLogitsProcessor([[47], [32, 24]], eos_token_id=list(EOS)),
+            MinLengthLogitsProcessor(14, list(EOS), device="cpu"),
+        ]
+    ),
+    "of the last two": BanSumOfLastTwo(64),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tiny_llama):
+    return tiny_llama(seed=1, dtype=torch.float32), tiny_llama(seed=2, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_greedy_output_is_that_of_transformers_with_the_same_processor(as_target, models, name, shape):
+    model, draft = models
+    target, processor = as_target(model, eos=EOS), PROCESSORS[name]
+    expected, bare = [], []
+    for prompt in PROMPTS:
+        ids_1T = torch.tensor([prompt])
+        options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": list(EOS), "pad_token_id": 0}
+        chain = processor if isinstance(processor, LogitsProcessorList) else LogitsProcessorList([processor])
+        expected.append(model.generate(ids_1T, logits_processor=chain, **options)[0, len(prompt) :].tolist())
+        bare.append(model.generate(ids_1T, **options)[0, len(prompt) :].tolist())
+    assert expected != bare
+    config = GREEDY.model_copy(update={"tree": SHAPES[shape]})
+    for drafter in (DraftLM(draft, 64), DraftLM(model, 64)):
+        assert generate(target, PROMPTS, config, drafter, logits_processor=processor) == expected
+    assert generate(target, PROMPTS, config, None, logits_processor=processor) == expected
+
+
+def test_a_proposer_that_reads_the_text_only_is_held_to_it_too(as_target, models):
+    target, processor = as_target(models[0]), NoRepeatNGramLogitsProcessor(2)
+    plain = generate(target, PROMPTS, GREEDY, None, logits_processor=processor)
+    assert generate(target, PROMPTS, GREEDY, PromptLookup(target.device), logits_processor=processor) == plain
+
+
+class Trie:
+    """Which tokens may follow, by the number of a prompt: one of some phrases, and then the end; any other text is an error."""
+
+    def __init__(self, phrases):
+        self.phrases, self.asked = phrases, []
+
+    def __call__(self, batch_id, ids_T):
+        prompt = PROMPTS[batch_id]
+        assert ids_T[: len(prompt)].tolist() == prompt
+        answer = tuple(ids_T[len(prompt) :].tolist())
+        self.asked.append((batch_id, answer))
+        ended = [(*phrase, *EOS) for phrase in self.phrases[batch_id]]
+        return sorted(
+            {phrase[len(answer)] for phrase in ended if phrase[: len(answer)] == answer and len(phrase) > len(answer)}
+        )
+
+
+PHRASES = [
+    [(5, 6), (5, 7, 8, 9, 10), (11, 12, 13)],
+    [(20,), (21, 22, 23, 24, 25)],
+    [(30, 31, 32, 33), (34, 35)],
+    [(40, 41, 42), (40, 43, 44, 45, 46, 47)],
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("batch_size", [1, 2, 4])
+def test_a_constraint_by_prefix_is_kept_and_never_asked_where_it_knows_no_way_on(as_target, models, shape, batch_size):
+    """transformers raises where the trie has no token that may follow: behind a forbidden draft, and behind the end."""
+    model, draft = models
+    expected = []
+    for number, prompt in enumerate(PROMPTS):
+        own = PrefixConstrainedLogitsProcessor(lambda _, ids_T, number=number: Trie(PHRASES)(number, ids_T), 1)
+        options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": list(EOS), "pad_token_id": 0}
+        found = model.generate(torch.tensor([prompt]), logits_processor=LogitsProcessorList([own]), **options)
+        expected.append(found[0, len(prompt) :].tolist())
+    assert all(tuple(answer[:-1]) in phrases for answer, phrases in zip(expected, PHRASES, strict=True))
+    config = GREEDY.model_copy(update={"tree": SHAPES[shape], "batch_size": batch_size})
+    drafters = [DraftLM(draft, 64), DraftLM(model, 64)] + [Oracle(expected)] * (shape == "chain")
+    for drafter in drafters:
+        trie = Trie(PHRASES)
+        processor = PrefixConstrainedLogitsProcessor(trie, 1)
+        answers = generate(as_target(model, eos=EOS), PROMPTS, config, drafter, logits_processor=processor)
+        assert answers == expected
+    if shape == "chain":  # all drafts were right, and every text was asked about once
+        texts = [(number, tuple(answer[:end])) for number, answer in enumerate(expected) for end in range(len(answer))]
+        assert sorted(trie.asked) == texts
+
+
+class Oracle(PromptLookup):
+    """Drafts the known answers, and beyond their end."""
+
+    def __init__(self, answers):
+        super().__init__(torch.device("cpu"))
+        self.texts = [[*prompt, *answer, *range(1, 9)] for prompt, answer in zip(PROMPTS, answers, strict=True)]
+
+    def _continue(self, row, number, num_tokens):
+        (text,) = [text for text in self.texts if text[: len(row)] == row]
+        return text[len(row) : len(row) + num_tokens]
+
+
+def test_processors_in_lists_are_one_after_another(as_target, models):
+    target, drafter = as_target(models[0]), DraftLM(models[1], 64)
+    first, second = RepetitionPenaltyLogitsProcessor(1.7), NoRepeatNGramLogitsProcessor(2)
+    expected = generate(target, PROMPTS, GREEDY, drafter, logits_processor=LogitsProcessorList([first, second]))
+    for given in ([first, second], [LogitsProcessorList([first]), [second]]):
+        assert generate(target, PROMPTS, GREEDY, drafter, logits_processor=given) == expected
+    with pytest.raises(InputError, match="expected a function of ids and scores or a list of such, got int"):
+        generate(target, PROMPTS, GREEDY, drafter, logits_processor=[first, 3])
+
+
+def test_processors_with_a_text_for_each_row_are_refused(as_target, models):
+    target, drafter = as_target(models[0]), DraftLM(models[1], 64)
+    for make in (partial(EncoderNoRepeatNGramLogitsProcessor, 2), partial(EncoderRepetitionPenaltyLogitsProcessor, 1.5)):
+        one, two = (make(encoder_input_ids=torch.tensor([[47, 32, 24]] * rows)) for rows in (1, 2))
+        plain = generate(target, PROMPTS, GREEDY, None, logits_processor=one)
+        assert generate(target, PROMPTS, GREEDY, drafter, logits_processor=one) == plain
+        with pytest.raises(InputError, match="was made with 2 rows of text"):
+            generate(target, PROMPTS, GREEDY, drafter, logits_processor=[two])
+    beams = PrefixConstrainedLogitsProcessor(Trie(PHRASES), 2)
+    with pytest.raises(InputError, match="num_beams 2; here it must be 1"):
+        generate(target, PROMPTS, GREEDY, drafter, logits_processor=beams)
+
+
+def exact_distribution(model, processor, temperature):
+    """Return the probabilities of the first three tokens after `distribution_checks.PROMPT`, one prefix at a time."""
+    distribution = torch.zeros([distribution_checks.VOCAB] * distribution_checks.DEPTH, dtype=torch.float64)
+    for text in itertools.product(range(distribution_checks.VOCAB), repeat=distribution_checks.DEPTH):
+        probability = 1.0
+        for length, token in enumerate(text):
+            ids_1T = torch.tensor([[*distribution_checks.PROMPT, *text[:length]]])
+            scores_1V = processor(ids_1T, model(input_ids=ids_1T).logits[:, -1].float())
+            probability *= (scores_1V.double() / temperature).softmax(-1)[0, token].item()
+        distribution[text] = probability
+    return distribution
+
+
+@pytest.mark.parametrize("case", ["chain, token", "chain, block", "tree, without_replacement"])
+@torch.no_grad()
+def test_drawn_output_has_the_processed_distribution(tiny_llama, as_target, case):
+    model, draft = distribution_checks.models(tiny_llama)
+    processor, config = BanSumOfLastTwo(distribution_checks.VOCAB), distribution_checks.CASES[case]
+    distribution = exact_distribution(model, processor, config.temperature)
+    requests = [Request(prompt_id=f"p{n}", category="", tokens=distribution_checks.PROMPT) for n in range(2_000)]
+    target, drafter = as_target(model), DraftLM(draft, distribution_checks.VOCAB)
+    generations, _ = decode(target, requests, config, drafter, logits_processor=processor)
+    counts = distribution_checks.Counter(generation.tokens[: distribution_checks.DEPTH] for generation in generations)
+    assert distribution_checks.held_against(distribution, counts).p_value > 1e-4
+    bare = exact_distribution(model, lambda ids, scores: scores, config.temperature)
+    assert (distribution - bare).abs().sum() > 0.5  # it would be seen if the processor had no part
+
+
+def test_a_processor_sees_the_text_of_every_position_and_no_other():
+    seen = []
+
+    def keep(ids_NT, scores_NV):
+        seen.extend(map(tuple, ids_NT.tolist()))
+        return scores_NV + ids_NT.sum(1, keepdim=True)
+
+    tokens_BG = torch.tensor([[4, 5, 6], [7, 8, 9]])
+    parents_BN = torch.tensor([[0, 1, 0], [0, -1, 2]])  # the third draft of row 1 hangs on one that does not count
+    logits_BKV = torch.zeros(2, 4, 10)
+    chain = Proposal(tokens_BG=tokens_BG, num_drafted=[3, 1])
+    found = processed(keep, logits_BKV, [[1, 2], [3]], chain)
+    assert sorted(seen) == [(1, 2), (1, 2, 4), (1, 2, 4, 5), (1, 2, 4, 5, 6), (3,), (3, 7)]
+    assert found[:, :, 0].tolist() == [[3, 7, 12, 18], [3, 10, 0, 0]]
+    seen.clear()
+    tree = Proposal(tokens_BG=tokens_BG, num_drafted=[3, 3], parents_BN=parents_BN)
+    found = processed(keep, logits_BKV, [[1, 2], [3]], tree)
+    assert sorted(seen) == [(1, 2), (1, 2, 4), (1, 2, 4, 5), (1, 2, 6), (3,), (3, 7)]
+    assert found[:, :, 0].tolist() == [[3, 7, 12, 9], [3, 10, 0, 0]]
+
+
+def test_what_would_not_be_exact_is_refused(as_target, models):
+    class SynthIDTextWatermarkLogitsProcessor(BanSumOfLastTwo):
+        """Stands for transformers' own, which wants more than a test has."""
+
+    class Derived(SynthIDTextWatermarkLogitsProcessor):
+        """Has another name."""
+
+    target, drafter = as_target(models[0]), DraftLM(models[1], 64)
+    requests = [Request(prompt_id="p", category="", tokens=(1, 2))]
+    remembering = SynthIDTextWatermarkLogitsProcessor(64)
+    with pytest.raises(InputError, match="Derived remembers earlier calls"):
+        decode(target, requests, GREEDY, drafter, logits_processor=[LogitsProcessorList([Derived(64)])])
+    with pytest.raises(InputError, match="remembers earlier calls"):
+        decode(target, requests, GREEDY, drafter, logits_processor=remembering)
+    with pytest.raises(InputError, match="remembers earlier calls"):
+        decode(target, requests, GREEDY, drafter, logits_processor=LogitsProcessorList([remembering]))
+    with pytest.raises(InputError, match="the overlap of distributions"):
+        decode(target, requests, GREEDY, drafter, measure_overlap=True, logits_processor=BanSumOfLastTwo(64))
+    particles = GREEDY.model_copy(update={"temperature": 1.0, "lossy": ParticleSampling(kind="smc")})
+    with pytest.raises(InputError, match="particles weigh drafts by raw logits"):
+        decode(target, requests, particles, drafter, logits_processor=BanSumOfLastTwo(64))
+    with pytest.raises(InputError, match=r"made scores of shape \[1, 63\] of \[1, 64\]"):
+        decode(target, requests, GREEDY, drafter, logits_processor=lambda _, scores: scores[:, 1:])

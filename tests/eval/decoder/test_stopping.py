@@ -1,0 +1,188 @@
+"""Rounds of a length that the draft's own distributions decide are lossless, by exact enumeration and through the decoder."""
+
+import copy
+
+import pytest
+import torch
+
+from configs.schema.decoding import DecodeConfig
+from configs.schema.drafting import ConfidenceStopping, CostStopping, EntropyStopping
+from eval.decoder.chain_rules import verify_block, verify_tokens
+from eval.decoder.decode import Request, decode, generate
+from eval.lossless.enumeration import enumerate_rule, random_toy
+from heads.proposers.draft_length import rule_for
+from heads.proposers.draft_lm import DraftLM
+
+RULES = {"token": verify_tokens, "block": verify_block}
+PROMPTS = [[7, 12, 3], [20, 9, 9, 31, 5, 6], [40], [11, 12, 13, 11, 12, 13, 11, 12]]
+STOPPING = {
+    "confidence": ConfidenceStopping(rule="confidence", threshold=0.7),
+    "entropy": EntropyStopping(rule="entropy", threshold=0.7),
+    "cost": CostStopping(
+        rule="cost",
+        draft_step_milliseconds=2.0,
+        target_step_milliseconds=[10.0, 11.0, 12.0, 13.0, 14.0, 15.0],
+        acceptance=0.5,
+    ),
+    "cost_of_dear_rows": CostStopping(
+        rule="cost",
+        draft_step_milliseconds=0.0,
+        target_step_milliseconds=[10.0, 16.0, 22.0, 28.0, 34.0, 40.0],
+        acceptance=0.8,
+        tokens_per_second=110.0,
+    ),
+}
+stopping_rules = pytest.mark.parametrize("name", STOPPING)
+
+
+def lengths(stopping, q_BGV):
+    """How many tokens each row drafts when its distributions are these."""
+    rule = rule_for(DecodeConfig(num_speculative_tokens=q_BGV.shape[1], stopping=stopping))
+    still_B, num_drafted_B = torch.ones(len(q_BGV), dtype=torch.bool), torch.zeros(len(q_BGV), dtype=torch.int64)
+    for probs_BV in q_BGV.unbind(1):
+        look = rule.look(probs_BV)
+        num_drafted_B += still_B & look.draws_B
+        still_B &= look.goes_on_B
+    return num_drafted_B
+
+
+@stopping_rules
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_the_output_follows_the_targets_distribution_exactly_whatever_the_rule_makes_of_the_length(rule, name):
+    seen = set()
+
+    def stopped(p, q, tokens, num_drafted, accept, residual, bonus):
+        num_drafted = lengths(STOPPING[name], q)
+        seen.update(num_drafted.tolist())
+        return rule(p, q, tokens, num_drafted, accept, residual, bonus)
+
+    assert max(enumerate_rule(stopped, random_toy(seed)).total_variation for seed in range(3)) < 1e-12
+    assert len(seen) > 1
+    assert (0 in seen) is ("dear" in name)
+
+
+def kept_for_its_own_probability(q, tokens):
+    """A length that depends on the drawn tokens' probabilities; the token that ends the round stays in it."""
+    sure_BG = q.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) > 0.3
+    return (sure_BG.long().cumprod(1).sum(1) + 1).clamp(max=tokens.shape[1])
+
+
+def dropped_for_its_own_probability(q, tokens):
+    """The same, but the token that ends the round is thrown away."""
+    return (q.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) > 0.3).long().cumprod(1).sum(1)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_a_token_may_end_the_round_it_was_drawn_in_and_must_not_be_dropped_from_it(rule):
+    def with_length(length_of):
+        def stopped(p, q, tokens, num_drafted, accept, residual, bonus):
+            return rule(p, q, tokens, length_of(q, tokens), accept, residual, bonus)
+
+        return max(enumerate_rule(stopped, random_toy(seed)).total_variation for seed in range(2))
+
+    assert with_length(kept_for_its_own_probability) < 1e-12
+    assert with_length(dropped_for_its_own_probability) > 1e-3
+
+
+def requests_for(prompts):
+    return [Request(prompt_id=f"p{n}", category="c", tokens=tuple(prompt)) for n, prompt in enumerate(prompts)]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_llama, as_target):
+    """A target that is sometimes sure and sometimes not."""
+    model = tiny_llama(seed=1)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(12.0)
+    return as_target(model)
+
+
+@pytest.fixture(scope="module")
+def draft(target):
+    """The target with noise, so that it is often right."""
+    model = copy.deepcopy(target.model)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * parameter.std() * torch.randn_like(parameter))
+    return DraftLM(model, 64)
+
+
+@stopping_rules
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_greedy_output_is_plain_greedy_output(target, draft, name, batch_size):
+    plain = generate(target, PROMPTS, DecodeConfig(num_speculative_tokens=0, max_new_tokens=24))
+    config = DecodeConfig(num_speculative_tokens=5, max_new_tokens=24, batch_size=batch_size, stopping=STOPPING[name])
+    assert generate(target, PROMPTS, config, draft) == plain
+
+
+@stopping_rules
+def test_records_show_how_many_tokens_each_round_drafted(target, draft, name):
+    config = DecodeConfig(num_speculative_tokens=5, max_new_tokens=40, stopping=STOPPING[name])
+    generations, _ = decode(target, requests_for(PROMPTS), config, draft, measure_overlap=True)
+    rounds = [round_ for generation in generations for round_ in generation.rounds]
+    assert len({len(round_.drafted) for round_ in rounds}) > 1
+    assert any(round_.num_accepted == len(round_.drafted) > 0 for round_ in rounds)
+    assert any(not round_.drafted for generation in generations for round_ in generation.rounds[:-1]) is ("dear" in name)
+    assert all(len(round_.overlap or ()) == min(round_.num_accepted + 1, len(round_.drafted)) for round_ in rounds)
+
+
+@stopping_rules
+@pytest.mark.parametrize("verification", ["token", "block", "match"])
+def test_a_request_gets_the_same_sampled_tokens_in_any_batch(target, draft, name, verification):
+    config = DecodeConfig(
+        num_speculative_tokens=4, max_new_tokens=16, temperature=1.0, verification=verification, stopping=STOPPING[name]
+    )
+    together, _ = decode(target, requests_for(PROMPTS), config, draft)
+    alone = [decode(target, [request], config, draft)[0][0] for request in requests_for(PROMPTS)]
+    assert [generation.tokens for generation in together] == [generation.tokens for generation in alone]
+    assert [generation.rounds for generation in together] == [generation.rounds for generation in alone]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@stopping_rules
+def test_a_draft_equal_to_the_target_is_always_accepted_wherever_it_stops(target, name, temperature):
+    config = DecodeConfig(num_speculative_tokens=5, max_new_tokens=32, temperature=temperature, stopping=STOPPING[name])
+    generations, _ = decode(target, requests_for(PROMPTS), config, DraftLM(target.model, 64))
+    rounds = [round_ for generation in generations for round_ in generation.rounds]
+    assert all(round_.num_accepted == len(round_.drafted) for round_ in rounds)
+    assert len({len(round_.drafted) for round_ in rounds}) > 1
+
+
+def test_a_draft_that_stops_early_saves_its_further_steps(target, draft, monkeypatch):
+    steps = {}
+    for name, stopping in (("fixed", None), ("confidence", STOPPING["confidence"])):
+        calls = []
+        handle = draft.model.model.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        config = DecodeConfig(num_speculative_tokens=5, max_new_tokens=24, stopping=stopping)
+        (generation,), _ = decode(target, requests_for(PROMPTS[:1]), config, draft)
+        handle.remove()
+        assert len(calls) == 1 + sum(len(round_.drafted) for round_ in generation.rounds)  # the prompt is read in one
+        steps[name] = len(calls)
+    assert steps["confidence"] < steps["fixed"]
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_sampled_tokens_follow_the_targets_distribution_over_several_rounds(
+    tiny_llama, as_target, verification, exact_distribution
+):
+    model = tiny_llama(seed=4, vocab_size=3, dtype=torch.float32, spread=3.0)
+    draft = tiny_llama(seed=5, vocab_size=3, dtype=torch.float32, spread=3.0)
+    config = DecodeConfig(
+        num_speculative_tokens=3,
+        max_new_tokens=5,
+        temperature=1.2,
+        verification=verification,
+        stopping=ConfidenceStopping(rule="confidence", threshold=0.37),
+    )
+    number = 6000
+    requests = [Request(prompt_id=str(n), category="", tokens=(1, 2)) for n in range(number)]
+    generations, _ = decode(as_target(model), requests, config, DraftLM(draft, 3))
+    assert len({len(generation.rounds[0].drafted) for generation in generations}) > 1
+    counts = torch.zeros(3, 3, 3, 3)
+    for generation in generations:
+        counts[generation.tokens[:4]] += 1
+    expected = number * exact_distribution(model, (1, 2), 4, config)
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    degrees = counts.numel() - 1
+    assert statistic < degrees + 4 * (2 * degrees) ** 0.5  # about one false alarm in 10,000

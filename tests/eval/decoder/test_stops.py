@@ -1,0 +1,152 @@
+"""A stop string ends the answer with the token that completes it, wherever that token stands and however it was decoded."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from configs.runtime.errors import ConfigError
+from configs.runtime.loading import load_config
+from configs.schema.decoding import DecodeConfig
+from configs.schema.evaluation import EvalConfig
+from eval.decoder.decode import decode, generate
+from eval.decoder.request import StopStrings
+from heads.proposers.draft_lm import DraftLM
+from tests.eval.decoder.test_decode import PROMPTS, Scripted, oracle, requests_for
+
+END = "<end>"
+
+
+def byte_level(merges=()):
+    """Return a tokenizer of a token a byte, and one for each merge, as GPT-2's and its successors' are made."""
+    vocab = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    for merge in merges:
+        vocab["".join(merge)] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
+
+
+MERGED = byte_level([("a", "b"), ("ab", "c"), ("Ã", "©"), ("Ġ", "a")])
+
+
+def ended_at(tokenizer, stops, tokens):
+    """Return how many tokens there are when the search first says so."""
+    search = StopStrings(tokenizer, stops)
+    return next((n for n, token in enumerate(tokens, 1) if search.completes(token)), None)
+
+
+def ended_at_naively(tokenizer, stops, tokens):
+    texts = (tokenizer.decode(tokens[:n], clean_up_tokenization_spaces=False) for n in range(1, len(tokens) + 1))
+    return next((n for n, text in enumerate(texts, 1) if any(stop in text for stop in stops)), None)
+
+
+@given(text=st.text(alphabet="abc é€😀\n", min_size=40, max_size=120), start=st.integers(20, 100), length=st.integers(1, 20))
+@settings(max_examples=60, deadline=None)
+def test_the_search_in_a_tail_finds_what_a_search_in_the_whole_text_finds(text, start, length):
+    tokens, stop = MERGED(text)["input_ids"], text[start : start + length] or "never"
+    assert ended_at(MERGED, [stop], tokens) == ended_at_naively(MERGED, [stop], tokens)
+
+
+def test_a_character_of_several_tokens_counts_when_its_last_byte_has_come():
+    tokenizer = byte_level()
+    tokens = tokenizer("x" * 100 + "ré€😀")["input_ids"]
+    assert [len(tokenizer(char)["input_ids"]) for char in "é€😀"] == [2, 3, 4]
+    assert ended_at(tokenizer, ["é"], tokens) == 103
+    assert ended_at(tokenizer, ["€"], tokens) == 106
+    assert ended_at(tokenizer, ["é€😀"], tokens) == 110
+
+
+def test_a_stop_inside_of_a_token_and_the_first_of_several():
+    tokens = MERGED("zzabczz")["input_ids"]
+    assert ended_at(MERGED, ["b"], tokens) == 3  # z, z, abc
+    assert ended_at(MERGED, ["zzz", "cz", "zza"], tokens) == 3
+
+
+def test_tokens_without_text_do_not_push_the_beginning_of_a_stop_out_of_sight():
+    class Silent:
+        def decode(self, tokens, **kwargs):
+            return "".join("" if token == 0 else chr(token) for token in tokens)
+
+    tokens = [*map(ord, "xxxxxstop"[:7]), *[0] * 200, *map(ord, "op")]
+    assert ended_at(Silent(), ["stop"], tokens) == len(tokens)
+
+
+def test_a_special_token_is_found_as_it_is_written():
+    tokens = [*MERGED("ab")["input_ids"], MERGED.convert_tokens_to_ids(END)]
+    assert ended_at(MERGED, [END], tokens) == len(tokens)
+
+
+# --- in the decoder -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def target(tiny_llama, as_target):
+    tokenizer = byte_level()
+    return replace(as_target(tiny_llama(seed=1, vocab_size=len(tokenizer))), tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def answers(target):
+    return [oracle(target.model, prompt, 24) for prompt in PROMPTS]
+
+
+def stop_behind(target, answer, where):
+    """Return the text of three tokens up to `where`; None where it stands earlier too, or is no whole text."""
+    stop = target.tokenizer.decode(answer[max(0, where - 2) : where + 1])
+    if "\ufffd" in stop or ended_at_naively(target.tokenizer, [stop], answer) != where + 1:
+        return None
+    return stop
+
+
+@pytest.mark.parametrize("gamma", [1, 3, 5])
+def test_a_stop_in_any_slot_and_across_rounds_ends_every_answer_where_plain_decoding_does(target, answers, gamma, tiny_llama):
+    config, found = DecodeConfig(num_speculative_tokens=gamma, max_new_tokens=24), 0
+    for answer, prompt in zip(answers, PROMPTS, strict=True):
+        for where in range(24):
+            stop = stop_behind(target, answer, where)
+            if stop is None:
+                continue
+            found += 1
+            stopping = config.model_copy(update={"stop": [stop]})
+            (generation,), _ = decode(target, requests_for([prompt]), stopping, Scripted([answer]))
+            assert list(generation.tokens) == answer[: where + 1]
+            assert generation.stop_reason == "stop"
+            if generation.rounds:
+                last = generation.rounds[-1]
+                assert last.num_accepted == min(len(last.drafted), len(last.committed))
+    assert found > 12
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_plain_and_speculative_stop_alike_in_any_batch(target, answers, tiny_llama, batch_size, temperature):
+    stops = [stop for answer, where in zip(answers, (2, 5, 9, 14), strict=True) if (stop := stop_behind(target, answer, where))]
+    config = DecodeConfig(
+        max_new_tokens=24, batch_size=batch_size, stop=[*stops, "a", "b"], temperature=temperature, verification="match"
+    )
+    plain = generate(target, PROMPTS, config.model_copy(update={"num_speculative_tokens": 0, "batch_size": 1}))
+    draft = DraftLM(tiny_llama(seed=1, vocab_size=len(target.tokenizer)), len(target.tokenizer))
+    assert generate(target, PROMPTS, config) == plain
+    assert generate(target, PROMPTS, config, draft) == plain
+    assert any(len(answer) < 24 for answer in plain)
+
+
+def test_an_end_of_text_that_completes_a_stop_is_an_end_of_text(target, answers):
+    end = answers[0][3]
+    text = target.tokenizer.decode([end])
+    config = DecodeConfig(max_new_tokens=24, stop=[text if "\ufffd" not in text else END])
+    (generation,), _ = decode(replace(target, eos_token_ids=(end,)), requests_for(PROMPTS[:1]), config)
+    assert generation.stop_reason == "eos"
+
+
+@pytest.mark.parametrize(
+    ("value", "complaint"), [("[]", "one character or more"), ("['']", "one character or more"), ("['a\ufffd']", "U\\+FFFD")]
+)
+def test_strings_that_cannot_be_found_are_refused(value, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        load_config(EvalConfig, None, [f"decode.stop={value}"])

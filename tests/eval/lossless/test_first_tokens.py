@@ -1,0 +1,165 @@
+"""Counting first tokens: the cells are the target's exact distribution, a lossless decoder passes as often as promised, bugs
+do not."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from configs.schema.decoding import DecodeConfig
+from eval.decoder import chain_rules as verify
+from eval.decoder.decode import Request, decode
+from eval.lossless.first_tokens import LEAST_EXPECTED, answer_logits, check_first_tokens, choose_start, find_cells
+from heads.proposers.draft_lm import DraftLM
+from heads.proposers.prompt_lookup import PromptLookup
+
+VOCAB = 10
+PROMPT = (7, 2, 3)
+SAMPLED = DecodeConfig(temperature=1.0, num_speculative_tokens=3, max_new_tokens=8, batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def target(tiny_llama, as_target):
+    return as_target(tiny_llama(seed=1, vocab_size=VOCAB))
+
+
+@pytest.fixture(scope="module")
+def draft(tiny_llama):
+    """A draft that is right about half the time."""
+    return DraftLM(tiny_llama(seed=2, vocab_size=VOCAB), VOCAB)
+
+
+@pytest.fixture(scope="module")
+def plain(target):
+    requests = [Request(prompt_id=f"p{n}", category="c", tokens=(*PROMPT, n)) for n in range(3)]
+    return decode(target, requests, SAMPLED)[0]
+
+
+def every_answer(num_tokens=3):
+    return list(itertools.product(range(VOCAB), repeat=num_tokens))
+
+
+# --- cells --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_samples", [20, 256, 5000])
+@pytest.mark.parametrize("settings", [{}, {"top_k": 3}, {"temperature": 0.3}], ids=str)
+def test_cells_hold_the_exact_probability_of_the_answers_that_fall_into_them(target, exact_distribution, num_samples, settings):
+    sampling = SAMPLED.model_copy(update=settings)
+    distribution = exact_distribution(target.model, PROMPT, 3, sampling).double()
+
+    cells = find_cells(target, PROMPT, sampling, num_samples)
+
+    sums = np.zeros(len(cells.probabilities))
+    for answer in every_answer():
+        sums[cells.find(answer)] += float(distribution[answer])
+    assert cells.probabilities == pytest.approx(sums, abs=1e-6)
+    assert sum(cells.probabilities) == pytest.approx(1.0, abs=1e-6)
+    assert min(cells.probabilities) * num_samples >= LEAST_EXPECTED - 1e-6
+
+
+def test_more_samples_are_worth_more_cells(target):
+    sizes = [len(find_cells(target, PROMPT, SAMPLED, num_samples).probabilities) for num_samples in (6, 100, 256, 5000)]
+    assert sizes == sorted(set(sizes))
+    assert sizes[0] <= 2
+
+
+def test_an_answer_that_ends_early_has_a_cell(tiny_llama, as_target, target):
+    first = int(answer_logits(target, PROMPT, [0])[0].argmax())
+    ending = as_target(target.model, eos=[first])
+    cells = find_cells(ending, PROMPT, SAMPLED, 256)
+    assert cells.find((first,)) == cells.leaves[(first,)]
+    assert len(cells.leaves) > 1
+    with pytest.raises(ValueError, match="do not reach"):
+        cells.find(next(prefix for prefix in cells.leaves if len(prefix) > 1)[:1])
+
+
+# --- where to start -----------------------------------------------------------------------------------------------
+
+
+def test_the_start_is_where_most_samples_come_to_the_same_choice(target, plain):
+    found = choose_start(target, plain, SAMPLED)
+
+    def distribution_after(text):
+        return target.model(torch.tensor([text])).logits[0, -1].detach().softmax(-1)
+
+    def openness(answer, position):
+        text, own = (*answer.prompt_tokens, *answer.tokens[:position]), answer.tokens[position]
+        return float(distribution_after(text)[own] * (1 - sum(distribution_after((*text, own)) ** 2)))
+
+    values = {(each.prompt_id, position): openness(each, position) for each in plain for position in range(7)}
+    assert (found.prompt_id, found.num_answered) == max(values, key=values.get)
+    answer = next(each for each in plain if each.prompt_id == found.prompt_id)
+    assert found.text == (*answer.prompt_tokens, *answer.tokens[: found.num_answered])
+
+
+def test_a_start_leaves_the_context_room_for_a_round(tiny_llama, as_target):
+    target = as_target(tiny_llama(seed=1, vocab_size=VOCAB, max_position_embeddings=12))
+    requests = [Request(prompt_id="p", category="c", tokens=PROMPT)]
+    (answer,) = decode(target, requests, SAMPLED)[0]
+    found = choose_start(target, [answer], SAMPLED)
+    assert len(found.text) + SAMPLED.num_speculative_tokens + 2 <= 12
+    assert choose_start(target, [answer], SAMPLED.model_copy(update={"num_speculative_tokens": 8})) is None
+
+
+# --- the test -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verification", ["token", "block", "match"])
+def test_a_lossless_decoder_passes_as_often_as_promised(target, draft, plain, verification):
+    settings = SAMPLED.model_copy(update={"verification": verification})
+    found = [
+        check_first_tokens(target, draft, plain, settings.model_copy(update={"seed": seed}), 128)["p_value"]
+        for seed in range(12)
+    ]
+    assert min(found) > 0.01 / 12
+    assert 0.2 < np.mean(found) < 0.8
+
+
+def test_a_draft_without_a_distribution_is_sampled_as_well(target, plain):
+    found = check_first_tokens(target, PromptLookup(target.device), plain, SAMPLED, 128)
+    assert found["p_value"] > 0.001
+    assert found["num_samples"] == 128
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_drawing_from_p_after_a_rejection_is_found(target, draft, plain, verification, monkeypatch):
+    finish = verify._finish
+
+    def without_residual(p_BKV, q_BGV, *others):
+        return finish(p_BKV, torch.zeros_like(q_BGV), *others)
+
+    monkeypatch.setattr(verify, "_finish", without_residual)
+    found = check_first_tokens(target, draft, plain, SAMPLED.model_copy(update={"verification": verification}), 2048)
+    assert found["p_value"] < 1e-4
+
+
+def test_a_draft_that_lies_about_its_distribution_is_found_although_the_rule_is_right(target, draft, plain, monkeypatch):
+    monkeypatch.setattr("eval.decoder.verifier._pad_vocabulary", lambda q_BGV, like: q_BGV.roll(1, dims=-1))
+    assert check_first_tokens(target, draft, plain, SAMPLED, 1024)["p_value"] < 1e-4
+
+
+def test_too_few_samples_and_a_distribution_without_choice_are_inconclusive(target, draft, plain):
+    few = check_first_tokens(target, draft, plain, SAMPLED, 99)
+    certain = check_first_tokens(target, draft, plain, SAMPLED.model_copy(update={"top_k": 1}), 128)
+    nothing = check_first_tokens(target, draft, [], SAMPLED, 128)
+    assert [each["p_value"] for each in (few, certain, nothing)] == [None] * 3
+    reasons = [each["reason"] for each in (few, certain, nothing)]
+    assert reasons == ["too_few_samples", "law_too_certain_for_so_few_samples", "no_answer_to_start_from"]
+
+
+def test_samples_that_fail_leave_the_test_open(target, draft, plain, monkeypatch):
+    distribution = draft.propose
+
+    def broken(*arguments, **others):
+        proposal = distribution(*arguments, **others)
+        proposal.probs_BGV[0] = float("nan")
+        return proposal
+
+    monkeypatch.setattr(draft, "propose", broken)
+    found = check_first_tokens(target, draft, plain, SAMPLED, 128)
+    assert (found["p_value"], found["reason"]) == (None, "samples_failed")
+    assert found["num_failed"] > 0

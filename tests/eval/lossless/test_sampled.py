@@ -1,0 +1,184 @@
+"""Samples under test: a lossless decoder passes as often as promised, a lossy one is named, too little is left open."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from configs.schema.decoding import DecodeConfig
+from configs.schema.evaluation import LosslessConfig
+from eval.decoder import chain_rules as verify
+from eval.decoder.decode import Request, decode
+from eval.lossless.sampled import LEAST_PROMPTS, check_likelihood, mean_log_likelihood, pair_answers
+from eval.lossless.verdict import judge_lossless
+from heads.artifact import Draft, Metadata
+from heads.proposers.draft_lm import DraftLM
+from heads.sampling.probabilities import token_probabilities
+
+VOCAB = 10
+SAMPLED = DecodeConfig(temperature=1.0, num_speculative_tokens=3, max_new_tokens=12, batch_size=32)
+CHECKS = LosslessConfig(check_float32_prompts=0, first_token_samples=128)
+MANY = CHECKS.model_copy(update={"first_token_samples": 512})
+
+
+@pytest.fixture(scope="module")
+def target(tiny_llama, as_target):
+    return as_target(tiny_llama(seed=1, vocab_size=VOCAB))
+
+
+@pytest.fixture(scope="module")
+def draft_for(tiny_llama):
+    """Load a draft for a target, one that is right about half the time."""
+
+    def load(target):
+        model = copy.deepcopy(tiny_llama(seed=2, vocab_size=VOCAB)).to(target.model.dtype)
+        metadata = Metadata(
+            kind="draft_lm", target={}, draft_vocab_size=VOCAB, num_speculative_tokens=3, training={}, provenance={}
+        )
+        return Draft(metadata=metadata, proposer=DraftLM(model, VOCAB), num_parameters=1, sha256="0" * 64, warnings=[])
+
+    return load
+
+
+def sample_both(target, draft_for, settings, num_prompts=32):
+    requests = [Request(prompt_id=f"p{n}", category="c", tokens=(7, n % VOCAB, n // VOCAB)) for n in range(num_prompts)]
+    return decode(target, requests, settings)[0], decode(target, requests, settings, draft_for(target).proposer)[0]
+
+
+def judge(target, draft_for, settings=SAMPLED, checks=CHECKS, num_prompts=32):
+    return judge_lossless(target, *sample_both(target, draft_for, settings, num_prompts), settings, checks, draft_for)
+
+
+# --- the verdict --------------------------------------------------------------------------------------------------
+
+
+def test_a_lossless_decoder_is_found_lossless_and_the_section_says_on_what_grounds(target, draft_for):
+    section = judge(target, draft_for)
+    assert (section["verdict"], section["failed_checks"], section["inconclusive_checks"]) == ("lossless", [], [])
+    assert section["checked_prompts"] == 32
+    assert {name: check["outcome"] for name, check in section["checks"].items()} == {
+        "enumeration": "pass",
+        "likelihood": "pass",
+        "first_tokens": "pass",
+    }
+    assert section["checks"]["likelihood"]["num_prompts"] == 32
+    assert section["checks"]["first_tokens"]["num_samples"] == 128
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_the_verdict_on_a_lossless_decoder_does_not_depend_on_luck(target, draft_for, verification):
+    settings = [SAMPLED.model_copy(update={"seed": seed, "verification": verification}) for seed in range(1, 6)]
+    assert [judge(target, draft_for, each)["verdict"] for each in settings] == ["lossless"] * 5
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_a_wrong_residual_turns_the_verdict(target, draft_for, verification, monkeypatch):
+    finish = verify._finish
+
+    def without_residual(p_BKV, q_BGV, *others):
+        return finish(p_BKV, torch.zeros_like(q_BGV), *others)
+
+    monkeypatch.setattr(verify, "_finish", without_residual)
+    section = judge(target, draft_for, SAMPLED.model_copy(update={"verification": verification}), MANY)
+    assert section["verdict"] == "not_lossless"
+    assert {"enumeration", "first_tokens"} <= set(section["failed_checks"])
+    assert section["checks"]["first_tokens"]["adjusted_p_value"] <= 0.01
+
+
+def test_a_mistake_around_the_rule_is_found_by_both_tests_of_samples(target, draft_for, monkeypatch):
+    def too_sure(logits, sampling):
+        return token_probabilities(logits, sampling.model_copy(update={"temperature": 0.6}))
+
+    plain = sample_both(target, draft_for, SAMPLED)[0]
+    monkeypatch.setattr("eval.decoder.verifier.token_probabilities", too_sure)
+    speculative = sample_both(target, draft_for, SAMPLED)[1]
+    section = judge_lossless(target, plain, speculative, SAMPLED, MANY, draft_for)
+    assert section["verdict"] == "not_lossless"
+    assert section["failed_checks"] == ["likelihood", "first_tokens"]
+    assert section["checks"]["likelihood"]["mean_difference"] > 0.1
+
+
+def test_p_values_are_adjusted_for_there_being_two(target, draft_for):
+    checks = judge(target, draft_for)["checks"]
+    tests = [checks["likelihood"], checks["first_tokens"]]
+    smaller, larger = sorted(tests, key=lambda test: test["p_value"])
+    assert smaller["adjusted_p_value"] == pytest.approx(min(1.0, 2 * smaller["p_value"]))
+    assert larger["adjusted_p_value"] == max(larger["p_value"], smaller["adjusted_p_value"])
+
+
+def test_too_few_prompts_or_samples_leave_the_verdict_open_and_say_which(target, draft_for):
+    few_prompts = judge(target, draft_for, num_prompts=LEAST_PROMPTS - 1)
+    few_samples = judge(target, draft_for, checks=CHECKS.model_copy(update={"first_token_samples": 20}))
+    assert [each["verdict"] for each in (few_prompts, few_samples)] == ["inconclusive"] * 2
+    assert few_prompts["inconclusive_checks"] == ["likelihood"]
+    assert few_samples["inconclusive_checks"] == ["first_tokens"]
+    assert few_prompts["checks"]["likelihood"]["reason"] == "too_few_prompts"
+
+
+def test_a_failed_check_outweighs_an_inconclusive_one(target, draft_for, monkeypatch):
+    monkeypatch.setattr("eval.lossless.verdict.check_rule", lambda config: {"outcome": "fail", "rule": config.rule})
+    assert judge(target, draft_for, num_prompts=4)["verdict"] == "not_lossless"
+
+
+@pytest.mark.parametrize(
+    ("changed", "names"),
+    [({"false_alarm_rate": None}, {"enumeration"}), ({"first_token_samples": 0}, {"enumeration", "likelihood"})],
+)
+def test_tests_that_are_off_are_not_run(target, draft_for, changed, names):
+    section = judge(target, draft_for, checks=CHECKS.model_copy(update=changed))
+    assert section["checks"].keys() == names
+    assert section["verdict"] == "lossless"
+
+
+# --- likelihood ---------------------------------------------------------------------------------------------------
+
+
+def test_the_log_likelihood_is_the_mean_over_the_answers_tokens(target, draft_for):
+    (answer,) = sample_both(target, draft_for, SAMPLED, 1)[0]
+    total, text = 0.0, list(answer.prompt_tokens)
+    for token in answer.tokens:
+        logits_V = target.model(torch.tensor([text])).logits[0, -1].detach() / 0.7
+        total += float(logits_V.log_softmax(-1)[token])
+        text.append(token)
+    assert mean_log_likelihood(target, answer, 0.7) == pytest.approx(total / len(answer.tokens), rel=1e-5)
+
+
+def test_sample_and_match_draws_the_very_same_answers(target, draft_for):
+    both = sample_both(target, draft_for, SAMPLED.model_copy(update={"verification": "match"}))
+    found = check_likelihood(target, *both, SAMPLED, 0.01)
+    assert (found["num_identical"], found["mean_difference"], found["p_value"]) == (32, 0.0, 1.0)
+
+
+def test_a_prompt_asked_in_several_turns_counts_once(target, draft_for):
+    plain, speculative = sample_both(target, draft_for, SAMPLED)
+    turns = [
+        [replace(answer, prompt_id=f"p{n // 2}", turn=n % 2) for n, answer in enumerate(side)] for side in (plain, speculative)
+    ]
+    found = check_likelihood(target, *turns, SAMPLED, 0.01)
+    alone = check_likelihood(target, plain, speculative, SAMPLED, 0.01)
+    assert (found["num_prompts"], found["num_answers"]) == (16, 32)
+    assert found["mean_difference"] == pytest.approx(alone["mean_difference"])
+
+
+def test_what_would_show_shrinks_with_the_root_of_the_prompts(target, draft_for):
+    sizes = [check_likelihood(target, *sample_both(target, draft_for, SAMPLED, n), SAMPLED, 0.01) for n in (20, 80)]
+    few, many = (found["detectable_difference"] for found in sizes)
+    assert few / many == pytest.approx(math.sqrt(80 / 20), rel=0.4)
+
+
+def test_failed_answers_are_left_out_and_counted(target, draft_for):
+    plain, speculative = sample_both(target, draft_for, SAMPLED)
+    speculative[3] = replace(speculative[3], stop_reason="non_finite", tokens=())
+    found = check_likelihood(target, plain, speculative, SAMPLED, 0.01)
+    assert (found["num_prompts"], found["num_failed"]) == (31, 1)
+
+
+def test_sides_that_answer_other_requests_are_refused(target, draft_for):
+    plain, speculative = sample_both(target, draft_for, SAMPLED, 2)
+    for other in (speculative[:1], [speculative[0], replace(speculative[1], turn=1)]):
+        with pytest.raises(ValueError, match="the same requests"):
+            pair_answers(plain, other)

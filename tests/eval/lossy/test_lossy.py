@@ -1,0 +1,324 @@
+"""Lossy decoding does what its papers say, is flagged wherever it is reported, and leaves plain decoding alone."""
+
+import math
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from configs.runtime.errors import InputError
+from configs.schema.decoding import DecodeConfig, ParticleSampling, TypicalAcceptance
+from configs.schema.drafting import DynamicTree, StaticTree
+from configs.schema.evaluation import EvalConfig, GateConfig, LosslessConfig, QualityConfig
+from configs.schema.heads import Eagle3Settings, MedusaSettings
+from eval.decoder.decode import Request, decode
+from eval.decoder.request import Row
+from eval.lossless.verdict import judge_lossless
+from eval.lossy.particles import ParticleRun, weigh
+from eval.lossy.typical import typical_threshold
+from eval.measure.interleaved import measure
+from eval.release.checks import judge
+from heads.families.registry import FAMILIES
+from heads.inference.int8_kv_cache import Int8Layer
+from heads.proposers.draft_lm import DraftLM
+from heads.proposers.prompt_lookup import PromptLookup
+from heads.sampling.counter_rng import Streams
+from heads.sampling.probabilities import token_probabilities
+from heads.target.hidden_states import read_states
+from tests.support import distribution_checks as checks
+from tests.support import family_checks
+
+PROMPTS = [(7, 12, 3), (20, 9, 9, 31, 5, 6), (40,)]
+HEADS = {
+    "medusa": MedusaSettings(kind="medusa", num_depths=3, num_layers=1),
+    "eagle3": Eagle3Settings(kind="eagle3", num_depths=3, taps=[1, 2, 3]),
+}
+TREES = {
+    "chain": None,
+    "static": StaticTree(kind="static", branching=[3, 2, 1]),
+    "dynamic": DynamicTree(kind="dynamic", num_nodes=9, width=3),
+}
+
+
+def sampled(lossy, **others):
+    return DecodeConfig(**{"num_speculative_tokens": 3, "max_new_tokens": 14, "temperature": 0.7, "lossy": lossy} | others)
+
+
+def typical(**settings):
+    return TypicalAcceptance(kind="typical", **settings)
+
+
+def smc(num_particles, **settings):
+    return ParticleSampling(kind="smc", num_particles=num_particles, **settings)
+
+
+def requests_for(prompts):
+    return [Request(prompt_id=f"p{n}", category="c", tokens=tuple(prompt)) for n, prompt in enumerate(prompts)]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_llama, as_target):
+    return as_target(tiny_llama(seed=1))
+
+
+@pytest.fixture
+def draft(tiny_llama):
+    return DraftLM(tiny_llama(seed=1, spread=5.5), 64)
+
+
+# --- typical acceptance -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("drafts", ["likeliest", "drawn"])
+@torch.no_grad()
+def test_every_kept_draft_is_plausible_and_the_target_adds_its_likeliest(target, draft, tree, drafts):
+    if (tree, drafts) == ("dynamic", "drawn"):
+        pytest.skip("refused")
+    config = sampled(typical(drafts=drafts), tree=TREES[tree])
+    generations, _ = decode(target, requests_for(PROMPTS), config, draft)
+    kept = 0
+    for generation in generations:
+        text = [*generation.prompt_tokens, generation.tokens[0]]
+        for round_ in generation.rounds:
+            for place, token in enumerate(round_.committed):
+                probs_V = token_probabilities(target.model(torch.tensor([text])).logits[0, -1], config)
+                if place < round_.num_accepted:
+                    assert probs_V[token] > typical_threshold(probs_V, config.lossy.epsilon, config.lossy.delta)
+                else:
+                    assert token == probs_V.argmax()
+                text.append(token)
+            kept += round_.num_accepted
+    assert kept > 0
+
+
+def test_a_strict_threshold_keeps_less_than_a_lenient_one(target, draft):
+    def kept(epsilon, delta):
+        config = sampled(typical(epsilon=epsilon, delta=delta, drafts="drawn"), temperature=1.5)
+        generations, _ = decode(target, requests_for(PROMPTS), config, draft)
+        return sum(round_.num_accepted for generation in generations for round_ in generation.rounds)
+
+    assert kept(0.9, 100.0) < kept(1e-6, 1e-6)
+
+
+@pytest.mark.parametrize("lossy", [typical(), typical(drafts="drawn"), smc(3)])
+def test_a_request_gets_the_same_tokens_in_any_batch(target, draft, lossy):
+    together, _ = decode(target, requests_for(PROMPTS), sampled(lossy), draft)
+    alone = [decode(target, [request], sampled(lossy), draft)[0][0] for request in requests_for(PROMPTS)]
+    assert [(each.tokens, each.rounds) for each in together] == [(each.tokens, each.rounds) for each in alone]
+
+
+# --- particles ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_llama, as_target):
+    target, draft = checks.models(tiny_llama)
+    return as_target(target), draft
+
+
+def distance_from_the_target(pair, exact_distribution, num_particles, number):
+    """Give the total variation of the second and third token's shares, both drafted, from the target's distribution."""
+    config = checks.SAMPLED.model_copy(
+        update={"num_speculative_tokens": 2, "max_new_tokens": 4, "lossy": smc(num_particles, resample_below=0.9)}
+    )
+    counts, _ = checks.sample(*pair, config, number)
+    shares_VV = torch.zeros(checks.VOCAB, checks.VOCAB, dtype=torch.float64)
+    for text, count in counts.items():
+        shares_VV[text[1:]] += count / number
+    return float((shares_VV - exact_distribution(pair[0].model, checks.PROMPT, 3, config).double().sum(0)).abs().sum() / 2)
+
+
+def test_the_distribution_approaches_the_targets_as_particles_grow(pair, exact_distribution):
+    number = 1_000
+    distances = [distance_from_the_target(pair, exact_distribution, count, number) for count in (1, 4, 12)]
+    noise = math.sqrt(checks.VOCAB**2 / number) / 2  # what so many draws from the distribution itself are off by, about
+    assert distances[0] > 3 * noise
+    assert distances[0] > distances[1] > distances[2]
+    assert distances[2] < 1.5 * noise
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_distance_of_many_samples_falls_with_the_number_of_particles(pair, exact_distribution, capsys):
+    sizes = (1, 2, 4, 8, 16)
+    distances = [distance_from_the_target(pair, exact_distribution, size, 20_000) for size in sizes]
+    with capsys.disabled():
+        for size, distance in zip(sizes, distances, strict=True):
+            print(f"smc, {size:2} particles: total variation {distance:.4f}")
+    assert distances == sorted(distances, reverse=True)
+    assert distances[-1] < distances[1] / 4
+
+
+def test_one_particle_writes_what_the_draft_drafts_with_a_token_of_the_targets_in_between(pair, exact_distribution):
+    target, draft = pair
+    number = 4_000
+    prompt = checks.PROMPT
+    distributions = {model: exact_distribution(model, prompt, 3, checks.SAMPLED).double() for model in (target.model, draft)}
+    # Tokens: the target's from the prefill, one draft (the room is for no more), the target's.
+    first_V = distributions[target.model].sum((1, 2))
+    given_first_VV = distributions[draft].sum(2) / distributions[draft].sum((1, 2)).unsqueeze(1)
+    last_VVV = distributions[target.model] / distributions[target.model].sum(2, keepdim=True)
+    expected = first_V[:, None, None] * given_first_VV.unsqueeze(2) * last_VVV
+    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=3, temperature=1.2, lossy=smc(1))
+    found, rounds = checks.sample(target, draft, config, number)
+    assert rounds == number
+    assert checks.held_against(expected, found).p_value > 1e-3
+
+
+@pytest.mark.parametrize("resample_below", [0.0, 0.5, 1.0])
+def test_a_draft_that_is_the_target_is_lossless_with_any_number_of_particles(pair, exact_distribution, resample_below):
+    target, _ = pair
+    distribution = exact_distribution(target.model, checks.PROMPT, 3, checks.SAMPLED)
+    config = checks.SAMPLED.model_copy(update={"lossy": smc(3, resample_below=resample_below)})
+    counts, _ = checks.sample(target, target.model, config, 2_000)
+    assert checks.held_against(distribution, counts).p_value > 1e-3
+
+
+def test_cycles_never_roll_back_and_go_on_to_the_end_of_the_room(target, draft):
+    generations, timing = decode(target, requests_for(PROMPTS), sampled(smc(4)), draft)
+    for generation in generations:
+        assert len(generation.tokens) == 14
+        assert [round_.num_accepted for round_ in generation.rounds] == [3, 3, 3, 0]
+        drafted = [token for round_ in generation.rounds for token in round_.committed]
+        assert tuple(drafted) == generation.tokens[1:]
+    assert timing.num_rounds == 12
+
+
+@torch.no_grad()
+def test_resampled_places_go_on_with_their_ancestors_cache(target, tiny_llama, monkeypatch):
+    """The target's distribution that a place is weighed by is that of an independent forward over its text."""
+    seen = []
+
+    def noting(log_weights_RN, p_RNGV, q_RNGV, tokens_RNG, read_RN):
+        seen.append((p_RNGV, q_RNGV, tokens_RNG))
+        return weigh(log_weights_RN, p_RNGV, q_RNGV, tokens_RNG, read_RN)
+
+    monkeypatch.setattr("eval.lossy.particles.weigh", noting)
+    model = tiny_llama(seed=3)
+    config = sampled(smc(4, resample_below=1.0), max_new_tokens=13)  # full cycles to the end
+    run = ParticleRun(target, requests_for(PROMPTS[:2]), config, DraftLM(model, 64))
+    run.prefill()
+    moved = 0
+    while run.active:
+        before = [list(particle.tokens) for particle in run.active]
+        run.round()
+        p_BGV, q_BGV, tokens_BG = (value.flatten(0, 1) for value in seen[-1])
+        for row, text in enumerate(before):
+            drafts = tokens_BG[row].tolist()
+            for who, probs_GV in ((target.model, p_BGV[row]), (model, q_BGV[row])):
+                logits_TV = who(torch.tensor([[*text, *drafts]])).logits[0, len(text) - 1 : -1]
+                torch.testing.assert_close(probs_GV, token_probabilities(logits_TV, config), atol=1e-5, rtol=1e-4)
+        after = [particle.tokens[: len(text)] for particle, text in zip(run.active, before, strict=False)]
+        moved += sum(one != other for one, other in zip(before, after, strict=False))
+    assert moved > 0
+
+
+@pytest.mark.parametrize("head", HEADS)
+@torch.no_grad()
+def test_heads_go_on_from_what_their_ancestor_had_read(head, as_target, monkeypatch):
+    """The distribution of each place's first draft is that of the same head started afresh on the text so far."""
+    seen = []
+    monkeypatch.setattr("eval.lossy.particles.weigh", lambda *values: seen.append(values[2].flatten(0, 1)) or weigh(*values))
+    target = as_target(family_checks.tiny_target("llama"))
+    module = family_checks.build(HEADS[head], target.model)
+    config = sampled(smc(3, resample_below=1.0), num_speculative_tokens=2, max_new_tokens=10)
+    run = ParticleRun(target, requests_for(PROMPTS[:2]), config, FAMILIES[head].propose(module, target.device))
+    run.prefill()
+    while run.active:
+        texts = [list(particle.tokens) for particle in run.active]
+        run.round()
+        for row, text in enumerate(texts):
+            fresh = FAMILIES[head].propose(module, target.device)
+            states = read_states(target.model, torch.tensor([text[:-1]]), fresh.taps)
+            fresh.start([text], 64, states)
+            streams = Streams(0, [1], target.device)
+            proposal = fresh.propose([text], 1, config, streams, keep_logits=False)
+            torch.testing.assert_close(seen[-1][row, 0], proposal.probs_BGV[0, 0], atol=1e-5, rtol=1e-4)
+    assert len(seen) == 3
+
+
+def test_texts_may_end_at_any_place_and_the_answer_stops_there(tiny_llama, as_target, draft):
+    target = as_target(tiny_llama(seed=1), eos=tuple(range(0, 64, 7)))
+    requests = [Request(prompt_id=str(n), category="", tokens=(7, n % 64)) for n in range(40)]
+    generations, _ = decode(target, requests, sampled(smc(3), temperature=1.0), draft)
+    assert {generation.stop_reason for generation in generations} >= {"eos"}
+    for generation in generations:
+        ends = [place for place, token in enumerate(generation.tokens) if token in target.eos_token_ids]
+        assert (ends == [len(generation.tokens) - 1]) == (generation.stop_reason == "eos")
+        assert sum(len(round_.committed) for round_ in generation.rounds) == len(generation.tokens) - 1
+
+
+def test_texts_of_which_only_ended_ones_are_left_end_their_request(tiny_llama, as_target):
+    target, draft = as_target(tiny_llama(seed=1), eos=(3, 11, 25, 40)), DraftLM(tiny_llama(seed=2), 64)
+    requests = requests_for([(7, n, 12) for n in range(40)])
+    generations, _ = decode(target, requests, sampled(smc(8), temperature=1.0), draft)
+    assert {each.stop_reason for each in generations} == {"eos", "length"}
+
+
+def test_a_copied_text_ends_at_a_stop_string_that_was_begun_before_it_was_copied(target):
+    row = Row(requests_for([(7,)])[0], target, DecodeConfig(stop=["w1 w2"]))
+    one, two = target.tokenizer.convert_tokens_to_ids(["w1", "w2"])
+    row.commit([one], finite=True)
+    other = row.copied()
+    other.commit([two], finite=True)
+    assert (other.stop_reason, row.stop_reason) == ("stop", None)
+    row.commit([one], finite=True)
+    assert (len(other.tokens), len(row.tokens)) == (3, 3)
+
+
+def test_particles_keep_keys_and_values_as_plain_decoding_does(target, draft):
+    run = ParticleRun(target, requests_for(PROMPTS), sampled(smc(2), kv_cache="int8"), draft)
+    assert {type(layer) for layer in run.cache.rows} == {Int8Layer}
+
+
+def test_a_request_whose_logits_are_not_finite_fails_alone(tiny_llama, as_target, draft):
+    model = tiny_llama(seed=1)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[40] = float("nan")
+    mixed, _ = decode(as_target(model), requests_for(PROMPTS), sampled(smc(3)), draft)
+    alone, _ = decode(as_target(model), requests_for(PROMPTS[:1]), sampled(smc(3)), draft)
+    assert mixed[2].stop_reason == "non_finite"
+    assert mixed[0].tokens == alone[0].tokens
+
+
+def test_particles_need_a_draft_with_a_distribution(target):
+    with pytest.raises(InputError, match="PromptLookup draws none"):
+        decode(target, requests_for([(5, 6, 5, 6, 5)]), sampled(smc(2)), PromptLookup(target.device))
+
+
+# --- the flag -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lossy", [typical(), smc(2)])
+def test_plain_decoding_and_the_baselines_stay_lossless(target, draft, lossy):
+    config = EvalConfig.model_construct(decode=sampled(lossy), repeats=1, warmup_prompts=0)
+    proposers = {"speculative": draft, "prompt_lookup": PromptLookup(target.device)}
+    records = measure(target, requests_for(PROMPTS), config, proposers)
+    plain, _ = decode(target, requests_for(PROMPTS), sampled(None))
+    assert [each.tokens for each in records.of("autoregressive")] == [each.tokens for each in plain]
+    assert [each.tokens for each in records.of("prompt_lookup")] == [each.tokens for each in plain]
+    assert [each.tokens for each in records.of("speculative")] != [each.tokens for each in plain]
+
+
+@pytest.mark.parametrize("lossy", [typical(), smc(2)])
+def test_the_verdict_names_a_lossy_mode_and_tests_no_samples(target, draft, lossy):
+    plain, _ = decode(target, requests_for(PROMPTS), sampled(lossy))
+    other, _ = decode(target, requests_for(PROMPTS), sampled(lossy), draft)
+    section = judge_lossless(target, plain, other, sampled(lossy), LosslessConfig(check_float32_prompts=0), lambda _: None)
+    assert (section["verdict"], section["checks"]) == ("lossy_by_design", {})
+
+
+def test_the_gate_refuses_a_lossy_report_unless_it_lists_the_verdict(report):
+    report["lossless"] |= {"verdict": "lossy_by_design", "divergences": []}
+    report["decode"]["lossy"] = {"kind": "typical", "epsilon": 0.09, "delta": 0.3, "drafts": "likeliest"}
+    assert judge(report, GateConfig()).outcome == "fail"
+    report["quality"] = {"num_answers": 2, "num_identical": 1, "num_failed": 0, "num_cut": 0, "perplexity": None, "scores": {}}
+    assert judge(report, GateConfig()).outcome == "fail"
+    assert judge(report, GateConfig(lossless=["lossy_by_design"])).outcome == "pass"
+
+
+def test_an_evaluation_refuses_a_lossy_mode_without_the_quality_beside_it():
+    with pytest.raises(ValidationError, match="changes answers, and nothing judges them: set quality"):
+        EvalConfig(decode=sampled(typical()))
+    assert EvalConfig(decode=sampled(typical()), quality=QualityConfig()).decode.rule == "typical"

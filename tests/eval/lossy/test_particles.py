@@ -1,0 +1,144 @@
+"""The distribution of a particle run tends to the target's as particles grow in number, and resampling is unbiased."""
+
+import itertools
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from eval.lossy.particles import choose, draw_bonus, effective_sample_size, resample, systematic_ancestors, weigh, weight_shares
+from heads.sampling.probabilities import draw
+
+
+def random_distributions(seed, *shape):
+    return (1.5 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)).softmax(-1)
+
+
+def distribution_after_one_cycle(p_V, q_V, bonus_VV, num_particles, power):
+    """Give the exact distribution `[V, V]` of the chosen particle's draft and bonus, over every number of particles at every
+    draft."""
+    vocab_size = len(p_V)
+    chosen_VV = torch.zeros(vocab_size, vocab_size, dtype=torch.float64)
+    for drafts in itertools.combinations_with_replacement(range(vocab_size), num_particles):
+        counts = Counter(drafts)
+        ways = math.factorial(num_particles) / math.prod(map(math.factorial, counts.values()))
+        probability = ways * math.prod(q_V[token].item() for token in drafts)
+        tokens_BN = torch.tensor([drafts])
+        distributions = [probs_V.expand(1, num_particles, 1, vocab_size) for probs_V in (p_V, q_V)]
+        weights = weigh(
+            torch.zeros(1, num_particles), *distributions, tokens_BN.unsqueeze(-1), torch.ones_like(tokens_BN), power
+        )
+        halves = torch.full((1, num_particles), 0.5)
+        _, weights = draw_bonus(weights, bonus_VV[tokens_BN], halves, torch.zeros_like(tokens_BN, dtype=torch.bool), power)
+        for token, share in zip(drafts, weight_shares(weights)[0].tolist(), strict=True):
+            bonus_V = bonus_VV[token] ** power
+            chosen_VV[token] += probability * share * bonus_V / bonus_V.sum()
+    return chosen_VV
+
+
+@pytest.mark.parametrize("power", [1.0, 2.0])
+def test_the_exact_distribution_of_one_cycle_approaches_the_one_aimed_at(power):
+    p_V, q_V = random_distributions(0, 2, 3)
+    bonus_VV = random_distributions(1, 3, 3)
+    aim_VV = p_V.unsqueeze(1) ** power * bonus_VV**power
+    aim_VV = aim_VV / aim_VV.sum()
+    distances = [
+        (distribution_after_one_cycle(p_V, q_V, bonus_VV, count, power) - aim_VV).abs().sum().item() / 2
+        for count in (1, 2, 4, 8, 16)
+    ]
+    assert distances == sorted(distances, reverse=True)
+    # The bias of a self-normalised estimate falls with 1/N.
+    assert distances[-1] < distances[1] / 5
+    if power == 1:
+        assert distances[0] == pytest.approx((p_V - q_V).abs().sum().item() / 2, abs=1e-12)
+
+
+def run_cycles(p, q, num_requests, num_particles, generator):
+    """Run two cycles of one draft and a bonus over distributions given by prefix, and count the texts by the particles'
+    shares."""
+    shape = (num_requests, num_particles)
+    weights, prefix = torch.zeros(shape), torch.zeros(shape, dtype=torch.int64)
+
+    def uniform(*size):
+        return torch.rand(*size, generator=generator, dtype=torch.float64)
+
+    for level in (0, 2):
+        drafts = draw(q[level][prefix], uniform(*shape))
+        distributions = p[level][prefix].unsqueeze(2), q[level][prefix].unsqueeze(2)
+        weights = weigh(weights, *distributions, drafts.unsqueeze(2), torch.ones_like(drafts))
+        prefix = 2 * prefix + drafts
+        bonus, weights = draw_bonus(weights, p[level + 1][prefix], uniform(*shape), torch.zeros(shape, dtype=torch.bool))
+        ancestors, weights = resample(weights, uniform(num_requests), below=0.9)
+        prefix = (2 * prefix + bonus).gather(1, ancestors)
+    chosen = choose(weights, uniform(num_requests))
+    return torch.bincount(prefix.gather(1, chosen.unsqueeze(1)).squeeze(1), minlength=16) / num_requests
+
+
+def test_the_distribution_of_two_cycles_with_resampling_approaches_the_targets():
+    p, q = ([random_distributions(10 * who + level, 2**level, 2) for level in range(4)] for who in range(2))
+    joint = torch.stack([math.prod(p[i][text >> (4 - i), (text >> (3 - i)) & 1] for i in range(4)) for text in range(16)])
+    generator = torch.Generator().manual_seed(0)
+    distances = [(run_cycles(p, q, 20_000, count, generator) - joint).abs().sum().item() / 2 for count in (1, 4, 32)]
+    noise = 0.02  # sixteen shares counted over 20,000 requests
+    assert distances[0] > 4 * noise
+    assert distances[0] > distances[1] > distances[2]
+    assert distances[2] < noise
+
+
+def test_a_draft_that_is_the_target_keeps_all_weights_equal_and_never_resamples():
+    p = random_distributions(3, 5, 8, 4, 6)
+    tokens = torch.randint(6, (5, 8, 4), generator=torch.Generator().manual_seed(0))
+    weights = weigh(torch.zeros(5, 8), p, p, tokens, torch.full((5, 8), 4))
+    assert torch.equal(weights, torch.zeros(5, 8, dtype=torch.float64))
+    assert effective_sample_size(weights).tolist() == pytest.approx([8.0] * 5)
+    assert resample(weights, torch.rand(5), below=0.999)[0].tolist() == [list(range(8))] * 5
+
+
+def test_a_weight_is_the_ratio_of_the_two_joint_probabilities_of_what_was_drafted():
+    p, q = random_distributions(4, 2, 3, 4, 3, 5)
+    tokens = torch.randint(5, (3, 4, 3), generator=torch.Generator().manual_seed(0))
+    counts = torch.arange(12).reshape(3, 4) % 4
+    weights = weigh(torch.full((3, 4), 0.7), p, q, tokens, counts)
+    for row, particle in itertools.product(range(3), range(4)):
+        ratio = math.exp(0.7)
+        for i in range(counts[row, particle]):
+            token = tokens[row, particle, i]
+            ratio *= (p[row, particle, i, token] / q[row, particle, i, token]).item()
+        assert math.exp(weights[row, particle]) == pytest.approx(ratio, rel=1e-6)
+
+
+def test_systematic_resampling_gives_each_particle_its_share_of_places_on_average_and_never_a_whole_place_less_or_more():
+    weights = torch.tensor([[0.0, -1.0, -0.3, -math.inf, 0.6]])
+    wanted = 5 * weight_shares(weights)[0]
+    offsets = (torch.arange(2000, dtype=torch.float64) + 0.5) / 2000
+    ancestors = systematic_ancestors(weights.expand(2000, -1), offsets)
+    places = torch.stack([(ancestors == particle).sum(1) for particle in range(5)], 1)
+    assert (places.double().mean(0) - wanted).abs().max() < 1e-3
+    assert bool(((places >= wanted.floor()) & (places <= wanted.ceil())).all())
+
+
+def test_only_worn_out_requests_resample_and_they_start_again_from_equal_weights():
+    weights = torch.tensor([[0.0, 0.1, 0.0, 0.1], [0.0, -9.0, -9.0, -9.0]])
+    ancestors, after = resample(weights, torch.tensor([0.3, 0.3]), below=0.5)
+    assert ancestors.tolist() == [[0, 1, 2, 3], [0, 0, 0, 0]]
+    assert torch.equal(after, torch.stack([weights[0], torch.zeros(4)]))
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
+def test_no_offset_leads_to_a_particle_without_weight(uniform):
+    weights = torch.tensor([[-math.inf, 0.0, 0.0, -math.inf]])
+    assert set(systematic_ancestors(weights, torch.tensor([uniform], dtype=torch.float64))[0].tolist()) <= {1, 2}
+    assert choose(weights, torch.tensor([uniform], dtype=torch.float64)).item() in (1, 2)
+
+
+def test_particles_that_are_all_impossible_share_alike():
+    assert weight_shares(torch.full((1, 4), -math.inf)).tolist() == [[0.25] * 4]
+
+
+def test_where_the_target_rules_out_every_text_all_go_on_and_are_weighed_again():
+    weights_BN = torch.tensor([[-torch.inf] * 3, [0.0, -torch.inf, 0.0]])
+    ancestors_BN, after_BN = resample(weights_BN, torch.full((2,), 0.4), below=0.5)
+    assert ancestors_BN[0].tolist() == [0, 1, 2]
+    assert after_BN[0].tolist() == [0.0, 0.0, 0.0]
+    assert torch.equal(after_BN[1], weights_BN[1])

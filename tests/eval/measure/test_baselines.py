@@ -1,0 +1,114 @@
+"""The free baselines: made by name, measured beside a draft, and with no repeat that copies the answer of an earlier one."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from configs.runtime.errors import InputError
+from configs.schema.decoding import DecodeConfig
+from configs.schema.drafting import ConfidenceStopping, StaticTree
+from configs.schema.evaluation import EvalConfig, LosslessConfig, SuiteConfig
+from configs.schema.target import TargetConfig
+from eval.decoder.decode import Request, decode
+from eval.decoder.records import AUTOREGRESSIVE
+from eval.evaluation import evaluate
+from eval.measure.interleaved import Measurement, measure
+from eval.measure.proposers import MAKERS, make_baselines
+from eval.report.schema import read_report
+from heads.proposers.suffix_lookup import SuffixLookup
+
+NAMES = ["prompt_lookup", "suffix_lookup", "self_speculation"]
+PROMPTS = [(7, 12, 3), (20, 9, 9), (40, 7, 12)]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_llama, as_target):
+    return as_target(tiny_llama(seed=1, layers=5))
+
+
+@pytest.fixture
+def requests():
+    return [Request(prompt_id=f"q{number}", category="c", tokens=prompt) for number, prompt in enumerate(PROMPTS)]
+
+
+@pytest.fixture
+def config():
+    return EvalConfig(
+        decode=DecodeConfig(num_speculative_tokens=3, max_new_tokens=16), repeats=3, warmup_prompts=3, baselines=NAMES
+    )
+
+
+def test_a_report_holds_every_baseline_that_was_asked_for(tiny_run, tmp_path):
+    config = EvalConfig(
+        target=TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu"),
+        draft=str(tiny_run / "artifact"),
+        suite=SuiteConfig(path=str(tiny_run / "suite.jsonl"), num_prompts=3),
+        decode=DecodeConfig(num_speculative_tokens=2, max_new_tokens=8, batch_size=2),
+        baselines=NAMES,
+        lossless=LosslessConfig(check_float32_prompts=0),
+        bootstrap_samples=20,
+        output=str(tmp_path / "evaluation"),
+    )
+    assert evaluate(config) == 0
+    baselines = read_report(Path(config.output) / "report.json")["baselines"]
+    assert set(baselines) == {AUTOREGRESSIVE, *NAMES}
+    assert all(1.0 <= each["tokens_per_target_step"] <= 3.0 for each in baselines.values())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_no_baseline_changes_an_answer(target, requests, config, batch_size, temperature):
+    settings = config.decode.model_copy(update={"batch_size": batch_size, "temperature": temperature, "verification": "match"})
+    config = config.model_copy(update={"decode": settings, "repeats": 1})
+    records = measure(target, requests, config, make_baselines(config, target))
+    plain = [each.tokens for each in records.of(AUTOREGRESSIVE)]
+    for name in NAMES:
+        assert [each.tokens for each in records.of(name)] == plain
+
+
+def test_every_repeat_of_suffix_lookup_takes_the_same_rounds_and_earlier_prompts_help(target, requests, config):
+    """Were the memory fed by the decoder itself, a second repeat or a warmed-up prompt would copy its own answer."""
+    asked = [*requests, Request(prompt_id="again", category="c", tokens=PROMPTS[0])]
+    rounds = {}
+    for warmup_prompts in (0, 4):
+        settings = config.model_copy(update={"baselines": ["suffix_lookup"], "warmup_prompts": warmup_prompts})
+        timings = measure(target, asked, settings, make_baselines(settings, target)).timings
+        for each in timings:
+            if each.mode == "suffix_lookup":
+                rounds.setdefault(each.prompt_ids, set()).add(each.num_rounds)
+    assert all(len(each) == 1 for each in rounds.values())
+    assert rounds["again",] < rounds["q0",] or min(rounds["again",]) < min(rounds["q0",])
+
+
+def test_a_lookup_that_learns_by_itself_would_copy(target, requests, config):
+    config = config.model_copy(update={"warmup_prompts": 0})
+    timings = measure(target, requests[:1], config, {"suffix_lookup": SuffixLookup(target.device)}).timings
+    first, second, *_ = [each.num_rounds for each in timings if each.mode == "suffix_lookup"]
+    assert second < first
+
+
+def test_baselines_draft_whole_chains_whatever_is_asked_of_the_draft(target, requests, config):
+    asked = config.decode.model_copy(update={"tree": StaticTree(kind="static", branching=[2, 1])})
+    measurement = Measurement(target, config.model_copy(update={"decode": asked}), make_baselines(config, target))
+    assert all(measurement.settings[name].tree is None for name in NAMES)
+    stopped = config.decode.model_copy(update={"stopping": ConfidenceStopping(rule="confidence", threshold=1.0)})
+    measurement = Measurement(target, config.model_copy(update={"decode": stopped}), make_baselines(config, target))
+    (generation,), _ = decode(
+        target, requests[:1], measurement.settings["self_speculation"], measurement.modes["self_speculation"]
+    )
+    assert len(generation.rounds[0].drafted) == 3
+
+
+def test_self_speculation_drafts_with_a_quarter_of_the_blocks_or_as_many_as_are_named(target, config):
+    assert make_baselines(config, target)["self_speculation"].num_layers == 1
+    more = config.model_copy(update={"self_speculation_layers": 4})
+    assert make_baselines(more, target)["self_speculation"].num_layers == 4
+    with pytest.raises(InputError, match="needs 1 to 4 of the target's 5 blocks, got 5"):
+        make_baselines(config.model_copy(update={"self_speculation_layers": 5}), target)
+
+
+def test_the_schemas_names_are_the_makers(config):
+    assert list(MAKERS) == NAMES
+    with pytest.raises(ValidationError, match="must name each way once"):
+        EvalConfig(baselines=["prompt_lookup", "prompt_lookup"])

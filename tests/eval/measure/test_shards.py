@@ -1,0 +1,148 @@
+"""Several processes share a run: no prompt dropped or doubled, the same numbers as one process has, failures listed."""
+
+import json
+import multiprocessing
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import PartialState
+
+import eval.measure.interleaved
+from configs.schema.decoding import DecodeConfig
+from configs.schema.evaluation import EvalConfig, SuiteConfig
+from configs.schema.target import TargetConfig
+from eval.decoder.decode import decode
+from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Generation, Timing
+from eval.evaluation import evaluate
+from eval.measure.record_files import read_records
+from eval.report.schema import numbers_of, read_report
+
+MODES = [AUTOREGRESSIVE, SPECULATIVE, "prompt_lookup"]
+TIMES = ("seconds", "speed", "shares", "phases")
+
+
+@pytest.fixture
+def config(tiny_run, tmp_path):
+    rows = [{"question_id": f"q{n}", "category": f"c{n % 3}", "turns": [f"w{n} w{2 * n}", "w3"][: 1 + n % 2]} for n in range(7)]
+    (tmp_path / "suite.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return EvalConfig(
+        target=TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu"),
+        draft=str(tiny_run / "artifact"),
+        suite=SuiteConfig(path=str(tmp_path / "suite.jsonl")),
+        decode=DecodeConfig(num_speculative_tokens=2, max_new_tokens=8, batch_size=2),
+        repeats=1,
+        bootstrap_samples=50,
+        output=str(tmp_path / "evaluation"),
+    )
+
+
+def records_of(config, kind):
+    return [each for each in read_records(Path(config.output) / "records.jsonl") if isinstance(each, kind)]
+
+
+def run_as(rank, count, folder, config):
+    """Evaluate as one of several processes that a launcher started."""
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29541"}
+    os.environ.update({name: str(value) for name, value in variables.items()} | {"ACCELERATE_USE_CPU": "true"})
+    PartialState._reset_state()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count)
+    code = evaluate(config)
+    torch.distributed.destroy_process_group()
+    os._exit(code)  # what pytest would do at the end of a process is not this one's business
+
+
+def run_shared(config, count, folder):
+    context = multiprocessing.get_context("fork")  # a fresh interpreter would spend seconds on imports
+    processes = [context.Process(target=run_as, args=(rank, count, folder, config)) for rank in range(count)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=250)
+    return [process.exitcode for process in processes]
+
+
+def test_two_processes_report_what_one_reports(config, tmp_path):
+    alone = config.model_copy(update={"output": str(tmp_path / "alone")})
+    assert evaluate(alone) == 0
+    assert run_shared(config, 2, tmp_path) == [0, 0]
+
+    places = Counter((each.mode, each.prompt_id, each.turn) for each in records_of(config, Generation))
+    assert places == {(mode, f"q{n}", turn): 1 for mode in MODES for n in range(7) for turn in range(1 + n % 2)}
+    assert records_of(config, Generation) == records_of(alone, Generation)
+    labels = [[(each.prompt_ids, each.mode) for each in records_of(one, Timing)] for one in (config, alone)]
+    assert labels[0] == labels[1]
+    ours, theirs = (read_report(Path(one.output) / "report.json") for one in (config, alone))
+    assert (ours["hardware"]["processes"], theirs["hardware"]["processes"]) == (2, 1)
+    for section in ("acceptance", "prompts", "by_category", "baselines"):
+        assert untimed(ours[section]) == pytest.approx(untimed(theirs[section])), section
+    assert ours["prompts"] == theirs["prompts"]
+    assert ours["samples"] == theirs["samples"]
+    assert sorted(path.name for path in Path(config.output).iterdir()) == sorted(
+        path.name for path in Path(alone.output).iterdir()
+    )
+
+
+def untimed(section):
+    """Return the numbers of a section that are no times."""
+    return {path: value for path, value in numbers_of(section) if not any(word in path for word in TIMES)}
+
+
+# --- failures -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def without_memory(monkeypatch):
+    """Let decoding fail for want of memory, in one mode, for the batch with one prompt, at one repeat."""
+
+    def install(mode, prompt_id, repeat=0):
+        def failing(target, batch, *arguments, **labels):
+            wanted = labels.get("mode") == mode and labels.get("repeat") == repeat
+            if wanted and (prompt_id is None or prompt_id in {request.prompt_id for request in batch}):
+                raise torch.OutOfMemoryError("no memory left")
+            return decode(target, batch, *arguments, **labels)
+
+        monkeypatch.setattr(eval.measure.interleaved, "decode", failing)
+
+    return install
+
+
+@pytest.mark.parametrize("repeat", [0, 1])
+def test_a_batch_that_the_machine_gives_up_on_is_listed_and_timed_in_no_mode(config, without_memory, repeat):
+    without_memory(SPECULATIVE, "q2", repeat)
+    assert evaluate(config.model_copy(update={"repeats": 2})) == 0
+    report = read_report(Path(config.output) / "report.json")
+    assert [(each["prompt_id"], each["turn"], each["mode"], each["stop_reason"]) for each in report["prompts"]["failed"]] == [
+        ("q2", 0, SPECULATIVE, "error"),
+        ("q3", 0, SPECULATIVE, "error"),
+    ]
+    assert (report["prompts"]["num_asked"], report["prompts"]["num_prompts"]) == (7, 5)
+    timed = {prompt_id for each in records_of(config, Timing) for prompt_id in each.prompt_ids}
+    assert "q2" not in timed
+    assert report["lossless"]["verdict"] == "lossless"  # what was not decoded is no evidence against it
+
+
+def test_turns_after_a_failed_plain_answer_are_lost_in_every_mode(config, without_memory):
+    without_memory(AUTOREGRESSIVE, "q2")
+    evaluate(config)
+    failed = read_report(Path(config.output) / "report.json")["prompts"]["failed"]
+    lost = [(each["prompt_id"], each["turn"], each["mode"]) for each in failed if each["stop_reason"] == "after_a_failed_turn"]
+    assert lost == [("q3", 1, mode) for mode in MODES]
+
+
+def test_a_machine_that_can_decode_nothing_is_no_report(config, without_memory):
+    without_memory("prompt_lookup", None)
+    with pytest.raises(RuntimeError, match="not one batch could be decoded in every mode"):
+        evaluate(config)
+    assert not (Path(config.output) / "report.json").exists()
+
+
+def test_a_failure_while_warming_up_is_raised_at_once(config, monkeypatch):
+    def failing(*arguments, **labels):
+        raise torch.OutOfMemoryError("no memory left")
+
+    monkeypatch.setattr(eval.measure.interleaved, "decode", failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        evaluate(config)

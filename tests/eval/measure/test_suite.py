@@ -1,0 +1,145 @@
+"""Suites: the one that ships, and choosing a few prompts of a large one."""
+
+import hashlib
+import json
+from collections import Counter
+
+import datasets
+import pytest
+
+from configs.runtime.errors import InputError
+from configs.schema.evaluation import SuiteConfig
+from eval.measure.suite import CHECKOUT, load_suite
+
+HOUSE = "eval/suites/house64.jsonl"
+CATEGORIES = ["writing", "coding", "maths", "reasoning", "extraction", "translation", "summarising", "chat"]
+
+
+@pytest.fixture
+def suite_file(tmp_path):
+    rows = [
+        {"question_id": f"{name}-{n}", "category": name, "turns": [f"{name}{n}", "then"]} for n, name in enumerate("aaaabc")
+    ]
+    path = tmp_path / "suite.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_the_suite_that_ships_has_eight_prompts_of_each_of_eight_categories():
+    suite = load_suite(SuiteConfig())
+    assert Counter(prompt.category for prompt in suite.prompts) == dict.fromkeys(CATEGORIES, 8)
+    assert suite.categories == CATEGORIES
+    assert len(set(suite.ids)) == 64
+    assert len({prompt.user_text for prompt in suite.prompts}) == 64
+    assert suite.num_turns_left_out == 0
+    assert suite.format == "turns"
+
+
+def test_it_is_found_from_any_folder_and_identified_by_its_bytes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    suite = load_suite(SuiteConfig(path=HOUSE))
+    assert suite.source == HOUSE
+    assert suite.sha256 == hashlib.sha256((CHECKOUT / HOUSE).read_bytes()).hexdigest()
+
+
+def test_a_few_prompts_are_spread_evenly_over_the_categories():
+    chosen = load_suite(SuiteConfig(num_prompts=20)).prompts
+    counts = Counter(prompt.category for prompt in chosen)
+    assert list(counts) == CATEGORIES
+    assert set(counts.values()) == {2, 3}
+    assert load_suite(SuiteConfig(num_prompts=8)).ids == [f"{name}-1" for name in CATEGORIES]
+
+
+def test_a_category_that_runs_out_leaves_its_place_to_the_others(suite_file):
+    suite = load_suite(SuiteConfig(path=str(suite_file), num_prompts=5))
+    assert suite.ids == ["a-0", "b-4", "c-5", "a-1", "a-2"]
+
+
+@pytest.mark.parametrize(("max_turns", "left_out"), [(None, 0), (1, 6), (2, 0)])
+def test_later_turns_can_be_left_out_and_are_counted(suite_file, max_turns, left_out):
+    suite = load_suite(SuiteConfig(path=str(suite_file), max_turns=max_turns))
+    assert {len(prompt.turns) for prompt in suite.prompts} == {max_turns or 2}
+    assert suite.num_turns_left_out == left_out
+
+
+def test_more_prompts_than_there_are_is_refused(suite_file):
+    with pytest.raises(InputError, match=r"suite\.num_prompts: 7 asked for, but .* holds 6"):
+        load_suite(SuiteConfig(path=str(suite_file), num_prompts=7))
+
+
+def test_a_suite_that_asks_the_same_twice_is_refused(tmp_path):
+    path = tmp_path / "suite.jsonl"
+    path.write_text('{"turns": ["a"]}\n' * 2)
+    with pytest.raises(InputError, match="holds the same prompt twice"):
+        load_suite(SuiteConfig(path=str(path)))
+
+
+def test_a_suite_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"suite not found: nowhere\.jsonl"):
+        load_suite(SuiteConfig(path="nowhere.jsonl"))
+
+
+def test_two_prompts_of_one_id_are_refused_by_line(tmp_path):
+    path = tmp_path / "suite.jsonl"
+    path.write_text('{"question_id": 7, "turns": ["a"]}\n{"question_id": 7, "turns": ["b"]}\n')
+    with pytest.raises(InputError, match=r"suite\.jsonl, line 2: the id '7' was used by another prompt \(.* line 1\)"):
+        load_suite(SuiteConfig(path=str(path)))
+
+
+# --- data sets ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def data_set(tmp_path, monkeypatch):
+    """A data set of questions with answers, saved to a folder."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = {"question": ["one?", "two?", "three?"], "answer": ["#### 1", "#### 2", "#### 3"], "level": [1, 2, 3]}
+    datasets.DatasetDict(test=datasets.Dataset.from_dict(rows)).save_to_disk(tmp_path / "set")
+    return tmp_path / "set"
+
+
+def test_a_data_set_is_read_in_the_format_of_its_rows(data_set):
+    suite = load_suite(SuiteConfig(path=str(data_set)))
+    assert suite.format == "gsm8k"
+    assert suite.ids == ["row-0", "row-1", "row-2"]
+    assert [(prompt.turns, prompt.answer) for prompt in suite.prompts][1] == (("two?",), "#### 2")
+
+
+def test_a_data_set_is_identified_by_what_it_asks_and_not_by_its_files(data_set, tmp_path):
+    folder = tmp_path / "files"
+    folder.mkdir()
+    (folder / "test.jsonl").write_text(
+        "".join(
+            json.dumps({"question": f"{n}?", "answer": f"#### {i}"}) + "\n" for i, n in enumerate(["one", "two", "three"], 1)
+        )
+    )
+    packed_otherwise, changed = load_suite(SuiteConfig(path=str(folder))), tmp_path / "changed"
+    datasets.Dataset.from_dict({"question": ["one!"], "answer": ["#### 1"]}).save_to_disk(changed)
+    assert packed_otherwise.sha256 == load_suite(SuiteConfig(path=str(data_set), num_prompts=1)).sha256
+    assert load_suite(SuiteConfig(path=str(changed))).sha256 != packed_otherwise.sha256
+
+
+def test_any_column_can_hold_the_prompts(data_set):
+    suite = load_suite(SuiteConfig(path=str(data_set), column="answer"))
+    assert suite.format == "column"
+    assert suite.prompts[0].turns == ("#### 1",)
+    with pytest.raises(InputError, match=r"row 0: no column 'prompt' \(suite\.column\); there are question, answer, level"):
+        load_suite(SuiteConfig(path=str(data_set), column="prompt"))
+
+
+def test_a_split_that_is_not_there_is_named(data_set):
+    with pytest.raises(InputError, match=r"suite\.split: data set .* has no split 'train'; it has test"):
+        load_suite(SuiteConfig(path=str(data_set), split="train"))
+
+
+def test_a_name_on_the_hub_is_looked_up_there(monkeypatch):
+    asked = []
+
+    def load_dataset(*arguments, **settings):
+        asked.append((arguments, settings))
+        return datasets.Dataset.from_dict({"task_id": ["HumanEval/0"], "prompt": ["def f():"]})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    suite = load_suite(SuiteConfig(path="openai/openai_humaneval", subset="plain"))
+    assert asked == [(("openai/openai_humaneval", "plain"), {"split": "test"})]
+    assert (suite.format, suite.ids) == ("humaneval", ["HumanEval/0"])

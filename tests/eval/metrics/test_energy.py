@@ -1,0 +1,307 @@
+"""Joules: the kernel's counters in a made-up /sys, what may be added, what goes round, and what is no measurement."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from configs.schema.decoding import DecodeConfig
+from configs.schema.evaluation import EvalConfig
+from eval.decoder.clock import Clock
+from eval.decoder.decode import Request, decode
+from eval.decoder.distribution_comparison import compare_distributions
+from eval.decoder.meters import Metering, find_meter
+from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Timing
+from eval.measure.interleaved import Measurement
+from eval.metrics.energy import summarise_energy
+from eval.report.html import render_page
+from eval.report.markdown import render_markdown
+from eval.report.optional_sections import EnergySection
+from heads.proposers.draft_lm import DraftLM
+
+CPU = torch.device("cpu")
+RANGE = 262_143_328_850  # microjoules; what Intel's processors have
+
+
+@pytest.fixture
+def powercap(tmp_path):
+    """A folder as the kernel shows it: two packages with cores and memory, the platform, and one package once more."""
+    zones = {
+        "intel-rapl:0": "package-0",
+        "intel-rapl:0:0": "core",
+        "intel-rapl:0:1": "dram",
+        "intel-rapl:1": "package-1",
+        "intel-rapl:1:0": "dram",
+        "intel-rapl:2": "psys",
+        "intel-rapl:2:0": "dram",
+        "intel-rapl-mmio:0": "package-0",
+    }
+    for folder, name in zones.items():
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "name").write_text(f"{name}\n")
+        (tmp_path / folder / "max_energy_range_uj").write_text(f"{RANGE}\n")
+        (tmp_path / folder / "energy_uj").write_text("1000000\n")
+    return tmp_path
+
+
+def set_counter(powercap, zone, microjoules):
+    (powercap / zone / "energy_uj").write_text(f"{microjoules}\n")
+
+
+class CountingMeter:
+    """A meter that spends one joule a read."""
+
+    source, longest_seconds = "a test meter", None
+
+    def __init__(self):
+        self.reads = 0
+
+    def read(self):
+        self.reads += 1
+        return [self.reads]
+
+    def joules_between(self, before, after):
+        return float(after[0] - before[0])
+
+
+# --- the counters -------------------------------------------------------------------------------------------------
+
+
+def test_packages_and_their_memory_are_added_and_nothing_twice(powercap):
+    meter = find_meter(CPU, powercap=powercap).meter
+    before = meter.read()
+    for zone, joules in (("intel-rapl:0", 1), ("intel-rapl:0:1", 10), ("intel-rapl:1", 100), ("intel-rapl:1:0", 1000)):
+        set_counter(powercap, zone, 1_000_000 * (1 + joules))
+    for zone in ("intel-rapl:0:0", "intel-rapl:2", "intel-rapl:2:0", "intel-rapl-mmio:0"):
+        set_counter(powercap, zone, 9_000_000_000)
+
+    assert meter.joules_between(before, meter.read()) == pytest.approx(1111.0)
+    assert meter.source == "RAPL, package-0, package-1, dram of intel-rapl:0:1, dram of intel-rapl:1:0"
+
+
+def test_a_counter_that_went_round_goes_on_from_its_range(powercap):
+    meter = find_meter(CPU, powercap=powercap).meter
+    set_counter(powercap, "intel-rapl:0", RANGE - 4_000_000)
+    before = meter.read()
+    set_counter(powercap, "intel-rapl:0", 3_500_000)
+
+    assert meter.joules_between(before, meter.read()) == pytest.approx(7.5)
+
+
+def test_a_machine_without_counters_says_so(tmp_path):
+    found = find_meter(CPU, powercap=tmp_path)
+
+    assert found.meter is None
+    assert "keeps no energy counters" in found.reason
+
+
+@pytest.mark.parametrize(("damage", "words"), [(Path.unlink, "No such file"), (lambda f: f.write_text("?"), "invalid literal")])
+def test_counters_that_cannot_be_read_are_not_available_with_the_reason(powercap, damage, words):
+    damage(powercap / "intel-rapl:0" / "energy_uj")
+
+    found = find_meter(CPU, powercap=powercap)
+
+    assert found.meter is None
+    assert words in found.reason
+    assert "chmod a+r" in found.reason
+
+
+def test_counters_of_root_alone_are_not_available(powercap, monkeypatch):
+    """As root, which tests may run as, every file can be read: the refusal is made up."""
+
+    def refuse(file, *arguments, **settings):
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+
+    assert "Permission denied" in find_meter(CPU, powercap=powercap).reason
+
+
+def test_processes_that_share_a_processor_have_no_counter_of_their_own(powercap):
+    assert "several processes" in find_meter(CPU, num_processes=2, powercap=powercap).reason
+
+
+def test_other_devices_have_none():
+    assert "device mps" in find_meter(torch.device("mps")).reason
+
+
+class FakeNvml:
+    """What `pynvml` offers of it."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, error=None):
+        self.millijoules, self.error, self.asked = 5000, error, None
+
+    def nvmlInit(self):
+        pass
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        self.asked = uuid
+        return "handle"
+
+    def nvmlDeviceGetName(self, handle):
+        return b"A GPU"
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle):
+        if self.error:
+            raise self.NVMLError(self.error)
+        return self.millijoules
+
+
+@pytest.fixture
+def one_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
+    return torch.device("cuda", 0)
+
+
+def test_a_gpu_is_asked_by_its_own_name_and_in_millijoules(one_gpu, monkeypatch):
+    nvml = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    meter = find_meter(one_gpu, num_processes=2).meter
+    before = meter.read()
+    nvml.millijoules += 2500
+
+    assert meter.joules_between(before, meter.read()) == 2.5
+    assert (meter.source, nvml.asked) == ("NVML, A GPU", "GPU-1234")
+
+
+def test_a_gpu_without_counter_or_library_says_so(one_gpu, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(error="Not Supported"))
+    assert find_meter(one_gpu).reason == "the GPU's energy counter cannot be read: Not Supported"
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert "pip install nvidia-ml-py" in find_meter(one_gpu).reason
+
+
+# --- what is measured ---------------------------------------------------------------------------------------------
+
+
+def test_the_measuring_within_a_decode_is_not_its_energy():
+    clock = Clock(CPU, CountingMeter())
+    with clock.phase("prefill"):
+        pass
+    with clock.phase("decode"):
+        with clock.phase("draft"):
+            pass
+        with clock.phase("measure"):
+            pass
+
+    assert clock.joules == {"decode": 3.0, "measure": 1.0}
+    assert Clock(CPU).joules is None
+
+
+def test_a_decode_s_timing_holds_its_joules_and_none_without_a_meter(tiny_llama, as_target):
+    target = as_target(tiny_llama(seed=1))
+    request, config = [Request(prompt_id="q", category="c", tokens=(7, 8))], DecodeConfig(max_new_tokens=4)
+
+    assert decode(target, request, config, meter=CountingMeter())[1].decode_joules == 1.0
+    assert decode(target, request, config)[1].decode_joules is None
+
+
+def test_joules_spent_on_comparing_distributions_are_not_decoding_s(tiny_llama, as_target, monkeypatch):
+    target, spent = as_target(tiny_llama(seed=1)), [0]
+    meter = SimpleNamespace(read=lambda: list(spent), joules_between=lambda before, after: after[0] - before[0])
+
+    def costly(*arguments):
+        spent[0] += 100
+        return compare_distributions(*arguments)
+
+    monkeypatch.setattr("eval.decoder.batch.compare_distributions", costly)
+    request = [Request(prompt_id="q", category="c", tokens=(7, 8))]
+    draft = DraftLM(tiny_llama(seed=2), 64)
+
+    _, timing = decode(target, request, DecodeConfig(max_new_tokens=6), draft, measure_overlap=True, meter=meter)
+
+    assert spent[0] >= 100
+    assert timing.decode_joules == 0
+
+
+def test_every_timed_run_is_metered_and_no_warm_up(tiny_llama, as_target):
+    target, meter = as_target(tiny_llama(seed=1)), CountingMeter()
+    requests = [Request(prompt_id=f"q{n}", category="c", tokens=(7, 8, n)) for n in range(2)]
+    config = EvalConfig(decode=DecodeConfig(max_new_tokens=4, num_speculative_tokens=2), repeats=2, warmup_prompts=2)
+
+    measurement = Measurement(target, config, {SPECULATIVE: DraftLM(tiny_llama(seed=2), 64)}, meter=meter)
+    measurement.warm_up([requests[:1], requests[1:]])
+    assert meter.reads == 0
+
+    timings = measurement.measure_batch(requests).timings
+
+    assert [timing.decode_joules for timing in timings if timing.mode == AUTOREGRESSIVE] == [1.0, 1.0]
+    assert all(timing.decode_joules == 1.0 for timing in timings if timing.repeat == 1)  # where no distributions are compared
+    assert all(timing.decode_joules > 0 for timing in timings)
+
+
+# --- the section --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def timings(make_timing):
+    """Three batches, twice each: plain decoding takes 2 J a token, speculative decoding 1.5, prompt lookup is not asked."""
+    joules = {AUTOREGRESSIVE: 2.0, SPECULATIVE: 1.5}
+    return [
+        replace(make_timing(mode, (prompt,), 1.0, tokens, repeat=repeat), decode_joules=per_token * tokens)
+        for repeat in range(2)
+        for prompt, tokens in (("a", 10), ("b", 20), ("c", 40))
+        for mode, per_token in joules.items()
+    ]
+
+
+def summarise(timings: list[Timing], metering: Metering) -> dict:
+    section = summarise_energy(timings, metering, EvalConfig(bootstrap_samples=50))
+    EnergySection.model_validate(section)
+    return section
+
+
+def test_joules_per_token_are_totals_over_totals(timings):
+    section = summarise(timings, Metering(meter=CountingMeter()))
+
+    assert section["source"] == "a test meter"
+    assert section["decode_joules_autoregressive"] == pytest.approx(2 * 140.0)
+    assert section["joules_per_token_speculative"] == pytest.approx(1.5)
+    assert section["joules_per_token_ratio"] == pytest.approx(0.75)
+    assert section["joules_per_token_ratio_ci"] == pytest.approx([0.75, 0.75])
+
+
+def numbers_in(section):
+    return [value for name, value in section.items() if name not in ("source", "reason") and value is not None]
+
+
+def test_without_a_meter_there_are_no_numbers_but_a_reason(timings):
+    section = summarise(timings, Metering(reason="there is none"))
+
+    assert (section["source"], section["reason"]) == (None, "there is none")
+    assert numbers_in(section) == []
+
+
+@pytest.mark.parametrize("mode", [AUTOREGRESSIVE, SPECULATIVE])
+def test_counters_that_stand_still_are_no_energy_of_zero(timings, mode):
+    still = [replace(timing, decode_joules=0.0) if timing.mode == mode else timing for timing in timings]
+
+    section = summarise(still, Metering(meter=CountingMeter()))
+
+    assert section["reason"] == "the energy counters did not move"
+    assert numbers_in(section) == []
+
+
+def test_a_decode_in_which_a_counter_may_go_round_twice_is_not_believed(timings, powercap):
+    meter = find_meter(CPU, powercap=powercap).meter
+    assert summarise(timings, Metering(meter=meter))["source"] is not None
+
+    slow = [replace(timing, decode_seconds=300.0) for timing in timings]
+
+    assert "start over more than once" in summarise(slow, Metering(meter=meter))["reason"]
+
+
+def test_page_and_summary_show_joules_or_why_there_are_none(report, timings):
+    report["energy"] = summarise(timings, Metering(meter=CountingMeter()))
+    assert "a test meter" in render_page(report)
+    assert "| joules per token (a test meter) | 2.00 | 1.50 | 0.75× | [0.75, 0.75] |" in render_markdown(report)
+
+    report["energy"] = summarise(timings, Metering(reason="<no counter>"))
+    assert "not available: &lt;no counter&gt;." in render_page(report)
+    assert "Energy: not available, &lt;no counter>." in render_markdown(report)

@@ -1,0 +1,166 @@
+"""A tally counts what a list of all generations would, in any split over processes, in little memory and time."""
+
+import random
+import time
+from dataclasses import replace
+
+import pytest
+
+from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, DistributionComparison, Generation, Round
+from eval.metrics.tally import Tally
+from eval.report.build import PromptSet, build_report, pick_samples
+
+
+def tallied(generations, timings=()):
+    tally = Tally(3)
+    tally.add(generations, timings)
+    return tally
+
+
+def shares_of(generations, timings, count):
+    """Cut a run into the tallies of several processes, prompts in turns."""
+    ids = list(dict.fromkeys(each.prompt_id for each in generations))
+    shares = []
+    for rank in range(count):
+        own = set(ids[rank::count])
+        share = Tally(3)
+        for prompt_id in ids[rank::count]:
+            share.add([each for each in generations if each.prompt_id == prompt_id])
+        share.timings = [each for each in timings if own.issuperset(each.prompt_ids)]
+        shares.append(share)
+    return shares
+
+
+@pytest.mark.parametrize("count", [1, 3, 40])
+def test_any_number_of_processes_reports_what_one_does(report_inputs, count):
+    generations, timings = report_inputs["generations"], report_inputs["timings"]
+    alone = tallied(generations, timings)
+    together, *others = shares_of(generations, timings, count)
+    for other in others:
+        together.merge(other)
+    for tally in (alone, together):
+        tally.sort(list(report_inputs["prompts"].texts))
+
+    reports = [build_report(**{**report_inputs, "generations": tally, "timings": ()}) for tally in (alone, together)]
+
+    assert list(reports[0]["by_category"]) == list(reports[1]["by_category"])
+    for section in ("prompts", "speed", "by_category", "baselines", "samples", "acceptance"):
+        assert flat(reports[1][section]) == pytest.approx(flat(reports[0][section])), section
+
+
+def flat(value, path=""):
+    """Return every leaf of nested dicts and lists by its path."""
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return {name: leaf for key, child in items for name, leaf in flat(child, f"{path}.{key}").items()}
+    return {path: value}
+
+
+def test_a_prompt_that_two_processes_decoded_is_a_mistake(random_generations):
+    tally = tallied(random_generations[:3])
+    with pytest.raises(ValueError, match="two processes decoded prompt writing-0 in mode speculative"):
+        tally.merge(tallied(random_generations[:1]))
+
+
+def test_a_prompt_counts_when_every_turn_was_answered_in_every_mode(make_round, make_generation):
+    def answer(prompt_id, turn, mode, stop_reason="length"):
+        return replace(make_generation([make_round(3, 1)], prompt_id=prompt_id, mode=mode), turn=turn, stop_reason=stop_reason)
+
+    modes = (AUTOREGRESSIVE, SPECULATIVE)
+    generations = [answer(name, turn, mode) for name in ("whole", "failed") for turn in (0, 1) for mode in modes]
+    generations[-1] = answer("failed", 1, SPECULATIVE, "error")
+    generations += [answer("half", 0, mode) for mode in modes] + [answer("one-sided", 0, SPECULATIVE)]
+    tally = tallied(generations)
+
+    asked = [(name, turn) for name in ("whole", "failed", "half", "never") for turn in (0, 1)] + [("one-sided", 0)]
+    assert tally.answered(asked) == {"whole"}
+    assert [(each.prompt_id, each.turn, each.mode) for each in tally.failed] == [("failed", 1, SPECULATIVE)]
+
+
+def test_the_samples_are_those_that_all_answers_would_give(random_generations):
+    texts = {each.prompt_id: "" for each in random_generations}
+    expected = pick_samples(random_generations, texts, str)
+    for order in (random_generations, random_generations[::-1]):
+        tally = Tally(3)
+        for each in order:
+            tally.add([each])
+        found = pick_samples(tally.samples, texts, str)
+        for side in ("worst", "best"):
+            rates = [[sample["tokens_per_target_step"] for sample in one[side]] for one in (found, expected)]
+            assert rates[0] == rates[1]
+        assert len(tally.samples) == 6
+
+
+def test_answers_are_kept_without_their_rounds(random_generations):
+    tally = tallied(random_generations)
+    assert [each.tokens for each in tally.of(SPECULATIVE)] == [each.tokens for each in random_generations]
+    assert not any(each.rounds for each in tally.of(SPECULATIVE))
+    assert tally.of(AUTOREGRESSIVE) == []
+
+
+# --- many prompts -------------------------------------------------------------------------------------------------
+
+
+def synthetic_prompt(number, dice):
+    """Return one prompt's generations of 128 tokens: plain ones, speculative ones with distributions, copied ones."""
+    tokens = tuple(dice.choices(range(50_000), k=129))
+    generations = []
+    for mode, drafts in ((AUTOREGRESSIVE, 0), (SPECULATIVE, 3), ("prompt_lookup", 3)):
+        rounds, at = [], 1
+        while at < len(tokens):
+            accepted = min(dice.randint(0, drafts), len(tokens) - at - 1)
+            judged = min(accepted + 1, drafts) if mode == SPECULATIVE else 0
+            numbers = tuple(dice.random() for _ in range(judged))
+            distributions = (
+                DistributionComparison(numbers, (0.0,) * judged, (True,) * judged, numbers, numbers) if judged else None
+            )
+            rounds.append(
+                Round(
+                    drafted=tokens[at : at + drafts],
+                    num_accepted=accepted,
+                    committed=tokens[at : at + accepted + 1],
+                    overlap=numbers or None,
+                    distributions=distributions,
+                )
+            )
+            at += accepted + 1
+        generations.append(
+            Generation(
+                prompt_id=f"q{number}",
+                category=f"c{number % 8}",
+                mode=mode,
+                prompt_tokens=tokens[:60],
+                tokens=tokens,
+                rounds=tuple(rounds),
+                stop_reason="length",
+            )
+        )
+    return generations
+
+
+@pytest.mark.slow
+def test_ten_thousand_prompts_are_counted_and_reported_in_ten_seconds(report_inputs, make_timing):
+    dice, count = random.Random(0), 10_000
+    some = [synthetic_prompt(number, dice) for number in range(50)]
+    texts = {f"q{number}": "why?" for number in range(count)}
+
+    def prompt(number):
+        return [replace(each, prompt_id=f"q{number}", category=f"c{number % 8}") for each in some[number % 50]]
+
+    prompts = [prompt(number) for number in range(count)]
+    timings = [
+        make_timing(mode, (f"q{number}",), dice.uniform(1, 2), 128)
+        for number in range(count)
+        for mode in (AUTOREGRESSIVE, SPECULATIVE, "prompt_lookup")
+    ]
+    start = time.process_time()  # of this process alone, whatever else runs
+    tally = Tally(3)
+    for number, generations in enumerate(prompts):
+        tally.add(generations, timings[3 * number : 3 * number + 3])
+    counted = time.process_time()
+    inputs = {"prompts": PromptSet(source="s", sha256="0", texts=texts), "generations": tally, "timings": ()}
+    report = build_report(**{**report_inputs, **inputs, "bootstrap_samples": 2000})
+    reported = time.process_time()
+    print(f"counted in {counted - start:.1f} s, reported in {reported - counted:.1f} s")
+    assert report["prompts"]["num_prompts"] == count
+    assert reported - start < 10

@@ -1,0 +1,131 @@
+"""From decoding to the gate's exit code: what is sound passes, and each planted fault is caught by the check meant for it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from configs.runtime.command import DONE, GATE_FAILED
+from configs.schema.decoding import DecodeConfig
+from configs.schema.evaluation import EvalConfig, GateConfig, GateRule, LosslessConfig, SuiteConfig
+from configs.schema.target import TargetConfig
+from eval.decoder import chain_rules as verify
+from eval.decoder.chain_rules import Verdict
+from eval.evaluation import evaluate
+from eval.gate import main
+from eval.report.schema import read_report
+
+TAU = "acceptance.tokens_per_target_step"
+
+
+@pytest.fixture(autouse=True)
+def _no_page(monkeypatch):
+    """Drawing the page takes longer than all the rest, and is tested elsewhere."""
+    monkeypatch.setattr("eval.evaluation.render_page", lambda report, previous: "")
+
+
+@pytest.fixture
+def config(tiny_run, tmp_path):
+    return EvalConfig(
+        target=TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu"),
+        draft=str(tiny_run / "artifact"),
+        suite=SuiteConfig(path=str(tiny_run / "suite.jsonl"), num_prompts=5),
+        decode=DecodeConfig(num_speculative_tokens=2, max_new_tokens=10, batch_size=4),
+        repeats=1,
+        warmup_prompts=0,
+        baselines=[],
+        lossless=LosslessConfig(check_float32_prompts=1, first_token_samples=0),
+        bootstrap_samples=200,
+        output=str(tmp_path / "evaluation"),
+    )
+
+
+def gate(config, *, baseline=None, artifact=None, **settings):
+    """Judge the report that an evaluation wrote; return the exit code and the checks that did not pass, with their reasons."""
+    folder = Path(config.output)
+    arguments = argparse.Namespace(
+        report=str(folder / "report.json"), baseline=baseline, artifact=[] if artifact is None else [artifact], output=None
+    )
+    code = main(GateConfig(**settings), arguments)
+    findings = json.loads((folder / "gate.json").read_text())["findings"]
+    return code, {each["check"]: each["reason"] for each in findings if each["outcome"] != "pass"}
+
+
+def accept_everything(target_tokens_BK, tokens_BG, num_drafted_B):
+    return Verdict(num_drafted_B, target_tokens_BK.gather(1, num_drafted_B.unsqueeze(1)).squeeze(1))
+
+
+def test_a_sound_draft_passes_and_its_artifact_is_the_one_measured(config):
+    evaluate(config)
+
+    assert gate(config, artifact=config.draft, rules=[GateRule(metric=TAU, min=1.05, bound="point")]) == (DONE, {})
+
+
+def test_a_greedy_rule_that_accepts_everything_flips_the_verdict(config, monkeypatch):
+    monkeypatch.setattr("eval.decoder.verifier.verify_greedy", accept_everything)
+    evaluate(config)
+
+    code, found = gate(config)
+
+    assert read_report(Path(config.output) / "report.json")["lossless"]["verdict"] == "not_lossless"
+    assert (code, list(found)) == (GATE_FAILED, ["lossless"])
+
+
+def test_a_sampling_rule_without_its_residual_flips_the_verdict(config, monkeypatch):
+    finish = verify._finish
+    monkeypatch.setattr(verify, "_finish", lambda p, q, *others: finish(p, torch.zeros_like(q), *others))
+    sampled = config.decode.model_copy(update={"temperature": 1.0})
+    config = config.model_copy(update={"decode": sampled})
+    evaluate(config)
+
+    code, found = gate(config)
+
+    assert (code, list(found)) == (GATE_FAILED, ["lossless"])
+    assert "enumeration" in found["lossless"]
+
+
+def test_a_draft_of_another_target_is_caught_by_provenance(config, tmp_path):
+    folder = Path(shutil.copytree(config.target.name, tmp_path / "target"))
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.01)
+    model.save_pretrained(folder)
+    other = config.target.model_copy(update={"name": str(folder)})
+    config = config.model_copy(update={"target": other, "allow_target_mismatch": True})
+    evaluate(config)
+
+    code, found = gate(config, artifact=config.draft)
+
+    assert (code, list(found)) == (GATE_FAILED, ["provenance"])
+    assert "other target weights" in found["provenance"]
+
+
+def test_an_artifact_changed_after_it_was_measured_is_caught(config, tmp_path):
+    evaluate(config)
+    changed = Path(shutil.copytree(config.draft, tmp_path / "changed"))
+    with (changed / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)
+        file.seek(-1, 2)
+        file.write(bytes([last[0] ^ 1]))
+
+    code, found = gate(config, artifact=str(changed))
+
+    assert (code, list(found)) == (GATE_FAILED, ["provenance"])
+
+
+def test_what_was_decoded_is_reported_even_where_judging_its_worth_breaks_off(config, monkeypatch):
+    monkeypatch.setattr("eval.metrics.quality.Quality.judge", lambda *_: 1 / 0)
+
+    with pytest.raises(ZeroDivisionError):
+        evaluate(config)
+
+    report = read_report(Path(config.output) / "report.partial.json")
+    assert report["acceptance"]["num_rounds"] > 0
+    assert not (Path(config.output) / "report.json").exists()

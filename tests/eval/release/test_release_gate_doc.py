@@ -1,0 +1,104 @@
+"""docs/release-gate.md: its workflow is a workflow, and its steps do what the text says when they are run."""
+
+import copy
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from configs.runtime.loading import load_config
+from configs.runtime.yaml_reader import parse_yaml
+from configs.schema.evaluation import EvalConfig, GateConfig
+from eval.report.build import write_report
+
+ROOT = Path(__file__).resolve().parents[3]
+TEXT = (ROOT / "docs/release-gate.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def steps():
+    """The steps of the workflow's job, by name."""
+    source = re.search(r"<!-- workflow -->\n\n```yaml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)[1]
+    workflow = parse_yaml(source, "docs/release-gate.md")
+    (job,) = workflow["jobs"].values()
+    return {step.get("name", step.get("uses")): step for step in job["steps"]} | {"env": job["env"]}
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A folder that looks like the repository after set-up, in which a step's script can be run."""
+    for name in ("configs", "eval", "heads", "distill"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    interpreter = tmp_path / ".venv/bin/python"
+    interpreter.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    interpreter.chmod(0o755)
+    return tmp_path
+
+
+def run_step(steps, name, folder, **variables):
+    environment = {**os.environ, **steps["env"], "TORCH_INDEX_URL": "", "BASE": "no-such-branch", **variables}
+    command = ["bash", "-eo", "pipefail", "-c", steps[name]["run"]]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280, check=False)
+
+
+def test_every_file_that_the_text_names_is_there():
+    named = set(re.findall(r"(?:configs|eval)/[\w/]+\.(?:py|yaml)", TEXT))
+
+    assert len(named) > 4
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
+def test_the_measuring_step_and_both_gates_load(steps):
+    words = re.findall(r"--set (\S+)", steps["Measure"]["run"])
+
+    load_config(EvalConfig, str(ROOT / "configs/eval/house.yaml"), [word.replace("$ARTIFACT", "a") for word in words])
+    first, later = (
+        load_config(GateConfig, str(ROOT / f"configs/gates/{name}.yaml"), []) for name in ("first_release", "release")
+    )
+    assert not any(rule.relative_to_baseline for rule in first.rules)
+    assert any(rule.relative_to_baseline for rule in later.rules)
+
+
+def test_the_gate_step_ends_with_the_gate_s_code_and_the_summary_step_shows_why(steps, checkout, report, tiny_run):
+    """The draft on disk is another than the one measured: the gate has to say so."""
+    write_report(checkout / steps["env"]["REPORT"], report)
+    artifact = str(tiny_run / "artifact")
+    summary = checkout / "summary.md"
+
+    gated = run_step(steps, "Gate", checkout, ARTIFACT=artifact)
+    shown = run_step(steps, "Summary", checkout, GITHUB_STEP_SUMMARY=str(summary))
+
+    assert gated.returncode == 1, gated.stderr
+    assert "FAIL  provenance" in gated.stdout
+    assert "times the baseline" not in gated.stdout  # there is no release/served.json: the gate of a first release
+    assert shown.returncode == 0
+    assert summary.read_text().startswith("## ❌ fail")
+
+
+def test_a_draft_is_held_against_the_report_of_the_branch_it_goes_to_not_against_its_own(steps, checkout, report, tiny_run):
+    served = copy.deepcopy(report)
+    report["acceptance"]["per_prompt"] = {
+        name: [committed, 2 * rounds] for name, (committed, rounds) in report["acceptance"]["per_prompt"].items()
+    }
+    write_report(checkout / "release/served.json", served)
+    for command in (["init", "-q"], ["add", "release"], ["commit", "-qm", "Serve a draft"], ["branch", "base"]):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *command], cwd=checkout, check=True)
+    write_report(checkout / "release/served.json", report)  # as the pull request has it
+    write_report(checkout / steps["env"]["REPORT"], report)
+
+    gated = run_step(steps, "Gate", checkout, ARTIFACT=str(tiny_run / "artifact"), BASE="base")
+
+    (compared,) = [line for line in gated.stdout.splitlines() if "times the baseline" in line]
+    assert compared.startswith("FAIL"), gated.stdout
+    assert "0.5" in compared
+
+
+def test_the_summary_step_has_nothing_to_show_where_the_gate_gave_no_verdict(steps, checkout):
+    shown = run_step(steps, "Summary", checkout, GITHUB_STEP_SUMMARY=str(checkout / "summary.md"))
+
+    assert shown.returncode == 0
+    assert not (checkout / "summary.md").exists()

@@ -1,0 +1,195 @@
+"""Several reports side by side: held against the first prompt by prompt, refused where they are about different things."""
+
+import copy
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from configs.runtime.errors import InputError
+from eval.report.build import write_report
+from eval.report.compare import as_table, compare, differences, in_words
+from eval.report.definitions import DEFINITIONS
+from eval.report.html import draw_survival, render_comparison
+
+ROOT = Path(__file__).resolve().parents[3]
+ATTACK = "<script>alert(1)</script><img src=x onerror=alert(1)>"
+
+
+def changed(report, path, value):
+    copied = copy.deepcopy(report)
+    *section, name = path.split(".")
+    (copied[section[0]] if section else copied)[name] = value
+    return copied
+
+
+def with_tau_times(report, factor):
+    copied = copy.deepcopy(report)
+    copied["acceptance"]["per_prompt"] = {
+        prompt_id: [round(1000 * factor * committed), 1000 * rounds]
+        for prompt_id, (committed, rounds) in report["acceptance"]["per_prompt"].items()
+    }
+    return copied
+
+
+# --- what two reports differ in -----------------------------------------------------------------------------------
+
+
+def test_a_report_differs_from_itself_in_nothing(report):
+    assert differences(report, copy.deepcopy(report)) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "aspect", "what"),
+    [
+        ("target.weights_sha256", "f" * 64, "target", "target weights"),
+        ("target.chat_template_sha256", "f" * 64, "target", "chat template"),
+        ("prompts.sha256", "f" * 64, "suite", "prompts"),
+        ("prompts.ids", ["writing-0"], "suite", "prompts"),
+        ("decode.num_speculative_tokens", 5, "num_speculative_tokens", "num_speculative_tokens"),
+        ("decode.temperature", 0.7, "decode", "decode.temperature"),
+        ("hardware.cores", 64, "machine", "hardware cores"),
+    ],
+)
+def test_each_difference_is_named_with_both_values(report, path, value, aspect, what):
+    (found,) = differences(report, changed(report, path, value))
+
+    assert (found.aspect, found.what) == (aspect, what)
+    assert str(found) == f"{what} ({found.ours} here, {found.theirs} there)"
+
+
+@pytest.mark.parametrize(("path", "value"), [("decode.seed", 9), ("versions.torch", "9.9"), ("draft.sha256", "f" * 64)])
+def test_seeds_versions_and_drafts_are_no_reason_against_a_comparison(report, path, value):
+    assert differences(report, changed(report, path, value)) == []
+
+
+def test_the_rule_is_a_difference_of_samples_and_none_of_greedy_answers(report):
+    other = changed(report, "decode.verification", "block")
+    assert differences(report, other) == []
+    both = [changed(each, "decode.temperature", 1.0) for each in (report, other)]
+    assert [found.what for found in differences(*both)] == ["decode.verification"]
+
+
+# --- side by side -------------------------------------------------------------------------------------------------
+
+
+def test_a_change_that_every_prompt_shares_is_found_whatever_the_spread_between_prompts(report):
+    _, better, worse = compare([("a", report), ("b", with_tau_times(report, 1.04)), ("c", with_tau_times(report, 0.97))])
+
+    assert in_words(better.tau) == "×1.04 [1.04, 1.04] better"
+    assert in_words(worse.tau) == "×0.97 [0.97, 0.97] worse"
+    assert in_words(better.speed).startswith("×1.00 [1.00, 1.00] no difference shown")
+
+
+@pytest.mark.parametrize(("path", "aspect"), [("target.weights_sha256", "target"), ("prompts.sha256", "suite")])
+def test_other_targets_and_suites_are_refused_unless_they_are_allowed(report, path, aspect):
+    other = changed(report, path, "f" * 64)
+
+    with pytest.raises(InputError, match=rf"b is not about the same .*--set may_differ_in=\[{aspect}\]"):
+        compare([("a", report), ("b", other)])
+    entry = compare([("a", report), ("b", other)], [aspect])[1]
+    assert (entry.tau, entry.speed) == (None, None)
+    assert [each.aspect for each in entry.differences] == [aspect]
+
+
+def test_another_machine_leaves_the_counts_comparable_and_not_the_speed(report):
+    entry = compare([("a", report), ("b", changed(report, "hardware.cores", 64))])[1]
+
+    assert entry.tau is not None
+    assert entry.speed is None
+
+
+def test_prompts_that_only_one_run_answered_leave_nothing_to_pair(report):
+    other = copy.deepcopy(report)
+    other["acceptance"]["per_prompt"].popitem()
+
+    assert compare([("a", report), ("b", other)])[1].tau is None
+
+
+@pytest.mark.parametrize("count", [1, 9])
+def test_one_report_or_too_many_are_no_comparison(report, count):
+    with pytest.raises(InputError, match=f"from 2 to 8 reports can be compared, got {count}"):
+        compare([("a", report)] * count)
+
+
+def test_the_table_has_a_line_a_report_and_says_what_differs(report):
+    other = changed(report, "decode.num_speculative_tokens", 5) | {"simulated": True}
+
+    header, first, second, empty, note = as_table(compare([("one.json", report), ("two.json", other)])).splitlines()
+
+    assert header.split()[0] == "report"
+    assert first.startswith("A  one.json  3")
+    assert second.startswith("B  two.json  5")
+    assert second.endswith("SIMULATED")
+    assert (empty, note) == ("", "B differs from A in num_speculative_tokens (5 here, 3 there)")
+
+
+# --- the page -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def page(report):
+    other = with_tau_times(changed(report, "draft.path", ATTACK), 1.04)
+    other["by_category"][ATTACK] = other["by_category"].pop("coding")
+    other["warnings"] = [ATTACK]
+    return render_comparison(compare([("one.json", report), (ATTACK, other)]))
+
+
+def test_the_page_holds_every_report_its_changes_and_what_differs(page):
+    assert "runs/distill/artifact" in page
+    assert "×1.04 [1.04, 1.04] better" in page
+    assert "<td>draft path</td>" in page
+    assert "<td>draft kind</td>" not in page  # the same in both
+
+
+def test_hostile_text_stays_text(page):
+    assert "<script" not in page
+    assert "<img" not in page
+    assert "&lt;script&gt;" in page
+
+
+def test_nothing_is_fetched_and_every_link_leads_to_a_definition(page):
+    links = re.findall(r'(?:href|src)="([^"]*)"', page)
+
+    assert set(links) <= {f"#def-{path}" for path in DEFINITIONS} | {
+        link for link in links if link.startswith(("#rows-", "#surv"))
+    }
+    assert "url(http" not in page
+
+
+def test_eight_reports_are_told_apart_in_the_picture(report):
+    svg = draw_survival(compare([(name, report) for name in "abcdefgh"]))
+
+    assert all(f">{letter}<" in svg for letter in "ABCDEFGH")
+    assert re.findall(r"#[0-9a-fA-F]{6}\b", svg) == []
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+
+def run_compare(folder, *arguments):
+    command = [sys.executable, str(ROOT / "eval/compare.py"), *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
+
+
+def test_the_command_takes_files_and_folders_and_writes_the_page(report, tmp_path):
+    write_report(tmp_path / "one/report.json", report)
+    write_report(tmp_path / "two.json", with_tau_times(report, 0.9))
+
+    done = run_compare(tmp_path, "one", "two.json", "--set", "output=page.html")
+
+    assert done.returncode == 0, done.stderr
+    assert "A  one/report.json" in done.stdout
+    assert "worse" in done.stdout
+    assert "2 reports side by side" in (tmp_path / "page.html").read_text()
+
+
+def test_the_page_never_takes_the_place_of_a_report(report, tmp_path):
+    write_report(tmp_path / "one.json", report)
+
+    done = run_compare(tmp_path, "one.json", "one.json", "--set", "output=./one.json")
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "would overwrite the report" in done.stderr

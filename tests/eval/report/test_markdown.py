@@ -1,0 +1,69 @@
+"""The Markdown summary: the headline tells the truth in either direction, and outside text breaks nothing."""
+
+import copy
+
+import pytest
+
+from eval.report.markdown import render_markdown
+
+
+def with_speedup(report, point, low, high):
+    copied = copy.deepcopy(report)
+    copied["speed"] |= {"decode_speedup": point, "decode_speedup_ci": [low, high]}
+    return copied
+
+
+@pytest.mark.parametrize(
+    ("point", "low", "high", "words"),
+    [
+        (1.42, 1.31, 1.53, "1.42× the speed of plain decoding, with answers unchanged up to numerical ties."),
+        (0.80, 0.75, 0.86, "Slower than plain decoding, at 0.80× its speed"),
+        (1.02, 0.97, 1.08, "which may be no difference"),
+    ],
+)
+def test_the_headline_says_faster_slower_or_neither_as_the_interval_does(report, point, low, high, words):
+    assert words in render_markdown(with_speedup(report, point, low, high)).splitlines()[0]
+
+
+def test_a_changed_answer_is_in_the_headline(report):
+    report["lossless"]["verdict"] = "not_lossless"
+
+    assert "but answers differ from plain decoding" in render_markdown(report).splitlines()[0]
+
+
+def test_every_category_position_and_baseline_has_its_row(report):
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in render_markdown(report).splitlines() if line.startswith("| ")]
+
+    assert set(report["by_category"]) <= set(rows)
+    assert {"1", "2", "3"} <= set(rows)
+    assert {"this draft", "autoregressive", "prompt_lookup"} <= set(rows)
+
+
+def test_all_rows_of_a_table_have_as_many_cells_as_its_header(report):
+    report["by_category"]["a|b\n<script>"] = report["by_category"].pop("coding")
+
+    text = render_markdown(report)
+
+    for block in text.split("\n\n"):
+        if block.startswith("|"):
+            assert len({line.replace("\\|", "").count("|") for line in block.splitlines()}) == 1
+    assert "<script>" not in text
+
+
+def test_warnings_failures_and_simulation_are_said_first(report):
+    report |= {"warnings": ["The target's template differs."], "simulated": True}
+
+    second, third = render_markdown(report).split("\n\n")[1:3]
+
+    assert "simulated" in second
+    assert "template differs" in third
+
+
+def test_without_speed_and_intervals_it_still_reads(report):
+    report["speed"] = None
+    report["acceptance"]["tokens_per_target_step_ci"] = None
+
+    text = render_markdown(report)
+
+    assert "speed not measured" in text
+    assert "None" not in text

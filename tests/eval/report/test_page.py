@@ -1,0 +1,283 @@
+"""The page: one file without the network, deaf to hostile text, the same bytes for the same report."""
+
+import copy
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from eval.report.build import build_report
+from eval.report.definitions import DEFINITIONS
+from eval.report.html import render_page
+from eval.report.plots import (
+    VARIABLES,
+    draw_categories,
+    draw_histogram,
+    draw_phases,
+    draw_positions,
+    draw_predicted,
+    draw_reliability,
+)
+from eval.report.schema import check_report
+
+VOID = {"meta", "br", "link", "img", "hr", "input"}
+
+
+class Reader(HTMLParser):
+    """Collects tags, attributes and text, and insists that every tag closes in order."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.tags, self.attributes, self.text, self.spans = [], [], [], [], []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, *pair) for pair in attrs]
+        if tag not in VOID:
+            self.open.append((tag, dict(attrs).get("class", "")))
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, *pair) for pair in attrs]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop()[0] == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+        if self.open and self.open[-1][0] == "span":
+            self.spans.append((self.open[-1][1], data))
+
+
+@pytest.fixture(scope="module")
+def page(shared_report):
+    return render_page(shared_report)
+
+
+def test_the_page_is_well_formed_and_leads_with_speed_tau_verdict_and_alpha(page, report):
+    text = " ".join(Reader(page).text)
+
+    assert f"{report['speed']['decode_speedup']:.2f}×" in text
+    assert f"{report['acceptance']['tokens_per_target_step']:.2f}" in text
+    assert f"{report['acceptance']['overlap_alpha']:.2f}" in text
+    assert "Lossless up to ties" in text
+
+
+def test_nothing_is_fetched_from_anywhere(page):
+    reader = Reader(page)
+
+    assert not {"script", "link", "img", "iframe", "object"} & set(reader.tags)
+    fetching = [value for _, name, value in reader.attributes if name in ("src", "href", "xlink:href", "srcset")]
+    assert all(value.startswith("#") for value in fetching)
+    assert "@import" not in page
+    assert not re.search(r"url\((?!#)", page)
+
+
+def test_hostile_text_stays_text_wherever_it_enters(report_inputs):
+    attack = '<script>alert("x")</script><img src=x onerror=alert(1)>"\'{{ 7 * 7 }}'
+    first = next(iter(report_inputs["prompts"].texts))
+    report_inputs["prompts"].texts[first] = attack
+    report_inputs["decode_tokens"] = lambda tokens: attack * len(tokens)
+    report_inputs["target"]["name"] = report_inputs["draft"]["path"] = attack
+    report_inputs["warnings"] = [attack]
+    report_inputs["hardware"] = {attack: attack}
+    report = build_report(**report_inputs)
+    report["by_category"][attack] = report["by_category"]["coding"]
+
+    reader = Reader(render_page(report))
+
+    assert not {"script", "img"} & set(reader.tags)
+    assert not [name for _, name, _ in reader.attributes if name.startswith("on")]
+    assert attack in "".join(reader.text)
+
+
+def test_accepted_rejected_and_target_tokens_are_marked_as_such(page, report):
+    spans = Reader(page).spans
+
+    for sample in report["samples"]["worst"] + report["samples"]["best"]:
+        for piece in sample["pieces"]:
+            assert (piece["kind"], piece["text"]) in spans
+
+
+def test_the_definition_of_every_number_is_one_click_away(page):
+    reader = Reader(page)
+
+    targets = {value for tag, name, value in reader.attributes if tag == "dt" and name == "id"}
+    links = {value[1:] for tag, name, value in reader.attributes if tag == "a" and name == "href"}
+    assert targets == {f"def-{path}" for path in DEFINITIONS}
+    assert links <= targets
+
+
+def test_equal_reports_give_equal_pages(page, report):
+    assert render_page(report) == page
+
+
+def test_ids_are_unique_over_all_pictures(page):
+    ids = [value for _, name, value in Reader(page).attributes if name == "id"]
+
+    assert len(ids) == len(set(ids))
+
+
+@pytest.mark.parametrize("draw", [draw_positions, draw_histogram, draw_phases, draw_categories])
+def test_pictures_take_every_colour_from_the_page_and_keep_their_text(draw, report):
+    svg = draw(report)
+
+    assert re.findall(r"#[0-9a-fA-F]{6}\b", svg) == []
+    assert "var(--series-1)" in svg
+    assert "<text" in svg
+    assert set(re.findall(r"var\([^)]*\)", svg)) <= set(VARIABLES.values())
+
+
+def test_every_colour_of_a_picture_is_defined_for_light_and_for_dark(page):
+    light, dark = page.split("@media (prefers-color-scheme: dark)")[:2]
+
+    for variable in VARIABLES.values():
+        name = variable.removeprefix("var(").removesuffix(")")
+        assert f"{name}:" in light
+        assert f"{name}:" in dark.split("}")[0]
+
+
+def test_bars_of_the_histogram_show_the_shares_of_rounds(report):
+    report["acceptance"]["accepted_histogram"] = [1, 0, 0, 3]
+
+    assert re.findall(r">(\d+) %<", draw_histogram(report)) == ["25", "0", "0", "75"]
+
+
+def test_category_names_are_never_read_as_formulas(report):
+    report["by_category"]["costs $5 or $x_1"] = report["by_category"]["coding"]
+
+    assert "costs $5 or $x_1" in draw_categories(report)
+
+
+def test_a_report_without_speed_intervals_or_samples_still_makes_a_page(report_inputs):
+    one = report_inputs["generations"][32]
+    kept = [generation for generation in report_inputs["generations"] if generation.prompt_id == one.prompt_id]
+    report = build_report(**{**report_inputs, "generations": kept, "timings": []})
+
+    text = " ".join(Reader(render_page(report)).text)
+
+    assert "speed not measured" in text
+    assert "None" not in text
+
+
+def test_an_answer_that_failed_is_shown_as_a_warning(report):
+    report["prompts"]["failed"] = [{"prompt_id": "coding-1", "mode": "speculative", "stop_reason": "non_finite"}]
+
+    text = " ".join(Reader(render_page(report)).text)
+
+    assert "1 request failed." in text
+    assert "non_finite" in text
+
+
+def test_a_gap_without_bound_is_shown_in_a_few_characters(report):
+    report["lossless"]["divergences"][0]["logit_gap"] = 3.4028234663852886e38
+
+    assert "3.4e+38" in Reader(render_page(report)).text
+
+
+def test_definitions_are_not_hidden_from_the_links_that_lead_to_them(page):
+    # Not every browser opens a closed <details> around the target of a link.
+    closed = re.sub(r"<details open>.*?</details>", "", page, flags=re.DOTALL)
+
+    assert 'id="def-' in page
+    assert 'id="def-' not in closed
+
+
+def test_what_the_draft_s_confidence_is_worth_is_shown_where_it_was_measured(report):
+    report["acceptance"] |= {
+        "calibration_error": 0.07,
+        "top1_agreement": 0.81,
+        "kl_divergence": 0.31,
+        "reliability": [
+            {
+                "confidence_from": place / 10,
+                "confidence_to": (place + 1) / 10,
+                "num_drafts": 5 * place,
+                "confidence": place / 10 + 0.05 if place else None,
+                "target_probability": place / 10 if place else None,
+                "accepted": place / 10 if place else None,
+            }
+            for place in range(10)
+        ],
+    }
+
+    text = " ".join(Reader(render_page(report)).text)
+
+    assert "likeliest token" in text
+    assert "81 %" in text
+    assert "the draft's own probability for its token" in text
+    assert draw_reliability(report | {"acceptance": {**report["acceptance"], "reliability": []}}) is None
+
+
+def test_the_previous_draft_stands_beside_this_one(report):
+    previous = copy.deepcopy(report)
+    previous["draft"]["path"] = "runs/previous/artifact"
+    previous["acceptance"]["per_prompt"] = {
+        prompt_id: [2 * committed, 2 * rounds + rounds % 2]
+        for prompt_id, (committed, rounds) in report["acceptance"]["per_prompt"].items()
+    }
+
+    text = " ".join(Reader(render_page(report, previous)).text)
+
+    assert "runs/previous/artifact" in text
+    assert re.search(r"×1\.\d\d \[[\d., ]+\] better", text)
+
+
+def test_a_previous_report_of_other_prompts_is_shown_and_not_compared_with(report):
+    previous = copy.deepcopy(report)
+    previous["prompts"]["sha256"] = "f" * 64
+
+    text = " ".join(Reader(render_page(report, previous)).text)
+
+    assert "cannot be compared prompt by prompt" in text
+    assert "The two runs differ in prompts" in text
+
+
+def test_the_predicted_speed_is_drawn_by_batch_with_the_measured_one_beside_it(report):
+    assert draw_predicted(report) is None
+    report["speed"]["predicted"] = {
+        "context_tokens": 256,
+        "settings": [
+            {
+                "num_speculative_tokens": gamma,
+                "batch_size": batch,
+                "context_tokens": context,
+                "decode_speedup": 1.6 - 0.1 * batch,
+            }
+            for gamma in (1, 3, 5)
+            for batch in (1, 2, 4, 8)
+            for context in (256, 1024)
+        ],
+        "decode_speedup": 1.5,
+        "best_num_speculative_tokens": 3,
+        "break_even_batch_size": 6,
+    }
+
+    svg = draw_predicted(check_report(report, "report"))
+    text = " ".join(Reader(render_page(report)).text)
+
+    assert all(f">{label}<" in svg for label in ("1 draft", "3 drafts", "5 drafts"))
+    assert ">measured<" in svg
+    assert "At this batch size 3 drafts a round would be fastest" in text
+    assert "pays up to a batch of 6" in text
+
+
+def test_what_answers_are_worth_is_shown_side_by_side_where_it_was_asked_for(report, quality_section):
+    assert "What the answers are worth" not in render_page(report)
+    report["quality"] = quality_section | {"scores": {"<b>mine</b>": quality_section["scores"]["gsm8k"]}}
+
+    page = render_page(check_report(report, "report"))
+    text = " ".join(Reader(page).text)
+
+    assert "What the answers are worth" in text
+    assert "29 were cut off" in text
+    assert all(number in text for number in ("1.020×", "[0.990, 1.050]", "-0.031", "[-0.090, 0.010]"))
+    assert "<b>mine" not in page
+
+
+def test_how_small_a_change_would_show_is_said(report):
+    report["acceptance"]["detectable_change_percent"] = 4.26
+
+    assert "would show a change of τ by 4.3 %" in " ".join(Reader(render_page(report)).text)

@@ -1,0 +1,118 @@
+"""The page in a real browser: it renders at any width, asks for nothing, runs nothing, and hostile text stays text.
+
+Needs `chromium` on the PATH (Debian's package); skipped where there is none.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html import escape, unescape
+
+import pytest
+
+from eval.report.build import build_report
+from eval.report.compare import compare
+from eval.report.html import render_comparison, render_page
+
+CHROMIUM = shutil.which("chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH")
+
+ATTACK = """<script>document.title = "taken over"</script><img src="x" onerror="document.title = 'taken over'">"""
+# Added to a copy of a page, this measures what a reader would see; it is the test's own, the page has no script.
+PROBE = """<script>
+const boxes = [...document.querySelectorAll("figure svg")].map((svg) => svg.getBoundingClientRect());
+const found = {
+  overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+  height: document.documentElement.scrollHeight,
+  pictures: boxes.map((box) => [box.width, box.height]),
+  headline: document.querySelector("h1").getBoundingClientRect().height,
+  styled: getComputedStyle(document.querySelector(".card, td")).borderBottomStyle,
+  fetched: performance.getEntriesByType("resource").map((entry) => entry.name),
+};
+document.body.insertAdjacentHTML("beforeend", "<pre id='probe'></pre>");
+document.getElementById("probe").textContent = JSON.stringify(found);
+</script></body>"""
+
+
+@pytest.fixture
+def browse(tmp_path):
+    """Return a function that opens a page without a network and gives its final DOM and what the console said."""
+
+    def open_page(page, width=1280):
+        path = tmp_path / "page.html"
+        path.write_text(page, encoding="utf-8")
+        command = [
+            *(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage"),
+            *(
+                f"--user-data-dir={tmp_path / 'profile'}",
+                f"--window-size={width},1000",
+                "--host-resolver-rules=MAP * ~NOTFOUND",
+            ),
+            *("--disable-background-networking", "--enable-logging=stderr", "--virtual-time-budget=2000", "--dump-dom"),
+            path.as_uri(),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+    return open_page
+
+
+def title_of(dom):
+    return unescape(re.search(r"<title>(.*?)</title>", dom, re.DOTALL)[1])
+
+
+@pytest.fixture
+def hostile_report(report_inputs):
+    """A report into which an attacker wrote prompts, answers and names."""
+    first = next(iter(report_inputs["prompts"].texts))
+    report_inputs["prompts"].texts[first] = ATTACK
+    report_inputs["decode_tokens"] = lambda tokens: ATTACK * len(tokens)
+    report_inputs["target"]["name"] = report_inputs["draft"]["path"] = ATTACK
+    report_inputs["warnings"] = [ATTACK]
+    return build_report(**report_inputs)
+
+
+@pytest.mark.parametrize(("kind", "num_pictures"), [("report", 5), ("comparison", 2)])
+@pytest.mark.parametrize("width", [1280, 500, 390])
+def test_the_page_is_laid_out_within_the_window_and_fetches_nothing(report, browse, kind, num_pictures, width):
+    page = render_page(report) if kind == "report" else render_comparison(compare([("one", report), ("two", report)]))
+
+    dom, console = browse(page.replace("</body>", PROBE), width)
+
+    found = json.loads(unescape(re.search(r'<pre id="probe">(.*?)</pre>', dom)[1]))
+    assert found["overflow"] <= 0
+    assert found["height"] > 1000
+    assert found["headline"] > 0
+    assert found["styled"] == "solid"
+    assert len(found["pictures"]) == num_pictures
+    assert all(size > 60 for picture in found["pictures"] for size in picture)
+    assert found["fetched"] == []
+    assert console == []
+
+
+def test_the_page_keeps_its_text_and_says_nothing_on_the_console(report, browse):
+    dom, console = browse(render_page(report))
+
+    assert f"{report['speed']['decode_speedup']:.2f}×" in title_of(dom)
+    assert "<script" not in dom
+    assert all(f'id="def-{path}"' in dom for path in ("speed.decode_speedup", "lossless.verdict"))
+    assert console == []
+
+
+def test_hostile_text_does_nothing(hostile_report, browse):
+    dom, console = browse(render_page(hostile_report))
+
+    assert title_of(dom) != "taken over"
+    assert escape(ATTACK, quote=False) in dom
+    assert console == []
+
+
+def test_the_same_text_takes_over_a_page_that_does_not_escape_it(report, browse):
+    # What makes the test above mean something: this browser runs scripts and reports failures.
+    dom, _ = browse(render_page(report).replace("</body>", ATTACK + "</body>"))
+    assert title_of(dom) == "taken over"
+    _, console = browse(render_page(report).replace("</body>", "<script>nosuch()</script></body>"))
+    assert any("nosuch is not defined" in line for line in console)

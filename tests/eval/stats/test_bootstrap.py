@@ -1,0 +1,152 @@
+"""The bootstrap: against loops, against the distribution it promises, and where there is too little to say anything."""
+
+import numpy as np
+import pytest
+
+from eval.stats import bootstrap as intervals
+from eval.stats.bootstrap import Interval, median_interval, paired_ratio_interval, ratio_interval, statistic_interval
+
+FAST = {"samples": 400, "seed": 0}
+
+
+def test_the_point_is_the_pooled_ratio_and_not_the_mean_of_ratios():
+    interval = ratio_interval([10, 1], [2, 1], **FAST)
+
+    assert interval.point == 11 / 3
+
+
+def test_bounds_are_the_percentiles_of_ratios_drawn_by_a_plain_loop(monkeypatch):
+    monkeypatch.setattr(intervals, "student_quantile", lambda _, degrees: 1.959964 * np.sqrt(degrees / (degrees + 1)))
+    numerators, denominators = [3.0, 9.0, 4.0, 8.0, 6.0], [2.0, 3.0, 3.0, 4.0, 2.0]
+
+    interval = ratio_interval(numerators, denominators, samples=50, seed=7)
+
+    drawn = np.random.default_rng(7).integers(5, size=(50, 5))
+    ratios = [sum(numerators[i] for i in row) / sum(denominators[i] for i in row) for row in drawn]
+    assert interval.bounds == pytest.approx(np.quantile(ratios, [0.025, 0.975]), rel=1e-6)
+
+
+def test_equal_seeds_give_equal_bounds_and_other_seeds_give_others():
+    numerators, denominators = np.arange(1, 31), np.arange(2, 32)
+
+    first, again = (ratio_interval(numerators, denominators, samples=200, seed=3) for _ in range(2))
+
+    assert first == again
+    assert first != ratio_interval(numerators, denominators, samples=200, seed=4)
+
+
+def test_a_constant_ratio_has_an_interval_of_no_width():
+    interval = ratio_interval([2, 4, 6, 8], [1, 2, 3, 4], **FAST)
+
+    assert (interval.point, interval.low, interval.high) == (2.0, 2.0, 2.0)
+
+
+def test_pairing_cancels_what_both_sides_share():
+    generator = np.random.default_rng(0)
+    difficulty = generator.lognormal(sigma=1.0, size=64)
+    seconds, tokens = 3.0 * difficulty, np.full(64, 10.0)
+
+    paired = paired_ratio_interval(seconds, tokens, difficulty, tokens, **FAST)
+    alone = ratio_interval(seconds, tokens, **FAST)
+
+    assert paired.bounds == pytest.approx([3.0, 3.0])
+    assert alone.high > 1.5 * alone.low
+
+
+def test_the_paired_ratio_of_equal_denominators_is_the_ratio_of_the_numerators():
+    generator = np.random.default_rng(1)
+    ours, theirs, tokens = generator.uniform(1, 2, 40), generator.uniform(2, 3, 40), np.ones(40)
+
+    assert paired_ratio_interval(theirs, tokens, ours, tokens, **FAST).bounds == pytest.approx(
+        ratio_interval(theirs, ours, **FAST).bounds
+    )
+
+
+@pytest.mark.parametrize("num_clusters", [8, 64])
+def test_95_percent_intervals_hold_the_truth_about_95_percent_of_the_time(num_clusters):
+    generator = np.random.default_rng(num_clusters)
+    held = 0
+    for simulation in range(1000):
+        rounds = generator.integers(20, 60, num_clusters)
+        yields = generator.normal(2.0, 0.4, num_clusters)  # prompts differ; the pooled truth is 2.0
+        interval = ratio_interval(rounds * yields, rounds, samples=400, seed=simulation)
+        held += interval.low <= 2.0 <= interval.high
+
+    assert 930 <= held <= 970
+
+
+@pytest.mark.parametrize("num_batches", [8, 32])
+def test_95_percent_intervals_of_a_speedup_hold_the_truth_about_95_percent_of_the_time(num_batches):
+    """Batches differ in length and in how fast either way decodes them; a busy machine slows both at once. The truth is 1.5."""
+    generator = np.random.default_rng(100 + num_batches)
+    held = 0
+    for simulation in range(1000):
+        tokens = generator.integers(20, 120, num_batches)
+        busy = generator.uniform(1.0, 2.0, num_batches)
+        plain = 0.03 * tokens * busy * generator.normal(1.0, 0.05, num_batches)
+        speculative = 0.02 * tokens * busy * generator.normal(1.0, 0.2, num_batches)
+        interval = paired_ratio_interval(plain, tokens, speculative, tokens, samples=400, seed=simulation)
+        held += interval.low <= 1.5 <= interval.high
+
+    assert 930 <= held <= 970
+
+
+def test_one_cluster_has_a_point_but_no_interval():
+    assert ratio_interval([3], [2], **FAST) == Interval(1.5)
+    assert median_interval([3.0], **FAST) == Interval(3.0)
+
+
+def test_clusters_in_which_nothing_happened_do_not_count_as_clusters():
+    assert ratio_interval([3, 0, 0], [2, 0, 0], **FAST) == Interval(1.5)
+
+
+@pytest.mark.parametrize("counts", [[], [0, 0]])
+def test_nothing_to_divide_by_is_not_a_number_but_none(counts):
+    assert ratio_interval(counts, counts, **FAST) == Interval(None)
+    assert Interval(None).bounds is None
+
+
+def test_times_that_are_no_numbers_are_refused():
+    with pytest.raises(ValueError, match="finite"):
+        ratio_interval([float("nan"), 1.0], [1.0, 1.0], **FAST)
+
+
+def test_the_median_and_its_interval_follow_the_middle_and_not_the_outlier():
+    interval = median_interval([1.0, 1.1, 1.2, 1.3, 100.0] * 8, **FAST)
+
+    assert interval.point == 1.2
+    assert 1.0 <= interval.low <= 1.2 <= interval.high <= 1.3
+
+
+@pytest.mark.parametrize(("degrees", "quantile"), [(5, 2.5706), (10, 2.2281), (30, 2.0423), (100, 1.9840)])
+def test_students_quantile_agrees_with_the_printed_tables(degrees, quantile):
+    assert intervals.student_quantile(0.975, degrees) == pytest.approx(quantile, rel=5e-3)
+
+
+def test_cutting_the_draws_into_chunks_changes_no_bound_of_a_large_suite():
+    """Chunks bound the memory: 10,000 clusters are drawn about 100 samples at a time."""
+    interval = ratio_interval(np.full(10_000, 3.0), np.full(10_000, 2.0), samples=300, seed=0)
+
+    assert interval.bounds == pytest.approx([1.5, 1.5])
+
+
+def test_a_statistic_of_sums_that_divides_them_is_the_pooled_ratio():
+    numerators, denominators = [3.0, 9.0, 4.0, 8.0, 0.0], [2.0, 3.0, 3.0, 4.0, 0.0]
+
+    interval = statistic_interval(lambda sums: sums[0] / sums[1], numerators, denominators, **FAST)
+
+    assert interval == ratio_interval(numerators, denominators, **FAST)
+    assert interval != statistic_interval(lambda sums: sums[0] / sums[1] ** 2, numerators, denominators, **FAST)
+
+
+def test_very_many_clusters_are_drawn_in_blocks_with_the_same_bounds(monkeypatch):
+    generator = np.random.default_rng(0)
+    rounds = generator.integers(20, 60, 9_001).astype(float)
+    # In order of difficulty: blocks of neighbours, or one from each stretch, would be anything but alike by chance.
+    committed = rounds * np.sort(generator.normal(2.0, 0.4, 9_001))
+    found = ratio_interval(committed, rounds, samples=2000, seed=0)
+    monkeypatch.setattr(intervals, "MOST_CLUSTERS", 10_000)
+    expected = ratio_interval(committed, rounds, samples=2000, seed=0)
+    assert found.point == expected.point
+    assert found.high - found.low == pytest.approx(expected.high - expected.low, rel=0.15)
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=0.1 * (expected.high - expected.low))

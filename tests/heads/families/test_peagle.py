@@ -1,0 +1,199 @@
+"""P-EAGLE drafts what it was trained to draft, and its training forward is every element written out with what it sees."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from configs.runtime.errors import InputError
+from configs.schema.decoding import SamplingConfig
+from configs.schema.heads import PEagleSettings
+from configs.schema.learning import LossConfig
+from distill.loss.head_objective import HeadObjective
+from heads.artifact import WEIGHTS_FILE
+from heads.families.peagle import kept_depths
+from heads.families.registry import FAMILIES
+from heads.modules.initialization import mask_token
+from heads.modules.interface import labelled_origins
+from heads.modules.layers import DraftAttention
+from heads.sampling.counter_rng import Streams
+from heads.target.hidden_states import read_states
+from tests.support import family_checks as checks
+from tests.support.naive_eagle import NaiveBody
+
+PLAIN = PEagleSettings(kind="peagle", taps=[1, 2, 4], num_layers=2, num_depths=3, mask_token_id=2)
+ALL_OPTIONS = PLAIN.model_copy(update={"num_layers": 3, "norm_taps": True, "norm_before_residual": True, "num_depths": 4})
+OPTIONS = pytest.mark.parametrize("settings", [PLAIN, ALL_OPTIONS], ids=["plain", "all options"])
+TARGETS = pytest.mark.parametrize("name", sorted(checks.CONFIGS))
+
+
+@pytest.fixture(scope="module")
+def target(as_target):
+    return as_target(checks.tiny_target("llama"))
+
+
+@TARGETS
+@OPTIONS
+def test_the_training_forward_is_every_element_written_out(name, settings):
+    model = checks.tiny_target(name)
+    head = checks.build(settings, model)
+    inputs = checks.inputs_of(model, checks.PROMPTS, head.taps)
+    T = inputs.input_ids_BT.shape[1]
+    depths = head(inputs)
+    for row, prompt in enumerate(checks.PROMPTS):
+        expected = naive_elements(head, model, [tap_BTE[row] for tap_BTE in inputs.states.taps_ABTE], prompt)
+        for depth, of_depth in enumerate(expected):
+            for origin in range(len(prompt) - 2 - depth):
+                found_1D = checks.hidden_at(depths, depth, row * T + origin)
+                torch.testing.assert_close(found_1D[0], of_depth[origin], atol=1e-5, rtol=1e-5)
+    for depth, each in enumerate(depths):
+        assert torch.equal(each.origins_N, labelled_origins(inputs, depth))
+        assert torch.equal(each.judged_N, each.origins_N + depth + 1)
+        assert each.row_weights_N.tolist() == [1.0] * len(each.origins_N)
+    assert [each.weight for each in depths] == pytest.approx([0.8**depth for depth in range(settings.num_depths)])
+
+
+@torch.no_grad()
+def naive_elements(head, model, taps_ATE, prompt):
+    """Return what the output head reads, by depth and origin."""
+    body = NaiveBody(head, model)
+    mask_feature = body.feature(head.mask_hidden.flatten().split(32))
+    read, expected = [], [[] for _ in range(head.settings.num_depths)]
+    for origin in range(len(prompt) - 1):
+        feature = body.feature([tap_TE[origin] for tap_TE in taps_ATE])
+        number, state = body.add(body.embedded(prompt[origin + 1]), feature, origin, read)
+        read.append(number)
+        expected[0].append(body.norm(head.norm.weight, state))
+    for origin in read:
+        chain = []
+        for depth in range(1, head.settings.num_depths):
+            element = (body.embedded(head.settings.mask_token_id), mask_feature, origin + depth)
+            number, state = body.add(*element, [*read[: origin + 1], *chain])
+            chain.append(number)
+            expected[depth].append(body.norm(head.norm.weight, state))
+    return expected
+
+
+@OPTIONS
+def test_documents_of_one_row_do_not_see_each_other(settings):
+    model = checks.tiny_target("llama")
+    checks.assert_documents_are_apart(checks.build(settings, model), model)
+
+
+def test_it_learns_to_agree_with_the_target_at_every_depth(target):
+    settings = PLAIN.model_copy(update={"num_layers": 1, "keep_share": 1.0})
+    checks.assert_learns(checks.build(settings, target.model, stir=0.0), target, num_depths=3)
+
+
+def test_it_comes_back_from_its_artifact_under_the_names_that_engines_know(tmp_path, target):
+    checks.assert_comes_back(
+        tmp_path / "head", checks.build(PLAIN, target.model, checks.SOME_TOKENS), target, checks.SOME_TOKENS
+    )
+    layer = [
+        "input_layernorm",
+        "post_attention_layernorm",
+        *(f"self_attn.{name}_proj" for name in "qkvo"),
+        *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+    ]
+    names = {"fc.weight", "norm.weight", "lm_head.weight", "mask_hidden", "layers.0.hidden_norm.weight"}
+    tensors = load_file(tmp_path / "head" / WEIGHTS_FILE)
+    assert set(tensors) == names | {f"layers.{number}.{name}.weight" for number in range(2) for name in layer}
+    assert tensors["mask_hidden"].shape == (1, 1, 3 * 32)
+    assert tensors["layers.0.self_attn.q_proj.weight"].shape == (32, 64)
+    assert tensors["layers.1.self_attn.q_proj.weight"].shape == (32, 32)
+
+
+@OPTIONS
+def test_gradients_reach_every_parameter_and_none_of_the_target(settings, target):
+    settings = settings.model_copy(update={"train_head": True})
+    checks.assert_gradients_reach_everything(checks.build(settings, target.model, checks.SOME_TOKENS), target)
+
+
+def test_a_forward_that_keeps_some_origins_gives_them_the_states_of_one_that_keeps_all(target):
+    head = checks.build(ALL_OPTIONS.model_copy(update={"keep_share": 0.6}), target.model)
+    inputs = checks.inputs_of(target.model, [*checks.PROMPTS, list(range(5, 30))], head.taps)
+    whole = head(inputs)
+    torch.manual_seed(0)
+    sampled = head.train()(inputs)
+    for depth, (some, all_) in enumerate(zip(sampled, whole, strict=True)):
+        places = [all_.origins_N.tolist().index(origin) for origin in some.origins_N.tolist()]
+        torch.testing.assert_close(some.hidden_ND, all_.hidden_ND[places], atol=1e-5, rtol=1e-5)
+        assert (len(places) < len(all_.origins_N)) == (depth > 0)
+
+
+def test_kept_origins_are_nested_as_many_as_asked_and_drawn_anew():
+    rows = [list(range(1, 43)), list(range(1, 13))]
+    inputs = checks.inputs_of(checks.tiny_target("llama"), rows, [1], answer_start=2)
+    num_labels = torch.tensor([40, 10])  # depth 0 of origins 0 to T - 3
+    shares = [1.0, 0.7, 0.49, 0.343, 0.2401]
+    torch.manual_seed(0)
+    drawn = [kept_depths(inputs, shares) for _ in range(2)]
+    assert not torch.equal(drawn[0][0], drawn[1][0])
+    for depths_BT, weights_BK in drawn:
+        for depth, share in enumerate(shares):
+            kept_B = (depths_BT > depth).sum(1)
+            wanted_B = (num_labels * share - 1e-6).ceil().long()
+            # The last `depth` origins have no such label: those of them that were drawn are missing.
+            assert bool(((kept_B <= wanted_B) & (kept_B >= wanted_B - depth)).all())
+            torch.testing.assert_close(weights_BK[:, depth], num_labels / wanted_B)
+            assert not depths_BT[0, 40 - depth :].gt(depth).any()
+    everything_BT, weights_BK = kept_depths(inputs, [1.0] * 5)
+    assert everything_BT[0].tolist() == [5] * 36 + [4, 3, 2, 1, 0, 0]
+    assert weights_BK.unique().tolist() == [1.0]
+
+
+def test_the_sampled_loss_is_the_whole_one_on_average(target):
+    head = checks.build(PLAIN.model_copy(update={"keep_share": 0.5, "min_keep_share": 0.1}), target.model)
+    inputs = checks.inputs_of(target.model, [list(range(3, 20)), list(range(30, 41))], head.taps)
+    objective = HeadObjective(head, target, LossConfig())
+    with torch.no_grad():
+        whole = objective(inputs, torch.tensor(20.0), 1).loss
+        head.train()
+        torch.manual_seed(0)
+        sampled = torch.stack([objective(inputs, torch.tensor(20.0), 1).loss for _ in range(60)])
+    error = sampled.std() / len(sampled) ** 0.5
+    assert 0 < error < 0.02 * whole
+    assert abs(sampled.mean() - whole) < 3 * error
+
+
+@pytest.mark.parametrize("rows", [[[5, 6]], [[5, 6, 7]], [[5, 6, 7], list(range(4, 12))]], ids=["none", "one", "ragged"])
+def test_texts_shorter_than_the_depths_can_be_trained_on(target, rows):
+    head = checks.build(PLAIN, target.model).train()
+    inputs = checks.inputs_of(target.model, rows, head.taps)
+    loss = HeadObjective(head, target, LossConfig())(inputs, torch.tensor(4.0), 1)
+    loss.loss.backward()
+    assert loss.labels_K[0] == sum(len(row) - 2 for row in rows)
+    assert head.mask_hidden.grad is not None  # of 0 perhaps: processes that train together expect one from each
+
+
+def test_one_depth_alone_has_no_further_elements(target):
+    inputs = checks.inputs_of(target.model, checks.PROMPTS, PLAIN.taps)
+    (alone,) = checks.build(PLAIN.model_copy(update={"num_depths": 1}), target.model)(inputs)
+    first, *_ = checks.build(PLAIN, target.model)(inputs)
+    torch.testing.assert_close(alone.hidden_ND, first.hidden_ND, atol=1e-5, rtol=1e-5)
+
+
+def test_a_round_is_one_forward_of_at_most_as_many_drafts_as_there_are_depths(target, monkeypatch):
+    head = checks.build(PLAIN, target.model)
+    plain, calls = DraftAttention.attend, []
+    monkeypatch.setattr(DraftAttention, "attend", lambda self, *args: calls.append(1) or plain(self, *args))
+    proposer = FAMILIES["peagle"].propose(head, target.device)
+    ids_BT = torch.tensor([checks.PROMPTS[0]])
+    proposer.start([[*checks.PROMPTS[0], 1]], 32, read_states(target.model, ids_BT, head.taps))
+    streams = Streams(0, [0], target.device)
+    proposal = proposer.propose([[*checks.PROMPTS[0], 1]], 5, SamplingConfig(), streams, keep_logits=False)
+    assert (proposal.num_drafted, len(calls)) == ([3], PLAIN.num_layers)
+
+
+def test_the_mask_token_is_the_padding_or_the_first_end_of_text(tiny_llama):
+    model = tiny_llama()
+    assert mask_token(63, model) == 63
+    with pytest.raises(InputError, match=r"head\.mask_token_id: the target's tokens are 0 to 63, got 64"):
+        mask_token(64, model)
+    with pytest.raises(InputError, match="names neither a padding nor an end-of-text token"):
+        mask_token(None, model)
+    model.config.eos_token_id = [9, 4]
+    assert mask_token(None, model) == 9
+    model.config.pad_token_id = 5
+    assert mask_token(None, model) == 5
+    model.config.pad_token_id = -1  # some configs say so for none
+    assert mask_token(None, model) == 9

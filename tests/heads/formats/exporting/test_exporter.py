@@ -1,0 +1,203 @@
+"""An export has the names, ids and offsets that its engine reads, is checked, and refuses what cannot be."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from configs.runtime.errors import InputError
+from configs.schema.heads import DFlashSettings, Eagle3Settings, HydraSettings, LayerSettings, MedusaSettings, MtpSettings
+from heads.artifact import METADATA_FILE, WEIGHTS_FILE
+from heads.formats.exporting.exporter import SERVE_FILE, export
+from heads.target.checkpoint_files import read_weights, write_weights
+from tests.support import family_checks as checks
+
+EAGLE = Eagle3Settings(kind="eagle3", taps=[1, 2, 3])
+DFLASH = DFlashSettings(kind="dflash", taps=[1, 2, 3], block_size=4, mask_token_id=5)
+
+
+def config_of(written):
+    return json.loads((written.out / "config.json").read_text())
+
+
+def test_ids_of_hidden_states_are_those_of_each_engine(write, tmp_path):
+    written = write(EAGLE, vocabulary=checks.SOME_TOKENS)
+    export(written.source(), "vllm", tmp_path / "one")
+    export(written.source(), "sglang", tmp_path / "other")
+    one, other = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("one", "other"))
+    assert one["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+    assert other["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
+
+
+def test_layers_of_their_own_are_described_to_each_engine(write, tmp_path):
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    written = write(EAGLE.model_copy(update={"layer": LayerSettings(mlp_width=80, rope_theta=500.0, rope_scaling=scaling)}))
+    export(written.source(), "vllm", tmp_path / "one")
+    export(written.source(), "sglang", tmp_path / "other")
+    one, other = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("one", "other"))
+    layers = one["transformer_layer_config"]
+    assert (layers["intermediate_size"], layers["rope_parameters"]) == (80, scaling | {"rope_theta": 500.0})
+    assert (other["intermediate_size"], other["rope_theta"], other["rope_scaling"]) == (80, 500.0, scaling)
+
+
+def test_d2t_holds_offsets(write):
+    written = write(EAGLE, vocabulary=checks.SOME_TOKENS)
+    export(written.source(), "vllm", written.out)
+    tensors = load_file(written.out / WEIGHTS_FILE)
+    assert (tensors["d2t"] + torch.arange(len(tensors["d2t"]))).tolist() == list(range(1, checks.VOCAB_SIZE, 2))
+    assert tensors["t2d"].nonzero().squeeze(1).tolist() == list(range(1, checks.VOCAB_SIZE, 2))
+
+
+def test_vllm_gets_no_offsets_for_the_whole_vocabulary(write):
+    written = write(EAGLE)
+    export(written.source(), "vllm", written.out)
+    assert not {"d2t", "t2d", "lm_head.weight", "embed_tokens.weight"} & load_file(written.out / WEIGHTS_FILE).keys()
+
+
+def test_sglang_gets_trivial_offsets_and_a_head(write):
+    written = write(EAGLE)
+    export(written.source(), "sglang", written.out)
+    tensors = load_file(written.out / WEIGHTS_FILE)
+    assert tensors["t2d"].all()
+    assert not tensors["d2t"].any()
+    assert torch.equal(tensors["lm_head.weight"], written.model.get_output_embeddings().weight)
+    assert "midlayer.hidden_norm.weight" in tensors
+    assert "Format-checked only" in (written.out / SERVE_FILE).read_text()
+
+
+def test_a_mtp_head_beside_a_llama_takes_mimos_names_order_and_biases(write):
+    written = write(MtpSettings(kind="mtp"))
+    export(written.source(), "vllm", written.out)
+    tensors, own = load_file(written.out / WEIGHTS_FILE), written.head.state_dict()["layers.0.eh_proj.weight"]
+    width = own.shape[0]
+    projection = tensors["model.mtp_layers.0.input_proj.weight"]
+    assert torch.equal(projection[:, :width], own[:, width:])  # theirs reads the state first, ours the embedding
+    assert torch.equal(projection[:, width:], own[:, :width])
+    assert not tensors["model.mtp_layers.0.self_attn.k_proj.bias"].any()
+    assert "num_nextn_predict_layers" in (written.out / SERVE_FILE).read_text()
+
+
+@pytest.mark.parametrize("own_output_heads", [False, True])
+def test_medusa_is_widened_by_rows_that_never_win(write, own_output_heads):
+    settings = MedusaSettings(kind="medusa", num_depths=3, train_head=own_output_heads, own_output_heads=own_output_heads)
+    written = write(settings, vocabulary=checks.SOME_TOKENS)
+    export(written.source(), "vllm", written.out)
+    tensors, own, ids_W = load_file(written.out / WEIGHTS_FILE), written.head.state_dict(), checks.SOME_TOKENS.token_ids_W
+    heads = [name for name in own if name.startswith("lm_head")]
+    assert len(heads) == (3 if own_output_heads else 1)
+    for name in heads:
+        assert torch.equal(tensors[name][ids_W], own[name])
+        states_ND = torch.randn(200, own[name].shape[1], generator=torch.Generator().manual_seed(1))
+        assert torch.equal((states_ND @ tensors[name].T).argmax(1), ids_W[(states_ND @ own[name].T).argmax(1)])
+
+
+def test_medusa_shares_the_targets_head_where_it_says_all_tokens(write):
+    written = write(MedusaSettings(kind="medusa", num_depths=3))
+    export(written.source(), "vllm", written.out)
+    assert torch.equal(load_file(written.out / WEIGHTS_FILE)["lm_head.weight"], written.model.get_output_embeddings().weight)
+    assert config_of(written)["original_lm_head"] is True
+    assert [key for key in config_of(written) if "num" in key and "heads" in key] == ["medusa_num_heads"]
+
+
+def test_own_medusa_heads_are_written_each(write):
+    settings = MedusaSettings(kind="medusa", num_depths=3, num_layers=2, train_head=True, own_output_heads=True)
+    written = write(settings)
+    export(written.source(), "vllm", written.out)
+    tensors = load_file(written.out / WEIGHTS_FILE)
+    assert tensors.keys() == written.head.state_dict().keys()
+    assert config_of(written)["original_lm_head"] is False
+
+
+def test_tensorrt_gets_an_output_head_for_each_depth(write):
+    written = write(MedusaSettings(kind="medusa", num_depths=3, num_layers=2), vocabulary=checks.SOME_TOKENS)
+    export(written.source(), "tensorrt_llm", written.out)
+    tensors, own = load_file(written.out / "medusa_lm_head.safetensors"), written.head.state_dict()
+    assert torch.equal(tensors["1.0.linear.bias"], own["blocks.1.layers.0.bias"])
+    for depth in range(3):
+        assert torch.equal(tensors[f"{depth}.2.weight"][checks.SOME_TOKENS.token_ids_W], own["lm_head.weight"])
+    assert len(tensors) == 3 * (2 * 2 + 1)
+    assert config_of(written)["medusa_num_layers"] == 2
+
+
+def test_weights_are_cast(write):
+    written = write(EAGLE, vocabulary=checks.SOME_TOKENS)
+    export(written.source(dtype=torch.bfloat16), "vllm", written.out)
+    tensors = load_file(written.out / WEIGHTS_FILE)
+    assert torch.equal(tensors["fc.weight"], written.head.fc.weight.bfloat16())
+    assert tensors["d2t"].dtype == torch.int64
+    assert config_of(written)["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("settings", "vocabulary", "engine", "words"),
+    [
+        (EAGLE, None, "transformers", "transformers 5.23 decodes no EAGLE heads; eagle3 goes to vllm"),
+        (EAGLE.model_copy(update={"norm_before_residual": True}), None, "sglang", "starts from the normed feature"),
+        (EAGLE.model_copy(update={"num_layers": 2}), None, "sglang", "has 2 layers"),
+        (EAGLE.model_copy(update={"taps": [0, 1, 2]}), None, "sglang", "reads h_0"),
+        (EAGLE.model_copy(update={"taps": [1, 2]}), None, "sglang", "place for three"),
+        (EAGLE.model_copy(update={"norm_joined_taps": True}), None, "sglang", "norms all taps as one vector"),
+        (EAGLE.model_copy(update={"own_embedding": True}), None, "sglang", "an embedding of its own"),
+        (DFLASH.model_copy(update={"taps": [2, 4]}), None, "transformers", "h_4, the last block's state"),
+        (DFLASH.model_copy(update={"train_head": True}), None, "transformers", "its output head was trained"),
+        (MtpSettings(kind="mtp", reads="pre_norm"), None, "vllm", "before the final norm"),
+        (MtpSettings(kind="mtp", shared_depths=False), None, "vllm", "one for each"),
+        (MtpSettings(kind="mtp", train_head=True), None, "transformers", "its output head was trained"),
+        (MtpSettings(kind="mtp"), None, "speculators", "got llama"),
+        (HydraSettings(kind="hydra"), None, "vllm", "hydra goes to no engine yet"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_an_engine_cannot_hold_is_refused(write, settings, vocabulary, engine, words):
+    written = write(settings, vocabulary=vocabulary)
+    with pytest.raises(InputError, match=words):
+        export(written.source(), engine, written.out)
+    assert not written.out.exists()
+
+
+def test_another_familys_embedding_is_refused(write):
+    written = write(EAGLE, "gemma3")
+    with pytest.raises(InputError, match="Gemma3TextScaledWordEmbedding"):
+        export(written.source(), "vllm", written.out)
+
+
+def test_a_damaged_artifact_is_refused_with_every_name(write):
+    written = write(EAGLE)
+    weights = read_weights(written.artifact)
+    weights["surprise"] = weights.pop("norm.weight")
+    weights["fc.weight"] = weights["fc.weight"].rows(torch.arange(5))
+    write_weights(written.artifact / "other", weights)
+    (written.artifact / "other").replace(written.artifact / WEIGHTS_FILE)
+    with pytest.raises(InputError, match=r"lacks norm.weight; holds unknown surprise; holds fc.weight of shape \[5, 96\]"):
+        export(written.source(), "vllm", written.out)
+
+
+def test_another_target_is_refused_and_can_be_allowed(write):
+    written = write(EAGLE)
+    path = written.artifact / METADATA_FILE
+    metadata = json.loads(path.read_text())
+    metadata["target"]["weights_sha256"] = "1" * 64
+    path.write_text(json.dumps(metadata))
+    with pytest.raises(InputError, match="are others"):
+        export(written.source(), "vllm", written.out)
+    export(written.source(), "vllm", written.out, allow_target_mismatch=True)
+
+
+def test_a_path_that_vllm_would_misread_is_refused(write, tmp_path):
+    written = write(MedusaSettings(kind="medusa"))
+    with pytest.raises(InputError, match="path with 'eagle-' in it"):
+        export(written.source(), "vllm", tmp_path / "not-eagle-at-all")
+
+
+def test_nothing_is_written_over(write):
+    written = write(EAGLE)
+    written.out.mkdir()
+    with pytest.raises(InputError, match="exists already"):
+        export(written.source(), "vllm", written.out)
+
+
+def test_more_drafts_than_the_head_has_are_refused(write):
+    written = write(DFLASH)
+    with pytest.raises(InputError, match="drafts at most 3 tokens"):
+        written.source(num_speculative_tokens=4)

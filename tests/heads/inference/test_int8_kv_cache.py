@@ -1,0 +1,112 @@
+"""Eight bits are near the values, roll back exactly, and give speculative decoding the answers of plain decoding."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs.schema.decoding import DecodeConfig
+from eval.decoder.decode import decode, generate
+from heads.inference.causal_lm import head_logits
+from heads.inference.int8_kv_cache import Int8Layer, narrow, widen
+from heads.inference.kv_cache import RowLayer, forward_rows, new_cache
+from heads.inference.lean_forward import make_lean
+from heads.proposers.draft_lm import DraftLM
+from heads.proposers.prompt_lookup import PromptLookup
+from tests.eval.decoder.test_decode import PROMPTS, requests_for
+from tests.heads.inference.test_lean_forward import IDS_BT, model_of
+
+
+@given(seed=st.integers(0, 10**6), size=st.floats(1e-6, 1e6))
+@settings(max_examples=40, deadline=None)
+def test_a_value_is_off_by_half_a_step_at_most(seed, size):
+    values = size * torch.randn(3, 2, 16, generator=torch.Generator().manual_seed(seed))
+    steps, scales = narrow(values)
+    error = (widen(steps, scales, torch.float64) - values).abs()
+    assert (error <= scales * (0.5 + 1e-4)).all()
+    largest = values.abs().argmax(-1, keepdim=True)
+    assert (steps.gather(-1, largest).abs() == 127).all()
+    assert (error.gather(-1, largest) <= 1e-6 * values.abs().amax()).all()
+
+
+def test_zeros_stay_zeros_and_what_is_no_number_stays_none():
+    values = torch.tensor([[0.0, 0.0], [1.0, float("nan")], [float("inf"), 2.0], [3.0, -3.0]])
+    back = widen(*narrow(values), torch.float32)
+    assert torch.equal(back[0], values[0])
+    assert torch.equal(back[3], values[3])
+    assert not torch.isfinite(back[1:3]).any()
+
+
+def hidden(model, pieces, layer=Int8Layer):
+    store = new_cache(model, 24, layer)
+    with torch.inference_mode():
+        return store, [forward_rows(model, store, ids_BT, starts) for ids_BT, starts in pieces]
+
+
+@pytest.fixture(params=["transformers", "lean"])
+def model(request):
+    model = deepcopy(model_of("llama"))
+    if request.param == "lean":
+        make_lean(model)
+    return model
+
+
+def test_the_distribution_is_near_that_of_the_full_cache(model):
+    pieces = [(IDS_BT[:, :8], [0, 0]), (IDS_BT[:, 8:12], [8, 6])]
+    ours, full = (hidden(model, pieces, layer)[1][1] for layer in (Int8Layer, RowLayer))
+    with torch.inference_mode():
+        distribution, exact = (head_logits(model, states).softmax(-1) for states in (ours, full))
+    distance = (distribution - exact).abs().sum(-1) / 2
+    assert 0 < float(distance.max()) < 0.1
+
+
+def test_what_was_taken_back_leaves_nothing_behind(model):
+    straight, _ = hidden(model, [(IDS_BT[:, :6], [0, 0]), (IDS_BT[:, 6:9], [6, 5]), (IDS_BT[:, 9:10], [9, 8])])
+    detour = [(IDS_BT[:, :6], [0, 0]), (IDS_BT[:, 2:7], [6, 5]), (IDS_BT[:, 6:9], [6, 5]), (IDS_BT[:, 9:10], [9, 8])]
+    rolled, states = hidden(model, detour)
+    for ours, theirs in zip(rolled.rows, straight.rows, strict=True):
+        for name in Int8Layer.stored:
+            for row, length in enumerate((10, 9)):
+                torch.testing.assert_close(getattr(ours, name)[row, :, :length], getattr(theirs, name)[row, :, :length])
+    assert torch.isfinite(states[-1]).all()
+
+
+def test_scales_move_and_leave_with_their_vectors(model):
+    store, _ = hidden(model, [(IDS_BT[:, :10], [0, 0])])
+    before = [widen(layer.keys, layer.key_scales, torch.float64) for layer in store.rows]
+    with torch.inference_mode():
+        store.keep_path([4, 2], [[0, 2, 4], [0, 1, 3]])
+        store.keep_rows([1])
+    for layer, old in zip(store.rows, before, strict=True):
+        now = widen(layer.keys, layer.key_scales, torch.float64)
+        assert now.shape[0] == 1
+        assert torch.equal(now[0, :, 2:5], old[1][:, [2, 3, 5]])
+
+
+def test_it_takes_a_byte_a_value_and_a_scale_a_head(model):
+    store, _ = hidden(model, [(IDS_BT[:, :4], [0, 0])])
+    H = store.rows[0].keys.shape[-1]
+    held = sum(getattr(store.rows[0], name).nbytes for name in Int8Layer.stored)
+    assert held == 2 * 2 * store.rows[0].keys.shape[1] * 24 * (H + 4)
+
+
+@pytest.mark.parametrize("forward", ["transformers", "lean"])
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_speculative_answers_are_the_plain_ones_of_the_same_cache(tiny_llama, as_target, forward, batch_size):
+    target = as_target(tiny_llama(seed=1, dtype=torch.float32))
+    if forward == "lean":
+        make_lean(target.model)
+    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=24, batch_size=batch_size, kv_cache="int8")
+    plain = generate(target, PROMPTS, config.model_copy(update={"num_speculative_tokens": 0, "batch_size": 1}))
+    for proposer in (DraftLM(tiny_llama(seed=2, dtype=torch.float32), 64), PromptLookup(target.device)):
+        assert generate(target, PROMPTS, config, proposer) == plain
+
+
+def test_a_request_that_is_no_number_fails_alone_here_too(tiny_llama, as_target):
+    model = tiny_llama(seed=1)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[40] = float("nan")
+    generations, _ = decode(as_target(model), requests_for([[7, 12, 3], [40]]), DecodeConfig(max_new_tokens=6, kv_cache="int8"))
+    assert [generation.stop_reason for generation in generations] == ["length", "non_finite"]

@@ -1,0 +1,153 @@
+"""Whatever was cached, taken back or written over: hidden states are those of one forward over the whole text."""
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BambaConfig,
+    BloomConfig,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+)
+
+from configs.runtime.errors import InputError
+from heads.inference.causal_lm import backbone
+from heads.inference.kv_cache import RowCache, forward_rows, new_cache
+from heads.inference.model_checks import check_rolls_back
+
+SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 64}
+GROUPED = SMALL | {"num_key_value_heads": 2, "intermediate_size": 48}
+CONFIGS = {
+    "llama": LlamaConfig(**GROUPED),
+    "qwen3": Qwen3Config(**GROUPED, head_dim=8),
+    "mistral_sliding": MistralConfig(**GROUPED, sliding_window=5),
+    "gemma3_mixed": Gemma3TextConfig(
+        **GROUPED, head_dim=8, sliding_window=5, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
+    ),
+    "gpt_neox": GPTNeoXConfig(**SMALL, intermediate_size=48),
+}
+
+
+@pytest.fixture(params=CONFIGS)
+def model(request):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(CONFIGS[request.param], dtype=torch.float64).eval()
+
+
+def whole(model, ids):
+    return backbone(model)(input_ids=torch.tensor([ids]), use_cache=False).last_hidden_state[0]
+
+
+@torch.no_grad()
+def test_ragged_rows_with_rejected_tokens_equal_one_forward_over_each_text(model):
+    generator = torch.Generator().manual_seed(1)
+    texts = [torch.randint(1, 64, (20,), generator=generator).tolist() for _ in range(3)]
+    lengths = [4, 9, 6]
+    cache = new_cache(model, 24)
+    prompts = torch.tensor([text[:9] for text in texts])
+    first = forward_rows(model, cache, prompts, [0, 0, 0])
+    for row, text in enumerate(texts):
+        torch.testing.assert_close(first[row], whole(model, text[:9]))
+    wrong = torch.randint(1, 64, (3, 4), generator=generator)
+    forward_rows(model, cache, wrong, lengths)  # drafts that are then rejected
+    for advance in (1, 3, 2):
+        ids = torch.tensor([text[length : length + advance] for text, length in zip(texts, lengths, strict=True)])
+        hidden = forward_rows(model, cache, ids, lengths)
+        for row, (text, length) in enumerate(zip(texts, lengths, strict=True)):
+            torch.testing.assert_close(hidden[row], whole(model, text[: length + advance])[length:])
+        lengths = [length + advance for length in lengths]
+
+
+@torch.no_grad()
+def test_rows_that_start_alike_take_the_plain_path_and_agree(model):
+    text = list(range(1, 15))
+    cache = new_cache(model, 16)
+    forward_rows(model, cache, torch.tensor([text[:8], text[:8]]), [0, 0])
+    for position in range(8, 14):
+        hidden = forward_rows(model, cache, torch.tensor([[text[position]]] * 2), [position, position])
+        torch.testing.assert_close(hidden[1, 0], whole(model, text[: position + 1])[-1])
+
+
+@torch.no_grad()
+def test_dropping_rows_keeps_the_others_text(model):
+    texts = [list(range(1, 12)), list(range(20, 31)), list(range(40, 51))]
+    cache = new_cache(model, 16)
+    forward_rows(model, cache, torch.tensor([text[:8] for text in texts]), [0, 0, 0])
+    cache.keep_rows([2, 0])
+    hidden = forward_rows(model, cache, torch.tensor([texts[2][8:10], texts[0][6:8]]), [8, 6])
+    torch.testing.assert_close(hidden[0], whole(model, texts[2][:10])[8:])
+    torch.testing.assert_close(hidden[1], whole(model, texts[0][:8])[6:])
+
+
+@torch.no_grad()
+def test_eager_attention_sees_the_same_positions():
+    config = LlamaConfig(**GROUPED)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="eager").eval()
+    cache = new_cache(model, 12)
+    texts = [list(range(1, 11)), list(range(30, 40))]
+    forward_rows(model, cache, torch.tensor([text[:6] for text in texts]), [0, 0])
+    hidden = forward_rows(model, cache, torch.tensor([texts[0][3:6], texts[1][6:9]]), [3, 6])
+    torch.testing.assert_close(hidden[0], whole(model, texts[0][:6])[3:])
+    torch.testing.assert_close(hidden[1], whole(model, texts[1][:9])[6:])
+
+
+@torch.no_grad()
+def test_padding_of_a_row_may_stand_beyond_the_context_of_a_model_with_learned_positions():
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=64, n_positions=12, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    texts = [list(range(1, 13)), list(range(30, 42))]
+    cache = new_cache(model, 16)
+    forward_rows(model, cache, torch.tensor([text[:11] for text in texts]), [0, 0])
+    hidden = forward_rows(model, cache, torch.tensor([[texts[0][11], 0, 0, 0], texts[1][5:9]]), [11, 5])
+    torch.testing.assert_close(hidden[0, 0], whole(model, texts[0])[11])
+    torch.testing.assert_close(hidden[1], whole(model, texts[1][:9])[5:])
+
+
+def test_the_cache_is_never_copied_or_grown():
+    model = AutoModelForCausalLM.from_config(CONFIGS["llama"], dtype=torch.float32).eval()
+    cache = new_cache(model, 16)
+    with torch.no_grad():
+        forward_rows(model, cache, torch.tensor([[1, 2, 3]]), [0])
+        before = cache.layers[0].keys.data_ptr()
+        forward_rows(model, cache, torch.tensor([[4, 5]]), [3])
+    assert cache.layers[0].keys.data_ptr() == before
+    assert cache.layers[0].keys.shape[2] == 16
+
+
+def test_running_past_the_capacity_is_refused_before_anything_is_written():
+    cache = RowCache(num_layers=1, capacity=4)
+    with pytest.raises(ValueError, match="positions up to 5"):
+        cache.place([2], 3, torch.device("cpu"))
+
+
+def test_a_model_with_a_recurrent_state_is_refused_with_the_reason():
+    config = BambaConfig(**GROUPED, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1, attn_layer_indices=[1])
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(InputError, match="cannot be rolled back"):
+        check_rolls_back(model)
+
+
+def test_a_model_that_makes_its_positions_of_a_padding_mask_is_refused_with_the_reason():
+    model = AutoModelForCausalLM.from_config(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4))
+    with pytest.raises(InputError, match="BloomForCausalLM does not run on a cache whose rows can be rolled back"):
+        check_rolls_back(model)
+
+
+def test_a_model_with_another_memory_than_the_cache_is_refused_by_what_it_computes(monkeypatch):
+    model, seen = AutoModelForCausalLM.from_config(CONFIGS["llama"]).eval(), []
+    backbone(model).layers[0].register_forward_hook(lambda *_: seen.append(1) or (_[2] + 0.1 * len(seen)))
+    with pytest.raises(InputError, match="computes other states after a rejected draft than without it"):
+        check_rolls_back(model)
+
+
+@torch.no_grad()
+def test_models_that_roll_back_pass_in_training_mode_and_stay_in_it(model):
+    model.train()
+    check_rolls_back(model)
+    assert model.training

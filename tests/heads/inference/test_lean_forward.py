@@ -1,0 +1,243 @@
+"""The lean forward gives transformers' logits wherever the decoder may ask for them, and says no to what it does not know."""
+
+import gc
+from copy import deepcopy
+from functools import cache
+from weakref import ref
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from configs.runtime.errors import InputError
+from heads.inference.causal_lm import fast_forward, head_logits, is_registered, register
+from heads.inference.kv_cache import forward_rows, new_cache
+from heads.inference.lean_forward import LeanForward, lean_twin, make_lean
+from heads.sampling.token_tree import Branches, lineage
+from heads.target.hidden_states import forward_states, read_states, tapped
+from tests.support.family_checks import SMALL
+
+GROUPED = SMALL | {"num_hidden_layers": 3, "num_key_value_heads": 2, "pad_token_id": None}
+SLIDING = {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+CONFIGS = {
+    "llama": LlamaConfig(**GROUPED),
+    "llama, a head for each query, biases": LlamaConfig(**GROUPED | {"num_key_value_heads": 4}, attention_bias=True),
+    "llama, tied, scaled rotary": LlamaConfig(
+        **GROUPED,
+        tie_word_embeddings=True,
+        rope_parameters=LLAMA3 | {"rope_theta": 1e4, "original_max_position_embeddings": 16},
+    ),
+    "mistral, sliding": MistralConfig(**GROUPED, sliding_window=4),
+    "qwen2": Qwen2Config(**GROUPED),
+    "qwen3": Qwen3Config(**GROUPED, head_dim=16),
+    "qwen3, sliding": Qwen3Config(**GROUPED | {"num_hidden_layers": 4}, head_dim=16, **SLIDING),
+}
+FAMILIES = pytest.mark.parametrize("name", CONFIGS)
+IDS_BT = (torch.arange(24) * 37 % 64).view(2, 12)
+
+
+@cache
+def model_of(name, dtype=torch.float32, lean=False):
+    """Return a random model, with norms and biases that are not 1 and 0; only for reading."""
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.mul_(4.0)
+        else:
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    model.to(dtype)
+    if lean:
+        make_lean(model)
+    return model
+
+
+def read(model, pieces, rows=2):
+    """Return the logits of (ids, starts) read one after another into one cache."""
+    store = new_cache(model, 24)
+    with torch.inference_mode():
+        return [head_logits(model, forward_rows(model, store, ids_BT[:rows], starts[:rows])) for ids_BT, starts in pieces]
+
+
+def assert_same(name, pieces, rows=2, dtype=torch.float32):
+    ours, theirs = (read(model_of(name, dtype, lean), pieces, rows) for lean in (True, False))
+    for our_BTV, their_BTV in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(our_BTV, their_BTV, atol=1e-5, rtol=1e-5)
+
+
+@FAMILIES
+def test_logits_are_those_of_transformers_token_by_token_and_several_at_a_time(name):
+    ids = IDS_BT
+    pieces = [(ids[:, :5], [0, 0]), (ids[:, 5:6], [5, 5]), (ids[:, 6:10], [6, 6]), (ids[:, 10:11], [10, 10])]
+    assert_same(name, pieces)
+    assert_same(name, pieces, rows=1)
+    whole_BTV = model_of(name)(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(read(model_of(name, lean=True), [(ids, [0, 0])])[0], whole_BTV, atol=1e-5, rtol=1e-5)
+
+
+@FAMILIES
+def test_rows_at_different_places_and_tokens_taken_back(name):
+    ids = IDS_BT
+    # The second row takes back four tokens, then the first takes back two; one token each at different places at last.
+    assert_same(name, [(ids[:, :8], [0, 0]), (ids[:, 3:6], [8, 4]), (ids[:, 6:9], [9, 7]), (ids[:, 1:2], [12, 8])])
+
+
+@FAMILIES
+def test_tokens_of_a_tree_see_their_own_path(name):
+    ids = IDS_BT
+    visible_BKK = lineage(torch.tensor([[0, 0, 1, 2], [0, 1, 1, 3]]))
+    branches = Branches(roots=[6, 5], depths_BX=visible_BKK.sum(-1) - 1, visible_BTX=visible_BKK)
+    outputs = []
+    for lean in (True, False):
+        model = model_of(name, lean=lean)
+        store = new_cache(model, 24)
+        with torch.inference_mode():
+            forward_rows(model, store, ids[:, :6], [0, 0])
+            outputs.append(head_logits(model, forward_rows(model, store, ids[:, 6:11], [6, 5], branches)))
+    torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-5)
+
+
+@FAMILIES
+def test_the_tapped_states_are_those_of_transformers(name):
+    states = {}
+    for lean in (True, False):
+        model = model_of(name, lean=lean)
+        with torch.inference_mode():
+            states[lean] = forward_states(model, new_cache(model, 24), IDS_BT, [0, 0], [0, 1, 3])
+    for ours, theirs in zip(states[True].taps_ABTE, states[False].taps_ABTE, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(states[True].final_BTE, states[False].final_BTE, atol=1e-5, rtol=1e-5)
+
+
+def test_what_is_read_by_transformers_itself_can_still_be_tapped():
+    model = model_of("llama", lean=True)
+    with torch.inference_mode(), tapped(model, [1]) as seen:
+        forward_rows(model, new_cache(model, 24), IDS_BT, [0, 0])
+    with torch.inference_mode():
+        whole = read_states(model, IDS_BT, [1])
+    torch.testing.assert_close(seen[1], whole.taps_ABTE[0], atol=1e-5, rtol=1e-5)
+    with torch.inference_mode():
+        forward_rows(model, new_cache(model, 24), IDS_BT[:, :3], [0, 0])
+    assert seen[1].shape[1] == IDS_BT.shape[1]  # nothing is watched any more
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_other_dtypes_follow_transformers_as_far_as_they_round(dtype):
+    pieces = [(IDS_BT[:, :8], [0, 0]), (IDS_BT[:, 3:6], [8, 4])]
+    ours, theirs = (read(model_of("qwen3", dtype, lean), pieces) for lean in (True, False))
+    for our_BTV, their_BTV in zip(ours, theirs, strict=True):
+        assert our_BTV.dtype == dtype
+        # transformers' norms are float32 whatever the dtype of the model.
+        tolerance = 4 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) * float(their_BTV.abs().max())
+        torch.testing.assert_close(our_BTV, their_BTV, atol=tolerance, rtol=0)
+
+
+def test_greedy_choices_in_float32_do_not_depend_on_how_many_rows_are_read_together():
+    model = model_of("llama", lean=True)
+    together_BTV = read(model, [(IDS_BT[:1, :4], [0]), (IDS_BT[:1, 4:8], [4])], rows=1)[1]
+    alone = read(model, [(IDS_BT[:1, :4], [0])] + [(IDS_BT[:1, t : t + 1], [t]) for t in range(4, 8)], rows=1)[1:]
+    alone_BTV = torch.cat(alone, 1)
+    assert torch.equal(together_BTV.argmax(-1), alone_BTV.argmax(-1))
+    torch.testing.assert_close(together_BTV, alone_BTV, atol=1e-6, rtol=1e-6)
+
+
+# --- where it runs ------------------------------------------------------------------------------------------------
+
+
+def test_only_inference_mode_runs_it_so_that_gradients_flow_through_transformers():
+    model = model_of("llama", lean=True)
+    assert fast_forward(model) is None
+    with torch.inference_mode():
+        assert fast_forward(model) is not None
+    hidden_BTD = torch.randn(1, 2, 32, requires_grad=True)
+    head_logits(model, hidden_BTD).sum().backward()
+    torch.testing.assert_close(hidden_BTD.grad[0, 0], model.lm_head.weight.sum(0))
+
+
+def test_a_copy_runs_by_transformers_and_a_model_that_is_gone_leaves_nothing():
+    model = deepcopy(model_of("llama"))
+    make_lean(model)
+    assert is_registered(model)
+    assert not is_registered(deepcopy(model))
+    gone = ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_twin_is_lean_and_shares_every_weight_while_the_model_runs_as_before():
+    model = deepcopy(model_of("qwen3"))
+    twin = lean_twin(model)
+    assert (is_registered(twin), is_registered(model)) == (True, False)
+    assert [value.data_ptr() for value in twin.parameters()] == [value.data_ptr() for value in model.parameters()]
+    pieces = [(IDS_BT[:, :5], [0, 0]), (IDS_BT[:, 5:7], [5, 3])]
+    for ours_BTV, theirs_BTV in zip(read(twin, pieces), read(model, pieces), strict=True):
+        torch.testing.assert_close(ours_BTV, theirs_BTV, atol=1e-5, rtol=1e-5)
+
+
+def test_the_model_keeps_its_own_weights_and_modules():
+    model = deepcopy(model_of("qwen3"))
+    before = {name: value.data_ptr() for name, value in model.state_dict().items()}
+    make_lean(model)
+    assert {name: value.data_ptr() for name, value in model.state_dict().items()} == before
+
+
+# --- refusals -----------------------------------------------------------------------------------------------------
+
+
+def test_another_family_is_refused_by_name():
+    model = AutoModelForCausalLM.from_config(GPTNeoXConfig(**SMALL))
+    with pytest.raises(InputError, match="the lean forward knows Llama, Mistral, Qwen2, Qwen3, not GPTNeoXForCausalLM"):
+        make_lean(model)
+    assert not is_registered(model)
+
+
+def test_eager_attention_is_refused():
+    model = AutoModelForCausalLM.from_config(deepcopy(CONFIGS["llama"]), attn_implementation="eager")
+    with pytest.raises(InputError, match=r"target\.attention asks for eager; set that to sdpa"):
+        make_lean(model)
+
+
+def test_layers_that_are_more_than_a_matrix_are_refused():
+    class Adapted(nn.Linear):
+        pass
+
+    model = deepcopy(model_of("llama"))
+    model.model.layers[1].mlp.up_proj = Adapted(32, 48, bias=False)
+    with pytest.raises(InputError, match=r"layers\.1\.mlp\.up_proj of LlamaForCausalLM is a Adapted"):
+        make_lean(model)
+
+
+@pytest.mark.parametrize("part", ["norm", "rotary", "scale"])
+def test_a_model_of_a_known_family_that_computes_otherwise_is_refused(part, monkeypatch):
+    model = deepcopy(model_of("llama"))
+    if part == "norm":
+        model.model.norm.register_forward_pre_hook(lambda _, args: (args[0] + 1,))
+    elif part == "rotary":
+        monkeypatch.setattr(LeanForward, "_turn", lambda self, like, _: _without_turning(like))
+    else:
+        model.model.layers[2].register_forward_hook(lambda _, args, output: output * 1.5 + args[0])
+    with pytest.raises(InputError, match=r"differs from transformers' by .* set target\.forward to transformers"):
+        make_lean(model)
+    assert not is_registered(model)
+
+
+def _without_turning(like):
+    cos_BT1H = like.new_ones(*like.shape[:2], 1, 8)
+    return cos_BT1H, torch.zeros_like(cos_BT1H)
+
+
+def test_a_forward_can_be_taken_away_again():
+    model = deepcopy(model_of("llama"))
+    make_lean(model)
+    register(model, None)
+    assert not is_registered(model)

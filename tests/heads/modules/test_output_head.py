@@ -1,0 +1,75 @@
+"""The output head of a draft is the target's: borrowed, or a copy of some of its rows, in which case it can be trained."""
+
+import pytest
+import torch
+
+from configs.runtime.errors import InputError
+from heads.inference.causal_lm import head_logits
+from heads.modules.output_head import DraftHead
+from heads.proposers.vocabulary import DraftVocabulary
+from tests.support import family_checks as checks
+
+IDS_W = torch.tensor([2, 5, 6, 40, 63])
+SOME_TOKENS = DraftVocabulary(token_ids_W=IDS_W, target_vocab_size=checks.VOCAB_SIZE)
+WAYS = [(None, False), (None, True), (SOME_TOKENS, False), (SOME_TOKENS, True)]
+WAY = pytest.mark.parametrize(("vocabulary", "trainable"), WAYS, ids=["borrowed", "trained", "some rows", "some rows, trained"])
+
+
+@pytest.mark.parametrize("name", sorted(checks.CONFIGS))
+@WAY
+def test_its_logits_start_as_the_targets(name, vocabulary, trainable):
+    model = checks.tiny_target(name)
+    states_BD = torch.randn(3, 32, dtype=torch.float64)
+    expected_BV = head_logits(model, states_BD)  # soft-capped by Gemma
+    head = DraftHead(model, vocabulary, trainable=trainable)
+    logits_BW = head.logits(states_BD).double()
+    torch.testing.assert_close(logits_BW, expected_BV if vocabulary is None else expected_BV[:, IDS_W], atol=1e-4, rtol=1e-4)
+    if vocabulary is None:
+        assert (head.vocabulary, head.token_ids) == (None, None)
+    else:
+        assert head.vocabulary.token_ids_W.tolist() == IDS_W.tolist()
+
+
+@WAY
+def test_what_is_borrowed_is_neither_saved_nor_trained(vocabulary, trainable):
+    model = checks.tiny_target("llama")
+    head = DraftHead(model, vocabulary, trainable=trainable)
+    borrowed = vocabulary is None and not trainable
+    assert set(head.state_dict()) == (set() if borrowed else {"weight"})
+    assert [name for name, _ in head.named_parameters()] == (["weight"] if trainable else [])
+    shares = head.parameters_used[0].data_ptr() == model.lm_head.weight.data_ptr()
+    assert shares == borrowed
+    assert [value.requires_grad for value in head.parameters_used] == [trainable]
+
+
+def test_a_trained_copy_is_kept_in_float32_and_leaves_the_target_alone(tiny_llama):
+    model = tiny_llama(dtype=torch.bfloat16)
+    before_VD = model.lm_head.weight.clone()
+    head = DraftHead(model, None, trainable=True)
+    assert head.weight.dtype == torch.float32
+    with torch.no_grad():
+        head.weight += 1
+    assert torch.equal(model.lm_head.weight, before_VD)
+    frozen = DraftHead(model, SOME_TOKENS, trainable=False)
+    assert frozen.weight.dtype == torch.bfloat16
+    assert frozen.logits(torch.zeros(1, 32)).dtype == torch.bfloat16
+
+
+def test_values_over_the_draft_vocabulary_go_to_their_places():
+    head = DraftHead(checks.tiny_target("llama"), SOME_TOKENS, trainable=False)
+    assert head.target_ids(torch.tensor([0, 4])).tolist() == [2, 63]
+    spread_BV = head.spread(torch.tensor([[0.1, 0.2, 0.3, 0.15, 0.25]]), -1.0)
+    assert spread_BV.shape == (1, checks.VOCAB_SIZE)
+    torch.testing.assert_close(spread_BV[0, IDS_W], torch.tensor([0.1, 0.2, 0.3, 0.15, 0.25]))
+    assert (spread_BV == -1).sum() == checks.VOCAB_SIZE - 5
+    whole = DraftHead(checks.tiny_target("llama"), None, trainable=False)
+    assert whole.target_ids(torch.tensor([7])).tolist() == [7]
+    assert torch.equal(whole.spread(spread_BV, 0.0), spread_BV)
+
+
+@WAY
+def test_a_head_that_is_no_linear_layer_is_refused(tiny_llama, vocabulary, trainable):
+    model = tiny_llama()
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    with pytest.raises(InputError, match="has a head of type Sequential"):
+        DraftHead(model, vocabulary, trainable=trainable)

@@ -1,0 +1,86 @@
+"""A block run apart from the target: which keys it sees, and which targets' blocks cannot be run so."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeConfig, GPT2Config
+
+from configs.runtime.errors import InputError
+from heads.inference.kv_cache import RowCache
+from heads.modules.target_block import Surroundings, cached_mask, unrolled_mask
+from tests.support import family_checks as checks
+
+MOE = {"moe_intermediate_size": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 9])
+def test_each_chain_sees_its_past_and_itself_within_the_window(window):
+    documents_T = torch.tensor([0, 0, 0, 0, 1, 1, 1])
+    T, num_depths = len(documents_T), 4
+    causal_TT = torch.ones(T, T, dtype=torch.bool).tril() & (documents_T.unsqueeze(1) == documents_T)
+    for depth in range(num_depths):
+        visible_TX = unrolled_mask(causal_TT[None, None], depth, window)[0, 0]
+        assert visible_TX.shape == (T, (depth + 1) * T)
+        for origin in range(T):
+            seen = set()
+            for key_depth in range(depth + 1):
+                for key_origin in range(T):
+                    distance = origin + depth - key_origin - key_depth
+                    past = key_depth == 0 and key_origin <= origin and documents_T[key_origin] == documents_T[origin]
+                    own_chain = key_depth > 0 and key_origin == origin
+                    if (past or own_chain) and (window is None or distance < window):
+                        seen.add(key_depth * T + key_origin)
+            assert set(visible_TX[origin].nonzero().squeeze(1).tolist()) == seen
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_a_placed_position_sees_cached_keys_up_to_its_own_within_the_window(window):
+    cache = RowCache(1, 16)
+    starts = [3, 6]
+    cache.place(starts, 2, torch.device("cpu"))
+    positions_BT = torch.tensor([[3, 4], [6, 7]])
+    visible_B1TS = cached_mask(cache, positions_BT, window)
+    assert visible_B1TS.shape == (2, 1, 2, 8)
+    for row, start in enumerate(starts):
+        for column in range(2):
+            place = start + column
+            first = 0 if window is None else place - window + 1
+            assert visible_B1TS[row, 0, column].nonzero().squeeze(1).tolist() == list(range(first, place + 1))
+
+
+@pytest.mark.parametrize("name", checks.CONFIGS)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_every_block_of_the_four_families_runs_apart(name, attention):
+    model = deepcopy(checks.tiny_target(name))
+    model.set_attn_implementation(attention)
+    for number in range(4):
+        Surroundings(model, number)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Glm4MoeConfig(**checks.GROUPED, **MOE, head_dim=8, first_k_dense_replace=1, pad_token_id=None),
+        DeepseekV3Config(**checks.SMALL, **MOE, **LATENT, n_group=1, topk_group=1, first_k_dense_replace=1, pad_token_id=None),
+    ],
+    ids=["experts", "latent_attention"],
+)
+def test_blocks_with_experts_and_with_latent_attention_run_apart(config):
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for number in (0, 3):
+        Surroundings(model, number)
+
+
+def test_a_block_that_gets_something_else_in_the_target_is_refused():
+    model = deepcopy(checks.tiny_target("llama"))
+    model.config.sliding_window = 3  # which Llama does not heed
+    with pytest.raises(InputError, match="block 1 of LlamaForCausalLM needs more around it"):
+        Surroundings(model, 1)
+
+
+def test_a_target_without_a_rotary_embedding_is_refused():
+    model = AutoModelForCausalLM.from_config(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=16))
+    with pytest.raises(InputError, match="GPT2LMHeadModel has no rotary embedding"):
+        Surroundings(model, 0)

@@ -1,0 +1,146 @@
+"""Random numbers by counter, and the distribution tokens are drawn from."""
+
+import pytest
+import torch
+
+from configs.schema.decoding import SamplingConfig
+from heads.sampling.counter_rng import Role, Streams
+from heads.sampling.probabilities import draw, likeliest, token_probabilities
+
+CPU = torch.device("cpu")
+
+
+def test_numbers_are_uniform_and_uncorrelated_over_positions_requests_and_roles():
+    streams = Streams(0, range(200), CPU)
+    positions = torch.arange(200).expand(200, 200)
+    numbers = {role: streams.uniform(role, positions, positions[:, :1]) for role in Role}
+    for values in numbers.values():
+        assert values.min() >= 0
+        assert values.max() < 1
+        counts = torch.histc(values.float(), 20, 0, 1)
+        assert float(((counts - 2000) ** 2 / 2000).sum()) < 19 + 4 * (2 * 19) ** 0.5
+        for one, other in ((values[:, 1:], values[:, :-1]), (values[1:], values[:-1])):
+            assert abs(float(torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1])) < 0.02
+    table = torch.stack([values.flatten() for values in numbers.values()])
+    assert (torch.corrcoef(table) - torch.eye(4)).abs().max() < 0.02
+
+
+def test_a_request_gets_the_same_numbers_wherever_it_stands():
+    positions = torch.arange(5).expand(3, 5)
+    one = Streams(3, [10, 20, 30], CPU)
+    other = Streams(3, [30, 10], CPU)
+    rounds = torch.tensor([[5], [7], [5]])
+    assert torch.equal(
+        one.uniform(Role.DRAFT, positions, rounds)[0], other.uniform(Role.DRAFT, positions[:2], rounds[:2].flip(0))[1]
+    )
+    one.keep_rows([2])
+    assert torch.equal(one.uniform(Role.TARGET, positions[:1])[0], other.uniform(Role.TARGET, positions[:2])[0])
+
+
+def test_seed_position_and_role_each_change_the_number():
+    position = torch.tensor([[4]])
+    base = Streams(0, [1], CPU).uniform(Role.TARGET, position)
+    assert base != Streams(1, [1], CPU).uniform(Role.TARGET, position)
+    assert base != Streams(0, [1], CPU).uniform(Role.TARGET, position + 1)
+    assert base != Streams(0, [1], CPU).uniform(Role.RESIDUAL, position)
+
+
+@pytest.mark.parametrize("role", [Role.DRAFT, Role.ACCEPT])
+def test_a_position_gets_other_numbers_for_drafting_and_accepting_in_another_round(role):
+    streams, positions = Streams(0, range(500), CPU), torch.full((500, 1), 9)
+    one, other = (streams.uniform(role, positions, torch.full((500, 1), first)) for first in (7, 8))
+    assert abs(float(torch.corrcoef(torch.cat([one, other], 1).T)[0, 1])) < 0.15
+    with pytest.raises(ValueError, match="belong to a round"):
+        streams.uniform(role, positions)
+
+
+def naive_distribution(logits, temperature, top_k, top_p):
+    """One row, plain Python, float64."""
+    values = [value / temperature for value in logits]
+    order = sorted(range(len(values)), key=lambda index: -values[index])
+    kept = order if top_k is None else [index for index in order if values[index] >= values[order[top_k - 1]]]
+    weights = {index: torch.tensor(values[index], dtype=torch.float64).exp().item() for index in kept}
+    total = sum(weights.values())
+    if top_p is not None:
+        chosen, mass = {}, 0.0
+        for index in kept:
+            if mass >= top_p:
+                break
+            chosen[index] = weights[index]
+            mass += weights[index] / total
+        weights, total = chosen, sum(chosen.values())
+    return [weights.get(index, 0.0) / total for index in range(len(values))]
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(1.0, None, None), (0.5, 3, None), (1.3, None, 0.7), (0.9, 5, 0.6)]
+)
+def test_the_distribution_is_the_naive_one(temperature, top_k, top_p):
+    logits = torch.randn(6, 12, generator=torch.Generator().manual_seed(2))
+    distribution = token_probabilities(logits, SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p))
+    expected = torch.tensor([naive_distribution(row, temperature, top_k, top_p) for row in logits.tolist()])
+    torch.testing.assert_close(distribution, expected.float(), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("flatness", [0.2, 5.0])
+def test_a_nucleus_of_a_large_vocabulary_is_the_naive_one_whether_or_not_few_tokens_reach_it(flatness):
+    logits = torch.randn(2, 3000, generator=torch.Generator().manual_seed(3)) * flatness
+    distribution = token_probabilities(logits, SamplingConfig(temperature=1.0, top_p=0.9))
+    expected = torch.tensor([naive_distribution(row, 1.0, None, 0.9) for row in logits.double().tolist()])
+    assert torch.equal(distribution > 0, expected > 0)
+    torch.testing.assert_close(distribution, expected.float(), atol=1e-6, rtol=1e-4)
+
+
+def test_temperature_zero_is_one_hot_and_low_temperature_approaches_it():
+    logits = torch.tensor([[0.1, 2.0, 1.9]])
+    greedy = token_probabilities(logits, SamplingConfig(temperature=0.0))
+    assert greedy.tolist() == [[0.0, 1.0, 0.0]]
+    torch.testing.assert_close(token_probabilities(logits, SamplingConfig(temperature=0.001)), greedy)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_likeliest_token_is_the_first_of_those_that_tie_and_a_nan_shows(dtype):
+    logits = torch.randint(-3, 4, (50, 3, 999), generator=torch.Generator().manual_seed(0)).to(dtype)
+    first = torch.tensor([[row.index(max(row)) for row in rows] for rows in logits.tolist()])
+    assert torch.equal(likeliest(logits), first)
+    logits[0, 1, 7] = float("nan")
+    assert likeliest(logits)[0, 1] == 7
+
+
+def test_top_k_beyond_the_vocabulary_and_a_tiny_top_p_are_harmless():
+    logits = torch.tensor([[0.0, 1.0, 0.5]])
+    plain = token_probabilities(logits, SamplingConfig(temperature=1.0))
+    assert torch.equal(token_probabilities(logits, SamplingConfig(temperature=1.0, top_k=99)), plain)
+    assert token_probabilities(logits, SamplingConfig(temperature=1.0, top_p=1e-9)).tolist() == [[0.0, 1.0, 0.0]]
+
+
+@pytest.mark.parametrize("size", [6, 3000])
+def test_a_nucleus_keeps_all_tokens_that_tie_with_its_last_one_wherever_they_stand(size):
+    logits = torch.full((1, size), -40.0)
+    logits[0, :6] = torch.tensor([1.0, 3.0, 1.0, 2.0, 1.0, 0.0])
+    distribution = token_probabilities(logits, SamplingConfig(temperature=1.0, top_p=0.8))
+    assert (distribution[0] > 0).nonzero().flatten().tolist() == [0, 1, 2, 3, 4]
+    assert distribution[0, 0] == distribution[0, 2] == distribution[0, 4]
+    turned = token_probabilities(logits.flip(1), SamplingConfig(temperature=1.0, top_p=0.8))
+    assert torch.equal(turned > 0, distribution.flip(1) > 0)
+    torch.testing.assert_close(turned, distribution.flip(1))
+
+
+def test_draws_invert_the_distribution_function_exactly():
+    weights = torch.tensor([0.0, 2.0, 0.0, 1.0, 1.0, 0.0])
+    uniform = torch.tensor([0.0, 0.25, 0.4999, 0.5, 0.74, 0.75, 0.999999], dtype=torch.float64)
+    drawn = draw(weights.expand(7, 6), uniform)
+    assert drawn.tolist() == [1, 1, 1, 3, 3, 4, 4]
+
+
+def test_weights_that_are_no_numbers_give_an_index_that_can_be_looked_up():
+    assert 0 <= int(draw(torch.full((1, 5), float("nan")), torch.tensor([0.3], dtype=torch.float64))) < 5
+
+
+def test_a_token_of_weight_zero_is_never_drawn_even_at_the_edge_of_one():
+    weights = torch.rand(50, 40, generator=torch.Generator().manual_seed(0))
+    weights[:, 25:] = 0
+    weights[:, 0] = 0
+    for uniform in (0.0, 1.0 - 2.0**-53):
+        drawn = draw(weights, torch.full((50,), uniform, dtype=torch.float64))
+        assert (weights.gather(1, drawn.unsqueeze(1)) > 0).all()

@@ -1,0 +1,75 @@
+"""Weights go from file to file one at a time, and come out as safetensors reads them."""
+
+import weakref
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from configs.runtime.errors import InputError
+from heads.target.checkpoint_files import Stored, constant, read_weights, write_weights
+
+VALUES = {
+    "ids": torch.arange(7),
+    "flags": torch.tensor([True, False, True]),
+    "matrix": torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).bfloat16(),
+    "scalar": torch.tensor(2.5),
+}
+
+
+def test_safetensors_reads_what_is_written(tmp_path):
+    write_weights(tmp_path / "model.safetensors", {name: constant(value) for name, value in VALUES.items()})
+    there = load_file(tmp_path / "model.safetensors")
+    assert there.keys() == VALUES.keys()
+    assert all(torch.equal(there[name], value) and there[name].dtype == value.dtype for name, value in VALUES.items())
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "medusa_lm_head.safetensors", "pytorch_model.bin", "medusa_lm_head.pt"])
+def test_every_kind_of_file_is_read(tmp_path, file):
+    (save_file if file.endswith("safetensors") else torch.save)(VALUES, tmp_path / file)
+    there = read_weights(tmp_path)
+    assert there.keys() == VALUES.keys()
+    assert all(torch.equal(there[name].load(), value) for name, value in VALUES.items())
+    assert all(there[name].shape == tuple(value.shape) for name, value in VALUES.items())
+
+
+def test_a_folder_without_weights_is_refused(tmp_path):
+    with pytest.raises(InputError, match="holds none of"):
+        read_weights(tmp_path)
+
+
+def test_memory_is_taken_for_one_tensor_at_a_time(tmp_path):
+    held = []
+
+    def load():
+        held.append(sum(1 for each in alive if each() is not None))
+        value = torch.ones(64, 64)
+        alive.append(weakref.ref(value))
+        return value
+
+    alive = []
+    stored = Stored(shape=(64, 64), dtype=torch.float32, load=load)
+    write_weights(tmp_path / "model.safetensors", {str(number): stored for number in range(6)})
+    assert max(held) <= 1  # the one before may live until its name is bound anew
+
+
+def test_swapped_halves_and_rows():
+    matrix = constant(torch.arange(8.0).reshape(2, 4))
+    assert matrix.halves_swapped().load().tolist() == [[2, 3, 0, 1], [6, 7, 4, 5]]
+    assert matrix.rows(torch.tensor([1])).load().tolist() == [[4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_head_that_is_spread_has_the_same_likeliest_token(sign):
+    generator = torch.Generator().manual_seed(3)
+    common_D = torch.full((8,), 5.0)
+    rows_WD = torch.randn(6, 8, generator=generator) + common_D
+    ids_W = torch.tensor([1, 2, 5, 11, 17, 30])
+    states_ND = torch.randn(100, 8, generator=generator) + sign * common_D  # all logits positive, or all negative
+    whole_VD = constant(rows_WD).spread(ids_W, 32).load()
+    logits_NV, own_NW = states_ND @ whole_VD.T, states_ND @ rows_WD.T
+    assert bool((sign * own_NW > 0).all())
+    torch.testing.assert_close(logits_NV[:, ids_W], own_NW)
+    assert torch.equal(logits_NV.argmax(1), ids_W[own_NW.argmax(1)])
+    others_NV = logits_NV[:, [v for v in range(32) if v not in ids_W.tolist()]]
+    torch.testing.assert_close(others_NV, own_NW.mean(1, keepdim=True).expand_as(others_NV), rtol=1e-4, atol=1e-4)

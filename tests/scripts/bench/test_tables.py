@@ -1,0 +1,117 @@
+"""Tables of a document come from the benchmarks' files, and nothing else in it changes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from configs.runtime.command import BAD_INPUT, DONE, run_command
+from configs.runtime.errors import InputError
+from configs.schema.benchmarks import ResultsTableConfig
+from scripts.bench.tables import fill_tables, main
+
+ROOT = Path(__file__).resolve().parents[3]
+
+RESULTS = {
+    "name": "decode",
+    "command": "python scripts/bench_decode.py",
+    "hardware": {"cpu": "a test machine", "cores": 2, "gpus": []},
+    "versions": {"torch": "2.13.0"},
+    "rows": [
+        {"rule": "greedy", "tau": 1.504, "tau_low": 1.4, "tau_high": 1.6, "batch_size": 1},
+        {"rule": "block|token", "tau": None, "tau_low": None, "tau_high": None, "batch_size": 8},
+    ],
+    "ratios": {"overhead_share": 0.0123, "overhead_share_low": 0.01, "overhead_share_high": 0.02, "speed": 1.256},
+}
+EXPECTED = """\
+| ratio | value | 95 % interval |
+| --- | --- | --- |
+| overhead_share | 0.012 | [0.010, 0.020] |
+| speed | 1.26 |  |
+
+| rule | tau | batch_size |
+| --- | --- | --- |
+| greedy | 1.50 [1.40, 1.60] | 1 |
+| block\\|token | – | 8 |
+
+`python scripts/bench_decode.py` on 2 cores of a test machine, torch 2.13.0.
+"""
+
+
+@pytest.fixture
+def results(tmp_path):
+    (tmp_path / "decode.json").write_text(json.dumps(RESULTS))
+    return tmp_path
+
+
+def test_a_table_is_replaced_and_the_text_around_it_is_not(results):
+    filled = fill_tables("Before.\n<!-- table: decode -->\nold\n<!-- end -->\nAfter.\n", results)
+    assert filled == f"Before.\n<!-- table: decode -->\n\n{EXPECTED}\n<!-- end -->\nAfter.\n"
+
+
+def test_filling_twice_changes_nothing_more(results):
+    once = fill_tables("<!-- table: decode -->\n<!-- end -->\nbetween\n<!-- table: decode -->\nold\n<!-- end -->\n", results)
+    assert once.count("greedy") == 2
+    assert "between" in once
+    assert fill_tables(once, results) == once
+
+
+def test_a_document_without_tables_stays_as_it_is(results):
+    assert fill_tables("No table: <!-- end -->\n", results) == "No table: <!-- end -->\n"
+
+
+def test_rows_with_other_keys_stand_in_a_table_of_their_own(results):
+    rows = [{"draft": "a", "tau": 1.5}, {"draft": "b", "tau": 1.75}, {"loss": "chunked", "seconds": 2.0}]
+    (results / "decode.json").write_text(json.dumps(RESULTS | {"rows": rows}))
+    tables = (
+        "| draft | tau |\n| --- | --- |\n| a | 1.50 |\n| b | 1.75 |\n\n| loss | seconds |\n| --- | --- |\n| chunked | 2.00 |\n"
+    )
+    assert tables in fill_tables("<!-- table: decode -->\n<!-- end -->", results)
+
+
+def test_gpus_name_the_machine(results):
+    hardware = {"cpu": "a test machine", "cores": 2, "gpus": [{"name": "GPU A"}, {"name": "GPU B"}]}
+    (results / "decode.json").write_text(json.dumps(RESULTS | {"hardware": hardware}))
+    assert "on GPU A and GPU B, torch" in fill_tables("<!-- table: decode -->\n<!-- end -->", results)
+
+
+@pytest.mark.parametrize(
+    ("document", "complaint"),
+    [
+        ("<!-- table: decode -->\nold\n", "table 'decode' has no"),
+        ("<!-- table: decode -->\nold\n<!-- table: decode -->\n<!-- end -->\n", "table 'decode' has no"),
+        ("<!-- table: nosuch -->\n<!-- end -->\n", "benchmark results not found: .*nosuch.json"),
+        ("<!-- table: odd -->\n<!-- end -->\n", "odd.json are not in the form"),
+    ],
+)
+def test_a_mistake_is_named(results, document, complaint):
+    (results / "odd.json").write_text("[1]")
+    with pytest.raises(InputError, match=complaint):
+        fill_tables(document, results)
+
+
+def test_the_command_rewrites_the_document_or_leaves_it_alone(results, capsys):
+    document = results / "README.md"
+    document.write_text("<!-- table: decode -->\n<!-- end -->\n")
+    arguments = ["--set", f"document={document}", "--set", f"results={results}"]
+    assert run_command(ResultsTableConfig, main, description="", argv=arguments) == DONE
+    filled = document.read_text()
+    assert EXPECTED in filled
+    (results / "decode.json").unlink()
+    assert run_command(ResultsTableConfig, main, description="", argv=arguments) == BAD_INPUT
+    assert capsys.readouterr().err.count("\n") == 1
+    assert document.read_text() == filled
+
+
+def test_the_readmes_tables_are_those_of_the_results_that_ship():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert fill_tables(readme, ROOT / "docs" / "results") == readme
+
+
+def test_bounds_of_no_column_in_the_row_are_columns_themselves(tmp_path):
+    rows = [{"family": "medusa", "tau_ours": 1.9, "tau_low": 1.7, "tau_high": None, "verdict": "agrees"}]
+    (tmp_path / "serve.json").write_text(json.dumps({**RESULTS, "rows": rows, "ratios": {}}))
+    filled = fill_tables("<!-- table: serve -->\n<!-- end -->", tmp_path)
+    assert "| family | tau_ours | tau_low | tau_high | verdict |" in filled
+    assert "| medusa | 1.90 | 1.70 | – | agrees |" in filled
+    assert "| ratio |" not in filled  # there are none

@@ -1,0 +1,77 @@
+"""Our side of the serving check: rounds and accepted drafts, counted as engines count them."""
+
+import pytest
+import torch
+
+from configs.schema.decoding import DecodeConfig
+from configs.schema.target import TargetConfig
+from eval.decoder.decode import Request, decode
+from heads.artifact import load_draft
+from heads.target.loading import load_target
+from scripts.engine_check.ours import Counts, count_ours, count_rounds, open_bench, tau
+
+PROMPTS = [(7, 12, 3, 44, 9), (20, 9, 9, 31, 5, 6), (40, 11, 12), (50, 17, 2, 2)]
+K = 3
+
+
+@pytest.fixture(scope="module")
+def bench(tiny_run):
+    target = load_target(TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu"))
+    requests = [Request(prompt_id=f"p{number}", category="c", tokens=ids) for number, ids in enumerate(PROMPTS)]
+    return open_bench(target, requests, 20)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "length", "expected"),
+    [
+        ([2, 0, 3], 4, Counts(1, 2)),  # the prompt's token, and a round of three
+        ([2, 0, 3], 5, Counts(2, 2)),
+        ([2, 0, 3], 6, Counts(3, 5)),  # reached by the first token of the third round, which counts whole
+        ([2, 0, 3], 9, Counts(3, 5)),
+        ([2, 0, 3], 1, Counts(0, 0)),
+    ],
+)
+def test_rounds_are_counted_until_the_answer_is_reached(accepted, length, expected):
+    assert count_rounds(accepted, length) == expected
+
+
+def test_rounds_that_do_not_reach_the_answer_are_no_count_of_it():
+    with pytest.raises(ValueError, match="9 tokens, and the answer has 10"):
+        count_rounds([2, 0, 3], 10)
+
+
+def test_whole_rounds_are_what_drafts_and_plain_text_say(bench, tiny_run):
+    """An oracle that knows the endless text counts how many drafts are right at every place."""
+    target, counts = bench.endless, count_ours(bench, tiny_run / "artifact", K, cut=False)
+    proposer = load_draft(tiny_run / "artifact", target.identity, target.model).proposer
+    for request, length, counted in zip(bench.requests, bench.lengths, counts, strict=True):
+        text = decode(target, [request], DecodeConfig(num_speculative_tokens=0, max_new_tokens=length + K))[0][0].tokens
+        place, accepted = 1, []
+        while place < length:
+            drafts = greedy(proposer.model, [*request.tokens, *text[:place]], K)
+            right = next((n for n, pair in enumerate(zip(drafts, text[place:], strict=False)) if pair[0] != pair[1]), K)
+            accepted.append(right)
+            place += right + 1
+        assert counted == Counts(len(accepted), sum(accepted))
+
+
+@torch.no_grad()
+def greedy(model, ids, number):
+    """Return the tokens by which a model continues a text."""
+    for _ in range(number):
+        ids = [*ids, int(model(torch.tensor([ids])).logits[0, -1].argmax())]
+    return ids[-number:]
+
+
+def test_cut_rounds_bring_no_more_than_the_answer(bench, tiny_run):
+    whole, cut = (count_ours(bench, tiny_run / "artifact", K, cut=cut) for cut in (False, True))
+    for length, one, other in zip(bench.lengths, whole, cut, strict=True):
+        # A last round without drafts brings one token, and does not count.
+        assert length - 1 - (other.rounds + other.accepted) in (0, 1)
+        assert one.rounds + one.accepted >= length - 1
+        assert one.rounds - other.rounds in (0, 1)
+        assert other.accepted <= one.accepted
+
+
+def test_tau_pools_over_prompts():
+    assert tau([Counts(2, 2), Counts(4, 1)], samples=10).point == pytest.approx(1 + 3 / 6)

@@ -1,0 +1,139 @@
+"""A draft whose config means other states than it was trained on is refused, with the words to type.
+
+The target says token 7 whatever it reads. Its first block turns the sign of the one feature that counts, so that a head on h_1
+drafts 7 and the same head on h_0, one id off, never does.
+"""
+
+import importlib
+import json
+
+import pytest
+import torch
+
+from configs.runtime.command import BAD_INPUT, DONE, run_command
+from configs.runtime.errors import InputError
+from configs.schema.heads import Eagle3Settings
+from configs.schema.release import ImportConfig
+from eval.measure.tap_convention import Comparison, Reading
+from heads.artifact import HiddenStates, Metadata, save_head
+from heads.families.registry import FAMILIES
+from heads.formats.exporting.exporter import export
+from heads.formats.exporting.source import TargetFolder, read_source
+from heads.formats.importing.importer import fit
+from heads.formats.importing.reading import read_foreign
+from heads.target.loading import load_target
+from scripts.exchange import trial as foreign_drafts
+
+importing = importlib.import_module("scripts.import")
+SETTINGS = Eagle3Settings(kind="eagle3", taps=[1], num_depths=3)
+
+
+@torch.no_grad()
+def write_target(folder, model, tokenizer):
+    """Write a target that says token 7, with h_0 large in its first feature and later states large the other way."""
+    model.model.embed_tokens.weight[:, 0] = 100.0
+    mlp = model.model.layers[0].mlp
+    for projection in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+        projection.weight.zero_()
+    mlp.gate_proj.weight[:, 0] = mlp.up_proj.weight[:, 0] = 1.0
+    mlp.down_proj.weight[0] = -1.0
+    model.model.norm.weight.zero_()
+    model.model.norm.weight[0] = 1.0
+    model.lm_head.weight[:, 0] = 0.0
+    model.lm_head.weight[7, 0] = -5.0
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@torch.no_grad()
+def write_head(folder, target):
+    """Write a head that passes the last tap on to the target's output head."""
+    head = FAMILIES["eagle3"].build(SETTINGS, target.model, None)
+    head.norm.weight.fill_(1.0)
+    for layer in head.layers:
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    metadata = Metadata(
+        kind="eagle3",
+        target=target.identity.to_dict(),
+        hidden_states=HiddenStates(taps=[1], concat_order=["h_1"], last_is_post_norm=True),
+        head=head.settings.model_dump(mode="json"),
+        draft_vocab_size=64,
+        num_speculative_tokens=3,
+        training={},
+        provenance={},
+    )
+    save_head(folder, head, metadata)
+
+
+@pytest.fixture
+def config(tmp_path, tiny_llama, tiny_tokenizer):
+    """The config of an import from `exported/`, whose one id says h_1."""
+    write_target(tmp_path / "target", tiny_llama(dtype=torch.float32), tiny_tokenizer)
+    values = {
+        "target": {"name": str(tmp_path / "target"), "dtype": "float32", "device": "cpu"},
+        "prompts": ["w1 w2 w3", "w4 w5"],
+        "max_new_tokens": 16,
+    }
+    target = load_target(ImportConfig.model_validate(values).target)
+    write_head(tmp_path / "artifact", target)
+    source = read_source(tmp_path / "artifact", TargetFolder(tmp_path / "target", "target"))
+    export(source, "speculators", tmp_path / "exported")
+    return ImportConfig.model_validate(values)
+
+
+def say_id(folder, number):
+    path = folder / "exported" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eagle_aux_hidden_state_layer_ids": [number]}))
+
+
+def import_(folder, config, *more):
+    argv = [str(folder / "exported"), "--out", str(folder / "back"), "--set", f"target.name={config.target.name}"]
+    argv += ["--set", "target.dtype=float32", "--set", "target.device=cpu", "--set", "prompts=[w1 w2 w3, w4 w5]"]
+    argv += ["--set", "max_new_tokens=16", *more]
+    return run_command(ImportConfig, importing.main, description="", argv=argv, add_arguments=importing.add_arguments)
+
+
+def test_a_draft_with_the_right_ids_comes_in(tmp_path, config, capsys):
+    assert import_(tmp_path, config) == DONE
+    captured = capsys.readouterr()
+    assert "eagle3 from speculators eagle3" in captured.out
+    assert captured.err == ""
+
+
+def test_a_draft_with_ids_one_off_is_refused_with_what_to_say(tmp_path, config, capsys):
+    say_id(tmp_path, 0)
+    assert import_(tmp_path, config) == BAD_INPUT
+    words = capsys.readouterr().err
+    assert "the target accepts 0.000 drafts a round" in words
+    assert "with ids one higher more of its drafts stay" in words
+    assert "--set layer_ids=block_output takes them so" in words
+    assert not (tmp_path / "back").exists()
+    assert import_(tmp_path, config, "--set", "layer_ids=block_output") == DONE
+
+
+def fitted_draft(folder, config):
+    target = load_target(config.target)
+    foreign = read_foreign(folder / "exported", layer_ids=config.layer_ids)
+    return fit(foreign, target.model), target, foreign.layer_ids
+
+
+def test_ids_are_taken_as_told_with_a_warning(tmp_path, config, monkeypatch):
+    better = Comparison(reading=Reading(name="ids one higher", shift=1), expected=0.5, gain=0.1, gain_error=0.01)
+    monkeypatch.setattr(foreign_drafts, "_better_reading", lambda *_: better)
+    fitted, target, layer_ids = fitted_draft(tmp_path, config)
+    with pytest.raises(InputError, match=r"seems to mean other states .* 0.500 a position in place of 0.400"):
+        foreign_drafts.try_out(fitted, target, config, 3, layer_ids)
+    told = config.model_copy(update={"layer_ids": "h"})
+    trial = foreign_drafts.try_out(fitted, target, told, 3, layer_ids)
+    assert trial.warnings == [
+        "taken as told, but with ids one higher more of its drafts stay, 0.500 a position in place of 0.400 (the difference is "
+        "known to 0.010); --set layer_ids=block_output takes them so, --set layer_ids=h as they were taken"
+    ]
+
+
+def test_ids_that_no_convention_explains_are_to_be_corrected(tmp_path, config, monkeypatch):
+    better = Comparison(reading=Reading(name="ids one lower", shift=-1), expected=0.5, gain=0.1, gain_error=0.01)
+    monkeypatch.setattr(foreign_drafts, "_better_reading", lambda *_: better)
+    with pytest.raises(InputError, match=r"correct the ids in its config.json, or --set layer_ids=h takes them as they stand"):
+        foreign_drafts.try_out(*fitted_draft(tmp_path, config)[:2], config, 3, "h")

@@ -1,0 +1,383 @@
+"""What `scripts/push.py` publishes, seen in a dry run: the card, what it is made from, what stays at home, what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
+
+from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED, INCONCLUSIVE
+from configs.schema.heads import MedusaSettings, MtpSettings
+from eval.release.artifact_hash import read_shipped
+from eval.report.schema import numbers_of, read_report
+from heads.artifact import HiddenStates, Metadata, hash_artifact, read_metadata, save_head
+from heads.families.registry import FAMILIES
+from tests.scripts.conftest import PLANTED, judge
+
+NUMBER = re.compile(r"(?<![\w.-])-?\d+(?:\.\d+)?(?![\w.])")
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch, tmp_path):
+    """A dry run that opens a connection fails."""
+
+    def refuse(*arguments):
+        raise AssertionError("a dry run touched the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def dry(push, tmp_path):
+    """A function that makes a dry run; returns the folder, or code and complaint where there is none."""
+
+    def run(*more):
+        code, out, err = push("--dry-run", str(tmp_path / "dry"), *more)
+        return tmp_path / "dry" if code == DONE else (code, out, err)
+
+    return run
+
+
+def change(path, alter):
+    """Rewrite a JSON file."""
+    value = json.loads(path.read_text())
+    alter(value)
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def card_of(folder):
+    return ModelCard.load(folder / "README.md")
+
+
+# --- the folder ---------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_writes_an_artifact_whose_report_and_hash_agree(dry, release):
+    folder = dry()
+    report = read_report(folder / "report.json")
+    assert hash_artifact(folder, read_metadata(folder)) == report["draft"]["sha256"]
+    measured = read_report(release / "evaluation" / "report.json")
+    assert report["draft"]["measured_sha256"] == measured["draft"]["sha256"] != report["draft"]["sha256"]
+    assert report["acceptance"] == measured["acceptance"]
+    assert read_shipped([folder]).sha256 == report["draft"]["sha256"]
+    assert (folder / "model.safetensors").read_bytes() == (release / "artifact" / "model.safetensors").read_bytes()
+    assert json.loads((folder / "publication.json").read_text())["gate"]["outcome"] == "pass"
+
+
+def test_metadata_with_nothing_to_hide_is_published_as_it_is(dry, release, monkeypatch):
+    path = release / "artifact" / "draftsmith.json"
+
+    def clean(metadata):
+        metadata["training"], metadata["provenance"] = {}, {}
+        metadata["target"]["name"] = "owner/target"
+
+    change(path, clean)
+    sha256 = hash_artifact(release / "artifact", read_metadata(release / "artifact"))
+    change(release / "evaluation" / "report.json", lambda report: report["draft"].update(sha256=sha256))
+    judge(release)
+    folder = dry()
+    assert (folder / "draftsmith.json").read_bytes() == path.read_bytes()
+    report = read_report(folder / "report.json")
+    assert report["draft"]["sha256"] == sha256
+    assert "measured_sha256" not in report["draft"]
+
+
+def test_no_secret_and_no_path_of_the_machine_is_published(dry, release, tmp_path, monkeypatch):
+    own = "hf_" + "Q" * 30
+    monkeypatch.setenv("HF_TOKEN", own)
+    change(
+        release / "evaluation" / "report.json",
+        lambda report: report["warnings"].append(f"/home/alice/x was made for another, see file:///home/alice/y {own}"),
+    )
+    change(release / "artifact" / "tokenizer_config.json", lambda config: config.update(name_or_path=str(release / "target")))
+    judge(release)
+    folder = dry("--set", "exports=[transformers]", "--target", str(release / "target"))
+    assert (folder / "transformers" / "serve.txt").is_file()
+    hidden = [PLANTED, own, "alice", "deals 2026", str(tmp_path), str(release), str(tmp_path.parent)]
+    found = [
+        (path.name, text)
+        for path in folder.rglob("*")
+        if path.is_file()
+        for text in hidden
+        if text.encode() in path.read_bytes()
+    ]
+    assert found == []
+    assert not (folder / "optimizer.pt").exists()
+
+
+def test_prompts_and_answers_stay_at_home_unless_asked_for(dry, push, release, tmp_path):
+    assert read_report(dry() / "report.json")["samples"] == {"worst": [], "best": []}
+    assert push("--dry-run", str(tmp_path / "more"), "--set", "samples=true")[0] == DONE
+    kept = read_report(tmp_path / "more" / "report.json")["samples"]
+    assert kept == read_report(release / "evaluation" / "report.json")["samples"]
+
+
+def test_a_token_in_a_tokenizer_is_refused(dry, release):
+    change(release / "artifact" / "tokenizer.json", lambda value: value["added_tokens"][0].update(content=PLANTED))
+    code, _, err = dry()
+    assert code == BAD_INPUT
+    assert "tokenizer.json holds what looks like an access token" in err
+    assert PLANTED not in err
+
+
+def test_a_folder_that_exists_is_not_written_over(dry):
+    dry()
+    code, _, err = dry()
+    assert code == BAD_INPUT
+    assert "exists already" in err
+
+
+# --- the card -----------------------------------------------------------------------------------------------------
+
+
+def test_the_cards_metadata_holds_the_reports_numbers_unrounded(dry):
+    folder = dry("--set", "base_model=owner/target")
+    card, report = card_of(folder), read_report(folder / "report.json")
+    found = {(each.dataset_config, each.metric_type): each for each in card.data.eval_results}
+    tau = found[None, "tokens_per_target_step"]
+    assert tau.metric_value == report["acceptance"]["tokens_per_target_step"]
+    assert [tau.metric_args["low"], tau.metric_args["high"]] == report["acceptance"]["tokens_per_target_step_ci"]
+    assert found[None, "decode_speedup"].metric_value == report["speed"]["decode_speedup"]
+    for category, section in report["by_category"].items():
+        assert found[category, "overlap_alpha"].metric_value == section["acceptance"]["overlap_alpha"]
+    assert card.data.base_model == "owner/target"
+    assert card.data.base_model_relation == "finetune"
+    assert card.data.library_name == "transformers"
+    assert {"speculative-decoding", "draft_lm"} <= set(card.data.tags)
+
+
+def test_every_figure_in_the_card_is_in_the_report(dry):
+    folder = dry()
+    report, metadata = read_report(folder / "report.json"), json.loads((folder / "draftsmith.json").read_text())
+    text = card_of(folder).text.replace(re.search(r"# Where it comes from.*?# Licence", card_of(folder).text, re.DOTALL)[0], "")
+    allowed = {"95"}  # the intervals' level in per cent
+    for source in (report, metadata):
+        for _, value in numbers_of(source):
+            if value is not None:
+                scaled = (value, 100 * value, value / 1e6)
+                allowed |= {f"{each:{form}}" for each in scaled for form in (".0f", ".1f", ".2f", ".3f", ".4g", "g")}
+    allowed |= {str(position) for position in range(1, len(report["acceptance"]["position_survival"]) + 1)}
+    figures = NUMBER.findall(text)
+    assert len(figures) > 50
+    assert [figure for figure in figures if figure not in allowed] == []
+
+
+def test_the_card_says_what_was_measured_where_and_how_to_serve_it(dry):
+    text = card_of(dry("--set", "exports=[transformers]")).text
+    assert "Its release gate passed:" in text
+    assert "hf download ann/draft --include 'transformers/*' --local-dir draft" in text
+    assert "AutoModelForCausalLM.from_pretrained('draft/transformers'" in text
+    assert "AutoModelForCausalLM.from_pretrained('TARGET'" in text
+    assert "python scripts/export.py ann/draft --to vllm" in text
+    assert "python eval/run.py --set draft=ann/draft" in text
+    assert "| even | 3 |" in text
+    assert "batch size 1" in text
+    assert "Measured on 6 prompts of suite.jsonl" in text
+
+
+def test_a_head_is_an_adapter_of_its_target_and_goes_into_its_engines(dry, release, tiny_llama):
+    artifact = release / "artifact"
+    known = json.loads((artifact / "draftsmith.json").read_text())
+    settings = MedusaSettings(kind="medusa", num_depths=2)
+    metadata = Metadata(
+        kind="medusa",
+        target=known["target"],
+        hidden_states=HiddenStates(taps=[], concat_order=[], last_is_post_norm=True),
+        head=settings.model_dump(mode="json"),
+        draft_vocab_size=64,
+        num_speculative_tokens=2,
+        training={},
+        provenance={"imported_from": "/home/alice/medusa"},
+    )
+    target = tiny_llama(seed=1, dtype=torch.float32)
+    save_head(artifact, FAMILIES["medusa"].build(settings, target, None), metadata)
+    section = {"kind": "medusa", "sha256": hash_artifact(artifact, metadata)}
+    change(release / "evaluation" / "report.json", lambda report: report["draft"].update(section))
+    judge(release)
+    where = ["--target", str(release / "target"), "--set", "base_model=owner/target"]
+    folder = dry("--set", "exports=[vllm]", *where)
+    card = card_of(folder)
+    assert (card.data.base_model, card.data.base_model_relation) == ("owner/target", "adapter")
+    assert card.data.library_name is None
+    assert "A head of kind `medusa`" in card.text
+    assert "| imported from | medusa |" in card.text
+    assert "vllm serve owner/target --speculative-config" in card.text
+    assert '"model": "draft/vllm"' in card.text
+    assert {path.name for path in (folder / "vllm").iterdir()} == {"config.json", "model.safetensors", "serve.txt"}
+
+
+@pytest.fixture
+def mtp_release(release, tiny_llama):
+    """The release with an MTP head in the place of the draft LM."""
+    artifact, target = release / "artifact", tiny_llama(seed=1, dtype=torch.float32)
+    known = json.loads((artifact / "draftsmith.json").read_text())
+    head = FAMILIES["mtp"].build(MtpSettings(kind="mtp", num_depths=2), target, None)
+    states = HiddenStates(taps=list(head.taps), concat_order=[f"h_{tap}" for tap in head.taps], last_is_post_norm=True)
+    metadata = Metadata(
+        kind="mtp",
+        target=known["target"],
+        hidden_states=states,
+        head=head.settings.model_dump(mode="json"),
+        draft_vocab_size=64,
+        num_speculative_tokens=2,
+        training={},
+        provenance={},
+    )
+    save_head(artifact, head, metadata)
+    section = {"kind": "mtp", "sha256": hash_artifact(artifact, metadata)}
+    change(release / "evaluation" / "report.json", lambda report: report["draft"].update(section))
+    judge(release)
+    return release
+
+
+def test_an_export_that_holds_the_target_is_published_only_by_name(dry, push, mtp_release, tmp_path):
+    (mtp_release / "target" / "notes.md").write_text("of the target")
+    where = ["--set", "exports=[transformers]", "--target", str(mtp_release / "target")]
+    code, _, err = dry(*where)
+    assert code == BAD_INPUT
+    assert "exports: the one for transformers holds all weights of the target" in err
+    assert "--set allow_target_files=true publishes both" in err
+    assert not (tmp_path / "dry").exists()
+    code, out, _ = push("--dry-run", str(tmp_path / "both"), *where, "--set", "allow_target_files=true")
+    assert code == DONE
+    assert (tmp_path / "both" / "transformers" / "target.safetensors").is_file()
+    assert "transformers/notes.md" in out.split("not published: ")[1].splitlines()[0].split(", ")
+
+
+def test_an_export_beside_the_target_needs_no_leave(dry, mtp_release):
+    folder = dry("--set", "exports=[vllm]", "--target", str(mtp_release / "target"))
+    assert all(name.startswith("model.mtp_layers.") for name in load_file(folder / "vllm" / "model.safetensors"))
+
+
+def test_self_seeded_prompts_are_named_as_such(dry, release):
+    def rename(report):
+        report["prompts"]["categories"] = {"self_seeded": 6}
+
+    change(release / "evaluation" / "report.json", rename)
+    judge(release)
+    assert "6 of these prompts were written by the target itself" in card_of(dry()).text
+
+
+def test_the_licence_is_what_the_targets_card_says_and_never_invented(dry, push, release, tmp_path):
+    card = release / "target" / "README.md"
+    card.write_text("---\nlicense: other\nlicense_name: gemma\nlicense_link: https://ai.google.dev/terms\nlanguage: de\n---\n")
+    change(release / "artifact" / "draftsmith.json", lambda value: value["target"].update(name=str(release / "target")))
+    sha256 = hash_artifact(release / "artifact", read_metadata(release / "artifact"))
+    change(release / "evaluation" / "report.json", lambda report: report["draft"].update(sha256=sha256))
+    judge(release)
+    data = card_of(dry()).data
+    assert (data.license, data.license_name, data.language) == ("other", "gemma", "de")
+    card.unlink()
+    code, out, _ = push("--dry-run", str(tmp_path / "none"))
+    assert code == DONE
+    assert "--set license=... states it" in out
+    assert card_of(tmp_path / "none").data.license == "other"
+    assert "Not stated" in card_of(tmp_path / "none").text
+    assert push("--dry-run", str(tmp_path / "told"), "--set", "license=apache-2.0")[0] == DONE
+    assert card_of(tmp_path / "told").data.license == "apache-2.0"
+
+
+def test_a_draft_that_began_as_another_model_is_bound_by_both(dry, push, release, tmp_path):
+    def began(metadata):
+        metadata["target"]["name"] = str(release / "target")
+        metadata["training"] = {"student": {"init": "model", "path": str(tmp_path / "small")}}
+
+    change(release / "artifact" / "draftsmith.json", began)
+    sha256 = hash_artifact(release / "artifact", read_metadata(release / "artifact"))
+    change(release / "evaluation" / "report.json", lambda report: report["draft"].update(sha256=sha256))
+    judge(release)
+    (tmp_path / "small").mkdir()
+    (release / "target" / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    (tmp_path / "small" / "README.md").write_text("---\nlicense: mit\n---\n")
+    card = card_of(dry())
+    assert card.data.license == "other"
+    assert "`target`: apache-2.0; `small`: mit" in card.text
+    (tmp_path / "small" / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    assert push("--dry-run", str(tmp_path / "same"))[0] == DONE
+    assert card_of(tmp_path / "same").data.license == "apache-2.0"
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+def test_a_report_of_another_artifact_is_refused(dry, release):
+    path = release / "artifact" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"] += 1
+    save_file(tensors, path, metadata={"format": "pt"})
+    code, _, err = dry()
+    assert code == BAD_INPUT
+    assert "report.json is not of" in err
+
+
+def test_a_simulated_report_is_refused_whatever_is_allowed(dry, release):
+    change(release / "evaluation" / "report.json", lambda report: report.update(simulated=True))
+    code, _, err = dry("--set", "allow_failed_gate=true", "--set", "allow_lossy=true")
+    assert code == BAD_INPUT
+    assert "drawn, not measured" in err
+
+
+def test_a_lossy_report_is_published_only_by_name_and_says_so(dry, release):
+    change(release / "evaluation" / "report.json", lambda report: report["lossless"].update(verdict="not_lossless"))
+    judge(release)
+    code, _, err = dry("--set", "allow_failed_gate=true")
+    assert code == BAD_INPUT
+    assert "--set allow_lossy=true" in err
+    text = card_of(dry("--set", "allow_failed_gate=true", "--set", "allow_lossy=true")).text
+    assert "but answers differ from plain decoding" in text
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected", "said"), [(2.99, GATE_FAILED, "**Its release gate failed"), (None, INCONCLUSIVE, "could not decide")]
+)
+def test_a_gate_that_did_not_pass_is_passed_by_only_by_name(dry, release, tmp_path, limit, expected, said):
+    tau = read_report(release / "evaluation" / "report.json")["acceptance"]["tokens_per_target_step"]
+    gate = tmp_path / "gate.yaml"
+    gate.write_text(f"rules:\n  - metric: acceptance.tokens_per_target_step\n    min: {limit or tau}\n")
+    code, out, err = dry("--gate", str(gate))
+    assert code == expected
+    assert "acceptance.tokens_per_target_step" in out
+    assert "--set allow_failed_gate=true" in err
+    assert not (tmp_path / "dry").exists()
+    assert said in card_of(dry("--gate", str(gate), "--set", "allow_failed_gate=true")).text
+
+
+def test_without_a_verdict_or_with_another_reports_nothing_is_published(dry, release):
+    change(release / "evaluation" / "report.json", lambda report: report["warnings"].append("changed since"))
+    code, _, err = dry()
+    assert code == BAD_INPUT
+    assert "gate.json judged another report" in err
+    (release / "evaluation" / "gate.json").unlink()
+    code, _, err = dry()
+    assert code == BAD_INPUT
+    assert "no gate has judged" in err
+
+
+def test_an_engine_that_cannot_hold_the_kind_is_refused_with_the_reason(dry, release):
+    code, _, err = dry("--set", "exports=[speculators]", "--target", str(release / "target"))
+    assert code == BAD_INPUT
+    assert "speculators has no form for draft_lm" in err
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("replace_commit=abc", "40 characters of a commit's hash"),
+        ("base_model=/home/alice/llama", "expected a Hub id (owner/name)"),
+        ("exports=[vllm, vllm]", "exports must name each engine once"),
+        ("exports=[gguf]", "exports"),
+        ("private=maybe", "true or false"),
+    ],
+)
+def test_a_wrong_setting_is_refused_before_anything_is_read(dry, setting, said):
+    code, _, err = dry("--set", setting)
+    assert code == BAD_INPUT
+    assert said in err

@@ -1,0 +1,76 @@
+"""Samples of the whole decoder on a tiny model against the target's exact distribution, by the shape of drafts and the rule
+that judges.
+
+The first tokens of answers to one prompt: one comes from the prefill, the next ones from rounds. Shared by the quick test of
+the suite and by `make distribution-check`, which has fifty times the samples.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+from configs.schema.decoding import DecodeConfig
+from configs.schema.drafting import StaticTree
+from eval.decoder.decode import Request, decode
+from eval.stats.significance import GTest, g_test
+from heads.proposers.draft_lm import DraftLM
+
+VOCAB, PROMPT, DEPTH = 4, (1, 2), 3
+AT_ONCE = 5_000
+SAMPLED = DecodeConfig(num_speculative_tokens=3, max_new_tokens=DEPTH + 2, temperature=1.2)
+TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [1, 0, 0]]
+
+
+def with_tree(candidates):
+    return SAMPLED.model_copy(update={"tree": StaticTree(kind="static", paths=TREE, candidates=candidates)})
+
+
+CASES = {
+    "chain, token": SAMPLED.model_copy(update={"verification": "token"}),
+    "chain, block": SAMPLED,
+    "chain, match": SAMPLED.model_copy(update={"verification": "match"}),
+    "tree, without_replacement": with_tree(None),
+    "tree, with_replacement": with_tree("with_replacement"),
+    "tree, k_seq": with_tree("k_seq"),
+    "tree, top_k": with_tree("top_k"),
+}
+
+
+def models(tiny_llama):
+    """Give a target and a draft of quite another distribution: only rejections and what comes after them make the samples
+    right."""
+    return tuple(
+        tiny_llama(seed=seed, vocab_size=VOCAB, dtype=torch.float32, spread=spread) for seed, spread in ((4, 4.0), (5, 7.0))
+    )
+
+
+def sample(target, draft, config, number, prompt_ids="s"):
+    """Count the first `DEPTH` tokens of so many answers; also return the rounds they took."""
+    counts, rounds = Counter(), 0
+    for start in range(0, number, AT_ONCE):
+        size = min(AT_ONCE, number - start)
+        requests = [Request(prompt_id=f"{prompt_ids}{start + n}", category="", tokens=PROMPT) for n in range(size)]
+        generations, timing = decode(target, requests, config, DraftLM(draft, VOCAB))
+        counts.update(generation.tokens[:DEPTH] for generation in generations)
+        rounds += timing.num_rounds
+    return counts, rounds
+
+
+def held_against(distribution, counts) -> GTest:
+    """Test counts by text against its exact probabilities, a dimension a token; rare texts share a cell."""
+    number = sum(counts.values())
+    expected = distribution.double().flatten() / distribution.double().sum()
+    seen = torch.zeros_like(expected)
+    for text, count in counts.items():
+        index = 0
+        for token in text:
+            index = index * distribution.shape[0] + token
+        seen[index] += count
+    assert (seen[expected == 0] == 0).all()
+    rare = expected * number < 5
+    cells = [*zip(seen[~rare].int().tolist(), expected[~rare].tolist(), strict=True)]
+    cells.append((int(seen[rare].sum()), float(expected[rare].sum())))
+    counts_C, shares_C = zip(*(cell for cell in cells if cell[1] > 0), strict=True)
+    return g_test(counts_C, shares_C)

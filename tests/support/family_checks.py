@@ -1,0 +1,260 @@
+"""What every head family has to show, whatever it is made of. A family's own tests call these with a module of its own.
+
+Targets are tiny random models of the four families of transformers that heads must work on, in float64, so that equality is a
+fair demand. B batch, T positions, G drafted tokens, W draft vocabulary, V target vocabulary.
+"""
+
+from functools import cache
+
+import torch
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPTNeoXConfig, LlamaConfig, Qwen3Config
+
+from configs.schema.decoding import DecodeConfig, SamplingConfig
+from configs.schema.learning import LossConfig
+from distill.dataset.batches import NO_DOCUMENT
+from distill.loss.head_objective import HeadObjective
+from eval.decoder.decode import generate
+from heads.artifact import HiddenStates, Metadata, load_draft, save_head
+from heads.families.registry import FAMILIES, serve
+from heads.inference.kv_cache import new_cache
+from heads.modules.interface import HeadInputs
+from heads.proposers.vocabulary import DraftVocabulary
+from heads.sampling.counter_rng import Streams
+from heads.target.hidden_states import forward_states, read_states
+
+VOCAB_SIZE = 64
+SMALL = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+GROUPED = SMALL | {"num_key_value_heads": 2}
+CONFIGS = {
+    "llama": LlamaConfig(**GROUPED),
+    "qwen3": Qwen3Config(**GROUPED, head_dim=8),
+    "gemma3": Gemma3TextConfig(
+        **GROUPED,
+        head_dim=8,
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        final_logit_softcapping=30.0,
+        pad_token_id=None,
+    ),
+    "gpt_neox": GPTNeoXConfig(**SMALL),
+}
+SOME_TOKENS = DraftVocabulary(token_ids_W=torch.arange(1, VOCAB_SIZE, 2), target_vocab_size=VOCAB_SIZE)
+PROMPTS = [[7, 12, 3, 44, 9], [20, 9, 9, 31, 5, 6, 2, 50, 17], [40, 11, 12]]
+# By round: how many drafts each row keeps, and which rows then stay in the batch.
+ROUNDS = [([0, 2, 3], [0, 1, 2]), ([3, 0, 1], [0, 1, 2]), ([1, 1, 0], [2, 0]), ([2, 0], [0, 1]), ([0, 3], [1]), ([1], [0])]
+
+
+@cache
+def tiny_target(name):
+    """Return a random target of a family of transformers; only for reading."""
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float64).eval().requires_grad_(False)
+    for parameter in model.parameters():  # the default initialisation is so flat that every argmax would be a near tie
+        parameter.mul_(6.0 if parameter.ndim == 2 else 1.0)
+    model.get_output_embeddings().weight.mul_(4.0)
+    return model
+
+
+def build(settings, model, vocabulary=None, *, stir=0.2):
+    """Return a head in the target's dtype, still trainable, with noise on every parameter so that none is 0 or 1 by design."""
+    torch.manual_seed(5)
+    head = FAMILIES[settings.kind].build(settings, model, vocabulary).eval()
+    with torch.no_grad():
+        for parameter in head.parameters():  # before the cast: what was trained is float32, and is loaded as that
+            parameter.add_(torch.randn_like(parameter) * stir)
+    return head.to(model.dtype)
+
+
+def inputs_of(model, rows, taps, answer_start=1):
+    """Return rows of token ids as a right-padded batch, the tokens from `answer_start` on being labels."""
+    T = max(map(len, rows))
+    ids_BT = torch.tensor([row + [0] * (T - len(row)) for row in rows])
+    places_BT = torch.arange(T).expand(len(rows), T)
+    valid_BT = places_BT < torch.tensor([[len(row)] for row in rows])
+    return HeadInputs(
+        input_ids_BT=ids_BT,
+        loss_mask_BT=valid_BT & (places_BT >= answer_start),
+        document_ids_BT=torch.where(valid_BT, 0, NO_DOCUMENT),
+        position_ids_BT=places_BT,
+        states=read_states(model, ids_BT, taps),
+    )
+
+
+def packed(inputs, lengths, padding=2):
+    """Return the rows of a batch as documents of one row, with some padding after them."""
+
+    def joined(values_BT):
+        parts = [values_BT[row, :length] for row, length in enumerate(lengths)]
+        return torch.cat([*parts, values_BT[0, :1].expand(padding, *values_BT.shape[2:])]).unsqueeze(0)
+
+    counts = torch.tensor([*lengths, padding])
+    documents_BT = torch.arange(len(counts)).repeat_interleave(counts).unsqueeze(0)
+    is_padding_BT = documents_BT == len(lengths)
+    return HeadInputs(
+        input_ids_BT=joined(inputs.input_ids_BT),
+        loss_mask_BT=joined(inputs.loss_mask_BT) & ~is_padding_BT,
+        document_ids_BT=documents_BT.masked_fill(is_padding_BT, NO_DOCUMENT),
+        position_ids_BT=joined(inputs.position_ids_BT),
+        states=inputs.states.map(joined),
+    )
+
+
+def hidden_at(depths, depth, place):
+    """Return the state `[1, D]` that a head's logits at a depth and a flat place b * T + j are made of."""
+    (row,) = (depths[depth].origins_N == place).nonzero().squeeze(1).tolist()
+    return depths[depth].hidden_ND[row : row + 1]
+
+
+def trained_logits(head, model, tokens, drafts):
+    """Return the training forward's logits `[B, G, W]` at each row's last read position, its drafts being the text."""
+    rows = [[*row, *drafted] for row, drafted in zip(tokens, drafts, strict=True)]
+    inputs = inputs_of(model, rows, head.taps)
+    depths = head(inputs)
+    T = inputs.input_ids_BT.shape[1]
+    places = [number * T + len(row) - 2 for number, row in enumerate(tokens)]
+    by_depth = [
+        torch.cat([depths[depth].logits_of(hidden_at(depths, depth, place)) for place in places])
+        for depth in range(len(drafts[0]))
+    ]
+    return torch.stack(by_depth, 1)
+
+
+@torch.no_grad()
+def assert_drafts_as_trained(head, model, num_tokens=3, tolerance=1e-6):
+    """The logits drafted from are those of the training forward, in every round of ragged rows that also leave."""
+    proposer = FAMILIES[head.settings.kind].propose(head, model.device)
+    generator = torch.Generator().manual_seed(2)
+    tokens, capacity = [list(prompt) for prompt in PROMPTS], 64
+    target_cache = new_cache(model, capacity)
+    longest = max(map(len, tokens))
+    ids_BT = torch.tensor([row + [0] * (longest - len(row)) for row in tokens])
+    states = forward_states(model, target_cache, ids_BT, [0] * len(tokens), head.taps)
+    _extend(tokens, [[]] * len(tokens), generator)
+    proposer.start(tokens, capacity, states)
+    streams = Streams(0, range(len(tokens)), model.device)
+    for num_accepted, staying in ROUNDS:
+        proposal = proposer.propose(tokens, num_tokens, SamplingConfig(), streams, keep_logits=True)
+        drafts = proposal.tokens_BG.tolist()
+        assert proposal.num_drafted == [num_tokens] * len(tokens)
+        drafted_BGW = proposal.logits_BGV if head.token_ids_W is None else proposal.logits_BGV[..., head.token_ids_W]
+        expected_BGW = trained_logits(head, model, tokens, drafts)
+        torch.testing.assert_close(drafted_BGW, expected_BGW, atol=tolerance, rtol=tolerance)
+        read_BT = torch.cat([torch.tensor([[row[-1]] for row in tokens]), proposal.tokens_BG], 1)
+        states = forward_states(model, target_cache, read_BT, [len(row) - 1 for row in tokens], head.taps)
+        proposer.commit(num_accepted, states)
+        _extend(tokens, [row[:kept] for row, kept in zip(drafts, num_accepted, strict=True)], generator)
+        tokens = [tokens[row] for row in staying]
+        for each in (target_cache, streams, proposer):
+            each.keep_rows(staying)
+
+
+def _extend(tokens, accepted, generator):
+    """Append each row's accepted drafts and one token of the target's own."""
+    for row, drafts in zip(tokens, accepted, strict=True):
+        row += [*drafts, int(torch.randint(1, VOCAB_SIZE, (1,), generator=generator))]
+
+
+def assert_greedy_output_is_plain(head, target, num_tokens=3):
+    """Decoding with the head gives what decoding without one gives, alone and in a batch; sampling gives answers."""
+    proposer = FAMILIES[head.settings.kind].propose(serve(head, target.model), target.device)
+    plain = generate(target, PROMPTS, DecodeConfig(num_speculative_tokens=0, max_new_tokens=16, batch_size=3))
+    for batch_size in (1, 3):
+        config = DecodeConfig(num_speculative_tokens=num_tokens, max_new_tokens=16, batch_size=batch_size)
+        assert generate(target, PROMPTS, config, proposer) == plain
+    for verification in ("token", "block"):
+        sampled = config.model_copy(update={"temperature": 1.0, "verification": verification})
+        assert [len(answer) for answer in generate(target, PROMPTS, sampled, proposer)] == [16] * len(PROMPTS)
+
+
+@torch.no_grad()
+def assert_documents_are_apart(head, model, tolerance=1e-5):
+    """Two conversations in one row give what they give in a row each, where the target's states are the same."""
+    rows = [PROMPTS[1] + PROMPTS[0], PROMPTS[0] + PROMPTS[2]]
+    apart = inputs_of(model, rows, head.taps)
+    together = packed(apart, [len(row) for row in rows])
+    T = apart.input_ids_BT.shape[1]
+    for depths, packed_depths in zip(head(apart), head(together), strict=True):
+        in_row_N = depths.origins_N % T + (depths.origins_N >= T) * len(rows[0])
+        torch.testing.assert_close(packed_depths.origins_N, in_row_N)
+        torch.testing.assert_close(packed_depths.judged_N - packed_depths.origins_N, depths.judged_N - depths.origins_N)
+        torch.testing.assert_close(packed_depths.hidden_ND, depths.hidden_ND, atol=tolerance, rtol=tolerance)
+
+
+def assert_learns(head, target, num_depths, steps=120, learning_rate=1e-2):
+    """Some steps on one conversation, and the head agrees with the target on every token at every depth."""
+    text = clear_text(target.model, length=16)
+    inputs = inputs_of(target.model, [text], head.taps, answer_start=5)
+    objective = HeadObjective(head.train(), target, LossConfig())
+    optimizer = torch.optim.AdamW(head.parameters(), lr=learning_rate, weight_decay=0.0)
+    for _ in range(steps):
+        result = objective(inputs, inputs.loss_mask_BT.sum(), 1)
+        optimizer.zero_grad()
+        result.loss.backward()
+        optimizer.step()
+    agreement_K = result.agrees_K / result.labels_K
+    torch.testing.assert_close(agreement_K[:num_depths], torch.ones(num_depths, dtype=agreement_K.dtype))
+
+
+@torch.no_grad()
+def clear_text(model, length):
+    """Return a text of random tokens at whose every place the target is sure of the next one: of many, the surest."""
+    ids_BT = torch.randint(1, VOCAB_SIZE, (64, length), generator=torch.Generator().manual_seed(4))
+    likeliest_BT2 = model(input_ids=ids_BT, use_cache=False).logits.topk(2).values
+    margin_BT = likeliest_BT2[..., 0] - likeliest_BT2[..., 1]
+    return ids_BT[margin_BT.amin(-1).argmax()].tolist()
+
+
+def assert_gradients_reach_everything(head, target):
+    """Every trainable parameter of the head gets a gradient that is not 0; the target gets none."""
+    inputs = inputs_of(target.model, PROMPTS, head.taps)
+    objective = HeadObjective(head.train(), target, LossConfig())
+    objective(inputs, inputs.loss_mask_BT.sum(), 1).loss.backward()
+    named = dict(objective.named_parameters())
+    assert set(named.values()).isdisjoint(target.model.parameters())
+    without = [name for name, value in named.items() if value.grad is None or not bool(value.grad.any())]
+    assert without == []
+    assert all(parameter.grad is None for parameter in target.model.parameters())
+
+
+def assert_comes_back(folder, head, target, vocabulary=None):
+    """A head written as an artifact and loaded has the same weights and drafts the same tokens."""
+    settings = head.settings
+    states = HiddenStates(taps=list(head.taps), concat_order=[f"h_{tap}" for tap in head.taps], last_is_post_norm=True)
+    metadata = Metadata(
+        kind=settings.kind,
+        target=target.identity.to_dict(),
+        hidden_states=states,
+        head=settings.model_dump(mode="json"),
+        draft_vocab_size=target.vocab_size if vocabulary is None else len(vocabulary),
+        draft_vocabulary="target" if vocabulary is None else "reduced",
+        num_speculative_tokens=3,
+        training={},
+        provenance={},
+    )
+    save_head(folder, head, metadata, vocabulary)
+    loaded = load_draft(folder, target.identity, target.model)
+    assert loaded.num_parameters == sum(parameter.numel() for parameter in head.parameters())
+    proposer = FAMILIES[settings.kind].propose(serve(head, target.model), target.device)
+    for drafted, again in zip(_drafts(target, proposer), _drafts(target, loaded.proposer), strict=True):
+        torch.testing.assert_close(drafted, again, rtol=0, atol=0)
+
+
+@torch.no_grad()
+def _drafts(target, proposer):
+    """Return the tokens and logits of the first proposal."""
+    tokens = [[*prompt, 1] for prompt in PROMPTS]
+    longest = max(map(len, PROMPTS))
+    ids_BT = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in PROMPTS])
+    proposer.start(tokens, 32, read_states(target.model, ids_BT, proposer.taps))
+    streams = Streams(0, range(len(tokens)), target.device)
+    proposal = proposer.propose(tokens, 3, SamplingConfig(), streams, keep_logits=True)
+    return proposal.tokens_BG, proposal.logits_BGV

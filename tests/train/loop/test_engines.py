@@ -1,0 +1,322 @@
+"""Whole runs under each engine: the entries' work in two processes on the CPU, with the environment of the recipe files."""
+
+import json
+import os
+import signal
+import socket
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+from safetensors.torch import load_file
+
+from configs.runtime.command import BAD_INPUT, DONE
+from configs.runtime.errors import ConfigError, InputError
+from configs.schema.learning import OptimizerConfig
+from configs.schema.target import TargetConfig
+from configs.schema.training import ScheduleConfig
+from heads.target.processes import join_processes
+from scripts.bench.scale.engines import largest_difference, read_losses, read_metric, split_everything
+from scripts.fault_injection.children import Child
+from scripts.fault_injection.setup import Workshop
+from tests.faults.test_training import die_at_step
+from train.launch import run_distillation, run_heads
+from train.loop import engines
+from train.loop.lineage import Lineage
+
+ROOT = Path(__file__).resolve().parents[3]
+RECIPES = sorted((ROOT / "configs" / "accelerate").glob("*.yaml"))
+NEEDS_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+STEPS, EVERY = 8, 3
+TOLERANCE = 1e-5  # of a loss, as a share; of a weight
+# GPU recipes, and those that start the same processes on a CPU; without an entry: started here
+EQUIVALENTS = {"ddp_gpus": "ddp_cpu", "several_nodes": "ddp_cpu", "one_gpu": "one_process_cpu"}
+QUICK = [("ddp_cpu", "heads"), ("fsdp2", "distill"), ("fsdp2", "heads"), ("zero2", "heads"), ("zero3", "distill")]
+ZERO = ["zero1", "zero2", "zero2_offload", "zero3", "zero3_offload"]
+PAIRS = [(recipe, task) for recipe in ("ddp_cpu", "fsdp2", *ZERO) for task in ("distill", "heads")]
+
+
+def cases(pairs, quick):
+    """Return test cases, slow where they are not among the quick ones."""
+    return [
+        pytest.param(
+            *pair,
+            marks=[
+                *([NEEDS_DEEPSPEED] if pair[0].startswith("zero") else []),
+                *([] if pair in quick else [pytest.mark.slow]),
+            ],
+        )
+        for pair in pairs
+    ]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def environment_of(recipe: Path) -> dict[str, str]:
+    """Return what `accelerate launch` would set, by its own reading of the file."""
+    port = ["--main_process_port", str(free_port())]  # the default may be in use here
+    arguments = launch_command_parser().parse_args(["--config_file", str(recipe), *port, "train/distill.py"])
+    arguments, defaults, _ = _validate_launch_command(arguments)
+    if arguments.use_deepspeed:
+        arguments.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
+        made = prepare_deepspeed_cmd_env(arguments)[1]
+    elif arguments.multi_gpu or arguments.use_fsdp:
+        made = prepare_multi_gpu_env(arguments)
+    else:
+        return {"ACCELERATE_USE_CPU": str(arguments.use_cpu)}
+    named = {"ACCELERATE_CONFIG_DS_FIELDS", "ACCELERATE_DEEPSPEED_CONFIG_FILE"}
+    kept = {name: value for name, value in made.items() if name.startswith(("ACCELERATE_", "FSDP_")) or name in named}
+    return {name: value for name, value in kept.items() if os.environ.get(name) != value}
+
+
+class Runs:
+    """Runs of the entries' work, each done once; see the module's fixture."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.children, self.done = folder, [], {}
+        self.workshop = Workshop(folder)
+        self.workshop.furnish()
+        AcceleratorState._reset_state()
+        PartialState._reset_state()
+
+    def config(self, name, task, num_processes, changes=None, **schedule):
+        make = self.workshop.distill if task == "distill" else self.workshop.heads
+        rhythm = {"batch_size": 2, "max_steps": STEPS, "eval_every_steps": STEPS, "checkpoint_every_steps": EVERY}
+        rhythm |= {"trackers": ["tensorboard"], "gradient_accumulation_steps": 2 // num_processes}
+        config = make(self.folder / name, **rhythm | schedule)
+        if task == "heads":  # each process would draw its own noise
+            config = config.model_copy(update={"head": config.head.model_copy(update={"tap_noise": 0.0})})
+        return type(config).model_validate(config.model_dump() | (changes or {}))
+
+    def start(self, config, recipe, num_processes=2, before=None):
+        """Start a run's processes; `recipe` None: one, without a launcher."""
+        environment = {}
+        if recipe is not None:
+            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            split = split_everything(ROOT / "configs" / "accelerate" / f"{recipe}.yaml", self.folder)
+            environment = environment_of(split) | address
+        main = run_distillation if type(config).__name__ == "DistillConfig" else run_heads
+        started = []
+        for rank in range(num_processes):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_processes, "LOCAL_WORLD_SIZE": num_processes}
+            placed = environment | {name: str(value) for name, value in place.items()} if recipe else {}
+            name = f"child-{len(self.children)}"
+            started.append(Child(main, config, self.folder, name, before=before, environment=placed))
+            self.children.append(started[-1])
+        return started
+
+    def finished(self, recipe, task, changes=None, before=None):
+        """Return the output of a run that nothing disturbs, in two processes, or in one where `recipe` is None."""
+        key = f"{recipe}-{task}" + ("" if changes is None else f"-{len(self.done)}")
+        if key not in self.done:
+            num_processes = 1 if recipe is None else 2
+            config = self.config(key, task, num_processes, changes)
+            children = self.start(config, recipe, num_processes, before)
+            assert [child.end() for child in children] == [DONE] * num_processes, [child.said[-3000:] for child in children]
+            self.done[key] = self.folder / key
+        return self.done[key]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    runs = Runs(tmp_path_factory.mktemp("engines"))
+    yield runs
+    for child in runs.children:
+        child.kill()
+
+
+def weights_are_split() -> None:
+    """Plant a check: once the engine has a draft, no process holds a whole weight."""
+    plain = engines.DeepSpeed.prepare
+
+    def prepare(self, *args):
+        made = plain(self, *args)
+        assert self.splits_weights
+        assert not any(each.numel() for each in made[0].parameters())
+        return made
+
+    engines.DeepSpeed.prepare = prepare
+
+
+def assert_same(found: Path, expected: Path) -> None:
+    """Two runs had the same losses, and the same weights in the end."""
+    losses = read_losses(expected)
+    assert len(losses) == STEPS
+    assert len(set(losses)) == STEPS
+    assert largest_difference(read_losses(found), losses) < TOLERANCE
+    weights = load_file(found / "artifact" / "model.safetensors")
+    for name, tensor in load_file(expected / "artifact" / "model.safetensors").items():
+        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=TOLERANCE, msg=name)
+
+
+@pytest.mark.parametrize(("recipe", "task"), cases(PAIRS, QUICK))
+def test_two_processes_have_the_losses_and_the_weights_of_one(runs, recipe, task):
+    before = weights_are_split if recipe == "zero3" and task == "distill" else None
+    assert_same(runs.finished(recipe, task, before=before), runs.finished(None, task))
+
+
+@pytest.mark.parametrize("recipe", cases([("fsdp2",), ("zero2",), ("zero3",)], [("fsdp2",), ("zero3",)]))
+def test_a_killed_run_goes_on_to_what_an_undisturbed_one_ends_with(runs, recipe):
+    config = runs.config(f"killed-{recipe}", "distill", 2)
+    killed = runs.start(config, recipe, before=die_at_step(5))
+    assert [child.end() for child in killed] == [-signal.SIGKILL] * 2
+    again = runs.start(config, recipe)
+    assert [child.end() for child in again] == [DONE] * 2, again[0].said
+    assert "resumed from" in again[0].said
+    output, whole = Path(config.output), runs.finished(recipe, "distill")
+    assert read_losses(output) == read_losses(whole)
+    files = (folder / "artifact" / "model.safetensors" for folder in (output, whole))
+    assert len({file.read_bytes() for file in files}) == 1
+
+
+@pytest.mark.slow
+@NEEDS_DEEPSPEED
+def test_another_number_of_processes_cannot_go_on_from_what_zero_holds_in_parts(runs):
+    config = runs.config("zero-of-two", "distill", 2)
+    killed = runs.start(config, "zero3", before=die_at_step(5))
+    assert [child.end() for child in killed] == [-signal.SIGKILL] * 2
+    (alone,) = runs.start(runs.config("zero-of-two", "distill", 1), "zero3", num_processes=1)
+    assert alone.end() == BAD_INPUT
+    assert "was split over 2 processes by ZeRO-3, and this run has 1" in alone.said
+
+
+@pytest.mark.slow
+def test_three_processes_go_on_from_what_two_have_written_under_fsdp2(runs):
+    def config(num_processes):
+        accumulate = {"gradient_accumulation_steps": 6 // num_processes, "max_steps": 3}
+        return runs.config("fsdp2-of-two", "distill", 2, checkpoint_every_steps=1, batch_size=1, **accumulate)
+
+    killed = runs.start(config(2), "fsdp2", before=die_at_step(5))
+    assert [child.end() for child in killed] == [-signal.SIGKILL] * 2
+    again = runs.start(config(3), "fsdp2", num_processes=3)
+    assert [child.end() for child in again] == [DONE] * 3, again[0].said
+    alone = runs.config("fsdp2-of-one", "distill", 1, batch_size=1, gradient_accumulation_steps=6, max_steps=3)
+    assert [child.end() for child in runs.start(alone, None, num_processes=1)] == [DONE]
+    assert largest_difference(read_losses(runs.folder / "fsdp2-of-two"), read_losses(Path(alone.output))) < TOLERANCE
+
+
+ACCUMULATING = [("fsdp2",), ("zero1",), ("zero2",), ("zero2_offload",), ("zero3",), ("zero3_offload",)]
+
+
+@pytest.mark.parametrize("recipe", cases(ACCUMULATING, [("zero2",)]))
+def test_a_step_is_taken_after_its_last_micro_batch_only(runs, recipe):
+    def config(name, num_processes):
+        length = {"batch_size": 1, "gradient_accumulation_steps": 4 // num_processes, "max_steps": 6}
+        clipped = {"optimizer": {"learning_rate": 3e-3, "max_grad_norm": 0.05}}
+        return runs.config(name, "distill", num_processes, clipped, **length)
+
+    together, alone = config(f"accumulated-{recipe}", 2), config("accumulated", 1)
+    if not Path(alone.output).exists():
+        assert [child.end() for child in runs.start(alone, None, num_processes=1)] == [DONE]
+    children = runs.start(together, recipe)
+    assert [child.end() for child in children] == [DONE] * 2, children[0].said[-3000:]
+    for name in ("loss", "gradient_norm"):  # AdamW would hide a factor that all gradients are wrong by
+        found, expected = (read_metric(Path(config.output), name) for config in (together, alone))
+        assert largest_difference(found, expected) < TOLERANCE, name
+    assert min(expected) > 0.05  # so that each step was clipped
+
+
+VARIANTS = {
+    "adapters": {"student": {"layers": [0], "lora": {"rank": 4}}},
+    "trained head of a reduced vocabulary": {"student": {"layers": [0], "train_embeddings": True, "draft_vocab_size": 40}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("recipe", cases([("fsdp2",), ("zero3",)], []))
+def test_so_it_is_with_adapters_and_with_trained_heads(runs, recipe, variant):
+    changes = VARIANTS[variant]
+    assert_same(runs.finished(recipe, "distill", changes), runs.finished(None, "distill", changes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", cases([("fsdp2",), ("zero2",), ("zero3",)], []))
+@pytest.mark.parametrize("task", ["distill", "heads"])
+def test_bfloat16_trains_nearly_as_in_one_process(runs, recipe, task):
+    schedule = runs.config("unused", task, 1).schedule
+    half = {"schedule": schedule.model_copy(update={"mixed_precision": "bf16"}).model_dump()}
+    together = half | {"schedule": half["schedule"] | {"gradient_accumulation_steps": 1}}
+    found, expected = (read_losses(runs.finished(name, task, how)) for name, how in ((recipe, together), (None, half)))
+    assert largest_difference(found, expected) < 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", cases([("fsdp2",), ("zero3",)], []))
+def test_a_draft_whose_weights_are_split_writes_while_it_learns(runs, recipe):
+    changes = {"policy": {"phases": [{"on_policy": 0.5}]}}
+    losses = read_losses(runs.finished(recipe, "distill", changes))
+    assert len(losses) == STEPS
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_a_recipe_opens_with_its_launch_line_and_is_one_that_is_started(recipe):
+    opening = recipe.read_text().splitlines()[0]
+    assert f"accelerate launch --config_file configs/accelerate/{recipe.name} " in opening
+    started = {name for name, _ in PAIRS} | {"one_process_cpu"}
+    assert EQUIVALENTS.get(recipe.stem, recipe.stem) in started
+    if recipe.stem.startswith("zero") and find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    environment = environment_of(recipe)
+    if (equivalent := EQUIVALENTS.get(recipe.stem)) is not None and equivalent != "one_process_cpu":
+        assert environment == environment_of(recipe.with_name(f"{equivalent}.yaml"))
+    config = yaml.safe_load(recipe.read_text())
+    if "deepspeed_config" in config:
+        file = ROOT / config["deepspeed_config"]["deepspeed_config_file"]
+        assert file.stem == recipe.stem
+        assert json.loads(file.read_text())["zero_optimization"]["stage"] == int(recipe.stem[4])
+
+
+@pytest.mark.parametrize(
+    ("environment", "schedule", "complaint"),
+    [
+        ({"FSDP_VERSION": "1"}, {}, r"fsdp_version .* 2 is supported, got 1"),
+        ({"FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"}, {}, r"fsdp_offload_params .* must be false, got true"),
+        ({"FSDP_VERSION": "2"}, {"mixed_precision": "fp16"}, r"fp16 is not supported with FSDP or DeepSpeed; give bf16, or no"),
+    ],
+)
+def test_what_no_engine_does_is_refused(monkeypatch, environment, schedule, complaint):
+    for name, value in ({"ACCELERATE_USE_FSDP": "true"} | environment).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=complaint):
+        engines.check_engine(ScheduleConfig(**schedule))
+
+
+@pytest.mark.parametrize("name", ["optimizer", "scheduler"])
+def test_what_the_recipe_decides_is_no_business_of_deepspeeds_config_file(name):
+    plugin = SimpleNamespace(zero_stage=2, deepspeed_config={"zero_optimization": {"stage": 2}, name: {"type": "Adam"}})
+    accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
+    with pytest.raises(ConfigError, match=f"^{name} of DeepSpeed's config file: the recipe's `optimizer` decides it"):
+        engines.DeepSpeed(accelerator, ScheduleConfig(), OptimizerConfig())
+
+
+def test_deepspeed_that_is_not_installed_is_said_to_be_missing(monkeypatch):
+    for name, value in (("ACCELERATE_USE_DEEPSPEED", "true"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("accelerate.state.is_deepspeed_available", lambda: False)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(InputError, match="launched for DeepSpeed, which is not installed"):
+        join_processes(TargetConfig(device="cpu"))
+    PartialState._reset_state()
+
+
+def test_only_deepspeed_binds_a_checkpoint_to_its_number_of_processes():
+    def lineage(engine, num_processes):
+        return Lineage(config_sha256="0" * 64, engine=engine, num_processes=num_processes, micro_batches_per_step=4)
+
+    assert lineage("FSDP2", 2).objection(lineage("FSDP2", 4)) is None
+    assert lineage("ZeRO-2", 2).objection(lineage("ZeRO-2", 4)) == "was split over 4 processes by ZeRO-2, and this run has 2"
+    assert "in parts by ZeRO-2, and this run holds them in parts by ZeRO-3" in lineage("ZeRO-3", 2).objection(
+        lineage("ZeRO-2", 2)
+    )

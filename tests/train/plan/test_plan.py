@@ -1,0 +1,294 @@
+"""Plans against what they plan: parameters, cache bytes, FLOPs and kept activations of real tiny models."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from configs.runtime.errors import InputError
+from configs.schema.data import CacheConfig
+from configs.schema.learning import StudentConfig
+from configs.schema.planning import PRESETS, HardwareConfig, PlanDistillConfig, PlanHeadsConfig
+from distill.cache.writer import CacheJob
+from distill.dataset.batches import ConversationDataset, collate
+from distill.dataset.conversations import Conversation
+from distill.dataset.indexed_file import ConversationFile
+from distill.loss.draft_objective import DraftObjective, target_hidden
+from distill.student.init import initial_draft
+from tests.support.tiny_heads import HEADS
+from train.plan import data as plan_data
+from train.plan.memory import activation_bytes
+from train.plan.models import count, frozen_copies, plan_models
+from train.plan.plan import make_plan
+from train.plan.uses import Workload
+from train.plan.work import flops_of
+
+WORK = Workload(num_conversations=100, mean_tokens=40, label_share=0.8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, greedy_target):
+    """A folder with nothing of the target but its config."""
+    folder = tmp_path_factory.mktemp("planned")
+    greedy_target.model.config.save_pretrained(folder)
+    return folder
+
+
+def heads(folder, kind, **settings):
+    config = {"target": {"name": str(folder), "dtype": "float32"}, "head": HEADS[kind] | settings.pop("head", {})}
+    return PlanHeadsConfig.model_validate(config | {"schedule": {"mixed_precision": "no"}} | settings)
+
+
+def distilled(folder, **settings):
+    config = {"target": {"name": str(folder), "dtype": "float32"}, "schedule": {"mixed_precision": "no"}}
+    return PlanDistillConfig.model_validate(config | settings)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_heads_parameters_are_those_that_training_has(folder, head_task, kind):
+    models = plan_models(heads(folder, kind))
+    task = head_task(kind)
+    assert count(models.draft, trained=True) == sum(each.numel() for each in task.module.parameters() if each.requires_grad)
+    assert frozen_copies(models.draft) == sum(each.numel() for each in task.module.buffers() if each.is_floating_point())
+    assert count(models.target) == sum(each.numel() for each in task.target.model.parameters())
+    assert models.taps == tuple(task.taps)
+
+
+@pytest.mark.parametrize(
+    "student",
+    [
+        {"layers": [0, 2]},
+        {"layers": [0], "train_embeddings": True},
+        {"layer_choice": "spread", "num_layers": 2},
+        {"init": "fresh", "overrides": {"num_hidden_layers": 1, "hidden_size": 16}},
+        {"layers": [0, 1], "lora": {"rank": 4}},
+    ],
+)
+def test_a_draft_lms_parameters_are_those_that_training_has(folder, greedy_target, student):
+    models = plan_models(distilled(folder, student=student))
+    built = StudentConfig.model_validate(student)
+    if built.layer_choice is not None:
+        built = StudentConfig(layers=[0, 2])
+    draft = initial_draft(built, greedy_target)
+    assert count(models.draft) == sum(each.numel() for each in draft.parameters())
+    assert count(models.draft, trained=True) == sum(each.numel() for each in draft.parameters() if each.requires_grad)
+
+
+def test_a_target_is_planned_from_its_config_file_alone(folder):
+    config = heads(folder, "eagle3")
+    alone = config.model_copy(update={"target": config.target.model_copy(update={"name": str(folder / "config.json")})})
+    assert count(plan_models(alone).target) == count(plan_models(config).target)
+    nothing = config.model_copy(update={"target": config.target.model_copy(update={"name": str(folder / "nothing")})})
+    with pytest.raises(InputError, match=r"target\.name: .*nothing has no model config"):
+        plan_models(nothing)
+
+
+@pytest.mark.parametrize("taps", [None, [0, 1, 2]])
+def test_the_bytes_of_a_cache_are_those_that_are_written(folder, tmp_path, greedy_target, greedy_rows, taps):
+    data = tmp_path / "train.jsonl"
+    data.write_text("".join(row.to_line() for row in greedy_rows))
+    source = {"data": {"train": str(data), "max_length": 20}}
+    config = (
+        distilled(folder, student={"layers": [0]}, **source)
+        if taps is None
+        else heads(folder, "eagle3", head={"taps": taps}, **source)
+    )
+    models = plan_models(config)
+    dataset = plan_data.open_dataset(config)
+    planned = plan_data.cache_size(config, models, plan_data.measure_workload(config, dataset), dataset)
+    made = CacheConfig(data=str(data), max_length=20, taps=taps, shard_megabytes=0.01, output=str(tmp_path / "cache"))
+    job = CacheJob(target=greedy_target, conversations=greedy_rows, config=made, data_sha256="0" * 64)
+    job.prepare()
+    job.work(rank=0, num_processes=1)
+    shards = list((tmp_path / "cache").glob("*.safetensors"))
+    assert len(shards) > 1
+    headers = [8 + int.from_bytes(shard.read_bytes()[:8], "little") for shard in shards]
+    assert planned.num_bytes == sum(shard.stat().st_size for shard in shards) - sum(headers)
+
+
+def rows_of(num, length, labels):
+    """Conversations of one length, so that nothing is padding."""
+    ids = torch.randint(5, 64, (num, length), generator=torch.Generator().manual_seed(0)).tolist()
+    prompt = length - labels
+    return [
+        Conversation(
+            prompt_id=f"p{number}",
+            category="c",
+            turn=0,
+            messages=(),
+            prompt_ids=tuple(row[:prompt]),
+            answer_ids=tuple(row[prompt:]),
+            ended=False,
+        )
+        for number, row in enumerate(ids)
+    ]
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return collate(ConversationDataset(rows_of(4, 40, 32), 512).examples)
+
+
+def attention_flops(q_BNTH, k_BMSH, products):
+    return 2 * products * q_BNTH.numel() * k_BMSH.shape[2]
+
+
+ATEN = torch.ops.aten
+FORMULAS = flop_registry | {  # torch has none for its attention on a CPU
+    ATEN._scaled_dot_product_flash_attention_for_cpu: lambda q, k, *_, **__: attention_flops(q, k, 2),
+    ATEN._scaled_dot_product_flash_attention_for_cpu_backward: lambda _, q, k, *__, **___: attention_flops(q, k, 4),
+}
+
+
+class Counting(TorchDispatchMode):
+    """Adds up what torch's own formulas say of every operation. (Its `FlopCounterMode` follows modules as well, by hooks that
+    the chunked loss's inner `autograd.grad` does not bear.)
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        formula = FORMULAS.get(function.overloadpacket)
+        if formula is not None:
+            self.flops += formula(*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+def counted(step):
+    """Run a function; return the FLOPs that torch counts in it."""
+    with Counting() as counting:
+        step()
+    return counting.flops
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_heads_flops_are_those_that_torch_counts(folder, head_task, batch, kind):
+    config = heads(folder, kind)
+    task = head_task(kind)
+
+    def step():
+        task.loss(task.module, batch, torch.tensor(128), 1).loss.backward()
+
+    planned = flops_of(config, plan_models(config), WORK).total * batch.input_ids_BT.numel()
+    assert counted(step) == pytest.approx(planned, rel=0.13)
+
+
+def test_a_draft_lms_flops_are_those_that_torch_counts(folder, greedy_target, batch):
+    config = distilled(folder, student={"layers": [0, 1]})
+    objective = DraftObjective(initial_draft(config.student, greedy_target), greedy_target, config.loss)
+
+    def step():
+        signal = target_hidden(greedy_target, batch)
+        objective(batch.input_ids_BT, batch.loss_mask_BT, signal, torch.tensor(128), 1).loss.backward()
+
+    planned = flops_of(config, plan_models(config), WORK).total * batch.input_ids_BT.numel()
+    assert counted(step) == pytest.approx(planned, rel=0.13)
+
+
+def kept_bytes(step):
+    """Run a forward; return the bytes of what it keeps for its backward, parameters apart."""
+    kept: dict[int, int] = {}
+
+    def note(tensor):
+        if not isinstance(tensor, torch.nn.Parameter):
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        alive = step()
+    del alive
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_what_a_head_keeps_for_its_backward_is_close_to_what_is_planned_and_no_more(folder, head_task, batch, kind):
+    config = heads(folder, kind)
+    task = head_task(kind)
+    kept = kept_bytes(lambda: task.loss(task.module, batch, torch.tensor(128), 1))
+    planned = activation_bytes(config, plan_models(config), WORK) * batch.input_ids_BT.numel()
+    assert 0.6 < kept / planned < 1.05
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "peagle", "dflash"])
+def test_scores_that_are_kept_are_planned_for_long_rows(folder, head_task, kind):
+    config = heads(folder, kind)
+    task = head_task(kind)
+    batch, work = collate(ConversationDataset(rows_of(2, 240, 192), 512).examples), replace(WORK, mean_tokens=240)
+    kept = kept_bytes(lambda: task.loss(task.module, batch, torch.tensor(384), 1))
+    planned = activation_bytes(config, plan_models(config), work) * batch.input_ids_BT.numel()
+    assert 0.9 < kept / planned < 1.1
+
+
+def test_what_a_draft_lm_keeps_for_its_backward_is_close_to_what_is_planned_and_no_more(folder, greedy_target, batch):
+    config = distilled(folder, student={"layers": [0, 1]})
+    objective = DraftObjective(initial_draft(config.student, greedy_target), greedy_target, config.loss)
+    signal = target_hidden(greedy_target, batch)
+    kept = kept_bytes(lambda: objective(batch.input_ids_BT, batch.loss_mask_BT, signal, torch.tensor(128), 1))
+    planned = activation_bytes(config, plan_models(config), WORK) * batch.input_ids_BT.numel()
+    assert 0.6 < kept / planned < 1.05
+
+
+def planned(folder, *, hardware=None, **settings):
+    work = {"num_conversations": 1000, "mean_tokens": 40.0, "label_share": 0.5}
+    return make_plan(heads(folder, "eagle3", hardware=hardware or {}, workload=work, **settings))
+
+
+def test_steps_tokens_and_hours_follow_from_batch_and_epochs(folder):
+    schedule = {"batch_size": 4, "gradient_accumulation_steps": 2, "epochs": 3, "mixed_precision": "no"}
+    plan = planned(folder, schedule=schedule, hardware={"num_accelerators": 5})
+    assert plan.tokens_per_step == 4 * 2 * 40
+    assert plan.steps == 3 * 1000 // (4 * 2 * 5)
+    assert plan.hours == pytest.approx(plan.steps * plan.step_seconds / 3600)
+    assert plan.tokens_per_second == pytest.approx(5 * plan.tokens_per_step / plan.step_seconds)
+
+
+def test_packed_rows_hold_several_conversations_and_keep_as_many_positions(folder):
+    data, schedule = {"max_length": 100, "packing": True}, {"batch_size": 4, "epochs": 3, "mixed_precision": "no"}
+    packed, padded = (planned(folder, data=each, schedule=schedule) for each in (data, {"max_length": 100}))
+    assert packed.tokens_per_step == 4 * 400
+    assert padded.tokens_per_step == 4 * 40
+    assert packed.steps == 3 * 1000 // (4 * 10)  # ten conversations of 40 tokens a row of 400
+    assert packed.memory.target_activations == 4 * padded.memory.target_activations
+    assert packed.memory.draft_activations > 4 * padded.memory.draft_activations  # scores of longer rows
+    assert packed.memory.held_out_kv == padded.memory.held_out_kv
+
+
+def test_the_data_are_opened_once_and_never_read_as_a_whole(folder, tmp_path, greedy_rows, monkeypatch):
+    data, opened = tmp_path / "train.jsonl", []
+    data.write_text("".join(row.to_line() for row in greedy_rows))
+    plain = plan_data.open_conversations
+
+    def opening(path):
+        opened.append(plain(path))
+        return opened[-1]
+
+    monkeypatch.setattr(plan_data, "open_conversations", opening)
+    monkeypatch.setattr(ConversationFile, "__getitem__", lambda *_: pytest.fail("a conversation was read"))
+    plan = make_plan(heads(folder, "eagle3", data={"train": str(data)}))
+    assert len(opened) == 1
+    assert plan.work.num_conversations == len(greedy_rows)
+
+
+def test_a_cache_saves_the_targets_forward_and_is_read_from_disk(folder):
+    online, cached = planned(folder), planned(folder, data={"cache": "somewhere"})
+    assert online.flops.target_forward > 0 == cached.flops.target_forward
+    assert online.times.cache == 0 < cached.times.cache
+    assert cached.times.cache == pytest.approx(cached.cache.bytes_per_row * cached.tokens_per_step / 0.5e9)
+
+
+def test_numbers_of_the_machine_take_the_place_of_the_presets(folder):
+    hardware = HardwareConfig(preset="h100_80gb", tflops=100.0)
+    assert hardware.machine == PRESETS["h100_80gb"].model_copy(update={"tflops": 100.0})
+    slow, fast = (planned(folder, hardware={"tflops": each}) for each in (1.0, 2.0))
+    assert slow.times.products == pytest.approx(2 * fast.times.products)
+
+
+def test_without_data_the_workload_has_to_be_given(folder):
+    with pytest.raises(InputError, match=r"data\.train: nowhere does not exist; make it, or give workload\.num_conversations"):
+        make_plan(heads(folder, "eagle3", data={"train": "nowhere"}))

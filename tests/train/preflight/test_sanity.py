@@ -1,0 +1,177 @@
+"""The gates before a run: a right head passes, a head that drafts from something else does not, and nothing of it stays."""
+
+import dataclasses
+import logging
+
+import pytest
+import torch
+
+from configs.runtime.errors import ConfigError, InputError
+from distill.dataset.batches import ConversationDataset, make_loader
+from heads.families.eagle3 import Eagle3
+from heads.families.registry import FAMILIES
+from tests.support.tiny_heads import HEADS, misled, other_order, place_early, token_before
+from train.loop.loop import train
+from train.preflight import sanity
+from train.preflight.sanity import check_before_training, choose_text
+from train.tasks import head as head_task_module
+
+# One block of width 32 under a frozen output head cannot say six things: a Medusa block hardly lowers what it is given.
+ABLE = {"medusa": {"train_head": True}}
+
+
+def check(task, rows):
+    check_before_training(task, ConversationDataset(rows, 64), task.held_out.accelerator)
+
+
+def answered(monkeypatch, answers):
+    """Let the target answer so, prompt by prompt."""
+    remaining = iter(answers)
+    monkeypatch.setattr(sanity, "generate", lambda target, prompts, config: [next(remaining)])
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_right_head_passes_and_one_line_says_what_was_seen(kind, head_task, greedy_rows, caplog, tmp_path):
+    caplog.set_level(logging.INFO, "draftsmith")
+    check(head_task(kind, head=ABLE.get(kind, {})), greedy_rows)
+    (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("sanity")]
+    assert "the artifact reads back" in line
+    assert "3 of 3 drafts accepted in a round, agreement in training by depth" in line
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"states": place_early}, {"tokens": token_before}, {"states": other_order}], ids=["state", "token", "order"]
+)
+def test_drafting_from_a_wrong_token_state_or_order_is_found_out(wrong, head_task, greedy_rows, monkeypatch):
+    monkeypatch.setitem(FAMILIES, "eagle3", misled(FAMILIES["eagle3"], **wrong))
+    with pytest.raises(RuntimeError, match=r"not explain \(draft [1-3] of .*drafts from something else than it was trained on"):
+        check(head_task(sanity={"learning_rate": 1e-2, "overfit_steps": 20}), greedy_rows)
+
+
+@pytest.mark.parametrize("places", [-1, 1])
+def test_labels_of_another_place_are_found_out(places, head_task, greedy_rows, monkeypatch):
+    right = Eagle3.forward
+
+    def moved(head, inputs):
+        last = inputs.input_ids_BT.numel() - 1
+        return [dataclasses.replace(depth, judged_N=(depth.judged_N + places).clamp(max=last)) for depth in right(head, inputs)]
+
+    monkeypatch.setattr(Eagle3, "forward", moved)
+    task = head_task(sanity={"learning_rate": 1e-2, "overfit_steps": 100})
+    with pytest.raises(
+        InputError, match=r"[0-2] of 3 drafts accepted in a round, .*labels or the target's states .*another place"
+    ):
+        check(task, greedy_rows)
+
+
+def test_a_head_that_does_not_learn_is_told_apart(head_task, greedy_rows):
+    task = head_task(sanity={"learning_rate": 1e-9, "overfit_steps": 3})
+    with pytest.raises(
+        InputError, match=r"after 3 steps .* does not learn a single conversation.* raise sanity\.overfit_steps"
+    ):
+        check(task, greedy_rows)
+
+
+def test_a_loss_that_is_not_finite_is_named(head_task, greedy_rows):
+    with pytest.raises(InputError, match=r"the loss is nan at step [2-9].*lower sanity\.learning_rate"):
+        check(head_task(sanity={"learning_rate": 1e30}), greedy_rows)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "state"),
+    [("eagle3", "layers.0.self_attn.o_proj", "untrained"), ("medusa", "blocks.0.layers.0", "trained")],
+)
+def test_an_artifact_that_loses_weights_is_found_out(kind, name, state, head_task, greedy_rows, monkeypatch):
+    """Medusa's blocks start at 0, so that losing them shows in a trained head only."""
+    right = head_task_module.save_head
+
+    def losing(folder, head, *args):
+        torch.nn.init.zeros_(head.get_submodule(name).weight)
+        right(folder, head, *args)
+
+    monkeypatch.setattr(head_task_module, "save_head", losing)
+    with pytest.raises(RuntimeError, match=f"the {state} {kind} head drafts other tokens after it was written and loaded"):
+        check(head_task(kind, head=ABLE.get(kind, {})), greedy_rows)
+
+
+def test_the_text_is_the_shortest_prompt_in_the_target_s_own_words(head_task, greedy_rows, monkeypatch):
+    rows = [dataclasses.replace(row, prompt_ids=(*row.prompt_ids, 7), answer_ids=(9,)) for row in greedy_rows[:3]]
+    rows[1] = dataclasses.replace(rows[1], prompt_ids=(8, 9))
+    answered(monkeypatch, [[11, 12, 13, 14, 15, 16, 17, 17, 18]])
+    text = choose_text(head_task(), ConversationDataset(rows, 64))
+    assert text == ((8, 9, 11, 12, 13, 14, 15, 16, 17), 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("answers", "chosen"),
+    [
+        ([[11, 11, 12], [11, 12, 13, 13], [11, 12]], [11, 12, 13]),
+        ([[11], [11, 11], [11, 11, 11]], [11, 11, 11]),
+    ],
+    ids=["short answers", "repetitions only"],
+)
+def test_where_no_answer_is_long_enough_the_best_one_serves(head_task, greedy_rows, monkeypatch, answers, chosen):
+    answered(monkeypatch, answers)
+    text = choose_text(head_task(), ConversationDataset(greedy_rows[:3], 64))
+    assert text.input_ids[text.answer_start :] == tuple(chosen)
+
+
+@pytest.mark.parametrize(
+    ("row", "eos", "seen"),
+    [
+        (0, (), "conversation of 8 tokens: 1 of 1 drafts"),  # 5 4 4 4
+        (0, (4,), "conversation of 8 tokens: 1 of 1 drafts"),  # 5 and the end
+        (1, (), "conversation of 14 tokens: 3 of 3 drafts"),  # 57 57 57 57 57 11
+    ],
+    ids=["two tokens", "one token and the end", "repetitions"],
+)
+def test_a_right_head_passes_on_the_poorest_text(row, eos, seen, head_task, greedy_rows, caplog):
+    caplog.set_level(logging.INFO, "draftsmith")
+    task = head_task()
+    task.target = dataclasses.replace(task.target, eos_token_ids=eos)
+    check(task, greedy_rows[row : row + 1])
+    assert seen in caplog.text
+
+
+@pytest.mark.parametrize("answer", [[11], []], ids=["one token", "nothing"])
+def test_without_anything_to_learn_the_run_is_refused(head_task, greedy_rows, monkeypatch, answer):
+    answered(monkeypatch, [answer] * 16)
+    with pytest.raises(
+        ConfigError, match=r"to none of the 16 shortest prompts .* more than one token.* sanity\.enabled to false"
+    ):
+        check(head_task(), greedy_rows)
+
+
+def test_the_text_ends_before_what_the_draft_cannot_say(head_task, greedy_rows, monkeypatch):
+    task = head_task(head={"draft_vocab_size": 20})
+    known = task.vocabulary.token_ids_W.tolist()
+    unknown = next(token for token in range(64) if token not in known)
+    answered(monkeypatch, [[unknown, *known[:8], unknown, known[9]]])
+    text = choose_text(task, ConversationDataset(greedy_rows, 64))
+    assert text.input_ids[text.answer_start :] == (unknown, *known[:8])
+
+
+def test_training_is_the_same_to_the_bit_with_and_without_the_gates(head_task, greedy_rows, tmp_path):
+    weights = []
+    for enabled in (True, False):
+        # Noise and anchors are drawn from torch's own generator, whose state shows in the weights.
+        task = head_task("dflash", head={"tap_noise": 0.1, "num_anchors": 4}, output=str(tmp_path / f"run-{enabled}"))
+        if enabled:
+            state = torch.get_rng_state()
+            check(task, greedy_rows)
+            assert torch.equal(torch.get_rng_state(), state)
+        config = task.config
+        loader = make_loader(ConversationDataset(greedy_rows, 64), config.schedule.batch_size, seed=0)
+        train(
+            task,
+            loader,
+            config.optimizer,
+            config.schedule,
+            task.held_out.accelerator,
+            tmp_path / str(enabled),
+            {"schedule": {}},
+        )
+        weights.append({name: tensor.clone() for name, tensor in task.module.state_dict().items()})
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())

@@ -1,0 +1,112 @@
+"""What training promises is what decoding yields, to the last round, as long as both do the same thing."""
+
+import pytest
+import torch
+
+from configs.schema.training import HeldOutDecodingConfig
+from distill.dataset.batches import Example, collate
+from heads.modules.autoregressive import PendingFeatures
+from tests.support.tiny_heads import HEADS
+from train.tasks.held_out import HeldOutPrediction, walk
+
+
+def train_some(task, rows, steps, learning_rate=1e-2):
+    """Train on all rows together, so far that the head is sometimes right and sometimes not."""
+    examples = [Example(row.prompt_ids + row.answer_ids, len(row.prompt_ids)) for row in rows]
+    batch = collate(examples)
+    optimizer = torch.optim.AdamW(task.module.parameters(), lr=learning_rate, weight_decay=0.0)
+    for _ in range(steps):
+        loss = task.loss(task.module, batch, batch.loss_mask_BT[:, 1:].sum(), 1).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_the_predicted_tau_is_the_decoded_one_on_greedy_answers(kind, head_task, greedy_rows):
+    task = head_task(kind, held_out=greedy_rows[4:9])  # whose answers are as long as what is decoded
+    train_some(task, greedy_rows, steps=40)
+    metrics = task.evaluate(task.module)
+    assert metrics["predicted_tau"] == pytest.approx(metrics["tokens_per_target_step"], abs=1e-6)
+    assert 1.3 < metrics["predicted_tau"] < 3.9
+
+
+def test_a_head_that_drafts_from_another_place_falls_short_of_the_prediction(head_task, greedy_rows, monkeypatch):
+    task = head_task(held_out=greedy_rows[4:9])
+    train_some(task, greedy_rows, steps=60)
+    promised = task.evaluate(task.module)["predicted_tau"]
+    right = PendingFeatures.next_tokens
+    monkeypatch.setattr(
+        PendingFeatures, "next_tokens", lambda unread, tokens: right(unread, [[row[0], *row[:-1]] for row in tokens])
+    )
+    metrics = task.evaluate(task.module)
+    assert metrics["predicted_tau"] == promised > 2
+    assert metrics["tokens_per_target_step"] < 0.8 * promised
+
+
+def test_the_shares_by_depth_are_those_counted_place_by_place(head_task, greedy_rows):
+    task = head_task("medusa")
+    train_some(task, greedy_rows, steps=30)
+    metrics = task.prediction.score(task.module, task.inputs)
+    reached, agreed, origins = [0] * 3, [0] * 3, [0] * 3
+    for row in greedy_rows[:5]:
+        answer = row.answer_ids[:12]
+        ids, first = row.prompt_ids + answer, len(row.prompt_ids) - 1
+        inputs = task.inputs(collate([Example(ids, len(row.prompt_ids))]))
+        for origin in range(first, len(ids) - 2):
+            alive = True
+            for depth in range(min(3, len(ids) - 2 - origin)):
+                drafted = task.module.head.draft_logits(inputs.states.final_BTE[:, origin], 3)[depth].argmax()
+                wanted = task.target.model(input_ids=torch.tensor([ids[: origin + 2 + depth]])).logits[0, -1].argmax()
+                reached[depth] += alive
+                alive = alive and bool(drafted == wanted)
+                agreed[depth] += alive
+                origins[depth] += 1
+    for depth in range(3):
+        assert metrics[f"conditional_{depth + 1}"] == pytest.approx(agreed[depth] / reached[depth])
+        assert metrics[f"joint_{depth + 1}"] == pytest.approx(agreed[depth] / origins[depth])
+    assert metrics["conditional_1"] != metrics["joint_2"]
+
+
+def test_the_batch_size_and_the_mode_change_nothing(head_task, greedy_rows):
+    task = head_task("dflash", head={"tap_noise": 0.5})
+    train_some(task, greedy_rows, steps=10)
+    task.module.train()
+    state = torch.get_rng_state()
+    metrics = task.prediction.score(task.module, task.inputs)
+    assert task.module.training
+    assert torch.equal(torch.get_rng_state(), state)
+    settings = task.config.held_out.model_dump()
+    settings["decode"]["batch_size"] = 5
+    whole = HeldOutPrediction(HeldOutDecodingConfig.model_validate(settings), greedy_rows, task.held_out.accelerator)
+    assert whole.score(task.module.eval(), task.inputs) == pytest.approx(metrics, abs=1e-6)
+    assert not task.module.training
+
+
+def test_sampled_decoding_has_no_prediction(head_task, greedy_rows):
+    decode = {"num_speculative_tokens": 2, "max_new_tokens": 8, "temperature": 1.0}
+    task = head_task("medusa")
+    settings = HeldOutDecodingConfig.model_validate({"num_prompts": 3, "decode": decode})
+    metrics = HeldOutPrediction(settings, greedy_rows, task.held_out.accelerator).score(task.module, task.inputs)
+    assert "predicted_tau" not in metrics
+    assert "joint_2" in metrics
+    assert "joint_3" not in metrics
+
+
+@pytest.mark.parametrize(
+    ("accepted", "expected"),
+    [
+        ([0] * 9, (5, 5)),
+        ([9] * 9, (5, 2)),  # 3 drafts and the target's own, then none: the last token is the target's
+        ([0, 0, 1, 0, 0, 1, 2, 0, 0], (5, 3)),
+        ([0, 0, 1, 0, 2, 0, 0, 0, 0], (5, 2)),
+    ],
+    ids=["never", "always", "some", "others"],
+)
+def test_a_walk_takes_the_steps_that_decoding_would_take(accepted, expected):
+    # A prompt of 3 tokens and an answer of 6, at 3 to 8; the first pending token stands at 3, its origin is 2.
+    assert walk(accepted, 3, 9, 3) == expected
+
+
+def test_an_answer_of_one_token_takes_no_round():
+    assert walk([0] * 4, 3, 4, 3) == (0, 0)

@@ -1,0 +1,119 @@
+"""The history of a run: a line an evaluation, none twice, and a picture that shows both taus."""
+
+import json
+import logging
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+import torch
+from torch import nn
+
+from configs.runtime.errors import InputError
+from configs.schema.learning import OptimizerConfig
+from configs.schema.training import ScheduleConfig
+from distill.dataset.batches import ConversationDataset, make_loader
+from distill.loss.step_clock import StepClock
+from eval.report.plots import VARIABLES
+from train.launch import make_accelerator
+from train.loop.loop import train
+from train.loop.task import BatchLoss, Prepared
+from train.telemetry.history import LINES_FILE, PICTURE_FILE, History, draw_history, explain_gap
+
+METRICS = {"tokens_per_target_step": 1.5, "predicted_tau": 1.9, "conditional_1": 0.6, "conditional_2": 0.4}
+
+
+class Task:
+    """Trains one number; scores are handed in. Stops like a killed process after so many steps."""
+
+    def __init__(self, scores, stop_after=None):
+        self.module, self.scores, self.steps_left = nn.Linear(1, 1), iter(scores), stop_after
+        self.clock = StepClock(torch.device("cpu"))
+
+    def prepare(self, module, window, place):
+        if self.steps_left == 0:
+            raise KeyboardInterrupt
+        self.steps_left = None if self.steps_left is None else self.steps_left - 1
+        return Prepared(batches=window, sums={})
+
+    def loss(self, module, batch, num_labels, world_size):
+        loss = module(torch.ones(1, 1)).square().sum()
+        return BatchLoss(loss=loss, sums={"loss": loss})
+
+    def evaluate(self, module):
+        return next(self.scores)
+
+    def save(self, module, progress, metrics):
+        pass
+
+
+def run(task, rows, output, **settings):
+    schedule = {"batch_size": 4, "max_steps": 6, "mixed_precision": "no", "trackers": [], "eval_every_steps": 2}
+    schedule = ScheduleConfig.model_validate(schedule | {"checkpoint_every_steps": 3} | settings)
+    loader = make_loader(ConversationDataset(rows, 64), 4, seed=0)
+    train(task, loader, OptimizerConfig(), schedule, make_accelerator(schedule, output), output, {"schedule": {}})
+
+
+def read(output):
+    return [json.loads(line) for line in (output / LINES_FILE).read_text().splitlines()]
+
+
+def scores(*taus):
+    return [{"tokens_per_target_step": tau, "predicted_tau": 2.0} for tau in taus]
+
+
+def test_every_evaluation_is_a_line_and_a_resumed_run_writes_none_twice(tmp_path, greedy_rows):
+    with pytest.raises(KeyboardInterrupt):
+        run(Task(scores(1.1, 1.2), stop_after=5), greedy_rows, tmp_path)
+    before = read(tmp_path)
+    assert [(row["step"], row["tokens_per_target_step"]) for row in before] == [(2, 1.1), (4, 1.2)]
+    run(Task(scores(1.3, 1.4)), greedy_rows, tmp_path)  # goes on from step 3: step 4 is evaluated anew
+    after = read(tmp_path)
+    assert [(row["step"], row["tokens_per_target_step"]) for row in after] == [(2, 1.1), (4, 1.3), (6, 1.4)]
+    assert after[0] == before[0]
+    assert before[0]["seconds"] < after[1]["seconds"] < after[2]["seconds"]
+    assert (tmp_path / PICTURE_FILE).read_text() == draw_history(after)
+
+
+def test_a_run_from_the_start_begins_a_new_history(tmp_path, greedy_rows):
+    run(Task(scores(1.1, 1.2, 1.3)), greedy_rows, tmp_path)
+    run(Task(scores(1.4)), greedy_rows, tmp_path, resume=False, eval_every_steps=None)
+    assert [(row["step"], row["tokens_per_target_step"]) for row in read(tmp_path)] == [(6, 1.4)]
+
+
+def test_a_gap_at_the_end_of_training_is_a_warning_with_both_numbers(tmp_path, greedy_rows, caplog):
+    run(Task(scores(1.1, 1.9, 1.2)), greedy_rows, tmp_path)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "decoded at 1.200 tokens per target step" in warning
+    assert "promises 2.000" in warning
+
+
+@pytest.mark.parametrize(
+    ("decoded", "predicted", "is_gap"), [(1.81, 2.0, False), (1.79, 2.0, True), (1.0, 1.0, False), (1.2, None, False)]
+)
+def test_a_gap_is_less_than_four_fifths_of_the_promised_gain(decoded, predicted, is_gap):
+    metrics = {"tokens_per_target_step": decoded} | ({} if predicted is None else {"predicted_tau": predicted})
+    assert (explain_gap(metrics) is not None) == is_gap
+
+
+def test_a_damaged_history_is_named_with_its_line(tmp_path):
+    (tmp_path / LINES_FILE).write_text('{"step": 2, "seconds": 1.5}\n{"seconds": 3}\n')
+    with pytest.raises(InputError, match=r"history\.jsonl, line 2: step and seconds must be numbers"):
+        History(tmp_path, done_steps=5)
+
+
+def test_the_picture_stands_alone_and_shows_both_taus_and_every_depth():
+    rows = [METRICS | {"step": step, "seconds": 1.0} for step in (10, 20, 30)]
+    svg = draw_history(rows)
+    ElementTree.fromstring(svg)
+    for text in ("decoded", "predicted from agreement", "draft 1", "draft 2", "optimiser step"):
+        assert f">{text}<" in svg
+    assert not any(stand_in in svg for stand_in in VARIABLES)
+    assert draw_history(rows) == svg
+
+
+def test_a_draft_model_s_picture_shows_what_was_decoded_alone():
+    svg = draw_history([{"step": 10, "seconds": 1.0, "tokens_per_target_step": 1.5}])
+    ElementTree.fromstring(svg)
+    assert ">decoded<" in svg
+    assert "predicted" not in svg
+    assert "given all before" not in svg

@@ -1,0 +1,126 @@
+"""The distribution of packing: the loss of a packed batch and all its gradients are those of its conversations in a row
+each."""
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+
+from configs.schema.heads import HeadConfig
+from configs.schema.learning import LossConfig
+from distill.dataset.batches import Example, collate
+from distill.dataset.packing import collate_packed
+from distill.loss.draft_objective import DraftObjective, target_hidden
+from distill.loss.head_objective import HeadObjective
+from heads.modules.interface import HeadInputs
+from heads.target.hidden_states import read_states
+from tests.support import family_checks as checks
+from tests.support.tiny_heads import HEADS
+
+# Each family once on full attention and, where its own attention might care, on a target with a sliding window of 5.
+SETTINGS = HEADS | {
+    "hydra++": HEADS["hydra"] | {"prefix_attention": True},
+    "mtp-by-depth": HEADS["mtp"] | {"shared_depths": False},
+    "dspark": HEADS["dflash"] | {"kind": "dspark", "markov_rank": 4},
+}
+CASES = [(name, "llama") for name in SETTINGS] + [("mtp", "gemma3"), ("eagle3", "gemma3"), ("dflash", "gemma3")]
+ROWS = [[0, 3, 1], [4, 2], [5]]
+
+
+@pytest.fixture(autouse=True)
+def float64_throughout(monkeypatch):
+    """Norms, rotations and softmaxes are in float32 whatever the model is in; a last bit of the sums before them, whose order
+    packing changes, may then turn one of theirs. Here they are in float64, so that what is left is the distribution.
+    """
+    plain = torch.Tensor.to
+    wider = {torch.float32: torch.float64}
+
+    def to(tensor, *args, **settings):
+        args = [wider.get(each, each) if isinstance(each, torch.dtype) else each for each in args]
+        return plain(tensor, *args, **{name: wider.get(each, each) for name, each in settings.items()})
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+
+
+def examples():
+    """Six conversations of 3 to 16 tokens, one of which has a single label."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [(9, 3), (3, 2), (16, 4), (6, 1), (12, 6), (5, 2)]
+    return [
+        Example(tuple(torch.randint(1, checks.VOCAB_SIZE, (length,), generator=generator).tolist()), start, number)
+        for number, (length, start) in enumerate(lengths)
+    ]
+
+
+def both_ways():
+    alone = examples()
+    return collate(alone), collate_packed([[alone[number] for number in row] for row in ROWS])
+
+
+def loss_and_gradients(module, loss):
+    module.zero_grad()
+    loss.backward()
+    gradients = {name: value.grad.clone() for name, value in module.named_parameters() if value.grad is not None}
+    return loss.detach(), gradients
+
+
+def assert_same(found, expected, tolerance=1e-10):
+    torch.testing.assert_close(found[0], expected[0], atol=tolerance, rtol=tolerance)
+    assert found[1].keys() == expected[1].keys()
+    assert any(bool(gradient.any()) for gradient in expected[1].values())
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(
+            found[1][name], gradient, atol=tolerance, rtol=tolerance, msg=lambda text, name=name: name + text
+        )
+
+
+def head_result(objective, model, batch):
+    inputs = HeadInputs(
+        input_ids_BT=batch.input_ids_BT,
+        loss_mask_BT=batch.loss_mask_BT,
+        document_ids_BT=batch.document_ids_BT,
+        position_ids_BT=batch.position_ids_BT,
+        states=read_states(model, batch.input_ids_BT, objective.head.taps, batch.packed_positions_BT),
+    )
+    return objective(inputs, batch.loss_mask_BT[:, 1:].sum(), 1)
+
+
+@pytest.mark.parametrize(("name", "family"), CASES)
+def test_a_head_learns_the_same_from_packed_rows(as_target, name, family):
+    target = as_target(checks.tiny_target(family))
+    head = checks.build(TypeAdapter(HeadConfig).validate_python(SETTINGS[name]), target.model)
+    objective = HeadObjective(head, target, LossConfig(divergence=None, mix={"forward_kl": 1.0, "cross_entropy": 0.5}))
+    alone, packed = (head_result(objective, target.model, batch) for batch in both_ways())
+    for field in ("labels_K", "origins_K", "reached_K", "joint_agrees_K"):
+        assert torch.equal(getattr(alone, field), getattr(packed, field))
+    assert_same(loss_and_gradients(objective, packed.loss), loss_and_gradients(objective, alone.loss))
+
+
+def draft_loss(objective, target, batch, signal):
+    labels = batch.loss_mask_BT[:, 1:].sum()
+    places_BT = batch.packed_positions_BT
+    return objective(batch.input_ids_BT, batch.loss_mask_BT, signal(target, batch), labels, 1, places_BT).loss
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt_neox"])
+def test_a_draft_learns_the_same_from_packed_rows(as_target, family):
+    target = as_target(checks.tiny_target(family))
+    torch.manual_seed(1)
+    draft = type(target.model)(target.model.config).double()
+    objective = DraftObjective(
+        draft, target, LossConfig(divergence=None, mix={"forward_kl": 1.0, "cross_entropy": 0.5}, chunk_size=7)
+    )
+    alone, packed = (
+        loss_and_gradients(objective, draft_loss(objective, target, batch, target_hidden)) for batch in both_ways()
+    )
+    assert_same(packed, alone)
+
+
+def test_without_positions_the_distribution_is_broken(as_target):
+    """What the tests above would not see if rows of several conversations were small enough to make no difference."""
+    target = as_target(checks.tiny_target("llama"))
+    _, packed = both_ways()
+    blind = packed._replace(conversations_BC=packed.conversations_BC[:, :1])
+    mixed_BTE, apart_BTE = target_hidden(target, blind), target_hidden(target, packed)
+    second = packed.document_ids_BT == 1
+    assert (mixed_BTE[second] - apart_BTE[second]).abs().max() > 1e-2

@@ -1,0 +1,276 @@
+"""Checkpoints: everything a run needs to go on as if it had not stopped, written beside, synced and renamed.
+
+accelerate writes model, optimiser and random states; `progress.json` adds the place in the data, the best score and the
+schedule. `checkpoint.json` comes last: it names every file with its SHA-256 and says which run they belong to. A checkpoint
+that is cut short, damaged or another run's is passed over with a warning, and the one before it is taken.
+
+accelerate's way to keep further objects (`register_for_checkpointing`) is left out on purpose: it reads them back with a
+pickle that may run code. What is read here is JSON, safetensors, or loaded with `weights_only`; only DeepSpeed and FSDP read
+their own files in their own ways, so go on from such checkpoints only where you trust who wrote them.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import RNG_STATE_NAME, broadcast_object_list, load
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from torch.optim.lr_scheduler import LambdaLR
+
+from configs.runtime.errors import InputError, first_line
+from configs.runtime.files import inside, read_json, sha256_of, sync, sync_folder, write_json
+from configs.schema.base import NonNegativeInt, Settings
+from train.loop.lineage import Lineage
+
+NAME = re.compile(r"step-(\d{8})")
+UNFINISHED = ".step-*"  # being written, or being dropped
+MANIFEST = "checkpoint.json"
+PROGRESS = "progress.json"
+ANEW = "choose another output, or set schedule.resume=false to start anew"
+
+logger = logging.getLogger("draftsmith")
+
+
+class Place(Settings):
+    """The fields of `Progress`, checked when they are read."""
+
+    step: NonNegativeInt
+    epoch: NonNegativeInt
+    steps_in_epoch: NonNegativeInt
+    settled: bool
+    best_score: float | None
+    best_step: NonNegativeInt | None
+
+
+@dataclass
+class Progress:
+    """Where a run is."""
+
+    step: int = 0  # optimiser steps done
+    epoch: int = 0
+    steps_in_epoch: int = 0
+    settled: bool = True  # False: the evaluation due after the last step is still to be made
+    best_score: float | None = None  # tokens per target step on held-out prompts
+    best_step: int | None = None
+
+    def take(self, place: Place) -> None:
+        """Become what a checkpoint says."""
+        for name, value in place:
+            setattr(self, name, value)
+
+
+class Manifest(Settings):
+    """The content of `checkpoint.json`."""
+
+    format_version: int = 1
+    step: NonNegativeInt
+    lineage: Lineage
+    sha256: dict[str, str]  # of each file, by its path in the checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoints:
+    """The checkpoints of a run, which all of its processes write and read together.
+
+    Args:
+        folder: where they lie.
+        accelerator: holds what is saved and restored.
+        scheduler: the learning rate's; the training loop steps it, not accelerate.
+        lineage: of the run.
+        keep: how many of the newest stay, at least 1; that of the best step stays as well.
+    """
+
+    folder: Path
+    accelerator: Accelerator
+    scheduler: LambdaLR
+    lineage: Lineage
+    keep: int
+    progress: Progress = field(default_factory=Progress)
+
+    def save(self) -> None:
+        """Write a checkpoint of where the run is, then drop those that are no longer kept.
+
+        Those of later steps were left by a run that this one does not go on from, or are damaged: they are dropped as well, or
+        they would be taken for the newest.
+
+        Raises:
+            InputError: it cannot be written, as on a full disk; those before stay as they are.
+        """
+        final = self.folder / f"step-{self.progress.step:08d}"
+        scratch = self.folder / f".{final.name}.partial"
+        with writing(final, scratch):
+            if self.accelerator.is_main_process:
+                shutil.rmtree(scratch, ignore_errors=True)
+                scratch.mkdir(parents=True)
+            self.accelerator.wait_for_everyone()
+            self.accelerator.save_state(str(scratch))
+            self.accelerator.wait_for_everyone()
+            if self.accelerator.is_main_process:
+                self._seal(scratch)
+                _drop(final)
+                scratch.replace(final)
+                sync(self.folder)
+                self._drop_others(final)
+        self.accelerator.wait_for_everyone()
+
+    def resume(self) -> Path | None:
+        """Go on from the newest usable checkpoint; return it, None where there is none at all.
+
+        Raises:
+            InputError: there are some, and none can be gone on from.
+        """
+        found: list[Any] = [None, None]
+        if self.accelerator.is_main_process:
+            self._clear_up()
+            found = list(self._choose())
+        path, complaint = broadcast_object_list(found)
+        if complaint is not None:
+            raise InputError(complaint)
+        if path is not None:
+            self._load(path)
+        return path
+
+    def _seal(self, scratch: Path) -> None:
+        """Write what accelerate does not, and the manifest over all of it; on the disk when this returns."""
+        write_json(scratch / PROGRESS, {"progress": asdict(self.progress), "schedule": self.scheduler.state_dict()})
+        hashes = {name: sha256_of(scratch / name) for name in sorted(_files(scratch))}
+        manifest = Manifest(step=self.progress.step, lineage=self.lineage, sha256=hashes)
+        write_json(scratch / MANIFEST, manifest.model_dump(mode="json"))
+        sync_folder(scratch)
+
+    def _drop_others(self, newest: Path) -> None:
+        found = list_checkpoints(self.folder)
+        place = found.index(newest) + 1
+        for other in [*found[: max(0, place - self.keep)], *found[place:]]:
+            if other.name != f"step-{self.progress.best_step or 0:08d}":
+                _drop(other)
+
+    def _clear_up(self) -> None:
+        """Remove what a killed process left half-written; what only its rename was missing for becomes a checkpoint."""
+        for left in self.folder.glob(UNFINISHED):
+            final = self.folder / left.name.split(".")[1]
+            if left.suffix == ".partial" and (left / MANIFEST).exists() and not final.exists():
+                left.replace(final)
+            else:
+                shutil.rmtree(left)
+
+    def _choose(self) -> tuple[Path | None, str | None]:
+        """Return the checkpoint to go on from, or why there is none among those that lie there."""
+        complaints = []
+        for path in reversed(list_checkpoints(self.folder)):
+            complaint = self._objection(path)
+            if complaint is None:
+                return path, None
+            logger.warning("checkpoint %s %s; passed over", path, complaint)
+            complaints.append(f"checkpoint {path} {complaint}")
+        return None, f"{complaints[0]}, and none before it can be gone on from; {ANEW}" if complaints else None
+
+    def _objection(self, path: Path) -> str | None:
+        """Return why a checkpoint cannot be used, in words that follow its name."""
+        try:
+            manifest = read_manifest(path)
+            if (objection := self.lineage.objection(manifest.lineage)) is not None:
+                return objection
+            if strangers := _files(path) - {*manifest.sha256, MANIFEST}:
+                return f"is damaged: it holds {min(strangers)}, which was not written with it"
+            for name, sha256 in manifest.sha256.items():
+                if sha256_of(inside(path, name, MANIFEST)) != sha256:
+                    return f"is damaged: {name} is not what was written"
+            _read_progress(path)
+        except InputError as error:
+            return f"is damaged: {error}"
+        return None
+
+    def _load(self, path: Path) -> None:
+        rank, then = self.accelerator.process_index, read_manifest(path).lineage.num_processes
+        try:
+            if rank < then:  # accelerate goes on in silence where it cannot read them
+                load(path / f"{RNG_STATE_NAME}_{rank}.pkl")
+            self.accelerator.load_state(str(path))
+        except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
+            raise InputError(f"checkpoint {path} cannot be read: {first_line(error)}; {ANEW}") from error
+        place, schedule = _read_progress(path)
+        self.progress.take(place)
+        self.scheduler.load_state_dict(schedule)
+        if self.accelerator.num_processes != then:
+            logger.warning(
+                "%s was written by %d processes, this run has %d: equal up to rounding, and without the same random numbers",
+                path,
+                then,
+                self.accelerator.num_processes,
+            )
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints in `folder`, oldest first, whole or not."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if NAME.fullmatch(path.name))
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Return what a checkpoint says of itself; its files may still differ.
+
+    Raises:
+        InputError: it says nothing, or nothing that can be right.
+    """
+    try:
+        manifest = Manifest.model_validate(read_json(path / MANIFEST, "manifest"))
+    except ValidationError as error:
+        raise InputError(f"{MANIFEST} does not follow the format: {first_line(error)}") from error
+    if manifest.format_version != 1 or PROGRESS not in manifest.sha256:
+        raise InputError(f"{MANIFEST} is of another format (format_version {manifest.format_version}, accepted: 1)")
+    return manifest
+
+
+@contextmanager
+def writing(path: Path, scratch: Path | None = None) -> Iterator[None]:
+    """Turn what goes wrong while `path` is written into a sentence, and remove `scratch`, which was to become it.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError, InputError) as error:
+        # torch.save wraps the machine's complaint in a RuntimeError of its own.
+        if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error):
+            raise
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+        free = shutil.disk_usage(path.parent if path.parent.is_dir() else Path()).free
+        raise InputError(
+            f"cannot write {path}: {first_line(error)} ({free / 1e6:.1f} MB free on its disk); what was written before stands, "
+            "and the run goes on from it when it is started again"
+        ) from error
+
+
+def _read_progress(path: Path) -> tuple[Place, dict[str, Any]]:
+    content = read_json(path / PROGRESS, "progress")
+    try:
+        return Place.model_validate(content["progress"]), dict(content["schedule"])
+    except (ValidationError, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{PROGRESS} does not follow the format: {first_line(error)}") from error
+
+
+def _files(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
+
+
+def _drop(path: Path) -> None:
+    """Remove a checkpoint so that no part of it is left under its name at any time."""
+    if path.exists():
+        doomed = path.with_name(f".{path.name}.dropped")
+        shutil.rmtree(doomed, ignore_errors=True)
+        path.replace(doomed)
+        shutil.rmtree(doomed)

@@ -1,0 +1,319 @@
+"""The one training loop: batch, loss, backward, clip, step; then log?, evaluate?, checkpoint?
+
+It knows neither drafts nor targets. A `Task` brings the module, the loss of a batch, the score on held-out prompts and the
+way to save what was trained; the loop brings accelerate, the schedule, the books, the history and the checkpoints.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from configs.runtime.errors import Stopped
+from configs.schema.learning import OptimizerConfig
+from configs.schema.training import ScheduleConfig
+from distill.dataset.batches import Batch
+from distill.loss.step_clock import STEP_PARTS
+from train.loop.checkpoints import Checkpoints, Progress, writing
+from train.loop.engines import choose_engine
+from train.loop.lineage import Lineage
+from train.loop.optimizer import make_optimizer
+from train.loop.task import StepPlace, Task
+from train.loop.termination import StopRequest, listening
+from train.telemetry.files import MetricsFile
+from train.telemetry.history import History, explain_gap
+from train.telemetry.profiler import StepProfiler
+from train.telemetry.step_metrics import SHARE, StepMetrics
+from train.telemetry.trackers import start_trackers
+from train.telemetry.utilization import find_peak
+
+log = logging.getLogger("draftsmith")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run ended."""
+
+    steps: int
+    best_score: float
+    best_step: int
+    # Of this process since it started: seconds = training_seconds + evaluation_seconds + checkpoint_seconds.
+    seconds: float
+    training_seconds: float  # training steps, logging included
+    evaluation_seconds: float  # decoding held-out prompts
+    checkpoint_seconds: float  # writing checkpoints and the best draft, and reading the one gone on from
+    input_seconds: float  # part of training_seconds: waiting for batches, and reading a cache of the target
+    labels: int  # trained on in this process since it started
+    trained_parameters: int
+
+
+def train(
+    task: Task,
+    loader: DataLoader[Batch],
+    optimizer_config: OptimizerConfig,
+    schedule: ScheduleConfig,
+    accelerator: Accelerator,
+    output: Path,
+    config: dict[str, Any],
+    contents: Mapping[str, str] | None = None,
+) -> Outcome:
+    """Train until the schedule ends, going on from the newest usable checkpoint in `output` where asked to.
+
+    Args:
+        task: what is trained.
+        loader: the training batches.
+        optimizer_config, schedule: how.
+        accelerator: of this process.
+        output: the run's folder.
+        config: the whole config as JSON values; a checkpoint of another one is not gone on from.
+        contents: hashes of the files that `config` names; nor is one of other files.
+
+    Raises:
+        InputError: no checkpoint that lies there can be gone on from, or one cannot be written.
+        RuntimeError: a loss is not finite; the step it would have spoilt is not taken.
+        Stopped: SIGTERM came; a checkpoint was written.
+    """
+    with listening() as request:
+        return _Training(task, loader, optimizer_config, schedule, accelerator, output, config, contents or {}, request).run()
+
+
+class _Training:
+    """A run under way."""
+
+    def __init__(
+        self,
+        task: Task,
+        loader: DataLoader[Batch],
+        optimizer_config: OptimizerConfig,
+        schedule: ScheduleConfig,
+        accelerator: Accelerator,
+        output: Path,
+        config: dict[str, Any],
+        contents: Mapping[str, str],
+        request: StopRequest,
+    ) -> None:
+        self.request, self.stopping = request, False
+        self.task, self.schedule, self.accelerator, self.output = task, schedule, accelerator, output
+        self.max_grad_norm = optimizer_config.max_grad_norm
+        self.engine = choose_engine(accelerator, schedule, optimizer_config)
+        self.loader = accelerator.prepare(loader)
+        steps_per_epoch = math.ceil(len(self.loader) / schedule.gradient_accumulation_steps)
+        self.num_steps = schedule.max_steps or schedule.epochs * steps_per_epoch
+        # Before the module is wrapped: a wrapper may shard it over the processes.
+        self.trained_parameters = sum(each.numel() for each in task.module.parameters() if each.requires_grad)
+        make = partial(make_optimizer, config=optimizer_config, num_steps=self.num_steps)
+        # The scheduler is not prepared: accelerate would step it once a process, and this loop counts optimiser steps.
+        self.module, self.optimizer, self.scheduler = self.engine.prepare(task, make)
+        self.progress = Progress()
+        self.checkpoints = Checkpoints(
+            folder=output / "checkpoints",
+            accelerator=accelerator,
+            scheduler=self.scheduler,
+            lineage=Lineage.of(accelerator, schedule, config, contents),
+            keep=schedule.keep_checkpoints,
+            progress=self.progress,
+        )
+        start_trackers(accelerator, output, config)
+        self.clock = task.clock
+        self.profiler = StepProfiler(schedule.profile, output, accelerator, self.clock)
+        self.books = StepMetrics(accelerator, self.clock, find_peak(accelerator, schedule))
+        if isinstance(self.module, DistributedDataParallel):
+            self.clock.follow_gradients(task.module)
+
+    def run(self) -> Outcome:
+        self.started = time.perf_counter()
+        self.clock.start()
+        self._resume()
+        # Where the evaluation of the last step is still to be made, its line is not to be there yet.
+        done = self.progress.step - (not self.progress.settled)
+        self.history = History(self.output, done_steps=done)
+        self.metrics_file = (
+            MetricsFile(self.output, done_steps=self.progress.step) if self.accelerator.is_main_process else None
+        )
+        if self.metrics_file is not None:  # the later of the two knows more of an earlier process's time
+            earlier = max(self.history.earlier_seconds, self.metrics_file.earlier_seconds)
+            self.history.earlier_seconds = self.metrics_file.earlier_seconds = earlier
+        if not self.progress.settled:
+            self._settle()
+        labels = 0
+        while self.progress.step < self.num_steps:
+            for window in self._windows():
+                labels += self._step(window)
+                self._after_step()
+                if self.progress.step >= self.num_steps:
+                    break
+            else:
+                self.progress.epoch += 1
+                self.progress.steps_in_epoch = 0
+        self.accelerator.end_training()
+        if self.progress.best_score is None or self.progress.best_step is None:
+            raise RuntimeError("the run ended without an evaluation")
+        seconds = self.clock.seconds()
+        return Outcome(
+            steps=self.progress.step,
+            best_score=self.progress.best_score,
+            best_step=self.progress.best_step,
+            seconds=sum(seconds.values()),
+            training_seconds=sum(seconds[part] for part in STEP_PARTS),
+            evaluation_seconds=seconds["evaluation"],
+            checkpoint_seconds=seconds["checkpoint"],
+            input_seconds=seconds["data"],
+            labels=labels,
+            trained_parameters=self.trained_parameters,
+        )
+
+    def _resume(self) -> None:
+        if not self.schedule.resume:
+            return
+        with self.clock("checkpoint"):
+            path = self.checkpoints.resume()
+        if path is not None:
+            log.info("resumed from %s", path)
+
+    def _windows(self) -> Iterator[list[Batch]]:
+        """Yield the micro-batches of each remaining optimiser step of this epoch."""
+        accumulate = self.schedule.gradient_accumulation_steps
+        self.loader.set_epoch(self.progress.epoch)
+        done = self.progress.steps_in_epoch * accumulate
+        batches = iter(self.accelerator.skip_first_batches(self.loader, done) if done else self.loader)
+        while window := self._next(batches, accumulate):
+            yield window
+
+    def _next(self, batches: Iterator[Batch], num_batches: int) -> list[Batch]:
+        self.profiler.before_step(self.progress.step + 1)
+        with self.clock("data"):
+            return list(islice(batches, num_batches))
+
+    def _step(self, window: list[Batch]) -> int:
+        """Take one optimiser step over the micro-batches in `window`; return how many labels this process gave."""
+        place = StepPlace(step=self.progress.step, num_steps=self.num_steps)
+        with self.clock("rewriting"), self.engine.while_training(self.module, self.task) as unwrapped:
+            prepared = self.task.prepare(unwrapped, window, place)
+        window = prepared.batches
+        self.books.add(prepared.sums)
+        own_labels = torch.stack([batch.loss_mask_BT[:, 1:].sum() for batch in window]).sum()
+        # A stop asked of one process is one of all: they learn of it with the labels, at no cost, and end after this step.
+        table = torch.stack([own_labels, torch.full_like(own_labels, self.request.made)])
+        with self.clock("communication"):
+            all_labels, stops = self.accelerator.reduce(table, "sum")
+        num_labels, self.stopping = all_labels.clamp(min=1), bool(stops)
+        for number, batch in enumerate(window):
+            last = number == len(window) - 1
+            with self.engine.micro_batch(self.module, last=last), self.books.flops.micro_batch(batch):
+                with self.accelerator.autocast(), self.clock("loss"):
+                    outcome = self.task.loss(self.module, batch, num_labels, self.accelerator.num_processes)
+                self._refuse_non_finite(outcome.loss, number, batch)
+                with self.clock("backward"):
+                    self.engine.backward(outcome.loss)
+            self.books.add(outcome.sums, outcome.counts)
+        with self.clock("optimizer"):
+            norm = self.engine.clip(self.module, self.max_grad_norm)
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+        self.books.close_step(window, own_labels, norm)
+        self.progress.step += 1
+        self.progress.steps_in_epoch += 1
+        return int(own_labels)
+
+    def _refuse_non_finite(self, loss: Tensor, number: int, batch: Batch) -> None:
+        if not torch.isfinite(loss):
+            progress = self.progress
+            where = f"step {progress.step + 1} (epoch {progress.epoch}, step {progress.steps_in_epoch + 1} of it)"
+            rows = ", ".join(map(str, batch.conversations_BC[batch.conversations_BC >= 0].tolist()))
+            raise RuntimeError(
+                f"the loss is {loss.item()} in {where}, micro-batch {number + 1}, conversations {rows} of data.train, counted "
+                "from 0; the step was not taken, the last checkpoint stands"
+            )
+
+    def _after_step(self) -> None:
+        """Log, decode held-out prompts and write a checkpoint, each where it is due; or stop where that was asked for."""
+        step, last = self.progress.step, self.progress.step == self.num_steps
+        self.profiler.after_step(step, is_last=last or self.stopping)
+        logged = last or step % self.schedule.log_every_steps == 0
+        if logged:
+            self._log()
+        self.progress.settled = False
+        if self.stopping:
+            self._stop(logged=logged)
+        self._settle()
+
+    def _log(self) -> None:
+        """Write down how the steps since the last time went: for the trackers, into a file, and the main things in the log."""
+        step = self.progress.step
+        metrics = self.books.report() | {"learning_rate": float(self.scheduler.get_last_lr()[0])}
+        self.accelerator.log({f"train/{name}": value for name, value in metrics.items()}, step=step)
+        if self.metrics_file is not None:
+            self.metrics_file.add(step, time.perf_counter() - self.started, metrics)
+        shown = {name: value for name, value in metrics.items() if not name.startswith(SHARE)}
+        log.info("step %d/%d: %s", step, self.num_steps, _in_words(shown))
+
+    def _stop(self, *, logged: bool) -> None:
+        """Write a checkpoint and end the run. What is due after this step may take longer than the machine is still ours.
+
+        Steps since the last log line are in the checkpoint, so the run that goes on from it will not take them again: they get
+        a line now where they were not `logged`.
+        """
+        with self.clock("checkpoint"):
+            self.checkpoints.save()
+        if not logged:
+            self._log()
+        self.accelerator.end_training()
+        raise Stopped(
+            f"stopped by SIGTERM after step {self.progress.step} of {self.num_steps}; a checkpoint is in "
+            f"{self.checkpoints.folder}: run the same command again to go on from it"
+        )
+
+    def _settle(self) -> None:
+        """Do what is due after a step beside logging."""
+        step, last = self.progress.step, self.progress.step == self.num_steps
+        if last or _due(step, self.schedule.eval_every_steps):
+            with self.clock("evaluation"):
+                metrics = self._evaluate()
+            if last and (gap := explain_gap(metrics)) is not None:
+                log.warning(gap)
+        self.progress.settled = True
+        if last or _due(step, self.schedule.checkpoint_every_steps):
+            with self.clock("checkpoint"):
+                self.checkpoints.save()
+
+    def _evaluate(self) -> dict[str, float]:
+        """Decode held-out prompts, write down how that went, and keep the draft if it beats all before; return the metrics."""
+        with self.engine.whole(self.module) as unwrapped:
+            return self._evaluate_whole(unwrapped)
+
+    def _evaluate_whole(self, unwrapped: nn.Module) -> dict[str, float]:
+        metrics = self.task.evaluate(unwrapped)
+        self.accelerator.log({f"held_out/{name}": value for name, value in metrics.items()}, step=self.progress.step)
+        log.info("step %d/%d, held out: %s", self.progress.step, self.num_steps, _in_words(metrics))
+        if self.accelerator.is_main_process:
+            self.history.add(self.progress.step, time.perf_counter() - self.started, metrics)
+        score = metrics["tokens_per_target_step"]
+        if self.progress.best_score is None or score > self.progress.best_score:
+            self.progress.best_score, self.progress.best_step = score, self.progress.step
+            if self.accelerator.is_main_process:
+                with self.clock("checkpoint"), writing(self.output / "artifact"):
+                    self.task.save(unwrapped, self.progress, metrics)
+        self.accelerator.wait_for_everyone()
+        return metrics
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def _in_words(metrics: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())

@@ -1,0 +1,81 @@
+"""What the training loop asks of a task, and what they hand each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from distill.dataset.batches import Batch
+from distill.loss.step_clock import StepClock
+from train.loop.checkpoints import Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLoss:
+    """The loss of one micro-batch, already divided by the labels of the whole step, and sums for the books.
+
+    Args:
+        loss: scalar to go backward from.
+        sums: metric name -> sum over this batch's labels; the loop adds them up and divides once by all labels.
+        counts: what to divide by in place of the labels, for metrics that are sums over something else.
+    """
+
+    loss: Tensor
+    sums: Mapping[str, Tensor]
+    counts: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlace:
+    """Where in the run an optimiser step lies."""
+
+    step: int  # optimiser steps done before it
+    num_steps: int  # of the whole run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """The micro-batches of an optimiser step as they are trained on, and sums over their labels for the books."""
+
+    batches: list[Batch]
+    sums: Mapping[str, Tensor]
+
+
+class Task(Protocol):
+    """What is trained, how it is judged, and how it is kept."""
+
+    module: nn.Module
+    clock: StepClock  # the loop starts it; the task says when target and draft are at work
+
+    def prepare(self, module: nn.Module, window: list[Batch], place: StepPlace) -> Prepared:
+        """Return the micro-batches to train on in place of those in the data; leaves the module and all randomness alone."""
+
+    def loss(self, module: nn.Module, batch: Batch, num_labels: Tensor, world_size: int) -> BatchLoss:
+        """Return the loss of a micro-batch under the (wrapped) module."""
+
+    def evaluate(self, module: nn.Module) -> dict[str, float]:
+        """Return metrics on held-out prompts; `tokens_per_target_step` among them chooses what is kept."""
+
+    def save(self, module: nn.Module, progress: Progress, metrics: dict[str, float]) -> None:
+        """Keep the module as the best so far."""
+
+
+@runtime_checkable
+class SplitTask(Task, Protocol):
+    """A task whose weights can be split over processes, as `train.loop.engines` does."""
+
+    @property
+    def drafts_while_training(self) -> bool:
+        """Whether `prepare` reads the module's weights."""
+
+    def copy_of_module(self) -> nn.Module:
+        """Return a copy of the module around the same target."""
+
+    def units(self) -> Sequence[nn.Module]:
+        """Return parts of the module that need be whole only while their own forward and backward run."""
+
+    def read_from_outside(self) -> Sequence[nn.Parameter] | None:
+        """Return the weights that the module reads without running the modules that own them; None: they may be any."""

@@ -1,0 +1,107 @@
+"""How much there is to learn from, and what a cache of it takes: counted in the data file, or as a plan's config says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from configs.runtime.errors import InputError
+from configs.schema.data import CacheConfig
+from configs.schema.planning import PlanConfig
+from distill.cache.format import Layout
+from distill.cache.rows import num_rows
+from distill.cache.writer import layout_of
+from distill.dataset.batches import ConversationDataset
+from distill.dataset.indexed_file import open_conversations
+from train.plan.models import Models
+from train.plan.uses import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSize:
+    """What a target cache for a recipe takes on disk, the files' headers apart.
+
+    bytes_per_row: as `scripts/make_cache.py` says it.
+    rows: exact where the data are there, else reckoned.
+    """
+
+    bytes_per_row: int
+    rows: int
+
+    @property
+    def num_bytes(self) -> int:
+        """All of it."""
+        return self.bytes_per_row * self.rows
+
+
+def open_dataset(config: PlanConfig) -> ConversationDataset | None:
+    """Return the training data, None where there are none yet, or where the config says all that is counted in them.
+
+    Raises:
+        InputError: the file is not one of conversations.
+    """
+    path = Path(config.data.train)
+    if not path.is_file() or None not in config.workload.model_dump().values():
+        return None
+    return ConversationDataset(open_conversations(path), config.data.max_length)
+
+
+def measure_workload(config: PlanConfig, dataset: ConversationDataset | None) -> Workload:
+    """Return how much there is to learn from in an epoch.
+
+    Args:
+        config: what it says of the data comes first.
+        dataset: of `open_dataset`.
+
+    Raises:
+        InputError: the config does not say, and there are no data to count.
+    """
+    given = config.workload
+    if given.num_conversations is not None and given.mean_tokens is not None and given.label_share is not None:
+        return Workload(
+            num_conversations=given.num_conversations,
+            mean_tokens=min(given.mean_tokens, config.data.max_length),
+            label_share=given.label_share,
+        )
+    if dataset is None:
+        raise InputError(
+            f"data.train: {config.data.train} does not exist; make it, or give workload.num_conversations, "
+            "workload.mean_tokens and workload.label_share"
+        )
+    num_tokens = int(dataset.lengths.sum())
+    return Workload(
+        num_conversations=given.num_conversations or len(dataset),
+        mean_tokens=given.mean_tokens or num_tokens / len(dataset),
+        label_share=given.label_share or dataset.num_labels / num_tokens,
+    )
+
+
+def cache_size(config: PlanConfig, models: Models, work: Workload, dataset: ConversationDataset | None) -> CacheSize:
+    """Return the size of the last_hidden cache that the recipe can learn from, made in the cache's default dtype.
+
+    Counted in `dataset`, that of `open_dataset`, unless the config says anything of the data itself.
+
+    Raises:
+        ConfigError: the head taps a state that the target does not have.
+    """
+    layout = cache_layout(config, models.target, models.taps)
+    if dataset is None or config.workload != type(config.workload)():
+        rows = round(work.num_tokens * (1.0 if layout.every_position else work.label_share))
+    else:
+        rows = sum(
+            num_rows(layout, *pair) for pair in zip(dataset.lengths.tolist(), dataset.answer_starts.tolist(), strict=True)
+        )
+    return CacheSize(bytes_per_row=layout.bytes_per_row, rows=rows)
+
+
+def cache_layout(config: PlanConfig, target: PreTrainedModel, taps: tuple[int, ...] | None) -> Layout:
+    """Return what such a cache keeps of each row."""
+    cache = CacheConfig(
+        target=config.target,
+        data=config.data.train,
+        max_length=config.data.max_length,
+        taps=None if taps is None else sorted(taps),
+    )
+    return layout_of(cache, target, target.config.get_text_config().vocab_size)

@@ -1,0 +1,149 @@
+"""Target and draft of a recipe built without any weights, on torch's meta device: what a plan counts.
+
+The same classes that training builds, so that a parameter counted here is one that training has. Of the target nothing but its
+config is needed: a folder with a `config.json`, that file itself, or a Hub id, of which only the config is fetched.
+
+Left out on purpose: the searches that choose layers or draft tokens by the data, of which only the number counts here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from configs.runtime.errors import InputError, first_line
+from configs.schema.learning import StudentConfig
+from configs.schema.planning import PlanConfig, PlanHeadsConfig
+from configs.schema.target import TargetConfig
+from distill.student.init import add_adapters, keep_layers
+from heads.families.registry import FAMILIES
+from heads.inference.causal_lm import backbone
+from heads.proposers.vocabulary import DraftVocabulary
+from heads.target.demo_model import PREFIX
+from heads.target.loading import UNREADABLE, locate
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """What a recipe trains, and on what.
+
+    target: in the dtype that the recipe loads it in.
+    draft: a head's module, or a draft LM; float32, as training holds it, frozen where training freezes it.
+    taps: which of the target's states a head reads beside the final one; None for a draft LM.
+    """
+
+    target: PreTrainedModel
+    draft: nn.Module
+    taps: tuple[int, ...] | None
+
+    @property
+    def body(self) -> nn.Module:
+        """The draft without what makes logits of its states."""
+        return backbone(self.draft) if isinstance(self.draft, PreTrainedModel) else self.draft
+
+    @property
+    def draft_width(self) -> int:
+        """The width of the states that the draft's logits are made of."""
+        model = self.draft if isinstance(self.draft, PreTrainedModel) else self.target
+        return int(model.config.get_text_config().hidden_size)
+
+
+def count(module: nn.Module, *, trained: bool = False) -> int:
+    """Return how many parameters a module has, or how many of them are trained; shared ones once."""
+    return sum(each.numel() for each in module.parameters() if each.requires_grad or not trained)
+
+
+def frozen_copies(module: nn.Module) -> int:
+    """Return how many numbers a draft keeps beside what is trained: frozen weights, copied rows of the target's head."""
+    buffers = sum(each.numel() for each in module.buffers() if each.is_floating_point())
+    return count(module) - count(module, trained=True) + buffers
+
+
+def plan_models(config: PlanConfig) -> Models:
+    """Build a recipe's target and draft without weights.
+
+    Raises:
+        InputError: there is no config where the target or the draft is said to be, or they make no model.
+    """
+    target = _target(config.target)
+    if isinstance(config, PlanHeadsConfig):
+        family = FAMILIES[config.head.kind]
+        vocabulary = _first_tokens(config.head.draft_vocab_size, target)
+        with META:
+            head = family.build(config.head, target, vocabulary).float()
+        return Models(target=target, draft=head, taps=tuple(family.taps(head)))
+    return Models(target=target, draft=_draft_lm(config.student, target), taps=None)
+
+
+def read_model_config(name: str, revision: str | None = None, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """Return the config of a model that a recipe names, without its weights.
+
+    Raises:
+        InputError: there is none.
+    """
+    if name.startswith(PREFIX):
+        name = str(locate(TargetConfig(name=name)))
+    path = Path(name)
+    arguments = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
+    try:
+        place = str(path.parent) if arguments else name
+        config = AutoConfig.from_pretrained(place, revision=revision, trust_remote_code=trust_remote_code, **arguments)
+    except UNREADABLE as error:
+        raise InputError(f"target.name: {name} has no model config that can be read: {first_line(error)}") from error
+    assert isinstance(config, PreTrainedConfig)
+    return config
+
+
+def _target(config: TargetConfig) -> PreTrainedModel:
+    model_config = read_model_config(config.name, config.revision, trust_remote_code=config.trust_remote_code)
+    dtype = getattr(torch, config.dtype)
+    return _empty(model_config, dtype, trust_remote_code=config.trust_remote_code).requires_grad_(False)
+
+
+def _draft_lm(student: StudentConfig, target: PreTrainedModel) -> PreTrainedModel:
+    """Build the draft that `distill.student.init.initial_draft` makes, and freeze what it freezes."""
+    if student.init == "target_layers":
+        layers = student.layers if student.layers is not None else list(range(student.num_layers or 0))
+        with META:
+            draft = keep_layers(target, layers)
+    else:
+        draft = _empty(_draft_config(student, target), torch.float32)
+    draft.float()
+    if student.lora is not None:
+        add_adapters(draft, student.lora)
+    train_embeddings = student.train_embeddings or student.init in ("config", "fresh")
+    for each in (draft.get_input_embeddings(), draft.get_output_embeddings()):
+        each.requires_grad_(train_embeddings)
+    return draft
+
+
+def _draft_config(student: StudentConfig, target: PreTrainedModel) -> PreTrainedConfig:
+    if student.path is not None:
+        return read_model_config(student.path)
+    config = target.config.get_text_config()
+    values = {name: value for name, value in config.to_dict().items() if name != "layer_types"}
+    return type(config).from_dict(values | (student.overrides or {}))
+
+
+def _empty(config: PreTrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    try:
+        with META:
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    except UNREADABLE as error:
+        raise InputError(f"target.name: {type(config).__name__} makes no causal LM: {first_line(error)}") from error
+
+
+def _first_tokens(size: int | None, target: PreTrainedModel) -> DraftVocabulary | None:
+    """Return a draft vocabulary of the asked size; which tokens it has changes no figure of a plan."""
+    if size is None:
+        return None
+    vocab_size = target.config.get_text_config().vocab_size
+    if size > vocab_size:
+        raise InputError(f"draft_vocab_size must be at most {vocab_size}, the target's vocabulary, got {size}")
+    return DraftVocabulary(token_ids_W=torch.arange(size), target_vocab_size=vocab_size)

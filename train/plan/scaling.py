@@ -1,0 +1,147 @@
+"""What a step costs on n accelerators, on paper: the work of one, and what has to be sent between them.
+
+Bytes that each accelerator sends in a step of A micro-batches for a trained draft of D float32 numbers, with rings (Patarasuk
+and Yuan 2009; Rajbhandari et al. 2020, arXiv 1910.02054, section 7):
+
+    DDP, ZeRO-1              2 (n - 1) / n * 4 D          reduce-scatter and all-gather of gradients or new weights, once a step
+    ZeRO-2                   (A + 1) (n - 1) / n * 4 D    gradients are split after each micro-batch, weights gathered once
+    ZeRO-3, FSDP2            3 A (n - 1) / n * 4 D        weights gathered forward and backward, gradients split
+    the same, of a head      2 A (n - 1) / n * 4 D        its weights stay whole after the forward; ZeRO-3 sends less: A + 1
+
+A target that is spread over the g accelerators of a node by `target.device_map` belongs to one process, whose accelerators run
+its blocks one after another: a node does the work of one accelerator. In each micro-batch each hands the states on to the next,
+and the last, like every tap, back to the first; between nodes the processes go by DDP.
+
+Weak scaling: every accelerator keeps its own micro-batch, and the global batch grows with n. Efficiency is the time of one
+accelerator's work over that of the step, once with nothing sent while anything is computed and once with all of it hidden
+behind what is computed, as far as that is long enough; a real run lies between. On several nodes all traffic is reckoned at an
+accelerator's share of the network, which is what the slowest link of a ring allows.
+
+Left out on purpose: stragglers, failures, the input pipeline, hierarchical collectives. None of it was run: no such machine.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from configs.schema.planning import HardwareConfig, PlanConfig, PlanHeadsConfig
+from train.plan.memory import WIDE
+from train.plan.models import Models, count
+from train.plan.work import Times, communication_seconds
+
+SIZES = (8, 64, 1024)
+DDP, ZERO2, SPLIT = "ddp, zero1", "zero2", "fsdp2, zero3"
+REPLICATED = "whole on each"
+ONE_A_NODE, SPREAD = "one process a node", "spread over the node"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaled:
+    """A step on n accelerators.
+
+    sent_bytes: by each accelerator.
+    efficiency_low, efficiency_high: with nothing overlapped, and with everything that can be.
+    tokens_per_second_low, tokens_per_second_high: of all accelerators together, with the one and the other.
+    """
+
+    num_accelerators: int
+    engine: str
+    target: str
+    sent_bytes: float
+    communication_seconds: float
+    step_seconds_low: float
+    step_seconds_high: float
+    efficiency_low: float
+    efficiency_high: float
+    tokens_per_second_low: float
+    tokens_per_second_high: float
+
+
+def ring_bytes(num_bytes: float, num_accelerators: int, passes: int) -> float:
+    """Return what each of n accelerators sends to pass a tensor of `num_bytes` round a ring so many times."""
+    return passes * (num_accelerators - 1) / num_accelerators * num_bytes
+
+
+def passes_of(engine: str, num_micro_batches: int, *, head: bool) -> int:
+    """Return how often a step passes all weights or all gradients round the ring; see the module's docstring."""
+    a_micro_batch = 2 if head else 3
+    return {DDP: 2, ZERO2: num_micro_batches + 1, SPLIT: a_micro_batch * num_micro_batches}[engine]
+
+
+def scale(
+    config: PlanConfig, models: Models, times: Times, *, tokens_per_step: float, sizes: tuple[int, ...] = SIZES
+) -> list[Scaled]:
+    """Return a row for each number of accelerators, engine and way of holding the target.
+
+    Args:
+        config: brings the machine; its own number of accelerators does not count here.
+        models, times: of one accelerator's work.
+        tokens_per_step: of one accelerator.
+        sizes: numbers of accelerators.
+    """
+    rows, head = [], isinstance(config, PlanHeadsConfig)
+    accumulated, trained = config.schedule.gradient_accumulation_steps, WIDE * count(models.draft, trained=True)
+    for n in sizes:
+        hardware = config.hardware.model_copy(update={"num_accelerators": n})
+        for engine in (DDP, ZERO2, SPLIT):
+            passes = passes_of(engine, accumulated, head=head)
+            sent = ring_bytes(trained, n, passes)
+            talking = communication_seconds(sent, hardware, _num_messages(models, n, passes))
+            rows.append(_scaled(n, n, engine, REPLICATED, sent, talking, times, tokens_per_step))
+        rows.append(_spread(config, models, hardware, trained, times, tokens_per_step))
+    return rows
+
+
+def _spread(
+    config: PlanConfig, models: Models, hardware: HardwareConfig, trained: int, times: Times, tokens_per_step: float
+) -> Scaled:
+    """Return the step of one process a node, whose accelerators hold the target together."""
+    n = hardware.num_accelerators
+    held_by = min(n, hardware.accelerators_per_node)
+    processes = math.ceil(n / held_by)
+    # With a cache the target does not run; alone an accelerator hands nothing on.
+    hops = held_by + len(models.taps or ()) if config.data.cache is None and held_by > 1 else 0
+    hops *= config.schedule.gradient_accumulation_steps
+    handed = hops * _state_bytes(config, models)
+    shared = ring_bytes(trained, processes, 2)
+    talking = communication_seconds(handed, hardware.model_copy(update={"num_accelerators": held_by}), hops)
+    talking += communication_seconds(shared, hardware, _num_messages(models, processes, 2))
+    sent = shared + handed / max(held_by, 1)
+    return _scaled(n, processes, ONE_A_NODE, SPREAD, sent, talking, times, tokens_per_step)
+
+
+def _state_bytes(config: PlanConfig, models: Models) -> int:
+    """Return the bytes of one hidden state of the target over a micro-batch of the longest rows."""
+    width = models.target.config.get_text_config().hidden_size
+    row = config.data.row_length or config.data.max_length
+    return int(config.schedule.batch_size * row * width * models.target.dtype.itemsize)
+
+
+def _scaled(
+    n: int, workers: int, engine: str, target: str, sent: float, talking: float, times: Times, tokens_per_step: float
+) -> Scaled:
+    """Return a step on n accelerators of which so many compute at a time."""
+    alone = times.total
+    apart, hidden = alone + talking, max(alone, talking)
+    return Scaled(
+        num_accelerators=n,
+        engine=engine,
+        target=target,
+        sent_bytes=sent,
+        communication_seconds=talking,
+        step_seconds_low=hidden,
+        step_seconds_high=apart,
+        efficiency_low=workers / n * alone / apart,
+        efficiency_high=workers / n * alone / hidden,
+        tokens_per_second_low=workers * tokens_per_step / apart,
+        tokens_per_second_high=workers * tokens_per_step / hidden,
+    )
+
+
+def _num_messages(models: Models, n: int, passes: int) -> int:
+    """Return how many messages follow one another: trees of depth log2(n), once a pass and layer of the draft."""
+    layers = models.draft.config.get_text_config().num_hidden_layers if isinstance(models.draft, PreTrainedModel) else 1
+    return math.ceil(math.log2(n)) * passes * layers if n > 1 else 0

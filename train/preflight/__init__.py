@@ -1,0 +1,4 @@
+"""Checks before a long run.
+
+Start with `sanity`.
+"""

@@ -1,0 +1,255 @@
+"""Gates before a long run: what would make hours of training worthless is looked for in seconds.
+
+1. The target's states lead to its logits (`heads.target.hidden_states.check_taps`, `heads.inference.causal_lm.check_split`):
+asked where target
+   and `HeadTask` are made, so before what stands here.
+2. Dry run: the untrained head is written as an artifact, loaded, and drafts what the head at hand drafts.
+3. One conversation learnt by heart: a copy of the head is trained on it until the decoder accepts a whole block of drafts.
+   The decoder only does where the states, places and labels of training are those that drafting starts from.
+4. The copy drafts from the logits that training gives it (`train.preflight.parity`).
+5. The copy is written and read back as well: weights that start at 0 can only be missed once they were trained.
+
+Copies are thrown away and random numbers put back: a run is the same to the bit with these gates and without.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise, takewhile
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from configs.runtime.errors import ConfigError, InputError
+from configs.schema.decoding import DecodeConfig
+from distill.dataset.batches import Batch, ConversationDataset, Example, collate
+from distill.loss.head_objective import HeadLoss, HeadObjective
+from eval.decoder.decode import Request, decode, generate
+from eval.decoder.records import Round
+from heads.artifact import load_draft
+from heads.proposers.protocol import Proposer
+from train.loop.checkpoints import Progress
+from train.preflight.parity import Gap, largest_gap
+from train.tasks.head import HeadTask
+
+log = logging.getLogger("draftsmith")
+
+LONGEST_ANSWER = 8  # tokens learnt by heart, or twice the drafts of a round if that is more
+LEAST_ANSWER = 2  # tokens: the first is the target's own, the second can be drafted
+NUM_TRIES = 16  # prompts that the target is asked to answer
+DECODE_EVERY = 10  # steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learnt:
+    """How far a conversation was learnt by heart, and how near drafting then is to training.
+
+    num_accepted: the most drafts accepted in a round.
+    num_promised: drafts after the answer's first token, where the decoder starts, that training holds for right, in a row.
+    agreement: share of places where the likeliest tokens agree in training, by depth.
+    """
+
+    steps: int
+    num_drafts: int  # of a whole block
+    num_accepted: int
+    num_promised: int
+    agreement: tuple[float, ...]
+    gap: Gap
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a whole block was accepted."""
+        return self.num_accepted == self.num_drafts
+
+    def __str__(self) -> str:
+        agreement = ", ".join(f"{share:.2f}" for share in self.agreement)
+        return (
+            f"{self.num_accepted} of {self.num_drafts} drafts accepted in a round, agreement in training by depth {agreement}, "
+            f"logits drafted from within {self.gap.size:.2g} of those of training"
+        )
+
+
+def check_before_training(task: HeadTask, dataset: ConversationDataset, accelerator: Accelerator) -> None:
+    """Run the gates on a head that is about to be trained, which stays as it is.
+
+    Raises:
+        ConfigError: the target answers nothing that could be learnt.
+        InputError: the output cannot be written; or the head does not learn a conversation by heart, or not so that the
+            decoder accepts it.
+        RuntimeError: the head drafts otherwise than it was trained, or than it was written.
+    """
+    started = time.perf_counter()
+    devices = [accelerator.device] if accelerator.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        text = choose_text(task, dataset)
+        check_reload(task, task.module, text, "untrained")
+        head = task.copy_of(task.module).to(accelerator.device, torch.float32)
+        objective = HeadObjective(head, task.target, task.config.loss)
+        learnt = learn_by_heart(task, objective, text, accelerator)
+        _refuse(learnt, text)
+        check_reload(task, objective, text, "trained")
+    seconds = time.perf_counter() - started
+    log.info("sanity: passed in %.0f s; the artifact reads back; %s", seconds, _in_words(learnt, text))
+
+
+def choose_text(task: HeadTask, dataset: ConversationDataset) -> Example:
+    """Return one of the shortest prompts with the start of the target's own greedy answer.
+
+    The data's answer may have been sampled, or be another writer's; the decoder would then never come to that text. The
+    answer ends before a token that the draft cannot say, or that repeats the one before it: a draft one place off would be
+    right there as well. The first prompt whose answer is long enough for two blocks of drafts is taken; where there is
+    none, the one with the longest; where the target only repeats itself, its repetitions.
+
+    Raises:
+        ConfigError: no answer holds a token that could be drafted.
+    """
+    num_drafts = task.config.num_speculative_tokens
+    tried: list[tuple[Example, Sequence[int]]] = []
+    for example in (dataset[index] for index in dataset.answer_starts.argsort(kind="stable")[:NUM_TRIES]):
+        tried.append((example, _own_answer(task, example)))
+        if len(_changing(tried[-1][1])) >= 2 * num_drafts:
+            break
+    example, answer = max(tried, key=lambda each: (len(_changing(each[1])), len(each[1])))
+    if len(_changing(answer)) >= LEAST_ANSWER:
+        answer = _changing(answer)
+    if len(answer) < LEAST_ANSWER:
+        raise ConfigError(
+            f"data.train: to none of the {len(tried)} shortest prompts does the target answer more than one token that the "
+            "draft can say, so the sanity gates have nothing to learn by heart; make data with other prompts, raise "
+            "head.draft_vocab_size, or set sanity.enabled to false"
+        )
+    start = example.answer_start
+    return Example((*example.input_ids[:start], *answer), start, example.conversation)
+
+
+def check_reload(task: HeadTask, module: nn.Module, text: Example, state: str) -> None:
+    """Write a head, load it as anybody would, and let both draft.
+
+    Args:
+        task: whose head it is.
+        module: the head under its objective.
+        text: the prompt to draft on, with its answer.
+        state: what to call the head.
+
+    Raises:
+        InputError: the output cannot be written, or the artifact not be read.
+        RuntimeError: they draft different tokens.
+    """
+    folder = Path(task.config.output) / f".dry-run-{uuid.uuid4().hex[:8]}"
+    try:
+        task.write(folder, module, Progress(), {})
+        loaded = load_draft(folder, task.target.identity, task.target.model).proposer
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    num_drafts = task.config.num_speculative_tokens
+    at_hand, read_back = (
+        [round_.drafted for round_ in _decode(task, text, proposer, num_drafts)] for proposer in (task.proposer(module), loaded)
+    )
+    if at_hand != read_back:
+        raise RuntimeError(
+            f"sanity: the {state} {task.config.head.kind} head drafts other tokens after it was written and loaded, namely "
+            f"{read_back} in place of {at_hand}: the artifact does not hold all that the head is made of"
+        )
+
+
+def learn_by_heart(task: HeadTask, objective: HeadObjective, text: Example, accelerator: Accelerator) -> Learnt:
+    """Train a head on one conversation until the decoder accepts a whole block, or the steps are used up.
+
+    Args:
+        task: whose target and settings they are.
+        objective: the head, which is changed, and its loss.
+        text: the conversation.
+        accelerator: says where and in which precision.
+
+    Raises:
+        InputError: the loss is not finite.
+    """
+    settings = task.config.sanity
+    batch = Batch(*(tensor.to(accelerator.device) for tensor in collate([text])))
+    inputs = task.inputs(batch)
+    objective.train()
+    trained = [parameter for parameter in objective.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=settings.learning_rate, weight_decay=0.0)
+    num_drafts = min(task.config.num_speculative_tokens, len(text.input_ids) - text.answer_start - 1)
+    for step in range(1, settings.overfit_steps + 1):
+        with accelerator.autocast():
+            result: HeadLoss = objective(inputs, batch.loss_mask_BT[:, 1:].sum(), 1)
+        if not result.loss.isfinite():
+            raise InputError(f"sanity: the loss is {result.loss.item()} at step {step}; lower sanity.learning_rate")
+        optimizer.zero_grad()
+        result.loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, task.config.optimizer.max_grad_norm)
+        optimizer.step()
+        if step % DECODE_EVERY and step < settings.overfit_steps:
+            continue
+        num_drafts = min(num_drafts, len(result.labels_K))
+        num_accepted = max(each.num_accepted for each in _decode(task, text, task.proposer(objective), num_drafts))
+        if num_accepted == num_drafts:
+            break
+    return Learnt(
+        steps=step,
+        num_drafts=num_drafts,
+        num_accepted=num_accepted,
+        num_promised=int(result.accepted_P[text.answer_start - 1]),
+        agreement=tuple((result.agrees_K / result.labels_K.clamp(min=1)).tolist()),
+        gap=largest_gap(task, objective, text, num_drafts),
+    )
+
+
+def _decode(task: HeadTask, text: Example, proposer: Proposer, num_drafts: int) -> Sequence[Round]:
+    request = Request(prompt_id="sanity", category="", tokens=text.input_ids[: text.answer_start])
+    # One token more than the text has, so that there is room for the target's own after a block that ends the text.
+    config = DecodeConfig(num_speculative_tokens=num_drafts, max_new_tokens=len(text.input_ids) - text.answer_start + 1)
+    (generation,), _ = decode(task.target, [request], config, proposer)
+    return generation.rounds
+
+
+def _own_answer(task: HeadTask, example: Example) -> Sequence[int]:
+    """Return what the target says to a prompt, up to the first token that the draft cannot say; the first is not drafted."""
+    longest = max(LONGEST_ANSWER, 2 * task.config.num_speculative_tokens)
+    config = DecodeConfig(num_speculative_tokens=0, max_new_tokens=longest)
+    (answer,) = generate(task.target, [example.input_ids[: example.answer_start]], config)
+    if task.vocabulary is None:
+        return answer
+    known = set(task.vocabulary.token_ids_W.tolist())
+    return [*answer[:1], *takewhile(known.__contains__, answer[1:])]
+
+
+def _changing(answer: Sequence[int]) -> Sequence[int]:
+    """Return an answer up to the first token that is the same as the one before it."""
+    return [*answer[:1], *(token for _, token in takewhile(lambda pair: pair[0] != pair[1], pairwise(answer)))]
+
+
+def _in_words(learnt: Learnt, text: Example) -> str:
+    return f"after {learnt.steps} steps on one conversation of {len(text.input_ids)} tokens: {learnt}"
+
+
+def _refuse(learnt: Learnt, text: Example) -> None:
+    """Say what failing usually means."""
+    found, gap = f"sanity: {_in_words(learnt, text)}", learnt.gap
+    if not gap.is_rounding:
+        raise RuntimeError(
+            f"{found}, which rounding does not explain (draft {gap.draft} of round {gap.round}; {gap.tolerance} would do): the "
+            "head drafts from something else than it was trained on, such as a wrong hidden state or token, a place too early "
+            "or too late, another concat order; sanity.enabled=false trains all the same"
+        )
+    if learnt.is_whole:
+        return
+    if learnt.num_promised >= learnt.num_drafts:
+        raise InputError(
+            f"{found}. Training holds its first {learnt.num_promised} drafts for right, and drafting does as training does, "
+            "but the decoder does not accept: the labels or the target's states that training judges by are of another place; "
+            "sanity.enabled=false trains all the same"
+        )
+    raise InputError(
+        f"{found}. The head does not learn a single conversation: it reads states of a wrong place, no gradient reaches it, or "
+        "it needs more; raise sanity.overfit_steps or sanity.learning_rate if the agreement is still growing; "
+        "sanity.enabled=false trains all the same"
+    )

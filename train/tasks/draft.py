@@ -1,0 +1,183 @@
+"""Distilling a draft LM as a task of the training loop: its loss, its score on held-out prompts, its artifact."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from configs.runtime.errors import InputError
+from configs.schema.learning import StudentConfig
+from configs.schema.training import DistillConfig
+from distill.cache.reader import TargetCache
+from distill.dataset.batches import Batch, ConversationDataset, Example
+from distill.dataset.conversations import Conversation
+from distill.loss.divergences import SparseTarget
+from distill.loss.draft_objective import DraftObjective, target_hidden
+from distill.loss.step_clock import StepClock
+from distill.student.init import initial_draft, merge_adapters
+from distill.student.layer_search import choose_layers
+from distill.student.on_policy import Rewriter
+from distill.student.vocabulary import most_frequent_answer_tokens
+from heads.artifact import Metadata, save_draft_lm
+from heads.inference.model_checks import check_keeps_apart
+from heads.proposers.draft_lm import DraftLM
+from heads.proposers.vocabulary import keep_head_rows
+from heads.target.hidden_states import blocks
+from heads.target.loading import Target, move
+from train.loop.checkpoints import Progress
+from train.loop.task import BatchLoss, Prepared, StepPlace
+from train.tasks.held_out import HeldOutDecoding, training_provenance
+
+
+class DraftTask:
+    """See the module's docstring; the interface is `train.loop.task.Task`.
+
+    Args:
+        config: the run's config.
+        target: the frozen target.
+        train: conversations trained on; layers are searched and a reduced draft vocabulary is chosen by them.
+        held_out: conversations to decode on; the first `held_out.num_prompts` are used.
+        accelerator: shares the held-out prompts over processes.
+        cache: what the target said about `train`; None: the target runs on every batch.
+
+    Raises:
+        InputError: the draft cannot be made, a held-out prompt cannot be decoded, or a model cannot be trained on packed rows.
+    """
+
+    def __init__(
+        self,
+        config: DistillConfig,
+        target: Target,
+        train: Sequence[Conversation],
+        held_out: Sequence[Conversation],
+        accelerator: Accelerator,
+        cache: TargetCache | None = None,
+    ) -> None:
+        student = _with_layers(config, target, train)
+        self.config = config.model_copy(update={"student": student})
+        self.target, self.accelerator = target, accelerator
+        self.clock = StepClock(accelerator.device)
+        online: Callable[[Batch], Tensor | SparseTarget] = partial(target_hidden, target)
+        self.signal, self.signal_part = (online, "target") if cache is None else (cache.signal, "data")
+        size = student.draft_vocab_size
+        self.vocabulary = None if size is None else most_frequent_answer_tokens(train, size, target)
+        draft = initial_draft(student, target)
+        if config.data.packing:
+            for model in (draft, *([target.model] if cache is None else [])):
+                check_keeps_apart(model)
+        self.module: nn.Module = DraftObjective(draft, target, config.loss, self.vocabulary, self.clock)
+        self.rewriter = Rewriter(config, target) if config.policy.rewrites else None
+        self.held_out = HeldOutDecoding(config.held_out, target, held_out, accelerator)
+
+    @property
+    def drafts_while_training(self) -> bool:
+        return self.rewriter is not None
+
+    def copy_of_module(self) -> nn.Module:
+        return copy.deepcopy(self.module, {id(self.target): self.target})
+
+    def units(self) -> Sequence[nn.Module]:
+        """Return the draft's blocks.
+
+        Raises:
+            InputError: they are kept in a way draftsmith does not know.
+        """
+        return list(blocks(cast(DraftObjective, self.module).draft))
+
+    def read_from_outside(self) -> Sequence[nn.Parameter] | None:
+        """Return the output head's weights: the loss applies them a chunk at a time.
+
+        Raises:
+            InputError: the head is no linear layer. The loss runs its module then, as often as a process has chunks.
+        """
+        head = cast(DraftObjective, self.module).draft.get_output_embeddings()
+        if type(head) is not nn.Linear:
+            raise InputError(
+                f"DeepSpeed's ZeRO stage 3 can split drafts with a linear output head only, got {type(head).__name__}; set "
+                "zero_stage to 1 or 2"
+            )
+        return list(head.parameters())
+
+    def prepare(self, module: nn.Module, window: list[Batch], place: StepPlace) -> Prepared:
+        """Let the draft write on a share of the rows where the data policy asks for it."""
+        if self.rewriter is None:
+            return Prepared(batches=window, sums={})
+        choices = [
+            self.rewriter.choose(len(batch.input_ids_BT), step=place.step, num_steps=place.num_steps, micro_batch=number)
+            for number, batch in enumerate(window)
+        ]
+        batches, written = window, [0]
+        if any(choices):
+            draft = self._proposer(module)
+            pairs = [self.rewriter.rewrite(*pair, draft) for pair in zip(window, choices, strict=True)]
+            batches, written = [batch for batch, _ in pairs], [count for _, count in pairs]
+        return Prepared(batches=batches, sums={"rewritten_share": torch.tensor(sum(written), device=self.accelerator.device)})
+
+    def loss(self, module: nn.Module, batch: Batch, num_labels: Tensor, world_size: int) -> BatchLoss:
+        with self.clock(self.signal_part):
+            signal = self.signal(batch)
+        places_BT = batch.packed_positions_BT
+        result = module(batch.input_ids_BT, batch.loss_mask_BT, signal, num_labels, world_size, places_BT)
+        sums = {
+            "loss": result.values_N.sum(),
+            "acceptance": result.acceptance_N.sum(),
+            "top1_agreement": result.top1_agrees_N.sum(),
+        }
+        return BatchLoss(loss=result.loss, sums=sums)
+
+    def evaluate(self, module: nn.Module) -> dict[str, float]:
+        """Decode held-out prompts with the draft as it stands."""
+        return self.held_out.score(self._proposer(module))
+
+    def save(self, module: nn.Module, progress: Progress, metrics: dict[str, float]) -> None:
+        """Write the draft, in the target's dtype, as the run's artifact."""
+        metadata = Metadata(
+            kind="draft_lm",
+            target=self.target.identity.to_dict(),
+            draft_vocab_size=self.target.vocab_size if self.vocabulary is None else len(self.vocabulary),
+            draft_vocabulary="target" if self.vocabulary is None else "reduced",
+            num_speculative_tokens=self.config.num_speculative_tokens,
+            training=self.config.model_dump(mode="json"),
+            provenance=training_provenance(progress, metrics),
+        )
+        artifact = Path(self.config.output) / "artifact"
+        save_draft_lm(artifact, self._served(module), self.target.tokenizer, metadata, self.vocabulary)
+
+    def _proposer(self, module: nn.Module) -> DraftLM:
+        """Return the draft as it stands, at work."""
+        served = self._served(module)
+        if self.vocabulary is not None:
+            # The new head is made with random weights before it gets its own; training's random numbers stay where they are.
+            devices = [served.device] if served.device.type == "cuda" else []
+            with torch.random.fork_rng(devices):
+                keep_head_rows(served, self.vocabulary)
+        return DraftLM(served, self.target.vocab_size, self.vocabulary)
+
+    def _served(self, module: nn.Module) -> PreTrainedModel:
+        """Return a copy of the draft as it will be served: adapters merged, in the target's dtype, without gradients."""
+        assert isinstance(module, DraftObjective)
+        served = copy.deepcopy(module.draft).eval()
+        merge_adapters(served)
+        return move(served, self.target.device, self.target.model.dtype).requires_grad_(False)
+
+
+def _with_layers(config: DistillConfig, target: Target, train: Sequence[Conversation]) -> StudentConfig:
+    """Return the student's config with the chosen layers in place of the way to choose them, the same in all processes."""
+    student = config.student
+    if student.layer_choice is None:
+        return student
+    calibration: list[Example] = []
+    if student.layer_choice == "searched":
+        dataset = ConversationDataset(train, config.data.max_length)
+        calibration = [dataset[index] for index in range(min(len(dataset), student.search_conversations))]
+    (layers,) = broadcast_object_list([choose_layers(student, target, calibration)])
+    return student.model_copy(update={"layers": layers, "layer_choice": None, "num_layers": None})

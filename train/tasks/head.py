@@ -1,0 +1,180 @@
+"""Training a head on the frozen target as a task of the training loop: loss, score on held-out prompts, artifact."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from configs.schema.training import HeadsConfig
+from distill.cache.reader import TargetCache
+from distill.dataset.batches import Batch
+from distill.dataset.conversations import Conversation
+from distill.loss.head_objective import HeadLoss, HeadObjective
+from distill.loss.step_clock import StepClock
+from distill.student.vocabulary import most_frequent_answer_tokens
+from heads.artifact import HiddenStates, Metadata, save_head
+from heads.families.registry import FAMILIES, serve
+from heads.inference.model_checks import check_keeps_apart, check_rolls_back
+from heads.modules.interface import HeadInputs, HeadModule, Normalisers
+from heads.proposers.protocol import Proposer
+from heads.target.hidden_states import TargetStates, check_taps, read_states
+from heads.target.loading import Target
+from train.loop.checkpoints import Progress
+from train.loop.task import BatchLoss, Prepared, StepPlace
+from train.tasks.held_out import HeldOutDecoding, HeldOutPrediction, training_provenance
+
+
+class HeadTask:
+    """See the module's docstring; the interface is `train.loop.task.Task`.
+
+    Args:
+        config: the run's config.
+        target: the frozen target.
+        train: conversations trained on; a reduced draft vocabulary is chosen by them.
+        held_out: conversations to decode on; the first `held_out.num_prompts` are used.
+        accelerator: shares the held-out prompts over processes.
+        cache: the target's states over `train`; None: the target runs on every batch.
+
+    Raises:
+        InputError: the target cannot carry the head or be run on packed rows, the cache lacks states that the head reads, or a
+            held-out prompt cannot be decoded.
+    """
+
+    def __init__(
+        self,
+        config: HeadsConfig,
+        target: Target,
+        train: Sequence[Conversation],
+        held_out: Sequence[Conversation],
+        accelerator: Accelerator,
+        cache: TargetCache | None = None,
+    ) -> None:
+        self.config, self.target, self.cache = config, target, cache
+        self.clock = StepClock(accelerator.device)
+        check_rolls_back(target.model)
+        if config.data.packing and cache is None:
+            check_keeps_apart(target.model)
+        self.family = FAMILIES[config.head.kind]
+        size = config.head.draft_vocab_size
+        self.vocabulary = None if size is None else most_frequent_answer_tokens(train, size, target)
+        head = self.family.build(config.head, target.model, self.vocabulary).float()
+        self.family.start(head, target.model)
+        self.taps = self.family.taps(head)
+        check_taps(target.model, self.taps)
+        if cache is not None:
+            cache.check_keeps(self.taps)
+        self.module: nn.Module = HeadObjective(head, target, config.loss, self.clock)
+        self.held_out = HeldOutDecoding(config.held_out, target, held_out, accelerator)
+        self.prediction = HeldOutPrediction(config.held_out, held_out, accelerator)
+
+    @property
+    def drafts_while_training(self) -> bool:
+        return False
+
+    def copy_of_module(self) -> nn.Module:
+        shared = (self.target, self.target.model)
+        return copy.deepcopy(self.module, {id(each): each for each in shared})
+
+    def units(self) -> Sequence[nn.Module]:
+        return []  # a head reads its parts' weights in ways of its family's: all of it is one unit
+
+    def read_from_outside(self) -> Sequence[nn.Parameter] | None:
+        return None  # each family has its ways
+
+    def prepare(self, module: nn.Module, window: list[Batch], place: StepPlace) -> Prepared:
+        """Heads are trained on the data as it is."""
+        return Prepared(batches=window, sums={})
+
+    def loss(self, module: nn.Module, batch: Batch, num_labels: Tensor, world_size: int) -> BatchLoss:
+        with self.clock("target" if self.cache is None else "data"):
+            inputs = self.training_inputs(batch)
+        result: HeadLoss = module(inputs, num_labels, world_size)
+        sums, counts = _metrics(result)
+        return BatchLoss(loss=result.loss, sums=sums, counts=counts)
+
+    def training_inputs(self, batch: Batch) -> HeadInputs:
+        """Return a batch of the training conversations with the target's states over it, kept ones where there is a cache."""
+        if self.cache is None:
+            return self.inputs(batch)
+        return _inputs(batch, self.cache.states(batch, self.taps), self.cache.normalisers(batch))
+
+    def inputs(self, batch: Batch) -> HeadInputs:
+        """Return a batch of any conversations with the target's states over it, computed now."""
+        return _inputs(batch, read_states(self.target.model, batch.input_ids_BT, self.taps, batch.packed_positions_BT))
+
+    def evaluate(self, module: nn.Module) -> dict[str, float]:
+        """Decode held-out prompts with the head as it stands, and say what its agreement with the answers promises."""
+        assert isinstance(module, HeadObjective)
+        return self.held_out.score(self.proposer(module)) | self.prediction.score(module, self.inputs)
+
+    def proposer(self, module: nn.Module) -> Proposer:
+        """Return a copy of the head as it stands, at work."""
+        return self.family.propose(serve(self.copy_of(module), self.target.model), self.target.device)
+
+    def save(self, module: nn.Module, progress: Progress, metrics: dict[str, float]) -> None:
+        """Write the head as the run's artifact."""
+        self.write(Path(self.config.output) / "artifact", module, progress, metrics)
+
+    def write(self, folder: Path, module: nn.Module, progress: Progress, metrics: dict[str, float]) -> None:
+        """Write the head, in the target's dtype, as an artifact."""
+        assert isinstance(module, HeadObjective)
+        metadata = Metadata(
+            kind=self.config.head.kind,
+            target=self.target.identity.to_dict(),
+            hidden_states=HiddenStates(
+                taps=list(self.taps), concat_order=[f"h_{tap}" for tap in self.taps], last_is_post_norm=True
+            ),
+            head=cast(HeadModule, module.head).settings.model_dump(mode="json"),
+            draft_vocab_size=self.target.vocab_size if self.vocabulary is None else len(self.vocabulary),
+            draft_vocabulary="target" if self.vocabulary is None else "reduced",
+            num_speculative_tokens=self.config.num_speculative_tokens,
+            training=self.config.model_dump(mode="json"),
+            provenance=training_provenance(progress, metrics),
+        )
+        save_head(folder, serve(self.copy_of(module), self.target.model), metadata, self.vocabulary)
+
+    def copy_of(self, module: nn.Module) -> nn.Module:
+        """Return a new head with the trained weights, made as loading an artifact makes it; training's randomness stays."""
+        assert isinstance(module, HeadObjective)
+        devices = [self.target.device] if self.target.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            head = self.family.build(self.config.head, self.target.model, self.vocabulary)
+        head.load_state_dict(module.head.state_dict())
+        return head
+
+
+def _inputs(batch: Batch, states: TargetStates, normalisers: Normalisers | None = None) -> HeadInputs:
+    return HeadInputs(
+        input_ids_BT=batch.input_ids_BT,
+        loss_mask_BT=batch.loss_mask_BT,
+        document_ids_BT=batch.document_ids_BT,
+        position_ids_BT=batch.position_ids_BT,
+        states=states,
+        normalisers=normalisers,
+    )
+
+
+def _metrics(result: HeadLoss) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return sums by metric, and what each is to be divided by.
+
+    `loss`: the divergence over the labels of all depths together, every one counted once.
+    `conditional_k`: the likeliest tokens agree at depth k where they did at all before; `joint_k`: at all up to k. The sum of
+    the joints and 1 is the mean over all places of what a greedy round would yield there; see `train.tasks.held_out` for tau.
+    """
+    sums: dict[str, Tensor] = {"loss": result.values_K.sum()}
+    counts: dict[str, Tensor] = {"loss": result.labels_K.sum()}
+    for name, sums_K, counts_K in (
+        ("top1_agreement", result.agrees_K, result.labels_K),
+        ("acceptance", result.acceptance_K, result.labels_K),
+        ("conditional", result.joint_agrees_K, result.reached_K),
+        ("joint", result.joint_agrees_K, result.origins_K),
+    ):
+        for number, (total, count) in enumerate(zip(sums_K, counts_K, strict=True), start=1):
+            sums[f"{name}_{number}"], counts[f"{name}_{number}"] = total, count
+    return sums, counts

@@ -1,0 +1,102 @@
+"""The books of a training run: sums and counts between two log lines, added over processes before any division.
+
+Beside what the task measures stand what the steps cost: tokens a second over all processes, the share of the steps' time that
+each part took (`distill.loss.step_clock`), the utilisation of the device (`train.telemetry.utilization`) and the peak of its
+memory.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from distill.dataset.batches import NO_DOCUMENT, Batch
+from distill.loss.step_clock import STEP_PARTS, StepClock
+from train.telemetry.utilization import FlopMeter
+
+SHARE = "time_share_"
+
+
+class StepMetrics:
+    """What has happened in this process since the last report.
+
+    Args:
+        accelerator: adds up over processes.
+        clock: says how long the parts of the steps took.
+        peak: floating-point operations a second that this process's device could do.
+    """
+
+    def __init__(self, accelerator: Accelerator, clock: StepClock, peak: float) -> None:
+        self.accelerator, self.clock, self.peak = accelerator, clock, peak
+        self.flops = FlopMeter(accelerator.device)
+        self._clear()
+
+    def add(self, sums: Mapping[str, Tensor], counts: Mapping[str, Tensor] | None = None) -> None:
+        """Add sums over labels, by metric; `counts` says over how many of anything else a metric of that name was summed.
+
+        In the time between two reports every process must give the same names.
+        """
+        for name, value in sums.items():
+            self.sums[name] += value.detach()
+        for name, value in (counts or {}).items():
+            self.counts[name] += value.detach()
+
+    def close_step(self, window: Sequence[Batch], labels: Tensor, norm: Tensor | float | None) -> None:
+        """Add a step's micro-batches and labels in this process, and the norm of its gradient."""
+        self.labels += labels
+        self.tokens += torch.stack([(batch.document_ids_BT != NO_DOCUMENT).sum() for batch in window]).sum()
+        if norm is not None:
+            self.norms.append(norm)
+
+    def report(self) -> dict[str, float]:
+        """Return averages over labels since the last report, and what the steps cost; and start anew."""
+        names = sorted(self.sums)
+        counts = [self.counts.get(name, self.labels) for name in names]
+        table = torch.stack([self.labels, *(self.sums[name] for name in names), *counts])
+        labels, *totals = self.accelerator.reduce(table, "sum").tolist()
+        pairs = zip(totals[: len(names)], totals[len(names) :], strict=True)
+        report = {name: value / max(count, 1) for name, (value, count) in zip(names, pairs, strict=True)}
+        report["gradient_norm"] = float(sum(map(float, self.norms)) / max(len(self.norms), 1))
+        report |= self._costs(labels)
+        self._clear()
+        return report
+
+    def _costs(self, labels: float) -> dict[str, float]:
+        """Return what the steps since the last report cost, of all processes: sums divided by sums, and the most memory."""
+        now, device = self.clock.seconds(), self.accelerator.device
+        own_seconds = [now[part] - self.seconds_before[part] for part in STEP_PARTS]
+        possible = self.peak * sum(own_seconds)
+        own = [memory_peak(device), float(self.tokens), self.flops.take(), possible, *own_seconds]
+        rows = self.accelerator.gather(torch.tensor([own], device=device))
+        tokens, flops, possible, *seconds = rows[:, 1:].sum(0).tolist()
+        whole = sum(seconds)
+        elapsed = whole / len(rows)
+        return {
+            "labels_per_second": labels / elapsed,
+            "tokens_per_second": tokens / elapsed,
+            "model_flop_utilization": flops / possible,
+            "memory_peak_bytes": rows[:, 0].max().item(),
+            **{f"{SHARE}{part}": of_part / whole for part, of_part in zip(STEP_PARTS, seconds, strict=True)},
+        }
+
+    def _clear(self) -> None:
+        self.sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.accelerator.device))
+        self.counts: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.accelerator.device))
+        self.labels = torch.zeros((), device=self.accelerator.device)
+        self.tokens = torch.zeros((), device=self.accelerator.device)
+        self.norms: list[Tensor | float] = []
+        self.seconds_before = self.clock.seconds()
+
+
+def memory_peak(device: torch.device) -> float:
+    """Return the most bytes this process has held so far: on a GPU of its memory, else of the machine's."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    unit = 1 if sys.platform == "darwin" else 1024
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
