@@ -133,8 +133,8 @@ def _describe(
         )
     if config.decode.kv_cache is not None:
         warnings.append(
-            "the target kept its keys and values in int8, in plain and in speculative decoding: both follow a distribution that "
-            "is a little different from the target's own, and are compared with each other"
+            "the target kept its keys and values in int8, in plain and in speculative decoding: both follow a distribution "
+            "that is a little different from the target's own, and are compared with each other"
         )
     return build_report(
         target=target.identity.to_dict()

@@ -39,8 +39,8 @@ DEFINITIONS: dict[str, str] = {
         "for the same tokens, and the share the target kept."
     ),
     "acceptance.stopping_reliability": (
-        "Drafts in ten classes by the largest probability of the draft's distribution, which is what the rules that end a round "
-        "early read, and the share of them the target kept where it had kept all before them."
+        "Drafts in ten classes by the largest probability of the draft's distribution, which is what the rules that end a "
+        "round early read, and the share of them the target kept where it had kept all before them."
     ),
     "acceptance.stopping_calibration_error": (
         "How far that confidence lies from the share kept, by class, averaged over all drafts. A cost rule corrects for it."
@@ -78,8 +78,8 @@ DEFINITIONS: dict[str, str] = {
     ),
     "lossless.verdict": (
         "Whether speculative answers equal plain ones token for token. Up to ties: where they part, the target's logits for "
-        "the two tokens differ by no more than rounding in its dtype explains. Lossy by design: the rule changes the "
-        "distribution. Sampled answers differ anyway: there the rule is proved by enumeration, and two statistical tests of the samples "
+        "the two tokens differ by no more than rounding in its dtype explains. Lossy by design: the rule changes "
+        "the distribution. Sampled answers differ anyway: there the rule is proved by enumeration, and two statistical tests of the samples "
         "against the target's distribution must not fail."
     ),
     "quality.perplexity": (
