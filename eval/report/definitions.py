@@ -79,8 +79,8 @@ DEFINITIONS: dict[str, str] = {
     "lossless.verdict": (
         "Whether speculative answers equal plain ones token for token. Up to ties: where they part, the target's logits for "
         "the two tokens differ by no more than rounding in its dtype explains. Lossy by design: the rule changes "
-        "the distribution. Sampled answers differ anyway: there the rule is proved by enumeration, and two statistical tests of the samples "
-        "against the target's distribution must not fail."
+        "the distribution. Sampled answers differ anyway: there the rule is proved by enumeration, and two statistical "
+        "tests of the samples against the target's distribution must not fail."
     ),
     "quality.perplexity": (
         "exp of the mean negative log-probability that the target itself, at temperature 1 and without top-k or top-p, gives "
