@@ -6,6 +6,10 @@ W the draft's vocabulary where it is reduced.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -14,11 +18,12 @@ from configs.schema.learning import LossConfig
 from distill.dataset.batches import Batch
 from distill.loss.chunked import ChunkedLoss, LogitHead, chunked_loss_against, model_head
 from distill.loss.divergences import Divergence, SparseTarget, mix
-from distill.loss.step_clock import StepClock
 from distill.loss.target_logits import HiddenRows, SparseRows, TargetRows
 from heads.inference.model_checks import read_documents
 from heads.proposers.vocabulary import DraftVocabulary, HeadRows, head_rows
 from heads.target.loading import Target
+
+Timer = Callable[[str], AbstractContextManager[Any]]
 
 
 @torch.no_grad()
@@ -42,7 +47,7 @@ class DraftObjective(nn.Module):
         target: whose distribution is learnt.
         config: which divergence, and how much memory it may take.
         vocabulary: the tokens the draft will be able to say; None: all of the target's.
-        clock: told when the draft's forward is under way; None: nobody asks.
+        timed: takes the name of a part of the step, returns a context manager around it; by default does nothing.
 
     Raises:
         InputError: the draft's head has no rows for the vocabulary, see `heads.proposers.vocabulary.head_rows`.
@@ -56,11 +61,11 @@ class DraftObjective(nn.Module):
         target: Target,
         config: LossConfig,
         vocabulary: DraftVocabulary | None = None,
-        clock: StepClock | None = None,
+        timed: Timer = nullcontext,
     ) -> None:
         super().__init__()
         self.draft = draft
-        self._clock = clock or StepClock(target.device)
+        self._timed = timed
         self._divergence = configured_divergence(config)
         self._config = config
         self._shared_vocab_size = min(target.vocab_size, draft.config.get_text_config().vocab_size)
@@ -92,7 +97,7 @@ class DraftObjective(nn.Module):
             world_size: processes whose gradients are averaged afterwards, which this factor undoes.
             packed_positions_BT: positions from 0 in each document; None: each row is a single one.
         """
-        with self._clock("draft"):
+        with self._timed("draft"):
             hidden_BTD = read_documents(self.draft, input_ids_BT, packed_positions_BT)
         predicts_label_BT = loss_mask_BT[:, 1:]
         draft_ND = hidden_BTD[:, :-1][predicts_label_BT]

@@ -7,6 +7,7 @@ a time. B batch, T positions, E width of the target, N rows of one depth, K dept
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import cast
 
@@ -16,8 +17,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from configs.schema.learning import LossConfig
 from distill.loss.chunked import ChunkedLoss, LogitHead, chunked_loss_against, model_head
-from distill.loss.draft_objective import configured_divergence
-from distill.loss.step_clock import StepClock
+from distill.loss.draft_objective import Timer, configured_divergence
 from distill.loss.target_logits import HiddenRows, NormalisedRows, TargetRows, normalise
 from heads.modules.interface import Depth, HeadInputs, HeadModule, Normalisers, flat
 from heads.proposers.vocabulary import HeadRows
@@ -61,13 +61,13 @@ class HeadObjective(nn.Module):
         head: the head being trained; an `nn.Module` that follows `heads.modules.interface.HeadModule`.
         target: whose distribution is learnt.
         config: which divergence, and how much memory it may take.
-        clock: told when the head's forward is under way; None: nobody asks.
+        timed: takes the name of a part of the step, returns a context manager around it; by default does nothing.
     """
 
-    def __init__(self, head: nn.Module, target: Target, config: LossConfig, clock: StepClock | None = None) -> None:
+    def __init__(self, head: nn.Module, target: Target, config: LossConfig, timed: Timer = nullcontext) -> None:
         super().__init__()
         self.head = head
-        self._clock = clock or StepClock(target.device)
+        self._timed = timed
         self._divergence = configured_divergence(config)
         self._config = config
         # In a tuple, so that the target does not become a submodule and is neither trained nor saved.
@@ -82,7 +82,7 @@ class HeadObjective(nn.Module):
                 divided by it: the deeper ones, which have fewer labels, are not raised for it.
             world_size: processes whose gradients are averaged afterwards, which this factor undoes.
         """
-        with self._clock("draft"):
+        with self._timed("draft"):
             depths = cast(HeadModule, self.head)(inputs)
         judges = self._judges(inputs, depths)
         total_weight = sum(depth.weight for depth in depths)

@@ -14,11 +14,11 @@ from accelerate.utils import LoggerType
 
 from configs.runtime.errors import ConfigError, InputError, Stopped
 from configs.runtime.run_record import training_fingerprint
-from distill.loss.step_clock import STEP_PARTS
 from tests.train.test_distill import config_for, run
 from train.launch import make_accelerator
 from train.tasks.draft import DraftTask
 from train.telemetry.files import METRICS_FILE, MetricsFile, read_metrics
+from train.telemetry.step_clock import STEP_PARTS
 from train.telemetry.step_metrics import SHARE
 from train.telemetry.trackers import flat_config
 

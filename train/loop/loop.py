@@ -26,7 +26,6 @@ from configs.runtime.errors import Stopped
 from configs.schema.learning import OptimizerConfig
 from configs.schema.training import ScheduleConfig
 from distill.dataset.batches import Batch
-from distill.loss.step_clock import STEP_PARTS
 from train.loop.checkpoints import Checkpoints, Progress, writing
 from train.loop.engines import choose_engine
 from train.loop.lineage import Lineage
@@ -36,6 +35,7 @@ from train.loop.termination import StopRequest, listening
 from train.telemetry.files import MetricsFile
 from train.telemetry.history import History, explain_gap
 from train.telemetry.profiler import StepProfiler
+from train.telemetry.step_clock import STEP_PARTS
 from train.telemetry.step_metrics import SHARE, StepMetrics
 from train.telemetry.trackers import start_trackers
 from train.telemetry.utilization import find_peak

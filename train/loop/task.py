@@ -9,8 +9,8 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from distill.dataset.batches import Batch
-from distill.loss.step_clock import StepClock
 from train.loop.checkpoints import Progress
+from train.telemetry.step_clock import StepClock
 
 
 @dataclass(frozen=True, kw_only=True)

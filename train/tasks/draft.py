@@ -22,7 +22,6 @@ from distill.dataset.batches import Batch, ConversationDataset, Example
 from distill.dataset.conversations import Conversation
 from distill.loss.divergences import SparseTarget
 from distill.loss.draft_objective import DraftObjective, target_hidden
-from distill.loss.step_clock import StepClock
 from distill.student.init import initial_draft, merge_adapters
 from distill.student.layer_search import choose_layers
 from distill.student.on_policy import Rewriter
@@ -36,6 +35,7 @@ from heads.target.loading import Target, move
 from train.loop.checkpoints import Progress
 from train.loop.task import BatchLoss, Prepared, StepPlace
 from train.tasks.held_out import HeldOutDecoding, training_provenance
+from train.telemetry.step_clock import StepClock
 
 
 class DraftTask:

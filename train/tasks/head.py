@@ -16,7 +16,6 @@ from distill.cache.reader import TargetCache
 from distill.dataset.batches import Batch
 from distill.dataset.conversations import Conversation
 from distill.loss.head_objective import HeadLoss, HeadObjective
-from distill.loss.step_clock import StepClock
 from distill.student.vocabulary import most_frequent_answer_tokens
 from heads.artifact import HiddenStates, Metadata, save_head
 from heads.families.registry import FAMILIES, serve
@@ -28,6 +27,7 @@ from heads.target.loading import Target
 from train.loop.checkpoints import Progress
 from train.loop.task import BatchLoss, Prepared, StepPlace
 from train.tasks.held_out import HeldOutDecoding, HeldOutPrediction, training_provenance
+from train.telemetry.step_clock import StepClock
 
 
 class HeadTask:

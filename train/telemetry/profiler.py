@@ -1,6 +1,6 @@
 """A few steps under torch's profiler, on request (`schedule.profile`): OUTPUT/profile/profile_N.json for each process N.
 
-The file is a Chrome trace, which chrome://tracing and ui.perfetto.dev show; the parts of a step (`distill.loss.step_clock`)
+The file is a Chrome trace, which chrome://tracing and ui.perfetto.dev show; the parts of a step (`train.telemetry.step_clock`)
 stand in it as blocks around the operations. The operations that took most go to the log. accelerate runs the profiler and
 writes the trace. What is computed stays as it is; the profiled steps are slower, and the line of metrics that they fall into
 says so.
@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import ProfileKwargs
 
 from configs.schema.training import ProfileConfig
-from distill.loss.step_clock import STEP_PARTS, StepClock
+from train.telemetry.step_clock import STEP_PARTS, StepClock
 
 log = logging.getLogger("draftsmith")
 

@@ -1,7 +1,7 @@
 """The books of a training run: sums and counts between two log lines, added over processes before any division.
 
 Beside what the task measures stand what the steps cost: tokens a second over all processes, the share of the steps' time that
-each part took (`distill.loss.step_clock`), the utilisation of the device (`train.telemetry.utilization`) and the peak of its
+each part took (`train.telemetry.step_clock`), the utilisation of the device (`train.telemetry.utilization`) and the peak of its
 memory.
 """
 
@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from distill.dataset.batches import NO_DOCUMENT, Batch
-from distill.loss.step_clock import STEP_PARTS, StepClock
+from train.telemetry.step_clock import STEP_PARTS, StepClock
 from train.telemetry.utilization import FlopMeter
 
 SHARE = "time_share_"

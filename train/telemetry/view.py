@@ -12,9 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from distill.loss.step_clock import STEP_PARTS
 from eval.report.plots import FAINT, FIRST, FOURTH, SECOND, STYLE, THIRD, WIDTH
 from train.telemetry.history import as_file
+from train.telemetry.step_clock import STEP_PARTS
 from train.telemetry.step_metrics import SHARE
 
 MOST_ROWS, MOST_BARS = 15, 60

@@ -12,12 +12,12 @@ from configs.runtime.errors import InputError
 from configs.schema.learning import OptimizerConfig
 from configs.schema.training import ScheduleConfig
 from distill.dataset.batches import ConversationDataset, make_loader
-from distill.loss.step_clock import StepClock
 from eval.report.plots import VARIABLES
 from train.launch import make_accelerator
 from train.loop.loop import train
 from train.loop.task import BatchLoss, Prepared
 from train.telemetry.history import LINES_FILE, PICTURE_FILE, History, draw_history, explain_gap
+from train.telemetry.step_clock import StepClock
 
 METRICS = {"tokens_per_target_step": 1.5, "predicted_tau": 1.9, "conditional_1": 0.6, "conditional_2": 0.4}
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from distill.dataset.batches import Example, collate
-from distill.loss.step_clock import STEP_PARTS, StepClock
 from train.telemetry import step_metrics as books
+from train.telemetry.step_clock import STEP_PARTS, StepClock
 from train.telemetry.step_metrics import SHARE, StepMetrics, memory_peak
 
 

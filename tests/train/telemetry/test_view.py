@@ -6,9 +6,9 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from configs.runtime.command import BAD_INPUT, DONE, run_command
-from distill.loss.step_clock import STEP_PARTS
 from scripts.show_training import Nothing, add_arguments, main
 from train.telemetry.files import METRICS_FILE
+from train.telemetry.step_clock import STEP_PARTS
 from train.telemetry.step_metrics import SHARE
 from train.telemetry.view import as_table, draw_metrics, merged
 

@@ -9,10 +9,10 @@ What counts as what:
     rewriting       the draft writes answers itself, where the data policy has it do so
     target          the frozen target over the batch
     draft           forward of what is trained, up to its last hidden states
-    loss            both output heads and the divergence, with the gradient of the draft's head (`distill.loss.chunked` has it
-    there) backward        the rest of the backward; under DeepSpeed clipping and step too, which accelerate takes in its
-    `backward` communication   adding up over processes, and waiting for the slowest of them; of the gradients, what the
-    backward did not
+    loss            both output heads and the divergence, with the gradient of the draft's head, which
+                    `distill.loss.chunked` computes there
+    backward        the rest of the backward; under DeepSpeed clipping and step too, which accelerate does in its `backward`
+    communication   reducing over processes, and waiting for the slowest of them; of the gradients, what the backward did not
                     hide (`mark_gradient`). Known under DDP; what FSDP and DeepSpeed send on the way stays where it happens
     optimizer       clipping, step, schedule; under DeepSpeed the schedule alone
     other           what is left: books, logging, looks at the loss

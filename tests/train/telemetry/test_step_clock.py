@@ -5,8 +5,8 @@ from contextlib import suppress
 import pytest
 import torch
 
-from distill.loss import step_clock
-from distill.loss.step_clock import ASIDE, STEP_PARTS, StepClock
+from train.telemetry import step_clock
+from train.telemetry.step_clock import ASIDE, STEP_PARTS, StepClock
 
 
 class Time:
