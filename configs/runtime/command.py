@@ -1,6 +1,6 @@
-"""What every command does around its own work: read the arguments, load the config, turn mistakes into exit codes.
+"""The frame of every command: read the arguments, load the config, turn errors into exit codes.
 
-An entry is then `sys.exit(run_command(EvalConfig, main, description=...))` and a `main(config)`.
+A command is a function `main(config)` and `sys.exit(run_command(EvalConfig, main, description=...))`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ BAD_INPUT = 2
 INCONCLUSIVE = 3
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
 TERMINATED = 143  # what a shell reports for SIGTERM; training has written a checkpoint then
-STOPPED_FILE = "DRAFTSMITH_STOPPED_FILE"  # a variable: each process that ends with TERMINATED adds a line to the file it names
+STOPPED_FILE = (
+    "DRAFTSMITH_STOPPED_FILE"  # environment variable: a process that ends with TERMINATED adds a line to the file it names
+)
 
 EPILOG = "Exit codes: 0 done or pass, 1 gate failed, 2 bad input, 3 gate inconclusive, 143 stopped by SIGTERM (run it again)."
 
@@ -40,6 +42,8 @@ def run_command(
 ) -> int:
     """Run `main` on the config that the command line describes and return the process's exit code.
 
+    A user's mistake (`InputError`, a wrong argument) is one line on stderr and `BAD_INPUT`; other errors keep their traceback.
+
     Args:
         schema: checks the config.
         main: called with the config, and with the parsed arguments after it where `add_arguments` is given; returns an exit
@@ -47,8 +51,6 @@ def run_command(
         description: the command in a sentence or two, for `--help`.
         argv: the arguments, without the program's name; None takes the process's own.
         add_arguments: adds the command's own arguments to the parser.
-
-    A user's mistake (`InputError`, a wrong argument) is one line on stderr and `BAD_INPUT`; anything else keeps its traceback.
     """
     setup_logging()
     parser = _Parser(description=description, epilog=EPILOG, allow_abbrev=False)
@@ -81,9 +83,9 @@ def run_command(
 
 
 def _note_stop(message: str) -> None:
-    """Tell whoever started the launcher: torchrun and accelerate do not hand on the code of a process that they have ended.
+    """Add the message to the file that `STOPPED_FILE` names: torchrun and accelerate lose the exit code of a process they end.
 
-    A file that cannot be written is no reason to end otherwise.
+    A file that cannot be written changes no exit code.
     """
     if file := os.environ.get(STOPPED_FILE):
         try:
@@ -94,18 +96,14 @@ def _note_stop(message: str) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a wrong argument like any other mistake of the user's, in one line."""
+    """Raises on a wrong argument, where argparse prints the usage and exits."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise instead of printing the usage and leaving.
-
-        Raises:
-            InputError: always.
-        """
+        """Raise an `InputError`."""
         raise InputError(f"{message} (see {self.prog} --help)")
 
 
 def _say(message: str) -> None:
-    """Print one line on stderr, from one process of those that met the same mistake."""
+    """Print one line on stderr, from the main process only."""
     if is_main_process():
         print(redact(" ".join(message.split())), file=sys.stderr)

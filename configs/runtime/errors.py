@@ -1,10 +1,10 @@
-"""The two kinds of mistake a user can make. Entries turn both into one sentence on stderr and exit code 2."""
+"""Errors that every command turns into one line on stderr and an exit code: a user's mistakes, and a stop on request."""
 
 from __future__ import annotations
 
 
 class InputError(ValueError):
-    """Something the user handed in cannot be used: a file, a folder, a value. The message says what, and what would do."""
+    """A file, folder or value given by the user cannot be used. The message says what is wrong and what is accepted."""
 
 
 class ConfigError(InputError):
@@ -12,10 +12,10 @@ class ConfigError(InputError):
 
 
 class Stopped(Exception):
-    """The process was asked to end (SIGTERM) and did so in good order; the message says how to go on."""
+    """The process was asked to end (SIGTERM) and has saved its work; the message says how to go on."""
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of another library's complaint, to be quoted in one of ours; its type where it says nothing."""
+    """Return the first line of another library's error message, or the error's type where the message is empty."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -1,16 +1,11 @@
-"""One process at a time in an output folder: an exclusive lock (flock) on a small file in it or beside it.
+"""Reading and writing files: nothing half-written is left behind, and every error names its file and line.
 
-The kernel releases the lock when the process ends, however it ends, so a killed run leaves nothing to clean up; the empty
-file stays. Of several processes that share a run only the main one claims. Filesystems without locks (some network ones)
-cannot guard a folder: that is said in the log.
-
-
-Reading and writing files so that nothing half-written is ever left behind, and every complaint names its line.
+Files and folders are written beside their place, synced and renamed. `folder_lock` keeps an output folder to one process.
 """
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import hashlib
 import json
 import logging
@@ -23,8 +18,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import filelock
+
 from configs.runtime.errors import InputError
 
+logger = logging.getLogger("draftsmith")
+
+LOCK_FILE = ".lock"
+NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}  # what a filesystem without locks answers
 CHECKOUT = Path(__file__).resolve().parents[2]  # or the folder of packages that a wheel was installed into
 
 
@@ -83,8 +84,7 @@ def sha256_of(path: Path) -> str:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Give a scratch folder beside `path`; on success it is synced to disk and takes the place of `path`, on any error it
-    disappears.
+    """Yield a new folder beside `path`, which replaces `path` once it is synced to disk; on any error it is removed.
 
     Raises:
         InputError: the folder above cannot be made or written.
@@ -112,9 +112,9 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def drop_leftovers(path: Path) -> None:
-    """Remove what a killed `new_folder` left beside `path`; a folder that it had only moved out of the way comes back.
+    """Remove what a killed `new_folder` left beside `path`; a folder that it had only moved out of the way is put back.
 
-    Only for one who knows that nobody else is writing `path` now (`configs.runtime.files`).
+    Call it under `folder_lock`: nothing else may be writing `path`.
     """
     if not path.parent.is_dir():
         return
@@ -149,7 +149,7 @@ def inside(folder: Path, name: str, what: str) -> Path:
     Args:
         folder: where the file that gives the name lies.
         name: a relative path.
-        what: names the giver in the complaint.
+        what: names the file that gives it in the error.
 
     Raises:
         InputError: it is absolute, climbs out by `..` or a link, or is no path at all.
@@ -165,7 +165,7 @@ def inside(folder: Path, name: str, what: str) -> Path:
 
 
 def read_text(path: Path, what: str) -> str:
-    """Return a UTF-8 text file's content; `what` names its role in the complaint when that fails."""
+    """Return a UTF-8 text file's content; `what` names its role in the error."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
@@ -175,7 +175,7 @@ def read_text(path: Path, what: str) -> str:
 
 
 def read_json(path: Path, what: str) -> Any:
-    """Return a JSON file's value; `what` names its role in the complaint when that fails."""
+    """Return a JSON file's value; `what` names its role in the error."""
     text = read_text(path, what)
     try:
         return json.loads(text)
@@ -202,7 +202,7 @@ def read_jsonl(path: Path, what: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def json_object(line: str | bytes, where: str) -> dict[str, Any]:
-    """Return a line of JSONL as an object; `where` names it in the complaint.
+    """Return a line of JSONL as an object; `where` names it in the error.
 
     Raises:
         InputError: it is no JSON object.
@@ -216,37 +216,34 @@ def json_object(line: str | bytes, where: str) -> dict[str, Any]:
     return value
 
 
-LOCK_FILE = ".lock"
-
-logger = logging.getLogger("draftsmith")
-
-
 @contextmanager
 def folder_lock(folder: Path, *, beside: bool = False) -> Iterator[None]:
-    """Keep other processes from claiming `folder` until the block ends.
+    """Keep other processes from locking `folder` until the block ends, by a lock file that stays there, empty.
+
+    The kernel releases the lock when the process ends, however it ends. Of several processes that share a run only the main
+    one takes it. A filesystem without locks (some network ones) is only warned of.
 
     Args:
         folder: made where there is none, unless `beside`.
         beside: lock a file beside the folder, for one that is replaced as a whole.
 
     Raises:
-        InputError: another process has claimed it, or it cannot be written.
+        InputError: another process holds the lock, or the folder cannot be written.
     """
+    path = folder.with_name(f".{folder.name}{LOCK_FILE}") if beside else folder / LOCK_FILE
+    lock = filelock.FileLock(path, timeout=0, fallback_to_soft=False)
     try:
-        lock = folder.with_name(f".{folder.name}{LOCK_FILE}") if beside else folder / LOCK_FILE
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        file = lock.open("ab")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except filelock.Timeout as error:
+        raise InputError(
+            f"output: another process is at work in {folder}; wait until it has ended, or name another output"
+        ) from error
     except OSError as error:
-        raise InputError(f"output: {folder} cannot be written: {error.strerror or error}") from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InputError(
-                f"output: another process is at work in {folder}; wait until it has ended, or name another output"
-            ) from error
-        except OSError as error:
-            logger.warning(
-                "%s cannot be locked (%s): nothing stops a second process from writing there", folder, error.strerror
-            )
+        if error.errno not in NO_LOCKS:
+            raise InputError(f"output: {folder} cannot be written: {error.strerror or error}") from error
+        logger.warning("%s cannot be locked (%s): nothing stops a second process from writing there", folder, error.strerror)
+    try:
         yield
+    finally:
+        lock.release()

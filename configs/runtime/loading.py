@@ -22,7 +22,7 @@ from configs.runtime.yaml_reader import parse_yaml
 
 T = TypeVar("T", bound=BaseModel)
 
-MAX_SHOWN = 60  # characters of a wrong value repeated in a complaint
+MAX_SHOWN = 60  # characters of a wrong value repeated in an error
 # What was expected, in words, by pydantic's name of the finding; braces are filled from its context.
 EXPECTED = {
     "int_type": "a whole number",
@@ -63,9 +63,6 @@ def load_config(schema: type[T], path: str | Path | None, overrides: Sequence[st
         first, *others = error.errors(include_url=False)
         more = f" (and {len(others)} more)" if others else ""
         raise ConfigError(_sentence(schema, first, where, keys) + more) from error
-
-
-# --- values -------------------------------------------------------------------------------------------------------
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:
@@ -133,11 +130,11 @@ def _slot(holder: Any, part: str, above: Sequence[str]) -> str | int:
     return int(part)
 
 
-# --- complaints ---------------------------------------------------------------------------------------------------
+# --- error messages ----------------------------------------------------------------------------------------------------------
 
 
 def _sentence(schema: type[BaseModel], finding: ErrorDetails, where: str, override_keys: Sequence[str]) -> str:
-    """Turn one of pydantic's findings into a sentence that begins with the place to change."""
+    """Return one of pydantic's findings as a sentence that begins with the place to change."""
     kind, context = finding["type"], finding.get("ctx", {})
     keys, section = _located(schema, finding["loc"])
     if kind in ("union_tag_invalid", "union_tag_not_found"):  # the finding stands at the section, the mistake in its tag

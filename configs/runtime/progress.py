@@ -1,7 +1,6 @@
-"""What a person sees while long work runs: a bar on a terminal, plain log lines elsewhere.
+"""Progress of long work, a bar on a terminal and plain log lines elsewhere, and the project's logging.
 
-Of several processes only rank 0 speaks. Both forms show the count, the rate and the time left; lines come at most every
-`SECONDS_BETWEEN_LINES`, so that the log of an overnight run stays readable.
+Only rank 0 prints. Both forms show the count, the rate and the time left; lines come at most every `SECONDS_BETWEEN_LINES`.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ LOGGER = logging.getLogger("draftsmith")
 
 
 def is_main_process() -> bool:
-    """Say whether this process is rank 0, or the only one; read from the launcher's environment."""
+    """Return whether this process is rank 0, or the only one; read from the launcher's environment."""
     return os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0"
 
 
 def setup_logging() -> None:
-    """Send the project's log to stderr, one plain line a message: INFO and above from rank 0, errors from the others.
+    """Log to stderr, one line a message: INFO and above from rank 0, errors from the others.
 
-    Neither it nor the traceback of an error that nobody catches shows secrets.
+    Secrets are masked in the log and in the traceback of an uncaught error.
     """
     handler = _StderrHandler()
     handler.setFormatter(_RedactingFormatter("%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"))
@@ -50,7 +49,7 @@ def track(items: Iterable[T], *, description: str, total: int | None = None, uni
     """Yield `items` one by one, showing how many are done.
 
     Args:
-        items: what is worked through.
+        items: any iterable.
         description: what is being done, e.g. "writing answers".
         total: how many there are; taken from `items` where it has a length, unknown otherwise.
         unit: what one item is called, e.g. "prompts".
@@ -65,7 +64,7 @@ def track(items: Iterable[T], *, description: str, total: int | None = None, uni
 
 @contextmanager
 def progress(description: str, total: int | None, unit: str = "it") -> Iterator[Callable[[int], None]]:
-    """Give a function that adds a number of finished items to a bar or to log lines.
+    """Yield a function that adds a number of finished items to the bar or the log.
 
     Args:
         description: what is being done.
@@ -95,7 +94,7 @@ def _print_traceback(kind: type[BaseException], error: BaseException, trace: Tra
 
 
 class _Lines:
-    """Counts finished items and logs how it goes, now and then."""
+    """Counts finished items and logs the count, the rate and the time left."""
 
     def __init__(self, description: str, total: int | None, unit: str) -> None:
         self.description, self.total, self.unit = description, total, unit
@@ -139,7 +138,7 @@ class _RateColumn(ProgressColumn):
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to whatever `sys.stderr` is at that moment: a running bar replaces it so that lines appear above the bar."""
+    """Writes to the present `sys.stderr`, which a running bar replaces so that lines appear above it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record."""

@@ -1,19 +1,9 @@
-"""What leaves the house is freed of machine paths and secrets first.
+"""Keeping secrets, and machine paths, out of everything that is written: records, artifacts, trackers, logs, errors.
 
-A path under the checkout or the working folder becomes relative to it; of any other absolute path the last part stays. Texts
-that look like an access token, and the token that is in use, are masked, as are values under keys that name a secret
-(`configs.runtime.redaction`). Paths are found by their form, so an answer of a model that holds `/usr/bin/python` would be
-changed
-too: texts of prompts and answers are only freed of secrets (`Scrubber.secrets`).
-
-
-Keeping secrets out of everything that is written: records, artifacts, trackers, logs, complaints.
-
-The one place that knows what a secret looks like. A value is masked where its key says that it is one (`hf_token`, not
-`max_new_tokens`), where it has the form of one (a Hub or cloud token, a login inside a URL, an `Authorization` header), and
-where it is the value of an environment variable whose name says so (`HF_TOKEN`, `WANDB_API_KEY`) or of one that a command took
-a key from (`hide`). Left out: text that is data, such as prompts and answers, and forms that other things have as well: a
-key of 40 hex digits looks like a commit, so it is known by its name only.
+A value is masked where its key names a secret (`hf_token`, not `max_new_tokens`), where it has the form of one (a Hub or cloud
+token, a login inside a URL, an `Authorization` header), and where it is the value of an environment variable whose name says so
+(`HF_TOKEN`, `WANDB_API_KEY`) or that a command took a key from (`hide`). A key of 40 hex digits looks like a commit, so only
+its name gives it away. `Scrubber` also removes machine paths, for what is published.
 """
 
 from __future__ import annotations
@@ -53,6 +43,13 @@ ASSIGNED = re.compile(
     r"(?:(?P<quote>[\"'])(?:\\.|(?!(?P=quote)).)*|[^\s\"',;&{}\[\]]+)",
     re.IGNORECASE,
 )
+# Paths are known by their form.
+PART = r"[^\s/\\'\"`,;:|<>()\[\]{}]+"
+POSIX_PATH = re.compile(rf"(?<![\w./~\\-])(?:~[\w-]*|\.\.)?/(?!/)(?:{PART}/)+({PART})?|(?<![\w./~\\-])~[\w-]*/({PART})")
+CLIMBING_PATH = re.compile(rf"(?<![\w./])(?:\.\./)+(?:{PART}/)*({PART})?")
+WINDOWS_PATH = re.compile(rf"(?<!\w)[A-Za-z]:[\\/](?![\\/])(?:{PART}[\\/]+)*({PART})?")
+WHOLE_PATH = re.compile(r"(?:~[\w-]*)?/(?!.*[ =:][/~])[^\n,;]*/[^\n,;]*")
+FILE_ADDRESS = re.compile(r"\bfile://(?=/)")
 
 _hidden: set[str] = set()
 
@@ -64,7 +61,7 @@ def hide(secret: str) -> None:
 
 def redact(text: str) -> str:
     """Return a text without what has the form of a secret, or is one that this process knows."""
-    known = {value for name, value in os.environ.items() if SECRET_VARIABLE.search(name) and not _is_place(value)}
+    known = {value for name, value in os.environ.items() if SECRET_VARIABLE.search(name) and not _is_path(value)}
     for secret in sorted(known | _hidden, key=len, reverse=True):
         if len(secret) >= SHORTEST:
             text = text.replace(secret, MASK)
@@ -87,49 +84,22 @@ def mask_secrets(value: Any) -> Any:
     stays.
     """
     if isinstance(value, dict):
-        return {key: _below(key, inner) if SECRET_KEY.search(key) else mask_secrets(inner) for key, inner in value.items()}
+        return {
+            key: _mask_all(inner, (str, int, float) if SURELY_SECRET_KEY.search(key) else (str,))
+            if SECRET_KEY.search(key)
+            else mask_secrets(inner)
+            for key, inner in value.items()
+        }
     if isinstance(value, list):
         return [mask_secrets(item) for item in value]
     return redact(value) if isinstance(value, str) else value
 
 
-def _mask_argument(argument: str, previous: str) -> str:
-    if previous.startswith("--") and "=" not in previous and SECRET_KEY.search(previous):  # --api-key x
-        return MASK
-    option = "--set=" if argument.startswith("--set=") else ""
-    key, equals, value = argument.removeprefix(option).partition("=")
-    secret = any(SECRET_KEY.search(part) for part in key.split(".")) or SECRET_INSIDE.search(value)
-    return f"{option}{key}={MASK}" if equals and secret else redact(argument)
-
-
-def _is_place(value: str) -> bool:
-    """Tell whether a variable's value is the path of something that is there, such as a key file."""
-    return value.startswith("/") and os.path.exists(value)
-
-
-def _below(key: str, value: Any) -> Any:
-    """Mask what stands below a secret key."""
-    return _mask_all(value, (str, int, float) if SURELY_SECRET_KEY.search(key) else (str,))
-
-
-def _mask_all(value: Any, kinds: tuple[type, ...]) -> Any:
-    if isinstance(value, dict):
-        return {key: _mask_all(inner, kinds) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_mask_all(item, kinds) for item in value]
-    return MASK if isinstance(value, kinds) and not isinstance(value, bool) else value
-
-
-PART = r"[^\s/\\'\"`,;:|<>()\[\]{}]+"
-POSIX_PATH = re.compile(rf"(?<![\w./~\\-])(?:~[\w-]*|\.\.)?/(?!/)(?:{PART}/)+({PART})?|(?<![\w./~\\-])~[\w-]*/({PART})")
-CLIMBING_PATH = re.compile(rf"(?<![\w./])(?:\.\./)+(?:{PART}/)*({PART})?")
-WINDOWS_PATH = re.compile(rf"(?<!\w)[A-Za-z]:[\\/](?![\\/])(?:{PART}[\\/]+)*({PART})?")
-WHOLE_PATH = re.compile(r"(?:~[\w-]*)?/(?!.*[ =:][/~])[^\n,;]*/[^\n,;]*")
-FILE_ADDRESS = re.compile(r"\bfile://(?=/)")
-
-
 class Scrubber:
-    """Frees texts of paths and secrets.
+    """Removes machine paths and secrets from what is published.
+
+    A path below a home becomes relative to it; of any other absolute path the last part stays. Paths are found by their form,
+    so that an answer of a model that holds `/usr/bin/python` would be changed: use `only_secrets` for prompts and answers.
 
     Args:
         secrets: texts to be masked wherever they stand, besides those that look like tokens.
@@ -144,7 +114,7 @@ class Scrubber:
         self._secrets = [secret for secret in secrets if secret]
 
     def text(self, text: str) -> str:
-        """Return a text without paths and secrets."""
+        """Return `text` without paths and secrets."""
         text = FILE_ADDRESS.sub("", self.secrets(text))
         for home in self._homes:
             text = re.sub(rf"(?<![\w./]){re.escape(home)}(?:(/)|(?![\w.-]))", lambda found: "" if found[1] else ".", text)
@@ -163,7 +133,7 @@ class Scrubber:
         return redact(text)
 
     def finds_token(self, text: str) -> bool:
-        """Tell whether an access token stands in a text; narrower than `secrets`, fit for a tokenizer's vocabulary."""
+        """Return whether a text holds an access token; narrower than `secrets`, fit for a tokenizer's vocabulary."""
         return FORMS.search(text) is not None or any(secret in text for secret in self._secrets)
 
     def value(self, value: Any) -> Any:
@@ -185,6 +155,28 @@ class Scrubber:
             change(key): self._walk(mask_arguments(inner) if _is_command(key, inner) else inner, change)
             for key, inner in value.items()
         }
+
+
+def _mask_argument(argument: str, previous: str) -> str:
+    if previous.startswith("--") and "=" not in previous and SECRET_KEY.search(previous):  # --api-key x
+        return MASK
+    option = "--set=" if argument.startswith("--set=") else ""
+    key, equals, value = argument.removeprefix(option).partition("=")
+    secret = any(SECRET_KEY.search(part) for part in key.split(".")) or SECRET_INSIDE.search(value)
+    return f"{option}{key}={MASK}" if equals and secret else redact(argument)
+
+
+def _is_path(value: str) -> bool:
+    """Return whether a variable's value is the path of an existing file or folder, such as a key file."""
+    return value.startswith("/") and os.path.exists(value)
+
+
+def _mask_all(value: Any, kinds: tuple[type, ...]) -> Any:
+    if isinstance(value, dict):
+        return {key: _mask_all(inner, kinds) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_mask_all(item, kinds) for item in value]
+    return MASK if isinstance(value, kinds) and not isinstance(value, bool) else value
 
 
 def _is_command(key: str, value: Any) -> bool:

@@ -1,7 +1,7 @@
-"""Finished pieces of a long job, kept on disk so that an interrupted run goes on where it was.
+"""A journal of a long job's finished pieces, from which an interrupted run goes on where it was.
 
-One line a piece, synced before the next piece begins. The first line names the job; the pieces of another job are not used.
-A last line that was cut off while it was written is dropped.
+One line a piece, synced before the next piece begins. The first line is the job's fingerprint; pieces of another job are not
+used. A last line that was cut off while it was written is dropped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ logger = logging.getLogger("draftsmith")
 
 
 def fingerprint(*parts: Any) -> str:
-    """Return a hash of JSON values: all that decides what a job's pieces look like."""
+    """Return a hash of JSON values, which should be all that decides a job's pieces."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -34,7 +34,7 @@ class Journal:
     def __init__(self, path: Path, job: str) -> None:
         self.path = path
         self._header = json.dumps({"job": job}).encode() + b"\n"
-        self._length: int | None = None  # bytes up to the end of the last whole piece; None until the file was looked at
+        self._length: int | None = None  # bytes up to the end of the last whole piece; None until the file was read
 
     def read(self) -> dict[str, Any]:
         """Return the finished pieces; none where there is no file or it is another job's."""
@@ -81,7 +81,7 @@ class Journal:
 
 
 def _parse_piece(line: bytes) -> dict[str, Any] | None:
-    """Return a line's entry, None where writing it was cut off or the line was damaged since."""
+    """Return a line's entry; None where it was cut off or damaged."""
     if not line.endswith(b"\n"):
         return None
     try:

@@ -1,9 +1,7 @@
-"""What decides a training run's weights, as one hash: checkpoints and kept runs are found again by it. Imports no torch.
+"""What a run was made with, kept beside its results so that numbers can be traced: `run.json`, and a training's fingerprint.
 
-What a result was made with: the command, the resolved config, versions, git state, hardware.
-
-Written beside everything a command makes, so that a number can be traced. The environment is never recorded, and secrets
-are masked (`configs.runtime.redaction`). Imports no torch: the record is written before anything slow begins.
+The environment is never recorded, and secrets are masked (`configs.runtime.redaction`). Imports no torch: the record is written
+before anything slow begins.
 """
 
 from __future__ import annotations
@@ -29,6 +27,20 @@ from configs.runtime.redaction import mask_arguments, mask_secrets
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "torchmetrics", "draftsmith")
 MIB = 2**20
 PROBE_SECONDS = 20  # git status of a large checkout on a network disk can be slow
+# Of the schedule: where and how often things are written, and what is counted as micro-batches a step instead.
+QUIET = {
+    "log_every_steps",
+    "eval_every_steps",
+    "checkpoint_every_steps",
+    "keep_checkpoints",
+    "resume",
+    "trackers",
+    "profile",
+    "peak_tflops",
+    "gradient_accumulation_steps",
+    "process_timeout_seconds",
+    "loader_workers",
+}
 
 
 def write_run_record(folder: Path, config: BaseModel, **extra: Any) -> Path:
@@ -54,6 +66,22 @@ def write_run_record(folder: Path, config: BaseModel, **extra: Any) -> Path:
     path = folder / "run.json"
     write_json(path, record)
     return path
+
+
+def training_fingerprint(config: Mapping[str, Any], contents: Mapping[str, str]) -> str:
+    """Return a hash of what decides the weights and which are kept: not where and how often things are written, nor the gates.
+
+    The decoding of held-out prompts belongs to it: scores got in another way cannot be compared with the best so far. Options
+    that are off (None) do not: one that the schema gains later leaves the hashes of today's runs as they are.
+
+    Args:
+        config: a training's, as JSON values.
+        contents: hashes of what the config's paths hold, and whatever else decides the weights, by key.
+    """
+    relevant = {name: value for name, value in config.items() if name not in ("output", "sanity", "schedule")}
+    relevant["schedule"] = {name: value for name, value in config["schedule"].items() if name not in QUIET}
+    relevant["contents"] = dict(contents)
+    return hashlib.sha256(json.dumps(_without_none(relevant), sort_keys=True).encode()).hexdigest()
 
 
 def describe_versions() -> dict[str, str]:
@@ -118,38 +146,6 @@ def _output(command: list[str]) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
-
-
-# Of the schedule: where and how often things are written, and what is counted as micro-batches a step instead.
-QUIET = {
-    "log_every_steps",
-    "eval_every_steps",
-    "checkpoint_every_steps",
-    "keep_checkpoints",
-    "resume",
-    "trackers",
-    "profile",
-    "peak_tflops",
-    "gradient_accumulation_steps",
-    "process_timeout_seconds",
-    "loader_workers",
-}
-
-
-def training_fingerprint(config: Mapping[str, Any], contents: Mapping[str, str]) -> str:
-    """Return a hash of what decides the weights and which are kept: not where and how often things are written, nor the gates.
-
-    The decoding of held-out prompts belongs to it: scores got in another way cannot be compared with the best so far. Options
-    that are off (None) do not: one that the schema gains later leaves the hashes of today's runs as they are.
-
-    Args:
-        config: a training's, as JSON values.
-        contents: hashes of what the config's paths hold, and whatever else decides the weights, by key.
-    """
-    relevant = {name: value for name, value in config.items() if name not in ("output", "sanity", "schedule")}
-    relevant["schedule"] = {name: value for name, value in config["schedule"].items() if name not in QUIET}
-    relevant["contents"] = dict(contents)
-    return hashlib.sha256(json.dumps(_without_none(relevant), sort_keys=True).encode()).hexdigest()
 
 
 def _without_none(value: Any) -> Any:

@@ -1,9 +1,8 @@
-"""The YAML that draftsmith reads: YAML 1.2's plain scalars, and none of the constructs a settings file has no use for.
+"""The YAML of config files: YAML 1.2's plain scalars, without repeated keys, tags, aliases and deep nesting.
 
-PyYAML speaks YAML 1.1, in which `3e-4` is text, `no` is false and a repeated key silently wins. Here its scanner and
-composer are kept and everything above is ours: `3e-4` and `1e5` are numbers, only `true` and `false` are booleans, and
-repeated keys, tags, aliases, and nesting deeper than `MAX_DEPTH` are refused by line. Refusing aliases is what makes a
-file's size bound its memory.
+PyYAML reads YAML 1.1, in which `3e-4` is text, `no` is false and the last of repeated keys wins. Only its scanner and composer
+are used here: `3e-4` and `1e5` are numbers, and only `true` and `false` are booleans. Without aliases a file's size bounds its
+memory.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ def parse_yaml(text: str, where: str) -> Any:
 
     Args:
         text: the document; an empty one is None.
-        where: what the complaint calls the document, such as its path.
+        where: names the document in errors, such as its path.
 
     Raises:
-        ConfigError: it is not YAML, or uses what this dialect leaves out; names the line.
+        ConfigError: it is not YAML, or uses what is not accepted; names the line.
     """
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(f"{where}: {len(text)} characters are too many for a configuration, at most {MAX_CHARACTERS}")
@@ -51,7 +50,7 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 class _Composer(yaml.BaseLoader):
-    """PyYAML's composer, which stops at the first event that the dialect leaves out."""
+    """PyYAML's composer, which stops at the first event that is not accepted."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
