@@ -26,9 +26,8 @@ from configs.runtime.files import new_folder, read_json, write_json
 from configs.runtime.redaction import mask_secrets
 from heads.families.registry import FAMILIES, serve
 from heads.hub import locate_artifact
-from heads.inference.causal_lm import check_split, is_registered
 from heads.inference.compiled_forward import run_alike
-from heads.inference.model_checks import check_rolls_back
+from heads.inference.model_checks import check_rolls_back, check_split
 from heads.proposers.cross_device import CrossDeviceProposer
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.protocol import Proposer
@@ -256,8 +255,6 @@ def _device(name: str | None, target: PreTrainedModel) -> torch.device:
 
 def _run_like_the_target(proposer: DraftLM, target: PreTrainedModel) -> list[str]:
     """Give a draft LM a lean forward where its target has one; return what to tell the user where that cannot be."""
-    if not is_registered(target):
-        return []
     try:
         run_alike(proposer.model, target)
     except InputError as error:

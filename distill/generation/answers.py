@@ -28,8 +28,8 @@ from configs.schema.data import AnswersConfig
 from configs.schema.decoding import SamplingConfig
 from distill.dataset.conversations import Conversation, Message
 from distill.generation.prompts import Prompt
-from heads.inference.causal_lm import head_logits
-from heads.inference.kv_cache import RowCache, forward_rows, new_cache
+from heads.inference.causal_lm import forward_rows, head_logits, new_cache
+from heads.inference.kv_cache import RowCache
 from heads.sampling.counter_rng import Role, Streams
 from heads.sampling.probabilities import draw, token_probabilities
 from heads.target.loading import Target

@@ -25,7 +25,7 @@ from configs.schema.decoding import SamplingConfig
 from distill.generation.answers import next_tokens, request_number
 from distill.generation.prompts import Prompt
 from distill.generation.split import DUPLICATE, normalise
-from heads.inference.kv_cache import forward_rows, new_cache
+from heads.inference.causal_lm import forward_rows, new_cache
 from heads.sampling.counter_rng import Streams
 from heads.target.loading import Target
 

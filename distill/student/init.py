@@ -20,8 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from configs.runtime.errors import ConfigError, InputError, first_line
 from configs.schema.learning import LoraSettings, StudentConfig
-from heads.inference.causal_lm import check_split
-from heads.inference.model_checks import check_rolls_back
+from heads.inference.model_checks import check_rolls_back, check_split
 from heads.target.identity import hash_tokenizer
 from heads.target.loading import UNREADABLE, Target, move
 from heads.target.placement import real_weight

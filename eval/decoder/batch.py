@@ -25,9 +25,8 @@ from eval.decoder.meters import Meter
 from eval.decoder.records import DistributionComparison, Round
 from eval.decoder.request import Request, Row
 from eval.decoder.verifier import Verifier, finite_rows
-from heads.inference.causal_lm import head_logits
+from heads.inference.causal_lm import head_logits, new_cache
 from heads.inference.int8_kv_cache import LAYERS
-from heads.inference.kv_cache import new_cache
 from heads.proposers.protocol import Proposal, Proposer, TargetReader, TreeProposer
 from heads.sampling.counter_rng import Streams
 from heads.sampling.token_tree import Branches, GrownTree, Tree, tree_from, whole_tree

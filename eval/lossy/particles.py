@@ -41,9 +41,8 @@ from eval.decoder.meters import Meter
 from eval.decoder.records import Round
 from eval.decoder.request import Request, Row
 from eval.decoder.verifier import finite_rows
-from heads.inference.causal_lm import head_logits
+from heads.inference.causal_lm import head_logits, new_cache
 from heads.inference.int8_kv_cache import LAYERS
-from heads.inference.kv_cache import new_cache
 from heads.proposers.protocol import Proposal, Proposer
 from heads.sampling.counter_rng import Role, Streams
 from heads.sampling.probabilities import draw, token_probabilities

@@ -1,29 +1,28 @@
-"""Which causal LMs are run by a forward of this project's own, in place of transformers'.
+"""A causal LM in its two halves, run a few tokens at a time: token ids to hidden states, and hidden states to logits.
 
-A model is registered once, after loading, by whoever makes its forward (`heads.inference.lean_forward`). From then on the
-places that run a model while decoding (`heads.inference.kv_cache.forward_rows`, `heads.inference.causal_lm.head_logits`,
-`heads.target.hidden_states.tapped`) find the forward here, so that the decoder, the drafts and their tests need not know of
-it. Only inference mode sees it: where gradients may be asked for, transformers' own modules run. A copy of a model is not
-registered. B batch, T new tokens, S cache length, D width, V vocabulary.
-
-
-The two halves of a causal LM: the backbone that makes hidden states, and the head that makes logits of them.
-
-Kept apart because drafts, losses and the decoder want logits at a few positions only. transformers offers no such split,
-so `check_split` proves on a probe that the halves together are the model. B batch, T positions, D width, V vocabulary.
+Drafts, losses and the decoder want logits at a few positions only, and transformers offers no such split
+(`heads.inference.model_checks.check_split` compares the halves with the whole). The halves are transformers' own modules, or a
+`DecodingForward` that was registered for the model after loading (`heads.inference.lean_forward`,
+`heads.inference.compiled_forward`); callers need not know which. A registered forward is used in inference mode only, since it
+has no gradients, and not for copies of the model.
+B batch, T new tokens, S cache length, D width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
 
-from configs.runtime.errors import InputError
+from heads.inference.kv_cache import RowCache, RowLayer
+from heads.sampling.token_tree import Branches
+
+Masks = Tensor | dict[str, Tensor | None] | None
 
 
 def backbone(model: PreTrainedModel) -> nn.Module:
@@ -31,11 +30,11 @@ def backbone(model: PreTrainedModel) -> nn.Module:
     return model.base_model
 
 
-def head_logits(model: PreTrainedModel, hidden_BTD: Tensor) -> Tensor:
+def head_logits(model: HasOutputHead, hidden_BTD: Tensor) -> Tensor:
     """Return the next-token logits `[..., V]` of final hidden states `[..., D]`, soft-capped or scaled as the model does."""
     config = model.config
-    fast = fast_forward(model)
-    logits_BTV = model.get_output_embeddings()(hidden_BTD) if fast is None else fast.logits(hidden_BTD)
+    registered = _registered_now(model)
+    logits_BTV = model.get_output_embeddings()(hidden_BTD) if registered is None else registered.logits(hidden_BTD)
     if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
         logits_BTV = logits_BTV * scale
     if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite
@@ -45,77 +44,160 @@ def head_logits(model: PreTrainedModel, hidden_BTD: Tensor) -> Tensor:
     return logits_BTV
 
 
-@torch.inference_mode()
-def check_split(model: PreTrainedModel) -> None:
-    """Refuse a model whose logits are no numbers, or not `head_logits` of its backbone's last hidden state.
+def new_cache(model: PreTrainedModel, capacity: int, layer: Callable[[int], RowLayer] = RowLayer) -> RowCache:
+    """Return an empty cache for `model` that holds at least `capacity` positions a row; `layer` as for `RowCache`."""
+    size = current_forward(model).cache_size(capacity)
+    return RowCache(model.config.get_text_config().num_hidden_layers, size, layer)
 
-    Raises:
-        InputError: the logits of a probe are not finite, or the two disagree on it by more than rounding.
+
+def forward_rows(
+    model: PreTrainedModel, cache: RowCache, ids_BT: Tensor, starts: Sequence[int], branches: Branches | None = None
+) -> Tensor:
+    """Run a causal LM's backbone on tokens that continue each row at its own position.
+
+    Args:
+        model: the causal LM the cache was made for.
+        cache: keys and values of positions before `starts`; those of the new tokens are added.
+        ids_BT: token ids; column t of row b stands at position `starts[b] + t`.
+        starts: first position by row. Anything cached at or after it is overwritten or masked.
+        branches: the tokens are those of a tree, whose first slots are `starts`.
+
+    Returns:
+        The final, normed hidden states `[B, T, D]`; position t predicts t + 1 (`head_logits`).
     """
-    ids_BT = torch.arange(1, 9, device=model.device).unsqueeze(0) % model.config.get_text_config().vocab_size
-    whole_BTV = model(input_ids=ids_BT, use_cache=False).logits.float()
-    hidden_BTD = backbone(model)(input_ids=ids_BT, use_cache=False).last_hidden_state
-    halves_BTV = head_logits(model, hidden_BTD).float()
-    name = type(model).__name__
-    if not bool(torch.isfinite(whole_BTV).all()):
-        raise InputError(f"{name} computes logits that are not finite in {model.dtype}: its weights are damaged or overflow")
-    tolerance = 8 * torch.finfo(hidden_BTD.dtype).eps * whole_BTV.abs().max()
-    if whole_BTV.shape != halves_BTV.shape or (whole_BTV - halves_BTV).abs().max() > tolerance:
-        raise InputError(
-            f"{name} computes its logits in a way draftsmith does not know: its head applied to its last hidden state differs"
-        )
+    T = ids_BT.shape[1]
+    cache.place(starts, T, ids_BT.device, branches)
+    if branches is None:
+        positions_BT = torch.tensor(starts, device=ids_BT.device).unsqueeze(1) + torch.arange(T, device=ids_BT.device)
+    else:
+        positions_BT = branches.positions_BT
+    config = model.config.get_text_config()
+    masks = _masks(config, cache, positions_BT, starts, model.dtype)
+    return current_forward(model).hidden(ids_BT, _within_context(config, positions_BT, max(starts) + T), masks, cache)
 
 
-if TYPE_CHECKING:
-    from heads.inference.kv_cache import RowCache  # which itself looks up forwards here
+class HasOutputHead(Protocol):
+    """The part of a causal LM's interface that `head_logits` needs."""
 
-Masks = Tensor | dict[str, Tensor | None] | None  # as `heads.inference.kv_cache.forward_rows` gives them to a backbone
+    @property
+    def config(self) -> Any:
+        """Says whether logits are scaled or capped."""
+
+    def get_output_embeddings(self) -> Any:
+        """Return the map from hidden states `[..., D]` to raw logits `[..., V]`."""
 
 
-class FastForward(Protocol):
-    """The two halves of a causal LM (`heads.inference.causal_lm`), without gradients."""
+class DecodingForward(Protocol):
+    """The two halves of a causal LM, without gradients."""
 
     def hidden(self, ids_BT: Tensor, positions_BT: Tensor, masks: Masks, cache: RowCache) -> Tensor:
-        """Return the final, normed hidden states `[B, T, D]`; keys and values go where `cache` was placed.
+        """Return the final, normed hidden states `[B, T, D]`; keys and values are written where `cache` was placed.
 
         Args:
             ids_BT: token ids.
-            positions_BT: where they stand in the text.
-            masks: bool `[B or 1, 1, T, S]`, true where a token sees a slot, by layer type where there is a dict; None: the
-                tokens start a text, or each is one that sees all.
+            positions_BT: their positions in the text.
+            masks: bool `[B or 1, 1, T, S]`, true where a token sees a slot, or a dict of these by layer type; None: the tokens
+                start a text, or each is one that sees every slot.
+            cache: keys and values.
         """
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Return the output matrix applied to final hidden states `[..., D]`, as `[..., V]`."""
 
     def watch(self, taps: Sequence[int], seen: dict[int, Tensor]) -> None:
-        """Put the states h_i of these taps into `seen` at each forward from now on; no taps: stop that."""
+        """Store the states h_i of these taps in `seen` at each forward from now on; with no taps, stop that."""
 
     def cache_size(self, capacity: int) -> int:
         """Return how many positions a row of its cache should have room for where `capacity` are needed."""
 
 
-_FORWARDS: WeakKeyDictionary[PreTrainedModel, FastForward] = WeakKeyDictionary()
+class TransformersForward:
+    """transformers' own modules as a `DecodingForward`; the one that is used where none is registered."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        # Not the model itself, which `_REGISTERED` must not keep alive.
+        self._backbone, self._head = backbone(model), model.get_output_embeddings()
+
+    def hidden(self, ids_BT: Tensor, positions_BT: Tensor, masks: Masks, cache: RowCache) -> Tensor:
+        output = self._backbone(
+            input_ids=ids_BT, position_ids=positions_BT, attention_mask=masks, past_key_values=cache, use_cache=True
+        )
+        hidden_BTD: Tensor = output.last_hidden_state
+        return hidden_BTD
+
+    def logits(self, hidden_BTD: Tensor) -> Tensor:
+        logits_BTV: Tensor = self._head(hidden_BTD)
+        return logits_BTV
+
+    def watch(self, taps: Sequence[int], seen: dict[int, Tensor]) -> None:
+        """Do nothing: hooks on the modules store these states (`heads.target.hidden_states.tapped`)."""
+
+    def cache_size(self, capacity: int) -> int:
+        return capacity
 
 
-def register(model: PreTrainedModel, forward: FastForward | None) -> None:
-    """Run `model` by `forward` from now on, or by transformers again where it is None."""
+_REGISTERED: WeakKeyDictionary[HasOutputHead, DecodingForward] = WeakKeyDictionary()
+
+
+def register_forward(model: PreTrainedModel, forward: DecodingForward | None) -> None:
+    """Run `model` by `forward` while decoding from now on, or by transformers again where it is None."""
     if forward is None:
-        _FORWARDS.pop(model, None)
+        _REGISTERED.pop(model, None)
     else:
-        _FORWARDS[model] = forward
+        _REGISTERED[model] = forward
 
 
-def is_registered(model: PreTrainedModel) -> bool:
-    """Say whether decoding runs `model` by a forward of ours."""
-    return model in _FORWARDS
+def registered_forward(model: PreTrainedModel) -> DecodingForward | None:
+    """Return the forward that was registered for `model`; None: transformers' own runs it."""
+    return _REGISTERED.get(model)
 
 
-def registered(model: PreTrainedModel) -> FastForward | None:
-    """Return the forward that decoding runs `model` by; None: transformers' own."""
-    return _FORWARDS.get(model)
+def current_forward(model: PreTrainedModel) -> DecodingForward:
+    """Return the forward to use now: the registered one in inference mode, else transformers' own."""
+    return _registered_now(model) or TransformersForward(model)
 
 
-def fast_forward(model: PreTrainedModel) -> FastForward | None:
-    """Return the forward to use now; None, transformers' own, where there is no other or a gradient may be wanted."""
-    return _FORWARDS.get(model) if torch.is_inference_mode_enabled() else None
+def _registered_now(model: HasOutputHead) -> DecodingForward | None:
+    return _REGISTERED.get(model) if torch.is_inference_mode_enabled() else None
+
+
+def _within_context(config: PreTrainedConfig, positions_BT: Tensor, end: int) -> Tensor:
+    """Return positions before `end` with those beyond the context moved to its last position.
+
+    Only a row's padding stands there while a neighbour in the batch has room, but a learned position table has no such row.
+    """
+    context = getattr(config, "max_position_embeddings", None)
+    return positions_BT if context is None or end <= context else positions_BT.clamp(max=context - 1)
+
+
+def _masks(config: PreTrainedConfig, cache: RowCache, positions_BT: Tensor, starts: Sequence[int], dtype: torch.dtype) -> Masks:
+    """Return masks that show each token exactly what `RowCache.visible` says, or None where the model's own causality does."""
+    T = positions_BT.shape[1]
+    window = getattr(config, "sliding_window", None)
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    causal_BTS = None
+    # From position 0 on the model's own causal mask is right and takes a faster kernel; so is none for one token that sees all.
+    if cache.holds_tree or (max(starts) > 0 and (T > 1 or min(starts) != max(starts))):
+        causal_BTS = cache.visible(positions_BT)
+    if window is None or (layer_types and "sliding_attention" not in layer_types):
+        return _for_attention(causal_BTS, config, dtype)
+    sliding_BTS = cache.visible(positions_BT, window)
+    if not layer_types:
+        return _for_attention(sliding_BTS, config, dtype)
+    if causal_BTS is None:
+        causal_BTS = cache.visible(positions_BT)
+    masks = {
+        "full_attention": _for_attention(causal_BTS, config, dtype),
+        "sliding_attention": _for_attention(sliding_BTS, config, dtype),
+    }
+    return masks if len(layer_types) > 1 else masks["sliding_attention"]
+
+
+def _for_attention(visible_BTS: Tensor | None, config: PreTrainedConfig, dtype: torch.dtype) -> Tensor | None:
+    """Turn a boolean mask into the 4-D form of the attention in use: boolean for sdpa, additive for eager."""
+    if visible_BTS is None:
+        return None
+    visible_B1TS = visible_BTS.unsqueeze(1)
+    if config._attn_implementation != "eager":
+        return visible_B1TS
+    return torch.zeros_like(visible_B1TS, dtype=dtype).masked_fill(~visible_B1TS, torch.finfo(dtype).min)

@@ -26,7 +26,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
-from heads.inference.causal_lm import FastForward, Masks, backbone, register, registered
+from heads.inference.causal_lm import DecodingForward, Masks, TransformersForward, register_forward, registered_forward
 from heads.inference.kv_cache import RowCache
 from heads.inference.lean_forward import make_lean
 
@@ -46,7 +46,7 @@ def make_compiled(model: PreTrainedModel) -> None:
         make_lean(model)
     except InputError as error:
         log.info("transformers' forward is compiled: %s", error)
-    register(model, CompiledForward(registered(model) or BackboneForward(model), model.device))
+    register_forward(model, CompiledForward(registered_forward(model) or TransformersForward(model), model.device))
 
 
 def run_alike(model: PreTrainedModel, target: PreTrainedModel) -> None:
@@ -55,46 +55,21 @@ def run_alike(model: PreTrainedModel, target: PreTrainedModel) -> None:
     Raises:
         InputError: that is a lean one, which `model` cannot have.
     """
-    if isinstance(registered(target), CompiledForward):
+    if isinstance(registered_forward(target), CompiledForward):
         make_compiled(model)
-    elif registered(target) is not None:
+    elif registered_forward(target) is not None:
         make_lean(model)
 
 
-class BackboneForward:
-    """transformers' own forward in the form of `heads.inference.causal_lm.FastForward`. Its taps are hooks
-    (`heads.target.hidden_states`)."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._backbone, self._head = backbone(model), model.get_output_embeddings()
-
-    def hidden(self, ids_BT: Tensor, positions_BT: Tensor, masks: Masks, cache: RowCache) -> Tensor:
-        output = self._backbone(
-            input_ids=ids_BT, position_ids=positions_BT, attention_mask=masks, past_key_values=cache, use_cache=True
-        )
-        hidden_BTD: Tensor = output.last_hidden_state
-        return hidden_BTD
-
-    def logits(self, hidden_BTD: Tensor) -> Tensor:
-        logits_BTV: Tensor = self._head(hidden_BTD)
-        return logits_BTV
-
-    def watch(self, taps: Sequence[int], seen: dict[int, Tensor]) -> None:
-        """Nothing to do: hooks watch already."""
-
-    def cache_size(self, capacity: int) -> int:
-        return capacity
-
-
 class CompiledForward:
-    """Another forward, run as graphs of fixed shapes (`heads.inference.causal_lm.FastForward`).
+    """Another forward, run as graphs of fixed shapes (`heads.inference.causal_lm.DecodingForward`).
 
     Args:
         inner: what is compiled.
         device: where the model lives.
     """
 
-    def __init__(self, inner: FastForward, device: torch.device) -> None:
+    def __init__(self, inner: DecodingForward, device: torch.device) -> None:
         self.inner = inner
         self._graphs: dict[tuple[Any, ...], Callable[..., Tensor]] = {}
         self._on_gpu = device.type == "cuda"
@@ -137,7 +112,7 @@ class CompiledForward:
         W = next((width for width in WIDTHS if width >= T), None)
         if starts_text or W is None or not cache.is_filled or not cache.has_room(W):
             return None
-        if self._taps and isinstance(self.inner, BackboneForward):
+        if self._taps and isinstance(self.inner, TransformersForward):
             return None
         key = (B, W, cache.capacity, self._taps, frozenset(masks) if isinstance(masks, dict) else None)
         if key not in self._graphs and len(self._graphs) == MAX_GRAPHS:

@@ -18,11 +18,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
-from transformers.configuration_utils import PreTrainedConfig
 
-from heads.inference.causal_lm import backbone, fast_forward
 from heads.sampling.token_tree import Branches
 
 
@@ -213,86 +210,3 @@ def beside(index: tuple[Tensor, slice, Tensor], states: Tensor) -> tuple[Tensor,
     """Return an index of slots on the device of these states: the layers of a spread target lie on several."""
     rows, heads, positions = index
     return rows.to(states.device), heads, positions.to(states.device)
-
-
-def new_cache(model: PreTrainedModel, capacity: int, layer: Callable[[int], RowLayer] = RowLayer) -> RowCache:
-    """Return an empty cache for `model` that holds `capacity` positions a row, or more; `layer` as for `RowCache`."""
-    fast = fast_forward(model)
-    size = capacity if fast is None else fast.cache_size(capacity)
-    return RowCache(model.config.get_text_config().num_hidden_layers, size, layer)
-
-
-def forward_rows(
-    model: PreTrainedModel, cache: RowCache, ids_BT: Tensor, starts: Sequence[int], branches: Branches | None = None
-) -> Tensor:
-    """Run a causal LM's backbone on tokens that continue each row at its own position.
-
-    Args:
-        model: the causal LM the cache was made for.
-        cache: keys and values of positions before `starts`; those of the new tokens are added.
-        ids_BT: token ids; column t of row b stands at position `starts[b] + t`.
-        starts: first position by row. Anything cached at or after it is overwritten or hidden.
-        branches: the tokens are those of a tree, whose first slots are `starts`.
-
-    Returns:
-        The final, normed hidden states `[B, T, D]`; position t predicts t + 1 (`heads.inference.causal_lm.head_logits`).
-    """
-    T = ids_BT.shape[1]
-    cache.place(starts, T, ids_BT.device, branches)
-    if branches is None:
-        positions_BT = torch.tensor(starts, device=ids_BT.device).unsqueeze(1) + torch.arange(T, device=ids_BT.device)
-    else:
-        positions_BT = branches.positions_BT
-    config = model.config.get_text_config()
-    places_BT = _within_context(config, positions_BT, max(starts) + T)
-    masks = _masks(config, cache, positions_BT, starts, model.dtype)
-    if (fast := fast_forward(model)) is not None:
-        return fast.hidden(ids_BT, places_BT, masks, cache)
-    output = backbone(model)(
-        input_ids=ids_BT, position_ids=places_BT, attention_mask=masks, past_key_values=cache, use_cache=True
-    )
-    return output.last_hidden_state
-
-
-def _within_context(config: PreTrainedConfig, positions_BT: Tensor, end: int) -> Tensor:
-    """Return positions before `end` with those beyond the context put on its last place.
-
-    Only a row's padding stands there while a neighbour in the batch has room, but a learned position table has no such row.
-    """
-    context = getattr(config, "max_position_embeddings", None)
-    return positions_BT if context is None or end <= context else positions_BT.clamp(max=context - 1)
-
-
-def _masks(
-    config: PreTrainedConfig, cache: RowCache, positions_BT: Tensor, starts: Sequence[int], dtype: torch.dtype
-) -> Tensor | dict[str, Tensor | None] | None:
-    """Return masks that show each token exactly what `RowCache.visible` says, or None where the model's own causality does."""
-    T = positions_BT.shape[1]
-    window = getattr(config, "sliding_window", None)
-    layer_types = set(getattr(config, "layer_types", None) or ())
-    causal_BTS = None
-    # From position 0 on the model's own causal mask is right and takes a faster kernel; so is none for one token that sees all.
-    if cache.holds_tree or (max(starts) > 0 and (T > 1 or min(starts) != max(starts))):
-        causal_BTS = cache.visible(positions_BT)
-    if window is None or (layer_types and "sliding_attention" not in layer_types):
-        return _for_attention(causal_BTS, config, dtype)
-    sliding_BTS = cache.visible(positions_BT, window)
-    if not layer_types:
-        return _for_attention(sliding_BTS, config, dtype)
-    if causal_BTS is None:
-        causal_BTS = cache.visible(positions_BT)
-    masks = {
-        "full_attention": _for_attention(causal_BTS, config, dtype),
-        "sliding_attention": _for_attention(sliding_BTS, config, dtype),
-    }
-    return masks if len(layer_types) > 1 else masks["sliding_attention"]
-
-
-def _for_attention(visible_BTS: Tensor | None, config: PreTrainedConfig, dtype: torch.dtype) -> Tensor | None:
-    """Turn a boolean mask into the 4-D form of the attention in use: boolean for sdpa, additive for eager."""
-    if visible_BTS is None:
-        return None
-    visible_B1TS = visible_BTS.unsqueeze(1)
-    if config._attn_implementation != "eager":
-        return visible_B1TS
-    return torch.zeros_like(visible_B1TS, dtype=dtype).masked_fill(~visible_B1TS, torch.finfo(dtype).min)

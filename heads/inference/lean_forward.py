@@ -31,8 +31,9 @@ from transformers import (
 )
 
 from configs.runtime.errors import InputError
-from heads.inference.causal_lm import Masks, backbone, head_logits, register
-from heads.inference.kv_cache import RowCache, forward_rows, new_cache
+from heads.inference.causal_lm import Masks, backbone, forward_rows, head_logits, new_cache, register_forward
+from heads.inference.kv_cache import RowCache
+from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
 from heads.inference.packed_linear import PackedLinear
 
 FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
@@ -49,16 +50,17 @@ def make_lean(model: PreTrainedModel) -> None:
     Raises:
         InputError: the family is none that the lean forward knows, or the two forwards disagree on a probe.
     """
-    forward = LeanForward(model)
-    register(model, forward)
-    error = _disagreement(model)
-    accepted = max(1e-4, 16 * torch.finfo(model.dtype).eps)
-    if not error <= accepted:
-        register(model, None)
-        raise InputError(
-            f"the lean forward of {type(model).__name__} differs from transformers' by {error:.2g} of its logits on a probe, "
-            f"at most {accepted:.2g} is rounding; set target.forward to transformers"
+    register_forward(model, LeanForward(model))
+    try:
+        check_on_probe(
+            model,
+            _logits_error,
+            differs=f"the lean forward of {type(model).__name__} differs from transformers' by {{:.2g}} of its logits on a "
+            "probe, which is more than rounding; set target.forward to transformers",
         )
+    except InputError:
+        register_forward(model, None)
+        raise
 
 
 def lean_twin(model: PreTrainedModel) -> PreTrainedModel:
@@ -88,7 +90,7 @@ class _Block:
 
 
 class LeanForward:
-    """The two halves of a Llama-like model as functions without gradients (`heads.inference.causal_lm.FastForward`).
+    """The two halves of a Llama-like model as functions without gradients (`heads.inference.causal_lm.DecodingForward`).
 
     Args:
         model: of one of `FAMILIES`, with plain linear layers.
@@ -227,19 +229,16 @@ def _block(layer: Any, layer_type: str, num_kv: int, group: int) -> _Block:
     )
 
 
-@torch.inference_mode()
-def _disagreement(model: PreTrainedModel) -> float:
-    """Return how far the lean logits of a registered model are from transformers', as a share of theirs (root mean square).
-
-    The lean ones are read in two pieces, the second from another place in each row, as after a rejected draft.
-    """
-    vocab_size = model.config.get_text_config().vocab_size
-    ids_BT = (torch.arange(2 * PROBE_TOKENS, device=model.device) * 7919 % vocab_size).view(2, PROBE_TOKENS)
-    theirs_BTV = model(input_ids=ids_BT, use_cache=False).logits.float()
+def _logits_error(model: PreTrainedModel) -> float:
+    """Compare lean logits of a probe with transformers'; read in two pieces, the second as after a rejected draft."""
+    ids_BT = probe_ids(model, 2, PROBE_TOKENS)
+    whole_BTV = model(input_ids=ids_BT, use_cache=False).logits
     starts, T = (PROBE_TOKENS - 5, PROBE_TOKENS - 8), 5
-    cache = new_cache(model, PROBE_TOKENS)
-    forward_rows(model, cache, ids_BT[:, : starts[0]], [0, 0])
-    again_BT = torch.stack([row[start : start + T] for row, start in zip(ids_BT, starts, strict=True)])
-    ours_BTV = head_logits(model, forward_rows(model, cache, again_BT, starts)).float()
-    there_BTV = torch.stack([row[start : start + T] for row, start in zip(theirs_BTV, starts, strict=True)])
-    return float((ours_BTV - there_BTV).norm() / there_BTV.norm())
+    with torch.inference_mode():
+        cache = new_cache(model, PROBE_TOKENS)
+        forward_rows(model, cache, ids_BT[:, : starts[0]], [0, 0])
+        again_BT = torch.stack([row[start : start + T] for row, start in zip(ids_BT, starts, strict=True)])
+        lean_BTV = head_logits(model, forward_rows(model, cache, again_BT, starts))
+        return relative_error(
+            lean_BTV, torch.stack([row[start : start + T] for row, start in zip(whole_BTV, starts, strict=True)])
+        )

@@ -12,6 +12,7 @@ B batch, T positions, S keys, D width, M key-value heads, H head width.
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 from configs.runtime.errors import InputError
 from heads.inference.causal_lm import backbone
 from heads.inference.kv_cache import RowCache
+from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
 from heads.target.hidden_states import blocks, num_blocks, tapped
 from heads.target.placement import own_copy
 
@@ -85,7 +87,13 @@ class Surroundings:
         parameters = inspect.signature(type(blocks(target)[number]).forward).parameters
         self._cache_argument = "layer_past" if "layer_past" in parameters else "past_key_values"
         self._additive_masks = config._attn_implementation == "eager"
-        self._check(target, number)
+        if target.device.type != "meta":  # a plan builds heads without any values to compare
+            check_on_probe(
+                target,
+                partial(self._error, number=number),
+                differs=f"block {number} of {type(target).__name__} needs more around it than draftsmith knows to give it: run "
+                "apart from the target its states differ by {:.2g} of them",
+            )
 
     def run(
         self, block: nn.Module, states_BTD: Tensor, positions_BT: Tensor, visible_B1TS: Tensor, keys: Keys | None
@@ -110,23 +118,17 @@ class Surroundings:
         states: Tensor = output[0] if isinstance(output, tuple) else output
         return states
 
-    @torch.inference_mode()
-    def _check(self, target: PreTrainedModel, number: int) -> None:
-        """Refuse a block that needs more around it than it gets here: run it on what it read in a probe, and compare."""
-        if target.device.type == "meta":  # a plan builds heads without any values to compare
-            return
-        T = 8
-        positions_BT = torch.arange(T, device=target.device).unsqueeze(0)
-        ids_BT = (positions_BT + 1) % target.config.get_text_config().vocab_size
+    def _error(self, target: PreTrainedModel, number: int) -> float:
+        """Run a block on what it read in a probe, and compare what it gives with what it gave there."""
+        ids_1T = probe_ids(target)
         with tapped(target, [number, number + 1]) as seen:
-            target(input_ids=ids_BT, use_cache=False)
-        before_BTD, after_BTD = seen[number], seen[number + 1]
-        causal_B1TT = torch.ones(1, 1, T, T, dtype=torch.bool, device=target.device).tril()
-        visible_B1TT = unrolled_mask(causal_B1TT, 0, self.window)
-        apart_BTD = self.run(blocks(target)[number], before_BTD, positions_BT, visible_B1TT, None).to(after_BTD.device)
-        tolerance = 16 * torch.finfo(after_BTD.dtype).eps * after_BTD.abs().max()
-        if (apart_BTD - after_BTD).abs().max() > tolerance:
-            raise InputError(f"block {number} of {type(target).__name__} needs more around it than draftsmith knows to give it")
+            target(input_ids=ids_1T, use_cache=False)
+        T = ids_1T.shape[1]
+        causal_11TT = torch.ones(1, 1, T, T, dtype=torch.bool, device=target.device).tril()
+        visible_11TT = unrolled_mask(causal_11TT, 0, self.window)
+        positions_1T = torch.arange(T, device=target.device).unsqueeze(0)
+        apart_1TD = self.run(blocks(target)[number], seen[number], positions_1T, visible_11TT, None)
+        return relative_error(apart_1TD.to(target.device), seen[number + 1])
 
     def _mask(self, visible_B1TS: Tensor, dtype: torch.dtype) -> Tensor:
         if not self._additive_masks:

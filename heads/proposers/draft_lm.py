@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from configs.schema.decoding import SamplingConfig
-from heads.inference.causal_lm import head_logits
-from heads.inference.kv_cache import RowCache, forward_rows, new_cache
+from heads.inference.causal_lm import forward_rows, head_logits, new_cache
+from heads.inference.kv_cache import RowCache
 from heads.proposers.chain_builder import Drafting
 from heads.proposers.protocol import Proposal, Tokens
 from heads.proposers.tree_builder import TreeSlots, grow

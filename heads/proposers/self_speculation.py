@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from weakref import ref
 
@@ -24,8 +25,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import SamplingConfig
-from heads.inference.causal_lm import backbone, head_logits
-from heads.inference.kv_cache import RowCache, forward_rows, new_cache
+from heads.inference.causal_lm import backbone, forward_rows, head_logits, new_cache
+from heads.inference.kv_cache import RowCache
+from heads.inference.model_checks import check_on_probe, probe_ids, read_documents, relative_error
 from heads.proposers.chain_builder import Drafting
 from heads.proposers.protocol import Proposal, Tokens
 from heads.sampling.counter_rng import Streams
@@ -68,7 +70,12 @@ class SelfSpeculation:
         self.late.set_input_embeddings(nn.Identity())  # what it reads are states already
         self._cache: ref[RowCache] | None = None  # the target's, of the batch under way; the decoder holds it, and lets it go
         self._exits: list[Tensor] = []  # `[B, 1, E]`: states behind the first blocks, of the pending token and the drafts
-        _check_parts(self)
+        check_on_probe(
+            model,
+            partial(_parts_error, parts=self),
+            differs=f"{type(model).__name__} cannot draft for itself: its blocks, in two parts, are not the whole model; they "
+            "differ by {:.2g} of its states",
+        )
 
     def forward_states(
         self,
@@ -159,17 +166,11 @@ def _part(model: PreTrainedModel, first: int, end: int) -> PreTrainedModel:
     return part
 
 
-@torch.inference_mode()
-def _check_parts(parts: SelfSpeculation) -> None:
-    """Refuse a model that is not its two parts one after the other, shown on a probe of 8 tokens."""
-    model = parts.model
-    ids_BT = torch.arange(1, 9, device=model.device).unsqueeze(0) % model.config.get_text_config().vocab_size
-    whole_BTE = forward_rows(model, new_cache(model, 8), ids_BT, [0])
-    cache = new_cache(model, 8)
+def _parts_error(model: PreTrainedModel, parts: SelfSpeculation) -> float:
+    """Compare the model's states on a probe with those of its two parts, one after the other."""
+    ids_1T = probe_ids(model)
+    cache = new_cache(model, ids_1T.shape[1])
     parts._cache = ref(cache)
     exits: list[Tensor] = []
-    parts._read(ids_BT, [0], exits)
-    rebuilt_BTE = forward_rows(parts.late, cache, exits[0], [0])
-    tolerance = 16 * torch.finfo(model.dtype).eps * whole_BTE.abs().max()
-    if not bool((whole_BTE - rebuilt_BTE).abs().max() <= tolerance):
-        raise InputError(f"{type(model).__name__} cannot draft for itself: its blocks, in two parts, are not the whole model")
+    parts._read(ids_1T, [0], exits)
+    return relative_error(forward_rows(parts.late, cache, exits[0], [0]), read_documents(model, ids_1T, None))

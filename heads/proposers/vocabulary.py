@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
 from safetensors import SafetensorError
@@ -109,7 +108,7 @@ class HeadRows:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits `[..., W]` of final hidden states `[..., D]`."""
-        return head_logits(cast(PreTrainedModel, self), hidden)  # which asks for the config and the output embeddings only
+        return head_logits(self, hidden)
 
 
 def keep_head_rows(model: PreTrainedModel, vocabulary: DraftVocabulary) -> None:

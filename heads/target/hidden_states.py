@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
-from heads.inference.causal_lm import backbone, fast_forward, head_logits
-from heads.inference.kv_cache import RowCache, forward_rows
-from heads.inference.model_checks import read_documents
+from heads.inference.causal_lm import backbone, current_forward, forward_rows, head_logits
+from heads.inference.kv_cache import RowCache
+from heads.inference.model_checks import check_on_probe, probe_ids, read_documents, relative_error
 from heads.sampling.token_tree import Branches
 
 
@@ -80,16 +80,18 @@ def check_taps(model: PreTrainedModel, taps: Sequence[int]) -> None:
             raise InputError(f"head.taps: {tap} is none of the hidden states h_0 (embedding) to h_{last} (last block)")
     if not taps:
         return
-    ids_BT = torch.arange(1, 9, device=model.device).unsqueeze(0) % model.config.get_text_config().vocab_size
-    with torch.inference_mode(), tapped(model, [last]) as seen:
-        logits_BTV = model(input_ids=ids_BT, use_cache=False).logits.float()
-        rebuilt_BTV = head_logits(model, final_norm(model)(seen[last])).float()
-    tolerance = 16 * torch.finfo(model.dtype).eps * logits_BTV.abs().max()
-    if (logits_BTV - rebuilt_BTV).abs().max() > tolerance:
-        raise InputError(
-            f"the tapped states of {type(model).__name__} do not reproduce its logits; its blocks hand on something else than "
-            "the residual stream"
-        )
+    check_on_probe(
+        model,
+        _last_tap_error,
+        differs=f"the tapped states of {type(model).__name__} do not reproduce its logits (the error is {{:.2g}} of them); its "
+        "blocks return something else than the residual stream",
+    )
+
+
+def _last_tap_error(model: PreTrainedModel) -> float:
+    with tapped(model, [last := num_blocks(model)]) as seen:
+        logits_1TV = model(input_ids=probe_ids(model), use_cache=False).logits
+    return relative_error(head_logits(model, final_norm(model)(seen[last])), logits_1TV)
 
 
 def final_norm(model: PreTrainedModel) -> nn.Module:
@@ -129,14 +131,12 @@ def tapped(model: PreTrainedModel, taps: Sequence[int]) -> Iterator[dict[int, Te
             handles.append(layers[0].register_forward_pre_hook(partial(_keep_input, seen), with_kwargs=True))
         else:
             handles.append(layers[tap - 1].register_forward_hook(partial(_keep_output, seen, tap, home)))
-    fast = fast_forward(model)
-    if fast is not None:
-        fast.watch(taps, seen)
+    forward = current_forward(model)
+    forward.watch(taps, seen)
     try:
         yield seen
     finally:
-        if fast is not None:
-            fast.watch((), {})
+        forward.watch((), {})
         for handle in handles:
             handle.remove()
 
@@ -149,7 +149,7 @@ def forward_states(
     taps: Sequence[int],
     branches: Branches | None = None,
 ) -> TargetStates:
-    """Run the target on tokens that continue each row (`heads.inference.kv_cache.forward_rows`) and return its states there."""
+    """Return the target's states at tokens that continue each row (`heads.inference.causal_lm.forward_rows`)."""
     with tapped(model, taps) as seen:
         final_BTE = forward_rows(model, cache, ids_BT, starts, branches)
     return TargetStates(final_BTE=final_BTE, taps_ABTE=tuple(seen[tap] for tap in taps))

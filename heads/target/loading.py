@@ -19,9 +19,9 @@ from transformers.utils.logging import disable_progress_bar
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.redaction import redact
 from configs.schema.target import TargetConfig
-from heads.inference.causal_lm import check_split
 from heads.inference.compiled_forward import make_compiled
 from heads.inference.lean_forward import make_lean
+from heads.inference.model_checks import check_split
 from heads.target.demo_model import PREFIX, embedded_folder, load_gguf
 from heads.target.identity import TargetIdentity, hash_chat_template, hash_files, hash_tokenizer, hash_weights
 from heads.target.placement import place_parts

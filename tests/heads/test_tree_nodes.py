@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config
 
-from heads.inference.causal_lm import head_logits
-from heads.inference.kv_cache import forward_rows, new_cache
+from heads.inference.causal_lm import forward_rows, head_logits, new_cache
 from heads.inference.lean_forward import make_lean
 from heads.sampling.token_tree import whole_tree
 from tests.support.family_checks import GROUPED, VOCAB_SIZE

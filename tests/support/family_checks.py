@@ -16,7 +16,7 @@ from distill.loss.head_objective import HeadObjective
 from eval.decoder.decode import generate
 from heads.artifact import HiddenStates, Metadata, load_draft, save_head
 from heads.families.registry import FAMILIES, serve
-from heads.inference.kv_cache import new_cache
+from heads.inference.causal_lm import new_cache
 from heads.modules.interface import HeadInputs
 from heads.proposers.vocabulary import DraftVocabulary
 from heads.sampling.counter_rng import Streams

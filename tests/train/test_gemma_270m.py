@@ -26,7 +26,7 @@ from distill.dataset.conversations import FORMAT_VERSION, MANIFEST, Conversation
 from eval.decoder.decode import Request, decode, generate
 from heads.artifact import load_draft
 from heads.families.registry import FAMILIES
-from heads.inference.kv_cache import new_cache
+from heads.inference.causal_lm import new_cache
 from heads.target.hidden_states import forward_states, read_states
 from heads.target.loading import load_target
 from train.launch import run_heads

@@ -1,6 +1,6 @@
 """Gates before a long run: what would make hours of training worthless is looked for in seconds.
 
-1. The target's states lead to its logits (`heads.target.hidden_states.check_taps`, `heads.inference.causal_lm.check_split`):
+1. The target's states lead to its logits (`heads.target.hidden_states.check_taps`, `heads.inference.model_checks.check_split`):
 asked where target
    and `HeadTask` are made, so before what stands here.
 2. Dry run: the untrained head is written as an artifact, loaded, and drafts what the head at hand drafts.

@@ -22,8 +22,7 @@ from eval.cost.draft_length import ConfidenceProbe, fit_stopping
 from eval.cost.tree_shapes import Profile, fastest_tree, measure_profile
 from eval.decoder.decode import Request, decode
 from eval.decoder.records import SPECULATIVE
-from heads.inference.causal_lm import head_logits
-from heads.inference.kv_cache import new_cache
+from heads.inference.causal_lm import head_logits, new_cache
 from heads.proposers.merged import MergedDrafts
 from heads.proposers.prompt_lookup import PromptLookup
 from heads.proposers.protocol import Proposer, TreeProposer

@@ -11,7 +11,7 @@ from configs.schema.target import TargetConfig
 from eval.decoder.decode import Request, decode, generate
 from eval.lossless.verdict import judge_lossless
 from heads.artifact import Metadata, load_draft, save_draft_lm
-from heads.inference.causal_lm import is_registered
+from heads.inference.causal_lm import registered_forward
 from heads.target.loading import load_target
 from tests.support.family_checks import SMALL
 
@@ -31,9 +31,9 @@ def draft_for(folder, target):
 
 def test_only_the_target_that_was_asked_for_it_and_its_draft_run_lean(targets, tiny_run):
     plain, lean = targets
-    assert (is_registered(plain.model), is_registered(lean.model)) == (False, True)
+    assert (bool(registered_forward(plain.model)), bool(registered_forward(lean.model))) == (False, True)
     drafts = [draft_for(tiny_run, target) for target in targets]
-    assert [is_registered(draft.proposer.model) for draft in drafts] == [False, True]
+    assert [bool(registered_forward(draft.proposer.model)) for draft in drafts] == [False, True]
     assert drafts[1].warnings == []
 
 
@@ -53,7 +53,7 @@ def test_the_float32_check_runs_lean_as_well(targets, tiny_run):
     generations, _ = decode(lean, requests, config)
 
     def load(other):
-        seen.append((is_registered(other.model), other.model.dtype))
+        seen.append((bool(registered_forward(other.model)), other.model.dtype))
         return draft_for(tiny_run, other)
 
     section = judge_lossless(lean, generations, generations, config, LosslessConfig(check_float32_prompts=1), load)
@@ -74,7 +74,7 @@ def test_a_draft_of_another_family_runs_by_transformers_and_the_report_says_so(t
     )
     save_draft_lm(tmp_path / "artifact", model, lean.tokenizer, metadata)
     draft = draft_for(tmp_path, lean)
-    assert not is_registered(draft.proposer.model)
+    assert not registered_forward(draft.proposer.model)
     assert len(draft.warnings) == 1
     assert "the lean forward knows Llama, Mistral, Qwen2, Qwen3, not GPTNeoXForCausalLM" in draft.warnings[0]
     config = DecodeConfig(max_new_tokens=8)

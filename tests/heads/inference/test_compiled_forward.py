@@ -16,9 +16,8 @@ from configs.schema.target import TargetConfig
 from eval.decoder.decode import generate
 from heads.artifact import load_draft
 from heads.inference import compiled_forward
-from heads.inference.causal_lm import head_logits, registered
-from heads.inference.compiled_forward import BackboneForward, CompiledForward, make_compiled
-from heads.inference.kv_cache import forward_rows, new_cache
+from heads.inference.causal_lm import forward_rows, head_logits, new_cache, registered_forward
+from heads.inference.compiled_forward import CompiledForward, TransformersForward, make_compiled
 from heads.inference.lean_forward import LeanForward
 from heads.sampling.token_tree import Branches, lineage
 from heads.target.hidden_states import forward_states
@@ -68,8 +67,8 @@ def test_logits_at_any_place_and_width_are_those_of_the_forward_inside(name, cap
     make_compiled(plain)
     for ours_BTV, theirs_BTV in zip(logits_of(plain), expected, strict=True):
         torch.testing.assert_close(ours_BTV, theirs_BTV, atol=1e-5, rtol=1e-5)
-    inner = registered(plain).inner
-    assert type(inner) is (BackboneForward if name == "gemma" else LeanForward)
+    inner = registered_forward(plain).inner
+    assert type(inner) is (TransformersForward if name == "gemma" else LeanForward)
     assert captured() == 2  # one token and four, three of which may be the real ones
 
 
@@ -133,7 +132,7 @@ def test_a_loaded_target_and_its_draft_run_compiled_and_answer_as_before(tiny_ru
     target = load_target(TargetConfig(**settings, forward="compiled"))
     draft = load_draft(tiny_run / "artifact", target.identity, target.model)
     for model in (target.model, draft.proposer.model):
-        assert isinstance(registered(model), CompiledForward)
+        assert isinstance(registered_forward(model), CompiledForward)
     assert generate(target, prompts, config) == expected
     assert generate(target, prompts, config, draft.proposer) == expected
     # Plainly 1 token; with drafts 4, 2 and 1; the draft reads 1 or 2; each for every number of rows still under way.

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.decode import decode, generate
-from heads.inference.causal_lm import head_logits
+from heads.inference.causal_lm import forward_rows, head_logits, new_cache
 from heads.inference.int8_kv_cache import Int8Layer, narrow, widen
-from heads.inference.kv_cache import RowLayer, forward_rows, new_cache
+from heads.inference.kv_cache import RowLayer
 from heads.inference.lean_forward import make_lean
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.prompt_lookup import PromptLookup

@@ -15,8 +15,8 @@ from transformers import (
 )
 
 from configs.runtime.errors import InputError
-from heads.inference.causal_lm import backbone
-from heads.inference.kv_cache import RowCache, forward_rows, new_cache
+from heads.inference.causal_lm import backbone, forward_rows, new_cache
+from heads.inference.kv_cache import RowCache
 from heads.inference.model_checks import check_rolls_back
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 64}

@@ -18,8 +18,15 @@ from transformers import (
 )
 
 from configs.runtime.errors import InputError
-from heads.inference.causal_lm import fast_forward, head_logits, is_registered, register
-from heads.inference.kv_cache import forward_rows, new_cache
+from heads.inference.causal_lm import (
+    TransformersForward,
+    current_forward,
+    forward_rows,
+    head_logits,
+    new_cache,
+    register_forward,
+    registered_forward,
+)
 from heads.inference.lean_forward import LeanForward, lean_twin, make_lean
 from heads.sampling.token_tree import Branches, lineage
 from heads.target.hidden_states import forward_states, read_states, tapped
@@ -155,9 +162,9 @@ def test_greedy_choices_in_float32_do_not_depend_on_how_many_rows_are_read_toget
 
 def test_only_inference_mode_runs_it_so_that_gradients_flow_through_transformers():
     model = model_of("llama", lean=True)
-    assert fast_forward(model) is None
+    assert type(current_forward(model)) is TransformersForward
     with torch.inference_mode():
-        assert fast_forward(model) is not None
+        assert type(current_forward(model)) is LeanForward
     hidden_BTD = torch.randn(1, 2, 32, requires_grad=True)
     head_logits(model, hidden_BTD).sum().backward()
     torch.testing.assert_close(hidden_BTD.grad[0, 0], model.lm_head.weight.sum(0))
@@ -166,8 +173,8 @@ def test_only_inference_mode_runs_it_so_that_gradients_flow_through_transformers
 def test_a_copy_runs_by_transformers_and_a_model_that_is_gone_leaves_nothing():
     model = deepcopy(model_of("llama"))
     make_lean(model)
-    assert is_registered(model)
-    assert not is_registered(deepcopy(model))
+    assert registered_forward(model)
+    assert not registered_forward(deepcopy(model))
     gone = ref(model)
     del model
     gc.collect()
@@ -177,7 +184,7 @@ def test_a_copy_runs_by_transformers_and_a_model_that_is_gone_leaves_nothing():
 def test_a_twin_is_lean_and_shares_every_weight_while_the_model_runs_as_before():
     model = deepcopy(model_of("qwen3"))
     twin = lean_twin(model)
-    assert (is_registered(twin), is_registered(model)) == (True, False)
+    assert (bool(registered_forward(twin)), bool(registered_forward(model))) == (True, False)
     assert [value.data_ptr() for value in twin.parameters()] == [value.data_ptr() for value in model.parameters()]
     pieces = [(IDS_BT[:, :5], [0, 0]), (IDS_BT[:, 5:7], [5, 3])]
     for ours_BTV, theirs_BTV in zip(read(twin, pieces), read(model, pieces), strict=True):
@@ -198,7 +205,7 @@ def test_another_family_is_refused_by_name():
     model = AutoModelForCausalLM.from_config(GPTNeoXConfig(**SMALL))
     with pytest.raises(InputError, match="the lean forward knows Llama, Mistral, Qwen2, Qwen3, not GPTNeoXForCausalLM"):
         make_lean(model)
-    assert not is_registered(model)
+    assert not registered_forward(model)
 
 
 def test_eager_attention_is_refused():
@@ -228,7 +235,7 @@ def test_a_model_of_a_known_family_that_computes_otherwise_is_refused(part, monk
         model.model.layers[2].register_forward_hook(lambda _, args, output: output * 1.5 + args[0])
     with pytest.raises(InputError, match=r"differs from transformers' by .* set target\.forward to transformers"):
         make_lean(model)
-    assert not is_registered(model)
+    assert not registered_forward(model)
 
 
 def _without_turning(like):
@@ -239,5 +246,5 @@ def _without_turning(like):
 def test_a_forward_can_be_taken_away_again():
     model = deepcopy(model_of("llama"))
     make_lean(model)
-    register(model, None)
-    assert not is_registered(model)
+    register_forward(model, None)
+    assert not registered_forward(model)

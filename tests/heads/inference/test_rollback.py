@@ -16,7 +16,7 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import DynamicTree, StaticTree
 from eval.decoder.batch import BatchRun
 from eval.decoder.decode import Request
-from heads.inference.kv_cache import forward_rows, new_cache
+from heads.inference.causal_lm import forward_rows, new_cache
 from heads.inference.lean_forward import make_lean
 from heads.proposers.draft_lm import DraftLM
 from tests.support.corrected import CorrectedTrees

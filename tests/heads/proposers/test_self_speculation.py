@@ -9,7 +9,7 @@ from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import ConfidenceStopping
 from eval.decoder.decode import Request, decode, generate
-from heads.inference.kv_cache import new_cache
+from heads.inference.causal_lm import new_cache
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.self_speculation import SelfSpeculation, early_exit
 from heads.target.hidden_states import blocks, read_states

@@ -7,7 +7,7 @@ from configs.runtime.errors import InputError
 from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import Eagle3Settings, HydraSettings, MedusaSettings, MtpSettings
 from heads.families.registry import FAMILIES
-from heads.inference.kv_cache import new_cache
+from heads.inference.causal_lm import new_cache
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.tree_builder import GrownGrowth, StaticGrowth
 from heads.proposers.vocabulary import DraftVocabulary

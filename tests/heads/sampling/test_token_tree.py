@@ -8,8 +8,7 @@ from pydantic import TypeAdapter, ValidationError
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig, MistralConfig
 
 from configs.schema.drafting import StaticTree, TreeConfig
-from heads.inference.causal_lm import backbone
-from heads.inference.kv_cache import forward_rows, new_cache
+from heads.inference.causal_lm import backbone, forward_rows, new_cache
 from heads.sampling.token_tree import GrownTree, Tree, check_parents, depths_of, lineage, tree_from, whole_tree
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from configs.runtime.errors import InputError
-from heads.inference.causal_lm import head_logits
-from heads.inference.kv_cache import new_cache
+from heads.inference.causal_lm import head_logits, new_cache
 from heads.target.hidden_states import blocks, check_taps, final_norm, final_norm_scale, forward_states, read_states, tapped
 from tests.support import family_checks as checks
 
