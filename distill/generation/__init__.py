@@ -1,4 +1,4 @@
-"""Prompts in, conversations written by the target out.
+"""Prompts in, conversations out: written by the target here, by a server, or brought by the data set.
 
-Start with `make_dataset.make_data`.
+Start with `make_dataset`; everything that is written locally comes from `continuation.continue_rows`.
 """

@@ -1,52 +1,43 @@
-"""The target writes: batched continuation of token ids, and the answers to prompts made of it.
+"""Prompts to conversations: answers written turn by turn, or taken from the data set.
 
-Logits become tokens by the same distribution, random streams and cache as in the decoder (`heads.sampling.probabilities`,
-`heads.sampling.counter_rng`, `heads.inference.kv_cache`), so that what a draft learns is exactly what it will be measured on.
-transformers' `generate` is not used: settings left open are filled from the checkpoint's own generation config (top-k 50, a
-repetition penalty, ...).
-
-Batches are formed from all prompts before any process takes its part: the rows are the same however many processes share
-the work, and however often it was interrupted.
-B batch, T positions, D width, V vocabulary.
+`answer_prompts` lets a writer (the target here, or a server) answer a batch of prompts; an `AnswerJob` shares the batches of a
+data set between processes and resumes them. Batches are formed from all prompts before any process takes its part, so the rows
+depend neither on the number of processes nor on interruptions. `existing_answers` encodes the answers that a data set brings:
+a draft learns less from them than from the target's own (METHODS D.3).
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from configs.runtime.errors import InputError
 from configs.runtime.progress import progress
 from configs.runtime.resumable import Journal
 from configs.schema.data import AnswersConfig
-from configs.schema.decoding import SamplingConfig
 from distill.dataset.conversations import Conversation, Message
-from distill.generation.prompts import Prompt
-from heads.inference.causal_lm import forward_rows, head_logits, new_cache
-from heads.inference.kv_cache import RowCache
-from heads.sampling.counter_rng import Role, Streams
-from heads.sampling.probabilities import draw, token_probabilities
+from distill.generation.continuation import continue_tokens, request_number, up_to_end
+from distill.generation.prompts import Prompt, encode_prompt
 from heads.target.loading import Target
 
+# Why a turn has no answer.
 EMPTY = "empty_answer"  # it ended at once
-NO_ROOM = "no_room_in_context"  # a later turn, with all before it, fills the context; or any the server's shorter one
+NO_ROOM = "no_room_in_context"  # the conversation so far fills the context of the target, or the shorter one of the server
 UNREACHED = "turn_after_a_dropped_one"
+NOT_A_CONTINUATION = "answer_does_not_continue_its_prompt"  # the chat template writes the prompt differently before an answer
 
-# Continues prompts of token ids, whose requests are numbered; a reason where there is no continuation.
+# Continues prompts of token ids, given the number of each request; a reason where there is no continuation.
 Write = Callable[[Sequence[Sequence[int]], Sequence[int]], Sequence[list[int] | str]]
 
-PIECES = ".answers.partial-{rank}.jsonl"
+ANSWER_JOURNALS = ".answers.partial-{rank}.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
-    """Conversations in the order of their prompts, how many turns were dropped, by reason, and the servers that answered."""
+    """Conversations in the order of their prompts, the number of dropped turns by reason, and the servers that answered."""
 
     conversations: tuple[Conversation, ...]
     dropped: dict[str, int]
@@ -65,15 +56,15 @@ class AnswerJob:
     fingerprint: str
 
     def work(self, *, rank: int, num_processes: int) -> None:
-        """Answer this process's share of the batches, all but those answered before."""
+        """Answer this process's share of the batches, except those that are finished."""
         batches = self._batches()
         mine = range(rank, len(batches), num_processes)
         done = self._finished()
-        pieces = Journal(self.folder / PIECES.format(rank=rank), self.fingerprint)
+        journal = Journal(self.folder / ANSWER_JOURNALS.format(rank=rank), self.fingerprint)
         with progress("answers", sum(len(batches[number]) for number in mine), "prompts") as advance:
             for number in mine:
                 if str(number) not in done:
-                    pieces.append(str(number), self._answer(batches[number]))
+                    journal.append(str(number), self._answer(batches[number]))
                 advance(len(batches[number]))
 
     def collect(self) -> Answered:
@@ -87,48 +78,51 @@ class AnswerJob:
         if missing:
             raise RuntimeError(f"{len(missing)} batches of answers are missing in {self.folder}, the first is {missing[0]}")
         order = {prompt.prompt_id: place for place, prompt in enumerate(self.prompts)}
-        rows = [Conversation.from_dict(row, "a finished batch") for piece in finished.values() for row in piece["rows"]]
+        rows = [Conversation.from_dict(row, "a finished batch") for batch in finished.values() for row in batch["rows"]]
         dropped = Counter[str]()
-        for piece in finished.values():
-            dropped.update(piece["dropped"])
-        rows.sort(key=lambda row: (order[row.prompt_id], row.turn))
-        servers = {str(server): server for piece in finished.values() for server in piece.get("servers", ())}
+        for batch in finished.values():
+            dropped.update(batch["dropped"])
+        servers = {str(server): server for batch in finished.values() for server in batch.get("servers", ())}
         return Answered(
-            conversations=tuple(rows),
+            conversations=tuple(sorted(rows, key=lambda row: (order[row.prompt_id], row.turn))),
             dropped=dict(sorted(dropped.items())),
             servers=tuple(servers[each] for each in sorted(servers)),
         )
 
     def _batches(self) -> list[list[Prompt]]:
-        """Return the prompts, those of similar length together: less padding, and rows that end at similar times."""
+        """Return the prompts in batches of similar length: less padding, and rows that end at similar times."""
         by_length = sorted(self.prompts, key=lambda prompt: (len(prompt.user_text), prompt.prompt_id))
         size = self.config.batch_size
         return [by_length[start : start + size] for start in range(0, len(by_length), size)]
 
     def _finished(self) -> dict[str, Any]:
-        """Return the batches on disk, whichever process wrote them."""
-        found = sorted(self.folder.glob(PIECES.format(rank="*")))
-        return {key: piece for path in found for key, piece in Journal(path, self.fingerprint).read().items()}
+        return read_journals(self.folder, ANSWER_JOURNALS, self.fingerprint)
 
     def _answer(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
         rows, dropped = answer_prompts(self.target, prompts, self.config, seed=self.seed)
         return {"rows": [asdict(row) for row in rows], "dropped": dropped}
 
 
+def read_journals(folder: Path, name: str, job: str) -> dict[str, Any]:
+    """Return the entries of a job that all processes have written; `name` is the journals' name with a place for the rank."""
+    paths = sorted(folder.glob(name.format(rank="*")))
+    return {key: entry for path in paths for key, entry in Journal(path, job).read().items()}
+
+
 def answer_prompts(
     target: Target, prompts: Sequence[Prompt], config: AnswersConfig, *, seed: int, write: Write | None = None
 ) -> tuple[list[Conversation], dict[str, int]]:
-    """Answer a batch of prompts turn by turn, each later turn after the target's own answers to those before.
+    """Answer a batch of prompts turn by turn, each later turn after the answers to those before.
 
     Args:
         target: whose template and end-of-text tokens count.
         prompts: what is answered.
-        config: how the target here writes.
-        seed: names the random numbers, see `continue_tokens`.
-        write: writes in place of the target here.
+        config: the sampling and the longest answer.
+        seed: of the random numbers, see `continue_tokens`.
+        write: used in place of the target.
 
     Returns:
-        One conversation for each answered turn, and how many turns were dropped, by reason.
+        One conversation for each answered turn, and the number of dropped turns by reason.
     """
 
     def write_here(prompts_ids: Sequence[Sequence[int]], requests: Sequence[int]) -> list[list[int]]:
@@ -157,11 +151,7 @@ def answer_prompts(
 
 
 def _answer_turn(
-    target: Target,
-    prompts: Sequence[Prompt],
-    messages: Sequence[list[Message]],
-    turn: int,
-    write: Write,
+    target: Target, prompts: Sequence[Prompt], messages: Sequence[list[Message]], turn: int, write: Write
 ) -> list[Conversation | str]:
     """Return each prompt's answered turn, or the reason why there is none."""
     encoded = [tuple(target.encode_chat(conversation)) for conversation in messages]
@@ -173,106 +163,73 @@ def _answer_turn(
         if isinstance(answer_ids, str):
             outcomes[index] = answer_ids
             continue
-        ended = answer_ids[-1] in target.eos_token_ids
-        if ended and len(answer_ids) == 1:
-            outcomes[index] = EMPTY
-            continue
         text = str(target.tokenizer.decode(answer_ids, skip_special_tokens=True))
-        outcomes[index] = Conversation(
-            prompt_id=prompts[index].prompt_id,
-            category=prompts[index].category,
-            turn=turn,
-            messages=(*messages[index], {"role": "assistant", "content": text}),
-            prompt_ids=encoded[index],
-            answer_ids=tuple(answer_ids),
-            ended=ended,
-        )
+        answered = (*messages[index], {"role": "assistant", "content": text})
+        outcomes[index] = _conversation(target, prompts[index], turn, answered, encoded[index], answer_ids)
     return outcomes
 
 
-@torch.inference_mode()
-def continue_tokens(
-    target: Target,
-    prompts: Sequence[Sequence[int]],
-    sampling: SamplingConfig,
-    *,
-    max_new_tokens: int,
-    seed: int,
-    requests: Sequence[int],
-) -> list[list[int]]:
-    """Continue a batch of token ids until each row has ended.
+def check_given(prompts: Sequence[Prompt]) -> None:
+    """Refuse prompts that bring no answer.
+
+    Raises:
+        InputError: one of them, named, does not.
+    """
+    without = [prompt.prompt_id for prompt in prompts if prompt.answer is None]
+    if without:
+        raise InputError(
+            f"answers.written_by is 'dataset', and {len(without)} of {len(prompts)} prompts bring no answer, the first is "
+            f"{without[0]}: expected chat messages that end with one by the assistant; mend or leave out those rows, or set "
+            "answers.written_by=target"
+        )
+
+
+def existing_answers(target: Target, prompts: Sequence[Prompt], max_new_tokens: int) -> Answered:
+    """Encode prompts with the answers that they bring.
 
     Args:
-        target: the model that continues.
-        prompts: token ids, at least one a row and fewer than the context.
-        sampling: the distribution of the next token.
-        max_new_tokens: longest continuation.
-        seed, requests: name the rows' random numbers, which depend on nothing else (`heads.sampling.counter_rng`).
-
-    Returns:
-        The continuations, end-of-text token included where there is one.
+        target: whose template, tokenizer and end-of-text tokens count.
+        prompts: each with an answer, see `check_given`.
+        max_new_tokens: longer answers are cut off.
 
     Raises:
-        RuntimeError: the target's logits are not finite.
+        InputError: a prompt fills the target's context, or its template refuses the conversation.
     """
-    if not prompts:
-        return []
-    rows = [list(prompt) for prompt in prompts]
-    limits = [min(len(prompt) + max_new_tokens, target.max_positions) for prompt in prompts]
-    active = list(range(len(rows)))
-    cache = new_cache(target.model, max(limits))
-    streams = Streams(seed, requests, target.device)
-    hidden_BD = _read_prompts(target, cache, rows)
-    while True:
-        tokens = next_tokens(target, hidden_BD, sampling, streams, [len(rows[number]) for number in active])
-        for number, token in zip(active, tokens, strict=True):
-            rows[number].append(token)
-        ended = {n for n in active if rows[n][-1] in target.eos_token_ids or len(rows[n]) >= limits[n]}
-        if ended:
-            kept = [place for place, number in enumerate(active) if number not in ended]
-            active = [active[place] for place in kept]
-            if not active:
-                break
-            cache.keep_rows(kept)
-            streams.keep_rows(kept)
-        ids_B1 = torch.tensor([rows[number][-1:] for number in active], device=target.device)
-        starts = [len(rows[number]) - 1 for number in active]
-        hidden_BD = forward_rows(target.model, cache, ids_B1, starts)[:, 0]
-    return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
+    outcomes = [_encode_existing(target, prompt, max_new_tokens) for prompt in prompts]
+    dropped = Counter(sorted(outcome for outcome in outcomes if isinstance(outcome, str)))
+    return Answered(conversations=tuple(outcome for outcome in outcomes if not isinstance(outcome, str)), dropped=dict(dropped))
 
 
-def next_tokens(
-    target: Target, hidden_BD: Tensor, sampling: SamplingConfig, streams: Streams, positions: Collection[int]
-) -> list[int]:
-    """Return each row's next token: the greedy choice, or a draw by the row's own random number for that position.
-
-    Raises:
-        RuntimeError: the logits are not finite.
-    """
-    logits_BV = head_logits(target.model, hidden_BD)
-    if not bool(torch.isfinite(logits_BV.amax())):
-        raise RuntimeError(f"the target's logits are not finite in {target.model.dtype}; try another target.dtype")
-    if sampling.temperature == 0:
-        return logits_BV.argmax(-1).tolist()
-    positions_B1 = torch.tensor(list(positions), device=target.device).unsqueeze(1)
-    return draw(token_probabilities(logits_BV, sampling), streams.uniform(Role.TARGET, positions_B1).squeeze(1)).tolist()
+def _encode_existing(target: Target, prompt: Prompt, max_new_tokens: int) -> Conversation | str:
+    """Return a prompt's conversation, or the reason why there is none."""
+    prompt_ids = encode_prompt(target, prompt)
+    messages = (*prompt.messages, {"role": "assistant", "content": str(prompt.answer)})
+    whole = target.encode_chat(messages, answer_follows=False)
+    if tuple(whole[: len(prompt_ids)]) != prompt_ids:
+        return NOT_A_CONTINUATION
+    longest = min(max_new_tokens, target.max_positions - len(prompt_ids))
+    answer_ids = up_to_end(whole[len(prompt_ids) :], target.eos_token_ids)[:longest]
+    return _conversation(target, prompt, 0, messages, prompt_ids, answer_ids)
 
 
-def up_to_end(ids: Sequence[int], end_ids: Collection[int]) -> list[int]:
-    """Return token ids up to the first that ends an answer, which is then the last one returned."""
-    end = next((place for place, token in enumerate(ids) if token in end_ids), len(ids))
-    return list(ids[: end + 1])
-
-
-def request_number(name: str) -> int:
-    """Return the 63-bit number by which a request's random numbers are drawn, the same in every process."""
-    return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8], "big") >> 1
-
-
-def _read_prompts(target: Target, cache: RowCache, rows: Sequence[Sequence[int]]) -> Tensor:
-    """Fill the cache with the prompts and return the hidden state `[B, D]` of each one's last token."""
-    lengths = [len(row) for row in rows]
-    padded = [[*row, *[0] * (max(lengths) - len(row))] for row in rows]
-    hidden_BTD = forward_rows(target.model, cache, torch.tensor(padded, device=target.device), [0] * len(rows))
-    last_B = torch.tensor(lengths, device=target.device) - 1
-    return hidden_BTD[torch.arange(len(rows), device=target.device), last_B]
+def _conversation(
+    target: Target,
+    prompt: Prompt,
+    turn: int,
+    messages: tuple[Message, ...],
+    prompt_ids: tuple[int, ...],
+    answer_ids: Sequence[int],
+) -> Conversation | str:
+    """Return an answered turn, or `EMPTY` where the answer holds nothing but its end."""
+    ended = bool(answer_ids) and answer_ids[-1] in target.eos_token_ids
+    if len(answer_ids) == ended:
+        return EMPTY
+    return Conversation(
+        prompt_id=prompt.prompt_id,
+        category=prompt.category,
+        turn=turn,
+        messages=messages,
+        prompt_ids=prompt_ids,
+        answer_ids=tuple(answer_ids),
+        ended=ended,
+    )

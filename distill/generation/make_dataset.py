@@ -1,7 +1,7 @@
-"""The data set from end to end: prompts, split, answers (the target's, or the data set's own), and the folder they end in.
+"""The data set from end to end: prompts, split, answers (the target's or the data set's own), and the output folder.
 
-Several processes (under `accelerate launch`) share the writing; the main one puts the folder in place. What is finished is
-kept in the output folder until then, so that an interrupted run goes on where it was.
+Several processes (under `accelerate launch`) share the writing; the main one puts the folder in place. Until then finished work
+is kept in journals in the output folder, so that an interrupted run goes on where it was.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,30 +27,33 @@ from configs.runtime.run_record import write_run_record
 from configs.schema.data import DataConfig, PromptsConfig
 from distill.dataset.conversations import FORMAT_VERSION, MANIFEST, WRITTEN_BY, Conversation, count_answer_tokens
 from distill.dataset.indexed_file import SUFFIX
-from distill.generation.answers import PIECES, Answered, AnswerJob
-from distill.generation.existing_answers import check_given, given_answers
-from distill.generation.prompts import Prompt, encode_prompt, load_dataset_prompts, read_prompts
+from distill.generation.answers import ANSWER_JOURNALS, Answered, AnswerJob, check_given, existing_answers
+from distill.generation.prompts import Prompt, Split, encode_prompt, load_dataset_prompts, read_prompts, split_prompts
 from distill.generation.self_seeding import self_seed
 from distill.generation.server_check import check_server
 from distill.generation.server_completions import ServerWriter, server_writer
-from distill.generation.server_jobs import TURN_PIECES, ServerTurns, server_answer_job
-from distill.generation.split import Split, split_prompts
+from distill.generation.server_jobs import TURN_JOURNALS, server_answer_job, server_turns
 from distill.server.logprobs import TargetServer
 from heads.target.loading import Target, load_target
 from heads.target.processes import join_processes, naming_lost_processes
 
 logger = logging.getLogger("draftsmith")
 
-PROMPT_PIECES = ".prompts.partial.jsonl"
-SIDES = ("train.jsonl", "held_out.jsonl")
-OUTPUTS = (*SIDES, *(name + SUFFIX for name in SIDES), MANIFEST, "run.json")  # training leaves indices beside the data
+PROMPT_JOURNAL = ".prompts.partial.jsonl"
+SPLIT_FILES = ("train.jsonl", "held_out.jsonl")
+OUTPUTS = (
+    *SPLIT_FILES,
+    *(name + SUFFIX for name in SPLIT_FILES),
+    MANIFEST,
+    "run.json",
+)  # training leaves indices beside the data
 
 
 def make_dataset(config: DataConfig) -> None:
     """Make `train.jsonl`, `held_out.jsonl`, `manifest.json` and `run.json` in `config.output`.
 
     Raises:
-        InputError: the target, the server or the prompts cannot be had, a prompt does not fit the target or brings no answer
+        InputError: the target, the server or the prompts cannot be loaded, a prompt does not fit the target or brings no answer
             where it is to, a side of the split ends up empty, or the output folder cannot be written or holds something else.
     """
     output = Path(config.output)
@@ -62,11 +66,11 @@ def make_dataset(config: DataConfig) -> None:
             server.check_model()  # before a large target is loaded
         state = join_processes(config.target)
         with naming_lost_processes(), folder_lock(output, beside=True) if state.is_main_process else nullcontext():
-            _make_claimed(config, listed, state, server)
+            _make_locked(config, listed, state, server)
 
 
-def _make_claimed(config: DataConfig, listed: list[Prompt] | None, state: PartialState, server: TargetServer | None) -> None:
-    """Do this process's part in a folder where nobody else is at work."""
+def _make_locked(config: DataConfig, listed: list[Prompt] | None, state: PartialState, server: TargetServer | None) -> None:
+    """Do this process's part of the run that holds the folder's lock."""
     output = Path(config.output)
     if state.is_main_process:
         drop_leftovers(output)
@@ -76,7 +80,7 @@ def _make_claimed(config: DataConfig, listed: list[Prompt] | None, state: Partia
     prompts, dropped = (listed, {}) if listed is not None else _self_seed_once(config, target, output, state, writer)
     split = split_prompts(prompts, config.held_out_share)
     if config.answers.written_by == "dataset":
-        answered = given_answers(target, [*split.train, *split.held_out], config.answers.max_new_tokens)
+        answered = existing_answers(target, [*split.train, *split.held_out], config.answers.max_new_tokens)
     else:
         answered = _write_answers(answer_job(config, target, split, output, writer), state)
     if state.is_main_process:
@@ -85,7 +89,7 @@ def _make_claimed(config: DataConfig, listed: list[Prompt] | None, state: Partia
 
 
 def _checked_writer(config: DataConfig, target: Target, server: TargetServer, state: PartialState) -> ServerWriter:
-    """Return what asks the server, once the main process has seen that it serves the target."""
+    """Return the writer for the server, once the main process has checked that it serves the target."""
     writer = server_writer(config, target, server)
     if state.is_main_process:
         check_server(writer)
@@ -94,15 +98,18 @@ def _checked_writer(config: DataConfig, target: Target, server: TargetServer, st
 
 
 def check_output(output: Path) -> None:
-    """Refuse early what could only fail after the work: the folder will be replaced as a whole.
+    """Refuse a folder that could not be replaced as a whole after the work.
 
     Raises:
         InputError: it holds anything but an earlier run's data, is not a folder, or the folder above cannot be written.
     """
     if output.exists() and not output.is_dir():
         raise InputError(f"output: {output} is a file; name a folder that is new or holds data made before")
-    pieces = {PROMPT_PIECES, *(path.name for name in (PIECES, TURN_PIECES) for path in output.glob(name.format(rank="*")))}
-    others = sorted({path.name for path in output.glob("*")} - pieces - set(OUTPUTS))
+    journals = {
+        PROMPT_JOURNAL,
+        *(path.name for name in (ANSWER_JOURNALS, TURN_JOURNALS) for path in output.glob(name.format(rank="*"))),
+    }
+    others = sorted({path.name for path in output.glob("*")} - journals - set(OUTPUTS))
     if others:
         raise InputError(f"output: {output} holds {others[0]}, which is not data made before; name a folder of its own")
     above = next(folder for folder in output.absolute().parents if folder.exists())
@@ -152,7 +159,7 @@ def _write_answers(job: AnswerJob, state: PartialState) -> Answered:
     job.work(rank=state.process_index, num_processes=state.num_processes)
     state.wait_for_everyone()
     answered = job.collect()
-    # Every process has read the pieces before the main one replaces the folder that holds them.
+    # Every process has read the journals before the main one replaces the folder that holds them.
     state.wait_for_everyone()
     return answered
 
@@ -201,8 +208,8 @@ def _self_seed_once(
     """Let the target write the prompts, or take those that an interrupted run of the same settings left."""
     here = _writer(config, target) if writer is None else writer.asked()
     job = fingerprint(*here, config.prompts.model_dump(), config.answers.batch_size)
-    pieces = Journal(folder / PROMPT_PIECES, job)
-    kept = pieces.read().get("prompts")
+    journal = Journal(folder / PROMPT_JOURNAL, job)
+    kept = journal.read().get("prompts")
     if kept is not None:
         prompts = [Prompt(**{**values, "turns": tuple(values["turns"]), "history": ()}) for values in kept["prompts"]]
         return prompts, kept["dropped"]
@@ -215,10 +222,10 @@ def _self_seed_once(
         rank=rank,
         num_processes=state.num_processes,
         exchange=gather_object,
-        write=None if writer is None else ServerTurns(writer=writer, config=config.prompts, folder=folder, rank=rank),
+        write=None if writer is None else partial(server_turns, writer, config.prompts, folder, rank),
     )
     if state.is_main_process:
-        pieces.append("prompts", {"prompts": [asdict(prompt) for prompt in written], "dropped": dropped})
+        journal.append("prompts", {"prompts": [asdict(prompt) for prompt in written], "dropped": dropped})
     return written, dropped
 
 

@@ -1,15 +1,18 @@
-"""Prompts: what one is, and reading them from a JSONL file or a `datasets` data set.
+"""Prompts: reading them from a JSONL file or a `datasets` data set, and splitting them into a training and a held-out side.
 
 A prompt is one or several user turns, in the `turns` form of MT-bench and Spec-Bench, or chat `messages` that end with the
-user. A last message by the assistant is the data set's own answer: it is kept apart, since the target writes its own unless
-asked not to (`distill.generation.existing_answers`).
+user. A last message by the assistant is the data set's own answer, used only with `answers.written_by=dataset`.
+
+The split goes by a hash of the text alone, so a prompt stays on its side when prompts are added, removed or reordered, and a
+draft trained earlier has never seen what a later split holds out.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -22,6 +25,10 @@ from configs.runtime.files import read_jsonl
 from configs.schema.data import PromptsConfig
 from distill.dataset.conversations import Message
 from heads.target.loading import Target
+
+GUARD_WORDS = 13  # the length of overlap that counts as contamination in the GPT-3 report (2005.14165, appendix C)
+DUPLICATE = "duplicate"
+OVERLAP = "overlaps_held_out"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +53,20 @@ class Prompt:
         return "\n".join([*earlier, *self.turns])
 
 
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """Which prompts are trained on and which are held out, each in the order given, and how many were dropped, by reason."""
+
+    train: tuple[Prompt, ...]
+    held_out: tuple[Prompt, ...]
+    dropped: dict[str, int]
+
+
 def read_prompts(path: Path, *, default_category: str, what: str = "prompt file") -> list[Prompt]:
     """Return the prompts of a JSONL file in file order.
 
     Each line holds `turns` (a list of texts) or `messages` (a chat that ends with the user, or with the data set's answer);
-    `question_id` (or `id`) and `category` may be left out. Other keys are nobody's business.
+    `question_id` (or `id`) and `category` may be left out, other keys are ignored.
 
     Raises:
         InputError: the file is missing or empty, a line (named) holds no prompt, or different prompts share an id.
@@ -148,6 +164,44 @@ def parse_row(values: Mapping[str, Any], *, default_category: str, where: str) -
     return Prompt(prompt_id=prompt_id, category=category, turns=turns, history=history, answer=answer)
 
 
+def split_prompts(prompts: Sequence[Prompt], held_out_share: float) -> Split:
+    """Drop duplicates, split by hash, and drop from train what shares 13 words in a row with a held-out prompt.
+
+    Raises:
+        InputError: no prompt is left on one of the sides.
+    """
+    distinct = list({_everything_said(prompt): prompt for prompt in reversed(prompts)}.values())[::-1]
+    held_out = [prompt for prompt in distinct if hash_position(prompt.user_text) < held_out_share]
+    candidates = [prompt for prompt in distinct if hash_position(prompt.user_text) >= held_out_share]
+    known = {gram for prompt in held_out for gram in word_grams(prompt.user_text)}
+    train = [prompt for prompt in candidates if known.isdisjoint(word_grams(prompt.user_text))]
+    dropped = {DUPLICATE: len(prompts) - len(distinct), OVERLAP: len(candidates) - len(train)}
+    if not train or not held_out:
+        raise InputError(
+            f"the split leaves {len(train)} prompts to train on and {len(held_out)} held out of {len(prompts)} (dropped: "
+            f"{dropped[DUPLICATE]} duplicates, {dropped[OVERLAP]} that overlap a held-out one); both need at least one: "
+            f"change held_out_share, which is {held_out_share}, or give more prompts"
+        )
+    return Split(train=tuple(train), held_out=tuple(held_out), dropped=dropped)
+
+
+def hash_position(text: str) -> float:
+    """Return a number in [0, 1), uniform over texts; white space and case make no difference."""
+    digest = hashlib.sha256(normalise(text).encode("utf-8", "surrogatepass")).digest()
+    return (int.from_bytes(digest[:8], "big") >> 11) * 2.0**-53
+
+
+def word_grams(text: str, num_words: int = GUARD_WORDS) -> Iterator[tuple[str, ...]]:
+    """Yield every run of `num_words` words, in lower case and without punctuation."""
+    words = re.findall(r"\w+", text.casefold())
+    return zip(*(words[start:] for start in range(num_words)), strict=False)
+
+
+def normalise(text: str) -> str:
+    """Return a text as it is compared: white space folded, case ignored."""
+    return " ".join(text.split()).casefold()
+
+
 def _parse_turns(value: Any, where: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not value:
         raise InputError(f"{where}: turns must be a list of at least one text, got {_short(value)}")
@@ -180,3 +234,9 @@ def _content_id(history: Sequence[Message], turns: Sequence[str]) -> str:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _everything_said(prompt: Prompt) -> str:
+    """Return the text by which prompts count as duplicates: unlike the split, it tells system messages apart."""
+    history = [f"{message['role']}: {message['content']}" for message in prompt.history]
+    return normalise("\n".join([*history, *prompt.turns]))

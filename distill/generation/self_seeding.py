@@ -1,32 +1,24 @@
-"""Prompts that the target writes itself: it continues its own chat template where a user would begin to write.
+"""Self-seeded prompts: the target continues its own chat template where a user would begin to write.
 
 An instruction-tuned model has seen many user turns and writes plausible ones, on what it knows, at no cost in data
 (the idea of Magpie, 2406.08464). The template is taken apart by rendering it around a marker text, so any template works.
 
-The batch stays full: a row that has ended starts again behind the common prefix, with the random numbers of the next turn.
-Turn n is a function of (seed, n), and the prompts are the first usable ones by number; so neither the batch size nor the
-number of processes favours short turns, nor changes which turns are drawn.
-B batch rows.
+Turn n is a function of (seed, n), and the prompts are the first usable turns by number: neither the batch size nor the number
+of processes favours short turns, nor changes which turns are drawn.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
-
-import torch
+from dataclasses import dataclass
 
 from configs.runtime.errors import InputError
 from configs.runtime.progress import progress
 from configs.schema.data import PromptsConfig
 from configs.schema.decoding import SamplingConfig
-from distill.generation.answers import next_tokens, request_number
-from distill.generation.prompts import Prompt
-from distill.generation.split import DUPLICATE, normalise
-from heads.inference.causal_lm import forward_rows, new_cache
-from heads.sampling.counter_rng import Streams
+from distill.generation.continuation import Row, TargetSource, continue_rows, request_number
+from distill.generation.prompts import DUPLICATE, Prompt, normalise
 from heads.target.loading import Target
 
 SENTINEL = "SELF-SEEDED-TURN-GOES-HERE"
@@ -37,8 +29,8 @@ MIN_TURNS_JUDGED = 256  # the yield is not judged on fewer
 UNUSABLE = "self_seeded_turn_unusable"  # not ended in time, with a special token inside, or filling the context
 TOO_SHORT = "self_seeded_turn_too_short"
 
-Turn = tuple[int, str | None]  # its number, and its text; None where it is of no use
-WriteTurns = Callable[["UserFrame", Sequence[int]], Iterator[Turn]]  # those of the numbers given, in any order
+Turn = tuple[int, str | None]  # its number, and its text; None where it is unusable
+WriteTurns = Callable[["UserFrame", Sequence[int]], Iterator[Turn]]  # writes the turns of these numbers, in any order
 Exchange = Callable[[list[Turn]], list[Turn]]
 
 
@@ -49,14 +41,6 @@ class UserFrame:
     prefix_ids: tuple[int, ...]
     end_ids: frozenset[int]  # the token that ends the turn; empty where the template ends it with plain text
     end_text: str
-
-
-@dataclass
-class _Slot:
-    """One row of the batch: the turn it writes, and its tokens so far."""
-
-    number: int
-    ids: list[int] = field(default_factory=list)
 
 
 def self_seed(
@@ -73,13 +57,13 @@ def self_seed(
     """Let the target write `config.num_prompts` distinct user turns.
 
     Args:
-        target: who writes.
-        config: how many, how long, how random.
+        target: the model.
+        config: the number of prompts, their longest length, and the sampling.
         batch_size: rows written together.
-        seed: chooses the turns.
+        seed: of the random numbers.
         rank, num_processes: which share of the turns this process writes.
         exchange: gathers the turns of all processes, in any order, the same everywhere.
-        write: writes in place of the target here.
+        write: used in place of the target.
 
     Returns:
         The prompts, and how many turns were thrown away, by reason. Turns written beyond those needed are not counted.
@@ -102,7 +86,7 @@ def self_seed(
                 turns = write_turns(target, frame, mine, config, batch_size=batch_size, seed=seed)
             else:
                 turns = write(frame, mine)
-            shown = _showing(turns, advance, step=num_processes, room=config.num_prompts - before)
+            shown = _with_progress(turns, advance, step=num_processes, room=config.num_prompts - before)
             written = exchange(list(shown))
             _choose(sorted(written), config, chosen, dropped)
             num_written = wave.stop
@@ -138,66 +122,35 @@ def find_user_frame(target: Target, max_prompt_tokens: int) -> UserFrame:
             f"prompts.max_prompt_tokens: {max_prompt_tokens} tokens after the chat template's {len(prefix_ids)} do not fit the "
             f"target's context of {target.max_positions}"
         )
-    special = set(tokenizer.all_special_ids)
-    end_ids = frozenset(suffix_ids[:1]) & special
+    end_ids = frozenset(suffix_ids[:1]) & set(tokenizer.all_special_ids)
     return UserFrame(prefix_ids=prefix_ids, end_ids=end_ids, end_text=end_text)
 
 
-@torch.inference_mode()
 def write_turns(
     target: Target, frame: UserFrame, numbers: Sequence[int], config: PromptsConfig, *, batch_size: int, seed: int
 ) -> Iterator[Turn]:
-    """Yield the turns asked for as they end, in any order."""
-    waiting = iter(numbers)
-    slots = [_Slot(number) for number in islice(waiting, batch_size)]
+    """Let the target write the turns of these numbers; yield each as it ends. A turn that has ended makes room for the next."""
+    limit = len(frame.prefix_ids) + config.max_prompt_tokens
+    rows = (Row(key=n, prompt_ids=frame.prefix_ids, limit=limit, request=turn_request(n)) for n in numbers)
     sampling = SamplingConfig(temperature=config.temperature, top_p=config.top_p)
-    cache = new_cache(target.model, len(frame.prefix_ids) + config.max_prompt_tokens)
-    streams = Streams(seed, [_request(slot.number) for slot in slots], target.device)
-    if slots and len(frame.prefix_ids) > 1:
-        ids_BT = torch.tensor([frame.prefix_ids[:-1]] * len(slots), device=target.device)
-        forward_rows(target.model, cache, ids_BT, [0] * len(slots))
-    while slots:
-        starts = [len(frame.prefix_ids) - 1 + len(slot.ids) for slot in slots]
-        ids_B1 = torch.tensor([[(*frame.prefix_ids, *slot.ids)[-1]] for slot in slots], device=target.device)
-        hidden_BD = forward_rows(target.model, cache, ids_B1, starts)[:, 0]
-        tokens = next_tokens(target, hidden_BD, sampling, streams, [start + 1 for start in starts])
-        kept = []
-        for row, (slot, token) in enumerate(zip(slots, tokens, strict=True)):
-            slot.ids.append(token)
-            if not _has_ended(target, frame, slot.ids, config.max_prompt_tokens):
-                kept.append(row)
-                continue
-            yield slot.number, read_turn(target, frame, slot.ids)
-            successor = next(waiting, None)
-            if successor is not None:
-                slots[row] = _Slot(successor)
-                streams.requests_B[row] = _request(successor)
-                kept.append(row)
-        shrunk = len(kept) < len(slots)
-        slots = [slots[row] for row in kept]
-        if slots and shrunk:
-            cache.keep_rows(kept)
-            streams.keep_rows(kept)
+    source = TargetSource(target, sampling, shared_prompt=True)
+
+    def has_ended(row: Row) -> bool:
+        if row.tokens[-1] in frame.end_ids or row.tokens[-1] in target.eos_token_ids:
+            return True
+        return not frame.end_ids and frame.end_text in target.tokenizer.decode(row.written)
+
+    for row in continue_rows(source, rows, seed=seed, has_ended=has_ended, batch_size=batch_size):
+        yield row.key, read_turn(target, frame, row.written)
 
 
-def _showing(turns: Iterator[Turn], advance: Callable[[int], None], *, step: int, room: int) -> Iterator[Turn]:
-    """Pass turns on, adding `step` to the progress for each usable one (the other processes are as far), `room` at most."""
-    for number, text in turns:
-        if text is not None and room >= step:
-            advance(step)
-            room -= step
-        yield number, text
-
-
-def _has_ended(target: Target, frame: UserFrame, ids: Sequence[int], max_tokens: int) -> bool:
-    """Say whether a turn is over: by its own end, by the end of all text, or by its length."""
-    if len(ids) >= max_tokens or ids[-1] in frame.end_ids or ids[-1] in target.eos_token_ids:
-        return True
-    return not frame.end_ids and frame.end_text in target.tokenizer.decode(list(ids))
+def turn_request(number: int) -> int:
+    """Return the number that names a turn's random numbers."""
+    return request_number(f"self-{number}")
 
 
 def read_turn(target: Target, frame: UserFrame, ids: Sequence[int]) -> str | None:
-    """Return the text of a turn, None where it did not end properly or cannot be answered.
+    """Return the text of a turn, None where it is unusable: it did not end, holds special tokens, or fills the context.
 
     Text encoded again may have more tokens than were written: broken characters come back as three bytes each.
     """
@@ -211,6 +164,15 @@ def read_turn(target: Target, frame: UserFrame, ids: Sequence[int]) -> str | Non
         return None
     text = text.strip()
     return text if len(target.encode_chat([{"role": "user", "content": text}])) < target.max_positions else None
+
+
+def _with_progress(turns: Iterator[Turn], advance: Callable[[int], None], *, step: int, room: int) -> Iterator[Turn]:
+    """Pass turns on, adding `step` to the progress for each usable one (the other processes are as far), `room` at most."""
+    for number, text in turns:
+        if text is not None and room >= step:
+            advance(step)
+            room -= step
+        yield number, text
 
 
 def _choose(turns: Sequence[Turn], config: PromptsConfig, chosen: dict[str, Prompt], dropped: Counter[str]) -> None:
@@ -234,7 +196,3 @@ def _check_yield(num_chosen: int, num_written: int) -> None:
             f"only {num_chosen} of {num_written} self-seeded turns are usable: raise prompts.max_prompt_tokens, lower "
             "prompts.temperature, or give prompts.source file or dataset"
         )
-
-
-def _request(number: int) -> int:
-    return request_number(f"self-{number}")

@@ -1,8 +1,8 @@
-"""Is a server the target's? Asked of one that is to write, before it is asked for anything that is kept.
+"""The check that a server serves the target, made before anything that it writes is kept.
 
-The data belongs to the local target: its tokenizer, chat template and weights are what the manifest names. It is loaded for
-that, to encode prompts, and to be compared with the server at a few questions of no data set. Compared are log-probabilities,
-as for a target cache, or, of a server that gives none, what it writes.
+The data belongs to the local target: the manifest names its tokenizer, chat template and weights. It is loaded to encode
+prompts and to be compared with the server on a few questions: by log-probabilities, as for a target cache, or by what the
+server writes where it gives none.
 P probed positions, V tokens.
 """
 
@@ -35,7 +35,7 @@ def check_server(writer: ServerWriter) -> None:
     """Refuse a server that is not the target's.
 
     Raises:
-        InputError: it says, or writes, what the target does not; or it fails.
+        InputError: its log-probabilities or tokens are not the target's, or it fails.
     """
     target = writer.target
     probes = [target.encode_chat([{"role": "user", "content": text}]) for text in PROBES]
@@ -51,8 +51,8 @@ def check_server(writer: ServerWriter) -> None:
 def check_writes(writer: ServerWriter, probes: Sequence[Sequence[int]]) -> None:
     """Refuse a server whose greedy answer is not what the target finds likeliest: all that text alone can show.
 
-    Compared is the log-probability that the target gives its own likeliest token and the server's, at each token of the first
-    of the answers that can be read as token ids. It is 0 for the target itself and, unlike the comparison of log-probabilities
+    The target's log-probability of its own likeliest token is compared with that of the server's token, at each token of the
+    first answer that can be read as token ids. The difference is 0 for the target itself and, unlike that of log-probabilities
     (`check_serves`), small for any model that mostly agrees with it.
 
     Args:

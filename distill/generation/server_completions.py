@@ -1,12 +1,12 @@
-"""The target writes on a server: what is asked, and the token ids that its answer comes to.
+"""Completions by a server that serves the target: the request, and the token ids that its answer stands for.
 
-Prompts go out as token ids, with every setting of the sampling: a server fills in what is left out from the model's own
-generation config. Each request has a seed of its own, made from the run's seed and the request's name, so that a run split or
-resumed otherwise asks the same. Ids come back as the local writer's do (`distill.generation.answers.continue_tokens`): up to
-the token that ended the answer, that token included exactly where the target wrote it.
+Prompts go out as token ids, with every setting of the sampling, since a server fills in what is left out from the model's own
+generation config. Each request has a seed of its own, made from the run's seed and the request's number, so a run that is
+split or resumed otherwise asks the same. Ids come back as from `distill.generation.continuation.continue_tokens`: up to the
+token that ended the answer, that token included exactly where the target wrote it.
 
-A server that returns text only is believed where the text, encoded after the prompt, decodes to itself and has as many tokens
-as the server counted. Even then the tokens may be others than those written; one that says which they were is to be preferred.
+A server that returns text alone is believed where the text, encoded after the prompt, decodes to itself and has as many tokens
+as the server counted. Even then the tokens may be others than those written; prefer a server that returns token ids.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from configs.runtime.errors import InputError
 from configs.schema.data import AnswerServerConfig, DataConfig
 from configs.schema.decoding import SamplingConfig
 from distill.dataset.conversations import FORMAT_VERSION
-from distill.generation.answers import NO_ROOM, request_number, up_to_end
+from distill.generation.answers import NO_ROOM
+from distill.generation.continuation import request_number, up_to_end
 from distill.server.connection import GaveUp, Refused
 from distill.server.logprobs import TargetServer
 from distill.server.responses import Choice, Completion, check_read, read_completion
@@ -45,8 +46,8 @@ class ServerWriter:
     """Continues token ids as the local target would, by asking a server; for several threads at once.
 
     Args:
-        server: who is asked.
-        config: how.
+        server: the connection.
+        config: of the server.
         target: the same model here, whose tokenizer and end-of-text tokens count.
         sampling: the distribution of the next token.
         seed: of the run.
@@ -61,10 +62,9 @@ class ServerWriter:
     max_positions: int
 
     def asked(self) -> list[Any]:
-        """Return what decides the tokens that are asked for, apart from the prompts and the sampling, as JSON values.
+        """Return what decides the tokens apart from the prompts and the sampling, as JSON values, for a job's fingerprint.
 
-        The server counts by what it calls the target, without its address: one that moved goes on where it was, after it has
-        shown again what it serves.
+        The server counts by its name for the target, not by its address, so a job goes on where the server has moved.
         """
         ways = [self.config.model, self.config.answers_as, self.config.on_other_tokens]
         return [FORMAT_VERSION, "server", ways, self.target.identity.to_dict(), self.seed, self.max_positions]
@@ -78,7 +78,7 @@ class ServerWriter:
             max_new_tokens: longest continuation.
 
         Raises:
-            GaveUp: no whole answer came, however often asked.
+            GaveUp: no whole answer came after all attempts.
             InputError: the server refuses, or answers what cannot be right.
         """
         max_tokens = min(max_new_tokens, self.max_positions - len(prompt_ids))
@@ -86,12 +86,12 @@ class ServerWriter:
             return Written(NO_ROOM, None)
         completion = self.ask(prompt_ids, request, max_tokens, end_ids=self.target.eos_token_ids)
         if self.config.answers_as == "token_ids":
-            ids = read_ids(completion, max_tokens, self.target.eos_token_ids, self.target.vocab_size, self._where)
+            ids = read_ids(completion, max_tokens, self.target.eos_token_ids, self.target.vocab_size, self.where)
             return Written(ids, completion.system_fingerprint)
-        answer = read_text(completion, prompt_ids, max_tokens, self.target, self._where)
+        answer = read_text(completion, prompt_ids, max_tokens, self.target, self.where)
         if answer == OTHER_TOKENS and self.config.on_other_tokens == "refuse":
             raise InputError(
-                f"{self._where} wrote an answer whose text, encoded anew, has other tokens than the server's: let it answer "
+                f"{self.where} wrote an answer whose text, encoded anew, has other tokens than the server's: let it answer "
                 "with token ids (server.answers_as), or set server.on_other_tokens=drop"
             )
         return Written(answer, completion.system_fingerprint)
@@ -108,7 +108,7 @@ class ServerWriter:
         Raises:
             GaveUp, InputError: see `write`.
         """
-        where, body = self._where, self._body(prompt_ids, request, max_tokens, end_ids)
+        where, body = self.where, self._body(prompt_ids, request, max_tokens, end_ids)
         try:
             content = self.server.connection.send("POST", "completions", body)
         except Refused as refused:
@@ -126,7 +126,8 @@ class ServerWriter:
         return completion
 
     @property
-    def _where(self) -> str:
+    def where(self) -> str:
+        """What begins each complaint about the server."""
         return f"server.url: {self.config.url}"
 
     def _body(self, prompt_ids: Sequence[int], request: int, max_tokens: int, end_ids: Sequence[int]) -> dict[str, Any]:
@@ -150,10 +151,10 @@ class ServerWriter:
 
 
 def server_writer(config: DataConfig, target: Target, server: TargetServer) -> ServerWriter:
-    """Return what asks the server of a config.
+    """Return the writer for the server of a config.
 
     Raises:
-        InputError: it is not there, or has no such model.
+        InputError: the server cannot be reached, or has no such model.
         ValueError: the config has no server.
     """
     if config.server is None:

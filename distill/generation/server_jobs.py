@@ -1,67 +1,53 @@
-"""Self-seeded prompts by a server: user turns that it writes behind the chat template's opening of one.
+"""Answers and self-seeded turns by a server: the same jobs as for the local target, shared by processes and resumed.
 
-The same turns by number as far as their settings go, with the same rules of which can be used
-(`distill.generation.self_seeding`); each is a request with a seed of its own, and is kept as it comes. Left out on purpose:
-templates that end a user's turn by plain text, and servers that return text, which show no special token.
-
-
-Answers by a server: the job that asks for them, shared by processes and resumed as the local one
-(`distill.generation.answers`).
-
-A piece is one prompt with all its turns, so that nothing but the answers under way is lost. The order in which answers come
-leaves no trace in the data: rows are sorted by prompt.
+Each request has a seed of its own, and its answer is kept as it comes, so nothing but the answers under way can be lost. The
+order in which answers come leaves no trace in the data. Self-seeded turns need a server that answers with token ids, since text
+does not show special tokens, and a chat template that ends a user's turn by a token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from configs.runtime.errors import InputError
 from configs.runtime.progress import progress
 from configs.runtime.resumable import Journal, fingerprint
 from configs.schema.data import DataConfig, PromptsConfig
 from configs.schema.decoding import SamplingConfig
-from distill.generation.answers import PIECES, AnswerJob, answer_prompts, request_number
+from distill.generation.answers import ANSWER_JOURNALS, AnswerJob, answer_prompts, read_journals
 from distill.generation.prompts import Prompt
-from distill.generation.self_seeding import Turn, UserFrame, read_turn
+from distill.generation.self_seeding import Turn, UserFrame, read_turn, turn_request
 from distill.generation.server_completions import ServerWriter, read_ids
 from distill.server.concurrency import ask_all, naming
+
+Item = TypeVar("Item")
+
+TURN_JOURNALS = ".turns.partial-{rank}.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerAnswerJob(AnswerJob):
-    """Prompts to be answered by a server, for one or several processes."""
+    """Prompts to be answered by a server, for one or several processes; a batch is one prompt with all its turns."""
 
     writer: ServerWriter
-    version: str | None  # of the server, where it says it
+    version: str | None  # of the server, where it reports one
 
     def work(self, *, rank: int, num_processes: int) -> None:
-        """Ask for this process's share of the prompts, all but those answered before.
+        """Ask for this process's share of the prompts, except those that are answered.
 
         Raises:
             InputError: see `distill.server.concurrency.ask_all`.
         """
-        done = self._finished()
         mine = {str(number): prompt for number, prompt in enumerate(self.prompts) if number % num_processes == rank}
+        done = self._finished()
         missing = {key: prompt for key, prompt in mine.items() if key not in done}
-        pieces = Journal(self.folder / PIECES.format(rank=rank), self.fingerprint)
+        journal = Journal(self.folder / ANSWER_JOURNALS.format(rank=rank), self.fingerprint)
         with progress("answers", len(mine), "prompts") as advance:
-
-            def keep(key: str, piece: dict[str, Any]) -> None:
-                pieces.append(key, piece)
-                advance(1)
-
             advance(len(mine) - len(missing))
-            ask_all(
-                self.writer.server.connection,
-                missing,
-                lambda prompt: self._answer([prompt]),
-                keep,
-                failures_in_a_row=self.writer.config.failures_in_a_row,
-            )
+            _ask_missing(self.writer, missing, lambda prompt: self._answer([prompt]), journal, advance)
 
     def _batches(self) -> list[list[Prompt]]:
         return [[prompt] for prompt in self.prompts]
@@ -90,7 +76,7 @@ def server_answer_job(
         config: how they are to be written.
         prompts: each of which fits the target's context; those that do not fit the server's are dropped and counted.
         content: a hash of the prompts.
-        folder: takes the pieces.
+        folder: takes the journals.
         writer: asks the server.
     """
     return ServerAnswerJob(
@@ -105,69 +91,63 @@ def server_answer_job(
     )
 
 
-TURN_PIECES = ".turns.partial-{rank}.jsonl"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerTurns:
-    """Writes turns by asking a server.
+def server_turns(
+    writer: ServerWriter, config: PromptsConfig, folder: Path, rank: int, frame: UserFrame, numbers: Sequence[int]
+) -> Iterator[Turn]:
+    """Return the turns of these numbers in their order, asking a server for those that no journal holds.
 
     Args:
-        writer: asks it.
-        config: how long turns are, and how random.
-        folder: takes the turns that were written.
+        writer: asks the server.
+        config: the longest turn, and the sampling.
+        folder: takes the journals.
         rank: of this process.
+        frame: what stands around a user's text.
+        numbers: which turns.
+
+    Raises:
+        InputError: the template ends a user's turn by plain text, or see `distill.server.concurrency.ask_all`.
     """
+    if not frame.end_ids:
+        raise InputError(
+            f"the chat template of target {writer.target.identity.name} ends a user's turn by plain text, which a server "
+            "cannot be asked to stop at: give prompts.source file or dataset"
+        )
+    job = fingerprint(writer.asked(), config.model_dump(exclude={"num_prompts", "category"}))
+    found = read_journals(folder, TURN_JOURNALS, job)
+    missing = {str(number): number for number in numbers if str(number) not in found}
+    journal = Journal(folder / TURN_JOURNALS.format(rank=rank), job)
+    with progress("turns asked for", len(missing), "turns") as advance:
+        _ask_missing(writer, missing, lambda number: _ask_turn(writer, config, frame, number), journal, advance)
+    texts = found | journal.read()
+    return ((number, texts[str(number)]) for number in numbers)
 
-    writer: ServerWriter
-    config: PromptsConfig
-    folder: Path
-    rank: int
 
-    def __call__(self, frame: UserFrame, numbers: Sequence[int]) -> Iterator[Turn]:
-        """Yield the turns asked for, those written before among them, in the order of their numbers.
+def _ask_turn(writer: ServerWriter, config: PromptsConfig, frame: UserFrame, number: int) -> str | None:
+    """Return the text of a turn, None where it is unusable."""
+    target, limit = writer.target, config.max_prompt_tokens
+    if len(frame.prefix_ids) + limit > writer.max_positions:
+        raise InputError(
+            f"prompts.max_prompt_tokens: {limit} tokens after the chat template's {len(frame.prefix_ids)} do not fit the "
+            f"server's context of {writer.max_positions}"
+        )
+    sampling = SamplingConfig(temperature=config.temperature, top_p=config.top_p)
+    end_ids = sorted({*frame.end_ids, *target.eos_token_ids})
+    with naming(f"self-seeded turn {number}"):
+        completion = replace(writer, sampling=sampling).ask(frame.prefix_ids, turn_request(number), limit, end_ids=end_ids)
+    return read_turn(target, frame, read_ids(completion, limit, end_ids, target.vocab_size, writer.where))
 
-        Raises:
-            InputError: the template ends a user's turn by plain text, or see `distill.server.concurrency.ask_all`.
-        """
-        if not frame.end_ids:
-            raise InputError(
-                f"the chat template of target {self.writer.target.identity.name} ends a user's turn by plain text, which a "
-                "server cannot be asked to stop at: give prompts.source file or dataset"
-            )
-        job = fingerprint(self.writer.asked(), self.config.model_dump(exclude={"num_prompts", "category"}))
-        found = sorted(self.folder.glob(TURN_PIECES.format(rank="*")))
-        texts = {key: text for path in found for key, text in Journal(path, job).read().items()}
-        missing = {str(number): number for number in numbers if str(number) not in texts}
-        pieces = Journal(self.folder / TURN_PIECES.format(rank=self.rank), job)
-        with progress("turns asked for", len(missing), "turns") as advance:
 
-            def keep(key: str, text: str | None) -> None:
-                texts[key] = text
-                pieces.append(key, text)
-                advance(1)
+def _ask_missing(
+    writer: ServerWriter,
+    missing: Mapping[str, Item],
+    ask: Callable[[Item], Any],
+    journal: Journal,
+    advance: Callable[[int], None],
+) -> None:
+    """Ask for what is missing, several requests at a time, and keep each answer as it comes."""
 
-            ask_all(
-                self.writer.server.connection,
-                missing,
-                lambda number: self._write(frame, number),
-                keep,
-                failures_in_a_row=self.writer.config.failures_in_a_row,
-            )
-        return ((number, texts[str(number)]) for number in numbers)
+    def keep(key: str, answer: Any) -> None:
+        journal.append(key, answer)
+        advance(1)
 
-    def _write(self, frame: UserFrame, number: int) -> str | None:
-        """Return the text of a turn, None where it is of no use."""
-        target, limit = self.writer.target, self.config.max_prompt_tokens
-        if len(frame.prefix_ids) + limit > self.writer.max_positions:
-            raise InputError(
-                f"prompts.max_prompt_tokens: {limit} tokens after the chat template's {len(frame.prefix_ids)} do not fit the "
-                f"server's context of {self.writer.max_positions}"
-            )
-        sampling = SamplingConfig(temperature=self.config.temperature, top_p=self.config.top_p)
-        end_ids = sorted({*frame.end_ids, *target.eos_token_ids})
-        asking = replace(self.writer, sampling=sampling)
-        with naming(f"self-seeded turn {number}"):
-            completion = asking.ask(frame.prefix_ids, request_number(f"self-{number}"), limit, end_ids=end_ids)
-        ids = read_ids(completion, limit, end_ids, target.vocab_size, f"server.url: {self.writer.config.url}")
-        return read_turn(target, frame, ids)
+    ask_all(writer.server.connection, missing, ask, keep, failures_in_a_row=writer.config.failures_in_a_row)

@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from accelerate import PartialState
 
 from configs.runtime.errors import InputError
 from configs.schema.data import DataConfig
@@ -14,13 +13,6 @@ from distill.dataset.conversations import check_written_for, is_written_by_targe
 from distill.generation import make_dataset as making
 from distill.generation.make_dataset import make_dataset
 from heads.target import processes
-
-
-@pytest.fixture(autouse=True)
-def fresh_process_state():
-    """Leave no process state behind: accelerate keeps the first one for the life of the process."""
-    yield
-    PartialState._reset_state()
 
 
 @pytest.fixture

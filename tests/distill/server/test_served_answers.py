@@ -19,7 +19,7 @@ from distill.generation.make_dataset import make_dataset
 from distill.generation.self_seeding import find_user_frame
 from distill.generation.server_check import check_writes
 from distill.generation.server_completions import ServerWriter
-from distill.generation.server_jobs import ServerTurns
+from distill.generation.server_jobs import server_turns
 from distill.server.logprobs import TargetServer
 from eval.decoder.records import Generation
 from eval.lossless.verdict import find_divergences, is_tie
@@ -157,8 +157,7 @@ def test_text_alone_gives_the_same_tokens_or_is_dropped(writer, target, made):
 
 def test_the_engine_writes_user_turns_that_can_be_used(writer, target, tmp_path):
     config = PromptsConfig(num_prompts=6, max_prompt_tokens=80, temperature=0.8, top_p=1.0)
-    turns = ServerTurns(writer=writer(SamplingConfig()), config=config, folder=tmp_path, rank=0)
-    texts = dict(turns(find_user_frame(target, 80), range(6)))
+    texts = dict(server_turns(writer(SamplingConfig()), config, tmp_path, 0, find_user_frame(target, 80), range(6)))
     print(f"\nself-seeded turns: {list(texts.values())}")
     usable = [text for text in texts.values() if text]
     assert len(set(usable)) == len(usable) >= 2

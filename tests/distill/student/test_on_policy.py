@@ -9,7 +9,7 @@ from accelerate.data_loader import prepare_data_loader
 from configs.schema.training import DistillConfig
 from distill.dataset.batches import NO_DOCUMENT, ConversationDataset, Example, collate, make_loader
 from distill.dataset.conversations import Conversation
-from distill.student.on_policy import Choice, Rewriter, examples_of
+from distill.student.on_policy import Rewriter, RowSelection, examples_of
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.vocabulary import DraftVocabulary, keep_head_rows
 from heads.sampling.probabilities import token_probabilities
@@ -58,7 +58,7 @@ def choose(rewriter, step=0, micro_batch=0, batch_size=8):
 
 
 def chosen(on_policy=(), draft_states=(), key="0/0/0"):
-    return Choice(on_policy=on_policy, draft_states=draft_states, key=key)
+    return RowSelection(on_policy=on_policy, draft_states=draft_states, key=key)
 
 
 def naive_greedy(draft, ids, num_tokens):

@@ -10,30 +10,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate import PartialState
 
 from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.loading import load_config
 from configs.schema.data import DataConfig
 from distill.dataset.conversations import is_written_by_target, read_conversations
 from distill.generation import make_dataset as making
-from distill.generation.answers import NO_ROOM, UNREACHED, request_number
+from distill.generation.answers import NO_ROOM, UNREACHED
+from distill.generation.continuation import request_number
 from distill.generation.make_dataset import answer_job, make_dataset
+from distill.generation.prompts import split_prompts
 from distill.generation.self_seeding import find_user_frame, read_turn
 from distill.generation.server_completions import server_writer
-from distill.generation.server_jobs import ServerTurns
-from distill.generation.split import split_prompts
+from distill.generation.server_jobs import server_turns
 from distill.server.logprobs import TargetServer
 
 SIDES = ("train.jsonl", "held_out.jsonl")
 NUM_PROMPTS, NUM_TURNS = 12, 16
-
-
-@pytest.fixture(autouse=True)
-def fresh_process_state():
-    """Leave no process state behind: accelerate keeps the first one for the life of the process."""
-    yield
-    PartialState._reset_state()
 
 
 @pytest.fixture(autouse=True)
@@ -320,8 +313,7 @@ def test_turns_are_those_that_could_be_used_had_the_target_here_written_them(con
     frame = find_user_frame(byte_target, 90)
     with TargetServer(settings.server) as server:
         writer = server_writer(settings, byte_target, server)
-        turns = ServerTurns(writer=writer, config=settings.prompts, folder=tmp_path / "turns", rank=0)
-        texts = dict(turns(frame, range(6)))
+        texts = dict(server_turns(writer, settings.prompts, tmp_path / "turns", 0, frame, range(6)))
     written = {body["seed"]: api.continuation(body)["token_ids"] for body in turns_asked(api, byte_target)}
     seeds = [request_number(f"0/{request_number(f'self-{number}')}") % 2**31 for number in range(6)]
     assert texts == {number: read_turn(byte_target, frame, written[seed]) for number, seed in enumerate(seeds)}
@@ -333,11 +325,9 @@ def test_a_template_that_ends_turns_by_plain_text_is_refused(config, byte_target
     settings = config(prompts=SEEDED)
     frame = dataclasses.replace(find_user_frame(byte_target, 90), end_ids=frozenset())
     with TargetServer(settings.server) as server:
-        turns = ServerTurns(
-            writer=server_writer(settings, byte_target, server), config=settings.prompts, folder=tmp_path / "turns", rank=0
-        )
+        writer = server_writer(settings, byte_target, server)
         with pytest.raises(InputError, match="ends a user's turn by plain text"):
-            turns(frame, [0])
+            server_turns(writer, settings.prompts, tmp_path / "turns", 0, frame, [0])
 
 
 # --- config -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,216 @@
+"""The one loop that writes text: rows of token ids are continued until each has ended.
+
+Answers, self-seeded prompts and on-policy rows all come from `continue_rows`. A `TokenSource` draws the tokens: the target, one
+a step (`TargetSource`), or the draft, several a step (`distill.student.on_policy`).
+
+Logits become tokens by the same distribution, random streams and cache as in the decoder, so that a draft learns exactly what
+it will be measured on. transformers' `generate` is not used: it fills open settings from the checkpoint's generation config.
+B batch, T positions, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from configs.schema.decoding import SamplingConfig
+from heads.inference.causal_lm import forward_rows, head_logits, new_cache
+from heads.inference.kv_cache import RowCache
+from heads.sampling.counter_rng import Role, Streams
+from heads.sampling.probabilities import draw, token_probabilities
+from heads.target.loading import Target
+
+
+@dataclass(kw_only=True)
+class Row:
+    """A sequence of token ids to be continued.
+
+    Args:
+        key: the caller's number for it.
+        prompt_ids: its first tokens, at least one.
+        limit: the most tokens it may have, those of the prompt included; more than the prompt has.
+        request: names its random numbers (`heads.sampling.counter_rng`), which depend on nothing else but the seed.
+    """
+
+    key: int
+    prompt_ids: Sequence[int]
+    limit: int
+    request: int
+    tokens: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt_ids)
+
+    @property
+    def written(self) -> list[int]:
+        """The tokens after the prompt."""
+        return self.tokens[len(self.prompt_ids) :]
+
+
+class TokenSource(Protocol):
+    """A model that draws the next tokens of a batch of rows."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it draws."""
+
+    def start(self, rows: Sequence[Row]) -> None:
+        """Read the prompts of a new batch."""
+
+    def draw(self, rows: Sequence[Row], streams: Streams) -> list[list[int]]:
+        """Return each row's next tokens, at least one; those after the row's end are ignored."""
+
+    def keep_rows(self, places: Sequence[int]) -> None:
+        """Drop all rows of the batch but these, in this order."""
+
+
+@torch.inference_mode()
+def continue_rows(
+    source: TokenSource, rows: Iterable[Row], *, seed: int, has_ended: Callable[[Row], bool], batch_size: int | None = None
+) -> Iterator[Row]:
+    """Continue rows, and yield each as it ends.
+
+    Args:
+        source: draws the tokens.
+        rows: what to continue.
+        seed: of the random numbers.
+        has_ended: called after each token; a row also ends at its limit.
+        batch_size: rows at a time. Another row takes the place of one that has ended, which is possible only where the source
+            has been told that all rows share one prompt. None: all rows at once.
+    """
+    waiting = iter(rows)
+    active = list(islice(waiting, batch_size))
+    if not active:
+        return
+    streams = Streams(seed, [row.request for row in active], source.device)
+    source.start(active)
+    while active:
+        kept = []
+        for place, (row, tokens) in enumerate(zip(active, source.draw(active, streams), strict=True)):
+            if not _append(row, tokens, has_ended):
+                kept.append(place)
+                continue
+            yield row
+            successor = next(waiting, None)
+            if successor is not None:
+                active[place] = successor
+                streams.requests_B[place] = successor.request
+                kept.append(place)
+        if 0 < len(kept) < len(active):
+            source.keep_rows(kept)
+            streams.keep_rows(kept)
+        active = [active[place] for place in kept]
+
+
+class TargetSource:
+    """Draws tokens from the target.
+
+    Args:
+        target: the model.
+        sampling: the distribution of the next token.
+        shared_prompt: all rows have the same prompt, so that one may take another's place in the cache.
+    """
+
+    def __init__(self, target: Target, sampling: SamplingConfig, *, shared_prompt: bool = False) -> None:
+        self.target, self.sampling, self.shared_prompt = target, sampling, shared_prompt
+        self.device = target.device
+        self._cache: RowCache
+        self._hidden_BD: Tensor | None = None  # of the prompts' last tokens, where they have been read
+
+    def start(self, rows: Sequence[Row]) -> None:
+        self._cache = new_cache(self.target.model, max(row.limit for row in rows))
+        if not self.shared_prompt:
+            lengths_B = torch.tensor([len(row.tokens) for row in rows], device=self.device)
+            hidden_BTD = self._read_prompts([row.tokens for row in rows])
+            self._hidden_BD = hidden_BTD[torch.arange(len(rows), device=self.device), lengths_B - 1]
+        elif len(rows[0].tokens) > 1:
+            self._read_prompts([row.tokens[:-1] for row in rows])  # the last token is read anew for each row in a place
+
+    def draw(self, rows: Sequence[Row], streams: Streams) -> list[list[int]]:
+        """Return each row's next token: the greedy choice, or a draw by the row's own random number for that position.
+
+        Raises:
+            RuntimeError: the logits are not finite.
+        """
+        hidden_BD, self._hidden_BD = self._hidden_BD, None
+        if hidden_BD is None:
+            ids_B1 = torch.tensor([row.tokens[-1:] for row in rows], device=self.device)
+            hidden_BD = forward_rows(self.target.model, self._cache, ids_B1, [len(row.tokens) - 1 for row in rows])[:, 0]
+        logits_BV = head_logits(self.target.model, hidden_BD)
+        if not bool(torch.isfinite(logits_BV.amax())):
+            dtype = self.target.model.dtype
+            raise RuntimeError(f"the target's logits are not finite in {dtype}; try another target.dtype")
+        if self.sampling.temperature == 0:
+            return logits_BV.argmax(-1, keepdim=True).tolist()
+        positions_B1 = torch.tensor([[len(row.tokens)] for row in rows], device=self.device)
+        uniform_B = streams.uniform(Role.TARGET, positions_B1).squeeze(1)
+        return draw(token_probabilities(logits_BV, self.sampling), uniform_B).unsqueeze(1).tolist()
+
+    def keep_rows(self, places: Sequence[int]) -> None:
+        self._cache.keep_rows(places)
+
+    def _read_prompts(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Put prompts into the cache, and return the hidden states `[B, T, D]`."""
+        longest = max(map(len, prompts))
+        padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
+        return forward_rows(self.target.model, self._cache, torch.tensor(padded, device=self.device), [0] * len(prompts))
+
+
+def continue_tokens(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingConfig,
+    *,
+    max_new_tokens: int,
+    seed: int,
+    requests: Sequence[int],
+) -> list[list[int]]:
+    """Let the target continue a batch of prompts.
+
+    Args:
+        target: the model.
+        prompts: token ids, at least one each and fewer than the context.
+        sampling: the distribution of the next token.
+        max_new_tokens: longest continuation.
+        seed, requests: name the random numbers, see `Row`.
+
+    Returns:
+        The continuations, the end-of-text token included where there is one.
+
+    Raises:
+        RuntimeError: the target's logits are not finite.
+    """
+    rows = [
+        Row(key=number, prompt_ids=ids, limit=min(len(ids) + max_new_tokens, target.max_positions), request=request)
+        for number, (ids, request) in enumerate(zip(prompts, requests, strict=True))
+    ]
+    source = TargetSource(target, sampling)
+    for _ in continue_rows(source, rows, seed=seed, has_ended=lambda row: row.tokens[-1] in target.eos_token_ids):
+        pass
+    return [row.written for row in rows]
+
+
+def up_to_end(ids: Sequence[int], end_ids: Collection[int]) -> list[int]:
+    """Return token ids up to and including the first that ends an answer."""
+    end = next((place for place, token in enumerate(ids) if token in end_ids), len(ids))
+    return list(ids[: end + 1])
+
+
+def request_number(name: str) -> int:
+    """Return the 63-bit number that names a request's random numbers, the same in every process."""
+    return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8], "big") >> 1
+
+
+def _append(row: Row, tokens: Sequence[int], has_ended: Callable[[Row], bool]) -> bool:
+    """Append tokens up to the row's end; return whether it has ended."""
+    for token in tokens:
+        row.tokens.append(token)
+        if len(row.tokens) >= row.limit or has_ended(row):
+            return True
+    return False
