@@ -15,7 +15,8 @@ import torch
 
 from configs.runtime.command import DONE
 from configs.runtime.files import write_text
-from configs.runtime.run_record import describe_git, describe_hardware, describe_versions, mask_arguments, write_run_record
+from configs.runtime.redaction import mask_arguments
+from configs.runtime.run_record import describe_git, describe_hardware, describe_versions, write_run_record
 from configs.schema.evaluation import EvalConfig
 from eval.cost.predict import predict_speed
 from eval.cost.timing_sweep import check_sweep

@@ -21,7 +21,8 @@ from pydantic import BaseModel
 from configs.runtime.errors import InputError
 from configs.runtime.files import write_json
 from configs.runtime.progress import progress
-from configs.runtime.run_record import describe_git, describe_hardware, describe_versions, mask_arguments, mask_secrets
+from configs.runtime.redaction import mask_arguments, mask_secrets
+from configs.runtime.run_record import describe_git, describe_hardware, describe_versions
 from distill.dataset.conversations import Conversation, read_conversations
 from eval.decoder.decode import Request
 from eval.stats.bootstrap import Interval, paired_ratio_interval

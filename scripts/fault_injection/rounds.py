@@ -20,7 +20,7 @@ from accelerate.state import AcceleratorState, PartialState
 
 from configs.runtime.command import DONE, GATE_FAILED, TERMINATED
 from configs.runtime.progress import track
-from configs.runtime.run_record import mask_arguments
+from configs.runtime.redaction import mask_arguments
 from configs.schema.benchmarks import SoakConfig
 from distill.cache.writer import make_cache
 from distill.generation.make_dataset import make_dataset

@@ -20,7 +20,7 @@ from accelerate.utils import set_seed
 
 from configs.runtime.command import DONE
 from configs.runtime.files import read_json, write_json
-from configs.runtime.run_record import mask_arguments
+from configs.runtime.redaction import mask_arguments
 from configs.schema.benchmarks import SweepConfig
 from configs.schema.decoding import DecodeConfig
 from configs.schema.training import DistillConfig

@@ -23,7 +23,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from configs.runtime.run_record import describe_git, describe_versions, mask_arguments
+from configs.runtime.redaction import mask_arguments
+from configs.runtime.run_record import describe_git, describe_versions
 from configs.schema.training import HeldOutDecodingConfig
 from distill.dataset.batches import Batch, Example, collate
 from distill.dataset.conversations import Conversation
