@@ -1,7 +1,8 @@
-"""What all settings have in common: their behaviour, and the ranges that numbers of theirs lie in."""
+"""What all config classes share: immutability, strict types, and the ranges of their numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -11,10 +12,21 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
 Dtype = Literal["bfloat16", "float16", "float32"]
 
 
 class Settings(BaseModel):
-    """Common behaviour: immutable, strict types, no unknown keys."""
+    """A section of a config: immutable, strict types, no unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+def check_rising(name: str, values: Sequence[int] | None, what: str) -> None:
+    """Refuse a list of numbers that does not rise.
+
+    Raises:
+        ValueError: naming the key and `what` its entries stand for.
+    """
+    if values is not None and sorted(set(values)) != list(values):
+        raise ValueError(f"{name} must rise and name each {what} once, got {values}")

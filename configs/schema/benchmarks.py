@@ -1,17 +1,6 @@
-"""`scripts/sweep.py`: which divergences and data policies are tried beside each other, and how they are measured.
+"""The configs of the benchmarks, the recipe sweep and the engine check under `scripts/`. Imports no torch.
 
-What all cells share is a recipe of its own (`distill`); here stands only what differs from cell to cell. Imports no torch.
-
-
-The configs of the benchmarks under `scripts/`: what is measured beside what, how often, and where the figures go.
-
-The defaults are the runs whose figures stand in `docs/results/`. Commands that train, evaluate or ship have theirs in
-`configs.schema.training`. Imports no torch.
-
-
-The config of the scale benchmark, and of the processes that it starts. Imports no torch.
-
-The config of `scripts/serve_check.py`: which drafts are tried in which engines, and on what. Imports no torch.
+The defaults are those of the runs whose figures are in `docs/results/`.
 """
 
 from __future__ import annotations
@@ -23,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from configs.schema.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings
+from configs.schema.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings, Share
 from configs.schema.evaluation import CostConfig, LosslessConfig, SuiteConfig
 from configs.schema.learning import LossConfig, PolicyConfig
 from configs.schema.target import TargetConfig
@@ -119,7 +108,7 @@ class BenchEvalConfig(Settings):
 
 
 class SoakConfig(Settings):
-    """`scripts/soak.py`: tiny runs that are killed, stopped and damaged at random, and must end as if nothing had happened."""
+    """`scripts/soak.py`: tiny runs that are killed, stopped and damaged at random, and must end with the same result."""
 
     rounds: PositiveInt = 210  # shared evenly by the faults
     most_kills: PositiveInt = 3  # of one run, before it is left to end
@@ -183,8 +172,6 @@ class ScaleStepsConfig(Settings):
     watch_memory: bool = False  # sampled while the steps run, which slows them a little
     result: str = "steps.json"  # written by the first process
 
-
-Share = Annotated[float, Field(ge=0, le=1)]
 
 # Engines that are run here, and those whose folders are only written and checked.
 RunEngine = Literal["vllm", "transformers", "llama_cpp"]

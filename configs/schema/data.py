@@ -1,14 +1,17 @@
-"""A target on another machine, behind an OpenAI-compatible API: where it is, and how it is to be asked. Imports no torch."""
+"""Training data: prompts, the target's answers to them, a cache of its outputs, and the server that may run the target.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from configs.schema.base import Dtype, NonNegativeInt, PositiveFloat, PositiveInt, Settings, Share
+from configs.schema.base import Dtype, NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Settings, Share, check_rising
 from configs.schema.decoding import SamplingConfig
 from configs.schema.target import TargetConfig
 
@@ -16,12 +19,12 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class ServerConfig(Settings):
-    """A server that is asked for the target's log-probabilities, by token id."""
+    """An OpenAI-compatible API that returns the target's log-probabilities, by token id."""
 
     url: str  # of the API, such as http://host:8000/v1
     model: str  # what the server calls the target
     api_key_variable: str | None = None  # name of the environment variable that holds the key
-    concurrency: PositiveInt = 8  # requests under way at one time, a process
+    concurrency: PositiveInt = 8  # requests in flight, a process
     timeout_seconds: PositiveFloat = 120.0  # of one request
     retries: NonNegativeInt = 5  # further attempts after a failed connection, a timeout, 429 or 5xx
     # Nats: how far the log-probabilities of the server's likeliest tokens may lie from the target's, on average over a few
@@ -39,7 +42,7 @@ class ServerConfig(Settings):
         return self
 
     @model_validator(mode="after")
-    def _the_key_is_named_and_not_given(self) -> Self:
+    def _key_is_named_and_not_given(self) -> Self:
         if self.api_key_variable is not None and not VARIABLE.fullmatch(self.api_key_variable):
             # What stands there may be the key itself, and is not repeated.
             raise ValueError("api_key_variable must be the name of an environment variable, such as SERVER_KEY, not the key")
@@ -47,18 +50,15 @@ class ServerConfig(Settings):
 
 
 class AnswerServerConfig(ServerConfig):
-    """A server that is asked for the target's answers."""
+    """An OpenAI-compatible API that writes the target's answers."""
 
-    # token_ids: the server says which tokens it wrote (vLLM: return_token_ids). text: it returns text only, which is encoded
-    # anew; the tokens may then be others than those written.
+    # token_ids: the server returns the tokens it wrote (vLLM: return_token_ids). text: it returns text only, which is tokenized
+    # again; the tokens may then differ from those written.
     answers_as: Literal["token_ids", "text"] = "token_ids"
-    # text: an answer whose tokens, encoded anew, have another text or another number than the server says is dropped and
+    # text: an answer whose tokens, tokenized again, have another text or another number than the server reports is dropped and
     # counted, or ends the run.
     on_other_tokens: Literal["drop", "refuse"] = "drop"
-    failures_in_a_row: PositiveInt = 5  # so many prompts given up one after the other, each after all its retries, end the run
-
-
-# --- data ---------------------------------------------------------------------------------------------------------
+    failures_in_a_row: PositiveInt = 5  # consecutive prompts given up, each after all its retries, that end the run
 
 
 class PromptsConfig(Settings):
@@ -70,10 +70,10 @@ class PromptsConfig(Settings):
     subset: str | None = None  # dataset: configuration name
     split: str = "train"  # dataset
     field: str = "prompt"  # dataset: the column with the prompt (text, or chat messages)
-    category: str = "self_seeded"  # given to prompts that bring none
-    max_prompt_tokens: PositiveInt = 96  # self_seeded: a turn that has not ended by then is thrown away
+    category: str = "self_seeded"  # of prompts without one
+    max_prompt_tokens: PositiveInt = 96  # self_seeded: a turn that has not ended by then is dropped
     temperature: PositiveFloat = 1.0  # self_seeded
-    top_p: Annotated[float, Field(gt=0, le=1)] = 0.95  # self_seeded
+    top_p: PositiveShare = 0.95  # self_seeded
 
     @model_validator(mode="after")
     def _path_goes_with_source(self) -> Self:
@@ -83,9 +83,9 @@ class PromptsConfig(Settings):
 
 
 class AnswersConfig(SamplingConfig):
-    """Who writes the answers, and how the target does."""
+    """Who writes the answers, and how the target samples them."""
 
-    # dataset: the assistant message that a prompt's chat ends with is kept, as text from a writer other than the target
+    # dataset: the assistant message that a prompt's chat ends with is kept
     # server: the target, run by the server that `server` describes
     written_by: Literal["target", "server", "dataset"] = "target"
     max_new_tokens: PositiveInt = 128  # longer answers are cut off
@@ -128,7 +128,7 @@ class DataConfig(Settings):
 
 
 class CacheConfig(Settings):
-    """`scripts/make_cache.py`: what the target says about training conversations, computed once and kept."""
+    """`scripts/make_cache.py`: the target's outputs on training conversations, computed once and kept."""
 
     target: TargetConfig = TargetConfig()
     data: str = "runs/data/train.jsonl"
@@ -142,19 +142,18 @@ class CacheConfig(Settings):
     batch_size: PositiveInt = 8
     chunk_size: PositiveInt = 128  # top_k, taps: positions whose logits live at one time
     shard_megabytes: PositiveFloat = 64.0  # size of a file; a cut-off run loses the files under way
-    server: ServerConfig | None = None  # top_k: asked instead of the local target, which then only checks the server
+    server: ServerConfig | None = None  # top_k: runs the target in place of the local one, which then only checks the server
     output: str = "runs/cache"  # folder: manifest.json, shard-00000.safetensors, ...
 
     @model_validator(mode="after")
     def _servers_give_log_probabilities_only(self) -> Self:
         if self.server is not None and self.kind != "top_k":
-            raise ValueError(f"kind must be top_k with a server, which hands out no hidden states, got {self.kind}")
+            raise ValueError(f"kind must be top_k with a server, which returns no hidden states, got {self.kind}")
         return self
 
     @model_validator(mode="after")
     def _taps_are_hidden_states(self) -> Self:
         if self.taps is not None and self.kind != "last_hidden":
             raise ValueError(f"kind must be last_hidden with taps, got {self.kind}")
-        if self.taps is not None and sorted(set(self.taps)) != self.taps:
-            raise ValueError(f"taps must rise and name each state once, got {self.taps}")
+        check_rising("taps", self.taps, "state")
         return self

@@ -1,160 +1,20 @@
-"""What every command that runs the target asks for: which one, how tokens are chosen, how they are decoded. Imports no torch.
+"""How tokens are chosen and decoded: sampling, drafting, verification, and the lossy modes. Imports no torch.
 
-Rules that the settings come to, and what contradicts what, are in `configs.schema.decoding`.
-
-
-Decoding that gives up the target's distribution for speed: the settings of the modes in `eval.lossy.typical` and
-`eval.lossy.particles`.
-
-Imports no torch. A report made with one says so, and `EvalConfig` wants the task's quality measured beside the speed. Left out:
-modes that mix the two distributions, and the power to which SMC-SD may raise the target's distribution.
-
-
-Which verification rule a way of decoding comes to, how its drafts are chosen, and which settings contradict each other.
-
-One place decides both, because a rule is lossless only for drafts chosen the way it expects. `DecodeConfig` asks here; the
-rules themselves are in `eval.decoder.verifier` and what it imports. Imports no torch.
+`DecodeConfig.rule` is the verification rule that the settings come to (`eval.decoder.verifier`), and `DecodeConfig.draws` how
+drafts are chosen: a rule is lossless only for drafts chosen the way it expects.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Protocol, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from configs.schema.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings, Share
-from configs.schema.drafting import (
-    Candidates,
-    ConfidenceStopping,
-    CostStopping,
-    DynamicTree,
-    EntropyStopping,
-    StaticTree,
-    StoppingConfig,
-    TreeConfig,
-)
-
-
-class TypicalAcceptance(Settings):
-    """Keep the drafts that the target finds plausible (Medusa; Cai et al., 2401.10774): p > min(epsilon, delta exp(-H(p)))."""
-
-    kind: Literal["typical"]
-    epsilon: Annotated[float, Field(gt=0, lt=1)] = 0.09  # a token above it is plausible after any text
-    delta: PositiveFloat = 0.3  # share of exp(-entropy in nats) that will do where the target is undecided
-    drafts: Literal["likeliest", "drawn"] = (
-        "likeliest"  # which tokens of the draft's are offered; the paper's are the likeliest
-    )
-
-
-class ParticleSampling(Settings):
-    """Continue several copies of a text, weighed by the target in place of verification (SMC-SD, 2604.15672)."""
-
-    kind: Literal["smc"]
-    num_particles: PositiveInt = 8  # copies of each prompt, which the target reads side by side
-    resample_below: Share = 0.5  # of num_particles: fewer effective ones and the light give way to the heavy; 0: never
-
-
-LossyConfig = Annotated[TypicalAcceptance | ParticleSampling | None, Field(discriminator="kind")]
-
+from configs.schema.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Settings, Share
+from configs.schema.drafting import CostStopping, DynamicTree, StaticTree, StoppingConfig, TreeConfig
 
 Rule = Literal["greedy", "match", "token", "block", "without_replacement", "with_replacement", "k_seq", "typical", "smc"]
 Verification = Literal["token", "block", "match"]
-
-
-class Decoding(Protocol):
-    """What is read of a `configs.schema.decoding.DecodeConfig`."""
-
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def verification(self) -> Verification | None: ...
-    @property
-    def tree(self) -> StaticTree | DynamicTree | None: ...
-    @property
-    def lossy(self) -> TypicalAcceptance | ParticleSampling | None: ...
-    @property
-    def stopping(self) -> ConfidenceStopping | EntropyStopping | CostStopping | None: ...
-
-
-def rule_of(config: Decoding) -> Rule:
-    """Return the rule in force: of a chain its verification, of a tree that is drawn the rule for its kind of candidates."""
-    if config.temperature == 0:
-        return "greedy"
-    if config.lossy is not None:
-        return config.lossy.kind
-    if config.tree is None:
-        return config.verification or "block"
-    candidates = candidates_of(config.tree)
-    return candidates if candidates != "top_k" and draws_drafts(config) else "match"
-
-
-def draws_drafts(config: Decoding) -> bool:
-    """Say whether drafts are drawn from the draft's distribution; else they are its likeliest tokens."""
-    if config.temperature == 0 or (config.tree is not None and candidates_of(config.tree) == "top_k"):
-        return False
-    if isinstance(config.lossy, TypicalAcceptance):
-        return config.lossy.drafts == "drawn"
-    return config.verification != "match"
-
-
-def candidates_of(tree: StaticTree | DynamicTree) -> Candidates:
-    """Return how siblings are chosen where drafts are drawn. A dynamic tree leaves out drafts for their probability."""
-    if isinstance(tree, DynamicTree):
-        return "top_k"
-    return tree.candidates or "without_replacement"
-
-
-def check_tree_rule(config: Decoding) -> None:
-    """Refuse a verification that does not go with the tree.
-
-    Raises:
-        ValueError: what contradicts what, and what to change.
-    """
-    if config.tree is None or config.temperature == 0:
-        return
-    if config.verification == "block":
-        raise ValueError("verification block judges chains only: set it to null, token or match, or tree to null")
-    if config.verification == "token" and isinstance(config.tree, DynamicTree):
-        raise ValueError(
-            "a dynamic tree leaves out drafts for their probability, so they cannot be drawn at a temperature above 0: "
-            "set verification to match, or tree to a static one"
-        )
-    candidates = config.tree.candidates if isinstance(config.tree, StaticTree) else None
-    if config.verification == "match" and candidates not in (None, "top_k"):
-        raise ValueError(
-            f"tree.candidates {candidates} are drawn, and verification match judges the draft's likeliest: set one of the two "
-            "to null"
-        )
-
-
-def check_lossy(config: Decoding) -> None:
-    """Refuse a lossy mode that has nothing to relax, or that does not go with the other settings.
-
-    Raises:
-        ValueError: what contradicts what, and what to change.
-    """
-    lossy = config.lossy
-    if lossy is None:
-        return
-    if config.temperature == 0:
-        raise ValueError("lossy has nothing to relax at temperature 0: raise temperature, or set lossy to null")
-    if config.verification is not None:
-        raise ValueError(
-            f"lossy {lossy.kind} takes the place of verification {config.verification}: set one of the two to null"
-        )
-    if isinstance(lossy, ParticleSampling):
-        if config.tree is not None or config.stopping is not None:
-            raise ValueError("lossy smc drafts chains of one length: set tree and stopping to null")
-        return
-    if isinstance(config.tree, DynamicTree) and lossy.drafts == "drawn":
-        raise ValueError("a dynamic tree takes the likeliest drafts: set lossy.drafts to likeliest, or tree to a static one")
-    candidates = config.tree.candidates if isinstance(config.tree, StaticTree) else None
-    if candidates is not None and (candidates == "top_k") != (lossy.drafts == "likeliest"):
-        raise ValueError(
-            f"tree.candidates {candidates} and lossy.drafts {lossy.drafts} contradict each other: set tree.candidates to null"
-        )
-
-
 LEAST_TEMPERATURE = 1e-4
 
 
@@ -163,7 +23,7 @@ class SamplingConfig(Settings):
 
     temperature: NonNegativeFloat = 0.0
     top_k: PositiveInt | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: PositiveShare | None = None
 
     @model_validator(mode="after")
     def _logits_can_be_divided(self) -> Self:
@@ -173,6 +33,27 @@ class SamplingConfig(Settings):
                 f"got {self.temperature:g}"
             )
         return self
+
+
+class TypicalAcceptance(Settings):
+    """Keep the drafts that the target finds plausible (Medusa; Cai et al., 2401.10774): p > min(epsilon, delta exp(-H(p)))."""
+
+    kind: Literal["typical"]
+    epsilon: Annotated[float, Field(gt=0, lt=1)] = 0.09  # a token above it is plausible after any text
+    delta: PositiveFloat = 0.3  # share of exp(-entropy in nats) that suffices where the target is undecided
+    # Which of the draft's tokens are offered; the paper's are the likeliest.
+    drafts: Literal["likeliest", "drawn"] = "likeliest"
+
+
+class ParticleSampling(Settings):
+    """Continue several copies of a text, weighed by the target in place of verification (SMC-SD, 2604.15672)."""
+
+    kind: Literal["smc"]
+    num_particles: PositiveInt = 8  # copies of each prompt
+    resample_below: Share = 0.5  # of num_particles: with fewer effective ones they are resampled; 0: never
+
+
+LossyConfig = Annotated[TypicalAcceptance | ParticleSampling | None, Field(discriminator="kind")]
 
 
 class DecodeConfig(SamplingConfig):
@@ -199,15 +80,26 @@ class DecodeConfig(SamplingConfig):
     @property
     def rule(self) -> Rule:
         """The verification rule that these settings come to."""
-        return rule_of(self)
+        if self.temperature == 0:
+            return "greedy"
+        if self.lossy is not None:
+            return self.lossy.kind
+        if self.tree is None:
+            return self.verification or "block"
+        candidates = self.tree.drawn_candidates
+        return candidates if candidates != "top_k" and self.draws else "match"
 
     @property
     def draws(self) -> bool:
         """Whether drafts are drawn from the draft's distribution; else they are its likeliest tokens."""
-        return draws_drafts(self)
+        if self.temperature == 0 or (self.tree is not None and self.tree.drawn_candidates == "top_k"):
+            return False
+        if isinstance(self.lossy, TypicalAcceptance):
+            return self.lossy.drafts == "drawn"
+        return self.verification != "match"
 
     @model_validator(mode="after")
-    def _the_tree_can_be_drafted_and_judged(self) -> Self:
+    def _tree_goes_with_the_rest(self) -> Self:
         if self.tree is None or self.num_speculative_tokens == 0:
             return self
         if self.tree.kind == "static" and self.tree.depth > self.num_speculative_tokens:
@@ -217,12 +109,48 @@ class DecodeConfig(SamplingConfig):
             )
         if self.stopping is not None:
             raise ValueError("stopping cuts chains only: set it to null, or tree to null")
-        check_tree_rule(self)
+        if self.temperature == 0:
+            return self
+        if self.verification == "block":
+            raise ValueError("verification block judges chains only: set it to null, token or match, or tree to null")
+        if self.verification == "token" and isinstance(self.tree, DynamicTree):
+            raise ValueError(
+                "a dynamic tree leaves out drafts for their probability, so they cannot be drawn at a temperature above 0: "
+                "set verification to match, or tree to a static one"
+            )
+        candidates = self.tree.candidates if isinstance(self.tree, StaticTree) else None
+        if self.verification == "match" and candidates not in (None, "top_k"):
+            raise ValueError(
+                f"tree.candidates {candidates} are drawn, and verification match judges the draft's likeliest: set one of the "
+                "two to null"
+            )
         return self
 
     @model_validator(mode="after")
-    def _the_lossy_mode_goes_with_the_rest(self) -> Self:
-        check_lossy(self)
+    def _lossy_goes_with_the_rest(self) -> Self:
+        lossy = self.lossy
+        if lossy is None:
+            return self
+        if self.temperature == 0:
+            raise ValueError("lossy has nothing to relax at temperature 0: raise temperature, or set lossy to null")
+        if self.verification is not None:
+            raise ValueError(
+                f"lossy {lossy.kind} takes the place of verification {self.verification}: set one of the two to null"
+            )
+        if isinstance(lossy, ParticleSampling):
+            if self.tree is not None or self.stopping is not None:
+                raise ValueError("lossy smc drafts chains of one length: set tree and stopping to null")
+            return self
+        if isinstance(self.tree, DynamicTree) and lossy.drafts == "drawn":
+            raise ValueError(
+                "a dynamic tree takes the likeliest drafts: set lossy.drafts to likeliest, or tree to a static one"
+            )
+        candidates = self.tree.candidates if isinstance(self.tree, StaticTree) else None
+        if candidates is not None and (candidates == "top_k") != (lossy.drafts == "likeliest"):
+            raise ValueError(
+                f"tree.candidates {candidates} and lossy.drafts {lossy.drafts} contradict each other: set tree.candidates to "
+                "null"
+            )
         return self
 
     @model_validator(mode="after")

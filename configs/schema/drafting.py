@@ -1,20 +1,14 @@
-"""When a draft stops before `num_speculative_tokens`: the settings of the rules in `heads.proposers.draft_length`. Imports no
-torch.
+"""The shape of a round's drafts: trees of candidates, and rules that stop a chain early. Imports no torch.
 
-The confidence of a distribution is its largest probability. Distributions are looked at as they are drawn from, at
-temperature 1 where decoding is greedy.
-
-
-The shape of a proposal that is a tree: several candidates for a position, of which the target may take any.
-
-Imports no torch; what the settings do is in `heads.sampling.token_tree` and `heads.proposers.tree_builder`.
+The trees are built by `heads.sampling.token_tree` and `heads.proposers.tree_builder`, the rules run by
+`heads.proposers.draft_length`. The confidence of a distribution is its largest probability; it is taken of the distribution
+drafts are drawn from, at temperature 1 where decoding is greedy.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -53,12 +47,17 @@ class StaticTree(Settings):
         if self.paths is not None:
             return sorted((tuple(path) for path in self.paths), key=lambda path: (len(path), path))
         counts = self.branching or []
-        levels = (itertools.product(*map(range, counts[:depth])) for depth in range(1, len(counts) + 1))
+        levels = (product(*map(range, counts[:depth])) for depth in range(1, len(counts) + 1))
         return [path for level in levels for path in level]
 
     @property
+    def drawn_candidates(self) -> Candidates:
+        """How siblings are chosen where drafts are drawn."""
+        return self.candidates or "without_replacement"
+
+    @property
     def depth(self) -> int:
-        """The longest way down."""
+        """Tokens on the longest path."""
         return max(map(len, self.paths or [])) if self.branching is None else len(self.branching)
 
 
@@ -68,6 +67,11 @@ class DynamicTree(Settings):
     kind: Literal["dynamic"]
     num_nodes: PositiveInt = 16  # drafted tokens that the target judges in a round
     width: PositiveInt = 4  # tokens of a depth that are continued, and candidates for what follows each of them
+
+    @property
+    def drawn_candidates(self) -> Candidates:
+        """Always the likeliest: which drafts a dynamic tree keeps depends on their probability."""
+        return "top_k"
 
 
 TreeConfig = Annotated[StaticTree | DynamicTree | None, Field(discriminator="kind")]
@@ -120,7 +124,7 @@ class CostStopping(Settings):
     draft_step_milliseconds: NonNegativeFloat  # of one more draft; 0 for a head that drafts all in one forward
     target_step_milliseconds: list[PositiveFloat]  # of 1, 2, ... rows: at least num_speculative_tokens + 1 entries
     round_milliseconds: NonNegativeFloat = 0.0  # of what a round does besides
-    # Straight lines between the points, level beyond the outer ones. By default a confidence is taken at its word.
+    # Straight lines between the points, level beyond the outer ones. By default the acceptance is the confidence.
     calibration: list[CalibrationPoint] = Field(
         default_factory=lambda: [CalibrationPoint(confidence=end, acceptance=end) for end in (0.0, 1.0)]
     )

@@ -1,12 +1,4 @@
-"""What `eval/run.py`, `eval/compare.py` and `eval/gate.py` may be told: prompts, proofs, thresholds. Imports no torch.
-
-What the answers of an evaluation are judged by, beside their speed. Imports no torch.
-
-Speculative decoding that is lossless changes no answer's worth; a lossy mode may, and is refused without a judge.
-
-
-The cost model's settings: which rounds are timed (`eval.cost.timing_sweep`), and what is asked of it. Imports no torch.
-"""
+"""The configs of `eval/run.py`, `eval/predict.py`, `eval/compare.py` and `eval/gate.py`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from configs.schema.base import NonNegativeInt, PositiveInt, Settings, Share
+from configs.schema.base import NonNegativeInt, PositiveInt, Settings, Share, check_rising
 from configs.schema.decoding import DecodeConfig
 from configs.schema.target import TargetConfig
 
@@ -48,28 +40,12 @@ class QualityConfig(Settings):
         return self
 
 
-def refuse_unjudged_loss(lossy: str | None, quality: QualityConfig | None) -> None:
-    """Refuse a way of decoding that changes answers on purpose where nothing says what they are worth afterwards.
-
-    Args:
-        lossy: the kind of such a way; None: decoding is lossless.
-        quality: the judges.
-
-    Raises:
-        ValueError: they are off.
-    """
-    if lossy is not None and quality is None:
-        raise ValueError(
-            f"decode.lossy {lossy} changes answers, and nothing judges them: set quality (quality.perplexity=true or more), or "
-            "decode.lossy to null"
-        )
-
-
 class CostConfig(Settings):
-    """A timing sweep: every number of drafts at each batch size in the first context, and at each context in the first batch.
+    """A timing sweep (`eval.cost.timing_sweep`): every number of drafts at each batch size with the first context, and at each
+    context with the first batch size.
 
-    What a round of other sizes takes is interpolated, and beyond the largest follows a fit. About half a minute with
-    SmolLM2-135M on two cores; `repeats: 1` takes a third of it.
+    Other sizes are interpolated, and larger ones extrapolated by a fit. About half a minute with SmolLM2-135M on two cores;
+    `repeats: 1` takes a third of it.
     """
 
     num_speculative_tokens: PositiveInt = 8  # 1 to this many, or as many as the draft can
@@ -80,14 +56,12 @@ class CostConfig(Settings):
     @model_validator(mode="after")
     def _sizes_rise(self) -> Self:
         for name in ("batch_sizes", "context_tokens"):
-            sizes = getattr(self, name)
-            if sorted(set(sizes)) != sizes:
-                raise ValueError(f"{name} must rise and name each size once, got {sizes}")
+            check_rising(name, getattr(self, name), "size")
         return self
 
 
 class PredictConfig(Settings):
-    """`eval/predict.py`: what another machine would make of a report's draft."""
+    """`eval/predict.py`: the speed of a report's draft on another machine."""
 
     batch_sizes: list[PositiveInt] = Field(default=[1, 4, 16, 64, 256], min_length=1)
     context_tokens: PositiveInt | None = None  # None: as long as in the report
@@ -97,7 +71,7 @@ class SuiteConfig(Settings):
     """Prompts to evaluate on: a JSONL file, or a `datasets` data set. `eval/suites/README.md` says what the formats are."""
 
     path: str = "eval/suites/house64.jsonl"  # a file; a data set's folder or Hub id (owner/name)
-    format: Literal["auto", "turns", "messages", "humaneval", "gsm8k", "column"] = "auto"  # auto: told from the first row
+    format: Literal["auto", "turns", "messages", "humaneval", "gsm8k", "column"] = "auto"  # auto: by the first row
     column: str | None = None  # format column: where the prompt stands, as a text, a list of turns or chat messages
     subset: str | None = None  # data set: configuration name
     split: str = "test"  # data set
@@ -148,8 +122,8 @@ class EvalConfig(Settings):
     lossless: LosslessConfig = LosslessConfig()
     cost: CostConfig | None = None  # a timing sweep, from which the speed at other settings is predicted; None: no prediction
     quality: QualityConfig | None = None  # what answers are worth, with and without the draft; a lossy mode needs it
-    # Acceptance by position, drawn at these rates instead of judged, the last one holding beyond: the speed of a draft that is
-    # not there yet. The report says that it is simulated, and no gate takes it. None: nothing is made up
+    # Acceptance by position, drawn at these rates in place of verification, the last one holding beyond: the speed of a draft
+    # that does not exist yet. The report says that it is simulated, and no gate accepts it. None: not simulated
     simulate_acceptance: Annotated[list[Share], Field(min_length=1)] | None = None
     energy: bool = False  # joules per token, by the machine's own counters where they can be read
     bootstrap_samples: PositiveInt = 2000
@@ -158,7 +132,11 @@ class EvalConfig(Settings):
 
     @model_validator(mode="after")
     def _lossy_answers_are_judged(self) -> Self:
-        refuse_unjudged_loss(None if self.decode.lossy is None else self.decode.lossy.kind, self.quality)
+        if self.decode.lossy is not None and self.quality is None:
+            raise ValueError(
+                f"decode.lossy {self.decode.lossy.kind} changes answers, and nothing judges them: set quality "
+                "(quality.perplexity=true or more), or decode.lossy to null"
+            )
         return self
 
     @property

@@ -1,13 +1,7 @@
-"""The head families: what each is made of. A family is one class here and one file in `heads/`. Imports no torch.
+"""The head families: one settings class each, beside one file in `heads/families`. Imports no torch.
 
 Fields that several families share mean the same in each. Depths count future tokens from 1; the loss weighs depth k with
 `depth_decay ** (k - 1)`.
-
-
-Sizes of a head's own layers, where they are not those of the target's blocks. Imports no torch.
-
-A head that is trained here takes over the sizes of the target's blocks. One that another program trained may have its own, and
-keeps them in its artifact under `layer`. The width is always the target's, whose states and embedding the layers read.
 """
 
 from __future__ import annotations
@@ -16,11 +10,22 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from configs.schema.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings
+from configs.schema.base import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+    Settings,
+    check_rising,
+)
 
 
 class LayerSettings(Settings):
-    """Sizes of draft layers; None: as the target's blocks have it."""
+    """Sizes of a head's layers; None: the target's. A head trained here takes the target's; an imported one may have its own.
+
+    The width is always the target's, whose hidden states and embedding the layers read.
+    """
 
     mlp_width: PositiveInt | None = None
     num_heads: PositiveInt | None = None
@@ -33,19 +38,16 @@ class LayerSettings(Settings):
     max_positions: PositiveInt | None = None
 
 
-Decay = Annotated[float, Field(gt=0, le=1)]
-
-
 class HeadSettings(Settings):
-    """What every family has."""
+    """Settings of every family."""
 
-    draft_vocab_size: PositiveInt | None = None  # the head says only so many tokens, the answers' most frequent; None: all
+    draft_vocab_size: PositiveInt | None = None  # tokens the head can propose, the answers' most frequent; None: all
     train_head: bool = False  # learn the rows of the output head too; they start as the target's
-    depth_decay: Decay = 0.8
+    depth_decay: PositiveShare = 0.8
 
     @property
     def longest_draft(self) -> int | None:
-        """How many tokens the head can draft in a round; None: as many as it is asked for."""
+        """How many tokens the head can draft in a round; None: any number."""
         return None
 
 
@@ -58,8 +60,9 @@ class TappedSettings(HeadSettings):
 
     @model_validator(mode="after")
     def _taps_rise(self) -> Self:
-        if self.taps is not None and (not self.taps or sorted(set(self.taps)) != self.taps):
-            raise ValueError(f"taps must rise and name each state once, got {self.taps}")
+        if self.taps == []:
+            raise ValueError("taps must name at least one state, got []")
+        check_rising("taps", self.taps, "state")
         return self
 
 
@@ -73,7 +76,7 @@ class MedusaSettings(HeadSettings):
 
     @property
     def longest_draft(self) -> int:
-        """A token a head."""
+        """One token a head."""
         return self.num_depths
 
     @model_validator(mode="after")
@@ -99,13 +102,15 @@ class HydraSettings(HeadSettings):
 
     @property
     def longest_draft(self) -> int:
-        """A token a head."""
+        """One token a head."""
         return self.num_depths
 
     @model_validator(mode="after")
     def _options_belong_together(self) -> Self:
         if self.own_output_heads and (not self.train_head or self.draft_vocab_size is not None):
-            raise ValueError("own_output_heads needs train_head true and draft_vocab_size null: such heads say every token")
+            raise ValueError(
+                "own_output_heads needs train_head true and draft_vocab_size null: such heads have rows for every token"
+            )
         if self.prefix_norm and not self.prefix_attention:
             raise ValueError("prefix_norm norms what the prefix layer puts out: set prefix_attention to true, or leave it out")
         return self
@@ -138,11 +143,11 @@ class Eagle3Settings(EagleSettings):
 
 
 class MtpSettings(HeadSettings):
-    """Next-token embedding and final state, joined and led through a block of the target's own family (DeepSeek-V3)."""
+    """Next-token embedding and final state, joined and passed through a block of the target's architecture (DeepSeek-V3)."""
 
     kind: Literal["mtp"]
     num_depths: PositiveInt = 4  # depths trained
-    shared_depths: bool = True  # one module applied again and again; false: a module for each depth
+    shared_depths: bool = True  # one module applied repeatedly; false: a module for each depth
     concat_order: Literal["embedding_first", "hidden_first"] = "embedding_first"
     reads: Literal["post_norm", "pre_norm"] = "post_norm"  # the target's last state after its final norm, or (MiMo) before it
     init_block: NonNegativeInt | None = None  # start the block from this one of the target's; None: the last one
@@ -150,7 +155,7 @@ class MtpSettings(HeadSettings):
 
     @property
     def longest_draft(self) -> int | None:
-        """A token a module, or as many as asked for of one that is applied again and again."""
+        """A token a module; any number where one module is applied repeatedly."""
         return None if self.shared_depths else self.num_depths
 
     @model_validator(mode="after")
@@ -161,13 +166,15 @@ class MtpSettings(HeadSettings):
 
 
 class PEagleSettings(EagleSettings):
-    """EAGLE-3's layers, which say all depths in one forward (P-EAGLE)."""
+    """EAGLE-3's layers, which predict all depths in one forward (P-EAGLE)."""
 
     kind: Literal["peagle"]
     num_layers: PositiveInt = 4
     num_depths: PositiveInt = 8
-    keep_share: Decay = 0.7  # depth d + 1 is trained on this share of the origins that depth d is trained on, drawn anew
-    min_keep_share: Decay = 0.2  # ... but not on fewer than this share of all
+    keep_share: PositiveShare = (
+        0.7  # depth d + 1 is trained on this share of the origins that depth d is trained on, drawn anew
+    )
+    min_keep_share: PositiveShare = 0.2  # ... but not on fewer than this share of all
     mask_token_id: NonNegativeInt | None = None  # None: the padding or the first end-of-text id
 
     @property

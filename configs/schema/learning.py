@@ -1,9 +1,7 @@
-"""Whose answers a draft is trained on: the data set's rows as they stand, or in part written anew by the draft itself.
+"""How a draft learns: its initialization, the divergence from the target, the optimiser, and the data policy. Imports no torch.
 
-Imports no torch; what the settings do is in `distill.student.on_policy`.
-
-
-How a draft learns: what it is before training, the divergence from the target, the optimiser. Imports no torch.
+A data policy says whose answers the draft is trained on: those of the data set, or in part answers that the draft writes during
+training (`distill.student.on_policy`).
 """
 
 from __future__ import annotations
@@ -13,7 +11,16 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
-from configs.schema.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings, Share
+from configs.schema.base import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+    Settings,
+    Share,
+    check_rising,
+)
 
 
 class LoraSettings(Settings):
@@ -26,12 +33,12 @@ class LoraSettings(Settings):
 
 
 def _default_layers(student: dict[str, Any]) -> list[int] | None:
-    """Keep the first four blocks, where nothing else is said; on SmolLM2 they draft better than the first and last two."""
+    """Keep the first four blocks by default; on SmolLM2 they draft better than the first and last two."""
     return [0, 1, 2, 3] if student.get("init") == "target_layers" and student.get("layer_choice") is None else None
 
 
 class StudentConfig(Settings):
-    """The draft before training: the target with layers kept, any smaller model, or a fresh one."""
+    """The draft before training: some of the target's layers, any smaller model, or a new one."""
 
     init: Literal["target_layers", "model", "config", "fresh"] = "target_layers"
     # target_layers: how the kept blocks are chosen, and how many; or a list of them, in order
@@ -45,7 +52,7 @@ class StudentConfig(Settings):
     overrides: dict[str, bool | int | float | str] | None = None
     # A tied embedding is the largest part of a small draft: frozen by default, unless random (config, fresh).
     train_embeddings: bool = False
-    draft_vocab_size: PositiveInt | None = None  # the draft says only so many tokens, the answers' most frequent; None: all
+    draft_vocab_size: PositiveInt | None = None  # tokens the draft can propose, the answers' most frequent; None: all
     lora: LoraSettings | None = None  # None: train the weights themselves
 
     @model_validator(mode="after")
@@ -62,13 +69,12 @@ class StudentConfig(Settings):
         if (self.init == "fresh") != (self.overrides is not None):
             raise ValueError("overrides is needed for init 'fresh', and only there")
         if self.lora is not None and self.init in ("config", "fresh"):
-            raise ValueError(f"lora adapts weights that mean something; init {self.init!r} makes random ones")
+            raise ValueError(f"lora adapts trained weights; init {self.init!r} makes random ones")
         return self
 
     @model_validator(mode="after")
     def _layers_rise(self) -> Self:
-        if self.layers is not None and sorted(set(self.layers)) != self.layers:
-            raise ValueError(f"layers must rise and name each block once, got {self.layers}")
+        check_rising("layers", self.layers, "block")
         if self.layers == []:
             raise ValueError("layers must keep at least one block")
         return self
@@ -150,7 +156,7 @@ class OptimizerConfig(Settings):
 
 
 class DataPhase(Settings):
-    """A part of a run, up to the next phase. What no share names is trained on as it stands in the data."""
+    """A part of a run, up to the next phase. Rows in neither share are trained on as they are in the data."""
 
     from_share: Share = 0.0  # of the run's optimiser steps, after which this phase holds
     on_policy: Share = 0.0  # of each batch: the draft writes the answer anew
@@ -172,11 +178,11 @@ class DataPhase(Settings):
 
 
 class PolicyConfig(Settings):
-    """The phases of a run, and how the draft's tokens are drawn in them. By default it draws none."""
+    """The phases of a run, and how the draft samples in them. By default it writes nothing."""
 
     phases: list[DataPhase] = Field(default_factory=lambda: [DataPhase()])
     temperature: NonNegativeFloat = 1.0  # of the draft's draws; 0 is greedy
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None  # of the draft's draws
+    top_p: PositiveShare | None = None  # of the draft's draws
     num_draft_tokens: PositiveInt | None = None  # draft_states; None: the run's num_speculative_tokens
     max_new_tokens: PositiveInt | None = None  # on_policy: longest answer; None: as long as the one in the data
 

@@ -1,23 +1,20 @@
-"""What `scripts/plan.py` reckons with: a training recipe, the machine it is to run on, and how much there is to learn from.
+"""The config of `scripts/plan.py`: a training recipe, the machine it is to run on, and how much data there is.
 
-A plan's config is a recipe of `configs/heads` or `configs/distill` with two more sections, so that any recipe can be planned as
-it stands. The named machines hold what their makers say of them, but `laptop_cpu`, which was measured. Imports no torch.
+A plan's config is a recipe of `configs/heads` or `configs/distill` with two more sections. The named machines have their
+makers' figures, except for `laptop_cpu`, which was measured. Imports no torch.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from configs.schema.base import PositiveFloat, PositiveInt, Settings
+from configs.schema.base import PositiveFloat, PositiveInt, PositiveShare, Settings
 from configs.schema.training import DistillConfig, HeadsConfig
 
 PresetName = Literal["laptop_cpu", "a100_80gb", "h100_80gb", "h200_141gb"]
-Utilisation = Annotated[float, Field(gt=0, le=1)]
 
-# The cached EAGLE-3 run whose figures stand in docs/results/heads.json, reckoned by `train.plan.work` over its training seconds
-# and the processor's 0.47 TFLOP/s: the one long run there is. No GPU was measured; docs/scaling.md says so.
+# FLOPs (`train.plan`) over training seconds and the processor's 0.47 TFLOP/s, for the cached EAGLE-3 run in
+# docs/results/heads.json. No GPU was measured; docs/scaling.md says so.
 MEASURED_UTILISATION = 0.64
 
 
@@ -88,7 +85,7 @@ class HardwareConfig(Settings):
     network_gb_per_second: PositiveFloat | None = None
     disk_gb_per_second: PositiveFloat | None = None
     host_memory_gib: PositiveFloat | None = None
-    utilisation: Utilisation = MEASURED_UTILISATION  # FLOP/s reached in a step's matrix products over `tflops`
+    utilisation: PositiveShare = MEASURED_UTILISATION  # FLOP/s reached in a step's matrix products over `tflops`
     latency_microseconds: PositiveFloat = 20.0  # of one message between accelerators
 
     @property
@@ -103,7 +100,7 @@ class WorkloadConfig(Settings):
 
     num_conversations: PositiveInt | None = None
     mean_tokens: PositiveFloat | None = None  # of a conversation, prompt and answer, cut at data.max_length
-    label_share: Annotated[float, Field(gt=0, le=1)] | None = None  # of those tokens, the answer's
+    label_share: PositiveShare | None = None  # of those tokens, the answer's
 
 
 class PlanHeadsConfig(HeadsConfig):

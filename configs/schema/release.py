@@ -1,7 +1,4 @@
-"""Config of `scripts/push.py`: what goes into the repository on the Hub, and what is let pass that is refused otherwise.
-
-Configs of `scripts/export.py` and `scripts/import.py`.
-"""
+"""The configs of `scripts/export.py`, `scripts/import.py` and `scripts/push.py`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,12 +13,12 @@ from configs.schema.target import TargetConfig
 # What an id of a hidden state in a draft's config means: a block's output (SGLang, SpecForge, z-lab, transformers), or h_i as
 # in artifacts (speculators, vLLM's EAGLE-3).
 LayerIds = Literal["block_output", "h"]
-TAP_OF_ID: dict[LayerIds, int] = {"block_output": 1, "h": 0}  # what is to be added to an id to get ours
+TAP_OF_ID: dict[LayerIds, int] = {"block_output": 1, "h": 0}  # added to an id, gives the artifact's
 # Weights that some programs keep pickled; read with `weights_only`. A Hub's repository is asked for them for an import only.
 TORCH_FILES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
 ENGINES = ("vllm", "transformers", "speculators", "sglang", "tensorrt_llm", "gguf")
-
-
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+COMMIT = re.compile(r"[0-9a-f]{40}")
 PROMPTS = (
     "Explain in a few sentences why the sky is blue.",
     "Write a Python function that returns the n-th Fibonacci number, with a docstring.",
@@ -51,15 +48,11 @@ class ImportConfig(Settings):
     reads: Literal["post_norm", "pre_norm"] | None = None
     layer_ids: LayerIds | None = None  # what ids in the draft's config mean; None: what they mean in its form, if that fits
     num_speculative_tokens: PositiveInt | None = None  # drafts a round; None: what the draft's config says, or 3
-    # Decoded with it before anything is written; two or more, as how they differ says what chance does. Acceptance below the
-    # limit refuses the import, 0 leaves the trial out.
+    # Decoded with the draft before anything is written; two or more, so that their spread can be taken. Acceptance below the
+    # limit refuses the import, 0 skips the trial.
     prompts: Annotated[list[str], Field(min_length=1)] = list(PROMPTS)
     min_accepted_per_round: NonNegativeFloat = 0.05
     max_new_tokens: PositiveInt = 96
-
-
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class PushConfig(Settings):

@@ -1,10 +1,6 @@
-"""Every command's config, typed and checked: what a YAML file and `--set` may say.
+"""The configs of the two trainings, `train/distill.py` and `train/heads.py`, and the sections that both have.
 
-One frozen model a concern (`configs.schema.base`). Here are data and training; how a draft learns is in
-`configs.schema.learning`, target and decoding in `configs.schema.decoding`, evaluation and gate in
-`configs.schema.evaluation`, a sweep in `configs.schema.benchmarks`. Unknown keys, wrong types and values out of range are
-refused (`configs.runtime.loading` turns pydantic's findings into one sentence each). `None` means off. Paths are strings,
-relative to the working directory. None of these modules imports torch, so that a typo is reported in milliseconds.
+How a draft learns is in `configs.schema.learning`, what a head is made of in `configs.schema.heads`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,8 +14,6 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.heads import Eagle3Settings, HeadConfig
 from configs.schema.learning import LossConfig, OptimizerConfig, PolicyConfig, StudentConfig
 from configs.schema.target import TargetConfig
-
-# --- distillation -------------------------------------------------------------------------------------------------
 
 
 class TrainingDataConfig(Settings):
@@ -59,7 +53,7 @@ class ProfileConfig(Settings):
 
 
 class ScheduleConfig(Settings):
-    """Lengths and rhythms of a training run, in optimiser steps unless said otherwise."""
+    """Batches, length and intervals of a training run; intervals are in optimiser steps."""
 
     batch_size: PositiveInt = 8  # conversations (data.packing: rows of them) a process and micro-step
     gradient_accumulation_steps: PositiveInt = 1
@@ -70,13 +64,13 @@ class ScheduleConfig(Settings):
     eval_every_steps: PositiveInt | None = None  # None: only at the end
     checkpoint_every_steps: PositiveInt | None = None  # None: only at the end
     keep_checkpoints: PositiveInt = 2  # the newest; that of the best step stays as well
-    process_timeout_seconds: PositiveInt = 600  # one of several processes that others wait for longer than this is given up
-    loader_workers: PositiveInt | None = None  # processes that make batches ahead; None: made by training itself, when due
+    process_timeout_seconds: PositiveInt = 600  # how long several processes wait for one of them
+    loader_workers: PositiveInt | None = None  # processes that make batches ahead; None: the training process makes them
     resume: bool = True  # go on from the newest checkpoint in the output folder
     trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = ["tensorboard"]
     profile: ProfileConfig | None = None
-    # What a device of one process can do at most in this precision, in 10^12 operations a second; model_flop_utilization is a
-    # share of it. None: what a matrix product is seen to reach when the run starts
+    # Peak of a process's device in this precision, in 10^12 operations a second; model_flop_utilization is a share of it.
+    # None: what a matrix product reaches when the run starts
     peak_tflops: PositiveFloat | None = None
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # numpy, which is seeded as well, takes no larger one
 
@@ -124,20 +118,17 @@ class DistillConfig(Settings):
             )
         if self.data.cache is not None:
             raise ValueError(
-                "a phase of policy lets the draft write answers, which no cache knows: set data.cache to null, or take "
+                "a phase of policy lets the draft write answers, which no cache holds: set data.cache to null, or take "
                 "on_policy and draft_states out of policy.phases"
             )
         return self
 
 
-# --- heads --------------------------------------------------------------------------------------------------------
-
-
 class SanityConfig(Settings):
-    """Gates before a head is trained: an artifact written and read back, one conversation learnt by heart."""
+    """Checks before a head is trained: write an artifact and read it back, overfit one conversation."""
 
     enabled: bool = True
-    overfit_steps: PositiveInt = 100  # at most; it is enough when the decoder accepts a whole block
+    overfit_steps: PositiveInt = 100  # at most; ends when the decoder accepts a whole block
     learning_rate: PositiveFloat = 3e-3
 
 

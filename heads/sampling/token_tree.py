@@ -15,7 +15,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from configs.schema.decoding import candidates_of
 from configs.schema.drafting import Candidates, DynamicTree, Path, StaticTree
 
 
@@ -108,7 +107,7 @@ class GrownTree:
 def tree_from(settings: StaticTree | DynamicTree, depth: int) -> Tree | GrownTree:
     """Return the tree that settings ask for, no deeper than `depth`."""
     if settings.kind == "static":
-        return Tree.of(settings.all_paths(), candidates_of(settings)).cut(depth)
+        return Tree.of(settings.all_paths(), settings.drawn_candidates).cut(depth)
     return GrownTree(num_nodes=settings.num_nodes, width=settings.width, depth=depth)
 
 

@@ -60,7 +60,7 @@ def test_the_drafts_own_tokens_are_never_labels_to_copy(loss):
 
 
 def test_a_cache_does_not_know_what_the_draft_writes():
-    with pytest.raises(ConfigError, match=r"which no cache knows: set data\.cache to null"):
+    with pytest.raises(ConfigError, match=r"which no cache holds: set data\.cache to null"):
         load_config(DistillConfig, None, [ON_POLICY, "data.cache=runs/cache"])
     load_config(DistillConfig, None, ["data.cache=runs/cache"])
 
