@@ -33,22 +33,22 @@ check: setup ## format, lint, types, import contract
 bench: bench-decode bench-distill bench-heads bench-eval bench-scale ## every side-by-side measurement
 
 bench-decode: setup ## the decoder against transformers' assisted generation, into docs/results/decode.json
-	$(PY) scripts/bench_decode.py
+	$(PY) scripts/benchmark.py decode
 
 sweep: setup ## small distillation runs over divergences and data policies, and which to take (after make demo)
 	$(PY) scripts/sweep.py --config configs/sweep/demo.yaml
 
 bench-distill: setup sweep ## the loss and the training against plain ways and TRL, tau before and after, into docs/results/distill.json
-	$(PY) scripts/bench_distill.py
+	$(PY) scripts/benchmark.py distill
 
 bench-heads: setup ## every head family trained and measured, EAGLE-3's training against speculators, into docs/results/heads.json
-	$(PY) scripts/bench_heads.py
+	$(PY) scripts/benchmark.py heads
 
 bench-eval: setup ## predicted speed against measured, the evaluator's own cost, into docs/results/eval.json (after make demo)
-	$(PY) scripts/bench_eval.py
+	$(PY) scripts/benchmark.py eval
 
 bench-scale: setup ## two processes beside one, padding, checkpoints, waiting for data, into docs/results/scale.json (after bench-heads)
-	$(PY) scripts/bench_scale.py
+	$(PY) scripts/benchmark.py scale
 
 distribution-check: setup ## 100,000 samples of the whole decoder for every rule and shape against the target's exact distribution (minutes)
 	$(PY) -m pytest -m slow -s tests/eval/decoder/test_output_distribution.py tests/eval/lossy/test_lossy.py
@@ -61,19 +61,19 @@ cluster-check: setup ## the job files of scripts/cluster, run with one process k
 
 engine-check: setup ## DDP, FSDP2, ZeRO-1 to 3 and offloading in two processes on the CPU against one process (about 10 minutes)
 	$(PY) -m pytest -m slow -s tests/train/loop/test_engines.py tests/train/test_sharded_loss.py
-	$(PY) scripts/bench/scale/engines.py
+	$(PY) scripts/benchmark.py engines
 
 soak: setup ## 210 tiny runs killed, stopped and damaged at random, each to end with an undisturbed run's weights (about 15 minutes)
-	$(PY) scripts/soak.py
+	$(PY) scripts/benchmark.py soak
 
 tables: setup ## fill the documents' tables from docs/results/
-	$(PY) scripts/bench/tables.py
-	$(PY) scripts/bench/tables.py --set document=docs/exchange.md
-	$(PY) scripts/bench/tables.py --set document=docs/scaling.md
+	$(PY) scripts/benchmark.py tables
+	$(PY) scripts/benchmark.py tables --set document=docs/exchange.md
+	$(PY) scripts/benchmark.py tables --set document=docs/scaling.md
 
 serve-check: setup $(VLLM_STAMP) $(LLAMA_CPP_STAMP) ## a vLLM server as target and writer; drafts in vLLM, transformers, llama.cpp, into docs/results/serve.json (after make demo bench-heads)
 	$(PY) -m pytest -m slow -s tests/distill/server/test_served_target.py tests/distill/server/test_served_answers.py tests/heads/formats/test_in_llama_cpp.py
-	$(PY) scripts/serve_check.py --config configs/serve/smollm2.yaml
+	$(PY) scripts/benchmark.py serve --config configs/serve/smollm2.yaml
 
 $(VLLM_STAMP): scripts/setup_vllm.sh scripts/vllm_pins.txt
 	sh scripts/setup_vllm.sh

@@ -1,6 +1,6 @@
-"""The configs of the benchmarks, the recipe sweep and the engine check under `scripts/`. Imports no torch.
+"""The configs of `scripts/benchmark.py` and `scripts/sweep.py`: what is measured, how often, and where the results go.
 
-The defaults are those of the runs whose figures are in `docs/results/`.
+The defaults are the runs whose results are in `docs/results/`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from configs.schema.training import HeadsConfig
 
 
 class BenchLossConfig(Settings):
-    """The loss part of `scripts/bench_distill.py`: forward and backward over random hidden states and frozen heads."""
+    """The loss part of `scripts/benchmark.py distill`: forward and backward over random hidden states and frozen heads."""
 
     vocab_size: PositiveInt = 151_936  # rows of both heads
     width: PositiveInt = 576  # of both sides' hidden states
@@ -31,7 +31,7 @@ class BenchLossConfig(Settings):
 
 
 class BenchDistillConfig(Settings):
-    """`scripts/bench_distill.py`: the loss's memory and time, training from a cache, a draft before and after training."""
+    """`scripts/benchmark.py distill`: the loss's memory and time, training from a cache, a draft before and after training."""
 
     draft: str = "runs/demo/distill/artifact"  # a distilled draft LM; its target, data and recipe are what is measured
     loss: BenchLossConfig = BenchLossConfig()
@@ -45,7 +45,7 @@ class BenchDistillConfig(Settings):
 
 
 class BenchHeadsConfig(Settings):
-    """`scripts/bench_heads.py`: every head family trained and measured on one target and one set of data."""
+    """`scripts/benchmark.py heads`: every head family trained and measured on one target and one set of data."""
 
     data: str | None = "configs/data/heads.yaml"  # of `scripts/make_data.py`, run where its output is not there; None: never
     # of `scripts/make_cache.py`, made once of that data and read by every head's training; None: the target runs on every batch
@@ -71,10 +71,7 @@ class BenchHeadsConfig(Settings):
 
 
 class BenchDecodeConfig(Settings):
-    """`scripts/bench_decode.py`: the decoder beside transformers' own generation, and every way of decoding beside the others.
-
-    All on the same prompts and in turns.
-    """
+    """`scripts/benchmark.py decode`: the decoder beside transformers' generation, and all ways of decoding in turns."""
 
     target: TargetConfig = TargetConfig()
     draft: str = "runs/demo/distill/artifact"  # the artifact of a draft LM
@@ -91,7 +88,7 @@ class BenchDecodeConfig(Settings):
 
 
 class BenchEvalConfig(Settings):
-    """`scripts/bench_eval.py`: predicted speedups against measured ones, and what evaluating costs beyond decoding."""
+    """`scripts/benchmark.py eval`: predicted speedups against measured ones, and what evaluating costs beyond decoding."""
 
     target: TargetConfig = TargetConfig()
     draft: str = "runs/demo/distill/artifact"  # the artifact of a draft
@@ -108,7 +105,7 @@ class BenchEvalConfig(Settings):
 
 
 class SoakConfig(Settings):
-    """`scripts/soak.py`: tiny runs that are killed, stopped and damaged at random, and must end with the same result."""
+    """`scripts/benchmark.py soak`: tiny runs killed, stopped and damaged at random."""
 
     rounds: PositiveInt = 210  # shared evenly by the faults
     most_kills: PositiveInt = 3  # of one run, before it is left to end
@@ -118,7 +115,7 @@ class SoakConfig(Settings):
 
 
 class EngineComparisonSettings(Settings):
-    """`scripts/bench/scale/engines.py`: two processes under each engine beside one process, on a tiny target."""
+    """`scripts/benchmark.py engines`: two processes under each engine beside one process, on a tiny target."""
 
     # Files of configs/accelerate, started as they are but for the number of processes
     engines: list[Literal["ddp_cpu", "fsdp2", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload"]] = [
@@ -137,15 +134,22 @@ class EngineComparisonSettings(Settings):
     seconds: PositiveInt = 600  # that one run may take
 
 
+class ExchangeMemoryConfig(Settings):
+    """`scripts/benchmark.py memory`: the peak memory of exports and imports of a made-up draft."""
+
+    vocab_size: PositiveInt = 131_072  # rows of the largest tensors, of 2 KiB each
+    folder: str | None = None  # empty; takes about ten times the largest tensor; None: a temporary folder
+
+
 class ResultsTableConfig(Settings):
-    """`scripts/bench/tables.py`: the tables of a document, made from the files of the benchmarks."""
+    """`scripts/benchmark.py tables`: the tables of a document, made from the files of the benchmarks."""
 
     document: str = "README.md"
     results: str = "docs/results"  # folder with NAME.json for each `<!-- table: NAME -->`
 
 
 class BenchScaleConfig(Settings):
-    """`scripts/bench_scale.py`: several processes beside one, padding, and the time of checkpoints and of waiting for data."""
+    """`scripts/benchmark.py scale`: several processes beside one, padding, time of checkpoints and waiting for data."""
 
     recipe: str = "configs/heads/eagle3.yaml"  # of `train/heads.py`
     cache: str | None = "runs/heads/cache"  # of its data; None: the target runs on every batch
@@ -157,13 +161,13 @@ class BenchScaleConfig(Settings):
     # work of two minutes
     checkpoint_every_steps: PositiveInt = 200
     checkpoints: PositiveInt = 3  # timed a run
-    engines: bool = True  # add the rows of `scripts/bench/scale/engines.py`, where that is there
+    engines: bool = True  # add the rows of `scripts/benchmark.py engines`
     bootstrap_samples: PositiveInt = 2000
     output: str = "docs/results/scale.json"
 
 
 class ScaleStepsConfig(Settings):
-    """`scripts/bench/scale/child.py`: optimiser steps of a recipe, timed in one of several processes."""
+    """`scripts/bench/scale_steps.py`: optimiser steps of a recipe, timed in one of several processes."""
 
     recipe: HeadsConfig = HeadsConfig()
     steps: PositiveInt = 24
@@ -191,7 +195,7 @@ class ServeCase(Settings):
 
 
 class ServeCheckConfig(Settings):
-    """`scripts/serve_check.py`: drafts in real engines, beside our decoder on the same prompts."""
+    """`scripts/benchmark.py serve`: drafts in real engines, beside our decoder on the same prompts."""
 
     cases: list[ServeCase] = []  # configs/serve/ has some
     # Greedy answers are compared in float32, where near ties are rare; in bfloat16 more of them may differ.

@@ -1,9 +1,7 @@
-"""Which held-out prompts a comparison is measured on: none that chose a checkpoint.
+"""What all benchmarks share: sides that take turns, ratios with intervals, memory, held-out prompts, the results file.
 
-What all benchmarks share: sides that take turns, ratios with their intervals, the file the results go to.
-
-A figure in seconds belongs to the machine and the minute it was measured in; a ratio of two sides that took turns in one run
-means something elsewhere too. So `ratios` holds the latter only, ours against the other. Imports no torch.
+A time belongs to the machine and the minute it was measured in; a ratio of two sides that took turns in one run also means
+something elsewhere. So `ratios` of a results file holds only the latter, ours against the other.
 """
 
 from __future__ import annotations
@@ -40,24 +38,32 @@ class Turn(Generic[R]):
 
 
 def take_turns(
-    sides: Mapping[str, Callable[[C, int], R]], cases: Sequence[C], repeats: int, *, description: str, unit: str = "prompts"
+    sides: Mapping[str, Callable[[C, int], R]],
+    cases: Sequence[C],
+    repeats: int,
+    *,
+    description: str,
+    unit: str = "prompts",
+    warm_up: bool = True,
 ) -> dict[str, list[list[Turn[R]]]]:
-    """Let every side work on every case, `repeats` times, and time each piece of work.
+    """Run every side on every case `repeats` times, and time each run.
 
-    The sides follow one another on each case, so that a machine whose speed drifts drifts for all of them, and every second
-    time in reverse, so that none always comes after the same neighbour. Each does the first case once beforehand, untimed.
+    The sides alternate on each case, so that drift in the machine's speed affects all of them alike, and every second time
+    they do so in reverse order, so that no side always runs after the same other one.
 
     Args:
         sides: called with a case and the number of the repeat; a side returns when its work is done, on a GPU as well.
         cases: what they work on, e.g. prompts; at least one.
-        repeats: how often.
+        repeats: timed runs of each side on each case.
         description, unit: for the progress bar.
+        warm_up: whether each side first does the first case once, untimed; not needed by sides that start processes.
 
     Returns:
         By side, by case, the repeats in order.
     """
-    for side in sides.values():
-        side(cases[0], 0)
+    if warm_up:
+        for side in sides.values():
+            side(cases[0], 0)
     names = list(sides)
     turns: dict[str, list[list[Turn[R]]]] = {name: [[] for _ in cases] for name in sides}
     with progress(description, len(cases), unit) as advance:
@@ -95,9 +101,9 @@ def speed_ratio(
     columns = [
         [sum(value(turn) for turn in turns) for turns in side]
         for side, value in (
-            (theirs, _seconds),
+            (theirs, lambda turn: turn.seconds),
             (theirs, lambda turn: amount(turn.result)),
-            (ours, _seconds),
+            (ours, lambda turn: turn.seconds),
             (ours, lambda turn: amount(turn.result)),
         )
     ]
@@ -116,7 +122,7 @@ def write_results(
     *,
     rows: Sequence[Mapping[str, Any]],
     ratios: Mapping[str, float | None],
-    script: str | None = None,
+    script: str = "scripts/benchmark.py",
     **extra: Any,
 ) -> None:
     """Write a benchmark's results file.
@@ -127,7 +133,7 @@ def write_results(
         config: the resolved config.
         rows: flat objects with the same keys, for a table.
         ratios: numbers, ours against the other, from sides that took turns; see `with_bounds`.
-        script: that was run; None: `scripts/bench_NAME.py`.
+        script: the command that ran, to which the process's own arguments are added.
         extra: further JSON values, kept under their names.
 
     Raises:
@@ -135,7 +141,7 @@ def write_results(
     """
     value = {
         "name": name,
-        "command": shlex.join(["python", script or f"scripts/bench_{name}.py", *mask_arguments(sys.argv[1:])]),
+        "command": shlex.join(["python", script, *mask_arguments(sys.argv[1:])]),
         "config": mask_secrets(config.model_dump(mode="json")),
         "hardware": describe_hardware(),
         "versions": describe_versions(),
@@ -147,12 +153,40 @@ def write_results(
     write_json(path, value)
 
 
-def _seconds(turn: Turn[Any]) -> float:
-    return turn.seconds
+# --- memory -------------------------------------------------------------------------------------------------------
+
+
+def measure_growth(work: Callable[[], R]) -> tuple[R, int]:
+    """Run `work`; return its result, and the bytes by which this process's resident memory grew at its peak.
+
+    Raises:
+        InputError: the system is not Linux, which alone lets a process reset its peak.
+    """
+    before = 1024 * read_kibibytes("/proc/self/status", "VmRSS")
+    # Resets the peak. getrusage's ru_maxrss cannot be reset, and begins with the peak of the parent process.
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    result = work()
+    return result, 1024 * read_kibibytes("/proc/self/status", "VmHWM") - before
+
+
+def read_kibibytes(path: str, name: str) -> int:
+    """Return the number of a line `NAME:  123 kB` of one of the kernel's files.
+
+    Raises:
+        InputError: there is no such file: the system is not Linux.
+    """
+    try:
+        lines = Path(path).read_text(encoding="ascii").splitlines()
+    except OSError as error:
+        raise InputError(f"this benchmark reads memory from {path}, which only Linux has: {error.strerror}") from error
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+# --- held-out prompts ---------------------------------------------------------------------------------------------
 
 
 def measured_rows(path: Path, num_prompts: int, num_choosing: int) -> list[Conversation]:
-    """Return the conversations of the last prompts of a held-out file, all turns of each.
+    """Return the conversations, all turns, of the last prompts of a held-out file, none of which chose a checkpoint.
 
     Args:
         path: `held_out.jsonl`.
@@ -181,9 +215,9 @@ def to_request(row: Conversation) -> Request:
 
 
 def first_requests(rows: Sequence[Conversation]) -> list[Request]:
-    """Return the prompts of conversations as the decoder takes them, of each the first turn there is.
+    """Return the prompts of conversations as the decoder takes them, only the first turn of each.
 
-    The turns of one prompt are no independent evidence.
+    The turns of one conversation are not independent samples.
     """
     first_turns = {row.prompt_id: row for row in reversed(rows)}
     return [to_request(row) for row in reversed(first_turns.values())]

@@ -7,16 +7,11 @@ docs/results/NAME.json, so that no figure is ever copied by hand. The rest of th
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run as a script: the checkout's root takes the place of this folder, which Python put first
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-
-from configs.runtime.command import run_command
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_json, read_text, write_text
 from configs.schema.benchmarks import ResultsTableConfig
@@ -27,8 +22,8 @@ BOUNDS = ("_low", "_high")
 NOT_AVAILABLE = "–"
 
 
-def main(config: ResultsTableConfig) -> None:
-    """Rewrite the document's tables."""
+def update_tables(config: ResultsTableConfig) -> None:
+    """Rewrite the tables of the document."""
     path = Path(config.document)
     write_text(path, fill_tables(read_text(path, "document"), Path(config.results)))
 
@@ -108,7 +103,3 @@ def _machine(hardware: Mapping[str, Any]) -> str:
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-if __name__ == "__main__":
-    sys.exit(run_command(ResultsTableConfig, main, description="Fill the README's tables from docs/results/."))

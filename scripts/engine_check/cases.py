@@ -32,12 +32,11 @@ from heads.formats.exporting.table import FORMS, form_of
 from heads.target.loading import Target, load_target, locate
 from scripts.bench.harness import first_requests, measured_rows, with_bounds, write_results
 from scripts.engine_check.engines import ENGINES, EngineAnswer, EngineRun, find_engine, run_engine
-from scripts.engine_check.ours import SEED, Bench, Counts, count_ours, open_bench, tau
+from scripts.engine_check.ours import SEED, Counts, PlainAnswers, count_ours, decode_plainly, tau
 
 log = logging.getLogger("draftsmith")
 
 AGREES, DISAGREES, CHECKED, NO_ENGINE = "agrees", "disagrees", "format-checked only", "no engine takes it"
-SCRIPT = "scripts/serve_check.py"
 # A row's columns; those that do not apply are None.
 COLUMNS = (
     "family",
@@ -77,13 +76,13 @@ class Check:
     scratch: Path
     target: Target
     target_folder: Path
-    bench: Bench
+    reference: PlainAnswers
     plain_runs: dict[str, EngineRun] = field(default_factory=dict)
     our_counts: dict[tuple[str, int, bool], list[Counts]] = field(default_factory=dict)
 
 
 def run_checks(config: ServeCheckConfig) -> int:
-    """Run all cases and write the results' file; see `scripts/serve_check.py`. Returns the exit code.
+    """Run all cases and write the results' file; return the exit code.
 
     Raises:
         InputError: an artifact, the target, the prompts or an engine cannot be had or used.
@@ -100,7 +99,7 @@ def run_checks(config: ServeCheckConfig) -> int:
             rows.append(run_case(check, case, number))
             log.info("%s", describe(rows[-1]))
             # After each case, so that nothing is lost where a later one fails.
-            write_results(Path(config.output), "serve", config, script=SCRIPT, rows=rows, ratios={}, threads=config.threads)
+            write_results(Path(config.output), "serve", config, rows=rows, ratios={}, threads=config.threads)
     log.info("results in %s", config.output)
     return GATE_FAILED if any(row["verdict"] == DISAGREES for row in rows) else DONE
 
@@ -140,8 +139,8 @@ def open_check(config: ServeCheckConfig, scratch: Path) -> Check:
     folder = locate(config.target)
     if folder.is_file():
         raise InputError(f"target.name: {folder} is a single file, and engines need the target as a folder")
-    bench = open_bench(target, requests, config.max_new_tokens)
-    return Check(config=config, scratch=scratch, target=target, target_folder=folder.resolve(), bench=bench)
+    reference = decode_plainly(target, requests, config.max_new_tokens)
+    return Check(config=config, scratch=scratch, target=target, target_folder=folder.resolve(), reference=reference)
 
 
 def run_case(check: Check, case: ServeCase, number: int) -> dict[str, Any]:
@@ -182,14 +181,14 @@ def write_export(check: Check, case: ServeCase, engine: str, out: Path) -> int:
 
 def compare(check: Check, case: ServeCase, kind: str, tokens: int, out: Path) -> dict[str, Any]:
     """Run an exported draft in its engine and in our decoder; return the part of the row that says how they compare."""
-    config, bench, engine = check.config, check.bench, str(case.engine)
+    config, reference, engine = check.config, check.reference, str(case.engine)
     if engine not in check.plain_runs:
         check.plain_runs[engine] = _run(check, engine, "plain", {"draft": None, "kind": None, "serve": None})
     draft = {"draft": str(out), "kind": kind, "serve": (out / SERVE_FILE).read_text(encoding="utf-8")}
     run = _run(check, engine, out.parent.name, {**draft, "num_speculative_tokens": tokens})
     key = case.artifact, tokens, ENGINES[engine].cuts
     if key not in check.our_counts:
-        check.our_counts[key] = count_ours(bench, Path(case.artifact), tokens, cut=key[2])
+        check.our_counts[key] = count_ours(reference, Path(case.artifact), tokens, cut=key[2])
     ours, theirs = check.our_counts[key], [answer.counts for answer in run.answers]
     interval = tau(ours, samples=config.bootstrap_samples)
     tau_engine = tau(theirs, samples=config.bootstrap_samples).point
@@ -216,7 +215,7 @@ def compare_tokens(check: Check, run: EngineRun) -> tuple[dict[str, Any], list[b
 
     The first names the share of equal answers, how many depart at a near tie, and how many elsewhere.
     """
-    plain = check.bench.plain
+    plain = check.reference.plain
     served = [_generation(*pair) for pair in zip(plain, run.answers, strict=True)]
     divergences = find_divergences(check.target, plain, served, check.config.lossless.tie_noise)
     ties = sum(map(is_tie, divergences))
@@ -276,10 +275,10 @@ def describe(row: Mapping[str, Any]) -> str:
 
 
 def _run(check: Check, engine: str, name: str, draft: Mapping[str, Any]) -> EngineRun:
-    config, bench = check.config, check.bench
+    config, reference = check.config, check.reference
     prompts: Sequence[dict[str, Any]] = [
         {"tokens": list(request.tokens), "first": list(answer.tokens[:1]), "length": len(answer.tokens)}
-        for request, answer in zip(bench.requests, bench.plain, strict=True)
+        for request, answer in zip(reference.requests, reference.plain, strict=True)
     ]
     job = {"target": str(check.target_folder), "dtype": config.target.dtype, "prompts": prompts, "num_speculative_tokens": None}
     return run_engine(

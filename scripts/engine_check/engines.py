@@ -39,7 +39,7 @@ VLLM = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "V
 
 
 @dataclass(frozen=True, kw_only=True)
-class Engine:
+class EngineDriver:
     """An engine that is run.
 
     Args:
@@ -62,9 +62,9 @@ class Engine:
 
 
 ENGINES = {
-    "vllm": Engine(driver=SCRIPTS / "run_vllm.py", form="vllm", environment="vllm", has_python=True, variables=VLLM),
-    "transformers": Engine(driver=SCRIPTS / "run_transformers.py", form="transformers"),
-    "llama_cpp": Engine(
+    "vllm": EngineDriver(driver=SCRIPTS / "run_vllm.py", form="vllm", environment="vllm", has_python=True, variables=VLLM),
+    "transformers": EngineDriver(driver=SCRIPTS / "run_transformers.py", form="transformers"),
+    "llama_cpp": EngineDriver(
         driver=SCRIPTS / "run_llama_cpp.py", form="gguf", environment="llama_cpp", needs="bin/llama-server", cuts=True
     ),
 }
@@ -140,7 +140,7 @@ def _answer(found: Mapping[str, Any], length: int) -> EngineAnswer:
 
 
 def _run(
-    engine: Engine, place: Path | None, folder: Path, files: tuple[Path, Path], threads: int, timeout_seconds: float
+    engine: EngineDriver, place: Path | None, folder: Path, files: tuple[Path, Path], threads: int, timeout_seconds: float
 ) -> None:
     python = place / "bin" / "python" if place is not None and engine.has_python else Path(sys.executable)
     log = folder / "log"

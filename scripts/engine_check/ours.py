@@ -37,7 +37,7 @@ class Counts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
+class PlainAnswers:
     """What both sides are given: prompts and the plain answers to them.
 
     endless: the target with no token that ends a text.
@@ -53,7 +53,7 @@ class Bench:
         return [len(answer.tokens) for answer in self.plain]
 
 
-def open_bench(target: Target, requests: Sequence[Request], max_new_tokens: int) -> Bench:
+def decode_plainly(target: Target, requests: Sequence[Request], max_new_tokens: int) -> PlainAnswers:
     """Decode every prompt plainly.
 
     Raises:
@@ -64,14 +64,14 @@ def open_bench(target: Target, requests: Sequence[Request], max_new_tokens: int)
     failed = [answer.prompt_id for answer in plain if answer.stop_reason == "non_finite"]
     if failed:
         raise RuntimeError(f"the target computed what is no number on prompt {failed[0]}")
-    return Bench(endless=replace(target, eos_token_ids=()), requests=requests, plain=plain)
+    return PlainAnswers(endless=replace(target, eos_token_ids=()), requests=requests, plain=plain)
 
 
-def count_ours(bench: Bench, artifact: Path, num_speculative_tokens: int, *, cut: bool) -> list[Counts]:
+def count_ours(reference: PlainAnswers, artifact: Path, num_speculative_tokens: int, *, cut: bool) -> list[Counts]:
     """Decode every prompt with an artifact's drafts; return its counts.
 
     Args:
-        bench: prompts and plain answers.
+        reference: prompts and plain answers.
         artifact: its folder.
         num_speculative_tokens: drafts a round.
         cut: draft no further than an answer goes.
@@ -79,10 +79,10 @@ def count_ours(bench: Bench, artifact: Path, num_speculative_tokens: int, *, cut
     Raises:
         InputError: the artifact is none, or not for this target.
     """
-    target = bench.endless
+    target = reference.endless
     proposer = load_draft(artifact, target.identity, target.model).proposer
     counts = []
-    for request, length in zip(bench.requests, bench.lengths, strict=True):
+    for request, length in zip(reference.requests, reference.lengths, strict=True):
         # With room beyond the answer's end no round is cut short for want of it.
         room = 0 if cut else num_speculative_tokens
         config = DecodeConfig(num_speculative_tokens=num_speculative_tokens, max_new_tokens=length + room)

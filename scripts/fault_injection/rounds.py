@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import random
-import shlex
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +18,6 @@ from accelerate.state import AcceleratorState, PartialState
 
 from configs.runtime.command import DONE, GATE_FAILED, TERMINATED
 from configs.runtime.progress import track
-from configs.runtime.redaction import mask_arguments
 from configs.schema.benchmarks import SoakConfig
 from distill.cache.writer import make_cache
 from distill.generation.make_dataset import make_dataset
@@ -69,7 +66,7 @@ FAULTS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Round:
+class SoakRound:
     """How a round went."""
 
     fault: str
@@ -85,7 +82,7 @@ def soak(config: SoakConfig) -> int:
     rounds = run_rounds(config, folder)
     rows = [_row(fault, [each for each in rounds if each.fault == fault.name]) for fault in FAULTS]
     rows = [row for row in rows if row["rounds"]]
-    write_results(Path(config.output), "soak", config, rows=rows, ratios={}, command=_command())
+    write_results(Path(config.output), "soak", config, rows=rows, ratios={})
     for row in rows:
         logger.info("%s", ", ".join(f"{name} {value}" for name, value in row.items()))
     good = all(row["final_weights_equal"] and (row["lost_steps"] or 0) <= EVERY for row in rows)
@@ -94,7 +91,7 @@ def soak(config: SoakConfig) -> int:
     return DONE if good else GATE_FAILED
 
 
-def run_rounds(config: SoakConfig, folder: Path) -> list[Round]:
+def run_rounds(config: SoakConfig, folder: Path) -> list[SoakRound]:
     """Return how each round went, the faults taking turns.
 
     Raises:
@@ -144,7 +141,7 @@ def _start(workshop: Workshop, work: str, output: Path) -> Child:
 
 def _run_round(
     workshop: Workshop, fault: Fault, folder: Path, reference: _Reference, rng: random.Random, most_kills: int
-) -> Round:
+) -> SoakRound:
     output = folder / "output"
     counts_steps = fault.work in ("distill", "heads") and not fault.damage
     lost: list[int] = []
@@ -163,7 +160,7 @@ def _run_round(
             lost.append(child.steps - _newest_step(output))
     last = _start(workshop, fault.work, output)
     equal = last.end() == DONE and _content(output, fault.work) == reference.content
-    return Round(
+    return SoakRound(
         fault=fault.name,
         disturbances=disturbances,
         lost_steps=max(lost, default=0) if counts_steps else None,
@@ -211,11 +208,7 @@ def _content(output: Path, work: str) -> dict[str, bytes]:
     return {str(path.relative_to(output)): path.read_bytes() for path in paths}
 
 
-def _command() -> str:
-    return shlex.join(["python", "scripts/soak.py", *mask_arguments(sys.argv[1:])])
-
-
-def _row(fault: Fault, rounds: Sequence[Round]) -> dict[str, Any]:
+def _row(fault: Fault, rounds: Sequence[SoakRound]) -> dict[str, Any]:
     return {
         "fault": fault.name,
         "rounds": len(rounds),

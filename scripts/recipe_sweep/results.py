@@ -54,7 +54,7 @@ class CellResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class SweepChoice:
     """Which recipe the sweep speaks for.
 
     winner: the cell to take.
@@ -82,7 +82,7 @@ def make_rows(cells: Sequence[CellResult], undistilled: CellResult, samples: int
     return [_row(result, cells[0], samples) for result in (*cells, undistilled)]
 
 
-def choose(cells: Sequence[CellResult], samples: int) -> Verdict:
+def choose(cells: Sequence[CellResult], samples: int) -> SweepChoice:
     """Return the cell with the highest mean tau among those better than the first beyond noise; without any, the first.
 
     Of many cells some look better by chance alone. The intervals are therefore widened so that with 95 % confidence not one
@@ -97,7 +97,7 @@ def choose(cells: Sequence[CellResult], samples: int) -> Verdict:
     intervals = {other.name: mean_tau_ratio(other, first, samples, level) for other in others}
     better = [other for other in others if (intervals[other.name].low or 0.0) > 1]
     winner = max(better, key=lambda cell: cell.mean_tau, default=first)
-    return Verdict(
+    return SweepChoice(
         winner=winner,
         beyond_noise=winner is not first,
         level=level,

@@ -7,8 +7,6 @@ decoded is kept in its folder beside the settings it was decoded with.
 from __future__ import annotations
 
 import logging
-import shlex
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -20,7 +18,6 @@ from accelerate.utils import set_seed
 
 from configs.runtime.command import DONE
 from configs.runtime.files import read_json, write_json
-from configs.runtime.redaction import mask_arguments
 from configs.schema.benchmarks import SweepConfig
 from configs.schema.decoding import DecodeConfig
 from configs.schema.training import DistillConfig
@@ -33,7 +30,7 @@ from scripts.bench.harness import measured_rows, to_request, with_bounds, write_
 from scripts.bench.tables import fill_tables
 from scripts.bench.trained_runs import train_all
 from scripts.recipe_sweep.cells import Cell, load_recipe, make_cells
-from scripts.recipe_sweep.results import CellResult, Counts, Verdict, choose, make_rows, mean_tau_ratio
+from scripts.recipe_sweep.results import CellResult, Counts, SweepChoice, choose, make_rows, mean_tau_ratio
 from train.launch import make_accelerator
 from train.loop.checkpoints import Progress
 from train.tasks.draft import DraftTask
@@ -167,7 +164,7 @@ class Measuring:
 
 
 def write_sweep(
-    config: SweepConfig, cells: Sequence[Cell], results: Sequence[CellResult], undistilled: CellResult, verdict: Verdict
+    config: SweepConfig, cells: Sequence[Cell], results: Sequence[CellResult], undistilled: CellResult, verdict: SweepChoice
 ) -> None:
     """Write `sweep.json`: the rows, the verdict, and where each cell lies.
 
@@ -181,7 +178,7 @@ def write_sweep(
         config,
         rows=make_rows(results, undistilled, samples),
         ratios=with_bounds("mean_tau_winner_vs_undistilled", mean_tau_ratio(verdict.winner, undistilled, samples)),
-        command=shlex.join(["python", f"scripts/{NAME}.py", *mask_arguments(sys.argv[1:])]),
+        script=f"scripts/{NAME}.py",
         verdict=asdict(verdict) | {"winner": verdict.winner.name},
         cells=[{"cell": cell.name, "artifact": str(cell.artifact), "git": cell.read_git()} for cell in cells],
     )

@@ -10,10 +10,13 @@ forwards, which nothing compiles, with transformers'.
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from configs.runtime.command import DONE, GATE_FAILED
 from configs.schema.benchmarks import BenchDecodeConfig
@@ -22,8 +25,16 @@ from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE
 from eval.lossless.verdict import NOT_LOSSLESS, find_divergences, is_tie
 from eval.stats.bootstrap import Interval, ratio_interval
 from heads.target.loading import Target
-from scripts.bench.decode.memory_floor import floor_shares
-from scripts.bench.decode.setup import DRAFT_LM, LARGE_BATCH, Answers, Bench, Requests, Side, load_for_transformers, open_bench
+from scripts.bench.decode.setup import (
+    DRAFT_LM,
+    LARGE_BATCH,
+    Answers,
+    DecodeSetup,
+    Requests,
+    Side,
+    load_for_transformers,
+    load_setup,
+)
 from scripts.bench.decode.table import (
     Turns,
     TurnsOfSide,
@@ -42,32 +53,34 @@ log = logging.getLogger("draftsmith")
 
 ASSISTED, GENERATE = "transformers_assisted", "transformers"
 LEAN, LEAN_PLAIN = "lean_speculative", "lean_autoregressive"
+READ_BYTES = 2**28  # of the block whose reading gives the memory bandwidth, far larger than any cache
+READS = 5
 
 
 def compare_decoding(config: BenchDecodeConfig) -> int:
-    """Run the benchmark and write its file; see `scripts/bench_decode.py`. Returns the exit code."""
-    bench = open_bench(config)
-    greedy = measure_greedy(bench)
-    batched = measure_batches(bench)
-    ways = list_ways(bench)
-    table = measure_ways(bench, ways)
+    """Run the benchmark and write its file; return the exit code."""
+    setup = load_setup(config)
+    greedy = measure_greedy(setup)
+    batched = measure_batches(setup)
+    ways = list_ways(setup)
+    table = measure_ways(setup, ways)
     agreement = {
-        "speculative_and_transformers_assisted": _agreement(bench.target, greedy[ASSISTED], greedy[SPECULATIVE]),
-        "plain_and_transformers_generate": _agreement(bench.target, greedy[GENERATE], greedy[AUTOREGRESSIVE]),
+        "speculative_and_transformers_assisted": _agreement(setup.target, greedy[ASSISTED], greedy[SPECULATIVE]),
+        "plain_and_transformers_generate": _agreement(setup.target, greedy[GENERATE], greedy[AUTOREGRESSIVE]),
     }
-    if bench.lean_target is not None:
-        agreement["lean_and_transformers_assisted"] = _agreement(bench.target, greedy[ASSISTED], greedy[LEAN])
-        agreement["lean_plain_and_transformers_generate"] = _agreement(bench.target, greedy[GENERATE], greedy[LEAN_PLAIN])
-    rows = summarise_ways(bench, ways, table)
+    if setup.lean_target is not None:
+        agreement["lean_and_transformers_assisted"] = _agreement(setup.target, greedy[ASSISTED], greedy[LEAN])
+        agreement["lean_plain_and_transformers_generate"] = _agreement(setup.target, greedy[GENERATE], greedy[LEAN_PLAIN])
+    rows = summarise_ways(setup, ways, table)
     write_results(
         Path(config.output),
         "decode",
         config,
         rows=rows,
-        ratios=summarise_ratios(bench, greedy, batched) | summarise_rules(bench, table),
+        ratios=summarise_ratios(setup, greedy, batched) | summarise_rules(setup, table),
         agreement=agreement,
-        memory_floor=floor_shares(bench.target.model, _seconds_by_forward(greedy)),
-        device=str(bench.target.device),
+        memory_floor=floor_shares(setup.target.model, _seconds_by_forward(greedy)),
+        device=str(setup.target.device),
         threads=torch.get_num_threads(),
     )
     log.info("results in %s", config.output)
@@ -82,12 +95,12 @@ def compare_decoding(config: BenchDecodeConfig) -> int:
 # --- measuring ----------------------------------------------------------------------------------------------------
 
 
-def measure_greedy(bench: Bench) -> Turns:
+def measure_greedy(setup: DecodeSetup) -> Turns:
     """Decode greedily, a prompt at a time: ours by either forward, and theirs, taking turns."""
-    config, settings = bench.config, bench.settings(temperature=0.0)
-    draft_model = load_for_transformers(config.draft, bench.target)
-    peer = TransformersPeer(bench.target, draft_model, config.num_speculative_tokens, config.max_new_tokens)
-    ours = partial(decode_side, bench.target, settings)
+    config, settings = setup.config, setup.settings(temperature=0.0)
+    draft_model = load_for_transformers(config.draft, setup.target)
+    peer = TransformersPeer(setup.target, draft_model, config.num_speculative_tokens, config.max_new_tokens)
+    ours = partial(decode_side, setup.target, settings)
 
     def theirs(batch: Requests, repeat: int, *, assisted: bool) -> Answers:
         return Answers(generations=[peer.generate(request, assisted=assisted) for request in batch], timings=[])
@@ -95,21 +108,21 @@ def measure_greedy(bench: Bench) -> Turns:
     sides: dict[str, Side] = {
         AUTOREGRESSIVE: partial(ours, None, AUTOREGRESSIVE),
         GENERATE: partial(theirs, assisted=False),
-        SPECULATIVE: partial(ours, bench.proposer, SPECULATIVE),
+        SPECULATIVE: partial(ours, setup.proposer, SPECULATIVE),
         ASSISTED: partial(theirs, assisted=True),
     }
-    if bench.lean_target is not None:
-        lean = partial(decode_side, bench.lean_target, settings)
+    if setup.lean_target is not None:
+        lean = partial(decode_side, setup.lean_target, settings)
         # Its plain runs bear the name of plain runs, which a speedup is counted from.
-        sides |= {LEAN_PLAIN: partial(lean, None, AUTOREGRESSIVE), LEAN: partial(lean, bench.drafts[DRAFT_LM], LEAN)}
-    cases: list[Requests] = [[request] for request in bench.requests]
+        sides |= {LEAN_PLAIN: partial(lean, None, AUTOREGRESSIVE), LEAN: partial(lean, setup.drafts[DRAFT_LM], LEAN)}
+    cases: list[Requests] = [[request] for request in setup.requests]
     return take_turns(sides, cases, config.repeats, description="greedy, beside transformers")
 
 
-def measure_batches(bench: Bench) -> Turns:
+def measure_batches(setup: DecodeSetup) -> Turns:
     """Decode greedily with the draft, eight prompts together and one by one; only whole batches count."""
-    cases = [batch for batch in bench.batches() if len(batch) == LARGE_BATCH]
-    together = partial(decode_side, bench.target, bench.settings(temperature=0.0), bench.proposer, SPECULATIVE)
+    cases = [batch for batch in setup.batches() if len(batch) == LARGE_BATCH]
+    together = partial(decode_side, setup.target, setup.settings(temperature=0.0), setup.proposer, SPECULATIVE)
 
     def alone(batch: Requests, repeat: int) -> Answers:
         parts = [together([request], repeat) for request in batch]
@@ -119,22 +132,22 @@ def measure_batches(bench: Bench) -> Turns:
         log.warning("fewer than %d prompts: batches are not measured", LARGE_BATCH)
         return {}
     sides: dict[str, Side] = {"together": together, "alone": alone}
-    return take_turns(sides, cases, bench.config.repeats, description="batches of eight", unit="batches")
+    return take_turns(sides, cases, setup.config.repeats, description="batches of eight", unit="batches")
 
 
 # --- making sense of it -------------------------------------------------------------------------------------------
 
 
-def summarise_ratios(bench: Bench, greedy: Turns, batched: Turns) -> dict[str, float | None]:
+def summarise_ratios(setup: DecodeSetup, greedy: Turns, batched: Turns) -> dict[str, float | None]:
     """Return the file's ratios, each with its bounds. `batch8_vs_batch1` is left out where no whole batch was decoded."""
-    samples = bench.config.bootstrap_samples
+    samples = setup.config.bootstrap_samples
     speed = partial(speed_ratio, amount=lambda answers: answers.num_tokens, samples=samples)
     ratios = {
         "speed_vs_transformers_assisted": speed(greedy[SPECULATIVE], greedy[ASSISTED]),
         "plain_speed_vs_transformers_generate": speed(greedy[AUTOREGRESSIVE], greedy[GENERATE]),
         "overhead_share": _overhead_share(greedy[SPECULATIVE], samples),
     }
-    if bench.lean_target is not None:
+    if setup.lean_target is not None:
         ratios |= {
             "lean_speed_vs_transformers_assisted": speed(greedy[LEAN], greedy[ASSISTED]),
             "lean_plain_speed_vs_transformers_generate": speed(greedy[LEAN_PLAIN], greedy[GENERATE]),
@@ -173,3 +186,42 @@ def _overhead_share(turns: TurnsOfSide, samples: int) -> Interval:
     overhead = [sum(timing.overhead_seconds for timing in case) for case in timings]
     whole = [sum(timing.decode_seconds for timing in case) for case in timings]
     return ratio_interval(overhead, whole, samples=samples, seed=0)
+
+
+# --- the memory floor ---------------------------------------------------------------------------------------------
+
+
+def floor_shares(model: PreTrainedModel, seconds_per_token: Mapping[str, float]) -> dict[str, float]:
+    """Return how near each forward comes to the least time a token can take, that of reading every weight once.
+
+    The keys and values are left out; for short texts they are small beside the weights.
+
+    Args:
+        model: the target.
+        seconds_per_token: of plain decoding at batch 1, by the name of the forward.
+
+    Returns:
+        `bytes_per_token`, `gigabytes_per_second`, and `share_NAME` by forward; 1 is as fast as memory can be read.
+    """
+    bytes_per_token = weight_bytes(model)
+    bandwidth = read_bandwidth(model.device)
+    shares = {f"share_{name}": bytes_per_token / bandwidth / seconds for name, seconds in seconds_per_token.items()}
+    return {"bytes_per_token": bytes_per_token, "gigabytes_per_second": bandwidth / 1e9, **shares}
+
+
+def weight_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes of weights that a token's forward reads: all but an input embedding that is no output matrix too."""
+    output, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    read = [parameter for parameter in model.parameters() if parameter is output or parameter is not embedding]
+    return sum(parameter.nbytes for parameter in read)
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """Return the bytes a second at which memory is read, the best of several readings."""
+    block = torch.ones(READ_BYTES // 4, device=device)
+    seconds = []
+    for _ in range(READS):
+        started = time.perf_counter()
+        float(block.sum())  # waits for the device
+        seconds.append(time.perf_counter() - started)
+    return READ_BYTES / min(seconds)

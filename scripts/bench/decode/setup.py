@@ -51,7 +51,7 @@ Side = Callable[[Requests, int], Answers]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
+class DecodeSetup:
     """A target, drafts and what they are measured on.
 
     drafts: for `fastest_target`, by what the table calls them; the draft LM first.
@@ -94,7 +94,7 @@ class Bench:
         return load_draft(self.config.draft, target.identity, target.model)
 
 
-def open_bench(config: BenchDecodeConfig) -> Bench:
+def load_setup(config: BenchDecodeConfig) -> DecodeSetup:
     """Load what is measured.
 
     Raises:
@@ -114,7 +114,7 @@ def open_bench(config: BenchDecodeConfig) -> Bench:
     for name, draft in loaded.items():
         for warning in draft.warnings:
             log.warning("%s: %s", name, warning)
-    return Bench(
+    return DecodeSetup(
         config=config,
         target=target,
         proposer=load_draft(config.draft, target.identity, target.model).proposer,

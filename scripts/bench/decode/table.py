@@ -23,7 +23,7 @@ from eval.metrics.speed import compare_speed
 from eval.stats.bootstrap import Interval, paired_ratio_interval, ratio_interval
 from heads.proposers.protocol import Proposer
 from heads.target.loading import Target
-from scripts.bench.decode.setup import Answers, Bench, Requests
+from scripts.bench.decode.setup import Answers, DecodeSetup, Requests
 from scripts.bench.decode.ways import COMPARED, Way
 from scripts.bench.harness import Turn, take_turns, with_bounds
 
@@ -38,27 +38,27 @@ PLAIN = {
 }
 
 
-def measure_ways(bench: Bench, ways: Sequence[Way]) -> Turns:
+def measure_ways(setup: DecodeSetup, ways: Sequence[Way]) -> Turns:
     """Decode every prompt in every way and plainly, in turns; each repeat of a sampled one has a seed of its own."""
     sides = {
-        name: partial(decode_side, _target(bench, fastest), bench.settings(heat), None, AUTOREGRESSIVE)
+        name: partial(decode_side, _target(setup, fastest), setup.settings(heat), None, AUTOREGRESSIVE)
         for (heat, fastest), name in PLAIN.items()
     }
     for way in ways:
-        sides[way.name] = partial(decode_side, _target(bench, way.fastest), way.settings, way.draft, way.name)
-    cases: list[Requests] = [[request] for request in bench.requests]
-    return take_turns(sides, cases, bench.config.repeats, description=f"{len(ways)} ways of decoding")
+        sides[way.name] = partial(decode_side, _target(setup, way.fastest), way.settings, way.draft, way.name)
+    cases: list[Requests] = [[request] for request in setup.requests]
+    return take_turns(sides, cases, setup.config.repeats, description=f"{len(ways)} ways of decoding")
 
 
-def summarise_ways(bench: Bench, ways: Sequence[Way], turns: Turns) -> list[dict[str, Any]]:
+def summarise_ways(setup: DecodeSetup, ways: Sequence[Way], turns: Turns) -> list[dict[str, Any]]:
     """Return the table's rows."""
-    nats = {name: _nats_a_token(bench, own) for name, own in turns.items()}
+    nats = {name: _nats_a_token(setup, own) for name, own in turns.items()}
     rows = []
     for way in ways:
         plain = PLAIN[way.settings.temperature, way.fastest]
         # 1 where the answers are as likely to the target as its own.
         perplexity = math.exp(nats[way.name] - nats[plain])
-        rows.append({**_row(bench, way, turns[plain], turns[way.name]), "perplexity_vs_plain": perplexity})
+        rows.append({**_row(setup, way, turns[plain], turns[way.name]), "perplexity_vs_plain": perplexity})
     return rows
 
 
@@ -86,12 +86,12 @@ def decode_side(
     return Answers(generations=generations, timings=[timing])
 
 
-def _target(bench: Bench, fastest: bool) -> Target:
-    return bench.fastest_target if fastest else bench.target
+def _target(setup: DecodeSetup, fastest: bool) -> Target:
+    return setup.fastest_target if fastest else setup.target
 
 
-def _row(bench: Bench, way: Way, plain: TurnsOfSide, own: TurnsOfSide) -> dict[str, Any]:
-    samples = bench.config.bootstrap_samples
+def _row(setup: DecodeSetup, way: Way, plain: TurnsOfSide, own: TurnsOfSide) -> dict[str, Any]:
+    samples = setup.config.bootstrap_samples
     committed, rounds = _counts(own)
     timings = [timing for turns in (plain, own) for answers in answers_of(turns) for timing in answers.timings]
     speed = compare_speed(timings, way.name, samples=samples, seed=0)
@@ -99,13 +99,13 @@ def _row(bench: Bench, way: Way, plain: TurnsOfSide, own: TurnsOfSide) -> dict[s
     # Greedy answers are compared with plain ones; a sampling rule is held against exact enumeration.
     checks = LosslessConfig(check_float32_prompts=0, false_alarm_rate=None)
     pair = first_generations(plain), first_generations(own)
-    verdict = judge_lossless(_target(bench, way.fastest), *pair, way.settings, checks, bench.load_draft_for)["verdict"]
+    verdict = judge_lossless(_target(setup, way.fastest), *pair, way.settings, checks, setup.load_draft_for)["verdict"]
     drafted = [round_.num_drafted for generation in pair[1] for round_ in generation.rounds]
     return {
         "rule": way.rule,
         "shape": way.shape,
         "proposer": way.proposer,
-        "forward": "lean" if way.fastest and bench.lean_target is not None else "transformers",
+        "forward": "lean" if way.fastest and setup.lean_target is not None else "transformers",
         "temperature": way.settings.temperature,
         "drafts_a_round": sum(drafted) / max(len(drafted), 1),
         "lossless": verdict,
@@ -114,10 +114,10 @@ def _row(bench: Bench, way: Way, plain: TurnsOfSide, own: TurnsOfSide) -> dict[s
     }
 
 
-def _nats_a_token(bench: Bench, turns: TurnsOfSide) -> float:
+def _nats_a_token(setup: DecodeSetup, turns: TurnsOfSide) -> float:
     """Return the mean negative log-probability of a token of a side's answers under the target."""
     answers = first_generations(turns)
-    return sum(nats_of(bench.target, answer) for answer in answers) / sum(len(answer.tokens) for answer in answers)
+    return sum(nats_of(setup.target, answer) for answer in answers) / sum(len(answer.tokens) for answer in answers)
 
 
 def _counts(turns: TurnsOfSide) -> tuple[list[float], list[float]]:
@@ -129,10 +129,10 @@ def _counts(turns: TurnsOfSide) -> tuple[list[float], list[float]]:
     return [float(committed) for committed, _ in sums.values()], [float(rounds) for _, rounds in sums.values()]
 
 
-def summarise_rules(bench: Bench, turns: Turns) -> dict[str, float | None]:
+def summarise_rules(setup: DecodeSetup, turns: Turns) -> dict[str, float | None]:
     """Return the ratios of tokens per target step between ways that were measured, each with its bounds."""
     ratios: dict[str, float | None] = {}
     for name, (one, other) in COMPARED.items():
         if one in turns and other in turns:
-            ratios |= with_bounds(name, tau_ratio(turns[one], turns[other], bench.config.bootstrap_samples))
+            ratios |= with_bounds(name, tau_ratio(turns[one], turns[other], setup.config.bootstrap_samples))
     return ratios

@@ -30,7 +30,7 @@ from heads.proposers.self_speculation import SelfSpeculation
 from heads.proposers.suffix_lookup import SuffixLookup
 from heads.target.hidden_states import forward_states, num_blocks
 from heads.target.loading import Target
-from scripts.bench.decode.setup import DRAFT_LM, Bench
+from scripts.bench.decode.setup import DRAFT_LM, DecodeSetup
 
 log = logging.getLogger("draftsmith")
 
@@ -74,19 +74,19 @@ class Way:
         return f"{self.rule}, {self.shape}, {self.proposer}"
 
 
-def list_ways(bench: Bench) -> list[Way]:
+def list_ways(setup: DecodeSetup) -> list[Way]:
     """Return every way that the table compares, trees chosen on the prompts set apart for that."""
-    settings = bench.settings(0.0)
-    ways = chain_ways(bench.drafts, settings, bench.lengths)
-    for name, draft in bench.drafts.items():
+    settings = setup.settings(0.0)
+    ways = chain_ways(setup.drafts, settings, setup.lengths)
+    for name, draft in setup.drafts.items():
         if isinstance(draft, TreeProposer):
-            paths = choose_paths(bench.fastest_target, draft, bench.choosing, settings)
+            paths = choose_paths(setup.fastest_target, draft, setup.choosing, settings)
             log.info("%s: the fastest tree drafts %d tokens, %s", name, len(paths), paths)
             ways += tree_ways(name, draft, settings, paths)
             if name == DRAFT_LM:
-                ways += [_long_chain(draft, settings, len(paths)), _stopped(bench, draft, settings)]
-                ways += sampled_ways(draft, bench.settings(1.0), paths)
-    return [*ways, *free_ways(bench, settings), *merged_ways(bench, settings)]
+                ways += [_long_chain(draft, settings, len(paths)), _stopped(setup, draft, settings)]
+                ways += sampled_ways(draft, setup.settings(1.0), paths)
+    return [*ways, *free_ways(setup, settings), *merged_ways(setup, settings)]
 
 
 def chain_ways(drafts: Mapping[str, Proposer], settings: DecodeConfig, lengths: Mapping[str, int]) -> list[Way]:
@@ -143,27 +143,27 @@ def sampled_ways(draft: Proposer, settings: DecodeConfig, paths: Sequence[Path])
     return [_sampled(draft, settings.model_copy(update=change)) for change in changes]
 
 
-def free_ways(bench: Bench, settings: DecodeConfig) -> list[Way]:
+def free_ways(setup: DecodeSetup, settings: DecodeConfig) -> list[Way]:
     """Return greedy chains that no training made: copied from the text or from earlier answers, or by the target itself."""
-    device, target = bench.target.device, bench.target
-    drafts: dict[str, Proposer] = {"prompt_lookup": PromptLookup(device), "suffix_lookup": _suffix_lookup(bench)}
+    device, target = setup.target.device, setup.target
+    drafts: dict[str, Proposer] = {"prompt_lookup": PromptLookup(device), "suffix_lookup": _suffix_lookup(setup)}
     ways = [Way(rule="greedy", shape="chain", proposer=name, settings=settings, draft=draft) for name, draft in drafts.items()]
     own = SelfSpeculation(target.model, max(1, num_blocks(target.model) // 4), target.vocab_size)
     return [*ways, Way(rule="greedy", shape="chain", proposer="self_speculation", settings=settings, draft=own, fastest=False)]
 
 
-def merged_ways(bench: Bench, settings: DecodeConfig) -> list[Way]:
+def merged_ways(setup: DecodeSetup, settings: DecodeConfig) -> list[Way]:
     """Return a tree of two chains, each by a proposer of its own: a head where it is there, and suffix lookup."""
-    head = MERGED if MERGED in bench.drafts else DRAFT_LM
+    head = MERGED if MERGED in setup.drafts else DRAFT_LM
     chain = StaticTree(kind="static", branching=[1] * settings.num_speculative_tokens)
-    merged = MergedDrafts([bench.drafts[head], _suffix_lookup(bench)], bench.target.device)
+    merged = MergedDrafts([setup.drafts[head], _suffix_lookup(setup)], setup.target.device)
     asked = settings.model_copy(update={"tree": chain})
     return [Way(rule="greedy", shape="two chains", proposer=f"{head} + suffix_lookup", settings=asked, draft=merged)]
 
 
-def _suffix_lookup(bench: Bench) -> Proposer:
-    lookup = SuffixLookup(bench.target.device, learns_own_answers=False)
-    for answer in bench.past_answers:
+def _suffix_lookup(setup: DecodeSetup) -> Proposer:
+    lookup = SuffixLookup(setup.target.device, learns_own_answers=False)
+    for answer in setup.past_answers:
         lookup.learn(answer)
     return lookup
 
@@ -179,16 +179,16 @@ def _long_chain(draft: Proposer, settings: DecodeConfig, num_tokens: int) -> Way
     return Way(rule="greedy", shape="long chain", proposer=DRAFT_LM, settings=longer, draft=draft)
 
 
-def _stopped(bench: Bench, draft: Proposer, settings: DecodeConfig) -> Way:
+def _stopped(setup: DecodeSetup, draft: Proposer, settings: DecodeConfig) -> Way:
     """Return chains whose length the cost rule decides, fitted to what the draft LM shows on prompts set apart."""
     longest = settings.model_copy(update={"num_speculative_tokens": LONGEST_CHAIN})
     probe = ConfidenceProbe(draft)
-    timings = [decode(bench.fastest_target, [request], longest, probe)[1] for request in bench.choosing]
+    timings = [decode(setup.fastest_target, [request], longest, probe)[1] for request in setup.choosing]
     seconds = sum(timing.draft_seconds for timing in timings) / sum(timing.num_rounds for timing in timings) / LONGEST_CHAIN
     stopping = fit_stopping(
         probe.rounds,
         draft_step_milliseconds=1000 * seconds,
-        target_step_milliseconds=[1000 * each for each in _row_seconds(bench.fastest_target, bench.choosing[0])],
+        target_step_milliseconds=[1000 * each for each in _row_seconds(setup.fastest_target, setup.choosing[0])],
     )
     stopped = longest.model_copy(update={"stopping": stopping})
     return Way(rule="greedy", shape="chain, stopped by cost", proposer=DRAFT_LM, settings=stopped, draft=draft)

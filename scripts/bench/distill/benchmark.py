@@ -29,7 +29,7 @@ from heads.artifact import load_draft, read_metadata
 from heads.proposers.protocol import Proposer
 from heads.target.loading import load_target
 from scripts.bench.distill.loss import LossMeasurement, measure_losses
-from scripts.bench.distill.training import Bench, compare_cached, compare_with_trl, training_ratios, training_rows
+from scripts.bench.distill.training import DistillSetup, compare_cached, compare_with_trl, training_ratios, training_rows
 from scripts.bench.harness import with_bounds, write_results
 from scripts.bench.peers.trl_gkd import trl_is_installed
 from scripts.recipe_sweep.results import read_rows
@@ -46,7 +46,7 @@ Counts = list[tuple[int, int]]  # by prompt: committed tokens and rounds
 
 
 def compare_distillation(config: BenchDistillConfig) -> int:
-    """Run the benchmark and write its file; see `scripts/bench_distill.py`. Returns the exit code.
+    """Run the benchmark and write its file; return the exit code.
 
     Raises:
         InputError: the draft's folder, target or data cannot be used, or the machine has too little memory.
@@ -59,22 +59,22 @@ def compare_distillation(config: BenchDistillConfig) -> int:
         log.info("there is no sweep (%s): its rows are left out (make sweep)", config.sweep)
     losses = measure_losses(config.loss)
     with TemporaryDirectory(prefix="bench-distill-") as scratch:
-        bench = open_bench(config, training, Path(scratch))
-        cached, beside_trl = compare_cached(bench), compare_with_trl(bench)
-        counts = measure_acceptance(bench)
+        setup = load_setup(config, training, Path(scratch))
+        cached, beside_trl = compare_cached(setup), compare_with_trl(setup)
+        counts = measure_acceptance(setup)
     samples = config.bootstrap_samples
     write_results(
         Path(config.output),
         "distill",
         config,
-        rows=[*acceptance_rows(training, counts, samples), *losses.rows(), *training_rows(bench, cached, beside_trl), *swept],
+        rows=[*acceptance_rows(training, counts, samples), *losses.rows(), *training_rows(setup, cached, beside_trl), *swept],
         ratios={
             **losses.ratios(samples),
             **training_ratios(cached, beside_trl, samples),
             **with_bounds("tau_distilled_vs_undistilled", tau_ratio(counts, samples)),
         },
         loss_values=losses.values,
-        device=str(bench.target.device),
+        device=str(setup.target.device),
         threads=torch.get_num_threads(),
     )
     log.info("results in %s", config.output)
@@ -100,7 +100,7 @@ def read_training(draft: str) -> DistillConfig:
         ) from error
 
 
-def open_bench(config: BenchDistillConfig, training: DistillConfig, scratch: Path) -> Bench:
+def load_setup(config: BenchDistillConfig, training: DistillConfig, scratch: Path) -> DistillSetup:
     """Load what is measured; nothing is written outside `scratch`.
 
     Raises:
@@ -116,7 +116,7 @@ def open_bench(config: BenchDistillConfig, training: DistillConfig, scratch: Pat
     train, held_out = read_conversations(Path(training.data.train)), read_conversations(Path(training.data.held_out))
     accelerator = make_accelerator(training.schedule, scratch)
     target = load_target(training.target.model_copy(update={"device": str(accelerator.device)}))
-    return Bench(
+    return DistillSetup(
         config=config,
         training=training,
         target=target,
@@ -130,7 +130,7 @@ def open_bench(config: BenchDistillConfig, training: DistillConfig, scratch: Pat
 # --- before and after ---------------------------------------------------------------------------------------------
 
 
-def measure_acceptance(bench: Bench) -> dict[tuple[str, float], Counts]:
+def measure_acceptance(setup: DistillSetup) -> dict[tuple[str, float], Counts]:
     """Decode the held-out prompts with the draft before and after training, at each temperature.
 
     Returns:
@@ -139,35 +139,35 @@ def measure_acceptance(bench: Bench) -> dict[tuple[str, float], Counts]:
     Raises:
         InputError: the artifact is not for this target, or a prompt cannot be decoded.
     """
-    task = bench.make_task(bench.training)
+    task = setup.make_task(setup.training)
     task.save(task.module, Progress(), {})
-    folders = {UNDISTILLED: Path(bench.training.output) / "artifact", DISTILLED: Path(bench.config.draft)}
+    folders = {UNDISTILLED: Path(setup.training.output) / "artifact", DISTILLED: Path(setup.config.draft)}
     requests = [
         Request(prompt_id=f"{row.prompt_id}/{row.turn}", category=row.category, tokens=row.prompt_ids)
-        for row in bench.held_out[-bench.config.num_prompts :]
+        for row in setup.held_out[-setup.config.num_prompts :]
     ]
-    check_decodable(bench.target, requests)
+    check_decodable(setup.target, requests)
     counts = {}
     for name, folder in folders.items():
-        draft = load_draft(folder, bench.target.identity, bench.target.model)
+        draft = load_draft(folder, setup.target.identity, setup.target.model)
         for temperature in TEMPERATURES:
-            counts[name, temperature] = count_rounds(bench, draft.proposer, requests, temperature)
+            counts[name, temperature] = count_rounds(setup, draft.proposer, requests, temperature)
             committed, rounds = map(sum, zip(*counts[name, temperature], strict=True))
             log.info("%s draft at temperature %g: %.3f tokens per target step", name, temperature, committed / rounds)
     return counts
 
 
-def count_rounds(bench: Bench, proposer: Proposer, requests: Sequence[Request], temperature: float) -> Counts:
+def count_rounds(setup: DistillSetup, proposer: Proposer, requests: Sequence[Request], temperature: float) -> Counts:
     """Return committed tokens and rounds by prompt, in the order of `requests`."""
     settings = DecodeConfig(
-        num_speculative_tokens=bench.training.num_speculative_tokens,
-        max_new_tokens=bench.config.max_new_tokens,
+        num_speculative_tokens=setup.training.num_speculative_tokens,
+        max_new_tokens=setup.config.max_new_tokens,
         temperature=temperature,
         verification="token",
     )
     counts: dict[str, list[int]] = {}
     for start in range(0, len(requests), DECODE_BATCH):
-        generations, _ = decode(bench.target, requests[start : start + DECODE_BATCH], settings, proposer)
+        generations, _ = decode(setup.target, requests[start : start + DECODE_BATCH], settings, proposer)
         counts |= count_per_prompt(generations)
     return [(counts[request.prompt_id][0], counts[request.prompt_id][1]) for request in requests]
 

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +24,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from configs.runtime.errors import InputError
-from configs.runtime.progress import track
 from configs.schema.benchmarks import BenchLossConfig
 from distill.loss.chunked import chunked_loss, linear_head
 from distill.loss.divergences import jsd
 from eval.stats.bootstrap import Interval, paired_ratio_interval
-from scripts.bench.harness import with_bounds
+from scripts.bench.harness import measure_growth, read_kibibytes, take_turns, with_bounds
 from scripts.bench.peers.trl_gkd import trl_chunked_jsd, trl_is_installed
 
 OURS, UNCHUNKED, TRL = "chunked", "unchunked", "trl_chunked"
@@ -133,17 +131,21 @@ def measure_losses(config: BenchLossConfig) -> LossMeasurement:
         InputError: the machine does not tell its memory the way Linux does, or has too little for a single position.
     """
     positions = fitting_positions(config)
-    passes: dict[Key, list[Pass]] = {key: [] for key in loss_sides(config.chunk_size)}
-    order = list(_in_turns(list(passes), config.repeats))
-    for key in track(order, description="memory and time of the loss", unit="processes"):
-        passes[key].append(in_fresh_process(config, key, positions))
+    keys = {"/".join(key): key for key in loss_sides(config.chunk_size)}
+
+    def side(key: Key, number: int, repeat: int) -> Pass:
+        return in_fresh_process(config, key, positions)
+
+    turns = take_turns(
+        {name: partial(side, key) for name, key in keys.items()},
+        range(config.repeats),
+        1,
+        description="memory and time of the loss",
+        unit="repeats",
+        warm_up=False,  # each pass has a process of its own
+    )
+    passes = {key: [turn.result for (turn,) in turns[name]] for name, key in keys.items()}
     return LossMeasurement(config=config, positions=positions, passes=passes)
-
-
-def _in_turns(keys: list[Key], repeats: int) -> Iterator[Key]:
-    """Yield every side once a repeat, every second time in reverse, so that none always follows the same neighbour."""
-    for repeat in range(repeats):
-        yield from reversed(keys) if repeat % 2 else keys
 
 
 # --- the sides ----------------------------------------------------------------------------------------------------
@@ -246,32 +248,20 @@ def measure_pass(config: BenchLossConfig, key: Key, num_positions: int) -> Pass:
     side = loss_sides(config.chunk_size)[key]
     forward_backward(side, make_inputs(2, config.width, 16))  # what libraries take at their first use is not the loss's
     inputs = make_inputs(num_positions, config.width, config.vocab_size)
-    # Not getrusage's ru_maxrss: that begins with the peak of the process this one was started from.
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # begin the peak anew
-    before = read_kibibytes("/proc/self/status", "VmRSS")
-    started = time.perf_counter()
-    value = forward_backward(side, inputs)
-    seconds = time.perf_counter() - started
-    return Pass((read_kibibytes("/proc/self/status", "VmHWM") - before) / 1024, seconds, value)
+
+    def timed() -> tuple[float, float]:
+        started = time.perf_counter()
+        value = forward_backward(side, inputs)
+        return value, time.perf_counter() - started
+
+    (value, seconds), growth = measure_growth(timed)
+    return Pass(growth / 2**20, seconds, value)
 
 
 def in_fresh_process(config: BenchLossConfig, key: Key, num_positions: int) -> Pass:
     """Return `measure_pass` of a new process, which inherits neither memory nor a peak from this one."""
     with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
         return pool.submit(measure_pass, config, key, num_positions).result()
-
-
-def read_kibibytes(path: str, name: str) -> int:
-    """Return a `Name:  123 kB` line of a file of the kernel's.
-
-    Raises:
-        InputError: there is no such file: the system is not Linux.
-    """
-    try:
-        lines = Path(path).read_text(encoding="ascii").splitlines()
-    except OSError as error:
-        raise InputError(f"this benchmark reads memory from {path}, which only Linux has: {error.strerror}") from error
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 def _ratio(ours: Sequence[float], other: Sequence[float], samples: int) -> Interval:

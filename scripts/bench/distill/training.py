@@ -43,7 +43,7 @@ WARMUP_STEPS = 1  # done by `take_turns` before the clock runs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
+class DistillSetup:
     """What is measured, loaded.
 
     training: the recipe that the draft was trained by; its output is a scratch folder.
@@ -64,30 +64,30 @@ class Bench:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class TrainingStep:
     """What one optimiser step was: tokens of the batch without padding, and the loss before it, in nats a label."""
 
     num_tokens: int
     loss: float
 
 
-Turns = dict[str, list[list[Turn[Step]]]]  # by side, batch and repeat
+Turns = dict[str, list[list[Turn[TrainingStep]]]]  # by side, batch and repeat
 
 
-class Learner:
+class DraftTrainer:
     """Our side: takes the training loop's optimiser step, without its books.
 
     Args:
-        bench: brings accelerate.
+        setup: brings accelerate.
         task: what is trained.
     """
 
-    def __init__(self, bench: Bench, task: DraftTask) -> None:
-        self.accelerator, self.task = bench.accelerator, task
-        self.max_grad_norm = bench.training.optimizer.max_grad_norm
-        num_steps = bench.config.num_batches + WARMUP_STEPS
-        optimizer, self.scheduler = make_optimizer(task.module, bench.training.optimizer, num_steps)
-        self.module, self.optimizer = bench.accelerator.prepare(task.module, optimizer)
+    def __init__(self, setup: DistillSetup, task: DraftTask) -> None:
+        self.accelerator, self.task = setup.accelerator, task
+        self.max_grad_norm = setup.training.optimizer.max_grad_norm
+        num_steps = setup.config.num_batches + WARMUP_STEPS
+        optimizer, self.scheduler = make_optimizer(task.module, setup.training.optimizer, num_steps)
+        self.module, self.optimizer = setup.accelerator.prepare(task.module, optimizer)
 
     def step(self, batch: Batch) -> float:
         """Take one optimiser step on a batch; return its loss, in nats a label."""
@@ -102,7 +102,7 @@ class Learner:
         return outcome.loss.item()
 
 
-def compare_cached(bench: Bench) -> Turns:
+def compare_cached(setup: DistillSetup) -> Turns:
     """Train from a cache of the target's hidden states and with the target at work, in turns.
 
     The recipe's batch size; the cache is made beforehand, untimed.
@@ -110,19 +110,19 @@ def compare_cached(bench: Bench) -> Turns:
     Raises:
         InputError: the cache cannot be written.
     """
-    batch_size = bench.training.schedule.batch_size
-    rows = bench.train[: bench.config.num_batches * batch_size]
-    dataset = ConversationDataset(rows, bench.training.data.max_length)
-    cache = make_cache_of(bench, rows)
-    check_fits(cache, dataset, bench.training)
+    batch_size = setup.training.schedule.batch_size
+    rows = setup.train[: setup.config.num_batches * batch_size]
+    dataset = ConversationDataset(rows, setup.training.data.max_length)
+    cache = make_cache_of(setup, rows)
+    check_fits(cache, dataset, setup.training)
     sides = {
-        ONLINE: Learner(bench, bench.make_task(bench.training)).step,
-        CACHED: Learner(bench, bench.make_task(bench.training, cache)).step,
+        ONLINE: DraftTrainer(setup, setup.make_task(setup.training)).step,
+        CACHED: DraftTrainer(setup, setup.make_task(setup.training, cache)).step,
     }
-    return _in_turns(bench, sides, dataset, batch_size, "training, cached and online")
+    return _in_turns(setup, sides, dataset, batch_size, "training, cached and online")
 
 
-def compare_with_trl(bench: Bench) -> Turns:
+def compare_with_trl(setup: DistillSetup) -> Turns:
     """Train by TRL's trainer and three times by ours, in turns (see the module's docstring); without TRL, nothing.
 
     Raises:
@@ -130,22 +130,22 @@ def compare_with_trl(bench: Bench) -> Turns:
     """
     if not trl_is_installed():
         return {}
-    student = bench.training.student.model_copy(update={"draft_vocab_size": None})
-    loss = LossConfig(divergence="forward_kl", chunk_size=bench.training.loss.chunk_size)
-    plain = bench.training.model_copy(update={"student": student, "loss": loss})
+    student = setup.training.student.model_copy(update={"draft_vocab_size": None})
+    loss = LossConfig(divergence="forward_kl", chunk_size=setup.training.loss.chunk_size)
+    plain = setup.training.model_copy(update={"student": student, "loss": loss})
     set_seed(plain.schedule.seed)
-    draft = initial_draft(student, bench.target)
-    peer = GkdPeer(bench.target, draft, plain.optimizer, plain.schedule.mixed_precision, bench.scratch / "trl")
-    same_work = Learner(bench, bench.make_task(plain))
+    draft = initial_draft(student, setup.target)
+    peer = GkdPeer(setup.target, draft, plain.optimizer, plain.schedule.mixed_precision, setup.scratch / "trl")
+    same_work = DraftTrainer(setup, setup.make_task(plain))
     sides = {
         GKD: peer.step,
         SAME_WORK: lambda batch: same_work.step(every_token_a_label(batch)),
-        SAME_LOSS: Learner(bench, bench.make_task(plain)).step,
-        DEFAULT: Learner(bench, bench.make_task(bench.training)).step,
+        SAME_LOSS: DraftTrainer(setup, setup.make_task(plain)).step,
+        DEFAULT: DraftTrainer(setup, setup.make_task(setup.training)).step,
     }
-    batch_size = bench.config.trl_batch_size
-    dataset = ConversationDataset(bench.train[: bench.config.num_batches * batch_size], plain.data.max_length)
-    return _in_turns(bench, sides, dataset, batch_size, "training, beside TRL")
+    batch_size = setup.config.trl_batch_size
+    dataset = ConversationDataset(setup.train[: setup.config.num_batches * batch_size], plain.data.max_length)
+    return _in_turns(setup, sides, dataset, batch_size, "training, beside TRL")
 
 
 def every_token_a_label(batch: Batch) -> Batch:
@@ -155,9 +155,9 @@ def every_token_a_label(batch: Batch) -> Batch:
     return batch._replace(loss_mask_BT=mask_BT)
 
 
-def training_rows(bench: Bench, cached: Turns, beside_trl: Turns) -> list[dict[str, Any]]:
+def training_rows(setup: DistillSetup, cached: Turns, beside_trl: Turns) -> list[dict[str, Any]]:
     """Return a row for each way of training."""
-    sizes = ((cached, bench.training.schedule.batch_size), (beside_trl, bench.config.trl_batch_size))
+    sizes = ((cached, setup.training.schedule.batch_size), (beside_trl, setup.config.trl_batch_size))
     return [
         {
             "training": name,
@@ -182,51 +182,55 @@ def training_ratios(cached: Turns, beside_trl: Turns, samples: int) -> dict[str,
     return {key: value for name, interval in ratios.items() for key, value in with_bounds(name, interval).items()}
 
 
-def make_cache_of(bench: Bench, rows: Sequence[Conversation]) -> TargetCache:
+def make_cache_of(setup: DistillSetup, rows: Sequence[Conversation]) -> TargetCache:
     """Return a cache of the target's last hidden states, exact, over these conversations, made in the scratch folder."""
-    data = bench.scratch / "cached.jsonl"
+    data = setup.scratch / "cached.jsonl"
     write_text(data, "".join(row.to_line() for row in rows))
     config = CacheConfig(
-        target=bench.training.target,
+        target=setup.training.target,
         data=str(data),
-        max_length=bench.training.data.max_length,
-        dtype=bench.training.target.dtype,
-        output=str(bench.scratch / "cache"),
+        max_length=setup.training.data.max_length,
+        dtype=setup.training.target.dtype,
+        output=str(setup.scratch / "cache"),
     )
-    job = CacheJob(target=bench.target, conversations=rows, config=config, data_sha256=sha256_of(data))
+    job = CacheJob(target=setup.target, conversations=rows, config=config, data_sha256=sha256_of(data))
     job.prepare()
     job.work(rank=0, num_processes=1)
     job.finish()
-    return open_cache(bench.scratch / "cache", data, bench.target)
+    return open_cache(setup.scratch / "cache", data, setup.target)
 
 
 def _in_turns(
-    bench: Bench, sides: Mapping[str, Callable[[Batch], float]], dataset: ConversationDataset, batch_size: int, description: str
+    setup: DistillSetup,
+    sides: Mapping[str, Callable[[Batch], float]],
+    dataset: ConversationDataset,
+    batch_size: int,
+    description: str,
 ) -> Turns:
     """Let every side take a step on every batch, timed until the loss is on the CPU."""
-    loader = make_loader(dataset, batch_size, seed=bench.training.schedule.seed)
+    loader = make_loader(dataset, batch_size, seed=setup.training.schedule.seed)
     batches = [
-        Batch(*(tensor.to(bench.target.device) for tensor in batch)) for batch in islice(loader, bench.config.num_batches)
+        Batch(*(tensor.to(setup.target.device) for tensor in batch)) for batch in islice(loader, setup.config.num_batches)
     ]
 
-    def timed(step: Callable[[Batch], float], batch: Batch, repeat: int) -> Step:
-        return Step(num_tokens=int((batch.document_ids_BT != NO_DOCUMENT).sum()), loss=step(batch))
+    def timed(step: Callable[[Batch], float], batch: Batch, repeat: int) -> TrainingStep:
+        return TrainingStep(num_tokens=int((batch.document_ids_BT != NO_DOCUMENT).sum()), loss=step(batch))
 
     timed_sides = {name: partial(timed, step) for name, step in sides.items()}
     return take_turns(timed_sides, batches, 1, description=description, unit="batches")
 
 
-def _amount(cases: list[list[Turn[Step]]], amount: Callable[[Step], float]) -> float:
+def _amount(cases: list[list[Turn[TrainingStep]]], amount: Callable[[TrainingStep], float]) -> float:
     return sum(amount(turn.result) for turns in cases for turn in turns)
 
 
-def _seconds(cases: list[list[Turn[Step]]]) -> float:
+def _seconds(cases: list[list[Turn[TrainingStep]]]) -> float:
     return sum(turn.seconds for turns in cases for turn in turns)
 
 
-def _tokens(step: Step) -> float:
+def _tokens(step: TrainingStep) -> float:
     return step.num_tokens
 
 
-def _one(step: Step) -> float:
+def _one(step: TrainingStep) -> float:
     return 1.0

@@ -1,7 +1,7 @@
 """llama.cpp's real converter: what it makes of our exports holds our weights, as transformers and GGUF's reader see them.
 
 Slow: `make serve-check` fetches the converter and runs this. That llama.cpp drafts with these files what we draft is what
-`scripts/serve_check.py` finds out. The vocabulary is SmolLM2's, which the converter knows; the layers are tiny.
+`scripts/benchmark.py serve` finds out. The vocabulary is SmolLM2's, which the converter knows; the layers are tiny.
 """
 
 from pathlib import Path

@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from configs.runtime.command import BAD_INPUT, DONE, run_command
+from configs.runtime.command import BAD_INPUT, DONE
 from configs.runtime.errors import InputError
-from configs.schema.benchmarks import ResultsTableConfig
-from scripts.bench.tables import fill_tables, main
+from scripts.bench.tables import fill_tables
+from scripts.benchmark import run
 
 ROOT = Path(__file__).resolve().parents[3]
 
 RESULTS = {
     "name": "decode",
-    "command": "python scripts/bench_decode.py",
+    "command": "python scripts/benchmark.py decode",
     "hardware": {"cpu": "a test machine", "cores": 2, "gpus": []},
     "versions": {"torch": "2.13.0"},
     "rows": [
@@ -34,7 +34,7 @@ EXPECTED = """\
 | greedy | 1.50 [1.40, 1.60] | 1 |
 | block\\|token | – | 8 |
 
-`python scripts/bench_decode.py` on 2 cores of a test machine, torch 2.13.0.
+`python scripts/benchmark.py decode` on 2 cores of a test machine, torch 2.13.0.
 """
 
 
@@ -94,11 +94,11 @@ def test_the_command_rewrites_the_document_or_leaves_it_alone(results, capsys):
     document = results / "README.md"
     document.write_text("<!-- table: decode -->\n<!-- end -->\n")
     arguments = ["--set", f"document={document}", "--set", f"results={results}"]
-    assert run_command(ResultsTableConfig, main, description="", argv=arguments) == DONE
+    assert run(["tables", *arguments]) == DONE
     filled = document.read_text()
     assert EXPECTED in filled
     (results / "decode.json").unlink()
-    assert run_command(ResultsTableConfig, main, description="", argv=arguments) == BAD_INPUT
+    assert run(["tables", *arguments]) == BAD_INPUT
     assert capsys.readouterr().err.count("\n") == 1
     assert document.read_text() == filled
 

@@ -22,7 +22,7 @@ from configs.schema.learning import OptimizerConfig
 from configs.schema.target import TargetConfig
 from configs.schema.training import ScheduleConfig
 from heads.target.processes import join_processes
-from scripts.bench.scale.engines import largest_difference, read_losses, read_metric, split_everything
+from scripts.bench.engines import largest_difference, read_losses, read_metric, split_everything
 from scripts.fault_injection.children import Child
 from scripts.fault_injection.setup import Workshop
 from tests.faults.test_training import die_at_step

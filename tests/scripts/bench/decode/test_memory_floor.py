@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from scripts.bench.decode import memory_floor
+from scripts.bench.decode import benchmark as memory_floor
 
 
 def test_a_tied_matrix_is_read_as_output_and_an_embedding_of_its_own_is_not(tiny_llama):

@@ -1,12 +1,14 @@
-"""Optimiser steps of a head's training as `train.loop.loop` takes them, with a clock on the data, the steps and the
-checkpoints.
+"""Optimiser steps of a head's training as `train.loop.loop` takes them; data, steps and checkpoints are timed.
 
-Everything is the training's own: materials, cache, task, batches, optimiser, wrapping, checkpoints. Left out on purpose: its
-books, its log, and held-out decoding, which are no part of a step.
+Data, cache, task, batches, optimiser, wrapping and checkpoints are the training's own; its metrics, log and held-out decoding
+are left out. One process of `scripts/bench/scale.py` runs this file as a script; by hand:
+
+    python -m torch.distributed.run --nproc_per_node 2 scripts/bench/scale_steps.py --config steps.yaml
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,12 +22,17 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
+if not __package__:  # run as a script: the checkout's root takes the place of this folder, which Python put first
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from configs.runtime.command import run_command
 from configs.runtime.files import write_json
 from configs.schema.benchmarks import ScaleStepsConfig
 from configs.schema.training import HeadsConfig
 from distill.dataset.batches import NO_DOCUMENT, Batch
 from distill.loss.head_objective import HeadLoss
 from heads.target.processes import join_processes
+from scripts.bench.harness import read_kibibytes
 from train.launch import load_materials, make_accelerator, make_training_loader, open_training_cache
 from train.loop.checkpoints import Checkpoints, Progress
 from train.loop.engines import choose_engine
@@ -84,8 +91,8 @@ class Clocked:
             epoch += 1
 
 
-class Trainee:
-    """A task, wrapped and with its optimiser; `reading_seconds` went into reading the target's states from a cache."""
+class HeadTrainer:
+    """A task under the training's engine and optimiser; `reading_seconds`: of reading target states from a cache."""
 
     def __init__(self, recipe: HeadsConfig, task: HeadTask, accelerator: Accelerator, num_steps: int) -> None:
         self.task, self.accelerator, self.reading_seconds = task, accelerator, 0.0
@@ -125,15 +132,15 @@ def measure_steps(config: ScaleStepsConfig) -> None:
     materials = load_materials(recipe, accelerator)
     cache = open_training_cache(recipe, materials.dataset, materials.target)
     task = HeadTask(recipe, materials.target, materials.train, materials.held_out, accelerator, cache)
-    trainee = Trainee(recipe, task, accelerator, config.warmup_steps + config.steps)
+    trainer = HeadTrainer(recipe, task, accelerator, config.warmup_steps + config.steps)
     batches = Clocked(accelerator.prepare(make_training_loader(recipe, materials.dataset)))
     with watching() if config.watch_memory else nullcontext([0]) as peak:
         for _ in range(config.warmup_steps):
-            trainee.step(batches.next())
-        waited = batches.seconds + trainee.reading_seconds
+            trainer.step(batches.next())
+        waited = batches.seconds + trainer.reading_seconds
         accelerator.wait_for_everyone()
         started = time.perf_counter()
-        own_tokens = sum(trainee.step(batches.next()) for _ in range(config.steps))
+        own_tokens = sum(trainer.step(batches.next()) for _ in range(config.steps))
         accelerator.wait_for_everyone()
         seconds = time.perf_counter() - started
     tokens = accelerator.reduce(torch.tensor(own_tokens, device=accelerator.device), "sum")
@@ -142,8 +149,8 @@ def measure_steps(config: ScaleStepsConfig) -> None:
         steps=config.steps,
         seconds=seconds,
         tokens=int(tokens),
-        input_seconds=batches.seconds + trainee.reading_seconds - waited,
-        checkpoint_seconds=_time_checkpoints(config, trainee),
+        input_seconds=batches.seconds + trainer.reading_seconds - waited,
+        checkpoint_seconds=_time_checkpoints(config, trainer),
         baseline_bytes=baseline if config.watch_memory else 0,
         peak_bytes=peak[0],
     )
@@ -157,9 +164,7 @@ def own_bytes() -> int:
 
     Linux only.
     """
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    (kibibytes,) = (int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
-    return 1024 * kibibytes
+    return 1024 * read_kibibytes("/proc/self/status", "RssAnon")
 
 
 @contextmanager
@@ -180,16 +185,16 @@ def watching() -> Iterator[list[int]]:
         thread.join()
 
 
-def _time_checkpoints(config: ScaleStepsConfig, trainee: Trainee) -> float:
+def _time_checkpoints(config: ScaleStepsConfig, trainer: HeadTrainer) -> float:
     """Write checkpoints as training does, and return the seconds of one."""
     if not config.checkpoints:
         return 0.0
-    recipe, accelerator = config.recipe, trainee.accelerator
+    recipe, accelerator = config.recipe, trainer.accelerator
     progress = Progress()
     checkpoints = Checkpoints(
         folder=Path(recipe.output) / "checkpoints",
         accelerator=accelerator,
-        scheduler=trainee.scheduler,
+        scheduler=trainer.scheduler,
         lineage=Lineage.of(accelerator, recipe.schedule, recipe.model_dump(mode="json"), {}),
         keep=recipe.schedule.keep_checkpoints,
         progress=progress,
@@ -199,3 +204,9 @@ def _time_checkpoints(config: ScaleStepsConfig, trainee: Trainee) -> float:
         progress.step = config.steps + number
         checkpoints.save()
     return (time.perf_counter() - started) / config.checkpoints
+
+
+if __name__ == "__main__":
+    sys.exit(
+        run_command(ScaleStepsConfig, measure_steps, description="Time a recipe's optimiser steps in one of several processes.")
+    )

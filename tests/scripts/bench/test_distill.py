@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED, run_command
+from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED
 from configs.runtime.errors import InputError
 from configs.schema.benchmarks import BenchDistillConfig, BenchLossConfig
 from configs.schema.data import DataConfig
@@ -27,8 +27,8 @@ from scripts.bench.distill import training as training_comparison
 from scripts.bench.distill.benchmark import (
     compare_distillation,
     count_rounds,
+    load_setup,
     measure_acceptance,
-    open_bench,
     read_training,
     verdict,
 )
@@ -58,7 +58,7 @@ from scripts.bench.distill.training import (
     training_ratios,
     training_rows,
 )
-from scripts.bench_distill import main
+from scripts.benchmark import run
 from train.launch import make_accelerator
 from train.loop.checkpoints import Progress
 from train.tasks.draft import DraftTask
@@ -119,7 +119,7 @@ def config(tmp_path, tiny_run):
 
 @pytest.fixture
 def bench(config, tmp_path):
-    return open_bench(config, read_training(config.draft), tmp_path / "scratch")
+    return load_setup(config, read_training(config.draft), tmp_path / "scratch")
 
 
 def test_the_file_holds_every_ratio_and_the_rows_of_every_part(config, monkeypatch):
@@ -274,7 +274,7 @@ def test_the_recipe_is_read_from_the_artifact_and_leaves_its_folder_alone(bench,
 
 def test_an_artifact_that_says_nothing_of_its_training_is_one_sentence_and_code_2(tiny_run, capsys):
     draft = tiny_run / "artifact"
-    assert run_command(BenchDistillConfig, main, description="", argv=["--set", f"draft={draft}"]) == BAD_INPUT
+    assert run(["distill", "--set", f"draft={draft}"]) == BAD_INPUT
     complaint = capsys.readouterr().err.splitlines()[-1]
     assert complaint == f"error: draft: {draft} does not say how it was trained; expected an artifact of train/distill.py"
 

@@ -40,6 +40,13 @@ def test_sides_follow_one_another_and_every_second_time_in_reverse():
     ]
 
 
+def test_without_a_warm_up_every_run_is_timed():
+    calls = []
+    sides = {name: lambda case, repeat, name=name: calls.append((name, case)) for name in "ab"}
+    take_turns(sides, range(2), 1, description="testing", warm_up=False)
+    assert calls == [("a", 0), ("b", 0), ("b", 1), ("a", 1)]
+
+
 def test_each_turn_holds_its_own_seconds_and_result_in_the_order_of_the_repeats(clock):
     def side(case, repeat):
         clock.spend(case + repeat)
@@ -78,12 +85,12 @@ def test_a_ratio_without_an_interval_has_empty_bounds():
 
 
 def test_the_file_says_what_was_run_where_and_with_what(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["somewhere/bench_decode.py", "--set", "hub_token=secret", "--set", "repeats=3"])
+    monkeypatch.setattr(sys, "argv", ["somewhere/benchmark.py", "decode", "--set", "hub_token=secret", "--set", "repeats=3"])
     path = tmp_path / "results" / "decode.json"
     config = BenchDecodeConfig(repeats=3)
     write_results(path, "decode", config, rows=[{"tau": 1.5}], ratios={"speed": 2.0}, threads=2)
     content = json.loads(path.read_text())
-    assert content["command"] == "python scripts/bench_decode.py --set 'hub_token=***' --set repeats=3"
+    assert content["command"] == "python scripts/benchmark.py decode --set 'hub_token=***' --set repeats=3"
     assert (content["name"], content["rows"], content["ratios"]) == ("decode", [{"tau": 1.5}], {"speed": 2.0})
     assert content["config"]["repeats"] == 3
     assert content["threads"] == 2

@@ -3,7 +3,7 @@
 Each recipe is trained (`scripts.bench.trained_runs`), and what came out is measured as `eval/run.py` measures: greedy chains
 at batch 1 on held-out prompts that chose no checkpoint, plain decoding in turns with them, losslessness judged. Prompt
 lookup, which needs no training, is measured along with the first. EAGLE-3's training itself is in
-`scripts.bench.heads.eagle3_training`.
+`scripts.bench.eagle3_training`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from eval.metrics.speed import compare_speed
 from heads.artifact import WEIGHTS_FILE, Draft, load_draft
 from heads.proposers.prompt_lookup import PromptLookup
 from heads.target.loading import Target, load_target
+from scripts.bench.eagle3_training import TrainingComparison, compare_eagle3
 from scripts.bench.harness import first_requests, measured_rows, write_results
 from scripts.bench.head_recipes import read_cache_seconds, train_recipes
-from scripts.bench.heads.eagle3_training import TrainingComparison, compare_eagle3
 from scripts.bench.tables import NOT_AVAILABLE
 from scripts.bench.trained_runs import TrainingRun
 
@@ -51,7 +51,7 @@ SEED = 0  # of the resampling
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
+class HeadsSetup:
     """What is measured with, loaded."""
 
     config: BenchHeadsConfig
@@ -60,7 +60,7 @@ class Bench:
 
 
 def compare_heads(config: BenchHeadsConfig) -> int:
-    """Run the benchmark and write its file; see `scripts/bench_heads.py`. Returns the exit code.
+    """Run the benchmark and write its file; return the exit code.
 
     Raises:
         ConfigError: a recipe cannot be read, or two cannot be compared.
@@ -69,12 +69,12 @@ def compare_heads(config: BenchHeadsConfig) -> int:
     """
     eagle3 = None if config.eagle3 is None else load_config(HeadsConfig, config.eagle3)
     runs = train_recipes(config, [] if eagle3 is None else [eagle3])
-    bench = open_bench(config, runs)
+    setup = load_setup(config, runs)
     training = None
     if eagle3 is not None:
         with TemporaryDirectory(prefix="bench-heads-") as scratch:
-            training = compare_eagle3(config, bench.target, eagle3, Path(scratch))
-    rows = measure_all(bench, runs)
+            training = compare_eagle3(config, setup.target, eagle3, Path(scratch))
+    rows = measure_all(setup, runs)
     write_results(
         Path(config.output),
         "heads",
@@ -83,14 +83,14 @@ def compare_heads(config: BenchHeadsConfig) -> int:
         ratios=training.ratios(config.bootstrap_samples) if training is not None else {},
         runs=[{"recipe": run.name, "artifact": str(run.artifact), "git": run.read_git()} for run in runs],
         cache_seconds=read_cache_seconds(config),
-        device=str(bench.target.device),
+        device=str(setup.target.device),
         threads=torch.get_num_threads(),
     )
     log.info("results in %s", config.output)
     return verdict(rows, training)
 
 
-def open_bench(config: BenchHeadsConfig, runs: Sequence[TrainingRun]) -> Bench:
+def load_setup(config: BenchHeadsConfig, runs: Sequence[TrainingRun]) -> HeadsSetup:
     """Load the target and choose the prompts.
 
     Raises:
@@ -102,10 +102,10 @@ def open_bench(config: BenchHeadsConfig, runs: Sequence[TrainingRun]) -> Bench:
     target = load_target(recipes[0].target)
     requests = first_requests(rows)
     check_decodable(target, requests)
-    return Bench(config=config, target=target, requests=requests)
+    return HeadsSetup(config=config, target=target, requests=requests)
 
 
-def measure_all(bench: Bench, runs: Sequence[TrainingRun]) -> list[dict[str, Any]]:
+def measure_all(setup: HeadsSetup, runs: Sequence[TrainingRun]) -> list[dict[str, Any]]:
     """Decode with every draft, and with prompt lookup beside the first; return a row for each.
 
     Raises:
@@ -114,25 +114,25 @@ def measure_all(bench: Bench, runs: Sequence[TrainingRun]) -> list[dict[str, Any
     """
     rows: list[dict[str, Any]] = []
     for run in runs:
-        baselines = {} if rows else {PROMPT_LOOKUP: PromptLookup(bench.target.device)}
-        rows += measure_run(bench, run, baselines)
+        baselines = {} if rows else {PROMPT_LOOKUP: PromptLookup(setup.target.device)}
+        rows += measure_run(setup, run, baselines)
     return sorted(rows, key=lambda row: row["family"] == PROMPT_LOOKUP)
 
 
-def measure_run(bench: Bench, run: TrainingRun, baselines: Mapping[str, PromptLookup]) -> list[dict[str, Any]]:
+def measure_run(setup: HeadsSetup, run: TrainingRun, baselines: Mapping[str, PromptLookup]) -> list[dict[str, Any]]:
     """Decode with a run's draft and the baselines, plain decoding in turns; return a row for each of them.
 
     Raises:
         InputError, RuntimeError: see `measure_all`.
     """
-    target, config = bench.target, bench.config
+    target, config = setup.target, setup.config
     draft = load_draft(run.artifact, target.identity, target.model)
     settings = DecodeConfig(
         num_speculative_tokens=draft.metadata.num_speculative_tokens, max_new_tokens=config.max_new_tokens, batch_size=1
     )
     records = measure(
         target,
-        bench.requests,
+        setup.requests,
         EvalConfig(decode=settings, repeats=config.repeats, baselines=[]),
         {SPECULATIVE: draft.proposer, **baselines},
     )

@@ -50,7 +50,7 @@ TOLERANCE = 1e-3  # relative; our side rounds the target's logits to the target'
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class PairedBatch:
     """One batch as both sides take it, with one kind of labels."""
 
     ours: HeadInputs
@@ -60,7 +60,7 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class TrainingStep:
     """What one optimiser step was: tokens of the batch without padding, and the loss before it, as speculators scales it."""
 
     num_tokens: int
@@ -76,7 +76,7 @@ class TrainingComparison:
     batch_size: conversations a batch.
     """
 
-    turns: Mapping[str, list[list[Turn[Step]]]]
+    turns: Mapping[str, list[list[Turn[TrainingStep]]]]
     losses: Mapping[str, float]
     batch_size: int
 
@@ -119,7 +119,7 @@ def name_of(whose: str, labels: str) -> str:
     return f"{whose}, labels: {labels}"
 
 
-class Learner:
+class ModuleTrainer:
     """A side: a module under its own optimiser.
 
     Args:
@@ -135,24 +135,24 @@ class Learner:
         module: nn.Module,
         recipe: HeadsConfig,
         accelerator: Accelerator,
-        loss_of: Callable[[Case], Tensor],
+        loss_of: Callable[[PairedBatch], Tensor],
         scale: float = 1.0,
     ) -> None:
         self.accelerator, self.loss_of, self.scale = accelerator, loss_of, scale
         self.module = module.train()
         self.optimizer, _ = make_optimizer(module, recipe.optimizer, 1)
 
-    def step(self, case: Case) -> Step:
+    def step(self, case: PairedBatch) -> TrainingStep:
         """Take one optimiser step; returns when it is done, on a GPU as well."""
         with self.accelerator.autocast():
             loss = self.loss_of(case)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return Step(num_tokens=case.num_tokens, loss=loss.item() * self.scale)
+        return TrainingStep(num_tokens=case.num_tokens, loss=loss.item() * self.scale)
 
     @torch.no_grad()
-    def loss(self, case: Case) -> float:
+    def loss(self, case: PairedBatch) -> float:
         """Return the loss of a case as speculators scales it, in float32."""
         return self.loss_of(case).item() * self.scale
 
@@ -179,10 +179,10 @@ def compare_eagle3(config: BenchHeadsConfig, target: Target, recipe: HeadsConfig
     cases = make_cases(config.num_batches, tasks[ANSWERS])
     sides, losses = {}, {}
     for labels, task in tasks.items():
-        for whose, learner in ((OURS, our_side(task, accelerator)), (THEIRS, their_side(task, accelerator))):
+        for whose, trainer in ((OURS, our_side(task, accelerator)), (THEIRS, their_side(task, accelerator))):
             name = name_of(whose, labels)
-            losses[name] = learner.loss(cases[labels][0])
-            sides[name] = partial(_step, learner, cases[labels])
+            losses[name] = trainer.loss(cases[labels][0])
+            sides[name] = partial(_step, trainer, cases[labels])
     numbers = range(len(cases[ANSWERS]))
     turns = take_turns(sides, numbers, 1, description="training, beside speculators", unit="batches")
     return TrainingComparison(turns=turns, losses=losses, batch_size=recipe.schedule.batch_size)
@@ -212,18 +212,18 @@ def make_task(recipe: HeadsConfig, target: Target, accelerator: Accelerator) -> 
     return HeadTask(recipe, target, train, held_out, accelerator)
 
 
-def our_side(task: HeadTask, accelerator: Accelerator) -> Learner:
+def our_side(task: HeadTask, accelerator: Accelerator) -> ModuleTrainer:
     """Return the task's own objective as a side."""
     objective, settings = cast(HeadObjective, task.module), cast(Eagle3Settings, task.config.head)
 
-    def loss_of(case: Case) -> Tensor:
+    def loss_of(case: PairedBatch) -> Tensor:
         return cast(Tensor, objective(case.ours, case.num_labels, 1).loss)
 
     total_weight = sum(settings.depth_decay**depth for depth in range(settings.num_depths))
-    return Learner(objective, task.config, accelerator, loss_of, total_weight)
+    return ModuleTrainer(objective, task.config, accelerator, loss_of, total_weight)
 
 
-def their_side(task: HeadTask, accelerator: Accelerator) -> Learner:
+def their_side(task: HeadTask, accelerator: Accelerator) -> ModuleTrainer:
     """Return speculators' module as a side, with the weights that the task's head has now.
 
     Raises:
@@ -232,7 +232,7 @@ def their_side(task: HeadTask, accelerator: Accelerator) -> Learner:
     head = cast(Eagle3, cast(HeadObjective, task.module).head)
     peer = Eagle3Peer(head, task.target)
     check_same_weights(head, peer)
-    return Learner(peer, task.config, accelerator, lambda case: cast(Tensor, peer(case.theirs)))
+    return ModuleTrainer(peer, task.config, accelerator, lambda case: cast(Tensor, peer(case.theirs)))
 
 
 def check_same_weights(head: Eagle3, peer: Eagle3Peer) -> None:
@@ -250,13 +250,13 @@ def check_same_weights(head: Eagle3, peer: Eagle3Peer) -> None:
         raise RuntimeError(f"speculators' module does not train the same weights as ours: {names}")
 
 
-def make_cases(num_batches: int, task: HeadTask) -> dict[str, list[Case]]:
+def make_cases(num_batches: int, task: HeadTask) -> dict[str, list[PairedBatch]]:
     """Return batches of the task's data with the target's states, by kind of label, computed once for both kinds."""
     recipe, target = task.config, task.target
     batch_size = recipe.schedule.batch_size
     rows = read_conversations(Path(recipe.data.train))[: num_batches * batch_size]
     loader = make_loader(ConversationDataset(rows, recipe.data.max_length), batch_size, seed=recipe.schedule.seed)
-    cases: dict[str, list[Case]] = {ANSWERS: [], EVERY_TOKEN: []}
+    cases: dict[str, list[PairedBatch]] = {ANSWERS: [], EVERY_TOKEN: []}
     for on_cpu in islice(loader, num_batches):
         batch = Batch(*(tensor.to(target.device) for tensor in on_cpu))
         states = read_states(target.model, batch.input_ids_BT, [*task.taps, num_blocks(target.model)])
@@ -265,7 +265,7 @@ def make_cases(num_batches: int, task: HeadTask) -> dict[str, list[Case]]:
     return cases
 
 
-def make_case(batch: Batch, states: TargetStates, recipe: HeadsConfig) -> Case:
+def make_case(batch: Batch, states: TargetStates, recipe: HeadsConfig) -> PairedBatch:
     """Return a batch as both sides take it.
 
     Labels among the first K + 1 tokens of a conversation are taken away: no depth k < K of speculators' then reaches from one
@@ -286,7 +286,7 @@ def make_case(batch: Batch, states: TargetStates, recipe: HeadsConfig) -> Case:
         position_ids_BT=batch.position_ids_BT,
         states=TargetStates(final_BTE=states.final_BTE, taps_ABTE=states.taps_ABTE[:-1]),
     )
-    return Case(
+    return PairedBatch(
         ours=inputs,
         theirs=pack(batch, inputs.states.joined_BTF, states.taps_ABTE[-1]),
         num_labels=mask_BT.sum().clamp(min=1),
@@ -294,5 +294,5 @@ def make_case(batch: Batch, states: TargetStates, recipe: HeadsConfig) -> Case:
     )
 
 
-def _step(learner: Learner, cases: list[Case], number: int, repeat: int) -> Step:
-    return learner.step(cases[number])
+def _step(trainer: ModuleTrainer, cases: list[PairedBatch], number: int, repeat: int) -> TrainingStep:
+    return trainer.step(cases[number])

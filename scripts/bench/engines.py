@@ -20,12 +20,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-if not __package__:  # run as a script: the checkout's root takes the place of this folder, which Python put first
-    sys.path[0] = str(Path(__file__).resolve().parents[3])
-
-from configs.runtime.command import DONE, GATE_FAILED, run_command
+from configs.runtime.command import DONE, GATE_FAILED
 from configs.runtime.files import CHECKOUT
 from configs.schema.benchmarks import EngineComparisonSettings
+from scripts.fault_injection.setup import Workshop
 
 log = logging.getLogger("draftsmith")
 
@@ -34,7 +32,7 @@ BATCH_SIZE = 2  # conversations a process and micro-step
 TRIED_ON = f"{WORLD_SIZE} processes over gloo on a CPU"
 
 
-def main(settings: EngineComparisonSettings) -> int:
+def check_engines(settings: EngineComparisonSettings) -> int:
     """Compare, and say by the exit code whether all engines agree with one process."""
     rows = compare_engines(settings)
     return DONE if all(row["within_tolerance"] for row in rows) else GATE_FAILED
@@ -105,8 +103,6 @@ def split_everything(recipe: Path, folder: Path) -> Path:
 
 def _furnish(folder: Path, settings: EngineComparisonSettings) -> None:
     """Make a target, data and a config file for each task."""
-    from scripts.fault_injection.setup import Workshop
-
     workshop = Workshop(folder, num_prompts=2 * WORLD_SIZE * BATCH_SIZE * settings.steps)  # all steps within an epoch
     workshop.furnish()
     schedule = {"batch_size": BATCH_SIZE, "max_steps": settings.steps, "trackers": ["tensorboard"], "resume": False}
@@ -158,7 +154,3 @@ def _row(
         "within_tolerance": difference <= settings.tolerance,
         "where": TRIED_ON,
     }
-
-
-if __name__ == "__main__":
-    sys.exit(run_command(EngineComparisonSettings, main, description="Compare engines' loss curves with one process's."))

@@ -1,47 +1,45 @@
 """The scale benchmark: several processes of one thread beside one, padding, checkpoints, waiting for data, plan beside run.
 
-Each run is a process group of its own (`scripts.bench.scale.child`), because a process cannot leave one; the sides take
+Each run is a process group of its own (`scripts.bench.scale_steps`), because a process cannot leave one; the sides take
 turns, every second time in reverse. All runs see the same conversations in batches of the same size over all processes.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import logging
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from configs.runtime.command import BAD_INPUT, DONE
 from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.files import read_json, write_json
 from configs.runtime.loading import load_config
-from configs.schema.benchmarks import BenchScaleConfig, ScaleStepsConfig
+from configs.schema.benchmarks import BenchScaleConfig, EngineComparisonSettings, ScaleStepsConfig
 from configs.schema.planning import PlanHeadsConfig
 from configs.schema.training import HeadsConfig
 from distill.dataset.batches import BucketedBatchSampler, ConversationDataset
 from distill.dataset.conversations import read_conversations
 from distill.dataset.packing import PackedBatchSampler
 from eval.stats.bootstrap import Interval, ratio_interval
-from scripts.bench.harness import Turn, speed_ratio, with_bounds, write_results
-from scripts.bench.scale.steps import Steps
+from scripts.bench.engines import compare_engines
+from scripts.bench.harness import Turn, speed_ratio, take_turns, with_bounds, write_results
+from scripts.bench.scale_steps import Steps
 from train.plan.plan import make_plan
 
 log = logging.getLogger("draftsmith")
 
-CHILD = Path(__file__).resolve().parent / "child.py"
+CHILD = Path(__file__).with_name("scale_steps.py")
 SEED = 0  # of the resampling
-ENGINES = "scripts.bench.scale.engines"
 
 
 def compare_scale(config: BenchScaleConfig) -> int:
-    """Run the benchmark and write its file; see `scripts/bench_scale.py`. Returns the exit code.
+    """Run the benchmark and write its file; return the exit code.
 
     Raises:
         ConfigError: the recipe's batch cannot be shared by the processes.
@@ -66,7 +64,7 @@ def compare_scale(config: BenchScaleConfig) -> int:
         Path(config.output),
         "scale",
         config,
-        rows=engine_rows() if config.engines else [],
+        rows=compare_engines(EngineComparisonSettings()) if config.engines else [],
         ratios=ratios,
         runs=[asdict(run) for run in (*alone, *each_its_own, *shared)],
         plan=plan_beside_run(recipe, watched),
@@ -112,18 +110,22 @@ def run_in_turns(config: BenchScaleConfig, recipe: HeadsConfig, scratch: Path) -
     """
     share = recipe.schedule.model_copy(update={"batch_size": recipe.schedule.batch_size // config.num_processes})
     shared = recipe.model_copy(update={"schedule": share})
-    sides = ((recipe, 1), (recipe, config.num_processes), (shared, config.num_processes))
-    runs: tuple[list[Steps], ...] = ([], [], [])
-    for repeat in range(config.repeats):
-        for side in range(len(sides))[:: -1 if repeat % 2 else 1]:
-            taken, num_processes = sides[side]
-            run = run_steps(taken, config, num_processes, scratch / f"{side}-{repeat}")
-            log.info(
-                "repeat %d, %d processes with batches of %d each: %.0f tokens/s",
-                *(repeat + 1, num_processes, taken.schedule.batch_size, run.tokens / run.seconds),
-            )
-            runs[side].append(run)
-    return runs
+
+    def side(name: str, taken: HeadsConfig, num_processes: int, number: int, repeat: int) -> Steps:
+        run = run_steps(taken, config, num_processes, scratch / f"{name}-{number}")
+        log.info(
+            "repeat %d, %d processes with batches of %d each: %.0f tokens/s",
+            *(number + 1, num_processes, taken.schedule.batch_size, run.tokens / run.seconds),
+        )
+        return run
+
+    sides = {
+        "alone": partial(side, "alone", recipe, 1),
+        "each": partial(side, "each", recipe, config.num_processes),
+        "shared": partial(side, "shared", shared, config.num_processes),
+    }
+    turns = take_turns(sides, range(config.repeats), 1, description="training runs", unit="repeats", warm_up=False)
+    return tuple([turn.result for (turn,) in turns[name]] for name in sides)
 
 
 def run_steps(
@@ -197,19 +199,6 @@ def plan_beside_run(recipe: HeadsConfig, run: Steps) -> dict[str, float]:
         "measured_step_seconds": seconds,
         "measured_over_planned_seconds": seconds / plan.times.total,
     }
-
-
-def engine_rows() -> list[dict[str, Any]]:
-    """Return a row for each engine, stage and number of processes: how far its losses were from one process's.
-
-    None where the comparison of engines is not part of the checkout.
-    """
-    if importlib.util.find_spec(ENGINES) is None:
-        log.warning("%s is not there: no rows of engines", ENGINES)
-        return []
-    comparison = importlib.import_module(ENGINES)
-    rows: Sequence[Mapping[str, Any]] = comparison.compare_engines(comparison.EngineComparisonSettings())
-    return [dict(row) for row in rows]
 
 
 def _speed(runs: Sequence[Steps], others: Sequence[Steps], samples: int) -> Interval:

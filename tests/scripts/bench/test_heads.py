@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED, run_command
+from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED
 from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.loading import load_config
 from configs.schema.benchmarks import BenchHeadsConfig
@@ -24,18 +24,15 @@ from eval.decoder.decode import Request, decode
 from heads.artifact import load_draft
 from heads.proposers.prompt_lookup import PromptLookup
 from heads.target.loading import load_target
+from scripts.bench import eagle3_training as eagle3_comparison
 from scripts.bench import head_recipes, trained_runs
-from scripts.bench.harness import Turn
-from scripts.bench.head_recipes import make_cache, make_data, read_cache_seconds, with_cache
-from scripts.bench.heads import eagle3_training as eagle3_comparison
-from scripts.bench.heads.benchmark import compare_heads, verdict
-from scripts.bench.heads.eagle3_training import (
+from scripts.bench.eagle3_training import (
     ANSWERS,
     EVERY_TOKEN,
     OURS,
     THEIRS,
-    Step,
     TrainingComparison,
+    TrainingStep,
     comparable,
     compare_eagle3,
     make_cases,
@@ -44,8 +41,11 @@ from scripts.bench.heads.eagle3_training import (
     our_side,
     their_side,
 )
+from scripts.bench.harness import Turn
+from scripts.bench.head_recipes import make_cache, make_data, read_cache_seconds, with_cache
+from scripts.bench.heads import compare_heads, verdict
 from scripts.bench.peers.speculators_eagle3 import pack, why_not_installed
-from scripts.bench_heads import main
+from scripts.benchmark import run as run_benchmark
 from train.launch import make_accelerator, run_distillation, run_heads
 
 RATIO = "eagle3_tokens_per_second_vs_speculators"
@@ -305,7 +305,7 @@ def test_recipes_that_make_no_table_are_refused(make_config, folder, changes, co
 
 
 def test_a_recipe_that_is_not_there_is_one_sentence_and_code_2(capsys):
-    assert run_command(BenchHeadsConfig, main, description="", argv=["--set", "recipes=[nosuch.yaml]"]) == BAD_INPUT
+    assert run_benchmark(["heads", "--set", "recipes=[nosuch.yaml]"]) == BAD_INPUT
     assert capsys.readouterr().err.endswith("error: config file not found: nosuch.yaml\n")
 
 
@@ -324,7 +324,8 @@ def test_ratios_and_rows_are_tokens_by_seconds():
     seconds = {OURS: 2.0, THEIRS: 3.0}
     turns = {
         name_of(whose, labels): [
-            [Turn(Step(num_tokens=tokens, loss=1.0), tokens * each * (1 if labels == ANSWERS else 2))] for tokens in (10, 30)
+            [Turn(TrainingStep(num_tokens=tokens, loss=1.0), tokens * each * (1 if labels == ANSWERS else 2))]
+            for tokens in (10, 30)
         ]
         for whose, each in seconds.items()
         for labels in (ANSWERS, EVERY_TOKEN)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED, run_command
+from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED
 from configs.runtime.errors import InputError
 from configs.schema.benchmarks import BenchDecodeConfig, BenchHeadsConfig
 from configs.schema.target import TargetConfig
@@ -14,11 +14,11 @@ from distill.dataset.conversations import Conversation
 from eval.decoder.decode import decode
 from heads.target.loading import load_target
 from scripts.bench.decode import setup as decode_setup
-from scripts.bench.decode.benchmark import compare_decoding, measure_batches, open_bench
+from scripts.bench.decode.benchmark import compare_decoding, load_setup, measure_batches
 from scripts.bench.decode.table import PLAIN, measure_ways
 from scripts.bench.decode.ways import chain_ways, free_ways, list_ways
 from scripts.bench.peers.transformers_generate import TransformersPeer
-from scripts.bench_decode import main
+from scripts.benchmark import run
 
 RATIOS = {
     "speed_vs_transformers_assisted",
@@ -121,7 +121,7 @@ def test_the_file_holds_every_ratio_with_its_interval_and_a_row_for_every_way_of
     assert len(results["agreement"]) == 4
     assert results["memory_floor"].keys() == {"bytes_per_token", "gigabytes_per_second", "share_transformers", "share_lean"}
 
-    bench = open_bench(config)
+    bench = load_setup(config)
     rounds = [
         round_
         for request in bench.requests
@@ -169,16 +169,16 @@ def test_a_target_without_a_lean_forward_is_measured_without(config, monkeypatch
 
 
 def test_eight_prompts_together_give_the_answers_of_one_by_one_and_a_smaller_batch_is_not_called_eight(config):
-    turns = measure_batches(open_bench(config))
+    turns = measure_batches(load_setup(config))
     (together, _), (alone, _) = turns["together"], turns["alone"]
     assert len(together[0].result.generations) == 8
     assert [each.tokens for each in together[0].result.generations] == [each.tokens for each in alone[0].result.generations]
     fewer = config.model_copy(update={"num_prompts": 7})
-    assert measure_batches(open_bench(fewer)) == {}
+    assert measure_batches(load_setup(fewer)) == {}
 
 
 def test_each_repeat_of_a_sampled_run_has_its_own_seed_and_matching_gives_what_plain_sampling_gives(config):
-    bench = open_bench(config)
+    bench = load_setup(config)
     ways = [way for way in list_ways(bench) if way.rule == "match" and way.shape == "chain"]
     turns = measure_ways(bench, ways)
     first, second = ([each.tokens for each in turn.result.generations] for turn in turns[ways[0].name][0])
@@ -198,7 +198,7 @@ def test_a_way_that_changes_the_answers_fails_the_benchmark(config, monkeypatch)
 def test_a_trained_head_joins_the_table_under_its_recipes_name(config, monkeypatch, tiny_run, as_target):
     run = SimpleNamespace(name="medusa", artifact=tiny_run / "artifact")
     monkeypatch.setattr(decode_setup, "train_recipes", lambda heads: [run])
-    bench = open_bench(config.model_copy(update={"heads": BenchHeadsConfig(), "num_prompts": 2}))
+    bench = load_setup(config.model_copy(update={"heads": BenchHeadsConfig(), "num_prompts": 2}))
     assert list(bench.drafts) == ["draft_lm", "medusa"]
     assert bench.lengths == {"medusa": 3}
     ways = chain_ways(bench.drafts, bench.settings(0.0), {"medusa": 2})
@@ -206,7 +206,7 @@ def test_a_trained_head_joins_the_table_under_its_recipes_name(config, monkeypat
 
 
 def test_suffix_lookup_learns_nothing_from_the_prompts_that_are_measured(config):
-    bench = open_bench(config)
+    bench = load_setup(config)
     way = next(way for way in free_ways(bench, bench.settings(0.0)) if way.proposer == "suffix_lookup")
     (again,) = measure_ways(bench, [way])[way.name][:1]
     assert again[0].result.generations[0].rounds == again[1].result.generations[0].rounds
@@ -222,6 +222,6 @@ def test_a_draft_that_is_not_there_is_one_sentence_and_code_2(config, tmp_path, 
         f"draft={tmp_path}",
     ]
     arguments = [part for setting in settings for part in ("--set", setting)]
-    assert run_command(BenchDecodeConfig, main, description="", argv=arguments) == BAD_INPUT
+    assert run(["decode", *arguments]) == BAD_INPUT
     complaint = capsys.readouterr().err.splitlines()[-1]
     assert complaint == f"error: {tmp_path} is no artifact: it holds no draftsmith.json"

@@ -10,9 +10,8 @@ from configs.schema.evaluation import CostConfig, SuiteConfig
 from configs.schema.target import TargetConfig
 from eval.decoder.clock import Laps
 from eval.report.schema import read_report
-from scripts.bench.evaluation import benchmark as prediction_comparison
-from scripts.bench.evaluation.benchmark import compare_predictions
-from scripts.bench.evaluation.statistics import count_records, interval_coverage
+from scripts.bench import evaluation as prediction_comparison
+from scripts.bench.evaluation import compare_predictions, count_records, interval_coverage
 from scripts.bench.tables import fill_tables
 
 RATIOS = {"evaluator_cost_share", "predicted_vs_measured_speedup_max_error", "interval_coverage"}

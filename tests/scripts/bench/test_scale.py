@@ -6,23 +6,21 @@ import subprocess
 
 import pytest
 
-from configs.runtime.command import DONE, run_command
+from configs.runtime.command import DONE
 from configs.runtime.errors import ConfigError, InputError
 from configs.schema.benchmarks import BenchScaleConfig, ScaleStepsConfig
 from configs.schema.data import DataConfig
 from distill.generation.make_dataset import make_dataset
-from scripts.bench.scale import benchmark as scale_comparison
-from scripts.bench.scale.benchmark import (
+from scripts.bench import scale as scale_comparison
+from scripts.bench.scale import (
     check_shares,
     checkpoint_share,
-    engine_rows,
     input_share,
     run_steps,
     tokens_among_positions,
     with_cache,
 )
-from scripts.bench.scale.steps import Clocked, Steps, measure_steps, own_bytes, watching
-from scripts.bench_scale import main
+from scripts.bench.scale_steps import Clocked, Steps, measure_steps, own_bytes, watching
 from scripts.fault_injection.children import Child
 
 
@@ -93,10 +91,12 @@ def test_the_file_holds_the_ratios_with_their_bounds_and_the_plan(folder, tmp_pa
         return steps(num_processes, tokens=100 if watch_memory else speeds[num_processes, recipe.schedule.batch_size].pop())
 
     monkeypatch.setattr(scale_comparison, "run_steps", run)
+    rows = [{"recipe": "ddp", "stage": "distill", "world_size": 2, "loss_difference": 0.0}]
+    monkeypatch.setattr(scale_comparison, "compare_engines", lambda settings: rows)
     output = tmp_path / "scale.json"
     file = tmp_path / "bench.yaml"
-    file.write_text(json.dumps(bench(folder, repeats=3, engines=False, output=str(output)).model_dump(mode="json")))
-    assert run_command(BenchScaleConfig, main, description="", argv=["--config", str(file)]) == DONE
+    file.write_text(json.dumps(bench(folder, repeats=3, output=str(output)).model_dump(mode="json")))
+    assert run(["scale", "--config", str(file)]) == DONE
     content = json.loads(output.read_text())
     ratios = content["ratios"]
     assert content["name"] == "scale"
@@ -109,7 +109,7 @@ def test_the_file_holds_the_ratios_with_their_bounds_and_the_plan(folder, tmp_pa
     assert content["plan"]["measured_bytes"] == 4000
     assert content["plan"]["measured_over_planned_bytes"] == pytest.approx(4000 / content["plan"]["planned_bytes"])
     assert len(content["runs"]) == 9
-    assert content["rows"] == []
+    assert content["rows"] == rows
 
 
 def test_shares_are_those_of_the_sums_over_runs():
@@ -154,21 +154,6 @@ def test_a_run_that_ends_otherwise_says_why(folder, tmp_path, monkeypatch, code,
     monkeypatch.setattr(scale_comparison.subprocess, "run", lambda *_, **__: ended)
     with pytest.raises(kind, match=f"a run of 2 processes ended with code .*{reason}"):
         run_steps(with_cache(bench(folder)), bench(folder), 2, tmp_path)
-
-
-def test_rows_of_engines_are_taken_as_they_come_where_they_can_be_compared(monkeypatch):
-    class Comparison:
-        EngineComparisonSettings = dict
-
-        @staticmethod
-        def compare_engines(settings):
-            return [{"recipe": "ddp", "stage": "distill", "world_size": 2, "loss_difference": 0.0}]
-
-    monkeypatch.setattr(scale_comparison.importlib.util, "find_spec", lambda name: None)
-    assert engine_rows() == []
-    monkeypatch.setattr(scale_comparison.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(scale_comparison.importlib, "import_module", lambda name: Comparison)
-    assert engine_rows() == Comparison.compare_engines(None)
 
 
 def test_waiting_is_what_the_loader_takes_and_epochs_follow_one_another():

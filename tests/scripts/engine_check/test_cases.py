@@ -25,8 +25,8 @@ from scripts.engine_check import engines as serve_engines
 from scripts.engine_check import run_transformers as serve_transformers
 from scripts.engine_check import run_vllm as serve_vllm
 from scripts.engine_check.cases import AGREES, CHECKED, DISAGREES, NO_ENGINE, compare_counts, run_checks
-from scripts.engine_check.engines import Engine, run_engine
-from scripts.engine_check.ours import Counts, count_ours, open_bench
+from scripts.engine_check.engines import EngineDriver, run_engine
+from scripts.engine_check.ours import Counts, count_ours, decode_plainly
 from tests.support import family_checks as checks
 
 PROMPTS = [(7, 12, 3, 44, 9), (20, 9, 9, 31, 5, 6), (40, 11, 12), (50, 17, 2, 2)]
@@ -45,7 +45,7 @@ def threads():
 def bench(tiny_run):
     target = load_target(TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu"))
     requests = [Request(prompt_id=f"p{number}", category="c", tokens=ids) for number, ids in enumerate(PROMPTS)]
-    return open_bench(target, requests, 20)
+    return decode_plainly(target, requests, 20)
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def fake(bench, tiny_run, tmp_path, monkeypatch):
         change(served)
         known = json.dumps({"plain": [[tokens, 0, 0] for tokens, *_ in right], "served": served})
         (tmp_path / "driver.py").write_text(FAKE.format(known=known, before=before))
-        engine = Engine(driver=tmp_path / "driver.py", form="transformers", **more)
+        engine = EngineDriver(driver=tmp_path / "driver.py", form="transformers", **more)
         monkeypatch.setitem(serve_engines.ENGINES, "transformers", engine)
 
     return install
@@ -206,7 +206,7 @@ def test_what_an_engine_leaves_running_is_ended(tmp_path, monkeypatch):
     (tmp_path / "driver.py").write_text(
         child + "import json; open(sys.argv[2], 'w').write(json.dumps({'version': str(p.pid), 'answers': []}))"
     )
-    monkeypatch.setitem(serve_engines.ENGINES, "fake", Engine(driver=tmp_path / "driver.py", form="vllm"))
+    monkeypatch.setitem(serve_engines.ENGINES, "fake", EngineDriver(driver=tmp_path / "driver.py", form="vllm"))
     done = run_engine("fake", {"prompts": []}, tmp_path / "run", environments=tmp_path, threads=1, timeout_seconds=60)
     child = Path(f"/proc/{done.version}/stat")
     deadline = time.monotonic() + 20

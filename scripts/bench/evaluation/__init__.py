@@ -1,4 +1,0 @@
-"""Predicted speed beside measured speed, and what evaluating costs.
-
-Start with `benchmark`.
-"""

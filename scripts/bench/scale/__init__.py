@@ -1,4 +1,0 @@
-"""Several processes beside one.
-
-Start with `benchmark`.
-"""

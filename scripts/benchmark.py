@@ -1,0 +1,144 @@
+"""Every benchmark and check by one command: `python scripts/benchmark.py NAME [--config FILE] [--set KEY=VALUE]`.
+
+`--help` lists the names; docs/results/ holds what they wrote. Most need the draft of `make demo` or the heads that
+`benchmark.py heads` trains, and two cores that nothing else uses; all but `serve` measure ours beside another way of doing the
+same, in turns. Ends with 1 where a check that belongs to the measurement fails, e.g. where answers differ by more than a tie.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+if not __package__:  # run as a script: the checkout's root takes the place of this folder, which Python put first
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from configs.runtime.command import run_command
+from configs.schema.base import Settings
+from configs.schema.benchmarks import (
+    BenchDecodeConfig,
+    BenchDistillConfig,
+    BenchEvalConfig,
+    BenchHeadsConfig,
+    BenchScaleConfig,
+    EngineComparisonSettings,
+    ExchangeMemoryConfig,
+    ResultsTableConfig,
+    ServeCheckConfig,
+    SoakConfig,
+)
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A benchmark: its config, the module and function that run it, and what it does, for `--help`."""
+
+    config: type[Settings]
+    module: str
+    function: str
+    help: str
+
+
+BENCHMARKS = {
+    "decode": Benchmark(
+        BenchDecodeConfig,
+        "scripts.bench.decode.benchmark",
+        "compare_decoding",
+        "the decoder beside transformers' generation (after make demo; ten minutes)",
+    ),
+    "distill": Benchmark(
+        BenchDistillConfig,
+        "scripts.bench.distill.benchmark",
+        "compare_distillation",
+        "the distillation loss and training beside plain ways and TRL's, tau before and after (after make demo sweep)",
+    ),
+    "heads": Benchmark(
+        BenchHeadsConfig,
+        "scripts.bench.heads",
+        "compare_heads",
+        "every head family on one target, EAGLE-3's training beside speculators' (hours, the first time)",
+    ),
+    "eval": Benchmark(
+        BenchEvalConfig,
+        "scripts.bench.evaluation",
+        "compare_predictions",
+        "predicted speed beside measured, and the evaluator's own cost (after make demo; eight minutes)",
+    ),
+    "scale": Benchmark(
+        BenchScaleConfig,
+        "scripts.bench.scale",
+        "compare_scale",
+        "two processes beside one, padding, checkpoints, waiting for data (after heads)",
+    ),
+    "engines": Benchmark(
+        EngineComparisonSettings,
+        "scripts.bench.engines",
+        "check_engines",
+        "the loss under DDP, FSDP2 and ZeRO beside one process's",
+    ),
+    "memory": Benchmark(
+        ExchangeMemoryConfig,
+        "scripts.bench.exchange_memory",
+        "measure_exchange",
+        "the peak memory of exports and imports",
+    ),
+    "serve": Benchmark(
+        ServeCheckConfig,
+        "scripts.engine_check.cases",
+        "run_checks",
+        "exported drafts in vLLM, transformers and llama.cpp beside our decoder (needs --config configs/serve/...)",
+    ),
+    "soak": Benchmark(
+        SoakConfig,
+        "scripts.fault_injection.rounds",
+        "soak",
+        "tiny runs killed, stopped and damaged at random, to end with an undisturbed run's weights (15 minutes)",
+    ),
+    "tables": Benchmark(
+        ResultsTableConfig,
+        "scripts.bench.tables",
+        "update_tables",
+        "fill the tables of a document from docs/results/",
+    ),
+}
+
+
+def main(config: Settings, arguments: argparse.Namespace) -> int | None:
+    """Import the module of the benchmark that was named, and run it on its config; return the exit code."""
+    benchmark = BENCHMARKS[arguments.name]
+    code: int | None = getattr(import_module(benchmark.module), benchmark.function)(config)
+    return code
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's name."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("name", metavar="NAME", choices=BENCHMARKS, help=f"one of {', '.join(BENCHMARKS)}")
+
+
+def config_class(argv: Sequence[str]) -> type[Settings]:
+    """Return the config class of the benchmark that a command line names; without a valid name, one without settings."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("name", nargs="?")
+    parser.add_argument("--config")
+    parser.add_argument("--set", action="append")
+    try:
+        name = parser.parse_known_args(argv)[0].name
+    except argparse.ArgumentError:  # run_command reports it
+        name = None
+    return BENCHMARKS[name].config if name in BENCHMARKS else Settings
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command line; return its exit code."""
+    names = "\n".join(f"  {name:8} {benchmark.help}" for name, benchmark in BENCHMARKS.items())
+    description = f"Run a benchmark or check:\n\n{names}"
+    return run_command(config_class(argv), main, description=description, argv=argv, add_arguments=add_arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

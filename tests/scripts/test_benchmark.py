@@ -1,0 +1,37 @@
+"""One command runs every benchmark: each name has its config, whose mistakes are reported before anything heavy is imported."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from configs.runtime.command import BAD_INPUT, DONE
+from scripts import benchmark
+from scripts.benchmark import BENCHMARKS, run
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_each_name_runs_its_function_on_its_config(name, monkeypatch):
+    entry, configs = BENCHMARKS[name], []
+    assert callable(getattr(importlib.import_module(entry.module), entry.function))
+    monkeypatch.setattr(benchmark, "import_module", lambda module: type("Module", (), {entry.function: configs.append}))
+    assert run(["--config", "/dev/null", name]) == DONE
+    assert configs == [entry.config()]
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_an_unknown_key_is_one_line_and_code_2(name, capsys):
+    assert run([name, "--set", "nosuch.key=1"]) == BAD_INPUT
+    assert capsys.readouterr().err.startswith("error: --set nosuch.key: unknown key 'nosuch'; the nearest known key is '")
+
+
+@pytest.mark.parametrize("argv", [[], ["nosuch"], ["--config", "decode"]])
+def test_without_a_known_name_the_command_says_what_is_missing(argv, capsys):
+    assert run(argv) == BAD_INPUT
+    assert "NAME" in capsys.readouterr().err
+
+
+def test_the_command_imports_no_torch_until_a_benchmark_runs():
+    code = "import sys, scripts.benchmark; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
