@@ -1,4 +1,1 @@
-"""Benchmarks: ours beside another way of doing the same, in turns.
-
-Each folder holds one benchmark; `harness` is what they share.
-"""
+"""Benchmarks: ours beside another way of doing the same, in turns. `scripts/benchmark.py` starts them; they share `harness`."""

@@ -1,4 +1,1 @@
-"""Exported drafts in real serving engines.
-
-Start with `cases`.
-"""
+"""Exported drafts in real serving engines. Start with `cases.run_checks`."""

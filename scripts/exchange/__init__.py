@@ -1,4 +1,1 @@
-"""Trials of imported drafts, and the memory that exports and imports take.
-
-Start with `trial`.
-"""
+"""The trial of an imported draft before its artifact is written. Start with `trial.try_out`."""

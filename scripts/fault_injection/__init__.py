@@ -1,4 +1,1 @@
-"""Runs that are killed, stopped and damaged at random.
-
-Start with `rounds`.
-"""
+"""Runs that are killed, stopped and damaged at random. Start with `rounds.soak`."""

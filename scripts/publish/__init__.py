@@ -1,4 +1,1 @@
-"""A release on the Hub: checks, the files that are sent, the model card, the upload.
-
-Start with `steps`.
-"""
+"""Publishing a draft on the Hub: checks, files, model card, upload. Start with `steps.publish`."""

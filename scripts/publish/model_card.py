@@ -1,7 +1,7 @@
 """The model card of a published draft, made from its report: no number in it that is not in `report.json` beside it.
 
 The text is `templates/model_card.md.j2`; tables and wording of the figures are those of the report's own summary
-(`eval.report.markdown`), and the YAML on top is `scripts.publish.card_data`'s.
+(`eval.report.markdown`), and the YAML on top is `scripts.publish.card_metadata`'s.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, ModelCardData
 
 from configs.schema.release import HUB_ID, PushConfig
 from eval.release.verdict import Finding, measured
 from eval.report.markdown import escape, render_markdown, table
 from eval.report.text import short
 from heads.formats.exporting.table import FORMS
-from scripts.publish.card_data import card_data
-from scripts.publish.licences import OriginCard, agreed_licence
+from scripts.publish.card_metadata import agreed_licence, card_data
 from scripts.publish.publication import NAMELESS, Cleaned
 
 TEMPLATE = Path(__file__).with_name("templates") / "model_card.md.j2"
@@ -48,7 +47,7 @@ def make_card(
     repo_id: str,
     cleaned: Cleaned,
     config: PushConfig,
-    origins: Mapping[str, OriginCard],
+    origins: Mapping[str, ModelCardData],
     exports: Mapping[str, str],
     endpoint: str,
 ) -> str:
@@ -198,7 +197,7 @@ def _provenance(cleaned: Cleaned) -> str:
     return text
 
 
-def _licence(config: PushConfig, origins: Mapping[str, OriginCard]) -> str:
+def _licence(config: PushConfig, origins: Mapping[str, ModelCardData]) -> str:
     names = " and ".join(f"`{escape(name)}`" for name in origins)
     if config.license is not None:
         return (

@@ -1,11 +1,8 @@
-"""What is published of a release: a list of files, made here and pushed by `scripts.publish.hub_upload` or written to a folder.
+"""The files of a publication: artifact, exports, report, page, `README.md` and `publication.json`, which lists their hashes.
 
-Published are the artifact, the exports asked for, the report as numbers and as a page, `README.md`
-(`scripts.publish.model_card`) and `publication.json`, which names every file with its hash. Of the artifact's folder only
-files that loading needs are taken. Descriptions are freed of machine paths and secrets (`configs.runtime.redaction`). As the
-artifact's hash covers its `draftsmith.json`, a changed one has another hash; the published report then names that, and keeps
-the measured one as `measured_sha256`, so that `eval/gate.py report.json --artifact OWNER/NAME` holds for what was published
-as well.
+Only files that loading needs are taken; descriptions are freed of machine paths and secrets (`configs.runtime.redaction`). The
+artifact's hash covers its `draftsmith.json`, so cleaning that changes the hash: the published report names the new one and
+keeps the measured one as `measured_sha256`; the pair passes `eval/gate.py report.json --artifact OWNER/NAME`.
 """
 
 from __future__ import annotations

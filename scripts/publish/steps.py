@@ -19,11 +19,11 @@ from eval.release.verdict import as_table
 from heads.formats.exporting.exporter import SERVE_FILE, export
 from heads.formats.exporting.source import TargetFolder, read_source
 from heads.target.loading import HUB_FILES, locate
-from scripts.publish.hub_upload import full_name, push
-from scripts.publish.licences import agreed_licence, initial_model, read_card
+from scripts.publish.card_metadata import agreed_licence, initial_model, read_card
 from scripts.publish.model_card import make_card
 from scripts.publish.publication import Publication, clean, gather, name_for_engines, public_name
 from scripts.publish.release_checks import Release, read_release
+from scripts.publish.upload import full_name, push
 
 RECORD = "pushed.json"  # beside the report: which commit of which repository came from here
 REFUSED = {"fail": GATE_FAILED, "inconclusive": INCONCLUSIVE}
@@ -38,7 +38,7 @@ def publish(config: PushConfig, args: argparse.Namespace) -> int:
 
     Raises:
         InputError: something is refused; see `scripts.publish.release_checks`, `scripts.publish.publication` and
-            `scripts.publish.hub_upload`.
+            `scripts.publish.upload`.
     """
     report_path = Path(args.report)
     release = read_release(Path(args.artifact), report_path, config, gate=args.gate, baseline=args.baseline)

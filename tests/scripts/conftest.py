@@ -1,4 +1,4 @@
-"""A measured and judged release to publish, as a person's commands leave it, and a Hub of our own to publish it on."""
+"""Data written by the tiny target; a measured and judged release to publish, and a Hub of our own to publish it on."""
 
 import importlib
 import json
@@ -10,15 +10,45 @@ from huggingface_hub import constants
 from huggingface_hub.utils import close_session
 
 from configs.runtime.command import run_command
+from configs.schema.data import DataConfig
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import EvalConfig, GateConfig, LosslessConfig, SuiteConfig
 from configs.schema.release import PushConfig
 from configs.schema.target import TargetConfig
+from distill.generation.make_dataset import make_dataset
 from eval import evaluation, gate
 from tests.support import hub_server
 
 PLANTED = "hf_" + "P" * 30
 entry = importlib.import_module("scripts.push")
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tiny_run, tmp_path_factory):
+    """The config of a data set that the tiny target wrote into `output`; only for reading."""
+    config = DataConfig(
+        target=TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu"),
+        prompts={"source": "file", "path": str(tiny_run / "suite.jsonl")},
+        answers={"max_new_tokens": 8},
+        held_out_share=0.4,
+        output=str(tmp_path_factory.mktemp("data")),
+    )
+    make_dataset(config)
+    return config
+
+
+@pytest.fixture(scope="session")
+def recipe(tiny_data):
+    """What recipes on the tiny data share, as a dict: target, data, schedule, held-out decoding."""
+    files = {name: f"{tiny_data.output}/{name}.jsonl" for name in ("train", "held_out")}
+    return {
+        "target": tiny_data.target.model_dump(mode="json"),
+        "data": files | {"max_length": 64},
+        "optimizer": {"learning_rate": 0.01},
+        "schedule": {"batch_size": 3, "max_steps": 3, "mixed_precision": "no", "trackers": []},
+        "held_out": {"num_prompts": 1, "decode": {"num_speculative_tokens": 2, "max_new_tokens": 4}},
+        "num_speculative_tokens": 2,
+    }
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,1 @@
-"""The decoder beside transformers' generation.
-
-Start with `benchmark`.
-"""
+"""The decode benchmark: ours beside transformers' generation. Start with `benchmark.compare_decoding`."""

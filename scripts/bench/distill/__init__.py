@@ -1,4 +1,1 @@
-"""The distillation loss and training beside plain ways and TRL's.
-
-Start with `benchmark`.
-"""
+"""The distillation benchmark: loss and training beside plain ways and TRL's. Start with `benchmark.compare_distillation`."""

@@ -1,4 +1,1 @@
-"""The other libraries that benchmarks compare with.
-
-One file each; all are optional.
-"""
+"""The other libraries that benchmarks compare with, one file each; all are optional."""

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,13 +14,10 @@ from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED
 from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.loading import load_config
 from configs.schema.benchmarks import BenchHeadsConfig
-from configs.schema.data import DataConfig
 from configs.schema.decoding import DecodeConfig
-from configs.schema.target import TargetConfig
 from configs.schema.training import DistillConfig, HeadsConfig
 from distill.dataset.batches import Example, collate
 from distill.dataset.conversations import read_conversations
-from distill.generation.make_dataset import make_dataset
 from eval.decoder.decode import Request, decode
 from heads.artifact import load_draft
 from heads.proposers.prompt_lookup import PromptLookup
@@ -54,29 +52,13 @@ ignoring_its_warnings = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_run, tmp_path_factory):
+def folder(tiny_data, recipe, tmp_path_factory):
     """A folder with recipes `medusa`, `eagle3` and `draft_lm` for the tiny target, and their data; only for reading."""
     folder = tmp_path_factory.mktemp("heads")
-    target = TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu")
-    data = DataConfig(
-        target=target,
-        prompts={"source": "file", "path": str(tiny_run / "suite.jsonl")},
-        answers={"max_new_tokens": 8},
-        held_out_share=0.4,
-        output=str(folder / "data"),
-    )
-    make_dataset(data)
-    (folder / "data.yaml").write_text(json.dumps(data.model_dump(mode="json")))
-    cache = {"target": data.target.model_dump(mode="json"), "data": f"{folder}/data/train.jsonl", "taps": [0, 1, 2]}
-    (folder / "cache.yaml").write_text(json.dumps(cache | {"max_length": 64, "output": f"{folder}/cache"}))
-    shared = {
-        "target": target.model_dump(mode="json"),
-        "data": {"train": f"{folder}/data/train.jsonl", "held_out": f"{folder}/data/held_out.jsonl", "max_length": 64},
-        "optimizer": {"learning_rate": 0.01},
-        "schedule": {"batch_size": 3, "max_steps": 3, "mixed_precision": "no", "trackers": []},
-        "held_out": {"num_prompts": 1, "decode": {"num_speculative_tokens": 2, "max_new_tokens": 4}},
-        "num_speculative_tokens": 2,
-    }
+    (folder / "data.yaml").write_text(json.dumps(tiny_data.model_dump(mode="json")))
+    train = recipe["data"]["train"]
+    cache = {"target": recipe["target"], "data": train, "taps": [0, 1, 2], "max_length": 64, "output": f"{folder}/cache"}
+    (folder / "cache.yaml").write_text(json.dumps(cache))
     ungated = {"enabled": False}
     special = {
         "medusa": {"head": {"kind": "medusa", "num_depths": 2}, "sanity": ungated},
@@ -87,7 +69,7 @@ def folder(tiny_run, tmp_path_factory):
         "draft_lm": {"student": {"layers": [0]}},
     }
     for name, own in special.items():
-        (folder / f"{name}.yaml").write_text(json.dumps(shared | own))
+        (folder / f"{name}.yaml").write_text(json.dumps(recipe | own))
     return folder
 
 
@@ -158,8 +140,8 @@ def test_there_is_a_row_for_every_draft_and_one_for_prompt_lookup(results):
     assert results.content["ratios"] == {}
 
 
-def test_tau_and_alpha_are_those_of_the_artifact_on_the_last_prompts_at_its_own_number_of_drafts(results, target, folder):
-    prompts = [row.prompt_ids for row in read_conversations(folder / "data/held_out.jsonl")[-3:]]
+def test_tau_and_alpha_are_those_of_decoding_the_last_prompts_with_the_artifact(results, target, recipe):
+    prompts = [row.prompt_ids for row in read_conversations(Path(recipe["data"]["held_out"]))[-3:]]
     lookup = results.content["rows"][-1]
     for run, row in zip([*results.content["runs"], {"artifact": None}], results.content["rows"], strict=True):
         if run["artifact"] is None:
@@ -167,13 +149,8 @@ def test_tau_and_alpha_are_those_of_the_artifact_on_the_last_prompts_at_its_own_
         else:
             proposer = load_draft(run["artifact"], target.identity, target.model).proposer
         settings = DecodeConfig(num_speculative_tokens=2, max_new_tokens=10)
-        rounds = [
-            round_
-            for number, prompt in enumerate(prompts)
-            for round_ in decode(target, [Request(prompt_id=f"{number}", category="", tokens=prompt)], settings, proposer)[0][
-                0
-            ].rounds
-        ]
+        requests = [Request(prompt_id=f"{number}", category="", tokens=prompt) for number, prompt in enumerate(prompts)]
+        rounds = [each for request in requests for each in decode(target, [request], settings, proposer)[0][0].rounds]
         assert row["tau"] == pytest.approx(sum(len(round_.committed) for round_ in rounds) / len(rounds))
         first = [round_.num_accepted > 0 for round_ in rounds if round_.drafted]
         expected = f"{sum(first) / len(first):.2f}" if first else "–"
@@ -182,8 +159,8 @@ def test_tau_and_alpha_are_those_of_the_artifact_on_the_last_prompts_at_its_own_
     assert (lookup["parameters"], lookup["training_seconds"], lookup["answer_tokens"]) == (0, 0, 0)
 
 
-def test_costs_are_those_of_the_artifact_the_data_and_the_run(results, folder):
-    answer_tokens = sum(len(row.answer_ids) for row in read_conversations(folder / "data/train.jsonl"))
+def test_costs_are_those_of_the_artifact_the_data_and_the_run(results, recipe):
+    answer_tokens = sum(len(row.answer_ids) for row in read_conversations(Path(recipe["data"]["train"])))
     width, mlp, vocabulary = 32, 64, 64
     trained = {
         "medusa": 2 * (width * width + width),  # a residual block a head; its output head is the target's
@@ -385,7 +362,7 @@ VARIANTS = [
 @with_speculators
 @ignoring_its_warnings
 @pytest.mark.parametrize("settings", VARIANTS)
-def test_both_sides_compute_the_same_loss_and_gradient_and_stay_together_as_they_learn(target, folder, tmp_path, settings):
+def test_both_sides_have_the_same_loss_and_gradient_and_learn_alike(target, folder, tmp_path, settings):
     recipe = head_recipe(folder, **settings)
     accelerator = make_accelerator(recipe.schedule, tmp_path)
     task = make_task(recipe, target, accelerator)

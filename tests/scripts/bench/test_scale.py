@@ -9,8 +9,6 @@ import pytest
 from configs.runtime.command import DONE
 from configs.runtime.errors import ConfigError, InputError
 from configs.schema.benchmarks import BenchScaleConfig, ScaleStepsConfig
-from configs.schema.data import DataConfig
-from distill.generation.make_dataset import make_dataset
 from scripts.bench import scale as scale_comparison
 from scripts.bench.scale import (
     check_shares,
@@ -21,25 +19,17 @@ from scripts.bench.scale import (
     with_cache,
 )
 from scripts.bench.scale_steps import Clocked, Steps, measure_steps, own_bytes, watching
+from scripts.benchmark import run
 from scripts.fault_injection.children import Child
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_run, tmp_path_factory):
-    """A folder with a recipe `eagle3.yaml` for the tiny target, and its data; only for reading."""
+def folder(recipe, tmp_path_factory):
+    """A folder with a recipe `eagle3.yaml` on the tiny data; only for reading."""
     folder = tmp_path_factory.mktemp("scale")
-    target = {"name": str(tiny_run / "target"), "dtype": "float32", "device": "cpu"}
-    prompts = {"source": "file", "path": str(tiny_run / "suite.jsonl")}
-    answers = {"max_new_tokens": 8}
-    data = {"target": target, "prompts": prompts, "answers": answers, "held_out_share": 0.4, "output": str(folder / "data")}
-    make_dataset(DataConfig.model_validate(data))
-    recipe = {
-        "target": target,
-        "data": {"train": f"{folder}/data/train.jsonl", "held_out": f"{folder}/data/held_out.jsonl", "max_length": 64},
-        "head": {"kind": "eagle3", "taps": [0, 1, 2], "num_depths": 2},
-        "schedule": {"batch_size": 2, "mixed_precision": "no"},
-        "held_out": {"num_prompts": 1, "decode": {"num_speculative_tokens": 2, "max_new_tokens": 4}},
-    }
+    head = {"kind": "eagle3", "taps": [0, 1, 2], "num_depths": 2}
+    schedule = {"batch_size": 2, "mixed_precision": "no"}
+    recipe = {**recipe, "head": head, "schedule": schedule}
     (folder / "eagle3.yaml").write_text(json.dumps(recipe))
     return folder
 
@@ -87,10 +77,10 @@ def test_real_runs_of_one_and_two_processes_see_the_same_number_of_tokens(folder
 def test_the_file_holds_the_ratios_with_their_bounds_and_the_plan(folder, tmp_path, monkeypatch):
     speeds = {(1, 2): [100, 110, 90], (2, 2): [180, 200, 170], (2, 1): [150, 160, 140]}
 
-    def run(recipe, config, num_processes, folder, *, watch_memory=False):
+    def run_once(recipe, config, num_processes, folder, *, watch_memory=False):
         return steps(num_processes, tokens=100 if watch_memory else speeds[num_processes, recipe.schedule.batch_size].pop())
 
-    monkeypatch.setattr(scale_comparison, "run_steps", run)
+    monkeypatch.setattr(scale_comparison, "run_steps", run_once)
     rows = [{"recipe": "ddp", "stage": "distill", "world_size": 2, "loss_difference": 0.0}]
     monkeypatch.setattr(scale_comparison, "compare_engines", lambda settings: rows)
     output = tmp_path / "scale.json"

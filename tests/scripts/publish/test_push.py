@@ -18,7 +18,7 @@ from tests.support.hub_server import CUT, LOST, PAGE, READER, SILENT, TOKEN
 # huggingface_hub 2.4 sends files by an argument that httpx2 no longer likes.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
-ENTRY = Path(__file__).resolve().parents[2] / "scripts" / "push.py"
+ENTRY = Path(__file__).resolve().parents[3] / "scripts" / "push.py"
 NAME = "ann/draft"
 FILES = {
     "README.md",
@@ -117,7 +117,7 @@ def test_a_repository_made_in_the_same_moment_is_not_written(push, hub):
     hub.fail("POST", "/repos/create", 409)
     code, _, err = push()
     assert code == BAD_INPUT
-    assert "made by somebody else in this moment" in err
+    assert "made or changed by somebody else while it was pushed to" in err
 
 
 def test_offline_says_so(push, hub, monkeypatch):
@@ -176,16 +176,16 @@ def test_a_head_that_moved_since_is_refused(push, hub):
 
 
 def test_a_head_that_moves_while_the_files_are_sent_is_not_overwritten(push, hub, monkeypatch):
-    from scripts.publish import hub_upload
+    from scripts.publish import upload
 
-    stale = hub_upload._stale
+    stale = upload._stale
 
     def moved(api, repo_id, remote, publication):
         repository = hub.repositories[repo_id]
         repository.commit({**repository.files, "hello.txt": b"me too"})
         return stale(api, repo_id, remote, publication)
 
-    monkeypatch.setattr(hub_upload, "_stale", moved)
+    monkeypatch.setattr(upload, "_stale", moved)
     code, _, err = push()
     assert code == BAD_INPUT
     assert "changed by somebody else while it was pushed to" in err
@@ -238,16 +238,16 @@ def test_a_commit_whose_last_answer_is_lost_is_found(push, hub):
 
 
 def test_a_commit_that_may_have_arrived_is_not_said_to_have_failed(push, hub, monkeypatch):
-    from scripts.publish import hub_upload
+    from scripts.publish import upload
 
-    look = hub_upload._look
+    look = upload._look
 
     def unreachable(api, repo_id):
         if repo_id in hub.repositories and len(hub.repositories[repo_id].commits) > 1:
             raise ConnectionError("no way there")
         return look(api, repo_id)
 
-    monkeypatch.setattr(hub_upload, "_look", unreachable)
+    monkeypatch.setattr(upload, "_look", unreachable)
     hub.fail("POST", "/commit/", 500, 500, LOST)
     code, _, err = push()
     assert code == BAD_INPUT
@@ -264,7 +264,7 @@ def test_a_commit_that_never_arrives_is_said_to_have_failed(push, hub):
 
 
 def test_silence_is_not_waited_out(push, hub, monkeypatch):
-    monkeypatch.setattr("scripts.publish.hub_errors.SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr("scripts.publish.upload.SILENCE_SECONDS", 0.5)
     hub.fail("PUT", "/lfs/", SILENT)
     hub.fail("POST", "/commit/", SILENT)
     code, out, err = push()

@@ -1,6 +1,7 @@
 """The sweep: cells and their recipes, what is kept, what the rows and the verdict say, and one on a tiny target."""
 
 import json
+from pathlib import Path
 from statistics import NormalDist
 
 import numpy as np
@@ -10,11 +11,9 @@ from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED, run_command
 from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.loading import load_config
 from configs.schema.benchmarks import SweepConfig
-from configs.schema.data import DataConfig
 from configs.schema.target import TargetConfig
 from configs.schema.training import DistillConfig
 from distill.dataset.conversations import read_conversations
-from distill.generation.make_dataset import make_dataset
 from eval.decoder.decode import generate
 from eval.stats import bootstrap as intervals
 from heads.artifact import load_draft
@@ -33,34 +32,17 @@ DRAFTS = {"phases": [{"draft_states": 0.5}]}
 
 
 @pytest.fixture(scope="module")
-def data(tiny_run, tmp_path_factory):
-    """A folder with train.jsonl and held_out.jsonl in the tiny target's words; only for reading."""
-    folder = tmp_path_factory.mktemp("data")
-    config = DataConfig(
-        target=TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu"),
-        prompts={"source": "file", "path": str(tiny_run / "suite.jsonl")},
-        answers={"max_new_tokens": 8},
-        held_out_share=0.4,
-        output=str(folder),
-    )
-    make_dataset(config)
-    return folder
+def data(tiny_data):
+    """The folder with train.jsonl and held_out.jsonl."""
+    return Path(tiny_data.output)
 
 
 @pytest.fixture
-def sweep(tmp_path, tiny_run, data):
+def sweep(tmp_path, recipe):
     """A function that makes the config of a sweep over two cells, changed as asked."""
-    recipe = {
-        "target": {"name": str(tiny_run / "target"), "dtype": "float32", "device": "cpu"},
-        "data": {"train": str(data / "train.jsonl"), "held_out": str(data / "held_out.jsonl"), "max_length": 64},
-        "student": {"layers": [0]},
-        "loss": {"mix": {"reverse_kl": 2.0}, "divergence": None},
-        "optimizer": {"learning_rate": 0.01},
-        "schedule": {"batch_size": 4, "mixed_precision": "no", "trackers": []},
-        "held_out": {"num_prompts": 1, "decode": {"max_new_tokens": 4}},
-        "num_speculative_tokens": 2,
-    }
-    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    own = {"student": {"layers": [0]}, "loss": {"mix": {"reverse_kl": 2.0}, "divergence": None}}
+    schedule = {**recipe["schedule"], "batch_size": 4, "max_steps": None}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe | own | {"schedule": schedule}))
 
     def make(**changes):
         settings = {
