@@ -67,11 +67,11 @@ def test_real_runs_of_one_and_two_processes_see_the_same_number_of_tokens(folder
     alone = Steps(**json.loads(result.read_text()))
     assert (alone.num_processes, together.num_processes) == (1, 2)
     assert alone.tokens > 0 < together.tokens
-    for run in (alone, together):
-        assert run.steps == 2
-        assert 0 < run.input_seconds < run.seconds
-        assert run.checkpoint_seconds > 0
-        assert run.peak_bytes == 0  # not watched
+    for taken in (alone, together):
+        assert taken.steps == 2
+        assert 0 < taken.input_seconds < taken.seconds
+        assert taken.checkpoint_seconds > 0
+        assert taken.peak_bytes == 0  # not watched
 
 
 def test_the_file_holds_the_ratios_with_their_bounds_and_the_plan(folder, tmp_path, monkeypatch):
