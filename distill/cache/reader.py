@@ -25,9 +25,9 @@ from configs.runtime.files import inside, sha256_of
 from configs.schema.training import DistillConfig, HeadsConfig
 from distill.cache.format import CONVENTION, MANIFEST, REMAKE, Manifest, read_manifest, tap_name
 from distill.cache.rows import num_rows, unpack_ids
-from distill.dataset.batches import NO_DOCUMENT, Batch, ConversationDataset
+from distill.dataset.batches import ConversationDataset
 from distill.loss.divergences import SparseTarget
-from heads.modules.interface import Normalisers
+from heads.modules.interface import NO_DOCUMENT, Batch, Normalisers
 from heads.target.hidden_states import TargetStates
 from heads.target.identity import TargetIdentity
 from heads.target.loading import Target

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from configs.runtime.errors import InputError
 from distill.cache.format import Layout, tap_name
-from distill.dataset.batches import NO_DOCUMENT, Batch, Example, collate
+from distill.dataset.batches import Example, collate
 from distill.loss.divergences import LOG_ZERO
 from distill.loss.target_logits import normalise
 from heads.inference.causal_lm import head_logits
+from heads.modules.interface import NO_DOCUMENT, Batch
 from heads.target.hidden_states import read_states
 from heads.target.loading import Target
 
@@ -42,7 +43,7 @@ def local_rows(
         InputError: a value is not finite, or not in the type it is to be kept in.
     """
     for group in _by_length(examples, batch_size):
-        batch = Batch(*(tensor.to(target.device) for tensor in collate([examples[index] for index in group])))
+        batch = collate([examples[index] for index in group]).to(target.device)
         states = read_states(target.model, batch.input_ids_BT, layout.taps or ())
         kept_BT = _kept_positions(layout, batch)
         taps_ANE = [tap_BTE[kept_BT] for tap_BTE in states.taps_ABTE]

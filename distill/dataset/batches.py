@@ -17,36 +17,15 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from configs.runtime.errors import InputError
 from distill.dataset.conversations import Conversation
 from distill.dataset.indexed_file import row_lengths
 from distill.dataset.workers import Workers
-
-NO_DOCUMENT = -1
+from heads.modules.interface import NO_DOCUMENT, Batch
 
 Item = TypeVar("Item")  # what a batch is a list of: an index, or those of a row
-
-
-class Batch(NamedTuple):
-    """Right-padded rows, of one conversation each or of several. A tuple, which accelerate and pinned memory handle as any.
-
-    The loss mask marks the **label**: position t is True where token t was written by the target (end-of-text included), and
-    the logits at t - 1 predict it. The first position of a document is never a label.
-    """
-
-    input_ids_BT: Tensor  # int64; 0 on padding
-    loss_mask_BT: Tensor  # bool; False on padding
-    position_ids_BT: Tensor  # int64, from 0 in each document; runs on over padding
-    document_ids_BT: Tensor  # int64; which document of its row a token belongs to, from 0; NO_DOCUMENT on padding
-    conversations_BC: Tensor  # int64; which conversation of the data file each document is, from 0; NO_DOCUMENT beyond the last
-
-    @property
-    def packed_positions_BT(self) -> Tensor | None:
-        """What a forward has to be told so that it keeps documents apart; None where every row is a single one."""
-        return self.position_ids_BT if self.conversations_BC.shape[1] > 1 else None
 
 
 class Example(NamedTuple):

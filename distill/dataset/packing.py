@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from distill.dataset.batches import NO_DOCUMENT, Batch, ConversationDataset, EpochSampler, Example, Lengths, loader_of
+from distill.dataset.batches import ConversationDataset, EpochSampler, Example, Lengths, loader_of
 from distill.dataset.workers import Workers
+from heads.modules.interface import NO_DOCUMENT, Batch
 
 # Conversations, at least, that are packed together where there are so many. What is left free is then a matter of the lengths
 # and of the row's, not of the window: 4,096 leave as much.

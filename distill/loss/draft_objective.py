@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from configs.schema.learning import LossConfig
-from distill.dataset.batches import Batch
 from distill.loss.chunked import ChunkedLoss, LogitHead, chunked_loss_against, model_head
 from distill.loss.divergences import Divergence, SparseTarget, mix
 from distill.loss.target_logits import HiddenRows, SparseRows, TargetRows
 from heads.inference.model_checks import read_documents
+from heads.modules.interface import Batch
 from heads.proposers.vocabulary import DraftVocabulary, HeadRows, head_rows
 from heads.target.loading import Target
 

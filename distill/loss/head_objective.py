@@ -19,8 +19,9 @@ from configs.schema.learning import LossConfig
 from distill.loss.chunked import ChunkedLoss, LogitHead, chunked_loss_against, model_head
 from distill.loss.draft_objective import Timer, configured_divergence
 from distill.loss.target_logits import HiddenRows, NormalisedRows, TargetRows, normalise
-from heads.modules.interface import Depth, HeadInputs, HeadModule, Normalisers, flat
+from heads.modules.interface import Batch, Depth, HeadModule, Normalisers, flat
 from heads.proposers.vocabulary import HeadRows
+from heads.target.hidden_states import TargetStates
 from heads.target.loading import Target
 
 
@@ -73,30 +74,39 @@ class HeadObjective(nn.Module):
         # In a tuple, so that the target does not become a submodule and is neither trained nor saved.
         self._target = (target,)
 
-    def forward(self, inputs: HeadInputs, num_labels: Tensor, world_size: int) -> HeadLoss:
+    def forward(
+        self,
+        batch: Batch,
+        states: TargetStates,
+        num_labels: Tensor,
+        world_size: int,
+        normalisers: Normalisers | None = None,
+    ) -> HeadLoss:
         """Return the loss over every depth's labels.
 
         Args:
-            inputs: the batch and the target's states over it.
+            batch: the conversations.
+            states: the target's over them.
             num_labels: labels of the whole optimiser step, over all processes and micro-batches. Each depth's sum is
                 divided by it: the deeper ones, which have fewer labels, are not raised for it.
             world_size: processes whose gradients are averaged afterwards, which this factor undoes.
+            normalisers: of the final states' logits at every position, where they are known already.
         """
         with self._timed("draft"):
-            depths = cast(HeadModule, self.head)(inputs)
-        judges = self._judges(inputs, depths)
+            depths = cast(HeadModule, self.head)(batch, states)
+        judges = self._judges(batch, states, depths, normalisers)
         total_weight = sum(depth.weight for depth in depths)
         results = [
-            self._depth_loss(inputs, depth, rows, world_size * depth.weight / (total_weight * num_labels))
+            self._depth_loss(batch, depth, rows, world_size * depth.weight / (total_weight * num_labels))
             for depth, rows in zip(depths, judges, strict=True)
         ]
-        return _sums(inputs, depths, results)
+        return _sums(batch, depths, results)
 
-    def _depth_loss(self, inputs: HeadInputs, depth: Depth, rows: TargetRows, weight: Tensor) -> ChunkedLoss:
+    def _depth_loss(self, batch: Batch, depth: Depth, rows: TargetRows, weight: Tensor) -> ChunkedLoss:
         weights_N = weight.expand(len(depth.origins_N))
         if depth.row_weights_N is not None:
             weights_N = weights_N * depth.row_weights_N
-        labels_N = flat(inputs.input_ids_BT, depth.judged_N + 1) if "cross_entropy" in self._config.weights else None
+        labels_N = flat(batch.input_ids_BT, depth.judged_N + 1) if "cross_entropy" in self._config.weights else None
         result = chunked_loss_against(
             rows,
             depth.hidden_ND,
@@ -113,14 +123,16 @@ class HeadObjective(nn.Module):
         guess = _confidence_loss(depth, depth.confidence_N, result.acceptance_N, weights_N)
         return result._replace(loss=result.loss + guess)
 
-    def _judges(self, inputs: HeadInputs, depths: list[Depth]) -> list[TargetRows]:
+    def _judges(
+        self, batch: Batch, states: TargetStates, depths: list[Depth], normalisers: Normalisers | None
+    ) -> list[TargetRows]:
         """Return the target's side for each depth."""
         (target,) = self._target
-        hidden_BTE, token_ids_W = inputs.states.final_BTE, cast(HeadModule, self.head).token_ids_W
+        hidden_BTE, token_ids_W = states.final_BTE, cast(HeadModule, self.head).token_ids_W
         if token_ids_W is None or self._config.temperature != 1 or "cross_entropy" in self._config.weights:
             logits_of = model_head(target.model).logits_of
             return [HiddenRows(hidden_NE=flat(hidden_BTE, depth.judged_N), logits_of=logits_of) for depth in depths]
-        known = self._normalised(inputs, depths) if inputs.normalisers is None else inputs.normalisers
+        known = self._normalised(batch, states, depths) if normalisers is None else normalisers
         head = HeadRows(target.model, token_ids_W)
         return [
             NormalisedRows(
@@ -132,13 +144,13 @@ class HeadObjective(nn.Module):
             for depth in depths
         ]
 
-    def _normalised(self, inputs: HeadInputs, depths: list[Depth]) -> Normalisers:
+    def _normalised(self, batch: Batch, states: TargetStates, depths: list[Depth]) -> Normalisers:
         """Compute the normalisers of every position that a depth is judged at, once for all depths."""
         (target,) = self._target
-        wanted_P = torch.zeros_like(inputs.loss_mask_BT).flatten()
+        wanted_P = torch.zeros_like(batch.loss_mask_BT).flatten()
         for depth in depths:
             wanted_P[depth.judged_N] = True
-        return normalise(target.model, inputs.states.final_BTE, wanted_P, chunk_size=self._config.chunk_size)
+        return normalise(target.model, states.final_BTE, wanted_P, chunk_size=self._config.chunk_size)
 
 
 def _confidence_loss(depth: Depth, confidence_N: Tensor, acceptance_N: Tensor, weights_N: Tensor) -> Tensor:
@@ -148,10 +160,10 @@ def _confidence_loss(depth: Depth, confidence_N: Tensor, acceptance_N: Tensor, w
     return depth.confidence_weight * (weights_N * entropies_N).sum()
 
 
-def _sums(inputs: HeadInputs, depths: list[Depth], results: list[ChunkedLoss]) -> HeadLoss:
+def _sums(batch: Batch, depths: list[Depth], results: list[ChunkedLoss]) -> HeadLoss:
     """Add up what each depth saw, and follow chains from the origins that drafting would start from."""
-    drafted_from_P = torch.zeros_like(inputs.loss_mask_BT)
-    drafted_from_P[:, :-1] = inputs.loss_mask_BT[:, 1:]
+    drafted_from_P = torch.zeros_like(batch.loss_mask_BT)
+    drafted_from_P[:, :-1] = batch.loss_mask_BT[:, 1:]
     alive_P = drafted_from_P.flatten()
     joint_P, joint_agrees_P, accepted_P = alive_P.float(), alive_P.clone(), torch.zeros_like(alive_P, dtype=torch.long)
     columns: list[list[Tensor]] = []

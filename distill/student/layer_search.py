@@ -16,9 +16,10 @@ from torch import Tensor
 from configs.runtime.errors import ConfigError
 from configs.runtime.progress import progress
 from configs.schema.learning import LossConfig, StudentConfig
-from distill.dataset.batches import Batch, Example, collate
+from distill.dataset.batches import Example, collate
 from distill.loss.draft_objective import DraftObjective, target_hidden
 from distill.student.init import keep_layers
+from heads.modules.interface import Batch
 from heads.target.loading import Target, move
 
 log = logging.getLogger("draftsmith")
@@ -66,7 +67,7 @@ def search_layers(count: int, target: Target, calibration: Sequence[Example], tr
     if not calibration:
         raise ValueError("layers are searched by their acceptance on calibration answers, and there are none")
     groups = [calibration[start : start + EXAMPLES_PER_BATCH] for start in range(0, len(calibration), EXAMPLES_PER_BATCH)]
-    batches = [Batch(*(tensor.to(target.device) for tensor in collate(group))) for group in groups]
+    batches = [collate(group).to(target.device) for group in groups]
     seen = [(batch, target_hidden(target, batch)) for batch in batches]
     total = target.model.config.get_text_config().num_hidden_layers
     generator = torch.Generator().manual_seed(0)

@@ -23,8 +23,9 @@ import torch
 from configs.schema.decoding import SamplingConfig
 from configs.schema.learning import PolicyConfig
 from configs.schema.training import DistillConfig
-from distill.dataset.batches import NO_DOCUMENT, Batch, Example, collate
+from distill.dataset.batches import Example, collate
 from distill.generation.continuation import Row, continue_rows, request_number
+from heads.modules.interface import NO_DOCUMENT, Batch
 from heads.proposers.draft_lm import DraftLM
 from heads.sampling.counter_rng import Streams
 from heads.target.loading import Target
@@ -112,7 +113,7 @@ class Rewriter:
         source = DraftSource(draft, self.sampling, device)
         for row in continue_rows(source, rows, seed=self.seed, has_ended=lambda row: row.tokens[-1] in self.end_ids):
             examples[row.key] = examples[row.key]._replace(input_ids=tuple(row.tokens))
-        return Batch(*(tensor.to(device) for tensor in collate(examples))), sum(len(row.written) for row in rows)
+        return collate(examples).to(device), sum(len(row.written) for row in rows)
 
     def _whole_answer(self, row: int, example: Example, key: str) -> Row:
         """Return a row to be continued from its prompt."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from heads.modules.interface import HeadInputs, HeadModule
+from heads.modules.interface import Batch, HeadModule
 from heads.target.hidden_states import TargetStates, num_blocks, read_states
 
 CLEARLY = 3.0  # standard errors by which another reading must be ahead
@@ -133,14 +133,14 @@ def expected_lengths(
     ids_BT = torch.tensor([list(text)], device=target.device)
     T = ids_BT.shape[1]
     places_BT = torch.arange(T, device=target.device).unsqueeze(0)
-    inputs = HeadInputs(
+    batch = Batch(
         input_ids_BT=ids_BT,
         loss_mask_BT=places_BT >= answer_start,
-        document_ids_BT=torch.zeros_like(ids_BT),
         position_ids_BT=places_BT,
-        states=_states(head, target, ids_BT, reading),
+        document_ids_BT=torch.zeros_like(ids_BT),
+        conversations_BC=ids_BT.new_zeros(1, 1),
     )
-    depths = head(inputs)
+    depths = head(batch, _states(head, target, ids_BT, reading))
     stays_KT = torch.zeros(len(depths), T, dtype=torch.float64, device=target.device)
     for depth, said in enumerate(depths):
         probs_NW = said.logits_of(said.hidden_ND).double().softmax(-1)

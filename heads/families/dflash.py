@@ -27,7 +27,7 @@ from heads.inference.kv_cache import RowCache
 from heads.modules.autoregressive import PendingFeatures
 from heads.modules.block_training import Anchors, BlockKeys, choose_anchors
 from heads.modules.initialization import mask_token, with_noise
-from heads.modules.interface import Depth, HeadInputs
+from heads.modules.interface import Batch, Depth
 from heads.modules.layers import DraftAttention, LayerShape, Rotary, Rotation, layer_shape, mlp, norm, placed_mask
 from heads.modules.output_head import DraftHead
 from heads.proposers.chain_builder import Drafting
@@ -59,19 +59,19 @@ class DFlash(nn.Module):
         """The target's id of each draft token; None where it can say all of them."""
         return self.lm_head.token_ids
 
-    def forward(self, inputs: HeadInputs) -> list[Depth]:
+    def forward(self, batch: Batch, states: TargetStates) -> list[Depth]:
         """Fill a block at each of some anchors drawn at random, or at every possible one when not training."""
-        anchors = choose_anchors(inputs, self.settings.num_anchors if self.training else None)
-        context_BTD = self.context(with_noise(inputs.states, self.settings.tap_noise if self.training else 0.0))
-        rotation = self.rotary(context_BTD, inputs.position_ids_BT)
-        keys = BlockKeys(context_BTD, rotation, anchors.visible(inputs.document_ids_BT))
-        pending_BA, first_BA = (each.gather(1, anchors.places_BA) for each in (inputs.input_ids_BT, inputs.position_ids_BT))
+        anchors = choose_anchors(batch, self.settings.num_anchors if self.training else None)
+        context_BTD = self.context(with_noise(states, self.settings.tap_noise if self.training else 0.0))
+        rotation = self.rotary(context_BTD, batch.position_ids_BT)
+        keys = BlockKeys(context_BTD, rotation, anchors.visible(batch.document_ids_BT))
+        pending_BA, first_BA = (each.gather(1, anchors.places_BA) for each in (batch.input_ids_BT, batch.position_ids_BT))
         states_BXD = self._embed(self._block_ids(pending_BA).flatten(1))
         rotation = self.rotary(states_BXD, self._block_positions(first_BA).flatten(1))
         for layer in self.layers:
             states_BXD = layer(states_BXD, rotation, keys)
         states_BASD = self.norm(states_BXD).unflatten(1, (-1, self.settings.block_size))
-        return [self._depth(inputs, anchors, slot, states_BASD[:, :, slot]) for slot in range(1, self.settings.block_size)]
+        return [self._depth(batch, anchors, slot, states_BASD[:, :, slot]) for slot in range(1, self.settings.block_size)]
 
     def context(self, states: TargetStates) -> Tensor:
         """Return what every layer makes keys and values of, `[B, T, D]`."""
@@ -99,10 +99,10 @@ class DFlash(nn.Module):
             states_BSD = layer(states_BSD, rotation, CachedKeys(cache, number, visible_B11S))
         return self.norm(states_BSD)
 
-    def _depth(self, inputs: HeadInputs, anchors: Anchors, slot: int, states_BAD: Tensor) -> Depth:
-        labelled_BA = anchors.labelled(inputs, slot)
+    def _depth(self, batch: Batch, anchors: Anchors, slot: int, states_BAD: Tensor) -> Depth:
+        labelled_BA = anchors.labelled(batch, slot)
         rows_N, columns_N = labelled_BA.nonzero(as_tuple=True)
-        origins_N = rows_N * inputs.input_ids_BT.shape[1] + anchors.places_BA[rows_N, columns_N] - 1
+        origins_N = rows_N * batch.input_ids_BT.shape[1] + anchors.places_BA[rows_N, columns_N] - 1
         hidden_ND = states_BAD[rows_N, columns_N]
         weight, row_weights_N = math.exp(-(slot - 1) / self.settings.position_decay), anchors.weights_BA[rows_N, columns_N]
         return self.lm_head.at_depth(slot - 1, hidden_ND, origins_N, weight=weight, row_weights_N=row_weights_N)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from configs.schema.heads import DSparkSettings
 from heads.families.dflash import BlockDrafter, DFlash
 from heads.modules.block_training import Anchors
-from heads.modules.interface import Depth, HeadInputs, flat
+from heads.modules.interface import Batch, Depth, flat
 from heads.proposers.chain_builder import Drafting
 from heads.proposers.protocol import Proposer
 from heads.proposers.vocabulary import DraftVocabulary
@@ -47,9 +47,9 @@ class DSpark(DFlash):
         width = self.fc.out_features
         return self.lm_head.logits(joined_ND[:, :width]) + self.markov_head.markov_w2(joined_ND[:, width:])
 
-    def _depth(self, inputs: HeadInputs, anchors: Anchors, slot: int, states_BAD: Tensor) -> Depth:
-        depth = super()._depth(inputs, anchors, slot, states_BAD)
-        joined_ND = self.joined(depth.hidden_ND, flat(inputs.input_ids_BT, depth.origins_N + slot))
+    def _depth(self, batch: Batch, anchors: Anchors, slot: int, states_BAD: Tensor) -> Depth:
+        depth = super()._depth(batch, anchors, slot, states_BAD)
+        joined_ND = self.joined(depth.hidden_ND, flat(batch.input_ids_BT, depth.origins_N + slot))
         return replace(
             depth,
             hidden_ND=joined_ND,

@@ -30,7 +30,7 @@ from configs.schema.heads import Eagle3Settings, EagleSettings
 from heads.inference.kv_cache import RowCache
 from heads.modules.autoregressive import FeatureChain
 from heads.modules.initialization import copy_block, pass_last_tap, with_noise
-from heads.modules.interface import Depth, HeadInputs, flat, labelled_origins, shifted_left
+from heads.modules.interface import Batch, Depth, flat, labelled_origins, shifted_left
 from heads.modules.layers import DraftAttention, LayerShape, Rotary, Rotation, causal_mask, layer_shape, mlp, norm, placed_mask
 from heads.modules.output_head import DraftHead
 from heads.proposers.protocol import Proposer
@@ -102,20 +102,20 @@ class Eagle3(EagleBody):
         super().__init__(settings, target, vocabulary)
         self.settings = settings.model_copy(update={"taps": list(self.taps)})
 
-    def forward(self, inputs: HeadInputs) -> list[Depth]:
+    def forward(self, batch: Batch, states: TargetStates) -> list[Depth]:
         """Unroll the head over `num_depths` depths from every origin at once."""
-        visible_B1TT = causal_mask(inputs.document_ids_BT)
+        visible_B1TT = causal_mask(batch.document_ids_BT)
         unrolled = [UnrolledKeys(visible_B1TT) for _ in self.layers]
-        states_BTD = self.features(with_noise(inputs.states, self.settings.tap_noise if self.training else 0.0))
+        states_BTD = self.features(with_noise(states, self.settings.tap_noise if self.training else 0.0))
         depths = []
         for depth in range(self.settings.num_depths):
-            embedded_BTD = self.embed(shifted_left(inputs.input_ids_BT, depth + 1))
-            rotation = self.rotary(embedded_BTD, inputs.position_ids_BT + depth)
+            embedded_BTD = self.embed(shifted_left(batch.input_ids_BT, depth + 1))
+            rotation = self.rotary(embedded_BTD, batch.position_ids_BT + depth)
             for layer, keys in zip(self.layers, unrolled, strict=True):
                 states_BTD = layer(embedded_BTD, states_BTD, rotation, keys)
             if self.settings.norm_feedback:
                 states_BTD = self.norm(states_BTD)
-            origins_N = labelled_origins(inputs, depth)
+            origins_N = labelled_origins(batch, depth)
             hidden_ND = self.to_head(flat(states_BTD, origins_N), depth)
             depths.append(self.lm_head.at_depth(depth, hidden_ND, origins_N, weight=self.settings.depth_decay**depth))
         return depths

@@ -27,7 +27,7 @@ from configs.schema.heads import HydraSettings
 from heads.families.medusa import ResidualBlocks
 from heads.inference.kv_cache import RowCache
 from heads.modules.autoregressive import FeatureChain
-from heads.modules.interface import Depth, HeadInputs, flat, labelled_origins
+from heads.modules.interface import Batch, Depth, flat, labelled_origins
 from heads.modules.layers import DraftAttention, LayerShape, Rotary, Rotation, causal_mask, layer_shape, mlp, norm, placed_mask
 from heads.modules.output_head import DraftHead
 from heads.proposers.protocol import Proposal, Proposer, Tokens
@@ -70,16 +70,16 @@ class Hydra(nn.Module):
         """Return what turns the last state of a depth into logits."""
         return cast(DraftHead, self.lm_heads[depth]) if self.settings.own_output_heads else self.lm_head
 
-    def forward(self, inputs: HeadInputs) -> list[Depth]:
+    def forward(self, batch: Batch, states: TargetStates) -> list[Depth]:
         """Run each depth's blocks at the origins it is trained on, on the text's own tokens."""
-        states_BTE = self.features(inputs.states)
+        states_BTE = self.features(states)
         if self.prefix_layer is not None:
-            visible_B1TT = causal_mask(inputs.document_ids_BT)
-            states_BTE = self.prefix_norm(self.prefix_layer(states_BTE, inputs.position_ids_BT, visible_B1TT, None))
-        embedded_BTE = self._embed(inputs.input_ids_BT)
+            visible_B1TT = causal_mask(batch.document_ids_BT)
+            states_BTE = self.prefix_norm(self.prefix_layer(states_BTE, batch.position_ids_BT, visible_B1TT, None))
+        embedded_BTE = self._embed(batch.input_ids_BT)
         depths = []
         for depth, blocks in enumerate(self.blocks):
-            origins_N = labelled_origins(inputs, depth)
+            origins_N = labelled_origins(batch, depth)
             known = [flat(embedded_BTE, origins_N + 1 + ahead) for ahead in range(depth + 1)]
             hidden_ND = blocks(torch.cat([flat(states_BTE, origins_N), *known], -1))
             head = self.output_head(depth)

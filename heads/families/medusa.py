@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import MedusaSettings
-from heads.modules.interface import Depth, HeadInputs, flat, labelled_origins
+from heads.modules.interface import Batch, Depth, flat, labelled_origins
 from heads.modules.output_head import DraftHead
 from heads.proposers.chain_builder import Drafting
 from heads.proposers.protocol import Proposal, Proposer, Tokens
@@ -58,13 +58,13 @@ class Medusa(nn.Module):
         """Return what turns the last state of a depth into logits."""
         return cast(DraftHead, self.lm_heads[depth]) if self.settings.own_output_heads else self.lm_head
 
-    def forward(self, inputs: HeadInputs) -> list[Depth]:
+    def forward(self, batch: Batch, states: TargetStates) -> list[Depth]:
         """Run each depth's blocks at the origins it is trained on."""
         depths = []
         for depth, blocks in enumerate(self.blocks):
-            origins_N = labelled_origins(inputs, depth)
+            origins_N = labelled_origins(batch, depth)
             head = self.output_head(depth)
-            hidden_ND = blocks(flat(inputs.states.final_BTE, origins_N))
+            hidden_ND = blocks(flat(states.final_BTE, origins_N))
             depths.append(head.at_depth(depth, hidden_ND, origins_N, weight=self.settings.depth_decay**depth))
         return depths
 

@@ -35,7 +35,7 @@ from configs.schema.heads import MtpSettings
 from heads.families.mtp_checkpoint import NativeMtp
 from heads.inference.kv_cache import RowCache
 from heads.modules.autoregressive import ChainModule, FeatureChain, PendingFeatures
-from heads.modules.interface import Depth, HeadInputs, flat, labelled_origins, shifted_left
+from heads.modules.interface import Batch, Depth, flat, labelled_origins, shifted_left
 from heads.modules.layers import causal_mask, shape_like
 from heads.modules.output_head import DraftHead
 from heads.modules.target_block import CacheLayer, ChainKeys, Keys, Surroundings, cached_mask, copy_block, unrolled_mask
@@ -74,23 +74,23 @@ class Mtp(nn.Module):
         """The target's id of each draft token; None where it can say all of them."""
         return self.lm_head.token_ids
 
-    def forward(self, inputs: HeadInputs) -> list[Depth]:
+    def forward(self, batch: Batch, states: TargetStates) -> list[Depth]:
         """Say `num_depths` tokens from every origin at once."""
-        visible_B1TT = causal_mask(inputs.document_ids_BT)
+        visible_B1TT = causal_mask(batch.document_ids_BT)
         chain = ChainKeys() if self.settings.shared_depths else None
-        states_BTD = self.features(inputs.states)
+        states_BTD = self.features(states)
         depths = []
         for depth in range(self.settings.num_depths):
             steps = 0 if chain is None else depth  # from the origin along its chain; a module of its own stands at the origin
             states_BTD = self._layer(depth)(
-                self._embed(shifted_left(inputs.input_ids_BT, depth + 1)),
+                self._embed(shifted_left(batch.input_ids_BT, depth + 1)),
                 states_BTD,
                 self._around,
-                inputs.position_ids_BT + steps,
+                batch.position_ids_BT + steps,
                 unrolled_mask(visible_B1TT, steps, self._around.window),
                 chain,
             )
-            origins_N = labelled_origins(inputs, depth)
+            origins_N = labelled_origins(batch, depth)
             hidden_ND = flat(states_BTD, origins_N)
             depths.append(self.lm_head.at_depth(depth, hidden_ND, origins_N, weight=self.settings.depth_decay**depth))
         return depths

@@ -35,7 +35,7 @@ from heads.families.eagle3 import CachedKeys, EagleBody
 from heads.inference.kv_cache import RowCache
 from heads.modules.autoregressive import PendingFeatures
 from heads.modules.initialization import mask_token, with_noise
-from heads.modules.interface import Depth, HeadInputs, flat, labelled_origins, shifted_left
+from heads.modules.interface import Batch, Depth, flat, labelled_origins, shifted_left
 from heads.modules.layers import DraftAttention, Rotation, causal_mask, placed_mask
 from heads.proposers.chain_builder import Drafting
 from heads.proposers.protocol import Proposal, Proposer, Tokens
@@ -53,13 +53,13 @@ class PEagle(EagleBody):
         self.settings = settings.model_copy(update={"taps": list(self.taps), "mask_token_id": self.mask_token_id})
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features) * 0.02)
 
-    def forward(self, inputs: HeadInputs) -> list[Depth]:
+    def forward(self, batch: Batch, states: TargetStates) -> list[Depth]:
         """Run the head over all depths of the origins that are kept; in evaluation mode that is all of them."""
         num_depths = self.settings.num_depths
-        depths_BT, row_weights_BK = kept_depths(inputs, self._shares() if self.training else [1.0] * num_depths)
+        depths_BT, row_weights_BK = kept_depths(batch, self._shares() if self.training else [1.0] * num_depths)
         chains = make_chains(depths_BT, num_depths)
-        states_BUD = self._states(inputs, chains)
-        T = inputs.input_ids_BT.shape[1]
+        states_BUD = self._states(batch, states, chains)
+        T = batch.input_ids_BT.shape[1]
         rows_B1 = torch.arange(len(depths_BT), device=depths_BT.device).unsqueeze(1)
         places_BM = rows_B1 * T + chains.origins_BM
         origins_N = (depths_BT > 0).flatten().nonzero().squeeze(1)
@@ -81,17 +81,17 @@ class PEagle(EagleBody):
             states_BTD = layer(embedded_BTD, states_BTD, rotation, CachedKeys(cache, number, visible_B1TS))
         return states_BTD
 
-    def _states(self, inputs: HeadInputs, chains: Chains) -> Tensor:
+    def _states(self, batch: Batch, states: TargetStates, chains: Chains) -> Tensor:
         """Return the states `[B, T + S, D]` of all elements after the last layer."""
         origins_BS = chains.origins_BS
         mask_ids_BS = torch.full_like(origins_BS, self.mask_token_id)
-        embedded_BUD = self.embed(torch.cat([shifted_left(inputs.input_ids_BT, 1), mask_ids_BS], 1))
+        embedded_BUD = self.embed(torch.cat([shifted_left(batch.input_ids_BT, 1), mask_ids_BS], 1))
         mask_BSD = self.fuse(self.mask_hidden).expand(*origins_BS.shape, -1)
         noise = self.settings.tap_noise if self.training else 0.0
-        states_BUD = torch.cat([self.features(with_noise(inputs.states, noise)), mask_BSD], 1)
-        ahead_BS = inputs.position_ids_BT.gather(1, origins_BS) + chains.depth_S
-        rotation = self.rotary(embedded_BUD, torch.cat([inputs.position_ids_BT, ahead_BS], 1))
-        keys = ParallelKeys(causal_mask(inputs.document_ids_BT), chains)
+        states_BUD = torch.cat([self.features(with_noise(states, noise)), mask_BSD], 1)
+        ahead_BS = batch.position_ids_BT.gather(1, origins_BS) + chains.depth_S
+        rotation = self.rotary(embedded_BUD, torch.cat([batch.position_ids_BT, ahead_BS], 1))
+        keys = ParallelKeys(causal_mask(batch.document_ids_BT), chains)
         for layer in self.layers:
             states_BUD = layer(embedded_BUD, states_BUD, rotation, keys)
         return states_BUD
@@ -163,7 +163,7 @@ def make_proposer(module: PEagle, device: torch.device) -> Proposer:
     return ParallelDrafts(module, device)
 
 
-def kept_depths(inputs: HeadInputs, shares: Sequence[float]) -> tuple[Tensor, Tensor]:
+def kept_depths(batch: Batch, shares: Sequence[float]) -> tuple[Tensor, Tensor]:
     """Draw for how many depths each origin is trained.
 
     Depth d is trained at random ones of the origins whose labels up to that depth are the target's own: `shares[d]` of all
@@ -171,29 +171,29 @@ def kept_depths(inputs: HeadInputs, shares: Sequence[float]) -> tuple[Tensor, Te
     made where all shares are 1.
 
     Args:
-        inputs: the batch.
+        batch: the batch.
         shares: falling, in (0, 1], one a depth; the first is 1.
 
     Returns:
         Number of depths by origin, int64 `[B, T]`, 0 where there is no label at all; and one over the chance that an origin
         was kept, float `[B, K]`, by row and depth.
     """
-    labelled_BT = _labelled(inputs, 0)
+    labelled_BT = _labelled(batch, 0)
     num_B1 = labelled_BT.sum(1, keepdim=True)
     kept_BK = (num_B1.double() * torch.tensor(shares, device=num_B1.device, dtype=torch.float64) - 1e-6).ceil()
-    rank_BT = _ranks(labelled_BT) if min(shares) < 1 else torch.zeros_like(inputs.input_ids_BT)
-    depths_BT = torch.zeros_like(inputs.input_ids_BT)
+    rank_BT = _ranks(labelled_BT) if min(shares) < 1 else torch.zeros_like(batch.input_ids_BT)
+    depths_BT = torch.zeros_like(batch.input_ids_BT)
     for depth in range(len(shares)):
-        labelled_BT = labelled_BT & _labelled(inputs, depth) & (rank_BT < kept_BK[:, depth, None])
+        labelled_BT = labelled_BT & _labelled(batch, depth) & (rank_BT < kept_BK[:, depth, None])
         depths_BT += labelled_BT
     return depths_BT, (num_B1 / kept_BK.clamp(min=1)).float()
 
 
-def _labelled(inputs: HeadInputs, depth: int) -> Tensor:
+def _labelled(batch: Batch, depth: int) -> Tensor:
     """Return which origins have a label at a depth, bool `[B, T]`."""
-    labelled_P = torch.zeros_like(inputs.loss_mask_BT).flatten()
-    labelled_P[labelled_origins(inputs, depth)] = True
-    return labelled_P.view_as(inputs.loss_mask_BT)
+    labelled_P = torch.zeros_like(batch.loss_mask_BT).flatten()
+    labelled_P[labelled_origins(batch, depth)] = True
+    return labelled_P.view_as(batch.loss_mask_BT)
 
 
 def _ranks(labelled_BT: Tensor) -> Tensor:

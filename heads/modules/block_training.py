@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heads.modules.interface import HeadInputs, labelled_origins
+from heads.modules.interface import Batch, labelled_origins
 from heads.modules.layers import DraftAttention, Rotation
 
 
@@ -40,14 +40,14 @@ class Anchors:
     valid_BA: Tensor
     weights_BA: Tensor
 
-    def labelled(self, inputs: HeadInputs, slot: int) -> Tensor:
+    def labelled(self, batch: Batch, slot: int) -> Tensor:
         """Return the anchors `[B, A]` whose token at `slot` is a label in the same document, bool."""
-        T = inputs.input_ids_BT.shape[1]
+        T = batch.input_ids_BT.shape[1]
         label_BA = (self.places_BA + slot).clamp(max=T - 1)
-        documents_BT = inputs.document_ids_BT
+        documents_BT = batch.document_ids_BT
         together_BA = documents_BT.gather(1, label_BA) == documents_BT.gather(1, self.places_BA)
         inside_BA = self.places_BA + slot < T
-        return self.valid_BA & inside_BA & together_BA & inputs.loss_mask_BT.gather(1, label_BA)
+        return self.valid_BA & inside_BA & together_BA & batch.loss_mask_BT.gather(1, label_BA)
 
     def visible(self, document_ids_BT: Tensor) -> Tensor:
         """Return which positions `[B, A, T]` each anchor's block reads the target's states of: those before it, bool."""
@@ -56,20 +56,20 @@ class Anchors:
         return earlier_BAT & (document_ids_BT.unsqueeze(1) == document_ids_BT.gather(1, self.places_BA).unsqueeze(-1))
 
 
-def choose_anchors(inputs: HeadInputs, limit: int | None) -> Anchors:
+def choose_anchors(batch: Batch, limit: int | None) -> Anchors:
     """Choose anchors: `limit` of each conversation at random, by torch's own generator, or all of them.
 
     Weighted as they say, the drawn ones give sums whose mean is that of all.
     """
-    T = inputs.input_ids_BT.shape[1]
-    origins_N = labelled_origins(inputs, 0)
-    origins_N = origins_N[inputs.loss_mask_BT.flatten()[origins_N + 1]]
+    T = batch.input_ids_BT.shape[1]
+    origins_N = labelled_origins(batch, 0)
+    origins_N = origins_N[batch.loss_mask_BT.flatten()[origins_N + 1]]
     weights_N = torch.ones(len(origins_N), device=origins_N.device)
     if limit is not None:
-        rank_N, count_N = _drawn(origins_N // T, inputs.document_ids_BT.flatten()[origins_N])
+        rank_N, count_N = _drawn(origins_N // T, batch.document_ids_BT.flatten()[origins_N])
         kept_N = rank_N < limit
         origins_N, weights_N = origins_N[kept_N], (count_N / count_N.clamp(max=limit))[kept_N]
-    rows_N, per_row_B = origins_N // T, torch.bincount(origins_N // T, minlength=len(inputs.input_ids_BT))
+    rows_N, per_row_B = origins_N // T, torch.bincount(origins_N // T, minlength=len(batch.input_ids_BT))
     column_N = torch.arange(len(rows_N), device=rows_N.device) - (per_row_B.cumsum(0) - per_row_B)[rows_N]
     places_BA = origins_N.new_zeros(len(per_row_B), max(1, int(per_row_B.max())))
     weights_BA = torch.zeros_like(places_BA, dtype=torch.float32)

@@ -19,6 +19,31 @@ from torch import Tensor
 from configs.schema.heads import HeadSettings
 from heads.target.hidden_states import TargetStates
 
+NO_DOCUMENT = -1
+
+
+class Batch(NamedTuple):
+    """Right-padded rows, of one conversation each or of several. A tuple, which accelerate and pinned memory handle as any.
+
+    The loss mask marks the **label**: position t is True where token t was written by the target (end-of-text included), and
+    the logits at t - 1 predict it. The first position of a document is never a label.
+    """
+
+    input_ids_BT: Tensor  # int64; 0 on padding
+    loss_mask_BT: Tensor  # bool; False on padding
+    position_ids_BT: Tensor  # int64, from 0 in each document; runs on over padding
+    document_ids_BT: Tensor  # int64; which document of its row a token belongs to, from 0; NO_DOCUMENT on padding
+    conversations_BC: Tensor  # int64; which conversation of the data file each document is, from 0; NO_DOCUMENT beyond the last
+
+    @property
+    def packed_positions_BT(self) -> Tensor | None:
+        """What a forward has to be told so that it keeps documents apart; None where every row is a single one."""
+        return self.position_ids_BT if self.conversations_BC.shape[1] > 1 else None
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+        """Return the batch on a device; the signature is the one that accelerate calls."""
+        return Batch(*(tensor.to(device, non_blocking=non_blocking) for tensor in self))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Normalisers:
@@ -31,17 +56,6 @@ class Normalisers:
 
     log_sum_P: Tensor
     top1_P: Tensor
-
-
-class HeadInputs(NamedTuple):
-    """A batch of conversations (as in `distill.dataset.batches.Batch`) with the target's states over them."""
-
-    input_ids_BT: Tensor  # int64
-    loss_mask_BT: Tensor  # bool, True at label tokens
-    document_ids_BT: Tensor  # int64, negative on padding
-    position_ids_BT: Tensor  # int64, from 0 in each document
-    states: TargetStates
-    normalisers: Normalisers | None = None  # of the final states' logits at every position, where they are known already
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,19 +99,19 @@ class HeadModule(Protocol):
     def token_ids_W(self) -> Tensor | None:
         """The target's id of each draft token; None where it can say all of them."""
 
-    def __call__(self, inputs: HeadInputs) -> list[Depth]:
-        """Return every depth, the nearest token first."""
+    def __call__(self, batch: Batch, states: TargetStates) -> list[Depth]:
+        """Return every depth, the nearest token first, given the target's states over the batch."""
 
 
-def labelled_origins(inputs: HeadInputs, depth: int) -> Tensor:
+def labelled_origins(batch: Batch, depth: int) -> Tensor:
     """Return the flat places `[N]` of the origins whose token at `depth` (from 0) is a label in the same document."""
     ahead = depth + 2
-    T = inputs.input_ids_BT.shape[1]
+    T = batch.input_ids_BT.shape[1]
     if ahead >= T:
-        return inputs.input_ids_BT.new_zeros(0)
-    documents_BT = inputs.document_ids_BT
+        return batch.input_ids_BT.new_zeros(0)
+    documents_BT = batch.document_ids_BT
     together_BT = documents_BT[:, :-ahead] == documents_BT[:, ahead:]
-    usable_BT = inputs.loss_mask_BT[:, ahead:] & together_BT & (documents_BT[:, :-ahead] >= 0)
+    usable_BT = batch.loss_mask_BT[:, ahead:] & together_BT & (documents_BT[:, :-ahead] >= 0)
     rows_N, places_N = usable_BT.nonzero(as_tuple=True)
     return rows_N * T + places_N
 

@@ -28,12 +28,12 @@ from configs.schema.benchmarks import BenchHeadsConfig
 from configs.schema.heads import Eagle3Settings
 from configs.schema.learning import LossConfig
 from configs.schema.training import HeadsConfig
-from distill.dataset.batches import NO_DOCUMENT, Batch, ConversationDataset, make_loader
+from distill.dataset.batches import ConversationDataset, make_loader
 from distill.dataset.conversations import read_conversations
 from distill.loss.head_objective import HeadObjective
 from eval.stats.bootstrap import Interval
 from heads.families.eagle3 import Eagle3
-from heads.modules.interface import HeadInputs
+from heads.modules.interface import NO_DOCUMENT, Batch
 from heads.target.hidden_states import TargetStates, num_blocks, read_states
 from heads.target.loading import Target
 from scripts.bench.harness import Turn, speed_ratio, take_turns, with_bounds
@@ -53,7 +53,8 @@ TOLERANCE = 1e-3  # relative; our side rounds the target's logits to the target'
 class PairedBatch:
     """One batch as both sides take it, with one kind of labels."""
 
-    ours: HeadInputs
+    batch: Batch
+    states: TargetStates
     theirs: PackedRow
     num_labels: Tensor
     num_tokens: int  # without padding
@@ -217,7 +218,7 @@ def our_side(task: HeadTask, accelerator: Accelerator) -> ModuleTrainer:
     objective, settings = cast(HeadObjective, task.module), cast(Eagle3Settings, task.config.head)
 
     def loss_of(case: PairedBatch) -> Tensor:
-        return cast(Tensor, objective(case.ours, case.num_labels, 1).loss)
+        return cast(Tensor, objective(case.batch, case.states, case.num_labels, 1).loss)
 
     total_weight = sum(settings.depth_decay**depth for depth in range(settings.num_depths))
     return ModuleTrainer(objective, task.config, accelerator, loss_of, total_weight)
@@ -258,7 +259,7 @@ def make_cases(num_batches: int, task: HeadTask) -> dict[str, list[PairedBatch]]
     loader = make_loader(ConversationDataset(rows, recipe.data.max_length), batch_size, seed=recipe.schedule.seed)
     cases: dict[str, list[PairedBatch]] = {ANSWERS: [], EVERY_TOKEN: []}
     for on_cpu in islice(loader, num_batches):
-        batch = Batch(*(tensor.to(target.device) for tensor in on_cpu))
+        batch = on_cpu.to(target.device)
         states = read_states(target.model, batch.input_ids_BT, [*task.taps, num_blocks(target.model)])
         for labels, mask_BT in ((ANSWERS, batch.loss_mask_BT), (EVERY_TOKEN, batch.document_ids_BT != NO_DOCUMENT)):
             cases[labels].append(make_case(batch._replace(loss_mask_BT=mask_BT), states, recipe))
@@ -279,16 +280,11 @@ def make_case(batch: Batch, states: TargetStates, recipe: HeadsConfig) -> Paired
     mask_BT = batch.loss_mask_BT.clone()
     mask_BT[:, : cast(Eagle3Settings, recipe.head).num_depths + 1] = False
     batch = batch._replace(loss_mask_BT=mask_BT)
-    inputs = HeadInputs(
-        input_ids_BT=batch.input_ids_BT,
-        loss_mask_BT=mask_BT,
-        document_ids_BT=batch.document_ids_BT,
-        position_ids_BT=batch.position_ids_BT,
-        states=TargetStates(final_BTE=states.final_BTE, taps_ABTE=states.taps_ABTE[:-1]),
-    )
+    ours = TargetStates(final_BTE=states.final_BTE, taps_ABTE=states.taps_ABTE[:-1])
     return PairedBatch(
-        ours=inputs,
-        theirs=pack(batch, inputs.states.joined_BTF, states.taps_ABTE[-1]),
+        batch=batch,
+        states=ours,
+        theirs=pack(batch, ours.joined_BTF, states.taps_ABTE[-1]),
         num_labels=mask_BT.sum().clamp(min=1),
         num_tokens=int((batch.document_ids_BT != NO_DOCUMENT).sum()),
     )

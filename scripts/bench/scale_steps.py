@@ -29,8 +29,8 @@ from configs.runtime.command import run_command
 from configs.runtime.files import write_json
 from configs.schema.benchmarks import ScaleStepsConfig
 from configs.schema.training import HeadsConfig
-from distill.dataset.batches import NO_DOCUMENT, Batch
 from distill.loss.head_objective import HeadLoss
+from heads.modules.interface import NO_DOCUMENT, Batch
 from heads.target.processes import join_processes
 from scripts.bench.harness import read_kibibytes
 from train.launch import load_materials, make_accelerator, make_training_loader, open_training_cache
@@ -106,11 +106,11 @@ class HeadTrainer:
         accelerator = self.accelerator
         num_labels = accelerator.reduce(batch.loss_mask_BT[:, 1:].sum(), "sum").clamp(min=1)
         started = time.perf_counter()
-        inputs = self.task.training_inputs(batch)
+        states, normalisers = self.task.training_states(batch)
         if self.task.cache is not None:
             self.reading_seconds += time.perf_counter() - started
         with accelerator.autocast():
-            result: HeadLoss = self.module(inputs, num_labels, accelerator.num_processes)
+            result: HeadLoss = self.module(batch, states, num_labels, accelerator.num_processes, normalisers)
         self.engine.backward(result.loss)
         self.engine.clip(self.module, self.max_grad_norm)
         self.optimizer.step()

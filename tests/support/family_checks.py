@@ -11,13 +11,12 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPTNeoXConfig, 
 
 from configs.schema.decoding import DecodeConfig, SamplingConfig
 from configs.schema.learning import LossConfig
-from distill.dataset.batches import NO_DOCUMENT
 from distill.loss.head_objective import HeadObjective
 from eval.decoder.decode import generate
 from heads.artifact import HiddenStates, Metadata, load_draft, save_head
 from heads.families.registry import FAMILIES, serve
 from heads.inference.causal_lm import new_cache
-from heads.modules.interface import HeadInputs
+from heads.modules.interface import NO_DOCUMENT, Batch
 from heads.proposers.vocabulary import DraftVocabulary
 from heads.sampling.counter_rng import Streams
 from heads.target.hidden_states import forward_states, read_states
@@ -75,21 +74,22 @@ def build(settings, model, vocabulary=None, *, stir=0.2):
 
 
 def inputs_of(model, rows, taps, answer_start=1):
-    """Return rows of token ids as a right-padded batch, the tokens from `answer_start` on being labels."""
+    """Return rows of token ids as a right-padded batch, labels from `answer_start` on, and the target's states over it."""
     T = max(map(len, rows))
     ids_BT = torch.tensor([row + [0] * (T - len(row)) for row in rows])
     places_BT = torch.arange(T).expand(len(rows), T)
     valid_BT = places_BT < torch.tensor([[len(row)] for row in rows])
-    return HeadInputs(
+    batch = Batch(
         input_ids_BT=ids_BT,
         loss_mask_BT=valid_BT & (places_BT >= answer_start),
-        document_ids_BT=torch.where(valid_BT, 0, NO_DOCUMENT),
         position_ids_BT=places_BT,
-        states=read_states(model, ids_BT, taps),
+        document_ids_BT=torch.where(valid_BT, 0, NO_DOCUMENT),
+        conversations_BC=torch.arange(len(rows)).unsqueeze(1),
     )
+    return batch, read_states(model, ids_BT, taps)
 
 
-def packed(inputs, lengths, padding=2):
+def packed(batch, states, lengths, padding=2):
     """Return the rows of a batch as documents of one row, with some padding after them."""
 
     def joined(values_BT):
@@ -99,13 +99,14 @@ def packed(inputs, lengths, padding=2):
     counts = torch.tensor([*lengths, padding])
     documents_BT = torch.arange(len(counts)).repeat_interleave(counts).unsqueeze(0)
     is_padding_BT = documents_BT == len(lengths)
-    return HeadInputs(
-        input_ids_BT=joined(inputs.input_ids_BT),
-        loss_mask_BT=joined(inputs.loss_mask_BT) & ~is_padding_BT,
+    packed_batch = Batch(
+        input_ids_BT=joined(batch.input_ids_BT),
+        loss_mask_BT=joined(batch.loss_mask_BT) & ~is_padding_BT,
+        position_ids_BT=joined(batch.position_ids_BT),
         document_ids_BT=documents_BT.masked_fill(is_padding_BT, NO_DOCUMENT),
-        position_ids_BT=joined(inputs.position_ids_BT),
-        states=inputs.states.map(joined),
+        conversations_BC=torch.arange(len(lengths)).unsqueeze(0),
     )
+    return packed_batch, states.map(joined)
 
 
 def hidden_at(depths, depth, place):
@@ -117,9 +118,9 @@ def hidden_at(depths, depth, place):
 def trained_logits(head, model, tokens, drafts):
     """Return the training forward's logits `[B, G, W]` at each row's last read position, its drafts being the text."""
     rows = [[*row, *drafted] for row, drafted in zip(tokens, drafts, strict=True)]
-    inputs = inputs_of(model, rows, head.taps)
-    depths = head(inputs)
-    T = inputs.input_ids_BT.shape[1]
+    batch, states = inputs_of(model, rows, head.taps)
+    depths = head(batch, states)
+    T = batch.input_ids_BT.shape[1]
     places = [number * T + len(row) - 2 for number, row in enumerate(tokens)]
     by_depth = [
         torch.cat([depths[depth].logits_of(hidden_at(depths, depth, place)) for place in places])
@@ -180,9 +181,9 @@ def assert_documents_are_apart(head, model, tolerance=1e-5):
     """Two conversations in one row give what they give in a row each, where the target's states are the same."""
     rows = [PROMPTS[1] + PROMPTS[0], PROMPTS[0] + PROMPTS[2]]
     apart = inputs_of(model, rows, head.taps)
-    together = packed(apart, [len(row) for row in rows])
-    T = apart.input_ids_BT.shape[1]
-    for depths, packed_depths in zip(head(apart), head(together), strict=True):
+    together = packed(*apart, [len(row) for row in rows])
+    T = apart[0].input_ids_BT.shape[1]
+    for depths, packed_depths in zip(head(*apart), head(*together), strict=True):
         in_row_N = depths.origins_N % T + (depths.origins_N >= T) * len(rows[0])
         torch.testing.assert_close(packed_depths.origins_N, in_row_N)
         torch.testing.assert_close(packed_depths.judged_N - packed_depths.origins_N, depths.judged_N - depths.origins_N)
@@ -192,11 +193,11 @@ def assert_documents_are_apart(head, model, tolerance=1e-5):
 def assert_learns(head, target, num_depths, steps=120, learning_rate=1e-2):
     """Some steps on one conversation, and the head agrees with the target on every token at every depth."""
     text = clear_text(target.model, length=16)
-    inputs = inputs_of(target.model, [text], head.taps, answer_start=5)
+    batch, states = inputs_of(target.model, [text], head.taps, answer_start=5)
     objective = HeadObjective(head.train(), target, LossConfig())
     optimizer = torch.optim.AdamW(head.parameters(), lr=learning_rate, weight_decay=0.0)
     for _ in range(steps):
-        result = objective(inputs, inputs.loss_mask_BT.sum(), 1)
+        result = objective(batch, states, batch.loss_mask_BT.sum(), 1)
         optimizer.zero_grad()
         result.loss.backward()
         optimizer.step()
@@ -215,9 +216,9 @@ def clear_text(model, length):
 
 def assert_gradients_reach_everything(head, target):
     """Every trainable parameter of the head gets a gradient that is not 0; the target gets none."""
-    inputs = inputs_of(target.model, PROMPTS, head.taps)
+    batch, states = inputs_of(target.model, PROMPTS, head.taps)
     objective = HeadObjective(head.train(), target, LossConfig())
-    objective(inputs, inputs.loss_mask_BT.sum(), 1).loss.backward()
+    objective(batch, states, batch.loss_mask_BT.sum(), 1).loss.backward()
     named = dict(objective.named_parameters())
     assert set(named.values()).isdisjoint(target.model.parameters())
     without = [name for name, value in named.items() if value.grad is None or not bool(value.grad.any())]

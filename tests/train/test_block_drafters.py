@@ -19,8 +19,8 @@ def drawn(monkeypatch):
     places = []
     choose = dflash.choose_anchors
 
-    def choose_and_note(inputs, limit):
-        anchors = choose(inputs, limit)
+    def choose_and_note(batch, limit):
+        anchors = choose(batch, limit)
         if limit is not None:
             places.append(anchors.places_BA.tolist())
         return anchors

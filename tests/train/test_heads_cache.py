@@ -156,15 +156,15 @@ def test_known_normalisers_are_what_the_objective_computes(tmp_path, target, con
     rows = conversations(ragged=True)
     task, dataset, _ = make_task(config_for(tmp_path, make_cache(rows), EAGLE3 | SOME_TOKENS), target, rows)
     batch = collate(dataset.examples[3:7])
-    inputs, num_labels = task.training_inputs(batch), batch.loss_mask_BT.sum()
-    known = task.module(inputs, num_labels, 1)
-    computed = task.module(inputs._replace(normalisers=None), num_labels, 1)
+    (states, normalisers), num_labels = task.training_states(batch), batch.loss_mask_BT.sum()
+    known = task.module(batch, states, num_labels, 1, normalisers)
+    computed = task.module(batch, states, num_labels, 1)
     assert known.loss.item() == pytest.approx(computed.loss.item(), rel=1e-6)
     torch.testing.assert_close(known.acceptance_K, computed.acceptance_K)
     assert torch.equal(known.agrees_K, computed.agrees_K)
-    larger = Normalisers(log_sum_P=inputs.normalisers.log_sum_P + 1, top1_P=inputs.normalisers.top1_P)
+    larger = Normalisers(log_sum_P=normalisers.log_sum_P + 1, top1_P=normalisers.top1_P)
     # Were they computed again, a sum e times as large would leave the target's probabilities as they are.
-    assert bool((task.module(inputs._replace(normalisers=larger), num_labels, 1).acceptance_K < known.acceptance_K).all())
+    assert bool((task.module(batch, states, num_labels, 1, larger).acceptance_K < known.acceptance_K).all())
 
 
 def test_other_conversations_than_the_caches_are_read_online(tmp_path, target, conversations, make_cache):
@@ -172,10 +172,9 @@ def test_other_conversations_than_the_caches_are_read_online(tmp_path, target, c
     task, _, _ = make_task(config_for(tmp_path, make_cache(rows)), target, rows)
     (other,) = ConversationDataset(rows[9:10], MAX_LENGTH).examples
     assert other.conversation == 0  # of another file: number 0 in the cache is another conversation
-    inputs = task.inputs(collate([other]))
+    states = task.states(collate([other]))
     expected = backbone(target.model)(torch.tensor([other.input_ids])).last_hidden_state
-    torch.testing.assert_close(inputs.states.final_BTE, expected.detach())
-    assert inputs.normalisers is None
+    torch.testing.assert_close(states.final_BTE, expected.detach())
 
 
 def test_a_cache_that_does_not_fit_is_refused_before_training(tmp_path, target, conversations, make_cache):

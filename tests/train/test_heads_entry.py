@@ -185,7 +185,7 @@ def test_metrics_by_depth_are_shares_of_what_they_are_counted_over(head_task, gr
     task = head_task(head={"num_depths": 2})
     batch = collate(ConversationDataset(greedy_rows[:4], 64).examples)
     outcome = task.loss(task.module, batch, torch.tensor(20.0), 1)
-    seen = task.module(task.inputs(batch), torch.tensor(20.0), 1)
+    seen = task.module(batch, task.states(batch), torch.tensor(20.0), 1)
     assert outcome.sums["conditional_2"] == seen.joint_agrees_K[1]
     # Chains that agree at depth 1 but end with the text before depth 2 are no failures of depth 2.
     assert outcome.counts["conditional_2"] == seen.reached_K[1]

@@ -11,7 +11,6 @@ from distill.dataset.batches import Example, collate
 from distill.dataset.packing import collate_packed
 from distill.loss.draft_objective import DraftObjective, target_hidden
 from distill.loss.head_objective import HeadObjective
-from heads.modules.interface import HeadInputs
 from heads.target.hidden_states import read_states
 from tests.support import family_checks as checks
 from tests.support.tiny_heads import HEADS
@@ -75,14 +74,8 @@ def assert_same(found, expected, tolerance=1e-10):
 
 
 def head_result(objective, model, batch):
-    inputs = HeadInputs(
-        input_ids_BT=batch.input_ids_BT,
-        loss_mask_BT=batch.loss_mask_BT,
-        document_ids_BT=batch.document_ids_BT,
-        position_ids_BT=batch.position_ids_BT,
-        states=read_states(model, batch.input_ids_BT, objective.head.taps, batch.packed_positions_BT),
-    )
-    return objective(inputs, batch.loss_mask_BT[:, 1:].sum(), 1)
+    states = read_states(model, batch.input_ids_BT, objective.head.taps, batch.packed_positions_BT)
+    return objective(batch, states, batch.loss_mask_BT[:, 1:].sum(), 1)
 
 
 @pytest.mark.parametrize(("name", "family"), CASES)

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from configs.runtime.errors import Stopped
 from configs.schema.learning import OptimizerConfig
 from configs.schema.training import ScheduleConfig
-from distill.dataset.batches import Batch
+from heads.modules.interface import Batch
 from train.loop.checkpoints import Checkpoints, Progress, writing
 from train.loop.engines import choose_engine
 from train.loop.lineage import Lineage

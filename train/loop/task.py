@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from distill.dataset.batches import Batch
+from heads.modules.interface import Batch
 from train.loop.checkpoints import Progress
 from train.telemetry.step_clock import StepClock
 

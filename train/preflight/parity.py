@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from configs.schema.decoding import DecodeConfig, SamplingConfig
-from distill.dataset.batches import Batch, Example, collate
+from distill.dataset.batches import Example, collate
 from eval.decoder.decode import Request, decode
 from heads.families.registry import serve
 from heads.modules.interface import Depth, HeadModule
@@ -74,8 +74,8 @@ def largest_gap(task: HeadTask, module: nn.Module, text: Example, num_drafts: in
 def _round_gaps(task: HeadTask, head: nn.Module, tokens: Sequence[int], start: int, proposal: Proposal) -> list[float]:
     """Return the relative difference of the logits of each draft of a round."""
     ids = (*tokens, *proposal.tokens_BG[0].tolist())
-    batch = Batch(*(tensor.to(task.target.device) for tensor in collate([Example(ids, start)])))
-    depths: list[Depth] = head(task.inputs(batch))
+    batch = collate([Example(ids, start)]).to(task.target.device)
+    depths: list[Depth] = head(batch, task.states(batch))
     origin = len(tokens) - 2  # the last position that the target had read; the pending token comes after it
     token_ids_W = cast(HeadModule, head).token_ids_W
     gaps = []

@@ -29,7 +29,7 @@ from torch import nn
 
 from configs.runtime.errors import ConfigError, InputError
 from configs.schema.decoding import DecodeConfig
-from distill.dataset.batches import Batch, ConversationDataset, Example, collate
+from distill.dataset.batches import ConversationDataset, Example, collate
 from distill.loss.head_objective import HeadLoss, HeadObjective
 from eval.decoder.decode import Request, decode, generate
 from eval.decoder.records import Round
@@ -172,15 +172,15 @@ def learn_by_heart(task: HeadTask, objective: HeadObjective, text: Example, acce
         InputError: the loss is not finite.
     """
     settings = task.config.sanity
-    batch = Batch(*(tensor.to(accelerator.device) for tensor in collate([text])))
-    inputs = task.inputs(batch)
+    batch = collate([text]).to(accelerator.device)
+    states = task.states(batch)
     objective.train()
     trained = [parameter for parameter in objective.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=settings.learning_rate, weight_decay=0.0)
     num_drafts = min(task.config.num_speculative_tokens, len(text.input_ids) - text.answer_start - 1)
     for step in range(1, settings.overfit_steps + 1):
         with accelerator.autocast():
-            result: HeadLoss = objective(inputs, batch.loss_mask_BT[:, 1:].sum(), 1)
+            result: HeadLoss = objective(batch, states, batch.loss_mask_BT[:, 1:].sum(), 1)
         if not result.loss.isfinite():
             raise InputError(f"sanity: the loss is {result.loss.item()} at step {step}; lower sanity.learning_rate")
         optimizer.zero_grad()

@@ -18,7 +18,7 @@ from configs.runtime.errors import InputError
 from configs.schema.learning import StudentConfig
 from configs.schema.training import DistillConfig
 from distill.cache.reader import TargetCache
-from distill.dataset.batches import Batch, ConversationDataset, Example
+from distill.dataset.batches import ConversationDataset, Example
 from distill.dataset.conversations import Conversation
 from distill.loss.divergences import SparseTarget
 from distill.loss.draft_objective import DraftObjective, target_hidden
@@ -28,6 +28,7 @@ from distill.student.on_policy import Rewriter
 from distill.student.vocabulary import most_frequent_answer_tokens
 from heads.artifact import Metadata, save_draft_lm
 from heads.inference.model_checks import check_keeps_apart
+from heads.modules.interface import Batch
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.vocabulary import keep_head_rows
 from heads.target.hidden_states import blocks

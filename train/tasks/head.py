@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 from configs.schema.training import HeadsConfig
 from distill.cache.reader import TargetCache
-from distill.dataset.batches import Batch
 from distill.dataset.conversations import Conversation
 from distill.loss.head_objective import HeadLoss, HeadObjective
 from distill.student.vocabulary import most_frequent_answer_tokens
 from heads.artifact import HiddenStates, Metadata, save_head
 from heads.families.registry import FAMILIES, serve
 from heads.inference.model_checks import check_keeps_apart, check_rolls_back
-from heads.modules.interface import HeadInputs, HeadModule, Normalisers
+from heads.modules.interface import Batch, HeadModule, Normalisers
 from heads.proposers.protocol import Proposer
 from heads.target.hidden_states import TargetStates, check_taps, read_states
 from heads.target.loading import Target
@@ -93,25 +92,25 @@ class HeadTask:
 
     def loss(self, module: nn.Module, batch: Batch, num_labels: Tensor, world_size: int) -> BatchLoss:
         with self.clock("target" if self.cache is None else "data"):
-            inputs = self.training_inputs(batch)
-        result: HeadLoss = module(inputs, num_labels, world_size)
+            states, normalisers = self.training_states(batch)
+        result: HeadLoss = module(batch, states, num_labels, world_size, normalisers)
         sums, counts = _metrics(result)
         return BatchLoss(loss=result.loss, sums=sums, counts=counts)
 
-    def training_inputs(self, batch: Batch) -> HeadInputs:
-        """Return a batch of the training conversations with the target's states over it, kept ones where there is a cache."""
+    def training_states(self, batch: Batch) -> tuple[TargetStates, Normalisers | None]:
+        """Return the target's states over a batch of the training conversations, and normalisers where a cache keeps them."""
         if self.cache is None:
-            return self.inputs(batch)
-        return _inputs(batch, self.cache.states(batch, self.taps), self.cache.normalisers(batch))
+            return self.states(batch), None
+        return self.cache.states(batch, self.taps), self.cache.normalisers(batch)
 
-    def inputs(self, batch: Batch) -> HeadInputs:
-        """Return a batch of any conversations with the target's states over it, computed now."""
-        return _inputs(batch, read_states(self.target.model, batch.input_ids_BT, self.taps, batch.packed_positions_BT))
+    def states(self, batch: Batch) -> TargetStates:
+        """Return the target's states over a batch of any conversations, computed now."""
+        return read_states(self.target.model, batch.input_ids_BT, self.taps, batch.packed_positions_BT)
 
     def evaluate(self, module: nn.Module) -> dict[str, float]:
         """Decode held-out prompts with the head as it stands, and say what its agreement with the answers promises."""
         assert isinstance(module, HeadObjective)
-        return self.held_out.score(self.proposer(module)) | self.prediction.score(module, self.inputs)
+        return self.held_out.score(self.proposer(module)) | self.prediction.score(module, self.states)
 
     def proposer(self, module: nn.Module) -> Proposer:
         """Return a copy of the head as it stands, at work."""
@@ -147,17 +146,6 @@ class HeadTask:
             head = self.family.build(self.config.head, self.target.model, self.vocabulary)
         head.load_state_dict(module.head.state_dict())
         return head
-
-
-def _inputs(batch: Batch, states: TargetStates, normalisers: Normalisers | None = None) -> HeadInputs:
-    return HeadInputs(
-        input_ids_BT=batch.input_ids_BT,
-        loss_mask_BT=batch.loss_mask_BT,
-        document_ids_BT=batch.document_ids_BT,
-        position_ids_BT=batch.position_ids_BT,
-        states=states,
-        normalisers=normalisers,
-    )
 
 
 def _metrics(result: HeadLoss) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -26,12 +26,13 @@ from torch import Tensor
 from configs.runtime.redaction import mask_arguments
 from configs.runtime.run_record import describe_git, describe_versions
 from configs.schema.training import HeldOutDecodingConfig
-from distill.dataset.batches import Batch, Example, collate
+from distill.dataset.batches import Example, collate
 from distill.dataset.conversations import Conversation
 from distill.loss.head_objective import HeadLoss, HeadObjective
 from eval.decoder.decode import Request, check_decodable, decode
-from heads.modules.interface import HeadInputs
+from heads.modules.interface import Batch
 from heads.proposers.protocol import Proposer
+from heads.target.hidden_states import TargetStates
 from heads.target.loading import Target
 from train.loop.checkpoints import Progress
 
@@ -107,12 +108,12 @@ class HeldOutPrediction:
         ]
 
     @torch.no_grad()
-    def score(self, objective: HeadObjective, inputs_of: Callable[[Batch], HeadInputs]) -> dict[str, float]:
+    def score(self, objective: HeadObjective, states_of: Callable[[Batch], TargetStates]) -> dict[str, float]:
         """Return what training promises; the objective is left in the mode it was in.
 
         Args:
             objective: the head under training, not wrapped.
-            inputs_of: reads the target's states over a batch.
+            states_of: reads the target's states over a batch.
 
         Returns:
             `conditional_k` and `joint_k` for each draft k of a round, over all places: whether the likeliest tokens agree at
@@ -122,7 +123,7 @@ class HeldOutPrediction:
         was_training = objective.training
         objective.eval()
         try:
-            tokens, rounds, *by_depth = self._counts(objective, inputs_of).tolist()
+            tokens, rounds, *by_depth = self._counts(objective, states_of).tolist()
         finally:
             objective.train(was_training)
         num_depths = len(by_depth) // 3
@@ -134,12 +135,12 @@ class HeldOutPrediction:
             metrics[f"joint_{number}"] = agreed / max(origins, 1)
         return metrics
 
-    def _counts(self, objective: HeadObjective, inputs_of: Callable[[Batch], HeadInputs]) -> Tensor:
+    def _counts(self, objective: HeadObjective, states_of: Callable[[Batch], TargetStates]) -> Tensor:
         """Return tokens and rounds of the walks, then by depth where all agreed, where all before did, and all places."""
         own = self.examples[self.accelerator.process_index :: self.accelerator.num_processes]
         counts = torch.stack(
             [
-                self._batch_counts(objective, inputs_of, examples)
+                self._batch_counts(objective, states_of, examples)
                 for examples in _batches(own or self.examples[:1], self.decode.batch_size)
             ]
         ).sum(0)
@@ -147,11 +148,11 @@ class HeldOutPrediction:
         return self.accelerator.reduce(counts if own else torch.zeros_like(counts), "sum")
 
     def _batch_counts(
-        self, objective: HeadObjective, inputs_of: Callable[[Batch], HeadInputs], examples: Sequence[Example]
+        self, objective: HeadObjective, states_of: Callable[[Batch], TargetStates], examples: Sequence[Example]
     ) -> Tensor:
-        batch = Batch(*(tensor.to(self.accelerator.device) for tensor in collate(examples)))
+        batch = collate(examples).to(self.accelerator.device)
         with self.accelerator.autocast():
-            result: HeadLoss = objective(inputs_of(batch), batch.loss_mask_BT[:, 1:].sum().clamp(min=1), 1)
+            result: HeadLoss = objective(batch, states_of(batch), batch.loss_mask_BT[:, 1:].sum().clamp(min=1), 1)
         accepted_BT = result.accepted_P.view_as(batch.input_ids_BT).tolist()
         walks = [
             walk(accepted_T, example.answer_start, len(example.input_ids), self.decode.num_speculative_tokens)

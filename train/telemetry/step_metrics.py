@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from distill.dataset.batches import NO_DOCUMENT, Batch
+from heads.modules.interface import NO_DOCUMENT, Batch
 from train.telemetry.step_clock import STEP_PARTS, StepClock
 from train.telemetry.utilization import FlopMeter
 

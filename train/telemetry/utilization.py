@@ -26,8 +26,8 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from configs.schema.training import ScheduleConfig
-from distill.dataset.batches import Batch
 from eval.cost.operation_counter import WorkCounter
+from heads.modules.interface import Batch
 
 log = logging.getLogger("draftsmith")
 

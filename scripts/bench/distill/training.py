@@ -27,10 +27,11 @@ from configs.schema.data import CacheConfig
 from configs.schema.training import DistillConfig, LossConfig
 from distill.cache.reader import TargetCache, check_fits, open_cache
 from distill.cache.writer import CacheJob
-from distill.dataset.batches import NO_DOCUMENT, Batch, ConversationDataset, make_loader
+from distill.dataset.batches import ConversationDataset, make_loader
 from distill.dataset.conversations import Conversation
 from distill.student.init import initial_draft
 from eval.stats.bootstrap import Interval
+from heads.modules.interface import NO_DOCUMENT, Batch
 from heads.target.loading import Target
 from scripts.bench.harness import Turn, speed_ratio, take_turns, with_bounds
 from scripts.bench.peers.trl_gkd import GkdPeer, trl_is_installed
@@ -209,9 +210,7 @@ def _in_turns(
 ) -> Turns:
     """Let every side take a step on every batch, timed until the loss is on the CPU."""
     loader = make_loader(dataset, batch_size, seed=setup.training.schedule.seed)
-    batches = [
-        Batch(*(tensor.to(setup.target.device) for tensor in batch)) for batch in islice(loader, setup.config.num_batches)
-    ]
+    batches = [batch.to(setup.target.device) for batch in islice(loader, setup.config.num_batches)]
 
     def timed(step: Callable[[Batch], float], batch: Batch, repeat: int) -> TrainingStep:
         return TrainingStep(num_tokens=int((batch.document_ids_BT != NO_DOCUMENT).sum()), loss=step(batch))

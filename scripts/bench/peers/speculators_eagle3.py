@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from configs.runtime.errors import first_line
 from configs.schema.heads import Eagle3Settings
-from distill.dataset.batches import Batch
 from heads.families.eagle3 import Eagle3
+from heads.modules.interface import Batch
 from heads.modules.layers import shape_like
 from heads.proposers.vocabulary import DraftVocabulary, head_rows
 from heads.target.hidden_states import final_norm

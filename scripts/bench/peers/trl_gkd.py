@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
 from configs.schema.training import OptimizerConfig
-from distill.dataset.batches import NO_DOCUMENT, Batch
+from heads.modules.interface import NO_DOCUMENT, Batch
 from heads.target.loading import Target
 
 IGNORED = -100  # TRL's label of a position that is not trained

@@ -5,8 +5,9 @@ import torch
 from accelerate.data_loader import prepare_data_loader
 
 from configs.runtime.errors import InputError
-from distill.dataset.batches import NO_DOCUMENT, BucketedBatchSampler, ConversationDataset, collate, make_loader
+from distill.dataset.batches import BucketedBatchSampler, ConversationDataset, collate, make_loader
 from distill.dataset.conversations import Conversation
+from heads.modules.interface import NO_DOCUMENT
 
 
 def conversation(prompt_ids, answer_ids):

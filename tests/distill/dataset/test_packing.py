@@ -11,10 +11,11 @@ from configs.schema.data import CacheConfig
 from configs.schema.training import DistillConfig
 from distill.cache.reader import open_cache
 from distill.cache.writer import CacheJob
-from distill.dataset.batches import NO_DOCUMENT, BucketedBatchSampler, ConversationDataset, Example, collate
+from distill.dataset.batches import BucketedBatchSampler, ConversationDataset, Example, collate
 from distill.dataset.conversations import Conversation
 from distill.dataset.packing import PackedBatchSampler, collate_packed, first_fit, make_packed_loader
 from distill.loss.draft_objective import target_hidden
+from heads.modules.interface import NO_DOCUMENT
 from heads.target.hidden_states import read_states
 
 PACK_LENGTH = 96

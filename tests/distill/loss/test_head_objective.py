@@ -9,7 +9,7 @@ from torch import nn
 from configs.schema.learning import LossConfig
 from distill.loss.head_objective import HeadObjective
 from heads.inference.causal_lm import head_logits
-from heads.modules.interface import Depth, HeadInputs, labelled_origins
+from heads.modules.interface import NO_DOCUMENT, Batch, Depth, labelled_origins
 from heads.target.hidden_states import read_states
 
 WIDTH, NUM_DEPTHS, VOCAB_SIZE = 6, 3, 64
@@ -34,10 +34,10 @@ class RandomHead(nn.Module):
         self.weight_WD = nn.Parameter(torch.randn(num_tokens, WIDTH, generator=generator, dtype=torch.float64))
         self.row_weights_KP = torch.rand(NUM_DEPTHS, 24, generator=generator).double() if row_weights else None
 
-    def forward(self, inputs):
+    def forward(self, batch, states):
         depths = []
         for depth in range(NUM_DEPTHS):
-            origins_N = self.keep(depth, labelled_origins(inputs, depth))
+            origins_N = self.keep(depth, labelled_origins(batch, depth))
             depths.append(
                 Depth(
                     hidden_ND=self.states_KPD[depth, origins_N],
@@ -59,19 +59,26 @@ def target(tiny_llama, as_target):
     return as_target(tiny_llama(seed=2, spread=4.0))
 
 
-@pytest.fixture(scope="module")
-def inputs(target):
+def make_batch():
     ids_BT = torch.randint(1, VOCAB_SIZE, (2, 12), generator=torch.Generator().manual_seed(0))
     mask_BT = torch.zeros(2, 12, dtype=torch.bool)
     for row, places in enumerate(LABELS):
         mask_BT[row, places] = True
-    return HeadInputs(
+    return Batch(
         input_ids_BT=ids_BT,
         loss_mask_BT=mask_BT,
-        document_ids_BT=DOCUMENTS_BT,
         position_ids_BT=torch.arange(12).expand(2, -1),
-        states=read_states(target.model, ids_BT, ()),
+        document_ids_BT=DOCUMENTS_BT,
+        conversations_BC=torch.tensor([[0, 1], [2, NO_DOCUMENT]]),
     )
+
+
+BATCH = make_batch()
+
+
+@pytest.fixture(scope="module")
+def states(target):
+    return read_states(target.model, BATCH.input_ids_BT, ())
 
 
 def origins_by_hand(depth):
@@ -85,17 +92,17 @@ def origins_by_hand(depth):
     return found
 
 
-def distributions(head, inputs, target, depth, place):
+def distributions(head, states, target, depth, place):
     """Return the target's distribution over all V tokens and the head's, 0 where it cannot speak, for one origin."""
     judged = place + depth + 1
-    p_V = head_logits(target.model, inputs.states.final_BTE.flatten(0, 1)[judged]).detach().softmax(-1)
+    p_V = head_logits(target.model, states.final_BTE.flatten(0, 1)[judged]).detach().softmax(-1)
     q_W = (head.weight_WD @ head.states_KPD[depth, place]).softmax(-1)
     if head.token_ids_W is None:
         return p_V, q_W
     return p_V, torch.zeros_like(p_V).index_put((head.token_ids_W,), q_W)
 
 
-def naive_value(name, p_V, q_V, inputs, judged):
+def naive_value(name, p_V, q_V, judged):
     can_say = q_V > 0
     if name == "forward_kl":  # what the draft cannot say it cannot learn: p among the tokens of the draft
         within = p_V[can_say] / p_V[can_say].sum()
@@ -104,22 +111,22 @@ def naive_value(name, p_V, q_V, inputs, judged):
         return (p_V - q_V).abs().sum() / 2
     if name == "negative_log_acceptance":
         return -torch.minimum(p_V, q_V).sum().log()
-    label = inputs.input_ids_BT.flatten()[judged + 1]
+    label = BATCH.input_ids_BT.flatten()[judged + 1]
     return -q_V[label].log() if can_say[label] else torch.zeros(())
 
 
 @REDUCED
 @pytest.mark.parametrize("name", ["forward_kl", "total_variation", "negative_log_acceptance", "cross_entropy"])
 @pytest.mark.parametrize("row_weights", [False, True], ids=["rows alike", "weighted rows"])
-def test_value_and_gradient_are_those_of_the_sum_written_out(target, inputs, name, token_ids_W, row_weights):
+def test_value_and_gradient_are_those_of_the_sum_written_out(target, states, name, token_ids_W, row_weights):
     head = RandomHead(token_ids_W, row_weights=row_weights)
     config = LossConfig(divergence=name, chunk_size=3)
-    found = HeadObjective(head, target, config)(inputs, torch.tensor(20.0, dtype=torch.float64), 2)
+    found = HeadObjective(head, target, config)(BATCH, states, torch.tensor(20.0, dtype=torch.float64), 2)
     expected, values = torch.zeros((), dtype=torch.float64), []
     for depth in range(NUM_DEPTHS):
         values.append(0.0)
         for place in origins_by_hand(depth):
-            value = naive_value(name, *distributions(head, inputs, target, depth, place), inputs, place + depth + 1)
+            value = naive_value(name, *distributions(head, states, target, depth, place), place + depth + 1)
             row_weight = head.row_weights_KP[depth, place] if row_weights else 1.0
             expected = expected + 0.5**depth / 1.75 * row_weight * value * 2 / 20  # of two processes
             values[-1] += float(value.detach())
@@ -131,11 +138,11 @@ def test_value_and_gradient_are_those_of_the_sum_written_out(target, inputs, nam
 
 
 @REDUCED
-def test_depths_count_their_labels_and_each_acceptance_counts_what_cannot_be_said_as_rejected(target, inputs, token_ids_W):
+def test_depths_count_their_labels_and_each_acceptance_counts_what_cannot_be_said_as_rejected(target, states, token_ids_W):
     head = RandomHead(token_ids_W)
-    found = HeadObjective(head, target, LossConfig())(inputs, torch.tensor(20.0), 1)
+    found = HeadObjective(head, target, LossConfig())(BATCH, states, torch.tensor(20.0), 1)
     for depth in range(NUM_DEPTHS):
-        seen = [overlap_and_agreement(head, inputs, target, depth, place) for place in origins_by_hand(depth)]
+        seen = [overlap_and_agreement(head, states, target, depth, place) for place in origins_by_hand(depth)]
         assert found.labels_K[depth] == len(seen)
         assert float(found.acceptance_K[depth]) == pytest.approx(sum(overlap for overlap, _ in seen), rel=1e-5)
         assert found.agrees_K[depth] == sum(agrees for _, agrees in seen)
@@ -154,20 +161,20 @@ def drop(depth, origins_N):
 
 @REDUCED
 @pytest.mark.parametrize("keep", [lambda depth, origins_N: origins_N.flip(0), drop], ids=["all, backwards", "some"])
-def test_chains_are_followed_from_the_origins_that_drafting_starts_from(target, inputs, token_ids_W, keep):
+def test_chains_are_followed_from_the_origins_that_drafting_starts_from(target, states, token_ids_W, keep):
     head = RandomHead(token_ids_W, keep=keep)
     with torch.no_grad():  # a head that often agrees, so that chains are longer than a step
         head.states_KPD[:] = head.states_KPD * 0.1
         head.weight_WD /= head.weight_WD.norm(dim=-1, keepdim=True)  # so that a state is likest to its own row
         for depth in range(NUM_DEPTHS):
-            for place in labelled_origins(inputs, depth).tolist():
+            for place in labelled_origins(BATCH, depth).tolist():
                 liked = int(
-                    distributions(head, inputs, target, depth, place)[0][... if token_ids_W is None else token_ids_W].argmax()
+                    distributions(head, states, target, depth, place)[0][... if token_ids_W is None else token_ids_W].argmax()
                 )
                 if place % 3:
                     head.states_KPD[depth, place] += 3 * head.weight_WD[liked] / head.weight_WD[liked].square().sum().sqrt()
-    found = HeadObjective(head, target, LossConfig(chunk_size=4))(inputs, torch.tensor(20.0), 1)
-    kept = [set(keep(depth, labelled_origins(inputs, depth)).tolist()) for depth in range(NUM_DEPTHS)]
+    found = HeadObjective(head, target, LossConfig(chunk_size=4))(BATCH, states, torch.tensor(20.0), 1)
+    kept = [set(keep(depth, labelled_origins(BATCH, depth)).tolist()) for depth in range(NUM_DEPTHS)]
     origins, joints, agreed, reached = ([0.0] * NUM_DEPTHS for _ in range(4))
     accepted = [0] * 24
     for row, places in enumerate(LABELS):
@@ -176,7 +183,7 @@ def test_chains_are_followed_from_the_origins_that_drafting_starts_from(target, 
             for depth in range(NUM_DEPTHS):
                 if place not in kept[depth]:
                     break
-                overlap, agrees_here = overlap_and_agreement(head, inputs, target, depth, place)
+                overlap, agrees_here = overlap_and_agreement(head, states, target, depth, place)
                 origins[depth] += 1
                 reached[depth] += agrees
                 product *= overlap
@@ -193,45 +200,45 @@ def test_chains_are_followed_from_the_origins_that_drafting_starts_from(target, 
     assert max(accepted) == 3
 
 
-def test_the_loss_does_not_depend_on_the_chunks(target, inputs):
+def test_the_loss_does_not_depend_on_the_chunks(target, states):
     head = RandomHead(IDS_W)
     losses = [
-        float(HeadObjective(head, target, LossConfig(chunk_size=size))(inputs, torch.tensor(20.0), 1).loss.detach())
+        float(HeadObjective(head, target, LossConfig(chunk_size=size))(BATCH, states, torch.tensor(20.0), 1).loss.detach())
         for size in (1, 5, 500)
     ]
     assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-6)
 
 
-def test_a_temperature_divides_both_sides_also_of_a_reduced_vocabulary(target, inputs):
+def test_a_temperature_divides_both_sides_also_of_a_reduced_vocabulary(target, states):
     head = RandomHead(IDS_W)
-    found = HeadObjective(head, target, LossConfig(temperature=2.0))(inputs, torch.tensor(20.0), 1)
+    found = HeadObjective(head, target, LossConfig(temperature=2.0))(BATCH, states, torch.tensor(20.0), 1)
     expected = 0.0
     for place in origins_by_hand(0):
-        logits_V = head_logits(target.model, inputs.states.final_BTE.flatten(0, 1)[place + 1]).detach() / 2
+        logits_V = head_logits(target.model, states.final_BTE.flatten(0, 1)[place + 1]).detach() / 2
         p_W = logits_V[IDS_W].softmax(-1)
         q_W = (head.weight_WD @ head.states_KPD[0, place] / 2).detach().softmax(-1)
         expected += 4 * float((p_W * (p_W / q_W).log()).sum())
     assert float(found.values_K[0]) == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_heads_guess_of_its_acceptance_is_trained_beside_the_divergence(target, inputs):
+def test_a_heads_guess_of_its_acceptance_is_trained_beside_the_divergence(target, states):
     plain, guessing = (
-        HeadObjective(RandomHead(IDS_W, confidence=confidence), target, LossConfig())(inputs, torch.tensor(20.0), 1).loss
+        HeadObjective(RandomHead(IDS_W, confidence=confidence), target, LossConfig())(BATCH, states, torch.tensor(20.0), 1).loss
         for confidence in (False, True)
     )
     head, expected = RandomHead(IDS_W), 0.0
     for depth in range(NUM_DEPTHS):
         for place in origins_by_hand(depth):
-            overlap, _ = overlap_and_agreement(head, inputs, target, depth, place)
+            overlap, _ = overlap_and_agreement(head, states, target, depth, place)
             guess = float(head.states_KPD.detach()[depth, place].sum().sigmoid())
             expected -= 0.7 * 0.5**depth / 1.75 / 20 * (overlap * math.log(guess) + (1 - overlap) * math.log(1 - guess))
     assert float((guessing - plain).detach()) == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_batch_without_labels_gives_a_loss_of_0_that_can_still_go_backward(target, inputs):
+def test_a_batch_without_labels_gives_a_loss_of_0_that_can_still_go_backward(target, states):
     head = RandomHead(IDS_W)
     found = HeadObjective(head, target, LossConfig())(
-        inputs._replace(loss_mask_BT=torch.zeros_like(inputs.loss_mask_BT)), torch.tensor(1.0), 1
+        BATCH._replace(loss_mask_BT=torch.zeros_like(BATCH.loss_mask_BT)), states, torch.tensor(1.0), 1
     )
     found.loss.backward()
     assert float(found.loss.detach()) == 0

@@ -7,9 +7,10 @@ import torch
 from accelerate.data_loader import prepare_data_loader
 
 from configs.schema.training import DistillConfig
-from distill.dataset.batches import NO_DOCUMENT, ConversationDataset, Example, collate, make_loader
+from distill.dataset.batches import ConversationDataset, Example, collate, make_loader
 from distill.dataset.conversations import Conversation
 from distill.student.on_policy import Rewriter, RowSelection, examples_of
+from heads.modules.interface import NO_DOCUMENT
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.vocabulary import DraftVocabulary, keep_head_rows
 from heads.sampling.probabilities import token_probabilities

@@ -33,12 +33,12 @@ TARGETS = sorted(CONFIGS)
 def test_the_training_forward_is_the_block_written_out(name):
     model = tiny_target(name)
     head = build(SETTINGS, model)
-    inputs = inputs_of(model, PROMPTS, head.taps)
-    T = inputs.input_ids_BT.shape[1]
-    depths = head(inputs)
+    batch, states = inputs_of(model, PROMPTS, head.taps)
+    T = batch.input_ids_BT.shape[1]
+    depths = head(batch, states)
     seen = 0
     for row, prompt in enumerate(PROMPTS):
-        taps_TF = inputs.states.joined_BTF[row]
+        taps_TF = states.joined_BTF[row]
         for anchor in range(1, len(prompt) - 1):
             states_SD = naive_block(head, model, taps_TF[:anchor], prompt[anchor], anchor)
             for depth in range(min(SETTINGS.block_size, len(prompt) - anchor) - 1):
@@ -98,10 +98,10 @@ def rotated(x_H, position, theta):
 def test_a_block_sees_no_other_block_and_nothing_from_its_anchor_on():
     model = tiny_target("llama")
     head = build(SETTINGS, model)
-    inputs = inputs_of(model, [list(range(10, 30))], head.taps)
-    changed = inputs.states.map(lambda states_BTE: torch.cat([states_BTE[:, :8], states_BTE[:, 8:] + 1.0], 1))
-    ids_BT = torch.cat([inputs.input_ids_BT[:, :9], inputs.input_ids_BT[:, 9:] + 30], 1)
-    for depth, other in zip(head(inputs), head(inputs._replace(states=changed, input_ids_BT=ids_BT)), strict=True):
+    batch, states = inputs_of(model, [list(range(10, 30))], head.taps)
+    changed = states.map(lambda states_BTE: torch.cat([states_BTE[:, :8], states_BTE[:, 8:] + 1.0], 1))
+    ids_BT = torch.cat([batch.input_ids_BT[:, :9], batch.input_ids_BT[:, 9:] + 30], 1)
+    for depth, other in zip(head(batch, states), head(batch._replace(input_ids_BT=ids_BT), changed), strict=True):
         equal_N = (depth.hidden_ND == other.hidden_ND).all(-1)
         torch.testing.assert_close(equal_N, depth.origins_N < 8)  # the anchor at 8 reads states up to 7
 
@@ -168,7 +168,7 @@ def test_depths_weigh_as_their_slots_and_rows_as_the_anchors_they_stand_for():
     model = tiny_target("llama")
     head = build(SETTINGS.model_copy(update={"num_anchors": 4}), model).train()
     torch.manual_seed(0)
-    depths = head(inputs_of(model, [list(range(1, 20)), list(range(1, 5))], head.taps))
+    depths = head(*inputs_of(model, [list(range(1, 20)), list(range(1, 5))], head.taps))
     assert [depth.weight for depth in depths] == pytest.approx([math.exp(-slot / 4.0) for slot in range(4)])
     # The rows have 17 and 2 anchors that another answer's token follows; 4 of the first are drawn.
     assert depths[0].row_weights_N.tolist() == pytest.approx([17 / 4] * 4 + [1.0] * 2)
@@ -177,7 +177,7 @@ def test_depths_weigh_as_their_slots_and_rows_as_the_anchors_they_stand_for():
 def test_a_row_without_anchors_gives_a_loss_of_no_rows_that_can_still_go_backward():
     model = tiny_target("llama")
     head = build(SETTINGS, model).train()
-    depths = head(inputs_of(model, [[1, 2, 3]], head.taps, answer_start=2))
+    depths = head(*inputs_of(model, [[1, 2, 3]], head.taps, answer_start=2))
     assert [len(depth.origins_N) for depth in depths] == [0] * 4
     sum(depth.hidden_ND.sum() for depth in depths).backward()
     assert head.fc.weight.grad is not None

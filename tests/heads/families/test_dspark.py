@@ -67,8 +67,8 @@ def test_an_untrained_bias_leaves_dflashs_logits_as_they_are():
     settings = DFlashSettings(**SETTINGS.model_dump(exclude={"kind", "markov_rank", "confidence_weight"}), kind="dflash")
     plain, head = build(settings, model, stir=0.0), build(SETTINGS, model, stir=0.0)
     head.load_state_dict(plain.state_dict(), strict=False)
-    inputs = inputs_of(model, PROMPTS, head.taps)
-    for depth, expected in zip(head(inputs), plain(inputs), strict=True):
+    batch, states = inputs_of(model, PROMPTS, head.taps)
+    for depth, expected in zip(head(batch, states), plain(batch, states), strict=True):
         torch.testing.assert_close(depth.logits_of(depth.hidden_ND), expected.logits_of(expected.hidden_ND))
 
 
@@ -76,12 +76,12 @@ def test_an_untrained_bias_leaves_dflashs_logits_as_they_are():
 def test_the_bias_of_a_slot_is_that_of_the_texts_token_before_it():
     model = tiny_target("gemma3")  # caps the head's logits, not the bias
     head = build(SETTINGS, model)
-    inputs = inputs_of(model, PROMPTS, head.taps)
+    batch, states = inputs_of(model, PROMPTS, head.taps)
     w1_VR, w2_VR = head.markov_head.markov_w1.weight, head.markov_head.markov_w2.weight
-    for slot, depth in enumerate(head(inputs), start=1):
+    for slot, depth in enumerate(head(batch, states), start=1):
         logits_NV = depth.logits_of(depth.hidden_ND)
         for row, origin in enumerate(depth.origins_N.tolist()):
-            before = int(inputs.input_ids_BT.flatten()[origin + slot])
+            before = int(batch.input_ids_BT.flatten()[origin + slot])
             state_D = depth.hidden_ND[row, :32]
             bias_V = torch.stack([w2_R @ w1_VR[before] for w2_R in w2_VR])
             torch.testing.assert_close(logits_NV[row], head_logits(model, state_D) + bias_V)
@@ -91,11 +91,11 @@ def test_the_guess_costs_its_cross_entropy_with_the_acceptance_and_no_gradient_f
     target = as_target(tiny_target("llama"))
     head = build(SETTINGS.model_copy(update={"confidence_weight": 0.7}), target.model).train()
     silent = build(SETTINGS.model_copy(update={"confidence_weight": 0.0}), target.model).train()
-    inputs = inputs_of(target.model, PROMPTS, head.taps)
+    batch, states = inputs_of(target.model, PROMPTS, head.taps)
     num_labels = torch.tensor(11)
-    with_guess = HeadObjective(head, target, LossConfig())(inputs, num_labels, 2).loss
-    without = HeadObjective(silent, target, LossConfig())(inputs, num_labels, 2).loss
-    expected = naive_guess_loss(silent, target.model, inputs) * 0.7 * 2 / num_labels
+    with_guess = HeadObjective(head, target, LossConfig())(batch, states, num_labels, 2).loss
+    without = HeadObjective(silent, target, LossConfig())(batch, states, num_labels, 2).loss
+    expected = naive_guess_loss(silent, target.model, batch, states) * 0.7 * 2 / num_labels
     torch.testing.assert_close(with_guess - without, expected, check_dtype=False)
     difference = [
         first - second
@@ -110,12 +110,12 @@ def test_the_guess_costs_its_cross_entropy_with_the_acceptance_and_no_gradient_f
         torch.testing.assert_close(found, torch.zeros_like(found) if gradient is None else gradient, atol=1e-6, rtol=1e-4)
 
 
-def naive_guess_loss(head, model, inputs):
+def naive_guess_loss(head, model, batch, states):
     """Return the sum over slots and rows of the weighted cross-entropy, per unit of label count."""
-    depths = head(inputs)
+    depths = head(batch, states)
     total = 0.0
     for depth in depths:
-        p_NV = head_logits(model, flat(inputs.states.final_BTE, depth.judged_N)).softmax(-1)
+        p_NV = head_logits(model, flat(states.final_BTE, depth.judged_N)).softmax(-1)
         q_NV = depth.logits_of(depth.hidden_ND).detach().softmax(-1)
         for row in range(len(depth.origins_N)):
             stays = 1 - 0.5 * (p_NV[row] - q_NV[row]).abs().sum()
@@ -134,7 +134,7 @@ def test_the_guesses_of_a_proposal_are_kept_with_the_proposer():
     sampling = SamplingConfig(temperature=1.0)
     proposal = proposer.propose(tokens, 3, sampling, Streams(4, [0, 1], model.device), keep_logits=True)
     texts = [[*row, *drafts] for row, drafts in zip(tokens, proposal.tokens_BG.tolist(), strict=True)]
-    depths = head(inputs_of(model, texts, head.taps))
+    depths = head(*inputs_of(model, texts, head.taps))
     place = len(PROMPTS[0]) - 1
     expected_BG = torch.stack(
         [

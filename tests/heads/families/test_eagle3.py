@@ -45,11 +45,11 @@ def target(as_target):
 def test_the_training_forward_is_the_chain_written_out(name, settings):
     model = checks.tiny_target(name)
     head = checks.build(settings, model)
-    inputs = checks.inputs_of(model, checks.PROMPTS, head.taps)
-    T = inputs.input_ids_BT.shape[1]
-    depths = head(inputs)
+    batch, states = checks.inputs_of(model, checks.PROMPTS, head.taps)
+    T = batch.input_ids_BT.shape[1]
+    depths = head(batch, states)
     for row, prompt in enumerate(checks.PROMPTS):
-        expected = naive_chains(head, model, [tap_BTE[row] for tap_BTE in inputs.states.taps_ABTE], prompt)
+        expected = naive_chains(head, model, [tap_BTE[row] for tap_BTE in states.taps_ABTE], prompt)
         for depth, of_depth in enumerate(expected):
             for origin in range(len(prompt) - 2 - depth):
                 found_1D = checks.hidden_at(depths, depth, row * T + origin)
@@ -181,13 +181,13 @@ def test_a_head_that_starts_from_the_next_block_says_what_that_block_would(targe
     settings = PLAIN.model_copy(update={"init_block": 2, "taps": [1, 2]})
     head = Eagle3(settings, target.model, None).to(target.model.dtype)
     nn.init.zeros_(head.layers[0].input_layernorm.weight)  # the embedding's half is silent
-    inputs = checks.inputs_of(target.model, checks.PROMPTS, (1, 2, 3))
-    low_BTE, feature_BTE, after_BTE = inputs.states.taps_ABTE
+    batch, states = checks.inputs_of(target.model, checks.PROMPTS, (1, 2, 3))
+    low_BTE, feature_BTE, after_BTE = states.taps_ABTE
     joined_BTF = torch.cat([torch.zeros_like(low_BTE), feature_BTE], -1)
-    rotation = head.rotary(feature_BTE, inputs.position_ids_BT)
-    unrolled = UnrolledKeys(causal_mask(inputs.document_ids_BT))
-    states_BTD = head.layers[0](head.embed(inputs.input_ids_BT), head.fuse(joined_BTF), rotation, unrolled)
-    known_BT = inputs.document_ids_BT >= 0
+    rotation = head.rotary(feature_BTE, batch.position_ids_BT)
+    unrolled = UnrolledKeys(causal_mask(batch.document_ids_BT))
+    states_BTD = head.layers[0](head.embed(batch.input_ids_BT), head.fuse(joined_BTF), rotation, unrolled)
+    known_BT = batch.document_ids_BT >= 0
     torch.testing.assert_close(states_BTD[known_BT], after_BTE[known_BT], atol=0.02, rtol=0.02)
 
 
@@ -207,16 +207,16 @@ def test_a_block_that_layers_cannot_start_from_is_refused(name, number, sentence
 
 def test_taps_are_noisy_in_training_alone_and_the_noise_follows_the_seed(target):
     head = checks.build(PLAIN.model_copy(update={"tap_noise": 0.1}), target.model)
-    inputs = checks.inputs_of(target.model, checks.PROMPTS, head.taps)
+    batch, states = checks.inputs_of(target.model, checks.PROMPTS, head.taps)
 
-    def states(seed):
+    def hidden(seed):
         torch.manual_seed(seed)
-        return head(inputs)[0].hidden_ND
+        return head(batch, states)[0].hidden_ND
 
-    assert torch.equal(states(0), states(1))
+    assert torch.equal(hidden(0), hidden(1))
     head.train()
-    assert torch.equal(states(0), states(0))
-    assert not torch.allclose(states(0), states(1))
+    assert torch.equal(hidden(0), hidden(0))
+    assert not torch.allclose(hidden(0), hidden(1))
 
 
 def test_a_head_served_in_bfloat16_turns_far_positions_as_the_trained_one(tiny_llama):

@@ -87,22 +87,22 @@ def test_each_depth_reads_the_state_of_the_origin_and_the_tokens_after_it(settin
     model = checks.tiny_target(name)
     head = checks.build(settings, model)
     rows = [[7, 12, 3, 44, 9, 30], [20, 9, 31, 2]]
-    inputs = checks.inputs_of(model, rows, head.taps)
+    batch, states = checks.inputs_of(model, rows, head.taps)
     embedding = model.get_input_embeddings()
-    states = [list(inputs.states.final_BTE[number, : len(row)]) for number, row in enumerate(rows)]
+    read = [list(states.final_BTE[number, : len(row)]) for number, row in enumerate(rows)]
     if settings.prefix_attention:
-        states = [naive_prefix(head.prefix_layer, shape_like(model), row) for row in states]
+        read = [naive_prefix(head.prefix_layer, shape_like(model), row) for row in read]
     if settings.prefix_norm:
         epsilon = shape_like(model).norm_epsilon
-        states = [[naive_norm(head.prefix_norm, state_E, epsilon) for state_E in row] for row in states]
-    depths = head(inputs)
+        read = [[naive_norm(head.prefix_norm, state_E, epsilon) for state_E in row] for row in read]
+    depths = head(batch, states)
     assert [depth.origins_N.tolist() for depth in depths] == [[0, 1, 2, 3, 6, 7], [0, 1, 2, 6], [0, 1]]
     for number, depth in enumerate(depths):
         assert (depth.judged_N == depth.origins_N + number + 1).all()
         for place, hidden_E in zip(depth.origins_N.tolist(), depth.hidden_ND, strict=True):
             row, origin = divmod(place, 6)
             known = [embedding(torch.tensor(rows[row][origin + 1 + ahead])) for ahead in range(number + 1)]
-            expected_E = naive_head(head.blocks[number], [states[row][origin], *known])
+            expected_E = naive_head(head.blocks[number], [read[row][origin], *known])
             # transformers turns queries and keys by float32 angles, whatever the dtype.
             torch.testing.assert_close(hidden_E, expected_E, atol=1e-5, rtol=1e-5)
 
@@ -110,7 +110,7 @@ def test_each_depth_reads_the_state_of_the_origin_and_the_tokens_after_it(settin
 @torch.no_grad()
 def test_own_output_heads_say_each_their_depth(target):
     head = checks.build(PUBLISHED, target.model)
-    depths = head(checks.inputs_of(target.model, checks.PROMPTS, head.taps))
+    depths = head(*checks.inputs_of(target.model, checks.PROMPTS, head.taps))
     for number, depth in enumerate(depths):
         own = head.lm_heads[number]
         torch.testing.assert_close(depth.logits_of(depth.hidden_ND), depth.hidden_ND @ own.weight.T + own.bias)
@@ -120,9 +120,9 @@ def test_own_output_heads_say_each_their_depth(target):
 def test_an_untrained_head_repeats_the_targets_word_on_the_next_token():
     model = checks.tiny_target("gemma3")
     head = FAMILIES["hydra"].build(PLAIN, model, None).to(model.dtype)
-    inputs = checks.inputs_of(model, checks.PROMPTS, head.taps)
-    logits_PV = head_logits(model, inputs.states.final_BTE).flatten(0, 1)
-    for depth in head(inputs):
+    batch, states = checks.inputs_of(model, checks.PROMPTS, head.taps)
+    logits_PV = head_logits(model, states.final_BTE).flatten(0, 1)
+    for depth in head(batch, states):
         torch.testing.assert_close(depth.logits_of(depth.hidden_ND), logits_PV[depth.origins_N])
 
 

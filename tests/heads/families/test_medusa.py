@@ -42,15 +42,15 @@ def test_each_depth_is_its_own_blocks_on_the_state_of_the_origin():
     model = checks.tiny_target("llama")
     head = checks.build(SHARED, model)
     rows = [[7, 12, 3, 44, 9], [20, 9, 31]]
-    inputs = checks.inputs_of(model, rows, head.taps)
-    depths = head(inputs)
+    batch, states = checks.inputs_of(model, rows, head.taps)
+    depths = head(batch, states)
     # Row 0 holds x_{j+2+k} for j < 3 - k, row 1 (places 5 to 9) for j < 1 - k.
     assert [depth.origins_N.tolist() for depth in depths] == [[0, 1, 2, 5], [0, 1], [0]]
     assert [depth.judged_N.tolist() for depth in depths] == [[1, 2, 3, 6], [2, 3], [3]]
     assert [depth.weight for depth in depths] == pytest.approx([1.0, 0.8, 0.64])
     for number, depth in enumerate(depths):
         for place, hidden_E in zip(depth.origins_N.tolist(), depth.hidden_ND, strict=True):
-            expected_E = naive_blocks(head.blocks[number], inputs.states.final_BTE[place // 5, place % 5])
+            expected_E = naive_blocks(head.blocks[number], states.final_BTE[place // 5, place % 5])
             torch.testing.assert_close(hidden_E, expected_E)
 
 
@@ -59,9 +59,9 @@ def test_each_depth_is_its_own_blocks_on_the_state_of_the_origin():
 def test_an_untrained_head_repeats_the_targets_word_on_the_next_token(settings):
     model = checks.tiny_target("gemma3")
     head = FAMILIES["medusa"].build(settings, model, None).to(model.dtype)
-    inputs = checks.inputs_of(model, checks.PROMPTS, head.taps)
-    logits_PV = head_logits(model, inputs.states.final_BTE).flatten(0, 1)
-    for depth in head(inputs):
+    batch, states = checks.inputs_of(model, checks.PROMPTS, head.taps)
+    logits_PV = head_logits(model, states.final_BTE).flatten(0, 1)
+    for depth in head(batch, states):
         logits_NV = depth.logits_of(depth.hidden_ND)  # output heads of their own are float32 copies
         torch.testing.assert_close(logits_NV, logits_PV[depth.origins_N], atol=1e-5, rtol=1e-5)
 

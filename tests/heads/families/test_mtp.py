@@ -84,9 +84,9 @@ def naive_own(head, model, ids, states_TD, origin, num_depths, number, hidden_fi
 
 def assert_states_are_naive(head, model, number, tolerance=1e-5, *, hidden_first=False, pre_norm=False):
     ids = checks.PROMPTS[1]
-    inputs = checks.inputs_of(model, [ids], head.taps)
-    depths = head(inputs)
-    states_TD = (inputs.states.taps_ABTE[0] if pre_norm else inputs.states.final_BTE)[0]
+    batch, states = checks.inputs_of(model, [ids], head.taps)
+    depths = head(batch, states)
+    states_TD = (states.taps_ABTE[0] if pre_norm else states.final_BTE)[0]
     naive = naive_shared if head.settings.shared_depths else naive_own
     seen = 0
     for origin in range(len(ids) - 2):
@@ -136,8 +136,8 @@ def test_modules_of_their_own_are_transformers_mtp_layers():
     assert missing.unexpected_keys == []
     assert not [name for name in missing.missing_keys if name.startswith("layers.")]
     ids_BT = torch.tensor([checks.PROMPTS[1]])
-    inputs = checks.inputs_of(model, checks.PROMPTS[1:2], head.taps)
-    depths, states_BTD = head(inputs), inputs.states.final_BTE
+    batch, states = checks.inputs_of(model, checks.PROMPTS[1:2], head.taps)
+    depths, states_BTD = head(batch, states), states.final_BTE
     for depth in range(3):
         T = ids_BT.shape[1] - 1 - depth
         positions_BT = torch.arange(T).unsqueeze(0) + 1 + depth

@@ -36,17 +36,17 @@ def target(as_target):
 def test_the_training_forward_is_every_element_written_out(name, settings):
     model = checks.tiny_target(name)
     head = checks.build(settings, model)
-    inputs = checks.inputs_of(model, checks.PROMPTS, head.taps)
-    T = inputs.input_ids_BT.shape[1]
-    depths = head(inputs)
+    batch, states = checks.inputs_of(model, checks.PROMPTS, head.taps)
+    T = batch.input_ids_BT.shape[1]
+    depths = head(batch, states)
     for row, prompt in enumerate(checks.PROMPTS):
-        expected = naive_elements(head, model, [tap_BTE[row] for tap_BTE in inputs.states.taps_ABTE], prompt)
+        expected = naive_elements(head, model, [tap_BTE[row] for tap_BTE in states.taps_ABTE], prompt)
         for depth, of_depth in enumerate(expected):
             for origin in range(len(prompt) - 2 - depth):
                 found_1D = checks.hidden_at(depths, depth, row * T + origin)
                 torch.testing.assert_close(found_1D[0], of_depth[origin], atol=1e-5, rtol=1e-5)
     for depth, each in enumerate(depths):
-        assert torch.equal(each.origins_N, labelled_origins(inputs, depth))
+        assert torch.equal(each.origins_N, labelled_origins(batch, depth))
         assert torch.equal(each.judged_N, each.origins_N + depth + 1)
         assert each.row_weights_N.tolist() == [1.0] * len(each.origins_N)
     assert [each.weight for each in depths] == pytest.approx([0.8**depth for depth in range(settings.num_depths)])
@@ -110,10 +110,10 @@ def test_gradients_reach_every_parameter_and_none_of_the_target(settings, target
 
 def test_a_forward_that_keeps_some_origins_gives_them_the_states_of_one_that_keeps_all(target):
     head = checks.build(ALL_OPTIONS.model_copy(update={"keep_share": 0.6}), target.model)
-    inputs = checks.inputs_of(target.model, [*checks.PROMPTS, list(range(5, 30))], head.taps)
-    whole = head(inputs)
+    batch, states = checks.inputs_of(target.model, [*checks.PROMPTS, list(range(5, 30))], head.taps)
+    whole = head(batch, states)
     torch.manual_seed(0)
-    sampled = head.train()(inputs)
+    sampled = head.train()(batch, states)
     for depth, (some, all_) in enumerate(zip(sampled, whole, strict=True)):
         places = [all_.origins_N.tolist().index(origin) for origin in some.origins_N.tolist()]
         torch.testing.assert_close(some.hidden_ND, all_.hidden_ND[places], atol=1e-5, rtol=1e-5)
@@ -122,11 +122,11 @@ def test_a_forward_that_keeps_some_origins_gives_them_the_states_of_one_that_kee
 
 def test_kept_origins_are_nested_as_many_as_asked_and_drawn_anew():
     rows = [list(range(1, 43)), list(range(1, 13))]
-    inputs = checks.inputs_of(checks.tiny_target("llama"), rows, [1], answer_start=2)
+    batch, _ = checks.inputs_of(checks.tiny_target("llama"), rows, [1], answer_start=2)
     num_labels = torch.tensor([40, 10])  # depth 0 of origins 0 to T - 3
     shares = [1.0, 0.7, 0.49, 0.343, 0.2401]
     torch.manual_seed(0)
-    drawn = [kept_depths(inputs, shares) for _ in range(2)]
+    drawn = [kept_depths(batch, shares) for _ in range(2)]
     assert not torch.equal(drawn[0][0], drawn[1][0])
     for depths_BT, weights_BK in drawn:
         for depth, share in enumerate(shares):
@@ -136,20 +136,20 @@ def test_kept_origins_are_nested_as_many_as_asked_and_drawn_anew():
             assert bool(((kept_B <= wanted_B) & (kept_B >= wanted_B - depth)).all())
             torch.testing.assert_close(weights_BK[:, depth], num_labels / wanted_B)
             assert not depths_BT[0, 40 - depth :].gt(depth).any()
-    everything_BT, weights_BK = kept_depths(inputs, [1.0] * 5)
+    everything_BT, weights_BK = kept_depths(batch, [1.0] * 5)
     assert everything_BT[0].tolist() == [5] * 36 + [4, 3, 2, 1, 0, 0]
     assert weights_BK.unique().tolist() == [1.0]
 
 
 def test_the_sampled_loss_is_the_whole_one_on_average(target):
     head = checks.build(PLAIN.model_copy(update={"keep_share": 0.5, "min_keep_share": 0.1}), target.model)
-    inputs = checks.inputs_of(target.model, [list(range(3, 20)), list(range(30, 41))], head.taps)
+    batch, states = checks.inputs_of(target.model, [list(range(3, 20)), list(range(30, 41))], head.taps)
     objective = HeadObjective(head, target, LossConfig())
     with torch.no_grad():
-        whole = objective(inputs, torch.tensor(20.0), 1).loss
+        whole = objective(batch, states, torch.tensor(20.0), 1).loss
         head.train()
         torch.manual_seed(0)
-        sampled = torch.stack([objective(inputs, torch.tensor(20.0), 1).loss for _ in range(60)])
+        sampled = torch.stack([objective(batch, states, torch.tensor(20.0), 1).loss for _ in range(60)])
     error = sampled.std() / len(sampled) ** 0.5
     assert 0 < error < 0.02 * whole
     assert abs(sampled.mean() - whole) < 3 * error
@@ -158,17 +158,17 @@ def test_the_sampled_loss_is_the_whole_one_on_average(target):
 @pytest.mark.parametrize("rows", [[[5, 6]], [[5, 6, 7]], [[5, 6, 7], list(range(4, 12))]], ids=["none", "one", "ragged"])
 def test_texts_shorter_than_the_depths_can_be_trained_on(target, rows):
     head = checks.build(PLAIN, target.model).train()
-    inputs = checks.inputs_of(target.model, rows, head.taps)
-    loss = HeadObjective(head, target, LossConfig())(inputs, torch.tensor(4.0), 1)
+    batch, states = checks.inputs_of(target.model, rows, head.taps)
+    loss = HeadObjective(head, target, LossConfig())(batch, states, torch.tensor(4.0), 1)
     loss.loss.backward()
     assert loss.labels_K[0] == sum(len(row) - 2 for row in rows)
     assert head.mask_hidden.grad is not None  # of 0 perhaps: processes that train together expect one from each
 
 
 def test_one_depth_alone_has_no_further_elements(target):
-    inputs = checks.inputs_of(target.model, checks.PROMPTS, PLAIN.taps)
-    (alone,) = checks.build(PLAIN.model_copy(update={"num_depths": 1}), target.model)(inputs)
-    first, *_ = checks.build(PLAIN, target.model)(inputs)
+    batch, states = checks.inputs_of(target.model, checks.PROMPTS, PLAIN.taps)
+    (alone,) = checks.build(PLAIN.model_copy(update={"num_depths": 1}), target.model)(batch, states)
+    first, *_ = checks.build(PLAIN, target.model)(batch, states)
     torch.testing.assert_close(alone.hidden_ND, first.hidden_ND, atol=1e-5, rtol=1e-5)
 
 

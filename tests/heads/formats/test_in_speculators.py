@@ -58,7 +58,7 @@ def shifted(written, ids_BT):
 
 
 def own_depths(written, ids_BT):
-    return written.head(checks.inputs_of(written.model, ids_BT.tolist(), written.head.taps))
+    return written.head(*checks.inputs_of(written.model, ids_BT.tolist(), written.head.taps))
 
 
 @pytest.mark.parametrize(

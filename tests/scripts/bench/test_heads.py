@@ -343,7 +343,7 @@ def test_no_label_of_a_case_can_be_reached_from_another_conversation(target, fol
     for labels, own in cases.items():
         assert len(own) == 2
         for case in own:
-            mask_BT, real_BT = case.ours.loss_mask_BT, case.ours.document_ids_BT >= 0
+            mask_BT, real_BT = case.batch.loss_mask_BT, case.batch.document_ids_BT >= 0
             assert not mask_BT[:, : K + 1].any()
             if labels == EVERY_TOKEN:
                 assert torch.equal(mask_BT[:, K + 1 :], real_BT[:, K + 1 :])
@@ -390,7 +390,7 @@ def test_a_shift_by_one_is_seen(target, folder, tmp_path):
     accelerator = make_accelerator(recipe.schedule, tmp_path)
     task = make_task(recipe, target, accelerator)
     case = make_cases(1, task)[ANSWERS][0]
-    shifted = dataclasses.replace(case, ours=case.ours._replace(loss_mask_BT=case.ours.loss_mask_BT.roll(-1, 1)))
+    shifted = dataclasses.replace(case, batch=case.batch._replace(loss_mask_BT=case.batch.loss_mask_BT.roll(-1, 1)))
     ours, theirs = our_side(task, accelerator), their_side(task, accelerator)
     off = TrainingComparison(
         turns={},

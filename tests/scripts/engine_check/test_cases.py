@@ -251,7 +251,7 @@ def taught(head, bench):
     optimizer = torch.optim.Adam(head.parameters(), lr=0.03)
     for text in 10 * texts:
         losses = []
-        for depth, said in enumerate(head(checks.inputs_of(bench.endless.model, [text], head.taps))):
+        for depth, said in enumerate(head(*checks.inputs_of(bench.endless.model, [text], head.taps))):
             places_N = said.origins_N + 2 + depth  # a draft reads x_{j+1} beside the states of j
             known_N = places_N < len(text)
             labels_N = torch.tensor(text)[places_N[known_N]]

@@ -47,16 +47,16 @@ def test_a_head_that_drafts_from_another_place_falls_short_of_the_prediction(hea
 def test_the_shares_by_depth_are_those_counted_place_by_place(head_task, greedy_rows):
     task = head_task("medusa")
     train_some(task, greedy_rows, steps=30)
-    metrics = task.prediction.score(task.module, task.inputs)
+    metrics = task.prediction.score(task.module, task.states)
     reached, agreed, origins = [0] * 3, [0] * 3, [0] * 3
     for row in greedy_rows[:5]:
         answer = row.answer_ids[:12]
         ids, first = row.prompt_ids + answer, len(row.prompt_ids) - 1
-        inputs = task.inputs(collate([Example(ids, len(row.prompt_ids))]))
+        states = task.states(collate([Example(ids, len(row.prompt_ids))]))
         for origin in range(first, len(ids) - 2):
             alive = True
             for depth in range(min(3, len(ids) - 2 - origin)):
-                drafted = task.module.head.draft_logits(inputs.states.final_BTE[:, origin], 3)[depth].argmax()
+                drafted = task.module.head.draft_logits(states.final_BTE[:, origin], 3)[depth].argmax()
                 wanted = task.target.model(input_ids=torch.tensor([ids[: origin + 2 + depth]])).logits[0, -1].argmax()
                 reached[depth] += alive
                 alive = alive and bool(drafted == wanted)
@@ -73,13 +73,13 @@ def test_the_batch_size_and_the_mode_change_nothing(head_task, greedy_rows):
     train_some(task, greedy_rows, steps=10)
     task.module.train()
     state = torch.get_rng_state()
-    metrics = task.prediction.score(task.module, task.inputs)
+    metrics = task.prediction.score(task.module, task.states)
     assert task.module.training
     assert torch.equal(torch.get_rng_state(), state)
     settings = task.config.held_out.model_dump()
     settings["decode"]["batch_size"] = 5
     whole = HeldOutPrediction(HeldOutDecodingConfig.model_validate(settings), greedy_rows, task.held_out.accelerator)
-    assert whole.score(task.module.eval(), task.inputs) == pytest.approx(metrics, abs=1e-6)
+    assert whole.score(task.module.eval(), task.states) == pytest.approx(metrics, abs=1e-6)
     assert not task.module.training
 
 
@@ -87,7 +87,7 @@ def test_sampled_decoding_has_no_prediction(head_task, greedy_rows):
     decode = {"num_speculative_tokens": 2, "max_new_tokens": 8, "temperature": 1.0}
     task = head_task("medusa")
     settings = HeldOutDecodingConfig.model_validate({"num_prompts": 3, "decode": decode})
-    metrics = HeldOutPrediction(settings, greedy_rows, task.held_out.accelerator).score(task.module, task.inputs)
+    metrics = HeldOutPrediction(settings, greedy_rows, task.held_out.accelerator).score(task.module, task.states)
     assert "predicted_tau" not in metrics
     assert "joint_2" in metrics
     assert "joint_3" not in metrics

@@ -79,11 +79,11 @@ def test_a_head_of_one_block_gets_one_that_does_nothing(publish):
     fitted = fit(read_foreign(written.out), written.model)
     for name in later:
         written.head.state_dict()[name].zero_()
-    inputs = checks.inputs_of(written.model, checks.PROMPTS, ())
-    expected = [depth.hidden_ND for depth in written.head(inputs)]
+    batch, states = checks.inputs_of(written.model, checks.PROMPTS, ())
+    expected = [depth.hidden_ND for depth in written.head(batch, states)]
     head = checks.build(fitted.settings, written.model)
     head.load_state_dict({name: stored.load() for name, stored in fitted.weights.items()})
-    for depth, hidden_ND in zip(head(inputs), expected, strict=True):
+    for depth, hidden_ND in zip(head(batch, states), expected, strict=True):
         torch.testing.assert_close(depth.hidden_ND, hidden_ND)
 
 
