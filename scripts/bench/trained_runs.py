@@ -60,7 +60,7 @@ class TrainingRun:
         return (self.folder / OUTCOME).is_file()
 
     def read_outcome(self) -> dict[str, Any]:
-        """Return how the training ended: `train.loop.loop.Outcome` as a dict.
+        """Return how the training ended: `train.loop.loop.TrainingResult` as a dict.
 
         Raises:
             InputError: the run's folder is damaged.

@@ -1,12 +1,11 @@
-"""Checkpoints: everything a run needs to go on as if it had not stopped, written beside, synced and renamed.
+"""Checkpoints: everything a run needs to resume as if it had not stopped, written to a scratch folder, synced and renamed.
 
 accelerate writes model, optimiser and random states; `progress.json` adds the place in the data, the best score and the
-schedule. `checkpoint.json` comes last: it names every file with its SHA-256 and says which run they belong to. A checkpoint
-that is cut short, damaged or another run's is passed over with a warning, and the one before it is taken.
+schedule. `checkpoint.json` comes last: it names every file with its SHA-256 and the run they belong to. A checkpoint that is
+cut short, damaged or another run's is passed over with a warning, and the one before it is taken.
 
-accelerate's way to keep further objects (`register_for_checkpointing`) is left out on purpose: it reads them back with a
-pickle that may run code. What is read here is JSON, safetensors, or loaded with `weights_only`; only DeepSpeed and FSDP read
-their own files in their own ways, so go on from such checkpoints only where you trust who wrote them.
+Files are JSON, safetensors, or loaded with `weights_only`, so they cannot run code (accelerate's `register_for_checkpointing`
+could). Only DeepSpeed and FSDP read their own files in their own ways: resume from theirs only where you trust who wrote them.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import RNG_STATE_NAME, broadcast_object_list, load
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 from safetensors import SafetensorError
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -41,13 +40,13 @@ ANEW = "choose another output, or set schedule.resume=false to start anew"
 logger = logging.getLogger("draftsmith")
 
 
-class Place(Settings):
-    """The fields of `Progress`, checked when they are read."""
+class SavedProgress(Settings, populate_by_name=True):
+    """The fields of `Progress` as a checkpoint holds them, checked when they are read."""
 
     step: NonNegativeInt
     epoch: NonNegativeInt
     steps_in_epoch: NonNegativeInt
-    settled: bool
+    evaluated: bool = Field(alias="settled")
     best_score: float | None
     best_step: NonNegativeInt | None
 
@@ -59,17 +58,17 @@ class Progress:
     step: int = 0  # optimiser steps done
     epoch: int = 0
     steps_in_epoch: int = 0
-    settled: bool = True  # False: the evaluation due after the last step is still to be made
+    evaluated: bool = True  # False: the evaluation due after the last step is still to be made
     best_score: float | None = None  # tokens per target step on held-out prompts
     best_step: int | None = None
 
-    def take(self, place: Place) -> None:
-        """Become what a checkpoint says."""
-        for name, value in place:
+    def restore(self, saved: SavedProgress) -> None:
+        """Take over the fields of a checkpoint."""
+        for name, value in saved:
             setattr(self, name, value)
 
 
-class Manifest(Settings):
+class CheckpointManifest(Settings):
     """The content of `checkpoint.json`."""
 
     format_version: int = 1
@@ -83,11 +82,12 @@ class Checkpoints:
     """The checkpoints of a run, which all of its processes write and read together.
 
     Args:
-        folder: where they lie.
+        folder: of all checkpoints.
         accelerator: holds what is saved and restored.
-        scheduler: the learning rate's; the training loop steps it, not accelerate.
+        scheduler: of the learning rate; the training loop steps it, not accelerate.
         lineage: of the run.
-        keep: how many of the newest stay, at least 1; that of the best step stays as well.
+        keep: how many of the newest are kept, at least 1; that of the best step is kept as well.
+        progress: of the run; saved, and restored in place.
     """
 
     folder: Path
@@ -98,10 +98,10 @@ class Checkpoints:
     progress: Progress = field(default_factory=Progress)
 
     def save(self) -> None:
-        """Write a checkpoint of where the run is, then drop those that are no longer kept.
+        """Write a checkpoint, then drop those that are no longer kept.
 
-        Those of later steps were left by a run that this one does not go on from, or are damaged: they are dropped as well, or
-        they would be taken for the newest.
+        Those of later steps were left by a run that this one does not resume, or are damaged: they are dropped as well, as they
+        would be taken for the newest.
 
         Raises:
             InputError: it cannot be written, as on a full disk; those before stay as they are.
@@ -124,10 +124,10 @@ class Checkpoints:
         self.accelerator.wait_for_everyone()
 
     def resume(self) -> Path | None:
-        """Go on from the newest usable checkpoint; return it, None where there is none at all.
+        """Restore the newest usable checkpoint; return it, None where there is none at all.
 
         Raises:
-            InputError: there are some, and none can be gone on from.
+            InputError: there are some, and none is usable.
         """
         found: list[Any] = [None, None]
         if self.accelerator.is_main_process:
@@ -141,10 +141,11 @@ class Checkpoints:
         return path
 
     def _seal(self, scratch: Path) -> None:
-        """Write what accelerate does not, and the manifest over all of it; on the disk when this returns."""
-        write_json(scratch / PROGRESS, {"progress": asdict(self.progress), "schedule": self.scheduler.state_dict()})
+        """Write what accelerate does not, and the manifest over all files; synced when this returns."""
+        saved = SavedProgress(**asdict(self.progress))
+        write_json(scratch / PROGRESS, {"progress": saved.model_dump(by_alias=True), "schedule": self.scheduler.state_dict()})
         hashes = {name: sha256_of(scratch / name) for name in sorted(_files(scratch))}
-        manifest = Manifest(step=self.progress.step, lineage=self.lineage, sha256=hashes)
+        manifest = CheckpointManifest(step=self.progress.step, lineage=self.lineage, sha256=hashes)
         write_json(scratch / MANIFEST, manifest.model_dump(mode="json"))
         sync_folder(scratch)
 
@@ -156,7 +157,7 @@ class Checkpoints:
                 _drop(other)
 
     def _clear_up(self) -> None:
-        """Remove what a killed process left half-written; what only its rename was missing for becomes a checkpoint."""
+        """Remove what a killed process left half-written; finish the rename of what is complete."""
         for left in self.folder.glob(UNFINISHED):
             final = self.folder / left.name.split(".")[1]
             if left.suffix == ".partial" and (left / MANIFEST).exists() and not final.exists():
@@ -165,7 +166,7 @@ class Checkpoints:
                 shutil.rmtree(left)
 
     def _choose(self) -> tuple[Path | None, str | None]:
-        """Return the checkpoint to go on from, or why there is none among those that lie there."""
+        """Return the checkpoint to resume from, or why none of those found is usable."""
         complaints = []
         for path in reversed(list_checkpoints(self.folder)):
             complaint = self._objection(path)
@@ -176,13 +177,13 @@ class Checkpoints:
         return None, f"{complaints[0]}, and none before it can be gone on from; {ANEW}" if complaints else None
 
     def _objection(self, path: Path) -> str | None:
-        """Return why a checkpoint cannot be used, in words that follow its name."""
+        """Return why a checkpoint cannot be used, as a phrase that follows its name."""
         try:
             manifest = read_manifest(path)
             if (objection := self.lineage.objection(manifest.lineage)) is not None:
                 return objection
-            if strangers := _files(path) - {*manifest.sha256, MANIFEST}:
-                return f"is damaged: it holds {min(strangers)}, which was not written with it"
+            if others := _files(path) - {*manifest.sha256, MANIFEST}:
+                return f"is damaged: it holds {min(others)}, which was not written with it"
             for name, sha256 in manifest.sha256.items():
                 if sha256_of(inside(path, name, MANIFEST)) != sha256:
                     return f"is damaged: {name} is not what was written"
@@ -194,13 +195,13 @@ class Checkpoints:
     def _load(self, path: Path) -> None:
         rank, then = self.accelerator.process_index, read_manifest(path).lineage.num_processes
         try:
-            if rank < then:  # accelerate goes on in silence where it cannot read them
+            if rank < then:  # accelerate itself ignores random states that it cannot read
                 load(path / f"{RNG_STATE_NAME}_{rank}.pkl")
             self.accelerator.load_state(str(path))
         except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
             raise InputError(f"checkpoint {path} cannot be read: {first_line(error)}; {ANEW}") from error
-        place, schedule = _read_progress(path)
-        self.progress.take(place)
+        saved, schedule = _read_progress(path)
+        self.progress.restore(saved)
         self.scheduler.load_state_dict(schedule)
         if self.accelerator.num_processes != then:
             logger.warning(
@@ -218,14 +219,14 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if NAME.fullmatch(path.name))
 
 
-def read_manifest(path: Path) -> Manifest:
-    """Return what a checkpoint says of itself; its files may still differ.
+def read_manifest(path: Path) -> CheckpointManifest:
+    """Return a checkpoint's manifest; the files may still differ from it.
 
     Raises:
-        InputError: it says nothing, or nothing that can be right.
+        InputError: there is none, or it does not follow the format.
     """
     try:
-        manifest = Manifest.model_validate(read_json(path / MANIFEST, "manifest"))
+        manifest = CheckpointManifest.model_validate(read_json(path / MANIFEST, "manifest"))
     except ValidationError as error:
         raise InputError(f"{MANIFEST} does not follow the format: {first_line(error)}") from error
     if manifest.format_version != 1 or PROGRESS not in manifest.sha256:
@@ -235,7 +236,7 @@ def read_manifest(path: Path) -> Manifest:
 
 @contextmanager
 def writing(path: Path, scratch: Path | None = None) -> Iterator[None]:
-    """Turn what goes wrong while `path` is written into a sentence, and remove `scratch`, which was to become it.
+    """Report a failure to write `path` in one sentence, and remove `scratch`, which was to become it.
 
     Raises:
         InputError: it cannot be written.
@@ -243,7 +244,7 @@ def writing(path: Path, scratch: Path | None = None) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError, InputError) as error:
-        # torch.save wraps the machine's complaint in a RuntimeError of its own.
+        # torch.save wraps an OSError in a RuntimeError of its own.
         if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error):
             raise
         if scratch is not None:
@@ -255,10 +256,10 @@ def writing(path: Path, scratch: Path | None = None) -> Iterator[None]:
         ) from error
 
 
-def _read_progress(path: Path) -> tuple[Place, dict[str, Any]]:
+def _read_progress(path: Path) -> tuple[SavedProgress, dict[str, Any]]:
     content = read_json(path / PROGRESS, "progress")
     try:
-        return Place.model_validate(content["progress"]), dict(content["schedule"])
+        return SavedProgress.model_validate(content["progress"]), dict(content["schedule"])
     except (ValidationError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"{PROGRESS} does not follow the format: {first_line(error)}") from error
 
@@ -268,7 +269,7 @@ def _files(folder: Path) -> set[str]:
 
 
 def _drop(path: Path) -> None:
-    """Remove a checkpoint so that no part of it is left under its name at any time."""
+    """Remove a checkpoint; at no time does a part of it bear its name."""
     if path.exists():
         doomed = path.with_name(f".{path.name}.dropped")
         shutil.rmtree(doomed, ignore_errors=True)

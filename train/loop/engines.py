@@ -1,13 +1,13 @@
-"""How the processes of a run hold the weights that they train, and how those are had whole again.
+"""How the processes of a run hold the weights that they train, and how the unsharded weights are obtained.
 
-`EveryProcess`: each holds all of them (one process, or several under DDP). `Fsdp2`: split by torch's `fully_shard`, also on a
-CPU, where accelerate does not offer it; applied here on GPUs too, so that what is tested is what runs. `DeepSpeed`: ZeRO-1
-and 2 split optimiser state and gradients, ZeRO-3 the weights as well. accelerate's config or environment says which.
+`TrainingEngine` replicates them (one process, or several under DDP). `Fsdp2Engine` shards them by torch's `fully_shard`, also
+on a CPU, where accelerate does not offer it; it is applied here on GPUs too, so that what is tested is what runs.
+`DeepSpeedEngine` is ZeRO: stages 1 and 2 shard optimiser state and gradients, stage 3 the weights as well. accelerate's config
+or environment says which.
 
-Decoding and artifacts want whole weights outside the wrapped module. Where they are split, a copy of the module that was made
-beforehand is filled with them for as long as it is needed.
-
-Left out: FSDP 1, Megatron, and fp16 where weights are split, whose loss scale would have to be agreed on.
+Decoding and artifacts need unsharded weights outside the wrapped module. Where they are sharded, they are loaded into a copy of
+the module made beforehand. Not supported: FSDP 1, Megatron, and fp16 with sharded weights, whose loss scale would have to be
+agreed on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -38,57 +38,35 @@ from torch.optim.lr_scheduler import LambdaLR
 from configs.runtime.errors import ConfigError
 from configs.schema.learning import OptimizerConfig
 from configs.schema.training import ScheduleConfig
-from train.loop.lineage import FSDP2, WHOLE, engine_name, fsdp_is_asked_for
-from train.loop.task import SplitTask, Task
+from train.loop.lineage import FSDP2, REPLICATED, engine_name, fsdp_is_requested
+from train.loop.task import ShardableTask, Task
 
 ALL_WEIGHTS = 10**15  # more than any module has: DeepSpeed keeps parameters of fewer elements in every process
 WEIGHTS_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.bin"
 MakeOptimizer = Callable[[nn.Module], tuple[torch.optim.Optimizer, LambdaLR]]
 
 
-class Engine(Protocol):
-    """What the training loop leaves to the way that weights are held."""
-
-    def prepare(self, task: Task, make: MakeOptimizer) -> tuple[nn.Module, Any, LambdaLR]:
-        """Return the task's module as it is to be called, its optimiser, and the schedule of the learning rate."""
-
-    def micro_batch(self, module: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-        """Return the context of a micro-batch; only in the last one of a step are gradients needed over all processes."""
-
-    def backward(self, loss: Tensor) -> None:
-        """Go backward; DeepSpeed takes the optimiser's step with the last micro-batch."""
-
-    def clip(self, module: nn.Module, max_norm: float) -> Tensor | float | None:
-        """Clip the gradients of all processes together; return their norm before."""
-
-    def whole(self, module: nn.Module) -> AbstractContextManager[nn.Module]:
-        """Yield the module with all weights, unwrapped, in every process. All must enter, and none may train it."""
-
-    def while_training(self, module: nn.Module, task: Task) -> AbstractContextManager[nn.Module]:
-        """Yield what the task's `prepare` is given: the module with all weights, where it drafts with it."""
-
-
-def choose_engine(accelerator: Accelerator, schedule: ScheduleConfig, optimizer: OptimizerConfig) -> Engine:
+def choose_engine(accelerator: Accelerator, schedule: ScheduleConfig, optimizer: OptimizerConfig) -> TrainingEngine:
     """Return the engine that this run was launched with.
 
     Raises:
         ConfigError: DeepSpeed's config file sets what the recipe decides.
     """
     name = engine_name(accelerator)
-    if name == WHOLE:
-        return EveryProcess(accelerator)
-    return Fsdp2(accelerator) if name == FSDP2 else DeepSpeed(accelerator, schedule, optimizer)
+    if name == REPLICATED:
+        return TrainingEngine(accelerator)
+    return Fsdp2Engine(accelerator) if name == FSDP2 else DeepSpeedEngine(accelerator, schedule, optimizer)
 
 
 def check_engine(schedule: ScheduleConfig) -> None:
-    """Refuse what no engine here does, before anything is loaded.
+    """Refuse launch settings that no engine supports, before anything is loaded.
 
     Raises:
-        ConfigError: FSDP 1, FSDP with weights kept on the CPU or activations computed again, or fp16 with split weights is
-            asked for.
+        ConfigError: FSDP 1, FSDP with weights on the CPU or with activation checkpointing, or fp16 with sharded weights is
+            requested.
     """
     deepspeed = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
-    if fsdp_is_asked_for():
+    if fsdp_is_requested():
         if (version := os.environ.get("FSDP_VERSION", "1")) != "2":
             raise ConfigError(f"fsdp_config.fsdp_version of accelerate's config: 2 is supported, got {version}")
         for name in ("offload_params", "activation_checkpointing"):
@@ -97,17 +75,18 @@ def check_engine(schedule: ScheduleConfig) -> None:
                     f"fsdp_config.fsdp_{name} of accelerate's config: must be false, got true; to save more memory than FSDP "
                     "does, launch with configs/accelerate/zero3_offload.yaml"
                 )
-    if schedule.mixed_precision == "fp16" and (deepspeed or fsdp_is_asked_for()):
+    if schedule.mixed_precision == "fp16" and (deepspeed or fsdp_is_requested()):
         raise ConfigError("schedule.mixed_precision: fp16 is not supported with FSDP or DeepSpeed; give bf16, or no")
 
 
-class EveryProcess:
-    """Each process holds all weights; gradients are averaged over them. See `Engine`."""
+class TrainingEngine:
+    """The part of the training loop that depends on how weights are held; this one replicates them in each process."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
 
     def prepare(self, task: Task, make: MakeOptimizer) -> tuple[nn.Module, Any, LambdaLR]:
+        """Return the task's module as it is to be called, its optimiser, and the schedule of the learning rate."""
         optimizer, scheduler = make(task.module)
         module, optimizer = self.accelerator.prepare(task.module, optimizer)
         if isinstance(module, DistributedDataParallel):
@@ -116,59 +95,59 @@ class EveryProcess:
         return module, optimizer, scheduler
 
     def micro_batch(self, module: nn.Module, *, last: bool) -> AbstractContextManager[None]:
+        """Return the context of a micro-batch; only in the last one of a step are gradients reduced over the processes."""
         return nullcontext() if last else self.accelerator.no_sync(module)
 
     def backward(self, loss: Tensor) -> None:
+        """Compute gradients; DeepSpeed takes the optimiser's step with the last micro-batch."""
         self.accelerator.backward(loss)
 
     def clip(self, module: nn.Module, max_norm: float) -> Tensor | float | None:
+        """Clip the gradients by their norm over all processes; return that norm before clipping."""
         return self.accelerator.clip_grad_norm_(module.parameters(), max_norm)
 
-    def whole(self, module: nn.Module) -> AbstractContextManager[nn.Module]:
-        # Not by accelerate, which imports DeepSpeed for it wherever that is installed: seconds, in each process.
+    def unsharded(self, module: nn.Module) -> AbstractContextManager[nn.Module]:
+        """Yield the unwrapped module with all weights, in every process. All must enter, and none may train it."""
+        # accelerate's own unwrapping would import DeepSpeed wherever that is installed: seconds, in each process.
         return nullcontext(cast(nn.Module, module.module) if isinstance(module, DistributedDataParallel) else module)
 
     def while_training(self, module: nn.Module, task: Task) -> AbstractContextManager[nn.Module]:
-        return self.whole(module)
+        """Yield the module for the task's `prepare`: unsharded where the task drafts with it."""
+        return self.unsharded(module)
 
 
-class Fsdp2:
-    """Each process holds its share of every weight; a unit of the module is whole while it runs. See `Engine`."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator = accelerator
+class Fsdp2Engine(TrainingEngine):
+    """Each process holds its share of every weight; a unit of the module is unsharded while it runs."""
 
     def prepare(self, task: Task, make: MakeOptimizer) -> tuple[nn.Module, Any, LambdaLR]:
-        self.spare = Spare(_splittable(task).copy_of_module())
+        task = _shardable(task)
+        self.copy = UnshardedCopy(task.copy_of_module())
         mesh = init_device_mesh(self.accelerator.device.type, (self.accelerator.num_processes,))
-        for unit in [*_splittable(task).units(), task.module]:
+        for unit in [*task.units(), task.module]:
             fully_shard(unit, mesh=mesh)
         self.module: nn.Module = task.module
         self.optimizer, scheduler = make(task.module)  # its parameters are others than before
-        # accelerate would write the first process's share for all; not its objects, so kept whole by these hooks.
+        # accelerate would write the first process's share for all; hooks save these objects, which it has not prepared.
         self.accelerator.register_save_state_pre_hook(self._save)
         self.accelerator.register_load_state_pre_hook(self._load)
         return task.module, self.optimizer, scheduler
 
     def micro_batch(self, module: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-        return nullcontext()  # summed in shares after every micro-batch: no process has room for whole gradients
-
-    def backward(self, loss: Tensor) -> None:
-        self.accelerator.backward(loss)
+        return nullcontext()  # reduced after every micro-batch: no process has room for unsharded gradients
 
     def clip(self, module: nn.Module, max_norm: float) -> Tensor | float | None:
-        norm = self.accelerator.clip_grad_norm_(module.parameters(), max_norm)
+        norm = super().clip(module, max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def whole(self, module: nn.Module) -> AbstractContextManager[nn.Module]:
+    def unsharded(self, module: nn.Module) -> AbstractContextManager[nn.Module]:
         weights = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True))
-        return self.spare.filled(cast(dict[str, Tensor], weights), self.accelerator.device)
+        return self.copy.loaded(cast(dict[str, Tensor], weights), self.accelerator.device)
 
     def while_training(self, module: nn.Module, task: Task) -> AbstractContextManager[nn.Module]:
-        return self.whole(module) if _splittable(task).drafts_while_training else nullcontext(module)
+        return self.unsharded(module) if _shardable(task).drafts_while_training else nullcontext(module)
 
     def _save(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
-        """Write weights and optimiser state whole, so that any number of processes can go on from them."""
+        """Write weights and optimiser state unsharded, so that any number of processes can go on from them."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         tensors, state = get_state_dict(self.module, self.optimizer, options=options)
         if self.accelerator.is_main_process:
@@ -187,17 +166,17 @@ class Fsdp2:
         )
 
 
-class DeepSpeed:
-    """ZeRO; accelerate brings its engine. See `Engine`.
+class DeepSpeedEngine(TrainingEngine):
+    """ZeRO, by the engine that accelerate wraps; `clip` only reports the norm, DeepSpeed has clipped before its step.
 
     Raises:
         ConfigError: DeepSpeed's config file sets what the recipe decides.
     """
 
     def __init__(self, accelerator: Accelerator, schedule: ScheduleConfig, optimizer: OptimizerConfig) -> None:
-        self.accelerator = accelerator
+        super().__init__(accelerator)
         self.plugin = accelerator.state.deepspeed_plugin
-        self.splits_weights = self.plugin.zero_stage == 3
+        self.shards_weights = self.plugin.zero_stage == 3
         config = self.plugin.deepspeed_config
         for name in ("optimizer", "scheduler"):
             if name in config:
@@ -208,32 +187,29 @@ class DeepSpeed:
             "train_micro_batch_size_per_gpu": schedule.batch_size,
             "gradient_accumulation_steps": schedule.gradient_accumulation_steps,
             "gradient_clipping": optimizer.max_grad_norm,
-            # Else accelerate puts DeepSpeed's Adam in place of ours where its state is on the CPU: with its own betas, and out
-            # of the learning rate schedule's reach.
+            # Otherwise accelerate uses DeepSpeed's Adam where the state is on the CPU: with its own betas, and out of the
+            # learning rate schedule's reach.
             "zero_force_ds_cpu_optimizer": False,
         }
 
     def prepare(self, task: Task, make: MakeOptimizer) -> tuple[nn.Module, Any, LambdaLR]:
         optimizer, scheduler = make(task.module)
-        if self.splits_weights:
-            self._split(_splittable(task))
+        if self.shards_weights:
+            self._prepare_sharding(_shardable(task))
         return *self.accelerator.prepare(task.module, optimizer), scheduler
 
     def micro_batch(self, module: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-        self.accelerator.sync_gradients = last  # or DeepSpeed would take a step with each
+        self.accelerator.sync_gradients = last  # otherwise DeepSpeed takes a step with each
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         self.accelerator.backward(loss, scale_wrt_gas=False)  # divided by the labels of the whole step already
 
-    def clip(self, module: nn.Module, max_norm: float) -> Tensor | float | None:
-        return self.accelerator.clip_grad_norm_(module.parameters(), max_norm)  # only told: it was done before the step
-
-    def _split(self, task: SplitTask) -> None:
-        """Make ready for ZeRO-3, which gathers the weights that a module owns while that module runs."""
+    def _prepare_sharding(self, task: ShardableTask) -> None:
+        """Prepare for ZeRO-3, which gathers the weights that a module owns while that module runs."""
         from deepspeed.runtime.zero import register_external_parameter
 
-        self.spare = Spare(task.copy_of_module())
+        self.copy = UnshardedCopy(task.copy_of_module())
         outside = task.read_from_outside()
         if outside is None:
             self.plugin.deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = ALL_WEIGHTS
@@ -241,46 +217,42 @@ class DeepSpeed:
             register_external_parameter(task.module, parameter)
 
     @contextmanager
-    def whole(self, module: nn.Module) -> Iterator[nn.Module]:
+    def unsharded(self, module: nn.Module) -> Iterator[nn.Module]:
         unwrapped = self.accelerator.unwrap_model(module)
-        if not self.splits_weights:
+        if not self.shards_weights:
             yield unwrapped
             return
         from deepspeed.runtime.zero import GatheredParameters
 
         with GatheredParameters(unwrapped.parameters()):
-            filled = self.spare.filled(unwrapped.state_dict(), self.accelerator.device)
-        with filled as spare:
-            yield spare
+            loaded = self.copy.loaded(unwrapped.state_dict(), self.accelerator.device)
+        with loaded as copy:
+            yield copy
 
     def while_training(self, module: nn.Module, task: Task) -> AbstractContextManager[nn.Module]:
-        drafts = not self.splits_weights or _splittable(task).drafts_while_training
-        return self.whole(module) if drafts else nullcontext(self.accelerator.unwrap_model(module))
+        drafts = not self.shards_weights or _shardable(task).drafts_while_training
+        return self.unsharded(module) if drafts else nullcontext(self.accelerator.unwrap_model(module))
 
 
-class Spare:
-    """A copy of the module that no engine has touched, kept in the CPU's memory.
-
-    Args:
-        module: the copy.
-    """
+class UnshardedCopy:
+    """A copy of the module made before it was sharded, kept in the CPU's memory until weights are loaded into it."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module.to("cpu")
 
-    def filled(self, weights: Mapping[str, Tensor], device: torch.device) -> AbstractContextManager[nn.Module]:
-        """Take over the weights now; return a context that yields the copy on `device`."""
+    def loaded(self, weights: Mapping[str, Tensor], device: torch.device) -> AbstractContextManager[nn.Module]:
+        """Load the weights now; return a context that yields the copy on `device`."""
         self.module.load_state_dict(weights)
-        return self._lent(device)
+        return self._moved(device)
 
     @contextmanager
-    def _lent(self, device: torch.device) -> Iterator[nn.Module]:
+    def _moved(self, device: torch.device) -> Iterator[nn.Module]:
         try:
             yield self.module.to(device)
         finally:
             self.module.to("cpu")
 
 
-def _splittable(task: Task) -> SplitTask:
-    assert isinstance(task, SplitTask), f"{type(task).__name__} cannot be trained with split weights"
+def _shardable(task: Task) -> ShardableTask:
+    assert isinstance(task, ShardableTask), f"{type(task).__name__} cannot be trained with sharded weights"
     return task

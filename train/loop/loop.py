@@ -1,7 +1,7 @@
-"""The one training loop: batch, loss, backward, clip, step; then log?, evaluate?, checkpoint?
+"""The training loop: batch, loss, backward, clip, step; then log?, evaluate?, checkpoint?
 
 It knows neither drafts nor targets. A `Task` brings the module, the loss of a batch, the score on held-out prompts and the
-way to save what was trained; the loop brings accelerate, the schedule, the books, the history and the checkpoints.
+artifact; the loop brings accelerate, the schedule, the metrics, the history and the checkpoints.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from train.loop.engines import choose_engine
 from train.loop.lineage import Lineage
 from train.loop.optimizer import make_optimizer
 from train.loop.task import StepPlace, Task
-from train.loop.termination import StopRequest, listening
+from train.loop.termination import StopRequest, noting_sigterm
 from train.telemetry.files import MetricsFile
 from train.telemetry.history import History, explain_gap
 from train.telemetry.profiler import StepProfiler
@@ -44,17 +44,16 @@ log = logging.getLogger("draftsmith")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """How a run ended."""
+class TrainingResult:
+    """How a run ended; seconds are those of this process since it started."""
 
     steps: int
     best_score: float
     best_step: int
-    # Of this process since it started: seconds = training_seconds + evaluation_seconds + checkpoint_seconds.
-    seconds: float
+    seconds: float  # training_seconds + evaluation_seconds + checkpoint_seconds
     training_seconds: float  # training steps, logging included
     evaluation_seconds: float  # decoding held-out prompts
-    checkpoint_seconds: float  # writing checkpoints and the best draft, and reading the one gone on from
+    checkpoint_seconds: float  # writing checkpoints and the best draft, and reading the checkpoint resumed from
     input_seconds: float  # part of training_seconds: waiting for batches, and reading a cache of the target
     labels: int  # trained on in this process since it started
     trained_parameters: int
@@ -69,25 +68,28 @@ def train(
     output: Path,
     config: dict[str, Any],
     contents: Mapping[str, str] | None = None,
-) -> Outcome:
-    """Train until the schedule ends, going on from the newest usable checkpoint in `output` where asked to.
+) -> TrainingResult:
+    """Train until the schedule ends, from the newest usable checkpoint in `output` where `schedule.resume` is set.
 
     Args:
         task: what is trained.
         loader: the training batches.
-        optimizer_config, schedule: how.
+        optimizer_config, schedule: of the run.
         accelerator: of this process.
         output: the run's folder.
-        config: the whole config as JSON values; a checkpoint of another one is not gone on from.
+        config: the whole config as JSON values; a checkpoint of another config is not resumed from.
         contents: hashes of the files that `config` names; nor is one of other files.
 
     Raises:
-        InputError: no checkpoint that lies there can be gone on from, or one cannot be written.
-        RuntimeError: a loss is not finite; the step it would have spoilt is not taken.
+        InputError: checkpoints are there and none is usable, or one cannot be written.
+        RuntimeError: a loss is not finite; its step is not taken.
         Stopped: SIGTERM came; a checkpoint was written.
     """
-    with listening() as request:
-        return _Training(task, loader, optimizer_config, schedule, accelerator, output, config, contents or {}, request).run()
+    with noting_sigterm() as request:
+        lineage = Lineage.of(accelerator, schedule, config, contents or {})
+        training = _Training(task, loader, optimizer_config, schedule, accelerator, output, lineage, request)
+        start_trackers(accelerator, output, config)
+        return training.run()
 
 
 class _Training:
@@ -101,12 +103,11 @@ class _Training:
         schedule: ScheduleConfig,
         accelerator: Accelerator,
         output: Path,
-        config: dict[str, Any],
-        contents: Mapping[str, str],
+        lineage: Lineage,
         request: StopRequest,
     ) -> None:
-        self.request, self.stopping = request, False
-        self.task, self.schedule, self.accelerator, self.output = task, schedule, accelerator, output
+        self.task, self.schedule, self.accelerator, self.output, self.request = task, schedule, accelerator, output, request
+        self.stopping = False
         self.max_grad_norm = optimizer_config.max_grad_norm
         self.engine = choose_engine(accelerator, schedule, optimizer_config)
         self.loader = accelerator.prepare(loader)
@@ -122,32 +123,24 @@ class _Training:
             folder=output / "checkpoints",
             accelerator=accelerator,
             scheduler=self.scheduler,
-            lineage=Lineage.of(accelerator, schedule, config, contents),
+            lineage=lineage,
             keep=schedule.keep_checkpoints,
             progress=self.progress,
         )
-        start_trackers(accelerator, output, config)
         self.clock = task.clock
         self.profiler = StepProfiler(schedule.profile, output, accelerator, self.clock)
-        self.books = StepMetrics(accelerator, self.clock, find_peak(accelerator, schedule))
+        self.metrics = StepMetrics(accelerator, self.clock, find_peak(accelerator, schedule))
         if isinstance(self.module, DistributedDataParallel):
             self.clock.follow_gradients(task.module)
 
-    def run(self) -> Outcome:
+    def run(self) -> TrainingResult:
         self.started = time.perf_counter()
         self.clock.start()
-        self._resume()
-        # Where the evaluation of the last step is still to be made, its line is not to be there yet.
-        done = self.progress.step - (not self.progress.settled)
-        self.history = History(self.output, done_steps=done)
-        self.metrics_file = (
-            MetricsFile(self.output, done_steps=self.progress.step) if self.accelerator.is_main_process else None
-        )
-        if self.metrics_file is not None:  # the later of the two knows more of an earlier process's time
-            earlier = max(self.history.earlier_seconds, self.metrics_file.earlier_seconds)
-            self.history.earlier_seconds = self.metrics_file.earlier_seconds = earlier
-        if not self.progress.settled:
-            self._settle()
+        if self.schedule.resume:
+            self._resume()
+        self._open_records()
+        if not self.progress.evaluated:
+            self._evaluate_and_save()
         labels = 0
         while self.progress.step < self.num_steps:
             for window in self._windows():
@@ -162,7 +155,7 @@ class _Training:
         if self.progress.best_score is None or self.progress.best_step is None:
             raise RuntimeError("the run ended without an evaluation")
         seconds = self.clock.seconds()
-        return Outcome(
+        return TrainingResult(
             steps=self.progress.step,
             best_score=self.progress.best_score,
             best_step=self.progress.best_step,
@@ -176,12 +169,21 @@ class _Training:
         )
 
     def _resume(self) -> None:
-        if not self.schedule.resume:
-            return
         with self.clock("checkpoint"):
             path = self.checkpoints.resume()
         if path is not None:
             log.info("resumed from %s", path)
+
+    def _open_records(self) -> None:
+        """Open the files of evaluations and of step metrics at the step resumed from."""
+        # The evaluation of the last step has no line yet where it is still to be made.
+        self.history = History(self.output, done_steps=self.progress.step - (not self.progress.evaluated))
+        self.metrics_file = None
+        if self.accelerator.is_main_process:
+            self.metrics_file = MetricsFile(self.output, done_steps=self.progress.step)
+            # The later of the two knows more of an earlier process's time.
+            earlier = max(self.history.earlier_seconds, self.metrics_file.earlier_seconds)
+            self.history.earlier_seconds = self.metrics_file.earlier_seconds = earlier
 
     def _windows(self) -> Iterator[list[Batch]]:
         """Yield the micro-batches of each remaining optimiser step of this epoch."""
@@ -198,33 +200,33 @@ class _Training:
             return list(islice(batches, num_batches))
 
     def _step(self, window: list[Batch]) -> int:
-        """Take one optimiser step over the micro-batches in `window`; return how many labels this process gave."""
+        """Take one optimiser step over the micro-batches in `window`; return the number of this process's labels."""
         place = StepPlace(step=self.progress.step, num_steps=self.num_steps)
         with self.clock("rewriting"), self.engine.while_training(self.module, self.task) as unwrapped:
             prepared = self.task.prepare(unwrapped, window, place)
         window = prepared.batches
-        self.books.add(prepared.sums)
+        self.metrics.add(prepared.sums)
         own_labels = torch.stack([batch.loss_mask_BT[:, 1:].sum() for batch in window]).sum()
-        # A stop asked of one process is one of all: they learn of it with the labels, at no cost, and end after this step.
+        # A stop request to one process stops all: they learn of it with the labels, at no cost, and end after this step.
         table = torch.stack([own_labels, torch.full_like(own_labels, self.request.made)])
         with self.clock("communication"):
             all_labels, stops = self.accelerator.reduce(table, "sum")
         num_labels, self.stopping = all_labels.clamp(min=1), bool(stops)
         for number, batch in enumerate(window):
             last = number == len(window) - 1
-            with self.engine.micro_batch(self.module, last=last), self.books.flops.micro_batch(batch):
+            with self.engine.micro_batch(self.module, last=last), self.metrics.flops.micro_batch(batch):
                 with self.accelerator.autocast(), self.clock("loss"):
                     outcome = self.task.loss(self.module, batch, num_labels, self.accelerator.num_processes)
                 self._refuse_non_finite(outcome.loss, number, batch)
                 with self.clock("backward"):
                     self.engine.backward(outcome.loss)
-            self.books.add(outcome.sums, outcome.counts)
+            self.metrics.add(outcome.sums, outcome.counts)
         with self.clock("optimizer"):
             norm = self.engine.clip(self.module, self.max_grad_norm)
             self.optimizer.step()
             self.scheduler.step()
             self.optimizer.zero_grad()
-        self.books.close_step(window, own_labels, norm)
+        self.metrics.close_step(window, own_labels, norm)
         self.progress.step += 1
         self.progress.steps_in_epoch += 1
         return int(own_labels)
@@ -240,32 +242,32 @@ class _Training:
             )
 
     def _after_step(self) -> None:
-        """Log, decode held-out prompts and write a checkpoint, each where it is due; or stop where that was asked for."""
+        """Log, evaluate and write a checkpoint, each where it is due; or stop where that was requested."""
         step, last = self.progress.step, self.progress.step == self.num_steps
         self.profiler.after_step(step, is_last=last or self.stopping)
         logged = last or step % self.schedule.log_every_steps == 0
         if logged:
             self._log()
-        self.progress.settled = False
+        self.progress.evaluated = False
         if self.stopping:
             self._stop(logged=logged)
-        self._settle()
+        self._evaluate_and_save()
 
     def _log(self) -> None:
-        """Write down how the steps since the last time went: for the trackers, into a file, and the main things in the log."""
+        """Report the steps since the last report to the trackers, the metrics file and, in short, the log."""
         step = self.progress.step
-        metrics = self.books.report() | {"learning_rate": float(self.scheduler.get_last_lr()[0])}
+        metrics = self.metrics.report() | {"learning_rate": float(self.scheduler.get_last_lr()[0])}
         self.accelerator.log({f"train/{name}": value for name, value in metrics.items()}, step=step)
         if self.metrics_file is not None:
             self.metrics_file.add(step, time.perf_counter() - self.started, metrics)
         shown = {name: value for name, value in metrics.items() if not name.startswith(SHARE)}
-        log.info("step %d/%d: %s", step, self.num_steps, _in_words(shown))
+        log.info("step %d/%d: %s", step, self.num_steps, _format(shown))
 
     def _stop(self, *, logged: bool) -> None:
-        """Write a checkpoint and end the run. What is due after this step may take longer than the machine is still ours.
+        """Write a checkpoint and end the run; what else is due may take longer than the time that is left.
 
-        Steps since the last log line are in the checkpoint, so the run that goes on from it will not take them again: they get
-        a line now where they were not `logged`.
+        Steps since the last report are in the checkpoint and will not be taken again, so they are reported now where they were
+        not `logged`.
         """
         with self.clock("checkpoint"):
             self.checkpoints.save()
@@ -277,28 +279,28 @@ class _Training:
             f"{self.checkpoints.folder}: run the same command again to go on from it"
         )
 
-    def _settle(self) -> None:
-        """Do what is due after a step beside logging."""
+    def _evaluate_and_save(self) -> None:
+        """Evaluate and write a checkpoint, each where it is due after this step."""
         step, last = self.progress.step, self.progress.step == self.num_steps
         if last or _due(step, self.schedule.eval_every_steps):
             with self.clock("evaluation"):
                 metrics = self._evaluate()
             if last and (gap := explain_gap(metrics)) is not None:
                 log.warning(gap)
-        self.progress.settled = True
+        self.progress.evaluated = True
         if last or _due(step, self.schedule.checkpoint_every_steps):
             with self.clock("checkpoint"):
                 self.checkpoints.save()
 
     def _evaluate(self) -> dict[str, float]:
-        """Decode held-out prompts, write down how that went, and keep the draft if it beats all before; return the metrics."""
-        with self.engine.whole(self.module) as unwrapped:
-            return self._evaluate_whole(unwrapped)
+        """Evaluate the unsharded module, and keep it if it is the best so far; return the metrics."""
+        with self.engine.unsharded(self.module) as unwrapped:
+            return self._evaluate_unsharded(unwrapped)
 
-    def _evaluate_whole(self, unwrapped: nn.Module) -> dict[str, float]:
+    def _evaluate_unsharded(self, unwrapped: nn.Module) -> dict[str, float]:
         metrics = self.task.evaluate(unwrapped)
         self.accelerator.log({f"held_out/{name}": value for name, value in metrics.items()}, step=self.progress.step)
-        log.info("step %d/%d, held out: %s", self.progress.step, self.num_steps, _in_words(metrics))
+        log.info("step %d/%d, held out: %s", self.progress.step, self.num_steps, _format(metrics))
         if self.accelerator.is_main_process:
             self.history.add(self.progress.step, time.perf_counter() - self.started, metrics)
         score = metrics["tokens_per_target_step"]
@@ -315,5 +317,5 @@ def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def _in_words(metrics: Mapping[str, float]) -> str:
+def _format(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())

@@ -1,4 +1,4 @@
-"""What the training loop asks of a task, and what they hand each other."""
+"""The interface between the training loop and what it trains."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from train.telemetry.step_clock import StepClock
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLoss:
-    """The loss of one micro-batch, already divided by the labels of the whole step, and sums for the books.
+    """The loss of one micro-batch, already divided by the labels of the whole step, and sums for the metrics.
 
     Args:
         loss: scalar to go backward from.
@@ -38,20 +38,20 @@ class StepPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """The micro-batches of an optimiser step as they are trained on, and sums over their labels for the books."""
+    """The micro-batches of an optimiser step as they are trained on, and sums over their labels for the metrics."""
 
     batches: list[Batch]
     sums: Mapping[str, Tensor]
 
 
 class Task(Protocol):
-    """What is trained, how it is judged, and how it is kept."""
+    """What is trained: the module, its loss, its evaluation and its artifact."""
 
     module: nn.Module
-    clock: StepClock  # the loop starts it; the task says when target and draft are at work
+    clock: StepClock  # the loop starts it; the task charges time to the target and the draft
 
     def prepare(self, module: nn.Module, window: list[Batch], place: StepPlace) -> Prepared:
-        """Return the micro-batches to train on in place of those in the data; leaves the module and all randomness alone."""
+        """Return the micro-batches to train on in place of those of the data, changing neither module nor random state."""
 
     def loss(self, module: nn.Module, batch: Batch, num_labels: Tensor, world_size: int) -> BatchLoss:
         """Return the loss of a micro-batch under the (wrapped) module."""
@@ -60,12 +60,12 @@ class Task(Protocol):
         """Return metrics on held-out prompts; `tokens_per_target_step` among them chooses what is kept."""
 
     def save(self, module: nn.Module, progress: Progress, metrics: dict[str, float]) -> None:
-        """Keep the module as the best so far."""
+        """Write the artifact of the module, which is the best so far."""
 
 
 @runtime_checkable
-class SplitTask(Task, Protocol):
-    """A task whose weights can be split over processes, as `train.loop.engines` does."""
+class ShardableTask(Task, Protocol):
+    """A task whose weights `train.loop.engines` can shard over processes."""
 
     @property
     def drafts_while_training(self) -> bool:
@@ -75,7 +75,7 @@ class SplitTask(Task, Protocol):
         """Return a copy of the module around the same target."""
 
     def units(self) -> Sequence[nn.Module]:
-        """Return parts of the module that need be whole only while their own forward and backward run."""
+        """Return parts of the module that are sharded on their own, so unsharded only while they run."""
 
     def read_from_outside(self) -> Sequence[nn.Parameter] | None:
-        """Return the weights that the module reads without running the modules that own them; None: they may be any."""
+        """Return the weights that the module reads without running the modules that own them; None where they may be any."""

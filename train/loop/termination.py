@@ -1,7 +1,7 @@
-"""SIGTERM, as a cluster sends it before it takes a machine away: asked to stop, a run ends at its next step with a checkpoint.
+"""SIGTERM, which a cluster sends before it takes a machine away: the run ends after its next step with a checkpoint.
 
-The handler only notes the request; the training loop looks at it after each step, all processes together. Before and after
-training the signal ends the process as it always does. Either way a shell sees exit code 143.
+The handler only notes the request; the training loop checks it in each step, all processes together. Before and after training
+the signal ends the process as usual. Either way a shell sees exit code 143.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import FrameType
 
 @dataclass
 class StopRequest:
-    """Whether this process was asked to stop."""
+    """Whether SIGTERM has come."""
 
     made: bool = False
 
@@ -26,8 +26,8 @@ class StopRequest:
 
 
 @contextmanager
-def listening() -> Iterator[StopRequest]:
-    """Note SIGTERM in place of dying from it; a thread that is not the main one cannot, and gets a request never made."""
+def noting_sigterm() -> Iterator[StopRequest]:
+    """Note SIGTERM instead of ending; outside the main thread, where that is impossible, the request is never made."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request

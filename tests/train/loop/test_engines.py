@@ -137,15 +137,15 @@ def runs(tmp_path_factory):
 
 def weights_are_split() -> None:
     """Plant a check: once the engine has a draft, no process holds a whole weight."""
-    plain = engines.DeepSpeed.prepare
+    plain = engines.DeepSpeedEngine.prepare
 
     def prepare(self, *args):
         made = plain(self, *args)
-        assert self.splits_weights
+        assert self.shards_weights
         assert not any(each.numel() for each in made[0].parameters())
         return made
 
-    engines.DeepSpeed.prepare = prepare
+    engines.DeepSpeedEngine.prepare = prepare
 
 
 def assert_same(found: Path, expected: Path) -> None:
@@ -298,7 +298,7 @@ def test_what_the_recipe_decides_is_no_business_of_deepspeeds_config_file(name):
     plugin = SimpleNamespace(zero_stage=2, deepspeed_config={"zero_optimization": {"stage": 2}, name: {"type": "Adam"}})
     accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
     with pytest.raises(ConfigError, match=f"^{name} of DeepSpeed's config file: the recipe's `optimizer` decides it"):
-        engines.DeepSpeed(accelerator, ScheduleConfig(), OptimizerConfig())
+        engines.DeepSpeedEngine(accelerator, ScheduleConfig(), OptimizerConfig())
 
 
 def test_deepspeed_that_is_not_installed_is_said_to_be_missing(monkeypatch):
