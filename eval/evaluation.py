@@ -22,7 +22,6 @@ from eval.cost.predict import predict_speed
 from eval.cost.timing_sweep import check_sweep
 from eval.decoder.clock import Laps
 from eval.decoder.decode import check_decodable
-from eval.decoder.meters import find_meter
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE
 from eval.lossless.verdict import NOT_LOSSLESS, judge_lossless
 from eval.measure.proposers import EvaluatedDraft, load_evaluated, make_baselines
@@ -30,6 +29,7 @@ from eval.measure.shards import measure_share
 from eval.measure.suite import Suite, load_suite
 from eval.measure.turns import Turns
 from eval.metrics.energy import summarise_energy
+from eval.metrics.meters import find_meter
 from eval.metrics.quality import Quality
 from eval.metrics.tally import Tally
 from eval.report.build import PromptSet, build_report, write_report

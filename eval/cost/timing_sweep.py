@@ -22,9 +22,10 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import CostConfig
 from eval.cost.operation_counter import WorkClock
 from eval.decoder.batch import BatchRun
-from eval.decoder.chain_rules import Verdict
+from eval.decoder.chain_rules import ChainVerification
 from eval.decoder.request import Request
 from eval.decoder.verifier import Verifier
+from eval.lossy.decode import verifier_for
 from heads.proposers.protocol import Proposal, Proposer
 from heads.target.loading import Target
 
@@ -71,17 +72,23 @@ class _Samples:
     context: int = 0
 
 
-class ScriptedJudge(Verifier):
-    """Judges as ever, which takes its time, and then keeps as many drafts as it was told: none, or all."""
+class ScriptedVerifier(Verifier):
+    """Verifies by another verifier, which takes its time, and then keeps as many drafts as it was told: none, or all."""
 
     keeps_all = False
-    num_drafted = 0  # in the round judged last
+    num_drafted = 0  # in the round verified last
 
-    def chain(self, logits_BKV: Tensor, proposal: Proposal, num_drafted: Sequence[int], lengths: Sequence[int]) -> Verdict:
-        verdict = super().chain(logits_BKV, proposal, num_drafted, lengths)
+    def __init__(self, verifier: Verifier) -> None:
+        super().__init__(verifier.config, verifier.streams)
+        self.verifier = verifier
+
+    def chain(
+        self, logits_BKV: Tensor, proposal: Proposal, num_drafted: Sequence[int], lengths: Sequence[int]
+    ) -> ChainVerification:
+        verified = self.verifier.chain(logits_BKV, proposal, num_drafted, lengths)
         self.num_drafted = max(num_drafted)
         kept = list(num_drafted) if self.keeps_all else [0] * len(num_drafted)
-        return Verdict(verdict.num_accepted_B.new_tensor(kept), verdict.next_token_B)
+        return ChainVerification(verified.num_accepted_B.new_tensor(kept), verified.next_token_B)
 
 
 def check_sweep(target: Target, config: CostConfig) -> None:
@@ -162,7 +169,7 @@ class _Runs:
         )
         self.context = start + grows_by // 2  # halfway through the rounds; the plain ones, of a token each, all stand near it
         self.plain, _ = _start(target, text, batch, self.context, settings, None)
-        self.drafting, self.judge = _start(target, text, batch, start, settings, proposer)
+        self.drafting, self.verifier = _start(target, text, batch, start, settings, proposer)
 
     def time(self, samples: dict[int, _Samples], *, downwards: bool) -> None:
         """Time four rounds of each number of drafts, and four plain ones before each of those numbers.
@@ -173,7 +180,7 @@ class _Runs:
             for _ in range(4):  # as many as with drafts: what other rounds left in the processor's caches slows the first
                 self._time_round(self.plain, 0, samples[0])
             for keeps_all in (False, True):
-                self.judge.keeps_all = keeps_all
+                self.verifier.keeps_all = keeps_all
                 self._time_round(self.drafting, drafts, samples[drafts])
                 draft_seconds = self._time_round(self.drafting, drafts, samples[drafts])
                 (samples[drafts].draft_after_full if keeps_all else samples[drafts].draft).append(draft_seconds)
@@ -223,12 +230,12 @@ def _drafts_of(
     place = config.batch_sizes[0], config.context_tokens[0]
     runs = _Runs(target, proposer, text, decode, place, config.num_speculative_tokens)
     run_round(runs.drafting, config.num_speculative_tokens)
-    longest = runs.judge.num_drafted
+    longest = runs.verifier.num_drafted
     if longest == 0:
         return 0, True
     for drafts in (1, longest):
         run_round(runs.drafting, drafts)
-    return longest, runs.judge.num_drafted == longest
+    return longest, runs.verifier.num_drafted == longest
 
 
 def _span(context: int, longest: int) -> tuple[int, int]:
@@ -239,12 +246,13 @@ def _span(context: int, longest: int) -> tuple[int, int]:
 
 def _start(
     target: Target, text: Sequence[int], batch: int, context: int, settings: DecodeConfig, proposer: Proposer | None
-) -> tuple[BatchRun, ScriptedJudge]:
-    """Return a run that has read its prompts, and its judge; every other row is a token shorter."""
-    run = BatchRun(target, [_request(text, row, context - row % 2) for row in range(batch)], settings, proposer, False)
-    run.judge = judge = ScriptedJudge(settings, run.streams)
+) -> tuple[BatchRun, ScriptedVerifier]:
+    """Return a run that has read its prompts, and its verifier; every other row is a token shorter."""
+    requests = [_request(text, row, context - row % 2) for row in range(batch)]
+    run = BatchRun(target, requests, settings, proposer, make_verifier=verifier_for(settings))
+    run.verifier = verifier = ScriptedVerifier(run.verifier)
     run.prefill()
-    return run, judge
+    return run, verifier
 
 
 def _request(text: Sequence[int], row: int, length: int) -> Request:

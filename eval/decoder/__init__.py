@@ -1,4 +1,10 @@
-"""The speculative decoder: propose, verify, commit.
+"""The speculative decoder: propose, verify, commit. Enter with `generate` (token ids) or `decode` (records and timings).
 
-Start with `decode.decode`; plain decoding is the same loop without a proposer.
+Plain decoding is the same loop without a proposer; both are lossless, and `eval.lossy` has the ways that are not.
 """
+
+from eval.decoder.decode import decode, generate
+from eval.decoder.records import Generation
+from eval.decoder.request import Request
+
+__all__ = ["Generation", "Request", "decode", "generate"]

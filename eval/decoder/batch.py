@@ -1,29 +1,26 @@
-"""A batch in the decoder: the prompts are read once, then each round drafts, verifies and commits.
+"""A batch under way: the prompts are read once, then each round drafts, verifies and commits.
 
-The cache of the target and the rows of the batch are here; what a proposal is worth is judged in `eval.decoder.verifier`. A
-round costs one transfer to the host; stopping rules, merged drafts and comparing distributions cost more.
-B batch, G drafted tokens, K = G + 1 target rows, V vocabulary.
-
-
-What a round brings one row, read from the numbers that came from the device. Lists on the host, no tensors.
+The target's cache and the rows are kept here; what stays of a proposal is decided in `eval.decoder.verifier`. A round costs
+one transfer to the host; stopping rules, merged drafts and comparing distributions cost more.
+B batch, G drafted tokens, N drafts of a tree, K = G + 1 or N + 1 target rows, D depth of a tree, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
 from torch import Tensor
 
+from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.clock import Clock
 from eval.decoder.distribution_comparison import compare_distributions
 from eval.decoder.logits_processor import Processor, processed
-from eval.decoder.meters import Meter
-from eval.decoder.records import DistributionComparison, Round
 from eval.decoder.request import Request, Row
+from eval.decoder.row_update import RowUpdate, chain_update, tree_update
 from eval.decoder.verifier import Verifier, finite_rows
 from heads.inference.causal_lm import head_logits, new_cache
 from heads.inference.int8_kv_cache import LAYERS
@@ -34,80 +31,21 @@ from heads.target.hidden_states import TargetStates, forward_states
 from heads.target.loading import Target
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What is committed, and what is recorded.
-
-    Args:
-        drafted: the drafts on the way that was walked; of a tree those that stay, then the likeliest branch below them.
-        num_accepted: how many of them stay.
-        next_token: the target's own, which comes after those.
-        finite: whether the distributions were numbers; nothing is committed otherwise.
-        path: of a tree, the target rows of the drafts that stay.
-        ranks: of a tree, which child of its parent each draft that stays is, from 0.
-        num_nodes: of a tree, its drafts.
-    """
-
-    drafted: list[int]
-    num_accepted: int
-    next_token: int
-    finite: bool
-    path: tuple[int, ...] = ()
-    ranks: tuple[int, ...] | None = None
-    num_nodes: int | None = None
-
-
-def chain_outcome(numbers: Sequence[int], num_drafted: int) -> Outcome:
-    """Read `[accepted, next token, finite, drafts...]`, of which the first `num_drafted` drafts count."""
-    accepted, next_token, finite, *drafts = numbers
-    return Outcome(drafted=drafts[:num_drafted], num_accepted=accepted, next_token=next_token, finite=bool(finite))
-
-
-def tree_outcome(numbers: Sequence[int], depth: int) -> Outcome:
-    """Read `[accepted, next token, finite, path..., drafts..., parents...]`.
-
-    Args:
-        numbers: the path names target rows, `depth` of them; as many parents as drafts, -1 for those that do not count.
-        depth: of the tree asked for.
-    """
-    accepted, next_token, finite, *rest = numbers
-    path, nodes = rest[:accepted], rest[depth:]
-    num_nodes = len(nodes) // 2
-    drafts, parents = nodes[:num_nodes], nodes[num_nodes:]
-    if max(parents, default=-1) < 0:  # as where nothing was asked for: what is recorded does not depend on the batch
-        return Outcome(drafted=[], num_accepted=0, next_token=next_token, finite=bool(finite))
-    walked = [*path, *_likeliest_below(parents, path[-1] if path else 0)]
-    return Outcome(
-        drafted=[drafts[row - 1] for row in walked],
-        num_accepted=len(path),
-        next_token=next_token,
-        finite=bool(finite),
-        path=tuple(path),
-        ranks=tuple(parents[: row - 1].count(parents[row - 1]) for row in path),
-        num_nodes=sum(parent >= 0 for parent in parents),
-    )
-
-
-def _likeliest_below(parents: Sequence[int], row: int) -> list[int]:
-    """Return the rows from a row's first child down to a leaf."""
-    rows = []
-    while row in parents:
-        row = parents.index(row) + 1
-        rows.append(row)
-    return rows
-
-
 class BatchRun:
     """The state of one batch: its rows, the target's cache, the random streams.
 
     Args:
-        target: whose distribution the output follows.
+        target: the model whose distribution the output follows.
         requests: the batch.
         config: how to decode.
-        proposer: who drafts; None: nobody.
-        measure_overlap: compare the distributions of target and draft at each judged draft of a chain.
-        meter: reads the machine's energy counters; None: nobody does.
+        proposer: the draft; None is plain decoding.
+        measure_overlap: compare the distributions of target and draft at each verified draft of a chain.
         logits_processor: changes the target's logits, and with them its distribution (`eval.decoder.logits_processor`).
+        clock: counts the time by phase; None: a new one.
+        make_verifier: decides which drafts stay.
+
+    Raises:
+        InputError: the rule in force is none of the verifier's.
     """
 
     def __init__(
@@ -115,18 +53,25 @@ class BatchRun:
         target: Target,
         requests: Sequence[Request],
         config: DecodeConfig,
-        proposer: Proposer | None,
-        measure_overlap: bool,
-        meter: Meter | None = None,
+        proposer: Proposer | None = None,
+        *,
+        measure_overlap: bool = False,
         logits_processor: Processor | None = None,
+        clock: Clock | None = None,
+        make_verifier: Callable[[DecodeConfig, Streams], Verifier] = Verifier,
     ) -> None:
-        self.logits_processor = logits_processor
-        self.target, self.config, self.proposer, self.measure_overlap = target, config, proposer, measure_overlap
+        self.target, self.config, self.proposer = target, config, proposer
+        self.measure_overlap, self.logits_processor = measure_overlap, logits_processor
+        self.clock = Clock(target.device) if clock is None else clock
         self.rows = [Row(request, target, config) for request in requests]
         self.active = list(self.rows)
-        self.clock = Clock(target.device, meter)
         self.streams = Streams(config.seed, [request.number for request in requests], target.device)
-        self.judge = Verifier(config, self.streams)
+        self.verifier = make_verifier(config, self.streams)
+        if proposer is not None and config.rule not in self.verifier.rules:
+            raise InputError(
+                f"decode.lossy: {type(self.verifier).__name__} has no rule {config.rule}; decode with eval.lossy.decode or "
+                "eval.lossy.generate, or set lossy to null"
+            )
         self.tree, num_slots = None, config.num_speculative_tokens
         if config.tree is not None and isinstance(proposer, TreeProposer):
             self.tree = tree_from(config.tree, config.num_speculative_tokens)
@@ -150,7 +95,7 @@ class BatchRun:
         last_B1D = states.final_BTE[torch.arange(len(lengths)), self._tensor(lengths) - 1].unsqueeze(1)
         logits_B1V = head_logits(self.target.model, last_B1D)
         logits_B1V = self._processed(logits_B1V, None)
-        tokens_B1 = self.judge.target_tokens(logits_B1V, self._tensor(lengths).unsqueeze(1))
+        tokens_B1 = self.verifier.target_tokens(logits_B1V, self._tensor(lengths).unsqueeze(1))
         finite_B = torch.isfinite(logits_B1V.amax((1, 2)))
         for row, token, finite in zip(self.active, tokens_B1.squeeze(1).tolist(), finite_B.tolist(), strict=True):
             row.commit([token] if finite else [], finite=finite)
@@ -175,32 +120,32 @@ class BatchRun:
             logits_BKV = head_logits(self.target.model, states.final_BTE)
         with self.clock.phase("sample"):
             logits_BKV = self._processed(logits_BKV, proposal)
-            outcomes = self._judge(logits_BKV, proposal, branches, tree, room)
-        compared = self._compare(logits_BKV, proposal, outcomes) if self.measure_overlap else None
+            updates = self._verify(logits_BKV, proposal, branches, tree, room)
+        compared = self._compare(logits_BKV, proposal, updates) if self.measure_overlap else None
         if branches is not None:
-            states = self._keep_paths(starts, outcomes, states)
+            states = self._keep_paths(starts, updates, states)
         if self.proposer is not None and max(room) > 0:
             with self.clock.phase("draft"):
-                self.proposer.commit([outcome.num_accepted for outcome in outcomes], states)
-        for number, (row, outcome) in enumerate(zip(self.active, outcomes, strict=True)):
-            _finish(row, outcome, compared[number] if compared is not None else None)
+                self.proposer.commit([update.num_accepted for update in updates], states)
+        for number, (row, update) in enumerate(zip(self.active, updates, strict=True)):
+            update.apply(row, None if compared is None else compared[number])
         self._drop_ended()
 
     def _processed(self, logits_BKV: Tensor, proposal: Proposal | None) -> Tensor:
-        """Return the logits as the processor leaves them; rows that have ended leave the others' numbers as they were."""
+        """Return the logits as the processor leaves them; it gets the numbers that rows have among all requests."""
         number_of = {id(row): number for number, row in enumerate(self.rows)}
         numbers = [number_of[id(row)] for row in self.active]
         tokens, ends = [row.tokens for row in self.active], self.target.eos_token_ids
         return processed(self.logits_processor, logits_BKV, tokens, proposal, numbers, ends)
 
     def _read(self, ids_BT: Tensor, starts: Sequence[int], branches: Branches | None = None) -> TargetStates:
-        """Read the target, by way of the proposer where it is made of the target and may have begun to."""
+        """Run the target's forward; a proposer that is part of the target runs it itself and reuses what it has computed."""
         if isinstance(self.proposer, TargetReader):
             return self.proposer.forward_states(self.cache, ids_BT, starts, self.taps, branches)
         return forward_states(self.target.model, self.cache, ids_BT, starts, self.taps, branches)
 
     def _propose(self, room: Sequence[int], tree: Tree | GrownTree | None) -> Proposal:
-        """Ask for as many drafts as the roomiest row can use; without a proposer or room, for none."""
+        """Return as many drafts as the row with the most room can use; none without a proposer or room."""
         num_tokens = min(self.config.num_speculative_tokens, max(room))
         if self.proposer is None or num_tokens == 0:
             return Proposal(tokens_BG=self._tensor([[] for _ in room]).long(), num_drafted=[0] * len(room))
@@ -211,43 +156,44 @@ class BatchRun:
         drawn_by = self.config if self.config.draws else None
         return cast(TreeProposer, self.proposer).propose_tree(tokens, tree, drawn_by, self.streams)
 
-    def _judge(
+    def _verify(
         self,
         logits_BKV: Tensor,
         proposal: Proposal,
         branches: Branches | None,
         tree: Tree | GrownTree | None,
         room: Sequence[int],
-    ) -> list[Outcome]:
+    ) -> list[RowUpdate]:
         """Return what the round brings each row, in one transfer from the device."""
         finite_B = finite_rows(logits_BKV, proposal).long()
         if branches is None or tree is None or proposal.parents_BN is None:
             num_drafted = [min(*pair) for pair in zip(proposal.num_drafted, room, strict=True)]
-            accepted_B, next_B = self.judge.chain(logits_BKV, proposal, num_drafted, self._lengths)
+            accepted_B, next_B = self.verifier.chain(logits_BKV, proposal, num_drafted, self._lengths)
             table = torch.cat([torch.stack([accepted_B, next_B, finite_B], 1), proposal.tokens_BG], 1).tolist()
-            return [chain_outcome(row, drafted) for row, drafted in zip(table, num_drafted, strict=True)]
-        # Drafts that a row has no room for do not count, so that it is judged as it would be alone.
+            return [chain_update(row, drafted) for row, drafted in zip(table, num_drafted, strict=True)]
+        # Drafts that a row has no room for do not count, so that it is verified as it would be alone.
         too_deep_BN = branches.depths_BX[:, 1:] > self._tensor(room).unsqueeze(1)
         proposal = replace(proposal, parents_BN=proposal.parents_BN.masked_fill(too_deep_BN, -1))
-        path_BD, accepted_B, next_B = self.judge.tree(logits_BKV, proposal, branches.depths_BX, self._lengths, tree)
+        path_BD, accepted_B, next_B = self.verifier.tree(logits_BKV, proposal, branches.depths_BX, self._lengths, tree)
         summary_B3 = torch.stack([accepted_B, next_B, finite_B], 1)
         table = torch.cat([summary_B3, path_BD, proposal.tokens_BG, cast(Tensor, proposal.parents_BN)], 1).tolist()
-        return [tree_outcome(row, tree.depth) for row in table]
+        return [tree_update(row, tree.depth) for row in table]
 
-    def _compare(self, logits_BKV: Tensor, proposal: Proposal, outcomes: Sequence[Outcome]) -> list[list[list[float]]] | None:
-        """Return the numbers of `LawComparison` by row and draft; None for a tree, and for drafts without a distribution."""
-        if proposal.logits_BGV is None or not any(outcome.drafted for outcome in outcomes):
+    def _compare(self, logits_BKV: Tensor, proposal: Proposal, updates: Sequence[RowUpdate]) -> list[list[list[float]]] | None:
+        """Return the numbers of `PositionComparison` by row and draft; None for trees and for drafts without logits."""
+        if proposal.logits_BGV is None or not any(update.drafted for update in updates):
             return None
         with self.clock.phase("measure"):
-            # Drafts behind the first rejected one were judged in no row.
-            judged = min(proposal.tokens_BG.shape[1], 1 + max(outcome.num_accepted for outcome in outcomes))
-            p_logits_BJV, q_logits_BJV = logits_BKV[:, :judged], proposal.logits_BGV[:, :judged]
-            compared = compare_distributions(p_logits_BJV, q_logits_BJV, proposal.tokens_BG[:, :judged], self.config)
+            # Drafts behind the first rejected one were verified in no row.
+            J = min(proposal.tokens_BG.shape[1], 1 + max(update.num_accepted for update in updates))
+            compared = compare_distributions(
+                logits_BKV[:, :J], proposal.logits_BGV[:, :J], proposal.tokens_BG[:, :J], self.config
+            )
             return torch.stack(list(compared), -1).tolist()
 
-    def _keep_paths(self, starts: Sequence[int], outcomes: Sequence[Outcome], states: TargetStates) -> TargetStates:
-        """Move what the target computed along each row's path together, in the cache; return the states along it."""
-        columns = [[0, *outcome.path] for outcome in outcomes]
+    def _keep_paths(self, starts: Sequence[int], updates: Sequence[RowUpdate], states: TargetStates) -> TargetStates:
+        """Move the cache entries along each row's path together; return the states along it."""
+        columns = [[0, *update.path] for update in updates]
         self.cache.keep_path(starts, columns)
         longest = max(map(len, columns))
         columns_BA = self._tensor([row + [0] * (longest - len(row)) for row in columns])
@@ -255,7 +201,7 @@ class BatchRun:
         return states.map(lambda state_BTE: state_BTE[rows_B1, columns_BA])
 
     def _drop_ended(self) -> list[int]:
-        """Let rows that ended leave the batch; return the numbers of those that stay."""
+        """Remove rows that have ended from the batch; return the numbers of those that stay."""
         keep = [number for number, row in enumerate(self.active) if row.stop_reason is None]
         if len(keep) == len(self.active):
             return keep
@@ -274,29 +220,3 @@ class BatchRun:
 
     def _tensor(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(values, device=self.target.device)
-
-
-def _finish(row: Row, outcome: Outcome, compared: Sequence[Sequence[float]] | None) -> None:
-    """Commit what a round brought a row, and note the round; `compared` has the numbers of `LawComparison` by draft."""
-    accepted = outcome.num_accepted
-    committed = row.commit([*outcome.drafted[:accepted], outcome.next_token], finite=outcome.finite)
-    # A judged draft left one token, itself or the one in its place; what came after an end of text was not judged.
-    judged = compared[: min(len(committed), len(outcome.drafted))] if compared is not None else None
-    overlap, distributions = _distributions(judged) if judged is not None and outcome.drafted else (None, None)
-    row.rounds.append(
-        Round(
-            drafted=tuple(outcome.drafted),
-            num_accepted=min(accepted, len(committed)),
-            committed=tuple(committed),
-            overlap=overlap,
-            distributions=distributions,
-            ranks=outcome.ranks if outcome.ranks is None else tuple(outcome.ranks[: len(committed)]),
-            num_nodes=outcome.num_nodes,
-        )
-    )
-
-
-def _distributions(judged: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], DistributionComparison]:
-    """Return the overlaps of the judged drafts of a round, and the rest of the comparison."""
-    overlap, kl, uncovered, agrees, *rest = (tuple(column) for column in zip(*judged, strict=True)) if judged else [()] * 7
-    return overlap, DistributionComparison(kl, uncovered, tuple(map(bool, agrees)), *rest)

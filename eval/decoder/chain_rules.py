@@ -1,8 +1,8 @@
-"""The verification rules: given what was drafted and what the target thinks of it, how much stays and what comes next.
+"""Verification rules for a chain of drafted tokens: how many stay, and which token comes after them.
 
-Pure functions over (p, q, tokens), checked by exact enumeration in tests/eval/decoder/test_chain_rules.py. Row i of the
-target's rows judges draft i, row G is for the bonus token; so a proposal of G drafts comes with G + 1 target rows. Rows of a
-batch may hold fewer drafts than G (`num_drafted_B`); what stands beyond is never read. B batch, G drafts, V vocabulary.
+Pure functions of (p, q, tokens, uniforms); that their output follows the target's distribution is shown by exact enumeration
+(`eval.lossless.enumeration`). Row i of the K = G + 1 target rows is for draft i, row G for the bonus token. Rows of a batch
+may hold fewer drafts than G (`num_drafted_B`); what lies beyond is never read. B batch, G drafts, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from torch import Tensor
 from heads.sampling.probabilities import draw
 
 
-class Verdict(NamedTuple):
-    """How a round ends: `num_accepted_B` drafts stay (0..num_drafted), then comes `next_token_B` from the target."""
+class ChainVerification(NamedTuple):
+    """The result of a rule on a chain: `num_accepted_B` drafts stay (0..num_drafted), then `next_token_B` from the target."""
 
     num_accepted_B: Tensor
     next_token_B: Tensor
 
 
-def verify_greedy(target_tokens_BK: Tensor, tokens_BG: Tensor, num_drafted_B: Tensor) -> Verdict:
-    """Keep drafts while they are the target's own choice; K = G + 1.
+def verify_greedy(target_tokens_BK: Tensor, tokens_BG: Tensor, num_drafted_B: Tensor) -> ChainVerification:
+    """Keep drafts while they equal the target's own tokens.
 
     With the target's greedy choices as `target_tokens_BK` this is greedy decoding. With draws from the target's distribution
-    it is sample-and-match: lossless for any deterministic proposal, and the output is the very one plain decoding draws from
-    the same stream.
+    it is sample-and-match: lossless for any deterministic proposal, and the output is equal to that of plain decoding with the
+    same stream.
 
     Args:
-        target_tokens_BK: what the target itself puts after each prefix.
+        target_tokens_BK: the target's own token after each prefix.
         tokens_BG: the drafts.
         num_drafted_B: drafts that count in each row.
     """
     matches_BG = (target_tokens_BK[:, :-1] == tokens_BG) & _drafted(tokens_BG, num_drafted_B)
     num_accepted_B = _leading(matches_BG)
-    return Verdict(num_accepted_B, _at(target_tokens_BK, num_accepted_B))
+    return ChainVerification(num_accepted_B, _at(target_tokens_BK, num_accepted_B))
 
 
 def verify_tokens(
@@ -47,7 +47,7 @@ def verify_tokens(
     accept_BG: Tensor,
     residual_B: Tensor,
     bonus_B: Tensor,
-) -> Verdict:
+) -> ChainVerification:
     """Token-wise rejection sampling (Leviathan et al., 2211.17192; Chen et al., 2302.01318).
 
     Draft i stays with probability min(1, p_i/q_i); after the first rejection the token comes from the normalised positive part
@@ -76,12 +76,12 @@ def verify_block(
     accept_BG: Tensor,
     residual_B: Tensor,
     bonus_B: Tensor,
-) -> Verdict:
-    """Block verification (Sun et al., 2403.10444): judge the drafts together; never fewer expected tokens than token-wise.
+) -> ChainVerification:
+    """Block verification (Sun et al., 2403.10444): test the drafts together; never fewer expected tokens than token-wise.
 
-    With P_0 = 1 and P_i = min(1, P_{i-1} p_i/q_i), a prefix of i < g drafts is offered to be kept with probability
-    R_i / (R_i + 1 - P_i), R_i = sum_v (P_i p_{i+1}(v) - q_{i+1}(v))+, the whole block with P_g; the longest prefix that wins
-    its draw stays. The next token comes from the normalised positive part of P_a p_{a+1} - q_{a+1}, after a whole block from p.
+    With P_0 = 1 and P_i = min(1, P_{i-1} p_i/q_i), a prefix of i < g drafts passes its test with probability
+    R_i / (R_i + 1 - P_i), R_i = sum_v (P_i p_{i+1}(v) - q_{i+1}(v))+, the whole block with P_g; the longest prefix that
+    passes stays. The next token comes from the normalised positive part of P_a p_{a+1} - q_{a+1}, after a whole block from p.
 
     Args: as for `verify_tokens`; `accept_BG[:, i]` decides about the prefix that ends with draft i.
     """
@@ -110,7 +110,7 @@ def _finish(
     weight_B: Tensor,
     residual_B: Tensor,
     bonus_B: Tensor,
-) -> Verdict:
+) -> ChainVerification:
     """Draw the token after `num_accepted_B` drafts: from p where all stayed, else from (weight * p - q)+."""
     all_stayed_B = num_accepted_B == num_drafted_B
     rows_B = torch.arange(len(num_accepted_B), device=num_accepted_B.device)
@@ -120,7 +120,7 @@ def _finish(
     # p = q up to rounding leaves no residual; a rejection then has probability 0 up to rounding, and p itself is right.
     from_p_B = all_stayed_B | (rest_BV.sum(-1) == 0)
     weights_BV = torch.where(from_p_B.unsqueeze(1), p_BV.to(rest_BV.dtype), rest_BV)
-    return Verdict(num_accepted_B, draw(weights_BV, torch.where(all_stayed_B, bonus_B, residual_B)))
+    return ChainVerification(num_accepted_B, draw(weights_BV, torch.where(all_stayed_B, bonus_B, residual_B)))
 
 
 def _drafted(tokens_BG: Tensor, num_drafted_B: Tensor) -> Tensor:

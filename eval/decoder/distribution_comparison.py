@@ -1,9 +1,8 @@
-"""Target and draft side by side at every drafted position, exact from their logits: what tells how alike the two
-distributions are.
+"""How close the target's and the draft's distributions are at every drafted position, exact from their logits.
 
-Low in variance, because nothing is drawn, and free of the number of drafts a round. The decoder calls this in the first
-repeat only and keeps the time apart. Left out: drafts without logits, such as copied text, which have no distribution to
-compare. B batch, G drafts, V vocabulary.
+Low in variance, because nothing is drawn, and independent of the number of drafts a round. `eval.decoder.batch` calls this
+where the overlap is measured, and counts the time apart. Drafts without logits, such as copied text, are not compared.
+B batch, G drafts, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from heads.proposers.draft_length import confidence
 from heads.sampling.probabilities import token_probabilities
 
 
-class LawComparison(NamedTuple):
+class PositionComparison(NamedTuple):
     """Each `[B, G]`, float32; `p` is the target's distribution and `q` the draft's, after the same tokens.
 
     Args:
         overlap_BG: sum_v min(p, q), which is 1 - TV(p, q): the exact chance that sampling keeps a draft (Leviathan et al.,
             2211.17192, corollary 3.6).
-        kl_BG: KL(p || q) in nats, over the tokens that the draft can say, with p renormalised there.
-        uncovered_BG: the mass of p on tokens that the draft cannot say, which would make KL(p || q) infinite.
-        agrees_BG: 1 where both put the same token first, else 0.
+        kl_BG: KL(p || q) in nats, over the tokens of the draft's vocabulary, with p renormalised there.
+        uncovered_BG: the mass of p outside the draft's vocabulary, where KL(p || q) would be infinite.
+        agrees_BG: 1 where both have the same likeliest token, else 0.
         confidence_BG: q of the drafted token.
         target_probability_BG: p of the drafted token.
         distribution_confidence_BG: the largest probability of q, which is what stopping rules read
@@ -44,18 +43,17 @@ class LawComparison(NamedTuple):
 
 def compare_distributions(
     p_logits_BGV: Tensor, q_logits_BGV: Tensor, tokens_BG: Tensor, sampling: SamplingConfig
-) -> LawComparison:
+) -> PositionComparison:
     """Compare two distributions at each drafted position.
 
     Args:
         p_logits_BGV: the target's logits; row i predicts draft i.
-        q_logits_BGV: the draft's, for the same or fewer tokens; `-inf` where it cannot say a token.
+        q_logits_BGV: the draft's, for the same or fewer tokens; `-inf` outside its vocabulary.
         tokens_BG: the drafts, ids of the target.
         sampling: the distribution in use; temperature 0 is compared at temperature 1, since one-hot distributions overlap
-            wholly or not at all.
-            KL is taken before top-k and top-p, which would make it infinite; everything else after.
+            wholly or not at all. KL is taken before top-k and top-p, which would make it infinite; everything else after.
 
-    A draft whose logits are no numbers covers nothing and overlaps with nothing.
+    Where a draft's logits are not finite, overlap and covered mass are 0.
     """
     missing = p_logits_BGV.shape[-1] - q_logits_BGV.shape[-1]
     q_logits_BGV = torch.nn.functional.pad(q_logits_BGV.float(), (0, missing), value=float("-inf"))
@@ -64,7 +62,7 @@ def compare_distributions(
     p_BGV = token_probabilities(p_logits_BGV, sampling)
     q_BGV = token_probabilities(q_logits_BGV, sampling).nan_to_num(0.0)
     kl_BG, uncovered_BG = _divergence(p_logits_BGV.float(), q_logits_BGV, sampling.temperature)
-    return LawComparison(
+    return PositionComparison(
         overlap_BG=torch.minimum(p_BGV, q_BGV).sum(-1).nan_to_num(0.0),
         kl_BG=kl_BG,
         uncovered_BG=uncovered_BG,

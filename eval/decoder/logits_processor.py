@@ -1,20 +1,12 @@
-"""A transformers `LogitsProcessor` on the target's logits: the output then follows the processed target's distribution.
+"""A transformers `LogitsProcessor` on the target's logits: the output then follows the processed distribution without loss.
 
-Verification judges several positions at once, and a processor may look at the text so far, so each position is processed with
-its own: what is committed, and the drafts on the way to it, in a chain or a tree. The draft stays as it is; the distribution
-that its tokens were drawn from is known, so verification is exact, whatever the processor does to the other side. A processor
-that forbids much of what the draft says costs acceptance only.
+Each position of a round is processed with its own text: what is committed and the drafts before it, in a chain or a tree. The
+draft is not processed; a processor that forbids its tokens costs acceptance only. A processor never gets a text that holds a
+token it forbids, or that goes on after its end: what is drafted there cannot be accepted, and its logits stay as they are.
 
-Drafts are followed as far as the processor allows them and to the text's end: a text with a forbidden token in it, or one
-beyond its end, is never asked about, since a constraint may know no way on from there. What is drafted behind such a token
-cannot become part of an answer, so its logits stay as they are.
-
-The processor must be a function of (ids, scores), row by row: verification asks it about texts that are then dropped, and about
-the same text twice, and texts of several requests share a call. Of transformers' own, one is told the rows' numbers: the
-`batch_id` of `PrefixConstrainedLogitsProcessor`, in place of which it is told the request's place among all of them.
-
-Left out on purpose: processors that keep a state of their own from call to call, or another text for each row; particles, which
-weigh drafts by raw logits.
+The processor must be a function of (ids, scores), row by row: it is called with texts that are then dropped, twice with the
+same text, and with texts of several requests together; one with a state of its own is refused. The `batch_id` that
+`PrefixConstrainedLogitsProcessor` gets is the request's place among all of them.
 B batch, K target rows (the pending token and the drafts), G drafts, V vocabulary.
 """
 
@@ -40,13 +32,13 @@ from heads.proposers.protocol import Proposal
 
 # transformers' `LogitsProcessor` or `LogitsProcessorList`, or any function: ids [n, T] and scores [n, V] to scores [n, V].
 Processor = Callable[[Tensor, Tensor], Tensor]
-# transformers' processors that remember earlier calls; what is derived from them is taken to do so too.
+# transformers' processors that remember earlier calls; subclasses are taken to do so too.
 STATEFUL = {"UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor"}
 
 
 @dataclass(frozen=True)
 class _Text:
-    """A text that the processor is asked about: that of a target row, `place`, of a row of the batch."""
+    """A text to process: that of target row `place` of a row of the batch."""
 
     row: int
     place: int
@@ -54,10 +46,10 @@ class _Text:
 
 
 def prepared(given: Any) -> Processor:
-    """Return a processor, or a list of them (in lists, too), as one; refuse what would not be exact.
+    """Return a processor, or a (nested) list of them, as one; refuse what would not be exact.
 
     Args:
-        given: what the caller passed.
+        given: the processor or processors.
 
     Raises:
         InputError: one cannot be called, remembers earlier calls, or has several rows of text of its own or several beams.
@@ -84,8 +76,8 @@ def _check(processor: Any) -> None:
         raise InputError(f"logits_processor: expected a function of ids and scores or a list of such, got {name}")
     if not STATEFUL.isdisjoint(kind.__name__ for kind in type(processor).__mro__):
         raise InputError(
-            f"logits_processor: {name} remembers earlier calls, and verification asks about texts that are then dropped; give "
-            "processors that are functions of ids and scores"
+            f"logits_processor: {name} remembers earlier calls, and verification calls it with texts that are then dropped; "
+            "give processors that are functions of ids and scores"
         )
     rows = _own_rows(processor)
     if rows > 1:
@@ -98,19 +90,14 @@ def _check(processor: Any) -> None:
 
 
 def _own_rows(processor: Any) -> int:
-    """Return how many rows of text transformers' processors of an encoder's text were made with; 0: it is none of them."""
+    """Return how many rows of encoder text a processor of transformers was made with; 0 for all others."""
     if isinstance(processor, EncoderRepetitionPenaltyLogitsProcessor):
         return len(processor.encoder_input_ids)
     return processor.batch_size if isinstance(processor, EncoderNoRepeatNGramLogitsProcessor) else 0
 
 
 def renumbered(processor: Any, number_of: Callable[[int], int]) -> Any:
-    """Return a processor, one that `prepared` returns, which is told other numbers of rows than those of a call.
-
-    Args:
-        processor: left as it is.
-        number_of: by the row of a call, the `batch_id` to be told.
-    """
+    """Return a copy of a processor (from `prepared`) that gets `number_of(row)` as `batch_id` in place of a call's row."""
     if isinstance(processor, list):
         return LogitsProcessorList(renumbered(each, number_of) for each in processor)
     if not isinstance(processor, PrefixConstrainedLogitsProcessor):
@@ -133,7 +120,7 @@ def processed(
     Rows behind a draft that the processor forbids (a score of -inf) or that ends the text stay as they are.
 
     Args:
-        processor: a function of texts and scores, see `prepared`.
+        processor: see `prepared`.
         logits_BKV: the target's; row 0 follows the committed text, row i + 1 the text up to draft i.
         tokens: committed ids by row of the batch, the pending one included.
         proposal: the drafts; None: there are none.
@@ -158,7 +145,7 @@ def processed(
 
 
 def _process(processor: Processor, scores_BKV: Tensor, texts: Sequence[_Text]) -> None:
-    """Put the processor's scores of texts of one length in place of the target's."""
+    """Replace the target's scores of texts of one length by the processor's."""
     rows_N, places_N = [text.row for text in texts], [text.place for text in texts]
     scores_NV = scores_BKV[rows_N, places_N]
     changed_NV = processor(torch.tensor([text.ids for text in texts], device=scores_BKV.device), scores_NV)
@@ -176,7 +163,7 @@ def _of_a_length(texts: Sequence[_Text]) -> list[list[_Text]]:
 
 
 def _next(proposal: Proposal | None, text: _Text) -> Iterator[_Text]:
-    """Yield the texts that are one draft longer."""
+    """Yield the texts that are one draft longer than a text."""
     if proposal is None:
         return
     drafts = proposal.tokens_BG[text.row].tolist()

@@ -1,6 +1,6 @@
-"""What decoding leaves behind: rounds, generations, timings. Everything measured is computed from these, nothing else.
+"""The records of decoding: rounds, generations, timings. Everything measured is computed from these.
 
-The decoder writes them, `eval.metrics.acceptance` and `eval.report.build` read them, and `records.jsonl` keeps them on disk.
+The decoder makes them, `eval.metrics` and `eval.report.build` read them, and `records.jsonl` keeps them on disk.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-# stop: a stop string is complete; context: the target's is full;
-# non_finite: target or draft computed what is no number; error: the machine gave up, e.g. for want of memory;
-# no_room_in_context: a later turn with all before it does not fit; after_a_failed_turn: nothing was there to ask it after.
+# stop: a stop string is complete; context: the target's context is full;
+# non_finite: target or draft computed NaN or infinity; error: decoding raised, e.g. out of memory;
+# no_room_in_context: a later turn with all before it does not fit; after_a_failed_turn: the turn before it has no answer.
 StopReason = Literal["eos", "stop", "length", "context", "non_finite", "error", "no_room_in_context", "after_a_failed_turn"]
 UNDECODED = frozenset(("error", "no_room_in_context", "after_a_failed_turn"))  # such a generation has no tokens
 FAILED = UNDECODED | {"non_finite"}
@@ -21,24 +21,26 @@ SPECULATIVE = "speculative"
 
 @dataclass(frozen=True)
 class DistributionComparison:
-    """Target and draft side by side at the drafted positions for which a round has an overlap
-    (`eval.decoder.distribution_comparison`)."""
+    """Target's and draft's distributions compared at the positions for which a round has an overlap.
+
+    The fields are those of `eval.decoder.distribution_comparison.PositionComparison`.
+    """
 
     kl: tuple[float, ...]  # nats
     uncovered: tuple[float, ...]
     agrees: tuple[bool, ...]
     confidence: tuple[float, ...]
     target_probability: tuple[float, ...]
-    distribution_confidence: tuple[float, ...] = ()  # what stopping rules read; nothing in records of before it was kept
+    distribution_confidence: tuple[float, ...] = ()  # empty in older records
 
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """One target step: `drafted` went in, `committed` came out.
+    """One target step.
 
-    Counted on what was committed: where the end of the text cut the round, `num_accepted` is cut as well, and the last
-    committed token may then be an accepted one instead of the target's own. Of a tree, `drafted` is the way that was walked
-    (the accepted drafts and the likeliest branch below them), so that positions mean what they mean for a chain.
+    Where the end of the text cut the round, `num_accepted` is cut as well, and the last committed token may then be an
+    accepted one instead of the target's own. Of a tree, `drafted` is one path (the accepted drafts and the likeliest branch
+    below them), so that positions mean what they mean for a chain.
     """
 
     drafted: tuple[int, ...]
@@ -47,11 +49,11 @@ class Round:
     overlap: tuple[float, ...] | None = None  # sum_v min(p, q) at each drafted position up to and with the first rejected one
     distributions: DistributionComparison | None = None  # more of the same comparison
     ranks: tuple[int, ...] | None = None  # of a tree: which child of its parent each accepted draft is, 0 the likeliest
-    num_nodes: int | None = None  # of a tree: its drafts, on the way walked and off it
+    num_nodes: int | None = None  # of a tree: all its drafts
 
     @property
     def num_drafted(self) -> int:
-        """How many drafts the target judged."""
+        """How many drafts the target verified."""
         return len(self.drafted) if self.num_nodes is None else self.num_nodes
 
 
@@ -79,12 +81,12 @@ class Timing:
     num_tokens: int
     num_rounds: int
     prefill_seconds: float
-    decode_seconds: float  # everything after the prefill but the measuring itself
+    decode_seconds: float  # everything after the prefill except measuring
     draft_seconds: float
     verify_seconds: float  # the target's forwards
     sample_seconds: float  # acceptance, residual and bonus draws
     measure_seconds: float  # spent on comparing distributions; not part of decode_seconds
-    decode_joules: float | None = None  # spent in decode_seconds; None: nobody measured
+    decode_joules: float | None = None  # spent in decode_seconds; None: not measured
 
     @property
     def overhead_seconds(self) -> float:
@@ -94,7 +96,7 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """Where a speculative output first left the plain one, and by how little the target preferred its own token.
+    """Where a speculative output first differs from the plain one, and the gap between the two tokens' logits.
 
     `logit_gap` is how far the worse of the two tokens is from the target's best after the common prefix, computed in a wider
     dtype; `tie_tolerance` the largest gap that counts as a numerical tie, by the rounding error measured there.

@@ -1,13 +1,6 @@
-"""A request on its way through the decoder: what is to be continued, what has been committed, and why it ended.
+"""A request in the decoder: what is to be continued, what has been committed, and why it ended.
 
-Strings that end an answer: which token completes one.
-
-An answer is searched as its text grows token by token, so the same tokens end at the same place however many of them a round
-brought. Only the end of the text is decoded: a tail long enough for the longest string and for what decoders do differently at
-the beginning of a text, which is to drop a space, or to show the rest of a character whose first bytes lie before it. A
-character whose bytes are not all there yet decodes to U+FFFD, which no stop string may hold
-(`configs.schema.decoding.DecodeConfig`). Special tokens count as the text that they are written as. Left out on purpose:
-strings that begin in the prompt.
+`Request` is what the caller gives, `Row` its state in a batch, `StopStrings` the search for the strings that end its answer.
 """
 
 from __future__ import annotations
@@ -26,45 +19,9 @@ from heads.target.loading import Target
 MARGIN = 8  # characters of a tail before those that may belong to a stop string
 
 
-class StopStrings:
-    """The search for some strings in one answer.
-
-    Args:
-        tokenizer: of the tokens.
-        stops: the strings, none of them empty.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> None:
-        self.tokenizer, self.stops = tokenizer, stops
-        self._enough = max(map(len, stops)) + MARGIN
-        self._tail: list[int] = []  # the last tokens of the answer, all of it while that is short
-        self._kept = self._enough  # how many of them stay when there are twice as many
-
-    def completes(self, token: int) -> bool:
-        """Take the answer's next token and say whether the text then holds one of the strings."""
-        self._tail.append(token)
-        text = self._text(self._tail)
-        if any(stop in text for stop in self.stops):
-            return True
-        if len(self._tail) > 2 * self._kept:
-            self._shorten()
-        return False
-
-    def _shorten(self) -> None:
-        """Drop the front of the tail, unless what would stay says too little: tokens may stand for no text at all."""
-        shorter = self._tail[-self._kept :]
-        if len(self._text(shorter)) >= self._enough:
-            self._tail = shorter
-        else:
-            self._kept = len(self._tail)
-
-    def _text(self, tokens: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A prompt to continue. `prompt_id` and `turn` name its random numbers, so it gives the same tokens in any batch."""
+    """A prompt to continue. `prompt_id` and `turn` seed its random numbers, so it gets the same tokens in any batch."""
 
     prompt_id: str
     category: str
@@ -73,14 +30,14 @@ class Request:
 
     @property
     def number(self) -> int:
-        """A 63-bit number for its name, the same in every process."""
+        """A 63-bit hash of its name, the same in every process."""
         name = f"{self.prompt_id}/{self.turn}" if self.turn else self.prompt_id
         return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8], "big") >> 1
 
 
 @dataclass
 class Row:
-    """One request under way. `tokens` is prompt and answer; the last one is pending: committed, not yet read by the target."""
+    """The state of one request. `tokens` is prompt and answer; the last one is pending: committed, not yet in the cache."""
 
     request: Request
     target: Target
@@ -101,13 +58,13 @@ class Row:
 
     @property
     def room(self) -> int:
-        """How many drafts it can use: one token a round is the target's own."""
+        """How many drafts a round can use: one token of it is the target's own."""
         answer = self.config.max_new_tokens - self.num_answered
         context = self.target.max_positions - len(self.tokens)
         return max(0, min(answer, context) - 1)
 
     def commit(self, tokens: list[int], *, finite: bool) -> list[int]:
-        """Append tokens up to the first that ends the answer, and note why it ended if it did. Return what was appended."""
+        """Append tokens up to the first that ends the answer, and set `stop_reason` if one does. Return those appended."""
         if not finite:
             self.stop_reason = "non_finite"
             return []
@@ -125,20 +82,20 @@ class Row:
         return committed
 
     def copied(self) -> Row:
-        """Return another that goes on from here by itself."""
+        """Return an independent copy."""
         other = Row(self.request, self.target, self.config)
         other.tokens, other.rounds, other.stop_reason = list(self.tokens), list(self.rounds), self.stop_reason
         other.stops = copy.deepcopy(self.stops, {id(self.target.tokenizer): self.target.tokenizer})
         return other
 
     def _ended_by(self, token: int) -> StopReason | None:
-        """Return why the answer ends with this token, its next; None: it does not."""
+        """Return why the answer ends with this token, its next; None where it does not."""
         if token in self.target.eos_token_ids:
             return "eos"
         return "stop" if self.stops is not None and self.stops.completes(token) else None
 
     def to_generation(self, mode: str) -> Generation:
-        """Return its record.
+        """Return the record of an answer that has ended.
 
         Raises:
             RuntimeError: it has not ended.
@@ -155,3 +112,44 @@ class Row:
             stop_reason=self.stop_reason,
             turn=self.request.turn,
         )
+
+
+class StopStrings:
+    """The search for stop strings in one answer, token by token: where it ends does not depend on the rounds.
+
+    Only a tail of the text is decoded, long enough for the longest string and for what tokenizers do differently at the
+    beginning of a text: drop a space, or show the rest of a character whose first bytes lie before it. An incomplete character
+    decodes to U+FFFD, which no stop string may hold (`configs.schema.decoding.DecodeConfig`). Special tokens count as their
+    text. A string that begins in the prompt is not found.
+
+    Args:
+        tokenizer: of the tokens.
+        stops: the strings, none of them empty.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> None:
+        self.tokenizer, self.stops = tokenizer, stops
+        self._enough = max(map(len, stops)) + MARGIN
+        self._tail: list[int] = []  # the last tokens of the answer, all of it while that is short
+        self._kept = self._enough  # how many of them stay when there are twice as many
+
+    def completes(self, token: int) -> bool:
+        """Add the answer's next token; return whether the text then holds one of the strings."""
+        self._tail.append(token)
+        text = self._text(self._tail)
+        if any(stop in text for stop in self.stops):
+            return True
+        if len(self._tail) > 2 * self._kept:
+            self._shorten()
+        return False
+
+    def _shorten(self) -> None:
+        """Drop the front of the tail, unless too little text would stay: tokens may decode to no text at all."""
+        shorter = self._tail[-self._kept :]
+        if len(self._text(shorter)) >= self._enough:
+            self._tail = shorter
+        else:
+            self._kept = len(self._tail)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))

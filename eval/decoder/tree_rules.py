@@ -1,25 +1,15 @@
-"""Verification along a tree of drafted tokens: which path stays, and which token comes after it.
+"""Verification rules for a tree of drafted tokens: which path stays, and which token comes after it.
 
-Pure functions. Node 0 is the pending token, the root; every other node follows its parent, which has a smaller number. The
-children of a node are the candidates for the position after it, in the order of their numbers, which must be the order they
-were drawn in. Row i of the distributions stands for what comes after node i: p the target's, q the one that the node's
-children were drawn from. Left out: what makes a tree (its shape, its mask, its drafting).
+At one node a rule picks among the candidates for one position (`CandidateRule`), and `verify_tree` walks the tree with it;
+`match_tree` follows the target's own tokens instead. Pure functions of (p, q, tokens, uniforms), batched over rows; that their
+output follows the target's distribution is shown by exact enumeration (`eval.lossless.tree_enumeration`).
 
-A sampled tree is lossless as long as no drawn node was left out for what it is or for how probable the draft holds it: such a
-choice changes the distribution of what remains. A tree pruned by confidence is verified as deterministic, with `q_BNV` None,
-for which any choice of nodes will do.
-B rows, N nodes with the root, C children of one node at most, D depth of the deepest node, K = D + 1 levels, V vocabulary.
-
-
-The verification rules for several candidates at one position: which of them stays, and what distribution the next token has
-if none.
-
-Pure functions over (p, q, tokens, uniforms), batched over rows; `eval.decoder.tree_rules` walks them down a tree level by
-level, and `eval.lossless.tree_enumeration` proves that their output follows the target's distribution. Every rule is for
-candidates drawn from q by `heads.sampling.sibling_draws`, whose way of drawing must be the rule's; those that were not drawn
-are matched with the target's own token (`eval.decoder.tree_rules.match_tree`). Left out: the optimal coupling, a linear
-programme over V^C tuples of candidates (Sun et al., 2310.15141), which these rules stand in for.
-B rows, C candidates, V vocabulary.
+Node 0 is the pending token, the root; every other node has a parent with a smaller number. The children of a node are the
+candidates for the position after it, in the order in which they were drawn by the rule's own way of drawing
+(`heads.sampling.sibling_draws`). Row i of the distributions comes after node i: p is the target's, q the one that the node's
+children were drawn from. Lossless as long as no drawn node was left out for its token or its probability; a tree pruned by
+confidence is verified by matching, for which any choice of nodes will do.
+B rows, C candidates, N nodes with the root, D depth of the deepest node, K = D + 1 levels, V vocabulary.
 """
 
 from __future__ import annotations
@@ -36,22 +26,27 @@ from heads.sampling.probabilities import draw
 RHO_BISECTIONS = 20
 
 
-class Choice(NamedTuple):
-    """What a rule decides at one position.
+class CandidateChoice(NamedTuple):
+    """The result of a rule at one position.
 
     Args:
         accepted_B: index of the candidate that stays, -1 for none.
-        rest_BV: unnormalised distribution of the token that comes instead where none stays; means nothing in the other rows.
+        rest_BV: unnormalised distribution of the next token where none stays; undefined in the other rows.
     """
 
     accepted_B: Tensor
     rest_BV: Tensor
 
 
-CandidateRule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Choice]
+# (p_BV, q_BV, tokens_BC, num_candidates_B, accept_BC), see `with_replacement`
+CandidateRule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], CandidateChoice]
+ProbsAfter = Callable[[Tensor], Tensor]  # a node's number by row `[B]` -> the target's distribution after it `[B, V]`
+TokenAfter = Callable[[Tensor, int], Tensor]  # the same and the node's depth -> the target's own token after it `[B]`
 
 
-def with_replacement(p_BV: Tensor, q_BV: Tensor, tokens_BC: Tensor, num_candidates_B: Tensor, accept_BC: Tensor) -> Choice:
+def with_replacement(
+    p_BV: Tensor, q_BV: Tensor, tokens_BC: Tensor, num_candidates_B: Tensor, accept_BC: Tensor
+) -> CandidateChoice:
     """Recursive rejection of independent candidates (Miao et al., SpecInfer, 2305.09781).
 
     With r_1 = p, candidate i stays with probability min(1, r_i/q); a rejection leaves r_{i+1} = norm((r_i - q)+).
@@ -60,17 +55,19 @@ def with_replacement(p_BV: Tensor, q_BV: Tensor, tokens_BC: Tensor, num_candidat
         p_BV: the target's distribution.
         q_BV: the distribution each candidate was drawn from.
         tokens_BC: the candidates in the order they were drawn.
-        num_candidates_B: candidates that count in each row, 0..C; ids beyond must be in range and are not judged.
+        num_candidates_B: candidates that count in each row, 0..C; ids beyond must be in range and are not tested.
         accept_BC: independent uniforms in [0, 1), one a candidate.
     """
     return reject_recursively(p_BV, repeat(q_BV, tokens_BC.shape[1]), tokens_BC, num_candidates_B, accept_BC)
 
 
-def without_replacement(p_BV: Tensor, q_BV: Tensor, tokens_BC: Tensor, num_candidates_B: Tensor, accept_BC: Tensor) -> Choice:
+def without_replacement(
+    p_BV: Tensor, q_BV: Tensor, tokens_BC: Tensor, num_candidates_B: Tensor, accept_BC: Tensor
+) -> CandidateChoice:
     """Recursive rejection of distinct candidates (Chen et al., Sequoia, 2402.12374; Jeon et al., RSD, 2402.14160).
 
-    As `with_replacement`, but candidate i is held against the distribution it was drawn from: q without the candidates before
-    it, renormalised. A rejected token is thus not paid for twice. A candidate drawn after q ran out is passed over.
+    As `with_replacement`, but candidate i is tested against the distribution it was drawn from: q without the candidates
+    before it, renormalised. A candidate drawn after q ran out is skipped.
 
     Args: as for `with_replacement`.
     """
@@ -79,7 +76,7 @@ def without_replacement(p_BV: Tensor, q_BV: Tensor, tokens_BC: Tensor, num_candi
 
 def reject_recursively(
     p_BV: Tensor, distributions: Iterable[Tensor], tokens_BC: Tensor, num_candidates_B: Tensor, accept_BC: Tensor
-) -> Choice:
+) -> CandidateChoice:
     """Recursive rejection with a distribution for each candidate, for instance from several drafts.
 
     Lossless where candidate i was drawn from `distributions[i]`, which may depend on the candidates before it and on nothing
@@ -94,21 +91,21 @@ def reject_recursively(
     for number, (probs_BV, token_B, accept_B) in enumerate(
         zip(distributions, tokens_BC.unbind(1), accept_BC.unbind(1), strict=True)
     ):
-        judged_B = (accepted_B < 0) & (number < num_candidates_B)
-        if not may_hold(judged_B):
+        tested_B = (accepted_B < 0) & (number < num_candidates_B)
+        if not may_hold(tested_B):
             break
         mass_B = rest_BV.sum(-1)
         q_of_B, rest_of_B = _at(probs_BV, token_B), _at(rest_BV, token_B)
-        stays_B = judged_B & (q_of_B > 0) & (accept_B * q_of_B * mass_B < rest_of_B)
+        stays_B = tested_B & (q_of_B > 0) & (accept_B * q_of_B * mass_B < rest_of_B)
         accepted_B = torch.where(stays_B, number, accepted_B)
         left_BV = (rest_BV - mass_B.unsqueeze(1) * probs_BV).clamp(min=0)
         # Equal distributions up to rounding leave nothing; a rejection then has probability 0 up to rounding.
-        shrinks_B = judged_B & ~stays_B & (left_BV.sum(-1) > 0)
+        shrinks_B = tested_B & ~stays_B & (left_BV.sum(-1) > 0)
         rest_BV = torch.where(shrinks_B.unsqueeze(1), left_BV, rest_BV)
-    return Choice(accepted_B, rest_BV)
+    return CandidateChoice(accepted_B, rest_BV)
 
 
-def k_seq(p_BV: Tensor, q_BV: Tensor, tokens_BC: Tensor, num_candidates_B: Tensor, accept_BC: Tensor) -> Choice:
+def k_seq(p_BV: Tensor, q_BV: Tensor, tokens_BC: Tensor, num_candidates_B: Tensor, accept_BC: Tensor) -> CandidateChoice:
     """SpecTr's k-SEQ for independent candidates (Sun et al., 2310.15141): one test for all, with p discounted.
 
     Each candidate in turn stays with probability min(1, p/(rho q)), one of k with probability A = 1 - (1 - b)^k where
@@ -127,7 +124,7 @@ def k_seq(p_BV: Tensor, q_BV: Tensor, tokens_BC: Tensor, num_candidates_B: Tenso
     accepted_B = torch.where(stays_BC.any(1), stays_BC.int().argmax(1), -1)
     rest_BV = (p_BV - share_B.unsqueeze(1) * discounted_BV).clamp(min=0)
     # Rounding may leave nothing where a rejection has probability 0.
-    return Choice(accepted_B, torch.where(rest_BV.sum(-1, keepdim=True) > 0, rest_BV, p_BV))
+    return CandidateChoice(accepted_B, torch.where(rest_BV.sum(-1, keepdim=True) > 0, rest_BV, p_BV))
 
 
 def k_seq_rho(p_BV: Tensor, q_BV: Tensor, num_candidates_B: Tensor) -> Tensor:
@@ -146,23 +143,6 @@ def k_seq_rho(p_BV: Tensor, q_BV: Tensor, num_candidates_B: Tensor) -> Tensor:
     return high_B
 
 
-def may_hold(flags_B: Tensor) -> bool:
-    """Say whether any flag is set, on a CPU; elsewhere say yes unasked, because the answer would have to be waited for."""
-    return flags_B.device.type != "cpu" or bool(flags_B.any())
-
-
-def _shrinking(q_BV: Tensor, tokens_BC: Tensor) -> Iterator[Tensor]:
-    """Yield the distribution each distinct candidate was drawn from; all 0 once q has run out."""
-    for token_B in tokens_BC.unbind(1):
-        mass_B1 = q_BV.sum(-1, keepdim=True)
-        yield q_BV / mass_B1.clamp(min=torch.finfo(q_BV.dtype).tiny)
-        q_BV = q_BV.scatter(-1, token_B.unsqueeze(-1), 0.0)
-
-
-def _at(values_BV: Tensor, token_B: Tensor) -> Tensor:
-    return values_BV.gather(-1, token_B.unsqueeze(-1)).squeeze(-1)
-
-
 CANDIDATE_RULES: dict[str, CandidateRule] = {
     "with_replacement": with_replacement,
     "without_replacement": without_replacement,
@@ -170,12 +150,8 @@ CANDIDATE_RULES: dict[str, CandidateRule] = {
 }
 
 
-LawAfter = Callable[[Tensor], Tensor]  # a node's number by row `[B]` -> the target's distribution after it `[B, V]`
-TokenAfter = Callable[[Tensor, int], Tensor]  # the same and the node's depth -> the target's own token after it `[B]`
-
-
-class TreeVerdict(NamedTuple):
-    """How a round ends.
+class TreeVerification(NamedTuple):
+    """The result of a rule on a tree.
 
     Args:
         path_BD: numbers of the nodes that stay, from the root's child downwards, -1 beyond the path.
@@ -189,7 +165,7 @@ class TreeVerdict(NamedTuple):
 
 
 def verify_tree(
-    p_after: LawAfter,
+    p_after: ProbsAfter,
     q_BNV: Tensor | None,
     tokens_BN: Tensor,
     parents_BN: Tensor,
@@ -198,24 +174,22 @@ def verify_tree(
     *,
     width: int,
     rule: CandidateRule = without_replacement,
-) -> TreeVerdict:
+) -> TreeVerification:
     """Walk a tree from the root, at each node by a rule for several candidates; lossless.
 
     Args:
-        p_after: the target's distributions, asked for at the nodes visited only (of N rows, at most K matter); for
-            distributions that are there
-            already `rows_of` makes it.
+        p_after: gives the target's distribution after a node of each row; called only for nodes on the walk. `rows_of` makes
+            it from a tensor.
         q_BNV: the distribution that the children of each node were drawn from; rows of leaves may hold anything finite. None
-            for
-            children that were not drawn: they are held against a draw from p (`match_tree`), and neither `rule` nor
+            for children that were not drawn: they are matched with a draw from p (`match_tree`), and neither `rule` nor
             `accept_BN` is read.
         tokens_BN: the nodes' tokens; the root's is not read.
         parents_BN: the nodes' parents, -1 for the root and for nodes a row does not have; `[N]` where all rows share one tree.
         accept_BN: independent uniforms in [0, 1), one for the test of each node.
         next_BK: independent uniforms for the token that comes after a path of 0..D nodes. With `q_BNV` None and the numbers
-            plain decoding draws with at these positions, the output is the one of plain decoding.
-        width: no node has more children.
-        rule: goes with the way the children were drawn.
+            that plain decoding draws with at these positions, the output is that of plain decoding.
+        width: the largest number of children of a node.
+        rule: the rule for the way in which the children were drawn.
     """
     if q_BNV is None:
         depth = next_BK.shape[1] - 1
@@ -228,7 +202,7 @@ def verify_tree(
     for level in range(path_BD.shape[1]):
         children_BC = children_BNC[rows_B, node_B]
         tokens_BC, accept_BC = (values.gather(1, children_BC.clamp(min=0)) for values in (tokens_BN, accept_BN))
-        # A row that has ended is given no candidates, and its weights come back as they are.
+        # A row whose walk has ended gets no candidates, and its weights come back unchanged.
         num_candidates_B = (children_BC >= 0).sum(1) * walks_B
         accepted_B, weights_BV = rule(weights_BV, q_BNV[rows_B, node_B], tokens_BC, num_candidates_B, accept_BC)
         walks_B = accepted_B >= 0
@@ -238,18 +212,19 @@ def verify_tree(
         path_BD[:, level] = torch.where(walks_B, node_B, -1)
         weights_BV = torch.where(walks_B.unsqueeze(1), p_after(node_B), weights_BV)
     num_accepted_B = (path_BD >= 0).sum(1)
-    return TreeVerdict(path_BD, num_accepted_B, draw(weights_BV, next_BK.gather(1, num_accepted_B.unsqueeze(1)).squeeze(1)))
+    return TreeVerification(
+        path_BD, num_accepted_B, draw(weights_BV, next_BK.gather(1, num_accepted_B.unsqueeze(1)).squeeze(1))
+    )
 
 
-def match_tree(target_token: TokenAfter, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> TreeVerdict:
+def match_tree(target_token: TokenAfter, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> TreeVerification:
     """Walk a tree along the target's own tokens, from the root to the child that bears the token, while there is one.
 
     With the target's greedy choices this is greedy decoding, with draws from its distributions it is sample-and-match.
-    Lossless for any tree that does not depend on those draws. Siblings should differ: of equal ones only the first is ever
-    walked.
+    Lossless for any tree that does not depend on those draws. Of equal siblings only the first is ever walked.
 
     Args:
-        target_token: gives what the target itself puts after each row's node; `tokens_of` makes it from a table.
+        target_token: gives the target's own token after each row's node; `tokens_of` makes it from a tensor.
         tokens_BN, parents_BN: as for `verify_tree`.
         depth: of the deepest node; what lies deeper is not walked.
     """
@@ -265,24 +240,24 @@ def match_tree(target_token: TokenAfter, tokens_BN: Tensor, parents_BN: Tensor, 
         node_B = torch.where(walks_B, hits_BN.int().argmax(1), node_B)
         path_BD[:, level] = torch.where(walks_B, node_B, -1)
         next_token_B = torch.where(walks_B, target_token(node_B, level + 1), next_token_B)
-    return TreeVerdict(path_BD, (path_BD >= 0).sum(1), next_token_B)
+    return TreeVerification(path_BD, (path_BD >= 0).sum(1), next_token_B)
 
 
-def rows_of(p_BNV: Tensor) -> LawAfter:
-    """Give the distributions after nodes from a tensor that holds them all."""
+def rows_of(p_BNV: Tensor) -> ProbsAfter:
+    """Return a function that looks the distribution after a node up in a tensor of all of them."""
     rows_B = torch.arange(len(p_BNV), device=p_BNV.device)
     return lambda node_B: p_BNV[rows_B, node_B]
 
 
 def tokens_of(target_tokens_BN: Tensor) -> TokenAfter:
-    """Give the target's own tokens after nodes from a tensor that holds them all, as for greedy decoding the argmax does."""
+    """Return a function that looks the target's own token after a node up in a tensor of all of them."""
     return lambda node_B, _: target_tokens_BN.gather(1, node_B.unsqueeze(1)).squeeze(1)
 
 
 def children_of(parents_BN: Tensor, width: int) -> Tensor:
     """Return the children's numbers `[B, N, width]` of every node in rising order, -1 where there are fewer.
 
-    Children beyond the first `width` of a node are left out. No value is waited for on a GPU.
+    Children beyond the first `width` of a node are left out. Does not synchronise with a GPU.
     """
     num_rows, num_nodes = parents_BN.shape
     siblings_BNN = parents_BN.unsqueeze(2) == parents_BN.unsqueeze(1)
@@ -293,3 +268,20 @@ def children_of(parents_BN: Tensor, width: int) -> Tensor:
     children_BP = parents_BN.new_full((num_rows, spare + 1), -1)
     numbers_BN = torch.arange(num_nodes, device=parents_BN.device).expand_as(parents_BN)
     return children_BP.scatter(1, place_BN, numbers_BN)[:, :spare].reshape(num_rows, num_nodes, width)
+
+
+def may_hold(flags_B: Tensor) -> bool:
+    """Return whether any flag is set, on a CPU; elsewhere True, because the answer would have to be waited for."""
+    return flags_B.device.type != "cpu" or bool(flags_B.any())
+
+
+def _shrinking(q_BV: Tensor, tokens_BC: Tensor) -> Iterator[Tensor]:
+    """Yield the distribution each distinct candidate was drawn from; all 0 once q has run out."""
+    for token_B in tokens_BC.unbind(1):
+        mass_B1 = q_BV.sum(-1, keepdim=True)
+        yield q_BV / mass_B1.clamp(min=torch.finfo(q_BV.dtype).tiny)
+        q_BV = q_BV.scatter(-1, token_B.unsqueeze(-1), 0.0)
+
+
+def _at(values_BV: Tensor, token_B: Tensor) -> Tensor:
+    return values_BV.gather(-1, token_B.unsqueeze(-1)).squeeze(-1)

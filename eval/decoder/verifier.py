@@ -1,29 +1,22 @@
-"""Acceptance drawn at given rates in place of judged: how fast would a draft be that the target took so often?
+"""From the target's logits and a proposal to how many drafts stay and which token comes next.
 
-Everything costs what it costs, the judging included; only how many drafts stay is drawn, so that the text is nobody's. A report
-made with it is marked as simulated, and no gate takes it. Left out: trees and lossy modes.
-B batch, G drafts, K = G + 1, V vocabulary.
-
-
-The target's word on a proposal: from its logits and what was drafted to how much stays and what comes next.
-
-Picks the rule in force (`eval.decoder.chain_rules` for chains, `eval.decoder.tree_rules` for trees, `eval.lossy.typical`
-where the distribution may change) and the random numbers it decides by.
+`Verifier` picks the verification rule in force (`eval.decoder.chain_rules`, `eval.decoder.tree_rules`) and the random numbers
+that it decides by. `SimulatedVerifier` draws at given rates how many drafts stay.
 B batch, G drafts of a chain, N of a tree, K = G + 1 or N + 1 target rows, D depth of a tree, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from configs.schema.decoding import DecodeConfig, TypicalAcceptance
-from eval.decoder.chain_rules import Verdict, verify_block, verify_greedy, verify_tokens
-from eval.decoder.tree_rules import CANDIDATE_RULES, TreeVerdict, match_tree, tokens_of, verify_tree, without_replacement
-from eval.lossy.typical import verify_typical, verify_typical_tree
+from configs.schema.decoding import DecodeConfig
+from eval.decoder.chain_rules import ChainVerification, verify_block, verify_greedy, verify_tokens
+from eval.decoder.tree_rules import CANDIDATE_RULES, TreeVerification, match_tree, tokens_of, verify_tree, without_replacement
 from heads.proposers.protocol import Proposal
 from heads.sampling.counter_rng import Role, Streams
 from heads.sampling.probabilities import draw, likeliest, token_probabilities
@@ -33,18 +26,21 @@ RULES = {"token": verify_tokens, "block": verify_block}
 
 
 class Verifier:
-    """Judges the proposals of one batch.
+    """Verifies the proposals of one batch; the output follows the target's distribution.
 
     Args:
         config: the distribution and the rule.
         streams: random numbers, whose rows are the batch's.
     """
 
+    rules: ClassVar[frozenset[str]] = frozenset(("greedy", "match", *RULES, *CANDIDATE_RULES))  # values of `config.rule`
+
     def __init__(self, config: DecodeConfig, streams: Streams) -> None:
         self.config, self.streams = config, streams
-        self.typical = config.lossy if isinstance(config.lossy, TypicalAcceptance) and config.rule == "typical" else None
 
-    def chain(self, logits_BKV: Tensor, proposal: Proposal, num_drafted: Sequence[int], lengths: Sequence[int]) -> Verdict:
+    def chain(
+        self, logits_BKV: Tensor, proposal: Proposal, num_drafted: Sequence[int], lengths: Sequence[int]
+    ) -> ChainVerification:
         """Apply the rule to a chain.
 
         Args:
@@ -57,9 +53,6 @@ class Verifier:
         first_B1 = _tensor(lengths, logits_BKV).unsqueeze(1)
         positions_BK = first_B1 + torch.arange(logits_BKV.shape[1], device=logits_BKV.device)
         q_BGV, rule = proposal.probs_BGV, RULES.get(self.config.rule)
-        if self.typical is not None:
-            p_BKV = token_probabilities(logits_BKV, self.config)
-            return verify_typical(p_BKV, proposal.tokens_BG, num_drafted_B, self.typical.epsilon, self.typical.delta)
         if rule is None or q_BGV is None:
             return verify_greedy(self.target_tokens(logits_BKV, positions_BK), proposal.tokens_BG, num_drafted_B)
         p_BKV = token_probabilities(logits_BKV, self.config)
@@ -71,7 +64,7 @@ class Verifier:
 
     def tree(
         self, logits_BKV: Tensor, proposal: Proposal, depths_BK: Tensor, lengths: Sequence[int], tree: Tree | GrownTree
-    ) -> TreeVerdict:
+    ) -> TreeVerification:
         """Apply the rule to a tree.
 
         Args:
@@ -82,19 +75,17 @@ class Verifier:
             tree: what was asked for.
 
         Returns:
-            The verdict; its path names rows, so draft i as i + 1.
+            The path that stays, which names rows, so draft i as i + 1, and the next token.
+
+        Raises:
+            ValueError: the proposal is a chain.
         """
-        if proposal.parents_BN is None:
-            raise ValueError("the proposal is a chain")
-        tokens_BK = functional.pad(proposal.tokens_BG, (1, 0))
-        parents_BK = functional.pad(proposal.parents_BN, (1, 0), value=-1)
+        tokens_BK, parents_BK = rooted(proposal)
         if self.config.temperature == 0:
             return match_tree(tokens_of(likeliest(logits_BKV)), tokens_BK, parents_BK, tree.depth)
-        if self.typical is not None:
-            p_BKV, (epsilon, delta) = token_probabilities(logits_BKV, self.config), (self.typical.epsilon, self.typical.delta)
-            return verify_typical_tree(p_BKV, tokens_BK, parents_BK, tree.depth, epsilon, delta)
         rows_B, first_B1 = torch.arange(len(tokens_BK), device=tokens_BK.device), _tensor(lengths, logits_BKV).unsqueeze(1)
-        probs_BKV = None if self.config.rule == "match" else proposal.probs_BKV
+        rule = CANDIDATE_RULES.get(self.config.rule)
+        probs_BKV = None if rule is None else proposal.probs_BKV
         return verify_tree(
             lambda node_B: token_probabilities(logits_BKV[rows_B, node_B], self.config),
             None if probs_BKV is None else _pad_vocabulary(probs_BKV, logits_BKV),
@@ -103,40 +94,24 @@ class Verifier:
             self.streams.uniform(Role.ACCEPT, apart(first_B1 + depths_BK - 1), first_B1),
             self.streams.uniform(Role.TARGET, first_B1 + torch.arange(tree.depth + 1, device=tokens_BK.device)),
             width=tree.width,
-            rule=CANDIDATE_RULES.get(self.config.rule, without_replacement),
+            rule=rule or without_replacement,
         )
 
     def target_tokens(self, logits_BKV: Tensor, positions_BK: Tensor) -> Tensor:
-        """Return what the target itself would put at each position: its greedy choice, or a draw from its own stream."""
+        """Return the target's own token `[B, K]` at each position: its greedy choice, or a draw from its own stream."""
         if self.config.temperature == 0:
             return likeliest(logits_BKV)
         return draw(token_probabilities(logits_BKV, self.config), self.streams.uniform(Role.TARGET, positions_BK))
 
 
-def finite_rows(logits_BKV: Tensor, proposal: Proposal) -> Tensor:
-    """Return which rows the target, and the draft where its distribution counts, computed numbers for, bool `[B]`."""
-    finite_B = torch.isfinite(logits_BKV.amax((1, 2)))
-    distributions = proposal.probs_BGV if proposal.probs_BKV is None else proposal.probs_BKV
-    if distributions is not None:  # a draft without a distribution was drawn from nothing, and so would the residual be
-        finite_B &= torch.isfinite(distributions.sum((1, 2)))
-    return finite_B
+class SimulatedVerifier(Verifier):
+    """Keeps the draft at position i, if all before it were kept, with probability `rates[i]`: how fast would such a draft be?
 
-
-def _pad_vocabulary(q_BGV: Tensor, like_BKV: Tensor) -> Tensor:
-    """Give a distribution over fewer tokens zeros for the rest: a draft never proposes what it does not know."""
-    missing = like_BKV.shape[-1] - q_BGV.shape[-1]
-    return functional.pad(q_BGV, (0, missing)) if missing else q_BGV
-
-
-def _tensor(values: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(values, device=like.device)
-
-
-class SimulatedJudge(Verifier):
-    """Keeps the draft at position i, if all before it were kept, with probability `rates[i]`.
+    The rule is applied as well, so that a round costs what it costs in earnest; only how many drafts stay is drawn, and the
+    text means nothing. A report made with it is marked as simulated, and no gate takes it. For chains only.
 
     Args:
-        config, streams: see `eval.decoder.verifier.Verifier`.
+        config, streams: as for `Verifier`.
         rates: by position, from 0; the last one holds for those beyond.
     """
 
@@ -144,12 +119,45 @@ class SimulatedJudge(Verifier):
         super().__init__(config, streams)
         self.rates = list(rates)
 
-    def chain(self, logits_BKV: Tensor, proposal: Proposal, num_drafted: Sequence[int], lengths: Sequence[int]) -> Verdict:
-        verdict = super().chain(logits_BKV, proposal, num_drafted, lengths)
-        device, num_drafts = logits_BKV.device, proposal.tokens_BG.shape[1]
-        rates_G = torch.tensor([self.rates[min(place, len(self.rates) - 1)] for place in range(num_drafts)], device=device)
-        first_B1 = torch.tensor(lengths, device=device).unsqueeze(1)
-        places_G = torch.arange(num_drafts, device=device)
+    def chain(
+        self, logits_BKV: Tensor, proposal: Proposal, num_drafted: Sequence[int], lengths: Sequence[int]
+    ) -> ChainVerification:
+        verified = super().chain(logits_BKV, proposal, num_drafted, lengths)
+        num_drafts = proposal.tokens_BG.shape[1]
+        rates_G = torch.tensor(
+            [self.rates[min(place, len(self.rates) - 1)] for place in range(num_drafts)], device=logits_BKV.device
+        )
+        first_B1, places_G = _tensor(lengths, logits_BKV).unsqueeze(1), torch.arange(num_drafts, device=logits_BKV.device)
         uniform_BG = self.streams.uniform(Role.ACCEPT, first_B1 + places_G, first_B1)
-        stays_BG = (uniform_BG < rates_G) & (places_G < torch.tensor(num_drafted, device=device).unsqueeze(1))
-        return verdict._replace(num_accepted_B=stays_BG.long().cumprod(1).sum(1))
+        stays_BG = (uniform_BG < rates_G) & (places_G < _tensor(num_drafted, logits_BKV).unsqueeze(1))
+        return verified._replace(num_accepted_B=stays_BG.long().cumprod(1).sum(1))
+
+
+def finite_rows(logits_BKV: Tensor, proposal: Proposal) -> Tensor:
+    """Return which rows have finite logits and, where drafts have a distribution, a finite one; bool `[B]`."""
+    finite_B = torch.isfinite(logits_BKV.amax((1, 2)))
+    distributions = proposal.probs_BGV if proposal.probs_BKV is None else proposal.probs_BKV
+    if distributions is not None:  # neither drafts nor residuals can be drawn from a distribution that is not finite
+        finite_B &= torch.isfinite(distributions.sum((1, 2)))
+    return finite_B
+
+
+def rooted(proposal: Proposal) -> tuple[Tensor, Tensor]:
+    """Return tokens and parents `[B, N + 1]` of a proposed tree with the pending token as root in column 0.
+
+    Raises:
+        ValueError: the proposal is a chain.
+    """
+    if proposal.parents_BN is None:
+        raise ValueError("the proposal is a chain")
+    return functional.pad(proposal.tokens_BG, (1, 0)), functional.pad(proposal.parents_BN, (1, 0), value=-1)
+
+
+def _pad_vocabulary(q_BGV: Tensor, like_BKV: Tensor) -> Tensor:
+    """Pad distributions over a reduced vocabulary with zeros to the target's."""
+    missing = like_BKV.shape[-1] - q_BGV.shape[-1]
+    return functional.pad(q_BGV, (0, missing)) if missing else q_BGV
+
+
+def _tensor(values: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(values, device=like.device)

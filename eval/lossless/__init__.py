@@ -1,4 +1,8 @@
-"""Did speculation change the output?
+"""Whether speculation changed the output.
 
-Start with `verdict`.
+Enter with `judge_lossless`, which returns the report's section; `find_divergences` compares greedy answers alone.
 """
+
+from eval.lossless.verdict import find_divergences, is_tie, judge_lossless
+
+__all__ = ["find_divergences", "is_tie", "judge_lossless"]

@@ -1,10 +1,9 @@
-"""Is a verification rule lossless? Answered exactly, on a toy, by following every way a round can go.
+"""Whether a verification rule for chains is lossless, by exact enumeration of every way a round can go on a toy.
 
-A target and a draft over a few tokens, with random conditional distributions. Every draft is enumerated with its probability
-under q. The rule is treated as a black box that turns uniforms into a verdict: the uniforms at which its answer changes are
-found by bisection, which gives each outcome's probability to float64 precision. The tokens committed, continued with p where
-the round was short, must follow p exactly. Tests hold every rule and its planted bugs against this; the report runs it on the
-rule in use. B enumerated cases, G drafts, K = G + 1, V vocabulary.
+The toy is a target and a draft over a few tokens, with random conditional distributions. Every draft is enumerated with its
+probability under q. The rule is a black box from uniforms to a result: the uniforms at which the result changes are found by
+bisection, which gives each outcome's probability to float64 precision. The tokens committed, continued with p where the round
+was short, must follow p. B enumerated cases, G drafts, K = G + 1, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eval.decoder.chain_rules import Verdict
+from eval.decoder.chain_rules import ChainVerification
 
-Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Verdict]
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], ChainVerification]
 Prefix = tuple[int, ...]
 
 BISECTIONS = 60
@@ -36,17 +35,15 @@ class Toy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What exact enumeration found: the distance of the output's distribution from p, and the mean number of committed
-    tokens."""
+class EnumerationResult:
+    """The total variation of the output's distribution from p, and the mean number of committed tokens a round."""
 
     total_variation: float
     tokens_per_round: float
 
 
 def random_toy(seed: int, vocab_size: int = 3, num_drafts: int = 3) -> Toy:
-    """Return a toy with random distributions; some probabilities of p and q are 0, as after top-k or with a reduced draft
-    vocabulary."""
+    """Return a toy with random distributions; some probabilities are 0, as after top-k or with a reduced vocabulary."""
     generator = torch.Generator().manual_seed(seed)
 
     def distribution(zero_share: float) -> list[float]:
@@ -64,14 +61,14 @@ def random_toy(seed: int, vocab_size: int = 3, num_drafts: int = 3) -> Toy:
     )
 
 
-def enumerate_rule(rule: Rule, toy: Toy) -> Outcome:
-    """Return how far a rule's output distribution is from the target's, exactly, and its mean committed tokens.
+def enumerate_rule(rule: Rule, toy: Toy) -> EnumerationResult:
+    """Enumerate a rule on a toy.
 
     The rule's decisions must be monotone in each uniform, as any test `uniform < threshold` is; acceptance of draft i may
     depend on the acceptance uniforms up to and beyond i.
     """
     drafts = itertools.product(range(toy.vocab_size), repeat=toy.num_drafts)
-    # One case for each draft and each pattern of won and lost tests.
+    # One case for each draft and each pattern of passed and failed tests.
     cases = list(itertools.product(drafts, itertools.product((True, False), repeat=toy.num_drafts)))
     batch = _Cases(rule, toy, [draft for draft, _ in cases])
     wins_BG = torch.tensor([wins for _, wins in cases])
@@ -86,7 +83,7 @@ def enumerate_rule(rule: Rule, toy: Toy) -> Outcome:
             tokens += weight * (accepted[number] + 1)
             spread(toy, distribution, draft[: accepted[number]], next_distribution[number], weight)
     distance = sum(abs(probability - joint(toy.p, sequence)) for sequence, probability in distribution.items()) / 2
-    return Outcome(total_variation=distance, tokens_per_round=tokens)
+    return EnumerationResult(total_variation=distance, tokens_per_round=tokens)
 
 
 class _Cases:
@@ -101,11 +98,11 @@ class _Cases:
         self.q_BGV = torch.tensor(q, dtype=torch.float64)
         self.num_drafted_B = torch.full((len(drafts),), toy.num_drafts)
 
-    def judge(self, accept_BG: Tensor, next_B: Tensor) -> Verdict:
+    def verify(self, accept_BG: Tensor, next_B: Tensor) -> ChainVerification:
         return self.rule(self.p_BKV, self.q_BGV, self.tokens_BG, self.num_drafted_B, accept_BG, next_B, next_B)
 
     def acceptance_thresholds(self) -> Tensor:
-        """Return, by case and draft, the uniform below which that draft wins its test (earlier ones won, later ones lost)."""
+        """Return, by case and draft, the uniform below which it passes its test (earlier ones passed, later ones failed)."""
         half_B = torch.full((len(self.tokens_BG),), 0.5, dtype=torch.float64)
         columns = []
         for position in range(self.toy.num_drafts):
@@ -114,19 +111,19 @@ class _Cases:
                 accept_BG = torch.full(self.tokens_BG.shape, ALMOST_ONE, dtype=torch.float64)
                 accept_BG[:, :position] = 0.0
                 accept_BG[:, position] = uniform_B
-                return self.judge(accept_BG, half_B).num_accepted_B > position
+                return self.verify(accept_BG, half_B).num_accepted_B > position
 
             columns.append(bisect(wins, len(self.tokens_BG)))
         return torch.stack(columns, 1)
 
     def next_token_distribution(self, accept_BG: Tensor) -> tuple[list[int], list[list[float]]]:
         """Return, by case, the number accepted and the distribution of the next token, given the outcome of every test."""
-        num_accepted_B = self.judge(accept_BG, torch.full((len(accept_BG),), 0.5, dtype=torch.float64)).num_accepted_B
+        num_accepted_B = self.verify(accept_BG, torch.full((len(accept_BG),), 0.5, dtype=torch.float64)).num_accepted_B
         bounds = [torch.zeros(len(accept_BG), dtype=torch.float64)]
         for token in range(self.toy.vocab_size):
 
             def at_most(uniform_B: Tensor, token: int = token) -> Tensor:
-                return self.judge(accept_BG, uniform_B).next_token_B <= token
+                return self.verify(accept_BG, uniform_B).next_token_B <= token
 
             bounds.append(bisect(at_most, len(accept_BG)))
         return num_accepted_B.tolist(), torch.stack(bounds, 1).diff(dim=1).tolist()

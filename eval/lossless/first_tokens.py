@@ -1,14 +1,10 @@
-"""Do the first tokens follow the target's distribution? Many samples after one text, counted, against exact probabilities.
+"""The test of the first tokens: many samples after one text are counted and tested against their exact probabilities.
 
-The distribution of the first three tokens of an answer is a tree: the target's forward after the text gives the first token's
-distribution, one after each likely first token the second's, and so on. Leaves too unlikely to be met five times are pooled,
-so that the cells suit a G-test. The first token comes from the prompt's own forward, so speculation shows in the second and
-third; the text is therefore chosen, by the target's distributions and plain decoding's answers alone, where the next token is
-nearly certain and the one after it is open. Samples are decoded with as many drafts a round as in use, in batches of a fixed
-size, and no further than the tokens that are looked at.
-
-Left out: a truncation (top-k, top-p) whose last kept token changes with the rounding of a batch; what it moves is pooled with
-the other unlikely tokens. N samples, P prefixes, T positions, V vocabulary.
+The distribution of the first three tokens of an answer is a tree of the target's forwards; leaves too unlikely for a G-test
+are pooled. The first token comes from the prefill, so speculation shows in the second and third; the text is therefore chosen,
+by the target's distributions and plain answers alone, where the next token is nearly certain and the one after it is not.
+Samples are decoded with as many drafts a round as in use, in batches of a fixed size, and only as far as is needed.
+N samples, P prefixes, T positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,6 +21,7 @@ from configs.schema.decoding import DecodeConfig, SamplingConfig
 from eval.decoder.batch import BatchRun
 from eval.decoder.records import FAILED, Generation
 from eval.decoder.request import Request
+from eval.metrics.likelihood import answer_logits
 from eval.stats.significance import g_test
 from heads.inference.causal_lm import backbone, head_logits
 from heads.proposers.protocol import Proposer
@@ -33,8 +30,8 @@ from heads.target.loading import Target
 
 Prefix = tuple[int, ...]
 
-DEPTH = 3  # tokens looked at: the prefill's and two that speculation has a hand in
-LEAST_EXPECTED = 5.0  # samples a cell should get; below, a G-test's distribution is no longer near chi-square
+DEPTH = 3  # tokens tested: the prefill's and two from rounds
+LEAST_EXPECTED = 5.0  # samples a cell should expect; with fewer, G is not near chi-square
 LEAST_SAMPLES = 100  # below, only a decoder that is wrong almost always would be noticed
 CANDIDATES, LATEST_START = 8, 16  # answers, and tokens of each, among which the text to continue is chosen
 AT_ONCE = 32  # samples decoded, or prefixes read, together
@@ -54,8 +51,8 @@ class Start:
 class Cells:
     """A partition of all answers by their first tokens; `probabilities[i]` is the target's probability of cell i.
 
-    A prefix in `leaves` is a cell by itself. One in `others` was followed further, and what was not worth a cell of its own
-    among its continuations is in the cell named there.
+    A prefix in `leaves` is a cell by itself. One in `others` was followed further; its continuations without a cell of their
+    own are in the cell named there.
     """
 
     probabilities: list[float] = field(default_factory=list)
@@ -83,14 +80,14 @@ def check_first_tokens(
     """Sample one text's continuation many times and return the G-test of its first tokens.
 
     Args:
-        target: whose distribution the samples should follow.
-        proposer: who drafts.
-        plain: plain decoding's answers, among which the text is looked for.
-        config: the decoding under judgement; its seed is used, with numbers that no other request has.
+        target: the model whose distribution the samples should follow.
+        proposer: the draft.
+        plain: plain decoding's answers, from which the text is chosen.
+        config: the decoding under test; its seed is used, with numbers that no other request has.
         num_samples: how many.
 
     Returns:
-        `p_value` (`None` where nothing can be said, with `reason`), and what it rests on.
+        `p_value` (`None` where there is none, with `reason`), and the numbers it comes from.
     """
     start = choose_start(target, plain, config)
     if start is None:
@@ -119,7 +116,7 @@ def check_first_tokens(
 
 
 def choose_start(target: Target, plain: Sequence[Generation], config: DecodeConfig) -> Start | None:
-    """Return the text after which most samples come to the same choice, and choose differently there.
+    """Return the text after which most samples reach the same next token and then differ.
 
     That is where p(a) (1 - sum_v p(v | a)^2) is largest: a the plain answer's own next token, v the one after it. `None` where
     no answer is two tokens long, or none leaves the context room for a round.
@@ -143,7 +140,8 @@ def choose_start(target: Target, plain: Sequence[Generation], config: DecodeConf
 def find_cells(target: Target, text: Prefix, sampling: SamplingConfig, num_samples: int) -> Cells:
     """Partition the answers to `text` by their first `DEPTH` tokens into cells that expect at least `LEAST_EXPECTED` samples.
 
-    Each level of the tree is one batch of forwards. What is pooled over the whole tree makes one cell, or joins the smallest.
+    Each level of the tree is one batch of forwards. What is pooled over the whole tree becomes one cell, or joins the
+    smallest.
     """
     cells, worth = Cells(), LEAST_EXPECTED / num_samples
     level: dict[Prefix, float] = {(): 1.0}
@@ -169,21 +167,13 @@ def find_cells(target: Target, text: Prefix, sampling: SamplingConfig, num_sampl
     return cells
 
 
-@torch.inference_mode()
-def answer_logits(target: Target, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
-    """Return the logits `[T, V]` from which each token of an answer came; row t is after `answer[:t]`."""
-    ids_1T = torch.tensor([[*prompt, *answer[:-1]]], device=target.device)
-    hidden_1TD = backbone(target.model)(input_ids=ids_1T, use_cache=False).last_hidden_state
-    return head_logits(target.model, hidden_1TD[0, len(prompt) - 1 :])
-
-
 def _add(cells: Cells, probability: float) -> int:
     cells.probabilities.append(probability)
     return len(cells.probabilities) - 1
 
 
 def _pool(cells: Cells, small: Sequence[Prefix], worth: float) -> None:
-    """Give the rests of some prefixes, each too small for a cell, one together; or the smallest cell, where that is too small.
+    """Pool the rests of some prefixes, each too small for a cell, into one; or into the smallest cell where that is too small.
 
     The rests' probability is what is missing from 1. Without any other cell, all answers are in the one.
     """
@@ -219,7 +209,7 @@ def _sample(
     requests = [Request(prompt_id=f"{start.prompt_id}/sample {n}", category="", tokens=start.text) for n in range(num_samples)]
     with progress("sampling first tokens", num_samples, "samples") as advance:
         for first in range(0, num_samples, AT_ONCE):
-            run = BatchRun(target, requests[first : first + AT_ONCE], settings, proposer, measure_overlap=False)
+            run = BatchRun(target, requests[first : first + AT_ONCE], settings, proposer)
             run.prefill()
             while any(row.num_answered < DEPTH for row in run.active):
                 run.round()
@@ -233,7 +223,7 @@ def _answer_length(config: DecodeConfig) -> int:
 
 
 def _too_little(num_samples: int, num_failed: int, degrees: int) -> str | None:
-    """Name why the samples allow no conclusion, or return `None` where they do."""
+    """Return why the samples allow no conclusion, or `None` where they do."""
     if num_failed:
         return "samples_failed"
     if num_samples < LEAST_SAMPLES:

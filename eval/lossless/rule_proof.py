@@ -1,10 +1,8 @@
-"""Which rule a way of decoding uses, in which shape, and the proof by enumeration that it leaves the target's distribution
-alone.
+"""The proof by enumeration that the rule in use keeps the target's distribution, for the shape in use.
 
-The proof runs the functions the decoder runs, on toys small enough to be followed whole (`eval.lossless.enumeration` for
-chains, `eval.lossless.tree_enumeration` for trees, whose siblings are drawn there as the draft draws them). A chain is proved
-at up to three drafts, a tree at its first few nodes. Left out: the models and the caches, which the tests of samples look at
-(`eval.lossless.sampled`), and matching, which puts the target's own draws whatever was drafted.
+It runs the functions that the decoder runs on toys (`eval.lossless.enumeration` for chains, `eval.lossless.tree_enumeration`
+for trees, with siblings drawn as drafts draw them): a chain of up to three drafts, a tree's first few nodes. Models and caches
+have no part in it; samples are tested in `eval.lossless.sampled`. Matching needs no proof: it puts the target's own draws.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from typing import Any
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.tree_rules import CANDIDATE_RULES, verify_tree
 from eval.decoder.verifier import RULES
-from eval.lossless.enumeration import Outcome, enumerate_rule, random_toy
+from eval.lossless.enumeration import EnumerationResult, enumerate_rule, random_toy
 from eval.lossless.tree_enumeration import distribution_of_draws, enumerate_tree
 from heads.sampling.sibling_draws import DRAWS
 from heads.sampling.token_tree import Tree, tree_from
@@ -24,7 +22,7 @@ from heads.sampling.token_tree import Tree, tree_from
 TOLERANCE = 1e-12
 NUM_TOYS = 3
 MOST_DRAFTS = 3  # of a chain
-MOST_NODES = 5  # of a tree: all tokens at all of them are tried
+MOST_NODES = 5  # of a tree: every assignment of tokens is enumerated
 
 
 def check_rule(config: DecodeConfig) -> dict[str, Any]:
@@ -32,7 +30,7 @@ def check_rule(config: DecodeConfig) -> dict[str, Any]:
 
     Returns:
         `outcome` pass or fail, the `rule`, the `shape`, the parents (`heads.sampling.token_tree`) of what was enumerated, and
-        the largest total variation from the target's distribution over the toys, of which matching needs none.
+        the largest total variation from the target's distribution over the toys; no toys for matching.
     """
     parents = _enumerated(config)
     distances = [_enumerate(config.rule, parents, seed).total_variation for seed in range(NUM_TOYS if parents else 0)]
@@ -70,8 +68,8 @@ def _enumerated(config: DecodeConfig) -> list[int]:
     return list(small_part(tree, MOST_NODES).parents) if isinstance(tree, Tree) else []
 
 
-def _enumerate(rule: str, parents: Sequence[int], seed: int) -> Outcome:
-    """Follow a rule on one toy."""
+def _enumerate(rule: str, parents: Sequence[int], seed: int) -> EnumerationResult:
+    """Enumerate a rule on one toy."""
     if rule in RULES:
         return enumerate_rule(RULES[rule], random_toy(seed, num_drafts=len(parents)))
     depth = Tree(tuple(parents)).depth

@@ -1,11 +1,9 @@
-"""Is sampling with a draft still sampling from the target? Three answers, each blind where another sees.
+"""Statistical tests that sampling with a draft still follows the target's distribution.
 
-The rule in use is held against exact enumeration on toys (`eval.lossless.rule_proof`): certain, but about the rule alone. The
-first tokens of many samples of one text are counted against the target's exact distribution (`eval.lossless.first_tokens`):
-about the real decoder, sharp, but in one place. The answers to all prompts are compared with plain decoding's by the target's
-log-likelihood of them: about whole answers in the batches in use, but only their mean. The last two are tests that chance
-alone sometimes fails, so their p-values are adjusted for being two (Holm), and with too few prompts or samples they are
-inconclusive, never passed.
+The first tokens of many samples of one text are tested against their exact probabilities (`eval.lossless.first_tokens`): sharp,
+but in one place. The answers to all prompts are compared with plain decoding's by the target's log-likelihood of them: whole
+answers in the batches in use, but only their mean. Their p-values are adjusted for being two (Holm), and with too few prompts
+or samples they are inconclusive. The rule by itself is proved by enumeration (`eval.lossless.rule_proof`).
 """
 
 from __future__ import annotations
@@ -14,19 +12,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import LosslessConfig
 from eval.decoder.records import FAILED, Generation
-from eval.lossless.first_tokens import answer_logits, check_first_tokens
+from eval.lossless.first_tokens import check_first_tokens
+from eval.metrics.likelihood import mean_log_likelihood, pair_answers
 from eval.stats.power import detectable_mean
 from eval.stats.significance import holm, sign_flip_test
 from heads.proposers.protocol import Proposer
 from heads.target.loading import Target
 
 PASS, FAIL, INCONCLUSIVE = "pass", "fail", "inconclusive"
-LEAST_PROMPTS = 16  # below, the mean of so few differences tells nothing about a decoder that is not grossly wrong
+LEAST_PROMPTS = 16  # below, the mean of the differences shows only gross mistakes
 
 
 def check_samples(
@@ -37,7 +35,7 @@ def check_samples(
     decode_config: DecodeConfig,
     config: LosslessConfig,
 ) -> dict[str, dict[str, Any]]:
-    """Return the statistical tests by name, each with `outcome`, `p_value`, `adjusted_p_value` and what it rests on.
+    """Return the statistical tests by name, each with `outcome`, `p_value`, `adjusted_p_value` and the numbers it comes from.
 
     A test fails where its p-value, adjusted for the number of tests, is at most `config.false_alarm_rate`; a lossless decoder
     therefore fails any of them at most that often. It is inconclusive where it has no p-value.
@@ -76,7 +74,7 @@ def check_likelihood(
     config: DecodeConfig,
     false_alarm_rate: float,
 ) -> dict[str, Any]:
-    """Compare what the target thinks of both answers to each prompt: mean log-probability a token, in nats.
+    """Compare the target's mean log-probability a token, in nats, of both answers to each prompt.
 
     Any number computed from an answer has the same mean on both sides if both follow one distribution. This one moves when a
     decoder prefers likely or unlikely tokens. It is computed at the temperature in use but without top-k and top-p, under
@@ -106,27 +104,8 @@ def check_likelihood(
     }
 
 
-def pair_answers(plain: Sequence[Generation], speculative: Sequence[Generation]) -> list[tuple[Generation, Generation]]:
-    """Return each plain answer with the speculative one to the same request.
-
-    Raises:
-        ValueError: they do not answer the same requests.
-    """
-    other = {(answer.prompt_id, answer.turn): answer for answer in speculative}
-    if len(plain) != len(speculative) or any((answer.prompt_id, answer.turn) not in other for answer in plain):
-        raise ValueError("plain and speculative answers must be to the same requests, one each")
-    return [(answer, other[answer.prompt_id, answer.turn]) for answer in plain]
-
-
-def mean_log_likelihood(target: Target, answer: Generation, temperature: float) -> float:
-    """Return the target's mean log-probability of an answer's tokens, in nats, at a temperature above 0."""
-    logits_TV = answer_logits(target, answer.prompt_tokens, answer.tokens).float() / temperature
-    tokens_T = torch.tensor(answer.tokens, device=logits_TV.device)
-    return float(logits_TV.log_softmax(-1).gather(1, tokens_T.unsqueeze(1)).double().mean())
-
-
 def _likelihood_gain(target: Target, plain: Generation, speculative: Generation, temperature: float) -> float:
-    """Return how much likelier the target finds the speculative answer, in nats a token."""
+    """Return the speculative answer's mean log-likelihood minus the plain one's, in nats a token."""
     if plain.tokens == speculative.tokens:
         return 0.0
     return mean_log_likelihood(target, speculative, temperature) - mean_log_likelihood(target, plain, temperature)

@@ -1,10 +1,9 @@
-"""Is a rule for trees of drafted tokens lossless? Answered exactly, on a toy, as `eval.lossless.enumeration` does for chains.
+"""Whether a verification rule for trees is lossless, by exact enumeration as in `eval.lossless.enumeration`.
 
 Every assignment of tokens to the nodes is enumerated with the probability of drawing it, every node is tried as the end of the
-walk, and the uniforms at which the verification changes its mind are found by bisection. A single position with k candidates
-is the tree of a root and k leaves. Left out: trees whose nodes are not drawn; sample-and-match gives the very tokens of plain
-decoding, which a comparison of the two shows without any enumeration.
-A assignments of tokens, B cases (assignments times questions), N nodes with the root, K levels, V vocabulary.
+walk, and the uniforms at which the result changes are found by bisection. A single position with k candidates is the tree of a
+root and k leaves. Trees whose nodes are not drawn need no enumeration: matching gives the tokens of plain decoding.
+A assignments of tokens, E ends of walks, B = E A cases, N nodes with the root, K levels, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from eval.decoder.tree_rules import LawAfter, TreeVerdict, rows_of
-from eval.lossless.enumeration import ALMOST_ONE, Outcome, Prefix, Toy, bisect, joint, spread
+from eval.decoder.tree_rules import ProbsAfter, TreeVerification, rows_of
+from eval.lossless.enumeration import ALMOST_ONE, EnumerationResult, Prefix, Toy, bisect, joint, spread
 
 Draws = Callable[[Tensor, Tensor], Tensor]
 SiblingDistribution = Callable[[Sequence[float], Prefix], float]
@@ -29,7 +28,7 @@ class TreeVerifier(Protocol):
 
     def __call__(
         self,
-        p_after: LawAfter,
+        p_after: ProbsAfter,
         q_BNV: Tensor,
         tokens_BN: Tensor,
         parents_BN: Tensor,
@@ -37,7 +36,7 @@ class TreeVerifier(Protocol):
         next_BK: Tensor,
         *,
         width: int,
-    ) -> TreeVerdict: ...
+    ) -> TreeVerification: ...
 
 
 def independent(q_V: Sequence[float], siblings: Prefix) -> float:
@@ -49,7 +48,7 @@ def independent(q_V: Sequence[float], siblings: Prefix) -> float:
 
 
 def distinct(q_V: Sequence[float], siblings: Prefix) -> float:
-    """Return the probability of drawing siblings without replacement; when q has run out, token 0 stands for nothing."""
+    """Return the probability of drawing siblings without replacement; once q has run out, token 0 is drawn."""
     left = list(q_V)
     probability = 1.0
     for token in siblings:
@@ -60,7 +59,7 @@ def distinct(q_V: Sequence[float], siblings: Prefix) -> float:
 
 
 def distribution_of_draws(draws: Draws) -> SiblingDistribution:
-    """Return the distribution of siblings that a way of drawing them has, found as a rule's is: by bisection of its uniforms.
+    """Return the distribution of siblings under a way of drawing them, found by bisection of its uniforms.
 
     Args:
         draws: of `heads.sampling.sibling_draws`; each draw must be monotone in its own uniform, given those before it.
@@ -72,7 +71,7 @@ def distribution_of_draws(draws: Draws) -> SiblingDistribution:
         uniforms_BC = torch.full((2, len(siblings)), 0.5, dtype=torch.float64)
         probability = 1.0
         for place, token in enumerate(siblings):
-            # Row 0 looks for where the draw passes the token before this one, row 1 for where it passes this one.
+            # Row 0 finds where the draw passes the token before this one, row 1 where it passes this one.
             bound_B = torch.tensor([token - 1, token])
 
             def at_most(uniform_B: Tensor, place: int = place, bound_B: Tensor = bound_B) -> Tensor:
@@ -91,8 +90,8 @@ def distribution_of_draws(draws: Draws) -> SiblingDistribution:
 
 def enumerate_tree(
     verify: TreeVerifier, toy: Toy, parents: Sequence[int], sibling_distribution: SiblingDistribution
-) -> Outcome:
-    """Return how far the output's distribution is from the target's, exactly, and the mean number of committed tokens.
+) -> EnumerationResult:
+    """Enumerate the verification of a tree on a toy.
 
     Args:
         verify: its decisions must be monotone in each uniform.
@@ -110,11 +109,11 @@ def enumerate_tree(
                 tokens += weight * (len(committed[number]) + 1)
                 spread(toy, distribution, committed[number], next_distribution[number], weight)
     distance = sum(abs(probability - joint(toy.p, sequence)) for sequence, probability in distribution.items()) / 2
-    return Outcome(total_variation=distance, tokens_per_round=tokens)
+    return EnumerationResult(total_variation=distance, tokens_per_round=tokens)
 
 
 class _Tree:
-    """All assignments of tokens to the nodes of a tree, judged together; a batch holds them once for each question asked."""
+    """All assignments of tokens to the nodes of a tree, as one batch for the verification, repeated for each walk tried."""
 
     def __init__(self, verify: TreeVerifier, toy: Toy, parents: Sequence[int]) -> None:
         self.verify, self.toy, self.parents = verify, toy, parents
@@ -122,7 +121,7 @@ class _Tree:
         self.assignments = [(0, *rest) for rest in itertools.product(range(toy.vocab_size), repeat=len(parents) - 1)]
         prefixes = [[self._prefix(tokens, node) for node in range(len(parents))] for tokens in self.assignments]
         self.p_ANV = torch.tensor([[toy.p[prefix] for prefix in row] for row in prefixes], dtype=torch.float64)
-        # No distribution is drawn from after the deepest nodes; the first one stands there, for the verification not to read.
+        # Nothing is drawn after the deepest nodes; the first distribution is put there and must not be read.
         self.q_ANV = torch.tensor([[toy.q.get(prefix, toy.q[()]) for prefix in row] for row in prefixes], dtype=torch.float64)
         self.tokens_AN = torch.tensor(self.assignments)
 
@@ -144,22 +143,22 @@ class _Tree:
             won = self._path(end)
             lost = [*self.children[end], *(older for node in won for older in self._older(node))]
             chances_A = thresholds_AN[:, won].prod(1) * (1 - thresholds_AN[:, lost]).prod(1)
-            paths = self._judge(self._accept([end]), torch.full_like(chances_A, 0.5)).path_BD.tolist()
+            paths = self._verify(self._accept([end]), torch.full_like(chances_A, 0.5)).path_BD.tolist()
             pairs = zip(self.assignments, paths, strict=True)
             yield chances_A.tolist(), [tuple(tokens[n] for n in path if n >= 0) for tokens, path in pairs], probs_AV.tolist()
 
     def _thresholds(self) -> Tensor:
         """Return, by assignment and node, the uniform below which the node stays once the walk has come to it `[A, N]`.
 
-        It has come to it when it is at the parent, and the older siblings have lost.
+        That is when the walk is at the parent, and the older siblings have failed.
         """
         nodes = range(1, len(self.parents))
         accept_BN = self._accept([self.parents[node] for node in nodes])
         node_B1 = torch.tensor(nodes).repeat_interleave(len(self.assignments)).unsqueeze(1)
 
         def stays(uniform_B: Tensor) -> Tensor:
-            verdict = self._judge(accept_BN.scatter(1, node_B1, uniform_B.unsqueeze(1)), torch.full_like(uniform_B, 0.5))
-            return (verdict.path_BD == node_B1).any(1)
+            found = self._verify(accept_BN.scatter(1, node_B1, uniform_B.unsqueeze(1)), torch.full_like(uniform_B, 0.5))
+            return (found.path_BD == node_B1).any(1)
 
         thresholds_NA = bisect(stays, len(accept_BN)).reshape(len(nodes), -1)
         return torch.nn.functional.pad(thresholds_NA.T, (1, 0), value=1.0)
@@ -169,7 +168,7 @@ class _Tree:
         ends = list(range(len(self.parents)))
         accept_BN = self._accept(ends * self.toy.vocab_size)
         token_B = torch.arange(self.toy.vocab_size).repeat_interleave(len(ends) * len(self.assignments))
-        bounds_B = bisect(lambda uniform_B: self._judge(accept_BN, uniform_B).next_token_B <= token_B, len(token_B))
+        bounds_B = bisect(lambda uniform_B: self._verify(accept_BN, uniform_B).next_token_B <= token_B, len(token_B))
         bounds_VNA = bounds_B.reshape(self.toy.vocab_size, len(ends), -1)
         return bounds_VNA.diff(dim=0, prepend=torch.zeros_like(bounds_VNA[:1])).permute(1, 2, 0)
 
@@ -180,8 +179,8 @@ class _Tree:
             accept_EN[number, self._path(end)] = 0.0
         return accept_EN.repeat_interleave(len(self.assignments), 0)
 
-    def _judge(self, accept_BN: Tensor, next_B: Tensor) -> TreeVerdict:
-        """Ask the verification about all assignments, in order, as often as they go into the batch."""
+    def _verify(self, accept_BN: Tensor, next_B: Tensor) -> TreeVerification:
+        """Verify all assignments, in order, as often as they go into the batch."""
         times = len(accept_BN) // len(self.assignments)
         p_BNV, q_BNV, tokens_BN = (
             values.repeat(times, *[1] * (values.dim() - 1)) for values in (self.p_ANV, self.q_ANV, self.tokens_AN)

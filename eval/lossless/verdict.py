@@ -1,12 +1,10 @@
-"""Did speculation change the output? The verdict, and what it rests on.
+"""The losslessness verdict: whether speculation changed the output, and the checks that this rests on.
 
-Greedy decoding must give the same tokens. Where it does not, the target's logits say why: a forward over several rows
-rounds differently from one over a single row, so two tokens that are nearly equally good may swap (a numerical tie); any
-larger gap is a bug. How near is near is measured, not guessed: by the rounding error of the target's logits at that very
-place, against a copy of it in a wider dtype. Ties are rare enough in float32 that a few prompts decoded there, with the same
-draft, show the difference between rounding and a mistake. Sampling has no such identity; `eval.lossless.sampled` proves the
-rule and tests the samples, and greedy decoding with the same draft and shape checks the machinery around them. A lossy mode
-(`configs.schema.decoding`) claims nothing that could be proved; it is named as such, and its samples are not tested.
+Greedy decoding must give the same tokens. A forward over several rows rounds differently from one over a single row, so two
+tokens whose logits are nearly equal may swap (a numerical tie); any larger gap is a bug. The limit is measured: the rounding
+error of the target's logits at that position, against a copy of it in a wider dtype. Ties are rare in float32, so a few
+prompts are decoded greedily there as well. Samples are tested in `eval.lossless.sampled`, after the rule was proved
+(`eval.lossless.rule_proof`). A lossy mode is reported as `lossy_by_design`, and its samples are not tested.
 """
 
 from __future__ import annotations
@@ -23,14 +21,15 @@ from configs.schema.evaluation import LosslessConfig
 from eval.decoder.decode import Request, decode
 from eval.decoder.records import UNDECODED, Divergence, Generation
 from eval.lossless.rule_proof import check_rule
-from eval.lossless.sampled import FAIL, INCONCLUSIVE, PASS, check_samples, pair_answers
+from eval.lossless.sampled import FAIL, INCONCLUSIVE, PASS, check_samples
+from eval.metrics.likelihood import pair_answers
 from heads.inference.causal_lm import backbone, head_logits
 from heads.inference.compiled_forward import run_alike
 from heads.proposers.protocol import Proposer
 from heads.target.loading import Target, load_target, move
 
 LOSSLESS, UP_TO_TIES, NOT_LOSSLESS, LOSSY = "lossless", "lossless_up_to_ties", "not_lossless", "lossy_by_design"
-COMPARED_TOKENS = 32  # the likeliest tokens, whose logits' rounding error is looked at
+COMPARED_TOKENS = 32  # the likeliest tokens, whose logits' rounding error is measured
 NO_TIE = float(torch.finfo(torch.float32).max)  # the gap reported where no two tokens can be compared; JSON has no infinity
 
 
@@ -77,7 +76,7 @@ def judge_lossless(
     if decode_config.temperature > 0 and decode_config.lossy is None and config.false_alarm_rate is not None:
         proposer = draft_for(target).proposer if config.first_token_samples else None
         checks |= check_samples(target, proposer, plain, speculative, decode_config, config)
-    again = 0 if decode_config.rule == "smc" else config.check_float32_prompts  # greedily nothing of that mode would run
+    again = 0 if decode_config.rule == "smc" else config.check_float32_prompts  # greedy decoding has no particles
     if requests := [_request(generation) for generation in speculative[:again]]:
         in_float32 = _check_in_float32(target, requests, decode_config, config, draft_for)
         described = {"divergences": [asdict(divergence) for divergence in in_float32]}
@@ -102,12 +101,12 @@ def find_divergences(
 
 
 def is_tie(divergence: Divergence) -> bool:
-    """Say whether the two tokens were equally good to the target, as far as its dtype can tell."""
+    """Return whether the two tokens' logits are equal up to the rounding of the target's dtype."""
     return divergence.logit_gap <= divergence.tie_tolerance
 
 
 def _decoded(plain: Sequence[Generation], speculative: Sequence[Generation]) -> list[tuple[Generation, Generation]]:
-    """Return the pairs of answers; without those of which one was never decoded, which the report lists as failed."""
+    """Return the pairs of answers without those of which one was not decoded, which the report lists as failed."""
     pairs = pair_answers(plain, speculative)
     return [pair for pair in pairs if not UNDECODED.intersection(answer.stop_reason for answer in pair)]
 
@@ -119,7 +118,7 @@ def _request(generation: Generation) -> Request:
 
 
 def _outcome_of(divergences: Sequence[Divergence], num_checked: int) -> dict[str, Any]:
-    """Judge greedy answers: any difference that is no tie fails."""
+    """Return the outcome of a greedy check: any difference that is not a tie fails."""
     not_ties = sum(not is_tie(divergence) for divergence in divergences)
     counts = {"checked_prompts": num_checked, "num_divergences": len(divergences), "num_ties": len(divergences) - not_ties}
     return {"outcome": FAIL if not_ties else PASS, **counts}
@@ -128,7 +127,7 @@ def _outcome_of(divergences: Sequence[Divergence], num_checked: int) -> dict[str
 def _section(
     divergences: Sequence[Divergence], checks: dict[str, dict[str, Any]], config: LosslessConfig, *, lossy: bool
 ) -> dict[str, Any]:
-    """Draw the verdict from the checks; of a lossy mode they are about the machinery around the rule."""
+    """Return the report's section: the verdict, and the checks it follows from."""
     failed, inconclusive = ([name for name in checks if checks[name]["outcome"] == outcome] for outcome in (FAIL, INCONCLUSIVE))
     verdict = NOT_LOSSLESS if failed else INCONCLUSIVE if inconclusive else UP_TO_TIES if divergences else LOSSLESS
     verdict = LOSSY if lossy and not failed else verdict
@@ -144,7 +143,7 @@ def _section(
 
 
 def _num_checked(check: dict[str, Any]) -> int:
-    """Return how many prompts' answers a check looked at; the proof of a rule looks at none."""
+    """Return how many prompts a check is about; the proof of a rule is about none."""
     return int(check.get("checked_prompts", check.get("num_prompts", 0)))
 
 
@@ -154,7 +153,7 @@ def _first_difference(
     pairs = zip(plain.tokens, speculative.tokens, strict=False)
     position = next((index for index, (one, other) in enumerate(pairs) if one != other), None)
     if position is None:
-        # One is the beginning of the other: a stop was missed or invented, which no rounding does.
+        # One is the beginning of the other: a stop was missed or added, which rounding does not do.
         position = min(len(plain.tokens), len(speculative.tokens))
         longer = max(plain.tokens, speculative.tokens, key=len)
         return Divergence(
@@ -187,7 +186,7 @@ def widened(target: Target) -> Target:
 
 
 def _copied(target: Target, dtype: torch.dtype) -> Target:
-    if target.spread_by is not None:  # what does not fit on one device is not copied there either
+    if target.spread_by is not None:  # a target that is spread over devices is loaded anew
         return load_target(target.spread_by.model_copy(update={"dtype": str(dtype).removeprefix("torch.")}))
     return replace(target, model=move(copy.deepcopy(target.model), target.device, dtype))
 
@@ -196,7 +195,7 @@ def _gap_and_error(target: Target, exact: Target, prefix: Sequence[int], one: in
     """Return how far the worse of two tokens is from the exact best one, and the rounding error of the target's logits there.
 
     The error is the largest among the likeliest tokens, and at least the dtype's relative precision of the best logit.
-    Both come from one plain forward over the prefix, not from the decoder under judgement.
+    Both come from one plain forward over the prefix, not from the decoder.
     """
     exact_V = _last_logits(exact, prefix).double()
     best_V = exact_V.topk(min(COMPARED_TOKENS, len(exact_V))).indices

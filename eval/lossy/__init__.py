@@ -1,4 +1,8 @@
 """Decoding that gives the target's distribution up for speed.
 
-Off unless `decode.lossy` is set; a report says so.
+Enter with `generate` or `decode`, which follow `decode.lossy`; a report on it says so.
 """
+
+from eval.lossy.decode import decode, generate
+
+__all__ = ["decode", "generate"]

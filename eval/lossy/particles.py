@@ -1,28 +1,14 @@
-"""A batch decoded by particles (SMC-SD, 2604.15672): what `eval.decoder.batch` is to verification, for a mode without any.
-LOSSY.
+"""Particles in place of verification (SMC-SD, 2604.15672). LOSSY: the output approaches the target's distribution.
 
-Each request is continued in N places of the batch. A cycle drafts in every place, lets the target read all of it, weighs the
-places by the ratio of the two distributions (`eval.lossy.particles`), and adds a token of the target's to each; where few
-carry the weight, the heavy ones are copied over the light. Nothing is rolled back. When all of a request's texts have ended
-one is drawn by weight. A text that has ended stays as an ancestor: its place drafts on into the void, so that the places stay
-in step.
+Each request is continued in N places of the batch, its particles. A cycle drafts in every place, runs the target over all of
+it, weighs the places by the ratio of the two distributions (`weigh`) and adds a token of the target's to each (`draw_bonus`);
+where few carry the weight, heavy ones are copied over light ones (`resample`). Nothing is rolled back. When all texts of a
+request have ended, one is drawn by weight (`choose`): its distribution tends to the target's as the particles grow in number.
+A text that has ended stays as an ancestor, and drafts go on in its place so that the places stay in step.
 
 The record is that of the chosen text: a round a cycle, in which everything drafted stays. Left out: sharing the prompt's cache
-among places, and comparing distributions. The prompt is read once by the target, but once a place by the draft.
-R requests, N places each, B = R N batch rows in that order, G drafts, K = G + 1, V vocabulary.
-
-
-Sequential Monte Carlo in place of verification (SMC-SD, 2604.15672). LOSSY: the output approaches the target's distribution.
-
-Several particles continue one prompt. Each drafts from q, the target scores what was drafted, and a particle's weight takes up
-the ratio of the two; particles of little weight die by resampling, nothing is ever rolled back. Pure functions over
-distributions; the distribution of the particle chosen in the end tends to the target's as particles grow in number. A report
-on it must say so, and put the task's quality beside the speed. Left out: the caches and the models, which are in
-`eval.lossy.particles`.
-
-A cycle: draft G tokens a particle, `weigh` them, `draw_bonus`, `resample` the particles that are worn out; at the end `choose`.
-Particles that have ended go on as ancestors, with nothing left to weigh.
-B requests, N particles, G drafts, V vocabulary.
+among places, and comparing distributions.
+R requests, N particles each, B = R N batch rows in that order, G drafts, K = G + 1, V vocabulary.
 """
 
 from __future__ import annotations
@@ -37,10 +23,11 @@ from torch.nn import functional
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig, ParticleSampling
 from eval.decoder.clock import Clock
-from eval.decoder.meters import Meter
+from eval.decoder.logits_processor import Processor
 from eval.decoder.records import Round
 from eval.decoder.request import Request, Row
 from eval.decoder.verifier import finite_rows
+from eval.lossy.particle_weights import choose, draw_bonus, resample, weigh
 from heads.inference.causal_lm import head_logits, new_cache
 from heads.inference.int8_kv_cache import LAYERS
 from heads.proposers.protocol import Proposal, Proposer
@@ -50,107 +37,9 @@ from heads.target.hidden_states import forward_states
 from heads.target.loading import Target
 
 
-def weigh(
-    log_weights_BN: Tensor, p_BNGV: Tensor, q_BNGV: Tensor, tokens_BNG: Tensor, num_drafted_BN: Tensor, power: float = 1.0
-) -> Tensor:
-    """Return the log-weights after a draft: each token adds power log p - log q.
-
-    Args:
-        log_weights_BN: up to here, in nats; 0 at the start.
-        p_BNGV: the target's distributions, the one a draft is judged by at the draft's place.
-        q_BNGV: the distributions the drafts were drawn from.
-        tokens_BNG: the drafts.
-        num_drafted_BN: drafts that count for each particle.
-        power: positive; the distribution aimed at gives a text the product of its p^power, up to a constant. 1 aims at the
-            target's.
-    """
-    counts_BNG = torch.arange(tokens_BNG.shape[-1], device=tokens_BNG.device) < num_drafted_BN.unsqueeze(-1)
-    log_p_BNG, log_q_BNG = (_of_tokens(probs_BNGV, tokens_BNG).double().log() for probs_BNGV in (p_BNGV, q_BNGV))
-    return log_weights_BN + (power * log_p_BNG - log_q_BNG).masked_fill(~counts_BNG, 0.0).sum(-1)
-
-
-def draw_bonus(
-    log_weights_BN: Tensor, p_BNV: Tensor, uniform_BN: Tensor, ended_BN: Tensor, power: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Return a token `[B, N]` from the target's own distribution after each particle's drafts, and the log-weights with it.
-
-    It comes from p^power renormalised, whose normaliser sum_v p^power goes into the weight; that is 1 at power 1.
-
-    Args:
-        log_weights_BN, power: as for `weigh`.
-        p_BNV: the target's distribution after the drafts.
-        uniform_BN: independent uniforms in [0, 1).
-        ended_BN: particles that draw nothing; their token means nothing.
-    """
-    raised_BNV = p_BNV.double() ** power
-    gain_BN = raised_BNV.sum(-1).log() if power != 1 else torch.zeros_like(log_weights_BN)
-    return draw(raised_BNV, uniform_BN), log_weights_BN + gain_BN.masked_fill(ended_BN, 0.0)
-
-
-def weight_shares(log_weights_BN: Tensor) -> Tensor:
-    """Return the weights as shares of 1, in float64. Particles that are all impossible under the target share alike."""
-    none_B1 = torch.isneginf(log_weights_BN).all(-1, keepdim=True)
-    return log_weights_BN.double().masked_fill(none_B1, 0.0).softmax(-1)
-
-
-def effective_sample_size(log_weights_BN: Tensor) -> Tensor:
-    """Return 1/sum of the squared shares `[B]`, from 1 (one particle has all the weight) to N (all weigh the same)."""
-    return 1 / weight_shares(log_weights_BN).square().sum(-1)
-
-
-def resample(log_weights_BN: Tensor, uniform_B: Tensor, below: float) -> tuple[Tensor, Tensor]:
-    """Return which particle each place goes on from `[B, N]`, and the log-weights after it.
-
-    Only requests whose effective sample size is under `below` times N resample, and start again from equal weights; in the
-    others every particle goes on as itself.
-
-    Args:
-        log_weights_BN: before.
-        uniform_B: a uniform in [0, 1) a request.
-        below: in 0..1; 0 never resamples.
-    """
-    num_particles = log_weights_BN.shape[-1]
-    worn_B1 = (effective_sample_size(log_weights_BN) < below * num_particles).unsqueeze(-1)
-    # Where the target has ruled out every text, it would weigh none of them any more: they go on, and alike.
-    worn_B1 = worn_B1 | torch.isneginf(log_weights_BN).all(-1, keepdim=True)
-    itself_N = torch.arange(num_particles, device=log_weights_BN.device)
-    ancestors_BN = torch.where(worn_B1, systematic_ancestors(log_weights_BN, uniform_B), itself_N)
-    return ancestors_BN, log_weights_BN.masked_fill(worn_B1, 0.0)
-
-
-def systematic_ancestors(log_weights_BN: Tensor, uniform_B: Tensor) -> Tensor:
-    """Resample systematically: N equally spaced points with one random offset, read off the cumulated shares.
-
-    Particle n goes into N w_n places on average, and always into that number rounded down or up.
-
-    Args:
-        log_weights_BN, uniform_B: as for `resample`.
-    """
-    num_particles = log_weights_BN.shape[-1]
-    points_BN = (torch.arange(num_particles, device=uniform_B.device) + uniform_B.unsqueeze(-1).double()) / num_particles
-    cumulated_BN = weight_shares(log_weights_BN).cumsum(-1)
-    found_BN = torch.searchsorted(cumulated_BN, points_BN * cumulated_BN[:, -1:], right=True)
-    # A point can round up to the total; the last particle that has weight then stands for it.
-    last_B1 = torch.searchsorted(cumulated_BN, cumulated_BN[:, -1:].contiguous(), right=False)
-    return torch.minimum(found_BN, last_B1)
-
-
-def choose(log_weights_BN: Tensor, uniform_B: Tensor) -> Tensor:
-    """Return the particle that becomes the answer `[B]`, drawn by weight; the heaviest would be biased towards likely text.
-
-    Args:
-        log_weights_BN, uniform_B: as for `resample`.
-    """
-    return draw(weight_shares(log_weights_BN), uniform_B)
-
-
-def _of_tokens(distributions: Tensor, tokens: Tensor) -> Tensor:
-    return distributions.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-
-
 @dataclass
 class Particle:
-    """One place of the batch: what its text has become, and `tokens` read there, which go on after the text has ended."""
+    """One place of the batch: the row of its text, and the `tokens` in its cache, which go on after the text has ended."""
 
     row: Row
     tokens: list[int]
@@ -161,7 +50,7 @@ class Particle:
         return self.row.stop_reason is not None
 
     def copied(self) -> Particle:
-        """Return another that goes on from here by itself."""
+        """Return an independent copy."""
         return Particle(self.row.copied(), list(self.tokens))
 
 
@@ -169,20 +58,37 @@ class ParticleRun:
     """The state of one batch; driven like `eval.decoder.batch.BatchRun`.
 
     Args:
-        target: whose distribution the output approaches.
+        target: the model whose distribution the output approaches.
         requests: the batch.
         config: how to decode, with `lossy` set to particles.
-        proposer: who drafts; it must draw its tokens.
-        meter: reads the machine's energy counters; None: nobody does.
+        proposer: the draft; it must draw its tokens.
+        logits_processor: must be None.
+        clock: counts the time by phase; None: a new one.
+
+    Raises:
+        ValueError: `config.lossy` is not particles.
+        InputError: a processor is given.
     """
 
     def __init__(
-        self, target: Target, requests: Sequence[Request], config: DecodeConfig, proposer: Proposer, meter: Meter | None = None
+        self,
+        target: Target,
+        requests: Sequence[Request],
+        config: DecodeConfig,
+        proposer: Proposer,
+        *,
+        logits_processor: Processor | None = None,
+        clock: Clock | None = None,
     ) -> None:
         if not isinstance(config.lossy, ParticleSampling):
             raise ValueError(f"lossy must be set to particles, got {config.lossy}")
+        if logits_processor is not None:
+            raise InputError(
+                "logits_processor: particles weigh drafts by raw logits; set lossy to null, or leave the processor out"
+            )
         self.target, self.config, self.proposer = target, config, proposer
-        self.settings, self.clock, self.taps = config.lossy, Clock(target.device, meter), proposer.taps
+        self.settings, self.taps = config.lossy, proposer.taps
+        self.clock = Clock(target.device) if clock is None else clock
         self._chosen: dict[int, Row] = {}
         self._numbers = list(range(len(requests)))  # of the requests under way
         self._particles = [
@@ -293,7 +199,7 @@ class ParticleRun:
         uniform_RN = self._streams.uniform(Role.TARGET, positions_B1).reshape(R, N)
         ended_RN = (ends_B | ~live_B).unflatten(0, (R, N))
         next_RN, self._log_weights_RN = draw_bonus(log_weights_RN, after_RNV, uniform_RN, ended_RN)
-        # What a place computes after its text has ended is nobody's concern.
+        # What a place computes after its text has ended is not used.
         finite_B = finite_rows(logits_BKV, proposal) | ~live_B
         return torch.cat([torch.stack([finite_B.long(), next_RN.flatten()], 1), proposal.tokens_BG], 1).tolist()
 
@@ -308,7 +214,7 @@ class ParticleRun:
     def _choose_ended(self) -> list[int]:
         """Draw the answer of each request whose texts have all ended, and drop it. Return which of the requests go on.
 
-        A request in which a live text met what is no number ends there, with that text.
+        A request in which a live text met logits that are not finite ends there, with that text.
         """
         lengths_R1 = self._tensor([[len(places[0].tokens)] for places in self._particles])
         chosen_R = choose(self._log_weights_RN, self._request_streams.uniform(Role.TARGET, lengths_R1).squeeze(1))

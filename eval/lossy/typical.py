@@ -1,18 +1,56 @@
-"""Typical acceptance: keep what the target finds plausible enough. LOSSY: the output does not follow the target's distribution.
+"""Typical acceptance: keep the drafts that the target finds plausible. LOSSY: the output does not follow its distribution.
 
-Pure functions over (p, tokens) for the rule of Medusa (Cai et al., 2401.10774). A report on it must say so, and put the task's
-quality beside the speed. At temperature 0, where p is a point mass, it is the greedy walk and lossless. The token after the
-path that stays is the target's likeliest, which the paper accepts unseen; left out is drawing it.
+The rule of Medusa (Cai et al., 2401.10774) as pure functions over (p, tokens), and the `Verifier` that applies it. At
+temperature 0, where p is a point mass, it is greedy decoding and lossless. The token after the path that stays is the
+target's likeliest, which the paper keeps without a test; left out is drawing it.
 B rows, G drafts, N nodes with the root, K = G + 1, D depth, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
-from eval.decoder.chain_rules import Verdict
-from eval.decoder.tree_rules import TreeVerdict
+from configs.schema.decoding import DecodeConfig, TypicalAcceptance
+from eval.decoder.chain_rules import ChainVerification
+from eval.decoder.tree_rules import TreeVerification
+from eval.decoder.verifier import Verifier, rooted
+from heads.proposers.protocol import Proposal
+from heads.sampling.counter_rng import Streams
+from heads.sampling.probabilities import token_probabilities
+from heads.sampling.token_tree import GrownTree, Tree
+
+
+class TypicalVerifier(Verifier):
+    """Verifies chains and trees by typical acceptance; the arguments are those of `eval.decoder.verifier.Verifier`.
+
+    Raises:
+        ValueError: `config.lossy` is not typical acceptance.
+    """
+
+    rules: ClassVar[frozenset[str]] = frozenset(("typical",))
+
+    def __init__(self, config: DecodeConfig, streams: Streams) -> None:
+        super().__init__(config, streams)
+        if not isinstance(config.lossy, TypicalAcceptance):
+            raise ValueError(f"lossy must be set to typical, got {config.lossy}")
+        self.epsilon, self.delta = config.lossy.epsilon, config.lossy.delta
+
+    def chain(
+        self, logits_BKV: Tensor, proposal: Proposal, num_drafted: Sequence[int], lengths: Sequence[int]
+    ) -> ChainVerification:
+        num_drafted_B = torch.tensor(num_drafted, device=logits_BKV.device)
+        p_BKV = token_probabilities(logits_BKV, self.config)
+        return verify_typical(p_BKV, proposal.tokens_BG, num_drafted_B, self.epsilon, self.delta)
+
+    def tree(
+        self, logits_BKV: Tensor, proposal: Proposal, depths_BK: Tensor, lengths: Sequence[int], tree: Tree | GrownTree
+    ) -> TreeVerification:
+        p_BKV = token_probabilities(logits_BKV, self.config)
+        return verify_typical_tree(p_BKV, *rooted(proposal), tree.depth, self.epsilon, self.delta)
 
 
 def typical_threshold(p: Tensor, epsilon: float, delta: float) -> Tensor:
@@ -33,7 +71,7 @@ def typical_threshold(p: Tensor, epsilon: float, delta: float) -> Tensor:
     return (delta * (-entropy).exp()).clamp(max=epsilon)
 
 
-def verify_typical(p_BKV: Tensor, tokens_BG: Tensor, num_drafted_B: Tensor, epsilon: float, delta: float) -> Verdict:
+def verify_typical(p_BKV: Tensor, tokens_BG: Tensor, num_drafted_B: Tensor, epsilon: float, delta: float) -> ChainVerification:
     """Keep the leading drafts that are plausible, then put the target's likeliest token. Lossy.
 
     Args:
@@ -46,12 +84,12 @@ def verify_typical(p_BKV: Tensor, tokens_BG: Tensor, num_drafted_B: Tensor, epsi
     tokens_BN = torch.nn.functional.pad(tokens_BG, (1, 0))
     parents_BN = torch.where(chain_N < num_drafted_B.unsqueeze(1), chain_N, -1)
     verdict = verify_typical_tree(p_BKV, tokens_BN, parents_BN, tokens_BG.shape[1], epsilon, delta)
-    return Verdict(verdict.num_accepted_B, verdict.next_token_B)
+    return ChainVerification(verdict.num_accepted_B, verdict.next_token_B)
 
 
 def verify_typical_tree(
     p_BNV: Tensor, tokens_BN: Tensor, parents_BN: Tensor, depth: int, epsilon: float, delta: float
-) -> TreeVerdict:
+) -> TreeVerification:
     """Keep the deepest path of plausible tokens, the likeliest of equals, then put the target's likeliest token. Lossy.
 
     Args:
@@ -69,7 +107,7 @@ def verify_typical_tree(
     end_B = scores_BN.masked_fill(lengths_BN < longest_B1, float("-inf")).argmax(1)
     path_BD = _climb(end_B, longest_B1, parents_BN, depth)
     after_end_BV = p_BNV[torch.arange(len(p_BNV), device=p_BNV.device), end_B]
-    return TreeVerdict(path_BD, longest_B1.squeeze(1), after_end_BV.argmax(-1))
+    return TreeVerification(path_BD, longest_B1.squeeze(1), after_end_BV.argmax(-1))
 
 
 def _paths(keeps_BN: Tensor, log_p_BN: Tensor, above_BN: Tensor, depth: int) -> tuple[Tensor, Tensor]:

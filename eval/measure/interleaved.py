@@ -1,8 +1,8 @@
-"""Decoding in turns: each batch plainly, with the draft and with the free baselines, repeat by repeat, turn by turn.
+"""Interleaved measurement: each batch is decoded plainly, with the draft and with the baselines, repeat by repeat.
 
-All ways go through the same decoder on the same text and count the same token ids. They alternate (plain, draft, baselines,
-plain, ...) so that a machine whose speed drifts drifts for all of them. A batch in which the machine gives up in any of them
-fails as a whole in that one, is listed, and is timed in none.
+All modes use the same decoder on the same text and count the same token ids. They alternate (plain, draft, baselines, plain,
+...) so that a drift of the machine's speed affects all of them alike. A batch that raises in one mode has failed in that mode
+and is timed in none.
 """
 
 from __future__ import annotations
@@ -12,13 +12,17 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from configs.runtime.progress import progress
 from configs.schema.evaluation import EvalConfig
-from eval.decoder.decode import Request, decode
-from eval.decoder.meters import Meter
+from eval.decoder.batch import BatchRun
+from eval.decoder.decode import MakeRun, Request, decode
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Generation, Timing
+from eval.decoder.verifier import SimulatedVerifier
+from eval.lossy.decode import start_run
 from eval.measure.turns import undecoded
+from eval.metrics.meters import Meter, MeteredClock
 from heads.proposers.protocol import Learner, Proposer
 from heads.target.loading import Target
 
@@ -29,7 +33,7 @@ Follow = Callable[[Iterable[Generation]], tuple[list[Request], list[Generation]]
 
 @dataclass
 class Records:
-    """Everything that was measured."""
+    """The generations and timings of a measurement."""
 
     generations: list[Generation] = field(default_factory=list)  # of the first repeat
     timings: list[Timing] = field(default_factory=list)
@@ -73,10 +77,9 @@ class Measurement:
         target: the target.
         config: `decode`, `repeats` and `warmup_prompts` are read.
         proposers: by mode; plain decoding comes before them.
-        follow: takes the plain answers to a turn and gives the requests of the next, and what is lost (`eval.measure.turns`);
-            None
-            where prompts have one turn.
-        meter: measures the energy of what is timed (`eval.decoder.meters`).
+        follow: takes the plain answers to a turn and returns the requests of the next, and the lost turns
+            (`eval.measure.turns`); None where prompts have one turn.
+        meter: measures the energy of what is timed (`eval.metrics.meters`); None: it is not measured.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class Measurement:
     ) -> None:
         self.target, self.config, self.follow, self.meter = target, config, follow, meter
         self.modes: dict[str, Proposer | None] = {AUTOREGRESSIVE: None, **proposers}
-        # The free baselines draft chains to their full length and are lossless, whatever is asked for of the draft.
+        # The baselines draft chains to their full length and without loss, whatever the draft under evaluation does.
         chains = config.decode.model_copy(update={"tree": None, "stopping": None, "lossy": None})
         self.settings = {mode: config.decode if mode == SPECULATIVE else chains for mode in self.modes}
 
@@ -97,11 +100,11 @@ class Measurement:
         """Decode the first `config.warmup_prompts` prompts in every mode: whole batches, whose shapes are those timed.
 
         Raises:
-            RuntimeError: the machine cannot; nothing has been measured yet, so that this is no failed request.
+            RuntimeError: decoding raised, for instance for want of memory.
         """
         count = math.ceil(self.config.warmup_prompts / self.config.decode.batch_size)
         for batch, (mode, proposer) in itertools.product(batches[:count], self.modes.items()):
-            decode(self.target, batch, self.settings[mode], proposer)
+            decode(self.target, batch, self.settings[mode], proposer, make_run=start_run)
 
     def measure_batch(self, batch: Sequence[Request]) -> Records:
         """Decode all turns of a batch, each in every mode, `config.repeats` times."""
@@ -120,18 +123,8 @@ class Measurement:
         records, gave_up = Records(), set()
         for repeat, mode in itertools.product(range(self.config.repeats), self.modes):
             try:
-                generations, timing = decode(
-                    self.target,
-                    batch,
-                    self.settings[mode],
-                    self.modes[mode],
-                    mode=mode,
-                    repeat=repeat,
-                    measure_overlap=repeat == 0 and mode == SPECULATIVE,
-                    meter=self.meter,
-                    simulate_acceptance=self.config.simulate_acceptance if mode == SPECULATIVE else None,
-                )
-            except RuntimeError:  # what torch raises where memory runs out or a kernel fails
+                generations, timing = self._decode(batch, mode, repeat)
+            except RuntimeError:  # raised by torch where memory runs out or a kernel fails
                 log.exception("%s decoding of the batch of prompt %s failed", mode, batch[0].prompt_id)
                 gave_up.add(mode)
                 continue
@@ -140,8 +133,26 @@ class Measurement:
         self._teach(records)
         return _without(records, gave_up, batch) if gave_up else records
 
+    def _decode(self, batch: Sequence[Request], mode: str, repeat: int) -> tuple[list[Generation], Timing]:
+        make_run: MakeRun = start_run
+        if mode == SPECULATIVE and self.config.simulate_acceptance is not None:
+            make_run = partial(BatchRun, make_verifier=partial(SimulatedVerifier, rates=self.config.simulate_acceptance))
+        clock = None if self.meter is None else MeteredClock(self.target.device, self.meter)
+        generations, timing = decode(
+            self.target,
+            batch,
+            self.settings[mode],
+            self.modes[mode],
+            mode=mode,
+            repeat=repeat,
+            measure_overlap=repeat == 0 and mode == SPECULATIVE,
+            clock=clock,
+            make_run=make_run,
+        )
+        return generations, timing if clock is None else replace(timing, decode_joules=clock.decode_joules)
+
     def _teach(self, records: Records) -> None:
-        """Tell drafts with a memory the answers they drafted for, now that no repeat can copy them."""
+        """Give drafts with a memory the answers they drafted for, after the last repeat, so that none can copy them."""
         for mode, proposer in self.modes.items():
             if isinstance(proposer, Learner):
                 for generation in records.of(mode):
@@ -149,6 +160,6 @@ class Measurement:
 
 
 def _without(records: Records, modes: Collection[str], batch: Sequence[Request]) -> Records:
-    """Count a batch as failed in some modes, and as timed in none: one side alone says nothing about the other."""
+    """Mark a batch as failed in some modes and drop its timings, since the modes are compared batch by batch."""
     decoded = [generation for generation in records.generations if generation.mode not in modes]
     return Records([*decoded, *(undecoded(request, mode, "error") for mode in sorted(modes) for request in batch)])

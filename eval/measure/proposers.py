@@ -1,19 +1,9 @@
-"""The draft under evaluation: one artifact, or several whose candidates are merged into one tree (`heads.proposers.merged`).
+"""The proposers of an evaluation: the draft under evaluation (`load_evaluated`), and the baselines (`make_baselines`).
 
-The report's draft section names every part. Its hash is a single artifact's own, or that of all the parts' hashes in their
-order, which the gate forms again from the folders that it is given (`eval.release.artifact_hash`).
-
-
-The ways of drafting that need no training and are measured beside a draft: made by name, for a target.
-
-They draft chains to their full length, whatever shape and stopping rule the draft under evaluation is asked for
-(`eval.measure.interleaved`). Adding one is a line here and its name in `configs.schema.evaluation.FreeDraft`.
-
-What suffix lookup may know: the texts under way, and the answers to the prompts that this process measured before, in the
-order of the suite. A prompt's answer is learnt once, after its last repeat; warming up teaches nothing. So no repeat copies
-the answer of an earlier one, and every repeat of a prompt is drafted for with the same memory. With several processes each
-has a memory of its own, of its own share of the prompts. Left out: lean forwards for self-speculation, whose two parts of the
-target run by transformers' modules even where the target has a lean forward.
+The draft is one artifact, or several whose candidates are merged into one tree (`heads.proposers.merged`). Baselines need no
+training; adding one is a line in `MAKERS` and its name in `configs.schema.evaluation.FreeDraft`. Suffix lookup remembers the
+answers to the prompts that this process measured before; it learns a prompt's answer after the last repeat, and none while
+warming up, so that every repeat is drafted for with the same memory (`eval.measure.interleaved`).
 """
 
 from __future__ import annotations
@@ -31,6 +21,64 @@ from heads.proposers.self_speculation import SelfSpeculation
 from heads.proposers.suffix_lookup import SuffixLookup
 from heads.target.hidden_states import num_blocks
 from heads.target.loading import Target
+
+MERGED = "merged"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatedDraft:
+    """The draft under evaluation.
+
+    Args:
+        paths: the artifact folders.
+        parts: what was loaded from them.
+        proposer: the one part's, or all of them as one.
+    """
+
+    paths: tuple[str, ...]
+    parts: tuple[Draft, ...]
+    proposer: Proposer
+
+    @property
+    def warnings(self) -> list[str]:
+        """The warnings of all parts, for the report."""
+        return [warning for part in self.parts for warning in part.warnings]
+
+    @property
+    def section(self) -> dict[str, Any]:
+        """The report's draft section. Several parts are listed under `parts`; their hash is that of all hashes in order."""
+        each = [_section(path, part) for path, part in zip(self.paths, self.parts, strict=True)]
+        if len(each) == 1:
+            return each[0]
+        return {
+            "kind": MERGED,
+            "path": " + ".join(self.paths),
+            "sha256": hash_together([part["sha256"] for part in each]),
+            "num_parameters": sum(part["num_parameters"] for part in each),
+            "target_sha256": agreed(part["target_sha256"] for part in each),
+            "parts": each,
+        }
+
+
+def load_evaluated(config: EvalConfig, target: Target) -> EvaluatedDraft:
+    """Load the artifacts that `config.draft` names, for a target.
+
+    Raises:
+        InputError: see `heads.artifact.load_draft`.
+    """
+    parts = tuple(
+        load_draft(
+            path,
+            target.identity,
+            target.model,
+            allow_target_mismatch=config.allow_target_mismatch,
+            device=config.draft_device,
+        )
+        for path in config.drafts
+    )
+    proposers = [part.proposer for part in parts]
+    merged = proposers[0] if len(proposers) == 1 else MergedDrafts(proposers, target.device)
+    return EvaluatedDraft(paths=tuple(config.drafts), parts=parts, proposer=merged)
 
 
 def make_baselines(config: EvalConfig, target: Target) -> dict[str, Proposer]:
@@ -54,67 +102,8 @@ MAKERS: dict[FreeDraft, Callable[[EvalConfig, Target], Proposer]] = {
 }
 
 
-MERGED = "merged"
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluatedDraft:
-    """What is evaluated.
-
-    Args:
-        paths: the artifact folders.
-        parts: what was loaded from them.
-        proposer: the one part's, or all of them as one.
-    """
-
-    paths: tuple[str, ...]
-    parts: tuple[Draft, ...]
-    proposer: Proposer
-
-    @property
-    def warnings(self) -> list[str]:
-        """What the reader of the report must know of the parts."""
-        return [warning for part in self.parts for warning in part.warnings]
-
-    @property
-    def section(self) -> dict[str, Any]:
-        """The report's draft section; that of several adds up their parameters and lists each under `parts`."""
-        each = [_section(path, part) for path, part in zip(self.paths, self.parts, strict=True)]
-        if len(each) == 1:
-            return each[0]
-        return {
-            "kind": MERGED,
-            "path": " + ".join(self.paths),
-            "sha256": hash_together([part["sha256"] for part in each]),
-            "num_parameters": sum(part["num_parameters"] for part in each),
-            "target_sha256": agreed(part["target_sha256"] for part in each),
-            "parts": each,
-        }
-
-
-def load_evaluated(config: EvalConfig, target: Target) -> EvaluatedDraft:
-    """Load what `draft` names, for a target.
-
-    Raises:
-        InputError: see `heads.artifact.load_draft`.
-    """
-    parts = tuple(
-        load_draft(
-            path,
-            target.identity,
-            target.model,
-            allow_target_mismatch=config.allow_target_mismatch,
-            device=config.draft_device,
-        )
-        for path in config.drafts
-    )
-    proposers = [part.proposer for part in parts]
-    merged = proposers[0] if len(proposers) == 1 else MergedDrafts(proposers, target.device)
-    return EvaluatedDraft(paths=tuple(config.drafts), parts=parts, proposer=merged)
-
-
 def agreed(hashes: Iterable[str]) -> str:
-    """Return the hash that all have; where they differ, all of them, which equals none."""
+    """Return the hash that all share; where they differ, all of them joined, which is equal to none."""
     return ", ".join(dict.fromkeys(hashes))
 
 

@@ -1,8 +1,8 @@
-"""`records.jsonl`: everything measured, one JSON line for each generation and each timing, written while the run goes on.
+"""`records.jsonl`: one JSON line for each generation and each timing, written while the run goes on.
 
-Each process writes a file of its own; the main one puts the batches of all of them in order at the end. A run that breaks
-off leaves its parts, which hold all batches that were finished. Rounds are columns on disk: their committed tokens are slices
-of the answer, so that only how many they were is kept, and what was not measured is left out.
+Each process writes a file of its own; the main one joins the batches of all of them in order at the end. An interrupted run
+leaves its parts, which hold all batches that were finished. Rounds are stored as columns, without what was not measured; their
+committed tokens are slices of the answer, so only their numbers are kept.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ PART = ".records.part-{rank}.jsonl"
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Where one batch's lines lie: `path`, from byte `start` to before `end`."""
+class RecordSpan:
+    """The lines of one batch: bytes `start` to before `end` of `path`."""
 
     batch: int
     path: Path
@@ -45,7 +45,7 @@ class RecordWriter:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.path = folder / PART.format(rank=rank)
-        self.pieces: list[Piece] = []
+        self.spans: list[RecordSpan] = []
         try:
             self._file: IO[bytes] = self.path.open("wb")
         except OSError as error:
@@ -67,31 +67,31 @@ class RecordWriter:
             self._file.flush()
         except OSError as error:
             raise InputError(f"cannot write {self.path}: {error.strerror or error}") from error
-        self.pieces.append(Piece(batch, self.path, start, self._file.tell()))
+        self.spans.append(RecordSpan(batch, self.path, start, self._file.tell()))
 
 
-def join_parts(folder: Path, pieces: Sequence[Piece]) -> Path:
-    """Put the batches of all processes in order into `records.jsonl`, remove their parts, and return the file's path.
+def join_parts(folder: Path, spans: Sequence[RecordSpan]) -> Path:
+    """Join the batches of all processes in order into `records.jsonl`, remove their parts, and return the file's path.
 
     Raises:
         ValueError: a batch is there twice, or one is missing.
     """
-    pieces = sorted(pieces, key=lambda piece: piece.batch)
-    if [piece.batch for piece in pieces] != list(range(len(pieces))):
-        raise ValueError(f"the processes wrote batches {[piece.batch for piece in pieces]}, not each of them once")
+    spans = sorted(spans, key=lambda span: span.batch)
+    if [span.batch for span in spans] != list(range(len(spans))):
+        raise ValueError(f"the processes wrote batches {[span.batch for span in spans]}, not each of them once")
     whole = folder / f"{RECORDS}.partial"
     with whole.open("wb") as out:
-        for piece in pieces:
-            with piece.path.open("rb") as part:
-                part.seek(piece.start)
-                out.write(part.read(piece.end - piece.start))
-    for path in {piece.path for piece in pieces}:
+        for span in spans:
+            with span.path.open("rb") as part:
+                part.seek(span.start)
+                out.write(part.read(span.end - span.start))
+    for path in {span.path for span in spans}:
         path.unlink()
     return whole.replace(folder / RECORDS)
 
 
 def read_records(path: Path) -> Iterator[Generation | Timing]:
-    """Yield what a record file holds, one at a time.
+    """Yield the generations and timings of a record file.
 
     Raises:
         InputError: it cannot be read, or a line (named) is no record.
@@ -110,7 +110,7 @@ def _parse(line: str, where: str) -> Generation | Timing:
         if "generation" in values:
             return from_values(values["generation"])
         return Timing(**{**values["timing"], "prompt_ids": tuple(values["timing"]["prompt_ids"])})
-    except (ValueError, KeyError, TypeError) as error:  # ValueError: no JSON, or a number of thousands of digits
+    except (ValueError, KeyError, TypeError) as error:  # ValueError: not JSON, or a number of thousands of digits
         raise InputError(f"{where} is neither a generation nor a timing: {error!r}") from error
 
 
@@ -129,7 +129,8 @@ def to_values(generation: Generation) -> dict[str, Any]:
         columns["laws"] = [
             None if round_.distributions is None else list(vars(round_.distributions).values()) for round_ in rounds
         ]
-    return {**_without_rounds(generation), "rounds": columns}
+    values = {name: value for name, value in vars(generation).items() if name != "rounds"}
+    return values | {"rounds": columns}
 
 
 def from_values(values: dict[str, Any]) -> Generation:
@@ -161,7 +162,3 @@ def from_values(values: dict[str, Any]) -> Generation:
         for (start, end), drafted, accepted, overlap, distributions, ranks, num_nodes in rows
     )
     return Generation(**{**values, "prompt_tokens": tuple(values["prompt_tokens"]), "tokens": tokens, "rounds": rounds})
-
-
-def _without_rounds(generation: Generation) -> dict[str, Any]:
-    return {name: value for name, value in vars(generation).items() if name != "rounds"}

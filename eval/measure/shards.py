@@ -1,8 +1,7 @@
-"""A run shared by the processes that `accelerate launch` started: each decodes its batches, the main one has all numbers.
+"""A measurement shared by the processes of `accelerate launch`: each decodes its batches, the main one gets all numbers.
 
-Batches are cut from all prompts before any process takes its part, so that the same rows are decoded together however many
-processes there are, and every prompt belongs to exactly one of them. Left out: sharing one prompt among processes, and
-resuming; the parts that a broken run leaves are for reading.
+Batches are cut from all prompts before they are shared out, so that the same rows are decoded together however many processes
+there are. A run cannot be resumed; the parts that an interrupted one leaves are for reading.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from accelerate.utils import gather_object
 
 from configs.runtime.progress import progress
 from configs.schema.evaluation import EvalConfig
-from eval.decoder.meters import Meter
 from eval.measure.interleaved import Measurement, in_batches
-from eval.measure.record_files import Piece, RecordWriter, join_parts
+from eval.measure.record_files import RecordSpan, RecordWriter, join_parts
 from eval.measure.turns import Turns
+from eval.metrics.meters import Meter
 from eval.metrics.tally import Tally
 from heads.proposers.protocol import Proposer
 from heads.target.loading import Target
@@ -54,13 +53,13 @@ def measure_share(
             writer.write(number, measured.generations, measured.timings)
             tally.add(measured.generations, measured.timings)
             advance(len(batches[number]))
-    shares = gather_object([(tally, writer.pieces)])
+    shares = gather_object([(tally, writer.spans)])
     return _put_together(shares, turns, Path(config.output)) if state.is_main_process else None
 
 
-def _put_together(shares: Sequence[tuple[Tally, Sequence[Piece]]], turns: Turns, output: Path) -> Tally:
+def _put_together(shares: Sequence[tuple[Tally, Sequence[RecordSpan]]], turns: Turns, output: Path) -> Tally:
     """Merge the processes' tallies and record files, in the order of the prompts."""
-    join_parts(output, [piece for _, pieces in shares for piece in pieces])
+    join_parts(output, [span for _, spans in shares for span in spans])
     (whole, _), *others = shares
     for other, _ in others:
         whole.merge(other)

@@ -1,7 +1,6 @@
-"""A suite's prompts as requests, a turn at a time. Later turns follow the plain answers, whichever way is being measured.
+"""A suite's prompts as requests, one turn at a time. Later turns follow the plain answers in every mode.
 
-Were each way of decoding to go on from its own answers, one difference in the first turn would make the second turns
-different questions, and the two sides of every comparison would no longer be the same text.
+If each mode went on from its own answers, one difference in the first turn would make the second turns different prompts.
 """
 
 from __future__ import annotations
@@ -10,16 +9,16 @@ from collections.abc import Iterable, Sequence
 
 from distill.dataset.conversations import Message
 from distill.generation.prompts import Prompt, encode_prompt
-from eval.decoder.decode import Request
 from eval.decoder.records import FAILED, Generation, StopReason
+from eval.decoder.request import Request
 from heads.target.loading import Target
 
 
 class Turns:
-    """The conversations of some prompts under way.
+    """The conversations of a suite's prompts.
 
     Args:
-        target: brings the chat template and the longest context.
+        target: has the chat template and the context length.
         prompts: with different ids.
 
     Raises:
@@ -36,7 +35,7 @@ class Turns:
         ]
 
     def follow(self, answers: Iterable[Generation]) -> tuple[list[Request], list[Generation]]:
-        """Take the plain answers to one turn; return the next turn's requests, and what cannot be asked any more.
+        """Take the plain answers to one turn; return the next turn's requests, and the turns that are lost.
 
         Args:
             answers: to the same turn of different prompts. A prompt without a further turn leaves the conversation.
@@ -71,7 +70,7 @@ class Turns:
 
 
 def undecoded(request: Request, mode: str, stop_reason: StopReason) -> Generation:
-    """Return the record of a request that came to nothing."""
+    """Return the record of a request that was not decoded."""
     return Generation(
         prompt_id=request.prompt_id,
         category=request.category,
@@ -85,7 +84,7 @@ def undecoded(request: Request, mode: str, stop_reason: StopReason) -> Generatio
 
 
 def _lose(answer: Generation, prompt: Prompt, turn: int, reason: StopReason) -> list[Generation]:
-    """Return records of a turn that cannot be asked, for `reason`, and of those that would have followed it."""
+    """Return records of a turn that is lost for `reason`, and of the turns after it."""
     lost = []
     for number in range(turn, len(prompt.turns)):
         request = Request(prompt_id=prompt.prompt_id, category=prompt.category, tokens=(), turn=number)

@@ -1,6 +1,6 @@
 """Joules per token, with the draft and without: the report's `energy` section.
 
-The counters (`eval.decoder.meters`) are read at the borders of what is timed as decoding, so that joules and seconds are of
+The counters (`eval.metrics.meters`) are read at the borders of what is timed as decoding, so that joules and seconds are of
 the same
 work: prefill is in neither, nor is what measuring takes. Where no counter can be read, or what was read is no measurement,
 the section says why and holds no numbers. Left out: the free baselines.
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from configs.schema.evaluation import EvalConfig
-from eval.decoder.meters import Meter, Metering
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Timing
+from eval.metrics.meters import Meter, Metering
 from eval.metrics.speed import home_batches
 from eval.stats.bootstrap import paired_ratio_interval, ratio_interval
 

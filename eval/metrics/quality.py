@@ -20,7 +20,7 @@ import numpy as np
 from configs.schema.evaluation import EvalConfig, QualityConfig
 from distill.generation.prompts import Prompt
 from eval.decoder.records import AUTOREGRESSIVE, ENDED, FAILED, SPECULATIVE, Generation
-from eval.lossless.sampled import mean_log_likelihood, pair_answers
+from eval.metrics.likelihood import mean_log_likelihood, pair_answers
 from eval.metrics.scorers import Scorer, load_scorers, reference_of
 from eval.metrics.tally import Tally
 from eval.stats.bootstrap import LEVEL, Floats, Interval, statistic_interval

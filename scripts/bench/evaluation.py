@@ -221,7 +221,7 @@ def _count(num_prompts: int) -> tuple[float, float, int]:
                 writing += written - started
                 counting += time.perf_counter() - written
         started = time.perf_counter()
-        records = join_parts(folder, writer.pieces)
+        records = join_parts(folder, writer.spans)
         report = _report(tally, texts)
         write_report(folder / "report.json", report)
         render_page(report, None)

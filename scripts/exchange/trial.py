@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import cast
 
 from configs.runtime.errors import InputError
+from configs.schema.decoding import DecodeConfig
 from configs.schema.release import TAP_OF_ID, ImportConfig, LayerIds
-from eval.measure.probe import probe
-from eval.measure.tap_convention import Comparison, compare_readings, other_readings
+from eval.decoder.decode import Request, decode
 from heads.families.registry import FAMILIES, serve
 from heads.formats.importing.importer import Fitted
 from heads.modules.interface import HeadModule
+from heads.proposers.protocol import Proposer
 from heads.target.loading import Target
+from scripts.exchange.tap_convention import TapComparison, compare_readings, other_readings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,32 +55,37 @@ def try_out(
         value.copy_(fitted.weights[name].load())
     head = serve(head, target.model)
     prompts = [target.encode_chat([{"role": "user", "content": prompt}]) for prompt in config.prompts]
-    tried = probe(
-        target,
-        family.propose(head, target.device),
-        prompts,
-        num_speculative_tokens=num_speculative_tokens,
-        max_new_tokens=config.max_new_tokens,
-    )
-    better = _better_reading(cast(HeadModule, head), target, prompts, tried.answers)
+    settings = DecodeConfig(num_speculative_tokens=num_speculative_tokens, max_new_tokens=config.max_new_tokens)
+    accepted_per_round, answers = _decode(target, family.propose(head, target.device), prompts, settings)
+    better = _better_reading(cast(HeadModule, head), target, prompts, answers)
     hint = "" if better is None else _hint(better, layer_ids, fitted)
-    if tried.accepted_per_round < config.min_accepted_per_round:
+    if accepted_per_round < config.min_accepted_per_round:
         raise InputError(
-            f"the target accepts {tried.accepted_per_round:.3f} drafts a round on {len(prompts)} prompts, below "
+            f"the target accepts {accepted_per_round:.3f} drafts a round on {len(prompts)} prompts, below "
             f"min_accepted_per_round {config.min_accepted_per_round:g}: "
             + (hint or "the draft is another target's, or does something that its config does not say")
         )
     if better is None:
-        return Trial(accepted_per_round=tried.accepted_per_round, warnings=[])
+        return Trial(accepted_per_round=accepted_per_round, warnings=[])
     told = config.layer_ids is not None if better.reading.shift else config.reads is not None
     if not told:
         raise InputError(f"its config seems to mean other states than it was taken to mean: {hint}")
-    return Trial(accepted_per_round=tried.accepted_per_round, warnings=[f"taken as told, but {hint}"])
+    return Trial(accepted_per_round=accepted_per_round, warnings=[f"taken as told, but {hint}"])
+
+
+def _decode(
+    target: Target, proposer: Proposer, prompts: Sequence[Sequence[int]], settings: DecodeConfig
+) -> tuple[float, list[tuple[int, ...]]]:
+    """Return how many drafts the target accepts a round, pooled, and its answers to the prompts."""
+    requests = [Request(prompt_id=str(number), category="", tokens=tuple(tokens)) for number, tokens in enumerate(prompts)]
+    generations, _ = decode(target, requests, settings, proposer)
+    accepted = [each.num_accepted for generation in generations for each in generation.rounds]
+    return sum(accepted) / len(accepted) if accepted else 0.0, [generation.tokens for generation in generations]
 
 
 def _better_reading(
     head: HeadModule, target: Target, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
-) -> Comparison | None:
+) -> TapComparison | None:
     """Return the best reading among those clearly ahead of the draft's own, if any is."""
     texts = [([*prompt, *answer], len(prompt)) for prompt, answer in zip(prompts, answers, strict=True) if len(answer) > 2]
     readings = other_readings(head.taps, target.model, getattr(head.settings, "reads", None))
@@ -88,7 +95,7 @@ def _better_reading(
     return max(clear, key=lambda each: each.expected, default=None)
 
 
-def _hint(better: Comparison, layer_ids: LayerIds | None, fitted: Fitted) -> str:
+def _hint(better: TapComparison, layer_ids: LayerIds | None, fitted: Fitted) -> str:
     """Say what is accepted more, and how to ask for it."""
     words = (
         f"with {better.reading.name} more of its drafts stay, {better.expected:.3f} a position in place of "

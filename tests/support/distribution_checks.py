@@ -13,7 +13,8 @@ import torch
 
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import StaticTree
-from eval.decoder.decode import Request, decode
+from eval.decoder.decode import Request
+from eval.lossy.decode import decode
 from eval.stats.significance import GTest, g_test
 from heads.proposers.draft_lm import DraftLM
 

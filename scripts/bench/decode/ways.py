@@ -20,8 +20,9 @@ from configs.schema.decoding import DecodeConfig, ParticleSampling, TypicalAccep
 from configs.schema.drafting import Candidates, DynamicTree, Path, StaticTree
 from eval.cost.draft_length import ConfidenceProbe, fit_stopping
 from eval.cost.tree_shapes import Profile, fastest_tree, measure_profile
-from eval.decoder.decode import Request, decode
+from eval.decoder.decode import Request
 from eval.decoder.records import SPECULATIVE
+from eval.lossy.decode import decode
 from heads.inference.causal_lm import head_logits, new_cache
 from heads.proposers.merged import MergedDrafts
 from heads.proposers.prompt_lookup import PromptLookup

@@ -35,7 +35,7 @@ def rounds(monkeypatch):
     def watch(run, drafts):
         before = [len(row.tokens) for row in run.rows]
         run_round(run, drafts)
-        seen.append((drafts, run.judge.keeps_all, before, [len(row.tokens) for row in run.rows]))
+        seen.append((drafts, run.verifier.keeps_all, before, [len(row.tokens) for row in run.rows]))
 
     monkeypatch.setattr(timing_sweep, "run_round", watch)
     return seen
@@ -159,7 +159,7 @@ class Lessened(DraftLM):
 
 
 def test_a_draft_that_never_drafts_more_than_it_once_did_is_timed_downwards(target, tiny_llama, monkeypatch):
-    drafted, chain = [], timing_sweep.ScriptedJudge.chain
+    drafted, chain = [], timing_sweep.ScriptedVerifier.chain
 
     def watch(judge, logits_BKV, proposal, num_drafted, lengths):
         drafted.append(max(num_drafted))
@@ -167,7 +167,7 @@ def test_a_draft_that_never_drafts_more_than_it_once_did_is_timed_downwards(targ
 
     asked, run_round = [], timing_sweep.run_round
     monkeypatch.setattr(timing_sweep, "run_round", lambda run, drafts: (asked.append(drafts), run_round(run, drafts)))
-    monkeypatch.setattr(timing_sweep.ScriptedJudge, "chain", watch)
+    monkeypatch.setattr(timing_sweep.ScriptedVerifier, "chain", watch)
     sweep_rounds(target, Lessened(tiny_llama(seed=2, layers=1), 64), TEXT, DecodeConfig(), SWEEP)
 
     looked, timed = slice(0, 3), slice(3, None)  # whether it may rise is tried out first

@@ -8,7 +8,7 @@ import torch
 import eval.decoder.tree_rules
 from eval.decoder.tree_rules import (
     CANDIDATE_RULES,
-    Choice,
+    CandidateChoice,
     k_seq,
     k_seq_rho,
     reject_recursively,
@@ -76,12 +76,12 @@ def test_a_fixed_list_judged_one_by_one_is_a_draw_from_the_target_matched_with_t
 
 
 def the_next_token_comes_from_p(p_BV, q_BV, tokens_BC, num_candidates_B, accept_BC):
-    return Choice(without_replacement(p_BV, q_BV, tokens_BC, num_candidates_B, accept_BC).accepted_B, p_BV)
+    return CandidateChoice(without_replacement(p_BV, q_BV, tokens_BC, num_candidates_B, accept_BC).accepted_B, p_BV)
 
 
 def the_residual_forgets_all_but_the_last_rejection(p_BV, q_BV, tokens_BC, num_candidates_B, accept_BC):
     choice = without_replacement(p_BV, q_BV, tokens_BC, num_candidates_B, accept_BC)
-    return Choice(choice.accepted_B, (p_BV - q_BV).clamp(min=0))
+    return CandidateChoice(choice.accepted_B, (p_BV - q_BV).clamp(min=0))
 
 
 def the_residual_is_not_renormalised(p_BV, q_BV, tokens_BC, num_candidates_B, accept_BC):
@@ -92,7 +92,7 @@ def the_residual_is_not_renormalised(p_BV, q_BV, tokens_BC, num_candidates_B, ac
     accepted_B = torch.where(accept_BC[:, 0] * first_q < first_p, 0, second_B)
     walking_B1 = (num_candidates_B > 0).unsqueeze(1)
     rest_BV = torch.where(walking_B1, (left_BV - q_BV * left_BV.sum(1, keepdim=True)).clamp(min=0), p_BV)
-    return Choice(torch.where(walking_B1.squeeze(1), accepted_B, -1), rest_BV)
+    return CandidateChoice(torch.where(walking_B1.squeeze(1), accepted_B, -1), rest_BV)
 
 
 def the_draft_is_not_renormalised(p_BV, q_BV, tokens_BC, num_candidates_B, accept_BC):
@@ -106,7 +106,7 @@ def one_uniform_for_all_candidates(p_BV, q_BV, tokens_BC, num_candidates_B, acce
 
 def the_second_candidate_is_judged_first(p_BV, q_BV, tokens_BC, num_candidates_B, accept_BC):
     choice = without_replacement(p_BV, q_BV, tokens_BC.flip(1), num_candidates_B, accept_BC.flip(1))
-    return Choice(torch.where(choice.accepted_B < 0, -1, 1 - choice.accepted_B), choice.rest_BV)
+    return CandidateChoice(torch.where(choice.accepted_B < 0, -1, 1 - choice.accepted_B), choice.rest_BV)
 
 
 @pytest.mark.parametrize(

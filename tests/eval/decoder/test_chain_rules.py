@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from eval.decoder.chain_rules import Verdict, verify_block, verify_greedy, verify_tokens
+from eval.decoder.chain_rules import ChainVerification, verify_block, verify_greedy, verify_tokens
 from eval.lossless.enumeration import enumerate_rule, random_toy
 
 RULES = {"token": verify_tokens, "block": verify_block}
@@ -45,14 +45,14 @@ def softmax_of_the_residual(p, q, tokens, num_drafted, accept, residual, bonus):
     rows, at = torch.arange(len(p)), verdict.num_accepted_B
     rest = (p[rows, at] - q[rows, at.clamp(max=q.shape[1] - 1)]).clamp(min=0).softmax(-1)
     wrong = torch.searchsorted(rest.cumsum(-1), residual.unsqueeze(1)).squeeze(1).clamp(max=p.shape[-1] - 1)
-    return Verdict(at, torch.where(at == num_drafted, verdict.next_token_B, wrong))
+    return ChainVerification(at, torch.where(at == num_drafted, verdict.next_token_B, wrong))
 
 
 def no_residual(p, q, tokens, num_drafted, accept, residual, bonus):
     verdict = verify_tokens(p, q, tokens, num_drafted, accept, residual, bonus)
     distribution = p[torch.arange(len(p)), verdict.num_accepted_B]
     plain = torch.searchsorted(distribution.cumsum(-1).contiguous(), residual.unsqueeze(1), right=True).squeeze(1)
-    return Verdict(verdict.num_accepted_B, plain.clamp(max=p.shape[-1] - 1))
+    return ChainVerification(verdict.num_accepted_B, plain.clamp(max=p.shape[-1] - 1))
 
 
 def off_by_one_row(p, q, tokens, num_drafted, accept, residual, bonus):
@@ -80,7 +80,7 @@ def a_drafts_own_probability_drops_it(p, q, tokens, num_drafted, accept, residua
 def first_failure_ends_the_block(p, q, tokens, num_drafted, accept, residual, bonus):
     verdict = verify_block(p, q, tokens, num_drafted, accept, residual, bonus)
     stepwise = verify_tokens(p, q, tokens, num_drafted, accept, residual, bonus)
-    return Verdict(torch.minimum(verdict.num_accepted_B, stepwise.num_accepted_B), verdict.next_token_B)
+    return ChainVerification(torch.minimum(verdict.num_accepted_B, stepwise.num_accepted_B), verdict.next_token_B)
 
 
 MUTANTS = [

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from configs.runtime.errors import InputError
-from configs.schema.decoding import DecodeConfig, ParticleSampling
+from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import DynamicTree, StaticTree
 from eval.decoder.decode import Request, decode, generate
 from eval.decoder.logits_processor import processed
@@ -246,8 +246,5 @@ def test_what_would_not_be_exact_is_refused(as_target, models):
         decode(target, requests, GREEDY, drafter, logits_processor=LogitsProcessorList([remembering]))
     with pytest.raises(InputError, match="the overlap of distributions"):
         decode(target, requests, GREEDY, drafter, measure_overlap=True, logits_processor=BanSumOfLastTwo(64))
-    particles = GREEDY.model_copy(update={"temperature": 1.0, "lossy": ParticleSampling(kind="smc")})
-    with pytest.raises(InputError, match="particles weigh drafts by raw logits"):
-        decode(target, requests, particles, drafter, logits_processor=BanSumOfLastTwo(64))
     with pytest.raises(InputError, match=r"made scores of shape \[1, 63\] of \[1, 64\]"):
         decode(target, requests, GREEDY, drafter, logits_processor=lambda _, scores: scores[:, 1:])

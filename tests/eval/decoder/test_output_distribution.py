@@ -36,7 +36,7 @@ def test_samples_follow_the_targets_distribution(pair, distribution, name):
 
 def test_a_planted_bug_is_found_by_the_quick_test_where_it_is_gross(pair, distribution, monkeypatch):
     def from_p(p_BV, q_BV, *others):
-        return candidates.Choice(candidates.with_replacement(p_BV, q_BV, *others).accepted_B, p_BV)
+        return candidates.CandidateChoice(candidates.with_replacement(p_BV, q_BV, *others).accepted_B, p_BV)
 
     monkeypatch.setitem(judging.CANDIDATE_RULES, "with_replacement", from_p)
     counts, _ = checks.sample(*pair, checks.CASES["tree, with_replacement"], QUICK)

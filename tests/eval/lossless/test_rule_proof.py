@@ -9,7 +9,7 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import DynamicTree, StaticTree
 from eval.decoder import tree_rules as candidates
 from eval.decoder import verifier as judging
-from eval.decoder.tree_rules import CANDIDATE_RULES, Choice, verify_tree
+from eval.decoder.tree_rules import CANDIDATE_RULES, CandidateChoice, verify_tree
 from eval.lossless import rule_proof
 from eval.lossless.enumeration import random_toy
 from eval.lossless.rule_proof import check_rule, small_part
@@ -87,7 +87,7 @@ def test_candidates_drawn_in_another_way_than_the_rule_expects_fail(name, monkey
 
 def test_a_rule_for_candidates_that_forgets_the_residual_fails(monkeypatch):
     def from_p(p_BV, q_BV, *others):
-        return Choice(candidates.without_replacement(p_BV, q_BV, *others).accepted_B, p_BV)
+        return CandidateChoice(candidates.without_replacement(p_BV, q_BV, *others).accepted_B, p_BV)
 
     monkeypatch.setitem(judging.CANDIDATE_RULES, "without_replacement", from_p)
     assert check_rule(sampled(tree=tree_of()))["outcome"] == "fail"

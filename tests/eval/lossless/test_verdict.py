@@ -12,7 +12,7 @@ import torch
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import LosslessConfig
 from eval.decoder import verifier as judging
-from eval.decoder.chain_rules import Verdict, verify_block, verify_tokens
+from eval.decoder.chain_rules import ChainVerification, verify_block, verify_tokens
 from eval.decoder.decode import Request, decode
 from eval.lossless import verdict as lossless
 from eval.lossless.enumeration import enumerate_rule, random_toy
@@ -206,7 +206,7 @@ def test_the_float32_check_decodes_the_first_prompts_both_ways_and_leaves_the_ta
 
 def test_a_broken_greedy_rule_is_caught_by_the_float32_check_alone(target, plain, draft_for, monkeypatch):
     def accept_everything(target_tokens_BK, tokens_BG, num_drafted_B):
-        return Verdict(num_drafted_B, target_tokens_BK.gather(1, num_drafted_B.unsqueeze(1)).squeeze(1))
+        return ChainVerification(num_drafted_B, target_tokens_BK.gather(1, num_drafted_B.unsqueeze(1)).squeeze(1))
 
     monkeypatch.setattr("eval.decoder.verifier.verify_greedy", accept_everything)
     assert verdict_of(target, plain, plain) == "lossless"
@@ -220,7 +220,7 @@ def test_a_broken_greedy_rule_is_caught_by_the_float32_check_alone(target, plain
 def test_a_rule_is_checked_on_several_toys_and_judged_by_the_worst(monkeypatch):
     def no_bonus(p, q, tokens, num_drafted, accept, residual, bonus):
         verdict = verify_tokens(p, q, tokens, num_drafted, accept, residual, bonus)
-        return Verdict(verdict.num_accepted_B, torch.zeros_like(verdict.next_token_B))
+        return ChainVerification(verdict.num_accepted_B, torch.zeros_like(verdict.next_token_B))
 
     monkeypatch.setitem(judging.RULES, "token", no_bonus)
     found = check_rule(GREEDY.model_copy(update={"temperature": 1.0, "verification": "token"}))

@@ -13,7 +13,7 @@ from eval.measure.record_files import RECORDS, RecordWriter, join_parts, read_re
 def written(folder, generations, timings=()):
     with RecordWriter(folder, 0) as writer:
         writer.write(0, generations, timings)
-    return join_parts(folder, writer.pieces)
+    return join_parts(folder, writer.spans)
 
 
 def test_what_was_written_is_read(random_generations, random_timings, tmp_path):
@@ -31,13 +31,13 @@ def test_rounds_of_every_kind_are_read_as_they_were(make_round, make_generation,
 
 def test_batches_of_several_processes_come_in_order(make_round, make_generation, tmp_path):
     generations = [make_generation([make_round(3, n % 3)] * (n + 1), prompt_id=f"q{n}") for n in range(7)]
-    pieces = []
+    spans = []
     for rank in (2, 0, 1):
         with RecordWriter(tmp_path, rank) as writer:
             for batch in range(rank, 7, 3):
                 writer.write(batch, [generations[batch]], [])
-        pieces += writer.pieces
-    assert list(read_records(join_parts(tmp_path, pieces))) == generations
+        spans += writer.spans
+    assert list(read_records(join_parts(tmp_path, spans))) == generations
     assert [each.name for each in tmp_path.iterdir()] == [RECORDS]
 
 
@@ -46,9 +46,9 @@ def test_a_batch_that_is_missing_or_there_twice_is_refused_and_the_parts_stay(ra
         writer.write(0, random_generations[:1], [])
         writer.write(2, random_generations[1:2], [])
     with pytest.raises(ValueError, match=r"batches \[0, 2\], not each of them once"):
-        join_parts(tmp_path, writer.pieces)
+        join_parts(tmp_path, writer.spans)
     with pytest.raises(ValueError, match=r"batches \[0, 0\]"):
-        join_parts(tmp_path, [writer.pieces[0]] * 2)
+        join_parts(tmp_path, [writer.spans[0]] * 2)
     assert writer.path.exists()
 
 

@@ -10,13 +10,12 @@ import torch
 
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import EvalConfig
-from eval.decoder.clock import Clock
 from eval.decoder.decode import Request, decode
 from eval.decoder.distribution_comparison import compare_distributions
-from eval.decoder.meters import Metering, find_meter
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Timing
 from eval.measure.interleaved import Measurement
 from eval.metrics.energy import summarise_energy
+from eval.metrics.meters import MeteredClock, Metering, find_meter
 from eval.report.html import render_page
 from eval.report.markdown import render_markdown
 from eval.report.optional_sections import EnergySection
@@ -181,7 +180,7 @@ def test_a_gpu_without_counter_or_library_says_so(one_gpu, monkeypatch):
 
 
 def test_the_measuring_within_a_decode_is_not_its_energy():
-    clock = Clock(CPU, CountingMeter())
+    clock = MeteredClock(CPU, CountingMeter())
     with clock.phase("prefill"):
         pass
     with clock.phase("decode"):
@@ -191,15 +190,15 @@ def test_the_measuring_within_a_decode_is_not_its_energy():
             pass
 
     assert clock.joules == {"decode": 3.0, "measure": 1.0}
-    assert Clock(CPU).joules is None
 
 
-def test_a_decode_s_timing_holds_its_joules_and_none_without_a_meter(tiny_llama, as_target):
+def test_a_metered_clock_has_the_joules_of_a_decode(tiny_llama, as_target):
     target = as_target(tiny_llama(seed=1))
     request, config = [Request(prompt_id="q", category="c", tokens=(7, 8))], DecodeConfig(max_new_tokens=4)
 
-    assert decode(target, request, config, meter=CountingMeter())[1].decode_joules == 1.0
-    assert decode(target, request, config)[1].decode_joules is None
+    clock = MeteredClock(CPU, CountingMeter())
+    assert decode(target, request, config, clock=clock)[1].decode_joules is None
+    assert clock.decode_joules == 1.0
 
 
 def test_joules_spent_on_comparing_distributions_are_not_decoding_s(tiny_llama, as_target, monkeypatch):
@@ -214,10 +213,11 @@ def test_joules_spent_on_comparing_distributions_are_not_decoding_s(tiny_llama, 
     request = [Request(prompt_id="q", category="c", tokens=(7, 8))]
     draft = DraftLM(tiny_llama(seed=2), 64)
 
-    _, timing = decode(target, request, DecodeConfig(max_new_tokens=6), draft, measure_overlap=True, meter=meter)
+    clock = MeteredClock(CPU, meter)
+    decode(target, request, DecodeConfig(max_new_tokens=6), draft, measure_overlap=True, clock=clock)
 
     assert spent[0] >= 100
-    assert timing.decode_joules == 0
+    assert clock.decode_joules == 0
 
 
 def test_every_timed_run_is_metered_and_no_warm_up(tiny_llama, as_target):

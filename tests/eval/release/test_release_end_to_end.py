@@ -16,7 +16,7 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import EvalConfig, GateConfig, GateRule, LosslessConfig, SuiteConfig
 from configs.schema.target import TargetConfig
 from eval.decoder import chain_rules as verify
-from eval.decoder.chain_rules import Verdict
+from eval.decoder.chain_rules import ChainVerification
 from eval.evaluation import evaluate
 from eval.gate import main
 from eval.report.schema import read_report
@@ -58,7 +58,7 @@ def gate(config, *, baseline=None, artifact=None, **settings):
 
 
 def accept_everything(target_tokens_BK, tokens_BG, num_drafted_B):
-    return Verdict(num_drafted_B, target_tokens_BK.gather(1, num_drafted_B.unsqueeze(1)).squeeze(1))
+    return ChainVerification(num_drafted_B, target_tokens_BK.gather(1, num_drafted_B.unsqueeze(1)).squeeze(1))
 
 
 def test_a_sound_draft_passes_and_its_artifact_is_the_one_measured(config):

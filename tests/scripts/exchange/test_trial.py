@@ -14,7 +14,6 @@ from configs.runtime.command import BAD_INPUT, DONE, run_command
 from configs.runtime.errors import InputError
 from configs.schema.heads import Eagle3Settings
 from configs.schema.release import ImportConfig
-from eval.measure.tap_convention import Comparison, Reading
 from heads.artifact import HiddenStates, Metadata, save_head
 from heads.families.registry import FAMILIES
 from heads.formats.exporting.exporter import export
@@ -23,6 +22,7 @@ from heads.formats.importing.importer import fit
 from heads.formats.importing.reading import read_foreign
 from heads.target.loading import load_target
 from scripts.exchange import trial as foreign_drafts
+from scripts.exchange.tap_convention import Reading, TapComparison
 
 importing = importlib.import_module("scripts.import")
 SETTINGS = Eagle3Settings(kind="eagle3", taps=[1], num_depths=3)
@@ -119,7 +119,7 @@ def fitted_draft(folder, config):
 
 
 def test_ids_are_taken_as_told_with_a_warning(tmp_path, config, monkeypatch):
-    better = Comparison(reading=Reading(name="ids one higher", shift=1), expected=0.5, gain=0.1, gain_error=0.01)
+    better = TapComparison(reading=Reading(name="ids one higher", shift=1), expected=0.5, gain=0.1, gain_error=0.01)
     monkeypatch.setattr(foreign_drafts, "_better_reading", lambda *_: better)
     fitted, target, layer_ids = fitted_draft(tmp_path, config)
     with pytest.raises(InputError, match=r"seems to mean other states .* 0.500 a position in place of 0.400"):
@@ -133,7 +133,7 @@ def test_ids_are_taken_as_told_with_a_warning(tmp_path, config, monkeypatch):
 
 
 def test_ids_that_no_convention_explains_are_to_be_corrected(tmp_path, config, monkeypatch):
-    better = Comparison(reading=Reading(name="ids one lower", shift=-1), expected=0.5, gain=0.1, gain_error=0.01)
+    better = TapComparison(reading=Reading(name="ids one lower", shift=-1), expected=0.5, gain=0.1, gain_error=0.01)
     monkeypatch.setattr(foreign_drafts, "_better_reading", lambda *_: better)
     with pytest.raises(InputError, match=r"correct the ids in its config.json, or --set layer_ids=h takes them as they stand"):
         foreign_drafts.try_out(*fitted_draft(tmp_path, config)[:2], config, 3, "h")

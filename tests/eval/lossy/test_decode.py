@@ -11,10 +11,13 @@ from configs.schema.decoding import DecodeConfig, ParticleSampling, TypicalAccep
 from configs.schema.drafting import DynamicTree, StaticTree
 from configs.schema.evaluation import EvalConfig, GateConfig, LosslessConfig, QualityConfig
 from configs.schema.heads import Eagle3Settings, MedusaSettings
-from eval.decoder.decode import Request, decode
+from eval.decoder.decode import Request
+from eval.decoder.decode import decode as decode_without_loss
 from eval.decoder.request import Row
 from eval.lossless.verdict import judge_lossless
-from eval.lossy.particles import ParticleRun, weigh
+from eval.lossy.decode import decode
+from eval.lossy.particle_weights import weigh
+from eval.lossy.particles import ParticleRun
 from eval.lossy.typical import typical_threshold
 from eval.measure.interleaved import measure
 from eval.release.checks import judge
@@ -322,3 +325,14 @@ def test_an_evaluation_refuses_a_lossy_mode_without_the_quality_beside_it():
     with pytest.raises(ValidationError, match="changes answers, and nothing judges them: set quality"):
         EvalConfig(decode=sampled(typical()))
     assert EvalConfig(decode=sampled(typical()), quality=QualityConfig()).decode.rule == "typical"
+
+
+@pytest.mark.parametrize("lossy", [typical(), smc(2)], ids=["typical", "smc"])
+def test_the_lossless_decoder_refuses_a_lossy_rule(lossy, target, draft):
+    with pytest.raises(InputError, match=rf"has no rule {lossy.kind}; decode with eval.lossy.decode"):
+        decode_without_loss(target, requests_for(PROMPTS), sampled(lossy), draft)
+
+
+def test_particles_take_no_logits_processor(target, draft):
+    with pytest.raises(InputError, match="particles weigh drafts by raw logits"):
+        decode(target, requests_for(PROMPTS), sampled(smc(2)), draft, logits_processor=lambda _, scores: scores)

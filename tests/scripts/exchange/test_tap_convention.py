@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from configs.schema.heads import DFlashSettings, Eagle3Settings, MedusaSettings, MtpSettings
-from eval.measure.tap_convention import Comparison, Reading, clustered_error, compare_readings, expected_lengths, other_readings
+from scripts.exchange.tap_convention import (
+    Reading,
+    TapComparison,
+    clustered_error,
+    compare_readings,
+    expected_lengths,
+    other_readings,
+)
 from tests.support import family_checks as checks
 
 TEXT = [7, 12, 3, 44, 9, 31, 5, 6, 2, 50]
@@ -95,4 +102,4 @@ def test_the_error_of_a_gain_is_that_of_texts_and_not_of_origins():
     ("gain", "error", "clear"), [(0.1, 0.02, True), (0.1, 0.05, False), (-0.1, 0.01, False), (0.002, 0.0001, False)]
 )
 def test_what_counts_as_clear(gain, error, clear):
-    assert Comparison(reading=OWN, expected=0.5, gain=gain, gain_error=error).is_clear is clear
+    assert TapComparison(reading=OWN, expected=0.5, gain=gain, gain_error=error).is_clear is clear

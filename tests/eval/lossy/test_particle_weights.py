@@ -7,7 +7,15 @@ from collections import Counter
 import pytest
 import torch
 
-from eval.lossy.particles import choose, draw_bonus, effective_sample_size, resample, systematic_ancestors, weigh, weight_shares
+from eval.lossy.particle_weights import (
+    choose,
+    draw_bonus,
+    effective_sample_size,
+    resample,
+    systematic_ancestors,
+    weigh,
+    weight_shares,
+)
 from heads.sampling.probabilities import draw
 
 

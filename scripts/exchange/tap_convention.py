@@ -44,7 +44,7 @@ class Reading:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class TapComparison:
     """Drafts that stay with another reading, against those with the config's own.
 
     Args:
@@ -85,7 +85,7 @@ def other_readings(taps: Sequence[int], target: PreTrainedModel, reads: str | No
 @torch.no_grad()
 def compare_readings(
     head: HeadModule, target: PreTrainedModel, texts: Sequence[tuple[Sequence[int], int]], readings: Sequence[Reading]
-) -> tuple[float, list[Comparison]]:
+) -> tuple[float, list[TapComparison]]:
     """Return how many drafts stay an origin as the config was taken, and each other reading beside it.
 
     Args:
@@ -100,7 +100,7 @@ def compare_readings(
         other = [expected_lengths(head, target, text, start, reading) for text, start in texts]
         gains = [other_N - own_N for other_N, own_N in zip(other, own, strict=True)]
         compared.append(
-            Comparison(
+            TapComparison(
                 reading=reading,
                 expected=torch.cat(other).mean().item(),
                 gain=torch.cat(gains).mean().item(),

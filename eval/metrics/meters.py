@@ -1,18 +1,16 @@
-"""Counters of energy that a machine keeps, and which of them can be read here; never an estimate from a power rating.
+"""Counters of energy that a machine keeps, which of them can be read here, and the joules of what is timed.
 
 On an NVIDIA GPU it is the board's own energy counter (NVML; needs `nvidia-ml-py`), on a CPU the kernel's RAPL counters of all
-packages and their memory. `eval.decoder.clock` reads them, `eval.metrics.energy` makes joules per token of them. A counter
-knows no
-processes: it holds idle power and whatever else runs on the machine, and on a GPU nothing of the host.
-
-Left out: wall plugs and whole clusters, and processors that several processes of one run share, whose parts cannot be told
-apart.
+packages and their memory; never an estimate from a power rating. `eval.metrics.energy` makes joules per token of them. A
+counter does not tell processes apart: it holds idle power and whatever else runs on the machine, and on a GPU nothing of the
+host. Left out: wall plugs, whole clusters, and processors that several processes of one run share.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from configs.runtime.errors import first_line
+from eval.decoder.clock import Clock
 
 POWERCAP = Path("/sys/class/powercap")
 MICRO, MILLI = 1e-6, 1e-3
@@ -51,6 +50,36 @@ class Metering:
 
     meter: Meter | None = None
     reason: str | None = None
+
+
+class MeteredClock(Clock):
+    """A clock that reads a meter as well, at both ends of whole decodes and of the measuring within them.
+
+    Other phases are too short for a counter.
+    """
+
+    METERED = ("decode", "measure")
+
+    def __init__(self, device: torch.device, meter: Meter) -> None:
+        super().__init__(device)
+        self._meter, self.joules = meter, dict.fromkeys(self.METERED, 0.0)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add time and energy spent inside the `with` block to a phase."""
+        metered = name in self.METERED
+        if metered:
+            self._now()  # drains the queue of a GPU
+            before = self._meter.read()
+        with super().phase(name):
+            yield
+        if metered:
+            self.joules[name] += self._meter.joules_between(before, self._meter.read())
+
+    @property
+    def decode_joules(self) -> float:
+        """Joules of what is timed as decoding: without the prefill, and without measuring."""
+        return self.joules["decode"] - self.joules["measure"]
 
 
 # --- finding a counter --------------------------------------------------------------------------------------------

@@ -1,0 +1,43 @@
+"""The target's log-likelihood of answers, and the pairs of answers to the same request.
+
+What an answer is worth to the target (`eval.metrics.quality`), and whether both ways of decoding follow one distribution
+(`eval.lossless.sampled`). T tokens of the answer, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from eval.decoder.records import Generation
+from heads.inference.causal_lm import backbone, head_logits
+from heads.target.loading import Target
+
+
+def pair_answers(plain: Sequence[Generation], speculative: Sequence[Generation]) -> list[tuple[Generation, Generation]]:
+    """Return each plain answer with the speculative one to the same request.
+
+    Raises:
+        ValueError: they do not answer the same requests.
+    """
+    other = {(answer.prompt_id, answer.turn): answer for answer in speculative}
+    if len(plain) != len(speculative) or any((answer.prompt_id, answer.turn) not in other for answer in plain):
+        raise ValueError("plain and speculative answers must be to the same requests, one each")
+    return [(answer, other[answer.prompt_id, answer.turn]) for answer in plain]
+
+
+def mean_log_likelihood(target: Target, answer: Generation, temperature: float) -> float:
+    """Return the target's mean log-probability of an answer's tokens, in nats, at a temperature above 0."""
+    logits_TV = answer_logits(target, answer.prompt_tokens, answer.tokens).float() / temperature
+    tokens_T = torch.tensor(answer.tokens, device=logits_TV.device)
+    return float(logits_TV.log_softmax(-1).gather(1, tokens_T.unsqueeze(1)).double().mean())
+
+
+@torch.inference_mode()
+def answer_logits(target: Target, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
+    """Return the logits `[T, V]` from which each token of an answer came; row t is after `answer[:t]`."""
+    ids_1T = torch.tensor([[*prompt, *answer[:-1]]], device=target.device)
+    hidden_1TD = backbone(target.model)(input_ids=ids_1T, use_cache=False).last_hidden_state
+    return head_logits(target.model, hidden_1TD[0, len(prompt) - 1 :])
