@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-import eval.decoder.tree_rules
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import ConfidenceStopping, DynamicTree, StaticTree
 from eval.decoder.batch import BatchRun
@@ -64,12 +63,11 @@ def _repeats_by_a_tensor(name, args, kwargs):
 
 def waits_by_round(target, config, proposer, monkeypatch, *, measure_overlap=False):
     """Decode a ragged batch; return what each round waited for."""
-    for module in (eval.decoder.tree_rules, eval.decoder.tree_rules):
-        monkeypatch.setattr(module, "may_hold", lambda flags_B: True)
+    monkeypatch.setattr("eval.decoder.tree_rules.may_hold", lambda flags_B: True)
     requests = [Request(prompt_id=str(n), category="", tokens=tuple(prompt)) for n, prompt in enumerate(PROMPTS)]
     rounds = []
     with torch.inference_mode():
-        run = BatchRun(target, requests, config, proposer, measure_overlap)
+        run = BatchRun(target, requests, config, proposer, measure_overlap=measure_overlap)
         run.prefill()
         while run.active:
             with Waits() as waits:

@@ -97,7 +97,7 @@ def test_caches_hold_the_committed_tokens_after_each_round(as_target, kind, shap
     config = DecodeConfig(num_speculative_tokens=4, max_new_tokens=NUM_TOKENS, tree=SHAPES[shape])
     proposer = draft if pattern is None else CorrectedTrees(draft, texts_of(name), pattern)
     with torch.inference_mode():
-        run = BatchRun(as_target(model), requests, config, proposer, False)
+        run = BatchRun(as_target(model), requests, config, proposer)
         run.prefill()
         while run.active:
             for place, row in enumerate(run.active):
