@@ -22,7 +22,7 @@ from torch import Tensor
 from configs.schema.decoding import SamplingConfig
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache
 from heads.inference.kv_cache import RowCache
-from heads.sampling.counter_rng import Role, Streams
+from heads.sampling.counter_rng import CounterRNG, Role
 from heads.sampling.probabilities import draw, token_probabilities
 from heads.target.loading import Target
 
@@ -63,7 +63,7 @@ class TokenSource(Protocol):
     def start(self, rows: Sequence[Row]) -> None:
         """Read the prompts of a new batch."""
 
-    def draw(self, rows: Sequence[Row], streams: Streams) -> list[list[int]]:
+    def draw(self, rows: Sequence[Row], rng: CounterRNG) -> list[list[int]]:
         """Return each row's next tokens, at least one; those after the row's end are ignored."""
 
     def keep_rows(self, places: Sequence[int]) -> None:
@@ -88,11 +88,11 @@ def continue_rows(
     active = list(islice(waiting, batch_size))
     if not active:
         return
-    streams = Streams(seed, [row.request for row in active], source.device)
+    rng = CounterRNG(seed, [row.request for row in active], source.device)
     source.start(active)
     while active:
         kept = []
-        for place, (row, tokens) in enumerate(zip(active, source.draw(active, streams), strict=True)):
+        for place, (row, tokens) in enumerate(zip(active, source.draw(active, rng), strict=True)):
             if not _append(row, tokens, has_ended):
                 kept.append(place)
                 continue
@@ -100,11 +100,11 @@ def continue_rows(
             successor = next(waiting, None)
             if successor is not None:
                 active[place] = successor
-                streams.requests_B[place] = successor.request
+                rng.requests_B[place] = successor.request
                 kept.append(place)
         if 0 < len(kept) < len(active):
             source.keep_rows(kept)
-            streams.keep_rows(kept)
+            rng.keep_rows(kept)
         active = [active[place] for place in kept]
 
 
@@ -132,7 +132,7 @@ class TargetSource:
         elif len(rows[0].tokens) > 1:
             self._read_prompts([row.tokens[:-1] for row in rows])  # the last token is read anew for each row in a place
 
-    def draw(self, rows: Sequence[Row], streams: Streams) -> list[list[int]]:
+    def draw(self, rows: Sequence[Row], rng: CounterRNG) -> list[list[int]]:
         """Return each row's next token: the greedy choice, or a draw by the row's own random number for that position.
 
         Raises:
@@ -149,7 +149,7 @@ class TargetSource:
         if self.sampling.temperature == 0:
             return logits_BV.argmax(-1, keepdim=True).tolist()
         positions_B1 = torch.tensor([[len(row.tokens)] for row in rows], device=self.device)
-        uniform_B = streams.uniform(Role.TARGET, positions_B1).squeeze(1)
+        uniform_B = rng.uniform(Role.TARGET, positions_B1).squeeze(1)
         return draw(token_probabilities(logits_BV, self.sampling), uniform_B).unsqueeze(1).tolist()
 
     def keep_rows(self, places: Sequence[int]) -> None:

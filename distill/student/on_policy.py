@@ -27,7 +27,7 @@ from distill.dataset.batches import Example, collate
 from distill.generation.continuation import Row, continue_rows, request_number
 from heads.modules.interface import NO_DOCUMENT, Batch
 from heads.proposers.draft_lm import DraftLM
-from heads.sampling.counter_rng import Streams
+from heads.sampling.counter_rng import CounterRNG
 from heads.target.loading import Target
 
 # Tokens drafted between two checks of which rows have ended. Their distributions are all held until then, [B, G, V].
@@ -142,10 +142,10 @@ class DraftSource:
     def start(self, rows: Sequence[Row]) -> None:
         self.draft.start([row.tokens for row in rows], max(row.limit for row in rows) + STRIDE)
 
-    def draw(self, rows: Sequence[Row], streams: Streams) -> list[list[int]]:
+    def draw(self, rows: Sequence[Row], rng: CounterRNG) -> list[list[int]]:
         room = max(row.limit - len(row.tokens) for row in rows)
         tokens = [row.tokens for row in rows]
-        return self.draft.propose(tokens, min(room, STRIDE), self.sampling, streams, keep_logits=False).tokens_BG.tolist()
+        return self.draft.propose(tokens, min(room, STRIDE), self.sampling, rng, keep_logits=False).tokens_BG.tolist()
 
     def keep_rows(self, places: Sequence[int]) -> None:
         self.draft.keep_rows(places)

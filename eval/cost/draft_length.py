@@ -41,7 +41,7 @@ from eval.metrics.distributions import class_sums, describe_classes
 from heads.families.registry import FAMILIES
 from heads.proposers.draft_length import CostRule, calibrated, confidence, sampling_for_stopping, tokens_per_millisecond
 from heads.proposers.protocol import Proposal, Proposer, Tokens
-from heads.sampling.counter_rng import Streams
+from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.probabilities import token_probabilities
 from heads.target.hidden_states import TargetStates
 
@@ -78,10 +78,10 @@ class ConfidenceProbe:
         self.proposer.start(tokens, capacity, states)
 
     def propose(
-        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, streams: Streams, *, keep_logits: bool
+        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
     ) -> Proposal:
         self.rounds += [round_ for round_ in self._pending if round_ is not None]
-        proposal = self.proposer.propose(tokens, num_tokens, sampling, streams, keep_logits=True)
+        proposal = self.proposer.propose(tokens, num_tokens, sampling, rng, keep_logits=True)
         self._confidences = _confidences(proposal, sampling)
         return proposal
 
@@ -184,10 +184,10 @@ def expected_rate(settings: CostStopping, confidences_RG: Tensor) -> float:
     steps_R, drafted_R = torch.zeros(2, len(confidences_RG), dtype=torch.int64)
     open_R = torch.ones(len(confidences_RG), dtype=torch.bool)
     for sure_R1 in confidences_RG.split(1, 1):  # all that the rule reads of a distribution is its largest value
-        look = rule.look(sure_R1)
+        decision = rule.decide(sure_R1)
         steps_R += open_R
-        drafted_R += open_R & look.draws_B
-        open_R &= look.goes_on_B
+        drafted_R += open_R & decision.drafts_B
+        open_R &= decision.continues_B
     alive_RG = calibrated(settings.calibration, confidences_RG).cumprod(1)
     counts_RG = torch.arange(confidences_RG.shape[1]) < drafted_R.unsqueeze(1)
     target_R = alive_RG.new_tensor(settings.target_step_milliseconds)[drafted_R]

@@ -79,7 +79,7 @@ class ScriptedVerifier(Verifier):
     num_drafted = 0  # in the round verified last
 
     def __init__(self, verifier: Verifier) -> None:
-        super().__init__(verifier.config, verifier.streams)
+        super().__init__(verifier.config, verifier.rng)
         self.verifier = verifier
 
     def chain(

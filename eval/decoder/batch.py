@@ -25,8 +25,8 @@ from eval.decoder.verifier import Verifier, finite_rows
 from heads.inference.causal_lm import head_logits, new_cache
 from heads.inference.int8_kv_cache import LAYERS
 from heads.proposers.protocol import Proposal, Proposer, TargetReader, TreeProposer
-from heads.sampling.counter_rng import Streams
-from heads.sampling.token_tree import Branches, GrownTree, Tree, tree_from, whole_tree
+from heads.sampling.counter_rng import CounterRNG
+from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention, tree_attention, tree_from
 from heads.target.hidden_states import TargetStates, forward_states
 from heads.target.loading import Target
 
@@ -58,15 +58,15 @@ class BatchRun:
         measure_overlap: bool = False,
         logits_processor: Processor | None = None,
         clock: Clock | None = None,
-        make_verifier: Callable[[DecodeConfig, Streams], Verifier] = Verifier,
+        make_verifier: Callable[[DecodeConfig, CounterRNG], Verifier] = Verifier,
     ) -> None:
         self.target, self.config, self.proposer = target, config, proposer
         self.measure_overlap, self.logits_processor = measure_overlap, logits_processor
         self.clock = Clock(target.device) if clock is None else clock
         self.rows = [Row(request, target, config) for request in requests]
         self.active = list(self.rows)
-        self.streams = Streams(config.seed, [request.number for request in requests], target.device)
-        self.verifier = make_verifier(config, self.streams)
+        self.rng = CounterRNG(config.seed, [request.number for request in requests], target.device)
+        self.verifier = make_verifier(config, self.rng)
         if proposer is not None and config.rule not in self.verifier.rules:
             raise InputError(
                 f"decode.lossy: {type(self.verifier).__name__} has no rule {config.rule}; decode with eval.lossy.decode or "
@@ -108,21 +108,21 @@ class BatchRun:
         """Run one target step: draft, verify, commit."""
         room = [row.room for row in self.active]
         tree = None if self.tree is None else self.tree.cut(max(room))
-        if isinstance(tree, GrownTree):
-            tree = replace(tree, rooms=tuple(room))
+        if isinstance(tree, DynamicTreeSpec):
+            tree = replace(tree, max_depths=tuple(room))
         with self.clock.phase("draft"):
             proposal = self._propose(room, tree)
         starts = [length - 1 for length in self._lengths]
-        branches = None if proposal.parents_BN is None else whole_tree(proposal.parents_BN, starts)
+        attention = None if proposal.parents_BN is None else tree_attention(proposal.parents_BN, starts)
         with self.clock.phase("verify"):
             ids_BK = torch.cat([self._tensor([[row.tokens[-1]] for row in self.active]), proposal.tokens_BG], 1)
-            states = self._read(ids_BK, starts, branches)
+            states = self._read(ids_BK, starts, attention)
             logits_BKV = head_logits(self.target.model, states.final_BTE)
         with self.clock.phase("sample"):
             logits_BKV = self._processed(logits_BKV, proposal)
-            updates = self._verify(logits_BKV, proposal, branches, tree, room)
+            updates = self._verify(logits_BKV, proposal, attention, tree, room)
         compared = self._compare(logits_BKV, proposal, updates) if self.measure_overlap else None
-        if branches is not None:
+        if attention is not None:
             states = self._keep_paths(starts, updates, states)
         if self.proposer is not None and max(room) > 0:
             with self.clock.phase("draft"):
@@ -138,13 +138,13 @@ class BatchRun:
         tokens, ends = [row.tokens for row in self.active], self.target.eos_token_ids
         return processed(self.logits_processor, logits_BKV, tokens, proposal, numbers, ends)
 
-    def _read(self, ids_BT: Tensor, starts: Sequence[int], branches: Branches | None = None) -> TargetStates:
+    def _read(self, ids_BT: Tensor, starts: Sequence[int], attention: TreeAttention | None = None) -> TargetStates:
         """Run the target's forward; a proposer that is part of the target runs it itself and reuses what it has computed."""
         if isinstance(self.proposer, TargetReader):
-            return self.proposer.forward_states(self.cache, ids_BT, starts, self.taps, branches)
-        return forward_states(self.target.model, self.cache, ids_BT, starts, self.taps, branches)
+            return self.proposer.forward_states(self.cache, ids_BT, starts, self.taps, attention)
+        return forward_states(self.target.model, self.cache, ids_BT, starts, self.taps, attention)
 
-    def _propose(self, room: Sequence[int], tree: Tree | GrownTree | None) -> Proposal:
+    def _propose(self, room: Sequence[int], tree: Tree | DynamicTreeSpec | None) -> Proposal:
         """Return as many drafts as the row with the most room can use; none without a proposer or room."""
         num_tokens = min(self.config.num_speculative_tokens, max(room))
         if self.proposer is None or num_tokens == 0:
@@ -152,29 +152,29 @@ class BatchRun:
         tokens = [row.tokens for row in self.active]
         if tree is None:
             sampling = self.config if self.config.draws else self.config.model_copy(update={"temperature": 0.0})
-            return self.proposer.propose(tokens, num_tokens, sampling, self.streams, keep_logits=self.measure_overlap)
+            return self.proposer.propose(tokens, num_tokens, sampling, self.rng, keep_logits=self.measure_overlap)
         drawn_by = self.config if self.config.draws else None
-        return cast(TreeProposer, self.proposer).propose_tree(tokens, tree, drawn_by, self.streams)
+        return cast(TreeProposer, self.proposer).propose_tree(tokens, tree, drawn_by, self.rng)
 
     def _verify(
         self,
         logits_BKV: Tensor,
         proposal: Proposal,
-        branches: Branches | None,
-        tree: Tree | GrownTree | None,
+        attention: TreeAttention | None,
+        tree: Tree | DynamicTreeSpec | None,
         room: Sequence[int],
     ) -> list[RowUpdate]:
         """Return what the round brings each row, in one transfer from the device."""
         finite_B = finite_rows(logits_BKV, proposal).long()
-        if branches is None or tree is None or proposal.parents_BN is None:
+        if attention is None or tree is None or proposal.parents_BN is None:
             num_drafted = [min(*pair) for pair in zip(proposal.num_drafted, room, strict=True)]
             accepted_B, next_B = self.verifier.chain(logits_BKV, proposal, num_drafted, self._lengths)
             table = torch.cat([torch.stack([accepted_B, next_B, finite_B], 1), proposal.tokens_BG], 1).tolist()
             return [chain_update(row, drafted) for row, drafted in zip(table, num_drafted, strict=True)]
         # Drafts that a row has no room for do not count, so that it is verified as it would be alone.
-        too_deep_BN = branches.depths_BX[:, 1:] > self._tensor(room).unsqueeze(1)
+        too_deep_BN = attention.depths_BX[:, 1:] > self._tensor(room).unsqueeze(1)
         proposal = replace(proposal, parents_BN=proposal.parents_BN.masked_fill(too_deep_BN, -1))
-        path_BD, accepted_B, next_B = self.verifier.tree(logits_BKV, proposal, branches.depths_BX, self._lengths, tree)
+        path_BD, accepted_B, next_B = self.verifier.tree(logits_BKV, proposal, attention.depths_BX, self._lengths, tree)
         summary_B3 = torch.stack([accepted_B, next_B, finite_B], 1)
         table = torch.cat([summary_B3, path_BD, proposal.tokens_BG, cast(Tensor, proposal.parents_BN)], 1).tolist()
         return [tree_update(row, tree.depth) for row in table]
@@ -209,7 +209,7 @@ class BatchRun:
         if not keep:
             return keep
         self.cache.keep_rows(keep)
-        self.streams.keep_rows(keep)
+        self.rng.keep_rows(keep)
         if self.proposer is not None and any(row.rounds for row in self.active):  # before the first round it has not started
             self.proposer.keep_rows(keep)
         return keep

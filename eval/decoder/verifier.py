@@ -18,9 +18,9 @@ from configs.schema.decoding import DecodeConfig
 from eval.decoder.chain_rules import ChainVerification, verify_block, verify_greedy, verify_tokens
 from eval.decoder.tree_rules import CANDIDATE_RULES, TreeVerification, match_tree, tokens_of, verify_tree, without_replacement
 from heads.proposers.protocol import Proposal
-from heads.sampling.counter_rng import Role, Streams
-from heads.sampling.probabilities import draw, likeliest, token_probabilities
-from heads.sampling.token_tree import GrownTree, Tree, apart
+from heads.sampling.counter_rng import CounterRNG, Role
+from heads.sampling.probabilities import draw, greedy_token, token_probabilities
+from heads.sampling.token_tree import DynamicTreeSpec, Tree, distinct_positions
 
 RULES = {"token": verify_tokens, "block": verify_block}
 
@@ -30,13 +30,13 @@ class Verifier:
 
     Args:
         config: the distribution and the rule.
-        streams: random numbers, whose rows are the batch's.
+        rng: random numbers, whose rows are the batch's.
     """
 
     rules: ClassVar[frozenset[str]] = frozenset(("greedy", "match", *RULES, *CANDIDATE_RULES))  # values of `config.rule`
 
-    def __init__(self, config: DecodeConfig, streams: Streams) -> None:
-        self.config, self.streams = config, streams
+    def __init__(self, config: DecodeConfig, rng: CounterRNG) -> None:
+        self.config, self.rng = config, rng
 
     def chain(
         self, logits_BKV: Tensor, proposal: Proposal, num_drafted: Sequence[int], lengths: Sequence[int]
@@ -56,14 +56,14 @@ class Verifier:
         if rule is None or q_BGV is None:
             return verify_greedy(self.target_tokens(logits_BKV, positions_BK), proposal.tokens_BG, num_drafted_B)
         p_BKV = token_probabilities(logits_BKV, self.config)
-        accept_BG = self.streams.uniform(Role.ACCEPT, positions_BK[:, :-1], first_B1)
-        residual_B = self.streams.uniform(Role.RESIDUAL, first_B1).squeeze(1)
-        bonus_B = self.streams.uniform(Role.TARGET, first_B1 + num_drafted_B.unsqueeze(1)).squeeze(1)
+        accept_BG = self.rng.uniform(Role.ACCEPT, positions_BK[:, :-1], first_B1)
+        residual_B = self.rng.uniform(Role.RESIDUAL, first_B1).squeeze(1)
+        bonus_B = self.rng.uniform(Role.TARGET, first_B1 + num_drafted_B.unsqueeze(1)).squeeze(1)
         q_BGV = _pad_vocabulary(q_BGV, p_BKV)
         return rule(p_BKV, q_BGV, proposal.tokens_BG, num_drafted_B, accept_BG, residual_B, bonus_B)
 
     def tree(
-        self, logits_BKV: Tensor, proposal: Proposal, depths_BK: Tensor, lengths: Sequence[int], tree: Tree | GrownTree
+        self, logits_BKV: Tensor, proposal: Proposal, depths_BK: Tensor, lengths: Sequence[int], tree: Tree | DynamicTreeSpec
     ) -> TreeVerification:
         """Apply the rule to a tree.
 
@@ -82,7 +82,7 @@ class Verifier:
         """
         tokens_BK, parents_BK = rooted(proposal)
         if self.config.temperature == 0:
-            return match_tree(tokens_of(likeliest(logits_BKV)), tokens_BK, parents_BK, tree.depth)
+            return match_tree(tokens_of(greedy_token(logits_BKV)), tokens_BK, parents_BK, tree.depth)
         rows_B, first_B1 = torch.arange(len(tokens_BK), device=tokens_BK.device), _tensor(lengths, logits_BKV).unsqueeze(1)
         rule = CANDIDATE_RULES.get(self.config.rule)
         probs_BKV = None if rule is None else proposal.probs_BKV
@@ -91,8 +91,8 @@ class Verifier:
             None if probs_BKV is None else _pad_vocabulary(probs_BKV, logits_BKV),
             tokens_BK,
             parents_BK,
-            self.streams.uniform(Role.ACCEPT, apart(first_B1 + depths_BK - 1), first_B1),
-            self.streams.uniform(Role.TARGET, first_B1 + torch.arange(tree.depth + 1, device=tokens_BK.device)),
+            self.rng.uniform(Role.ACCEPT, distinct_positions(first_B1 + depths_BK - 1), first_B1),
+            self.rng.uniform(Role.TARGET, first_B1 + torch.arange(tree.depth + 1, device=tokens_BK.device)),
             width=tree.width,
             rule=rule or without_replacement,
         )
@@ -100,8 +100,8 @@ class Verifier:
     def target_tokens(self, logits_BKV: Tensor, positions_BK: Tensor) -> Tensor:
         """Return the target's own token `[B, K]` at each position: its greedy choice, or a draw from its own stream."""
         if self.config.temperature == 0:
-            return likeliest(logits_BKV)
-        return draw(token_probabilities(logits_BKV, self.config), self.streams.uniform(Role.TARGET, positions_BK))
+            return greedy_token(logits_BKV)
+        return draw(token_probabilities(logits_BKV, self.config), self.rng.uniform(Role.TARGET, positions_BK))
 
 
 class SimulatedVerifier(Verifier):
@@ -111,12 +111,12 @@ class SimulatedVerifier(Verifier):
     text means nothing. A report made with it is marked as simulated, and no gate takes it. For chains only.
 
     Args:
-        config, streams: as for `Verifier`.
+        config, rng: as for `Verifier`.
         rates: by position, from 0; the last one holds for those beyond.
     """
 
-    def __init__(self, config: DecodeConfig, streams: Streams, rates: Sequence[float]) -> None:
-        super().__init__(config, streams)
+    def __init__(self, config: DecodeConfig, rng: CounterRNG, rates: Sequence[float]) -> None:
+        super().__init__(config, rng)
         self.rates = list(rates)
 
     def chain(
@@ -128,7 +128,7 @@ class SimulatedVerifier(Verifier):
             [self.rates[min(place, len(self.rates) - 1)] for place in range(num_drafts)], device=logits_BKV.device
         )
         first_B1, places_G = _tensor(lengths, logits_BKV).unsqueeze(1), torch.arange(num_drafts, device=logits_BKV.device)
-        uniform_BG = self.streams.uniform(Role.ACCEPT, first_B1 + places_G, first_B1)
+        uniform_BG = self.rng.uniform(Role.ACCEPT, first_B1 + places_G, first_B1)
         stays_BG = (uniform_BG < rates_G) & (places_G < _tensor(num_drafted, logits_BKV).unsqueeze(1))
         return verified._replace(num_accepted_B=stays_BG.long().cumprod(1).sum(1))
 

@@ -31,7 +31,7 @@ from eval.lossy.particle_weights import choose, draw_bonus, resample, weigh
 from heads.inference.causal_lm import head_logits, new_cache
 from heads.inference.int8_kv_cache import LAYERS
 from heads.proposers.protocol import Proposal, Proposer
-from heads.sampling.counter_rng import Role, Streams
+from heads.sampling.counter_rng import CounterRNG, Role
 from heads.sampling.probabilities import draw, token_probabilities
 from heads.target.hidden_states import forward_states
 from heads.target.loading import Target
@@ -98,8 +98,8 @@ class ParticleRun:
         self._log_weights_RN = torch.zeros(
             len(requests), self.settings.num_particles, dtype=torch.float64, device=target.device
         )
-        self._request_streams = Streams(config.seed, [request.number for request in requests], target.device)
-        self._streams = Streams(config.seed, [n for request in requests for n in self._place_numbers(request)], target.device)
+        self._request_rng = CounterRNG(config.seed, [request.number for request in requests], target.device)
+        self._rng = CounterRNG(config.seed, [n for request in requests for n in self._place_numbers(request)], target.device)
         longest = max(len(request.tokens) for request in requests)
         self.capacity = min(longest + config.max_new_tokens, target.max_positions) + config.num_speculative_tokens + 1
         self.cache = new_cache(target.model, self.capacity, LAYERS[config.kv_cache])
@@ -123,7 +123,7 @@ class ParticleRun:
         last_R = self._tensor([len(row) - 1 for row in prompts])
         logits_RV = head_logits(self.target.model, states.final_BTE[torch.arange(len(prompts)), last_R])
         N = self.settings.num_particles
-        uniform_B1 = self._streams.uniform(Role.TARGET, (last_R + 1).repeat_interleave(N).unsqueeze(1))
+        uniform_B1 = self._rng.uniform(Role.TARGET, (last_R + 1).repeat_interleave(N).unsqueeze(1))
         tokens_B = draw(token_probabilities(logits_RV, self.config).repeat_interleave(N, 0), uniform_B1.squeeze(1))
         finite_B = torch.isfinite(logits_RV.amax(1)).repeat_interleave(N)
         table = torch.stack([tokens_B, finite_B.long()], 1).tolist()
@@ -168,7 +168,7 @@ class ParticleRun:
         if num_tokens == 0:
             return Proposal(tokens_BG=self._tensor([[] for _ in self.active]).long(), num_drafted=[0] * len(self.active))
         tokens = [particle.tokens for particle in self.active]
-        proposal = self.proposer.propose(tokens, num_tokens, self.config, self._streams, keep_logits=False)
+        proposal = self.proposer.propose(tokens, num_tokens, self.config, self._rng, keep_logits=False)
         if proposal.probs_BGV is None:
             name = type(self.proposer).__name__
             raise InputError(
@@ -196,7 +196,7 @@ class ParticleRun:
             log_weights_RN = weigh(log_weights_RN, p_RNGV, q_RNGV, tokens_RNG, read_RN)
         after_RNV = p_BKV[torch.arange(R * N), counts_B].unflatten(0, (R, N))
         positions_B1 = (self._tensor(starts) + 1 + counts_B).unsqueeze(1)
-        uniform_RN = self._streams.uniform(Role.TARGET, positions_B1).reshape(R, N)
+        uniform_RN = self._rng.uniform(Role.TARGET, positions_B1).reshape(R, N)
         ended_RN = (ends_B | ~live_B).unflatten(0, (R, N))
         next_RN, self._log_weights_RN = draw_bonus(log_weights_RN, after_RNV, uniform_RN, ended_RN)
         # What a place computes after its text has ended is not used.
@@ -217,7 +217,7 @@ class ParticleRun:
         A request in which a live text met logits that are not finite ends there, with that text.
         """
         lengths_R1 = self._tensor([[len(places[0].tokens)] for places in self._particles])
-        chosen_R = choose(self._log_weights_RN, self._request_streams.uniform(Role.TARGET, lengths_R1).squeeze(1))
+        chosen_R = choose(self._log_weights_RN, self._request_rng.uniform(Role.TARGET, lengths_R1).squeeze(1))
         under_way = []
         for index, (places, chosen) in enumerate(zip(self._particles, chosen_R.tolist(), strict=True)):
             failed = [particle.row for particle in places if particle.row.stop_reason == "non_finite"]
@@ -234,15 +234,15 @@ class ParticleRun:
     def _keep_requests(self, under_way: Sequence[int]) -> None:
         N = self.settings.num_particles
         self._log_weights_RN = self._log_weights_RN[list(under_way)]
-        self._request_streams.keep_rows(under_way)
-        self._streams.keep_rows([index * N + place for index in under_way for place in range(N)])
+        self._request_rng.keep_rows(under_way)
+        self._rng.keep_rows([index * N + place for index in under_way for place in range(N)])
 
     def _resample(self, under_way: Sequence[int], num_requests: int) -> None:
         """Let each place go on from its ancestor, in the caches too, which hold `num_requests`; `under_way` are those left."""
         if not under_way:
             return
         lengths_R1 = self._tensor([[len(places[0].tokens)] for places in self._particles])
-        uniform_R = self._request_streams.uniform(Role.RESIDUAL, lengths_R1).squeeze(1)
+        uniform_R = self._request_rng.uniform(Role.RESIDUAL, lengths_R1).squeeze(1)
         ancestors_RN, self._log_weights_RN = resample(self._log_weights_RN, uniform_R, self.settings.resample_below)
         ancestors, N = ancestors_RN.tolist(), self.settings.num_particles
         kept = [index * N + place for index, row in zip(under_way, ancestors, strict=True) for place in row]

@@ -19,9 +19,9 @@ from eval.decoder.chain_rules import ChainVerification
 from eval.decoder.tree_rules import TreeVerification
 from eval.decoder.verifier import Verifier, rooted
 from heads.proposers.protocol import Proposal
-from heads.sampling.counter_rng import Streams
+from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.probabilities import token_probabilities
-from heads.sampling.token_tree import GrownTree, Tree
+from heads.sampling.token_tree import DynamicTreeSpec, Tree
 
 
 class TypicalVerifier(Verifier):
@@ -33,8 +33,8 @@ class TypicalVerifier(Verifier):
 
     rules: ClassVar[frozenset[str]] = frozenset(("typical",))
 
-    def __init__(self, config: DecodeConfig, streams: Streams) -> None:
-        super().__init__(config, streams)
+    def __init__(self, config: DecodeConfig, rng: CounterRNG) -> None:
+        super().__init__(config, rng)
         if not isinstance(config.lossy, TypicalAcceptance):
             raise ValueError(f"lossy must be set to typical, got {config.lossy}")
         self.epsilon, self.delta = config.lossy.epsilon, config.lossy.delta
@@ -47,7 +47,7 @@ class TypicalVerifier(Verifier):
         return verify_typical(p_BKV, proposal.tokens_BG, num_drafted_B, self.epsilon, self.delta)
 
     def tree(
-        self, logits_BKV: Tensor, proposal: Proposal, depths_BK: Tensor, lengths: Sequence[int], tree: Tree | GrownTree
+        self, logits_BKV: Tensor, proposal: Proposal, depths_BK: Tensor, lengths: Sequence[int], tree: Tree | DynamicTreeSpec
     ) -> TreeVerification:
         p_BKV = token_probabilities(logits_BKV, self.config)
         return verify_typical_tree(p_BKV, *rooted(proposal), tree.depth, self.epsilon, self.delta)

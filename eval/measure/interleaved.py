@@ -23,7 +23,7 @@ from eval.decoder.verifier import SimulatedVerifier
 from eval.lossy.decode import start_run
 from eval.measure.turns import undecoded
 from eval.metrics.meters import Meter, MeteredClock
-from heads.proposers.protocol import Learner, Proposer
+from heads.proposers.protocol import LearningProposer, Proposer
 from heads.target.loading import Target
 
 log = logging.getLogger("draftsmith")
@@ -154,7 +154,7 @@ class Measurement:
     def _teach(self, records: Records) -> None:
         """Give drafts with a memory the answers they drafted for, after the last repeat, so that none can copy them."""
         for mode, proposer in self.modes.items():
-            if isinstance(proposer, Learner):
+            if isinstance(proposer, LearningProposer):
                 for generation in records.of(mode):
                     proposer.learn(generation.tokens)
 

@@ -30,10 +30,10 @@ from heads.modules.initialization import mask_token, with_noise
 from heads.modules.interface import Batch, Depth
 from heads.modules.layers import DraftAttention, LayerShape, Rotary, Rotation, layer_shape, mlp, norm, placed_mask
 from heads.modules.output_head import DraftHead
-from heads.proposers.chain_builder import Drafting
+from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.protocol import Proposal, Proposer, Tokens
 from heads.proposers.vocabulary import DraftVocabulary
-from heads.sampling.counter_rng import Streams
+from heads.sampling.counter_rng import CounterRNG
 from heads.target.hidden_states import TargetStates
 
 
@@ -154,23 +154,23 @@ class BlockDrafter:
         self._unread = PendingFeatures(self.module.context(states), [len(row) - 1 for row in tokens])
 
     def propose(
-        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, streams: Streams, *, keep_logits: bool
+        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
     ) -> Proposal:
         head, num_slots = self.module.lm_head, self.module.settings.block_size
         lengths = [len(row) for row in tokens]
-        drafting = Drafting(lengths, sampling, streams, self.device, head.target_ids, head.spread, keep_logits=keep_logits)
+        chain = ChainBuilder(lengths, sampling, rng, self.device, head.target_ids, head.scatter, keep_logits=keep_logits)
         positions_BT = self._place(self._unread.first, self._unread.features_BTF.shape[1])
         self.module.read(self._unread.features_BTF, positions_BT, self._cache)
         positions_BS = self._place(self._unread.ends, num_slots)
         pending_B = torch.tensor([row[-1] for row in tokens], device=self.device)
         states_BSD = self.module.fill(pending_B, positions_BS[:, 0], self._cache)
-        self.choose(states_BSD[:, 1 : 1 + num_tokens], pending_B, drafting)
-        return drafting.proposal()
+        self.choose(states_BSD[:, 1 : 1 + num_tokens], pending_B, chain)
+        return chain.proposal()
 
-    def choose(self, states_BGD: Tensor, pending_B: Tensor, drafting: Drafting) -> None:
+    def choose(self, states_BGD: Tensor, pending_B: Tensor, chain: ChainBuilder) -> None:
         """Choose a draft for each of the slots; one product with the output head serves all of them."""
         for logits_BW in self.module.lm_head.logits(states_BGD).unbind(1):
-            drafting.add(logits_BW)
+            chain.add(logits_BW)
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
         self._unread.replace(self.module.context(states), [accepted + 1 for accepted in num_accepted])

@@ -21,7 +21,7 @@ from configs.schema.heads import DSparkSettings
 from heads.families.dflash import BlockDrafter, DFlash
 from heads.modules.block_training import Anchors
 from heads.modules.interface import Batch, Depth, flat
-from heads.proposers.chain_builder import Drafting
+from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.protocol import Proposer
 from heads.proposers.vocabulary import DraftVocabulary
 
@@ -93,7 +93,7 @@ class MarkovDrafter(BlockDrafter):
     module: DSpark
     confidences_BG: Tensor
 
-    def choose(self, states_BGD: Tensor, pending_B: Tensor, drafting: Drafting) -> None:
+    def choose(self, states_BGD: Tensor, pending_B: Tensor, chain: ChainBuilder) -> None:
         """Choose the drafts one after another, each with the bias of the one before."""
         before_B, confidences = pending_B, []
         without_bias_BGW = self.module.lm_head.logits(states_BGD)
@@ -101,8 +101,8 @@ class MarkovDrafter(BlockDrafter):
             joined_BD = self.module.joined(state_BD, before_B)
             confidences.append(self.module.confidence_head(joined_BD))
             bias_BW = self.module.markov_head.markov_w2(joined_BD[:, state_BD.shape[-1] :])
-            before_B = drafting.add(logits_BW + bias_BW)
-            if drafting.finished:
+            before_B = chain.add(logits_BW + bias_BW)
+            if chain.finished:
                 break
         self.confidences_BG = torch.stack(confidences, 1).float().sigmoid()
 

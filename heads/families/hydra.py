@@ -32,8 +32,8 @@ from heads.modules.layers import DraftAttention, LayerShape, Rotary, Rotation, c
 from heads.modules.output_head import DraftHead
 from heads.proposers.protocol import Proposal, Proposer, Tokens
 from heads.proposers.vocabulary import DraftVocabulary
-from heads.sampling.counter_rng import Streams
-from heads.sampling.token_tree import GrownTree, Tree
+from heads.sampling.counter_rng import CounterRNG
+from heads.sampling.token_tree import DynamicTreeSpec, Tree
 from heads.target.hidden_states import TargetStates
 
 
@@ -177,14 +177,14 @@ class HydraChain(FeatureChain):
         return self._heads[depth]
 
     def propose(
-        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, streams: Streams, *, keep_logits: bool
+        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
     ) -> Proposal:
-        return super().propose(tokens, min(num_tokens, self.num_depths), sampling, streams, keep_logits=keep_logits)
+        return super().propose(tokens, min(num_tokens, self.num_depths), sampling, rng, keep_logits=keep_logits)
 
     def propose_tree(
-        self, tokens: Tokens, tree: Tree | GrownTree, drawn_by: SamplingConfig | None, streams: Streams
+        self, tokens: Tokens, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None, rng: CounterRNG
     ) -> Proposal:
-        return super().propose_tree(tokens, tree.cut(self.num_depths), drawn_by, streams)
+        return super().propose_tree(tokens, tree.cut(self.num_depths), drawn_by, rng)
 
 
 def make_proposer(module: Hydra, device: torch.device) -> Proposer:

@@ -23,12 +23,12 @@ from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import MedusaSettings
 from heads.modules.interface import Batch, Depth, flat, labelled_origins
 from heads.modules.output_head import DraftHead
-from heads.proposers.chain_builder import Drafting
+from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.protocol import Proposal, Proposer, Tokens
-from heads.proposers.tree_builder import grow
+from heads.proposers.tree_builder import tree_builder
 from heads.proposers.vocabulary import DraftVocabulary
-from heads.sampling.counter_rng import Streams
-from heads.sampling.token_tree import GrownTree, Tree
+from heads.sampling.counter_rng import CounterRNG
+from heads.sampling.token_tree import DynamicTreeSpec, Tree
 from heads.target.hidden_states import TargetStates
 
 
@@ -113,22 +113,22 @@ class MedusaDrafts:
         self._final_BE = self._columns(states, [len(row) - 2 for row in tokens])  # the last token of a row is pending
 
     def propose(
-        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, streams: Streams, *, keep_logits: bool
+        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
     ) -> Proposal:
         head, lengths = self.module.output_head(0), [len(row) for row in tokens]
-        drafting = Drafting(lengths, sampling, streams, self.device, head.target_ids, head.spread, keep_logits=keep_logits)
+        chain = ChainBuilder(lengths, sampling, rng, self.device, head.target_ids, head.scatter, keep_logits=keep_logits)
         for logits_BW in self.module.draft_logits(self._final_BE, num_tokens):
-            drafting.add(logits_BW)
-        return drafting.proposal()
+            chain.add(logits_BW)
+        return chain.proposal()
 
     def propose_tree(
-        self, tokens: Tokens, tree: Tree | GrownTree, drawn_by: SamplingConfig | None, streams: Streams
+        self, tokens: Tokens, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None, rng: CounterRNG
     ) -> Proposal:
         head, tree = self.module.output_head(0), tree.cut(self.module.settings.num_depths)
-        growth = grow(tree, [len(row) for row in tokens], drawn_by, streams, head.target_ids, head.spread)
+        builder = tree_builder(tree, [len(row) for row in tokens], drawn_by, rng, head.target_ids, head.scatter)
         for logits_BW in self.module.draft_logits(self._final_BE, tree.depth):
-            growth.add(logits_BW.unsqueeze(1))  # a head's word is the same whatever was drafted before
-        return growth.proposal()
+            builder.add(logits_BW.unsqueeze(1))  # a head's word is the same whatever was drafted before
+        return builder.proposal()
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
         self._final_BE = self._columns(states, num_accepted)

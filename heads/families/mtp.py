@@ -39,10 +39,10 @@ from heads.modules.interface import Batch, Depth, flat, labelled_origins, shifte
 from heads.modules.layers import causal_mask, shape_like
 from heads.modules.output_head import DraftHead
 from heads.modules.target_block import CacheLayer, ChainKeys, Keys, Surroundings, cached_mask, copy_block, unrolled_mask
-from heads.proposers.chain_builder import Drafting
+from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.protocol import Proposal, Proposer, Tokens
 from heads.proposers.vocabulary import DraftVocabulary
-from heads.sampling.counter_rng import Streams
+from heads.sampling.counter_rng import CounterRNG
 from heads.target.hidden_states import TargetStates, final_norm, num_blocks
 from heads.target.placement import own_copy
 
@@ -203,12 +203,12 @@ class DepthChain:
         self._window = PendingFeatures(self.module.features(states), [len(row) - 1 for row in tokens])
 
     def propose(
-        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, streams: Streams, *, keep_logits: bool
+        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
     ) -> Proposal:
         head, window = self.module.lm_head, self._window
         self._num_depths = min(self._num_depths, num_tokens)
         lengths = [len(row) for row in tokens]
-        drafting = Drafting(lengths, sampling, streams, self.device, head.target_ids, head.spread, keep_logits=keep_logits)
+        chain = ChainBuilder(lengths, sampling, rng, self.device, head.target_ids, head.scatter, keep_logits=keep_logits)
         states_BTD, known_BT = window.features_BTF, window.next_tokens(tokens)
         B, T = known_BT.shape
         # Row b's window of depth k starts at column k; its k drafts follow its last known token.
@@ -219,8 +219,8 @@ class DepthChain:
         for depth in range(self._num_depths):
             states_BTD = self.module.read(states_BTD, ids_BX[:, depth : depth + T], positions_BT, self._cache, depth)
             state_BD = self.module.to_head(states_BTD[rows_B, last_B], depth)
-            ids_BX[rows_B, last_B + 1 + depth] = drafting.add(head.logits(state_BD))
-        return drafting.proposal()
+            ids_BX[rows_B, last_B + 1 + depth] = chain.add(head.logits(state_BD))
+        return chain.proposal()
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
         """Move the window on: the last indices that may rest on rejected drafts, then those the target has just read."""

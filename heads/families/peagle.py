@@ -37,10 +37,10 @@ from heads.modules.autoregressive import PendingFeatures
 from heads.modules.initialization import mask_token, with_noise
 from heads.modules.interface import Batch, Depth, flat, labelled_origins, shifted_left
 from heads.modules.layers import DraftAttention, Rotation, causal_mask, placed_mask
-from heads.proposers.chain_builder import Drafting
+from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.protocol import Proposal, Proposer, Tokens
 from heads.proposers.vocabulary import DraftVocabulary
-from heads.sampling.counter_rng import Streams
+from heads.sampling.counter_rng import CounterRNG
 from heads.target.hidden_states import TargetStates
 
 
@@ -126,14 +126,14 @@ class ParallelDrafts:
         self._unread = PendingFeatures(self.module.features(states), [len(row) - 1 for row in tokens])
 
     def propose(
-        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, streams: Streams, *, keep_logits: bool
+        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
     ) -> Proposal:
         head, lengths = self.module.lm_head, [len(row) for row in tokens]
-        drafting = Drafting(lengths, sampling, streams, self.device, head.target_ids, head.spread, keep_logits=keep_logits)
+        chain = ChainBuilder(lengths, sampling, rng, self.device, head.target_ids, head.scatter, keep_logits=keep_logits)
         states_BGD = self._read(tokens, min(num_tokens, self.module.settings.num_depths))
         for logits_BW in head.logits(self.module.norm(states_BGD)).unbind(1):
-            drafting.add(logits_BW)
-        return drafting.proposal()
+            chain.add(logits_BW)
+        return chain.proposal()
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
         self._unread.replace(self.module.features(states), [accepted + 1 for accepted in num_accepted])

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
 from heads.inference.kv_cache import RowCache, RowLayer
-from heads.sampling.token_tree import Branches
+from heads.sampling.token_tree import TreeAttention
 
 Masks = Tensor | dict[str, Tensor | None] | None
 
@@ -51,7 +51,7 @@ def new_cache(model: PreTrainedModel, capacity: int, layer: Callable[[int], RowL
 
 
 def forward_rows(
-    model: PreTrainedModel, cache: RowCache, ids_BT: Tensor, starts: Sequence[int], branches: Branches | None = None
+    model: PreTrainedModel, cache: RowCache, ids_BT: Tensor, starts: Sequence[int], attention: TreeAttention | None = None
 ) -> Tensor:
     """Run a causal LM's backbone on tokens that continue each row at its own position.
 
@@ -60,17 +60,17 @@ def forward_rows(
         cache: keys and values of positions before `starts`; those of the new tokens are added.
         ids_BT: token ids; column t of row b stands at position `starts[b] + t`.
         starts: first position by row. Anything cached at or after it is overwritten or masked.
-        branches: the tokens are those of a tree, whose first slots are `starts`.
+        attention: the tokens are those of a tree, whose first slots are `starts`.
 
     Returns:
         The final, normed hidden states `[B, T, D]`; position t predicts t + 1 (`head_logits`).
     """
     T = ids_BT.shape[1]
-    cache.place(starts, T, ids_BT.device, branches)
-    if branches is None:
+    cache.place(starts, T, ids_BT.device, attention)
+    if attention is None:
         positions_BT = torch.tensor(starts, device=ids_BT.device).unsqueeze(1) + torch.arange(T, device=ids_BT.device)
     else:
-        positions_BT = branches.positions_BT
+        positions_BT = attention.positions_BT
     config = model.config.get_text_config()
     masks = _masks(config, cache, positions_BT, starts, model.dtype)
     return current_forward(model).hidden(ids_BT, _within_context(config, positions_BT, max(starts) + T), masks, cache)

@@ -3,8 +3,8 @@
 transformers' caches grow by concatenation and roll back, if at all, by the same count for every row. Here each forward says
 at which position each row's new tokens start (`starts`), keys and values are written there, and a mask hides whatever lies
 beyond. Rolling back is therefore starting again at an earlier position: nothing is copied, and rows may differ. Tokens of a
-tree take consecutive slots whatever their depth (`heads.sampling.token_tree.Branches`); those of the path that stays are then
-moved to where a chain would have put them, the only copy there is.
+tree take consecutive slots whatever their depth (`heads.sampling.token_tree.TreeAttention`); those of the accepted path
+are then moved to where a chain would have put them, the only copy there is.
 
 Sliding-window layers keep the full length and are masked; left out on purpose: paged storage (quantised:
 `heads.inference.int8_kv_cache`). B batch, T new tokens, S cache length, N key-value heads, H head width, D width, A accepted
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from heads.sampling.token_tree import Branches
+from heads.sampling.token_tree import TreeAttention
 
 
 @dataclass
@@ -30,7 +30,7 @@ class _Slots:
     starts: Sequence[int]
     length: int
     index: tuple[Tensor, slice, Tensor] | None  # rows [B, 1], all heads, positions [B, T]; None where all rows start alike
-    branches: Branches | None = None  # None: the tokens follow one another
+    attention: TreeAttention | None = None  # None: the tokens follow one another
     span: int | None = None  # how many slots are read; None: up to the furthest row's end
 
     @property
@@ -106,10 +106,10 @@ class RowCache(Cache):
         self.capacity = capacity
         self._slots = _Slots(starts=[0], length=0, index=None)
 
-    def place(self, starts: Sequence[int], length: int, device: torch.device, branches: Branches | None = None) -> None:
+    def place(self, starts: Sequence[int], length: int, device: torch.device, attention: TreeAttention | None = None) -> None:
         """Say where the next forward writes: `length` tokens a row, row b from position `starts[b]` on.
 
-        With `branches` they are tokens of a tree, and `starts` their first slots; None: each follows the one before it.
+        With `attention` they are tokens of a tree, and `starts` their first slots; None: each follows the one before it.
 
         Raises:
             ValueError: that would run past the capacity.
@@ -119,7 +119,7 @@ class RowCache(Cache):
         index = None
         if min(starts) != max(starts):
             index = _index(starts, torch.arange(length, device=device))
-        self._slots = _Slots(starts=list(starts), length=length, index=index, branches=branches)
+        self._slots = _Slots(starts=list(starts), length=length, index=index, attention=attention)
         for layer in self.rows:
             layer.slots = self._slots
 
@@ -128,7 +128,7 @@ class RowCache(Cache):
         slots = self._slots
         index = _index(slots.starts, torch.arange(length, device=self.rows[0].keys.device))
         self._slots = _Slots(
-            starts=slots.starts, length=length, index=index, branches=slots.branches, span=self.rows[0].capacity
+            starts=slots.starts, length=length, index=index, attention=slots.attention, span=self.rows[0].capacity
         )
         for layer in self.rows:
             layer.slots = self._slots
@@ -156,7 +156,7 @@ class RowCache(Cache):
     @property
     def holds_tree(self) -> bool:
         """Whether the tokens of the forward under way are those of a tree."""
-        return self._slots.branches is not None
+        return self._slots.attention is not None
 
     def visible(self, positions_BT: Tensor, window: int | None = None) -> Tensor:
         """Return which slots the tokens of the forward under way see, bool `[B, T, S]`.
@@ -169,10 +169,10 @@ class RowCache(Cache):
         """
         keys_S = torch.arange(self._slots.end, device=positions_BT.device)
         key_positions = keys_S
-        if self._slots.branches is None:
+        if self._slots.attention is None:
             visible_BTS = keys_S <= positions_BT.unsqueeze(-1)
         else:
-            visible_BTS, key_positions_BS = self._slots.branches.over(keys_S)
+            visible_BTS, key_positions_BS = self._slots.attention.over(keys_S)
             key_positions = key_positions_BS.unsqueeze(1)
         return visible_BTS if window is None else visible_BTS & (key_positions > positions_BT.unsqueeze(-1) - window)
 

@@ -24,11 +24,11 @@ from torch import Tensor
 from configs.schema.decoding import SamplingConfig
 from heads.inference.kv_cache import RowCache
 from heads.modules.output_head import DraftHead
-from heads.proposers.chain_builder import Drafting
+from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.protocol import Proposal, Tokens
-from heads.proposers.tree_builder import TreeSlots, grow
-from heads.sampling.counter_rng import Streams
-from heads.sampling.token_tree import Branches, GrownTree, Tree
+from heads.proposers.tree_builder import TreeSlots, tree_builder
+from heads.sampling.counter_rng import CounterRNG
+from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention
 from heads.target.hidden_states import TargetStates
 
 
@@ -119,31 +119,31 @@ class FeatureChain:
         self._unread = PendingFeatures(self.module.features(states), [len(row) - 1 for row in tokens])
 
     def propose(
-        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, streams: Streams, *, keep_logits: bool
+        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
     ) -> Proposal:
         head, lengths = self.head(0), [len(row) for row in tokens]
-        drafting = Drafting(lengths, sampling, streams, self.device, head.target_ids, head.spread, keep_logits=keep_logits)
+        chain = ChainBuilder(lengths, sampling, rng, self.device, head.target_ids, head.scatter, keep_logits=keep_logits)
         state_BD = self._first_state(tokens)
         for depth in range(num_tokens):
-            drafted_B = drafting.add(self.head(depth).logits(self.module.to_head(state_BD, depth)))
-            if depth + 1 == num_tokens or drafting.finished:
+            drafted_B = chain.add(self.head(depth).logits(self.module.to_head(state_BD, depth)))
+            if depth + 1 == num_tokens or chain.finished:
                 break
             starts = [end + depth for end in self._unread.ends]
             state_BD = self._read(state_BD.unsqueeze(1), drafted_B.unsqueeze(1), starts, depth + 1)[:, 0]
-        return drafting.proposal()
+        return chain.proposal()
 
     def propose_tree(
-        self, tokens: Tokens, tree: Tree | GrownTree, drawn_by: SamplingConfig | None, streams: Streams
+        self, tokens: Tokens, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None, rng: CounterRNG
     ) -> Proposal:
         head = self.head(0)
-        growth = grow(tree, [len(row) for row in tokens], drawn_by, streams, head.target_ids, head.spread)
+        builder = tree_builder(tree, [len(row) for row in tokens], drawn_by, rng, head.target_ids, head.scatter)
         slots = TreeSlots(self._unread.ends, self.device)
         states_BMD, depth = self._first_state(tokens).unsqueeze(1), 0
-        while frontier := growth.add(self.head(depth).logits(self.module.to_head(states_BMD, depth))):
-            branches, depth = slots.place(frontier), depth + 1
+        while frontier := builder.add(self.head(depth).logits(self.module.to_head(states_BMD, depth))):
+            attention, depth = slots.place(frontier), depth + 1
             states_BMD = frontier.of_origins(states_BMD)
-            states_BMD = self._read(states_BMD, frontier.tokens_BM, branches.starts, depth, branches)
-        return growth.proposal()
+            states_BMD = self._read(states_BMD, frontier.tokens_BM, attention.starts, depth, attention)
+        return builder.proposal()
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
         self._unread.replace(self.module.features(states), [accepted + 1 for accepted in num_accepted])
@@ -168,12 +168,12 @@ class FeatureChain:
         ids_BT: Tensor,
         starts: Sequence[int],
         depth: int,
-        branches: Branches | None = None,
+        attention: TreeAttention | None = None,
     ) -> Tensor:
         T = ids_BT.shape[1]
-        self._cache.place(starts, T, self.device, branches)
-        if branches is None:
+        self._cache.place(starts, T, self.device, attention)
+        if attention is None:
             positions_BT = torch.tensor(starts, device=self.device).unsqueeze(1) + torch.arange(T, device=self.device)
         else:
-            positions_BT = branches.positions_BT
+            positions_BT = attention.positions_BT
         return self.module.read(features_BTF, ids_BT, positions_BT, self._cache, depth)

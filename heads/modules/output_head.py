@@ -103,10 +103,10 @@ class DraftHead(nn.Module):
         """Return the target's ids of draft tokens."""
         return drafted if self.token_ids is None else self.token_ids[drafted]
 
-    def spread(self, values_BW: Tensor, fill: float) -> Tensor:
+    def scatter(self, values_BW: Tensor, fill: float) -> Tensor:
         """Return values over the draft vocabulary at their places in the target's, `fill` elsewhere."""
         vocabulary = self.vocabulary
-        return values_BW if vocabulary is None else vocabulary.spread(values_BW, fill)
+        return values_BW if vocabulary is None else vocabulary.scatter(values_BW, fill)
 
     def _weights(self) -> tuple[Tensor, Tensor | None]:
         if self.weight is not None:

@@ -17,21 +17,21 @@ from torch import Tensor
 from configs.schema.decoding import SamplingConfig
 from heads.proposers.draft_length import rule_for, sampling_for_stopping
 from heads.proposers.protocol import Proposal
-from heads.sampling.counter_rng import Role, Streams
-from heads.sampling.probabilities import draw, likeliest, token_probabilities
+from heads.sampling.counter_rng import CounterRNG, Role
+from heads.sampling.probabilities import draw, greedy_token, token_probabilities
 
-Spread = Callable[[Tensor, float], Tensor]
+Scatter = Callable[[Tensor, float], Tensor]
 
 
-class Drafting:
+class ChainBuilder:
     """One proposal in the making.
 
     Args:
         lengths: tokens by row, the pending one included; the first draft stands at that position.
         sampling: the distribution to draft by, and when to stop.
-        streams: random numbers.
+        rng: random numbers.
         target_ids: the target's ids of draft tokens.
-        spread: puts values over the draft vocabulary at their places in the target's.
+        scatter: puts values over the draft vocabulary at their places in the target's.
         keep_logits: keep the raw logits for measuring.
     """
 
@@ -39,15 +39,15 @@ class Drafting:
         self,
         lengths: Sequence[int],
         sampling: SamplingConfig,
-        streams: Streams,
+        rng: CounterRNG,
         device: torch.device,
         target_ids: Callable[[Tensor], Tensor],
-        spread: Spread,
+        scatter: Scatter,
         *,
         keep_logits: bool,
     ) -> None:
-        self.sampling, self.streams, self.keep_logits = sampling, streams, keep_logits
-        self.target_ids, self.spread = target_ids, spread
+        self.sampling, self.rng, self.keep_logits = sampling, rng, keep_logits
+        self.target_ids, self.scatter = target_ids, scatter
         self.lengths = list(lengths)
         self._first_B1 = torch.tensor(self.lengths, device=device).unsqueeze(1)
         self._rule = rule_for(sampling)
@@ -67,14 +67,14 @@ class Drafting:
             probs_BW = token_probabilities(logits_BW, sampling_for_stopping(self.sampling))
             self._look(probs_BW)
         if greedy:
-            drafted_B = self.target_ids(likeliest(logits_BW))
+            drafted_B = self.target_ids(greedy_token(logits_BW))
         else:
-            uniform_B = self.streams.uniform(Role.DRAFT, self._first_B1 + step, self._first_B1).squeeze(1)
+            uniform_B = self.rng.uniform(Role.DRAFT, self._first_B1 + step, self._first_B1).squeeze(1)
             drafted_B = self.target_ids(draw(probs_BW, uniform_B))
-            self._distributions.append(self.spread(probs_BW, 0.0))
+            self._distributions.append(self.scatter(probs_BW, 0.0))
         self._drafted.append(drafted_B)
         if self.keep_logits:
-            self._logits.append(self.spread(logits_BW, float("-inf")))
+            self._logits.append(self.scatter(logits_BW, float("-inf")))
         return drafted_B
 
     @property
@@ -98,6 +98,6 @@ class Drafting:
         """Let the rule see the distribution before anything is drawn from it."""
         if self._rule is None:
             return
-        draws_B, goes_on_B = self._rule.look(probs_BW)
-        self._num_drafted_B += self._open_B & draws_B
-        self._open_B &= goes_on_B
+        drafts_B, continues_B = self._rule.decide(probs_BW)
+        self._num_drafted_B += self._open_B & drafts_B
+        self._open_B &= continues_B

@@ -30,17 +30,17 @@ from configs.schema.decoding import DecodeConfig, SamplingConfig
 from configs.schema.drafting import CalibrationPoint, ConfidenceStopping, CostStopping, EntropyStopping
 
 
-class Look(NamedTuple):
+class StopDecision(NamedTuple):
     """A rule's answer to one distribution, bool by row."""
 
-    draws_B: Tensor  # a token drawn from this distribution is worth a row of the target's
-    goes_on_B: Tensor  # and after it, a further draft step is worth its time
+    drafts_B: Tensor  # a token drawn from this distribution is worth a row of the target's
+    continues_B: Tensor  # and after it, a further draft step is worth its time
 
 
 class StoppingRule(Protocol):
     """One round's decisions. Called once for each draft position, in order, with the distributions of all rows."""
 
-    def look(self, probs_BV: Tensor) -> Look:
+    def decide(self, probs_BV: Tensor) -> StopDecision:
         """Judge the distribution that the next token would be drawn from. One of no numbers stops nothing: the decoder must
         see it."""
 
@@ -81,9 +81,9 @@ class ConfidenceRule:
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold
 
-    def look(self, probs_BV: Tensor) -> Look:
+    def decide(self, probs_BV: Tensor) -> StopDecision:
         unsure_B = confidence(probs_BV) < self.threshold
-        return Look(torch.ones_like(unsure_B), ~unsure_B)
+        return StopDecision(torch.ones_like(unsure_B), ~unsure_B)
 
 
 class EntropyRule:
@@ -96,9 +96,9 @@ class EntropyRule:
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold
 
-    def look(self, probs_BV: Tensor) -> Look:
+    def decide(self, probs_BV: Tensor) -> StopDecision:
         unsure_B = torch.special.entr(probs_BV).sum(-1) > self.threshold
-        return Look(torch.ones_like(unsure_B), ~unsure_B)
+        return StopDecision(torch.ones_like(unsure_B), ~unsure_B)
 
 
 class CostRule:
@@ -134,7 +134,7 @@ class CostRule:
         self._step = 0
         self._alive_B: Tensor | None = None
 
-    def look(self, probs_BV: Tensor) -> Look:
+    def decide(self, probs_BV: Tensor) -> StopDecision:
         self._step += 1
         acceptance_B = calibrated(self.costs.calibration, confidence(probs_BV))
         self._alive_B = acceptance_B if self._alive_B is None else self._alive_B * acceptance_B
@@ -143,8 +143,8 @@ class CostRule:
         ahead_B = worth_BK.amax(-1).clamp(min=0)
         row_cost = self.rows[self._step] - self.rows[self._step - 1]
         # Written as negations: a distribution that holds no numbers stops nothing.
-        draws_B = ~(self._alive_B - self.rho * row_cost + ahead_B <= 0)
-        return Look(draws_B, draws_B & ~(ahead_B <= 0))
+        drafts_B = ~(self._alive_B - self.rho * row_cost + ahead_B <= 0)
+        return StopDecision(drafts_B, drafts_B & ~(ahead_B <= 0))
 
     def _ahead(self, drafted: int) -> tuple[list[float], list[float]]:
         """Return a + ... + a^k and what k more drafts cost in milliseconds, for k = 0, 1, ..., behind so many drafts."""

@@ -19,12 +19,12 @@ from transformers import PreTrainedModel
 from configs.schema.decoding import SamplingConfig
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache
 from heads.inference.kv_cache import RowCache
-from heads.proposers.chain_builder import Drafting
+from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.protocol import Proposal, Tokens
-from heads.proposers.tree_builder import TreeSlots, grow
+from heads.proposers.tree_builder import TreeSlots, tree_builder
 from heads.proposers.vocabulary import DraftVocabulary
-from heads.sampling.counter_rng import Streams
-from heads.sampling.token_tree import GrownTree, Tree
+from heads.sampling.counter_rng import CounterRNG
+from heads.sampling.token_tree import DynamicTreeSpec, Tree
 from heads.target.hidden_states import TargetStates
 
 
@@ -59,40 +59,40 @@ class DraftLM:
         self._cached = [len(row) for row in prompts]
 
     def propose(
-        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, streams: Streams, *, keep_logits: bool
+        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
     ) -> Proposal:
         lengths = [len(row) for row in tokens]
-        drafting = Drafting(
-            lengths, sampling, streams, self.model.device, self._target_ids, self._spread, keep_logits=keep_logits
+        chain = ChainBuilder(
+            lengths, sampling, rng, self.model.device, self._target_ids, self._scatter, keep_logits=keep_logits
         )
         ids_BT, starts = self._unread(tokens)
         for step in range(num_tokens):
             hidden_BD = forward_rows(self.model, self._cache, ids_BT, starts)[:, -1]
-            drafted_B = drafting.add(head_logits(self.model, hidden_BD)[:, : self.vocab_size])
-            if drafting.finished:
+            drafted_B = chain.add(head_logits(self.model, hidden_BD)[:, : self.vocab_size])
+            if chain.finished:
                 break
             ids_BT, starts = drafted_B.unsqueeze(1), [length + step for length in lengths]
         self._proposed_from = lengths
         self._cached = [length + step for length in lengths]  # up to the last draft, which was not read
-        return drafting.proposal()
+        return chain.proposal()
 
     def propose_tree(
-        self, tokens: Tokens, tree: Tree | GrownTree, drawn_by: SamplingConfig | None, streams: Streams
+        self, tokens: Tokens, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None, rng: CounterRNG
     ) -> Proposal:
         lengths = [len(row) for row in tokens]
-        growth = grow(tree, lengths, drawn_by, streams, self._target_ids, self._spread)
+        builder = tree_builder(tree, lengths, drawn_by, rng, self._target_ids, self._scatter)
         slots = TreeSlots(lengths, self.model.device)
         ids_BT, starts = self._unread(tokens)
         hidden_BTD = forward_rows(self.model, self._cache, ids_BT, starts)
         last_B = self._tensor([length - start - 1 for length, start in zip(lengths, starts, strict=True)])
         hidden_BMD = hidden_BTD[torch.arange(len(lengths), device=last_B.device), last_B].unsqueeze(1)
-        while frontier := growth.add(head_logits(self.model, hidden_BMD)[..., : self.vocab_size]):
-            branches = slots.place(frontier)
-            hidden_BMD = forward_rows(self.model, self._cache, frontier.tokens_BM, branches.starts, branches)
+        while frontier := builder.add(head_logits(self.model, hidden_BMD)[..., : self.vocab_size]):
+            attention = slots.place(frontier)
+            hidden_BMD = forward_rows(self.model, self._cache, frontier.tokens_BM, attention.starts, attention)
         # What the tree left in the cache is not looked through for the path that stays: the next round's first forward reads
         # its tokens again, together with the pending one.
         self._proposed_from = self._cached = lengths
-        return growth.proposal()
+        return builder.proposal()
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates | None = None) -> None:
         valid = (start + accepted for start, accepted in zip(self._proposed_from, num_accepted, strict=True))
@@ -117,8 +117,8 @@ class DraftLM:
     def _target_ids(self, drafted_B: Tensor) -> Tensor:
         return drafted_B if self.vocabulary is None else self.vocabulary.token_ids_W[drafted_B]
 
-    def _spread(self, values_BW: Tensor, fill: float) -> Tensor:
-        return values_BW if self.vocabulary is None else self.vocabulary.spread(values_BW, fill)
+    def _scatter(self, values_BW: Tensor, fill: float) -> Tensor:
+        return values_BW if self.vocabulary is None else self.vocabulary.scatter(values_BW, fill)
 
     def _ids(self, rows: Sequence[Sequence[int]]) -> Tensor:
         return self._tensor(rows).clamp(max=self._last_id)

@@ -18,8 +18,8 @@ import torch
 from configs.runtime.errors import InputError
 from configs.schema.decoding import SamplingConfig
 from heads.proposers.protocol import Proposal, Proposer, Tokens, TreeProposer
-from heads.sampling.counter_rng import Streams
-from heads.sampling.token_tree import GrownTree, Tree
+from heads.sampling.counter_rng import CounterRNG
+from heads.sampling.token_tree import DynamicTreeSpec, Tree
 from heads.target.hidden_states import TargetStates
 
 Nodes = tuple[list[int], list[int]]  # tokens, and the row that each continues
@@ -48,16 +48,16 @@ class MergedDrafts:
             draft.start(tokens, capacity, self._for(draft, states))
 
     def propose(
-        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, streams: Streams, *, keep_logits: bool
+        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
     ) -> Proposal:
         raise InputError("several drafts make a tree: set tree, for instance to a static one with branching [1, 1, 1]")
 
     def propose_tree(
-        self, tokens: Tokens, tree: Tree | GrownTree, drawn_by: SamplingConfig | None, streams: Streams
+        self, tokens: Tokens, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None, rng: CounterRNG
     ) -> Proposal:
         if drawn_by is not None:
             raise InputError("the tokens of several drafts cannot be drawn: set verification to match")
-        proposals = [_likeliest(draft, tokens, tree, streams) for draft in self.drafts]
+        proposals = [_likeliest(draft, tokens, tree, rng) for draft in self.drafts]
         by_row = zip(*map(_nodes, proposals), strict=True)
         merged = [merge(nodes) for nodes in by_row]
         width = max(len(ids) for ids, _ in merged)
@@ -106,14 +106,14 @@ def merge(trees: Sequence[Nodes]) -> Nodes:
     return tokens, parents
 
 
-def _likeliest(draft: Proposer, tokens: Tokens, tree: Tree | GrownTree, streams: Streams) -> Proposal:
+def _likeliest(draft: Proposer, tokens: Tokens, tree: Tree | DynamicTreeSpec, rng: CounterRNG) -> Proposal:
     """Return what a draft holds most likely, as a tree where it knows any.
 
     A draft LM is asked for a tree even where that is a chain: it then takes for granted that another path may stay.
     """
     if isinstance(draft, TreeProposer):
-        return draft.propose_tree(tokens, tree, None, streams)
-    return draft.propose(tokens, tree.depth, SamplingConfig(), streams, keep_logits=False)
+        return draft.propose_tree(tokens, tree, None, rng)
+    return draft.propose(tokens, tree.depth, SamplingConfig(), rng, keep_logits=False)
 
 
 def _nodes(proposal: Proposal) -> list[Nodes]:

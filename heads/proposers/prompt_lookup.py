@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from configs.schema.decoding import SamplingConfig
-from heads.proposers.protocol import Proposal, Tokens, copied
-from heads.sampling.counter_rng import Streams
+from heads.proposers.protocol import Proposal, Tokens, deterministic_proposal
+from heads.sampling.counter_rng import CounterRNG
 from heads.target.hidden_states import TargetStates
 
 
@@ -37,9 +37,11 @@ class PromptLookup:
         self._indexed = [0] * len(tokens)
 
     def propose(
-        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, streams: Streams, *, keep_logits: bool
+        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
     ) -> Proposal:
-        return copied([self._continue(row, number, num_tokens) for number, row in enumerate(tokens)], self.device)
+        return deterministic_proposal(
+            [self._continue(row, number, num_tokens) for number, row in enumerate(tokens)], self.device
+        )
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
         """Nothing to learn: the index is brought up to date from the committed tokens."""

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from configs.schema.decoding import SamplingConfig
 from heads.inference.kv_cache import RowCache
-from heads.sampling.counter_rng import Streams
-from heads.sampling.token_tree import Branches, GrownTree, Tree
+from heads.sampling.counter_rng import CounterRNG
+from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention
 from heads.target.hidden_states import TargetStates
 
 Tokens = Sequence[Sequence[int]]  # committed ids by row: prompt and answer so far, the pending token last
@@ -48,7 +48,7 @@ class Proposal:
     probs_BKV: Tensor | None = None
 
 
-def copied(drafts: Sequence[Sequence[int]], device: torch.device) -> Proposal:
+def deterministic_proposal(drafts: Sequence[Sequence[int]], device: torch.device) -> Proposal:
     """Return a proposal of ids by row that no distribution was asked for; no wider than the longest, since every column is
     computed."""
     width = max(map(len, drafts))
@@ -74,11 +74,11 @@ class Proposer(Protocol):
         """
 
     def propose(
-        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, streams: Streams, *, keep_logits: bool
+        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
     ) -> Proposal:
         """Continue each row by up to `num_tokens` (at least 1) drafts.
 
-        Draws use the streams' draft role, in the round named by the row's length.
+        Draws use `Role.DRAFT`, in the round named by the row's length.
         """
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
@@ -95,7 +95,7 @@ class Proposer(Protocol):
 
 
 @runtime_checkable
-class Learner(Protocol):
+class LearningProposer(Protocol):
     """A draft that remembers answers, and is told which."""
 
     def learn(self, answer: Sequence[int]) -> None:
@@ -112,7 +112,7 @@ class TargetReader(Proposer, Protocol):
         ids_BT: Tensor,
         starts: Sequence[int],
         taps: Sequence[int],
-        branches: Branches | None = None,
+        attention: TreeAttention | None = None,
     ) -> TargetStates:
         """Read the target: the prompts, then each round's pending tokens and drafts
         (`heads.target.hidden_states.forward_states`)."""
@@ -129,7 +129,7 @@ class TreeProposer(Proposer, Protocol):
     num_trees: int
 
     def propose_tree(
-        self, tokens: Tokens, tree: Tree | GrownTree, drawn_by: SamplingConfig | None, streams: Streams
+        self, tokens: Tokens, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None, rng: CounterRNG
     ) -> Proposal:
         """Continue each row by a tree.
 
@@ -139,8 +139,8 @@ class TreeProposer(Proposer, Protocol):
         Args:
             tokens: as for `propose`.
             tree: what it looks like; shallower where the draft does not reach as deep.
-            drawn_by: draw the children of a token by this distribution, as `tree.candidates` says (a `GrownTree` cannot be
-                drawn: what
-                it leaves out for its probability would be missing from the distribution). None: take the likeliest.
-            streams: random numbers for that.
+            drawn_by: draw the children of a token by this distribution, as `tree.candidates` says; None: take the most
+                probable. A `DynamicTreeSpec` cannot be drawn: tokens left out for their low probability would be missing from
+                the distribution.
+            rng: random numbers for that.
         """

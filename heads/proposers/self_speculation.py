@@ -28,10 +28,10 @@ from configs.schema.decoding import SamplingConfig
 from heads.inference.causal_lm import backbone, forward_rows, head_logits, new_cache
 from heads.inference.kv_cache import RowCache
 from heads.inference.model_checks import check_on_probe, probe_ids, read_documents, relative_error
-from heads.proposers.chain_builder import Drafting
+from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.protocol import Proposal, Tokens
-from heads.sampling.counter_rng import Streams
-from heads.sampling.token_tree import Branches
+from heads.sampling.counter_rng import CounterRNG
+from heads.sampling.token_tree import TreeAttention
 from heads.target.hidden_states import TargetStates, blocks, forward_states, num_blocks, tapped
 
 
@@ -83,7 +83,7 @@ class SelfSpeculation:
         ids_BT: Tensor,
         starts: Sequence[int],
         taps: Sequence[int],
-        branches: Branches | None = None,
+        attention: TreeAttention | None = None,
     ) -> TargetStates:
         """Read the target (`heads.target.hidden_states.forward_states`), from where drafting has left it if it has drafted.
 
@@ -92,13 +92,13 @@ class SelfSpeculation:
             ids_BT: the prompts; or in a round, each row's pending token and its drafts.
             starts: first position by row.
             taps: none; others' hidden states are not watched here.
-            branches: None; only chains are drafted.
+            attention: None; only chains are drafted.
 
         Raises:
             ValueError: taps or a tree are asked for.
         """
-        if taps or branches is not None:
-            raise ValueError(f"self-speculation reads chains and no taps, got {list(taps)}, {branches}")
+        if taps or attention is not None:
+            raise ValueError(f"self-speculation reads chains and no taps, got {list(taps)}, {attention}")
         if self._cache is None or cache is not self._cache():
             self._cache, self._exits = ref(cache), []  # another batch; one that broke off may have left what it had drafted
         exits, self._exits = self._exits[: ids_BT.shape[1]], []
@@ -112,20 +112,20 @@ class SelfSpeculation:
         """Nothing to read: the prompts' keys and values are in the target's cache."""
 
     def propose(
-        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, streams: Streams, *, keep_logits: bool
+        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
     ) -> Proposal:
         lengths = [len(row) for row in tokens]
-        drafting = Drafting(
-            lengths, sampling, streams, self.model.device, lambda ids: ids, lambda values, _: values, keep_logits=keep_logits
+        chain = ChainBuilder(
+            lengths, sampling, rng, self.model.device, lambda ids: ids, lambda values, _: values, keep_logits=keep_logits
         )
         ids_BT = torch.tensor([[row[-1]] for row in tokens], device=self.model.device)
         for step in range(num_tokens):
             final_BTE = self._read(ids_BT, [length - 1 + step for length in lengths], self._exits)
-            drafted_B = drafting.add(head_logits(self.model, final_BTE[:, -1])[:, : self.vocab_size])
-            if drafting.finished:
+            drafted_B = chain.add(head_logits(self.model, final_BTE[:, -1])[:, : self.vocab_size])
+            if chain.finished:
                 break
             ids_BT = drafted_B.unsqueeze(1)
-        return drafting.proposal()
+        return chain.proposal()
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
         """Nothing to learn: the target's cache is the draft's."""

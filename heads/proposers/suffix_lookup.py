@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 import torch
 
 from configs.schema.decoding import SamplingConfig
-from heads.proposers.protocol import Proposal, Tokens, copied
+from heads.proposers.protocol import Proposal, Tokens, deterministic_proposal
 from heads.proposers.suffix_automaton import ROOT, Match, SuffixAutomaton
-from heads.sampling.counter_rng import Streams
+from heads.sampling.counter_rng import CounterRNG
 from heads.target.hidden_states import TargetStates
 
 NOTHING = Match(ROOT, 0)
@@ -94,11 +94,11 @@ class SuffixLookup:
         self._rows = [_Row(prompt_length=len(row) - 1) for row in tokens]
 
     def propose(
-        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, streams: Streams, *, keep_logits: bool
+        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
     ) -> Proposal:
         for row, text in zip(self._rows, tokens, strict=True):
             self._read(row, text[len(row.text) :])
-        return copied([self._continue(row, num_tokens) for row in self._rows], self.device)
+        return deterministic_proposal([self._continue(row, num_tokens) for row in self._rows], self.device)
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
         """Nothing to learn: what stayed is read from the text in the next round."""

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import SamplingConfig
-from heads.proposers.chain_builder import Spread
+from heads.proposers.chain_builder import Scatter
 from heads.proposers.protocol import Proposal
-from heads.sampling.counter_rng import Role, Streams
-from heads.sampling.probabilities import likeliest, token_probabilities
+from heads.sampling.counter_rng import CounterRNG, Role
+from heads.sampling.probabilities import greedy_token, token_probabilities
 from heads.sampling.sibling_draws import DRAWS
-from heads.sampling.token_tree import Branches, GrownTree, Tree, apart
+from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention, distinct_positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Frontier:
         return states_BMD.gather(1, self.origins_BM.unsqueeze(-1).expand(-1, -1, states_BMD.shape[-1]))
 
 
-class Growth(Protocol):
+class TreeBuilder(Protocol):
     """One proposal in the making."""
 
     def add(self, logits_BMW: Tensor) -> Frontier | None:
@@ -57,37 +57,37 @@ class Growth(Protocol):
         """Return what has grown."""
 
 
-def grow(
-    tree: Tree | GrownTree,
+def tree_builder(
+    tree: Tree | DynamicTreeSpec,
     lengths: Sequence[int],
     drawn_by: SamplingConfig | None,
-    streams: Streams,
+    rng: CounterRNG,
     target_ids: Callable[[Tensor], Tensor],
-    spread: Spread,
-) -> Growth:
+    scatter: Scatter,
+) -> TreeBuilder:
     """Return a proposal about to grow.
 
     Args:
         tree: what it is to look like.
         lengths: tokens by row, the pending one included; the first drafts stand at that position.
         drawn_by: the distribution to draw by; None: the likeliest tokens.
-        streams: random numbers for draws.
+        rng: random numbers for draws.
         target_ids: the target's ids of draft tokens.
-        spread: puts values over the draft vocabulary at their places in the target's.
+        scatter: puts values over the draft vocabulary at their places in the target's.
 
     Raises:
         ValueError: a tree that grows by confidence is to be drawn.
     """
-    if isinstance(tree, GrownTree):
+    if isinstance(tree, DynamicTreeSpec):
         if drawn_by is not None:
             raise ValueError("a grown tree leaves out tokens for their probability, so its tokens cannot be drawn")
-        return GrownGrowth(tree, target_ids)
+        return DynamicTreeBuilder(tree, target_ids)
     if drawn_by is None:
-        return StaticGrowth(tree, len(lengths), target_ids)
-    return DrawnGrowth(tree, lengths, drawn_by, streams, target_ids, spread)
+        return StaticTreeBuilder(tree, len(lengths), target_ids)
+    return SampledTreeBuilder(tree, lengths, drawn_by, rng, target_ids, scatter)
 
 
-class StaticGrowth:
+class StaticTreeBuilder:
     """A static tree of likeliest tokens: the child of rank r is the draft's r-th choice."""
 
     def __init__(self, tree: Tree, num_rows: int, target_ids: Callable[[Tensor], Tensor]) -> None:
@@ -96,7 +96,7 @@ class StaticGrowth:
         self._drafted: list[Tensor] = []
 
     def add(self, logits_BMW: Tensor) -> Frontier | None:
-        """See `Growth.add`."""
+        """See `TreeBuilder.add`."""
         level = self._levels[len(self._drafted)]
         candidates_BMC = self.target_ids(self._choose(logits_BMW, level))
         candidates_BMC = candidates_BMC.expand(-1, level.num_parents, -1)
@@ -108,7 +108,7 @@ class StaticGrowth:
         return Frontier(tokens_BM=tokens_BP[:, level.continued], origins_BM=origins_M.expand(self.num_rows, -1))
 
     def proposal(self) -> Proposal:
-        """See `Growth.proposal`."""
+        """See `TreeBuilder.proposal`."""
         tokens_BN = torch.cat(self._drafted, 1)
         parents_N = torch.tensor(self.tree.parents, device=tokens_BN.device)
         return Proposal(
@@ -122,14 +122,14 @@ class StaticGrowth:
         """Return the children of each token, `[B, M, C]`, in the draft's ids."""
         _check_choice(level.num_children, logits_BMW)
         if level.num_children == 1:  # as a chain does, also where logits tie
-            return likeliest(logits_BMW).unsqueeze(-1)
+            return greedy_token(logits_BMW).unsqueeze(-1)
         return logits_BMW.topk(level.num_children, dim=-1).indices
 
     def _distributions(self) -> Tensor | None:
         return None
 
 
-class DrawnGrowth(StaticGrowth):
+class SampledTreeBuilder(StaticTreeBuilder):
     """A static tree of draws: the children of a token come from the draft's distribution after it, as `tree.candidates`
     says."""
 
@@ -138,22 +138,22 @@ class DrawnGrowth(StaticGrowth):
         tree: Tree,
         lengths: Sequence[int],
         sampling: SamplingConfig,
-        streams: Streams,
+        rng: CounterRNG,
         target_ids: Callable[[Tensor], Tensor],
-        spread: Spread,
+        scatter: Scatter,
     ) -> None:
         super().__init__(tree, len(lengths), target_ids)
-        self.sampling, self.streams, self.spread, self.lengths = sampling, streams, spread, list(lengths)
+        self.sampling, self.rng, self.scatter, self.lengths = sampling, rng, scatter, list(lengths)
         self._distributions_by_level: list[Tensor] = []
 
     def _choose(self, logits_BMW: Tensor, level: _Level) -> Tensor:
         _check_choice(level.num_children, logits_BMW)
         depth, (M, C) = len(self._drafted), (level.num_parents, level.num_children)
         probs_BMW = token_probabilities(logits_BMW, self.sampling).expand(-1, M, -1)
-        self._distributions_by_level.append(self.spread(probs_BMW, 0.0))
+        self._distributions_by_level.append(self.scatter(probs_BMW, 0.0))
         first_B1 = torch.tensor(self.lengths, device=probs_BMW.device).unsqueeze(1)
-        positions_BP = apart((first_B1 + depth).expand(-1, M * C))
-        uniform_BP = self.streams.uniform(Role.DRAFT, positions_BP, first_B1)
+        positions_BP = distinct_positions((first_B1 + depth).expand(-1, M * C))
+        uniform_BP = self.rng.uniform(Role.DRAFT, positions_BP, first_B1)
         drawn = DRAWS[self.tree.candidates](probs_BMW.flatten(0, 1), uniform_BP.reshape(-1, C))
         return drawn.unflatten(0, (self.num_rows, M))
 
@@ -166,7 +166,7 @@ class DrawnGrowth(StaticGrowth):
         return probs_BKV
 
 
-class GrownGrowth:
+class DynamicTreeBuilder:
     """A tree that grows where the draft is sure (EAGLE-2; Li et al. 2024, 2406.16858).
 
     A token's confidence is the product of the draft's probabilities down to it. At each depth the most confident tokens are
@@ -174,7 +174,7 @@ class GrownGrowth:
     than its parent, so they hang together.
     """
 
-    def __init__(self, tree: GrownTree, target_ids: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, tree: DynamicTreeSpec, target_ids: Callable[[Tensor], Tensor]) -> None:
         self.tree, self.target_ids = tree, target_ids
         self._tokens: list[Tensor] = []  # by depth, [B, P]
         self._scores: list[Tensor] = []  # log-confidences
@@ -183,7 +183,7 @@ class GrownGrowth:
         self._frontier_rows_BM: Tensor | None = None
 
     def add(self, logits_BMW: Tensor) -> Frontier | None:
-        """See `Growth.add`."""
+        """See `TreeBuilder.add`."""
         children = min(self.tree.width, logits_BMW.shape[-1])
         logs_BMC, ids_BMC = logits_BMW.float().log_softmax(-1).topk(children, dim=-1)
         before_BM, rows_BM = self._frontier(logits_BMW)
@@ -202,12 +202,12 @@ class GrownGrowth:
         return Frontier(tokens_BM=tokens_BP.gather(1, best_BM), origins_BM=best_BM // children)
 
     def proposal(self) -> Proposal:
-        """See `Growth.proposal`."""
+        """See `TreeBuilder.proposal`."""
         tokens_BP, scores_BP, parents_BP = (torch.cat(parts, 1) for parts in (self._tokens, self._scores, self._parents))
         num_nodes = min(self.tree.num_nodes, scores_BP.shape[1])
-        if self.tree.rooms is not None:  # what a row has no room for must not take the place of what it has room for
+        if self.tree.max_depths is not None:  # what a row has no room for must not take the place of what it has room for
             depths_P = torch.cat([torch.full_like(each[0], depth) for depth, each in enumerate(self._tokens, start=1)])
-            rooms_B1 = torch.tensor(self.tree.rooms, device=depths_P.device).unsqueeze(1)
+            rooms_B1 = torch.tensor(self.tree.max_depths, device=depths_P.device).unsqueeze(1)
             scores_BP = scores_BP.masked_fill(depths_P > rooms_B1, -torch.inf)
         # A stable order keeps parents before children of the same confidence; sorted, they stand depth by depth again.
         kept_BN = scores_BP.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes].sort(1).values
@@ -240,7 +240,7 @@ class TreeSlots:
         self._depths: list[int] = []  # by slot
         self._visible_BMX = torch.zeros(len(self.roots), 1, 0, dtype=torch.bool, device=device)
 
-    def place(self, frontier: Frontier) -> Branches:
+    def place(self, frontier: Frontier) -> TreeAttention:
         """Return how the next frontier to be read hangs on those before."""
         M = frontier.tokens_BM.shape[1]
         own_MM = torch.eye(M, dtype=torch.bool, device=frontier.tokens_BM.device)
@@ -248,7 +248,7 @@ class TreeSlots:
         self._depths += [1 + max(self._depths, default=-1)] * M
         self._visible_BMX = torch.cat([above_BMX, own_MM.expand(len(self.roots), M, M)], -1)
         depths_X = torch.tensor(self._depths, device=own_MM.device)
-        return Branches(roots=self.roots, depths_BX=depths_X.expand(len(self.roots), -1), visible_BTX=self._visible_BMX)
+        return TreeAttention(roots=self.roots, depths_BX=depths_X.expand(len(self.roots), -1), visible_BTX=self._visible_BMX)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,7 +60,7 @@ class DraftVocabulary:
         """Return the same vocabulary with its ids on `device`."""
         return DraftVocabulary(token_ids_W=self.token_ids_W.to(device), target_vocab_size=self.target_vocab_size)
 
-    def spread(self, values_BW: Tensor, fill: float) -> Tensor:
+    def scatter(self, values_BW: Tensor, fill: float) -> Tensor:
         """Return values `[..., W]` at their places among the target's tokens, `[..., V]`, with `fill` everywhere else."""
         values_BV = values_BW.new_full((*values_BW.shape[:-1], self.target_vocab_size), fill)
         values_BV[..., self.token_ids_W] = values_BW

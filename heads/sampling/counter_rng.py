@@ -38,7 +38,7 @@ class Role(IntEnum):
 ROLES_OF_A_ROUND = {Role.DRAFT, Role.ACCEPT}
 
 
-class Streams:
+class CounterRNG:
     """The random numbers of one decoding run.
 
     Args:

@@ -79,36 +79,36 @@ class Tree:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GrownTree:
+class DynamicTreeSpec:
     """A tree that each row grows anew in each round, where its draft is sure.
 
     Args:
         num_nodes: drafts a round, fewer where there are not as many candidates.
         width: tokens of a depth that are continued, and candidates for what follows each of them.
         depth: the longest way down.
-        rooms: by row, how deep its own drafts may lie, so that it gets the tree it would get alone; None: all as deep as that.
+        max_depths: by row, how deep its own drafts may lie, so that it gets the tree it would get alone; None: `depth` for all.
     """
 
     num_nodes: int
     width: int
     depth: int
-    rooms: tuple[int, ...] | None = None
+    max_depths: tuple[int, ...] | None = None
 
     @property
     def num_slots(self) -> int:
         """How many slots of a cache it takes at most, while drafted or judged, beside the pending token's."""
         return max(self.num_nodes, self.width * (self.depth - 1), self.depth)  # a draft that knows chains only gives a chain
 
-    def cut(self, depth: int) -> GrownTree:
+    def cut(self, depth: int) -> DynamicTreeSpec:
         """Return the tree down to a depth."""
         return replace(self, depth=min(depth, self.depth))
 
 
-def tree_from(settings: StaticTree | DynamicTree, depth: int) -> Tree | GrownTree:
+def tree_from(settings: StaticTree | DynamicTree, depth: int) -> Tree | DynamicTreeSpec:
     """Return the tree that settings ask for, no deeper than `depth`."""
     if settings.kind == "static":
         return Tree.of(settings.all_paths(), settings.drawn_candidates).cut(depth)
-    return GrownTree(num_nodes=settings.num_nodes, width=settings.width, depth=depth)
+    return DynamicTreeSpec(num_nodes=settings.num_nodes, width=settings.width, depth=depth)
 
 
 def check_parents(parents: Sequence[int]) -> None:
@@ -130,7 +130,7 @@ def depths_of(parents: Sequence[int]) -> list[int]:
     return depths
 
 
-def lineage(parents_BN: Tensor) -> Tensor:
+def ancestor_mask(parents_BN: Tensor) -> Tensor:
     """Return which rows lead to each row, itself counted, bool `[B, K, K]`: `[b, i, j]` where j is on the way to i."""
     B, N = parents_BN.shape
     steps_BKK = torch.eye(N + 1, device=parents_BN.device).repeat(B, 1, 1)
@@ -142,7 +142,7 @@ def lineage(parents_BN: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Branches:
+class TreeAttention:
     """Tokens of a tree that a forward reads, and how they hang on those read before.
 
     The tree's slots of a row's cache begin at `roots[b]`; the new tokens take the last T of X.
@@ -183,13 +183,13 @@ class Branches:
         return torch.tensor(self.roots, device=self.depths_BX.device).unsqueeze(1)
 
 
-def apart(positions_BX: Tensor) -> Tensor:
+def distinct_positions(positions_BX: Tensor) -> Tensor:
     """Return positions of several tokens that may be the same, made different for
-    `heads.sampling.counter_rng.Streams.uniform`."""
+    `heads.sampling.counter_rng.CounterRNG.uniform`."""
     return positions_BX + (torch.arange(positions_BX.shape[1], device=positions_BX.device) << 32)
 
 
-def whole_tree(parents_BN: Tensor, roots: Sequence[int]) -> Branches:
+def tree_attention(parents_BN: Tensor, roots: Sequence[int]) -> TreeAttention:
     """Return a proposal as the target reads it in one forward, the pending token first, which stands at `roots`."""
-    visible_BKK = lineage(parents_BN.clamp(min=0))  # what does not count hangs somewhere
-    return Branches(roots=roots, depths_BX=visible_BKK.sum(-1) - 1, visible_BTX=visible_BKK)
+    visible_BKK = ancestor_mask(parents_BN.clamp(min=0))  # what does not count hangs somewhere
+    return TreeAttention(roots=roots, depths_BX=visible_BKK.sum(-1) - 1, visible_BTX=visible_BKK)

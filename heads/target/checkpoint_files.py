@@ -1,6 +1,6 @@
 """Weights on their way from one checkpoint to another, one tensor at a time.
 
-A `Stored` tensor knows its shape and dtype and is read when it is written, in blocks of rows where it can be; so an export
+A `LazyTensor` tensor knows its shape and dtype and is read when it is written, in blocks of rows where it can be; so an export
 needs memory for one tensor at most, whatever the model's size. Files are safetensors, alone or several with an index; a `.bin`
 or `.pt` file of torch's is read mapped. The writer is our own because safetensors' `save_file` wants all tensors in memory at
 once.
@@ -84,7 +84,7 @@ NAMES = {  # safetensors' names of dtypes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stored:
+class LazyTensor:
     """A tensor that is not in memory.
 
     Args:
@@ -99,7 +99,7 @@ class Stored:
     load: Callable[[], Tensor]
     blocks: Callable[[], Iterator[Tensor]] | None = None
 
-    def cast(self, dtype: torch.dtype | None) -> Stored:
+    def cast(self, dtype: torch.dtype | None) -> LazyTensor:
         """Return the same numbers in another floating dtype; None, and what is no floating number, stay as they are."""
         if dtype is None or dtype == self.dtype or not self.dtype.is_floating_point:
             return self
@@ -107,15 +107,15 @@ class Stored:
         cast_blocks = None if blocks is None else lambda: (block.to(dtype) for block in blocks())
         return replace(self, dtype=dtype, load=lambda: self.load().to(dtype), blocks=cast_blocks)
 
-    def halves_swapped(self) -> Stored:
+    def halves_swapped(self) -> LazyTensor:
         """Return a matrix with the two halves of its columns the other way round."""
         return replace(self, load=lambda: self.load().roll(self.shape[1] // 2, 1), blocks=None)
 
-    def rows(self, ids_W: Tensor) -> Stored:
+    def rows(self, ids_W: Tensor) -> LazyTensor:
         """Return some rows of a matrix."""
         return replace(self, shape=(len(ids_W), *self.shape[1:]), load=lambda: self.load()[ids_W], blocks=None)
 
-    def reshaped(self, shape: tuple[int, ...]) -> Stored:
+    def reshaped(self, shape: tuple[int, ...]) -> LazyTensor:
         """Return the same numbers in another shape."""
         return replace(self, shape=shape, load=lambda: self.load().reshape(shape), blocks=None)
 
@@ -126,7 +126,7 @@ class Stored:
         else:
             yield from self.blocks()
 
-    def spread(self, ids_W: Tensor, num_rows: int) -> Stored:
+    def full_vocabulary_head(self, ids_W: Tensor, num_rows: int) -> LazyTensor:
         """Return a head of some tokens, `[W, D]`, as one of all tokens whose likeliest is the same, `[num_rows, D]`.
 
         Every other token gets the mean of these rows. Its logit is then the mean of theirs, and so never above the largest,
@@ -142,17 +142,17 @@ class Stored:
         return replace(self, shape=(num_rows, *self.shape[1:]), load=load, blocks=None)
 
 
-Weights = dict[str, Stored]
+Weights = dict[str, LazyTensor]
 
 
-def constant(value: Tensor) -> Stored:
+def constant(value: Tensor) -> LazyTensor:
     """Return a tensor that is in memory."""
-    return Stored(shape=tuple(value.shape), dtype=value.dtype, load=lambda: value)
+    return LazyTensor(shape=tuple(value.shape), dtype=value.dtype, load=lambda: value)
 
 
-def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Stored:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> LazyTensor:
     """Return a tensor of zeros."""
-    return Stored(shape=shape, dtype=dtype, load=lambda: torch.zeros(shape, dtype=dtype))
+    return LazyTensor(shape=shape, dtype=dtype, load=lambda: torch.zeros(shape, dtype=dtype))
 
 
 def read_weights(folder: Path) -> Weights:
@@ -171,7 +171,7 @@ def read_weights(folder: Path) -> Weights:
     raise InputError(f"{folder} holds none of {', '.join((SINGLE_FILE, INDEX_FILE, *HEAD_FILES, TORCH_FILES[0]))}")
 
 
-def write_weights(path: Path, weights: Mapping[str, Stored]) -> None:
+def write_weights(path: Path, weights: Mapping[str, LazyTensor]) -> None:
     """Write a safetensors file, reading one tensor after another.
 
     Raises:
@@ -195,7 +195,7 @@ def write_weights(path: Path, weights: Mapping[str, Stored]) -> None:
             _write_tensor(file, name, weights[name])
 
 
-def _write_tensor(file: BinaryIO, name: str, stored: Stored) -> None:
+def _write_tensor(file: BinaryIO, name: str, stored: LazyTensor) -> None:
     written = 0
     for block in stored.in_blocks():
         if block.dtype != stored.dtype or block.shape[1:] != stored.shape[1:]:
@@ -217,7 +217,7 @@ def _safetensors(path: Path) -> Weights:
     if unknown:
         raise InputError(f"{path} holds numbers of type {', '.join(unknown)}; known are {', '.join(NAMES)}")
     return {
-        name: Stored(
+        name: LazyTensor(
             shape=shape,
             dtype=NAMES[dtype],
             load=partial(_read, path, name),

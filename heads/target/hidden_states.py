@@ -22,7 +22,7 @@ from configs.runtime.errors import InputError
 from heads.inference.causal_lm import backbone, current_forward, forward_rows, head_logits
 from heads.inference.kv_cache import RowCache
 from heads.inference.model_checks import check_on_probe, probe_ids, read_documents, relative_error
-from heads.sampling.token_tree import Branches
+from heads.sampling.token_tree import TreeAttention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,11 +147,11 @@ def forward_states(
     ids_BT: Tensor,
     starts: Sequence[int],
     taps: Sequence[int],
-    branches: Branches | None = None,
+    attention: TreeAttention | None = None,
 ) -> TargetStates:
     """Return the target's states at tokens that continue each row (`heads.inference.causal_lm.forward_rows`)."""
     with tapped(model, taps) as seen:
-        final_BTE = forward_rows(model, cache, ids_BT, starts, branches)
+        final_BTE = forward_rows(model, cache, ids_BT, starts, attention)
     return TargetStates(final_BTE=final_BTE, taps_ABTE=tuple(seen[tap] for tap in taps))
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Mi
 
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache
 from heads.inference.lean_forward import make_lean
-from heads.sampling.token_tree import whole_tree
+from heads.sampling.token_tree import tree_attention
 from tests.support.family_checks import GROUPED, VOCAB_SIZE
 
 WINDOW = 4
@@ -89,9 +89,9 @@ def check_round(name, tolerance, model, cache_, texts, parents, dice):
     width, starts = max(map(len, parents)), [len(text) - 1 for text in texts]
     drafts = [[dice.randrange(VOCAB_SIZE) for _ in range(width)] for _ in texts]
     padded = torch.tensor([row + [-1] * (width - len(row)) for row in parents])
-    branches = whole_tree(padded, starts)
+    attention = tree_attention(padded, starts)
     ids_BK = torch.tensor([[text[-1], *row] for text, row in zip(texts, drafts, strict=True)])
-    hidden_BKD = forward_rows(model, cache_, ids_BK, branches.starts, branches)
+    hidden_BKD = forward_rows(model, cache_, ids_BK, attention.starts, attention)
     logits_BKV = head_logits(model, hidden_BKD)
     paths = []
     for row, (text, drafted, before) in enumerate(zip(texts, drafts, parents, strict=True)):

@@ -18,7 +18,7 @@ from heads.families.registry import FAMILIES, serve
 from heads.inference.causal_lm import new_cache
 from heads.modules.interface import NO_DOCUMENT, Batch
 from heads.proposers.vocabulary import DraftVocabulary
-from heads.sampling.counter_rng import Streams
+from heads.sampling.counter_rng import CounterRNG
 from heads.target.hidden_states import forward_states, read_states
 
 VOCAB_SIZE = 64
@@ -141,9 +141,9 @@ def assert_drafts_as_trained(head, model, num_tokens=3, tolerance=1e-6):
     states = forward_states(model, target_cache, ids_BT, [0] * len(tokens), head.taps)
     _extend(tokens, [[]] * len(tokens), generator)
     proposer.start(tokens, capacity, states)
-    streams = Streams(0, range(len(tokens)), model.device)
+    rng = CounterRNG(0, range(len(tokens)), model.device)
     for num_accepted, staying in ROUNDS:
-        proposal = proposer.propose(tokens, num_tokens, SamplingConfig(), streams, keep_logits=True)
+        proposal = proposer.propose(tokens, num_tokens, SamplingConfig(), rng, keep_logits=True)
         drafts = proposal.tokens_BG.tolist()
         assert proposal.num_drafted == [num_tokens] * len(tokens)
         drafted_BGW = proposal.logits_BGV if head.token_ids_W is None else proposal.logits_BGV[..., head.token_ids_W]
@@ -154,7 +154,7 @@ def assert_drafts_as_trained(head, model, num_tokens=3, tolerance=1e-6):
         proposer.commit(num_accepted, states)
         _extend(tokens, [row[:kept] for row, kept in zip(drafts, num_accepted, strict=True)], generator)
         tokens = [tokens[row] for row in staying]
-        for each in (target_cache, streams, proposer):
+        for each in (target_cache, rng, proposer):
             each.keep_rows(staying)
 
 
@@ -256,6 +256,6 @@ def _drafts(target, proposer):
     longest = max(map(len, PROMPTS))
     ids_BT = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in PROMPTS])
     proposer.start(tokens, 32, read_states(target.model, ids_BT, proposer.taps))
-    streams = Streams(0, range(len(tokens)), target.device)
-    proposal = proposer.propose(tokens, 3, SamplingConfig(), streams, keep_logits=True)
+    rng = CounterRNG(0, range(len(tokens)), target.device)
+    proposal = proposer.propose(tokens, 3, SamplingConfig(), rng, keep_logits=True)
     return proposal.tokens_BG, proposal.logits_BGV

@@ -21,7 +21,7 @@ from eval.decoder.decode import Request, decode
 from heads.families.registry import serve
 from heads.modules.interface import Depth, HeadModule
 from heads.proposers.protocol import Proposal, Proposer, Tokens
-from heads.sampling.counter_rng import Streams
+from heads.sampling.counter_rng import CounterRNG
 from heads.target.hidden_states import TargetStates
 from train.tasks.head import HeadTask
 
@@ -97,9 +97,9 @@ class _Noting:
         self.proposer.start(tokens, capacity, states)
 
     def propose(
-        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, streams: Streams, *, keep_logits: bool
+        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
     ) -> Proposal:
-        proposal = self.proposer.propose(tokens, num_tokens, sampling, streams, keep_logits=True)
+        proposal = self.proposer.propose(tokens, num_tokens, sampling, rng, keep_logits=True)
         self.rounds.append((list(tokens[0]), proposal))
         return proposal
 

@@ -19,7 +19,7 @@ from heads.formats.exporting.flat import TENSORRT_NOTE, UNTRIED, sglang_command,
 from heads.formats.exporting.source import EMBEDDING, HEAD, Source
 from heads.formats.exporting.speculators import OUT, vllm_command
 from heads.formats.layout import Layout
-from heads.target.checkpoint_files import SINGLE_FILE, Stored
+from heads.target.checkpoint_files import SINGLE_FILE, LazyTensor
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 WRITTEN = {CONFIG, GENERATION, SINGLE_FILE, METADATA_FILE, VOCABULARY_FILE}
@@ -89,7 +89,7 @@ def _folder(source: Source, serve: Callable[[str], str], notes: tuple[str, ...])
     )
 
 
-def _head_that_keeps_to_its_vocabulary(source: Source) -> Stored:
+def _head_that_keeps_to_its_vocabulary(source: Source) -> LazyTensor:
     """Return the draft's whole output head without the tokens it was not trained for.
 
     Raises:

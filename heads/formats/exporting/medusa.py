@@ -1,8 +1,8 @@
 """Medusa as vLLM and TensorRT-LLM read it: residual blocks, and output heads of the target's whole vocabulary.
 
 Neither loads a reduced vocabulary for Medusa (vLLM 0.32: tried). The heads of such a draft are therefore widened to all tokens,
-with rows for the others that are never the likeliest (`Stored.spread`): a draft that says tokens it was not trained for is
-accepted less.
+with rows for the others that never have the largest logit (`LazyTensor.full_vocabulary_head`): a draft that proposes tokens it
+was not trained for is accepted less.
 """
 
 from __future__ import annotations

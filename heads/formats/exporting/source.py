@@ -23,7 +23,7 @@ from heads.artifact import VOCABULARY_FILE, Metadata, read_metadata
 from heads.families.registry import FAMILIES
 from heads.modules.layers import LayerShape, layer_shape, shape_like
 from heads.proposers.vocabulary import DraftVocabulary, read_draft_vocabulary
-from heads.target.checkpoint_files import Stored, Weights, constant, read_weights
+from heads.target.checkpoint_files import LazyTensor, Weights, constant, read_weights
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -75,7 +75,7 @@ class TargetFolder:
         """Its tensors by name, unread."""
         return read_weights(self.folder)
 
-    def head(self) -> Stored:
+    def head(self) -> LazyTensor:
         """Return the weights of its output head.
 
         Raises:
@@ -86,7 +86,7 @@ class TargetFolder:
                 return self.weights[name]
         raise InputError(f"{self.folder} holds neither {HEAD} nor, with tied embeddings, {EMBEDDING}")
 
-    def embedding(self) -> Stored:
+    def embedding(self) -> LazyTensor:
         """Return its embedding.
 
         Raises:
@@ -165,9 +165,11 @@ class Source:
         """Return everything but the output head."""
         return {name: stored for name, stored in self.weights.items() if not name.startswith("lm_head")}
 
-    def whole_head(self, head: Stored) -> Stored:
+    def whole_head(self, head: LazyTensor) -> LazyTensor:
         """Return an output head of the draft vocabulary as one of the target's whole, in which the other tokens never win."""
-        return head if self.vocabulary is None else head.spread(self.vocabulary.token_ids_W, self.target.vocab_size)
+        return (
+            head if self.vocabulary is None else head.full_vocabulary_head(self.vocabulary.token_ids_W, self.target.vocab_size)
+        )
 
     def offsets(self) -> Weights:
         """Return `d2t` (int64 `[W]`, the target's id of each draft token less its own) and `t2d` (bool `[V]`), if any."""

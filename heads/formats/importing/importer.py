@@ -24,7 +24,7 @@ from heads.formats.importing.foreign import Foreign
 from heads.formats.importing.sizes import own_layer
 from heads.formats.layout import check_names
 from heads.proposers.vocabulary import DraftVocabulary, head_rows, write_draft_vocabulary
-from heads.target.checkpoint_files import Stored, Weights, write_weights
+from heads.target.checkpoint_files import LazyTensor, Weights, write_weights
 from heads.target.identity import TargetIdentity
 
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
@@ -179,7 +179,7 @@ def _settle_head(
     return {"train_head": not is_targets}
 
 
-def _same(stored: Stored, own: Tensor) -> bool:
+def _same(stored: LazyTensor, own: Tensor) -> bool:
     """Whether a tensor is the target's, in the coarser of the two dtypes."""
     if stored.shape != tuple(own.shape) or not stored.dtype.is_floating_point:
         return False

@@ -18,13 +18,13 @@ from torch import Tensor
 from heads.families.mtp_checkpoint import NativeMtp, Piece
 from heads.formats.importing.foreign import Foreign
 from heads.formats.layout import Shapes
-from heads.target.checkpoint_files import Stored, Weights
+from heads.target.checkpoint_files import LazyTensor, Weights
 
 SIGNS = ("mtp", "eh_proj")
 BACKBONE = "model.layers.0."  # of the target's first block
 
 
-def has_modules(weights: Mapping[str, Stored]) -> bool:
+def has_modules(weights: Mapping[str, LazyTensor]) -> bool:
     """Whether some tensors look as if they were an MTP module's."""
     return any(sign in name for name in weights for sign in SIGNS)
 
@@ -71,7 +71,7 @@ def _placed(native: NativeMtp, weights: Weights, own: Shapes) -> Weights:
     return {name: _joined(pieces, weights, own[name]) for name, pieces in places.items()}
 
 
-def _joined(pieces: list[Piece], weights: Weights, shape: tuple[int, ...]) -> Stored:
+def _joined(pieces: list[Piece], weights: Weights, shape: tuple[int, ...]) -> LazyTensor:
     dtype = weights[pieces[0].key].dtype
 
     def load() -> Tensor:
@@ -82,4 +82,4 @@ def _joined(pieces: list[Piece], weights: Weights, shape: tuple[int, ...]) -> St
             whole[piece.index] = piece.turned(weights[piece.key].load())
         return whole
 
-    return Stored(shape=shape, dtype=dtype, load=load)
+    return LazyTensor(shape=shape, dtype=dtype, load=load)

@@ -93,13 +93,13 @@ def test_a_template_that_ends_a_turn_with_plain_text_works_too(with_template, mo
     start = len(find_user_frame(target, 100).prefix_ids)
     monkeypatch.setattr(
         "distill.generation.continuation.TargetSource.draw",
-        lambda self, rows, streams: [[script[len(row.tokens) - start]] for row in rows],
+        lambda self, rows, rng: [[script[len(row.tokens) - start]] for row in rows],
     )
     prompts, _ = self_seed(target, CONFIG.model_copy(update={"num_prompts": 1}), batch_size=1, seed=0)
     assert prompts[0].turns == ("What is it?",)
 
 
 def test_hardly_any_usable_turn_is_reported(byte_target, monkeypatch):
-    monkeypatch.setattr("distill.generation.continuation.TargetSource.draw", lambda self, rows, streams: [[0]] * len(rows))
+    monkeypatch.setattr("distill.generation.continuation.TargetSource.draw", lambda self, rows, rng: [[0]] * len(rows))
     with pytest.raises(InputError, match="only 0 of 256 self-seeded turns are usable"):
         self_seed(byte_target, CONFIG.model_copy(update={"max_prompt_tokens": 3}), batch_size=64, seed=0)

@@ -63,14 +63,14 @@ def test_the_rate_is_that_of_the_rule_played_through_round_by_round(rounds):
         rule, steps, drafted, alive = CostRule(settings, 4), 0, 0, 1.0
         tokens += 1
         for sure in round_.confidences:
-            look = rule.look(torch.tensor([[sure]], dtype=torch.float64))
+            decision = rule.decide(torch.tensor([[sure]], dtype=torch.float64))
             steps += 1
-            if not look.draws_B:
+            if not decision.drafts_B:
                 break
             drafted += 1
             alive *= float(calibrated(settings.calibration, torch.tensor([sure], dtype=torch.float64)))
             tokens += alive
-            if not look.goes_on_B:
+            if not decision.continues_B:
                 break
         milliseconds += 0.5 + 1.5 * steps + ROWS[drafted]
     confidences = torch.tensor([round_.confidences for round_ in rounds[:60]], dtype=torch.float64)

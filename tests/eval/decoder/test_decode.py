@@ -27,7 +27,7 @@ class Scripted:
         self.begin = [len(row) - 1 for row in tokens]
         self.alive = list(range(len(tokens)))
 
-    def propose(self, tokens, num_tokens, sampling, streams, *, keep_logits):
+    def propose(self, tokens, num_tokens, sampling, rng, *, keep_logits):
         drafts = []
         for row, number in zip(tokens, self.alive, strict=True):
             done = len(row) - self.begin[number]

@@ -41,12 +41,12 @@ class Wrong:
     def start(self, tokens, capacity, states):
         self.committed = []
 
-    def propose(self, tokens, num_tokens, sampling, streams, *, keep_logits):
+    def propose(self, tokens, num_tokens, sampling, rng, *, keep_logits):
         counts = [self._count(row, num_tokens) for row in tokens]
         rows = [self._drafts(row, range(num_tokens)) for row in tokens]
         return Proposal(tokens_BG=torch.tensor(rows), num_drafted=counts)
 
-    def propose_tree(self, tokens, tree, drawn_by, streams):
+    def propose_tree(self, tokens, tree, drawn_by, rng):
         rows = [self._drafts(row, [depth - 1 for depth in tree.depths[1:]]) for row in tokens]
         tokens_BN = torch.tensor(rows)
         parents_BN = torch.tensor(tree.parents).expand_as(tokens_BN)
@@ -191,14 +191,14 @@ class ScriptedDistributions:
     def start(self, tokens, capacity, states):
         """Nothing to read."""
 
-    def propose(self, tokens, num_tokens, sampling, streams, *, keep_logits):
+    def propose(self, tokens, num_tokens, sampling, rng, *, keep_logits):
         first_B1 = torch.tensor([[len(row)] for row in tokens])
         positions_BG = first_B1 + torch.arange(num_tokens)
         places_V = torch.arange(VOCAB_SIZE)
         waves_BGV = torch.sin(positions_BG.unsqueeze(-1) * (places_V + 1.0))
         sharp_BG1 = torch.tensor(self.sharpness)[positions_BG % len(self.sharpness)].unsqueeze(-1)
         probs_BGV = (waves_BGV * sharp_BG1).softmax(-1)
-        uniform_BG = streams.uniform(Role.DRAFT, positions_BG, first_B1)
+        uniform_BG = rng.uniform(Role.DRAFT, positions_BG, first_B1)
         return Proposal(tokens_BG=draw(probs_BGV, uniform_BG), num_drafted=[num_tokens] * len(tokens), probs_BGV=probs_BGV)
 
     def commit(self, num_accepted, states):

@@ -45,7 +45,7 @@ class ScriptedTrees:
         self.alive = list(range(len(tokens)))
         self.told = []
 
-    def propose_tree(self, tokens, tree, drawn_by, streams):
+    def propose_tree(self, tokens, tree, drawn_by, rng):
         drafts = []
         for row, number in zip(tokens, self.alive, strict=True):
             true = self.answers[number][len(row) - self.begin[number] :]

@@ -40,9 +40,9 @@ def lengths(stopping, q_BGV):
     rule = rule_for(DecodeConfig(num_speculative_tokens=q_BGV.shape[1], stopping=stopping))
     still_B, num_drafted_B = torch.ones(len(q_BGV), dtype=torch.bool), torch.zeros(len(q_BGV), dtype=torch.int64)
     for probs_BV in q_BGV.unbind(1):
-        look = rule.look(probs_BV)
-        num_drafted_B += still_B & look.draws_B
-        still_B &= look.goes_on_B
+        decision = rule.decide(probs_BV)
+        num_drafted_B += still_B & decision.drafts_B
+        still_B &= decision.continues_B
     return num_drafted_B
 
 

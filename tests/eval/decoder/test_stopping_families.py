@@ -20,7 +20,7 @@ from configs.schema.heads import (
 from eval.decoder.decode import Request, decode
 from heads.families.registry import FAMILIES, serve
 from heads.modules.autoregressive import FeatureChain
-from heads.proposers.draft_length import Look
+from heads.proposers.draft_length import StopDecision
 from heads.proposers.self_speculation import SelfSpeculation
 from tests.support.family_checks import build, tiny_target
 
@@ -74,10 +74,10 @@ class NotingRule:
     def __init__(self, distributions):
         self.distributions = distributions
 
-    def look(self, probs_BV):
+    def decide(self, probs_BV):
         self.distributions.append(probs_BV)
         everywhere_B = torch.ones(len(probs_BV), dtype=torch.bool)
-        return Look(everywhere_B, everywhere_B)
+        return StopDecision(everywhere_B, everywhere_B)
 
 
 def distributions_of(proposer, target, prompts, config):
@@ -156,9 +156,9 @@ def test_a_chain_of_features_saves_the_steps_behind_the_last_row_that_drafts(tar
     steps, depths = {}, []
     read = FeatureChain._read
 
-    def counted(self, features_BTF, ids_BT, starts, depth, branches=None):
+    def counted(self, features_BTF, ids_BT, starts, depth, attention=None):
         depths.append(depth)
-        return read(self, features_BTF, ids_BT, starts, depth, branches)
+        return read(self, features_BTF, ids_BT, starts, depth, attention)
 
     monkeypatch.setattr(FeatureChain, "_read", counted)
     proposer = proposer_of(name, target)

@@ -25,7 +25,7 @@ from heads.families.registry import FAMILIES
 from heads.inference.int8_kv_cache import Int8Layer
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.prompt_lookup import PromptLookup
-from heads.sampling.counter_rng import Streams
+from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.probabilities import token_probabilities
 from heads.target.hidden_states import read_states
 from tests.support import distribution_checks as checks
@@ -235,8 +235,8 @@ def test_heads_go_on_from_what_their_ancestor_had_read(head, as_target, monkeypa
             fresh = FAMILIES[head].propose(module, target.device)
             states = read_states(target.model, torch.tensor([text[:-1]]), fresh.taps)
             fresh.start([text], 64, states)
-            streams = Streams(0, [1], target.device)
-            proposal = fresh.propose([text], 1, config, streams, keep_logits=False)
+            rng = CounterRNG(0, [1], target.device)
+            proposal = fresh.propose([text], 1, config, rng, keep_logits=False)
             torch.testing.assert_close(seen[-1][row, 0], proposal.probs_BGV[0, 0], atol=1e-5, rtol=1e-4)
     assert len(seen) == 3
 

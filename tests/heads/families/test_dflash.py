@@ -10,7 +10,7 @@ from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import DFlashSettings
 from heads.families.registry import FAMILIES
 from heads.modules.layers import shape_like
-from heads.sampling.counter_rng import Streams
+from heads.sampling.counter_rng import CounterRNG
 from heads.target.hidden_states import read_states
 from tests.support.family_checks import (
     CONFIGS,
@@ -161,7 +161,7 @@ def propose(head, model, num_tokens):
     proposer = FAMILIES[head.settings.kind].propose(head, model.device)
     tokens = [[*PROMPTS[0], 1]]
     proposer.start(tokens, 8, read_states(model, torch.tensor(PROMPTS[:1]), proposer.taps))
-    return proposer.propose(tokens, num_tokens, SamplingConfig(), Streams(0, [0], model.device), keep_logits=True)
+    return proposer.propose(tokens, num_tokens, SamplingConfig(), CounterRNG(0, [0], model.device), keep_logits=True)
 
 
 def test_depths_weigh_as_their_slots_and_rows_as_the_anchors_they_stand_for():

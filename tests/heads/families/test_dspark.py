@@ -11,7 +11,7 @@ from distill.loss.head_objective import HeadObjective
 from heads.families.registry import FAMILIES
 from heads.inference.causal_lm import head_logits
 from heads.modules.interface import flat
-from heads.sampling.counter_rng import Streams
+from heads.sampling.counter_rng import CounterRNG
 from heads.target.hidden_states import read_states
 from tests.support.family_checks import (
     CONFIGS,
@@ -132,7 +132,7 @@ def test_the_guesses_of_a_proposal_are_kept_with_the_proposer():
     tokens = [[*PROMPTS[0], 5], [*PROMPTS[0], 9]]
     proposer.start(tokens, 16, read_states(model, torch.tensor([PROMPTS[0]] * 2), proposer.taps))
     sampling = SamplingConfig(temperature=1.0)
-    proposal = proposer.propose(tokens, 3, sampling, Streams(4, [0, 1], model.device), keep_logits=True)
+    proposal = proposer.propose(tokens, 3, sampling, CounterRNG(4, [0, 1], model.device), keep_logits=True)
     texts = [[*row, *drafts] for row, drafts in zip(tokens, proposal.tokens_BG.tolist(), strict=True)]
     depths = head(*inputs_of(model, texts, head.taps))
     place = len(PROMPTS[0]) - 1
@@ -155,8 +155,8 @@ def test_the_distribution_of_each_draft_follows_the_draft_before_it():
     tokens = [[*PROMPTS[0], 5]] * 8
     with torch.no_grad():
         proposer.start(tokens, 16, read_states(model, torch.tensor([PROMPTS[0]] * 8), proposer.taps))
-        streams = Streams(0, range(8), model.device)
-        proposal = proposer.propose(tokens, 2, SamplingConfig(temperature=1.0), streams, keep_logits=True)
+        rng = CounterRNG(0, range(8), model.device)
+        proposal = proposer.propose(tokens, 2, SamplingConfig(temperature=1.0), rng, keep_logits=True)
     drafted_B = proposal.tokens_BG[:, 0]
     assert len(set(drafted_B.tolist())) > 1
     bias_BV = functional.linear(head.markov_head.markov_w1(drafted_B), head.markov_head.markov_w2.weight)

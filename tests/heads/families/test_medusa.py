@@ -12,7 +12,7 @@ from heads.artifact import WEIGHTS_FILE
 from heads.families.medusa import Medusa, MedusaDrafts, ResidualBlocks
 from heads.families.registry import FAMILIES
 from heads.inference.causal_lm import head_logits
-from heads.sampling.counter_rng import Streams
+from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.probabilities import token_probabilities
 from heads.target.hidden_states import read_states
 from tests.support import family_checks as checks
@@ -130,7 +130,7 @@ def test_the_distribution_of_a_draft_is_the_one_it_was_drawn_from(target):
     proposer.start(tokens, 32, read_states(target.model, torch.tensor(checks.PROMPTS[:1]), ()))
     seen_GV = torch.zeros(3, 64)
     for seed in range(300):
-        proposal = proposer.propose(tokens, 3, sampling, Streams(seed, [0], target.device), keep_logits=True)
+        proposal = proposer.propose(tokens, 3, sampling, CounterRNG(seed, [0], target.device), keep_logits=True)
         seen_GV += torch.nn.functional.one_hot(proposal.tokens_BG[0], 64)
     torch.testing.assert_close(proposal.probs_BGV, token_probabilities(proposal.logits_BGV, sampling))
     assert (seen_GV[proposal.probs_BGV[0] == 0] == 0).all()
@@ -140,7 +140,7 @@ def test_the_distribution_of_a_draft_is_the_one_it_was_drawn_from(target):
 def test_it_drafts_no_more_tokens_than_it_has_heads(target):
     proposer = MedusaDrafts(checks.build(SHARED, target.model), target.device)
     proposer.start([[*prompt, 1] for prompt in checks.PROMPTS[:1]], 32, read_states(target.model, torch.tensor([[1] * 5]), ()))
-    proposal = proposer.propose([[1] * 6], 5, SamplingConfig(), Streams(0, [0], target.device), keep_logits=False)
+    proposal = proposer.propose([[1] * 6], 5, SamplingConfig(), CounterRNG(0, [0], target.device), keep_logits=False)
     assert proposal.num_drafted == [3]
     assert proposal.tokens_BG.shape == (1, 3)
 

@@ -17,7 +17,7 @@ from heads.artifact import WEIGHTS_FILE
 from heads.families.mtp import Mtp
 from heads.families.registry import FAMILIES
 from heads.inference.causal_lm import backbone
-from heads.sampling.counter_rng import Streams
+from heads.sampling.counter_rng import CounterRNG
 from heads.target.hidden_states import final_norm, read_states
 from tests.support import family_checks as checks
 
@@ -252,11 +252,11 @@ def test_more_drafts_than_modules_are_refused():
 def test_modules_that_did_not_read_along_stay_out(target):
     head = checks.build(OWN, target.model)
     proposer = FAMILIES["mtp"].propose(head, target.device)
-    tokens, streams = [[*checks.PROMPTS[0], 1]], Streams(0, [0], target.device)
+    tokens, rng = [[*checks.PROMPTS[0], 1]], CounterRNG(0, [0], target.device)
     proposer.start(tokens, 32, read_states(target.model, torch.tensor(checks.PROMPTS[:1]), ()))
     counts = []
     for asked in (5, 1, 3):
-        proposal = proposer.propose(tokens, asked, SamplingConfig(), streams, keep_logits=False)
+        proposal = proposer.propose(tokens, asked, SamplingConfig(), rng, keep_logits=False)
         counts.append(proposal.num_drafted)
         tokens = [[*tokens[0], 2]]
         proposer.commit([0], read_states(target.model, torch.tensor(tokens)[:, -2:-1], ()))

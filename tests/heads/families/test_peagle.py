@@ -15,7 +15,7 @@ from heads.families.registry import FAMILIES
 from heads.modules.initialization import mask_token
 from heads.modules.interface import labelled_origins
 from heads.modules.layers import DraftAttention
-from heads.sampling.counter_rng import Streams
+from heads.sampling.counter_rng import CounterRNG
 from heads.target.hidden_states import read_states
 from tests.support import family_checks as checks
 from tests.support.naive_eagle import NaiveBody
@@ -179,8 +179,8 @@ def test_a_round_is_one_forward_of_at_most_as_many_drafts_as_there_are_depths(ta
     proposer = FAMILIES["peagle"].propose(head, target.device)
     ids_BT = torch.tensor([checks.PROMPTS[0]])
     proposer.start([[*checks.PROMPTS[0], 1]], 32, read_states(target.model, ids_BT, head.taps))
-    streams = Streams(0, [0], target.device)
-    proposal = proposer.propose([[*checks.PROMPTS[0], 1]], 5, SamplingConfig(), streams, keep_logits=False)
+    rng = CounterRNG(0, [0], target.device)
+    proposal = proposer.propose([[*checks.PROMPTS[0], 1]], 5, SamplingConfig(), rng, keep_logits=False)
     assert (proposal.num_drafted, len(calls)) == ([3], PLAIN.num_layers)
 
 

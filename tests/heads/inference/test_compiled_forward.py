@@ -19,7 +19,7 @@ from heads.inference import compiled_forward
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache, registered_forward
 from heads.inference.compiled_forward import CompiledForward, TransformersForward, make_compiled
 from heads.inference.lean_forward import LeanForward
-from heads.sampling.token_tree import Branches, lineage
+from heads.sampling.token_tree import TreeAttention, ancestor_mask
 from heads.target.hidden_states import forward_states
 from heads.target.loading import load_target
 from tests.heads.inference.test_lean_forward import IDS_BT, model_of
@@ -82,8 +82,8 @@ def test_a_shape_is_compiled_once_however_far_the_text_has_come(captured):
 
 
 def test_tokens_of_a_tree_see_their_own_path(captured):
-    visible_BKK = lineage(torch.tensor([[0, 0, 1, 2], [0, 1, 1, 3]]))
-    branches = Branches(roots=[6, 5], depths_BX=visible_BKK.sum(-1) - 1, visible_BTX=visible_BKK)
+    visible_BKK = ancestor_mask(torch.tensor([[0, 0, 1, 2], [0, 1, 1, 3]]))
+    attention = TreeAttention(roots=[6, 5], depths_BX=visible_BKK.sum(-1) - 1, visible_BTX=visible_BKK)
     model, outputs = deepcopy(model_of("llama")), []
     for compiled in (False, True):
         if compiled:
@@ -91,7 +91,7 @@ def test_tokens_of_a_tree_see_their_own_path(captured):
         with torch.inference_mode():
             store = new_cache(model, 24)
             forward_rows(model, store, IDS_BT[:, :6], [0, 0])
-            tree_BTD = forward_rows(model, store, IDS_BT[:, 6:11], [6, 5], branches)
+            tree_BTD = forward_rows(model, store, IDS_BT[:, 6:11], [6, 5], attention)
             store.keep_path([6, 5], [[0, 2, 4], [0, 1, 3]])
             outputs.append(torch.cat([tree_BTD, forward_rows(model, store, IDS_BT[:, 3:4], [9, 8])], 1))
     assert captured() == 2

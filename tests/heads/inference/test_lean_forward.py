@@ -28,7 +28,7 @@ from heads.inference.causal_lm import (
     registered_forward,
 )
 from heads.inference.lean_forward import LeanForward, lean_twin, make_lean
-from heads.sampling.token_tree import Branches, lineage
+from heads.sampling.token_tree import TreeAttention, ancestor_mask
 from heads.target.hidden_states import forward_states, read_states, tapped
 from tests.support.family_checks import SMALL
 
@@ -101,15 +101,15 @@ def test_rows_at_different_places_and_tokens_taken_back(name):
 @FAMILIES
 def test_tokens_of_a_tree_see_their_own_path(name):
     ids = IDS_BT
-    visible_BKK = lineage(torch.tensor([[0, 0, 1, 2], [0, 1, 1, 3]]))
-    branches = Branches(roots=[6, 5], depths_BX=visible_BKK.sum(-1) - 1, visible_BTX=visible_BKK)
+    visible_BKK = ancestor_mask(torch.tensor([[0, 0, 1, 2], [0, 1, 1, 3]]))
+    attention = TreeAttention(roots=[6, 5], depths_BX=visible_BKK.sum(-1) - 1, visible_BTX=visible_BKK)
     outputs = []
     for lean in (True, False):
         model = model_of(name, lean=lean)
         store = new_cache(model, 24)
         with torch.inference_mode():
             forward_rows(model, store, ids[:, :6], [0, 0])
-            outputs.append(head_logits(model, forward_rows(model, store, ids[:, 6:11], [6, 5], branches)))
+            outputs.append(head_logits(model, forward_rows(model, store, ids[:, 6:11], [6, 5], attention)))
     torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-5)
 
 

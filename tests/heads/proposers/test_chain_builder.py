@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from configs.schema.decoding import SamplingConfig
-from heads.proposers.chain_builder import Drafting
+from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.vocabulary import DraftVocabulary
-from heads.sampling.counter_rng import Role, Streams
+from heads.sampling.counter_rng import CounterRNG, Role
 from heads.sampling.probabilities import draw, token_probabilities
 
 VOCABULARY = DraftVocabulary(token_ids_W=torch.tensor([1, 4, 6]), target_vocab_size=8)
@@ -15,13 +15,13 @@ SAMPLED = SamplingConfig(temperature=0.8, top_p=0.9)
 
 
 def drafting(sampling, *, keep_logits=False, rows=(5, 9)):
-    return Drafting(
+    return ChainBuilder(
         rows,
         sampling,
-        Streams(3, range(11, 11 + len(rows)), torch.device("cpu")),
+        CounterRNG(3, range(11, 11 + len(rows)), torch.device("cpu")),
         torch.device("cpu"),
         lambda drafted: VOCABULARY.token_ids_W[drafted],
-        VOCABULARY.spread,
+        VOCABULARY.scatter,
         keep_logits=keep_logits,
     )
 
@@ -39,13 +39,13 @@ def test_sampled_drafts_follow_the_distribution_that_is_handed_over():
     drafted = torch.stack([sampled.add(logits_BW) for logits_BW in STEPS], 1)
     proposal = sampled.proposal()
     assert torch.equal(proposal.tokens_BG, drafted)
-    streams = Streams(3, [11, 12], torch.device("cpu"))
+    rng = CounterRNG(3, [11, 12], torch.device("cpu"))
     for step, logits_BW in enumerate(STEPS):
         probs_BW = token_probabilities(logits_BW, SAMPLED)
         torch.testing.assert_close(proposal.probs_BGV[:, step, VOCABULARY.token_ids_W], probs_BW)
         torch.testing.assert_close(proposal.probs_BGV[:, step].sum(-1), torch.ones(2))
         # The draft that is step places ahead of a row of length n stands at position n + step, in the round named n.
-        uniform_B1 = streams.uniform(Role.DRAFT, torch.tensor([[5 + step], [9 + step]]), torch.tensor([[5], [9]]))
+        uniform_B1 = rng.uniform(Role.DRAFT, torch.tensor([[5 + step], [9 + step]]), torch.tensor([[5], [9]]))
         assert drafted[:, step].tolist() == VOCABULARY.token_ids_W[draw(probs_BW, uniform_B1.squeeze(1))].tolist()
 
 

@@ -64,7 +64,7 @@ def test_all_tensors_of_a_proposal_and_the_streams_cross_in_one_place(target, dr
         crossed.append(copied)
         return copied
 
-    monkeypatch.setattr(heads.proposers.cross_device, "handed_over", noting)
+    monkeypatch.setattr(heads.proposers.cross_device, "transfer", noting)
     seen = []
 
     class Watched(CrossDeviceProposer):
@@ -72,8 +72,8 @@ def test_all_tensors_of_a_proposal_and_the_streams_cross_in_one_place(target, dr
             seen.append(super()._home(proposal))
             return seen[-1]
 
-        def _there(self, streams):
-            there = super()._there(streams)
+        def _there(self, rng):
+            there = super()._there(rng)
             assert any(there.requests_B is each for each in crossed)
             return there
 

@@ -10,9 +10,9 @@ import torch
 
 from configs.schema.decoding import DecodeConfig, SamplingConfig
 from configs.schema.drafting import CalibrationPoint, ConfidenceStopping, CostStopping, EntropyStopping
-from heads.proposers.chain_builder import Drafting
+from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.draft_length import CostRule, calibrated, rule_for, tokens_per_millisecond
-from heads.sampling.counter_rng import Streams
+from heads.sampling.counter_rng import CounterRNG
 
 CPU = torch.device("cpu")
 SURE, UNSURE, BROKEN = [0.0, 5.0, 0.0], [0.0, 0.1, 0.2], [0.0, math.nan, 0.0]
@@ -27,8 +27,8 @@ def cost(**settings):
 
 def drafting(stopping, rows=2, temperature=0.0, keep_logits=False):
     sampling = DecodeConfig(num_speculative_tokens=4, stopping=stopping, temperature=temperature)
-    streams = Streams(0, range(rows), CPU)
-    return Drafting([5] * rows, sampling, streams, CPU, lambda ids: ids, lambda values, _: values, keep_logits=keep_logits)
+    rng = CounterRNG(0, range(rows), CPU)
+    return ChainBuilder([5] * rows, sampling, rng, CPU, lambda ids: ids, lambda values, _: values, keep_logits=keep_logits)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -120,10 +120,10 @@ def test_the_cost_rule_decides_as_its_formula_written_out_says():
             for k in range(1, num_drafts - i + 1):
                 gain = alive * sum(a**j for j in range(1, k + 1))
                 ahead = max(ahead, gain - rho * (k * d + t[i + k] - t[i]))
-            look = rule.look(torch.tensor([[c, 0.0]], dtype=torch.float64))
+            decision = rule.decide(torch.tensor([[c, 0.0]], dtype=torch.float64))
             draws = alive - rho * (t[i] - t[i - 1]) + ahead > 0
             expected = (draws, draws and ahead > 0)
-            assert (look.draws_B.item(), look.goes_on_B.item()) == expected
+            assert (decision.drafts_B.item(), decision.continues_B.item()) == expected
             answers.add(expected)
     assert answers == {(True, True), (True, False), (False, False)}
 
@@ -158,9 +158,9 @@ def test_the_rule_beats_every_fixed_length_and_comes_close_to_the_best_policy_th
     def by_the_rule(outcome):
         rule = CostRule(settings, num_drafts)
         for number, high in enumerate(outcome):
-            look = rule.look(torch.tensor([[accept[high]]], dtype=torch.float64))
-            if not look.goes_on_B:
-                return number + 1, number + int(look.draws_B)
+            decision = rule.decide(torch.tensor([[accept[high]]], dtype=torch.float64))
+            if not decision.continues_B:
+                return number + 1, number + int(decision.drafts_B)
         return num_drafts, num_drafts
 
     distributions = [0.5] * num_drafts
@@ -204,13 +204,13 @@ def test_the_rule_looks_across_a_stair_in_the_cost_of_rows():
     )
     flat_end = stairs.model_copy(update={"target_step_milliseconds": [10.0, 10.0, 16.0]})
     sure = torch.tensor([[0.02, 0.98]])
-    assert CostRule(stairs, 4).look(sure).goes_on_B.tolist() == [True]
-    assert CostRule(flat_end, 2).look(sure).goes_on_B.tolist() == [False]
+    assert CostRule(stairs, 4).decide(sure).continues_B.tolist() == [True]
+    assert CostRule(flat_end, 2).decide(sure).continues_B.tolist() == [False]
 
 
 def test_free_rows_are_always_filled_and_dear_rows_are_not():
     distribution = torch.tensor([[0.3, 0.35, 0.35]])
     free = cost(target_step_milliseconds=[10.0] * 5, draft_step_milliseconds=5.0, tokens_per_second=100.0)
     dear = cost(target_step_milliseconds=[10.0, 15.0, 20.0, 25.0, 30.0], draft_step_milliseconds=0.0, tokens_per_second=100.0)
-    assert [value.tolist() for value in CostRule(free, 4).look(distribution)] == [[True], [False]]
-    assert [value.tolist() for value in CostRule(dear, 4).look(distribution)] == [[False], [False]]
+    assert [value.tolist() for value in CostRule(free, 4).decide(distribution)] == [[True], [False]]
+    assert [value.tolist() for value in CostRule(dear, 4).decide(distribution)] == [[False], [False]]

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from heads.proposers.draft_lm import DraftLM
-from heads.sampling.counter_rng import Streams
-from heads.sampling.token_tree import GrownTree, Tree
+from heads.sampling.counter_rng import CounterRNG
+from heads.sampling.token_tree import DynamicTreeSpec, Tree
 
-SHAPES = {"chain": Tree((0, 1, 2, 3, 4)), "grown": GrownTree(num_nodes=5, width=1, depth=5)}
+SHAPES = {"chain": Tree((0, 1, 2, 3, 4)), "grown": DynamicTreeSpec(num_nodes=5, width=1, depth=5)}
 
 
 def likeliest(model, row, num_tokens):
@@ -22,11 +22,11 @@ def likeliest(model, row, num_tokens):
 @torch.no_grad()
 def test_a_row_may_have_fewer_tokens_than_its_neighbour_has_to_catch_up_on(tiny_llama, shape, paths):
     model = tiny_llama(seed=2)
-    draft, streams = DraftLM(model, 64), Streams(0, [1, 2], torch.device("cpu"))
+    draft, rng = DraftLM(model, 64), CounterRNG(0, [1, 2], torch.device("cpu"))
     rows = [[5, 9], [7, 3]]  # a prompt of one token each, and the first token of the answer
     draft.start(rows, 24)
-    draft.propose_tree(rows, SHAPES[shape], None, streams)
+    draft.propose_tree(rows, SHAPES[shape], None, rng)
     draft.commit([len(path) for path in paths])
     rows = [[*row, *path, 40] for row, path in zip(rows, paths, strict=True)]
-    proposal = draft.propose_tree(rows, SHAPES[shape], None, streams)
+    proposal = draft.propose_tree(rows, SHAPES[shape], None, rng)
     assert proposal.tokens_BG.tolist() == [likeliest(model, row, 5) for row in rows]

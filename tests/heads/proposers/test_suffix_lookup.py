@@ -9,7 +9,7 @@ from configs.schema.decoding import DecodeConfig, SamplingConfig
 from eval.decoder.decode import Request, decode, generate
 from heads.proposers.suffix_automaton import MOST_COUNTED, ROOT, Match, SuffixAutomaton
 from heads.proposers.suffix_lookup import SuffixLookup
-from heads.sampling.counter_rng import Streams
+from heads.sampling.counter_rng import CounterRNG
 
 CPU = torch.device("cpu")
 TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=4)
@@ -85,8 +85,8 @@ def test_one_token_repeated_costs_no_more_than_its_length():
 
 
 def propose(lookup, tokens, num_tokens=4):
-    streams = Streams(0, range(len(tokens)), CPU)
-    proposal = lookup.propose(tokens, num_tokens, SamplingConfig(), streams, keep_logits=False)
+    rng = CounterRNG(0, range(len(tokens)), CPU)
+    proposal = lookup.propose(tokens, num_tokens, SamplingConfig(), rng, keep_logits=False)
     return [row[:count] for row, count in zip(proposal.tokens_BG.tolist(), proposal.num_drafted, strict=True)]
 
 

@@ -9,16 +9,16 @@ from configs.schema.heads import Eagle3Settings, HydraSettings, MedusaSettings, 
 from heads.families.registry import FAMILIES
 from heads.inference.causal_lm import new_cache
 from heads.proposers.draft_lm import DraftLM
-from heads.proposers.tree_builder import GrownGrowth, StaticGrowth
+from heads.proposers.tree_builder import DynamicTreeBuilder, StaticTreeBuilder
 from heads.proposers.vocabulary import DraftVocabulary
-from heads.sampling.counter_rng import Streams
+from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.probabilities import token_probabilities
-from heads.sampling.token_tree import GrownTree, Tree, check_parents
+from heads.sampling.token_tree import DynamicTreeSpec, Tree, check_parents
 from heads.target.hidden_states import forward_states
 from tests.support import family_checks as checks
 
 TREE = Tree((0, 0, 0, 1, 1, 3, 4, 6, 6))
-GROWN = GrownTree(num_nodes=7, width=3, depth=3)
+GROWN = DynamicTreeSpec(num_nodes=7, width=3, depth=3)
 SAMPLING = SamplingConfig(temperature=1.2, top_p=0.9)
 SOME_TOKENS = DraftVocabulary(token_ids_W=torch.arange(1, 64, 2), target_vocab_size=64)
 HEADS = {
@@ -100,7 +100,7 @@ def rounds_of(draft, tree, drawn_by=None):
     tokens = [[*prompt, 1] for prompt in checks.PROMPTS[:2]]
     draft.start(tokens)
     for kept in ([2, 0], None):
-        proposal = draft.proposer.propose_tree(tokens, tree, drawn_by, Streams(0, [7, 8], torch.device("cpu")))
+        proposal = draft.proposer.propose_tree(tokens, tree, drawn_by, CounterRNG(0, [7, 8], torch.device("cpu")))
         yield tokens, proposal
         if kept is not None:
             parents, ids = proposal.parents_BN.tolist(), proposal.tokens_BG.tolist()
@@ -165,7 +165,7 @@ def test_the_draws_of_a_static_tree_follow_the_distribution_without_replacement(
     number = 4000
     tokens = [[1, 2, 3]] * number
     draft.start(tokens, 8)
-    proposal = draft.propose_tree(tokens, Tree((0, 0)), SamplingConfig(temperature=1.5), Streams(0, range(number), "cpu"))
+    proposal = draft.propose_tree(tokens, Tree((0, 0)), SamplingConfig(temperature=1.5), CounterRNG(0, range(number), "cpu"))
     distribution = proposal.probs_BKV[0, 0].double()
     expected = distribution.unsqueeze(1) * distribution / (1 - distribution).unsqueeze(1)
     expected.fill_diagonal_(0.0)
@@ -179,17 +179,17 @@ def test_the_draws_of_a_static_tree_follow_the_distribution_without_replacement(
 
 
 def test_a_tree_wider_than_the_drafts_vocabulary_is_refused():
-    growth = StaticGrowth(Tree((0, 0, 0)), 1, lambda ids: ids)
+    builder = StaticTreeBuilder(Tree((0, 0, 0)), 1, lambda ids: ids)
     with pytest.raises(InputError, match="3 children, and the draft knows 2 tokens"):
-        growth.add(torch.zeros(1, 1, 2))
+        builder.add(torch.zeros(1, 1, 2))
 
 
 def test_a_grown_tree_keeps_parents_of_what_it_keeps_where_confidences_tie_or_are_no_numbers():
     for logits in (torch.tensor([[[200.0, 0.0, 0.0]]]), torch.full((1, 1, 3), float("nan")), torch.zeros(1, 1, 3)):
-        growth = GrownGrowth(GrownTree(num_nodes=4, width=2, depth=4), lambda ids: ids)
-        while growth.add(logits) is not None:
+        builder = DynamicTreeBuilder(DynamicTreeSpec(num_nodes=4, width=2, depth=4), lambda ids: ids)
+        while builder.add(logits) is not None:
             pass
-        proposal = growth.proposal()
+        proposal = builder.proposal()
         check_parents(proposal.parents_BN[0].tolist())
         depths = [len(way) for way in ways(proposal.parents_BN[0].tolist(), proposal.tokens_BG[0].tolist())]
         assert depths == sorted(depths)

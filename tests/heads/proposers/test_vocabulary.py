@@ -34,10 +34,10 @@ def test_ids_that_name_no_tokens_of_the_target_are_refused(ids, words):
 
 def test_values_are_spread_to_the_places_of_their_tokens():
     values = torch.arange(10.0).view(2, 5)
-    spread = vocabulary_of(IDS).spread(values, -1.0)
-    assert spread.shape == (2, 64)
-    assert torch.equal(spread[:, IDS], values)
-    assert (spread == -1).sum() == 2 * 59
+    scatter = vocabulary_of(IDS).scatter(values, -1.0)
+    assert scatter.shape == (2, 64)
+    assert torch.equal(scatter[:, IDS], values)
+    assert (scatter == -1).sum() == 2 * 59
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -4,16 +4,16 @@ import pytest
 import torch
 
 from configs.schema.decoding import SamplingConfig
-from heads.sampling.counter_rng import Role, Streams
-from heads.sampling.probabilities import draw, likeliest, token_probabilities
+from heads.sampling.counter_rng import CounterRNG, Role
+from heads.sampling.probabilities import draw, greedy_token, token_probabilities
 
 CPU = torch.device("cpu")
 
 
 def test_numbers_are_uniform_and_uncorrelated_over_positions_requests_and_roles():
-    streams = Streams(0, range(200), CPU)
+    rng = CounterRNG(0, range(200), CPU)
     positions = torch.arange(200).expand(200, 200)
-    numbers = {role: streams.uniform(role, positions, positions[:, :1]) for role in Role}
+    numbers = {role: rng.uniform(role, positions, positions[:, :1]) for role in Role}
     for values in numbers.values():
         assert values.min() >= 0
         assert values.max() < 1
@@ -27,8 +27,8 @@ def test_numbers_are_uniform_and_uncorrelated_over_positions_requests_and_roles(
 
 def test_a_request_gets_the_same_numbers_wherever_it_stands():
     positions = torch.arange(5).expand(3, 5)
-    one = Streams(3, [10, 20, 30], CPU)
-    other = Streams(3, [30, 10], CPU)
+    one = CounterRNG(3, [10, 20, 30], CPU)
+    other = CounterRNG(3, [30, 10], CPU)
     rounds = torch.tensor([[5], [7], [5]])
     assert torch.equal(
         one.uniform(Role.DRAFT, positions, rounds)[0], other.uniform(Role.DRAFT, positions[:2], rounds[:2].flip(0))[1]
@@ -39,19 +39,19 @@ def test_a_request_gets_the_same_numbers_wherever_it_stands():
 
 def test_seed_position_and_role_each_change_the_number():
     position = torch.tensor([[4]])
-    base = Streams(0, [1], CPU).uniform(Role.TARGET, position)
-    assert base != Streams(1, [1], CPU).uniform(Role.TARGET, position)
-    assert base != Streams(0, [1], CPU).uniform(Role.TARGET, position + 1)
-    assert base != Streams(0, [1], CPU).uniform(Role.RESIDUAL, position)
+    base = CounterRNG(0, [1], CPU).uniform(Role.TARGET, position)
+    assert base != CounterRNG(1, [1], CPU).uniform(Role.TARGET, position)
+    assert base != CounterRNG(0, [1], CPU).uniform(Role.TARGET, position + 1)
+    assert base != CounterRNG(0, [1], CPU).uniform(Role.RESIDUAL, position)
 
 
 @pytest.mark.parametrize("role", [Role.DRAFT, Role.ACCEPT])
 def test_a_position_gets_other_numbers_for_drafting_and_accepting_in_another_round(role):
-    streams, positions = Streams(0, range(500), CPU), torch.full((500, 1), 9)
-    one, other = (streams.uniform(role, positions, torch.full((500, 1), first)) for first in (7, 8))
+    rng, positions = CounterRNG(0, range(500), CPU), torch.full((500, 1), 9)
+    one, other = (rng.uniform(role, positions, torch.full((500, 1), first)) for first in (7, 8))
     assert abs(float(torch.corrcoef(torch.cat([one, other], 1).T)[0, 1])) < 0.15
     with pytest.raises(ValueError, match="belong to a round"):
-        streams.uniform(role, positions)
+        rng.uniform(role, positions)
 
 
 def naive_distribution(logits, temperature, top_k, top_p):
@@ -102,9 +102,9 @@ def test_temperature_zero_is_one_hot_and_low_temperature_approaches_it():
 def test_the_likeliest_token_is_the_first_of_those_that_tie_and_a_nan_shows(dtype):
     logits = torch.randint(-3, 4, (50, 3, 999), generator=torch.Generator().manual_seed(0)).to(dtype)
     first = torch.tensor([[row.index(max(row)) for row in rows] for rows in logits.tolist()])
-    assert torch.equal(likeliest(logits), first)
+    assert torch.equal(greedy_token(logits), first)
     logits[0, 1, 7] = float("nan")
-    assert likeliest(logits)[0, 1] == 7
+    assert greedy_token(logits)[0, 1] == 7
 
 
 def test_top_k_beyond_the_vocabulary_and_a_tiny_top_p_are_harmless():

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, Lla
 
 from configs.schema.drafting import StaticTree, TreeConfig
 from heads.inference.causal_lm import backbone, forward_rows, new_cache
-from heads.sampling.token_tree import GrownTree, Tree, check_parents, depths_of, lineage, tree_from, whole_tree
+from heads.sampling.token_tree import DynamicTreeSpec, Tree, ancestor_mask, check_parents, depths_of, tree_attention, tree_from
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
 GROUPED = SMALL | {"num_key_value_heads": 2, "intermediate_size": 48}
@@ -39,7 +39,7 @@ def way_to(parents, row):
 @given(parents_of_trees)
 @settings(max_examples=30, deadline=None)
 def test_the_lineage_of_a_row_is_the_way_to_it(parents):
-    seen = lineage(torch.tensor([parents]))[0]
+    seen = ancestor_mask(torch.tensor([parents]))[0]
     for row in range(len(parents) + 1):
         assert seen[row].nonzero().squeeze(1).tolist() == [0, *way_to(parents, row)]
     assert depths_of(parents) == (seen.sum(-1) - 1).tolist()
@@ -58,8 +58,8 @@ def test_each_token_of_a_tree_is_computed_as_the_end_of_its_own_text_and_the_pat
     forward_rows(model, cache, torch.tensor([text[:9] for text in TEXTS]), [0, 0, 0])
     drafts = torch.randint(0, 64, (3, 7), generator=torch.Generator().manual_seed(2))
     ids = torch.cat([torch.tensor([[text[length]] for text, length in zip(TEXTS, LENGTHS, strict=True)]), drafts], 1)
-    branches = whole_tree(torch.tensor(PARENTS), LENGTHS)
-    hidden = forward_rows(model, cache, ids, branches.starts, branches)
+    attention = tree_attention(torch.tensor(PARENTS), LENGTHS)
+    hidden = forward_rows(model, cache, ids, attention.starts, attention)
     texts = []
     for row, (text, length, parents) in enumerate(zip(TEXTS, LENGTHS, PARENTS, strict=True)):
         for node in range(8):
@@ -73,7 +73,7 @@ def test_each_token_of_a_tree_is_computed_as_the_end_of_its_own_text_and_the_pat
 
 
 def test_a_padded_proposal_still_hides_its_branches_from_one_another():
-    seen = lineage(torch.tensor([[0, 0, -1, -1]]).clamp(min=0))[0]
+    seen = ancestor_mask(torch.tensor([[0, 0, -1, -1]]).clamp(min=0))[0]
     assert seen[2].tolist() == [True, False, True, False, False]
 
 
@@ -124,6 +124,6 @@ def test_a_tree_knows_its_measures_and_can_be_cut():
     assert tree.cut(2) == Tree((0, 0, 0, 1, 1, 3))
     assert tree.cut(0) == Tree(())
     assert (Tree(()).depth, Tree(()).width) == (0, 0)
-    grown = GrownTree(num_nodes=6, width=4, depth=5)
+    grown = DynamicTreeSpec(num_nodes=6, width=4, depth=5)
     assert (grown.cut(2).depth, grown.num_slots, grown.cut(2).num_slots) == (2, 16, 6)
-    assert GrownTree(num_nodes=2, width=1, depth=5).num_slots == 5  # a chain in its place may be as long as it is deep
+    assert DynamicTreeSpec(num_nodes=2, width=1, depth=5).num_slots == 5  # a chain in its place may be as long as it is deep

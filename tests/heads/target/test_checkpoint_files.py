@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from configs.runtime.errors import InputError
 from heads.target import checkpoint_files
-from heads.target.checkpoint_files import Stored, constant, read_weights, write_weights
+from heads.target.checkpoint_files import LazyTensor, constant, read_weights, write_weights
 
 VALUES = {
     "ids": torch.arange(7),
@@ -49,7 +49,7 @@ def test_memory_is_taken_for_one_tensor_at_a_time(tmp_path):
         return value
 
     alive = []
-    stored = Stored(shape=(64, 64), dtype=torch.float32, load=load)
+    stored = LazyTensor(shape=(64, 64), dtype=torch.float32, load=load)
     write_weights(tmp_path / "model.safetensors", {str(number): stored for number in range(6)})
     assert max(held) <= 1  # the one before may live until its name is bound anew
 
@@ -90,9 +90,9 @@ def test_a_tensor_is_read_in_blocks_of_rows(tmp_path, monkeypatch):
 
 
 def test_blocks_that_are_not_what_was_said_are_no_file(tmp_path):
-    short = Stored(shape=(4, 2), dtype=torch.float32, load=lambda: torch.zeros(3, 2))
+    short = LazyTensor(shape=(4, 2), dtype=torch.float32, load=lambda: torch.zeros(3, 2))
     with pytest.raises(RuntimeError, match="was to take 32 bytes, got 24"):
         write_weights(tmp_path / "model.safetensors", {"a": short})
-    other = Stored(shape=(4, 2), dtype=torch.float32, load=lambda: torch.zeros(4, 2).half())
+    other = LazyTensor(shape=(4, 2), dtype=torch.float32, load=lambda: torch.zeros(4, 2).half())
     with pytest.raises(RuntimeError, match=r"was to be torch\.float32"):
         write_weights(tmp_path / "model.safetensors", {"a": other})
