@@ -67,7 +67,7 @@ def test_a_head_that_is_spread_has_the_same_likeliest_token(sign):
     rows_WD = torch.randn(6, 8, generator=generator) + common_D
     ids_W = torch.tensor([1, 2, 5, 11, 17, 30])
     states_ND = torch.randn(100, 8, generator=generator) + sign * common_D  # all logits positive, or all negative
-    whole_VD = constant(rows_WD).spread(ids_W, 32).load()
+    whole_VD = constant(rows_WD).full_vocabulary_head(ids_W, 32).load()
     logits_NV, own_NW = states_ND @ whole_VD.T, states_ND @ rows_WD.T
     assert bool((sign * own_NW > 0).all())
     torch.testing.assert_close(logits_NV[:, ids_W], own_NW)
