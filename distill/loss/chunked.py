@@ -1,20 +1,16 @@
 """The distillation loss from hidden states, a few positions at a time, so that no `[positions, vocabulary]` tensor ever lives.
 
-draft hidden -> draft head -> logits, target hidden -> target head -> logits, divergence and gradient
-(`distill.loss.gradients`), back through the head: all of it for `chunk_size` positions, then the next. The target's side may
-come from elsewhere, see `distill.loss.target_logits`. One autograd function does this in its forward, where the logits exist
-anyway, and keeps only the gradients with respect to the draft's hidden states and head; its backward multiplies them with the
-gradient that comes from above. Value and gradients are those of the unchunked loss.
+For `chunk_size` rows at a time: draft hidden states -> draft head -> logits, the target's rows (`distill.loss.target_logits`),
+divergence and gradient (`distill.loss.gradients`), back through the draft's head. One autograd function does this in its
+forward, where the logits exist anyway, and keeps only the gradients with respect to the draft's hidden states and head; its
+backward multiplies them with the incoming gradient. Value and gradients are those of the unchunked loss.
 
-Positions are flat here: row n stands at some position t and predicts token t+1. N rows, M of them with a weight, C rows of
-one chunk, D and E width of draft and target, V target vocabulary, W draft vocabulary.
+Row n stands at some position t and predicts token t+1. N rows, C rows of one chunk, D width of the draft, V target vocabulary,
+W draft vocabulary.
 
-Where processes hold weights in parts, the head's must be whole during the call and, where trained, when its gradient arrives.
-A linear head is applied without running its module: engines that split weights gather them whenever a module runs, in all
-processes together, and these may have different numbers of chunks.
-
-Left out on purpose: handing the work to liger-kernel on a GPU, whose losses see no acceptance, and results would depend on
-what is installed.
+Where processes hold weights in parts (FSDP, ZeRO-3), the head's must be whole during the call and, where trained, when its
+gradient arrives. A linear head is applied without running its module: such engines gather weights whenever a module runs, in
+all processes together, and these may have different numbers of chunks.
 """
 
 from __future__ import annotations
@@ -32,14 +28,14 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from distill.loss.divergences import Divergence
-from distill.loss.gradients import Comparison, Rule, compare
-from distill.loss.target_logits import HiddenRows, TargetRows
+from distill.loss.gradients import RowStatistics, compare
+from distill.loss.target_logits import TargetRows
 from heads.inference.causal_lm import head_logits
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogitHead:
-    """What makes logits of hidden states, row by row.
+    """A function from hidden states to logits, row by row.
 
     logits_of: `[C, D]` -> `[C, V]`, in whatever dtype the matmul gives (bfloat16 under autocast).
     parameters: every tensor inside `logits_of` that may want a gradient. One left out silently gets none.
@@ -50,14 +46,14 @@ class LogitHead:
 
 
 class ChunkedLoss(NamedTuple):
-    """A loss, and what was seen on the way. Rows of weight 0 were not computed: they read 0 and False.
+    """A loss and its per-row statistics. Rows of weight 0 were not computed: they hold 0 and False.
 
     A tuple, because ZeRO-3 finds the tensors that a module returns, and so the start of its backward, in tuples only.
 
     loss: scalar, sum of weights times values; backward goes from here.
     values_N: the divergence at each row, detached.
     acceptance_N: sum_v min(p, q) at temperature 1, exact, detached; mass outside the draft vocabulary counts as rejected.
-    top1_agrees_N: bool, whether draft and target have the same likeliest token: acceptance under greedy decoding.
+    top1_agrees_N: bool, whether draft and target have the same most likely token: acceptance under greedy decoding.
     """
 
     loss: Tensor
@@ -72,31 +68,33 @@ class _Job:
 
     draft_logits_of: Callable[[Tensor], Tensor]
     target: TargetRows
-    rule: Rule
+    divergence: Divergence
     weights_N: Tensor
     chunk_size: int
+    temperature: float
+    draft_token_ids_W: Tensor | None
     draft_labels_N: Tensor | None
 
 
 def model_head(model: PreTrainedModel) -> LogitHead:
     """Return the head of a causal LM, with the soft cap or scale of its architecture; tied or not makes no difference.
 
-    For one batch: what of it is frozen is cast for autocast when first used, and kept.
+    To be made anew for each batch: frozen weights are cast for autocast at their first use, and kept.
     """
-    head = cast(PreTrainedModel, _HeadOnce(model))  # `head_logits` asks for the config and the output embeddings only
+    head = cast(PreTrainedModel, _CachedHead(model))  # `head_logits` reads the config and the output embeddings only
     parameters = tuple(model.get_output_embeddings().parameters())
     return LogitHead(logits_of=lambda hidden_CD: head_logits(head, hidden_CD), parameters=parameters)
 
 
-class _HeadOnce:
-    """A causal LM's head that casts its frozen weights once; autocast remembers trained ones only, and would for each chunk."""
+class _CachedHead:
+    """A causal LM's head that casts its frozen weights once: autocast caches trained weights only."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.config, self._head = model.config, model.get_output_embeddings()
 
     @cached_property
     def _cast_weights(self) -> dict[str, Tensor]:
-        """The weights that autocast would cast and not remember, in its dtype."""
+        """The weights that autocast would cast again for each chunk, in its dtype."""
         return {
             name: weight.to(torch.get_autocast_dtype(weight.device.type))
             for name, weight in self._head.named_parameters()
@@ -117,33 +115,6 @@ def linear_head(weight_VD: Tensor, bias_V: Tensor | None = None) -> LogitHead:
 
 
 def chunked_loss(
-    draft_hidden_ND: Tensor,
-    draft_head: LogitHead,
-    target_hidden_NE: Tensor,
-    target_head: LogitHead,
-    divergence: Divergence,
-    weights_N: Tensor,
-    *,
-    chunk_size: int,
-    temperature: float = 1.0,
-    draft_token_ids_W: Tensor | None = None,
-    labels_N: Tensor | None = None,
-) -> ChunkedLoss:
-    """Return the loss against a target whose hidden states `[N, E]` and head are given; see `chunked_loss_against`."""
-    return chunked_loss_against(
-        HiddenRows(hidden_NE=target_hidden_NE, logits_of=target_head.logits_of),
-        draft_hidden_ND,
-        draft_head,
-        divergence,
-        weights_N,
-        chunk_size=chunk_size,
-        temperature=temperature,
-        draft_token_ids_W=draft_token_ids_W,
-        labels_N=labels_N,
-    )
-
-
-def chunked_loss_against(
     target: TargetRows,
     draft_hidden_ND: Tensor,
     draft_head: LogitHead,
@@ -161,14 +132,14 @@ def chunked_loss_against(
     without labels takes part in the reduction.
 
     Args:
-        target: what the target says at the same positions. No gradient flows into it. Where it is sparse, `acceptance_N` is
-            an upper bound (`distill.loss.divergences.sparse_pair`).
+        target: the target's distributions at the same positions. No gradient flows into it. Where it is sparse,
+            `acceptance_N` is an upper bound (`distill.loss.divergences.sparse_pair`).
         draft_hidden_ND: final, normed hidden states of the draft.
         draft_head: its output may have W columns, see `draft_token_ids_W`.
         divergence: a function of `distill.loss.divergences`, or a mix of them.
-        weights_N: what each row's value is multiplied with in the sum (`distill.loss.divergences.position_weights`). Rows of
-            weight 0
-            (prompts, padding) are left out before any matmul.
+        weights_N: what each row's value is multiplied with in the sum: where a step has L labels in all micro-batches and
+            processes, and gradients are averaged over R processes, R / L, so that every label weighs the same however the
+            batch is split. Rows of weight 0 are left out before any matmul.
         chunk_size: rows whose logits live at one time, at least 1. Changes memory and speed, never the result.
         temperature: divides both sides' logits in the divergence.
         draft_token_ids_W: int64, the target's id of each draft token (d2t); None where the vocabularies are one.
@@ -187,13 +158,15 @@ def chunked_loss_against(
     job = _Job(
         draft_logits_of=draft_head.logits_of,
         target=target,
-        rule=Rule(divergence=divergence, temperature=temperature, draft_token_ids_W=draft_token_ids_W),
+        divergence=divergence,
         weights_N=weights_N.detach(),
         chunk_size=chunk_size,
+        temperature=temperature,
+        draft_token_ids_W=draft_token_ids_W,
         draft_labels_N=_draft_ids(labels_N, draft_token_ids_W),
     )
     inputs = (draft_hidden_ND, *draft_head.parameters)
-    if not torch.is_grad_enabled():  # asked here, because inside the function's forward gradients are always off
+    if not torch.is_grad_enabled():  # checked here: inside the function's forward gradients are always off
         inputs = tuple(tensor.detach() for tensor in inputs)
     loss, values_N, acceptance_N, top1_agrees_N = _ChunkedLoss.apply(job, draft_head.parameters, *inputs)
     return ChunkedLoss(loss=loss, values_N=values_N, acceptance_N=acceptance_N, top1_agrees_N=top1_agrees_N)
@@ -217,9 +190,9 @@ class _ChunkedLoss(torch.autograd.Function):
         for rows_C in weights_N.nonzero().squeeze(-1).split(job.chunk_size):
             hidden_CD = hidden_ND[rows_C].requires_grad_(wanted[0])
             leaves = [hidden_CD, *trained] if wanted[0] else trained
-            seen, gradients = _compare(job, rows_C, hidden_CD, leaves, weights_N[rows_C] / unit)
-            values_N[rows_C], acceptance_N[rows_C] = seen.values_C.to(wide), seen.acceptance_C.to(wide)
-            top1_agrees_N[rows_C] = seen.top1_agrees_C
+            statistics, gradients = _compare_chunk(job, rows_C, hidden_CD, leaves, weights_N[rows_C] / unit)
+            values_N[rows_C], acceptance_N[rows_C] = statistics.values_C.to(wide), statistics.acceptance_C.to(wide)
+            top1_agrees_N[rows_C] = statistics.top1_agrees_C
             if grad_hidden_ND is not None:
                 grad_hidden_ND[rows_C] = gradients.pop(0)
             for total, gradient in zip(grad_parameters, gradients, strict=True):
@@ -238,27 +211,34 @@ class _ChunkedLoss(torch.autograd.Function):
         return None, None, *((next(gradients) * scale).to(dtype) if dtype is not None else None for dtype in ctx.wanted_dtypes)
 
 
-def _compare(
+def _compare_chunk(
     job: _Job, rows_C: Tensor, hidden_CD: Tensor, leaves: list[Tensor], weights_C: Tensor
-) -> tuple[Comparison, list[Tensor]]:
-    """Return what was seen at the rows of a chunk, and the gradient of their weighted sum for each leaf of the draft's head.
+) -> tuple[RowStatistics, list[Tensor]]:
+    """Return the statistics of a chunk's rows, and the gradient of their weighted sum for each leaf of the draft's head.
 
-    A function of its own so that a chunk's logits are gone before the next chunk's are made.
+    A function of its own so that a chunk's logits are freed before the next chunk's are computed.
     """
     with torch.set_grad_enabled(bool(leaves)):
         draft_logits_CW = job.draft_logits_of(hidden_CD)
-    labels_C = None if job.draft_labels_N is None else job.draft_labels_N[rows_C]
     target = job.target.at(rows_C)
-    seen, gradient_CW = compare(job.rule, target, draft_logits_CW.detach(), labels_C, weights_C if leaves else None)
+    statistics, gradient_CW = compare(
+        job.divergence,
+        target,
+        draft_logits_CW.detach(),
+        weights_C if leaves else None,
+        temperature=job.temperature,
+        draft_token_ids_W=job.draft_token_ids_W,
+        labels_C=None if job.draft_labels_N is None else job.draft_labels_N[rows_C],
+    )
     if not leaves:
-        return seen, []
+        return statistics, []
     del target  # before the head's gradient takes memory
     with torch.autocast(hidden_CD.device.type, enabled=False):  # as everywhere, autocast belongs to the forward alone
-        return seen, list(torch.autograd.grad(draft_logits_CW, leaves, gradient_CW))
+        return statistics, list(torch.autograd.grad(draft_logits_CW, leaves, gradient_CW))
 
 
 def _largest(weights_N: Tensor) -> Tensor:
-    """Return the largest size among the weights, or 1 where there is none above 0.
+    """Return the largest absolute weight, or 1 where all are 0.
 
     Gradients are kept in units of it. A weight is one over the count of labels, and under float16 the gradient of a logit
     times that would underflow before the loss scale, which only arrives in the backward, could lift it.

@@ -1,14 +1,10 @@
-"""Divergences between the target's next-token distribution p and the draft's q, one function each, one value a position.
+"""Divergences between the target's next-token distribution p and the draft's q: one function each, one value per position.
 
 A divergence takes a `Pair` (both sides as log-probabilities over the same buckets) and returns `[...]` values. Pairs come from
-`dense_pair` (logits on both sides) or `sparse_pair` (the target's top-k log-probabilities and its tail mass). Position t
-predicts token t+1: dropping positions whose label is not trained is the caller's mask, see `reduce_by_count`.
-The logits of a whole batch at once take memory; `distill.loss.chunked` goes through them a few rows at a time, with the
-gradient in closed form where `distill.loss.gradients` has it. A divergence that stands only here works everywhere, by
-autograd.
-
-Left out on purpose: sparse targets for a reduced draft vocabulary, whose tail cannot be split into what the draft can say and
-what it cannot. V target vocabulary, W draft vocabulary, K kept tokens, C buckets (V, W or K + 1); `...` any leading dims.
+`dense_pair` (logits on both sides) or `sparse_pair` (the target's top-k log-probabilities and its tail mass), made a chunk of
+rows at a time by `distill.loss.target_logits`. To add a divergence, add a function and its name in `DIVERGENCES`; autograd
+differentiates it unless `distill.loss.gradients` has its gradient in closed form.
+V target vocabulary, W draft vocabulary, K kept tokens, C buckets (V, W or K + 1); `...` any leading dims.
 """
 
 from __future__ import annotations
@@ -22,6 +18,7 @@ import torch
 from torch import Tensor
 
 from configs.runtime.errors import InputError
+from configs.schema.learning import LossConfig
 
 # Stands for log 0. Finite, so that 0 * log 0 is 0 and a gradient is never NaN; far below what logits of +-1e4 can reach.
 LOG_ZERO = -1e5
@@ -67,7 +64,7 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class SparseTarget:
-    """The target's K likeliest tokens at each position, and the mass of all others.
+    """The target's K most likely tokens at each position, and the mass of all others.
 
     log_probs: `[..., K]`, any float type; token_ids: `[..., K]`, int64, distinct; log_tail: `[...]`, log of the remaining mass.
     temperature: what the target's logits were divided by when this was recorded. It cannot be changed afterwards.
@@ -127,7 +124,7 @@ def sparse_pair(target: SparseTarget, draft_logits: Tensor, *, labels: Tensor | 
     """Pair a sparse target with full rows of draft logits `[..., V]`, at the temperature the target was recorded at.
 
     The tail is one more bucket, for both sides: C is K + 1. Merging tokens never adds to a divergence, so KL, JSD and total
-    variation come out as lower bounds of the dense ones, and `acceptance` as an upper bound.
+    variation are lower bounds of the dense ones, and `acceptance` as an upper bound.
     """
     log_q = _scaled(draft_logits, target.temperature).log_softmax(-1).clamp(min=LOG_ZERO)
     log_q_tail = log_q.scatter(-1, target.token_ids, LOG_ZERO).logsumexp(-1, keepdim=True)
@@ -142,7 +139,7 @@ def sparse_pair(target: SparseTarget, draft_logits: Tensor, *, labels: Tensor | 
 
 
 def acceptance(pair: Pair) -> Tensor:
-    """Return `[...]` the exact chance that a token drawn from q is accepted: sum_v min(p, q) = 1 - total variation.
+    """Return `[...]` the exact probability that a token drawn from q is accepted: sum_v min(p, q) = 1 - total variation.
 
     Target mass on tokens that the draft's vocabulary leaves out counts as rejected (p is not renormalised).
     """
@@ -151,8 +148,8 @@ def acceptance(pair: Pair) -> Tensor:
 
 # --- the KL family ------------------------------------------------------------------------------------------------
 # At a high temperature the gradient of these with respect to the logits falls like 1/T^2 (one 1/T from the division, one
-# because p - q itself shrinks), and the factor T^2 keeps its size (Hinton et al. 2015). All see p within the draft's
-# vocabulary: what the draft cannot say it cannot learn either.
+# because p - q itself shrinks), and the factor T^2 keeps its size (Hinton et al. 2015). All take p within the
+# draft's vocabulary: the draft cannot learn a token that it cannot propose.
 
 
 def forward_kl(pair: Pair) -> Tensor:
@@ -227,7 +224,7 @@ def blend_weight(pair: Pair, eta: float, mean_acceptance: float | Tensor | None)
     return torch.exp(-eta * torch.as_tensor(alpha, dtype=pair.log_q.dtype, device=pair.log_q.device))
 
 
-# --- labels, mixes, reduction -------------------------------------------------------------------------------------
+# --- labels and mixes ------------------------------------------------------------------------------------------------
 
 
 def cross_entropy(pair: Pair) -> Tensor:
@@ -289,30 +286,10 @@ def mix(weights: Mapping[str, float], settings: Mapping[str, Mapping[str, float]
     return Mix(tuple(parts))
 
 
-def position_weights(mask: Tensor, global_count: int | Tensor, *, world_size: int = 1) -> Tensor:
-    """Return `[...]`, float32, what each position's value is multiplied with in the loss: `world_size / global_count` or 0.
-
-    `sum(position_weights * values)` is `reduce_by_count(values)`; `distill.loss.chunked` takes the weights.
-
-    Args:
-        mask: `[...]`, bool or 0/1, aligned with the values: true at t where token t+1 is a trained label.
-        global_count: the number of true positions in the whole optimiser step: all micro-steps, all ranks. So every label
-            weighs the same however the batch is split, where a mean of means would favour labels in short micro-batches.
-        world_size: the number of ranks where gradients are averaged over ranks (DDP, FSDP, DeepSpeed), to undo that
-            mean; 1 where they are summed. Where the loop divides by the number of micro-steps (accelerate's
-            `backward`), multiply that in as well.
-    """
-    count = torch.as_tensor(global_count, dtype=torch.float32, device=mask.device)
-    return mask.to(torch.float32) * (world_size / count.clamp(min=1))  # a step without any label costs 0, not NaN
-
-
-def reduce_by_count(values: Tensor, mask: Tensor, global_count: int | Tensor, *, world_size: int = 1) -> Tensor:
-    """Return the scalar sum of `values` `[...]` where `mask` holds, divided by the global count; see `position_weights`.
-
-    Values outside the mask are never looked at: not even an infinite one there reaches the sum.
-    """
-    weights = position_weights(mask, global_count, world_size=world_size).to(values.dtype)
-    return (torch.where(mask.bool(), values, 0) * weights).sum()
+def configured_divergence(config: LossConfig) -> Divergence:
+    """Return the divergence, or the weighted mix of them, that a config names."""
+    weights = config.weights
+    return mix(weights, {name: each for name, each in config.settings.model_dump().items() if name in weights})
 
 
 def _kl(a: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The distillation objective: the target's hidden states of a batch, and the divergence of the draft from what they say.
+"""The objective of a draft LM: its divergence from the target at the positions before each label of a batch.
 
 B batch, T positions, D width of the draft, E width of the target, N rows that have a label, V vocabulary,
 W the draft's vocabulary where it is reduced.
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from configs.schema.learning import LossConfig
-from distill.loss.chunked import ChunkedLoss, LogitHead, chunked_loss_against, model_head
-from distill.loss.divergences import Divergence, SparseTarget, mix
+from distill.loss.chunked import ChunkedLoss, LogitHead, chunked_loss, model_head
+from distill.loss.divergences import SparseTarget, configured_divergence
 from distill.loss.target_logits import HiddenRows, SparseRows, TargetRows
 from heads.inference.model_checks import read_documents
 from heads.modules.interface import Batch
@@ -33,20 +33,14 @@ def target_hidden(target: Target, batch: Batch) -> Tensor:
         return read_documents(target.model, batch.input_ids_BT, batch.packed_positions_BT)
 
 
-def configured_divergence(config: LossConfig) -> Divergence:
-    """Return the divergence, or the weighted mix of them, that a config asks for."""
-    weights = config.weights
-    return mix(weights, {name: each for name, each in config.settings.model_dump().items() if name in weights})
-
-
 class DraftObjective(nn.Module):
     """A draft LM and its loss in one module, so that wrappers (DDP, FSDP, DeepSpeed) see every use of its parameters.
 
     Args:
         draft: the draft being trained.
-        target: whose distribution is learnt.
-        config: which divergence, and how much memory it may take.
-        vocabulary: the tokens the draft will be able to say; None: all of the target's.
+        target: the frozen target.
+        config: the divergence, its temperature and the chunk size.
+        vocabulary: the draft's reduced vocabulary; None: all of the target's tokens.
         timed: takes the name of a part of the step, returns a context manager around it; by default does nothing.
 
     Raises:
@@ -90,8 +84,8 @@ class DraftObjective(nn.Module):
         Args:
             input_ids_BT: token ids.
             loss_mask_BT: True at label tokens; position t - 1 predicts the label at t.
-            signal: what the target says: its hidden states `[B, T, E]`, read before labels only, or a sparse target of the
-                N rows before labels, in the order of the mask.
+            signal: the target's final hidden states `[B, T, E]`, read before labels only, or a sparse target of the N rows
+                before labels, in the order of the mask.
             num_labels: labels of the whole optimiser step, over all processes and micro-batches; the loss is a sum over
                 this batch divided by it.
             world_size: processes whose gradients are averaged afterwards, which this factor undoes.
@@ -103,7 +97,7 @@ class DraftObjective(nn.Module):
         draft_ND = hidden_BTD[:, :-1][predicts_label_BT]
         labels_N = input_ids_BT[:, 1:][predicts_label_BT] if "cross_entropy" in self._config.weights else None
         weights_N = torch.full((len(draft_ND),), float(world_size), device=draft_ND.device) / num_labels
-        return chunked_loss_against(
+        return chunked_loss(
             self._target_rows(signal, predicts_label_BT),
             draft_ND,
             self._draft_head(),
@@ -131,7 +125,7 @@ class DraftObjective(nn.Module):
         return LogitHead(logits_of=rows.logits, parameters=rows.parameters)
 
     def _trimmed(self, head: LogitHead) -> LogitHead:
-        """Return a head without the padded rows that only one of the two models has: no token has those ids."""
+        """Return a head without the padded rows that only one of the two models has."""
         return LogitHead(
             logits_of=lambda hidden_ND: head.logits_of(hidden_ND)[..., : self._shared_vocab_size], parameters=head.parameters
         )

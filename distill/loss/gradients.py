@@ -1,44 +1,133 @@
-"""Draft and target compared at the rows of one chunk: divergence, its gradient with respect to the draft's logits, acceptance.
+"""The divergence of a chunk of rows and its gradient with respect to the draft's logits.
 
-Between the heads and the divergences: `distill.loss.chunked` brings both sides' logits, a few rows of them are made a `Pair`
-and handed to a closed form (`distill.loss.gradients`), or to autograd where there is none. Few rows, because on a CPU a pass
-over the vocabulary costs ten times as much once its tensors fall out of the cache and the system takes the memory back.
-
-C rows of one chunk, R of them at a time, V target vocabulary, W draft vocabulary.
-
-
-Divergences together with their gradients with respect to the draft's logits, where both are known in closed form.
-
-`distill.loss.divergences` defines the divergences, as functions that autograd can follow. The chunked loss needs value and
-gradient of each position once, and takes both from here in one go (`distill.loss.gradients`): fewer passes over the
-vocabulary, no graph. A divergence need not be here. One that is not, a mix that holds one, and sparse pairs go through
-autograd.
+`distill.loss.chunked` passes the logits of one chunk to `compare`, which goes through them a tile of rows at a time: on a CPU
+a pass over the vocabulary costs ten times as much once its tensors no longer fit into the cache. Where the divergence has a
+closed form below, value and gradient come from that, in fewer passes over the vocabulary and without a graph; sparse targets,
+cross-entropy (which stays at temperature 1) and functions of one's own go through autograd.
 
 The draft's logits x enter by log q = x / T - log sum exp(x / T), so a divergence whose derivative with respect to each log q_v
-is s_v has the gradient (s - q sum s) / T. C buckets of a dense pair, `...` any leading dims.
-
-Left out on purpose: cross-entropy, which stays at temperature 1 while q does not.
+is s_v has the gradient (s - q sum s) / T.
+C rows of one chunk, R rows of a tile, V target vocabulary, W draft vocabulary; `...` any leading dims.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from distill.loss import divergences as losses
+from distill.loss import divergences
 from distill.loss.divergences import LOG_ZERO, Divergence, Mix, Pair, acceptance, at_least_float32
 from distill.loss.target_logits import TargetChunk
 
-# Takes a dense pair; returns the divergence `[...]` and its gradient `[..., C]` with respect to the draft's logits.
+# Takes a dense pair; returns the divergence `[...]` and its gradient `[..., W]` with respect to the draft's logits.
 ClosedForm = Callable[[Pair], tuple[Tensor, Tensor]]
+
+# Bytes of a float32 tensor over the vocabulary, about ten of which are in use at a time: they should stay in the cache.
+# Of 0.6 to 80 MB, 1 to 2 were fastest on one core with 1 MiB of L2 and 32 MiB of shared L3 cache.
+TILE_BYTES = 2**21
+
+
+class RowStatistics(NamedTuple):
+    """What is measured at each of C rows, without a graph.
+
+    values_C: the divergence.
+    acceptance_C: sum_v min(p, q) at temperature 1.
+    top1_agrees_C: bool, whether the most likely tokens agree.
+    """
+
+    values_C: Tensor
+    acceptance_C: Tensor
+    top1_agrees_C: Tensor
+
+
+def compare(
+    divergence: Divergence,
+    target: TargetChunk,
+    draft_logits_CW: Tensor,
+    weights_C: Tensor | None,
+    *,
+    temperature: float = 1.0,
+    draft_token_ids_W: Tensor | None = None,
+    labels_C: Tensor | None = None,
+) -> tuple[RowStatistics, Tensor | None]:
+    """Compare target and draft at the rows of a chunk.
+
+    Args:
+        divergence: a function of `distill.loss.divergences`, a `functools.partial` of one, or a mix.
+        target: its distribution at these rows.
+        draft_logits_CW: any float type, without a graph.
+        weights_C: what each row's value is multiplied with in the sum that the gradient is of; None: no gradient.
+        temperature: divides both sides' logits in the divergence.
+        draft_token_ids_W: int64, the target's id of each draft token; None where the vocabularies are one.
+        labels_C: **draft** ids, negative for none; for `cross_entropy`.
+
+    Returns:
+        The statistics, and the gradient `[C, W]` of the weighted sum of values with respect to the draft's logits, in their
+        dtype, or None.
+    """
+    gradient_CW = None if weights_C is None else torch.empty_like(draft_logits_CW)
+    tiles = []
+    for rows in _tiles(draft_logits_CW, target):
+        statistics_R, gradient_RW = _compare_tile(
+            divergence,
+            target.part(rows),
+            at_least_float32(draft_logits_CW[rows]),
+            None if labels_C is None else labels_C[rows],
+            temperature,
+            draft_token_ids_W,
+            wants_gradient=weights_C is not None,
+        )
+        tiles.append(statistics_R)
+        if weights_C is not None and gradient_CW is not None:
+            torch.mul(gradient_RW, weights_C[rows].unsqueeze(-1), out=gradient_CW[rows])
+    return RowStatistics(*map(torch.cat, zip(*tiles, strict=True))), gradient_CW
+
+
+def _compare_tile(
+    divergence: Divergence,
+    target: TargetChunk,
+    draft_RW: Tensor,
+    labels_R: Tensor | None,
+    temperature: float,
+    ids_W: Tensor | None,
+    *,
+    wants_gradient: bool,
+) -> tuple[RowStatistics, Tensor]:
+    """Return the statistics of a tile, and the gradient `[R, W]` of its values; that is empty where not wanted."""
+    form = closed_form(divergence) if target.is_dense else None
+    by_autograd = wants_gradient and form is None
+    leaf_RW = draft_RW.detach().requires_grad_(by_autograd)
+    with torch.set_grad_enabled(by_autograd):
+        pair = target.pair(leaf_RW, temperature=temperature, draft_token_ids_W=ids_W, labels=labels_R)
+        values_R, gradient_RW = (divergence(pair), leaf_RW.new_empty(0)) if form is None else form(pair)
+        if by_autograd:
+            (gradient_RW,) = torch.autograd.grad(values_R.sum(), leaf_RW)
+    with torch.no_grad():
+        at_one = pair if temperature == 1 else target.pair(draft_RW, temperature=1.0, draft_token_ids_W=ids_W)
+        acceptance_R = acceptance(at_one)
+    draft_top_R = draft_RW.argmax(-1)
+    top1_agrees_R = target.top1_C == (draft_top_R if ids_W is None else ids_W[draft_top_R])
+    return RowStatistics(values_R.detach(), acceptance_R, top1_agrees_R), gradient_RW
+
+
+def _tiles(draft_logits_CW: Tensor, target: TargetChunk) -> Iterator[slice]:
+    """Yield the rows of each tile; on a GPU all of them at once, since small tensors would only add launches."""
+    num_rows, num_columns = draft_logits_CW.shape
+    bytes_per_row = 4 * max(num_columns, target.num_columns)
+    size = max(1, TILE_BYTES // bytes_per_row if draft_logits_CW.device.type == "cpu" else num_rows)
+    for start in range(0, max(1, num_rows), size):  # a chunk of no rows is a tile, too
+        yield slice(start, start + size)
+
+
+# --- closed forms -------------------------------------------------------------------------------------------------
 
 
 def closed_form(divergence: Divergence) -> ClosedForm | None:
-    """Return what computes a divergence and its gradient at once, or None where that is not known.
+    """Return the function that computes a divergence and its gradient at once, or None where there is none.
 
     Args:
         divergence: a function of `distill.loss.divergences`, a `functools.partial` of one that sets its keywords, or a `Mix`
@@ -56,7 +145,7 @@ def forward_kl(pair: Pair) -> tuple[Tensor, Tensor]:
     """The gradient is T (q - p); what the draft masks (log q cut off at `LOG_ZERO`) pulls at nothing, as under autograd."""
     p = torch.where(pair.log_q > LOG_ZERO, pair.p_within, 0)
     gradient = (pair.q * p.sum(-1, keepdim=True)).sub_(p)
-    return losses.forward_kl(pair), _times(gradient, pair.temperature)
+    return divergences.forward_kl(pair), _times(gradient, pair.temperature)
 
 
 def reverse_kl(pair: Pair) -> tuple[Tensor, Tensor]:
@@ -85,7 +174,7 @@ def total_variation(pair: Pair) -> tuple[Tensor, Tensor]:
     """The gradient is q (s - sum q s) / 2T, where s is the sign of q - p."""
     sign = (pair.q - pair.p).sign_()
     mean_sign = (pair.q * sign).sum(-1, keepdim=True)
-    return losses.total_variation(pair), _times(sign.sub_(mean_sign).mul_(pair.q), 0.5 / pair.temperature)
+    return divergences.total_variation(pair), _times(sign.sub_(mean_sign).mul_(pair.q), 0.5 / pair.temperature)
 
 
 def negative_log_acceptance(pair: Pair) -> tuple[Tensor, Tensor]:
@@ -99,7 +188,7 @@ def negative_log_acceptance(pair: Pair) -> tuple[Tensor, Tensor]:
 
 def kl_tv_blend(pair: Pair, *, eta: float = 3.0, mean_acceptance: float | Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The gradient is the blend of the two gradients: the weight is a constant."""
-    weight = losses.blend_weight(pair, eta, mean_acceptance)
+    weight = divergences.blend_weight(pair, eta, mean_acceptance)
     kl, gradient_of_kl = forward_kl(pair)
     distance, gradient_of_distance = total_variation(pair)
     column = weight.unsqueeze(-1)
@@ -107,17 +196,17 @@ def kl_tv_blend(pair: Pair, *, eta: float = 3.0, mean_acceptance: float | Tensor
 
 
 CLOSED_FORMS: dict[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]] = {
-    losses.forward_kl: forward_kl,
-    losses.reverse_kl: reverse_kl,
-    losses.jsd: jsd,
-    losses.total_variation: total_variation,
-    losses.negative_log_acceptance: negative_log_acceptance,
-    losses.kl_tv_blend: kl_tv_blend,
+    divergences.forward_kl: forward_kl,
+    divergences.reverse_kl: reverse_kl,
+    divergences.jsd: jsd,
+    divergences.total_variation: total_variation,
+    divergences.negative_log_acceptance: negative_log_acceptance,
+    divergences.kl_tv_blend: kl_tv_blend,
 }
 
 
 def _mixed(mix: Mix) -> ClosedForm | None:
-    """Return the closed form of a mix, which is there where every part has one."""
+    """Return the closed form of a mix, None unless every part has one."""
     parts = [(form, weight) for divergence, weight in mix.parts if (form := closed_form(divergence)) is not None]
     if len(parts) < len(mix.parts):
         return None
@@ -136,90 +225,3 @@ def _mixed(mix: Mix) -> ClosedForm | None:
 def _times(gradient: Tensor, factor: float) -> Tensor:
     """Multiply in place, where there is anything to multiply with: a pass over the vocabulary is not free."""
     return gradient if factor == 1 else gradient.mul_(factor)
-
-
-# Bytes of a float32 tensor over the vocabulary, about ten of which are in use at a time: they should stay in the cache.
-# Of 0.6 to 80 MB, 1 to 2 were fastest on one core with 1 MiB of L2 and 32 MiB of shared L3 cache.
-TILE_BYTES = 2**21
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """How two sides are compared, the same for all chunks; see `distill.loss.chunked.chunked_loss_against`."""
-
-    divergence: Divergence
-    temperature: float
-    draft_token_ids_W: Tensor | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """What was seen at the rows of a chunk, without a graph.
-
-    values_C: the divergence.
-    acceptance_C: at temperature 1.
-    top1_agrees_C: bool, whether the likeliest tokens agree.
-    """
-
-    values_C: Tensor
-    acceptance_C: Tensor
-    top1_agrees_C: Tensor
-
-
-def compare(
-    rule: Rule, target: TargetChunk, draft_logits_CW: Tensor, labels_C: Tensor | None, weights_C: Tensor | None
-) -> tuple[Comparison, Tensor | None]:
-    """Compare both sides at the rows of a chunk.
-
-    Args:
-        rule: how.
-        target: what the target says at these rows.
-        draft_logits_CW: any float type, without a graph.
-        labels_C: **draft** ids, negative for none; for `cross_entropy`.
-        weights_C: what each row's value is multiplied with in the sum that the gradient is of; None: no gradient.
-
-    Returns:
-        What was seen, and the gradient `[C, W]` of the weighted sum of values with respect to the draft's logits, in their
-        dtype, or None.
-    """
-    gradient_CW = None if weights_C is None else torch.empty_like(draft_logits_CW)
-    figures = []
-    for rows in _tiles(draft_logits_CW, target):
-        labels_R = None if labels_C is None else labels_C[rows]
-        draft_RW = at_least_float32(draft_logits_CW[rows])
-        *figures_R, gradient_RW = _compare_rows(rule, target.part(rows), draft_RW, labels_R, weights_C is not None)
-        figures.append(figures_R)
-        if weights_C is not None and gradient_CW is not None:
-            torch.mul(gradient_RW, weights_C[rows].unsqueeze(-1), out=gradient_CW[rows])
-    values_C, acceptance_C, top1_agrees_C = (torch.cat(column) for column in zip(*figures, strict=True))
-    return Comparison(values_C=values_C, acceptance_C=acceptance_C, top1_agrees_C=top1_agrees_C), gradient_CW
-
-
-def _compare_rows(
-    rule: Rule, target: TargetChunk, draft_RW: Tensor, labels_R: Tensor | None, wants_gradient: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return values, acceptance, top-1 agreement, and the values' gradient `[R, W]`; that is empty where not wanted."""
-    ids_W = rule.draft_token_ids_W
-    form = closed_form(rule.divergence) if target.is_dense else None
-    graph = wants_gradient and form is None
-    leaf_RW = draft_RW.detach().requires_grad_(graph)
-    with torch.set_grad_enabled(graph):
-        pair = target.pair(leaf_RW, temperature=rule.temperature, draft_token_ids_W=ids_W, labels=labels_R)
-        values_R, gradient_RW = (rule.divergence(pair), leaf_RW.new_empty(0)) if form is None else form(pair)
-        if graph:
-            (gradient_RW,) = torch.autograd.grad(values_R.sum(), leaf_RW)
-    with torch.no_grad():
-        at_one = pair if rule.temperature == 1 else target.pair(draft_RW, temperature=1.0, draft_token_ids_W=ids_W)
-        acceptance_R = acceptance(at_one)
-    draft_top_R = draft_RW.argmax(-1)
-    top1_agrees_R = target.top1_C == (draft_top_R if ids_W is None else ids_W[draft_top_R])
-    return values_R.detach(), acceptance_R, top1_agrees_R, gradient_RW
-
-
-def _tiles(draft_logits_CW: Tensor, target: TargetChunk) -> Iterator[slice]:
-    """Yield rows to work on at a time: all of them on a GPU, where small tensors only wait for their launch."""
-    num_rows, num_columns = draft_logits_CW.shape
-    bytes_a_row = 4 * max(num_columns, target.num_columns)
-    size = max(1, TILE_BYTES // bytes_a_row if draft_logits_CW.device.type == "cpu" else num_rows)
-    for start in range(0, max(1, num_rows), size):  # a chunk of no rows is a tile, too
-        yield slice(start, start + size)

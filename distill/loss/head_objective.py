@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from configs.schema.learning import LossConfig
-from distill.loss.chunked import ChunkedLoss, LogitHead, chunked_loss_against, model_head
-from distill.loss.draft_objective import Timer, configured_divergence
+from distill.loss.chunked import ChunkedLoss, LogitHead, chunked_loss, model_head
+from distill.loss.divergences import configured_divergence
+from distill.loss.draft_objective import Timer
 from distill.loss.target_logits import HiddenRows, NormalisedRows, TargetRows, normalise
 from heads.modules.interface import Batch, Depth, HeadModule, Normalisers, flat
 from heads.proposers.vocabulary import HeadRows
@@ -107,7 +108,7 @@ class HeadObjective(nn.Module):
         if depth.row_weights_N is not None:
             weights_N = weights_N * depth.row_weights_N
         labels_N = flat(batch.input_ids_BT, depth.judged_N + 1) if "cross_entropy" in self._config.weights else None
-        result = chunked_loss_against(
+        result = chunked_loss(
             rows,
             depth.hidden_ND,
             LogitHead(logits_of=depth.logits_of, parameters=depth.parameters),

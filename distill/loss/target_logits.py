@@ -1,14 +1,9 @@
-"""The target's side of a loss where several depths of a head are judged at the same positions.
+"""The target's side of the loss: its next-token distribution at any of N rows, a chunk of rows at a time.
 
-With a reduced draft vocabulary only W of the target's V logits enter a divergence; the other V - W only through their sum.
-That sum is computed once a position here, and each depth then costs a matrix product of W rows. Exact.
-B batch, T positions, E width of the target, C rows of a chunk, N rows, V target vocabulary, W draft vocabulary.
-
-
-The target's side of a loss: what it says at any of N rows, from hidden states and a head, or from a few kept tokens.
-
-The chunked loss asks for a few rows at a time and pairs them with the draft's logits; it need not know which kind it has.
-C rows of one chunk, E width of the target, K kept tokens, V target vocabulary, W draft vocabulary.
+The chunked loss takes a `TargetRows` and asks it for the rows of each chunk, which pair themselves with the draft's logits:
+`HiddenRows` have hidden states and a head, `NormalisedRows` the same for a reduced draft vocabulary, `SparseRows` the top-k
+tokens of a cache. None carries gradients.
+B batch, T positions, E width of the target, C rows of a chunk, N rows, K kept tokens, V target vocabulary, W draft vocabulary.
 """
 
 from __future__ import annotations
@@ -26,24 +21,35 @@ from heads.inference.causal_lm import head_logits
 from heads.modules.interface import Normalisers
 from heads.proposers.vocabulary import HeadRows
 
+TILE_ROWS = 16  # rows whose float32 copy stays in a CPU's cache; the maximum of 16-bit numbers is slow there
+
+
+class TargetRows(Protocol):
+    """The target's distribution at N rows."""
+
+    def __len__(self) -> int: ...
+
+    def at(self, rows_C: Tensor) -> TargetChunk:
+        """Return the rows with these indices, int64."""
+
 
 class TargetChunk(Protocol):
-    """What the target says at the rows of one chunk."""
+    """The target's distribution at the rows of one chunk."""
 
     @property
     def is_dense(self) -> bool:
-        """Whether `pair` gives each of the draft's tokens a bucket of its own, in their order, and has no other buckets."""
+        """Whether the buckets of `pair` are the draft's tokens, all of them and in their order."""
 
     @property
     def num_columns(self) -> int:
-        """Values held of each row."""
-
-    def part(self, rows: slice) -> TargetChunk:
-        """Return some of the rows."""
+        """Values held for each row."""
 
     @property
     def top1_C(self) -> Tensor:
-        """The likeliest token of each row, int64."""
+        """The most likely token of each row, int64."""
+
+    def part(self, rows: slice) -> TargetChunk:
+        """Return some of the rows, logits in float32 at least."""
 
     def pair(
         self,
@@ -56,18 +62,9 @@ class TargetChunk(Protocol):
         """Pair the rows with the draft's logits; arguments as for `distill.loss.divergences.dense_pair`."""
 
 
-class TargetRows(Protocol):
-    """What the target says at N rows; never carries gradients."""
-
-    def __len__(self) -> int: ...
-
-    def at(self, rows_C: Tensor) -> TargetChunk:
-        """Return the rows of these numbers, int64."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class HiddenRows:
-    """Rows of whole distributions: final hidden states `[N, E]`, of which `logits_of` makes `[C, V]`."""
+    """Final hidden states `[N, E]`, and `logits_of`, which maps `[C, E]` to `[C, V]`."""
 
     hidden_NE: Tensor
     logits_of: Callable[[Tensor], Tensor]
@@ -81,22 +78,8 @@ class HiddenRows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseRows:
-    """Rows of which only the K likeliest tokens, likeliest first, and the mass of all others are known."""
-
-    target: SparseTarget
-
-    def __len__(self) -> int:
-        return len(self.target.log_probs)
-
-    def at(self, rows_C: Tensor) -> SparseChunk:
-        """Take these rows."""
-        return SparseChunk(target=_rows_of(self.target, rows_C))
-
-
-@dataclass(frozen=True, kw_only=True)
 class DenseChunk:
-    """Logits of the whole vocabulary, `[C, V]`."""
+    """Logits over the whole vocabulary, `[C, V]`."""
 
     logits_CV: Tensor
     is_dense: ClassVar[bool] = True
@@ -106,14 +89,14 @@ class DenseChunk:
         """V."""
         return self.logits_CV.shape[-1]
 
-    def part(self, rows: slice) -> DenseChunk:
-        """Return some of the rows, their logits in float32 at least."""
-        return DenseChunk(logits_CV=at_least_float32(self.logits_CV[rows]))
-
     @property
     def top1_C(self) -> Tensor:
-        """The likeliest token of each row, int64."""
+        """The most likely token of each row, int64."""
         return self.logits_CV.argmax(-1)
+
+    def part(self, rows: slice) -> DenseChunk:
+        """Return some of the rows."""
+        return DenseChunk(logits_CV=at_least_float32(self.logits_CV[rows]))
 
     def pair(
         self,
@@ -130,25 +113,45 @@ class DenseChunk:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseChunk:
-    """The K likeliest tokens of each row, `[C, K]`, likeliest first, and the tail."""
+class NormalisedRows:
+    """Final hidden states `[N, E]` with the normaliser of their logits over all V tokens, for a reduced draft vocabulary.
 
-    target: SparseTarget
-    is_dense: ClassVar[bool] = False
+    A divergence needs W of the target's V logits, and the others only through their sum. With that sum computed once a
+    position (`normalise`), each depth of a head costs a matrix product of W rows. Exact, at temperature 1.
+    """
+
+    hidden_NE: Tensor
+    head: HeadRows
+    log_sum_N: Tensor
+    top1_N: Tensor
+
+    def __len__(self) -> int:
+        return len(self.hidden_NE)
+
+    def at(self, rows_C: Tensor) -> NormalisedChunk:
+        """Compute the W logits of these rows."""
+        logits_CW = self.head.logits(self.hidden_NE[rows_C])
+        return NormalisedChunk(logits_CW=logits_CW, log_sum_C=self.log_sum_N[rows_C], top1_C=self.top1_N[rows_C])
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormalisedChunk:
+    """The target's logits of the W draft tokens, `[C, W]`, and the log of the sum of exp(logits) over all V tokens, `[C]`."""
+
+    logits_CW: Tensor
+    log_sum_C: Tensor
+    top1_C: Tensor
+    is_dense: ClassVar[bool] = True
 
     @property
     def num_columns(self) -> int:
-        """K."""
-        return self.target.log_probs.shape[-1]
+        """W."""
+        return self.logits_CW.shape[-1]
 
-    def part(self, rows: slice) -> SparseChunk:
+    def part(self, rows: slice) -> NormalisedChunk:
         """Return some of the rows."""
-        return SparseChunk(target=_rows_of(self.target, rows))
-
-    @property
-    def top1_C(self) -> Tensor:
-        """The likeliest token of each row, int64."""
-        return self.target.token_ids[:, 0]
+        logits_RW = at_least_float32(self.logits_CW[rows])
+        return NormalisedChunk(logits_CW=logits_RW, log_sum_C=self.log_sum_C[rows], top1_C=self.top1_C[rows])
 
     def pair(
         self,
@@ -158,33 +161,25 @@ class SparseChunk:
         draft_token_ids_W: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> Pair:
-        """Pair the rows with the draft's logits; see `distill.loss.divergences.sparse_pair`.
+        """Pair the rows with the draft's logits over the same W tokens.
 
         Raises:
-            ValueError: another temperature than the recorded one, or a reduced draft vocabulary: the tail cannot follow.
+            ValueError: the temperature is not 1 (the sum is that of the unscaled logits), or there are labels.
         """
-        if temperature != self.target.temperature:
-            raise ValueError(f"the target was recorded at temperature {self.target.temperature}, asked for {temperature}")
-        if draft_token_ids_W is not None:
-            raise ValueError("a sparse target cannot be paired with a reduced draft vocabulary")
-        return sparse_pair(self.target, draft_logits_CW, labels=labels)
-
-
-def _rows_of(target: SparseTarget, rows: Tensor | slice) -> SparseTarget:
-    return SparseTarget(
-        log_probs=target.log_probs[rows],
-        token_ids=target.token_ids[rows],
-        log_tail=target.log_tail[rows],
-        temperature=target.temperature,
-    )
-
-
-TILE_ROWS = 16  # rows whose float32 copy stays in a CPU's cache; taking the largest of 16-bit numbers is slow there
+        if temperature != 1 or labels is not None:
+            raise ValueError("normalised rows are for temperature 1 and without labels")
+        log_p_CW = at_least_float32(self.logits_CW) - self.log_sum_C.unsqueeze(-1)
+        log_reach_C = log_p_CW.logsumexp(-1).clamp(min=LOG_ZERO)
+        return Pair(
+            log_p=log_p_CW.clamp_(min=LOG_ZERO),
+            log_q=at_least_float32(draft_logits_CW).log_softmax(-1).clamp(min=LOG_ZERO),
+            log_reach=log_reach_C,
+        )
 
 
 @torch.no_grad()
 def normalise(model: PreTrainedModel, hidden_BTE: Tensor, wanted_P: Tensor, *, chunk_size: int) -> Normalisers:
-    """Compute the normalisers of final states at the places where `wanted_P` (bool) is True, a few rows at a time."""
+    """Compute the normalisers of final states at the flat places where `wanted_P` (bool) is True, a few rows at a time."""
     hidden_PE = hidden_BTE.flatten(0, 1)
     log_sum_P = at_least_float32(hidden_PE.new_zeros(len(hidden_PE)))
     top1_P = torch.zeros(len(hidden_PE), dtype=torch.int64, device=hidden_PE.device)
@@ -198,47 +193,40 @@ def normalise(model: PreTrainedModel, hidden_BTE: Tensor, wanted_P: Tensor, *, c
 
 
 @dataclass(frozen=True, kw_only=True)
-class NormalisedRows:
-    """Rows of whole distributions whose sums are known (`distill.loss.target_logits.TargetRows`), at temperature 1."""
+class SparseRows:
+    """The K most likely tokens of each row, most likely first, and the mass of all others; both rows and chunk."""
 
-    hidden_NE: Tensor
-    head: HeadRows
-    log_sum_N: Tensor
-    top1_N: Tensor
+    target: SparseTarget
+    is_dense: ClassVar[bool] = False
 
     def __len__(self) -> int:
-        return len(self.hidden_NE)
-
-    def at(self, rows_C: Tensor) -> NormalisedChunk:
-        """Compute the W logits of these rows."""
-        logits_CW = self.head.logits(self.hidden_NE[rows_C])
-        return NormalisedChunk(logits_CW=logits_CW, log_sum_C=self.log_sum_N[rows_C], likeliest_C=self.top1_N[rows_C])
-
-
-@dataclass(frozen=True, kw_only=True)
-class NormalisedChunk:
-    """W of the target's logits, and the sum over all of them."""
-
-    logits_CW: Tensor
-    log_sum_C: Tensor
-    likeliest_C: Tensor
-    is_dense: ClassVar[bool] = True
+        return len(self.target.log_probs)
 
     @property
     def num_columns(self) -> int:
-        """W."""
-        return self.logits_CW.shape[-1]
+        """K."""
+        return self.target.log_probs.shape[-1]
 
     @property
     def top1_C(self) -> Tensor:
-        """The likeliest token of each row, int64."""
-        return self.likeliest_C
+        """The most likely token of each row, int64."""
+        return self.target.token_ids[:, 0]
 
-    def part(self, rows: slice) -> NormalisedChunk:
+    def at(self, rows_C: Tensor | slice) -> SparseRows:
         """Return some of the rows."""
-        return NormalisedChunk(
-            logits_CW=at_least_float32(self.logits_CW[rows]), log_sum_C=self.log_sum_C[rows], likeliest_C=self.likeliest_C[rows]
+        target = self.target
+        return SparseRows(
+            target=SparseTarget(
+                log_probs=target.log_probs[rows_C],
+                token_ids=target.token_ids[rows_C],
+                log_tail=target.log_tail[rows_C],
+                temperature=target.temperature,
+            )
         )
+
+    def part(self, rows: slice) -> SparseRows:
+        """Return some of the rows."""
+        return self.at(rows)
 
     def pair(
         self,
@@ -248,17 +236,14 @@ class NormalisedChunk:
         draft_token_ids_W: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> Pair:
-        """Pair the rows with the draft's logits over the same W tokens; no labels.
+        """Pair the rows with the draft's logits; see `distill.loss.divergences.sparse_pair`.
 
         Raises:
-            ValueError: another temperature than 1: the sum is that of the unscaled logits.
+            ValueError: another temperature than the recorded one, or a reduced draft vocabulary, for which the tail cannot be
+                split.
         """
-        if temperature != 1 or labels is not None:
-            raise ValueError("normalised rows are for temperature 1 and without labels")
-        log_p_CW = at_least_float32(self.logits_CW) - self.log_sum_C.unsqueeze(-1)
-        log_reach_C = log_p_CW.logsumexp(-1).clamp(min=LOG_ZERO)
-        return Pair(
-            log_p=log_p_CW.clamp_(min=LOG_ZERO),
-            log_q=at_least_float32(draft_logits_CW).log_softmax(-1).clamp(min=LOG_ZERO),
-            log_reach=log_reach_C,
-        )
+        if temperature != self.target.temperature:
+            raise ValueError(f"the target was recorded at temperature {self.target.temperature}, asked for {temperature}")
+        if draft_token_ids_W is not None:
+            raise ValueError("a sparse target cannot be paired with a reduced draft vocabulary")
+        return sparse_pair(self.target, draft_logits_CW, labels=labels)

@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from distill.loss.chunked import ChunkedLoss, LogitHead, chunked_loss, linear_head, model_head
-from distill.loss.divergences import DIVERGENCES, Divergence, dense_pair, forward_kl, mix, position_weights, reduce_by_count
+from distill.loss.chunked import ChunkedLoss, LogitHead, linear_head, model_head
+from distill.loss.divergences import DIVERGENCES, Divergence, dense_pair, forward_kl, mix
 from heads.inference.causal_lm import head_logits
+from tests.support.losses import dense_loss
 
 ROWS, DRAFT_WIDTH, TARGET_WIDTH, VOCABULARY = 7, 6, 10, 23
 IDS_W = torch.tensor([11, 0, 22, 3, 5, 17, 8])
@@ -46,7 +47,7 @@ class Inputs:
         return self.draft_hidden_ND, self.draft_weight_WD, self.draft_bias_W
 
     def chunked(self, divergence: Divergence, chunk_size: int, **options: Any) -> ChunkedLoss:
-        return chunked_loss(
+        return dense_loss(
             self.draft_hidden_ND,
             linear_head(self.draft_weight_WD, self.draft_bias_W),
             self.target_hidden_NE,
@@ -124,7 +125,7 @@ def test_acceptance_and_top1_agreement_are_those_at_temperature_one(num_drafted:
 
 def test_top1_agreement_holds_everywhere_between_equal_heads() -> None:
     inputs = Inputs()
-    found = chunked_loss(
+    found = dense_loss(
         inputs.target_hidden_NE,
         linear_head(inputs.target_weight_VE),
         inputs.target_hidden_NE,
@@ -155,7 +156,7 @@ def test_a_tied_embedding_collects_the_gradient_of_both_its_uses() -> None:
 
     def in_chunks(hidden_ND: Tensor) -> Tensor:
         heads = linear_head(tied_VD), linear_head(inputs.target_weight_VE)
-        return chunked_loss(
+        return dense_loss(
             hidden_ND, heads[0], inputs.target_hidden_NE, heads[1], forward_kl, inputs.weights_N, chunk_size=2
         ).loss
 
@@ -216,7 +217,7 @@ def test_a_soft_capped_head_is_trained_through_its_cap() -> None:
     weight_VD = capped.lm_head.weight
     pair = dense_pair(head_logits(target, hidden_ND), head_logits(capped, hidden_ND))
     expected = torch.autograd.grad(forward_kl(pair).sum(), (hidden_ND, weight_VD))
-    found = chunked_loss(
+    found = dense_loss(
         hidden_ND, model_head(capped), hidden_ND.detach(), model_head(target), forward_kl, torch.ones(ROWS), chunk_size=2
     )
     torch.testing.assert_close(torch.autograd.grad(found.loss, (hidden_ND, weight_VD)), expected, rtol=1e-12, atol=1e-14)
@@ -277,7 +278,7 @@ def test_many_chunks_add_up_in_float32_where_the_head_is_bfloat16() -> None:
     hidden_ND = torch.ones(num_rows, 2, dtype=torch.bfloat16)
     weight_VD = torch.zeros(4, 2, dtype=torch.bfloat16, requires_grad=True)
     target = linear_head(torch.tensor([[20.0, 20.0], [0, 0], [0, 0], [0, 0]], dtype=torch.bfloat16))
-    found = chunked_loss(hidden_ND, linear_head(weight_VD), hidden_ND, target, forward_kl, torch.ones(num_rows), chunk_size=1)
+    found = dense_loss(hidden_ND, linear_head(weight_VD), hidden_ND, target, forward_kl, torch.ones(num_rows), chunk_size=1)
     (gradient,) = torch.autograd.grad(found.loss, weight_VD)
     assert gradient.dtype == torch.bfloat16
     assert gradient[0].tolist() == pytest.approx([-0.75 * num_rows] * 2, rel=0.01)
@@ -310,7 +311,7 @@ def test_autocast_casts_a_head_once_and_not_for_every_chunk(trained: bool) -> No
     hidden_ND = torch.randn(ROWS, 16, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16), Casts((VOCABULARY, 16)) as casts:
         heads = model_head(model), linear_head(torch.randn(VOCABULARY, 16, dtype=torch.bfloat16))
-        result = chunked_loss(hidden_ND, heads[0], hidden_ND.detach(), heads[1], forward_kl, torch.ones(ROWS), chunk_size=1)
+        result = dense_loss(hidden_ND, heads[0], hidden_ND.detach(), heads[1], forward_kl, torch.ones(ROWS), chunk_size=1)
         assert casts.count == 1 + ROWS * trained  # each chunk's gradient of a trained weight comes back to float32
         pair = dense_pair(heads[1].logits_of(hidden_ND.detach()), head_logits(model, hidden_ND))
         torch.testing.assert_close(result.loss, forward_kl(pair).sum(), rtol=1e-6, atol=0)
@@ -339,7 +340,7 @@ def test_rows_without_weight_never_reach_a_head() -> None:
             return super().forward(hidden_CD)
 
     head = Counting(TARGET_WIDTH, VOCABULARY, dtype=torch.float64)
-    found = chunked_loss(
+    found = dense_loss(
         inputs.draft_hidden_ND,
         linear_head(inputs.draft_weight_WD),
         inputs.target_hidden_NE,
@@ -359,7 +360,7 @@ def test_rows_without_weight_never_reach_a_head() -> None:
 def test_without_any_weighed_row_the_loss_is_zero_and_so_is_its_gradient(num_rows: int) -> None:
     inputs = Inputs()
     hidden_ND = inputs.draft_hidden_ND[:num_rows].detach().requires_grad_()
-    found = chunked_loss(
+    found = dense_loss(
         hidden_ND,
         linear_head(inputs.draft_weight_WD),
         inputs.target_hidden_NE[:num_rows],
@@ -374,14 +375,6 @@ def test_without_any_weighed_row_the_loss_is_zero_and_so_is_its_gradient(num_row
     assert inputs.draft_weight_WD.grad is not None
     assert not hidden_ND.grad.any()
     assert not inputs.draft_weight_WD.grad.any()
-
-
-def test_position_weights_make_it_the_reduction_by_the_global_count() -> None:
-    inputs = Inputs()
-    mask = inputs.weights_N != 0
-    expected = reduce_by_count(inputs.unchunked(forward_kl)[1], mask, 40, world_size=2)
-    inputs.weights_N = position_weights(mask, 40, world_size=2)
-    torch.testing.assert_close(inputs.chunked(forward_kl, 2).loss, expected)
 
 
 def test_without_gradients_the_same_loss_comes_out_and_backward_is_impossible() -> None:
@@ -403,7 +396,7 @@ def test_without_gradients_no_graph_is_built_for_a_trainable_head() -> None:
     draft_head = LogitHead(logits_of=logits_of, parameters=(inputs.draft_weight_WD,))
     target = inputs.target_hidden_NE, linear_head(inputs.target_weight_VE)
     with torch.no_grad():
-        chunked_loss(inputs.draft_hidden_ND, draft_head, *target, forward_kl, inputs.weights_N, chunk_size=3)
+        dense_loss(inputs.draft_hidden_ND, draft_head, *target, forward_kl, inputs.weights_N, chunk_size=3)
     assert tracked == [False, False]
 
 
@@ -442,7 +435,7 @@ def test_no_tensor_is_larger_than_one_chunk_of_logits(name: str) -> None:
     weight_VD = torch.randn(vocabulary, width, requires_grad=True)
     target_weight_VD = torch.randn(vocabulary, width)
     with LargestTensor() as largest:
-        chunked_loss(
+        dense_loss(
             hidden_ND,
             linear_head(weight_VD),
             hidden_ND.detach(),
@@ -474,7 +467,7 @@ def test_a_chunk_costs_two_products_for_logits_one_for_the_states_and_one_more_w
     hidden_ND, weight_VD = torch.randn(4, 5, requires_grad=True), torch.randn(9, 5, requires_grad=trained)
     with Products() as products:
         heads = linear_head(weight_VD), linear_head(weight_VD.detach())
-        chunked_loss(hidden_ND, heads[0], hidden_ND.detach(), heads[1], forward_kl, torch.ones(4), chunk_size=2).loss.backward()
+        dense_loss(hidden_ND, heads[0], hidden_ND.detach(), heads[1], forward_kl, torch.ones(4), chunk_size=2).loss.backward()
     of_the_weight = [shape for shape in products.shapes if shape in ((9, 5), (5, 9))]
     assert sorted(set(products.shapes) - set(of_the_weight)) == [(2, 5), (2, 9)]
     assert len(products.shapes) - len(of_the_weight) == 2 * 3

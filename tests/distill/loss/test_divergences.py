@@ -23,12 +23,11 @@ from distill.loss.divergences import (
     kl_tv_blend,
     mix,
     negative_log_acceptance,
-    position_weights,
-    reduce_by_count,
     reverse_kl,
     sparse_pair,
     total_variation,
 )
+from tests.support.losses import keep_top
 
 WITHOUT_LABELS = [name for name in DIVERGENCES if name != "cross_entropy"]
 ROWS, VOCABULARY = 5, 9
@@ -296,13 +295,6 @@ def test_a_temperature_that_is_not_positive_is_refused() -> None:
 # --- sparse targets -----------------------------------------------------------------------------------------------
 
 
-def keep_top(logits: Tensor, num_kept: int, temperature: float = 1.0) -> SparseTarget:
-    log_p = (logits / temperature).log_softmax(-1)
-    kept = log_p.topk(num_kept)
-    log_tail = log_p.scatter(-1, kept.indices, -math.inf).logsumexp(-1)
-    return SparseTarget(log_probs=kept.values, token_ids=kept.indices, log_tail=log_tail, temperature=temperature)
-
-
 @pytest.mark.parametrize("name", WITHOUT_LABELS)
 def test_a_sparse_target_that_keeps_every_token_is_the_dense_one(name: str) -> None:
     target, draft = random_logits(1), random_logits(2).requires_grad_()
@@ -347,7 +339,7 @@ def test_one_token_without_its_tail_could_teach_nothing_and_with_it_does() -> No
     assert (gradient.abs().amax(-1) > 1e-3).all()
 
 
-# --- labels, mixes, reduction -------------------------------------------------------------------------------------
+# --- labels and mixes ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
@@ -387,23 +379,6 @@ def test_a_mix_is_the_weighted_sum_of_its_parts() -> None:
 def test_a_mix_that_makes_no_sense_is_refused(weights: dict, settings: dict, complaint: str) -> None:
     with pytest.raises(InputError, match=complaint):
         mix(weights, settings)
-
-
-def test_reduction_by_the_global_count_does_not_depend_on_how_the_batch_is_split() -> None:
-    values = torch.tensor([1.0, 2.0, 3.0, math.inf, 5.0, 60.0], dtype=torch.float64)
-    mask = torch.tensor([True, True, True, False, True, True])
-    whole = reduce_by_count(values, mask, 5)
-    micro_steps = sum(reduce_by_count(values[part], mask[part], 5) for part in (slice(0, 1), slice(1, 6)))
-    mean_over_ranks = sum(reduce_by_count(values[part], mask[part], 5, world_size=2) for part in (slice(0, 2), slice(2, 6))) / 2
-    assert whole.item() == pytest.approx(71 / 5, rel=1e-7)
-    assert micro_steps.item() == pytest.approx(71 / 5, rel=1e-7)
-    assert mean_over_ranks.item() == pytest.approx(71 / 5, rel=1e-7)
-
-
-def test_no_label_in_the_whole_step_costs_nothing() -> None:
-    values, mask = torch.tensor([math.nan, 2.0]), torch.tensor([False, False])
-    assert reduce_by_count(values, mask, torch.tensor(0)).item() == 0
-    assert position_weights(mask, 0).tolist() == [0, 0]
 
 
 def test_the_stand_in_for_log_zero_lies_below_anything_extreme_logits_reach() -> None:

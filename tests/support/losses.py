@@ -1,0 +1,21 @@
+"""Losses and targets for tests of the loss: dense targets from hidden states, sparse ones cut out of logits."""
+
+import torch
+
+from distill.loss.chunked import chunked_loss
+from distill.loss.divergences import SparseTarget
+from distill.loss.target_logits import HiddenRows
+
+
+def dense_loss(draft_hidden_ND, draft_head, target_hidden_NE, target_head, divergence, weights_N, **options):
+    """Return the chunked loss against a target whose hidden states and head are given."""
+    target = HiddenRows(hidden_NE=target_hidden_NE, logits_of=target_head.logits_of)
+    return chunked_loss(target, draft_hidden_ND, draft_head, divergence, weights_N, **options)
+
+
+def keep_top(logits, num_kept, temperature=1.0):
+    """Return the sparse target that keeps the most likely tokens of rows of logits."""
+    log_p = (logits / temperature).log_softmax(-1)
+    kept = log_p.topk(num_kept)
+    log_tail = log_p.scatter(-1, kept.indices, -torch.inf).logsumexp(-1)
+    return SparseTarget(log_probs=kept.values, token_ids=kept.indices, log_tail=log_tail, temperature=temperature)
