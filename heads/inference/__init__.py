@@ -1,4 +1,8 @@
-"""Any causal LM run incrementally: a key-value cache rolled back by position, and faster forwards.
+"""Running any causal LM a few tokens at a time, on a cache whose rows have their own lengths and can be rolled back.
 
-Start with `kv_cache.forward_rows`, the one way the decoder and the drafts run a model.
+Enter at `forward_rows`, by which the decoder and the drafts run a model; `head_logits` turns its hidden states into logits.
 """
+
+from heads.inference.causal_lm import forward_rows, head_logits, new_cache
+
+__all__ = ["forward_rows", "head_logits", "new_cache"]

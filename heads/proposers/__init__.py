@@ -1,4 +1,8 @@
-"""What the decoder asks of anything that proposes tokens, and the drafts that need no head.
+"""What proposes tokens to the decoder: the protocol, builders of chains and trees, and the drafts that are no trained head.
 
-Start with `protocol.Proposer`; `chain_builder` and `tree_builder` turn logits into a proposal.
+Enter at `Proposer`, which every draft implements; its `propose` returns a `Proposal`.
 """
+
+from heads.proposers.protocol import Proposal, Proposer
+
+__all__ = ["Proposal", "Proposer"]
