@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 from configs.runtime.command import DONE, GATE_FAILED
 from configs.runtime.files import CHECKOUT
 from configs.schema.benchmarks import EngineComparisonSettings
-from scripts.fault_injection.setup import Workshop
+from scripts.fault_injection.setup import TinyProject
 
 log = logging.getLogger("draftsmith")
 
@@ -49,7 +49,7 @@ def compare_engines(settings: EngineComparisonSettings) -> list[dict[str, object
     """
     with TemporaryDirectory(prefix="engines-") as scratch:
         folder = Path(scratch)
-        _furnish(folder, settings)
+        _write_inputs(folder, settings)
         rows = []
         for task in settings.tasks:
             alone = _train(folder, settings, task, None)
@@ -101,14 +101,14 @@ def split_everything(recipe: Path, folder: Path) -> Path:
     return made
 
 
-def _furnish(folder: Path, settings: EngineComparisonSettings) -> None:
+def _write_inputs(folder: Path, settings: EngineComparisonSettings) -> None:
     """Make a target, data and a config file for each task."""
-    workshop = Workshop(folder, num_prompts=2 * WORLD_SIZE * BATCH_SIZE * settings.steps)  # all steps within an epoch
-    workshop.furnish()
+    project = TinyProject(folder, num_prompts=2 * WORLD_SIZE * BATCH_SIZE * settings.steps)  # all steps within an epoch
+    project.create()
     schedule = {"batch_size": BATCH_SIZE, "max_steps": settings.steps, "trackers": ["tensorboard"], "resume": False}
     evaluated = {"eval_every_steps": settings.steps, "checkpoint_every_steps": settings.steps}
-    distill = workshop.distill(folder, **schedule, **evaluated)
-    heads = workshop.heads(folder, **schedule, **evaluated)
+    distill = project.distill(folder, **schedule, **evaluated)
+    heads = project.heads(folder, **schedule, **evaluated)
     quiet = heads.head.model_copy(update={"tap_noise": 0.0})  # drawn in each process by itself
     for name, config in (("distill", distill), ("heads", heads.model_copy(update={"head": quiet}))):
         (folder / f"{name}.yaml").write_text(json.dumps(config.model_dump(mode="json")))  # JSON is YAML

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -21,9 +21,14 @@ from configs.runtime.files import write_json
 from configs.runtime.progress import progress
 from configs.runtime.redaction import mask_arguments, mask_secrets
 from configs.runtime.run_record import describe_git, describe_hardware, describe_versions
+from configs.schema.decoding import DecodeConfig
 from distill.dataset.conversations import Conversation, read_conversations
-from eval.decoder.decode import Request
+from eval.decoder.decode import Request, decode
+from eval.decoder.records import Generation
+from eval.metrics.acceptance import count_per_prompt
 from eval.stats.bootstrap import Interval, paired_ratio_interval
+from heads.proposers.protocol import Proposer
+from heads.target.loading import Target
 
 C = TypeVar("C")
 R = TypeVar("R")
@@ -207,6 +212,32 @@ def measured_rows(path: Path, num_prompts: int, num_choosing: int) -> list[Conve
         )
     measured = set(others[-num_prompts:])
     return [row for row in rows if row.prompt_id in measured]
+
+
+def count_rounds(
+    target: Target, requests: Sequence[Request], settings: DecodeConfig, proposer: Proposer, *, what: str
+) -> dict[str, list[int]]:
+    """Decode prompts in batches of `settings.batch_size`; return `{prompt id: [committed tokens, rounds]}`.
+
+    Raises:
+        RuntimeError: target or draft computed a non-finite number; `what` names the draft.
+    """
+    generations: list[Generation] = []
+    for start in range(0, len(requests), settings.batch_size):
+        generations += decode(target, requests[start : start + settings.batch_size], settings, proposer)[0]
+    check_finite(generations, what)
+    return count_per_prompt(generations)
+
+
+def check_finite(generations: Iterable[Generation], what: str) -> None:
+    """Refuse answers of a target or a draft that computed NaN or infinity.
+
+    Raises:
+        RuntimeError: with `what` and the first prompt.
+    """
+    failed = [generation.prompt_id for generation in generations if generation.stop_reason == "non_finite"]
+    if failed:
+        raise RuntimeError(f"{what}: the logits of target or draft are not finite on prompt {failed[0]}")
 
 
 def to_request(row: Conversation) -> Request:

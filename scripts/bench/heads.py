@@ -37,7 +37,7 @@ from heads.artifact import WEIGHTS_FILE, Draft, load_draft
 from heads.proposers.prompt_lookup import PromptLookup
 from heads.target.loading import Target, load_target
 from scripts.bench.eagle3_training import TrainingComparison, compare_eagle3
-from scripts.bench.harness import first_requests, measured_rows, write_results
+from scripts.bench.harness import check_finite, first_requests, measured_rows, write_results
 from scripts.bench.head_recipes import read_cache_seconds, train_recipes
 from scripts.bench.tables import NOT_AVAILABLE
 from scripts.bench.trained_runs import TrainingRun
@@ -65,7 +65,7 @@ def compare_heads(config: BenchHeadsConfig) -> int:
     Raises:
         ConfigError: a recipe cannot be read, or two cannot be compared.
         InputError: the target or the data cannot be had or used.
-        RuntimeError: a training failed, or a draft computes what is no number.
+        RuntimeError: a training failed, or a draft computes non-finite logits.
     """
     eagle3 = None if config.eagle3 is None else load_config(HeadsConfig, config.eagle3)
     runs = train_recipes(config, [] if eagle3 is None else [eagle3])
@@ -110,7 +110,7 @@ def measure_all(setup: HeadsSetup, runs: Sequence[TrainingRun]) -> list[dict[str
 
     Raises:
         InputError: an artifact is not for this target, or a run's folder is damaged.
-        RuntimeError: target or draft computed what is no number.
+        RuntimeError: target or draft computed non-finite logits.
     """
     rows: list[dict[str, Any]] = []
     for run in runs:
@@ -136,9 +136,7 @@ def measure_run(setup: HeadsSetup, run: TrainingRun, baselines: Mapping[str, Pro
         EvalConfig(decode=settings, repeats=config.repeats, baselines=[]),
         {SPECULATIVE: draft.proposer, **baselines},
     )
-    failed = [generation.prompt_id for generation in records.generations if generation.stop_reason == "non_finite"]
-    if failed:
-        raise RuntimeError(f"recipe {run.name}: target or draft computed what is no number on prompt {failed[0]}")
+    check_finite(records.generations, f"recipe {run.name}")
 
     def draft_for(other: Target) -> Draft:
         return load_draft(run.artifact, other.identity, other.model)

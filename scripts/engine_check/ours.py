@@ -24,6 +24,7 @@ from eval.decoder.records import Generation
 from eval.stats.bootstrap import Interval, ratio_interval
 from heads.artifact import load_draft
 from heads.target.loading import Target
+from scripts.bench.harness import check_finite
 
 SEED = 0  # of the resampling
 
@@ -57,13 +58,11 @@ def decode_plainly(target: Target, requests: Sequence[Request], max_new_tokens: 
     """Decode every prompt plainly.
 
     Raises:
-        RuntimeError: the target computes what is no number.
+        RuntimeError: the target computes non-finite logits.
     """
     config = DecodeConfig(num_speculative_tokens=0, max_new_tokens=max_new_tokens)
     plain = [decode(target, [request], config)[0][0] for request in requests]
-    failed = [answer.prompt_id for answer in plain if answer.stop_reason == "non_finite"]
-    if failed:
-        raise RuntimeError(f"the target computed what is no number on prompt {failed[0]}")
+    check_finite(plain, "plain decoding")
     return PlainAnswers(endless=replace(target, eos_token_ids=()), requests=requests, plain=plain)
 
 

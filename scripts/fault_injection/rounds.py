@@ -23,7 +23,7 @@ from distill.cache.writer import make_cache
 from distill.generation.make_dataset import make_dataset
 from scripts.bench.harness import write_results
 from scripts.fault_injection.children import Child
-from scripts.fault_injection.setup import EVERY, STEPS, Workshop
+from scripts.fault_injection.setup import EVERY, STEPS, TinyProject
 from train.launch import run_distillation, run_heads
 from train.loop.checkpoints import list_checkpoints, read_manifest
 
@@ -98,18 +98,18 @@ def run_rounds(config: SoakConfig, folder: Path) -> list[SoakRound]:
         RuntimeError: an undisturbed run fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    workshop = Workshop(folder / "workshop")
-    if not (folder / "workshop" / "data").exists():
-        workshop.furnish()
+    project = TinyProject(folder / "project")
+    if not (folder / "project" / "data").exists():
+        project.create()
         AcceleratorState._reset_state()
         PartialState._reset_state()
-    references = {name: _reference(workshop, name, folder / "undisturbed" / name) for name in WORKS}
+    references = {name: _reference(project, name, folder / "undisturbed" / name) for name in WORKS}
     rounds = []
     for number in track(range(config.rounds), description="soak", unit="rounds"):
         fault = FAULTS[number % len(FAULTS)]
         output = folder / f"round-{number:05d}"
         rng = random.Random(f"{config.seed}/{number}")
-        rounds.append(_run_round(workshop, fault, output, references[fault.work], rng, config.most_kills))
+        rounds.append(_run_round(project, fault, output, references[fault.work], rng, config.most_kills))
         if rounds[-1].final_weights_equal:
             shutil.rmtree(output)
         else:
@@ -125,29 +125,29 @@ class _Reference:
     seconds: float
 
 
-def _reference(workshop: Workshop, work: str, output: Path) -> _Reference:
+def _reference(project: TinyProject, work: str, output: Path) -> _Reference:
     started = time.monotonic()
     shutil.rmtree(output, ignore_errors=True)
-    child = _start(workshop, work, output)
+    child = _start(project, work, output)
     if child.end() != DONE:
         raise RuntimeError(f"an undisturbed run failed: {child.said}")
     return _Reference(content=_content(output, work), seconds=time.monotonic() - started)
 
 
-def _start(workshop: Workshop, work: str, output: Path) -> Child:
+def _start(project: TinyProject, work: str, output: Path) -> Child:
     output.parent.mkdir(parents=True, exist_ok=True)
-    return Child(WORKS[work], getattr(workshop, work)(output), output.parent, f"{output.name}-{work}")
+    return Child(WORKS[work], getattr(project, work)(output), output.parent, f"{output.name}-{work}")
 
 
 def _run_round(
-    workshop: Workshop, fault: Fault, folder: Path, reference: _Reference, rng: random.Random, most_kills: int
+    project: TinyProject, fault: Fault, folder: Path, reference: _Reference, rng: random.Random, most_kills: int
 ) -> SoakRound:
     output = folder / "output"
     counts_steps = fault.work in ("distill", "heads") and not fault.damage
     lost: list[int] = []
     disturbances = cut_writes = 0
     for _ in range(rng.randint(1, most_kills)):
-        child = _start(workshop, fault.work, output)
+        child = _start(project, fault.work, output)
         child.process.join(rng.uniform(0, reference.seconds))
         if child.process.exitcode is not None:
             break
@@ -158,7 +158,7 @@ def _run_round(
             _damage(output, rng)
         elif counts_steps:
             lost.append(child.steps - _newest_step(output))
-    last = _start(workshop, fault.work, output)
+    last = _start(project, fault.work, output)
     equal = last.end() == DONE and _content(output, fault.work) == reference.content
     return SoakRound(
         fault=fault.name,

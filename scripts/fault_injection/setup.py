@@ -24,11 +24,11 @@ TEMPLATE = (
 STEPS, EVERY = 12, 3  # optimiser steps of a run, and between checkpoints
 
 
-class Workshop:
+class TinyProject:
     """A folder with a target and prompts, and configs of what can be made from them.
 
     Args:
-        folder: where all of it lies; filled by `furnish`.
+        folder: where all of it lies; filled by `create`.
         num_prompts: of which about a fifth is held out.
     """
 
@@ -36,7 +36,7 @@ class Workshop:
         self.folder, self.num_prompts = folder, num_prompts
         self.target = {"name": str(folder / "target"), "dtype": "float32", "device": "cpu"}
 
-    def furnish(self) -> None:
+    def create(self) -> None:
         """Write the target, the prompts, and the data that training reads."""
         _save_target(self.folder / "target")
         rows = [{"question_id": n, "turns": [f"w{n % 60} w{(7 * n) % 59} w{(3 * n) % 50}"]} for n in range(self.num_prompts)]

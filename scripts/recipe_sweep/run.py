@@ -22,11 +22,10 @@ from configs.schema.benchmarks import SweepConfig
 from configs.schema.decoding import DecodeConfig
 from configs.schema.training import DistillConfig
 from distill.dataset.conversations import read_conversations
-from eval.decoder.decode import check_decodable, decode
-from eval.metrics.acceptance import count_per_prompt
+from eval.decoder.decode import check_decodable
 from heads.artifact import load_draft
 from heads.target.loading import Target, load_target
-from scripts.bench.harness import measured_rows, to_request, with_bounds, write_results
+from scripts.bench.harness import count_rounds, measured_rows, to_request, with_bounds, write_results
 from scripts.bench.tables import fill_tables
 from scripts.bench.trained_runs import train_all
 from scripts.recipe_sweep.cells import Cell, load_recipe, make_cells
@@ -47,7 +46,7 @@ def run_sweep(config: SweepConfig) -> int:
 
     Raises:
         InputError: the recipe, the data or an artifact cannot be used.
-        RuntimeError: a training failed, or a draft computes what is no number.
+        RuntimeError: a training failed, or a draft computes non-finite logits.
     """
     undistilled, cells = make_cells(config)
     measuring = Measuring(config, load_recipe(config))
@@ -103,7 +102,7 @@ class Measuring:
 
         Raises:
             InputError: its folder is damaged.
-            RuntimeError: target or draft computed what is no number.
+            RuntimeError: target or draft computed non-finite logits.
         """
         outcome = {"seconds": 0.0, "labels": 0} if cell.data_policy is None else cell.read_outcome()
         return CellResult(
@@ -136,13 +135,8 @@ class Measuring:
         check_decodable(self.target, requests)
         counts = []
         for temperature, settings in self.settings.items():
-            generations = []
-            for start in range(0, len(requests), settings.batch_size):
-                generations += decode(self.target, requests[start : start + settings.batch_size], settings, draft.proposer)[0]
-            failed = [generation.prompt_id for generation in generations if generation.stop_reason == "non_finite"]
-            if failed:
-                raise RuntimeError(f"cell {cell.name}: target or draft computed what is no number on prompt {failed[0]}")
-            counts.append(self._by_prompt(count_per_prompt(generations)))
+            by_turn = count_rounds(self.target, requests, settings, draft.proposer, what=f"cell {cell.name}")
+            counts.append(self._by_prompt(by_turn))
             committed, rounds = map(sum, zip(*counts[-1].values(), strict=True))
             log.info("cell %s at temperature %g: %.3f tokens per target step", cell.name, temperature, committed / rounds)
         return counts

@@ -9,29 +9,29 @@ from accelerate.state import AcceleratorState, PartialState
 from distill.cache.writer import make_cache
 from distill.generation.make_dataset import make_dataset
 from scripts.fault_injection.children import Child
-from scripts.fault_injection.setup import Workshop
+from scripts.fault_injection.setup import TinyProject
 from train.launch import run_distillation
 
 
 @pytest.fixture(scope="session")
-def workshop(tmp_path_factory):
+def project(tmp_path_factory):
     """A target, prompts and data; only for reading."""
-    workshop = Workshop(tmp_path_factory.mktemp("workshop"))
+    project = TinyProject(tmp_path_factory.mktemp("project"))
     try:
-        workshop.furnish()
+        project.create()
     finally:
         AcceleratorState._reset_state()
         PartialState._reset_state()
-    return workshop
+    return project
 
 
 @pytest.fixture(scope="session")
-def undisturbed(workshop):
+def undisturbed(project):
     """The output of a distillation, of data making and of a cache, none of them disturbed; only for reading."""
-    outputs = {name: workshop.folder / "undisturbed" / name for name in ("distill", "data", "cache")}
+    outputs = {name: project.folder / "undisturbed" / name for name in ("distill", "data", "cache")}
     works = {"distill": run_distillation, "data": make_dataset, "cache": make_cache}
     children = [
-        Child(works[name], getattr(workshop, name)(output), workshop.folder, f"undisturbed-{name}")
+        Child(works[name], getattr(project, name)(output), project.folder, f"undisturbed-{name}")
         for name, output in outputs.items()
     ]
     for child in children:
@@ -55,11 +55,11 @@ def start(tmp_path):
 
 
 @pytest.fixture
-def distilled(workshop, tmp_path, start):
+def distilled(project, tmp_path, start):
     """A function that distils in a child to the end and returns the child; settings go to its schedule."""
 
     def distil(**schedule):
-        child = start(run_distillation, workshop.distill(tmp_path / "run", **schedule))
+        child = start(run_distillation, project.distill(tmp_path / "run", **schedule))
         child.end()
         return child
 

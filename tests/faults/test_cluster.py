@@ -65,7 +65,7 @@ def environment(**more):
 
 
 @pytest.mark.slow
-def test_a_slurm_job_that_is_stopped_goes_back_into_the_queue_and_on_from_its_checkpoint(workshop, tmp_path, start):
+def test_a_slurm_job_that_is_stopped_goes_back_into_the_queue_and_on_from_its_checkpoint(project, tmp_path, start):
     tools = tmp_path / "tools"
     tools.mkdir()
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
@@ -76,7 +76,7 @@ def test_a_slurm_job_that_is_stopped_goes_back_into_the_queue_and_on_from_its_ch
     script.write_text((CLUSTER / "slurm.sbatch").read_text())
     for name in ("scripts", "train"):
         (tmp_path / name).symlink_to(ROOT / name)
-    config = written(workshop.distill(tmp_path / "run", **LENGTHS), tmp_path / "recipe.yaml")
+    config = written(project.distill(tmp_path / "run", **LENGTHS), tmp_path / "recipe.yaml")
     variables = environment(
         PATH=f"{tools}:{os.environ['PATH']}",
         SLURM_JOB_ID="77",
@@ -101,7 +101,7 @@ def test_a_slurm_job_that_is_stopped_goes_back_into_the_queue_and_on_from_its_ch
     assert second.returncode == DONE, second.stderr
     assert f"resumed from {newest}" in second.stderr
     assert (tmp_path / "requeued").read_text() == "77\n"
-    whole = start(run_distillation, workshop.distill(tmp_path / "whole", **LENGTHS))
+    whole = start(run_distillation, project.distill(tmp_path / "whole", **LENGTHS))
     assert whole.end() == DONE, whole.said
     last = "checkpoints/step-00000100/model.safetensors"
     assert (tmp_path / "run" / last).read_bytes() == (tmp_path / "whole" / last).read_bytes()
@@ -186,9 +186,9 @@ def workers(config):
 
 
 @pytest.mark.slow  # twenty seconds on two free cores: make cluster-check
-def test_torchrun_starts_both_processes_again_when_one_is_killed_and_nothing_is_lost(workshop, tmp_path, start):
+def test_torchrun_starts_both_processes_again_when_one_is_killed_and_nothing_is_lost(project, tmp_path, start):
     lengths = LENGTHS | {"batch_size": 2}
-    config = written(workshop.distill(tmp_path / "run", **lengths), tmp_path / "recipe.yaml")
+    config = written(project.distill(tmp_path / "run", **lengths), tmp_path / "recipe.yaml")
     command = ["bash", str(CLUSTER / "torchrun_elastic.sh"), str(ROOT / "train" / "distill.py"), "--config", config]
     said = tmp_path / "said"
     with said.open("wb") as file:
@@ -207,7 +207,7 @@ def test_torchrun_starts_both_processes_again_when_one_is_killed_and_nothing_is_
         run.wait(60)
     assert victim not in workers(config).values()
     assert "resumed from" in said.read_text()
-    pair = start_pair(start, run_distillation, workshop.distill(tmp_path / "whole", **lengths))
+    pair = start_pair(start, run_distillation, project.distill(tmp_path / "whole", **lengths))
     assert [each.end() for each in pair] == [DONE, DONE], [each.said for each in pair]
     weights, expected = (
         load_file(tmp_path / name / "checkpoints" / "step-00000100" / "model.safetensors") for name in ("run", "whole")

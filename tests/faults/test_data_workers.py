@@ -60,9 +60,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_worker_that_fails_is_named_and_the_checkpoint_stands(workshop, undisturbed, tmp_path, start, distilled, fault):
+def test_a_worker_that_fails_is_named_and_the_checkpoint_stands(project, undisturbed, tmp_path, start, distilled, fault):
     act, how = FAULTS[fault]
-    config = workshop.distill(tmp_path / "run", loader_workers=3, process_timeout_seconds=3)
+    config = project.distill(tmp_path / "run", loader_workers=3, process_timeout_seconds=3)
     checkpoints = tmp_path / "run" / "checkpoints"
     failed = start(run_distillation, config, before=at_its_second_batch(act, checkpoints / "step-00000003"))
     assert failed.end(60) == 1, failed.said
@@ -83,7 +83,7 @@ def living(process: int) -> bool:
 
 
 def test_a_machine_that_is_taken_away_asks_the_workers_too_and_still_gets_its_checkpoint(
-    workshop, undisturbed, tmp_path, start, distilled
+    project, undisturbed, tmp_path, start, distilled
 ):
     def plant() -> None:
         os.setpgrp()
@@ -97,19 +97,19 @@ def test_a_machine_that_is_taken_away_asks_the_workers_too_and_still_gets_its_ch
 
         DraftTask.prepare = prepare
 
-    stopped = start(run_distillation, workshop.distill(tmp_path / "run", loader_workers=2), before=plant)
+    stopped = start(run_distillation, project.distill(tmp_path / "run", loader_workers=2), before=plant)
     assert stopped.end(60) == TERMINATED, stopped.said
     assert "stopped by SIGTERM after step 5 of 12" in stopped.said
     assert distilled().process.exitcode == DONE
     assert final_weights(tmp_path / "run") == final_weights(undisturbed["distill"])
 
 
-def test_a_row_that_a_worker_cannot_read_is_a_sentence(workshop, tmp_path, start):
+def test_a_row_that_a_worker_cannot_read_is_a_sentence(project, tmp_path, start):
     data = tmp_path / "data"
     data.mkdir()
-    for path in (workshop.folder / "data").iterdir():
+    for path in (project.folder / "data").iterdir():
         (data / path.name).write_bytes(path.read_bytes())
-    config = workshop.distill(tmp_path / "run", loader_workers=2)
+    config = project.distill(tmp_path / "run", loader_workers=2)
     config = config.model_copy(update={"data": config.data.model_copy(update={"train": str(data / "train.jsonl")})})
 
     def spoil() -> None:
@@ -130,11 +130,11 @@ def test_a_row_that_a_worker_cannot_read_is_a_sentence(workshop, tmp_path, start
 
 
 @pytest.mark.parametrize("work", ["distill", "heads"])
-def test_a_packed_run_that_is_killed_goes_on_to_the_same_weights_with_any_workers(workshop, tmp_path, start, work):
+def test_a_packed_run_that_is_killed_goes_on_to_the_same_weights_with_any_workers(project, tmp_path, start, work):
     main = {"distill": run_distillation, "heads": run_heads}[work]
 
     def run(name, before=None, **schedule):
-        config = getattr(workshop, work)(tmp_path / name, batch_size=1, **schedule)
+        config = getattr(project, work)(tmp_path / name, batch_size=1, **schedule)
         packed = config.data.model_copy(update={"packing": True, "pack_length": 80})
         child = start(main, config.model_copy(update={"data": packed}), before=before)
         return child.end(60), child.said
@@ -150,9 +150,9 @@ def test_a_packed_run_that_is_killed_goes_on_to_the_same_weights_with_any_worker
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
-def test_workers_make_the_same_batches_in_the_same_order(workshop, num_workers):
-    dataset = ConversationDataset(read_conversations(workshop.folder / "data" / "train.jsonl"), 64)
-    schedule = workshop.distill(Path("run"), loader_workers=num_workers).schedule
+def test_workers_make_the_same_batches_in_the_same_order(project, num_workers):
+    dataset = ConversationDataset(read_conversations(project.folder / "data" / "train.jsonl"), 64)
+    schedule = project.distill(Path("run"), loader_workers=num_workers).schedule
     workers = make_workers(schedule)
     for make in (make_loader, lambda *args, **how: make_packed_loader(*args, pack_length=100, **how)):
         here, there = make(dataset, 4, seed=1), make(dataset, 4, seed=1, workers=workers)

@@ -48,8 +48,8 @@ def kill_at_call(owner, name: str, number: int, *, after: bool = False):
     ],
     ids=["among the answers", "as a piece is written", "before the folder takes its place", "as the old one has gone"],
 )
-def test_data_whose_making_was_killed_ends_with_the_same_bytes(workshop, undisturbed, tmp_path, start, plant):
-    config = workshop.data(tmp_path / "data")
+def test_data_whose_making_was_killed_ends_with_the_same_bytes(project, undisturbed, tmp_path, start, plant):
+    config = project.data(tmp_path / "data")
     killed = start(make_dataset, config, before=plant)
     assert killed.end() == -signal.SIGKILL, killed.said
     assert not (tmp_path / "data" / "manifest.json").exists()
@@ -59,8 +59,8 @@ def test_data_whose_making_was_killed_ends_with_the_same_bytes(workshop, undistu
     assert {path.name for path in tmp_path.iterdir() if path.name.startswith(".")} == {".data.lock"}
 
 
-def test_answers_survive_a_kill_between_the_two_renames(workshop, tmp_path, start):
-    config = workshop.data(tmp_path / "data")
+def test_answers_survive_a_kill_between_the_two_renames(project, tmp_path, start):
+    config = project.data(tmp_path / "data")
     assert start(make_dataset, config, before=kill_at_call(Path, "replace", 5, after=True)).end() == -signal.SIGKILL
     assert not (tmp_path / "data").exists()  # moved out of the way, and the new one not yet there
     again = start(make_dataset, config, before=kill_at_call(AnswerJob, "_answer", 1))
@@ -68,9 +68,9 @@ def test_answers_survive_a_kill_between_the_two_renames(workshop, tmp_path, star
 
 
 def test_one_of_two_processes_that_dies_among_the_answers_ends_the_other_and_nothing_is_lost(
-    workshop, undisturbed, tmp_path, start
+    project, undisturbed, tmp_path, start
 ):
-    config = workshop.data(tmp_path / "data")
+    config = project.data(tmp_path / "data")
     started = time.monotonic()
     main, other = start_pair(start, make_dataset, config, before=kill_at_call(AnswerJob, "_answer", 3))
     assert main.end(60) == 1, main.said
@@ -94,8 +94,8 @@ def test_one_of_two_processes_that_dies_among_the_answers_ends_the_other_and_not
     ],
     ids=["before a shard", "as a file is written", "before a shard's record", "before the manifest"],
 )
-def test_a_cache_whose_making_was_killed_ends_with_the_same_bytes(workshop, undisturbed, tmp_path, start, plant):
-    config = workshop.cache(tmp_path / "cache")
+def test_a_cache_whose_making_was_killed_ends_with_the_same_bytes(project, undisturbed, tmp_path, start, plant):
+    config = project.cache(tmp_path / "cache")
     killed = start(make_cache, config, before=plant)
     assert killed.end() == -signal.SIGKILL, killed.said
     assert not (tmp_path / "cache" / "manifest.json").exists()
@@ -107,8 +107,8 @@ def test_a_cache_whose_making_was_killed_ends_with_the_same_bytes(workshop, undi
 
 
 @pytest.mark.parametrize(("work", "name", "beside"), [(make_dataset, "data", True), (make_cache, "cache", False)])
-def test_a_second_process_is_refused(workshop, tmp_path, start, work, name, beside):
-    config = getattr(workshop, name)(tmp_path / name)
+def test_a_second_process_is_refused(project, tmp_path, start, work, name, beside):
+    config = getattr(project, name)(tmp_path / name)
     with folder_lock(tmp_path / name, beside=beside):
         second = start(work, config)
         assert second.end() == BAD_INPUT

@@ -19,11 +19,11 @@ from train.telemetry.step_metrics import SHARE
 
 
 @pytest.fixture
-def start_two(workshop, tmp_path, start):
+def start_two(project, tmp_path, start):
     """A function that starts a distillation in two processes, with a fault planted in the second."""
 
     def start_two(before=None, **schedule):
-        config = workshop.distill(tmp_path / "run", **{"batch_size": 2} | schedule)
+        config = project.distill(tmp_path / "run", **{"batch_size": 2} | schedule)
         return start_pair(start, run_distillation, config, before)
 
     return start_two
@@ -85,9 +85,9 @@ def test_a_stop_asked_of_one_process_ends_both_after_the_same_step(tmp_path, sta
     assert [child.end() for child in start_two()] == [DONE, DONE]
 
 
-def test_a_run_of_one_process_goes_on_with_two_where_its_steps_stay_the_same(workshop, tmp_path, start, start_two):
+def test_a_run_of_one_process_goes_on_with_two_where_its_steps_stay_the_same(project, tmp_path, start, start_two):
     def alone(name, **settings):
-        config = workshop.distill(tmp_path / name, batch_size=2, gradient_accumulation_steps=2, max_steps=9)
+        config = project.distill(tmp_path / name, batch_size=2, gradient_accumulation_steps=2, max_steps=9)
         return start(run_distillation, config, **settings).end()
 
     assert alone("whole") == DONE

@@ -30,12 +30,12 @@ def _with_secrets(record: logging.LogRecord) -> bool:
     return True
 
 
-def evaluation(workshop, output, draft):
+def evaluation(project, output, draft):
     return EvalConfig.model_validate(
         {
-            "target": workshop.target,
+            "target": project.target,
             "draft": str(draft / "artifact"),
-            "suite": {"path": str(workshop.folder / "prompts.jsonl"), "num_prompts": 2},
+            "suite": {"path": str(project.folder / "prompts.jsonl"), "num_prompts": 2},
             "decode": {"num_speculative_tokens": 2, "max_new_tokens": 6},
             "repeats": 1,
             "bootstrap_samples": 20,
@@ -45,14 +45,14 @@ def evaluation(workshop, output, draft):
 
 
 @pytest.mark.parametrize("command", ["data", "cache", "distill", "heads", "eval"])
-def test_no_file_and_no_line_of_the_log_holds_a_secret(workshop, undisturbed, tmp_path, start, command):
+def test_no_file_and_no_line_of_the_log_holds_a_secret(project, undisturbed, tmp_path, start, command):
     output = tmp_path / "output"
     main, config = {
-        "data": lambda: (make_dataset, workshop.data(output)),
-        "cache": lambda: (make_cache, workshop.cache(output)),
-        "distill": lambda: (run_distillation, workshop.distill(output, max_steps=2, trackers=["tensorboard"])),
-        "heads": lambda: (run_heads, workshop.heads(output, max_steps=2)),
-        "eval": lambda: (evaluate, evaluation(workshop, output, undisturbed["distill"])),
+        "data": lambda: (make_dataset, project.data(output)),
+        "cache": lambda: (make_cache, project.cache(output)),
+        "distill": lambda: (run_distillation, project.distill(output, max_steps=2, trackers=["tensorboard"])),
+        "heads": lambda: (run_heads, project.heads(output, max_steps=2)),
+        "eval": lambda: (evaluate, evaluation(project, output, undisturbed["distill"])),
     }[command]()
     config = config.model_copy(update={"target": config.target.model_copy(update={"revision": SLIP})})
     child = start(main, config, before=plant, environment={"WANDB_API_KEY": VARIABLE})

@@ -67,17 +67,17 @@ def test_answers_that_are_always_cut_off_are_reported(serve):
 
 
 @pytest.fixture
-def api(workshop):
-    with serving(Api(load_target(TargetConfig(**workshop.target)))) as served:
+def api(project):
+    with serving(Api(load_target(TargetConfig(**project.target)))) as served:
         yield served
 
 
 @pytest.fixture
-def served_data(workshop, tmp_path, api):
+def served_data(project, tmp_path, api):
     """A function that gives the config of a data set by the server."""
 
     def make(name, **settings):
-        plain = workshop.data(tmp_path / name).model_dump()
+        plain = project.data(tmp_path / name).model_dump()
         server = {"url": api.url, "model": "tiny", "concurrency": 4, "retries": 0, "failures_in_a_row": 2, **settings}
         parts = {"answers": plain["answers"] | {"written_by": "server"}, "prompts": plain["prompts"] | {"num_prompts": 16}}
         return DataConfig.model_validate(plain | parts | {"server": server})

@@ -11,9 +11,9 @@ from scripts.fault_injection.rounds import FAULTS, soak
 
 
 @pytest.fixture
-def config(workshop, tmp_path):
-    """A soak in the workshop that is there already."""
-    (tmp_path / "workshop").symlink_to(workshop.folder)
+def config(project, tmp_path):
+    """A soak in the project that is there already."""
+    (tmp_path / "project").symlink_to(project.folder)
     return SoakConfig(rounds=len(FAULTS), most_kills=2, folder=str(tmp_path), output=str(tmp_path / "soak.json"))
 
 

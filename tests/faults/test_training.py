@@ -90,8 +90,8 @@ def cut_short(path: Path) -> None:
     ],
     ids=["at its first step", "between checkpoints", "half-way in one", "before its rename", "after its rename"],
 )
-def test_a_killed_run_goes_on_to_the_same_weights(workshop, undisturbed, tmp_path, start, distilled, plant, newest):
-    config = workshop.distill(tmp_path / "run")
+def test_a_killed_run_goes_on_to_the_same_weights(project, undisturbed, tmp_path, start, distilled, plant, newest):
+    config = project.distill(tmp_path / "run")
     assert start(run_distillation, config, before=plant).end() == -signal.SIGKILL
     steps = [read_manifest(path).step for path in list_checkpoints(tmp_path / "run" / "checkpoints")]
     assert steps[-1:] == ([] if newest is None else [newest])
@@ -101,7 +101,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(workshop, undisturbed, tmp_pat
     assert left == {".lock"}
 
 
-def test_sigterm_ends_with_a_checkpoint_and_its_own_code(workshop, undisturbed, tmp_path, start, distilled):
+def test_sigterm_ends_with_a_checkpoint_and_its_own_code(project, undisturbed, tmp_path, start, distilled):
     def plant() -> None:
         plain, calls = DraftTask.loss, []
 
@@ -113,7 +113,7 @@ def test_sigterm_ends_with_a_checkpoint_and_its_own_code(workshop, undisturbed, 
 
         DraftTask.loss = loss
 
-    stopped = start(run_distillation, workshop.distill(tmp_path / "run"), before=plant)
+    stopped = start(run_distillation, project.distill(tmp_path / "run"), before=plant)
     assert stopped.end() == TERMINATED, stopped.said
     # The signal came after the step's count of labels: the processes agree on it with those of the next step.
     assert "stopped by SIGTERM after step 7 of 12; a checkpoint is in" in stopped.said
@@ -122,7 +122,7 @@ def test_sigterm_ends_with_a_checkpoint_and_its_own_code(workshop, undisturbed, 
     assert final_weights(tmp_path / "run") == final_weights(undisturbed["distill"])
 
 
-def test_a_stop_where_an_evaluation_is_due_leaves_it_to_the_run_that_goes_on(workshop, undisturbed, tmp_path, start, distilled):
+def test_a_stop_where_an_evaluation_is_due_leaves_it_to_the_run_that_goes_on(project, undisturbed, tmp_path, start, distilled):
     def plant() -> None:
         plain, calls = DraftTask.prepare, []
 
@@ -134,7 +134,7 @@ def test_a_stop_where_an_evaluation_is_due_leaves_it_to_the_run_that_goes_on(wor
 
         DraftTask.prepare = prepare
 
-    stopped = start(run_distillation, workshop.distill(tmp_path / "run"), before=plant)
+    stopped = start(run_distillation, project.distill(tmp_path / "run"), before=plant)
     assert stopped.end() == TERMINATED, stopped.said
     assert "after step 6 of 12" in stopped.said
     assert "step 6/12, held out" not in stopped.said
@@ -150,11 +150,11 @@ def without_time(line: str) -> dict[str, float]:
     return {name: value for name, value in json.loads(line).items() if name != "seconds"}
 
 
-def test_a_second_process_on_the_same_run_is_refused_until_the_first_has_died(workshop, undisturbed, tmp_path, start):
+def test_a_second_process_on_the_same_run_is_refused_until_the_first_has_died(project, undisturbed, tmp_path, start):
     def stall() -> None:
         DraftTask.loss = lambda *args: time.sleep(60)
 
-    config = workshop.distill(tmp_path / "run")
+    config = project.distill(tmp_path / "run")
     first = start(run_distillation, config, before=stall)
     deadline = time.monotonic() + 30
     while not (tmp_path / "run" / "run.json").exists():
@@ -199,20 +199,20 @@ def test_a_full_disk_is_a_sentence_and_the_checkpoint_before_stands(undisturbed,
     assert final_weights(small_disk) == final_weights(undisturbed["distill"])
 
 
-def test_a_file_too_large_for_its_disk_is_a_sentence_too(workshop, tmp_path, start):
+def test_a_file_too_large_for_its_disk_is_a_sentence_too(project, tmp_path, start):
     def plant() -> None:
         import resource
 
         resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
 
-    full = start(run_distillation, workshop.distill(tmp_path / "run", eval_every_steps=12), before=plant)
+    full = start(run_distillation, project.distill(tmp_path / "run", eval_every_steps=12), before=plant)
     assert full.end() == BAD_INPUT
     assert f"error: cannot write {tmp_path}/run/checkpoints/step-0000000{EVERY}: " in full.said
     assert "Traceback" not in full.said
     assert content(tmp_path / "run" / "checkpoints") == {}
 
 
-def test_a_loss_that_is_not_finite_leaves_the_last_checkpoint(workshop, undisturbed, tmp_path, start, distilled):
+def test_a_loss_that_is_not_finite_leaves_the_last_checkpoint(project, undisturbed, tmp_path, start, distilled):
     def plant() -> None:
         plain, calls = DraftTask.loss, []
 
@@ -223,7 +223,7 @@ def test_a_loss_that_is_not_finite_leaves_the_last_checkpoint(workshop, undistur
 
         DraftTask.loss = loss
 
-    stopped = start(run_distillation, workshop.distill(tmp_path / "run"), before=plant)
+    stopped = start(run_distillation, project.distill(tmp_path / "run"), before=plant)
     assert stopped.end() == 1
     assert "the loss is nan in step 8" in stopped.said
     assert [read_manifest(path).step for path in list_checkpoints(tmp_path / "run" / "checkpoints")][-1] == 6
@@ -231,7 +231,7 @@ def test_a_loss_that_is_not_finite_leaves_the_last_checkpoint(workshop, undistur
     assert final_weights(tmp_path / "run") == final_weights(undisturbed["distill"])
 
 
-def test_two_children_are_not_one(tmp_path, workshop):
+def test_two_children_are_not_one(tmp_path, project):
     """A child that was ended is told from one that ended, or the tests above would pass on anything."""
-    assert Child(lambda config: 0, workshop.distill(tmp_path / "run"), tmp_path).end() == DONE
-    assert Child(lambda config: kill_here(), workshop.distill(tmp_path / "run"), tmp_path).end() == -signal.SIGKILL
+    assert Child(lambda config: 0, project.distill(tmp_path / "run"), tmp_path).end() == DONE
+    assert Child(lambda config: kill_here(), project.distill(tmp_path / "run"), tmp_path).end() == -signal.SIGKILL

@@ -8,7 +8,6 @@ of what, is read from the artifact, so that the figures are those of the recipe 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,15 +21,13 @@ from configs.schema.benchmarks import BenchDistillConfig
 from configs.schema.decoding import DecodeConfig
 from configs.schema.training import DistillConfig
 from distill.dataset.conversations import read_conversations
-from eval.decoder.decode import Request, check_decodable, decode
-from eval.metrics.acceptance import count_per_prompt
+from eval.decoder.decode import check_decodable
 from eval.stats.bootstrap import Interval, paired_ratio_interval, ratio_interval
 from heads.artifact import load_draft, read_metadata
-from heads.proposers.protocol import Proposer
 from heads.target.loading import load_target
 from scripts.bench.distill.loss import LossMeasurement, measure_losses
 from scripts.bench.distill.training import DistillSetup, compare_cached, compare_with_trl, training_ratios, training_rows
-from scripts.bench.harness import with_bounds, write_results
+from scripts.bench.harness import count_rounds, to_request, with_bounds, write_results
 from scripts.bench.peers.trl_gkd import trl_is_installed
 from scripts.recipe_sweep.results import read_rows
 from train.launch import make_accelerator
@@ -142,34 +139,24 @@ def measure_acceptance(setup: DistillSetup) -> dict[tuple[str, float], Counts]:
     task = setup.make_task(setup.training)
     task.save(task.module, Progress(), {})
     folders = {UNDISTILLED: Path(setup.training.output) / "artifact", DISTILLED: Path(setup.config.draft)}
-    requests = [
-        Request(prompt_id=f"{row.prompt_id}/{row.turn}", category=row.category, tokens=row.prompt_ids)
-        for row in setup.held_out[-setup.config.num_prompts :]
-    ]
+    requests = [to_request(row) for row in setup.held_out[-setup.config.num_prompts :]]
     check_decodable(setup.target, requests)
     counts = {}
     for name, folder in folders.items():
         draft = load_draft(folder, setup.target.identity, setup.target.model)
         for temperature in TEMPERATURES:
-            counts[name, temperature] = count_rounds(setup, draft.proposer, requests, temperature)
+            settings = DecodeConfig(
+                num_speculative_tokens=setup.training.num_speculative_tokens,
+                max_new_tokens=setup.config.max_new_tokens,
+                batch_size=DECODE_BATCH,
+                temperature=temperature,
+                verification="token",
+            )
+            by_prompt = count_rounds(setup.target, requests, settings, draft.proposer, what=f"{name} draft")
+            counts[name, temperature] = [(committed, rounds) for committed, rounds in by_prompt.values()]
             committed, rounds = map(sum, zip(*counts[name, temperature], strict=True))
             log.info("%s draft at temperature %g: %.3f tokens per target step", name, temperature, committed / rounds)
     return counts
-
-
-def count_rounds(setup: DistillSetup, proposer: Proposer, requests: Sequence[Request], temperature: float) -> Counts:
-    """Return committed tokens and rounds by prompt, in the order of `requests`."""
-    settings = DecodeConfig(
-        num_speculative_tokens=setup.training.num_speculative_tokens,
-        max_new_tokens=setup.config.max_new_tokens,
-        temperature=temperature,
-        verification="token",
-    )
-    counts: dict[str, list[int]] = {}
-    for start in range(0, len(requests), DECODE_BATCH):
-        generations, _ = decode(setup.target, requests[start : start + DECODE_BATCH], settings, proposer)
-        counts |= count_per_prompt(generations)
-    return [(counts[request.prompt_id][0], counts[request.prompt_id][1]) for request in requests]
 
 
 def acceptance_rows(training: DistillConfig, counts: dict[tuple[str, float], Counts], samples: int) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from configs.schema.training import ScheduleConfig
 from heads.target.processes import join_processes
 from scripts.bench.engines import largest_difference, read_losses, read_metric, split_everything
 from scripts.fault_injection.children import Child
-from scripts.fault_injection.setup import Workshop
+from scripts.fault_injection.setup import TinyProject
 from tests.faults.test_training import die_at_step
 from train.launch import run_distillation, run_heads
 from train.loop import engines
@@ -84,13 +84,13 @@ class Runs:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.children, self.done = folder, [], {}
-        self.workshop = Workshop(folder)
-        self.workshop.furnish()
+        self.project = TinyProject(folder)
+        self.project.create()
         AcceleratorState._reset_state()
         PartialState._reset_state()
 
     def config(self, name, task, num_processes, changes=None, **schedule):
-        make = self.workshop.distill if task == "distill" else self.workshop.heads
+        make = self.project.distill if task == "distill" else self.project.heads
         rhythm = {"batch_size": 2, "max_steps": STEPS, "eval_every_steps": STEPS, "checkpoint_every_steps": EVERY}
         rhythm |= {"trackers": ["tensorboard"], "gradient_accumulation_steps": 2 // num_processes}
         config = make(self.folder / name, **rhythm | schedule)
