@@ -2,9 +2,9 @@
 
     make demo
 
-The commands that a person would type: data written by the target, a draft LM distilled from it and a head trained on the
-target's states, an evaluation of each, a gate on each report. Results of finished steps are made anew each time, but for the
-target, which stays in `.cache/`. Ends with the exit code of the first step that fails, or with 0.
+The commands one would type: the target writes the data, a draft LM is distilled and a head trained on it, each is evaluated,
+and a gate judges each report. Every step runs anew; only the target stays in `.cache/`. Ends with the exit code of the first
+step that fails, or with 0.
 """
 
 from __future__ import annotations

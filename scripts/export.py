@@ -1,7 +1,7 @@
-"""An artifact for the engine that serves it: `python scripts/export.py ARTIFACT --to vllm --out DIR`.
+"""Write an artifact in the form that an engine serves: `python scripts/export.py ARTIFACT --to vllm --out DIR`.
 
-Writes a folder with config, weights and `serve.txt`, the line that serves it. The target it was trained for is looked up by the
-name in the artifact; `--target` names another place of it.
+Writes a folder with config, weights and `serve.txt`, the command that serves it. The target is found by its name in the
+artifact; `--target` gives another folder or Hub id of it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def main(config: ExportConfig, args: argparse.Namespace) -> None:
         raise InputError(
             f"--target: {folder} is a single file; an export needs the target as a folder with config and safetensors"
         )
-    told = name if not Path(name).exists() and not name.startswith("embedded:") else str(folder.resolve())
+    target_name = name if not Path(name).exists() and not name.startswith("embedded:") else str(folder.resolve())
     source = read_source(
         artifact,
-        TargetFolder(folder, told),
+        TargetFolder(folder, target_name),
         num_speculative_tokens=config.num_speculative_tokens,
         dtype=None if config.dtype is None else getattr(torch, config.dtype),
     )
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "artifact", metavar="ARTIFACT", help="folder written by train/distill.py or train/heads.py, or OWNER/NAME on the Hub"
     )
-    parser.add_argument("--to", choices=ENGINES, required=True, help="who is to load it")
+    parser.add_argument("--to", choices=ENGINES, required=True, help="the engine that is to load it")
     parser.add_argument("--out", metavar="DIR", required=True, help="the folder to make")
     parser.add_argument("--target", metavar="NAME", help="folder or Hub id of the target; default: as the artifact says")
 

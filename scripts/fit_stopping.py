@@ -1,7 +1,7 @@
-"""A cost rule for a draft on a machine, from a report: `python scripts/fit_stopping.py REPORT --out FILE`.
+"""Fit a rule for when to stop drafting to a report: `python scripts/fit_stopping.py REPORT --out FILE`.
 
-Prints the settings, and with `--out` writes a YAML file whose `decode.stopping` they are, for `eval/run.py --config`; the
-other settings are the defaults. Measure before and after: by `eval/compare.py`, or with the report as the gate's baseline.
+Prints the settings; with `--out`, writes them as `decode.stopping` of a YAML file for `eval/run.py --config`. Compare before
+and after by `eval/compare.py`, or with the report as the gate's baseline.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from configs.schema.base import Settings
 
 
 class FitConfig(Settings):
-    """Nothing to set: all that is needed is in the report."""
+    """No settings: everything is in the report."""
 
 
 def main(config: FitConfig, args: argparse.Namespace) -> None:

@@ -1,6 +1,6 @@
-"""What the target says about training data, onto disk: `python scripts/make_cache.py --config configs/cache/demo.yaml`.
+"""Write the target's outputs for training data to disk: `python scripts/make_cache.py --config configs/cache/demo.yaml`.
 
-Under `accelerate launch` several processes share the work. Interrupted, it goes on where it was.
+Under `accelerate launch` several processes share the work. An interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -24,4 +24,4 @@ def main(config: CacheConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(CacheConfig, main, description="Keep what the target says about training conversations."))
+    sys.exit(run_command(CacheConfig, main, description="Write the target's outputs for training conversations to disk."))

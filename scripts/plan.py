@@ -1,4 +1,4 @@
-"""Say what a training recipe takes before it is run: `python scripts/plan.py --config configs/heads/eagle3.yaml`.
+"""Plan a training recipe before it is run: `python scripts/plan.py --config configs/heads/eagle3.yaml`.
 
     python scripts/plan.py --config configs/heads/eagle3.yaml --set target.name=meta-llama/Llama-3.1-8B-Instruct \\
         --set hardware.preset=h100_80gb --set hardware.num_accelerators=8 --scaling
@@ -63,5 +63,7 @@ def schema_of(argv: list[str]) -> type[PlanHeadsConfig] | type[PlanDistillConfig
 
 if __name__ == "__main__":
     sys.exit(
-        run_command(schema_of(sys.argv[1:]), main, description="Say what a training recipe takes.", add_arguments=add_arguments)
+        run_command(
+            schema_of(sys.argv[1:]), main, description="Plan a training recipe's memory and time.", add_arguments=add_arguments
+        )
     )

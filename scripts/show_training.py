@@ -1,6 +1,6 @@
-"""How a training went: `python scripts/show_training.py runs/distill`.
+"""Print and draw the metrics of a training run: `python scripts/show_training.py runs/distill`.
 
-Prints the metrics of its steps, a few lines for the whole run, and draws them into RUN/metrics.svg.
+Prints a few lines for the whole run and draws all steps into RUN/metrics.svg.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from configs.schema.base import Settings
 
 
 class Nothing(Settings):
-    """There is nothing to set."""
+    """No settings."""
 
 
 def main(config: Nothing, args: argparse.Namespace) -> None:
@@ -38,5 +38,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    description = "Print and draw what a training run noted of its steps."
+    description = "Print and draw the metrics of a training run."
     sys.exit(run_command(Nothing, main, description=description, add_arguments=add_arguments))

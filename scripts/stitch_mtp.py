@@ -1,7 +1,7 @@
-"""Trained MTP modules into their target: `python scripts/stitch_mtp.py ARTIFACT --target FOLDER --out DIR`.
+"""Write trained MTP modules into a copy of their target: `python scripts/stitch_mtp.py ARTIFACT --target FOLDER --out DIR`.
 
-Writes a copy of the target's folder in which exactly the MTP tensors are new, for engines that look for them there, and
-`run.json` beside them. The target needs MTP weights of its own to be written over; for others there is the export.
+In the copy only the MTP tensors differ, for engines that load them from the target's checkpoint; `run.json` is written beside
+them. The target must have MTP weights of its own; for others there is scripts/export.py.
 """
 
 from __future__ import annotations

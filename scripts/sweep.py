@@ -1,10 +1,10 @@
-"""Choose the distillation recipe by evidence: small runs over divergences and data policies, and one table of tau.
+"""Choose a distillation recipe: train small runs over divergences and data policies, and compare their tau in one table.
 
     make sweep
 
-or `python scripts/sweep.py --config configs/sweep/demo.yaml`. Every cell is trained in a process of its own from the same
-seed and the same order of data, then decodes the same held-out prompts. Writes OUTPUT/sweep.json and prints it as a table,
-with the recipe to take. Started again, it trains only cells that are not finished or whose config or data have changed.
+or `python scripts/sweep.py --config configs/sweep/demo.yaml`. Every cell is trained in its own process from the same seed
+and order of data, then decodes the same held-out prompts. Writes OUTPUT/sweep.json and prints its table and the recipe to take.
+Started again, it trains only cells that are not finished or whose config or data have changed.
 """
 
 from __future__ import annotations

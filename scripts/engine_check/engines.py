@@ -33,7 +33,7 @@ from configs.runtime.files import read_json, write_json
 from scripts.engine_check.ours import Counts, count_rounds
 
 SCRIPTS = Path(__file__).resolve().parent
-SHOWN = 3000  # characters of a failed engine's last words
+SHOWN = 3000  # characters of a failed engine's last output
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 VLLM = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
 
@@ -72,7 +72,7 @@ ENGINES = {
 
 @dataclass(frozen=True)
 class EngineAnswer:
-    """What an engine made of a prompt; `seconds` are wall-clock for all tokens, the prompt's forward included."""
+    """An engine's answer to a prompt; `seconds` are wall-clock for all tokens, the prompt's forward included."""
 
     tokens: tuple[int, ...]  # perhaps more than were asked for
     counts: Counts
@@ -81,7 +81,7 @@ class EngineAnswer:
 
 @dataclass(frozen=True)
 class EngineRun:
-    """What an engine made of a job."""
+    """An engine's answers to a job."""
 
     version: str
     answers: list[EngineAnswer]
@@ -102,7 +102,7 @@ def run_engine(
 
     Raises:
         InputError: the engine is not installed.
-        RuntimeError: it failed, took too long, or did not answer every prompt; with its last words.
+        RuntimeError: it failed, took too long, or did not answer every prompt; with its last output.
     """
     engine, place = ENGINES[name], find_engine(name, environments)
     folder.mkdir(parents=True)
@@ -161,12 +161,12 @@ def _run(
         finally:
             _end(process)
     if code != 0 or not files[1].exists():
-        ended = f"was still at work after {timeout_seconds:.0f} s" if code is None else f"ended with code {code}"
+        ended = f"was still running after {timeout_seconds:.0f} s" if code is None else f"ended with code {code}"
         raise RuntimeError(f"{engine.driver.name} {ended}:\n" + log.read_text(errors="replace")[-SHOWN:])
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End whatever the driver has left, its own children included: all are in a process group of theirs."""
+    """Kill the driver and all its children, which share a process group."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,8 +1,8 @@
 """llama.cpp's server on a job of `scripts.engine_check.engines`: its own counters say how many drafts were accepted.
 
 The server is started by the line in the export's serve.txt, the target beside it converted by llama.cpp's converter. It drafts
-no more tokens than the answer has room for, and counts only rounds with drafts. It ends at an end-of-text, because told to go
-on it forbids that token altogether; plain answers have one at their end at most.
+no more tokens than the answer has room for, and counts only rounds with drafts. Generation stops at an end-of-text, because
+`ignore_eos` would forbid that token altogether; plain answers have one at their end at most.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The trial of a draft that is to be imported: a few prompts, decoded with it on the target, and its states read otherwise."""
+"""The trial of an imported draft: decode a few prompts with it, and test other readings of its config (layer ids, norm)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from scripts.exchange.tap_convention import TapComparison, compare_readings, oth
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What the trial gave.
+    """The result of a trial.
 
     Args:
         accepted_per_round: drafts that the target accepts a round.
-        warnings: what to tell the user.
+        warnings: for the user.
     """
 
     accepted_per_round: float
@@ -38,7 +38,7 @@ def try_out(
 
     Args:
         fitted: the draft.
-        target: the model that judges.
+        target: verifies its drafts.
         config: has the prompts, and the limit below which the draft is refused.
         num_speculative_tokens: drafts a round.
         layer_ids: what ids in the draft's config were taken to mean; None: it has none.
@@ -67,8 +67,8 @@ def try_out(
         )
     if better is None:
         return Trial(accepted_per_round=accepted_per_round, warnings=[])
-    told = config.layer_ids is not None if better.reading.shift else config.reads is not None
-    if not told:
+    chosen = config.layer_ids is not None if better.reading.shift else config.reads is not None
+    if not chosen:
         raise InputError(f"its config seems to mean other states than it was taken to mean: {hint}")
     return Trial(accepted_per_round=accepted_per_round, warnings=[f"taken as told, but {hint}"])
 
@@ -96,7 +96,7 @@ def _better_reading(
 
 
 def _hint(better: TapComparison, layer_ids: LayerIds | None, fitted: Fitted) -> str:
-    """Say what is accepted more, and how to ask for it."""
+    """Say which reading is accepted more, and the setting that takes it."""
     words = (
         f"with {better.reading.name} more of its drafts stay, {better.expected:.3f} a position in place of "
         f"{better.expected - better.gain:.3f} (the difference is known to {better.gain_error:.3f})"

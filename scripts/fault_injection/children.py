@@ -1,6 +1,6 @@
-"""Commands of the project run in forked processes, to be killed: the parent has everything imported, a child starts at once.
+"""Commands of the project in forked processes, to be killed: the parent has imported everything, so a child starts at once.
 
-A child says how far it is through its own log: a number shared with the parent holds the last optimiser step it logged.
+A number shared with the parent holds the last optimiser step that the child logged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
 
 
 class Child:
-    """A command at work in a process of its own.
+    """A command running in its own process.
 
     Args:
         main: the command's work, e.g. `train.launch.run_distillation`.
@@ -65,7 +65,7 @@ class Child:
         self.process.join(seconds)
         if self.process.exitcode is None:
             self.kill()
-            raise TimeoutError(f"{self.file.stem} was still at work after {seconds:.0f} s: {self.said[-2000:]}")
+            raise TimeoutError(f"{self.file.stem} was still running after {seconds:.0f} s: {self.said[-2000:]}")
         return self.process.exitcode
 
     def kill(self) -> None:
@@ -101,7 +101,7 @@ class Child:
 
 
 class _StepCounter(logging.Handler):
-    """Puts the number of each `step N/M: ...` line into a shared number."""
+    """Stores the number of each `step N/M: ...` line in a shared number."""
 
     def __init__(self, step: Any) -> None:
         super().__init__()

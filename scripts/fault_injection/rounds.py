@@ -1,4 +1,8 @@
-"""The rounds of the soak: a run, what happens to it, and whether it ends with an undisturbed run's bytes."""
+"""The soak: tiny runs are killed, stopped or damaged at random, resumed, and compared byte for byte with an undisturbed run.
+
+Each round starts a run of a second or two on a tiny random target (distillation, a head, data or a cache). Linux only: runs are
+forked. Ends with 1 where bytes differ, or more steps are repeated than lie between two checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +74,7 @@ class SoakRound:
     """How a round went."""
 
     fault: str
-    disturbances: int  # kills and stops that met a run at work
+    disturbances: int  # kills and stops that met a running child
     lost_steps: int | None  # most steps that were done twice after one of them; None where there are no steps
     cut_writes: int  # disturbances that left something half-written
     final_weights_equal: bool
@@ -170,7 +174,7 @@ def _run_round(
 
 
 def _disturb(child: Child, *, stop: bool) -> None:
-    """End a run at work.
+    """Kill or stop a running child.
 
     Raises:
         RuntimeError: asked to stop, it ended with a code that is not documented.

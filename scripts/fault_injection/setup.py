@@ -1,4 +1,4 @@
-"""What the soak runs on: a tiny target on disk, its data, and configs of runs that take a second, all exact on a CPU."""
+"""A tiny target on disk, its data, and configs of runs that take a second and are bit-exact on a CPU."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ STEPS, EVERY = 12, 3  # optimiser steps of a run, and between checkpoints
 
 
 class TinyProject:
-    """A folder with a target and prompts, and configs of what can be made from them.
+    """A folder with a target, prompts and data, and configs of runs on them.
 
     Args:
-        folder: where all of it lies; filled by `create`.
+        folder: of everything; filled by `create`.
         num_prompts: of which about a fifth is held out.
     """
 

@@ -96,7 +96,7 @@ def _row(setup: DecodeSetup, way: Way, plain: TurnsOfSide, own: TurnsOfSide) -> 
     timings = [timing for turns in (plain, own) for answers in answers_of(turns) for timing in answers.timings]
     speed = compare_speed(timings, way.name, samples=samples, seed=0)
     speedup = Interval(speed["decode_speedup"], *(speed["decode_speedup_ci"] or (None, None)))
-    # Greedy answers are compared with plain ones; a sampling rule is held against exact enumeration.
+    # Greedy answers are compared with plain ones; sampling rules are checked by exact enumeration in the tests.
     checks = LosslessConfig(check_float32_prompts=0, false_alarm_rate=None)
     pair = first_generations(plain), first_generations(own)
     verdict = judge_lossless(_target(setup, way.fastest), *pair, way.settings, checks, setup.load_draft_for)["verdict"]

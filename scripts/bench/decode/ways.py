@@ -1,6 +1,6 @@
 """The ways of decoding that the decode benchmark's table compares: verification rule x shape of the proposal x proposer.
 
-Every draft is asked for chains; those that can, for trees as well. A static tree is the fastest by what the draft shows on
+Every draft drafts chains, and trees where it can. A static tree is the fastest by what the draft shows on
 prompts that are not measured: how often each rank is accepted, what drafting a depth takes, what the target takes for more
 rows (`eval.cost.tree_shapes`). Left out: rules for trees other than the draft LM's, whose tables would only repeat its own.
 """

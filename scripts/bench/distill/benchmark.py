@@ -82,7 +82,7 @@ def read_training(draft: str) -> DistillConfig:
     """Return the recipe that an artifact was made by, as it stands in the artifact.
 
     Raises:
-        InputError: the folder is no artifact, or says nothing that can be read of its training.
+        InputError: the folder is no artifact, or its training config cannot be read.
     """
     content = read_metadata(Path(draft)).training
     if not content:

@@ -76,7 +76,7 @@ Turns = dict[str, list[list[Turn[TrainingStep]]]]  # by side, batch and repeat
 
 
 class DraftTrainer:
-    """Our side: takes the training loop's optimiser step, without its books.
+    """Our side: the training loop's optimiser step, without its metrics.
 
     Args:
         setup: brings accelerate.
@@ -104,7 +104,7 @@ class DraftTrainer:
 
 
 def compare_cached(setup: DistillSetup) -> Turns:
-    """Train from a cache of the target's hidden states and with the target at work, in turns.
+    """Train from a cache of the target's hidden states and with the target running, in turns.
 
     The recipe's batch size; the cache is made beforehand, untimed.
 

@@ -191,7 +191,7 @@ def test_counters_that_stand_still_disagree(fake, settings):
     ("before", "words"),
     [
         ("sys.exit('no such thing')", "driver.py ended with code 1:\nno such thing"),
-        ("time.sleep(60)", "driver.py was still at work after 1 s"),
+        ("time.sleep(60)", "driver.py was still running after 1 s"),
         ("known['plain'].pop()", "transformers answered 3 of 4 prompts"),
     ],
 )
