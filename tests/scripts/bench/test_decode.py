@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED
 from configs.runtime.errors import InputError
@@ -13,10 +15,12 @@ from configs.schema.target import TargetConfig
 from distill.dataset.conversations import Conversation
 from eval.decoder.decode import decode
 from heads.target.loading import load_target
+from scripts.bench.decode import benchmark as decode_benchmark
 from scripts.bench.decode import setup as decode_setup
 from scripts.bench.decode.benchmark import compare_decoding, load_setup, measure_batches
+from scripts.bench.decode.setup import DRAFT_LM
 from scripts.bench.decode.table import PLAIN, measure_ways
-from scripts.bench.decode.ways import chain_ways, free_ways, list_ways
+from scripts.bench.decode.ways import chain_ways, free_ways, sampled_ways
 from scripts.bench.peers.transformers_generate import TransformersPeer
 from scripts.benchmark import run
 
@@ -78,13 +82,19 @@ def config(tiny_run, held_out, tmp_path):
 
 
 @pytest.fixture
-def results(config):
-    assert compare_decoding(config) == DONE
-    with open(config.output, encoding="utf-8") as file:
-        return json.load(file)
+def few(config):
+    """The benchmark on two prompts, once."""
+    return config.model_copy(update={"repeats": 1, "num_prompts": 2, "max_new_tokens": 6})
 
 
-def test_the_file_holds_every_ratio_with_its_interval_and_a_row_for_every_way_of_decoding(results, config):
+def results_of(config, code=DONE):
+    assert compare_decoding(config) == code
+    return json.loads(Path(config.output).read_text())
+
+
+def test_the_file_holds_every_ratio_with_its_interval_and_a_row_for_every_way(config):
+    config = config.model_copy(update={"repeats": 1})
+    results = results_of(config)
     ratios = results["ratios"]
     assert ratios.keys() == {name + end for name in RATIOS for end in ("", "_low", "_high")}
     assert all(ratios[f"{name}_low"] <= ratios[name] <= ratios[f"{name}_high"] for name in RATIOS)
@@ -132,7 +142,7 @@ def test_the_file_holds_every_ratio_with_its_interval_and_a_row_for_every_way_of
     assert rows[0]["tau"] == pytest.approx(tau)
 
 
-def test_an_answer_that_no_rounding_explains_fails_the_benchmark(config, monkeypatch):
+def test_an_answer_that_no_rounding_explains_fails_the_benchmark(few, monkeypatch):
     honest = TransformersPeer.generate
 
     def wrong(peer, request, *, assisted):
@@ -141,34 +151,26 @@ def test_an_answer_that_no_rounding_explains_fails_the_benchmark(config, monkeyp
         return dataclasses.replace(generation, tokens=(worst, *generation.tokens[1:])) if assisted else generation
 
     monkeypatch.setattr(TransformersPeer, "generate", wrong)
-    assert compare_decoding(config) == GATE_FAILED
-    with open(config.output, encoding="utf-8") as file:
-        agreement = json.load(file)["agreement"]
-    assert agreement["speculative_and_transformers_assisted"] == {
-        "prompts": NUM_PROMPTS,
-        "differing": NUM_PROMPTS,
-        "not_ties": NUM_PROMPTS,
-    }
+    monkeypatch.setattr(decode_benchmark, "list_ways", lambda setup: [])
+    agreement = results_of(few, GATE_FAILED)["agreement"]
+    assert agreement["speculative_and_transformers_assisted"] == {"prompts": 2, "differing": 2, "not_ties": 2}
     assert agreement["plain_and_transformers_generate"]["differing"] == 0
-    assert agreement["lean_and_transformers_assisted"]["not_ties"] == NUM_PROMPTS
+    assert agreement["lean_and_transformers_assisted"]["not_ties"] == 2
     assert agreement["lean_plain_and_transformers_generate"]["differing"] == 0
 
 
-def test_a_target_without_a_lean_forward_is_measured_without(config, monkeypatch, caplog):
+def test_a_target_without_a_lean_forward_is_measured_without(few, monkeypatch, caplog):
     def refuse(model):
         raise InputError("the lean forward does not know it")
 
     monkeypatch.setattr(decode_setup, "lean_twin", refuse)
-    few = config.model_copy(update={"repeats": 1, "num_prompts": 2})
-    assert compare_decoding(few) == DONE
-    with open(config.output, encoding="utf-8") as file:
-        results = json.load(file)
+    results = results_of(few)
     assert "compiled_speed_vs_eager" not in results["ratios"]
     assert len(results["rows"]) == 18
     assert "lean forwards are not measured: the lean forward does not know it" in caplog.text
 
 
-def test_eight_prompts_together_give_the_answers_of_one_by_one_and_a_smaller_batch_is_not_called_eight(config):
+def test_eight_prompts_together_give_the_answers_of_one_by_one_and_fewer_are_not_measured(config):
     turns = measure_batches(load_setup(config))
     (together, _), (alone, _) = turns["together"], turns["alone"]
     assert len(together[0].result.generations) == 8
@@ -177,9 +179,10 @@ def test_eight_prompts_together_give_the_answers_of_one_by_one_and_a_smaller_bat
     assert measure_batches(load_setup(fewer)) == {}
 
 
-def test_each_repeat_of_a_sampled_run_has_its_own_seed_and_matching_gives_what_plain_sampling_gives(config):
-    bench = load_setup(config)
-    ways = [way for way in list_ways(bench) if way.rule == "match" and way.shape == "chain"]
+def test_each_repeat_of_a_sampled_run_has_its_own_seed_and_matching_equals_plain_sampling(config):
+    bench = load_setup(config.model_copy(update={"num_prompts": 2}))
+    sampled = sampled_ways(bench.drafts[DRAFT_LM], bench.settings(1.0), [(0,)])
+    ways = [way for way in sampled if way.rule == "match" and way.shape == "chain"]
     turns = measure_ways(bench, ways)
     first, second = ([each.tokens for each in turn.result.generations] for turn in turns[ways[0].name][0])
     plain = [each.tokens for each in turns[PLAIN[1.0, True]][0][0].result.generations]
@@ -187,12 +190,15 @@ def test_each_repeat_of_a_sampled_run_has_its_own_seed_and_matching_gives_what_p
     assert first == plain
 
 
-def test_a_way_that_changes_the_answers_fails_the_benchmark(config, monkeypatch):
+def test_a_way_that_changes_the_answers_fails_the_benchmark(few, monkeypatch):
     def one_too_many(logits_BV):
         return (logits_BV.argmax(-1) + (logits_BV.shape[1] > 1)) % 64
 
     monkeypatch.setattr("eval.decoder.verifier.likeliest", one_too_many)
-    assert compare_decoding(config.model_copy(update={"repeats": 1, "num_prompts": 2})) == GATE_FAILED
+    monkeypatch.setattr(
+        decode_benchmark, "list_ways", lambda setup: chain_ways(setup.drafts, setup.settings(0.0), setup.lengths)
+    )
+    assert compare_decoding(few) == GATE_FAILED
 
 
 def test_a_trained_head_joins_the_table_under_its_recipes_name(config, monkeypatch, tiny_run, as_target):
@@ -206,7 +212,7 @@ def test_a_trained_head_joins_the_table_under_its_recipes_name(config, monkeypat
 
 
 def test_suffix_lookup_learns_nothing_from_the_prompts_that_are_measured(config):
-    bench = load_setup(config)
+    bench = load_setup(config.model_copy(update={"num_prompts": 2}))
     way = next(way for way in free_ways(bench, bench.settings(0.0)) if way.proposer == "suffix_lookup")
     (again,) = measure_ways(bench, [way])[way.name][:1]
     assert again[0].result.generations[0].rounds == again[1].result.generations[0].rounds
@@ -225,3 +231,28 @@ def test_a_draft_that_is_not_there_is_one_sentence_and_code_2(config, tmp_path, 
     assert run(["decode", *arguments]) == BAD_INPUT
     complaint = capsys.readouterr().err.splitlines()[-1]
     assert complaint == f"error: {tmp_path} is no artifact: it holds no draftsmith.json"
+
+
+# --- the memory floor ---------------------------------------------------------------------------------------------
+
+
+def test_a_tied_matrix_is_read_as_output_and_an_embedding_of_its_own_is_not(tiny_llama):
+    tied = tiny_llama(tie_word_embeddings=True, dtype=torch.float32)
+    untied = tiny_llama(dtype=torch.float32)
+    assert decode_benchmark.weight_bytes(tied) == decode_benchmark.weight_bytes(untied)
+    assert decode_benchmark.weight_bytes(tied) == 4 * sum(parameter.numel() for parameter in tied.parameters())
+
+
+def test_a_forward_that_takes_twice_the_floors_time_reaches_half_its_speed(tiny_llama, monkeypatch):
+    model = tiny_llama(dtype=torch.float32)
+    monkeypatch.setattr(decode_benchmark, "read_bandwidth", lambda device: 1e9)
+    least = decode_benchmark.weight_bytes(model) / 1e9
+    shares = decode_benchmark.floor_shares(model, {"transformers": 4 * least, "lean": 2 * least})
+    assert shares["gigabytes_per_second"] == 1.0
+    assert shares["share_lean"] == pytest.approx(0.5)
+    assert shares["share_transformers"] == pytest.approx(0.25)
+
+
+def test_the_bandwidth_is_a_number_of_bytes_a_second(monkeypatch):
+    monkeypatch.setattr(decode_benchmark, "READ_BYTES", 2**22)
+    assert 1e6 < decode_benchmark.read_bandwidth(torch.device("cpu")) < 1e14
