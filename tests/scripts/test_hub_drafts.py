@@ -20,12 +20,13 @@ from configs.schema.target import TargetConfig
 from distill.student.init import initial_draft
 from eval import gate
 from eval.measure.proposers import load_evaluated
-from heads.artifact import HiddenStates, Metadata, load_draft, read_metadata, save_head
+from heads.artifact import load_draft, read_metadata
 from heads.families.registry import FAMILIES
 from heads.hub import locate_artifact, locate_foreign
 from heads.target.checkpoint_files import read_weights
 from heads.target.loading import load_target
 from scripts.publish.card_metadata import read_card
+from tests.support.artifacts import save_artifact
 from tests.support.hub_server import READER
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -152,17 +153,8 @@ def test_pickled_weights_are_fetched_for_an_import_only(hub, tmp_path, file):
 
 def test_an_import_takes_a_foreign_draft_by_name(hub, release, target, tmp_path, capsys):
     settings = MedusaSettings(kind="medusa", num_depths=2)
-    metadata = Metadata(
-        kind="medusa",
-        target=target.identity.to_dict(),
-        hidden_states=HiddenStates(taps=[], concat_order=[], last_is_post_norm=True),
-        head=settings.model_dump(mode="json"),
-        draft_vocab_size=64,
-        num_speculative_tokens=2,
-        training={},
-        provenance={},
-    )
-    save_head(tmp_path / "head", FAMILIES["medusa"].build(settings, target.model, None), metadata)
+    head = FAMILIES["medusa"].build(settings, target.model, None)
+    save_artifact(tmp_path / "head", head, target.identity.to_dict())
     where = ["--target", str(release / "target")]
     assert run(ExportConfig, exporting, str(tmp_path / "head"), "--to", "vllm", "--out", str(tmp_path / "form"), *where) == DONE
     upload(hub, "bob/medusa", tmp_path / "form", **{"modeling.py": b"raise SystemExit"})

@@ -13,10 +13,11 @@ from configs.runtime.command import BAD_INPUT, DONE, run_command
 from configs.schema.heads import MtpSettings
 from configs.schema.target import TargetConfig
 from configs.schema.training import StitchConfig
-from heads.artifact import METADATA_FILE, Metadata, save_head
+from heads.artifact import METADATA_FILE
 from heads.families.registry import FAMILIES
 from heads.target.loading import load_target
 from scripts.stitch_mtp import add_arguments, main
+from tests.support.artifacts import save_artifact
 
 ENTRY = Path(__file__).resolve().parents[2] / "scripts" / "stitch_mtp.py"
 NAMES = ("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "norm.weight", "fc.weight")
@@ -39,16 +40,7 @@ def folder(tmp_path, tiny_llama, tiny_tokenizer):
     FAMILIES["mtp"].start(head, target.model)
     with torch.no_grad():
         head.layers[0].enorm.weight.add_(1.0)
-    metadata = Metadata(
-        kind="mtp",
-        target=target.identity.to_dict(),
-        head=settings.model_dump(mode="json"),
-        draft_vocab_size=64,
-        num_speculative_tokens=3,
-        training={},
-        provenance={},
-    )
-    save_head(tmp_path / "artifact", head, metadata)
+    save_artifact(tmp_path / "artifact", head, target.identity.to_dict())
     return tmp_path
 
 

@@ -16,7 +16,6 @@ from configs.schema.heads import DFlashSettings, MtpSettings
 from configs.schema.target import TargetConfig
 from distill.dataset.conversations import Conversation
 from eval.decoder.decode import Request
-from heads.artifact import HiddenStates, Metadata, save_head
 from heads.formats.exporting.speculators import OUT, vllm_command
 from heads.formats.exporting.table import FORMS
 from heads.target.loading import load_target
@@ -28,6 +27,7 @@ from scripts.engine_check.cases import AGREES, CHECKED, DISAGREES, NO_ENGINE, co
 from scripts.engine_check.engines import EngineDriver, run_engine
 from scripts.engine_check.ours import Counts, count_ours, decode_plainly
 from tests.support import family_checks as checks
+from tests.support.artifacts import save_artifact
 
 PROMPTS = [(7, 12, 3, 44, 9), (20, 9, 9, 31, 5, 6), (40, 11, 12), (50, 17, 2, 2)]
 K = 3
@@ -265,18 +265,8 @@ def taught(head, bench):
 @pytest.mark.parametrize("kind", HEADS)
 def test_transformers_drafts_with_our_heads_what_we_draft(kind, settings, bench, in_this_process, tmp_path):
     head = taught(checks.build(HEADS[kind], bench.endless.model), bench)
-    states = HiddenStates(taps=list(head.taps), concat_order=[f"h_{tap}" for tap in head.taps], last_is_post_norm=True)
-    metadata = Metadata(
-        kind=kind,
-        target=bench.endless.identity.to_dict(),
-        hidden_states=states,
-        head=head.settings.model_dump(mode="json"),
-        draft_vocab_size=64,
-        num_speculative_tokens=1 if kind == "mtp" else 3,
-        training={},
-        provenance={},
-    )
-    save_head(tmp_path / "artifact", head, metadata)
+    tokens = 1 if kind == "mtp" else 3
+    save_artifact(tmp_path / "artifact", head, bench.endless.identity.to_dict(), num_speculative_tokens=tokens)
     cases = [{"engine": "transformers", "artifact": str(tmp_path / "artifact")}]
     code, (row,) = run(settings, cases=cases)
     assert (row["family"], row["same_tokens"], row["same_counts"]) == (kind, 1.0, 1.0)

@@ -14,7 +14,6 @@ from configs.runtime.command import BAD_INPUT, DONE, run_command
 from configs.runtime.errors import InputError
 from configs.schema.heads import Eagle3Settings
 from configs.schema.release import ImportConfig
-from heads.artifact import HiddenStates, Metadata, save_head
 from heads.families.registry import FAMILIES
 from heads.formats.exporting.exporter import export
 from heads.formats.exporting.source import TargetFolder, read_source
@@ -23,6 +22,7 @@ from heads.formats.importing.reading import read_foreign
 from heads.target.loading import load_target
 from scripts.exchange import trial as foreign_drafts
 from scripts.exchange.tap_convention import Reading, TapComparison
+from tests.support.artifacts import save_artifact
 
 importing = importlib.import_module("scripts.import")
 SETTINGS = Eagle3Settings(kind="eagle3", taps=[1], num_depths=3)
@@ -53,17 +53,7 @@ def write_head(folder, target):
     for layer in head.layers:
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
-    metadata = Metadata(
-        kind="eagle3",
-        target=target.identity.to_dict(),
-        hidden_states=HiddenStates(taps=[1], concat_order=["h_1"], last_is_post_norm=True),
-        head=head.settings.model_dump(mode="json"),
-        draft_vocab_size=64,
-        num_speculative_tokens=3,
-        training={},
-        provenance={},
-    )
-    save_head(folder, head, metadata)
+    save_artifact(folder, head, target.identity.to_dict())
 
 
 @pytest.fixture

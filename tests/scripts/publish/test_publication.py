@@ -15,9 +15,10 @@ from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED, INCONCLUSIVE
 from configs.schema.heads import MedusaSettings, MtpSettings
 from eval.release.artifact_hash import read_shipped
 from eval.report.schema import numbers_of, read_report
-from heads.artifact import HiddenStates, Metadata, hash_artifact, read_metadata, save_head
+from heads.artifact import hash_artifact, read_metadata
 from heads.families.registry import FAMILIES
 from tests.scripts.conftest import PLANTED, judge
+from tests.support.artifacts import save_artifact
 
 NUMBER = re.compile(r"(?<![\w.-])-?\d+(?:\.\d+)?(?![\w.])")
 
@@ -187,18 +188,8 @@ def test_a_head_is_an_adapter_of_its_target_and_goes_into_its_engines(dry, relea
     artifact = release / "artifact"
     known = json.loads((artifact / "draftsmith.json").read_text())
     settings = MedusaSettings(kind="medusa", num_depths=2)
-    metadata = Metadata(
-        kind="medusa",
-        target=known["target"],
-        hidden_states=HiddenStates(taps=[], concat_order=[], last_is_post_norm=True),
-        head=settings.model_dump(mode="json"),
-        draft_vocab_size=64,
-        num_speculative_tokens=2,
-        training={},
-        provenance={"imported_from": "/home/alice/medusa"},
-    )
-    target = tiny_llama(seed=1, dtype=torch.float32)
-    save_head(artifact, FAMILIES["medusa"].build(settings, target, None), metadata)
+    head = FAMILIES["medusa"].build(settings, tiny_llama(seed=1, dtype=torch.float32), None)
+    metadata = save_artifact(artifact, head, known["target"], provenance={"imported_from": "/home/alice/medusa"})
     section = {"kind": "medusa", "sha256": hash_artifact(artifact, metadata)}
     change(release / "evaluation" / "report.json", lambda report: report["draft"].update(section))
     judge(release)
@@ -220,18 +211,7 @@ def mtp_release(release, tiny_llama):
     artifact, target = release / "artifact", tiny_llama(seed=1, dtype=torch.float32)
     known = json.loads((artifact / "draftsmith.json").read_text())
     head = FAMILIES["mtp"].build(MtpSettings(kind="mtp", num_depths=2), target, None)
-    states = HiddenStates(taps=list(head.taps), concat_order=[f"h_{tap}" for tap in head.taps], last_is_post_norm=True)
-    metadata = Metadata(
-        kind="mtp",
-        target=known["target"],
-        hidden_states=states,
-        head=head.settings.model_dump(mode="json"),
-        draft_vocab_size=64,
-        num_speculative_tokens=2,
-        training={},
-        provenance={},
-    )
-    save_head(artifact, head, metadata)
+    metadata = save_artifact(artifact, head, known["target"])
     section = {"kind": "mtp", "sha256": hash_artifact(artifact, metadata)}
     change(release / "evaluation" / "report.json", lambda report: report["draft"].update(section))
     judge(release)

@@ -13,10 +13,11 @@ from configs.runtime.command import BAD_INPUT, DONE, run_command
 from configs.schema.heads import MedusaSettings
 from configs.schema.release import ENGINES, ImportConfig
 from configs.schema.target import TargetConfig
-from heads.artifact import HiddenStates, Metadata, read_metadata, save_head
+from heads.artifact import read_metadata
 from heads.families.registry import FAMILIES
 from heads.formats.exporting.table import FORMS
 from heads.target.loading import load_target
+from tests.support.artifacts import save_artifact
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 importing = importlib.import_module("scripts.import")
@@ -46,17 +47,8 @@ def folder(tmp_path, tiny_llama, tiny_tokenizer):
     tiny_tokenizer.save_pretrained(tmp_path / "target")
     target = load_target(TargetConfig(name=str(tmp_path / "target"), dtype="float32", device="cpu"))
     settings = MedusaSettings(kind="medusa", num_depths=3)
-    metadata = Metadata(
-        kind="medusa",
-        target=target.identity.to_dict(),
-        hidden_states=HiddenStates(taps=[], concat_order=[], last_is_post_norm=True),
-        head=settings.model_dump(mode="json"),
-        draft_vocab_size=64,
-        num_speculative_tokens=3,
-        training={},
-        provenance={},
-    )
-    save_head(tmp_path / "artifact", FAMILIES["medusa"].build(settings, target.model, None), metadata)
+    head = FAMILIES["medusa"].build(settings, target.model, None)
+    save_artifact(tmp_path / "artifact", head, target.identity.to_dict())
     return tmp_path
 
 
