@@ -19,7 +19,7 @@ from heads.formats.exporting.table import FORMS
 from heads.target.loading import load_target
 from tests.support.artifacts import save_artifact
 
-SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 importing = importlib.import_module("scripts.import")
 TARGET = [
     "--set",
