@@ -19,7 +19,7 @@ from configs.runtime.files import write_text
 from configs.schema.evaluation import CompareConfig
 from eval.report.compare import as_table, compare
 from eval.report.html import render_comparison
-from eval.report.schema import read_report
+from eval.report.schema import load_report
 
 
 def main(config: CompareConfig, args: argparse.Namespace) -> int:
@@ -28,7 +28,7 @@ def main(config: CompareConfig, args: argparse.Namespace) -> int:
     output = Path(config.output)
     if output.resolve() in [path.resolve() for path in paths]:
         raise InputError(f"output: the page would overwrite the report {output}; give another file")
-    entries = compare([(str(path), read_report(path)) for path in paths], config.may_differ_in)
+    entries = compare([(str(path), load_report(path)) for path in paths], config.may_differ_in)
     write_text(output, render_comparison(entries))
     print(as_table(entries))
     print(f"\npage: {output}")

@@ -32,10 +32,10 @@ from eval.metrics.energy import summarise_energy
 from eval.metrics.meters import find_meter
 from eval.metrics.quality import Quality
 from eval.metrics.tally import Tally
-from eval.report.build import PromptSet, build_report, write_report
-from eval.report.html import render_page
+from eval.report.build import PromptSet, build_report, complete_report
+from eval.report.html import render_html
 from eval.report.markdown import render_markdown
-from eval.report.schema import read_report
+from eval.report.schema import Report, load_report, write_report
 from heads.target.loading import Target, load_target
 from heads.target.processes import join_processes
 
@@ -53,7 +53,7 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     output = Path(config.output)
     suite = load_suite(config.suite)
     quality = Quality(config, suite.prompts)
-    previous = None if config.previous_report is None else read_report(Path(config.previous_report), "previous report")
+    previous = None if config.previous_report is None else load_report(Path(config.previous_report), "previous report")
     state = join_processes(config.target)
     target = load_target(config.target)
     draft = _load(config, target)
@@ -77,17 +77,19 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     # What follows may fail, in a scorer or for want of memory; the decoding must not be lost with it.
     partial = output / "report.partial.json"
     write_report(partial, report)
-    report["quality"] = quality.judge(target, records)
-    report["energy"] = None if metering is None else summarise_energy(records.timings, metering, config)
+    answers = quality.judge(target, records)
+    energy = None if metering is None else summarise_energy(records.timings, metering, config)
     laps.done("report")
-    if config.cost is not None and report["speed"] is not None:
+    predicted = {}
+    if config.cost is not None and report.speed is not None:
         plain = records.of(AUTOREGRESSIVE)
-        report["speed"]["predicted"] = predict_speed(target, draft.proposer, plain, report, config.decode, config.cost)
+        predicted["predicted"] = predict_speed(target, draft.proposer, plain, report, config.decode, config.cost)
     laps.done("timing sweep")
+    report = complete_report(report, quality=answers, energy=energy, speed=predicted)
     write_report(output / "report.json", report)
     partial.unlink()
     write_text(output / "report.md", render_markdown(report))
-    write_text(output / "report.html", render_page(report, previous))
+    write_text(output / "report.html", render_html(report, previous))
     print(render_markdown(report))
     laps.done("report")
     log.info("took: %s", laps)
@@ -124,7 +126,7 @@ def _describe(
     records: Tally,
     lossless: dict[str, Any],
     num_processes: int,
-) -> dict[str, Any]:
+) -> Report:
     """Put the records and everything that says where they come from into the report."""
     warnings = list(draft.warnings)
     if suite.num_turns_left_out:
@@ -157,7 +159,7 @@ def _describe(
             texts={prompt.prompt_id: prompt.turns[0] for prompt in suite.prompts},
             later_turns={prompt.prompt_id: prompt.turns[1:] for prompt in suite.prompts},
         ),
-        generations=records,
+        records=records,
         lossless=lossless,
         decode_tokens=lambda ids: str(target.tokenizer.decode(list(ids), skip_special_tokens=False)),
         hardware=describe_hardware()

@@ -23,7 +23,7 @@ from configs.runtime.redaction import mask_secrets
 from configs.schema.evaluation import GateConfig
 from eval.release.checks import Artifact, judge
 from eval.release.verdict import as_junit, as_markdown, as_table, as_values
-from eval.report.schema import read_report
+from eval.report.schema import load_report
 
 EXIT_CODES = {"pass": DONE, "fail": GATE_FAILED, "inconclusive": INCONCLUSIVE}
 
@@ -32,8 +32,8 @@ def main(config: GateConfig, args: argparse.Namespace) -> int:
     """Read, judge, write, print; return the exit code."""
     output = _clear_output(args)
     report_path = Path(args.report)
-    report = read_report(report_path)
-    baseline = None if args.baseline is None else read_report(Path(args.baseline), "baseline report")
+    report = load_report(report_path)
+    baseline = None if args.baseline is None else load_report(Path(args.baseline), "baseline report")
     verdict = judge(report, config, baseline, _read_artifact(args.artifact))
     code = EXIT_CODES[verdict.outcome]
     record = {

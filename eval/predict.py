@@ -17,18 +17,18 @@ from configs.runtime.command import DONE, run_command
 from configs.runtime.errors import InputError
 from configs.schema.evaluation import PredictConfig
 from eval.report.markdown import table
-from eval.report.schema import read_report
+from eval.report.schema import load_report
 from eval.report.text import times
 
 
 def main(config: PredictConfig, args: argparse.Namespace) -> int:
     """Read, predict, print. What needs torch is imported late, so that a mistake is reported at once."""
-    report = read_report(Path(args.report))
+    report = load_report(Path(args.report))
     bandwidth, flops = _scaled("--bandwidth", args.bandwidth, 1e9), _scaled("--flops", args.flops, 1e12)
-    from eval.cost.predict import prediction_of
+    from eval.cost.predict import prediction_in, prediction_of
 
     model = prediction_of(report, args.report, bytes_per_second=bandwidth, flops_per_second=flops)
-    context = config.context_tokens or report["speed"]["predicted"]["context_tokens"]
+    context = config.context_tokens or prediction_in(report, args.report).context_tokens
     drafts = range(1, model.longest + 1)
     rows = []
     for batch in config.batch_sizes:

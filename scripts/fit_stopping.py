@@ -28,9 +28,9 @@ def main(config: FitConfig, args: argparse.Namespace) -> None:
     """Read, fit, print, write."""
     # torch takes seconds to import: a mistyped argument is reported before that.
     from eval.cost.draft_length import stopping_from_report
-    from eval.report.schema import read_report
+    from eval.report.schema import load_report
 
-    stopping = stopping_from_report(read_report(Path(args.report)))
+    stopping = stopping_from_report(load_report(Path(args.report)))
     text = yaml.safe_dump({"decode": {"stopping": stopping.model_dump(mode="json", exclude_none=True)}}, sort_keys=False)
     print(text, end="")
     if args.out is not None:

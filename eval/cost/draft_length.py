@@ -38,6 +38,8 @@ from configs.runtime.errors import InputError
 from configs.schema.decoding import SamplingConfig
 from configs.schema.drafting import CalibrationPoint, CostStopping
 from eval.metrics.distributions import class_sums, describe_classes
+from eval.report.schema import Report
+from eval.report.sections import WholeSpeedSection
 from heads.families.registry import FAMILIES
 from heads.proposers.draft_length import CostRule, calibrated, confidence, sampling_for_stopping, tokens_per_millisecond
 from heads.proposers.protocol import Proposal, Proposer, Tokens
@@ -205,24 +207,24 @@ def _price_of_time(settings: CostStopping, confidences_RG: Tensor) -> float:
     return price
 
 
-def stopping_from_report(report: Mapping[str, Any]) -> CostStopping:
-    """Return settings for the draft, target and machine of a checked report.
+def stopping_from_report(report: Report) -> CostStopping:
+    """Return settings for the draft, target and machine of a report.
 
     Raises:
         InputError: the report's rounds or times cannot tell; the sentence says why.
     """
-    _check(report)
-    speed, acceptance, gamma = report["speed"], report["acceptance"], report["decode"]["num_speculative_tokens"]
-    phases, rounds = speed["phases"], acceptance["num_rounds"] * speed["repeats"]
-    drafts = sum(length * count for length, count in enumerate(acceptance["drafted_histogram"])) * speed["repeats"]
-    one_row = 1000 * speed["phases_autoregressive"]["verify_seconds"] / speed["decode_tokens_autoregressive"]
-    all_rows = 1000 * phases["verify_seconds"] / rounds
-    besides = 1000 * (phases["sample_seconds"] + phases["overhead_seconds"]) / rounds
-    if _in_one_forward(report["draft"]["kind"]):
-        draft_step, besides = 0.0, besides + 1000 * phases["draft_seconds"] / rounds
+    speed = _check(report)
+    acceptance, gamma = report.acceptance, report.decode.num_speculative_tokens
+    phases, rounds = speed.phases, acceptance.num_rounds * speed.repeats
+    drafts = sum(length * count for length, count in enumerate(acceptance.drafted_histogram)) * speed.repeats
+    one_row = 1000 * speed.phases_autoregressive.verify_seconds / speed.decode_tokens_autoregressive
+    all_rows = 1000 * phases.verify_seconds / rounds
+    besides = 1000 * (phases.sample_seconds + phases.overhead_seconds) / rounds
+    if _in_one_forward(report.draft.kind):
+        draft_step, besides = 0.0, besides + 1000 * phases.draft_seconds / rounds
     else:
-        draft_step = 1000 * phases["draft_seconds"] / drafts
-    classes = [each for each in acceptance["stopping_reliability"] if each["num_drafts"]]
+        draft_step = 1000 * phases.draft_seconds / drafts
+    classes = [each.model_dump() for each in acceptance.stopping_reliability if each.num_drafts]
     accepted = sum(each["accepted"] * each["num_drafts"] for each in classes)
     return CostStopping(
         rule="cost",
@@ -238,28 +240,30 @@ def _in_one_forward(kind: str) -> bool:
     return kind in FAMILIES and FAMILIES[kind].in_one_forward
 
 
-def _check(report: Mapping[str, Any]) -> None:
-    decode, speed = report["decode"], report["speed"]
-    if report["simulated"]:
+def _check(report: Report) -> WholeSpeedSection:
+    """Return the report's times if settings can be fitted to it."""
+    decode, speed = report.decode, report.speed
+    if report.simulated:
         raise InputError("the report is simulated: its acceptance and times were not measured")
-    if report["prompts"]["failed"]:
+    if report.prompts.failed:
         raise InputError("the report has failed requests, so that its rounds and its times are not of the same prompts")
-    if speed is None or not speed["decode_tokens_autoregressive"]:
+    if speed is None or not speed.decode_tokens_autoregressive:
         raise InputError("the report has no times: a cost rule weighs tokens against time")
-    if decode["batch_size"] != 1:
-        raise InputError(f"the report is of batches of {decode['batch_size']}: measure with decode.batch_size 1")
-    if decode["temperature"] not in (0, 1) and decode.get("verification") in ("match", "typical"):
+    if decode.batch_size != 1:
+        raise InputError(f"the report is of batches of {decode.batch_size}: measure with decode.batch_size 1")
+    if decode.temperature not in (0, 1) and decode.verification in ("match", "typical"):
         raise InputError(
-            f"the report is of likeliest drafts at temperature {decode['temperature']:g}: stopping then looks at "
+            f"the report is of likeliest drafts at temperature {decode.temperature:g}: stopping then looks at "
             "distributions at temperature 1, of which the report says nothing; measure with decode.temperature 0 or 1"
         )
     for setting in ("tree", "stopping"):
-        if decode.get(setting) is not None:
+        if getattr(decode, setting) is not None:
             raise InputError(
                 f"the report's decode.{setting} is set: a cost rule is fitted to chains drafted to their full length"
             )
-    if not any(each["num_drafts"] for each in report["acceptance"].get("stopping_reliability", ())):
+    if not any(each.num_drafts for each in report.acceptance.stopping_reliability):
         raise InputError(
             "the report has no stopping_reliability: its draft has no distribution (a lookup), drafted nothing, or an earlier "
             "draftsmith wrote it; run eval/run.py again"
         )
+    return speed

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -17,6 +17,8 @@ from eval.cost.expected_rounds import AcceptanceProfile, AnswerLength, answer_le
 from eval.cost.model import CostModel, MeasuredCosts, RooflineCosts, summarise_model
 from eval.cost.timing_sweep import TimedRound, sweep_rounds
 from eval.decoder.records import Generation
+from eval.report.schema import Report
+from eval.report.sections import PredictedSection
 from heads.proposers.protocol import Proposer
 from heads.target.loading import Target
 
@@ -30,7 +32,7 @@ def predict_speed(
     target: Target,
     proposer: Proposer,
     plain: Sequence[Generation],
-    report: Mapping[str, Any],
+    report: Report,
     decode: DecodeConfig,
     config: CostConfig,
 ) -> dict[str, Any] | None:
@@ -50,7 +52,7 @@ def predict_speed(
         InputError: a context to be timed does not fit the target's.
     """
     answers = answer_lengths(plain, decode.max_new_tokens)
-    if report["speed"] is None or not answers or not any(report["acceptance"]["position_conditional"]):
+    if report.speed is None or not answers or not any(report.acceptance.position_conditional):
         log.warning("no draft was accepted in a run that was timed, so that no cost model can be made of it")
         return None
     text = [token for each in plain for token in (*each.prompt_tokens, *each.tokens)]
@@ -67,30 +69,39 @@ def predict_speed(
     }
 
 
+def prediction_in(report: Report, where: str) -> PredictedSection:
+    """Return a report's prediction.
+
+    Raises:
+        InputError: the report holds no timing sweep; `where` names it.
+    """
+    predicted = None if report.speed is None else report.speed.predicted
+    if predicted is None or not predicted.sweep:
+        raise InputError(f"{where} holds no timing sweep; run eval/run.py with `cost` set in its config")
+    return predicted
+
+
 def prediction_of(
-    report: Mapping[str, Any], where: str, *, bytes_per_second: float | None = None, flops_per_second: float | None = None
+    report: Report, where: str, *, bytes_per_second: float | None = None, flops_per_second: float | None = None
 ) -> CostModel:
     """Return the cost model of a report, for its own machine, or for one with this bandwidth and speed.
 
     Raises:
         InputError: the report holds no timing sweep, or one of the two numbers is missing; `where` names it.
     """
-    predicted = (report["speed"] or {}).get("predicted")
-    if predicted is None or not predicted["sweep"]:
-        raise InputError(f"{where} holds no timing sweep; run eval/run.py with `cost` set in its config")
+    predicted = prediction_in(report, where)
     if (bytes_per_second is None) != (flops_per_second is None):
         raise InputError("another machine is described by --bandwidth and --flops together; give both, or none for this one")
-    sweep = [TimedRound(**each) for each in predicted["sweep"]]
-    answers = [AnswerLength(**each) for each in predicted["answers"]]
+    sweep = [TimedRound(**each.model_dump()) for each in predicted.sweep]
+    answers = [AnswerLength(**each.model_dump()) for each in predicted.answers]
     if bytes_per_second is None or flops_per_second is None:
         return CostModel(MeasuredCosts(sweep), _profile(report), answers, _longest(sweep))
     costs = RooflineCosts(sweep, bytes_per_second, flops_per_second)
     return CostModel(costs, _profile(report), answers, _longest(sweep))
 
 
-def _profile(report: Mapping[str, Any]) -> AcceptanceProfile:
-    conditional = report["acceptance"]["position_conditional"]
-    return AcceptanceProfile(conditional, by_text_alone=report["draft"]["kind"] in BY_TEXT_ALONE)
+def _profile(report: Report) -> AcceptanceProfile:
+    return AcceptanceProfile(report.acceptance.position_conditional, by_text_alone=report.draft.kind in BY_TEXT_ALONE)
 
 
 def _longest(sweep: Sequence[TimedRound]) -> int:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from configs.runtime.errors import InputError
 from configs.schema.evaluation import GateConfig
 from eval.release.rules import is_of_a_machine, judge_against_free, judge_rule
-from eval.release.verdict import Finding, Outcome, Verdict
+from eval.release.verdict import Finding, GateOutcome, GateVerdict
 from eval.report.compare import IDENTITY, Difference, differences
-from eval.report.text import checks_in_words, short
+from eval.report.schema import LosslessSection, PromptsSection, Report
+from eval.report.text import describe_checks, short
 
 LEAST_RESAMPLES = 200  # of the bootstrap behind a report's intervals
 
@@ -27,21 +27,21 @@ class Artifact:
     """What an artifact folder says of itself; see `eval.release.artifact_hash`."""
 
     sha256: str
-    target: Mapping[str, Any]  # the hashes of what it was made for, keyed as in `eval.report.compare.IDENTITY`
+    target: Mapping[str, str | None]  # the hashes of what it was made for, keyed as in `eval.report.compare.IDENTITY`
 
 
 def judge(
-    report: Mapping[str, Any],
+    report: Report,
     config: GateConfig,
-    baseline: Mapping[str, Any] | None = None,
+    baseline: Report | None = None,
     artifact: Artifact | None = None,
-) -> Verdict:
+) -> GateVerdict:
     """Apply the checks that always hold, then every rule.
 
     Args:
-        report: a checked report (`eval.report.schema.read_report`).
+        report: the report.
         config: the gate.
-        baseline: an earlier checked report, for rules with `relative_to_baseline`.
+        baseline: an earlier report, for rules with `relative_to_baseline`.
         artifact: the draft that is to be released; without it, the report's own account of its draft is judged.
 
     Raises:
@@ -61,18 +61,18 @@ def judge(
     for name in config.must_beat:
         findings += judge_against_free(report, name)
     notes = [f"the baseline report differs in {difference}, which the gate allows" for difference in allowed]
-    return Verdict(findings=tuple(findings), notes=tuple(notes))
+    return GateVerdict(findings=tuple(findings), notes=tuple(notes))
 
 
-def _check_baseline(report: Mapping[str, Any], baseline: Mapping[str, Any], config: GateConfig) -> list[Difference]:
+def _check_baseline(report: Report, baseline: Report, config: GateConfig) -> list[Difference]:
     """Return the differences to the baseline report that the gate allows and that touch its rules.
 
     Raises:
         InputError: it is simulated, incomplete, or was made with something else that the gate does not allow.
     """
-    if baseline["simulated"]:
+    if baseline.simulated:
         raise InputError("the baseline report is simulated; compare with a measured one")
-    if reason := _unanswered(baseline["prompts"]):
+    if reason := _unanswered(baseline.prompts):
         raise InputError(f"the baseline report is incomplete: {reason}; compare with one that answered every prompt")
     touched = any(rule.relative_to_baseline and is_of_a_machine(rule) for rule in config.rules)
     found = [each for each in differences(report, baseline) if each.aspect != "machine" or touched]
@@ -88,8 +88,8 @@ def _check_baseline(report: Mapping[str, Any], baseline: Mapping[str, Any], conf
 # --- checks that always hold --------------------------------------------------------------------------------------
 
 
-def _judge_measured(report: Mapping[str, Any]) -> Finding:
-    simulated = report["simulated"]
+def _judge_measured(report: Report) -> Finding:
+    simulated = report.simulated
     return Finding(
         check="simulated",
         outcome="fail" if simulated else "pass",
@@ -99,50 +99,50 @@ def _judge_measured(report: Mapping[str, Any]) -> Finding:
     )
 
 
-def _judge_lossless(report: Mapping[str, Any], config: GateConfig) -> Finding:
-    section = report["lossless"]
+def _judge_lossless(report: Report, config: GateConfig) -> Finding:
+    section = report.lossless
     reason = _doubt(section)
-    outcome: Outcome = "inconclusive" if reason else "pass"
+    outcome: GateOutcome = "inconclusive" if reason else "pass"
     if not reason and (reason := _change(report, config)):
         outcome = "fail"
     required = " or ".join(config.lossless) or "nothing (the gate allows no verdict)"
-    return Finding(check="lossless", outcome=outcome, value=section["verdict"], required=required, reason=reason)
+    return Finding(check="lossless", outcome=outcome, value=section.verdict, required=required, reason=reason)
 
 
-def _doubt(section: Mapping[str, Any]) -> str:
+def _doubt(section: LosslessSection) -> str:
     """Return why nobody knows whether answers were changed, or nothing."""
-    if section["verdict"] != "inconclusive":
+    if section.verdict != "inconclusive":
         return ""
-    checks = checks_in_words(section, "inconclusive_checks")
+    checks = describe_checks(section, section.inconclusive_checks)
     return "the losslessness check needs more answers than it got" + (f": {checks}" if checks else "")
 
 
-def _change(report: Mapping[str, Any], config: GateConfig) -> str:
+def _change(report: Report, config: GateConfig) -> str:
     """Return what speaks against the answers, or nothing."""
-    section = report["lossless"]
-    verdict, found = section["verdict"], len(section["divergences"])
+    section = report.lossless
+    verdict, found = section.verdict, len(section.divergences)
     if verdict not in config.lossless and found:
-        return f"{found} difference{'s' * (found > 1)} from plain decoding in {section['checked_prompts']} checked answers"
-    if verdict not in config.lossless and section.get("failed_checks"):
-        return f"failed: {checks_in_words(section, 'failed_checks')}"
+        return f"{found} difference{'s' * (found > 1)} from plain decoding in {section.checked_prompts} checked answers"
+    if verdict not in config.lossless and section.failed_checks:
+        return f"failed: {describe_checks(section, section.failed_checks)}"
     if verdict not in config.lossless:
         return "no checked answer differs from plain decoding, but the gate does not allow this verdict"
-    if verdict == "lossy_by_design" and report.get("quality") is None:
+    if verdict == "lossy_by_design" and report.quality is None:
         return "the rule changes answers, and nothing says what they are worth: evaluate with `quality` in the config"
     if verdict == "lossy_by_design":  # what is allowed to differ is not checked
         return ""
-    return "no answer was checked against plain decoding" if section["checked_prompts"] == 0 else ""
+    return "no answer was checked against plain decoding" if section.checked_prompts == 0 else ""
 
 
-def _judge_prompts(report: Mapping[str, Any], config: GateConfig) -> Finding:
-    prompts = report["prompts"]
-    measured, wanted = prompts["num_prompts"], config.suite_sha256
+def _judge_prompts(report: Report, config: GateConfig) -> Finding:
+    prompts = report.prompts
+    measured, wanted = prompts.num_prompts, config.suite_sha256
     reason = _unanswered(prompts)
     if not reason and measured < config.min_prompts:
         reason = f"the gate asks for at least {config.min_prompts} prompts (min_prompts)"
-    if not reason and wanted is not None and prompts["sha256"] != wanted:
-        reason = f"the prompts, of {prompts['source']}, hash to {short(prompts['sha256'])}, not to the gate's suite_sha256"
-    required = f"all {prompts['num_asked']} asked for, at least {config.min_prompts}"
+    if not reason and wanted is not None and prompts.sha256 != wanted:
+        reason = f"the prompts, of {prompts.source}, hash to {short(prompts.sha256)}, not to the gate's suite_sha256"
+    required = f"all {prompts.num_asked} asked for, at least {config.min_prompts}"
     return Finding(
         check="prompts",
         outcome="fail" if reason else "pass",
@@ -152,9 +152,9 @@ def _judge_prompts(report: Mapping[str, Any], config: GateConfig) -> Finding:
     )
 
 
-def _judge_intervals(report: Mapping[str, Any]) -> list[Finding]:
+def _judge_intervals(report: Report) -> list[Finding]:
     """Return a finding where the report's intervals are too roughly drawn to be judged by, else none."""
-    samples = report["statistics"]["bootstrap_samples"]
+    samples = report.statistics.bootstrap_samples
     if samples >= LEAST_RESAMPLES:
         return []
     reason = "so few resamples make intervals of chance: evaluate with bootstrap_samples as it is by default"
@@ -162,30 +162,30 @@ def _judge_intervals(report: Mapping[str, Any]) -> list[Finding]:
     return [Finding(check="intervals", outcome="inconclusive", value=float(samples), required=required, reason=reason)]
 
 
-def _unanswered(prompts: Mapping[str, Any]) -> str:
+def _unanswered(prompts: PromptsSection) -> str:
     """Return what is missing of the answers that were asked for, or nothing."""
-    measured, asked, num_failed = prompts["num_prompts"], prompts["num_asked"], len(prompts["failed"])
+    measured, asked, num_failed = prompts.num_prompts, prompts.num_asked, len(prompts.failed)
     if num_failed:
-        return f"{num_failed} requests failed, the first on prompt {prompts['failed'][0]['prompt_id']}"
+        return f"{num_failed} requests failed, the first on prompt {prompts.failed[0].prompt_id}"
     if measured != asked:
         return f"{asked - measured} of the {asked} prompts asked for were not answered"
     return ""
 
 
-def _judge_provenance(report: Mapping[str, Any], config: GateConfig, artifact: Artifact | None) -> Finding:
+def _judge_provenance(report: Report, config: GateConfig, artifact: Artifact | None) -> Finding:
     """Check that the draft was made for the target it was measured with and, given the artifact, that it is this one."""
-    draft, target = report["draft"], report["target"]
-    made_for = {"weights_sha256": draft.get("target_sha256")} if artifact is None else artifact.target
-    others = [IDENTITY[key] for key, digest in made_for.items() if digest != target.get(key)]
+    draft, target = report.draft, report.target
+    made_for = {"weights_sha256": draft.target_sha256} if artifact is None else artifact.target
+    others = [IDENTITY[key] for key, digest in made_for.items() if digest != getattr(target, key)]
     reason = ""
-    if artifact is not None and artifact.sha256 != draft["sha256"]:
-        reason = f"the artifact hashes to {short(artifact.sha256)}, the draft measured to {short(draft['sha256'])}: measure it"
+    if artifact is not None and artifact.sha256 != draft.sha256:
+        reason = f"the artifact hashes to {short(artifact.sha256)}, the draft measured to {short(draft.sha256)}: measure it"
     elif others and not config.allow_target_mismatch:
         reason = f"the draft was made for other {', '.join(others)} than it was measured with"
     return Finding(
         check="provenance",
         outcome="fail" if reason else "pass",
-        value=short(draft["sha256"]),
+        value=short(draft.sha256),
         required="a draft made for this target" if artifact is None else "the artifact's hash, made for this target",
         reason=reason,
     )

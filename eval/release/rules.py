@@ -10,14 +10,15 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from configs.runtime.errors import InputError
 from configs.schema.evaluation import GateRule
-from eval.release.verdict import Finding, Outcome
-from eval.report.schema import numbers_of
+from eval.release.verdict import Finding, GateOutcome
+from eval.report.paired import compare_reports
+from eval.report.schema import BaselineSection, Report
+from eval.report.sections import ClosedSection
 from eval.stats.bootstrap import Interval
-from eval.stats.paired import Change, compare_reports
+from eval.stats.paired import Change
 
 PAIRED_TAU = "acceptance.tokens_per_target_step"
 PAIRED = (PAIRED_TAU, "speed.decode_speedup")  # whose counts and seconds a report keeps prompt by prompt
@@ -34,13 +35,13 @@ OF_A_MACHINE = ("speed", "seconds", "joules")  # in a metric's name: it means so
 MORE_THAN_ONE = math.nextafter(1.0, math.inf)  # a draft that only equals what is free is not worth its training
 
 
-def judge_rule(report: Mapping[str, Any], rule: GateRule, baseline: Mapping[str, Any] | None) -> list[Finding]:
+def judge_rule(report: Report, rule: GateRule, baseline: Report | None) -> list[Finding]:
     """Return what the rule finds: one finding, or one for each category.
 
     Args:
-        report: a checked report.
+        report: the report.
         rule: the rule.
-        baseline: a checked report that can be compared with the first.
+        baseline: a report that can be compared with the first.
 
     Raises:
         InputError: no such number, no interval to it, or no baseline report to be relative to.
@@ -48,19 +49,19 @@ def judge_rule(report: Mapping[str, Any], rule: GateRule, baseline: Mapping[str,
     return [_judge_metric(report, metric, rule, baseline) for metric in _metrics(report, rule)]
 
 
-def judge_against_free(report: Mapping[str, Any], name: str) -> list[Finding]:
+def judge_against_free(report: Report, name: str) -> list[Finding]:
     """Compare the draft with a way of decoding that needs no training: in tokens per target step, and in speed.
 
     Raises:
         InputError: the report does not hold that way of decoding.
     """
-    if name not in report["baselines"]:
-        known = ", ".join(report["baselines"]) or "none"
+    if name not in report.baselines:
+        known = ", ".join(report.baselines) or "none"
         raise InputError(f"must_beat: the report has no baseline {name!r} (it has: {known}); name it in eval's `baselines`")
-    free, speed = report["baselines"][name], report["speed"] or {}
-    pairs = (
-        ("tokens_per_target_step", report["acceptance"], "tokens_per_target_step_ratio"),
-        ("decode_speedup", speed, "decode_speed_ratio"),
+    free = report.baselines[name]
+    pairs: tuple[tuple[str, ClosedSection | None, str], ...] = (
+        ("tokens_per_target_step", report.acceptance, "tokens_per_target_step_ratio"),
+        ("decode_speedup", report.speed, "decode_speed_ratio"),
     )
     return [
         _finding(f"{metric} against {name}", _over_free(own, free, metric, paired), "more than 1 times", MORE_THAN_ONE)
@@ -73,16 +74,16 @@ def is_of_a_machine(rule: GateRule) -> bool:
     return any(word in rule.metric for word in OF_A_MACHINE)
 
 
-def _metrics(report: Mapping[str, Any], rule: GateRule) -> Iterator[str]:
+def _metrics(report: Report, rule: GateRule) -> Iterator[str]:
     """Yield the paths that the rule is about: its own, or one for each category of the report."""
     if not rule.metric.startswith(EVERY_CATEGORY):
         yield rule.metric
         return
-    for category in report["by_category"]:
+    for category in report.by_category:
         yield f"by_category.{category}.{rule.metric.removeprefix(EVERY_CATEGORY)}"
 
 
-def _judge_metric(report: Mapping[str, Any], metric: str, rule: GateRule, baseline: Mapping[str, Any] | None) -> Finding:
+def _judge_metric(report: Report, metric: str, rule: GateRule, baseline: Report | None) -> Finding:
     """Compare one metric, or its ratio to the baseline's, with the rule's threshold."""
     interval = _look_up(report, metric, rule, "report")
     if rule.relative_to_baseline:
@@ -113,7 +114,7 @@ def _finding(
     )
 
 
-def _compare(interval: Interval, minimum: float | None, maximum: float | None) -> tuple[Outcome, str]:
+def _compare(interval: Interval, minimum: float | None, maximum: float | None) -> tuple[GateOutcome, str]:
     """Return the outcome and, unless it passed, the reason."""
     if interval.point is None:
         return "fail", "not measured in this report"
@@ -130,13 +131,13 @@ def _compare(interval: Interval, minimum: float | None, maximum: float | None) -
 # --- looking up ---------------------------------------------------------------------------------------------------
 
 
-def _look_up(report: Mapping[str, Any], metric: str, rule: GateRule, where: str) -> Interval:
+def _look_up(report: Report, metric: str, rule: GateRule, where: str) -> Interval:
     """Return a metric with the interval that stands beside it as `..._ci`; both may be unmeasured (`None`).
 
     Raises:
         InputError: no such metric, or it comes without an interval although the rule asks for its bounds.
     """
-    numbers = {path: number for path, number in numbers_of(report) if not path.startswith(NO_METRICS)}
+    numbers = {path: number for path, number in report.numbers().items() if not path.startswith(NO_METRICS)}
     if _under_null(metric, numbers):
         return Interval(None)
     if metric not in numbers:
@@ -159,7 +160,7 @@ def _under_null(metric: str, numbers: Mapping[str, float | None]) -> bool:
 # --- ratios -------------------------------------------------------------------------------------------------------
 
 
-def _relative(report: Mapping[str, Any], baseline: Mapping[str, Any], metric: str, rule: GateRule, ours: Interval) -> Interval:
+def _relative(report: Report, baseline: Report, metric: str, rule: GateRule, ours: Interval) -> Interval:
     """Return ours / theirs: paired by prompt where the reports allow it, else from bounds that assume the worst.
 
     Raises:
@@ -175,7 +176,7 @@ def _relative(report: Mapping[str, Any], baseline: Mapping[str, Any], metric: st
     return _worst_ratio(ours, theirs) if change is None else Interval(change.ratio, *(change.ratio_ci or (None, None)))
 
 
-def _paired(report: Mapping[str, Any], baseline: Mapping[str, Any], metric: str) -> Change | None:
+def _paired(report: Report, baseline: Report, metric: str) -> Change | None:
     """Return how a number of the whole report changed, prompt by prompt; `None` where the reports do not keep it by prompt."""
     if metric not in PAIRED:
         return None
@@ -186,16 +187,17 @@ def _paired(report: Mapping[str, Any], baseline: Mapping[str, Any], metric: str)
     return None if found.batches_left_out else found.decode_speedup
 
 
-def _over_free(own: Mapping[str, Any], free: Mapping[str, Any], metric: str, paired: str) -> Interval:
+def _over_free(own: ClosedSection | None, free: BaselineSection, metric: str, paired: str) -> Interval:
     """Return the draft's number over a free way's: as the run paired them, else from bounds that assume the worst."""
-    if free.get(paired) is not None:
-        return _with_bounds(free, paired)
+    if (ratio := _with_bounds(free, paired)).point is not None:
+        return ratio
     ours, theirs = _with_bounds(own, metric), _with_bounds(free, metric)
     return Interval(None) if ours.point is None or not theirs.point else _worst_ratio(ours, theirs)
 
 
-def _with_bounds(section: Mapping[str, Any], metric: str) -> Interval:
-    return Interval(section.get(metric), *(section.get(f"{metric}_ci") or (None, None)))
+def _with_bounds(section: ClosedSection | None, metric: str) -> Interval:
+    point, bounds = (None, None) if section is None else section.interval_of(metric)
+    return Interval(point, *(bounds or (None, None)))
 
 
 def _worst_ratio(ours: Interval, theirs: Interval) -> Interval:

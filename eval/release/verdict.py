@@ -1,29 +1,26 @@
-"""A gate's verdict as JUnit XML, which CI systems show test by test: one test case a check.
+"""A gate's verdict and its renderings: a table for a terminal, Markdown for a pull request, values for `gate.json`, JUnit XML.
 
-There is no written standard; this is the common core of what Jenkins, GitLab and the GitHub actions for test reports read:
-`testsuites/testsuite/testcase`, with `failure` for what failed. A check that stayed inconclusive becomes an `error`, not
-`skipped`, because most systems show skipped tests as green and an open question must not look like a pass. No time stamps:
-equal verdicts give equal files.
-
-
-A gate's verdict and how it is told: a table for a terminal, Markdown for a pull request, plain values for `gate.json`.
-
-`eval.release.checks` reaches the verdict, `eval.release.verdict` tells it to a CI system.
+`eval.release.checks` reaches the verdict. The XML is the common core of what Jenkins, GitLab and the GitHub actions for test
+reports read: one test case a check, with `failure` for what failed and `error` for what stayed inconclusive, because most
+systems show `skipped` as green. No time stamps: equal verdicts give equal files. Torch-free.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 from xml.etree import ElementTree
 
 from eval.report.markdown import escape, table
+from eval.report.schema import Report
 from eval.report.text import headline, settings, short, warnings
 
-Outcome = Literal["pass", "fail", "inconclusive"]
+GateOutcome = Literal["pass", "fail", "inconclusive"]
 SIGNS = {"pass": "✅ pass", "fail": "❌ fail", "inconclusive": "❔ inconclusive"}
+ELEMENTS = {"fail": "failure", "inconclusive": "error"}  # of JUnit
+# Characters that no XML document may hold, not even escaped (XML 1.0, section 2.2).
+FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +28,7 @@ class Finding:
     """What one check found; `low` and `high` only where an interval was judged."""
 
     check: str
-    outcome: Outcome
+    outcome: GateOutcome
     value: float | str | None
     low: float | None = None
     high: float | None = None
@@ -40,20 +37,20 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """All findings, and what they come to: any failure fails, else anything inconclusive leaves it open."""
+class GateVerdict:
+    """All findings. Any failure fails the gate, else anything inconclusive makes it inconclusive."""
 
     findings: tuple[Finding, ...]
-    notes: tuple[str, ...] = ()  # what the gate let pass, and a reader should know
+    notes: tuple[str, ...] = ()  # differences to the baseline report that the gate allowed
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> GateOutcome:
         """The worst outcome among the findings."""
         outcomes = {finding.outcome for finding in self.findings}
         return "fail" if "fail" in outcomes else "inconclusive" if "inconclusive" in outcomes else "pass"
 
 
-def as_values(verdict: Verdict) -> dict[str, Any]:
+def as_values(verdict: GateVerdict) -> dict[str, Any]:
     """Return the verdict as plain JSON values: `outcome`, `findings`, `notes`."""
     return {
         "outcome": verdict.outcome,
@@ -62,7 +59,7 @@ def as_values(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def as_table(verdict: Verdict) -> str:
+def as_table(verdict: GateVerdict) -> str:
     """Return the verdict for a terminal: a line a check, the reason under each that did not pass, the outcome last."""
     rows = [(each.outcome.upper(), each.check, measured(each), each.required, each.reason) for each in verdict.findings]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
@@ -74,19 +71,19 @@ def as_table(verdict: Verdict) -> str:
     return "\n".join([*lines, *(f"note: {note}" for note in verdict.notes), "", f"gate: {verdict.outcome}"])
 
 
-def as_markdown(verdict: Verdict, report: Mapping[str, Any]) -> str:
-    """Return the verdict fit for a pull request: outcome, headline of the report judged, a row a check."""
+def as_markdown(verdict: GateVerdict, report: Report) -> str:
+    """Return the verdict for a pull request: outcome, headline of the report judged, a row a check."""
     rows = [
         (SIGNS[each.outcome], escape(each.check), escape(measured(each)), escape(each.required), escape(each.reason))
         for each in verdict.findings
     ]
     blocks = [
-        f"## {SIGNS[verdict.outcome]}: draft `{escape(report['draft']['path'])}` ({short(report['draft']['sha256'])})",
+        f"## {SIGNS[verdict.outcome]}: draft `{escape(report.draft.path)}` ({short(report.draft.sha256)})",
         headline(report),
         *(f"> **Warning:** {escape(warning)}" for warning in warnings(report)),
         table(("", "check", "measured", "asked", "why not"), rows, numbers=False),
         *(f"Note: {escape(note)}." for note in verdict.notes),
-        f"Target `{escape(report['target']['name'])}` ({short(report['target']['weights_sha256'])}), {settings(report)}.",
+        f"Target `{escape(report.target.name)}` ({short(report.target.weights_sha256)}), {settings(report)}.",
     ]
     return "\n\n".join(blocks) + "\n"
 
@@ -99,30 +96,20 @@ def measured(finding: Finding) -> str:
     return f"{finding.value:.4g}{bounds}"
 
 
-ELEMENTS = {"fail": "failure", "inconclusive": "error"}
-# XML 1.0, section 2.2: everything else may not stand in a document, not even escaped.
-FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-
-
-def as_junit(verdict: Verdict, suite: str = "draftsmith gate") -> str:
-    """Return the XML document; text from outside is escaped, and characters that XML cannot hold are replaced.
-
-    Args:
-        verdict: what the gate found.
-        suite: the suite's name.
-    """
+def as_junit(verdict: GateVerdict) -> str:
+    """Return the verdict as JUnit XML; text from outside is escaped, and characters that XML cannot hold are replaced."""
     outcomes = [finding.outcome for finding in verdict.findings]
     counts = {
         "tests": str(len(outcomes)),
         "failures": str(outcomes.count("fail")),
         "errors": str(outcomes.count("inconclusive")),
     }
-    root = ElementTree.Element("testsuites", {"name": _legal(suite), **counts})
-    suite_element = ElementTree.SubElement(root, "testsuite", {"name": _legal(suite), **counts, "skipped": "0", "time": "0"})
+    root = ElementTree.Element("testsuites", {"name": "draftsmith gate", **counts})
+    suite = ElementTree.SubElement(root, "testsuite", {"name": "draftsmith gate", **counts, "skipped": "0", "time": "0"})
     for finding in verdict.findings:
-        _add_case(suite_element, finding)
+        _add_case(suite, finding)
     if verdict.notes:
-        ElementTree.SubElement(suite_element, "system-out").text = _legal("\n".join(verdict.notes))
+        ElementTree.SubElement(suite, "system-out").text = _legal("\n".join(verdict.notes))
     ElementTree.indent(root)
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
 

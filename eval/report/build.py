@@ -1,63 +1,242 @@
-"""`report.json`: everything a run measured, computed from its records by one pure function.
+"""From a run's records to its report: every number is computed here, by one pure function.
 
-Numbers only, never formatted strings; units in names; `None` where a number is not available. `eval.report.schema` fixes
-the form, `eval.report.markdown` and `eval.report.html` make text of it, `eval.release.checks` judges it.
-
-
-The few answers a report shows: the prompts with the most and the fewest tokens per target step, token by token.
+Numbers only, never formatted strings; units in names; `None` where a number is not available. `eval.report.schema` fixes the
+form, `eval.report.markdown` and `eval.report.html` render it, `eval.release.checks` judges it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any, TypedDict
 
-from configs.runtime.files import write_json
-from eval.decoder.records import SPECULATIVE, Divergence, Generation, Timing
+from eval.decoder.records import SPECULATIVE, Divergence, Generation
 from eval.metrics.acceptance import count_committed, was_cut
 from eval.metrics.speed import compare_speed, summarise_advantage, summarise_speed, timings_within
 from eval.metrics.tally import SAMPLES_A_SIDE, Tally
-from eval.report.schema import SCHEMA_VERSION, check_report
+from eval.report.schema import SCHEMA_VERSION, Report, parse_report
 from eval.stats.bootstrap import LEVEL
 from eval.stats.power import detectable_percent
 
+Decode = Callable[[Sequence[int]], str]  # token ids -> text, special tokens included
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer gives for the first bytes of an unfinished character
 
 
+class Bootstrap(TypedDict):
+    """The resampling behind every interval of a report."""
+
+    samples: int
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSet:
+    """The prompts of a run."""
+
+    source: str
+    sha256: str
+    texts: Mapping[str, str]  # prompt id -> text of the first turn, for all prompts of the run
+    later_turns: Mapping[str, Sequence[str]] = field(default_factory=dict)  # prompt id -> texts of the turns after the first
+    format: str | None = None  # of the suite's rows (`eval.measure.suite`)
+
+    @property
+    def places(self) -> list[tuple[str, int]]:
+        """Every (prompt id, turn) of the run, in order."""
+        return [(prompt_id, turn) for prompt_id in self.texts for turn in range(1 + len(self.later_turns.get(prompt_id, ())))]
+
+    def text_of(self, prompt_id: str, turn: int) -> str:
+        """Return what the user said in a turn."""
+        return self.later_turns[prompt_id][turn - 1] if turn else self.texts[prompt_id]
+
+
+def build_report(
+    *,
+    target: Mapping[str, Any],
+    draft: Mapping[str, Any],
+    decode: Mapping[str, Any],
+    prompts: PromptSet,
+    records: Tally,
+    lossless: Mapping[str, Any],
+    decode_tokens: Decode,
+    hardware: Mapping[str, Any],
+    versions: Mapping[str, Any],
+    git: Mapping[str, Any] | None = None,
+    command: Sequence[str] | None = None,
+    warnings: Sequence[str] = (),
+    bootstrap_samples: int = 2000,
+    seed: int = 0,
+    simulated: bool = False,
+) -> Report:
+    """Compute the report, without the sections that `complete_report` adds.
+
+    Args:
+        target, draft, decode, hardware, versions, git, command: descriptions, kept as they are.
+        prompts: the prompts of the run; answers may be missing, and the report says so.
+        records: what was decoded, with at most one generation a mode, prompt and turn, and what was timed.
+        lossless: `verdict`, `checked_prompts`, `divergences` (`Divergence` or dict), and whatever else the check found.
+        decode_tokens: turns token ids into text, special tokens included.
+        warnings: sentences the reader must see, such as an allowed mismatch of the target.
+        bootstrap_samples, seed: of all intervals.
+        simulated: acceptance was drawn instead of measured.
+
+    Raises:
+        ValueError: something was decoded that is not among the prompts.
+        InputError: a description lacks a field that `eval.report.schema` requires.
+    """
+    if unknown := records.places - set(prompts.places):
+        raise ValueError("prompt {}, turn {} was decoded but is not among the prompts asked for".format(*min(unknown)))
+    divergences = [asdict(each) if isinstance(each, Divergence) else each for each in lossless["divergences"]]
+    values = {
+        "schema_version": SCHEMA_VERSION,
+        "simulated": simulated,
+        "warnings": list(warnings),
+        "command": None if command is None else list(command),
+        "target": dict(target),
+        "draft": dict(draft),
+        "decode": dict(decode),
+        "hardware": dict(hardware),
+        "versions": dict(versions),
+        "git": None if git is None else dict(git),
+        "statistics": {"bootstrap_samples": bootstrap_samples, "seed": seed, "level": LEVEL},
+        "prompts": _prompts(prompts, records),
+        **_measurements(records, {"samples": bootstrap_samples, "seed": seed}),
+        "lossless": {**lossless, "divergences": divergences},
+        "quality": None,
+        "energy": None,
+        "samples": _samples(records, prompts, decode_tokens),
+    }
+    return parse_report(values, "the report just built")
+
+
+def complete_report(
+    report: Report,
+    *,
+    quality: Mapping[str, Any] | None = None,
+    energy: Mapping[str, Any] | None = None,
+    speed: Mapping[str, Any] | None = None,
+) -> Report:
+    """Return a report with what only some runs ask for.
+
+    Args:
+        report: of `build_report`.
+        quality, energy: the sections, `None` where they were not asked for.
+        speed: more fields of the speed section (`predicted`).
+    """
+    values = {**report.to_dict(), "quality": quality, "energy": energy}
+    if speed:
+        values["speed"] |= speed
+    return parse_report(values, "the report just completed")
+
+
+def _prompts(prompts: PromptSet, records: Tally) -> dict[str, Any]:
+    """Describe the prompts and which were answered; a prompt counts when all its turns were answered in every mode."""
+    return {
+        "source": prompts.source,
+        "format": prompts.format,
+        "sha256": prompts.sha256,
+        "ids": list(prompts.texts),
+        "num_asked": len(prompts.texts),
+        "num_turns": len(prompts.places),
+        "num_prompts": len(records.answered(prompts.places)),
+        "categories": records.categories,
+        "failed": [
+            {"prompt_id": each.prompt_id, "turn": each.turn, "mode": each.mode, "stop_reason": each.stop_reason}
+            for each in records.failed
+        ],
+    }
+
+
+def _measurements(records: Tally, bootstrap: Bootstrap) -> dict[str, Any]:
+    """Compute the sections that are numbers: over all prompts, by category, and of the baselines."""
+    speculative = records.of_mode(SPECULATIVE)
+    per_prompt = speculative.per_prompt
+    committed, rounds = ([counts[column] for counts in per_prompt.values()] for column in (0, 1))
+    return {
+        "acceptance": {
+            **speculative.summarise(**bootstrap),
+            "detectable_change_percent": detectable_percent([committed], [rounds]),
+            "per_prompt": per_prompt,
+        },
+        "speed": summarise_speed(records.timings, keep_batches=True, **bootstrap),
+        "by_category": {category: _category(records, category, bootstrap) for category in records.categories},
+        "baselines": {mode: _baseline(records, mode, per_prompt, bootstrap) for mode in records.modes if mode != SPECULATIVE},
+    }
+
+
+def _category(records: Tally, category: str, bootstrap: Bootstrap) -> dict[str, Any]:
+    share = records.of_category(category)
+    return {
+        "num_prompts": share.num_prompts,
+        "acceptance": share.summarise(**bootstrap),
+        "speed": summarise_speed(timings_within(records.timings, set(share.per_prompt)), **bootstrap),
+    }
+
+
+def _baseline(records: Tally, mode: str, speculative: Mapping[str, Sequence[int]], bootstrap: Bootstrap) -> dict[str, Any]:
+    """Describe another way of decoding, and the draft's ratios to it; `speculative` are the draft's counts by prompt."""
+    own = records.of_mode(mode)
+    acceptance = own.summarise(**bootstrap)
+    timings = [timing for timing in records.timings if timing.mode == mode]
+    kept = ("tokens_per_target_step", "tokens_per_target_step_ci", "accepted_per_round", "draft_token_yield")
+    return {
+        **{name: acceptance[name] for name in kept},
+        "decode_seconds": sum(timing.decode_seconds for timing in timings),
+        "decode_tokens": sum(timing.num_tokens for timing in timings),
+        **compare_speed(records.timings if timings else [], mode, **bootstrap),
+        **summarise_advantage(speculative, own.per_prompt, records.timings, mode, **bootstrap),
+    }
+
+
+# --- sample answers -----------------------------------------------------------------------------------------------
+
+
+def _samples(records: Tally, prompts: PromptSet, decode_tokens: Decode) -> dict[str, Any]:
+    """Show the answers at both ends; those to later turns are named by the prompt's id and the turn, counted from 1."""
+    texts, shown = {}, []
+    for each in records.samples:
+        name = f"{each.prompt_id}, turn {each.turn + 1}" if each.turn else each.prompt_id
+        texts[name] = prompts.text_of(each.prompt_id, each.turn)
+        shown.append(replace(each, prompt_id=name))
+    return pick_samples(shown, texts, decode_tokens, SAMPLES_A_SIDE)
+
+
 def pick_samples(
-    generations: Sequence[Generation], texts: Mapping[str, str], decode_tokens: Callable[[Sequence[int]], str], count: int = 3
+    generations: Sequence[Generation], texts: Mapping[str, str], decode_tokens: Decode, count: int = 3
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return `{"worst": [...], "best": [...]}`, at most `count` each and none in both; the outermost come first.
+    """Return the answers with the fewest and the most tokens per target step, token by token.
 
     Args:
         generations: speculative ones; those without a single round have nothing to show.
         texts: the prompt's text by prompt id.
         decode_tokens: turns token ids into text.
         count: how many of each.
+
+    Returns:
+        `{"worst": [...], "best": [...]}`, at most `count` each and none in both; the outermost come first.
     """
     ranked = sorted((generation for generation in generations if generation.rounds), key=_tau)
     count = min(count, len(ranked) // 2)
     chosen = {"worst": ranked[:count], "best": ranked[::-1][:count]}
-    return {name: [_sample(generation, texts, decode_tokens) for generation in some] for name, some in chosen.items()}
+    return {
+        name: [
+            {
+                "prompt_id": each.prompt_id,
+                "category": each.category,
+                "prompt": texts[each.prompt_id],
+                "tokens_per_target_step": _tau(each),
+                "pieces": spell_pieces(each, decode_tokens),
+            }
+            for each in generations
+        ]
+        for name, generations in chosen.items()
+    }
 
 
 def _tau(generation: Generation) -> float:
     return count_committed(generation) / len(generation.rounds)
 
 
-def _sample(generation: Generation, texts: Mapping[str, str], decode_tokens: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    return {
-        "prompt_id": generation.prompt_id,
-        "category": generation.category,
-        "prompt": texts[generation.prompt_id],
-        "tokens_per_target_step": _tau(generation),
-        "pieces": spell_pieces(generation, decode_tokens),
-    }
-
-
-def spell_pieces(generation: Generation, decode_tokens: Callable[[Sequence[int]], str]) -> list[dict[str, str]]:
+def spell_pieces(generation: Generation, decode_tokens: Decode) -> list[dict[str, str]]:
     """Return the answer as `{"kind", "text"}` pieces: `prefill`, `accepted`, `rejected`, `target`.
 
     The pieces but the rejected ones join to the whole answer's text. Each is spelled as the difference the tokens make to
@@ -84,197 +263,6 @@ def _runs(generation: Generation) -> Iterator[tuple[str, list[int]]]:
     yield "prefill", list(generation.tokens[:1])
     for round_ in generation.rounds:
         yield "accepted", list(round_.committed[: round_.num_accepted])
-        if not was_cut(round_):  # drafts behind the end of the text were not rejected, they were not looked at
+        if not was_cut(round_):  # drafts behind the end of the text were never judged, so they were not rejected
             yield "rejected", list(round_.drafted[round_.num_accepted :])
             yield "target", list(round_.committed[round_.num_accepted :])
-
-
-class Bootstrap(TypedDict):
-    """The resampling behind every interval of a report."""
-
-    samples: int
-    seed: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptSet:
-    """The prompts that were asked for."""
-
-    source: str
-    sha256: str
-    texts: Mapping[str, str]  # prompt id -> what is shown of the prompt; the keys are all ids asked for
-    later_turns: Mapping[str, Sequence[str]] = field(default_factory=dict)  # prompt id -> what was asked after the first turn
-    format: str | None = None  # of the suite's rows (`eval.measure.suite`)
-
-    @property
-    def places(self) -> list[tuple[str, int]]:
-        """Every (prompt id, turn) asked for, in order."""
-        return [(prompt_id, turn) for prompt_id in self.texts for turn in range(1 + len(self.later_turns.get(prompt_id, ())))]
-
-    def text_of(self, prompt_id: str, turn: int) -> str:
-        """Return what the user said in a turn."""
-        return self.later_turns[prompt_id][turn - 1] if turn else self.texts[prompt_id]
-
-
-def build_report(
-    *,
-    target: Mapping[str, Any],
-    draft: Mapping[str, Any],
-    decode: Mapping[str, Any],
-    prompts: PromptSet,
-    generations: Sequence[Generation] | Tally,
-    timings: Sequence[Timing] = (),
-    lossless: Mapping[str, Any],
-    decode_tokens: Callable[[Sequence[int]], str],
-    hardware: Mapping[str, Any],
-    versions: Mapping[str, Any],
-    git: Mapping[str, Any] | None = None,
-    command: Sequence[str] | None = None,
-    warnings: Sequence[str] = (),
-    bootstrap_samples: int = 2000,
-    seed: int = 0,
-    simulated: bool = False,
-) -> dict[str, Any]:
-    """Compute the report.
-
-    Args:
-        target, draft, decode, hardware, versions, git, command: descriptions, kept as they are.
-        prompts: what was asked for; answers may be missing, and that shows.
-        generations: at most one a mode, prompt and turn, those of the first repeat where a run was repeated; or a tally of
-            them, which then holds the timings as well.
-        timings: of all repeats; empty where nothing was timed.
-        lossless: `verdict`, `checked_prompts`, `divergences` (`Divergence` or dict), and whatever else the check found.
-        decode_tokens: turns token ids into text, special tokens included.
-        warnings: sentences the reader must see, such as an allowed mismatch of the target.
-        bootstrap_samples, seed: of all intervals.
-        simulated: acceptance was drawn instead of measured.
-
-    Raises:
-        ValueError: records contradict each other, or a description lacks a field that `eval.report.schema` requires.
-    """
-    tally = generations if isinstance(generations, Tally) else _tally(generations, timings, decode["num_speculative_tokens"])
-    _check_places(tally, prompts)
-    bootstrap: Bootstrap = {"samples": bootstrap_samples, "seed": seed}
-    report = {
-        "schema_version": SCHEMA_VERSION,
-        "simulated": simulated,
-        "warnings": list(warnings),
-        "command": None if command is None else list(command),
-        "target": dict(target),
-        "draft": dict(draft),
-        "decode": dict(decode),
-        "hardware": dict(hardware),
-        "versions": dict(versions),
-        "git": None if git is None else dict(git),
-        "statistics": {"bootstrap_samples": bootstrap_samples, "seed": seed, "level": LEVEL},
-        "prompts": _prompts(prompts, tally),
-        **_measurements(tally, bootstrap),
-        "lossless": {**lossless, "divergences": [_as_dict(divergence) for divergence in lossless["divergences"]]},
-        "quality": None,  # these two are of runs that ask for them (`eval.evaluation`)
-        "energy": None,
-        "samples": _samples(tally, prompts, decode_tokens),
-    }
-    return check_report(report, "the report just built")
-
-
-def write_report(path: Path, report: Mapping[str, Any]) -> None:
-    """Check a report and write it.
-
-    Raises:
-        InputError: it is no report, or the file cannot be written.
-    """
-    write_json(path, check_report(dict(report), f"report for {path}"))
-
-
-def _tally(generations: Sequence[Generation], timings: Sequence[Timing], num_positions: int) -> Tally:
-    tally = Tally(num_positions)
-    tally.add(generations, timings)
-    return tally
-
-
-def _check_places(tally: Tally, prompts: PromptSet) -> None:
-    """Refuse answers to what was not asked.
-
-    Raises:
-        ValueError: there are some.
-    """
-    if unknown := tally.places - set(prompts.places):
-        raise ValueError("prompt {}, turn {} was decoded but is not among the prompts asked for".format(*min(unknown)))
-
-
-def _prompts(prompts: PromptSet, tally: Tally) -> dict[str, Any]:
-    """Describe what was asked and what came of it; a prompt counts when all its turns were answered in every mode."""
-    return {
-        "source": prompts.source,
-        "format": prompts.format,
-        "sha256": prompts.sha256,
-        "ids": list(prompts.texts),
-        "num_asked": len(prompts.texts),
-        "num_turns": len(prompts.places),
-        "num_prompts": len(tally.answered(prompts.places)),
-        "categories": tally.categories,
-        "failed": [
-            {"prompt_id": each.prompt_id, "turn": each.turn, "mode": each.mode, "stop_reason": each.stop_reason}
-            for each in tally.failed
-        ],
-    }
-
-
-def _measurements(tally: Tally, bootstrap: Bootstrap) -> dict[str, Any]:
-    """Compute the sections that are numbers: over all prompts, by category, and of the baselines."""
-    speculative = tally.of_mode(SPECULATIVE)
-    return {
-        "acceptance": {
-            **speculative.summarise(**bootstrap),
-            "detectable_change_percent": detectable_percent(*_columns(speculative.per_prompt)),
-            "per_prompt": speculative.per_prompt,
-        },
-        "speed": summarise_speed(tally.timings, keep_batches=True, **bootstrap),
-        "by_category": {category: _category(tally, category, bootstrap) for category in tally.categories},
-        "baselines": {
-            mode: _baseline(tally, mode, speculative.per_prompt, bootstrap) for mode in tally.modes if mode != SPECULATIVE
-        },
-    }
-
-
-def _columns(per_prompt: Mapping[str, Sequence[int]]) -> tuple[list[list[int]], list[list[int]]]:
-    """Return what is above and below the line of tau, prompt by prompt."""
-    return [[counts[0] for counts in per_prompt.values()]], [[counts[1] for counts in per_prompt.values()]]
-
-
-def _category(tally: Tally, category: str, bootstrap: Bootstrap) -> dict[str, Any]:
-    share = tally.of_category(category)
-    return {
-        "num_prompts": share.num_prompts,
-        "acceptance": share.summarise(**bootstrap),
-        "speed": summarise_speed(timings_within(tally.timings, set(share.per_prompt)), **bootstrap),
-    }
-
-
-def _baseline(tally: Tally, mode: str, speculative: Mapping[str, Sequence[int]], bootstrap: Bootstrap) -> dict[str, Any]:
-    """Describe another way of decoding, and what the draft has over it; `speculative` are the draft's counts by prompt."""
-    own = tally.of_mode(mode)
-    acceptance = own.summarise(**bootstrap)
-    timings = [timing for timing in tally.timings if timing.mode == mode]
-    kept = ("tokens_per_target_step", "tokens_per_target_step_ci", "accepted_per_round", "draft_token_yield")
-    return {
-        **{name: acceptance[name] for name in kept},
-        "decode_seconds": sum(timing.decode_seconds for timing in timings),
-        "decode_tokens": sum(timing.num_tokens for timing in timings),
-        **compare_speed(tally.timings if timings else [], mode, **bootstrap),
-        **summarise_advantage(speculative, own.per_prompt, tally.timings, mode, **bootstrap),
-    }
-
-
-def _samples(tally: Tally, prompts: PromptSet, decode_tokens: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    """Show the answers at both ends; those to later turns go by the prompt's id and the turn, counted from 1."""
-    texts, shown = {}, []
-    for each in tally.samples:
-        name = f"{each.prompt_id}, turn {each.turn + 1}" if each.turn else each.prompt_id
-        texts[name] = prompts.text_of(each.prompt_id, each.turn)
-        shown.append(replace(each, prompt_id=name))
-    return pick_samples(shown, texts, decode_tokens, SAMPLES_A_SIDE)
-
-
-def _as_dict(divergence: Divergence | Mapping[str, Any]) -> dict[str, Any]:
-    return asdict(divergence) if isinstance(divergence, Divergence) else dict(divergence)

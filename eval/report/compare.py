@@ -1,16 +1,9 @@
-"""Several reports side by side: what each measured, how it stands against the first, and what they were made with otherwise.
+"""Several reports side by side: what each measured, how it changed from the first, and what else differs between them.
 
-Reports of different targets or prompts are refused unless they are allowed by name: their numbers are about different
-things. Other differences, such as the number of drafts, are often the purpose of a comparison, and are listed. Torch-free.
-`eval.report.html` makes a page of it.
-
-
-What two reports were made with otherwise: the reasons why their numbers may not be put side by side.
-
-A token count means something for one target, one set of prompts and one way of decoding; seconds also for one machine. The
-gate refuses a baseline report over these differences (`eval.release.checks`), and `eval.report.compare` lists them beside the
-numbers. Seeds are left out: they choose among samples of the same distribution. Versions are left out too: comparing them is
-often the purpose.
+A token count means something for one target, one set of prompts and one way of decoding; seconds also for one machine.
+`differences` lists what two reports differ in: the gate refuses a baseline report over it (`eval.release.checks`), and
+`compare` refuses reports of different targets or prompts unless they are allowed by name. Seeds and versions are not compared.
+`eval.report.html` renders the page. Torch-free.
 """
 
 from __future__ import annotations
@@ -21,14 +14,18 @@ from string import ascii_uppercase
 from typing import Any, Literal
 
 from configs.runtime.errors import InputError
+from eval.report.paired import PairedReports, compare_reports
+from eval.report.schema import DecodeSection, PromptsSection, Report, TargetSection
 from eval.report.text import VERDICTS, interval, number, short, times
-from eval.stats.paired import Change, Comparison, compare_reports
+from eval.stats.paired import Change
 
 Aspect = Literal["target", "suite", "num_speculative_tokens", "decode", "machine"]
 IDENTITY = {"weights_sha256": "target weights", "tokenizer_sha256": "tokenizer", "chat_template_sha256": "chat template"}
 MACHINE = ("cpu", "cores", "device", "threads", "processes")
 SAME_DISTRIBUTION = ("seed", "warmup_prompts", "num_speculative_tokens")  # the last is an aspect of its own
 NOT_RECORDED = "not recorded"
+MAX_REPORTS = 8  # lines that can be told apart in one picture
+FIXED: tuple[Aspect, ...] = ("target", "suite")  # what reports that are compared must agree in, unless allowed by name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,114 +41,38 @@ class Difference:
         return f"{self.what} ({self.ours} here, {self.theirs} there)"
 
 
-def differences(report: Mapping[str, Any], other: Mapping[str, Any]) -> list[Difference]:
-    """Return what `report` (ours, here) and `other` (theirs, there) differ in, the gravest first; both checked reports."""
-    return [
-        *_target(report["target"], other["target"]),
-        *_suite(report["prompts"], other["prompts"]),
-        *_settings(report["decode"], other["decode"]),
-        *_machine(report["hardware"], other["hardware"]),
-    ]
-
-
-def _target(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Difference]:
-    def name(target: Mapping[str, Any], key: str) -> str:
-        return f"{target['name']}, {short(target[key])}" if target.get(key) else NOT_RECORDED
-
-    return [
-        Difference(aspect="target", what=what, ours=name(ours, key), theirs=name(theirs, key))
-        for key, what in IDENTITY.items()
-        if ours.get(key) != theirs.get(key)
-    ]
-
-
-def _suite(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Difference]:
-    """Compare the prompts: the same file by its hash, and the same ones of it, in any order."""
-    if ours["sha256"] != theirs["sha256"]:
-        names = [f"{prompts['source']}, {short(prompts['sha256'])}" for prompts in (ours, theirs)]
-        return [Difference(aspect="suite", what="prompts", ours=names[0], theirs=names[1])]
-    for key, what in (("format", "format of the suite"), ("num_turns", "turns asked")):
-        if None not in (ours.get(key), theirs.get(key)) and ours[key] != theirs[key]:  # reports of before it was kept hold none
-            return [Difference(aspect="suite", what=what, ours=str(ours[key]), theirs=str(theirs[key]))]
-    only_ours, only_theirs = set(ours["ids"]) - set(theirs["ids"]), set(theirs["ids"]) - set(ours["ids"])
-    if not only_ours and not only_theirs:
-        return []
-    counts = [f"{len(prompts['ids'])} of {prompts['source']}" for prompts in (ours, theirs)]
-    return [
-        Difference(
-            aspect="suite",
-            what="prompts",
-            ours=f"{counts[0]}, {len(only_ours)} of them only",
-            theirs=f"{counts[1]}, {len(only_theirs)} of them only",
-        )
-    ]
-
-
-def _settings(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Difference]:
-    """Compare how was decoded; a setting that one report does not name is taken for off."""
-    gammas = [str(decode["num_speculative_tokens"]) for decode in (ours, theirs)]
-    found: list[Difference] = []
-    if gammas[0] != gammas[1]:
-        aspect: Aspect = "num_speculative_tokens"
-        found.append(Difference(aspect=aspect, what=aspect, ours=gammas[0], theirs=gammas[1]))
-    greedy = ours.get("temperature") == theirs.get("temperature") == 0  # every rule is the same one then
-    ignored = (*SAME_DISTRIBUTION, "verification") if greedy else SAME_DISTRIBUTION
-    keys = [key for key in dict.fromkeys([*ours, *theirs]) if key not in ignored]
-    return found + [
-        Difference(aspect="decode", what=f"decode.{key}", ours=str(ours.get(key)), theirs=str(theirs.get(key)))
-        for key in keys
-        if ours.get(key) != theirs.get(key)
-    ]
-
-
-def _machine(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Difference]:
-    def described(hardware: Mapping[str, Any]) -> dict[str, Any]:
-        return {**{key: hardware.get(key) for key in MACHINE}, "gpus": [gpu.get("name") for gpu in hardware.get("gpus") or []]}
-
-    one, another = described(ours), described(theirs)
-    return [
-        Difference(aspect="machine", what=f"hardware {key}", ours=str(one[key]), theirs=str(another[key]))
-        for key in one
-        if one[key] != another[key]
-    ]
-
-
-MOST = 8  # lines that can be told apart in one picture
-FIXED = ("target", "suite")
-
-
 @dataclass(frozen=True, kw_only=True)
-class Entry:
-    """One report among others. The changes are from the first; `None` for the first and where they would say nothing."""
+class ComparedReport:
+    """One of several reports. The changes are from the first; `None` for the first, and where they would mean nothing."""
 
     letter: str
     path: str
-    report: Mapping[str, Any]
-    tau: Change | None = None  # of tokens per target step; needs the same target and prompts, all of them answered
+    report: Report
+    tau: Change | None = None  # of tokens per target step; needs the same target and the same answered prompts
     speed: Change | None = None  # of the decode speedup; needs the same machine and batches as well
     differences: tuple[Difference, ...] = ()
 
 
-def compare(reports: Sequence[tuple[str, Mapping[str, Any]]], may_differ_in: Sequence[str] = ()) -> list[Entry]:
-    """Set reports beside the first.
+def compare(reports: Sequence[tuple[str, Report]], may_differ_in: Sequence[str] = ()) -> list[ComparedReport]:
+    """Compare each report with the first.
 
     Args:
-        reports: (path, checked report) each, from 2 to `MOST`.
-        may_differ_in: `target` and `suite` are refused to differ unless they are named here.
+        reports: (path, report) each, from 2 to `MAX_REPORTS`.
+        may_differ_in: `target` and `suite` may not differ unless they are named here.
 
     Raises:
-        InputError: too few or too many reports, or some that are not about the same thing.
+        InputError: too few or too many reports, or some of different targets or prompts.
     """
-    if not 2 <= len(reports) <= MOST:
-        raise InputError(f"from 2 to {MOST} reports can be compared, got {len(reports)}")
+    if not 2 <= len(reports) <= MAX_REPORTS:
+        raise InputError(f"from 2 to {MAX_REPORTS} reports can be compared, got {len(reports)}")
     (first_path, first), *others = reports
-    entries = [Entry(letter=ascii_uppercase[0], path=first_path, report=first)]
+    entries = [ComparedReport(letter=ascii_uppercase[0], path=first_path, report=first)]
     for letter, (path, report) in zip(ascii_uppercase[1:], others, strict=False):
         entries.append(_entry(letter, path, report, first, may_differ_in))
     return entries
 
 
-def _entry(letter: str, path: str, report: Mapping[str, Any], first: Mapping[str, Any], may_differ_in: Sequence[str]) -> Entry:
+def _entry(letter: str, path: str, report: Report, first: Report, may_differ_in: Sequence[str]) -> ComparedReport:
     found = tuple(differences(report, first))
     refused = [each for each in found if each.aspect in FIXED and each.aspect not in may_differ_in]
     if refused:
@@ -162,7 +83,7 @@ def _entry(letter: str, path: str, report: Mapping[str, Any], first: Mapping[str
         )
     aspects: set[str] = {each.aspect for each in found}
     paired = _paired(report, first, aspects)
-    return Entry(
+    return ComparedReport(
         letter=letter,
         path=path,
         report=report,
@@ -172,9 +93,9 @@ def _entry(letter: str, path: str, report: Mapping[str, Any], first: Mapping[str
     )
 
 
-def _paired(report: Mapping[str, Any], first: Mapping[str, Any], aspects: set[str]) -> Comparison | None:
+def _paired(report: Report, first: Report, aspects: set[str]) -> PairedReports | None:
     """Compare prompt by prompt, where both answered all of the same prompts for the same target."""
-    ours, theirs = (each["acceptance"]["per_prompt"].keys() for each in (report, first))
+    ours, theirs = (each.acceptance.per_prompt.keys() for each in (report, first))
     return compare_reports(report, first) if ours == theirs and not aspects & set(FIXED) else None
 
 
@@ -191,7 +112,7 @@ def in_words(change: Change | None) -> str:
     return f"×{change.ratio:.2f} {interval(change.ratio_ci)} {words}"
 
 
-def as_table(entries: Sequence[Entry]) -> str:
+def as_table(entries: Sequence[ComparedReport]) -> str:
     """Return the comparison for a terminal: a line a report, then what each was made with otherwise than the first."""
     header = ("", "report", "drafts", "prompts", "τ", "τ against A", "decode speedup", "speed against A", "α", "output")
     rows = [header, *(_row(entry) for entry in entries)]
@@ -201,22 +122,101 @@ def as_table(entries: Sequence[Entry]) -> str:
     return "\n".join([*lines, *([""] if notes else []), *notes])
 
 
-def _row(entry: Entry) -> tuple[str, ...]:
+def _row(entry: ComparedReport) -> tuple[str, ...]:
     report = entry.report
-    acceptance, speed = report["acceptance"], report["speed"] or {}
+    acceptance = report.acceptance
+    speedup, speedup_ci = (None, None) if report.speed is None else report.speed.interval_of("decode_speedup")
     return (
         entry.letter,
         entry.path,
-        str(report["decode"]["num_speculative_tokens"]),
-        f"{report['prompts']['num_prompts']} of {report['prompts']['num_asked']}",
-        _ranged(number(acceptance["tokens_per_target_step"]), acceptance["tokens_per_target_step_ci"]),
+        str(report.decode.num_speculative_tokens),
+        f"{report.prompts.num_prompts} of {report.prompts.num_asked}",
+        _ranged(number(acceptance.tokens_per_target_step), acceptance.tokens_per_target_step_ci),
         in_words(entry.tau),
-        _ranged(times(speed.get("decode_speedup")), speed.get("decode_speedup_ci")),
+        _ranged(times(speedup), speedup_ci),
         in_words(entry.speed),
-        number(acceptance["overlap_alpha"]),
-        VERDICTS[report["lossless"]["verdict"]] + (", SIMULATED" if report["simulated"] else ""),
+        number(acceptance.overlap_alpha),
+        VERDICTS[report.lossless.verdict] + (", SIMULATED" if report.simulated else ""),
     )
 
 
 def _ranged(value: str, bounds: Sequence[float] | None) -> str:
     return f"{value} {interval(bounds)}".rstrip()
+
+
+# --- what two reports differ in ------------------------------------------------------------------------------------
+
+
+def differences(report: Report, other: Report) -> list[Difference]:
+    """Return what `report` (ours, here) and `other` (theirs, there) differ in, the most important first."""
+    return [
+        *_target(report.target, other.target),
+        *_suite(report.prompts, other.prompts),
+        *_settings(report.decode, other.decode),
+        *_machine(report.hardware, other.hardware),
+    ]
+
+
+def _target(ours: TargetSection, theirs: TargetSection) -> list[Difference]:
+    def name(target: TargetSection, key: str) -> str:
+        digest = getattr(target, key)
+        return f"{target.name}, {short(digest)}" if digest else NOT_RECORDED
+
+    return [
+        Difference(aspect="target", what=what, ours=name(ours, key), theirs=name(theirs, key))
+        for key, what in IDENTITY.items()
+        if getattr(ours, key) != getattr(theirs, key)
+    ]
+
+
+def _suite(ours: PromptsSection, theirs: PromptsSection) -> list[Difference]:
+    """Compare the prompts: the same file by its hash, and the same ones of it, in any order."""
+    if ours.sha256 != theirs.sha256:
+        names = [f"{prompts.source}, {short(prompts.sha256)}" for prompts in (ours, theirs)]
+        return [Difference(aspect="suite", what="prompts", ours=names[0], theirs=names[1])]
+    for what, one, other in (
+        ("format of the suite", ours.format, theirs.format),
+        ("turns asked", ours.num_turns, theirs.num_turns),
+    ):
+        if None not in (one, other) and one != other:  # reports of an earlier version hold neither
+            return [Difference(aspect="suite", what=what, ours=str(one), theirs=str(other))]
+    only_ours, only_theirs = set(ours.ids) - set(theirs.ids), set(theirs.ids) - set(ours.ids)
+    if not only_ours and not only_theirs:
+        return []
+    return [
+        Difference(
+            aspect="suite",
+            what="prompts",
+            ours=f"{len(ours.ids)} of {ours.source}, {len(only_ours)} of them only",
+            theirs=f"{len(theirs.ids)} of {theirs.source}, {len(only_theirs)} of them only",
+        )
+    ]
+
+
+def _settings(ours: DecodeSection, theirs: DecodeSection) -> list[Difference]:
+    """Compare the decoding settings; one that a report does not name counts as off."""
+    found: list[Difference] = []
+    gammas = (ours.num_speculative_tokens, theirs.num_speculative_tokens)
+    if gammas[0] != gammas[1]:
+        aspect: Aspect = "num_speculative_tokens"
+        found.append(Difference(aspect=aspect, what=aspect, ours=str(gammas[0]), theirs=str(gammas[1])))
+    greedy = ours.temperature == theirs.temperature == 0  # every rule is the same one then
+    ignored = (*SAME_DISTRIBUTION, "verification") if greedy else SAME_DISTRIBUTION
+    one, other = (decode.model_dump(exclude_unset=True) for decode in (ours, theirs))
+    return found + [
+        Difference(aspect="decode", what=f"decode.{key}", ours=str(one.get(key)), theirs=str(other.get(key)))
+        for key in dict.fromkeys([*one, *other])
+        if key not in ignored and one.get(key) != other.get(key)
+    ]
+
+
+def _machine(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Difference]:
+    def described(hardware: Mapping[str, Any]) -> dict[str, Any]:
+        return {**{key: hardware.get(key) for key in MACHINE}, "gpus": [gpu.get("name") for gpu in hardware.get("gpus") or []]}
+
+    one, another = described(ours), described(theirs)
+    return [
+        Difference(aspect="machine", what=f"hardware {key}", ours=str(one[key]), theirs=str(another[key]))
+        for key in one
+        if one[key] != another[key]
+    ]

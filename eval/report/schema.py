@@ -1,9 +1,8 @@
-"""The form of `report.json`, checked when a report is written and again when one is read.
+"""`report.json` as one typed model: what `eval.report.build` makes, and what the gate, the pages and the model card read.
 
-Measured sections are closed: a field that is not named here is an error. Descriptions of what was measured (target,
-draft, decode, hardware) have a few required fields and may carry more. `None` says that a number is not available in this
-run. `eval.report.definitions` says what each number means. `SCHEMA_VERSION` rises when a field changes its meaning or goes
-away.
+`load_report` and `write_report` are the only ways from and to disk. Measured sections (`eval.report.sections`) take no field
+that is not named; descriptions of what was measured (target, draft, decode, losslessness) may carry more. `None` says that a
+number is not available in this run. `SCHEMA_VERSION` rises when a field changes its meaning or goes away. Torch-free.
 """
 
 from __future__ import annotations
@@ -11,44 +10,71 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal, get_args
 
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from configs.runtime.errors import InputError
-from configs.runtime.files import read_json
-from eval.report.base import Bounds, Count, Described, Measured, Number
-from eval.report.optional_sections import EnergySection, PredictedSection, QualitySection
+from configs.runtime.files import read_json, write_json
+from eval.report.sections import (
+    AcceptanceSection,
+    Bounds,
+    ClosedSection,
+    Count,
+    EnergySection,
+    Number,
+    QualitySection,
+    SpeedSection,
+    SpeedupSection,
+    WholeAcceptanceSection,
+    WholeSpeedSection,
+)
 
 SCHEMA_VERSION = 1
 
-Verdict = Literal["lossless", "lossless_up_to_ties", "not_lossless", "lossy_by_design", "inconclusive"]
+LosslessVerdict = Literal["lossless", "lossless_up_to_ties", "not_lossless", "lossy_by_design", "inconclusive"]
 
 
-class TargetSection(Described):
+class OpenSection(BaseModel):
+    """A section that describes what was measured; it may hold more than the fields named."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+
+class TargetSection(OpenSection):
     """The target: `heads.target.identity.TargetIdentity` and how it was loaded."""
 
     name: str
     weights_sha256: str
+    tokenizer_sha256: str | None = None
+    chat_template_sha256: str | None = None
 
 
-class DraftSection(Described):
+class DraftSection(OpenSection):
     """The artifact that was decoded with."""
 
     kind: str
     path: str
     sha256: str
+    target_sha256: str | None = None  # of the target it was made for
+    num_parameters: int | None = None
+    measured_sha256: str | None = None  # in a published report: the hash before paths were removed from the metadata
 
 
-class DecodeSection(Described):
+class DecodeSection(OpenSection):
     """The decoding settings, as in `configs.schema.decoding.DecodeConfig`."""
 
     num_speculative_tokens: Count
     temperature: float
     batch_size: Count
+    dtype: str | None = None
+    verification: str | None = None
+    lossy: dict[str, Any] | None = None
+    stopping: dict[str, Any] | None = None
+    tree: dict[str, Any] | None = None
 
 
-class StatisticsSection(Measured):
+class StatisticsSection(ClosedSection):
     """How the intervals were made."""
 
     bootstrap_samples: Count
@@ -56,8 +82,8 @@ class StatisticsSection(Measured):
     level: float
 
 
-class FailedRequest(Measured):
-    """A prompt whose decoding broke off for a reason of ours."""
+class FailedRequest(ClosedSection):
+    """A request whose decoding was broken off by an error."""
 
     prompt_id: str
     turn: Count = 0
@@ -65,138 +91,24 @@ class FailedRequest(Measured):
     stop_reason: str
 
 
-class PromptsSection(Measured):
-    """What was asked, and how much of it was answered. `num_prompts` counts prompts decoded in every mode without failing."""
+class PromptsSection(ClosedSection):
+    """The prompts, and how many were answered. `num_prompts` counts prompts decoded in every mode without failing."""
 
     source: str
     format: str | None = None  # of the suite's rows
     sha256: str
     ids: list[str]
     num_asked: Count
-    num_turns: Count | None = None  # of all prompts; None in reports from before later turns were asked
+    num_turns: Count | None = None  # of all prompts; None in reports of an earlier version
     num_prompts: Count
     categories: dict[str, Count]
-    failed: list[FailedRequest]
+    failed: list[FailedRequest] = Field(
+        description="Prompts whose decoding broke off, in any mode. What was decoded of them is counted, a batch that broke "
+        "off is timed in no mode, and no gate passes a report that has any."
+    )
 
 
-class ReliabilitySection(Measured):
-    """Drafts of one class of confidence: what the draft gave its tokens, what the target gives them, and how many it kept."""
-
-    confidence_from: float
-    confidence_to: float
-    num_drafts: Count
-    confidence: Number
-    target_probability: Number
-    accepted: Number
-
-
-class StoppingClass(Measured):
-    """Drafts from distributions of one class of confidence, all before them in their rounds being kept, and how many were
-    kept too."""
-
-    confidence_from: float
-    confidence_to: float
-    num_drafts: Count
-    confidence: Number
-    accepted: Number
-
-
-class AcceptanceSection(Measured):
-    """How many drafted tokens the target took. Lists go by draft position or by length, from 0."""
-
-    tokens_per_target_step: Number
-    tokens_per_target_step_ci: Bounds
-    tokens_per_target_step_macro: Number
-    tokens_per_target_step_macro_ci: Bounds
-    num_tokens: Count
-    num_rounds: Count
-    accepted_per_round: Number
-    draft_token_yield: Number
-    position_conditional: list[Number]
-    position_survival: list[Number]
-    accepted_histogram: list[Count]
-    drafted_histogram: list[Count]
-    overlap_alpha: Number
-    overlap_alpha_ci: Bounds
-    overlap_alpha_by_position: list[Number]
-    # What follows is missing from reports of an earlier draftsmith.
-    accepted_per_round_ci: Bounds = None
-    draft_token_yield_ci: Bounds = None
-    top1_agreement: Number = None
-    top1_agreement_ci: Bounds = None
-    top1_agreement_by_position: list[Number] = []
-    kl_divergence: Number = None  # nats
-    kl_divergence_ci: Bounds = None
-    kl_divergence_by_position: list[Number] = []
-    uncovered_mass: Number = None
-    uncovered_mass_by_position: list[Number] = []
-    calibration_error: Number = None
-    reliability: list[ReliabilitySection] = []
-    stopping_calibration_error: Number = None
-    stopping_reliability: list[StoppingClass] = []
-
-
-class WholeAcceptanceSection(AcceptanceSection):
-    """Acceptance over all prompts, with the counts that a later report is compared by."""
-
-    detectable_change_percent: Number = None  # of tau, against a fixed number; see eval.stats.power
-    per_prompt: dict[str, Annotated[list[Count], Field(min_length=2, max_length=2)]]  # [committed tokens, rounds]
-
-
-class PhasesSection(Measured):
-    """Where the decode seconds went."""
-
-    draft_seconds: float
-    verify_seconds: float
-    sample_seconds: float
-    overhead_seconds: float
-    shares: dict[Literal["draft", "verify", "sample", "overhead"], Number]
-
-
-class SpeedupSection(Measured):
-    """One way of decoding against plain decoding."""
-
-    decode_speedup: Number
-    decode_speedup_ci: Bounds
-    decode_speedup_median: Number
-    decode_speedup_median_ci: Bounds
-    end_to_end_speedup: Number
-    end_to_end_speedup_ci: Bounds
-
-
-class SpeedSection(SpeedupSection):
-    """Speculative decoding against plain decoding; seconds and tokens are sums over all repeats."""
-
-    decode_seconds_autoregressive: float
-    decode_seconds_speculative: float
-    prefill_seconds_autoregressive: float
-    prefill_seconds_speculative: float
-    decode_tokens_autoregressive: Count
-    decode_tokens_speculative: Count
-    repeats: Count
-    num_batches: Count
-    interleaving: list[str]  # the modes, in the order in which they took turns
-    measure_seconds: float  # spent on measuring while decoding speculatively; in no speed
-    phases: PhasesSection
-    phases_autoregressive: PhasesSection
-
-
-class BatchSection(Measured):
-    """Prompts that were decoded together: [decode seconds, decode tokens] plainly and with the draft, over all repeats."""
-
-    prompt_ids: list[str]
-    autoregressive: Annotated[list[float], Field(min_length=2, max_length=2)]
-    speculative: Annotated[list[float], Field(min_length=2, max_length=2)]
-
-
-class WholeSpeedSection(SpeedSection):
-    """Speed over all prompts, with the seconds that a later report is compared by."""
-
-    predicted: PredictedSection | None = None  # None: no cost model was fitted
-    per_batch: list[BatchSection] | None = None  # None: a report of before it was kept
-
-
-class DivergenceSection(Measured):
+class DivergenceSection(ClosedSection):
     """A place where the speculative answer left the plain one; see `eval.decoder.records.Divergence`."""
 
     prompt_id: str
@@ -208,15 +120,23 @@ class DivergenceSection(Measured):
     tie_tolerance: float
 
 
-class LosslessSection(Described):
-    """Whether speculative decoding changed the answers."""
+class LosslessSection(OpenSection):
+    """Whether speculative decoding changed the answers; see `eval.lossless.verdict`."""
 
-    verdict: Verdict
+    verdict: LosslessVerdict = Field(
+        description="Whether speculative answers equal plain ones token for token. Up to ties: where they part, the target's "
+        "logits for the two tokens differ by no more than rounding in its dtype explains. Lossy by design: the rule changes "
+        "the distribution. Sampled answers differ anyway: there the rule is proved by enumeration, and two statistical tests "
+        "of the samples against the target's distribution must not fail."
+    )
     checked_prompts: Count
     divergences: list[DivergenceSection]
+    checks: dict[str, dict[str, Any]] = {}
+    failed_checks: list[str] = []
+    inconclusive_checks: list[str] = []
 
 
-class CategorySection(Measured):
+class CategorySection(ClosedSection):
     """The prompts of one category; `speed` is `None` where their batches also held others, or nothing was timed."""
 
     num_prompts: Count
@@ -239,24 +159,24 @@ class BaselineSection(SpeedupSection):
     decode_tokens: Count
 
 
-class Piece(Measured):
-    """Some text of an answer and who wrote it."""
+class AnswerSpan(ClosedSection):
+    """Some text of an answer and where its tokens came from."""
 
     kind: Literal["prefill", "accepted", "rejected", "target"]
     text: str
 
 
-class Sample(Measured):
+class AnswerSample(ClosedSection):
     """One answer, for reading."""
 
     prompt_id: str
     category: str
     prompt: str
     tokens_per_target_step: float
-    pieces: list[Piece]
+    pieces: list[AnswerSpan]
 
 
-class Report(Measured):
+class Report(ClosedSection):
     """The whole of `report.json`."""
 
     schema_version: Literal[1]
@@ -269,55 +189,84 @@ class Report(Measured):
     hardware: dict[str, Any]
     versions: dict[str, Any]
     git: dict[str, Any] | None
-    statistics: StatisticsSection
+    statistics: StatisticsSection = Field(
+        description="Brackets hold an interval: a percentile bootstrap that draws whole prompts (for seconds, whole batches) "
+        "with replacement and divides sums, with both sides of a ratio from the same draw, and tails widened for few prompts."
+    )
     prompts: PromptsSection
     acceptance: WholeAcceptanceSection
     speed: WholeSpeedSection | None
     lossless: LosslessSection
     quality: QualitySection | None = None  # None: not asked for
-    energy: EnergySection | None = None  # None: not asked for
-    by_category: dict[str, CategorySection]
-    baselines: dict[str, BaselineSection]
-    samples: dict[Literal["worst", "best"], list[Sample]]
+    energy: EnergySection | None = Field(
+        None,
+        description="Joules of the decode seconds divided by the tokens decoded in them, by the counters of the GPU's board "
+        "(NVML), or of all of the processor's packages (RAPL): idle power and other work on the machine included, prefill "
+        "excluded. The ratio is speculative over plain; below 1 the draft saves energy.",
+    )
+    by_category: dict[str, CategorySection] = Field(description="The same numbers over the prompts of one category alone.")
+    baselines: dict[str, BaselineSection] = Field(
+        description="Other ways to decode, measured in the same run on the same prompts. Prompt lookup drafts by copying from "
+        "the text so far and needs no training. Suffix lookup does so too, and also copies from the answers to the suite's "
+        "earlier prompts of the same process, never from that to the current prompt. Self-speculation drafts with the target's "
+        "own first blocks. A ratio is this draft's number over theirs, with the same prompts drawn for both."
+    )
+    samples: dict[Literal["worst", "best"], list[AnswerSample]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON values: the fields that were given, and no defaults of those that were not."""
+        return self.model_dump(exclude_unset=True)
+
+    def numbers(self) -> dict[str, float | None]:
+        """Return every number and every null by its dotted path, e.g. `acceptance.tokens_per_target_step_ci.0`."""
+        return dict(numbers_of(self.to_dict()))
 
 
-def check_report(value: Any, where: str) -> dict[str, Any]:
-    """Return `value` if it is a report of this schema version.
+def parse_report(value: Any, where: str) -> Report:
+    """Return a report from JSON values.
 
     Args:
-        value: what JSON gave.
-        where: names the report in the complaint.
+        value: the parsed JSON.
+        where: names the report in the error message.
 
     Raises:
-        InputError: it is not; the sentence names the first field that is wrong.
+        InputError: it is no report of this schema version; the message names the first field that is wrong.
     """
     if not isinstance(value, dict) or "schema_version" not in value:
         raise InputError(f"{where} is no report: it has no schema_version")
-    if value["schema_version"] != SCHEMA_VERSION:
-        found = value["schema_version"]
+    if (found := value["schema_version"]) != SCHEMA_VERSION:
         raise InputError(f"{where} has schema_version {found!r}, this draftsmith reads {SCHEMA_VERSION}; run eval/run.py again")
     try:
-        Report.model_validate(value)
+        report = Report.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise InputError(f"{where}: {'.'.join(map(str, first['loc'])) or 'report'}: {first['msg']}") from error
-    for path, number in numbers_of(value):
+    for path, number in report.numbers().items():
         if number is not None and not math.isfinite(number):
             raise InputError(f"{where}: {path} is {number}; a report holds finite numbers, or null where there is none")
-    return value
+    return report
 
 
-def read_report(path: Path, what: str = "report") -> dict[str, Any]:
-    """Read and check a report file; `what` names its role in the complaint.
+def load_report(path: Path, what: str = "report") -> Report:
+    """Read a report file; `what` names its role in the error message.
 
     Raises:
         InputError: the file is missing, not JSON, or no report of this schema version.
     """
-    return check_report(read_json(path, what), f"{what} {path}")
+    return parse_report(read_json(path, what), f"{what} {path}")
+
+
+def write_report(path: Path, report: Report) -> None:
+    """Write a report file.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    write_json(path, report.to_dict())
 
 
 def numbers_of(value: Any, path: str = "") -> Iterator[tuple[str, float | None]]:
-    """Yield (dotted path, number) of every number and every null in a report; list items go by index."""
+    """Yield (dotted path, number) of every number and every null in JSON values; list items go by index."""
     if isinstance(value, dict):
         children = list(value.items())
     elif isinstance(value, list):
@@ -328,3 +277,17 @@ def numbers_of(value: Any, path: str = "") -> Iterator[tuple[str, float | None]]
         return
     for key, child in children:
         yield from numbers_of(child, f"{path}.{key}" if path else str(key))
+
+
+def definitions(section: type[BaseModel] = Report, path: str = "") -> dict[str, str]:
+    """Return what each described number of a report means, by dotted path, in the order of the fields."""
+    found: dict[str, str] = {}
+    for name, field in section.model_fields.items():
+        own = f"{path}{name}"
+        if field.description is not None:
+            found[own] = field.description
+        options = get_args(field.annotation)
+        for kind in options if type(None) in options else (field.annotation,):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                found |= definitions(kind, f"{own}.")
+    return found

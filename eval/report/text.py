@@ -1,13 +1,14 @@
-"""How numbers and verdicts of a report are put into words, the same on the page and in the Markdown summary."""
+"""Numbers and verdicts of a report as text, the same on the page, in the Markdown summary and in a terminal. Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+
+from eval.report.schema import LosslessSection, LosslessVerdict, Report
 
 NOT_AVAILABLE = "–"
 TOO_LARGE = 1e7
-VERDICTS = {
+VERDICTS: dict[LosslessVerdict, str] = {
     "lossless": "Lossless",
     "lossless_up_to_ties": "Lossless up to ties",
     "not_lossless": "Not lossless",
@@ -43,74 +44,69 @@ def short(digest: str) -> str:
     return digest[:12]
 
 
-def settings(report: Mapping[str, Any]) -> str:
+def settings(report: Report) -> str:
     """Name the decoding settings and the number of prompts."""
-    decode, prompts = report["decode"], report["prompts"]
-    lossy = f"lossy mode {decode['lossy']['kind']}, " if decode.get("lossy") else ""
+    decode, prompts = report.decode, report.prompts
+    lossy = f"lossy mode {decode.lossy['kind']}, " if decode.lossy else ""
     return (
-        f"{lossy}{decode['num_speculative_tokens']} speculative tokens, temperature {decode['temperature']:g}, "
-        f"batch size {decode['batch_size']}, {prompts['num_prompts']} of {prompts['num_asked']} prompts"
+        f"{lossy}{decode.num_speculative_tokens} speculative tokens, temperature {decode.temperature:g}, "
+        f"batch size {decode.batch_size}, {prompts.num_prompts} of {prompts.num_asked} prompts"
     )
 
 
-def warnings(report: Mapping[str, Any]) -> list[str]:
+def warnings(report: Report) -> list[str]:
     """Return what a reader must know before any number, worst first."""
-    failed = len(report["prompts"]["failed"])
-    found = ["Acceptance was simulated, not measured."] if report["simulated"] else []
+    failed = len(report.prompts.failed)
+    found = ["Acceptance was simulated, not measured."] if report.simulated else []
     if failed:
         found.append(f"{failed} request{'s' * (failed > 1)} failed.")
-    return [*found, *report["warnings"]]
+    return [*found, *report.warnings]
 
 
-def headline(report: Mapping[str, Any]) -> str:
+def headline(report: Report) -> str:
     """Say in one sentence how fast, and whether the answers stayed the same."""
-    verdict = report["lossless"]["verdict"]
     unchanged = {
         "lossless": "with every answer unchanged",
         "lossless_up_to_ties": "with answers unchanged up to numerical ties",
         "not_lossless": "but answers differ from plain decoding",
         "lossy_by_design": "with a rule that changes answers by design",
         "inconclusive": "with too few answers to say whether they are unchanged",
-    }[verdict]
+    }[report.lossless.verdict]
     return f"{_speed_in_words(report)}, {unchanged}."
 
 
-def lossless_detail(report: Mapping[str, Any]) -> str:
-    """Say what the losslessness check looked at and found. Sampled answers differ anyway; they are tested, not compared."""
-    section = report["lossless"]
-    num_found = len(section["divergences"])
+def lossless_detail(report: Report) -> str:
+    """Say what the losslessness check compared and found. Sampled answers differ anyway; they are tested, not compared."""
+    section = report.lossless
+    num_found = len(section.divergences)
     found = "no difference" if num_found == 0 else f"{num_found} difference{'s' * (num_found > 1)}"
-    if report["decode"]["temperature"] > 0 and num_found == 0:
-        lossy = section["verdict"] == "lossy_by_design"
+    if report.decode.temperature > 0 and num_found == 0:
+        lossy = section.verdict == "lossy_by_design"
         found = (
             "sampled by a rule that changes the distribution"
             if lossy
-            else "sampled, and held against the target's distribution"
+            else "sampled, and tested against the target's distribution"
         )
-    parts = [f"{section['checked_prompts']} answers checked, {found}"]
-    for key, word in (("failed_checks", "failed"), ("inconclusive_checks", "open")):
-        if names := checks_in_words(section, key):
-            parts.append(f"{word}: {names}")
-    return "; ".join(parts)
+    named = (("failed", section.failed_checks), ("open", section.inconclusive_checks))
+    checks = [f"{word}: {describe_checks(section, names)}" for word, names in named if names]
+    return "; ".join([f"{section.checked_prompts} answers checked, {found}", *checks])
 
 
-def checks_in_words(section: Mapping[str, Any], key: str) -> str:
-    """Name the losslessness checks listed under `key`, with the p-value of a test or the reason why it has none."""
-    named = []
-    for name in section.get(key, ()):
-        check = section["checks"][name]
+def describe_checks(section: LosslessSection, names: Sequence[str]) -> str:
+    """Name some of the losslessness checks, with the p-value of a test or the reason why it has none."""
+    described = []
+    for name in names:
+        check = section.checks[name]
         p_value, reason = check.get("adjusted_p_value"), check.get("reason")
         grounds = reason if p_value is None else f"p = {p_value:.2g}"
-        named.append(" ".join(filter(None, (name, f"({grounds})" if grounds else ""))).replace("_", " "))
-    return ", ".join(named)
+        described.append((f"{name} ({grounds})" if grounds else name).replace("_", " "))
+    return ", ".join(described)
 
 
-def _speed_in_words(report: Mapping[str, Any]) -> str:
-    speed = report["speed"]
-    if speed is None or speed["decode_speedup"] is None:
-        tau = report["acceptance"]["tokens_per_target_step"]
-        return f"{number(tau)} tokens per target step, speed not measured"
-    value, bounds = speed["decode_speedup"], speed["decode_speedup_ci"]
+def _speed_in_words(report: Report) -> str:
+    if report.speed is None or report.speed.decode_speedup is None:
+        return f"{number(report.acceptance.tokens_per_target_step)} tokens per target step, speed not measured"
+    value, bounds = report.speed.decode_speedup, report.speed.decode_speedup_ci
     if bounds is not None and bounds[0] <= 1 <= bounds[1]:
         return f"Decoding at {times(value)} the plain speed, which may be no difference"
     if value < 1:

@@ -28,7 +28,7 @@ from configs.schema.benchmarks import BenchEvalConfig
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import EvalConfig, LosslessConfig
 from eval.cost.model import CostModel
-from eval.cost.predict import prediction_of
+from eval.cost.predict import prediction_in, prediction_of
 from eval.decoder.clock import Laps
 from eval.decoder.decode import Request, decode
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, DistributionComparison, Generation, Round, Timing
@@ -38,9 +38,9 @@ from eval.measure.suite import load_suite
 from eval.measure.turns import Turns
 from eval.metrics.speed import compare_speed
 from eval.metrics.tally import Tally
-from eval.report.build import PromptSet, build_report, write_report
-from eval.report.html import render_page
-from eval.report.schema import read_report
+from eval.report.build import PromptSet, build_report
+from eval.report.html import render_html
+from eval.report.schema import Report, load_report, write_report
 from eval.stats.bootstrap import Interval, ratio_interval
 from heads.artifact import load_draft
 from heads.target.loading import load_target
@@ -78,16 +78,16 @@ def compare_predictions(config: BenchEvalConfig) -> int:
             ),
             **with_bounds("interval_coverage", interval_coverage(config.simulations)),
         },
-        sweep=report["speed"]["predicted"]["sweep"],
-        position_conditional=report["acceptance"]["position_conditional"],
-        device=report["hardware"]["device"],
+        sweep=[each.model_dump() for each in prediction_in(report, "the benchmark's report").sweep],
+        position_conditional=report.acceptance.position_conditional,
+        device=report.hardware["device"],
         threads=torch.get_num_threads(),
     )
     log.info("results in %s", config.output)
     return DONE
 
 
-def evaluate_once(config: BenchEvalConfig, laps: Laps) -> tuple[dict[str, Any], dict[str, float]]:
+def evaluate_once(config: BenchEvalConfig, laps: Laps) -> tuple[Report, dict[str, float]]:
     """Evaluate at the largest number of drafts, every prompt as often as by default; return the report and its parts' seconds.
 
     Checks of a fixed length are off (answers in float32) or a part of their own (the timing sweep), so that what remains
@@ -105,7 +105,7 @@ def evaluate_once(config: BenchEvalConfig, laps: Laps) -> tuple[dict[str, Any], 
         output=config.runs,
     )
     evaluate(settings, laps)
-    report = read_report(Path(config.runs) / "report.json")
+    report = load_report(Path(config.runs) / "report.json")
     seconds = laps.seconds
     timings = [each for each in read_records(Path(config.runs) / RECORDS) if isinstance(each, Timing)]
     decoding = sum(each.decode_seconds + each.prefill_seconds for each in timings)
@@ -139,10 +139,10 @@ def measure_speeds(config: BenchEvalConfig) -> TurnsOfSpeeds:
 
 
 def summarise_speeds(
-    config: BenchEvalConfig, report: dict[str, Any], model: CostModel, measured: TurnsOfSpeeds
+    config: BenchEvalConfig, report: Report, model: CostModel, measured: TurnsOfSpeeds
 ) -> list[dict[str, Any]]:
     """Return a row for each number of drafts: what was predicted, what was measured, and the error relative to that."""
-    context = report["speed"]["predicted"]["context_tokens"]
+    context = prediction_in(report, "the benchmark's report").context_tokens
     rows = []
     for drafts in range(1, model.longest + 1):
         timings = _timings(measured, AUTOREGRESSIVE) + _timings(measured, str(drafts))
@@ -224,17 +224,17 @@ def _count(num_prompts: int) -> tuple[float, float, int]:
         records = join_parts(folder, writer.spans)
         report = _report(tally, texts)
         write_report(folder / "report.json", report)
-        render_page(report, None)
+        render_html(report)
         return writing, counting + time.perf_counter() - started, records.stat().st_size
 
 
-def _report(tally: Tally, texts: dict[str, str]) -> dict[str, Any]:
+def _report(tally: Tally, texts: dict[str, str]) -> Report:
     return build_report(
         target={"name": "made up", "weights_sha256": "0" * 64},
         draft={"kind": "draft_lm", "path": "made up", "sha256": "0" * 64},
         decode={"num_speculative_tokens": DRAFTS, "temperature": 0.0, "verification": "token", "batch_size": 1, "seed": 0},
         prompts=PromptSet(source="made up", sha256="0" * 64, texts=texts),
-        generations=tally,
+        records=tally,
         lossless={"verdict": "lossless", "checked_prompts": len(texts), "divergences": []},
         decode_tokens=lambda ids: " ".join(map(str, ids)),
         hardware={},

@@ -18,6 +18,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from yaml import YAMLError
 
 from configs.schema.release import HUB_ID, PushConfig
+from eval.report.schema import CategorySection, Report
 from scripts.publish.publication import Cleaned
 
 TASK = "text-generation"
@@ -101,27 +102,29 @@ def _find_card(name: str, revision: str | None, online: bool) -> Path | None:
     return Path(hf_hub_download(name, REPOCARD_NAME, revision=revision)) if online else None
 
 
-def _eval_results(report: Mapping[str, Any], source_url: str) -> Iterator[EvalResult]:
+def _eval_results(report: Report, source_url: str) -> Iterator[EvalResult]:
     """Yield the numbers of all prompts, and of each category, if there are several, as a configuration of the data set."""
-    prompts, categories = report["prompts"], report["by_category"]
-    sections = {None: report} | (categories if len(categories) > 1 else {})
+    prompts, categories = report.prompts, report.by_category
+    sections: dict[str | None, Report | CategorySection] = {None: report}
+    if len(categories) > 1:
+        sections.update(categories)
     for category, section in sections.items():
         for part, key, name in METRICS:
-            numbers = section[part]
-            if numbers is None or numbers[key] is None:
+            numbers = getattr(section, part)
+            value, bounds = (None, None) if numbers is None else numbers.interval_of(key)
+            if value is None:
                 continue
-            bounds = numbers.get(f"{key}_ci")  # None, or not there in a report of an earlier draftsmith
-            level = report["statistics"]["level"]
+            level = report.statistics.level
             yield EvalResult(
                 task_type=TASK,
                 task_name="Speculative decoding",
-                dataset_type=Path(prompts["source"]).stem,
-                dataset_name=prompts["source"],
+                dataset_type=Path(prompts.source).stem,
+                dataset_name=prompts.source,
                 dataset_config=category,
-                dataset_args={"sha256": prompts["sha256"]},
+                dataset_args={"sha256": prompts.sha256},
                 metric_type=key,
                 metric_name=name,
-                metric_value=numbers[key],
+                metric_value=value,
                 metric_args=None if bounds is None else {"low": bounds[0], "high": bounds[1], "level": level},
                 source_name="report.json",
                 source_url=source_url,

@@ -17,6 +17,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from configs.schema.release import HUB_ID, PushConfig
 from eval.release.verdict import Finding, measured
 from eval.report.markdown import escape, render_markdown, table
+from eval.report.schema import Report
 from eval.report.text import short
 from heads.formats.exporting.table import FORMS
 from scripts.publish.card_metadata import agreed_licence, card_data
@@ -82,10 +83,9 @@ def make_card(
     return str(card).rstrip() + "\n"
 
 
-def _what(metadata: Mapping[str, Any], report: Mapping[str, Any]) -> str:
-    size = (
-        f" of {report['draft']['num_parameters'] / 1e6:.1f} million parameters" if "num_parameters" in report["draft"] else ""
-    )
+def _what(metadata: Mapping[str, Any], report: Report) -> str:
+    count = report.draft.num_parameters
+    size = "" if count is None else f" of {count / 1e6:.1f} million parameters"
     if metadata["kind"] == "draft_lm":
         return f"A draft model{size}"
     return f"A head of kind `{escape(metadata['kind'])}`{size}, which reads its target's states,"
@@ -189,7 +189,7 @@ def _provenance(cleaned: Cleaned) -> str:
         ("versions", escape(", ".join(f"{name} {version}" for name, version in versions.items()) or "not recorded")),
     ]
     text = table(("", ""), [row for row in rows if row[1]], numbers=False)
-    if (measured_hash := cleaned.report["draft"].get("measured_sha256")) is not None:
+    if (measured_hash := cleaned.report.draft.measured_sha256) is not None:
         text += (
             f"\n\nThe draft was measured as `{short(measured_hash)}`: its weights are these, and `draftsmith.json` was freed "
             "of paths and secrets of the machine since, which changes the hash. `publication.json` has both."
@@ -214,25 +214,25 @@ def _licence(config: PushConfig, origins: Mapping[str, ModelCardData]) -> str:
     )
 
 
-def _limits(metadata: Mapping[str, Any], report: Mapping[str, Any]) -> Iterator[str]:
-    decode, prompts, hardware = report["decode"], report["prompts"], report["hardware"]
+def _limits(metadata: Mapping[str, Any], report: Report) -> Iterator[str]:
+    decode, prompts, hardware = report.decode, report.prompts, report.hardware
     gpus = ", ".join(str(gpu.get("name")) for gpu in hardware.get("gpus") or ())
     machine = gpus or f"{hardware.get('cpu')}, {hardware.get('cores')} cores"
     yield (
-        f"Measured on {escape(machine)}, at batch size {decode['batch_size']}, temperature {decode['temperature']:g}, "
-        f"{decode['num_speculative_tokens']} drafts a round, in {escape(str(decode.get('dtype', 'a dtype not recorded')))}. "
+        f"Measured on {escape(machine)}, at batch size {decode.batch_size}, temperature {decode.temperature:g}, "
+        f"{decode.num_speculative_tokens} drafts a round, in {escape(decode.dtype or 'a dtype not recorded')}. "
         "Speed is of that machine and that batch size; larger batches usually gain less."
     )
     yield (
-        f"Measured on {prompts['num_prompts']} prompts of {escape(prompts['source'])}. How many drafts are accepted depends on "
+        f"Measured on {prompts.num_prompts} prompts of {escape(prompts.source)}. How many drafts are accepted depends on "
         "what is asked; other prompts, languages and lengths need a measurement of their own."
     )
-    if SELF_SEEDED in prompts["categories"]:
+    if SELF_SEEDED in prompts.categories:
         yield (
-            f"{prompts['categories'][SELF_SEEDED]} of these prompts were written by the target itself (self-seeded data), "
+            f"{prompts.categories[SELF_SEEDED]} of these prompts were written by the target itself (self-seeded data), "
             "which may lie closer to what it was trained on than users' prompts do."
         )
-    if report["lossless"]["verdict"] == "lossless_up_to_ties":
+    if report.lossless.verdict == "lossless_up_to_ties":
         yield (
             "Answers equal plain decoding's up to numerical ties: where two tokens are equally likely within rounding, scoring "
             "several tokens at once may pick the other one."

@@ -23,8 +23,8 @@ from configs.runtime.redaction import Scrubber
 from configs.runtime.run_record import describe_git, describe_versions
 from configs.schema.release import HUB_ID, PushConfig
 from eval.release.verdict import as_values
-from eval.report.html import render_page
-from eval.report.schema import check_report
+from eval.report.html import render_html
+from eval.report.schema import Report, parse_report
 from heads.artifact import METADATA_FILE, VOCABULARY_FILE, WEIGHTS_FILE
 from heads.formats.exporting.exporter import SERVE_FILE
 from scripts.publish.release_checks import Release
@@ -95,7 +95,7 @@ class Cleaned:
 
     metadata: Mapping[str, Any]
     metadata_file: bytes
-    report: Mapping[str, Any]
+    report: Report
     gate: Mapping[str, Any]
     sha256: str
 
@@ -108,8 +108,9 @@ def clean(release: Release, config: PushConfig, scrubber: Scrubber) -> Cleaned:
     metadata["target"]["name"] = name = target_name(release, config, scrubber)
     metadata_file = path.read_bytes() if metadata == known else as_json(metadata)
     sha256 = _artifact_hash(release, metadata_file)
-    samples = release.report["samples"]
-    report = scrubber.value({key: value for key, value in release.report.items() if key != "samples"})
+    report = release.report.to_dict()
+    samples = report.pop("samples")
+    report = scrubber.value(report)
     report["samples"] = scrubber.only_secrets(samples) if config.samples else {"worst": [], "best": []}
     report["target"]["name"] = name
     report["draft"]["sha256"] = sha256
@@ -119,7 +120,7 @@ def clean(release: Release, config: PushConfig, scrubber: Scrubber) -> Cleaned:
     return Cleaned(
         metadata=metadata,
         metadata_file=metadata_file,
-        report=check_report(report, "the report to be published"),
+        report=parse_report(report, "the report to be published"),
         gate=gate,
         sha256=sha256,
     )
@@ -166,7 +167,11 @@ def gather(
         exported, others = _model_files(folder, scrubber)
         files |= {f"{engine}/{name}": content for name, content in exported.items()}
         left_out += [f"{engine}/{name}" for name in others]
-    files |= {REPORT: as_json(cleaned.report), PAGE: render_page(cleaned.report).encode(), REPOCARD_NAME: card.encode()}
+    files |= {
+        REPORT: as_json(cleaned.report.to_dict()),
+        PAGE: render_html(cleaned.report).encode(),
+        REPOCARD_NAME: card.encode(),
+    }
     manifest = {
         "format_version": 1,
         "artifact_sha256": cleaned.sha256,

@@ -18,8 +18,8 @@ from configs.schema.evaluation import GateConfig
 from configs.schema.release import PushConfig
 from eval.release.artifact_hash import read_shipped
 from eval.release.checks import judge
-from eval.release.verdict import Finding, Verdict
-from eval.report.schema import read_report
+from eval.release.verdict import Finding, GateVerdict
+from eval.report.schema import Report, load_report
 from eval.report.text import short
 from heads.artifact import Metadata, read_metadata
 
@@ -34,7 +34,7 @@ class Release:
         folder: of the artifact.
         metadata: its `draftsmith.json`.
         sha256: its hash, which is that of the draft in the report.
-        report: the checked report.
+        report: the report.
         report_path: where that is.
         verdict: the gate's.
         gate: the gate's config.
@@ -43,9 +43,9 @@ class Release:
     folder: Path
     metadata: Metadata
     sha256: str
-    report: Mapping[str, Any]
+    report: Report
     report_path: Path
-    verdict: Verdict
+    verdict: GateVerdict
     gate: Mapping[str, Any]
 
 
@@ -66,13 +66,13 @@ def read_release(
             or it is another report's. A gate that failed raises nothing: see `Release.verdict`.
     """
     metadata = read_metadata(folder)
-    report = read_report(report_path)
+    report = load_report(report_path)
     shipped = read_shipped([folder])
     _check_measured(report, report_path, shipped.sha256, folder)
     _check_lossless(report, report_path, config)
     if gate is not None:
         judged = load_config(GateConfig, gate)
-        earlier = None if baseline is None else read_report(Path(baseline), "baseline report")
+        earlier = None if baseline is None else load_report(Path(baseline), "baseline report")
         verdict = judge(report, judged, earlier, shipped)
         rules: Mapping[str, Any] = judged.model_dump(mode="json")
     elif baseline is not None:
@@ -90,21 +90,21 @@ def read_release(
     )
 
 
-def _check_measured(report: Mapping[str, Any], path: Path, sha256: str, folder: Path) -> None:
-    if report["simulated"]:
+def _check_measured(report: Report, path: Path, sha256: str, folder: Path) -> None:
+    if report.simulated:
         raise InputError(
             f"{path}: its acceptance was drawn, not measured (simulate_acceptance); a card is made from measurements"
         )
-    measured = report["draft"]["sha256"]
+    measured = report.draft.sha256
     if measured != sha256:
         raise InputError(
-            f"{path} is not of {folder}: it measured a {report['draft']['kind']} with hash {short(measured)}, the artifact's "
+            f"{path} is not of {folder}: it measured a {report.draft.kind} with hash {short(measured)}, the artifact's "
             f"is {short(sha256)}; evaluate this artifact (eval/run.py) and push with that report"
         )
 
 
-def _check_lossless(report: Mapping[str, Any], path: Path, config: PushConfig) -> None:
-    verdict = report["lossless"]["verdict"]
+def _check_lossless(report: Report, path: Path, config: PushConfig) -> None:
+    verdict = report.lossless.verdict
     if verdict in ("not_lossless", "lossy_by_design") and not config.allow_lossy:
         raise InputError(
             f"{path} is of decoding that changes the target's answers (lossless.verdict {verdict}): evaluate with a lossless "
@@ -112,7 +112,7 @@ def _check_lossless(report: Mapping[str, Any], path: Path, config: PushConfig) -
         )
 
 
-def _stored_verdict(report_path: Path) -> tuple[Verdict, Mapping[str, Any]]:
+def _stored_verdict(report_path: Path) -> tuple[GateVerdict, Mapping[str, Any]]:
     """Return what `eval/gate.py` said of a report, and by which rules."""
     path = report_path.with_name(STORED_VERDICT)
     if not path.is_file():
@@ -123,7 +123,7 @@ def _stored_verdict(report_path: Path) -> tuple[Verdict, Mapping[str, Any]]:
     record = read_json(path, "the gate's verdict")
     try:
         judged, findings, rules = record["report_sha256"], record["findings"], record["config"]
-        verdict = Verdict(findings=tuple(Finding(**each) for each in findings), notes=tuple(record.get("notes", ())))
+        verdict = GateVerdict(findings=tuple(Finding(**each) for each in findings), notes=tuple(record.get("notes", ())))
     except (KeyError, TypeError) as error:
         raise InputError(f"{path} is no verdict of this draftsmith's gate ({error}); run eval/gate.py again") from error
     if judged != sha256_of(report_path):

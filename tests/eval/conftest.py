@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, DistributionComparison, Generation, Round, Timing
-from eval.report.build import PromptSet, build_report
+from eval.report.build import PromptSet
+from eval.report.schema import Report
 from heads.sampling.probabilities import token_probabilities
+from tests.support.reports import report_of
 
 CATEGORIES = ("writing", "coding", "maths", "reasoning")
 WORDS = ("the", "draft", "is", "cheap", "and", "target", "checks", "every", "word", "at", "once", ".")
@@ -152,7 +154,7 @@ def spell(tokens: Sequence[int]) -> str:
 
 @pytest.fixture(scope="session")
 def shared_inputs(random_generations, random_timings, make_round, make_generation) -> dict:
-    """Everything `build_report` takes, for a run of 32 prompts with a prompt-lookup baseline; only for copying."""
+    """Everything `report_of` takes, for a run of 32 prompts with a prompt-lookup baseline; only for copying."""
     lookup = [
         make_generation(
             [make_round(3, number % 2)] * 20, prompt_id=generation.prompt_id, category=generation.category, mode="prompt_lookup"
@@ -209,24 +211,18 @@ def shared_inputs(random_generations, random_timings, make_round, make_generatio
 
 
 @pytest.fixture(scope="session")
-def shared_report(shared_inputs) -> dict:
-    """A whole report; only for copying."""
-    return build_report(**shared_inputs)
+def report(shared_inputs) -> Report:
+    """A whole report, not to be changed: `tests.support.reports.changed` makes a changed copy."""
+    return report_of(shared_inputs)
 
 
 @pytest.fixture
 def report_inputs(shared_inputs) -> dict:
-    """Everything `build_report` takes, to change at will."""
+    """Everything `report_of` takes, to change at will."""
     return copy.deepcopy(shared_inputs)
 
 
-@pytest.fixture
-def report(shared_report) -> dict:
-    """A whole report, to change at will."""
-    return copy.deepcopy(shared_report)
-
-
-@pytest.fixture
+@pytest.fixture(scope="session")
 def quality_section() -> dict:
     """What a report says of the worth of its answers, where a run asks for it."""
     return {

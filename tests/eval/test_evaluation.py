@@ -22,7 +22,7 @@ from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE
 from eval.evaluation import evaluate
 from eval.measure.interleaved import measure
 from eval.release.checks import judge
-from eval.report.schema import read_report
+from eval.report.schema import load_report
 from eval.run import main
 from heads.artifact import METADATA_FILE
 from heads.proposers.draft_lm import DraftLM
@@ -62,18 +62,18 @@ def test_every_file_is_written_and_the_report_says_what_the_records_say(config, 
 
     folder = Path(config.output)
     assert sorted(path.name for path in folder.iterdir()) == FILES
-    report = read_report(folder / "report.json")
+    report = load_report(folder / "report.json")
     generations, timings = records_of(folder)
     rounds = [committed for each in generations if each["mode"] == SPECULATIVE for committed in each["rounds"]["committed"]]
     committed = sum(rounds)
-    assert report["acceptance"]["tokens_per_target_step"] == pytest.approx(committed / len(rounds))
-    assert 1.0 < report["acceptance"]["tokens_per_target_step"] < 3.0
-    assert report["acceptance"]["overlap_alpha"] is not None
-    assert report["lossless"]["verdict"] == "lossless"
-    assert report["prompts"]["ids"] == ["q0", "q1", "q2", "q3", "q4"]
-    assert report["baselines"].keys() == {"autoregressive", "prompt_lookup"}
+    assert report.acceptance.tokens_per_target_step == pytest.approx(committed / len(rounds))
+    assert 1.0 < report.acceptance.tokens_per_target_step < 3.0
+    assert report.acceptance.overlap_alpha is not None
+    assert report.lossless.verdict == "lossless"
+    assert report.prompts.ids == ["q0", "q1", "q2", "q3", "q4"]
+    assert report.baselines.keys() == {"autoregressive", "prompt_lookup"}
     spent = sum(each["decode_seconds"] for each in timings if each["mode"] == SPECULATIVE)
-    assert report["speed"]["decode_seconds_speculative"] == pytest.approx(spent)
+    assert report.speed.decode_seconds_speculative == pytest.approx(spent)
     assert (folder / "report.md").read_text() in capsys.readouterr().out
     assert json.loads((folder / "run.json").read_text())["config"]["decode"]["batch_size"] == 2
 
@@ -94,7 +94,7 @@ def test_plain_decoding_is_always_measured_and_baselines_as_asked_for(config):
 
     generations, _ = records_of(Path(config.output))
     assert {each["mode"] for each in generations} == {AUTOREGRESSIVE, SPECULATIVE}
-    assert read_report(Path(config.output) / "report.json")["baselines"].keys() == {"autoregressive"}
+    assert load_report(Path(config.output) / "report.json").baselines.keys() == {"autoregressive"}
 
 
 def test_generations_are_kept_once_and_overlaps_measured_in_the_first_repeat_only(config, requests, tiny_llama, as_target):
@@ -114,10 +114,10 @@ def test_a_report_of_samples_names_the_rule_and_shape_in_use_and_proves_them(con
     sampled = config.decode.model_copy(update={"temperature": 1.0, "tree": tree})
     evaluate(config.model_copy(update={"decode": sampled, "repeats": 1}))
 
-    report = read_report(Path(config.output) / "report.json")
-    proof = report["lossless"]["checks"]["enumeration"]
+    report = load_report(Path(config.output) / "report.json")
+    proof = report.lossless.checks["enumeration"]
     assert (proof["outcome"], proof["rule"], proof["shape"]) == ("pass", "k_seq", "static_tree")
-    assert (report["decode"]["verification"], report["decode"]["lossy"]) == ("k_seq", None)
+    assert (report.decode.verification, report.decode.lossy) == ("k_seq", None)
 
 
 @pytest.mark.parametrize("lossy", [TypicalAcceptance(kind="typical"), ParticleSampling(kind="smc", num_particles=3)])
@@ -125,10 +125,10 @@ def test_a_lossy_report_says_so_and_its_baselines_do_not_take_part(config, lossy
     sampled = config.decode.model_copy(update={"temperature": 1.0, "lossy": lossy})
     evaluate(config.model_copy(update={"decode": sampled, "repeats": 1}))
 
-    report = read_report(Path(config.output) / "report.json")
-    assert report["decode"]["lossy"] == lossy.model_dump()
-    assert (report["decode"]["verification"], report["lossless"]["verdict"]) == (lossy.kind, "lossy_by_design")
-    assert "enumeration" not in report["lossless"]["checks"]
+    report = load_report(Path(config.output) / "report.json")
+    assert report.decode.lossy == lossy.model_dump()
+    assert (report.decode.verification, report.lossless.verdict) == (lossy.kind, "lossy_by_design")
+    assert "enumeration" not in report.lossless.checks
     assert "with a rule that changes answers by design" in (Path(config.output) / "report.md").read_text()
     assert judge(report, GateConfig()).outcome == "fail"
 
@@ -185,12 +185,12 @@ def test_a_request_that_fails_is_listed_and_the_others_count(config, tiny_run, t
     )
     assert evaluate(damaged) == 0
 
-    report = read_report(Path(config.output) / "report.json")
-    failed = report["prompts"]["failed"]
-    assert {(each["prompt_id"], each["stop_reason"]) for each in failed} == {("q4", "non_finite")}
-    assert {each["mode"] for each in failed} >= {AUTOREGRESSIVE, SPECULATIVE}
-    assert (report["prompts"]["num_asked"], report["prompts"]["num_prompts"]) == (5, 4)
-    assert "trained for" in report["warnings"][0]
+    report = load_report(Path(config.output) / "report.json")
+    failed = report.prompts.failed
+    assert {(each.prompt_id, each.stop_reason) for each in failed} == {("q4", "non_finite")}
+    assert {each.mode for each in failed} >= {AUTOREGRESSIVE, SPECULATIVE}
+    assert (report.prompts.num_asked, report.prompts.num_prompts) == (5, 4)
+    assert "trained for" in report.warnings[0]
     assert "q4" in (Path(config.output) / "report.html").read_text()
 
 

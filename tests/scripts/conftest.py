@@ -76,7 +76,7 @@ def measured(tiny_run, tmp_path_factory):
         output=str(folder / "evaluation"),
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("eval.evaluation.render_page", lambda report, previous: "")  # drawing takes longer than all the rest
+        patch.setattr("eval.evaluation.render_html", lambda report, previous: "")  # drawing takes longer than all the rest
         assert evaluation.evaluate(config) == 0
     assert judge(folder) == 0
     return folder
@@ -92,7 +92,7 @@ def judge(folder, **settings):
 def release(measured, tmp_path, monkeypatch):
     """A copy of the release, for changing; its page is not drawn, and nobody waits."""
     shutil.copytree(measured, tmp_path / "release")
-    monkeypatch.setattr("scripts.publish.publication.render_page", lambda report: "<html></html>")
+    monkeypatch.setattr("scripts.publish.publication.render_html", lambda report: "<html></html>")
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     return tmp_path / "release"
 

@@ -6,7 +6,7 @@ import pytest
 from eval.cost.expected_rounds import AcceptanceProfile, AnswerLength
 from eval.cost.model import CostModel, MeasuredCosts, RooflineCosts, summarise_model
 from eval.cost.timing_sweep import TimedRound
-from eval.report.schema import check_report
+from tests.support.reports import changed
 
 ANSWERS = [AnswerLength(num_tokens=40, room_behind=0, num_answers=2)]
 CONDITIONAL = [0.8, 0.7, 0.6, 0.5]
@@ -112,14 +112,14 @@ def test_the_best_number_of_drafts_is_the_fastest_one(model):
 
 
 def test_the_summary_is_a_section_of_the_report(model, report):
-    report["speed"]["predicted"] = summarise_model(model, 3, 1, 100, [64, 512])
+    summary = summarise_model(model, 3, 1, 100, [64, 512])
 
-    checked = check_report(report, "report")["speed"]["predicted"]
+    checked = changed(report, {"speed.predicted": summary}).speed.predicted
 
-    assert checked["decode_speedup"] == model.speedup(3, 1, 100)
-    assert {each["context_tokens"] for each in checked["settings"]} == {64, 100, 512}
-    own = [each for each in checked["settings"] if each["batch_size"] == 4 and each["context_tokens"] == 512]
-    assert [each["decode_speedup"] for each in own] == [model.speedup(drafts, 4, 512) for drafts in range(1, 5)]
+    assert checked.decode_speedup == model.speedup(3, 1, 100)
+    assert {each.context_tokens for each in checked.settings} == {64, 100, 512}
+    own = [each for each in checked.settings if each.batch_size == 4 and each.context_tokens == 512]
+    assert [each.decode_speedup for each in own] == [model.speedup(drafts, 4, 512) for drafts in range(1, 5)]
 
 
 def test_more_drafts_than_the_sweep_timed_have_no_prediction(model):

@@ -1,6 +1,5 @@
 """A prediction in the report: made where it is asked for, printed beside what was measured, asked again for other machines."""
 
-import copy
 import json
 from pathlib import Path
 
@@ -16,7 +15,8 @@ from eval.cost.predict import prediction_of
 from eval.evaluation import evaluate
 from eval.predict import add_arguments, main
 from eval.report.markdown import render_markdown
-from eval.report.schema import read_report
+from eval.report.schema import load_report
+from tests.support.reports import changed
 
 SWEEP = CostConfig(num_speculative_tokens=3, batch_sizes=[1, 2], context_tokens=[16, 48], repeats=1)
 
@@ -42,7 +42,7 @@ def evaluated(tiny_run, tmp_path_factory):
 
 @pytest.fixture
 def found(evaluated):
-    return read_report(evaluated / "report.json")
+    return load_report(evaluated / "report.json")
 
 
 def ask(*arguments):
@@ -50,19 +50,19 @@ def ask(*arguments):
 
 
 def test_the_report_holds_the_prediction_and_the_summary_sets_it_beside_the_measured_speed(evaluated, found):
-    predicted = found["speed"]["predicted"]
-    speed = predicted["decode_speedup"]
+    predicted = found.speed.predicted
+    speed = predicted.decode_speedup
     own = [
-        each["decode_speedup"]
-        for each in predicted["settings"]
-        if (each["num_speculative_tokens"], each["batch_size"], each["context_tokens"]) == (2, 1, predicted["context_tokens"])
+        each.decode_speedup
+        for each in predicted.settings
+        if (each.num_speculative_tokens, each.batch_size, each.context_tokens) == (2, 1, predicted.context_tokens)
     ]
 
     assert own == [speed]
     assert 0.1 < speed < 3.0
-    tokens = sum(each["num_tokens"] * each["num_answers"] for each in predicted["answers"])
-    assert tokens == found["speed"]["decode_tokens_autoregressive"] > 0
-    assert 10 <= predicted["context_tokens"] <= 20
+    tokens = sum(each.num_tokens * each.num_answers for each in predicted.answers)
+    assert tokens == found.speed.decode_tokens_autoregressive > 0
+    assert 10 <= predicted.context_tokens <= 20
     assert f"| decode speedup predicted by the cost model | {speed:.2f}× |" in (evaluated / "report.md").read_text()
     assert "Predicted decode speedup" in (evaluated / "report.html").read_text()
 
@@ -74,9 +74,9 @@ def test_without_a_sweep_the_summary_says_that_nothing_was_predicted(report):
 def test_the_model_made_of_the_report_alone_is_the_one_that_made_it(found):
     model = prediction_of(found, "report")
 
-    for each in found["speed"]["predicted"]["settings"]:
-        sizes = each["num_speculative_tokens"], each["batch_size"], each["context_tokens"]
-        assert model.speedup(*sizes) == pytest.approx(each["decode_speedup"])
+    for each in found.speed.predicted.settings:
+        sizes = each.num_speculative_tokens, each.batch_size, each.context_tokens
+        assert model.speedup(*sizes) == pytest.approx(each.decode_speedup)
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,8 @@ def test_the_model_made_of_the_report_alone_is_the_one_that_made_it(found):
     ],
 )
 def test_the_summary_says_what_to_choose(found, best, largest, sentence):
-    report = copy.deepcopy(found)
-    report["speed"]["predicted"] |= {"best_num_speculative_tokens": best, "break_even_batch_size": largest}
+    chosen = {"best_num_speculative_tokens": best, "break_even_batch_size": largest}
+    report = changed(found, {"speed.predicted": chosen})
 
     assert sentence in render_markdown(report)
 
@@ -120,7 +120,7 @@ def test_half_a_machine_is_refused(evaluated, arguments, complaint, capsys):
 
 def test_a_report_without_a_sweep_cannot_be_asked(report, tmp_path, capsys):
     path = tmp_path / "report.json"
-    path.write_text(json.dumps(report))
+    path.write_text(json.dumps(report.to_dict()))
 
     assert ask(path) == BAD_INPUT
     assert "holds no timing sweep; run eval/run.py with `cost` set" in capsys.readouterr().err

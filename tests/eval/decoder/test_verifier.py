@@ -16,7 +16,7 @@ from eval.decoder.decode import Request, decode
 from eval.decoder.verifier import SimulatedVerifier
 from eval.evaluation import evaluate
 from eval.gate import main
-from eval.report.schema import read_report
+from eval.report.schema import load_report
 from heads.proposers.draft_lm import DraftLM
 
 
@@ -46,9 +46,9 @@ def test_its_report_says_so_and_no_gate_takes_it(tiny_run, tmp_path):
         output=str(tmp_path / "out"),
     )
     assert evaluate(config) == DONE
-    report = read_report(tmp_path / "out" / "report.json")
-    assert report["simulated"]
-    assert report["acceptance"]["position_conditional"] == [1.0, 1.0]
+    report = load_report(tmp_path / "out" / "report.json")
+    assert report.simulated
+    assert report.acceptance.position_conditional == [1.0, 1.0]
     arguments = argparse.Namespace(report=str(tmp_path / "out" / "report.json"), baseline=None, artifact=[], output=None)
     assert main(GateConfig(), arguments) == GATE_FAILED
     findings = json.loads((tmp_path / "out" / "gate.json").read_text())["findings"]

@@ -30,6 +30,7 @@ from heads.sampling.probabilities import token_probabilities
 from heads.target.hidden_states import read_states
 from tests.support import distribution_checks as checks
 from tests.support import family_checks
+from tests.support.reports import changed
 
 PROMPTS = [(7, 12, 3), (20, 9, 9, 31, 5, 6), (40,)]
 HEADS = {
@@ -313,10 +314,11 @@ def test_the_verdict_names_a_lossy_mode_and_tests_no_samples(target, draft, loss
 
 
 def test_the_gate_refuses_a_lossy_report_unless_it_lists_the_verdict(report):
-    report["lossless"] |= {"verdict": "lossy_by_design", "divergences": []}
-    report["decode"]["lossy"] = {"kind": "typical", "epsilon": 0.09, "delta": 0.3, "drafts": "likeliest"}
+    lossy = {"kind": "typical", "epsilon": 0.09, "delta": 0.3, "drafts": "likeliest"}
+    report = changed(report, {"lossless": {"verdict": "lossy_by_design", "divergences": []}, "decode.lossy": lossy})
     assert judge(report, GateConfig()).outcome == "fail"
-    report["quality"] = {"num_answers": 2, "num_identical": 1, "num_failed": 0, "num_cut": 0, "perplexity": None, "scores": {}}
+    quality = {"num_answers": 2, "num_identical": 1, "num_failed": 0, "num_cut": 0, "perplexity": None, "scores": {}}
+    report = changed(report, {"quality": quality})
     assert judge(report, GateConfig()).outcome == "fail"
     assert judge(report, GateConfig(lossless=["lossy_by_design"])).outcome == "pass"
 

@@ -15,7 +15,7 @@ from eval.decoder.records import AUTOREGRESSIVE
 from eval.evaluation import evaluate
 from eval.measure.interleaved import Measurement, measure
 from eval.measure.proposers import MAKERS, make_baselines
-from eval.report.schema import read_report
+from eval.report.schema import load_report
 from heads.proposers.suffix_lookup import SuffixLookup
 
 NAMES = ["prompt_lookup", "suffix_lookup", "self_speculation"]
@@ -51,9 +51,9 @@ def test_a_report_holds_every_baseline_that_was_asked_for(tiny_run, tmp_path):
         output=str(tmp_path / "evaluation"),
     )
     assert evaluate(config) == 0
-    baselines = read_report(Path(config.output) / "report.json")["baselines"]
+    baselines = load_report(Path(config.output) / "report.json").baselines
     assert set(baselines) == {AUTOREGRESSIVE, *NAMES}
-    assert all(1.0 <= each["tokens_per_target_step"] <= 3.0 for each in baselines.values())
+    assert all(1.0 <= each.tokens_per_target_step <= 3.0 for each in baselines.values())
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -15,7 +15,7 @@ from eval.evaluation import evaluate
 from eval.measure.proposers import load_evaluated
 from eval.release.artifact_hash import read_shipped
 from eval.release.checks import judge
-from eval.report.schema import read_report
+from eval.report.schema import load_report
 from heads.artifact import read_metadata, save_draft_lm
 from heads.proposers.cross_device import CrossDeviceProposer
 from heads.proposers.merged import MergedDrafts
@@ -47,14 +47,14 @@ def config(tiny_run, folders, tmp_path):
 
 def test_the_report_names_all_drafts_and_the_gate_knows_them_by_their_hashes(config, folders):
     assert evaluate(config) == 0
-    report = read_report(Path(config.output) / "report.json")
-    draft, (one, other) = report["draft"], report["draft"]["parts"]
-    assert draft["kind"] == "merged"
+    report = load_report(Path(config.output) / "report.json")
+    draft, (one, other) = report.draft, report.draft.parts
+    assert draft.kind == "merged"
     assert [one["path"], other["path"]] == folders
     assert all(folder in (Path(config.output) / "report.html").read_text() for folder in folders)
-    assert draft["num_parameters"] == one["num_parameters"] + other["num_parameters"]
-    assert report["lossless"]["verdict"] == "lossless"
-    assert len({draft["sha256"], one["sha256"], other["sha256"]}) == 3
+    assert draft.num_parameters == one["num_parameters"] + other["num_parameters"]
+    assert report.lossless.verdict == "lossless"
+    assert len({draft.sha256, one["sha256"], other["sha256"]}) == 3
 
     def provenance(*paths):
         artifact = read_shipped([Path(path) for path in paths]) if paths else None
@@ -70,7 +70,7 @@ def test_merged_drafts_are_accepted_as_often_as_the_better_of_them(config, folde
     for number, draft in enumerate((folders, *folders)):
         output = f"{config.output}{number}"
         evaluate(config.model_copy(update={"draft": draft, "output": output, "repeats": 1}))
-        taus.append(read_report(Path(output) / "report.json")["acceptance"]["tokens_per_target_step"])
+        taus.append(load_report(Path(output) / "report.json").acceptance.tokens_per_target_step)
     assert taus[0] >= max(taus[1:]) > min(taus[1:])
 
 
@@ -89,9 +89,9 @@ def test_a_part_made_for_another_target_shows_in_the_section_and_fails_the_gate(
     (stranger / "draftsmith.json").write_text(metadata.replace(known, "f" * 64))
     mixed = config.model_copy(update={"draft": [folders[0], str(stranger)], "allow_target_mismatch": True})
     evaluate(mixed)
-    report = read_report(Path(config.output) / "report.json")
-    assert report["draft"]["target_sha256"] == f"{known}, {'f' * 64}"
-    assert "trained for" in report["warnings"][0]
+    report = load_report(Path(config.output) / "report.json")
+    assert report.draft.target_sha256 == f"{known}, {'f' * 64}"
+    assert "trained for" in report.warnings[0]
     findings = {each.check: each.outcome for each in judge(report, GateConfig()).findings}
     assert findings["provenance"] == "fail"
 

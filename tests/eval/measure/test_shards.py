@@ -18,7 +18,7 @@ from eval.decoder.decode import decode
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Generation, Timing
 from eval.evaluation import evaluate
 from eval.measure.record_files import read_records
-from eval.report.schema import numbers_of, read_report
+from eval.report.schema import load_report
 
 MODES = [AUTOREGRESSIVE, SPECULATIVE, "prompt_lookup"]
 TIMES = ("seconds", "speed", "shares", "phases")
@@ -74,20 +74,21 @@ def test_two_processes_report_what_one_reports(config, tmp_path):
     assert records_of(config, Generation) == records_of(alone, Generation)
     labels = [[(each.prompt_ids, each.mode) for each in records_of(one, Timing)] for one in (config, alone)]
     assert labels[0] == labels[1]
-    ours, theirs = (read_report(Path(one.output) / "report.json") for one in (config, alone))
-    assert (ours["hardware"]["processes"], theirs["hardware"]["processes"]) == (2, 1)
-    for section in ("acceptance", "prompts", "by_category", "baselines"):
-        assert untimed(ours[section]) == pytest.approx(untimed(theirs[section])), section
-    assert ours["prompts"] == theirs["prompts"]
-    assert ours["samples"] == theirs["samples"]
+    ours, theirs = (load_report(Path(one.output) / "report.json") for one in (config, alone))
+    assert (ours.hardware["processes"], theirs.hardware["processes"]) == (2, 1)
+    assert untimed(ours) == pytest.approx(untimed(theirs))
+    assert ours.prompts == theirs.prompts
+    assert ours.samples == theirs.samples
     assert sorted(path.name for path in Path(config.output).iterdir()) == sorted(
         path.name for path in Path(alone.output).iterdir()
     )
 
 
-def untimed(section):
-    """Return the numbers of a section that are no times."""
-    return {path: value for path, value in numbers_of(section) if not any(word in path for word in TIMES)}
+def untimed(report):
+    """Return the numbers of the measured sections that are no times."""
+    sections = ("acceptance.", "prompts.", "by_category.", "baselines.")
+    numbers = report.numbers().items()
+    return {path: value for path, value in numbers if path.startswith(sections) and not any(word in path for word in TIMES)}
 
 
 # --- failures -----------------------------------------------------------------------------------------------------
@@ -113,22 +114,22 @@ def without_memory(monkeypatch):
 def test_a_batch_that_the_machine_gives_up_on_is_listed_and_timed_in_no_mode(config, without_memory, repeat):
     without_memory(SPECULATIVE, "q2", repeat)
     assert evaluate(config.model_copy(update={"repeats": 2})) == 0
-    report = read_report(Path(config.output) / "report.json")
-    assert [(each["prompt_id"], each["turn"], each["mode"], each["stop_reason"]) for each in report["prompts"]["failed"]] == [
+    report = load_report(Path(config.output) / "report.json")
+    assert [(each.prompt_id, each.turn, each.mode, each.stop_reason) for each in report.prompts.failed] == [
         ("q2", 0, SPECULATIVE, "error"),
         ("q3", 0, SPECULATIVE, "error"),
     ]
-    assert (report["prompts"]["num_asked"], report["prompts"]["num_prompts"]) == (7, 5)
+    assert (report.prompts.num_asked, report.prompts.num_prompts) == (7, 5)
     timed = {prompt_id for each in records_of(config, Timing) for prompt_id in each.prompt_ids}
     assert "q2" not in timed
-    assert report["lossless"]["verdict"] == "lossless"  # what was not decoded is no evidence against it
+    assert report.lossless.verdict == "lossless"  # what was not decoded is no evidence against it
 
 
 def test_turns_after_a_failed_plain_answer_are_lost_in_every_mode(config, without_memory):
     without_memory(AUTOREGRESSIVE, "q2")
     evaluate(config)
-    failed = read_report(Path(config.output) / "report.json")["prompts"]["failed"]
-    lost = [(each["prompt_id"], each["turn"], each["mode"]) for each in failed if each["stop_reason"] == "after_a_failed_turn"]
+    failed = load_report(Path(config.output) / "report.json").prompts.failed
+    lost = [(each.prompt_id, each.turn, each.mode) for each in failed if each.stop_reason == "after_a_failed_turn"]
     assert lost == [("q3", 1, mode) for mode in MODES]
 
 

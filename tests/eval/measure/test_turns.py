@@ -15,7 +15,7 @@ from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Generation
 from eval.evaluation import evaluate
 from eval.measure.interleaved import measure
 from eval.measure.turns import Turns
-from eval.report.schema import read_report
+from eval.report.schema import load_report
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.prompt_lookup import PromptLookup
 
@@ -133,33 +133,33 @@ def config(tiny_run, tmp_path):
 
 def test_a_report_counts_all_turns_of_a_prompt_as_one_prompt(config):
     assert evaluate(config) == 0
-    report = read_report(Path(config.output) / "report.json")
-    prompts = report["prompts"]
-    assert (prompts["num_asked"], prompts["num_turns"], prompts["num_prompts"]) == (3, 6, 3)
-    assert prompts["failed"] == report["warnings"] == []
-    assert report["by_category"]["chat"]["num_prompts"] == 3
-    assert report["acceptance"]["per_prompt"].keys() == {"q0", "q1", "q2"}
-    committed, rounds = map(sum, zip(*report["acceptance"]["per_prompt"].values(), strict=True))
-    assert (committed, rounds) == (report["acceptance"]["num_tokens"], report["acceptance"]["num_rounds"])
-    assert report["lossless"]["verdict"] == "lossless"
-    assert report["speed"]["num_batches"] == 2
-    shown = [sample for side in report["samples"].values() for sample in side]
-    assert any(sample["prompt_id"].endswith(", turn 2") for sample in shown)
+    report = load_report(Path(config.output) / "report.json")
+    prompts = report.prompts
+    assert (prompts.num_asked, prompts.num_turns, prompts.num_prompts) == (3, 6, 3)
+    assert prompts.failed == report.warnings == []
+    assert report.by_category["chat"].num_prompts == 3
+    assert report.acceptance.per_prompt.keys() == {"q0", "q1", "q2"}
+    committed, rounds = map(sum, zip(*report.acceptance.per_prompt.values(), strict=True))
+    assert (committed, rounds) == (report.acceptance.num_tokens, report.acceptance.num_rounds)
+    assert report.lossless.verdict == "lossless"
+    assert report.speed.num_batches == 2
+    shown = [sample for side in report.samples.values() for sample in side]
+    assert any(sample.prompt_id.endswith(", turn 2") for sample in shown)
 
 
 def test_a_turn_for_which_the_context_has_no_room_is_listed_and_its_prompt_does_not_count(config, tiny_run, tmp_path):
     row = {"question_id": "q0", "turns": ["w1", "w2 " * 250]}
     (tmp_path / "suite.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({"question_id": "q1", "turns": ["w1"]}) + "\n")
     assert evaluate(config) == 0
-    prompts = read_report(Path(config.output) / "report.json")["prompts"]
-    assert (prompts["num_asked"], prompts["num_turns"], prompts["num_prompts"]) == (2, 3, 1)
-    assert prompts["failed"] == [
+    prompts = load_report(Path(config.output) / "report.json").prompts
+    assert (prompts.num_asked, prompts.num_turns, prompts.num_prompts) == (2, 3, 1)
+    assert [each.model_dump() for each in prompts.failed] == [
         {"prompt_id": "q0", "turn": 1, "mode": mode, "stop_reason": "no_room_in_context"} for mode in MODES
     ]
 
 
 def test_turns_left_out_by_the_config_are_confessed(config):
     evaluate(config.model_copy(update={"suite": config.suite.model_copy(update={"max_turns": 1})}))
-    report = read_report(Path(config.output) / "report.json")
-    assert report["warnings"] == ["3 later turns of the suite's conversations were not asked: suite.max_turns is 1"]
-    assert report["prompts"]["num_turns"] == 3
+    report = load_report(Path(config.output) / "report.json")
+    assert report.warnings == ["3 later turns of the suite's conversations were not asked: suite.max_turns is 1"]
+    assert report.prompts.num_turns == 3

@@ -16,10 +16,11 @@ from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Timing
 from eval.measure.interleaved import Measurement
 from eval.metrics.energy import summarise_energy
 from eval.metrics.meters import MeteredClock, Metering, find_meter
-from eval.report.html import render_page
+from eval.report.html import render_html
 from eval.report.markdown import render_markdown
-from eval.report.optional_sections import EnergySection
+from eval.report.sections import EnergySection
 from heads.proposers.draft_lm import DraftLM
+from tests.support.reports import changed
 
 CPU = torch.device("cpu")
 RANGE = 262_143_328_850  # microjoules; what Intel's processors have
@@ -298,10 +299,10 @@ def test_a_decode_in_which_a_counter_may_go_round_twice_is_not_believed(timings,
 
 
 def test_page_and_summary_show_joules_or_why_there_are_none(report, timings):
-    report["energy"] = summarise(timings, Metering(meter=CountingMeter()))
-    assert "a test meter" in render_page(report)
+    report = changed(report, {"energy": summarise(timings, Metering(meter=CountingMeter()))})
+    assert "a test meter" in render_html(report)
     assert "| joules per token (a test meter) | 2.00 | 1.50 | 0.75× | [0.75, 0.75] |" in render_markdown(report)
 
-    report["energy"] = summarise(timings, Metering(reason="<no counter>"))
-    assert "not available: &lt;no counter&gt;." in render_page(report)
+    report = changed(report, {"energy": summarise(timings, Metering(reason="<no counter>"))})
+    assert "not available: &lt;no counter&gt;." in render_html(report)
     assert "Energy: not available, &lt;no counter>." in render_markdown(report)

@@ -7,23 +7,23 @@ from eval.metrics.speed import summarise_advantage
 
 
 def test_against_plain_decoding_it_is_tau_and_the_speedup_themselves(report):
-    plain = report["baselines"]["autoregressive"]
+    plain = report.baselines["autoregressive"]
 
     for name, section, number in (
-        ("tokens_per_target_step_ratio", report["acceptance"], "tokens_per_target_step"),
-        ("decode_speed_ratio", report["speed"], "decode_speedup"),
+        ("tokens_per_target_step_ratio", report.acceptance, "tokens_per_target_step"),
+        ("decode_speed_ratio", report.speed, "decode_speedup"),
     ):
-        assert plain[name] == pytest.approx(section[number])
-        assert plain[f"{name}_ci"] == pytest.approx(section[f"{number}_ci"])
+        for found, expected in zip(plain.interval_of(name), section.interval_of(number), strict=True):
+            assert found == pytest.approx(expected)
 
 
 def test_against_another_baseline_the_ratio_is_that_of_the_two_numbers(report):
-    lookup = report["baselines"]["prompt_lookup"]
+    lookup = report.baselines["prompt_lookup"]
 
-    assert lookup["tokens_per_target_step_ratio"] == pytest.approx(
-        report["acceptance"]["tokens_per_target_step"] / lookup["tokens_per_target_step"]
+    assert lookup.tokens_per_target_step_ratio == pytest.approx(
+        report.acceptance.tokens_per_target_step / lookup.tokens_per_target_step
     )
-    assert lookup["decode_speed_ratio"] == pytest.approx(report["speed"]["decode_speedup"] / lookup["decode_speedup"])
+    assert lookup.decode_speed_ratio == pytest.approx(report.speed.decode_speedup / lookup.decode_speedup)
 
 
 def test_prompts_that_are_easy_for_both_cancel(make_timing):

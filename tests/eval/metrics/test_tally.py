@@ -8,7 +8,8 @@ import pytest
 
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, DistributionComparison, Generation, Round
 from eval.metrics.tally import Tally
-from eval.report.build import PromptSet, build_report, pick_samples
+from eval.report.build import PromptSet, pick_samples
+from tests.support.reports import report_of
 
 
 def tallied(generations, timings=()):
@@ -41,7 +42,7 @@ def test_any_number_of_processes_reports_what_one_does(report_inputs, count):
     for tally in (alone, together):
         tally.sort(list(report_inputs["prompts"].texts))
 
-    reports = [build_report(**{**report_inputs, "generations": tally, "timings": ()}) for tally in (alone, together)]
+    reports = [report_of({**report_inputs, "records": tally}) for tally in (alone, together)]
 
     assert list(reports[0]["by_category"]) == list(reports[1]["by_category"])
     for section in ("prompts", "speed", "by_category", "baselines", "samples", "acceptance"):
@@ -158,9 +159,9 @@ def test_ten_thousand_prompts_are_counted_and_reported_in_ten_seconds(report_inp
     for number, generations in enumerate(prompts):
         tally.add(generations, timings[3 * number : 3 * number + 3])
     counted = time.process_time()
-    inputs = {"prompts": PromptSet(source="s", sha256="0", texts=texts), "generations": tally, "timings": ()}
-    report = build_report(**{**report_inputs, **inputs, "bootstrap_samples": 2000})
+    inputs = {"prompts": PromptSet(source="s", sha256="0", texts=texts), "records": tally}
+    report = report_of({**report_inputs, **inputs, "bootstrap_samples": 2000})
     reported = time.process_time()
     print(f"counted in {counted - start:.1f} s, reported in {reported - counted:.1f} s")
-    assert report["prompts"]["num_prompts"] == count
+    assert report.prompts.num_prompts == count
     assert reported - start < 10

@@ -19,7 +19,7 @@ from eval.decoder import chain_rules as verify
 from eval.decoder.chain_rules import ChainVerification
 from eval.evaluation import evaluate
 from eval.gate import main
-from eval.report.schema import read_report
+from eval.report.schema import load_report
 
 TAU = "acceptance.tokens_per_target_step"
 
@@ -27,7 +27,7 @@ TAU = "acceptance.tokens_per_target_step"
 @pytest.fixture(autouse=True)
 def _no_page(monkeypatch):
     """Drawing the page takes longer than all the rest, and is tested elsewhere."""
-    monkeypatch.setattr("eval.evaluation.render_page", lambda report, previous: "")
+    monkeypatch.setattr("eval.evaluation.render_html", lambda report, previous: "")
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_a_greedy_rule_that_accepts_everything_flips_the_verdict(config, monkeyp
 
     code, found = gate(config)
 
-    assert read_report(Path(config.output) / "report.json")["lossless"]["verdict"] == "not_lossless"
+    assert load_report(Path(config.output) / "report.json").lossless.verdict == "not_lossless"
     assert (code, list(found)) == (GATE_FAILED, ["lossless"])
 
 
@@ -126,6 +126,6 @@ def test_what_was_decoded_is_reported_even_where_judging_its_worth_breaks_off(co
     with pytest.raises(ZeroDivisionError):
         evaluate(config)
 
-    report = read_report(Path(config.output) / "report.partial.json")
-    assert report["acceptance"]["num_rounds"] > 0
+    report = load_report(Path(config.output) / "report.partial.json")
+    assert report.acceptance.num_rounds > 0
     assert not (Path(config.output) / "report.json").exists()

@@ -1,58 +1,117 @@
-"""JUnit XML: well-formed whatever the names, a case a check, and nothing that did not pass looks as if it had."""
+"""A verdict in its four forms: every check and reason is there, the worst outcome leads, hostile names break nothing."""
 
+import json
 from xml.etree import ElementTree
 
 import pytest
 
-from eval.release.verdict import Finding, Verdict, as_junit
+from eval.release.verdict import Finding, GateVerdict, as_junit, as_markdown, as_table, as_values
+from tests.support.reports import changed
 
-HOSTILE = "]]><testcase/> \x00\x1b[31m \"'&amp; \ud800 \uffff <script>"
-
-
-def finding(outcome, check="tau", required="at least 1.5", reason="why"):
-    return Finding(check=check, outcome=outcome, value=1.7, low=1.4, high=2.0, required=required, reason=reason)
+HOSTILE = "a|b\n<img src=x>`c` ![x](http://host) ]]><testcase/> \x00\x1b[31m \"'&amp; \ud800 \uffff <script>"
 
 
-@pytest.fixture
-def suite():
-    """The suite read back from a verdict with one finding of each outcome."""
-    findings = (finding("pass", "a", reason=""), finding("fail", "b"), finding("inconclusive", "c"))
-    root = ElementTree.fromstring(as_junit(Verdict(findings=findings, notes=("a note",))).encode())
-    assert root.tag == "testsuites"
-    return root.find("testsuite")
+def finding(outcome, **changes):
+    values = {"check": "tau", "value": 1.7, "low": 1.4, "high": 2.0, "required": "at least 1.5", "reason": "why"}
+    return Finding(outcome=outcome, **values | changes)
 
 
-def test_the_counts_are_those_of_the_cases(suite):
+@pytest.mark.parametrize(
+    ("outcomes", "worst"),
+    [
+        ((), "pass"),
+        (("pass", "pass"), "pass"),
+        (("pass", "inconclusive"), "inconclusive"),
+        (("inconclusive", "fail", "pass"), "fail"),
+    ],
+)
+def test_the_worst_finding_decides(report, outcomes, worst):
+    verdict = GateVerdict(findings=tuple(finding(outcome) for outcome in outcomes))
+
+    assert verdict.outcome == worst
+    assert worst in as_markdown(verdict, report).splitlines()[0]
+
+
+def test_the_table_gives_the_reason_and_the_notes():
+    text = as_table(GateVerdict(findings=(finding("fail"),), notes=("another machine",)))
+
+    assert text.splitlines() == [
+        "FAIL  tau  1.7 [1.400, 2.000]  asked: at least 1.5",
+        "      why",
+        "note: another machine",
+        "",
+        "gate: fail",
+    ]
+
+
+def test_the_summary_for_a_pull_request_names_the_draft_and_has_a_row_a_check(report):
+    text = as_markdown(GateVerdict(findings=(finding("pass", reason=""), finding("inconclusive"))), report)
+
+    assert text.startswith("## ❔ inconclusive: draft `runs/distill/artifact` (bbbbbbbbbbbb)")
+    assert f"{report.speed.decode_speedup:.2f}× the speed of plain decoding" in text
+    assert "| ✅ pass | tau | 1.7 \\[1.400, 2.000] | at least 1.5 |  |" in text
+    assert "| ❔ inconclusive | tau | 1.7 \\[1.400, 2.000] | at least 1.5 | why |" in text
+
+
+def test_hostile_names_break_neither_the_table_nor_the_page_around_it(report):
+    report = changed(report, {"warnings": [HOSTILE], "draft.path": HOSTILE, "target.name": HOSTILE})
+    hostile = finding("fail", check=HOSTILE, required=HOSTILE, reason=HOSTILE, value=HOSTILE)
+
+    text = as_markdown(GateVerdict(findings=(hostile,), notes=(HOSTILE,)), report)
+
+    (table,) = [block for block in text.split("\n\n") if block.startswith("| ")]
+    assert {line.replace("\\|", "").count("|") for line in table.splitlines()} == {6}
+    assert "<img" not in text
+    assert "![x](" not in text
+
+
+def test_plain_values_hold_everything_and_survive_json():
+    values = as_values(GateVerdict(findings=(finding("fail"),), notes=("a note",)))
+
+    assert json.loads(json.dumps(values)) == values
+    assert values["outcome"] == "fail"
+    assert values["notes"] == ["a note"]
+    assert values["findings"][0] == {
+        "check": "tau",
+        "outcome": "fail",
+        "value": 1.7,
+        "low": 1.4,
+        "high": 2.0,
+        "required": "at least 1.5",
+        "reason": "why",
+    }
+
+
+# --- JUnit --------------------------------------------------------------------------------------------------------
+
+
+def parsed(*findings, notes=()):
+    """The XML of a verdict, read back."""
+    verdict = GateVerdict(findings=findings, notes=notes)
+    assert as_junit(verdict) == as_junit(verdict)
+    return ElementTree.fromstring(as_junit(verdict).encode())
+
+
+def test_junit_has_a_case_a_check_and_nothing_that_did_not_pass_looks_as_if_it_had():
+    suite = parsed(
+        finding("pass", check="a", reason=""), finding("fail", check="b"), finding("inconclusive", check="c"), notes=("a note",)
+    ).find("testsuite")
+
     assert [suite.get(name) for name in ("tests", "failures", "errors", "skipped")] == ["3", "1", "1", "0"]
-    assert [len(suite.findall(f"testcase{inner}")) for inner in ("", "/failure", "/error")] == [3, 1, 1]
-
-
-def test_a_failure_says_what_was_measured_asked_and_why(suite):
-    (failure,) = suite.findall("testcase/failure")
-
-    assert failure.get("message") == "why"
-    assert failure.text == "b is 1.7 [1.400, 2.000], asked: at least 1.5\nwhy"
-
-
-def test_what_is_inconclusive_is_an_error_and_not_skipped(suite):
-    (error,) = suite.findall("testcase/error")
-
+    assert [len(suite.findall(f"testcase{inner}")) for inner in ("", "/failure", "/error", "/skipped")] == [3, 1, 1, 0]
+    failure, error = suite.find("testcase/failure"), suite.find("testcase/error")
+    assert (failure.get("message"), failure.text) == ("why", "b is 1.7 [1.400, 2.000], asked: at least 1.5\nwhy")
     assert error.get("type") == "inconclusive"
-    assert suite.findall("testcase/skipped") == []
 
 
 def test_two_rules_on_one_number_are_two_cases_of_different_names():
-    findings = (finding("pass"), finding("pass", required="at least 0.98 times the baseline"))
-    root = ElementTree.fromstring(as_junit(Verdict(findings=findings)).encode())
+    root = parsed(finding("pass"), finding("pass", required="at least 0.98 times the baseline"))
 
     assert len({case.get("name") for case in root.iter("testcase")}) == 2
 
 
 def test_hostile_text_stays_text_and_leaves_the_document_well_formed():
-    hostile = finding("fail", check=HOSTILE, required=HOSTILE, reason=HOSTILE)
-    text = as_junit(Verdict(findings=(hostile,), notes=(HOSTILE,)), suite=HOSTILE)
-
-    root = ElementTree.fromstring(text.encode())
+    root = parsed(finding("fail", check=HOSTILE, required=HOSTILE, reason=HOSTILE), notes=(HOSTILE,))
 
     assert len(list(root.iter("testcase"))) == 1
     assert list(root.iter("script")) == []
@@ -60,9 +119,3 @@ def test_hostile_text_stays_text_and_leaves_the_document_well_formed():
     assert "]]><testcase/>" in shown
     assert "<script>" in shown
     assert "\x1b" not in shown
-
-
-def test_equal_verdicts_give_equal_files():
-    verdict = Verdict(findings=(finding("fail"),))
-
-    assert as_junit(verdict) == as_junit(verdict)

@@ -1,6 +1,5 @@
-"""Several reports side by side: held against the first prompt by prompt, refused where they are about different things."""
+"""Several reports side by side: compared with the first prompt by prompt, refused where they are about different things."""
 
-import copy
 import re
 import subprocess
 import sys
@@ -9,36 +8,25 @@ from pathlib import Path
 import pytest
 
 from configs.runtime.errors import InputError
-from eval.report.build import write_report
 from eval.report.compare import as_table, compare, differences, in_words
-from eval.report.definitions import DEFINITIONS
-from eval.report.html import draw_survival, render_comparison
+from eval.report.html import render_comparison
+from eval.report.plots import draw_survival
+from eval.report.schema import definitions, write_report
+from tests.support.reports import changed
 
 ROOT = Path(__file__).resolve().parents[3]
 ATTACK = "<script>alert(1)</script><img src=x onerror=alert(1)>"
 
 
-def changed(report, path, value):
-    copied = copy.deepcopy(report)
-    *section, name = path.split(".")
-    (copied[section[0]] if section else copied)[name] = value
-    return copied
-
-
 def with_tau_times(report, factor):
-    copied = copy.deepcopy(report)
-    copied["acceptance"]["per_prompt"] = {
+    counts = {
         prompt_id: [round(1000 * factor * committed), 1000 * rounds]
-        for prompt_id, (committed, rounds) in report["acceptance"]["per_prompt"].items()
+        for prompt_id, (committed, rounds) in report.acceptance.per_prompt.items()
     }
-    return copied
+    return changed(report, {"acceptance.per_prompt": counts})
 
 
 # --- what two reports differ in -----------------------------------------------------------------------------------
-
-
-def test_a_report_differs_from_itself_in_nothing(report):
-    assert differences(report, copy.deepcopy(report)) == []
 
 
 @pytest.mark.parametrize(
@@ -54,22 +42,24 @@ def test_a_report_differs_from_itself_in_nothing(report):
     ],
 )
 def test_each_difference_is_named_with_both_values(report, path, value, aspect, what):
-    (found,) = differences(report, changed(report, path, value))
+    (found,) = differences(report, changed(report, {path: value}))
 
     assert (found.aspect, found.what) == (aspect, what)
     assert str(found) == f"{what} ({found.ours} here, {found.theirs} there)"
 
 
-@pytest.mark.parametrize(("path", "value"), [("decode.seed", 9), ("versions.torch", "9.9"), ("draft.sha256", "f" * 64)])
-def test_seeds_versions_and_drafts_are_no_reason_against_a_comparison(report, path, value):
-    assert differences(report, changed(report, path, value)) == []
+@pytest.mark.parametrize(
+    "changes", [{}, {"decode.seed": 9}, {"versions.torch": "9.9"}, {"draft.sha256": "f" * 64}, {"decode.verification": "block"}]
+)
+def test_seeds_versions_drafts_and_greedy_rules_are_no_reason_against_a_comparison(report, changes):
+    assert differences(report, changed(report, changes)) == []
 
 
-def test_the_rule_is_a_difference_of_samples_and_none_of_greedy_answers(report):
-    other = changed(report, "decode.verification", "block")
-    assert differences(report, other) == []
-    both = [changed(each, "decode.temperature", 1.0) for each in (report, other)]
-    assert [found.what for found in differences(*both)] == ["decode.verification"]
+def test_the_rule_is_a_difference_of_samples(report):
+    sampled = changed(report, {"decode.temperature": 1.0})
+    assert [found.what for found in differences(sampled, changed(sampled, {"decode.verification": "block"}))] == [
+        "decode.verification"
+    ]
 
 
 # --- side by side -------------------------------------------------------------------------------------------------
@@ -85,7 +75,7 @@ def test_a_change_that_every_prompt_shares_is_found_whatever_the_spread_between_
 
 @pytest.mark.parametrize(("path", "aspect"), [("target.weights_sha256", "target"), ("prompts.sha256", "suite")])
 def test_other_targets_and_suites_are_refused_unless_they_are_allowed(report, path, aspect):
-    other = changed(report, path, "f" * 64)
+    other = changed(report, {path: "f" * 64})
 
     with pytest.raises(InputError, match=rf"b is not about the same .*--set may_differ_in=\[{aspect}\]"):
         compare([("a", report), ("b", other)])
@@ -95,15 +85,14 @@ def test_other_targets_and_suites_are_refused_unless_they_are_allowed(report, pa
 
 
 def test_another_machine_leaves_the_counts_comparable_and_not_the_speed(report):
-    entry = compare([("a", report), ("b", changed(report, "hardware.cores", 64))])[1]
+    entry = compare([("a", report), ("b", changed(report, {"hardware.cores": 64}))])[1]
 
     assert entry.tau is not None
     assert entry.speed is None
 
 
 def test_prompts_that_only_one_run_answered_leave_nothing_to_pair(report):
-    other = copy.deepcopy(report)
-    other["acceptance"]["per_prompt"].popitem()
+    other = changed(report, {"acceptance.per_prompt": lambda counts: dict(list(counts.items())[1:])})
 
     assert compare([("a", report), ("b", other)])[1].tau is None
 
@@ -115,7 +104,7 @@ def test_one_report_or_too_many_are_no_comparison(report, count):
 
 
 def test_the_table_has_a_line_a_report_and_says_what_differs(report):
-    other = changed(report, "decode.num_speculative_tokens", 5) | {"simulated": True}
+    other = changed(report, {"decode.num_speculative_tokens": 5, "simulated": True})
 
     header, first, second, empty, note = as_table(compare([("one.json", report), ("two.json", other)])).splitlines()
 
@@ -129,11 +118,10 @@ def test_the_table_has_a_line_a_report_and_says_what_differs(report):
 # --- the page -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def page(report):
-    other = with_tau_times(changed(report, "draft.path", ATTACK), 1.04)
-    other["by_category"][ATTACK] = other["by_category"].pop("coding")
-    other["warnings"] = [ATTACK]
+    category = {ATTACK: report.to_dict()["by_category"]["coding"]}
+    other = changed(with_tau_times(report, 1.04), {"draft.path": ATTACK, "by_category": category, "warnings": [ATTACK]})
     return render_comparison(compare([("one.json", report), (ATTACK, other)]))
 
 
@@ -153,14 +141,14 @@ def test_hostile_text_stays_text(page):
 def test_nothing_is_fetched_and_every_link_leads_to_a_definition(page):
     links = re.findall(r'(?:href|src)="([^"]*)"', page)
 
-    assert set(links) <= {f"#def-{path}" for path in DEFINITIONS} | {
+    assert set(links) <= {f"#def-{path}" for path in definitions()} | {
         link for link in links if link.startswith(("#rows-", "#surv"))
     }
     assert "url(http" not in page
 
 
-def test_eight_reports_are_told_apart_in_the_picture(report):
-    svg = draw_survival(compare([(name, report) for name in "abcdefgh"]))
+def test_eight_reports_are_told_apart_in_the_plot(report):
+    svg = draw_survival(dict.fromkeys("ABCDEFGH", report))
 
     assert all(f">{letter}<" in svg for letter in "ABCDEFGH")
     assert re.findall(r"#[0-9a-fA-F]{6}\b", svg) == []
@@ -174,7 +162,7 @@ def run_compare(folder, *arguments):
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
 
 
-def test_the_command_takes_files_and_folders_and_writes_the_page(report, tmp_path):
+def test_the_command_takes_files_and_folders_and_writes_the_page_but_never_over_a_report(report, tmp_path):
     write_report(tmp_path / "one/report.json", report)
     write_report(tmp_path / "two.json", with_tau_times(report, 0.9))
 
@@ -185,11 +173,7 @@ def test_the_command_takes_files_and_folders_and_writes_the_page(report, tmp_pat
     assert "worse" in done.stdout
     assert "2 reports side by side" in (tmp_path / "page.html").read_text()
 
+    refused = run_compare(tmp_path, "one", "two.json", "--set", "output=./two.json")
 
-def test_the_page_never_takes_the_place_of_a_report(report, tmp_path):
-    write_report(tmp_path / "one.json", report)
-
-    done = run_compare(tmp_path, "one.json", "one.json", "--set", "output=./one.json")
-
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "would overwrite the report" in done.stderr
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "would overwrite the report" in refused.stderr

@@ -1,16 +1,9 @@
 """The Markdown summary: the headline tells the truth in either direction, and outside text breaks nothing."""
 
-import copy
-
 import pytest
 
 from eval.report.markdown import render_markdown
-
-
-def with_speedup(report, point, low, high):
-    copied = copy.deepcopy(report)
-    copied["speed"] |= {"decode_speedup": point, "decode_speedup_ci": [low, high]}
-    return copied
+from tests.support.reports import changed
 
 
 @pytest.mark.parametrize(
@@ -22,11 +15,13 @@ def with_speedup(report, point, low, high):
     ],
 )
 def test_the_headline_says_faster_slower_or_neither_as_the_interval_does(report, point, low, high, words):
-    assert words in render_markdown(with_speedup(report, point, low, high)).splitlines()[0]
+    report = changed(report, {"speed": {"decode_speedup": point, "decode_speedup_ci": [low, high]}})
+
+    assert words in render_markdown(report).splitlines()[0]
 
 
 def test_a_changed_answer_is_in_the_headline(report):
-    report["lossless"]["verdict"] = "not_lossless"
+    report = changed(report, {"lossless.verdict": "not_lossless"})
 
     assert "but answers differ from plain decoding" in render_markdown(report).splitlines()[0]
 
@@ -34,15 +29,15 @@ def test_a_changed_answer_is_in_the_headline(report):
 def test_every_category_position_and_baseline_has_its_row(report):
     rows = [line.split(" | ")[0].removeprefix("| ") for line in render_markdown(report).splitlines() if line.startswith("| ")]
 
-    assert set(report["by_category"]) <= set(rows)
+    assert set(report.by_category) <= set(rows)
     assert {"1", "2", "3"} <= set(rows)
     assert {"this draft", "autoregressive", "prompt_lookup"} <= set(rows)
 
 
 def test_all_rows_of_a_table_have_as_many_cells_as_its_header(report):
-    report["by_category"]["a|b\n<script>"] = report["by_category"].pop("coding")
+    hostile = {"a|b\n<script>": report.to_dict()["by_category"]["coding"]}
 
-    text = render_markdown(report)
+    text = render_markdown(changed(report, {"by_category": hostile}))
 
     for block in text.split("\n\n"):
         if block.startswith("|"):
@@ -51,19 +46,16 @@ def test_all_rows_of_a_table_have_as_many_cells_as_its_header(report):
 
 
 def test_warnings_failures_and_simulation_are_said_first(report):
-    report |= {"warnings": ["The target's template differs."], "simulated": True}
+    warned = changed(report, {"warnings": ["The target's template differs."], "simulated": True})
 
-    second, third = render_markdown(report).split("\n\n")[1:3]
+    second, third = render_markdown(warned).split("\n\n")[1:3]
 
     assert "simulated" in second
     assert "template differs" in third
 
 
 def test_without_speed_and_intervals_it_still_reads(report):
-    report["speed"] = None
-    report["acceptance"]["tokens_per_target_step_ci"] = None
-
-    text = render_markdown(report)
+    text = render_markdown(changed(report, {"speed": None, "acceptance.tokens_per_target_step_ci": None}))
 
     assert "speed not measured" in text
     assert "None" not in text

@@ -13,9 +13,9 @@ from html import escape, unescape
 
 import pytest
 
-from eval.report.build import build_report
 from eval.report.compare import compare
-from eval.report.html import render_comparison, render_page
+from eval.report.html import render_comparison, render_html
+from tests.support.reports import report_of
 
 CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH")
@@ -72,13 +72,13 @@ def hostile_report(report_inputs):
     report_inputs["decode_tokens"] = lambda tokens: ATTACK * len(tokens)
     report_inputs["target"]["name"] = report_inputs["draft"]["path"] = ATTACK
     report_inputs["warnings"] = [ATTACK]
-    return build_report(**report_inputs)
+    return report_of(report_inputs)
 
 
 @pytest.mark.parametrize(("kind", "num_pictures"), [("report", 5), ("comparison", 2)])
 @pytest.mark.parametrize("width", [1280, 500, 390])
 def test_the_page_is_laid_out_within_the_window_and_fetches_nothing(report, browse, kind, num_pictures, width):
-    page = render_page(report) if kind == "report" else render_comparison(compare([("one", report), ("two", report)]))
+    page = render_html(report) if kind == "report" else render_comparison(compare([("one", report), ("two", report)]))
 
     dom, console = browse(page.replace("</body>", PROBE), width)
 
@@ -94,16 +94,16 @@ def test_the_page_is_laid_out_within_the_window_and_fetches_nothing(report, brow
 
 
 def test_the_page_keeps_its_text_and_says_nothing_on_the_console(report, browse):
-    dom, console = browse(render_page(report))
+    dom, console = browse(render_html(report))
 
-    assert f"{report['speed']['decode_speedup']:.2f}×" in title_of(dom)
+    assert f"{report.speed.decode_speedup:.2f}×" in title_of(dom)
     assert "<script" not in dom
     assert all(f'id="def-{path}"' in dom for path in ("speed.decode_speedup", "lossless.verdict"))
     assert console == []
 
 
 def test_hostile_text_does_nothing(hostile_report, browse):
-    dom, console = browse(render_page(hostile_report))
+    dom, console = browse(render_html(hostile_report))
 
     assert title_of(dom) != "taken over"
     assert escape(ATTACK, quote=False) in dom
@@ -112,7 +112,7 @@ def test_hostile_text_does_nothing(hostile_report, browse):
 
 def test_the_same_text_takes_over_a_page_that_does_not_escape_it(report, browse):
     # What makes the test above mean something: this browser runs scripts and reports failures.
-    dom, _ = browse(render_page(report).replace("</body>", ATTACK + "</body>"))
+    dom, _ = browse(render_html(report).replace("</body>", ATTACK + "</body>"))
     assert title_of(dom) == "taken over"
-    _, console = browse(render_page(report).replace("</body>", "<script>nosuch()</script></body>"))
+    _, console = browse(render_html(report).replace("</body>", "<script>nosuch()</script></body>"))
     assert any("nosuch is not defined" in line for line in console)

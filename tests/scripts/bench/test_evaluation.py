@@ -9,7 +9,7 @@ from configs.schema.benchmarks import BenchEvalConfig
 from configs.schema.evaluation import CostConfig, SuiteConfig
 from configs.schema.target import TargetConfig
 from eval.decoder.clock import Laps
-from eval.report.schema import read_report
+from eval.report.schema import load_report
 from scripts.bench import evaluation as prediction_comparison
 from scripts.bench.evaluation import compare_predictions, count_records, interval_coverage
 from scripts.bench.tables import fill_tables
@@ -45,19 +45,19 @@ def results(config):
 
 def test_each_number_of_drafts_is_predicted_from_the_report_and_measured_apart(results, config):
     speeds = results["rows"][:3]
-    report = read_report(prediction_comparison.Path(config.runs) / "report.json")
-    predicted = report["speed"]["predicted"]
+    report = load_report(prediction_comparison.Path(config.runs) / "report.json")
+    predicted = report.speed.predicted
     own = {
-        each["num_speculative_tokens"]: each["decode_speedup"]
-        for each in predicted["settings"]
-        if each["batch_size"] == 1 and each["context_tokens"] == predicted["context_tokens"]
+        each.num_speculative_tokens: each.decode_speedup
+        for each in predicted.settings
+        if each.batch_size == 1 and each.context_tokens == predicted.context_tokens
     }
 
     assert {row["num_speculative_tokens"]: row["predicted_speedup"] for row in speeds} == pytest.approx(own)
     for row in speeds:
         assert row["relative_error"] == pytest.approx(row["predicted_speedup"] / row["measured_speedup"] - 1)
         assert row["predicted_tau"] == pytest.approx(row["measured_tau"], rel=0.25)  # of few and short answers
-    assert speeds[2]["predicted_tau"] == pytest.approx(report["acceptance"]["tokens_per_target_step"], rel=0.15)
+    assert speeds[2]["predicted_tau"] == pytest.approx(report.acceptance.tokens_per_target_step, rel=0.15)
     largest = max(abs(row["relative_error"]) for row in speeds)
     assert results["ratios"]["predicted_vs_measured_speedup_max_error"] == largest
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED, INCONCLUSIVE
 from configs.schema.heads import MedusaSettings, MtpSettings
 from eval.release.artifact_hash import read_shipped
-from eval.report.schema import numbers_of, read_report
+from eval.report.schema import load_report, numbers_of
 from heads.artifact import hash_artifact, read_metadata
 from heads.families.registry import FAMILIES
 from tests.scripts.conftest import PLANTED, judge
@@ -63,12 +63,12 @@ def card_of(folder):
 
 def test_a_dry_run_writes_an_artifact_whose_report_and_hash_agree(dry, release):
     folder = dry()
-    report = read_report(folder / "report.json")
-    assert hash_artifact(folder, read_metadata(folder)) == report["draft"]["sha256"]
-    measured = read_report(release / "evaluation" / "report.json")
-    assert report["draft"]["measured_sha256"] == measured["draft"]["sha256"] != report["draft"]["sha256"]
-    assert report["acceptance"] == measured["acceptance"]
-    assert read_shipped([folder]).sha256 == report["draft"]["sha256"]
+    report = load_report(folder / "report.json")
+    assert hash_artifact(folder, read_metadata(folder)) == report.draft.sha256
+    measured = load_report(release / "evaluation" / "report.json")
+    assert report.draft.measured_sha256 == measured.draft.sha256 != report.draft.sha256
+    assert report.acceptance == measured.acceptance
+    assert read_shipped([folder]).sha256 == report.draft.sha256
     assert (folder / "model.safetensors").read_bytes() == (release / "artifact" / "model.safetensors").read_bytes()
     assert json.loads((folder / "publication.json").read_text())["gate"]["outcome"] == "pass"
 
@@ -86,9 +86,9 @@ def test_metadata_with_nothing_to_hide_is_published_as_it_is(dry, release, monke
     judge(release)
     folder = dry()
     assert (folder / "draftsmith.json").read_bytes() == path.read_bytes()
-    report = read_report(folder / "report.json")
-    assert report["draft"]["sha256"] == sha256
-    assert "measured_sha256" not in report["draft"]
+    report = load_report(folder / "report.json")
+    assert report.draft.sha256 == sha256
+    assert report.draft.measured_sha256 is None
 
 
 def test_no_secret_and_no_path_of_the_machine_is_published(dry, release, tmp_path, monkeypatch):
@@ -115,10 +115,10 @@ def test_no_secret_and_no_path_of_the_machine_is_published(dry, release, tmp_pat
 
 
 def test_prompts_and_answers_stay_at_home_unless_asked_for(dry, push, release, tmp_path):
-    assert read_report(dry() / "report.json")["samples"] == {"worst": [], "best": []}
+    assert load_report(dry() / "report.json").samples == {"worst": [], "best": []}
     assert push("--dry-run", str(tmp_path / "more"), "--set", "samples=true")[0] == DONE
-    kept = read_report(tmp_path / "more" / "report.json")["samples"]
-    assert kept == read_report(release / "evaluation" / "report.json")["samples"]
+    kept = load_report(tmp_path / "more" / "report.json").samples
+    assert kept == load_report(release / "evaluation" / "report.json").samples
 
 
 def test_a_token_in_a_tokenizer_is_refused(dry, release):
@@ -141,14 +141,14 @@ def test_a_folder_that_exists_is_not_written_over(dry):
 
 def test_the_cards_metadata_holds_the_reports_numbers_unrounded(dry):
     folder = dry("--set", "base_model=owner/target")
-    card, report = card_of(folder), read_report(folder / "report.json")
+    card, report = card_of(folder), load_report(folder / "report.json")
     found = {(each.dataset_config, each.metric_type): each for each in card.data.eval_results}
     tau = found[None, "tokens_per_target_step"]
-    assert tau.metric_value == report["acceptance"]["tokens_per_target_step"]
-    assert [tau.metric_args["low"], tau.metric_args["high"]] == report["acceptance"]["tokens_per_target_step_ci"]
-    assert found[None, "decode_speedup"].metric_value == report["speed"]["decode_speedup"]
-    for category, section in report["by_category"].items():
-        assert found[category, "overlap_alpha"].metric_value == section["acceptance"]["overlap_alpha"]
+    assert tau.metric_value == report.acceptance.tokens_per_target_step
+    assert [tau.metric_args["low"], tau.metric_args["high"]] == report.acceptance.tokens_per_target_step_ci
+    assert found[None, "decode_speedup"].metric_value == report.speed.decode_speedup
+    for category, section in report.by_category.items():
+        assert found[category, "overlap_alpha"].metric_value == section.acceptance.overlap_alpha
     assert card.data.base_model == "owner/target"
     assert card.data.base_model_relation == "finetune"
     assert card.data.library_name == "transformers"
@@ -157,15 +157,15 @@ def test_the_cards_metadata_holds_the_reports_numbers_unrounded(dry):
 
 def test_every_figure_in_the_card_is_in_the_report(dry):
     folder = dry()
-    report, metadata = read_report(folder / "report.json"), json.loads((folder / "draftsmith.json").read_text())
+    report, metadata = load_report(folder / "report.json"), json.loads((folder / "draftsmith.json").read_text())
     text = card_of(folder).text.replace(re.search(r"# Where it comes from.*?# Licence", card_of(folder).text, re.DOTALL)[0], "")
     allowed = {"95"}  # the intervals' level in per cent
-    for source in (report, metadata):
+    for source in (report.to_dict(), metadata):
         for _, value in numbers_of(source):
             if value is not None:
                 scaled = (value, 100 * value, value / 1e6)
                 allowed |= {f"{each:{form}}" for each in scaled for form in (".0f", ".1f", ".2f", ".3f", ".4g", "g")}
-    allowed |= {str(position) for position in range(1, len(report["acceptance"]["position_survival"]) + 1)}
+    allowed |= {str(position) for position in range(1, len(report.acceptance.position_survival) + 1)}
     figures = NUMBER.findall(text)
     assert len(figures) > 50
     assert [figure for figure in figures if figure not in allowed] == []
@@ -319,7 +319,7 @@ def test_a_lossy_report_is_published_only_by_name_and_says_so(dry, release):
     ("limit", "expected", "said"), [(2.99, GATE_FAILED, "**Its release gate failed"), (None, INCONCLUSIVE, "could not decide")]
 )
 def test_a_gate_that_did_not_pass_is_passed_by_only_by_name(dry, release, tmp_path, limit, expected, said):
-    tau = read_report(release / "evaluation" / "report.json")["acceptance"]["tokens_per_target_step"]
+    tau = load_report(release / "evaluation" / "report.json").acceptance.tokens_per_target_step
     gate = tmp_path / "gate.yaml"
     gate.write_text(f"rules:\n  - metric: acceptance.tokens_per_target_step\n    min: {limit or tau}\n")
     code, out, err = dry("--gate", str(gate))

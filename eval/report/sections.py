@@ -1,0 +1,328 @@
+"""The measured sections of a report, as pydantic models: acceptance, speed, quality, energy.
+
+A field's `description` says what its number means; the page shows it beside the number (`eval.report.schema.definitions`).
+A field with a default is missing from reports of an earlier version, or of runs that did not ask for it. Torch-free.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Number = float | None
+Count = Annotated[int, Field(ge=0)]
+Bounds = Annotated[list[float], Field(min_length=2, max_length=2)] | None
+CountPair = Annotated[list[Count], Field(min_length=2, max_length=2)]
+NumberPair = Annotated[list[float], Field(min_length=2, max_length=2)]
+
+
+class ClosedSection(BaseModel):
+    """A section of numbers: strict types, no unknown fields, every interval as `[low, high]`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _check_intervals(self) -> Self:
+        for name, value in self:
+            if name.endswith("_ci") and value is not None and value[0] > value[1]:
+                raise ValueError(f"{name} must be [low, high], got {value}")
+        return self
+
+    def interval_of(self, name: str) -> tuple[float | None, list[float] | None]:
+        """Return a number and its interval; both `None` where the section has no such number."""
+        return getattr(self, name, None), getattr(self, f"{name}_ci", None)
+
+
+# --- acceptance ---------------------------------------------------------------------------------------------------
+
+
+class StoppingClass(ClosedSection):
+    """Drafts from distributions of one class of confidence, all drafts before them in their round being accepted."""
+
+    confidence_from: float
+    confidence_to: float
+    num_drafts: Count
+    confidence: Number
+    accepted: Number  # the share of them that was accepted too
+
+
+class ReliabilityClass(StoppingClass):
+    """Drafts of one class of confidence: mean probability by draft and by target, and the share accepted."""
+
+    target_probability: Number
+
+
+class AcceptanceSection(ClosedSection):
+    """How many drafted tokens the target accepted. Lists go by draft position or by length, from 0."""
+
+    tokens_per_target_step: Number = Field(
+        description="Committed tokens divided by the target's decode forwards, pooled over all rounds of all prompts. The "
+        "target's own token of each round is included, the prefill's token is not, and nothing is counted behind the end of a "
+        "text. Plain decoding is exactly 1. Written τ; others call it acceptance length or block efficiency."
+    )
+    tokens_per_target_step_ci: Bounds
+    tokens_per_target_step_macro: Number = Field(
+        description="The mean over prompts of each prompt's own tokens per target step."
+    )
+    tokens_per_target_step_macro_ci: Bounds
+    num_tokens: Count
+    num_rounds: Count
+    accepted_per_round: Number = Field(
+        description="The mean number of drafted tokens accepted in a round, without the target's own token."
+    )
+    draft_token_yield: Number = Field(
+        description="Accepted tokens divided by drafted tokens. It falls as more tokens are drafted a round, so it is no "
+        "acceptance rate."
+    )
+    overlap_alpha: Number = Field(
+        description="The acceptance rate α: the sum over the vocabulary of min(p, q), exact from the target's and the draft's "
+        "probabilities, averaged over every drafted position up to and including the first rejected one."
+    )
+    overlap_alpha_ci: Bounds
+    overlap_alpha_by_position: list[Number] = Field(
+        description="The same acceptance rate, averaged at each draft position by itself."
+    )
+    top1_agreement: Number = Field(
+        None,
+        description="The share of compared positions at which draft and target give their highest probability to the same "
+        "token. At temperature 0 it is what decides acceptance.",
+    )
+    kl_divergence: Number = Field(
+        None,
+        description="The Kullback-Leibler divergence KL(p ‖ q) of the target's distribution p from the draft's q, in nats, "
+        "averaged over compared positions. Over the tokens in the draft's vocabulary, with p normalized there; the rest is in "
+        "the uncovered mass.",
+    )
+    uncovered_mass: Number = Field(
+        None,
+        description="The target's probability of tokens outside the draft's vocabulary, averaged over compared positions.",
+    )
+    calibration_error: Number = Field(
+        None,
+        description="How far the draft's probability for its token lies from the target's probability for the same token: the "
+        "difference of their means by class of confidence, averaged over all drafts. 0 for a draft equal to the target.",
+    )
+    reliability: list[ReliabilityClass] = Field(
+        [],
+        description="Drafted tokens in ten classes by the draft's own probability for them: the mean of it, the target's mean "
+        "probability for the same tokens, and the share that was accepted.",
+    )
+    stopping_reliability: list[StoppingClass] = Field(
+        [],
+        description="Drafts in ten classes by the largest probability of the draft's distribution, which is what the rules "
+        "that end a round early read, and the share of them that was accepted where all before them were.",
+    )
+    stopping_calibration_error: Number = Field(
+        None,
+        description="How far that confidence lies from the share accepted, by class, averaged over all drafts. A cost rule "
+        "corrects for it.",
+    )
+    position_conditional: list[Number] = Field(
+        description="Of the rounds in which every draft before this position was accepted, the share in which this one was "
+        "too. A draft behind an accepted end of text was never judged and is not counted."
+    )
+    position_survival: list[Number] = Field(
+        description="Of the rounds that drafted this far, the share that accepted this far. Where every round drafts as many "
+        "tokens, these are the shares given all before, multiplied up."
+    )
+    accepted_histogram: list[Count] = Field(description="How many rounds accepted 0, 1, 2, ... drafted tokens.")
+    drafted_histogram: list[Count] = Field(description="How many rounds drafted 0, 1, 2, ... tokens.")
+    accepted_per_round_ci: Bounds = None
+    draft_token_yield_ci: Bounds = None
+    top1_agreement_ci: Bounds = None
+    top1_agreement_by_position: list[Number] = []
+    kl_divergence_ci: Bounds = None
+    kl_divergence_by_position: list[Number] = []
+    uncovered_mass_by_position: list[Number] = []
+
+
+class WholeAcceptanceSection(AcceptanceSection):
+    """Acceptance over all prompts, with the counts that a later report is compared by."""
+
+    detectable_change_percent: Number = Field(
+        None,
+        description="The smallest change of tokens per target step that this number of prompts would show in four of five "
+        "runs, against a fixed number. A comparison prompt by prompt with another draft detects smaller ones, and states "
+        "its own.",
+    )
+    per_prompt: dict[str, CountPair]  # prompt id -> [committed tokens, rounds]
+
+
+# --- speed --------------------------------------------------------------------------------------------------------
+
+
+class PhasesSection(ClosedSection):
+    """Decode seconds by phase."""
+
+    draft_seconds: float
+    verify_seconds: float
+    sample_seconds: float
+    overhead_seconds: float
+    shares: dict[Literal["draft", "verify", "sample", "overhead"], Number]
+
+
+class SpeedupSection(ClosedSection):
+    """One way of decoding against plain decoding."""
+
+    decode_speedup: Number = Field(
+        description="Plain decoding's seconds per token divided by speculative decoding's: totals over the same prompts, "
+        "decoded in turns in one run by the same loop, counting the same kind of token ids. Prefill excluded; below 1 is "
+        "slower."
+    )
+    decode_speedup_ci: Bounds
+    decode_speedup_median: Number = Field(
+        description="The median over batches of each batch's own decode speedup; less moved by one long answer."
+    )
+    decode_speedup_median_ci: Bounds
+    end_to_end_speedup: Number = Field(
+        description="As the decode speedup, with the time and the token of the prefill included on both sides."
+    )
+    end_to_end_speedup_ci: Bounds
+
+
+class SpeedSection(SpeedupSection):
+    """Speculative decoding against plain decoding; seconds and tokens are sums over all repeats."""
+
+    decode_seconds_autoregressive: float
+    decode_seconds_speculative: float
+    prefill_seconds_autoregressive: float
+    prefill_seconds_speculative: float
+    decode_tokens_autoregressive: Count
+    decode_tokens_speculative: Count
+    repeats: Count = Field(description="How often each batch was decoded in each mode; modes take turns within a repeat.")
+    num_batches: Count
+    interleaving: list[str]  # the modes, in the order in which they took turns
+    measure_seconds: float  # spent on measuring while decoding speculatively; in no speed
+    phases: PhasesSection = Field(
+        description="Decode seconds by what they were spent on: the draft's forwards, the target's forwards, acceptance and "
+        "sampling, and everything else. Time spent on measuring is in none of them."
+    )
+    phases_autoregressive: PhasesSection
+
+
+class BatchSection(ClosedSection):
+    """Prompts that were decoded together: [decode seconds, decode tokens] plainly and with the draft, over all repeats."""
+
+    prompt_ids: list[str]
+    autoregressive: NumberPair
+    speculative: NumberPair
+
+
+class PredictedSpeedup(ClosedSection):
+    """The cost model's prediction for one setting."""
+
+    num_speculative_tokens: Count
+    batch_size: Count
+    context_tokens: Count
+    decode_speedup: float
+
+
+class TimedRoundSection(ClosedSection):
+    """A round of the timing sweep; see `eval.cost.timing_sweep.TimedRound`."""
+
+    num_speculative_tokens: Count
+    batch_size: Count
+    context_tokens: Count
+    draft_seconds: float
+    draft_seconds_after_full: float
+    verify_seconds: float
+    other_seconds: float
+    draft_bytes: float
+    draft_flops: float
+    verify_bytes: float
+    verify_flops: float
+
+
+class AnswerLengthSection(ClosedSection):
+    """Answers of one length; see `eval.cost.expected_rounds.AnswerLength`."""
+
+    num_tokens: Count
+    room_behind: Count
+    num_answers: Count
+
+
+class PredictedSection(ClosedSection):
+    """Decode speedup by the fitted cost model, and what the model was fitted to besides the acceptance."""
+
+    context_tokens: Count  # of this run, and of the settings that the page shows
+    settings: list[PredictedSpeedup]
+    decode_speedup: Number  # of this run's own setting, to compare with the measured one
+    best_num_speculative_tokens: Count | None  # at this run's batch size; None: plain decoding is faster
+    # The largest at which any number of drafts still pays: 0 where none does, None where every one in the sweep does.
+    break_even_batch_size: Count | None
+    sweep: list[TimedRoundSection] = []
+    answers: list[AnswerLengthSection] = []
+
+
+class WholeSpeedSection(SpeedSection):
+    """Speed over all prompts, with the seconds that a later report is compared by."""
+
+    predicted: PredictedSection | None = Field(
+        None,
+        description="Decode speedup predicted by a cost model, fitted to a short timing sweep of target and draft on this "
+        "machine and to the measured survival by position, at other batch sizes and numbers of drafts. Positions beyond those "
+        "measured are given the last one's conditional acceptance; batches beyond the sweep's largest follow the fit. The "
+        "measured one stands beside it.",
+    )
+    per_batch: list[BatchSection] | None = None
+
+
+# --- quality and energy: for runs that ask for them ---------------------------------------------------------------
+
+
+class PerplexitySection(ClosedSection):
+    """The target's perplexity on its own answers; `ratio` is speculative over plain, 1 where the answers are as likely."""
+
+    autoregressive: Number
+    autoregressive_ci: Bounds
+    speculative: Number
+    speculative_ci: Bounds
+    ratio: Number
+    ratio_ci: Bounds
+
+
+class ScoreSection(ClosedSection):
+    """One scorer's mean over all answers of both modes; `difference` is speculative - plain."""
+
+    autoregressive: float
+    autoregressive_ci: Bounds
+    speculative: float
+    speculative_ci: Bounds
+    difference: float
+    difference_ci: Bounds
+    num_changed: Count  # answers whose score differs between the modes
+
+
+class QualitySection(ClosedSection):
+    """The quality of the answers, on the requests answered in both modes without failing."""
+
+    num_answers: Count
+    num_identical: Count  # token for token
+    num_failed: Count  # requests that failed in one of the modes, and have no score
+    num_cut: Count  # answers that reached the limit of their length in one of the modes
+    perplexity: PerplexitySection | None = Field(
+        description="exp of the mean negative log-probability that the target itself, at temperature 1 and without top-k or "
+        "top-p, gives the tokens of an answer; pooled over all answers. The change is speculative over plain: above 1, the "
+        "draft made the answers less likely to the target."
+    )
+    scores: dict[str, ScoreSection] = Field(
+        description="The mean over all answers of what a scorer gives each; for exact match, the share whose number is the "
+        "reference's. The change is speculative minus plain, prompt by prompt. Where no score changed, its interval is that of "
+        "a share of which none was seen."
+    )
+
+
+class EnergySection(ClosedSection):
+    """Energy of the decode phases; without `source` there are no numbers, and `reason` says why."""
+
+    source: str | None
+    reason: str | None
+    decode_joules_autoregressive: Number
+    decode_joules_speculative: Number
+    joules_per_token_autoregressive: Number
+    joules_per_token_autoregressive_ci: Bounds
+    joules_per_token_speculative: Number
+    joules_per_token_speculative_ci: Bounds
+    joules_per_token_ratio: Number  # speculative over plain; below 1 saves energy
+    joules_per_token_ratio_ci: Bounds

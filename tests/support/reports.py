@@ -1,0 +1,50 @@
+"""Reports for tests: one built from records, and copies of it in which something is different."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from eval.metrics.tally import Tally
+from eval.report.build import build_report
+from eval.report.schema import Report, parse_report
+
+REMOVED = object()  # as a changed value: the field is not there
+
+
+def report_of(inputs: Mapping[str, Any]) -> Report:
+    """Build a report from what `build_report` takes, or with `generations` and `timings` in place of `records`."""
+    others = dict(inputs)
+    records = Tally(inputs["decode"]["num_speculative_tokens"])
+    records.add(others.pop("generations"), others.pop("timings"))
+    return build_report(**{"records": records, **others})
+
+
+def changed(report: Report, changes: Mapping[str, Any]) -> Report:
+    """Return a copy of a report with other values.
+
+    Args:
+        report: stays as it is.
+        changes: JSON values by dotted path. A mapping as value is merged into the section there, a function takes the value.
+    """
+    return parse_report(changed_values(report, changes), "a changed report")
+
+
+def changed_values(report: Report, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a report that were changed, without checking them; see `changed`."""
+    values = copy.deepcopy(report.to_dict())
+    for path, value in changes.items():
+        *parents, last = path.split(".")
+        section = values
+        for key in parents:
+            section = section[key]
+        if value is REMOVED:
+            del section[last]
+        elif callable(value):
+            section[last] = value(section[last])
+        elif isinstance(value, Mapping) and isinstance(section.get(last), dict):
+            section[last] = {**section[last], **value}
+        else:
+            section[last] = value
+    return values
