@@ -43,6 +43,7 @@ def test_any_number_of_processes_reports_what_one_does(report_inputs, count):
         tally.sort(list(report_inputs["prompts"].texts))
 
     reports = [report_of({**report_inputs, "records": tally}) for tally in (alone, together)]
+    reports = [report.to_dict() for report in reports]
 
     assert list(reports[0]["by_category"]) == list(reports[1]["by_category"])
     for section in ("prompts", "speed", "by_category", "baselines", "samples", "acceptance"):
