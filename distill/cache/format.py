@@ -19,6 +19,7 @@ N rows, E width of the target, K kept tokens, V tokens.
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -26,7 +27,7 @@ import torch
 from pydantic import Field, ValidationError, model_validator
 
 from configs.runtime.errors import InputError
-from configs.runtime.files import read_json
+from configs.runtime.files import LOCK_FILE, read_json
 from configs.schema.base import Dtype, NonNegativeInt, PositiveInt, Settings
 from heads.artifact import HiddenStates
 
@@ -37,13 +38,17 @@ RECORD = "shard-{number:05d}.json"  # says that the shard beside it is finished
 REMAKE = "make the cache again with scripts/make_cache.py"
 CONVENTION = str(HiddenStates.model_fields["convention"].default)  # what a tap's number means, here and in artifacts
 
+# File patterns that a run may leave behind (scratch files of a killed one among them) and may delete.
+DISPOSABLE = (MANIFEST, "shard-[0-9]*.safetensors", "shard-[0-9]*.json", ".shard-[0-9]*", f".{MANIFEST}.*", ".run.json.*")
+OURS = (*DISPOSABLE, "run.json", LOCK_FILE)
+
 # A shard's name is a plain one: whatever a manifest says, nothing outside its folder is opened.
 ShardName = Annotated[str, Field(pattern=r"^shard-[0-9]+\.safetensors$")]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class Layout(Settings):
-    """What is kept of each row."""
+class RowLayout(Settings):
+    """The tensors that are kept of each row."""
 
     kind: Literal["last_hidden", "top_k"]
     dtype: Dtype  # of hidden states, or of log-probabilities
@@ -67,6 +72,10 @@ class Layout(Settings):
     def every_position(self) -> bool:
         """Whether every position of a conversation has a row, and not only those before labels."""
         return self.taps is not None
+
+    def num_rows(self, length: int, answer_start: int) -> int:
+        """Return how many rows a conversation of `length` tokens has: one a label, or one a token."""
+        return length - (0 if self.every_position else answer_start)
 
     @property
     def bits(self) -> int:
@@ -105,7 +114,7 @@ class Shard(Settings):
     num_rows: PositiveInt
 
 
-class Place(Settings):
+class ConversationRows(Settings):
     """Where a conversation's rows lie. One without an answer within `max_length` has none: length 0."""
 
     prompt_id: str
@@ -122,18 +131,18 @@ class Server(Settings):
     model: str
 
 
-class Manifest(Settings):
-    """What a cache holds, and what it was made of."""
+class CacheManifest(Settings):
+    """The contents of a cache, and the data and target that it was made of."""
 
     format_version: PositiveInt = FORMAT_VERSION
-    layout: Layout
+    layout: RowLayout
     target: dict[str, str | None]  # heads.target.identity.TargetIdentity
     server: Server | None = None  # None: the target itself wrote it
     data_file: str
     data_sha256: Sha256
     max_length: PositiveInt  # tokens that conversations were cut at
     shards: list[Shard]
-    conversations: list[Place]  # in the order of the data file
+    conversations: list[ConversationRows]  # in the order of the data file
 
     @model_validator(mode="after")
     def _rows_lie_in_their_shards(self) -> Self:
@@ -144,7 +153,7 @@ class Manifest(Settings):
         return self
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> CacheManifest:
     """Return a cache's manifest.
 
     Raises:
@@ -158,8 +167,37 @@ def read_manifest(folder: Path) -> Manifest:
     if version != FORMAT_VERSION:
         raise InputError(f"target cache {path}: format_version must be {FORMAT_VERSION}, got {version!r}; {REMAKE}")
     try:
-        return Manifest.model_validate(content)
+        return CacheManifest.model_validate(content)
     except ValidationError as error:
         finding = error.errors()[0]
         key = ".".join(str(part) for part in finding["loc"])
         raise InputError(f"target cache {path}: {key or 'rows'}: {finding['msg']}; {REMAKE}") from error
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that holds anything but a cache: what lies there may be overwritten.
+
+    Raises:
+        InputError: it does, or is no folder.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"output: {folder} is a file; name a folder that is new or holds a target cache")
+    ours = {path.name for pattern in OURS for path in folder.glob(pattern)}
+    others = sorted({path.name for path in folder.glob("*")} - ours)
+    if others:
+        raise InputError(f"output: {folder} holds {others[0]}, which is no part of a target cache; name a folder of its own")
+
+
+def check_room(folder: Path, num_bytes: int) -> None:
+    """Refuse to begin what the disk has no room for.
+
+    Raises:
+        InputError: fewer than `num_bytes` bytes are free.
+    """
+    above = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(above).free
+    if free < num_bytes:
+        raise InputError(
+            f"output: {folder} needs {num_bytes / 1e6:.1f} MB more, and its disk has {free / 1e6:.1f} MB free; name a folder "
+            "elsewhere, or keep less (kind: top_k for a draft LM, fewer taps for a head, a smaller max_length)"
+        )

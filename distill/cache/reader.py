@@ -1,4 +1,4 @@
-"""Reading a target cache: what the target said about a batch, from memory-mapped shards instead of a forward.
+"""Reading a target cache: the target's outputs for a batch, from memory-mapped shards instead of a forward.
 
 A cache is opened for one data file and one target, and refused for any other. Each shard is checked against its checksum
 when it is first needed. Hidden states in the target's own dtype are those of the online forward up to rounding by batch
@@ -6,7 +6,7 @@ shape (another padding, another order of the same sums); top-k rows are what `di
 them. A cache with taps gives heads what `heads.target.hidden_states.read_states` does, and the normalisers of the target's
 logits.
 
-Left out on purpose: conversations that change during training; a cache knows those of its data file only, by their number.
+A cache knows the conversations of its data file only, by their number, so it cannot serve rows that a policy rewrites.
 B batch, T positions, C documents of a row at most, P = B * T flat places, N kept positions of a batch, E width of the target.
 """
 
@@ -23,8 +23,8 @@ from torch import Tensor
 from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.files import inside, sha256_of
 from configs.schema.training import DistillConfig, HeadsConfig
-from distill.cache.format import CONVENTION, MANIFEST, REMAKE, Manifest, read_manifest, tap_name
-from distill.cache.rows import num_rows, unpack_ids
+from distill.cache.format import CONVENTION, MANIFEST, REMAKE, CacheManifest, read_manifest, tap_name
+from distill.cache.rows import before_labels, unpack_ids
 from distill.dataset.batches import ConversationDataset
 from distill.loss.divergences import SparseTarget
 from heads.modules.interface import NO_DOCUMENT, Batch, Normalisers
@@ -34,7 +34,7 @@ from heads.target.loading import Target
 
 
 class TargetCache:
-    """What a target said about the conversations of one data file. Made by `open_cache`.
+    """The target's outputs for the conversations of one data file. Made by `open_cache`.
 
     Args:
         folder: where the shards lie.
@@ -42,12 +42,12 @@ class TargetCache:
         dtype: of the hidden states handed out, the target's own.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, dtype: torch.dtype) -> None:
+    def __init__(self, folder: Path, manifest: CacheManifest, dtype: torch.dtype) -> None:
         self.folder, self.manifest, self.dtype = folder, manifest, dtype
         self._open: dict[int, Any] = {}  # safetensors files by number of the shard, once their checksums were right
 
     def signal(self, batch: Batch) -> Tensor | SparseTarget:
-        """Return what the target says about a batch, on the batch's device.
+        """Return the target's side of the distillation loss for a batch, on its device.
 
         Returns:
             last_hidden: hidden states `[B, T, E]` in the target's dtype, those before a label; 0 at positions not kept.
@@ -58,8 +58,7 @@ class TargetCache:
         """
         if self.manifest.layout.every_position:
             return self.states(batch).final_BTE
-        before_label_BT = torch.zeros_like(batch.loss_mask_BT)
-        before_label_BT[:, :-1] = batch.loss_mask_BT[:, 1:]
+        before_label_BT = before_labels(batch)
         kept = self._rows_of(batch, before_label_BT)
         if self.manifest.layout.kind == "top_k":
             return SparseTarget(log_probs=kept["log_probs"], token_ids=kept["token_ids"], log_tail=kept["log_tail"])
@@ -115,8 +114,8 @@ class TargetCache:
             )
         if missing := [tap for tap in taps if tap not in layout.taps]:
             raise InputError(
-                f"target cache {self.folder} keeps taps {layout.taps}, and the head reads {list(taps)}: {missing} cannot be "
-                "had; make the cache with these taps, or change head.taps"
+                f"target cache {self.folder} keeps taps {layout.taps}, and the head reads {list(taps)}: {missing} are "
+                "missing; make the cache with these taps, or change head.taps"
             )
         if layout.target_dtype != (here := str(self.dtype).removeprefix("torch.")):
             raise InputError(
@@ -207,14 +206,14 @@ def open_cache(folder: Path, data_file: Path, target: Target) -> TargetCache:
 
 
 def check_fits(cache: TargetCache, dataset: ConversationDataset, config: DistillConfig | HeadsConfig) -> None:
-    """Refuse early what training from a cache cannot do; what a head reads, `TargetCache.check_keeps` compares.
+    """Refuse a dataset or config that the cache cannot serve; for the taps of a head see `TargetCache.check_keeps`.
 
     Raises:
         ConfigError: conversations are longer than those of the cache, or a top-k cache is asked for what it cannot answer.
     """
     manifest = cache.manifest
     for number, length, start in zip(dataset.numbers, dataset.lengths, dataset.answer_starts, strict=True):
-        if num_rows(manifest.layout, length, start) > manifest.conversations[number].length:
+        if manifest.layout.num_rows(length, start) > manifest.conversations[number].length:
             raise ConfigError(
                 f"data.max_length: expected at most {manifest.max_length}, which target cache {cache.folder} was made with, "
                 f"got {config.data.max_length}"

@@ -1,4 +1,4 @@
-"""One row of a target cache: what is computed of a conversation, and how token ids are packed into bytes.
+"""The rows of a target cache: computed by a forward of the target over conversations, and token ids packed into bytes.
 
 B batch, T positions, N rows, C rows of one chunk, E width of the target, A taps, K kept tokens, V tokens.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from configs.runtime.errors import InputError
-from distill.cache.format import Layout, tap_name
+from distill.cache.format import RowLayout, tap_name
 from distill.dataset.batches import Example, collate
 from distill.loss.divergences import LOG_ZERO
 from distill.loss.target_logits import normalise
@@ -22,13 +22,8 @@ from heads.target.hidden_states import read_states
 from heads.target.loading import Target
 
 
-def num_rows(layout: Layout, length: int, answer_start: int) -> int:
-    """Return how many rows a conversation of `length` tokens has: one a label, or one a token."""
-    return length - (0 if layout.every_position else answer_start)
-
-
 def local_rows(
-    target: Target, layout: Layout, examples: Sequence[Example], *, batch_size: int, chunk_size: int
+    target: Target, layout: RowLayout, examples: Sequence[Example], *, batch_size: int, chunk_size: int
 ) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
     """Yield batches of examples, by their places, and what is kept of them, by name, one example's rows after the other's.
 
@@ -45,14 +40,26 @@ def local_rows(
     for group in _by_length(examples, batch_size):
         batch = collate([examples[index] for index in group]).to(target.device)
         states = read_states(target.model, batch.input_ids_BT, layout.taps or ())
-        kept_BT = _kept_positions(layout, batch)
+        kept_BT = kept_positions(layout, batch)
         taps_ANE = [tap_BTE[kept_BT] for tap_BTE in states.taps_ABTE]
         yield group, encode(target, layout, states.final_BTE[kept_BT], chunk_size, taps_ANE)
 
 
+def kept_positions(layout: RowLayout, batch: Batch) -> Tensor:
+    """Return which positions of a batch have a row, bool `[B, T]`."""
+    return batch.document_ids_BT != NO_DOCUMENT if layout.every_position else before_labels(batch)
+
+
+def before_labels(batch: Batch) -> Tensor:
+    """Return which positions predict a label, bool `[B, T]`."""
+    before_label_BT = torch.zeros_like(batch.loss_mask_BT)
+    before_label_BT[:, :-1] = batch.loss_mask_BT[:, 1:]
+    return before_label_BT
+
+
 @torch.no_grad()
 def encode(
-    target: Target, layout: Layout, hidden_NE: Tensor, chunk_size: int, taps_ANE: Sequence[Tensor] = ()
+    target: Target, layout: RowLayout, hidden_NE: Tensor, chunk_size: int, taps_ANE: Sequence[Tensor] = ()
 ) -> dict[str, Tensor]:
     """Return what is kept of rows of hidden states, by name, on the CPU.
 
@@ -79,7 +86,7 @@ def encode(
     return kept
 
 
-def as_kept(layout: Layout, log_probs_NK: Tensor, token_ids_NK: Tensor, log_tail_N: Tensor) -> dict[str, Tensor]:
+def as_kept(layout: RowLayout, log_probs_NK: Tensor, token_ids_NK: Tensor, log_tail_N: Tensor) -> dict[str, Tensor]:
     """Return likeliest tokens and the mass of all others as a top-k cache keeps them, by name, on the CPU."""
     dtype = getattr(torch, layout.dtype)
     lowest = max(LOG_ZERO, torch.finfo(dtype).min)
@@ -104,7 +111,7 @@ def unpack_ids(packed: Tensor, num_ids: int, bits: int) -> Tensor:
 
 
 def _states(
-    target: Target, layout: Layout, hidden_NE: Tensor, chunk_size: int, taps_ANE: Sequence[Tensor]
+    target: Target, layout: RowLayout, hidden_NE: Tensor, chunk_size: int, taps_ANE: Sequence[Tensor]
 ) -> dict[str, Tensor]:
     dtype = getattr(torch, layout.dtype)
     kept = {"hidden": hidden_NE.to(dtype)}
@@ -118,25 +125,16 @@ def _states(
     return {name: values.cpu() for name, values in kept.items()}
 
 
-def _kept_positions(layout: Layout, batch: Batch) -> Tensor:
-    """Return which positions of a batch have a row, bool `[B, T]`."""
-    if layout.every_position:
-        return batch.document_ids_BT != NO_DOCUMENT
-    before_label_BT = torch.zeros_like(batch.loss_mask_BT)
-    before_label_BT[:, :-1] = batch.loss_mask_BT[:, 1:]
-    return before_label_BT
-
-
-def _top_k(target: Target, layout: Layout, hidden_CE: Tensor) -> dict[str, Tensor]:
+def _top_k(target: Target, layout: RowLayout, hidden_CE: Tensor) -> dict[str, Tensor]:
     log_p_CV = head_logits(target.model, hidden_CE)[:, : layout.vocab_size].float().log_softmax(-1)
     log_probs_CK, ids_CK = log_p_CV.topk(layout.width)
-    # Summed over what is left, not 1 minus the sum of what is kept: a tail of 1e-6 would drown in rounding.
+    # Summed over the other tokens, not 1 minus the sum of those kept: a tail of 1e-6 would be lost in rounding.
     log_tail_C = log_p_CV.scatter(-1, ids_CK, -torch.inf).logsumexp(-1)
     return as_kept(layout, log_probs_CK, ids_CK, log_tail_C)
 
 
 def _by_length(examples: Sequence[Example], batch_size: int) -> Iterator[list[int]]:
-    """Yield batches of places in `examples`, those of similar length together: padding is work thrown away."""
+    """Yield batches of places in `examples`, those of similar length together, which saves padding."""
     order = sorted(range(len(examples)), key=lambda index: len(examples[index].input_ids))
     for start in range(0, len(order), batch_size):
         yield sorted(order[start : start + batch_size])

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from configs.runtime.errors import InputError
-from distill.cache.format import Layout
+from distill.cache.format import RowLayout
 from distill.cache.rows import as_kept
 from distill.dataset.batches import Example, collate
 from distill.loss.draft_objective import target_hidden
@@ -34,7 +34,7 @@ PROBE_POSITIONS = 32
 ROUNDING = 1e-6
 
 
-def server_rows(server: TargetServer, layout: Layout, examples: Sequence[Example]) -> Iterator[dict[str, Tensor]]:
+def server_rows(server: TargetServer, layout: RowLayout, examples: Sequence[Example]) -> Iterator[dict[str, Tensor]]:
     """Yield what is kept of each example, by name, on the CPU.
 
     Raises:
@@ -57,7 +57,7 @@ def log_tail(log_probs_NK: Tensor, vocab_size: int) -> Tensor:
 
 
 @torch.no_grad()
-def check_serves(server: TargetServer, target: Target, layout: Layout, example: Example) -> None:
+def check_serves(server: TargetServer, target: Target, layout: RowLayout, example: Example) -> None:
     """Refuse a server that does not say what the target says at the last positions of a conversation.
 
     Compared is the log-probability of the server's likeliest token: the local distribution has every token, the server's a few.

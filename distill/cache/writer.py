@@ -1,9 +1,9 @@
 """Making a target cache: one forward of the target, here or on a server, over each training conversation, kept on disk.
 
-Conversations are dealt to shards by length alone, before any process takes its part, and the batches of a shard are made of
-its own conversations. A shard's bytes are therefore the same however many processes share the work and however often it was
-cut off; a finished one is known by the small file beside it and kept. The manifest comes last: a cache without it is none.
-(A server batches as it likes, and its bytes may differ in rounding from one run to the next.)
+Conversations are assigned to shards by length alone, before any process takes its share, and the batches of a shard are made
+of its own conversations. A shard's bytes are therefore the same however many processes share the work and however often it was
+interrupted; a finished one has a record beside it and is kept. The manifest is written last: without it there is no cache.
+(A server chooses its own batches, so its bytes may differ in rounding from one run to the next.)
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
 from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -28,9 +27,21 @@ from configs.runtime.progress import progress
 from configs.runtime.resumable import fingerprint
 from configs.runtime.run_record import write_run_record
 from configs.schema.data import CacheConfig
-from distill.cache.folder import DISPOSABLE, check_folder, check_room
-from distill.cache.format import CONVENTION, MANIFEST, RECORD, SHARD, Layout, Manifest, Place, Server, Shard
-from distill.cache.rows import local_rows, num_rows
+from distill.cache.format import (
+    CONVENTION,
+    DISPOSABLE,
+    MANIFEST,
+    RECORD,
+    SHARD,
+    CacheManifest,
+    ConversationRows,
+    RowLayout,
+    Server,
+    Shard,
+    check_folder,
+    check_room,
+)
+from distill.cache.rows import local_rows
 from distill.cache.server_rows import check_serves, server_rows
 from distill.dataset.batches import ConversationDataset, Example
 from distill.dataset.conversations import Conversation, check_written_for
@@ -50,38 +61,29 @@ def make_cache(config: CacheConfig) -> None:
         InputError: the data, the target or the server cannot be had or do not go together, or the output folder cannot be
             written, holds something else, or lies on a disk without room.
     """
-    with nullcontext() if config.server is None else TargetServer(config.server) as server:
+    folder, data_file = Path(config.output), Path(config.data)
+    with ExitStack() as stack:
+        server = None if config.server is None else stack.enter_context(TargetServer(config.server))
         if server is not None:
             server.check_model()  # before a large target is loaded
-        _make(config, server)
-
-
-def _make(config: CacheConfig, server: TargetServer | None) -> None:
-    """Do this process's share of the work, in a folder where nobody else is at work."""
-    check_folder(Path(config.output))
-    conversations = open_conversations(Path(config.data))
-    state = join_processes(config.target)
-    with folder_lock(Path(config.output)) if state.is_main_process else nullcontext():
-        _make_claimed(config, server, conversations, state)
-
-
-def _make_claimed(
-    config: CacheConfig, server: TargetServer | None, conversations: Sequence[Conversation], state: PartialState
-) -> None:
-    data_file = Path(config.data)
-    target = load_target(config.target)
-    for difference in check_written_for(data_file, target.identity):
-        logger.warning("%s was written by a target with other %s", data_file, difference)
-    data_sha256 = sha256_of(data_file)
-    job = CacheJob(target=target, conversations=conversations, config=config, data_sha256=data_sha256, server=server)
-    if state.is_main_process:
-        job.prepare()
-    state.wait_for_everyone()
-    job.work(rank=state.process_index, num_processes=state.num_processes)
-    state.wait_for_everyone()
-    if state.is_main_process:
-        job.finish()
-    state.wait_for_everyone()
+        check_folder(folder)
+        conversations = open_conversations(data_file)
+        state = join_processes(config.target)
+        if state.is_main_process:
+            stack.enter_context(folder_lock(folder))
+        target = load_target(config.target)
+        for difference in check_written_for(data_file, target.identity):
+            logger.warning("%s was written by a target with other %s", data_file, difference)
+        data_sha256 = sha256_of(data_file)
+        job = CacheJob(target=target, conversations=conversations, config=config, data_sha256=data_sha256, server=server)
+        if state.is_main_process:
+            job.prepare()
+        state.wait_for_everyone()
+        job.work(rank=state.process_index, num_processes=state.num_processes)
+        state.wait_for_everyone()
+        if state.is_main_process:
+            job.finish()
+        state.wait_for_everyone()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,11 +91,11 @@ class CacheJob:
     """A cache to be made by one or several processes.
 
     Args:
-        target: whose words are kept.
+        target: whose outputs are kept.
         conversations: all rows of the data file.
         config: the command's config.
         data_sha256: hash of the data file.
-        server: who is asked for the target's words; None: the target itself.
+        server: serves the target's log-probabilities; None: the local target computes them.
     """
 
     target: Target
@@ -103,7 +105,7 @@ class CacheJob:
     server: TargetServer | None = None
 
     def prepare(self) -> None:
-        """Drop what cannot be used of what lies in the folder, and see that there is room for the rest. One process does it.
+        """Delete shards that cannot be used and check that there is room for the rest. Called by one process.
 
         Raises:
             ConfigError: `k` is larger than the vocabulary, or a tap lies behind the last block.
@@ -143,8 +145,8 @@ class CacheJob:
         noted = {number: self._noted(number) for number in range(len(self._plan))}
         return {number: shard for number, shard in noted.items() if shard is not None}
 
-    def finish(self) -> Manifest:
-        """Write the manifest, and with it make the folder a cache. One process does it.
+    def finish(self) -> CacheManifest:
+        """Write the manifest, which completes the cache. Called by one process.
 
         Raises:
             RuntimeError: a shard is missing, so a process has not finished.
@@ -153,7 +155,7 @@ class CacheJob:
         missing = [number for number in range(len(self._plan)) if number not in finished]
         if missing:
             raise RuntimeError(f"{len(missing)} shards are missing in {self._folder}, the first is {missing[0]}")
-        manifest = Manifest(
+        manifest = CacheManifest(
             layout=self.layout,
             target=self.target.identity.to_dict(),
             server=None if self.server is None else Server(url=self.server.config.url, model=self.server.config.model),
@@ -167,7 +169,7 @@ class CacheJob:
         return manifest
 
     @cached_property
-    def layout(self) -> Layout:
+    def layout(self) -> RowLayout:
         """What is kept of each row.
 
         Raises:
@@ -180,7 +182,7 @@ class CacheJob:
     def digest(self) -> str:
         """A hash of all that decides the bytes of the shards."""
         config, settings = self.config, self.config.target
-        # A server counts without its address: one that moved goes on where it was, after it has shown again what it serves.
+        # A server counts by its model, not its address: one that moved is checked again, and the job goes on.
         # target.forward does not count: only decoding runs another than transformers' (`heads.inference.causal_lm`).
         writer = [] if self.server is None else [["server", self.server.config.model]]
         return fingerprint(
@@ -201,7 +203,7 @@ class CacheJob:
         """How many rows each example has."""
         dataset = self._dataset
         pairs = zip(dataset.lengths.tolist(), dataset.answer_starts.tolist(), strict=True)
-        return [num_rows(self.layout, length, start) for length, start in pairs]
+        return [self.layout.num_rows(length, start) for length, start in pairs]
 
     @cached_property
     def _plan(self) -> list[range]:
@@ -239,7 +241,7 @@ class CacheJob:
 
     def _shard_tensors(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         """Return the tensors of a shard: the rows of its conversations, one conversation after the other."""
-        lengths = torch.tensor([num_rows(self.layout, len(each.input_ids), each.answer_start) for each in examples])
+        lengths = torch.tensor([self.layout.num_rows(len(each.input_ids), each.answer_start) for each in examples])
         starts = lengths.cumsum(0) - lengths
         tensors = {
             name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in self.layout.tensors(int(lengths.sum())).items()
@@ -251,14 +253,14 @@ class CacheJob:
         return tensors
 
     def _rows(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
-        """Yield places of examples, and their rows, from whoever is asked for them."""
+        """Yield indices of examples, and their rows, from the server or the local target."""
         if self.server is not None:
             rows = server_rows(self.server, self.layout, examples)
             return (([index], kept) for index, kept in enumerate(rows))
         config = self.config
         return local_rows(self.target, self.layout, examples, batch_size=config.batch_size, chunk_size=config.chunk_size)
 
-    def _places(self) -> list[Place]:
+    def _places(self) -> list[ConversationRows]:
         """Return where each conversation of the data file lies."""
         rows: dict[int, tuple[int, int, int]] = {}
         for number, indices in enumerate(self._plan):
@@ -270,12 +272,12 @@ class CacheJob:
         places = []
         for index, row in enumerate(self.conversations):
             shard, offset, length = rows.get(index, (0, 0, 0))
-            places.append(Place(prompt_id=row.prompt_id, turn=row.turn, shard=shard, offset=offset, length=length))
+            places.append(ConversationRows(prompt_id=row.prompt_id, turn=row.turn, shard=shard, offset=offset, length=length))
         return places
 
 
-def layout_of(config: CacheConfig, target: PreTrainedModel, vocab_size: int) -> Layout:
-    """Return what a cache keeps of each row; of the target only its shape and dtype are asked.
+def layout_of(config: CacheConfig, target: PreTrainedModel, vocab_size: int) -> RowLayout:
+    """Return what a cache keeps of each row, given the shape and dtype of the target.
 
     Args:
         config: the cache's.
@@ -288,11 +290,11 @@ def layout_of(config: CacheConfig, target: PreTrainedModel, vocab_size: int) -> 
     if config.kind == "top_k" and config.k > vocab_size:
         raise ConfigError(f"k: expected at most {vocab_size}, the size of the target's vocabulary, got {config.k}")
     if config.kind == "top_k":
-        return Layout(kind="top_k", dtype=config.dtype or "float16", width=config.k, vocab_size=vocab_size)
+        return RowLayout(kind="top_k", dtype=config.dtype or "float16", width=config.k, vocab_size=vocab_size)
     taps, last = config.taps, num_blocks(target)
     if taps and taps[-1] > last:
         raise ConfigError(f"taps: expected h_0 (embedding) to h_{last} (last block of the target), got {taps}")
-    return Layout(
+    return RowLayout(
         kind="last_hidden",
         dtype=config.dtype or "bfloat16",
         width=target.config.get_text_config().hidden_size,

@@ -1,7 +1,7 @@
-"""Conversations, written by the target unless the manifest says otherwise: the row that lies on disk, and reading it back.
+"""A row of the training data on disk, reading it back, and the manifest beside it.
 
 Training reads the token ids, never the text: text decoded and encoded again may come back as other tokens than those the
-target chose. The text of the messages is there for people.
+target chose. The text of the messages is for people.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, Field, Strict, TypeAdapter, ValidationError
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_json, read_jsonl
@@ -18,23 +20,37 @@ from heads.target.identity import TargetIdentity
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
-# In the manifest: "target", also where it says nothing, "server" (the target on one), or "dataset".
-WRITTEN_BY = "answers_written_by"
+WRITTEN_BY = "answers_written_by"  # key of the manifest
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
+
+
+def _with_role_and_content(message: Message) -> Message:
+    if not {"role", "content"} <= set(message):
+        raise ValueError("a message needs role and content")
+    return message
+
+
+# What a field must be, in words, is its description.
+Text = Annotated[str, Field(description="a text")]
+Count = Annotated[int, Strict(), Field(ge=0)]
+TokenIds = Annotated[tuple[Count, ...], Field(min_length=1, description="a list of token ids, at least one")]
+Messages = Annotated[
+    tuple[Annotated[Message, AfterValidator(_with_role_and_content)], ...], Field(description="a list of {role, content}")
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
     """One answered turn. A prompt of several turns gives one of these for each, all with the same `prompt_id`."""
 
-    prompt_id: str
-    category: str
-    turn: int  # which of the prompt's turns is answered, from 0
-    messages: tuple[Message, ...]  # ends with the assistant's answer
-    prompt_ids: tuple[int, ...]  # everything the target read, chat template included
-    answer_ids: tuple[int, ...]  # everything the target wrote, its end-of-text token included
-    ended: bool  # False: the answer was cut off at the longest length allowed
+    prompt_id: Text
+    category: Text
+    turn: Annotated[Count, Field(description="a whole number from 0")]  # which of the prompt's turns is answered
+    messages: Messages  # ends with the assistant's answer
+    prompt_ids: TokenIds  # everything the target read, chat template included
+    answer_ids: TokenIds  # everything the target wrote, its end-of-text token included
+    ended: Annotated[bool, Strict(), Field(description="true or false")]  # False: cut off at the longest length allowed
 
     def to_line(self) -> str:
         """Return the row as one line of JSON.
@@ -45,25 +61,31 @@ class Conversation:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str) -> Conversation:
-        """Read back one row; `where` names the file and line in the complaint.
+        """Read back one row; `where` names the file and line in errors.
 
         Raises:
             InputError: a field is missing or of the wrong type, or there are no prompt or answer tokens.
         """
-        for name, check, accepted in _FIELDS:
-            if name not in values:
-                raise InputError(f"{where}: the conversation has no {name!r}; make the data again with scripts/make_data.py")
-            if not check(values[name]):
-                raise InputError(f"{where}: {name!r} must be {accepted}, got {str(values[name])[:60]!r}")
-        return cls(
-            prompt_id=values["prompt_id"],
-            category=values["category"],
-            turn=values["turn"],
-            messages=tuple(values["messages"]),
-            prompt_ids=tuple(values["prompt_ids"]),
-            answer_ids=tuple(values["answer_ids"]),
-            ended=values["ended"],
-        )
+        try:
+            return _ROW.validate_python(values)
+        except ValidationError as error:
+            finding = error.errors(include_url=False)[0]
+            name = str(finding["loc"][0])
+        if finding["type"] == "missing":
+            raise InputError(f"{where}: the conversation has no {name!r}; make the data again with scripts/make_data.py")
+        accepted = _ROW.json_schema()["properties"][name]["description"]
+        raise InputError(f"{where}: {name!r} must be {accepted}, got {str(values[name])[:60]!r}")
+
+
+_ROW = TypeAdapter(Conversation)
+
+
+class DataManifest(BaseModel):
+    """What this project reads of the manifest beside a conversations file."""
+
+    format_version: Literal[1]
+    target: dict[str, Any] | None = None  # heads.target.identity.TargetIdentity
+    answers_written_by: str = "target"  # "target", "server" (the target on one), or "dataset"
 
 
 def read_conversations(path: Path) -> list[Conversation]:
@@ -80,12 +102,12 @@ def check_written_for(path: Path, identity: TargetIdentity) -> list[str]:
     """Compare the target that wrote a conversations file, named in the manifest beside it, with the one at hand.
 
     Returns:
-        What differs and is still usable, in words: answers of other weights are only worse training data.
+        What differs and is still usable: answers of other weights are only worse training data.
 
     Raises:
         InputError: there is no manifest, or the token ids mean something else to this target.
     """
-    writer = TargetIdentity.from_dict(_read_manifest(path).get("target") or {}, str(path.parent / MANIFEST))
+    writer = TargetIdentity.from_dict(_read_manifest(path).target or {}, str(path.parent / MANIFEST))
     differences = writer.differences(identity)
     if "tokenizer" in differences:
         raise InputError(
@@ -101,7 +123,7 @@ def is_written_by_target(path: Path) -> bool:
     Raises:
         InputError: there is no manifest of this format version.
     """
-    return _read_manifest(path).get(WRITTEN_BY, "target") in ("target", "server")
+    return _read_manifest(path).answers_written_by in ("target", "server")
 
 
 def count_answer_tokens(conversations: Iterable[Conversation]) -> int:
@@ -109,39 +131,15 @@ def count_answer_tokens(conversations: Iterable[Conversation]) -> int:
     return sum(len(conversation.answer_ids) for conversation in conversations)
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def _read_manifest(path: Path) -> DataManifest:
     """Return the manifest beside a conversations file."""
     manifest = path.parent / MANIFEST
-    content = read_json(manifest, "data manifest")
-    if not isinstance(content, dict) or content.get("format_version") != FORMAT_VERSION:
-        raise InputError(f"data manifest {manifest}: format_version must be {FORMAT_VERSION}; make the data again")
-    return content
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_token_ids(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(_is_count, value))
-
-
-def _is_messages(value: object) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(message, dict) and _is_text(message.get("role")) and _is_text(message.get("content")) for message in value
-    )
-
-
-_FIELDS = (
-    ("prompt_id", _is_text, "a text"),
-    ("category", _is_text, "a text"),
-    ("turn", _is_count, "a whole number from 0"),
-    ("messages", _is_messages, "a list of {role, content}"),
-    ("prompt_ids", _is_token_ids, "a list of token ids, at least one"),
-    ("answer_ids", _is_token_ids, "a list of token ids, at least one"),
-    ("ended", lambda value: isinstance(value, bool), "true or false"),
-)
+    try:
+        return DataManifest.model_validate(read_json(manifest, "data manifest"))
+    except ValidationError as error:
+        finding = error.errors(include_url=False)[0]
+        key = ".".join(map(str, finding["loc"])) or "content"
+        wrong = (
+            f"format_version must be {FORMAT_VERSION}" if key in ("format_version", "content") else f"{key}: {finding['msg']}"
+        )
+        raise InputError(f"data manifest {manifest}: {wrong}; make the data again") from error

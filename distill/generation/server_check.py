@@ -16,7 +16,7 @@ import torch
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import SamplingConfig
-from distill.cache.format import Layout
+from distill.cache.format import RowLayout
 from distill.cache.server_rows import PROBE_POSITIONS, check_serves, local_distribution
 from distill.dataset.batches import Example
 from distill.generation.server_completions import ServerWriter
@@ -43,7 +43,7 @@ def check_server(writer: ServerWriter) -> None:
         check_writes(writer, probes)
         return
     vocab_size = min(target.vocab_size, len(target.tokenizer))
-    layout = Layout(kind="top_k", dtype="float32", width=1, vocab_size=vocab_size)
+    layout = RowLayout(kind="top_k", dtype="float32", width=1, vocab_size=vocab_size)
     check_serves(writer.server, target, layout, Example(tuple(probes[0]), 1))
 
 

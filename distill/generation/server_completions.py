@@ -24,7 +24,7 @@ from distill.generation.answers import NO_ROOM
 from distill.generation.continuation import request_number, up_to_end
 from distill.server.connection import GaveUp, Refused
 from distill.server.logprobs import TargetServer
-from distill.server.responses import Choice, Completion, check_read, read_completion
+from distill.server.responses import Completion, CompletionChoice, check_read, read_completion
 from heads.target.loading import Target
 
 logger = logging.getLogger("draftsmith")
@@ -270,7 +270,7 @@ def _encode_after(prompt_ids: Sequence[int], text: str, target: Target) -> list[
     return whole[len(prompt_ids) :]
 
 
-def _ended(ids: list[int], choice: Choice, target: Target) -> list[int]:
+def _ended(ids: list[int], choice: CompletionChoice, target: Target) -> list[int]:
     """Return ids with the end-of-text token where the answer ended: text mostly leaves it out."""
     if choice.finish_reason == "stop" and not (ids and ids[-1] in target.eos_token_ids):
         return [*ids, closing_id(target)]

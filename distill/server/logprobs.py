@@ -22,7 +22,7 @@ from configs.runtime.errors import InputError
 from configs.schema.data import ServerConfig
 from distill.dataset.batches import Example
 from distill.server.connection import Connection, Refused
-from distill.server.responses import Completion, Model, Models, TopK, read_completion, read_top_k
+from distill.server.responses import Completion, Model, ModelList, TopK, read_completion, read_top_k
 
 
 class TargetServer:
@@ -61,7 +61,7 @@ class TargetServer:
                 "http://host:8000/v1"
             ) from refused
         try:
-            served = Models.model_validate(content).data
+            served = ModelList.model_validate(content).data
         except ValidationError as error:
             raise InputError(f"{where} does not list its models as an OpenAI-compatible API does") from error
         found = next((model for model in served if model.id == self.config.model), None)

@@ -34,13 +34,13 @@ class Model(BaseModel):
     max_model_len: int | None = None  # tokens, prompt and answer together; vLLM says it
 
 
-class Models(BaseModel):
+class ModelList(BaseModel):
     """The answer to `GET models`."""
 
     data: list[Model]
 
 
-class Entry(BaseModel):
+class PromptLogprob(BaseModel):
     """One token of one position, as `prompt_logprobs` gives it."""
 
     logprob: float
@@ -53,10 +53,10 @@ class Echoed(BaseModel):
     top_logprobs: list[dict[str, float] | None] | None = None
 
 
-class Choice(BaseModel):
+class CompletionChoice(BaseModel):
     """One of a server's completions; only one is asked for."""
 
-    prompt_logprobs: list[dict[int, Entry] | None] | None = None
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
     logprobs: Echoed | None = None
     prompt_token_ids: list[int] | None = None
     text: str | None = None
@@ -74,7 +74,7 @@ class Usage(BaseModel):
 class Completion(BaseModel):
     """The answer to `POST completions`."""
 
-    choices: Annotated[list[Choice], Field(min_length=1)]
+    choices: Annotated[list[CompletionChoice], Field(min_length=1)]
     usage: Usage | None = None
     system_fingerprint: str | None = None  # changes with the server's version and settings
 

@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 from configs.runtime.errors import InputError
 from configs.schema.data import CacheConfig
 from configs.schema.planning import PlanConfig
-from distill.cache.format import Layout
-from distill.cache.rows import num_rows
+from distill.cache.format import RowLayout
 from distill.cache.writer import layout_of
 from distill.dataset.batches import ConversationDataset
 from distill.dataset.indexed_file import open_conversations
@@ -91,12 +90,12 @@ def cache_size(config: PlanConfig, models: Models, work: Workload, dataset: Conv
         rows = round(work.num_tokens * (1.0 if layout.every_position else work.label_share))
     else:
         rows = sum(
-            num_rows(layout, *pair) for pair in zip(dataset.lengths.tolist(), dataset.answer_starts.tolist(), strict=True)
+            layout.num_rows(*pair) for pair in zip(dataset.lengths.tolist(), dataset.answer_starts.tolist(), strict=True)
         )
     return CacheSize(bytes_per_row=layout.bytes_per_row, rows=rows)
 
 
-def cache_layout(config: PlanConfig, target: PreTrainedModel, taps: tuple[int, ...] | None) -> Layout:
+def cache_layout(config: PlanConfig, target: PreTrainedModel, taps: tuple[int, ...] | None) -> RowLayout:
     """Return what such a cache keeps of each row."""
     cache = CacheConfig(
         target=config.target,

@@ -14,7 +14,7 @@ from configs.runtime.files import sha256_of
 from configs.schema.data import CacheConfig
 from configs.schema.training import DistillConfig, HeadsConfig
 from distill.cache import writer as cache_making
-from distill.cache.format import CONVENTION, Layout, read_manifest
+from distill.cache.format import CONVENTION, RowLayout, read_manifest
 from distill.cache.reader import check_fits, open_cache
 from distill.cache.writer import CacheJob
 from distill.dataset.batches import ConversationDataset, collate
@@ -177,7 +177,7 @@ def test_without_taps_the_final_state_alone_is_kept_at_every_position(job, tmp_p
 
 def test_four_states_of_576_numbers_and_the_normalisers_take_4616_bytes():
     settings = {"taps": [2, 15, 27], "convention": CONVENTION, "target_dtype": "bfloat16"}
-    layout = Layout(kind="last_hidden", dtype="bfloat16", width=576, vocab_size=49_152, **settings)
+    layout = RowLayout(kind="last_hidden", dtype="bfloat16", width=576, vocab_size=49_152, **settings)
     assert layout.bytes_per_row == 4 * 576 * 2 + 4 + 4 == 4616
 
 

@@ -17,8 +17,7 @@ from configs.schema.data import CacheConfig
 from configs.schema.learning import LossConfig
 from configs.schema.training import DistillConfig
 from distill.cache import writer as cache_making
-from distill.cache.folder import check_folder
-from distill.cache.format import Layout
+from distill.cache.format import RowLayout, check_folder
 from distill.cache.reader import check_fits, open_cache
 from distill.cache.rows import encode, pack_ids, unpack_ids
 from distill.cache.writer import CacheJob, plan_shards
@@ -117,7 +116,7 @@ def shard_files(folder):
 
 
 def test_thirty_two_tokens_of_a_vocabulary_of_152_thousand_take_138_bytes():
-    layout = Layout(kind="top_k", dtype="float16", width=32, vocab_size=151_936)
+    layout = RowLayout(kind="top_k", dtype="float16", width=32, vocab_size=151_936)
     assert layout.bits == 18
     assert layout.bytes_per_row == 32 * 2 + 2 + 32 * 18 // 8 == 138
 
@@ -146,7 +145,7 @@ def test_packed_ids_are_one_long_number_of_lowest_bits_first_and_come_back(bits,
 
 @pytest.mark.parametrize(("vocab_size", "bits"), [(2, 1), (3, 2), (4, 2), (5, 3), (65_536, 16), (65_537, 17)])
 def test_an_id_takes_as_many_bits_as_the_largest_one_needs(vocab_size, bits):
-    assert Layout(kind="top_k", dtype="float16", width=1, vocab_size=vocab_size).bits == bits
+    assert RowLayout(kind="top_k", dtype="float16", width=1, vocab_size=vocab_size).bits == bits
 
 
 # --- what a row says ----------------------------------------------------------------------------------------------
@@ -200,7 +199,7 @@ def test_in_half_precision_the_most_likely_tokens_and_the_tail_are_right_to_thre
 def test_a_tail_too_small_for_one_minus_the_rest_is_still_there(byte_target):
     head = byte_target.model.get_output_embeddings()
     hidden = 400 * F.normalize(head.weight[:1].detach(), dim=-1)
-    layout = Layout(kind="top_k", dtype="float32", width=2, vocab_size=VOCABULARY)
+    layout = RowLayout(kind="top_k", dtype="float32", width=2, vocab_size=VOCABULARY)
     found = encode(byte_target, layout, hidden, 1)
     log_p = F.linear(hidden, head.weight.detach()).double().log_softmax(-1)[0]
     exact = log_p.sort(descending=True).values[2:].logsumexp(-1)
@@ -286,7 +285,7 @@ def test_more_tokens_than_the_vocabulary_has_are_refused(job):
 
 
 def test_hidden_states_too_large_for_their_type_are_refused(byte_target):
-    layout = Layout(kind="last_hidden", dtype="float16", width=32, vocab_size=VOCABULARY)
+    layout = RowLayout(kind="last_hidden", dtype="float16", width=32, vocab_size=VOCABULARY)
     with pytest.raises(InputError, match="hidden is not finite in float16; try bfloat16"):
         encode(byte_target, layout, torch.full((1, 32), 1e5), 1)
 
