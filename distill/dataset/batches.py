@@ -1,11 +1,11 @@
 """Conversations as training batches: token ids, which of them are labels, positions, and documents.
 
-The order of an epoch depends on (seed, epoch) alone, so that a resumed run sees what the undisturbed one would have seen,
-whatever the number of processes and of those that read ahead (`distill.dataset.workers`).
+The order of an epoch depends on (seed, epoch) alone, so that a resumed run sees the batches of an uninterrupted one, whatever
+the number of processes and of loader workers (`distill.dataset.workers`).
 
-Padding is work thrown away, and there are two ways to have little of it. Here, conversations of similar length share a batch:
-every model can do that, and a policy may rewrite the rows. `distill.dataset.packing` puts several conversations into one row,
-which leaves next to no padding whatever the lengths are; it needs models that keep the documents of a row apart.
+There are two ways to reduce padding. Here, conversations of similar length share a batch: every model can do that, and a policy
+may rewrite the rows. `distill.dataset.packing` puts several conversations into one row, which leaves almost no padding; it
+needs models that keep the documents of a row apart.
 B batch, T positions, C conversations of a row at most, N conversations.
 """
 
@@ -25,7 +25,7 @@ from distill.dataset.indexed_file import row_lengths
 from distill.dataset.workers import Workers
 from heads.modules.interface import NO_DOCUMENT, Batch
 
-Item = TypeVar("Item")  # what a batch is a list of: an index, or those of a row
+Item = TypeVar("Item")  # a batch is a list of these: indices of conversations, or rows of them
 
 
 class Example(NamedTuple):
@@ -38,7 +38,7 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """What one epoch costs in positions."""
+    """The positions of one epoch."""
 
     num_batches: int
     num_tokens: int
@@ -56,14 +56,13 @@ class Lengths:
 
 
 class ConversationDataset(Dataset[Example]):
-    """Conversations cut at `max_length` tokens; those of whose answer nothing is left are dropped and counted.
+    """Conversations cut at `max_length` tokens; those without an answer token before the cut are dropped and counted.
 
-    What is held of each is its place and its lengths; where the rows lie in a `ConversationFile`, its tokens are read when
-    they are asked for.
+    Only indices and lengths are in memory; the tokens of a `ConversationFile` are read on access.
 
     Args:
         conversations: rows of `train.jsonl`.
-        max_length: longest conversation in tokens; more is cut off at the end.
+        max_length: tokens that a conversation is cut at.
 
     Raises:
         InputError: no conversation is left.
@@ -120,11 +119,11 @@ class EpochSampler(Sampler[list[Item]]):
 
     @property
     def sampler(self) -> EpochSampler[Item]:
-        """Itself: with several processes accelerate wraps this sampler and then passes epochs on to `.sampler` only."""
+        """This sampler: with several processes accelerate wraps it, and passes epochs on to `.sampler` only."""
         return self
 
     def random_numbers(self) -> torch.Generator:
-        """Return the random numbers of the current epoch. (`generator` is a name under which accelerate looks for another.)"""
+        """Return the random numbers of the current epoch. (Not called `generator`, an attribute that accelerate reads.)"""
         return torch.Generator().manual_seed(((self.seed << 20) + self.epoch) % 2**63)
 
 
@@ -175,7 +174,7 @@ def make_loader(
         dataset: the conversations.
         batch_size: conversations a batch.
         seed: together with the epoch, chooses the order.
-        workers: processes that make batches ahead, in the same order; None: this process makes each when it is asked for.
+        workers: worker processes; None: batches are made in this process.
     """
     return loader_of(dataset, BucketedBatchSampler(dataset.lengths, batch_size, seed=seed), collate, workers)
 
@@ -184,7 +183,7 @@ def loader_of(
     dataset: Dataset[Any], sampler: EpochSampler[Item], collate: Callable[[Sequence[Any]], Batch], workers: Workers | None
 ) -> DataLoader[Batch]:
     """Return a loader of the sampler's batches; see `make_loader`."""
-    # A generator of its own: a loader without one draws from torch's at each epoch, and a resumed run would draw once more.
+    # A generator of its own: without one a loader draws from torch's at each epoch, which changes the draws of a resumed run.
     settings: dict[str, Any] = {"batch_sampler": sampler, "collate_fn": collate, "generator": torch.Generator()}
     if workers is not None:
         settings |= workers.loader_settings(collate)

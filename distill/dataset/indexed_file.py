@@ -1,13 +1,11 @@
-"""A file of conversations that is never in memory as a whole: an index of where its rows lie, and rows parsed when asked for.
+"""Random access to a file of conversations that need not fit into memory: an index of its rows, which are parsed on access.
 
-The index holds three numbers a row: its place in the file and the lengths of prompt and answer, 16 bytes. It is made in one
+The index holds three numbers a row, 16 bytes: its offset in the file and the lengths of prompt and answer. It is made in one
 pass, in which every row is checked as `distill.dataset.conversations.read_conversations` checks it, and kept beside the file
-with the SHA-256 of that; as long as the file stays the same, later runs read the index instead. In a folder that cannot be
-written it is made anew by each run. Several processes may make it at one time: the bytes are the same, and it is renamed into
-place.
+with the file's SHA-256; while that stays the same, later runs read the index instead. In a folder that cannot be written each
+run makes it anew. Several processes may make it at once: the bytes are the same, and it is renamed into place.
 
-Arrow files by way of `datasets` were the other choice. They would hold the data twice, in a folder of their own, and what a
-column cannot be would be changed there rather than refused with its line.
+(Arrow files through `datasets` would hold the data twice, and coerce wrong values instead of refusing them with their line.)
 N rows.
 """
 
@@ -53,7 +51,7 @@ class Index:
 class ConversationFile(Sequence[Conversation]):
     """The rows of a `train.jsonl` or `held_out.jsonl` in file order; made by `open_conversations`.
 
-    It holds no open file, so that processes forked from this one do not move each other's place in it.
+    It holds no open file, so that forked processes do not share a file position.
     """
 
     def __init__(self, path: Path, index: Index) -> None:
@@ -114,7 +112,7 @@ def open_conversations(path: Path) -> ConversationFile:
 
 
 def row_lengths(conversations: Sequence[Conversation]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the lengths of prompts and answers in tokens, int32 `[N]`; no row of a `ConversationFile` is read for it."""
+    """Return the lengths of prompts and answers in tokens, int32 `[N]`; without reading the rows of a `ConversationFile`."""
     if isinstance(conversations, ConversationFile):
         return conversations.places.prompt_lengths, conversations.places.answer_lengths
     prompts = np.fromiter((len(row.prompt_ids) for row in conversations), np.int32, len(conversations))
@@ -122,7 +120,7 @@ def row_lengths(conversations: Sequence[Conversation]) -> tuple[np.ndarray, np.n
 
 
 def _read_index(path: Path, sha256: str) -> Index | None:
-    """Return the index kept for a file of this hash; None where there is none that can be used, and one is made anew."""
+    """Return the index kept for a file of this hash, None where there is none that can be used."""
     if not path.is_file():
         return None
     try:

@@ -1,9 +1,9 @@
-"""Packing: several conversations in one row, so that next to nothing of a batch is padding.
+"""Packing: several conversations in one row, so that a batch has almost no padding.
 
-Rows are filled once, by first-fit decreasing within windows of shuffled conversations, none of which is ever cut in two. Which
-lie together depends on the seed alone, so that every epoch has equally many rows and each conversation once; the order of the
-rows depends on (seed, epoch). Nothing is learnt from a neighbour: targets, drafts and heads see each document alone
-(`heads.inference.model_checks`), and the loss of a packed batch is that of its conversations in a row each.
+Rows are filled once, by first-fit decreasing within windows of shuffled conversations, none of which is ever cut in two. Their
+contents depend on the seed alone, so that every epoch has equally many rows and each conversation once; the order of the rows
+depends on (seed, epoch). Targets, drafts and heads see each document alone (`heads.inference.model_checks`), so the loss of a
+packed batch is that of its conversations in a row each.
 
 For models that cannot keep documents apart, and where rows are rewritten, there is
 `distill.dataset.batches.BucketedBatchSampler`. B rows of a batch, T positions, C documents of a row at most, N conversations,
@@ -22,8 +22,8 @@ from distill.dataset.batches import ConversationDataset, EpochSampler, Example, 
 from distill.dataset.workers import Workers
 from heads.modules.interface import NO_DOCUMENT, Batch
 
-# Conversations, at least, that are packed together where there are so many. What is left free is then a matter of the lengths
-# and of the row's, not of the window: 4,096 leave as much.
+# Least number of conversations that are packed together, where there are so many. A larger window packs no better: 4,096
+# conversations leave as much padding.
 WINDOW = 2048
 
 Row = tuple[int, ...]  # indices of the conversations in it
@@ -98,7 +98,7 @@ def make_packed_loader(
         batch_size: rows a batch.
         pack_length: tokens that a row has room for, at least as many as the longest conversation.
         seed: chooses the rows and, together with the epoch, their order.
-        workers: processes that make batches ahead, in the same order; None: this process makes each when it is asked for.
+        workers: worker processes; None: batches are made in this process.
     """
     sampler = PackedBatchSampler(dataset.lengths, batch_size, pack_length=pack_length, seed=seed)
     return loader_of(PackedDataset(dataset), sampler, collate_packed, workers)
@@ -108,7 +108,7 @@ def collate_packed(rows: Sequence[Sequence[Example]]) -> Batch:
     """Put the examples of each row one after the other, and pad on the right.
 
     Raises:
-        ValueError: an example begins with a label, which the end of another would have to predict.
+        ValueError: an example begins with a label, which would be predicted from the end of another.
     """
     B, T, C = len(rows), max(sum(len(each.input_ids) for each in row) for row in rows), max(map(len, rows))
     batch = Batch(
@@ -131,7 +131,7 @@ def _fill(batch: Batch, row: int, examples: Sequence[Example]) -> None:
         end = start + len(example.input_ids)
         batch.input_ids_BT[row, start:end] = torch.tensor(example.input_ids)
         batch.loss_mask_BT[row, start + example.answer_start : end] = True
-        batch.position_ids_BT[row, start:] = torch.arange(batch.position_ids_BT.shape[1] - start)  # the next one begins anew
+        batch.position_ids_BT[row, start:] = torch.arange(batch.position_ids_BT.shape[1] - start)  # overwritten by the next one
         batch.document_ids_BT[row, start:end] = document
         batch.conversations_BC[row, document] = example.conversation
         start = end

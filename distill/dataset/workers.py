@@ -1,12 +1,12 @@
-"""Processes that read and pad batches ahead of training, and what is said when one of them hangs or dies.
+"""Settings for the worker processes of torch's `DataLoader`, and error messages that name the worker that hung or died.
 
-torch's `DataLoader` deals batches out to its workers in turn and takes them back in that order, so what training sees does not
-depend on their number. It notices a dead worker by its number in the system, and a stuck one by waiting too long, without
-knowing which. Here each worker notes which process it is and how many batches it has made, in memory that all share: where the
-loader waits in vain the others have done their turns, and the one with the fewest made is the one it waits for.
+The `DataLoader` assigns batches to its workers in turn and takes them back in that order, so training sees the same batches
+whatever their number. It reports a dead worker by its process id, and a hanging one by a timeout that does not say which. So
+each worker records its process id and the number of batches it has made in shared memory: at a timeout the one with the fewest
+batches is the one that the loader waits for.
 
-A run whose worker failed ends, and goes on from its checkpoint when it is started again. Left out on purpose: starting a new
-worker in its place; a disk that hangs or a machine out of memory would only take the next one too.
+A run whose worker failed ends, and resumes from its checkpoint when it is started again. No worker is restarted: a disk that
+hangs or a machine out of memory would only take the next one too.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ CAUGHT = "Caught InputError in DataLoader worker process"
 
 
 class Collate(Protocol):
-    """What makes a batch of examples."""
+    """A function that makes a batch of examples."""
 
     def __call__(self, examples: Sequence[Any], /) -> Any: ...
 
 
 class Workers:
-    """The worker processes of one loader, as they report themselves.
+    """The worker processes of one loader.
 
     Args:
         num_workers: how many, at least 1.
-        timeout_seconds: how long training waits for a batch before it gives up the worker that is to bring it.
+        timeout_seconds: how long training waits for a batch.
     """
 
     def __init__(self, num_workers: int, timeout_seconds: int) -> None:
         self.num_workers, self.timeout_seconds = num_workers, timeout_seconds
-        # By worker. Whole numbers of the machine's width, each written by one process: no lock is needed.
+        # By worker; each element is written by one process, so no lock is needed.
         self._processes = multiprocessing.RawArray(ctypes.c_int64, num_workers)
         self._made = multiprocessing.RawArray(ctypes.c_int64, num_workers)
 
     def loader_settings(self, collate: Collate) -> dict[str, Any]:
-        """Return what a `DataLoader` is to be given."""
+        """Return keyword arguments for the `DataLoader`."""
         return {
             "num_workers": self.num_workers,
             "timeout": self.timeout_seconds,
@@ -61,7 +61,7 @@ class Workers:
 
     @contextmanager
     def naming_failures(self) -> Iterator[None]:
-        """Name the worker where one hangs or dies; on any error end all that are left, whatever they are doing.
+        """Name the worker where one hangs or dies; on any error kill all that are left.
 
         Raises:
             RuntimeError: a worker hung or died.
@@ -77,16 +77,16 @@ class Workers:
             raise failure from error
 
     def _report(self, number: int) -> None:
-        """Note, in a worker, which process it is.
+        """Record a worker's process id, in the worker.
 
-        A machine that is taken away asks every process of the job to end. The worker stays until the run has written its
-        checkpoint, and is ended by it.
+        SIGTERM is ignored: a preempted machine sends it to every process of the job, and the run needs its workers until it
+        has written its checkpoint.
         """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._processes[number], self._made[number] = os.getpid(), 0
 
     def _explain(self, error: BaseException) -> Exception | None:
-        """Return the error as a sentence, None where it has nothing to do with a worker."""
+        """Return the error that names the worker, None where it has nothing to do with one."""
         said = str(error)
         if isinstance(error, InputError) and said.startswith(CAUGHT):
             return InputError(said.strip().splitlines()[-1].partition("InputError: ")[2])
@@ -110,12 +110,12 @@ class Workers:
             for process in processes
         ]
         return RuntimeError(
-            f"data worker {' and '.join(names)} {how}. Nothing is lost that was kept on disk: start the run again to go on "
+            f"data worker {' and '.join(names)} {how}. Nothing on disk is lost: start the run again to go on "
             "from the last checkpoint; with schedule.loader_workers null no worker is needed"
         )
 
     def _kill(self) -> None:
-        """End the workers that are alive. A stopped one, or one that waits for a disk, would never hear a politer request."""
+        """Kill the workers that are alive. A stopped one, or one that waits for a disk, would not react to SIGTERM."""
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise for each of them
         for child in multiprocessing.active_children():

@@ -1,4 +1,11 @@
 """Divergences between target and draft, and the objectives of training.
 
-Read `divergences`, `target_logits`, `gradients`, `chunked` in this order: together they are the loss.
+Read `divergences`, `target_logits`, `gradients`, `chunked` in this order; `draft_objective` and `head_objective` call them.
 """
+
+from distill.loss.chunked import chunked_loss
+from distill.loss.divergences import DIVERGENCES, acceptance, mix
+from distill.loss.draft_objective import DraftObjective
+from distill.loss.head_objective import HeadObjective
+
+__all__ = ["DIVERGENCES", "DraftObjective", "HeadObjective", "acceptance", "chunked_loss", "mix"]

@@ -2,3 +2,7 @@
 
 Start with `logprobs.TargetServer`.
 """
+
+from distill.server.logprobs import TargetServer
+
+__all__ = ["TargetServer"]

@@ -1,7 +1,7 @@
-"""Many requests to one server: a bounded number under way, each answer kept as it comes, an end where the server is gone.
+"""A pool of requests to one server: bounded concurrency, each answer stored as it arrives, an end where the server is gone.
 
-What is asked and how an answer is kept is the caller's. A request that was given up leaves the others at work; so many in a
-row that the server must be gone end the work. Either way nothing that came is lost, and what did not come is said.
+One failed request does not stop the others; too many failures in a row end the work. Either way no answer that arrived is
+lost, and the error says how many did not.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ def ask_all(
     *,
     failures_in_a_row: int,
 ) -> None:
-    """Ask for every item, as many at a time as the server's `concurrency` allows.
+    """Call `ask` for every item, as many at a time as the server's `concurrency` allows.
 
     Args:
-        connection: the way to the server, over which `ask` goes.
-        items: what is asked for, by name.
-        ask: called with an item, in any of several threads; what it gives up should say for what (`naming`).
-        keep: called with an item's name and its answer, in this thread, in the order in which answers come.
-        failures_in_a_row: items given up one after the other that end the work.
+        connection: the connection that `ask` uses.
+        items: the items by name.
+        ask: called with an item, in one of several threads; its `GaveUp` should name the item (`naming`).
+        keep: called with an item's name and its answer, in this thread, in the order in which answers arrive.
+        failures_in_a_row: consecutive items given up that end the work.
 
     Raises:
-        InputError: an item was given up (the others were asked for), too many were in a row, or `ask` or `keep` failed with
-            it. Requests under way come to an end, and their answers are kept.
+        InputError: an item was given up (the others were sent), too many were in a row, or `ask` or `keep` raised it. Requests
+            under way are finished, and their answers kept.
     """
     pool = ThreadPoolExecutor(max_workers=connection.config.concurrency)
     futures = {pool.submit(ask, item): name for name, item in items.items()}
@@ -60,10 +60,10 @@ def ask_all(
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Say what it was that was given up.
+    """Put `what` in front of the message of a `GaveUp` raised inside.
 
     Raises:
-        GaveUp: with that before its own sentence.
+        GaveUp: with the longer message.
     """
     try:
         yield
@@ -72,7 +72,7 @@ def naming(what: str) -> Iterator[None]:
 
 
 def _keep_all(futures: dict[Future[Answer], str], keep: Callable[[str, Answer], None], failures_in_a_row: int) -> list[GaveUp]:
-    """Take answers out of `futures` as they come, and keep them; return what was given up."""
+    """Take answers out of `futures` as they arrive, and keep them; return the failures."""
     given_up: list[GaveUp] = []
     in_a_row = 0
     finished = SimpleQueue[Future[Answer]]()  # in the order of time, which `as_completed` does not keep

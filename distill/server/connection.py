@@ -1,17 +1,18 @@
-"""Sending to a server: one request, its answer's JSON whole, and further attempts where the trouble may pass.
+"""One request to a server: its JSON answer, with further attempts where the failure may be temporary.
 
-Waits grow from one attempt to the next and are spread at random, so that requests that failed together do not come again
-together; a wait that the server asks for (Retry-After) is kept. The key is read from the environment, sent, and masked where a
-server repeats it. What is asked and what an answer means is left to `distill.server.logprobs` and
-`distill.generation.server_completions`.
+Waits grow from one attempt to the next and are randomised, so that requests that failed together are not repeated together; a
+wait that the server names (Retry-After) is kept. (httpx's own transport repeats failed connections only.) The key is read from
+the environment, and masked where a server repeats it.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import random
-from datetime import UTC, datetime
+import time
+from datetime import UTC
 from email.utils import parsedate_to_datetime
 from threading import Event
 from typing import Any
@@ -26,23 +27,23 @@ from configs.schema.data import ServerConfig
 logger = logging.getLogger("draftsmith")
 
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 30.0
-LONGEST_ASKED_WAIT_SECONDS = 600.0  # a server that asks for a longer one is asked again after this
+LONGEST_ASKED_WAIT_SECONDS = 600.0  # a longer Retry-After counts as this
 SPREAD = 0.5  # a wait is drawn from its mean, this share less or more
 PASSING = (httpx2.codes.REQUEST_TIMEOUT, httpx2.codes.TOO_MANY_REQUESTS)  # and every 5xx
-MAX_QUOTED = 300  # characters of a server's own complaint
+MAX_QUOTED = 300  # characters of a server's error message
 
 
 class GaveUp(InputError):
-    """No whole answer came to a request, however often it was sent."""
+    """A request failed at every attempt."""
 
 
 class Refused(InputError):
-    """The server will not answer a request however often it is sent.
+    """The server refuses a request; another attempt would not help.
 
     Args:
         url: the server's address.
         status: of its answer.
-        complaint: what it says went wrong, on one line.
+        complaint: its error message, on one line.
     """
 
     def __init__(self, url: str, status: int, complaint: str) -> None:
@@ -50,19 +51,11 @@ class Refused(InputError):
         self.status, self.complaint = status, complaint
 
 
-class _Trouble(Exception):
-    """What went wrong with one attempt; `wait` is what the server asks for, in seconds, None if it asks for none."""
-
-    def __init__(self, message: str, wait: float | None = None) -> None:
-        super().__init__(message)
-        self.wait = wait
-
-
 class Connection:
-    """The way to one server, for several threads at once.
+    """The HTTP client of one server, for several threads at once.
 
     Args:
-        config: where it is, how long to wait for an answer, and how often to ask again.
+        config: its address, timeout, retries and concurrency.
 
     Raises:
         InputError: the environment variable with the key is not set.
@@ -80,7 +73,7 @@ class Connection:
         )
 
     def stop(self) -> None:
-        """Let requests under way come to an end; none is sent again, nor waited for to be."""
+        """Make no further attempts: requests under way end with their current one."""
         self._stopping.set()
 
     def close(self) -> None:
@@ -88,27 +81,38 @@ class Connection:
         self._client.close()
 
     def send(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Return the JSON of a successful answer, after further attempts where the trouble may pass.
+        """Return the JSON of a successful answer, after further attempts where the failure may be temporary.
 
         Raises:
-            GaveUp: none came.
-            Refused: the server refuses.
+            GaveUp: every attempt failed.
+            Refused: the server refuses the request.
             InputError: it refuses the key.
         """
-        attempts = 0
-        while True:
-            attempts += 1
+        for attempt in itertools.count(1):
+            asked_wait = 0.0
             try:
-                return self._send_once(method, path, body)
-            except _Trouble as met:
-                trouble, asked_wait = str(met), met.wait
-            if attempts > self.config.retries or self._stopping.is_set():
+                response = self._client.request(method, path, json=body)
+            except httpx2.RequestError as error:
+                failure = f"cannot be reached ({type(error).__name__}: {first_line(error)})"
+            else:
+                if response.is_success:
+                    try:
+                        return from_json(response.content)
+                    except ValueError:  # a body without a length that was cut off ends like a whole one
+                        failure = "answers with JSON that is cut off or damaged"
+                elif response.status_code in PASSING or response.is_server_error:
+                    failure = f"answers with status {response.status_code}: {self._complaint(response)}"
+                    asked_wait = _asked_wait(response)
+                else:
+                    raise self._refusal(response)
+            if attempt > self.config.retries or self._stopping.is_set():
                 break
-            wait = max(_mean_wait(attempts) * random.uniform(1 - SPREAD, 1 + SPREAD), asked_wait or 0.0)
-            logger.warning("server %s %s; trying again in %.1f s", self.config.url, trouble, wait)
+            mean = min(FIRST_WAIT_SECONDS * 2.0 ** min(attempt - 1, 30), LONGEST_WAIT_SECONDS)
+            wait = max(mean * random.uniform(1 - SPREAD, 1 + SPREAD), asked_wait)
+            logger.warning("server %s %s; trying again in %.1f s", self.config.url, failure, wait)
             pause(self._stopping, wait)
-        tried = f"{attempts} attempts (server.retries, server.timeout_seconds)"
-        raise GaveUp(f"server.url: {self.config.url} {trouble}; gave up after {tried}")
+        tried = f"{attempt} attempts (server.retries, server.timeout_seconds)"
+        raise GaveUp(f"server.url: {self.config.url} {failure}; gave up after {tried}")
 
     def version(self) -> str | None:
         """Return the version that the server names as vLLM does, beside its API; None where it names none."""
@@ -121,27 +125,17 @@ class Connection:
         version = content.get("version") if isinstance(content, dict) else None
         return version[:MAX_QUOTED] if isinstance(version, str) else None
 
-    def _send_once(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
-        try:
-            response = self._client.request(method, path, json=body)
-        except httpx2.RequestError as error:
-            raise _Trouble(f"cannot be reached ({type(error).__name__}: {first_line(error)})") from error
+    def _refusal(self, response: httpx2.Response) -> InputError:
+        """Return the error for a status that another attempt would not change."""
         status = response.status_code
-        if response.is_success:
-            try:
-                return from_json(response.content)
-            except ValueError as error:  # a body without a length that was cut off ends like a whole one
-                raise _Trouble("answers with JSON that is cut off or damaged") from error
-        if status in PASSING or response.is_server_error:
-            raise _Trouble(f"answers with status {status}: {self._complaint(response)}", _asked_wait(response))
-        if status in (httpx2.codes.UNAUTHORIZED, httpx2.codes.FORBIDDEN):
-            key = self.config.api_key_variable
-            sent = f"the key in {key}" if key else "requests without a key; name its variable in server.api_key_variable"
-            raise InputError(f"server.url: {self.config.url} refuses {sent} (status {status})")
-        raise Refused(self.config.url, status, self._complaint(response))
+        if status not in (httpx2.codes.UNAUTHORIZED, httpx2.codes.FORBIDDEN):
+            return Refused(self.config.url, status, self._complaint(response))
+        key = self.config.api_key_variable
+        sent = f"the key in {key}" if key else "requests without a key; name its variable in server.api_key_variable"
+        return InputError(f"server.url: {self.config.url} refuses {sent} (status {status})")
 
     def _complaint(self, response: httpx2.Response) -> str:
-        """Return what the server says went wrong, on one line and not too long, without the key."""
+        """Return the server's error message on one line, shortened, without the key."""
         try:
             content = from_json(response.content)
         except ValueError:
@@ -167,13 +161,8 @@ def _read_key(variable: str | None) -> str | None:
     return key
 
 
-def _mean_wait(attempts: int) -> float:
-    """Return the seconds before the next attempt, on average."""
-    return min(FIRST_WAIT_SECONDS * 2.0 ** min(attempts - 1, 30), LONGEST_WAIT_SECONDS)
-
-
-def _asked_wait(response: httpx2.Response) -> float | None:
-    """Return the seconds that the server asks to be left alone for, as a number or a date; None if it names none."""
+def _asked_wait(response: httpx2.Response) -> float:
+    """Return the seconds that the server asks to wait, given as a number or a date; 0 if it names none."""
     text = response.headers.get("retry-after", "")
     if text.isdecimal():
         seconds = float(text)
@@ -181,7 +170,6 @@ def _asked_wait(response: httpx2.Response) -> float | None:
         try:
             date = parsedate_to_datetime(text)
         except (TypeError, ValueError):
-            return None
-        zoned = date if date.tzinfo is not None else date.replace(tzinfo=UTC)
-        seconds = (zoned - datetime.now(UTC)).total_seconds()
+            return 0.0
+        seconds = (date if date.tzinfo is not None else date.replace(tzinfo=UTC)).timestamp() - time.time()
     return min(max(seconds, 0.0), LONGEST_ASKED_WAIT_SECONDS)

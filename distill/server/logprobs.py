@@ -1,12 +1,9 @@
-"""A client for the target as a server: an OpenAI-compatible API asked what it makes of texts that it is given as token ids.
+"""A client for the target behind an OpenAI-compatible API: the model it serves, and its log-probabilities of given token ids.
 
-Sends `POST completions`, a bounded number at a time (`distill.server.connection` asks again where that may help); what an
-answer says is `distill.server.responses`. There are two ways to ask for the log-probabilities of a prompt, both known to vLLM:
-its own `prompt_logprobs`, and `echo` with `logprobs`, the older one. The first that gets such an answer is kept.
-
-Answers that the server writes are asked for elsewhere (`distill.generation.server_completions`). Left out on purpose: chat
-completions, which take text and would be tokenised anew, and log-probabilities of text that the server writes itself. K kept
-tokens.
+Sends `POST completions`, a bounded number at a time; `distill.server.responses` reads the answers. There are two ways to
+request the log-probabilities of a prompt, both known to vLLM: its own `prompt_logprobs`, and the older `echo` with `logprobs`.
+The first that is answered is used from then on. Text that the server writes is requested by
+`distill.generation.server_completions`. Not chat completions: they take text, which would be tokenised anew. K kept tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ class TargetServer:
     """One model of one server. To be used in a `with` statement, which closes its connections.
 
     Args:
-        config: where it is and how it is to be asked.
+        config: its address, model, and request settings.
 
     Raises:
         InputError: the environment variable with the key is not set.
@@ -47,10 +44,10 @@ class TargetServer:
         self.connection.close()
 
     def check_model(self) -> Model:
-        """See that the server is there and has the model; return what it says of it.
+        """Check that the server can be reached and has the model, and return its description of it.
 
         Raises:
-            InputError: it is not there, is no such API, wants another key, or has no model of that name.
+            InputError: it cannot be reached, is no such API, wants another key, or has no model of that name.
         """
         where = f"server.url: {self.config.url}"
         try:
@@ -71,15 +68,15 @@ class TargetServer:
         return found
 
     def top_k(self, examples: Sequence[Example], k: int, vocab_size: int) -> Iterator[TopK]:
-        """Yield what the server says before each label of the examples, in their order.
+        """Yield the most likely tokens before each label of the examples, in their order.
 
         Args:
             examples: token ids, of which those from `answer_start` on are labels.
-            k: how many of the likeliest tokens are asked for.
-            vocab_size: ids that there are.
+            k: tokens per position.
+            vocab_size: size of the target's vocabulary.
 
         Raises:
-            InputError: the server cannot be reached, refuses, or answers what cannot be right (see `read_top_k`).
+            InputError: the server cannot be reached, refuses, or gives an impossible answer (see `read_top_k`).
         """
         with ThreadPoolExecutor(max_workers=self.config.concurrency) as pool:
             yield from pool.map(lambda example: self._ask(example, k, vocab_size), examples)
@@ -95,7 +92,7 @@ class TargetServer:
                 return read_top_k(completion, distributions, example, k=k, vocab_size=vocab_size, where=where)
         raise InputError(
             f"{where} answers without log-probabilities of the prompt, neither to prompt_logprobs nor to echo with logprobs; "
-            "they show what it serves, and are what a target cache holds: use a server that gives them, such as vLLM"
+            "they identify the model it serves, and a target cache holds them: use a server that gives them, such as vLLM"
         )
 
     def _complete(self, body: dict[str, Any]) -> Completion:
@@ -115,7 +112,7 @@ class TargetServer:
 
 
 def _prompt_logprobs(k: int) -> dict[str, Any]:
-    # One token has to be written; it is thrown away.
+    # At least one token has to be generated; it is not used.
     return {"prompt_logprobs": k, "max_tokens": 1, "return_token_ids": True}
 
 

@@ -1,8 +1,7 @@
-"""What a server's answer says: its form, and the likeliest tokens before each label, checked so that nothing wrong enters a
-cache. What it wrote itself is read in `distill.generation.server_completions`.
+"""A server's answers: their form, and the most likely tokens before each label, checked before they enter a cache.
 
-Position j of an answer is the distribution of token j given those before it, so that it is what the target says at position j
-- 1. Its entries are keyed by token id; the token that really follows is among them in addition, whatever its rank.
+Position j of an answer is the distribution of token j given those before it, so it is the target's output at position j - 1.
+Its entries are keyed by token id; the token that really follows is among them in addition, whatever its rank.
 T tokens sent, N labels, K kept tokens.
 """
 
@@ -20,9 +19,9 @@ from torch import Tensor
 from configs.runtime.errors import InputError
 from distill.dataset.batches import Example
 
-Distribution = Mapping[int, float]  # log-probabilities by token id, of the tokens that the server lists
+Distribution = Mapping[int, float]  # log-probabilities by token id, of the tokens that the server returned
 
-# Log-probabilities rounded to bfloat16 add up to 1 within this; logits, or another temperature's distribution of them, do not.
+# Probabilities from log-probabilities rounded to bfloat16 sum to 1 within this; those from logits do not.
 MASS_SLACK = 0.01
 TOKEN_ID = re.compile(r"token_id:(\d+)")
 
@@ -31,7 +30,7 @@ class Model(BaseModel):
     """A model that a server has."""
 
     id: str
-    max_model_len: int | None = None  # tokens, prompt and answer together; vLLM says it
+    max_model_len: int | None = None  # tokens, prompt and answer together; only vLLM gives it
 
 
 class ModelList(BaseModel):
@@ -54,7 +53,7 @@ class Echoed(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """One of a server's completions; only one is asked for."""
+    """One of a server's completions; only one is requested."""
 
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
     logprobs: Echoed | None = None
@@ -65,7 +64,7 @@ class CompletionChoice(BaseModel):
 
 
 class Usage(BaseModel):
-    """What the server counted."""
+    """The server's token counts."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -114,7 +113,7 @@ class Completion(BaseModel):
 
 
 class TopK(NamedTuple):
-    """The K likeliest tokens before each label, likeliest first."""
+    """The K most likely tokens before each label, most likely first."""
 
     log_probs_NK: Tensor  # float64
     token_ids_NK: Tensor  # int64
@@ -125,10 +124,10 @@ def read_completion(content: Any, where: str) -> Completion:
 
     Args:
         content: its JSON.
-        where: begins each complaint.
+        where: put in front of error messages.
 
     Raises:
-        InputError: it is of another form.
+        InputError: it has another form.
     """
     try:
         return Completion.model_validate(content)
@@ -156,20 +155,19 @@ def read_top_k(
     vocab_size: int,
     where: str,
 ) -> TopK:
-    """Return what the server says before each label of an example.
+    """Return the most likely tokens before each label of an example.
 
     Args:
         completion: the server's answer.
         distributions: its `distributions`, `[T]`.
         example: what was sent.
         k: how many tokens to keep of each position.
-        vocab_size: ids that there are.
-        where: begins each complaint.
+        vocab_size: size of the target's vocabulary.
+        where: put in front of error messages.
 
     Raises:
         InputError: the server read other tokens than were sent; a position has no distribution or fewer than `k` tokens; an
-            id lies
-            outside the vocabulary; log-probabilities are no numbers or add up to more than 1.
+            id lies outside the vocabulary; log-probabilities are no numbers or add up to more than 1.
     """
     _check_tokens([len(distributions), completion.num_read], completion.read_ids(where), example.input_ids, where)
     rows = [
@@ -183,7 +181,7 @@ def read_top_k(
 
 
 def _check_tokens(counts: Sequence[int | None], read: Sequence[int] | None, sent: Sequence[int], where: str) -> None:
-    """Refuse an answer about another text than the one sent, by how many tokens it is about and by which."""
+    """Refuse an answer whose token counts or token ids differ from those sent."""
     num_read = next((number for number in counts if number not in (None, len(sent))), None)
     if num_read is not None:
         raise InputError(
@@ -195,7 +193,7 @@ def _check_tokens(counts: Sequence[int | None], read: Sequence[int] | None, sent
 
 
 def _likeliest(distribution: Distribution | None, k: int, vocab_size: int, where: str) -> list[tuple[float, int]]:
-    """Return the `k` likeliest (log-probability, id) of one distribution, ties by id."""
+    """Return the `k` most likely (log-probability, id) of one distribution, ties by id."""
     if distribution is None:
         raise InputError(f"{where}: the answer has no log-probabilities there")
     if len(distribution) < k:
@@ -214,7 +212,7 @@ def _likeliest(distribution: Distribution | None, k: int, vocab_size: int, where
         )
     mass = sum(math.exp(min(value, 1.0)) for value, _ in row)
     if mass > 1 + MASS_SLACK:
-        raise InputError(f"{where}: the {k} log-probabilities are none, for their probabilities add up to more than 1")
+        raise InputError(f"{where}: the {k} values are no log-probabilities: their probabilities add up to more than 1")
     return row
 
 
