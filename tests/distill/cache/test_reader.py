@@ -12,18 +12,25 @@ from safetensors import safe_open
 from torch.nn import functional as F
 
 from configs.runtime.errors import ConfigError, InputError
-from configs.runtime.files import sha256_of
-from configs.schema.data import CacheConfig
 from configs.schema.learning import LossConfig
-from configs.schema.training import DistillConfig
+from configs.schema.training import DistillConfig, HeadsConfig
 from distill.cache import writer as cache_making
 from distill.cache.format import RowLayout, check_folder
 from distill.cache.reader import check_fits, open_cache
 from distill.cache.rows import encode, pack_ids, unpack_ids
-from distill.cache.writer import CacheJob, plan_shards
-from distill.dataset.batches import ConversationDataset, collate
-from distill.dataset.conversations import Conversation
+from distill.cache.writer import plan_shards
+from distill.dataset.batches import ConversationDataset
 from distill.loss.draft_objective import DraftObjective, target_hidden
+from tests.support.caches import (
+    batch_of,
+    cache_job,
+    flip_a_bit,
+    interrupt_after,
+    random_conversations,
+    run,
+    shard_files,
+    write_rows,
+)
 
 VOCABULARY = 258  # of the byte target
 
@@ -31,30 +38,12 @@ VOCABULARY = 258  # of the byte target
 @pytest.fixture(scope="module")
 def conversations():
     """Twelve conversations of random tokens, prompts of 3 to 8 of them, answers of 1 to 40."""
-    generator = torch.Generator().manual_seed(5)
-    rows = []
-    for number in range(12):
-        ids = torch.randint(VOCABULARY, (3 + number % 6 + 1 + (number * 17) % 40,), generator=generator).tolist()
-        cut = 3 + number % 6
-        rows.append(
-            Conversation(
-                prompt_id=f"p{number}",
-                category="c",
-                turn=0,
-                messages=(),
-                prompt_ids=tuple(ids[:cut]),
-                answer_ids=tuple(ids[cut:]),
-                ended=False,
-            )
-        )
-    return rows
+    return random_conversations([(3 + n % 6, 1 + (n * 17) % 40) for n in range(12)], VOCABULARY, seed=5)
 
 
 @pytest.fixture
 def data_file(tmp_path, conversations):
-    path = tmp_path / "train.jsonl"
-    path.write_text("".join(row.to_line() for row in conversations))
-    return path
+    return write_rows(tmp_path / "train.jsonl", conversations)
 
 
 @pytest.fixture
@@ -62,16 +51,9 @@ def job(tmp_path, data_file, conversations, byte_target):
     """A function that gives the job of making a cache of those conversations."""
 
     def make(output="cache", **settings):
-        config = CacheConfig(data=str(data_file), output=str(tmp_path / output), batch_size=3, **settings)
-        return CacheJob(target=byte_target, conversations=conversations, config=config, data_sha256=sha256_of(data_file))
+        return cache_job(byte_target, data_file, conversations, tmp_path / output, batch_size=3, **settings)
 
     return make
-
-
-def run(made):
-    made.prepare()
-    made.work(rank=0, num_processes=1)
-    return made.finish()
 
 
 @pytest.fixture
@@ -85,11 +67,6 @@ def cache(job, tmp_path, data_file, byte_target):
 def objective(byte_target, tiny_llama):
     draft = tiny_llama(seed=4, layers=1, vocab_size=byte_target.vocab_size, dtype=torch.float32)
     return lambda **loss: DraftObjective(draft, byte_target, LossConfig(**loss))
-
-
-def batch_of(conversations, numbers, max_length=512):
-    examples = ConversationDataset(conversations, max_length).examples
-    return collate([examples[number] for number in numbers])
 
 
 def loss_and_gradient(objective, batch, signal):
@@ -106,10 +83,6 @@ def assert_same_learning(objective, batch, found, expected, tolerance):
     assert torch.equal(ours.top1_agrees_N, theirs.top1_agrees_N)
     for one, other in zip(our_gradient, their_gradient, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=20 * tolerance * float(other.abs().max()))
-
-
-def shard_files(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "run.json"}
 
 
 # --- what a row takes ---------------------------------------------------------------------------------------------
@@ -215,24 +188,16 @@ def test_conversations_fill_shards_in_order_up_to_their_size():
     assert list(plan_shards([], 6)) == []
 
 
-def test_a_cut_off_run_goes_on_to_the_same_bytes(job, tmp_path, monkeypatch):
-    whole = run(job("whole", shard_megabytes=0.003))
+@pytest.mark.parametrize("settings", [{}, {"taps": [0, 2]}], ids=["rows before labels", "taps"])
+def test_a_cut_off_run_goes_on_to_the_same_bytes(job, tmp_path, monkeypatch, settings):
+    whole = run(job("whole", shard_megabytes=0.003, **settings))
     assert len(whole.shards) >= 4
-    parts = job("parts", shard_megabytes=0.003)
-    plain, written = cache_making.write_bytes, []
-
-    def write(path, content, stop=True):
-        if stop and len(written) == 2:
-            raise KeyboardInterrupt
-        written.append(path.name)
-        plain(path, content)
-
-    monkeypatch.setattr(cache_making, "write_bytes", write)
+    written = interrupt_after(monkeypatch, 2)
+    parts = job("parts", shard_megabytes=0.003, **settings)
     with pytest.raises(KeyboardInterrupt):
         run(parts)
     assert not (tmp_path / "parts" / "manifest.json").exists()
     (tmp_path / "parts" / ".shard-00002.safetensors.0badf00d").write_bytes(b"half of one")
-    monkeypatch.setattr(cache_making, "write_bytes", lambda path, content: write(path, content, stop=False))
     run(parts)
     assert written == [shard.file for shard in whole.shards]
     assert shard_files(tmp_path / "parts") == shard_files(tmp_path / "whole")
@@ -247,11 +212,19 @@ def test_a_finished_shard_that_was_damaged_since_is_made_again(job, tmp_path):
     assert shard_files(tmp_path / "cache") == before
 
 
-@pytest.mark.parametrize("other", [{"kind": "last_hidden"}, {"k": 3, "max_length": 30}, {"k": 3, "shard_megabytes": 0.001}])
-def test_shards_of_another_job_are_not_taken_for_ones_own(job, tmp_path, other):
-    run(job(**{"kind": "top_k", **other}))
-    run(job(kind="top_k", k=3))
-    run(job("fresh", kind="top_k", k=3))
+@pytest.mark.parametrize(
+    ("wanted", "other"),
+    [
+        ({"kind": "top_k", "k": 3}, {"kind": "last_hidden"}),
+        ({"kind": "top_k", "k": 3}, {"max_length": 30}),
+        ({"kind": "top_k", "k": 3}, {"shard_megabytes": 0.001}),
+        ({"taps": [0, 2]}, {"taps": [1, 2]}),
+    ],
+)
+def test_shards_of_another_job_are_not_taken_for_ones_own(job, tmp_path, wanted, other):
+    run(job(**wanted | other))
+    run(job(**wanted))
+    run(job("fresh", **wanted))
     assert shard_files(tmp_path / "cache") == shard_files(tmp_path / "fresh")
 
 
@@ -272,7 +245,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(job, tmp_path
     made = job(dtype="float32")
     needed = sum(len(row.answer_ids) for row in made.conversations) * 32 * 4
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(needed - 1))
-    with pytest.raises(InputError, match=r"needs 0\.0 MB more, and its disk has 0\.0 MB free"):
+    with pytest.raises(InputError, match=r"needs 0\.0 MB more, and its disk has 0\.0 MB free; .*fewer taps"):
         made.prepare()
     assert not (tmp_path / "cache").exists()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(needed))
@@ -308,12 +281,6 @@ def test_what_a_killed_run_leaves_behind_is_no_obstacle(job, tmp_path):
 
 
 # --- damage and refusals ------------------------------------------------------------------------------------------
-
-
-def flip_a_bit(path):
-    content = bytearray(path.read_bytes())
-    content[-100] ^= 1
-    path.write_bytes(content)
 
 
 def truncate(path):
@@ -402,12 +369,13 @@ def test_an_unfinished_cache_is_none(cache, data_file, byte_target, tmp_path):
         open_cache(tmp_path / "nowhere", data_file, byte_target)
 
 
-def test_conversations_longer_than_the_caches_are_refused(job, tmp_path, data_file, conversations, byte_target):
-    run(job(max_length=20))
+@pytest.mark.parametrize(("taps", "recipe"), [(None, DistillConfig), ([0], HeadsConfig)])
+def test_conversations_longer_than_the_caches_are_refused(job, tmp_path, data_file, conversations, byte_target, taps, recipe):
+    run(job(max_length=20, taps=taps))
     cache = open_cache(tmp_path / "cache", data_file, byte_target)
-    check_fits(cache, ConversationDataset(conversations, 20), DistillConfig(data={"max_length": 20}))
-    with pytest.raises(ConfigError, match=r"max_length: expected at most 20, .* got 21"):
-        check_fits(cache, ConversationDataset(conversations, 21), DistillConfig(data={"max_length": 21}))
+    check_fits(cache, ConversationDataset(conversations, 20), recipe(data={"max_length": 20}))
+    with pytest.raises(ConfigError, match=r"data\.max_length: expected at most 20, .* got 21"):
+        check_fits(cache, ConversationDataset(conversations, 21), recipe(data={"max_length": 21}))
 
 
 @pytest.mark.parametrize(

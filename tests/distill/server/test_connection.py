@@ -54,7 +54,7 @@ def test_an_answer_that_does_not_come_in_time_is_asked_for_again(api, connect, w
 
 def test_waits_grow_and_are_spread_at_random(api, connect, waits):
     api.troubles = [(500, {})] * 41
-    with pytest.raises(GaveUp, match="gave up after 41 attempts"):
+    with pytest.raises(GaveUp, match="answers with status 500: overloaded; gave up after 41 attempts"):
         connect(retries=40).send("GET", "models")
     means = [min(0.5 * 2**number, 30.0) for number in range(40)]
     assert all(mean / 2 <= wait <= mean * 1.5 for wait, mean in zip(waits, means, strict=True))

@@ -1,4 +1,4 @@
-"""A server's word goes into a cache only where it is the target's, and whatever else a server may do is one clear sentence."""
+"""A server's log-probabilities enter a cache only where they are the target's; anything else is refused in one sentence."""
 
 import json
 import math
@@ -9,17 +9,15 @@ import pytest
 import torch
 
 from configs.runtime.errors import ConfigError, InputError
-from configs.runtime.files import sha256_of
 from configs.runtime.loading import load_config
 from configs.schema.data import CacheConfig, ServerConfig
 from configs.schema.target import TargetConfig
-from distill.cache import writer as cache_making
 from distill.cache.reader import open_cache
 from distill.cache.server_rows import ROUNDING, log_tail
-from distill.cache.writer import CacheJob, make_cache
+from distill.cache.writer import make_cache
 from distill.dataset.batches import Example
-from distill.dataset.conversations import Conversation
 from distill.server.logprobs import TargetServer
+from tests.support.caches import cache_job, interrupt_after, random_conversations, run, write_rows
 
 VOCABULARY = 258  # of the byte target
 K = 5
@@ -54,28 +52,14 @@ def waits(monkeypatch):
 @pytest.fixture(scope="module")
 def conversations():
     """Eight conversations of random tokens, prompts of 3 to 7 of them, answers of 1 to 36."""
-    generator = torch.Generator().manual_seed(7)
-    lengths = [(3 + number % 5, 1 + 5 * number) for number in range(8)]
-    ids = [torch.randint(VOCABULARY, (sum(pair),), generator=generator).tolist() for pair in lengths]
-    return [
-        Conversation(
-            prompt_id=f"p{number}",
-            category="c",
-            turn=0,
-            messages=(),
-            prompt_ids=tuple(tokens[:prompt]),
-            answer_ids=tuple(tokens[prompt:]),
-            ended=False,
-        )
-        for number, (tokens, (prompt, _)) in enumerate(zip(ids, lengths, strict=True))
-    ]
+    return random_conversations([(3 + n % 5, 1 + 5 * n) for n in range(8)], VOCABULARY, seed=7)
 
 
 @pytest.fixture
 def data_file(tmp_path, conversations, byte_target):
     path = tmp_path / "data" / "train.jsonl"
     path.parent.mkdir()
-    path.write_text("".join(row.to_line() for row in conversations))
+    write_rows(path, conversations)
     manifest = {"format_version": 1, "target": byte_target.identity.to_dict()}
     (path.parent / "manifest.json").write_text(json.dumps(manifest))
     return path
@@ -86,22 +70,10 @@ def job(tmp_path, data_file, conversations, byte_target, connect):
     """A function that gives the job of making a top-k cache, through a server or, with None, without one."""
 
     def make(output="cache", server=None, k=K, **settings):
-        config = CacheConfig(data=str(data_file), output=str(tmp_path / output), kind="top_k", k=k, dtype="float32", **settings)
-        return CacheJob(
-            target=byte_target,
-            conversations=conversations,
-            config=config,
-            data_sha256=sha256_of(data_file),
-            server=server,
-        )
+        settings |= {"kind": "top_k", "k": k, "dtype": "float32"}
+        return cache_job(byte_target, data_file, conversations, tmp_path / output, server, **settings)
 
     return make
-
-
-def run(made):
-    made.prepare()
-    made.work(rank=0, num_processes=1)
-    return made.finish()
 
 
 def rows_of(folder, data_file, target, conversations):
@@ -150,18 +122,9 @@ def test_the_whole_command_writes_a_cache_that_names_its_server_and_keeps_the_ke
 
 
 def test_a_cut_off_run_asks_for_what_is_missing_and_for_the_probe(job, api, connect, tmp_path, monkeypatch):
-    plain, written = cache_making.write_bytes, []
-
-    def write_two(path, content):
-        if len(written) == 2:
-            raise KeyboardInterrupt
-        written.append(path)
-        plain(path, content)
-
-    monkeypatch.setattr(cache_making, "write_bytes", write_two)
+    interrupt_after(monkeypatch, 2)
     with pytest.raises(KeyboardInterrupt):
         run(job(server=connect(), shard_megabytes=0.0005))
-    monkeypatch.setattr(cache_making, "write_bytes", plain)
     api.asked.clear()
     other_address = api.url.replace("127.0.0.1", "localhost")
     manifest = run(job(server=connect(url=other_address), shard_megabytes=0.0005))
@@ -226,20 +189,6 @@ def test_distributions_shifted_by_one_position_are_refused(job, api, connect):
 
 
 # --- reaching the server ------------------------------------------------------------------------------------------
-
-
-def test_trouble_that_passes_is_waited_out_longer_each_time_or_as_the_server_asks(api, connect, waits):
-    api.troubles = [(500, {}), (503, {}), (429, {"Retry-After": "7"}), (502, {"Retry-After": "soon"})]
-    (found,) = connect(retries=4).top_k([EXAMPLE], K, VOCABULARY)
-    assert found.token_ids_NK.shape == (4, K)
-    assert waits == [0.5, 1.0, 7.0, 4.0]
-
-
-def test_trouble_that_stays_is_reported_with_the_number_of_attempts(api, connect, waits):
-    api.troubles = [(500, {})] * 3
-    with pytest.raises(InputError, match=r"answers with status 500: overloaded; gave up after 3 attempts"):
-        list(connect(retries=2).top_k([EXAMPLE], K, VOCABULARY))
-    assert api.asked == []
 
 
 def test_a_server_that_is_not_there_or_takes_too_long_is_named(api, connect, waits):
@@ -367,9 +316,9 @@ def echoed(change):
         (probs_3(lambda distribution: distribution.update({"-1": {"logprob": -0.1}})), "token id -1 lies outside"),
         (
             probs_3(lambda distribution: distribution.update({"1": {"logprob": 0.0}, "2": {"logprob": -0.1}})),
-            "are none, .* more than 1",
+            "are no log-probabilities: .* more than 1",
         ),
-        (probs_3(lambda distribution: distribution.update({"1": {"logprob": 800.0}})), "are none"),
+        (probs_3(lambda distribution: distribution.update({"1": {"logprob": 800.0}})), "are no log-probabilities"),
         (probs_3(lambda distribution: distribution.update({"1": {"logprob": math.inf}})), "is not finite"),
         (probs_3(lambda distribution: distribution.update({"1": {"logprob": math.nan}})), "is not finite"),
         (

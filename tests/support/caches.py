@@ -1,0 +1,75 @@
+"""Builders for tests of target caches: conversations of random tokens, a cache job run to its end, and damage."""
+
+import torch
+
+from configs.runtime.files import sha256_of
+from configs.schema.data import CacheConfig
+from distill.cache import writer
+from distill.cache.writer import CacheJob
+from distill.dataset.batches import ConversationDataset, collate
+from distill.dataset.conversations import Conversation
+
+
+def random_conversations(lengths, vocab_size, seed):
+    """Return conversations of random tokens; `lengths` are pairs of prompt and answer tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for number, (prompt, answer) in enumerate(lengths):
+        ids = tuple(torch.randint(vocab_size, (prompt + answer,), generator=generator).tolist())
+        texts = {"prompt_id": f"p{number}", "category": "c", "turn": 0, "messages": ()}
+        rows.append(Conversation(**texts, prompt_ids=ids[:prompt], answer_ids=ids[prompt:], ended=False))
+    return rows
+
+
+def write_rows(path, conversations):
+    """Write a conversations file, and return its path."""
+    path.write_text("".join(row.to_line() for row in conversations))
+    return path
+
+
+def batch_of(conversations, numbers, max_length=512):
+    """Return the batch of some conversations."""
+    dataset = ConversationDataset(conversations, max_length)
+    return collate([dataset[number] for number in numbers])
+
+
+def cache_job(target, data_file, conversations, output, server=None, **settings):
+    """Return the job of making a cache in the folder `output`."""
+    config = CacheConfig(data=str(data_file), output=str(output), **settings)
+    sha256 = sha256_of(data_file)
+    return CacheJob(target=target, conversations=conversations, config=config, data_sha256=sha256, server=server)
+
+
+def run(job):
+    """Make a cache in one process; return its manifest."""
+    job.prepare()
+    job.work(rank=0, num_processes=1)
+    return job.finish()
+
+
+def interrupt_after(monkeypatch, num_writes):
+    """Interrupt the making of caches after so many shards; returns the list of their names, which later runs extend."""
+    write_bytes, written = writer.write_bytes, []
+
+    def write(path, content):
+        if len(written) == num_writes and not write.interrupted:
+            write.interrupted = True
+            raise KeyboardInterrupt
+        written.append(path.name)
+        write_bytes(path, content)
+
+    write.interrupted = False
+    monkeypatch.setattr(writer, "write_bytes", write)
+    return written
+
+
+def shard_files(folder):
+    """Return the bytes of a cache's files by name."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "run.json"}
+
+
+def flip_a_bit(path):
+    """Damage a file."""
+    content = bytearray(path.read_bytes())
+    content[-50] ^= 1
+    path.write_bytes(content)
