@@ -1,18 +1,18 @@
-"""The target cache on disk: what is kept of each position, the shards it lies in, and the manifest that says so.
+"""The target cache on disk: the tensors kept of each position, the shards that hold them, and the manifest.
 
 A cache is a folder: `manifest.json` and `shard-00000.safetensors`, ... Its rows are the positions whose **next** token is a
-label: row j of a conversation is position `len(prompt_ids) - 1 + j` and stands for the answer token j. Two kinds:
+label: row j of a conversation is position `len(prompt_ids) - 1 + j` and predicts the answer token j. Two kinds:
 
-    last_hidden   `hidden [N, E]`: the target's final, normed hidden state; its head makes the exact logits of it again.
-    top_k         `log_probs [N, K]` at temperature 1, likeliest first, `log_tail [N]`, the log mass of all other tokens, and
+    last_hidden   `hidden [N, E]`: the target's final, normed hidden state; its head computes the exact logits from it.
+    top_k         `log_probs [N, K]` at temperature 1, most likely first, `log_tail [N]`, the log mass of all other tokens, and
                   `token_ids [N, ceil(K b / 8)]`, uint8: ids of b = ceil(log2 V) bits, packed, lowest bit first.
 
 Heads read the target at **every** position. For them a last_hidden cache has taps, possibly none but the final state, and row j
-of a conversation is position j. Beside `hidden` lie then `h_2 [N, E]`, ... for each tap, named by the convention that the
-manifest holds (`heads.target.hidden_states`), and of the logits that `hidden` makes over all rows of the target's head
-`log_sum [N]`, float32, the log of the sum of exp(logits), and `top1 [N]`, int32, the likeliest token.
+of a conversation is position j. Beside `hidden` there are `h_2 [N, E]`, ... for each tap, numbered by the convention named in
+the manifest (`heads.target.hidden_states`), and of the logits over all rows of the target's head `log_sum [N]`, float32, the
+log of the sum of exp(logits), and `top1 [N]`, int32, the most likely token.
 
-Beside each shard lies `shard-00000.json`, by which a cut-off run knows a finished shard; readers need the manifest only.
+`shard-00000.json` beside a shard tells an interrupted run that it is finished; readers need the manifest only.
 N rows, E width of the target, K kept tokens, V tokens.
 """
 

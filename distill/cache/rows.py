@@ -87,7 +87,7 @@ def encode(
 
 
 def as_kept(layout: RowLayout, log_probs_NK: Tensor, token_ids_NK: Tensor, log_tail_N: Tensor) -> dict[str, Tensor]:
-    """Return likeliest tokens and the mass of all others as a top-k cache keeps them, by name, on the CPU."""
+    """Return the most likely tokens and the mass of all others as a top-k cache keeps them, by name, on the CPU."""
     dtype = getattr(torch, layout.dtype)
     lowest = max(LOG_ZERO, torch.finfo(dtype).min)
     return {

@@ -1,12 +1,10 @@
-"""A server's part in making a target cache: the rows it gives, and the proof beforehand that it serves the target.
+"""The rows of a target cache from a server, and the check beforehand that it serves the target.
 
-A cache belongs to the local target: its tokenizer, chat template and weights are what the manifest names and what training
-compares. A server shows none of these. So a conversation is put to both before anything is stored, and the server is refused
-where it says something else. The local target is loaded for that and for nothing else. Without it one would need the
-identity from elsewhere (hashes of tokenizer and template can be had without weights, that of the weights cannot), the size
-of the vocabulary from a config, and the target's distribution at some positions recorded earlier.
+A cache belongs to the local target: the manifest names its tokenizer, chat template and weights, and training compares them. A
+server reveals none of these. So both compute one conversation before anything is stored, and the server is refused where its
+log-probabilities differ. The local target is loaded for that check only.
 
-P probed positions, N rows, K kept tokens, V tokens.
+P probed positions, N rows, K kept tokens.
 """
 
 from __future__ import annotations
@@ -38,18 +36,17 @@ def server_rows(server: TargetServer, layout: RowLayout, examples: Sequence[Exam
     """Yield what is kept of each example, by name, on the CPU.
 
     Raises:
-        InputError: the server fails, or answers what cannot be right.
+        InputError: the server fails, or gives an impossible answer.
     """
     for found in server.top_k(examples, layout.width, layout.vocab_size):
         yield as_kept(layout, found.log_probs_NK, found.token_ids_NK, log_tail(found.log_probs_NK, layout.vocab_size))
 
 
 def log_tail(log_probs_NK: Tensor, vocab_size: int) -> Tensor:
-    """Return `[N]` the log mass of the tokens that a server does not list: what is left to 1, and at least `ROUNDING`.
+    """Return `[N]` the log mass of the tokens that a server does not list: 1 minus that of the others, at least `ROUNDING`.
 
-    The local target sums the tail itself; here the other tokens are unknown. A tail of nothing would make the divergences
-    that weigh it by the draft's mass (reverse KL, JSD) as large as `LOG_ZERO` for a rounding error; with nothing left out it
-    is nothing.
+    The local target sums the tail itself; here the other tokens are unknown. A mass of 0 would make the divergences that weigh
+    it by the draft's mass (reverse KL, JSD) as large as `LOG_ZERO` for a rounding error; it is 0 only where K is V.
     """
     if log_probs_NK.shape[-1] == vocab_size:
         return torch.full_like(log_probs_NK[:, 0], -torch.inf)
@@ -58,9 +55,9 @@ def log_tail(log_probs_NK: Tensor, vocab_size: int) -> Tensor:
 
 @torch.no_grad()
 def check_serves(server: TargetServer, target: Target, layout: RowLayout, example: Example) -> None:
-    """Refuse a server that does not say what the target says at the last positions of a conversation.
+    """Refuse a server whose log-probabilities at the last positions of a conversation are not the target's.
 
-    Compared is the log-probability of the server's likeliest token: the local distribution has every token, the server's a few.
+    Compared at the server's most likely token: the local distribution has every token, the server's only a few.
 
     Raises:
         InputError: on average they differ by more than `server.probe_tolerance` nats, or the server fails.
@@ -70,10 +67,10 @@ def check_serves(server: TargetServer, target: Target, layout: RowLayout, exampl
     log_p_PV = local_distribution(target, layout.vocab_size, probe)
     difference, num_agreeing = _compare(found, log_p_PV)
     tolerance, url = server.config.probe_tolerance, server.config.url
-    agreement = f"the likeliest tokens agree at {num_agreeing} of {len(log_p_PV)} positions"
+    agreement = f"the most likely tokens agree at {num_agreeing} of {len(log_p_PV)} positions"
     if not difference <= tolerance:  # also where it is no number
         raise InputError(
-            f"server.url: {url} does not serve target {target.identity.name}: the log-probabilities of its likeliest tokens "
+            f"server.url: {url} does not serve target {target.identity.name}: the log-probabilities of its most likely tokens "
             f"differ by {difference:.3g} nats on average, and server.probe_tolerance allows {tolerance:g}; {agreement}"
         )
     logger.info("server %s serves the target: off by %.3g nats on average, %s", url, difference, agreement)
@@ -89,7 +86,7 @@ def local_distribution(target: Target, vocab_size: int, example: Example) -> Ten
 
 
 def _compare(found: TopK, log_p_PV: Tensor) -> tuple[float, int]:
-    """Return the mean |difference| in nats at the server's likeliest tokens, and how many of them are the target's too."""
+    """Return the mean |difference| in nats at the server's most likely tokens, and how many of them are the target's, too."""
     top1_P1 = found.token_ids_NK[:, :1]
     difference_P1 = log_p_PV.gather(1, top1_P1) - found.log_probs_NK[:, :1]
     return float(difference_P1.abs().mean()), int((log_p_PV.argmax(-1) == top1_P1[:, 0]).sum())

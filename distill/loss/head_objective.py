@@ -1,8 +1,8 @@
-"""The one objective of all head families: the target's distribution at every depth, and what the acceptance was on the way.
+"""The objective of all head families: at every depth, the divergence from the target's distribution, and the acceptance.
 
-A family says, for each depth, which origins it speaks for and where the target judges it (`heads.modules.interface.Depth`).
-Here each depth is held against the target's final states by any divergence of `distill.loss.divergences`, a chunk of rows at
-a time. B batch, T positions, E width of the target, N rows of one depth, K depths, P = B * T flat places.
+A family says, for each depth, which origins it predicts from and at which positions the target's distribution is compared
+(`heads.modules.interface.Depth`); `distill.loss.chunked` compares them, a chunk of rows at a time.
+B batch, T positions, E width of the target, N rows of one depth, K depths, P = B * T flat places.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class HeadLoss:
     """The loss of a batch, to go backward from, and sums over the batch by depth, all detached.
 
     Args:
-        loss: scalar, the weighted mean over labels and depths, and what a head's guesses of its acceptance cost.
+        loss: scalar, the weighted mean over labels and depths, and the loss of a head's estimates of its acceptance.
         labels_K: rows of each depth.
         values_K: divergence.
         acceptance_K: sum_v min(p, q), each depth by itself.
-        agrees_K: rows where the likeliest tokens agree.
-        origins_K: origins that drafting would start from (the pending token is an answer's) and that every depth up to
-            this one speaks for.
+        agrees_K: rows where the most likely tokens agree.
+        origins_K: origins that drafting would start from (the pending token is an answer's) with a row at every depth up
+            to this one.
         joint_K: among them, the sum of the product of acceptances up to this depth.
         joint_agrees_K: among them, those where every depth up to this one agrees.
         reached_K: among them, those where every depth before this one agrees.
@@ -61,8 +61,8 @@ class HeadObjective(nn.Module):
 
     Args:
         head: the head being trained; an `nn.Module` that follows `heads.modules.interface.HeadModule`.
-        target: whose distribution is learnt.
-        config: which divergence, and how much memory it may take.
+        target: the frozen target.
+        config: the divergence, its temperature and the chunk size.
         timed: takes the name of a part of the step, returns a context manager around it; by default does nothing.
     """
 
@@ -95,11 +95,11 @@ class HeadObjective(nn.Module):
         """
         with self._timed("draft"):
             depths = cast(HeadModule, self.head)(batch, states)
-        judges = self._judges(batch, states, depths, normalisers)
+        target_rows = self._target_rows(batch, states, depths, normalisers)
         total_weight = sum(depth.weight for depth in depths)
         results = [
             self._depth_loss(batch, depth, rows, world_size * depth.weight / (total_weight * num_labels))
-            for depth, rows in zip(depths, judges, strict=True)
+            for depth, rows in zip(depths, target_rows, strict=True)
         ]
         return _sums(batch, depths, results)
 
@@ -121,10 +121,10 @@ class HeadObjective(nn.Module):
         )
         if depth.confidence_N is None:
             return result
-        guess = _confidence_loss(depth, depth.confidence_N, result.acceptance_N, weights_N)
-        return result._replace(loss=result.loss + guess)
+        confidence_loss = _confidence_loss(depth, depth.confidence_N, result.acceptance_N, weights_N)
+        return result._replace(loss=result.loss + confidence_loss)
 
-    def _judges(
+    def _target_rows(
         self, batch: Batch, states: TargetStates, depths: list[Depth], normalisers: Normalisers | None
     ) -> list[TargetRows]:
         """Return the target's side for each depth."""
@@ -146,7 +146,7 @@ class HeadObjective(nn.Module):
         ]
 
     def _normalised(self, batch: Batch, states: TargetStates, depths: list[Depth]) -> Normalisers:
-        """Compute the normalisers of every position that a depth is judged at, once for all depths."""
+        """Compute the normalisers of every position where a depth is compared, once for all depths."""
         (target,) = self._target
         wanted_P = torch.zeros_like(batch.loss_mask_BT).flatten()
         for depth in depths:
@@ -155,14 +155,14 @@ class HeadObjective(nn.Module):
 
 
 def _confidence_loss(depth: Depth, confidence_N: Tensor, acceptance_N: Tensor, weights_N: Tensor) -> Tensor:
-    """Return the weighted cross-entropy of a head's guesses of its acceptance, which itself carries no graph."""
-    guesses_N = confidence_N.to(acceptance_N.dtype)
-    entropies_N = binary_cross_entropy_with_logits(guesses_N, acceptance_N, reduction="none")
+    """Return the weighted cross-entropy of a head's estimates of its acceptance, which itself carries no graph."""
+    estimates_N = confidence_N.to(acceptance_N.dtype)
+    entropies_N = binary_cross_entropy_with_logits(estimates_N, acceptance_N, reduction="none")
     return depth.confidence_weight * (weights_N * entropies_N).sum()
 
 
 def _sums(batch: Batch, depths: list[Depth], results: list[ChunkedLoss]) -> HeadLoss:
-    """Add up what each depth saw, and follow chains from the origins that drafting would start from."""
+    """Sum each depth's statistics, alone and along the chains from the origins that drafting would start from."""
     drafted_from_P = torch.zeros_like(batch.loss_mask_BT)
     drafted_from_P[:, :-1] = batch.loss_mask_BT[:, 1:]
     alive_P = drafted_from_P.flatten()

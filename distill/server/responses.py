@@ -171,7 +171,7 @@ def read_top_k(
     """
     _check_tokens([len(distributions), completion.num_read], completion.read_ids(where), example.input_ids, where)
     rows = [
-        _likeliest(distributions[position], k, vocab_size, f"{where}, position {position} of {len(distributions)}")
+        _most_likely(distributions[position], k, vocab_size, f"{where}, position {position} of {len(distributions)}")
         for position in range(example.answer_start, len(distributions))
     ]
     return TopK(
@@ -192,7 +192,7 @@ def _check_tokens(counts: Sequence[int | None], read: Sequence[int] | None, sent
         raise InputError(f"{where} read other token ids than were sent; the target's ids mean something else to it")
 
 
-def _likeliest(distribution: Distribution | None, k: int, vocab_size: int, where: str) -> list[tuple[float, int]]:
+def _most_likely(distribution: Distribution | None, k: int, vocab_size: int, where: str) -> list[tuple[float, int]]:
     """Return the `k` most likely (log-probability, id) of one distribution, ties by id."""
     if distribution is None:
         raise InputError(f"{where}: the answer has no log-probabilities there")
