@@ -110,7 +110,7 @@ class Workers:
             for process in processes
         ]
         return RuntimeError(
-            f"data worker {' and '.join(names)} {how}. Nothing on disk is lost: start the run again to go on "
+            f"data worker {' and '.join(names)} {how}. Nothing is lost that was kept on disk: start the run again to go on "
             "from the last checkpoint; with schedule.loader_workers null no worker is needed"
         )
 
