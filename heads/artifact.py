@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -28,6 +28,7 @@ from heads.families.registry import FAMILIES, serve
 from heads.hub import locate_artifact
 from heads.inference.compiled_forward import run_alike
 from heads.inference.model_checks import check_rolls_back, check_split
+from heads.modules.interface import HeadModule
 from heads.proposers.cross_device import CrossDeviceProposer
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.protocol import Proposer
@@ -280,7 +281,7 @@ def _load_head(folder: Path, metadata: Metadata, target: PreTrainedModel) -> tup
         head.load_state_dict(tensors)
     except RuntimeError as error:
         raise InputError(f"{folder} does not hold the weights of its head: {' '.join(str(error).split())}") from error
-    check_taps(target, family.taps(head))
+    check_taps(target, cast(HeadModule, head).taps)
     served = serve(head, target)
     return served, family.propose(served, target.device)
 

@@ -1,6 +1,6 @@
 """Drafts by name: a folder here, or a repository on the Hub, whose data files are fetched into the Hub's own cache.
 
-Only files that hold data are fetched: JSON, safetensors, tokenizers. No code, nothing pickled, except for a foreign draft to be
+Only files that hold data are fetched: JSON, safetensors, tokenizers. No code, nothing pickled, except for a draft to be
 imported, whose weights some programs still keep in a `.bin` or `.pt` (read with `weights_only` by
 `heads.target.checkpoint_files`). Where and how the Hub is reached (`HF_ENDPOINT`, `HF_TOKEN`, `HF_HUB_OFFLINE`, `HF_HOME`) is
 huggingface_hub's business.
@@ -19,7 +19,7 @@ from configs.runtime.errors import InputError, first_line
 from configs.schema.release import TORCH_FILES
 
 DATA_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
-FOREIGN_FILES = (*DATA_FILES, *TORCH_FILES)
+EXTERNAL_FILES = (*DATA_FILES, *TORCH_FILES)
 SUBFOLDERS = "*/*"  # the exports of a published draft, for which others come
 NAME = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[\w][\w./-]*))?")
 
@@ -37,13 +37,13 @@ def locate_artifact(name: str | Path) -> Path:
     return _locate(str(name), DATA_FILES)
 
 
-def locate_foreign(name: str | Path) -> Path:
+def locate_external(name: str | Path) -> Path:
     """Return the folder of a draft that another program wrote; see `locate_artifact`.
 
     Raises:
         InputError: it is neither a folder nor on the Hub, or could not be fetched.
     """
-    return _locate(str(name), FOREIGN_FILES)
+    return _locate(str(name), EXTERNAL_FILES)
 
 
 def _locate(name: str, patterns: tuple[str, ...]) -> Path:

@@ -25,28 +25,28 @@ def main(config: ImportConfig, args: argparse.Namespace) -> None:
     # torch and transformers take seconds to import: a mistyped key is reported before that.
     from configs.runtime.run_record import describe_versions
     from heads.formats.importing.importer import drafts_a_round, fit, write_artifact
-    from heads.formats.importing.reading import read_foreign
-    from heads.hub import locate_foreign
+    from heads.formats.importing.reading import read_external
+    from heads.hub import locate_external
     from heads.target.loading import load_target
     from scripts.exchange.trial import try_out
 
     out = Path(args.out)
     if out.exists():
         raise InputError(f"{out} exists already; give a new folder")
-    folder = locate_foreign(args.draft)
-    foreign = read_foreign(folder, layer_ids=config.layer_ids, reads=config.reads)
+    folder = locate_external(args.draft)
+    external = read_external(folder, layer_ids=config.layer_ids, reads=config.reads)
     target = load_target(config.target)
     try:
-        fitted = fit(foreign, target.model)
+        fitted = fit(external, target.model)
     except InputError as error:
-        raise InputError(f"{folder} ({foreign.form}) does not fit {config.target.name}: {error}") from error
-    tokens = drafts_a_round(foreign, config.num_speculative_tokens, fitted.settings)
-    trial = try_out(fitted, target, config, tokens, foreign.layer_ids)
+        raise InputError(f"{folder} ({external.form}) does not fit {config.target.name}: {error}") from error
+    tokens = drafts_a_round(external, config.num_speculative_tokens, fitted.settings)
+    trial = try_out(fitted, target, config, tokens, external.layer_ids)
     for warning in [] if trial is None else trial.warnings:
         print(f"{folder}: {warning}", file=sys.stderr)
     provenance = {
         "imported_from": args.draft,
-        "form": foreign.form,
+        "form": external.form,
         "versions": describe_versions(),
         "trial": None if trial is None else asdict(trial),
     }
@@ -59,7 +59,7 @@ def main(config: ImportConfig, args: argparse.Namespace) -> None:
         provenance=provenance,
     )
     print(
-        f"{out}: {fitted.settings.kind} from {foreign.form}"
+        f"{out}: {fitted.settings.kind} from {external.form}"
         + ("" if trial is None else f", {trial.accepted_per_round:.2f} accepted a round")
     )
 

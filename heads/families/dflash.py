@@ -27,11 +27,11 @@ from heads.inference.kv_cache import RowCache
 from heads.modules.autoregressive import PendingFeatures
 from heads.modules.block_training import Anchors, BlockKeys, choose_anchors
 from heads.modules.initialization import mask_token, with_noise
-from heads.modules.interface import Batch, Depth
+from heads.modules.interface import Batch, Depth, Family
 from heads.modules.layers import DraftAttention, LayerShape, Rotary, Rotation, layer_shape, mlp, norm, placed_mask
 from heads.modules.output_head import DraftHead
 from heads.proposers.chain_builder import ChainBuilder
-from heads.proposers.protocol import Proposal, Proposer, Tokens
+from heads.proposers.protocol import Proposal, Tokens
 from heads.proposers.vocabulary import DraftVocabulary
 from heads.sampling.counter_rng import CounterRNG
 from heads.target.hidden_states import TargetStates
@@ -56,7 +56,7 @@ class DFlash(nn.Module):
 
     @property
     def token_ids_W(self) -> Tensor | None:
-        """The target's id of each draft token; None where it can say all of them."""
+        """The target's id of each draft token; None for the whole vocabulary."""
         return self.lm_head.token_ids
 
     def forward(self, batch: Batch, states: TargetStates) -> list[Depth]:
@@ -195,6 +195,4 @@ def resolved(settings: DFlashSettings, target: PreTrainedModel) -> DFlashSetting
     return settings.model_copy(update={"taps": taps, "mask_token_id": mask_token(settings.mask_token_id, target)})
 
 
-def make_proposer(module: DFlash, device: torch.device) -> Proposer:
-    """Return the decoding side."""
-    return BlockDrafter(module, device)
+FAMILY = Family(settings=DFlashSettings, build=DFlash, propose=BlockDrafter, in_one_forward=True)

@@ -20,9 +20,8 @@ from transformers import PreTrainedModel
 from configs.schema.heads import DSparkSettings
 from heads.families.dflash import BlockDrafter, DFlash
 from heads.modules.block_training import Anchors
-from heads.modules.interface import Batch, Depth, flat
+from heads.modules.interface import Batch, Depth, Family, flat
 from heads.proposers.chain_builder import ChainBuilder
-from heads.proposers.protocol import Proposer
 from heads.proposers.vocabulary import DraftVocabulary
 
 
@@ -107,6 +106,4 @@ class MarkovDrafter(BlockDrafter):
         self.confidences_BG = torch.stack(confidences, 1).float().sigmoid()
 
 
-def make_proposer(module: DSpark, device: torch.device) -> Proposer:
-    """Return the decoding side."""
-    return MarkovDrafter(module, device)
+FAMILY = Family(settings=DSparkSettings, build=DSpark, propose=MarkovDrafter, in_one_forward=True)

@@ -1,20 +1,13 @@
-"""Attention while a head is unrolled over its own states in training, exactly as it will attend when it drafts.
-
-Chains start at every origin j at once. At depth k the chain of origin j sees the depth-0 keys of origins up to j, which are
-made of the target's states, and of the deeper keys only its own (EAGLE-3's "training-time test", arXiv 2503.01840). So one
-causal block and a diagonal for each later depth, in one softmax; the diagonals cost no square.
-B batch, T origins, N heads, M key-value heads, H head width, K depth.
-
-
-EAGLE-3: one or more layers over fused taps of the target and the embedding of the next token.
+"""EAGLE-3: one or more layers over fused taps of the target and the embedding of the next token.
 
 Li et al. 2025, arXiv 2503.01840. The feature of position j is a projection of the target's low, mid and high states there; the
-first layer attends over [norm(embedding of x_{j+1}); norm(feature)], its residual is the feature. In training the module is
-unrolled over its own states (`heads.families.eagle3`), so that it has met in training what it meets when drafting. Names of the
-tensors are those that serving engines know. Departures, all in what it starts from: the output head as the target's rows, the
-norm before it with the target's scale, the feature as the last tap, layers as a block (`heads.modules.initialization`). What
-P-EAGLE shares with it stands here as `EagleBody`.
-B batch, T positions, A taps, E width of the target, D = E width of the layer, K depths, W draft vocabulary.
+first layer attends over [norm(embedding of x_{j+1}); norm(feature)], its residual is the feature. Training unrolls the module
+over its own states (`UnrolledKeys`), so that it meets in training what it meets when drafting. Tensor names are those that
+serving engines read. Departures, all in the initial weights: the output head is the target's rows, the norm before it has the
+target's scale, the feature is the last tap, layers copy a block (`heads.modules.initialization`). `EagleBody` is what P-EAGLE
+shares with it.
+B batch, T positions, A taps, E width of the target, D = E width of the layer, K depths, N heads, M key-value heads, H head
+width.
 """
 
 from __future__ import annotations
@@ -30,10 +23,9 @@ from configs.schema.heads import Eagle3Settings, EagleSettings
 from heads.inference.kv_cache import RowCache
 from heads.modules.autoregressive import FeatureChain
 from heads.modules.initialization import copy_block, pass_last_tap, with_noise
-from heads.modules.interface import Batch, Depth, flat, labelled_origins, shifted_left
+from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins, shifted_left
 from heads.modules.layers import DraftAttention, LayerShape, Rotary, Rotation, causal_mask, layer_shape, mlp, norm, placed_mask
 from heads.modules.output_head import DraftHead
-from heads.proposers.protocol import Proposer
 from heads.proposers.vocabulary import DraftVocabulary
 from heads.target.hidden_states import TargetStates, final_norm_scale, num_blocks
 
@@ -44,7 +36,7 @@ class EagleBody(nn.Module):
     Args:
         settings: of the family.
         target: whose states are read; its embedding is borrowed.
-        vocabulary: the tokens the head can say; None: all of the target's.
+        vocabulary: the tokens the head can propose; None: all of the target's.
 
     Raises:
         InputError: the target has too few blocks for the default taps, or no block to start from as asked.
@@ -74,7 +66,7 @@ class EagleBody(nn.Module):
 
     @property
     def token_ids_W(self) -> Tensor | None:
-        """The target's id of each draft token; None where it can say all of them."""
+        """The target's id of each draft token; None for the whole vocabulary."""
         return self.lm_head.token_ids
 
     def features(self, states: TargetStates) -> Tensor:
@@ -159,44 +151,12 @@ class Eagle3Layer(nn.Module):
         return states_BTD + self.mlp(self.post_attention_layernorm(states_BTD))
 
 
-class CachedKeys:
-    """Keys and values of one layer in a cache, for drafting."""
-
-    def __init__(self, cache: RowCache, layer: int, visible_B1TS: Tensor) -> None:
-        self.cache, self.layer, self.visible_B1TS = cache, layer, visible_B1TS
-
-    def attend(self, attention: DraftAttention, states_BTX: Tensor, rotation: Rotation) -> Tensor:
-        """Return the attention output `[B, T, D]` at the placed positions, whose keys are added."""
-        k_BMSH, v_BMSH = self.cache.update(*attention.keys_values(states_BTX, rotation), self.layer)
-        return attention.attend(attention.queries(states_BTX, rotation), k_BMSH, v_BMSH, self.visible_B1TS)
-
-
-@torch.no_grad()
-def own_embedding(target: PreTrainedModel) -> nn.Embedding:
-    """Return a trainable embedding in float32 that gives what the target's gives, scaled as that may be."""
-    embedding = target.get_input_embeddings()
-    ids_V = torch.arange(target.config.get_text_config().vocab_size, device=target.device)
-    return nn.Embedding.from_pretrained(embedding(ids_V).float(), freeze=False)
-
-
-def default_taps(target: PreTrainedModel) -> tuple[int, int, int]:
-    """Return the low, mid and high states that EAGLE-3 engines read where nothing else is said: h_2, h_{L/2}, h_{L-3}."""
-    last = num_blocks(target)
-    low, mid, high = min(2, last), last // 2, max(last - 3, 0)
-    if not low < mid < high:
-        raise InputError(
-            f"a target of {last} blocks is too shallow for the default taps h_2, h_{{L/2}}, h_{{L-3}}; give head.taps"
-        )
-    return low, mid, high
-
-
-def make_proposer(module: Eagle3, device: torch.device) -> Proposer:
-    """Return the decoding side."""
-    return FeatureChain(module, device)
-
-
 class UnrolledKeys:
-    """Keys and values of one layer over the depths unrolled so far.
+    """Keys and values of one layer over the depths unrolled so far ("training-time test").
+
+    Chains start at every origin j at once. At depth k the chain of origin j sees the depth-0 keys of origins up to j, which are
+    made of the target's states, and of the deeper keys only its own: one causal block and a diagonal for each later depth, in
+    one softmax.
 
     Args:
         visible_B1TT: which depth-0 keys each origin sees (`heads.modules.layers.causal_mask`).
@@ -232,3 +192,37 @@ class UnrolledKeys:
         for place, own in enumerate(values[1:]):
             mixed_BNTH = mixed_BNTH + weights[..., T + place, None] * own
         return mixed_BNTH
+
+
+class CachedKeys:
+    """Keys and values of one layer in a cache, for drafting."""
+
+    def __init__(self, cache: RowCache, layer: int, visible_B1TS: Tensor) -> None:
+        self.cache, self.layer, self.visible_B1TS = cache, layer, visible_B1TS
+
+    def attend(self, attention: DraftAttention, states_BTX: Tensor, rotation: Rotation) -> Tensor:
+        """Return the attention output `[B, T, D]` at the placed positions, whose keys are added."""
+        k_BMSH, v_BMSH = self.cache.update(*attention.keys_values(states_BTX, rotation), self.layer)
+        return attention.attend(attention.queries(states_BTX, rotation), k_BMSH, v_BMSH, self.visible_B1TS)
+
+
+@torch.no_grad()
+def own_embedding(target: PreTrainedModel) -> nn.Embedding:
+    """Return a trainable embedding in float32 that gives what the target's gives, scaled as that may be."""
+    embedding = target.get_input_embeddings()
+    ids_V = torch.arange(target.config.get_text_config().vocab_size, device=target.device)
+    return nn.Embedding.from_pretrained(embedding(ids_V).float(), freeze=False)
+
+
+def default_taps(target: PreTrainedModel) -> tuple[int, int, int]:
+    """Return the low, mid and high states that EAGLE-3 engines read where nothing else is said: h_2, h_{L/2}, h_{L-3}."""
+    last = num_blocks(target)
+    low, mid, high = min(2, last), last // 2, max(last - 3, 0)
+    if not low < mid < high:
+        raise InputError(
+            f"a target of {last} blocks is too shallow for the default taps h_2, h_{{L/2}}, h_{{L-3}}; give head.taps"
+        )
+    return low, mid, high
+
+
+FAMILY = Family(settings=Eagle3Settings, build=Eagle3, propose=FeatureChain)

@@ -27,10 +27,10 @@ from configs.schema.heads import HydraSettings
 from heads.families.medusa import ResidualBlocks
 from heads.inference.kv_cache import RowCache
 from heads.modules.autoregressive import FeatureChain
-from heads.modules.interface import Batch, Depth, flat, labelled_origins
+from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins
 from heads.modules.layers import DraftAttention, LayerShape, Rotary, Rotation, causal_mask, layer_shape, mlp, norm, placed_mask
 from heads.modules.output_head import DraftHead
-from heads.proposers.protocol import Proposal, Proposer, Tokens
+from heads.proposers.protocol import Proposal, Tokens
 from heads.proposers.vocabulary import DraftVocabulary
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree
@@ -63,7 +63,7 @@ class Hydra(nn.Module):
 
     @property
     def token_ids_W(self) -> Tensor | None:
-        """The target's id of each draft token; None where it can say all of them."""
+        """The target's id of each draft token; None for the whole vocabulary."""
         return self.output_head(0).token_ids
 
     def output_head(self, depth: int) -> DraftHead:
@@ -187,6 +187,4 @@ class HydraChain(FeatureChain):
         return super().propose_tree(tokens, tree.cut(self.num_depths), drawn_by, rng)
 
 
-def make_proposer(module: Hydra, device: torch.device) -> Proposer:
-    """Return the decoding side."""
-    return HydraChain(module, device)
+FAMILY = Family(settings=HydraSettings, build=Hydra, propose=HydraChain)

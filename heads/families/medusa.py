@@ -5,7 +5,7 @@ x + SiLU(W x + b) for each depth and then through an output head. W and b start 
 target says about x_{j+1}. No head reads a drafted token, nor the pending one. Names of the tensors are those that vLLM knows.
 
 Departures: every block has weights of its own (the published code repeats one block where a head has several), and the
-distribution each token is drawn from is handed to verification, which stays exact. Left out on purpose: typical acceptance.
+distribution each token is drawn from is handed to verification, which stays exact.
 B batch, T positions, N rows of one depth, E width of the target, K depths, W draft vocabulary.
 """
 
@@ -21,10 +21,10 @@ from transformers import PreTrainedModel
 
 from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import MedusaSettings
-from heads.modules.interface import Batch, Depth, flat, labelled_origins
+from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins
 from heads.modules.output_head import DraftHead
 from heads.proposers.chain_builder import ChainBuilder
-from heads.proposers.protocol import Proposal, Proposer, Tokens
+from heads.proposers.protocol import Proposal, Tokens
 from heads.proposers.tree_builder import tree_builder
 from heads.proposers.vocabulary import DraftVocabulary
 from heads.sampling.counter_rng import CounterRNG
@@ -51,7 +51,7 @@ class Medusa(nn.Module):
 
     @property
     def token_ids_W(self) -> Tensor | None:
-        """The target's id of each draft token; None where it can say all of them."""
+        """The target's id of each draft token; None for the whole vocabulary."""
         return self.output_head(0).token_ids
 
     def output_head(self, depth: int) -> DraftHead:
@@ -142,6 +142,4 @@ class MedusaDrafts:
         return states.final_BTE[rows_B, torch.tensor(columns, device=self.device)]
 
 
-def make_proposer(module: Medusa, device: torch.device) -> Proposer:
-    """Return the decoding side."""
-    return MedusaDrafts(module, device)
+FAMILY = Family(settings=MedusaSettings, build=Medusa, propose=MedusaDrafts, in_one_forward=True)

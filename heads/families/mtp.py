@@ -1,22 +1,13 @@
-"""The decoding side of MTP with a module for each depth.
-
-At index i the module of depth k reads the state that the module before it gave there (depth 0: the target's) and the token
-x_{i+1+k}. After a round the target's states reach j, and the module of depth k has read tokens up to x_{j+1+k}, of which only
-those up to x_{j+1} are sure. So the last indices of every module but the first may rest on drafts that were rejected. Like
-transformers' `MtpCache`, each round reads again as many indices as there are drafts under way, in the same forward as the
-new ones. B batch, T indices of a window, F width of a feature, D width of a state.
-
-
-MTP: the next token's embedding and the target's final state, joined and led through a block of the target's own family.
+"""MTP: the next token's embedding and the target's final state, joined and passed through a block of the target's architecture.
 
 DeepSeek-AI 2024, arXiv 2412.19437, section 2.2. At position j a module reads norm(embedding of x_{j+1}) and norm(state at j),
-projects the two to one, and runs one decoder block and a norm; the target's head then says x_{j+2}. What comes next depends
-on `shared_depths`. One module for all depths is applied to its own normed states (FastMTP), in training with the keys it
-will have when it drafts: of the depths before only those of its own chain. A module for each depth reads the normed states
-of the module before it at every position, one token further ahead, and sees all its own earlier positions.
+projects the two to one, and runs one decoder block and a norm; the target's head then gives the logits of x_{j+2}.
+`shared_depths` says what follows. One module for all depths is applied to its own normed states (FastMTP); in training it has
+the keys it will have when it drafts: of the depths before only those of its own chain. A module for each depth reads the normed
+states of the module before it at every position, one token further ahead, and attends to all its own earlier positions.
 
-Tensor names are those that transformers reads under `mtp.`. Left out on purpose: vLLM's zeroed embedding at position 0.
-B batch, T positions, E = D width, K depths, W draft vocabulary.
+Tensor names are those that transformers reads under `mtp.`. vLLM's zeroed embedding at position 0 is left out.
+B batch, T positions, E = D width, F width of a feature, K depths, W draft vocabulary.
 """
 
 from __future__ import annotations
@@ -35,7 +26,7 @@ from configs.schema.heads import MtpSettings
 from heads.families.mtp_checkpoint import NativeMtp
 from heads.inference.kv_cache import RowCache
 from heads.modules.autoregressive import ChainModule, FeatureChain, PendingFeatures
-from heads.modules.interface import Batch, Depth, flat, labelled_origins, shifted_left
+from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins, shifted_left
 from heads.modules.layers import causal_mask, shape_like
 from heads.modules.output_head import DraftHead
 from heads.modules.target_block import CacheLayer, ChainKeys, Keys, Surroundings, cached_mask, copy_block, unrolled_mask
@@ -71,11 +62,11 @@ class Mtp(nn.Module):
 
     @property
     def token_ids_W(self) -> Tensor | None:
-        """The target's id of each draft token; None where it can say all of them."""
+        """The target's id of each draft token; None for the whole vocabulary."""
         return self.lm_head.token_ids
 
     def forward(self, batch: Batch, states: TargetStates) -> list[Depth]:
-        """Say `num_depths` tokens from every origin at once."""
+        """Predict `num_depths` tokens from every origin at once."""
         visible_B1TT = causal_mask(batch.document_ids_BT)
         chain = ChainKeys() if self.settings.shared_depths else None
         states_BTD = self.features(states)
@@ -155,35 +146,14 @@ class MtpLayer(nn.Module):
         return normed_BTD
 
 
-def start_from_checkpoint(head: Mtp, target: PreTrainedModel) -> None:
-    """Give a new head the weights that the settings ask for: with `init: checkpoint` those in the target's own folder.
-
-    Raises:
-        InputError: the target was not loaded from a folder that holds MTP weights of a known naming, or it holds another
-            number of modules.
-    """
-    if head.settings.init == "scratch":
-        return
-    if not target.name_or_path:
-        raise InputError("head.init checkpoint: the target was not loaded from a folder, where its MTP weights would be")
-    native = NativeMtp(Path(target.name_or_path))
-    if native.num_layers != len(head.layers):
-        raise InputError(
-            f"head.init checkpoint: {target.name_or_path} holds {native.num_layers} MTP modules, the head {len(head.layers)}; "
-            "a single one goes with head.shared_depths true, several with false and head.num_depths set to their number"
-        )
-    like = {f"layers.{name}": value for name, value in head.layers.state_dict().items()}
-    hidden_first = head.settings.concat_order == "hidden_first"
-    head.load_state_dict(native.read(like, hidden_first=hidden_first), strict=False)
-
-
-def make_proposer(module: Mtp, device: torch.device) -> Proposer:
-    """Return the decoding side."""
-    return FeatureChain(module, device) if module.settings.shared_depths else DepthChain(module, device)
-
-
 class DepthChain:
     """Modules of one depth each as a proposer (`heads.proposers.protocol.Proposer`); drafts at most one token a module.
+
+    At index i the module of depth k reads the state that the module before it gave there (depth 0: the target's) and the token
+    x_{i+1+k}. After a round the target's states reach j, and the module of depth k has read tokens up to x_{j+1+k}, of which
+    only those up to x_{j+1} are certain. So the last indices of every module but the first may rest on rejected drafts. Like
+    transformers' `MtpCache`, each round reads again as many indices as there are drafts under way, in the forward that reads
+    the new ones.
 
     Once a round has asked for fewer tokens, later ones of the same batch get no more than that: the deeper modules have not
     read along, and what they missed is not kept. So where a rule stops a round (`heads.proposers.draft_length`), all modules
@@ -241,3 +211,33 @@ class DepthChain:
     def keep_rows(self, rows: Sequence[int]) -> None:
         self._cache.keep_rows(rows)
         self._window.keep_rows(rows)
+
+
+def make_proposer(module: Mtp, device: torch.device) -> Proposer:
+    """Return the decoding side."""
+    return FeatureChain(module, device) if module.settings.shared_depths else DepthChain(module, device)
+
+
+def start_from_checkpoint(head: Mtp, target: PreTrainedModel) -> None:
+    """Give a new head the weights that the settings ask for: with `init: checkpoint` those in the target's own folder.
+
+    Raises:
+        InputError: the target was not loaded from a folder that holds MTP weights of a known naming, or it holds another
+            number of modules.
+    """
+    if head.settings.init == "scratch":
+        return
+    if not target.name_or_path:
+        raise InputError("head.init checkpoint: the target was not loaded from a folder, where its MTP weights would be")
+    native = NativeMtp(Path(target.name_or_path))
+    if native.num_layers != len(head.layers):
+        raise InputError(
+            f"head.init checkpoint: {target.name_or_path} holds {native.num_layers} MTP modules, the head {len(head.layers)}; "
+            "a single one goes with head.shared_depths true, several with false and head.num_depths set to their number"
+        )
+    like = {f"layers.{name}": value for name, value in head.layers.state_dict().items()}
+    hidden_first = head.settings.concat_order == "hidden_first"
+    head.load_state_dict(native.read(like, hidden_first=hidden_first), strict=False)
+
+
+FAMILY = Family(settings=MtpSettings, build=Mtp, propose=make_proposer, start=start_from_checkpoint)

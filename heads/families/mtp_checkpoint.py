@@ -1,18 +1,10 @@
-"""The MTP weights that some checkpoints bring along, which transformers drops when it loads the model: read, and put back.
+"""The MTP weights that some checkpoints hold and transformers drops on loading: how they are named, read and replaced.
 
-Families name the same module in different ways (`heads.families.mtp_checkpoint`). The projection's columns are put into the
-order the head asks for, and experts kept one by one in the file are stacked as transformers has them. Putting back
-("stitching") makes another
-folder: files without MTP tensors are linked to the target's, and new numbers are written over the old ones in copies of the
-others. So whatever is not an MTP tensor keeps every bit, and so do dtypes, shards and their index.
-
-Left out on purpose: quantised checkpoints, and adding modules to a checkpoint that has none (an export).
-k number of a module from 0; D width; `...` the rest of a tensor's shape.
-
-
-How checkpoints name the tensors of an MTP module, in the words of `heads.families.mtp`: all that is known about it.
-
-k number of a module from 0, n the same counted on from the target's blocks.
+Columns of the projection are put into the order that the head asks for, and experts kept one by one in the file are stacked as
+transformers has them. "Stitching" writes another folder: files without MTP tensors are linked to the target's, and new values
+are written over the old ones in copies of the others, so whatever is not an MTP tensor keeps every bit, dtype and shard.
+Quantised checkpoints, and checkpoints without MTP modules, are not stitched.
+k number of a module from 0, n the same counted on from the target's blocks, D width.
 """
 
 from __future__ import annotations
@@ -109,7 +101,7 @@ BLOCK_BYTES = 2**23  # written at a time
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class TensorPart:
     """A checkpoint's tensor, and where it stands in one of ours.
 
     Args:
@@ -184,7 +176,7 @@ class NativeMtp:
         with new_folder(out) as scratch:
             self.stitch_into(scratch, tensors, places)
 
-    def stitch_into(self, folder: Path, tensors: Mapping[str, Tensor], places: Mapping[str, list[Piece]]) -> None:
+    def stitch_into(self, folder: Path, tensors: Mapping[str, Tensor], places: Mapping[str, list[TensorPart]]) -> None:
         """Fill an empty folder as `stitch` does, one tensor after another; files in which nothing changes are linked."""
         shutil.copytree(self.folder, folder, dirs_exist_ok=True, copy_function=link_or_copy)
         for name, pieces in places.items():
@@ -192,7 +184,7 @@ class NativeMtp:
             for piece in pieces:
                 self._put(folder, piece, whole[piece.index])
 
-    def _put(self, folder: Path, piece: Piece, value: Tensor) -> None:
+    def _put(self, folder: Path, piece: TensorPart, value: Tensor) -> None:
         """Write one of our values into a copy of the checkpoint, rows at a time, where it is another one."""
         rows = max(1, BLOCK_BYTES // max(1, value[0].nbytes))
         for start in range(0, len(value), rows):
@@ -204,7 +196,7 @@ class NativeMtp:
 
     def places(
         self, ours: Mapping[str, Tensor], *, hidden_first: bool, without: Collection[str] = ()
-    ) -> dict[str, list[Piece]]:
+    ) -> dict[str, list[TensorPart]]:
         """Return where each of our tensors lies, after checking that all of them and nothing else is in the checkpoint.
 
         Args:
@@ -235,20 +227,20 @@ class NativeMtp:
                     raise InputError(f"{self.folder}: {piece.key} has shape {theirs}, the head's {name} asks for {own}")
         return places
 
-    def _pieces(self, name: str, shape: tuple[int, ...], *, swapped: bool) -> list[Piece]:
+    def _pieces(self, name: str, shape: tuple[int, ...], *, swapped: bool) -> list[TensorPart]:
         """Return the checkpoint's tensors that make up one of ours."""
         _, number, part, rest = name.split(".", 3)
         key = f"{self._spelled(self.naming.parts[part], int(number))}.{rest}"
         if part == "eh_proj":
-            return [Piece(key=key, swapped=swapped)]
+            return [TensorPart(key=key, swapped=swapped)]
         stem, _, last = key.rpartition(".")
         if key in self._files or not stem.endswith(".experts"):
-            return [Piece(key=key)]
+            return [TensorPart(key=key)]
         if last == "down_proj":
-            return [Piece(key=f"{stem}.{expert}.down_proj.weight", index=(expert,)) for expert in range(shape[0])]
+            return [TensorPart(key=f"{stem}.{expert}.down_proj.weight", index=(expert,)) for expert in range(shape[0])]
         half = shape[1] // 2
         return [
-            Piece(key=f"{stem}.{expert}.{half_name}.weight", index=(expert, rows))
+            TensorPart(key=f"{stem}.{expert}.{half_name}.weight", index=(expert, rows))
             for expert in range(shape[0])
             for half_name, rows in (("gate_proj", slice(half)), ("up_proj", slice(half, None)))
         ]

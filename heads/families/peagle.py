@@ -1,22 +1,16 @@
-"""Which elements a head that says all depths in one forward is made of in training, and what each of them attends to.
+"""P-EAGLE: EAGLE-3's layers, which predict all depths in one forward instead of one after another.
 
-An element speaks for an origin j at a depth d. Those of depth 0, one at every position, are made of the target's states; each
-sees those before it in its document. The further ones, of depths 1, 2, ..., see the depth-0 elements of origins up to j, and of
-the further ones only those of their own origin up to their own depth: a chain. Fewer and fewer origins are kept as depth grows
-("conditional on drop", P-EAGLE), each subset drawn from the one before, so that a kept element has its whole chain.
-B batch, T positions, M origins that have further elements, R depths of those, S further elements (flat, one depth after
-another), N heads, G key-value heads, H head width.
+An *element* stands for an origin j at a depth d. Depth 0 is EAGLE-3's: the feature of position j and the embedding of x_{j+1}.
+At a further depth d the element stands at position j + d and is made of what does not depend on the text: the embedding of a
+mask token and, in place of the taps, a learned vector (`mask_hidden`) through the same projection. Elements of depth 0 see
+those before them in their document; a further one sees the depth-0 elements of origins up to j and its own chain, the elements
+of its origin up to its depth.
 
-
-P-EAGLE: EAGLE-3's layers, which say all depths in one forward instead of one after another.
-
-Depth 0 is EAGLE-3's: the feature of position j and the embedding of x_{j+1}. At a further depth d the element of origin j
-stands at position j + d and is made of what does not depend on the text: the embedding of a mask token, and a learned vector
-in place of the taps (`mask_hidden`), through the same projection. What sees what: `heads.families.peagle`. In training the
-further depths are trained at a share of the origins only; here a kept origin weighs as many as it stands for, so that the loss
-is an unbiased estimate of the one over all of them, and `depth_decay` alone says what a depth is worth. Names of the tensors
-are those that serving engines know. Departure: the embedding is the target's, and stays so.
-B batch, T positions, S further elements, U = T + S, A taps, F = A * E, D width, G drafts, W draft vocabulary.
+In training fewer and fewer origins are kept as depth grows ("conditional on drop"), each subset drawn from the one before, so
+that a kept element has its whole chain. A kept origin weighs as many as it stands for, which makes the loss an unbiased
+estimate of the one over all origins. Tensor names are those that serving engines read.
+B batch, T positions, M origins with further elements, R further depths, S further elements (flat, one depth after another),
+U = T + S, A taps, F = A * E, D width, N heads, G key-value heads or drafts, H head width, W draft vocabulary.
 """
 
 from __future__ import annotations
@@ -35,10 +29,10 @@ from heads.families.eagle3 import CachedKeys, EagleBody
 from heads.inference.kv_cache import RowCache
 from heads.modules.autoregressive import PendingFeatures
 from heads.modules.initialization import mask_token, with_noise
-from heads.modules.interface import Batch, Depth, flat, labelled_origins, shifted_left
+from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins, shifted_left
 from heads.modules.layers import DraftAttention, Rotation, causal_mask, placed_mask
 from heads.proposers.chain_builder import ChainBuilder
-from heads.proposers.protocol import Proposal, Proposer, Tokens
+from heads.proposers.protocol import Proposal, Tokens
 from heads.proposers.vocabulary import DraftVocabulary
 from heads.sampling.counter_rng import CounterRNG
 from heads.target.hidden_states import TargetStates
@@ -72,7 +66,7 @@ class PEagle(EagleBody):
         return depths
 
     def read(self, features_BTF: Tensor, ids_BT: Tensor, positions_BT: Tensor, cache: RowCache) -> Tensor:
-        """Return the states `[B, T, D]` at placed positions; the mask's features and ids stand in for what is not known."""
+        """Return the states `[B, T, D]` at placed positions; where a token is not known, features and ids are the mask's."""
         embedded_BTD = self.embed(ids_BT)
         rotation = self.rotary(embedded_BTD, positions_BT)
         visible_B1TS = placed_mask(cache, positions_BT)
@@ -156,11 +150,6 @@ class ParallelDrafts:
         states_BTD = module.read(features_BTF, ids_BT, positions_BT, self._cache)
         drafted_BG = unread.last_B.unsqueeze(1) + torch.arange(num_drafts, device=self.device)
         return states_BTD[torch.arange(len(tokens), device=self.device).unsqueeze(1), drafted_BG]
-
-
-def make_proposer(module: PEagle, device: torch.device) -> Proposer:
-    """Return the decoding side."""
-    return ParallelDrafts(module, device)
 
 
 def kept_depths(batch: Batch, shares: Sequence[float]) -> tuple[Tensor, Tensor]:
@@ -292,3 +281,6 @@ class ParallelKeys:
         weights = torch.cat([block_BNST, own_BNSR], -1).softmax(-1).to(v_BNTH.dtype)
         own_BNSH = chains.flat(chains.by_chain(weights[..., T:]) @ chains.by_chain(v_BNSH))
         return weights[..., :T] @ v_BNTH + own_BNSH
+
+
+FAMILY = Family(settings=PEagleSettings, build=PEagle, propose=ParallelDrafts, in_one_forward=True)

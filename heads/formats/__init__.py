@@ -1,4 +1,10 @@
-"""Other programs' checkpoints.
+"""Other programs' checkpoints: `importing` makes artifacts of them, `exporting` makes them of artifacts.
 
-`importing` makes an artifact of them, `exporting` makes them of an artifact; `layout` is what both say of a folder.
+`layout` and `names` hold what both directions need.
 """
+
+from heads.formats.exporting.exporter import export
+from heads.formats.importing.importer import fit, write_artifact
+from heads.formats.importing.reading import read_external
+
+__all__ = ["export", "fit", "read_external", "write_artifact"]

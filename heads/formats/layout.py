@@ -19,7 +19,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class ExportLayout:
     """A folder to be written.
 
     Args:
@@ -44,7 +44,7 @@ class Layout:
     weights_file: str = SINGLE_FILE
     files: Mapping[str, Path] = field(default_factory=dict)
     json_files: Mapping[str, Any] = field(default_factory=dict)
-    convert: Callable[[Path, Layout], None] | None = None
+    convert: Callable[[Path, ExportLayout], None] | None = None
     holds_target: bool = False
     make: Callable[[Path], None] | None = None
 

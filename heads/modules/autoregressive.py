@@ -1,16 +1,10 @@
-"""The decoding side of heads that draft one token after another from their own last state, a chain or a tree: EAGLE-3, MTP.
+"""The decoding side of heads that draft one token after another from their own last state, as a chain or a tree.
 
-A module reads, at every position t that the target has read, the feature made of the target's states there and the embedding
-of the token at t + 1, and yields a state that the head turns into the distribution of the token at t + 2. A chain goes on by
-feeding that state back in place of the feature, a tree by doing so for each token that goes on. Keys and values made of
-fed-back states are written over by those made of the target's own, as soon as it has read the tokens.
+At every position t that the target has read, a module reads the feature made of the target's states there and the embedding
+of the token at t + 1, and returns a state from which the head makes the distribution of the token at t + 2. A chain continues
+by feeding that state back in place of the feature, a tree by doing so for each token that is extended. Keys and values made of
+fed-back states are overwritten by those made of the target's own as soon as it has read the tokens.
 B batch, T positions, F width of a feature, D width of a state, W draft vocabulary.
-
-
-States that the target has handed over and the head has not read yet, row by row.
-
-The decoder hands states over when they are known; the token that goes with the last of them, the target's own, only shows
-in the next round. So families keep them here until then. B batch, T positions, F width of what a family keeps.
 """
 
 from __future__ import annotations
@@ -33,7 +27,10 @@ from heads.target.hidden_states import TargetStates
 
 
 class PendingFeatures:
-    """Features of positions `first[b]` to `first[b] + count[b] - 1` of each row.
+    """Features that the head has not read yet: positions `first[b]` to `first[b] + counts[b] - 1` of each row.
+
+    The decoder hands states over when they are known, but the token that goes with the last of them, the target's own, is only
+    known in the next round. Until then they are kept here.
 
     Args:
         features_BTF: right-padded.
@@ -76,7 +73,7 @@ class PendingFeatures:
 
 
 class ChainModule(Protocol):
-    """What the chain asks of a family's module."""
+    """The module that `FeatureChain` drafts with."""
 
     num_caches: int
     lm_head: DraftHead

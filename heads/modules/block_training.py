@@ -1,18 +1,12 @@
-"""Attention of many blocks at once in training, each exactly as it will attend when it is drafted (`heads.families.dflash`).
-
-The slots of a block see the target's context before their anchor, and all slots of their own block, in one softmax. Keys and
-values of the context are made once for the row, whatever the number of blocks; blocks do not see each other, and nothing is
-computed for the pairs of slots that are hidden anyway. Left out on purpose: a fused kernel; the scores, A * S * (T + S) a head,
-are kept for the backward.
-B batch, T positions, A blocks of a row, S slots of a block, X = A * S, N heads, M key-value heads, G = N / M, H head width.
-
-
-Where block drafters start their blocks in training: at anchors drawn from each conversation.
+"""Training of block drafters (`heads.families.dflash`): where their blocks start, and attention of many blocks at once.
 
 A block's anchor stands at position a = j + 1 of origin j: the pending token, known but not read by the target. Slot s of the
-block (from 1) says x_{a+s}, which is depth s - 1 of origin j (`heads.modules.interface`). A block is drafted from tokens that
-the target wrote, so anchors are answers' tokens, followed by another one.
-B batch, T positions, A anchors of a row, N anchors of the batch, C conversations.
+block (from 1) predicts x_{a+s}, which is depth s - 1 of origin j (`heads.modules.interface`). Anchors are tokens of the
+target's own, followed by another one. The slots of a block attend to the target's context before the anchor and to all slots
+of their own block, in one softmax, exactly as when drafting; blocks do not see each other. The scores, A * S * (T + S) a head,
+are kept for the backward.
+B batch, T positions, A blocks (anchors) of a row, S slots of a block, X = A * S, N heads (or anchors of the batch), M key-value
+heads, G = N / M, H head width, C conversations.
 """
 
 from __future__ import annotations
@@ -24,6 +18,9 @@ from torch import Tensor
 
 from heads.modules.interface import Batch, labelled_origins
 from heads.modules.layers import DraftAttention, Rotation
+
+# 256 MiB in float32, several of which live at a time. Bounds the memory of a forward without a graph; training keeps them all.
+AT_ONCE = 2**26
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,27 +73,6 @@ def choose_anchors(batch: Batch, limit: int | None) -> Anchors:
     places_BA[rows_N, column_N] = origins_N % T + 1
     weights_BA[rows_N, column_N] = weights_N
     return Anchors(places_BA=places_BA, valid_BA=places_BA > 0, weights_BA=weights_BA)
-
-
-def _drawn(rows_N: Tensor, documents_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rank of each possible anchor in a random order of its conversation's, and how many that has.
-
-    Args:
-        rows_N: rising.
-        documents_N: rising within a row; a conversation is a document of a row.
-    """
-    changes_N = torch.ones_like(rows_N)
-    changes_N[1:] = (rows_N[1:] != rows_N[:-1]) | (documents_N[1:] != documents_N[:-1])
-    own_N = changes_N.cumsum(0) - 1
-    counts_C = torch.bincount(own_N)
-    order_N = (own_N + torch.rand(len(own_N), dtype=torch.float64, device=own_N.device)).argsort()
-    rank_N = torch.empty_like(own_N)
-    rank_N[order_N] = torch.arange(len(own_N), device=own_N.device) - (counts_C.cumsum(0) - counts_C)[own_N]
-    return rank_N, counts_C[own_N]
-
-
-# 256 MiB in float32, several of which live at a time. Bounds the memory of a forward without a graph; training keeps them all.
-AT_ONCE = 2**26
 
 
 class BlockKeys:
@@ -156,3 +132,20 @@ def _mix(q_BNXH: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tens
     mixed_BMGASH = torch.einsum("bmgast,bmth->bmgash", weights[..., :T], v_BMTH)
     mixed_BMGASH = mixed_BMGASH + torch.einsum("bmgasr,bmarh->bmgash", weights[..., T:], v_BMASH)
     return mixed_BMGASH.flatten(3, 4).flatten(1, 2)
+
+
+def _drawn(rows_N: Tensor, documents_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rank of each possible anchor in a random order of its conversation's, and how many that has.
+
+    Args:
+        rows_N: rising.
+        documents_N: rising within a row; a conversation is a document of a row.
+    """
+    changes_N = torch.ones_like(rows_N)
+    changes_N[1:] = (rows_N[1:] != rows_N[:-1]) | (documents_N[1:] != documents_N[:-1])
+    own_N = changes_N.cumsum(0) - 1
+    counts_C = torch.bincount(own_N)
+    order_N = (own_N + torch.rand(len(own_N), dtype=torch.float64, device=own_N.device)).argsort()
+    rank_N = torch.empty_like(own_N)
+    rank_N[order_N] = torch.arange(len(own_N), device=own_N.device) - (counts_C.cumsum(0) - counts_C)[own_N]
+    return rank_N, counts_C[own_N]

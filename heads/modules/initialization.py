@@ -1,16 +1,8 @@
-"""Noise on the target's tapped states while a head is trained: with few data it learns them by heart otherwise.
+"""What a head starts training from: weights copied from the target, the mask token's id, and noise on the tapped states.
 
-What EAGLE heads start from: the target's last tap as the feature, one of its blocks as the layers.
-
-A head that starts so passes on what the target had come to, in the target's own coordinates, and has left to learn what the
-next token changes. With few data that is worth more than a start from noise.
+An EAGLE head whose feature starts as the last tap and whose layers start as one of the target's blocks passes on the target's
+state from the first step, and learns only what the next token changes. Noise on the taps keeps a head from memorising few data.
 D width of the target and of the layer.
-
-
-The token that stands where a parallel head is to say the token itself: P-EAGLE and DFlash.
-
-A target has no token of that meaning; any that a text does not go on after serves, because the head learns what it stands
-for.
 """
 
 from __future__ import annotations

@@ -1,22 +1,26 @@
-"""What a head family trains from and what its training forward gives back; the objective knows no family, only this.
+"""The interface between head families and training: the batch, the target's states, and a `Depth` for each future token.
 
-Origins and depths: at origin j the target has read x_0..x_j, and the token x_{j+1} is known (when decoding it is pending).
-Depth k (from 0) is the head's word on x_{j+2+k}, made with x_{j+2}..x_{j+1+k} given. It is judged by what the target says at
-position j + 1 + k. Medusa's heads do not read x_{j+1} but stand at the same origins. A depth is trained where its label
-x_{j+2+k} was written by the target and lies in the same document as the origin.
-B batch, T positions, P = B * T flat places, N rows of one depth, V target vocabulary, D width of the head's last state.
+Origins and depths: at origin j the target has read x_0..x_j, and x_{j+1} is known (when decoding: the pending token). Depth
+k (from 0) is the head's prediction of x_{j+2+k}, made with x_{j+2}..x_{j+1+k} given. It is compared with the target's
+distribution at position j + 1 + k. Medusa's heads do not read x_{j+1} but have the same origins. A depth is trained where its
+label x_{j+2+k} was written by the target and lies in the same document as the origin.
+B batch, T positions, C conversations of a row at most, P = B * T flat places, N rows of one depth, V target vocabulary, D width
+of the head's last state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from configs.schema.heads import HeadSettings
+from heads.proposers.protocol import Proposer
+from heads.proposers.vocabulary import DraftVocabulary
 from heads.target.hidden_states import TargetStates
 
 NO_DOCUMENT = -1
@@ -37,7 +41,7 @@ class Batch(NamedTuple):
 
     @property
     def packed_positions_BT(self) -> Tensor | None:
-        """What a forward has to be told so that it keeps documents apart; None where every row is a single one."""
+        """Position ids for a forward that keeps packed documents apart; None where every row is a single one."""
         return self.position_ids_BT if self.conversations_BC.shape[1] > 1 else None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
@@ -47,7 +51,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Normalisers:
-    """What is known of whole rows of target logits, at flat places b * T + t of a batch; 0 where nothing was asked.
+    """Log-normalisers of the target's logits at flat places b * T + t of a batch; 0 where they were not computed.
 
     Args:
         log_sum_P: float32 (float64 where it was computed in that), log of the sum of exp(logits) over all V.
@@ -60,17 +64,17 @@ class Normalisers:
 
 @dataclass(frozen=True, kw_only=True)
 class Depth:
-    """What a head says about one future token, at N of the batch's origins.
+    """A head's prediction of one future token, at N of the batch's origins.
 
     Args:
         hidden_ND: what `logits_of` turns into logits over the draft vocabulary.
         origins_N: int64, flat places b * T + j of the origins.
-        judged_N: int64, flat places of the positions where the target says what the head should have said.
+        judged_N: int64, flat places of the positions whose target distribution each row is compared with.
         logits_of: the head, `[C, D]` to `[C, W]`, any rows at a time; `parameters` are all tensors it depends on.
         weight: of this depth in the loss, relative to the others.
         row_weights_N: relative weight of single rows; None: all alike.
-        confidence_N: logits of the head's own guess of its acceptance sum_v min(p, q) at each row; None: it makes none.
-        confidence_weight: of the guess's cross-entropy, relative to the divergence.
+        confidence_N: logits of the head's own estimate of its acceptance sum_v min(p, q) at each row; None: it makes none.
+        confidence_weight: of the estimate's cross-entropy, relative to the divergence.
     """
 
     hidden_ND: Tensor
@@ -97,10 +101,33 @@ class HeadModule(Protocol):
 
     @property
     def token_ids_W(self) -> Tensor | None:
-        """The target's id of each draft token; None where it can say all of them."""
+        """The target's id of each draft token; None for the whole vocabulary."""
 
     def __call__(self, batch: Batch, states: TargetStates) -> list[Depth]:
         """Return every depth, the nearest token first, given the target's states over the batch."""
+
+
+def _leave_as_built(head: nn.Module, target: PreTrainedModel) -> None:
+    """Keep the weights that a new head was built with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One way of building heads; every file of `heads.families` that defines one ends with it.
+
+    Args:
+        settings: its class in `configs.schema.heads`.
+        build: makes the module, with new weights, from settings, target and draft vocabulary (None: all tokens).
+        propose: makes the proposer of a module that `heads.families.registry.serve` returned, on a device.
+        in_one_forward: whether one forward gives all drafts of a round, so that one more costs the draft no time.
+        start: gives a module that is about to be trained, not a loaded one, further initial weights: module, target.
+    """
+
+    settings: type[HeadSettings]
+    build: Callable[[Any, PreTrainedModel, DraftVocabulary | None], nn.Module]
+    propose: Callable[[Any, torch.device], Proposer]
+    in_one_forward: bool = False
+    start: Callable[[Any, PreTrainedModel], None] = _leave_as_built
 
 
 def labelled_origins(batch: Batch, depth: int) -> Tensor:

@@ -25,7 +25,7 @@ from heads.families.registry import FAMILIES
 from heads.formats.exporting.exporter import export
 from heads.formats.exporting.source import TargetFolder, read_source
 from heads.formats.importing.importer import fit, write_artifact
-from heads.formats.importing.reading import read_foreign
+from heads.formats.importing.reading import read_external
 from heads.target.identity import TargetIdentity, hash_weights
 from scripts.bench.harness import measure_growth
 
@@ -51,7 +51,7 @@ def measure_in(folder: Path, vocab_size: int) -> bool:
         export(read_source(folder / "artifact", target_folder, dtype=dtype), "speculators", folder / name)
 
     def imported() -> None:
-        fitted = fit(read_foreign(folder / "exported"), model)
+        fitted = fit(read_external(folder / "exported"), model)
         write_artifact(fitted, folder / "back", identity, vocab_size=vocab_size, num_speculative_tokens=3, provenance={})
 
     good = measure_step("export", lambda: exported("exported", None), ALLOWED * largest)

@@ -22,7 +22,7 @@ from eval import gate
 from eval.measure.proposers import load_evaluated
 from heads.artifact import load_draft, read_metadata
 from heads.families.registry import FAMILIES
-from heads.hub import locate_artifact, locate_foreign
+from heads.hub import locate_artifact, locate_external
 from heads.target.checkpoint_files import read_weights
 from heads.target.loading import load_target
 from scripts.publish.card_metadata import read_card
@@ -146,12 +146,12 @@ def test_a_target_and_a_first_model_load_by_their_names_and_tell_their_licence(h
 def test_pickled_weights_are_fetched_for_an_import_only(hub, tmp_path, file):
     (tmp_path / "config.json").write_text("{}")
     torch.save({"w": torch.ones(2)}, tmp_path / file)
-    upload(hub, "bob/foreign", tmp_path)
-    assert read_weights(locate_foreign("bob/foreign")).keys() == {"w"}
-    assert {path.name for path in locate_foreign("bob/foreign").iterdir()} == {"config.json", file}
+    upload(hub, "bob/external", tmp_path)
+    assert read_weights(locate_external("bob/external")).keys() == {"w"}
+    assert {path.name for path in locate_external("bob/external").iterdir()} == {"config.json", file}
 
 
-def test_an_import_takes_a_foreign_draft_by_name(hub, release, target, tmp_path, capsys):
+def test_an_import_takes_another_programs_draft_by_name(hub, release, target, tmp_path, capsys):
     settings = MedusaSettings(kind="medusa", num_depths=2)
     head = FAMILIES["medusa"].build(settings, target.model, None)
     save_artifact(tmp_path / "head", head, target.identity.to_dict())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from configs.schema.target import TargetConfig
 from distill.student.init import add_adapters, keep_layers
 from heads.families.registry import FAMILIES
 from heads.inference.causal_lm import backbone
+from heads.modules.interface import HeadModule
 from heads.proposers.vocabulary import DraftVocabulary
 from heads.target.demo_model import PREFIX
 from heads.target.loading import UNREADABLE, locate
@@ -77,7 +79,7 @@ def plan_models(config: PlanConfig) -> Models:
         vocabulary = _first_tokens(config.head.draft_vocab_size, target)
         with META:
             head = family.build(config.head, target, vocabulary).float()
-        return Models(target=target, draft=head, taps=tuple(family.taps(head)))
+        return Models(target=target, draft=head, taps=tuple(cast(HeadModule, head).taps))
     return Models(target=target, draft=_draft_lm(config.student, target), taps=None)
 
 

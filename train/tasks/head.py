@@ -64,7 +64,7 @@ class HeadTask:
         self.vocabulary = None if size is None else most_frequent_answer_tokens(train, size, target)
         head = self.family.build(config.head, target.model, self.vocabulary).float()
         self.family.start(head, target.model)
-        self.taps = self.family.taps(head)
+        self.taps = cast(HeadModule, head).taps
         check_taps(target.model, self.taps)
         if cache is not None:
             cache.check_keeps(self.taps)

@@ -18,14 +18,14 @@ from heads.artifact import METADATA_FILE, VOCABULARY_FILE
 from heads.formats.exporting.flat import TENSORRT_NOTE, UNTRIED, sglang_command, tensorrt_command
 from heads.formats.exporting.source import EMBEDDING, HEAD, Source
 from heads.formats.exporting.speculators import OUT, vllm_command
-from heads.formats.layout import Layout
+from heads.formats.layout import ExportLayout
 from heads.target.checkpoint_files import SINGLE_FILE, LazyTensor
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 WRITTEN = {CONFIG, GENERATION, SINGLE_FILE, METADATA_FILE, VOCABULARY_FILE}
 
 
-def transformers(source: Source) -> Layout:
+def transformers(source: Source) -> ExportLayout:
     """Return the folder for `generate(assistant_model=...)`."""
     dtype = source.dtype_name
 
@@ -45,18 +45,18 @@ def transformers(source: Source) -> Layout:
     return _folder(source, serve, notes)
 
 
-def vllm(source: Source) -> Layout:
+def vllm(source: Source) -> ExportLayout:
     """Return the folder for vLLM."""
     method = {"method": "draft_model", "model": OUT, "num_speculative_tokens": source.num_speculative_tokens}
     return _folder(source, vllm_command(source, method), ())
 
 
-def sglang(source: Source) -> Layout:
+def sglang(source: Source) -> ExportLayout:
     """Return the folder for SGLang."""
     return _folder(source, sglang_command(source, "STANDALONE", source.num_speculative_tokens), (UNTRIED,))
 
 
-def tensorrt(source: Source) -> Layout:
+def tensorrt(source: Source) -> ExportLayout:
     """Return the folder for TensorRT-LLM's PyTorch backend."""
     note = f"{TENSORRT_NOTE} Those call this decoding_type DraftTarget."
     return _folder(source, tensorrt_command(source, {"decoding_type": "Draft_Target"}), (UNTRIED, note))
@@ -69,7 +69,7 @@ def vocabulary_note(source: Source) -> tuple[str, ...]:
     return (f"It drafts the {source.draft_vocab_size} tokens it was trained for; rows of other tokens never win.",)
 
 
-def _folder(source: Source, serve: Callable[[str], str], notes: tuple[str, ...]) -> Layout:
+def _folder(source: Source, serve: Callable[[str], str], notes: tuple[str, ...]) -> ExportLayout:
     config = read_json(source.folder / CONFIG, "config of the draft")
     size = config.get("vocab_size")
     if size != source.target.vocab_size:
@@ -78,7 +78,7 @@ def _folder(source: Source, serve: Callable[[str], str], notes: tuple[str, ...])
     if source.vocabulary is not None:
         weights = weights | {HEAD: _head_that_keeps_to_its_vocabulary(source)}
         config |= {"tie_word_embeddings": False}
-    return Layout(
+    return ExportLayout(
         config=config | {"dtype": source.dtype_name},
         weights=weights,
         expected={name: stored.shape for name, stored in weights.items()},

@@ -10,7 +10,7 @@ from configs.runtime.errors import InputError
 from configs.runtime.files import new_folder, write_json, write_text
 from heads.formats.exporting.source import Source
 from heads.formats.exporting.table import check_path, form_of
-from heads.formats.layout import Layout, check_names
+from heads.formats.layout import ExportLayout, check_names
 from heads.target.checkpoint_files import SINGLE_FILE, Weights, link_or_copy, read_weights, write_weights
 from heads.target.identity import hash_weights
 
@@ -20,7 +20,7 @@ PROGRAMS = {"gguf": "llama.cpp"}  # where the form is not called like what serve
 
 def export(
     source: Source, engine: str, out: Path, *, allow_target_mismatch: bool = False, served_from: str | None = None
-) -> Layout:
+) -> ExportLayout:
     """Write an artifact as a folder that an engine loads, with the line that serves it.
 
     Args:
@@ -59,7 +59,7 @@ def export(
     return layout
 
 
-def _write(layout: Layout, folder: Path) -> None:
+def _write(layout: ExportLayout, folder: Path) -> None:
     if layout.make is not None:
         layout.make(folder)
         return
@@ -71,7 +71,7 @@ def _write(layout: Layout, folder: Path) -> None:
         write_json(folder / name, value)
 
 
-def _check_written(layout: Layout, folder: Path, source: Source) -> None:
+def _check_written(layout: ExportLayout, folder: Path, source: Source) -> None:
     """Read the folder back: every tensor is there as planned, and the offsets lead to the draft's tokens.
 
     Raises:
@@ -94,6 +94,6 @@ def _check_offsets(there: Weights, token_ids_W: torch.Tensor) -> None:
         raise RuntimeError("d2t and t2d as written do not name the tokens of the draft vocabulary")
 
 
-def _serve_text(layout: Layout, engine: str, out: str) -> str:
+def _serve_text(layout: ExportLayout, engine: str, out: str) -> str:
     lines = [f"Serve with {PROGRAMS.get(engine, engine)}:", "", layout.serve(out), ""]
     return "\n".join([*lines, *(f"- {note}" for note in layout.notes)]).rstrip() + "\n"

@@ -17,14 +17,13 @@ import torch
 from configs.runtime.errors import InputError
 from heads.formats.exporting import speculators
 from heads.formats.exporting.source import Source
-from heads.formats.layout import Layout, Shapes, layer_config, renamed
+from heads.formats.layout import ExportLayout, Shapes, layer_config, renamed
+from heads.formats.names import TRANSFORMERS_DFLASH
 from heads.target.checkpoint_files import Weights, constant
 from heads.target.hidden_states import num_blocks
 
 UNTRIED = "Format-checked only: names, shapes and ids were compared with what the engine reads; it was not run."
 TENSORRT_NOTE = "Older releases of TensorRT-LLM call the key speculative_model_dir."
-# By name of a DFlash tensor, that of transformers' native class.
-TRANSFORMERS_DFLASH = (("fc.", "encoder.fc."), ("hidden_norm.", "encoder.output_norm_enc."))
 
 
 def block_ids(source: Source) -> list[int]:
@@ -39,12 +38,12 @@ def block_ids(source: Source) -> list[int]:
     return [tap - 1 for tap in taps]
 
 
-def sglang_eagle(source: Source) -> Layout:
+def sglang_eagle(source: Source) -> ExportLayout:
     """Return EAGLE-3 for SGLang."""
     return _flat_eagle(source, sglang_command(source, "EAGLE3", source.num_speculative_tokens))
 
 
-def tensorrt_eagle(source: Source) -> Layout:
+def tensorrt_eagle(source: Source) -> ExportLayout:
     """Return EAGLE-3 for TensorRT-LLM's PyTorch backend, which reads the same folder."""
     serve = tensorrt_command(source, {"decoding_type": "Eagle3", "eagle3_layers_to_capture": block_ids(source)})
     layout = _flat_eagle(source, serve)
@@ -80,7 +79,7 @@ def tensorrt_command(source: Source, method: dict[str, Any]) -> Callable[[str], 
     return lines
 
 
-def _flat_eagle(source: Source, serve: Callable[[str], str]) -> Layout:
+def _flat_eagle(source: Source, serve: Callable[[str], str]) -> ExportLayout:
     source.target.check_plain()
     settings = source.settings
     if settings.norm_before_residual:
@@ -112,7 +111,7 @@ def _flat_eagle(source: Source, serve: Callable[[str], str]) -> Layout:
         "d2t": (source.draft_vocab_size,),
         "t2d": (vocab_size,),
     }
-    return Layout(
+    return ExportLayout(
         config=config,
         weights=renamed(weights, [("layers.0.", "midlayer.")]),
         expected={name.replace("layers.0.", "midlayer."): sizes for name, sizes in expected.items()},
@@ -131,7 +130,7 @@ def _offsets(source: Source) -> Weights:
     return {"d2t": constant(torch.zeros(vocab_size, dtype=torch.int64)), "t2d": constant(torch.ones(vocab_size).bool())}
 
 
-def sglang_dflash(source: Source) -> Layout:
+def sglang_dflash(source: Source) -> ExportLayout:
     """Return DFlash in z-lab's form for SGLang."""
     settings = source.settings
     config = _dflash_config(source, "qwen3") | {
@@ -145,10 +144,12 @@ def sglang_dflash(source: Source) -> Layout:
     }
     serve = sglang_command(source, "DFLASH", None)  # a block has its own length
     notes = (UNTRIED, *_whole_vocabulary(source, "SGLang"))
-    return Layout(config=config, weights=source.body(), expected=speculators.dflash_shapes(source), serve=serve, notes=notes)
+    return ExportLayout(
+        config=config, weights=source.body(), expected=speculators.dflash_shapes(source), serve=serve, notes=notes
+    )
 
 
-def transformers_dflash(source: Source) -> Layout:
+def transformers_dflash(source: Source) -> ExportLayout:
     """Return DFlash as transformers 5.23 decodes it natively.
 
     Raises:
@@ -180,7 +181,7 @@ def transformers_dflash(source: Source) -> Layout:
         )
 
     expected = speculators.dflash_shapes(source)
-    return Layout(
+    return ExportLayout(
         config=config,
         weights=renamed(source.body(), TRANSFORMERS_DFLASH),
         expected={_new_name(name): sizes for name, sizes in expected.items()},

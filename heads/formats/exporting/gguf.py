@@ -23,7 +23,7 @@ from configs.runtime.files import downloads_folder
 from heads.formats.exporting import draft_lm as plain
 from heads.formats.exporting import flat, speculators
 from heads.formats.exporting.source import Source
-from heads.formats.layout import Layout
+from heads.formats.layout import ExportLayout
 
 FILE = "draft.gguf"
 CONVERTER = "convert_hf_to_gguf.py"
@@ -32,12 +32,12 @@ OUT_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 NOT_STORED = {"t2d"}  # can be told from d2t
 
 
-def draft_lm(source: Source) -> Layout:
+def draft_lm(source: Source) -> ExportLayout:
     """Return a draft LM for llama.cpp."""
     return _converted(source, plain.transformers(source), "draft-simple", plain.vocabulary_note(source))
 
 
-def eagle3(source: Source) -> Layout:
+def eagle3(source: Source) -> ExportLayout:
     """Return EAGLE-3 for llama.cpp.
 
     Raises:
@@ -53,13 +53,13 @@ def eagle3(source: Source) -> Layout:
     return _converted(source, speculators.eagle(source), "draft-eagle3", ())
 
 
-def dflash(source: Source) -> Layout:
+def dflash(source: Source) -> ExportLayout:
     """Return DFlash for llama.cpp."""
     note = source.whole_vocabulary_note("llama.cpp")
     return _converted(source, flat.sglang_dflash(source), "draft-dflash", note)
 
 
-def _converted(source: Source, layout: Layout, kind: str, notes: tuple[str, ...]) -> Layout:
+def _converted(source: Source, layout: ExportLayout, kind: str, notes: tuple[str, ...]) -> ExportLayout:
     """Return a layout that is a GGUF file in the end."""
     converter, target = find_converter(), source.target.folder
     outtype = OUT_TYPES[source.dtype_name]
@@ -89,7 +89,7 @@ def find_converter() -> Path:
     return converter
 
 
-def convert(folder: Path, layout: Layout, *, converter: Path, target: Path, outtype: str) -> None:
+def convert(folder: Path, layout: ExportLayout, *, converter: Path, target: Path, outtype: str) -> None:
     """Turn a written folder into a GGUF file in it; everything else in it is removed.
 
     Raises:
@@ -110,7 +110,7 @@ def convert(folder: Path, layout: Layout, *, converter: Path, target: Path, outt
         path.unlink()
 
 
-def _check_complete(path: Path, layout: Layout) -> None:
+def _check_complete(path: Path, layout: ExportLayout) -> None:
     numbers = sum(int(tensor.n_elements) for tensor in gguf.GGUFReader(path).tensors)
     planned = sum(math.prod(stored.shape) for name, stored in layout.weights.items() if name not in NOT_STORED)
     if numbers < planned:

@@ -13,13 +13,13 @@ from configs.schema.heads import MedusaSettings
 from heads.formats.exporting.flat import UNTRIED
 from heads.formats.exporting.source import Source
 from heads.formats.exporting.speculators import OUT, vllm_command
-from heads.formats.layout import Layout, Shapes
+from heads.formats.layout import ExportLayout, Shapes
 from heads.target.checkpoint_files import Weights
 
 MEDUSA_FILE = "medusa_lm_head.safetensors"
 
 
-def vllm_medusa(source: Source) -> Layout:
+def vllm_medusa(source: Source) -> ExportLayout:
     """Return Medusa for vLLM."""
     settings: MedusaSettings = source.settings
     width, vocab_size = source.target.shape.width, source.target.vocab_size
@@ -41,7 +41,7 @@ def vllm_medusa(source: Source) -> Layout:
         "dtype": source.dtype_name,
     }
     method = {"method": "medusa", "model": OUT, "num_speculative_tokens": source.num_speculative_tokens}
-    return Layout(
+    return ExportLayout(
         config=config,
         weights=source.body() | _heads(source),
         expected=expected,
@@ -50,7 +50,7 @@ def vllm_medusa(source: Source) -> Layout:
     )
 
 
-def tensorrt_medusa(source: Source) -> Layout:
+def tensorrt_medusa(source: Source) -> ExportLayout:
     """Return Medusa under the published names, as TensorRT-LLM's converter reads it: an output head for each depth."""
     settings: MedusaSettings = source.settings
     width, vocab_size = source.target.shape.width, source.target.vocab_size
@@ -66,7 +66,7 @@ def tensorrt_medusa(source: Source) -> Layout:
     for head in range(settings.num_depths):
         for layer in range(settings.num_layers):
             expected |= {f"{head}.{layer}.linear.weight": (width, width), f"{head}.{layer}.linear.bias": (width,)}
-    return Layout(
+    return ExportLayout(
         config={"medusa_num_heads": settings.num_depths, "medusa_num_layers": settings.num_layers, "hidden_size": width},
         weights=weights,
         expected=expected,

@@ -14,10 +14,10 @@ from configs.runtime.errors import InputError
 from configs.runtime.files import read_json
 from configs.schema.heads import MtpSettings
 from heads.formats.exporting.source import Source
-from heads.formats.exporting.speculators import MTP_PARTS, OUT, mtp_shapes, vllm_command
+from heads.formats.exporting.speculators import OUT, mtp_shapes, vllm_command
 from heads.formats.exporting.stitched import stitched
-from heads.formats.importing.mtp import has_modules
-from heads.formats.layout import Layout, Shapes, decoder_layer, layer_config, renamed
+from heads.formats.layout import ExportLayout, Shapes, decoder_layer, layer_config, renamed
+from heads.formats.names import MTP_PARTS, has_mtp_modules
 from heads.target.checkpoint_files import INDEX_FILE, SINGLE_FILE, Weights, files_by_key, zeros
 
 BORROWERS = ("llama",)  # vLLM's MiMo class runs a module on these; tried
@@ -26,7 +26,7 @@ EXTRA_FILE = "mtp.safetensors"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf", ".index.json")
 
 
-def vllm(source: Source) -> Layout:
+def vllm(source: Source) -> ExportLayout:
     """Return the target with the modules in it where it has places for them, else MiMo's layout beside it.
 
     Raises:
@@ -38,10 +38,10 @@ def vllm(source: Source) -> Layout:
         raise InputError(
             "vLLM 0.32 applies the first MTP module at every depth, and this head has one for each (shared_depths)"
         )
-    return stitched(source) if has_modules(source.target.weights) else mimo(source)
+    return stitched(source) if has_mtp_modules(source.target.weights) else mimo(source)
 
 
-def mimo(source: Source) -> Layout:
+def mimo(source: Source) -> ExportLayout:
     """Return MiMo's layout in a folder of its own.
 
     Raises:
@@ -62,7 +62,7 @@ def mimo(source: Source) -> Layout:
         "dtype": source.dtype_name,
     }
     method = {"method": "mtp", "model": OUT, "num_speculative_tokens": source.num_speculative_tokens}
-    return Layout(
+    return ExportLayout(
         config=config,
         weights=weights,
         expected=mtp_shapes(prefix, source) | decoder_layer(prefix, shape, biases=True),
@@ -74,7 +74,7 @@ def mimo(source: Source) -> Layout:
     )
 
 
-def transformers(source: Source) -> Layout:
+def transformers(source: Source) -> ExportLayout:
     """Return a copy of the target's folder with MTP modules in it, for `generate(use_mtp=True)`.
 
     Raises:
@@ -100,7 +100,7 @@ def transformers(source: Source) -> Layout:
     config = read_json(target.folder / "config.json", "config of the target") | {"num_mtp_layers": num_depths}
     if config.get("layer_types") is not None:
         config["mtp_layer_types"] = ["full_attention"] * num_depths
-    return Layout(
+    return ExportLayout(
         config=config,
         weights=weights,
         expected=_depth_shapes(source, num_depths),

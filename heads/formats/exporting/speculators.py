@@ -17,21 +17,14 @@ from typing import Any
 from configs.runtime.errors import InputError
 from configs.schema.heads import DFlashSettings, EagleSettings
 from heads.formats.exporting.source import Source
-from heads.formats.layout import Layout, Shapes, decoder_layer, layer_config, renamed
+from heads.formats.layout import ExportLayout, Shapes, decoder_layer, layer_config, renamed
+from heads.formats.names import MTP_PARTS
 
 VERSION = "0.9.0"
 OUT = "{out}"  # in a method, stands for the folder that is written
-# By our name of a part of an MTP module, theirs.
-MTP_PARTS = (
-    ("layers.0.eh_proj.", "mtp_layers.0.input_proj."),
-    ("layers.0.enorm.", "mtp_layers.0.token_layernorm."),
-    ("layers.0.hnorm.", "mtp_layers.0.hidden_layernorm."),
-    ("layers.0.post_norm.", "mtp_layers.0.final_layernorm."),
-    ("layers.0.mtp_block.", "mtp_layers.0."),
-)
 
 
-def eagle(source: Source) -> Layout:
+def eagle(source: Source) -> ExportLayout:
     """Return EAGLE-3 or P-EAGLE.
 
     Raises:
@@ -56,7 +49,7 @@ def eagle(source: Source) -> Layout:
     method = {"method": "eagle3", "model": OUT, "num_speculative_tokens": source.num_speculative_tokens}
     if kind == "peagle":
         method["parallel_drafting"] = True
-    return Layout(
+    return ExportLayout(
         config=config,
         weights=source.weights | source.offsets(),
         expected=eagle_shapes(source) | _vocabulary_shapes(source),
@@ -67,7 +60,7 @@ def eagle(source: Source) -> Layout:
     )
 
 
-def eagle_complete(source: Source) -> Layout:
+def eagle_complete(source: Source) -> ExportLayout:
     """Return EAGLE-3 or P-EAGLE with copies of the target's embedding and head, which speculators looks for in the file."""
     layout, shape, vocab_size = eagle(source), source.shape, source.target.vocab_size
     copies = {}
@@ -102,7 +95,7 @@ def eagle_shapes(source: Source) -> Shapes:
     return shapes
 
 
-def dflash(source: Source) -> Layout:
+def dflash(source: Source) -> ExportLayout:
     """Return DFlash.
 
     Raises:
@@ -120,7 +113,7 @@ def dflash(source: Source) -> Layout:
         "sliding_window_non_causal": True,
     }
     method = {"method": "dflash", "model": OUT, "num_speculative_tokens": source.num_speculative_tokens}
-    return Layout(
+    return ExportLayout(
         config=config,
         weights=source.weights | source.offsets(),
         expected=dflash_shapes(source) | _vocabulary_shapes(source),
@@ -145,7 +138,7 @@ def dflash_shapes(source: Source) -> Shapes:
     return shapes
 
 
-def mtp(source: Source) -> Layout:
+def mtp(source: Source) -> ExportLayout:
     """Return MTP as speculators trains it: one module, applied again and again, on a Qwen3 target.
 
     Raises:
@@ -163,7 +156,7 @@ def mtp(source: Source) -> Layout:
     config = _config(source, "mtp", layers) | {"num_nextn_predict_layers": 1}
     del config["draft_vocab_size"]
     expected = mtp_shapes("mtp_layers.0.", source) | decoder_layer("mtp_layers.0.", shape, norm_heads=True)
-    return Layout(
+    return ExportLayout(
         config=config,
         weights=renamed(weights, MTP_PARTS),
         expected=expected,

@@ -17,7 +17,7 @@ from configs.runtime.files import read_json
 from heads.families.mtp_checkpoint import NativeMtp
 from heads.formats.exporting.source import Source
 from heads.formats.exporting.speculators import OUT, vllm_command
-from heads.formats.layout import Layout
+from heads.formats.layout import ExportLayout
 from heads.target.checkpoint_files import Weights
 
 OURS = "transformers"  # a naming that transformers' `use_mtp` reads; vLLM has no model class for it
@@ -40,7 +40,7 @@ class LoadedAtUse(Mapping[str, Tensor]):
         return len(self._weights)
 
 
-def stitched(source: Source) -> Layout:
+def stitched(source: Source) -> ExportLayout:
     """Return the target's checkpoint with the head's modules in the place of its own.
 
     Raises:
@@ -69,7 +69,7 @@ def stitched(source: Source) -> Layout:
     weights = {piece.key: target.weights[piece.key] for pieces in places.values() for piece in pieces}
     method = {"method": "mtp", "num_speculative_tokens": source.num_speculative_tokens}
     options = ("--no-enable-prefix-caching",) if target.config.model_type.startswith(HYBRID) else ()
-    return Layout(
+    return ExportLayout(
         config=read_json(target.folder / "config.json", "config of the target"),
         weights=weights,
         expected={name: stored.shape for name, stored in weights.items()},

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from configs.runtime.errors import InputError
 from heads.formats.exporting import draft_lm, flat, gguf, medusa, mtp, speculators
 from heads.formats.exporting.source import Source
-from heads.formats.layout import Layout
+from heads.formats.layout import ExportLayout
 
-Form = Callable[[Source], Layout]
+Form = Callable[[Source], ExportLayout]
 
 FORMS: dict[str, dict[str, Form]] = {
     "transformers": {"draft_lm": draft_lm.transformers, "dflash": flat.transformers_dflash, "mtp": mtp.transformers},

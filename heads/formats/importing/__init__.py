@@ -1,4 +1,9 @@
 """Another program's draft, made into an artifact.
 
-Start with `importer.import_draft`; `reading` recognises the format.
+`reading` recognises the format, `importer` fits the tensors to the target and writes the artifact.
 """
+
+from heads.formats.importing.importer import fit, write_artifact
+from heads.formats.importing.reading import read_external
+
+__all__ = ["fit", "read_external", "write_artifact"]

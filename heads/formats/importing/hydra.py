@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from configs.runtime.errors import InputError
-from heads.formats.importing.foreign import Foreign
+from heads.formats.importing.external import ExternalDraft
 from heads.target.checkpoint_files import Weights, zeros
 
 KINDS = ("mlp", "prefix-mlp")
@@ -29,8 +29,8 @@ RENAMED = (
 )
 
 
-def read_hydra(config: Mapping[str, Any], weights: Weights) -> Foreign:
-    """Return published Hydra heads in our words.
+def read_hydra(config: Mapping[str, Any], weights: Weights) -> ExternalDraft:
+    """Return published Hydra heads under our names.
 
     Raises:
         InputError: heads of a kind that ours are not.
@@ -52,7 +52,7 @@ def read_hydra(config: Mapping[str, Any], weights: Weights) -> Foreign:
         "train_head": True,
     }
     named = _named(weights)
-    return Foreign(
+    return ExternalDraft(
         form="Hydra",
         kind="hydra",
         settings=settings,

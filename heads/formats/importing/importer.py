@@ -20,9 +20,10 @@ from configs.runtime.errors import InputError
 from configs.runtime.files import new_folder, write_json
 from heads.artifact import METADATA_FILE, VOCABULARY_FILE, WEIGHTS_FILE, HiddenStates, Metadata
 from heads.families.registry import FAMILIES
-from heads.formats.importing.foreign import Foreign
+from heads.formats.importing.external import ExternalDraft
 from heads.formats.importing.sizes import own_layer
 from heads.formats.layout import check_names
+from heads.modules.interface import HeadModule
 from heads.proposers.vocabulary import DraftVocabulary, head_rows, write_draft_vocabulary
 from heads.target.checkpoint_files import LazyTensor, Weights, write_weights
 from heads.target.identity import TargetIdentity
@@ -33,7 +34,7 @@ DEFAULT_TOKENS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """A foreign draft that fits a target.
+    """A external draft that fits a target.
 
     Args:
         settings: of its family, nothing left open.
@@ -48,29 +49,29 @@ class Fitted:
     vocabulary: DraftVocabulary | None
 
 
-def fit(foreign: Foreign, target: PreTrainedModel) -> Fitted:
-    """Fit a foreign draft to a target.
+def fit(external: ExternalDraft, target: PreTrainedModel) -> Fitted:
+    """Fit a external draft to a target.
 
     Args:
-        foreign: as `heads.formats.importing.reading.read_foreign` tells it.
+        external: as `heads.formats.importing.reading.read_external` tells it.
         target: what it was trained for.
 
     Raises:
         InputError: it has layers or an embedding that our heads cannot have, wrong offsets, or tensors that are missing,
             unknown (all of them are named) or of another shape.
     """
-    config = target.config.get_text_config().to_dict() if foreign.layer == "target" else foreign.layer
-    layer = {} if config is None else own_layer(config, foreign.kind, target)
-    weights = foreign.optional | foreign.weights
+    config = target.config.get_text_config().to_dict() if external.layer == "target" else external.layer
+    layer = {} if config is None else own_layer(config, external.kind, target)
+    weights = external.optional | external.weights
     vocabulary = _take_vocabulary(weights, target)
-    embedding = _settle_embedding(foreign, weights, target)
-    trained_head = _settle_head(foreign, weights, vocabulary, target)
+    embedding = _settle_embedding(external, weights, target)
+    trained_head = _settle_head(external, weights, vocabulary, target)
     size = None if vocabulary is None else len(vocabulary)
-    settings = foreign.checked_settings(draft_vocab_size=size, **trained_head, **layer, **embedding)
-    head = FAMILIES[foreign.kind].build(settings, target, vocabulary)
+    settings = external.checked_settings(draft_vocab_size=size, **trained_head, **layer, **embedding)
+    head = FAMILIES[external.kind].build(settings, target, vocabulary)
     own = {name: tuple(value.shape) for name, value in head.state_dict().items()}
-    if foreign.placed is not None:
-        weights |= foreign.placed(own)
+    if external.placed is not None:
+        weights |= external.placed(own)
     if "mask_hidden" in weights and math.prod(weights["mask_hidden"].shape) == math.prod(own.get("mask_hidden", (0,))):
         weights["mask_hidden"] = weights["mask_hidden"].reshaped(own["mask_hidden"])
     check_names({name: stored.shape for name, stored in weights.items()}, own)
@@ -78,7 +79,7 @@ def fit(foreign: Foreign, target: PreTrainedModel) -> Fitted:
         raise InputError(
             f"expected floating numbers, and {', '.join(integers)} hold others (quantised weights have no place here)"
         )
-    taps = tuple(FAMILIES[foreign.kind].taps(head))
+    taps = tuple(cast(HeadModule, head).taps)
     return Fitted(settings=cast(Any, head).settings, taps=taps, weights=weights, vocabulary=vocabulary)
 
 
@@ -145,7 +146,7 @@ def _take_vocabulary(weights: Weights, target: PreTrainedModel) -> DraftVocabula
     return None if len(vocabulary) == V else vocabulary
 
 
-def _settle_embedding(foreign: Foreign, weights: Weights, target: PreTrainedModel) -> dict[str, bool]:
+def _settle_embedding(external: ExternalDraft, weights: Weights, target: PreTrainedModel) -> dict[str, bool]:
     """Take a copy of the target's embedding out of the tensors; return whether the head has one of its own.
 
     Raises:
@@ -157,16 +158,16 @@ def _settle_embedding(foreign: Foreign, weights: Weights, target: PreTrainedMode
     if _same(stored, cast(Tensor, target.get_input_embeddings().weight)):
         del weights[EMBEDDING]
         return {}
-    if "own_embedding" not in FAMILIES[foreign.kind].settings.model_fields:
-        raise InputError(f"{EMBEDDING} is not the target's embedding, and {foreign.kind} heads here have none of their own")
+    if "own_embedding" not in FAMILIES[external.kind].settings.model_fields:
+        raise InputError(f"{EMBEDDING} is not the target's embedding, and {external.kind} heads here have none of their own")
     return {"own_embedding": True}
 
 
 def _settle_head(
-    foreign: Foreign, weights: Weights, vocabulary: DraftVocabulary | None, target: PreTrainedModel
+    external: ExternalDraft, weights: Weights, vocabulary: DraftVocabulary | None, target: PreTrainedModel
 ) -> dict[str, bool]:
     """Return whether the output head counts as trained; drop a whole one that is the target's."""
-    if foreign.settings.get("own_output_heads"):
+    if external.settings.get("own_output_heads"):
         return {}
     stored = weights.get(HEAD)
     if stored is None:
@@ -193,7 +194,7 @@ def _same(stored: LazyTensor, own: Tensor) -> bool:
     return True
 
 
-def drafts_a_round(foreign: Foreign, asked: int | None, settings: Any) -> int:
+def drafts_a_round(external: ExternalDraft, asked: int | None, settings: Any) -> int:
     """Return how many tokens to draft a round: as asked, else as the draft's config says, else 3, and no more than it can.
 
     Raises:
@@ -202,5 +203,5 @@ def drafts_a_round(foreign: Foreign, asked: int | None, settings: Any) -> int:
     longest = settings.longest_draft
     if asked is not None and longest is not None and asked > longest:
         raise InputError(f"num_speculative_tokens {asked}: the draft says at most {longest} tokens a round")
-    wanted = asked or foreign.num_speculative_tokens or DEFAULT_TOKENS
+    wanted = asked or external.num_speculative_tokens or DEFAULT_TOKENS
     return wanted if longest is None else min(wanted, longest)

@@ -8,29 +8,22 @@ Llama block has none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from heads.families.mtp_checkpoint import NativeMtp, Piece
-from heads.formats.importing.foreign import Foreign
+from heads.families.mtp_checkpoint import NativeMtp, TensorPart
+from heads.formats.importing.external import ExternalDraft
 from heads.formats.layout import Shapes
 from heads.target.checkpoint_files import LazyTensor, Weights
 
-SIGNS = ("mtp", "eh_proj")
 BACKBONE = "model.layers.0."  # of the target's first block
 
 
-def has_modules(weights: Mapping[str, LazyTensor]) -> bool:
-    """Whether some tensors look as if they were an MTP module's."""
-    return any(sign in name for name in weights for sign in SIGNS)
-
-
-def read_native(folder: Path, weights: Weights, reads: str | None) -> Foreign:
-    """Return a checkpoint's MTP modules in our words.
+def read_native(folder: Path, weights: Weights, reads: str | None) -> ExternalDraft:
+    """Return a checkpoint's MTP modules under our names.
 
     Args:
         folder: of the checkpoint.
@@ -47,7 +40,7 @@ def read_native(folder: Path, weights: Weights, reads: str | None) -> Foreign:
     if reads is None:
         reads = native.naming.reads if any(name.startswith(BACKBONE) for name in weights) else "post_norm"
     settings = {"shared_depths": not several, "reads": reads} | ({"num_depths": native.num_layers} if several else {})
-    return Foreign(
+    return ExternalDraft(
         form=f"MTP of a checkpoint, named as in {native.naming.families}",
         kind="mtp",
         settings=settings,
@@ -71,7 +64,7 @@ def _placed(native: NativeMtp, weights: Weights, own: Shapes) -> Weights:
     return {name: _joined(pieces, weights, own[name]) for name, pieces in places.items()}
 
 
-def _joined(pieces: list[Piece], weights: Weights, shape: tuple[int, ...]) -> LazyTensor:
+def _joined(pieces: list[TensorPart], weights: Weights, shape: tuple[int, ...]) -> LazyTensor:
     dtype = weights[pieces[0].key].dtype
 
     def load() -> Tensor:

@@ -1,4 +1,4 @@
-"""Drafts that other programs wrote, told in our words: settings, tensors under our names, draft vocabulary.
+"""Read drafts that other programs wrote: settings, tensors under our names, draft vocabulary.
 
 Known are EAGLE-3, P-EAGLE, DFlash and MTP of the speculators library, flat EAGLE-3 (SGLang, SpecForge), Medusa (vLLM's names
 and the published ones), published Hydra heads, DFlash of z-lab and of transformers, and MTP modules inside checkpoints. What a
@@ -16,12 +16,11 @@ from typing import Any
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_json
 from configs.schema.release import TAP_OF_ID, LayerIds
-from heads.formats.exporting.flat import TRANSFORMERS_DFLASH
-from heads.formats.exporting.speculators import MTP_PARTS
-from heads.formats.importing.foreign import Foreign
+from heads.formats.importing.external import ExternalDraft
 from heads.formats.importing.hydra import read_hydra
-from heads.formats.importing.mtp import has_modules, read_native
+from heads.formats.importing.mtp import read_native
 from heads.formats.layout import renamed
+from heads.formats.names import MTP_PARTS, TRANSFORMERS_DFLASH, has_mtp_modules
 from heads.target.checkpoint_files import Weights, read_weights, zeros
 
 KNOWN = (
@@ -32,7 +31,7 @@ MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 OLD_MEDUSA = re.compile(r"^(?:medusa_heads?\.)?(\d+)\.(\d+)\.(?:(linear)\.)?(weight|bias)$")
 
 
-def read_foreign(folder: Path, *, layer_ids: LayerIds | None = None, reads: str | None = None) -> Foreign:
+def read_external(folder: Path, *, layer_ids: LayerIds | None = None, reads: str | None = None) -> ExternalDraft:
     """Read a draft's config, and where its tensors are.
 
     Args:
@@ -68,12 +67,12 @@ def read_foreign(folder: Path, *, layer_ids: LayerIds | None = None, reads: str 
         raise InputError(f"{folder / 'config.json'} lacks or garbles a key of its format: {error!r}") from error
     except InputError as error:
         raise InputError(f"{folder} cannot be imported: {error}") from error
-    if has_modules(weights):
+    if has_mtp_modules(weights):
         return read_native(folder, weights, reads)
     raise InputError(f"{folder} is in no form that draftsmith reads ({KNOWN}); its architectures: {architectures or 'none'}")
 
 
-def _speculators(config: dict[str, Any], weights: Weights, layer_ids: LayerIds, reads: str) -> Foreign:
+def _speculators(config: dict[str, Any], weights: Weights, layer_ids: LayerIds, reads: str) -> ExternalDraft:
     kind, layer = config["speculators_model_type"], config["transformer_layer_config"]
     if not isinstance(layer, dict):
         raise InputError(f"expected transformer_layer_config to be a section, got {layer!r}")
@@ -96,7 +95,7 @@ def _speculators(config: dict[str, Any], weights: Weights, layer_ids: LayerIds, 
         settings["num_depths"] = tokens
     if kind == "mtp":
         weights = renamed(weights, [(theirs, ours) for ours, theirs in MTP_PARTS])
-    return Foreign(
+    return ExternalDraft(
         form=f"speculators {kind}",
         kind=kind,
         settings=settings,
@@ -121,7 +120,7 @@ def _eagle_settings(
     }
 
 
-def _flat_eagle(config: dict[str, Any], weights: Weights, layer_ids: LayerIds) -> Foreign:
+def _flat_eagle(config: dict[str, Any], weights: Weights, layer_ids: LayerIds) -> ExternalDraft:
     options = (config.get("eagle_config") or {}) | config
     settings = _eagle_settings(options, config, layer_ids, normed_by_default=False)
     parallel = "mask_hidden" in weights
@@ -133,7 +132,7 @@ def _flat_eagle(config: dict[str, Any], weights: Weights, layer_ids: LayerIds) -
         settings["mask_token_id"] = next(iter(masks.values()), None)
     else:
         settings["norm_feedback"] = options.get("norm_output", False)
-    return Foreign(
+    return ExternalDraft(
         form="flat P-EAGLE" if parallel else "flat EAGLE-3",
         kind="peagle" if parallel else "eagle3",
         settings=settings,
@@ -143,11 +142,11 @@ def _flat_eagle(config: dict[str, Any], weights: Weights, layer_ids: LayerIds) -
     )
 
 
-def _dflash(config: dict[str, Any], options: dict[str, Any], weights: Weights, layer_ids: LayerIds, form: str) -> Foreign:
+def _dflash(config: dict[str, Any], options: dict[str, Any], weights: Weights, layer_ids: LayerIds, form: str) -> ExternalDraft:
     if options.get("causal"):
         raise InputError("its slots see earlier slots only (causal), draftsmith's see the whole block")
     settings = _dflash_settings(options, config, _taps(options["target_layer_ids"], layer_ids))
-    return Foreign(
+    return ExternalDraft(
         form=form,
         kind="dflash",
         settings=settings,
@@ -169,7 +168,7 @@ def _dflash_settings(options: Mapping[str, Any], layer: Mapping[str, Any], taps:
     }
 
 
-def _medusa(config: dict[str, Any], weights: Weights) -> Foreign:
+def _medusa(config: dict[str, Any], weights: Weights) -> ExternalDraft:
     num_heads, num_layers = config["medusa_num_heads"], config["medusa_num_layers"]
     weights = {_medusa_name(name, num_layers): stored for name, stored in weights.items()}
     own = any(name.startswith("lm_heads.") for name in weights)
@@ -181,7 +180,7 @@ def _medusa(config: dict[str, Any], weights: Weights) -> Foreign:
                 width, dtype = weights[f"{stem}.weight"].shape[0], weights[f"{stem}.weight"].dtype
                 added[f"{stem}.bias"] = zeros((width,), dtype)
     settings = {"num_depths": num_heads, "num_layers": num_layers, "own_output_heads": own, "train_head": own}
-    return Foreign(
+    return ExternalDraft(
         form="Medusa",
         kind="medusa",
         settings=settings,

@@ -10,7 +10,7 @@ from heads.artifact import METADATA_FILE, WEIGHTS_FILE, load_draft, read_metadat
 from heads.formats.exporting.exporter import export
 from heads.formats.exporting.source import TargetFolder, read_source
 from heads.formats.importing.importer import drafts_a_round, fit, write_artifact
-from heads.formats.importing.reading import read_foreign
+from heads.formats.importing.reading import read_external
 from tests.support import family_checks as checks
 
 PLAIN = Eagle3Settings(kind="eagle3", taps=[1, 2, 3], num_depths=3)
@@ -20,15 +20,15 @@ FLAT, NESTED = "sglang", "speculators"
 
 def converted(written, folder, engine, out):
     """Import a draft's folder, and export the artifact for an engine."""
-    foreign = read_foreign(folder)
-    fitted = fit(foreign, written.model)
+    external = read_external(folder)
+    fitted = fit(external, written.model)
     artifact = out.with_name(f"{out.name}_artifact")
     write_artifact(
         fitted,
         artifact,
         written.target.identity,
         vocab_size=checks.VOCAB_SIZE,
-        num_speculative_tokens=drafts_a_round(foreign, None, fitted.settings),
+        num_speculative_tokens=drafts_a_round(external, None, fitted.settings),
         provenance={},
     )
     source = read_source(artifact, TargetFolder(written.target_folder, str(written.target_folder)))

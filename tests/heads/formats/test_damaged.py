@@ -11,7 +11,7 @@ from configs.schema.heads import Eagle3Settings
 from heads.artifact import WEIGHTS_FILE
 from heads.formats.exporting.exporter import export
 from heads.formats.importing.importer import fit
-from heads.formats.importing.reading import read_foreign
+from heads.formats.importing.reading import read_external
 from heads.target.checkpoint_files import INDEX_FILE
 from tests.support import family_checks as checks
 
@@ -33,7 +33,7 @@ def change(exported, **values):
 
 def refused(exported, words):
     with pytest.raises(InputError, match=words):
-        fit(read_foreign(exported.out), exported.model)
+        fit(read_external(exported.out), exported.model)
 
 
 def test_several_faults_are_told_together(exported):

@@ -18,9 +18,9 @@ from heads.families.registry import FAMILIES
 from heads.formats.exporting.exporter import export
 from heads.formats.exporting.source import TargetFolder, read_source
 from heads.formats.importing.importer import fit
-from heads.formats.importing.reading import read_foreign
+from heads.formats.importing.reading import read_external
 from heads.target.loading import load_target
-from scripts.exchange import trial as foreign_drafts
+from scripts.exchange import trial as trial_module
 from scripts.exchange.tap_convention import Reading, TapComparison
 from tests.support.artifacts import save_artifact
 
@@ -104,18 +104,18 @@ def test_a_draft_with_ids_one_off_is_refused_with_what_to_say(tmp_path, config, 
 
 def fitted_draft(folder, config):
     target = load_target(config.target)
-    foreign = read_foreign(folder / "exported", layer_ids=config.layer_ids)
-    return fit(foreign, target.model), target, foreign.layer_ids
+    external = read_external(folder / "exported", layer_ids=config.layer_ids)
+    return fit(external, target.model), target, external.layer_ids
 
 
 def test_ids_are_taken_as_told_with_a_warning(tmp_path, config, monkeypatch):
     better = TapComparison(reading=Reading(name="ids one higher", shift=1), expected=0.5, gain=0.1, gain_error=0.01)
-    monkeypatch.setattr(foreign_drafts, "_better_reading", lambda *_: better)
+    monkeypatch.setattr(trial_module, "_better_reading", lambda *_: better)
     fitted, target, layer_ids = fitted_draft(tmp_path, config)
     with pytest.raises(InputError, match=r"seems to mean other states .* 0.500 a position in place of 0.400"):
-        foreign_drafts.try_out(fitted, target, config, 3, layer_ids)
+        trial_module.try_out(fitted, target, config, 3, layer_ids)
     told = config.model_copy(update={"layer_ids": "h"})
-    trial = foreign_drafts.try_out(fitted, target, told, 3, layer_ids)
+    trial = trial_module.try_out(fitted, target, told, 3, layer_ids)
     assert trial.warnings == [
         "taken as told, but with ids one higher more of its drafts stay, 0.500 a position in place of 0.400 (the difference is "
         "known to 0.010); --set layer_ids=block_output takes them so, --set layer_ids=h as they were taken"
@@ -124,6 +124,6 @@ def test_ids_are_taken_as_told_with_a_warning(tmp_path, config, monkeypatch):
 
 def test_ids_that_no_convention_explains_are_to_be_corrected(tmp_path, config, monkeypatch):
     better = TapComparison(reading=Reading(name="ids one lower", shift=-1), expected=0.5, gain=0.1, gain_error=0.01)
-    monkeypatch.setattr(foreign_drafts, "_better_reading", lambda *_: better)
+    monkeypatch.setattr(trial_module, "_better_reading", lambda *_: better)
     with pytest.raises(InputError, match=r"correct the ids in its config.json, or --set layer_ids=h takes them as they stand"):
-        foreign_drafts.try_out(*fitted_draft(tmp_path, config)[:2], config, 3, "h")
+        trial_module.try_out(*fitted_draft(tmp_path, config)[:2], config, 3, "h")

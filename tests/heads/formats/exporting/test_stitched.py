@@ -11,7 +11,7 @@ from configs.schema.heads import MtpSettings
 from heads.artifact import METADATA_FILE
 from heads.formats.exporting.exporter import SERVE_FILE, export
 from heads.formats.importing.importer import fit
-from heads.formats.importing.reading import read_foreign
+from heads.formats.importing.reading import read_external
 from heads.target.identity import hash_weights
 from tests.heads.families import test_mtp_checkpoint as native
 from tests.support import family_checks as checks
@@ -49,7 +49,7 @@ def test_a_head_goes_into_the_target_and_comes_back(write_beside_modules, naming
     after = load_file(written.out / "model.safetensors")
     changed = {name for name, value in before.items() if not torch.equal(value, after[name])}
     assert changed == set(native.module_tensors(naming, written.model, 0, torch.float32)[0])
-    fitted = fit(read_foreign(written.out), written.model)
+    fitted = fit(read_external(written.out), written.model)
     own = written.head.state_dict()
     if order == "hidden_first":
         own["layers.0.eh_proj.weight"] = own["layers.0.eh_proj.weight"].roll(32, 1)

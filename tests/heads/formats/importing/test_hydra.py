@@ -10,7 +10,7 @@ from configs.runtime.errors import InputError
 from configs.schema.heads import HydraSettings
 from heads.artifact import WEIGHTS_FILE
 from heads.formats.importing.importer import fit, write_artifact
-from heads.formats.importing.reading import read_foreign
+from heads.formats.importing.reading import read_external
 from tests.support import family_checks as checks
 
 OWN = {"own_output_heads": True, "train_head": True}
@@ -63,7 +63,7 @@ def test_heads_with_a_prefix_layer_dropout_and_what_is_never_read(publish, tmp_p
 
 
 def assert_comes_in(written, folder):
-    fitted = fit(read_foreign(written.out), written.model)
+    fitted = fit(read_external(written.out), written.model)
     write_artifact(fitted, folder / "back", written.target.identity, vocab_size=64, num_speculative_tokens=3, provenance={})
     own, back = load_file(written.artifact / WEIGHTS_FILE), load_file(folder / "back" / WEIGHTS_FILE)
     assert own.keys() == back.keys()
@@ -76,7 +76,7 @@ def test_a_head_of_one_block_gets_one_that_does_nothing(publish):
     later = [f"blocks.{head}.blocks.layers.0.{leaf}" for head in range(3) for leaf in ("weight", "bias")]
     settings = PLAIN.model_copy(update={"num_layers": 1})
     written = publish(settings, CONFIG | {"hydra_num_layers": 1}, dropout=False, drop=later)
-    fitted = fit(read_foreign(written.out), written.model)
+    fitted = fit(read_external(written.out), written.model)
     for name in later:
         written.head.state_dict()[name].zero_()
     batch, states = checks.inputs_of(written.model, checks.PROMPTS, ())
@@ -100,10 +100,10 @@ def test_a_head_of_one_block_gets_one_that_does_nothing(publish):
 def test_other_heads_are_refused(publish, config, words):
     written = publish(PLAIN, CONFIG | config, dropout=False)
     with pytest.raises(InputError, match=words):
-        fit(read_foreign(written.out), written.model)
+        fit(read_external(written.out), written.model)
 
 
 def test_an_embedding_of_its_own_is_refused(publish):
     written = publish(PLAIN, CONFIG, dropout=False, **{"input_embed_fn.weight": torch.ones(64, 32)})
     with pytest.raises(InputError, match="is not the target's embedding"):
-        fit(read_foreign(written.out), written.model)
+        fit(read_external(written.out), written.model)

@@ -11,7 +11,7 @@ from configs.schema.heads import DFlashSettings, Eagle3Settings, LayerSettings, 
 from heads.artifact import WEIGHTS_FILE, load_draft
 from heads.formats.exporting.exporter import export
 from heads.formats.importing.importer import drafts_a_round, fit, write_artifact
-from heads.formats.importing.reading import read_foreign
+from heads.formats.importing.reading import read_external
 from tests.support import family_checks as checks
 
 EAGLE = Eagle3Settings(kind="eagle3", taps=[1, 2, 3], num_depths=3)
@@ -57,9 +57,9 @@ TRIPS = [
 
 def imported(written, folder, **options):
     """Import what was written, and return the loaded draft."""
-    foreign = read_foreign(written.out, **options)
-    fitted = fit(foreign, written.model)
-    tokens = drafts_a_round(foreign, None, fitted.settings)
+    external = read_external(written.out, **options)
+    fitted = fit(external, written.model)
+    tokens = drafts_a_round(external, None, fitted.settings)
     write_artifact(
         fitted, folder, written.target.identity, vocab_size=checks.VOCAB_SIZE, num_speculative_tokens=tokens, provenance={}
     )
@@ -134,7 +134,7 @@ def test_every_unknown_and_missing_tensor_is_named(exported):
         exported, **{"norm.weight": None, "gate.weight": torch.ones(2), "layers.0.self_attn.q_proj.bias": torch.ones(3)}
     )
     with pytest.raises(InputError, match=r"lacks norm.weight; holds unknown gate.weight, layers.0.self_attn.q_proj.bias"):
-        fit(read_foreign(exported.out), exported.model)
+        fit(read_external(exported.out), exported.model)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_every_unknown_and_missing_tensor_is_named(exported):
 def test_wrong_tensors_are_refused(exported, tensors, words):
     change_weights(exported, **tensors)
     with pytest.raises(InputError, match=words):
-        fit(read_foreign(exported.out), exported.model)
+        fit(read_external(exported.out), exported.model)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_wrong_tensors_are_refused(exported, tensors, words):
 def test_wrong_configs_are_refused(exported, values, words):
     change_config(exported, **values)
     with pytest.raises(InputError, match=words):
-        fit(read_foreign(exported.out), exported.model)
+        fit(read_external(exported.out), exported.model)
 
 
 @pytest.mark.parametrize(
@@ -186,19 +186,19 @@ def test_other_layers_than_ours_are_refused(exported, values, words):
         layers["model_type"] = "qwen3"
     change_config(exported, transformer_layer_config=layers)
     with pytest.raises(InputError, match=words):
-        fit(read_foreign(exported.out), exported.model)
+        fit(read_external(exported.out), exported.model)
 
 
 def test_ids_in_a_flat_config_can_be_taken_as_they_stand(write):
     written = write(EAGLE, vocabulary=checks.SOME_TOKENS)
     export(written.source(), "sglang", written.out)
-    assert read_foreign(written.out).settings["taps"] == [1, 2, 3]
-    assert read_foreign(written.out, layer_ids="h").settings["taps"] == [0, 1, 2]
+    assert read_external(written.out).settings["taps"] == [1, 2, 3]
+    assert read_external(written.out, layer_ids="h").settings["taps"] == [0, 1, 2]
 
 
 def test_ids_in_a_nested_config_can_be_taken_for_those_of_blocks(exported):
-    assert read_foreign(exported.out).settings["taps"] == [1, 2, 3]
-    assert read_foreign(exported.out, layer_ids="block_output").settings["taps"] == [2, 3, 4]
+    assert read_external(exported.out).settings["taps"] == [1, 2, 3]
+    assert read_external(exported.out, layer_ids="block_output").settings["taps"] == [2, 3, 4]
 
 
 def test_a_flat_draft_with_a_mask_is_peagle(write, tmp_path):
@@ -211,7 +211,7 @@ def test_a_flat_draft_with_a_mask_is_peagle(write, tmp_path):
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
     }
     (written.out / "config.json").write_text(json.dumps(layers))
-    fitted = fit(read_foreign(written.out), written.model)
+    fitted = fit(read_external(written.out), written.model)
     assert fitted.settings == written.head.settings
 
 
@@ -222,11 +222,11 @@ def test_a_flat_draft_with_two_mask_tokens_is_refused(write):
     masks = {"ptd_token_id": 5, "mask_token_id": 6, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
     (written.out / "config.json").write_text(json.dumps(layers | masks | {"architectures": ["LlamaForCausalLMEagle3"]}))
     with pytest.raises(InputError, match="different mask tokens: mask_token_id 6, ptd_token_id 5; leave the one"):
-        read_foreign(written.out)
+        read_external(written.out)
 
 
 def test_an_unknown_form_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["Something"]}')
     save_file({"a": torch.ones(1)}, tmp_path / WEIGHTS_FILE)
     with pytest.raises(InputError, match="in no form that draftsmith reads"):
-        read_foreign(tmp_path)
+        read_external(tmp_path)

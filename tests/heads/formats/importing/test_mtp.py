@@ -10,7 +10,7 @@ from configs.schema.heads import MtpSettings
 from heads.artifact import WEIGHTS_FILE
 from heads.formats.exporting.exporter import export
 from heads.formats.importing.importer import fit
-from heads.formats.importing.reading import read_foreign
+from heads.formats.importing.reading import read_external
 from tests.heads.families import test_mtp_checkpoint as native
 from tests.support import family_checks as checks
 
@@ -34,8 +34,8 @@ def loaded(fitted):
 def test_a_module_of_a_checkpoint_is_a_draft(tmp_path, naming, shards):
     model = checks.tiny_target("qwen3")
     ours = write_checkpoint(tmp_path / "target", model, naming, shards=shards)
-    foreign = read_foreign(tmp_path / "target", reads="pre_norm")
-    fitted = fit(foreign, model)
+    external = read_external(tmp_path / "target", reads="pre_norm")
+    fitted = fit(external, model)
     assert fitted.settings.shared_depths
     assert fitted.taps == (checks.SMALL["num_hidden_layers"],)  # the state before the final norm
     found = loaded(fitted)
@@ -48,22 +48,22 @@ def test_a_module_of_a_checkpoint_is_a_draft(tmp_path, naming, shards):
 def test_a_checkpoint_is_taken_to_read_what_its_family_does(tmp_path, naming, reads):
     model = checks.tiny_target("qwen3")
     write_checkpoint(tmp_path / "target", model, naming)
-    assert fit(read_foreign(tmp_path / "target"), model).settings.reads == reads
-    assert fit(read_foreign(tmp_path / "target", reads="post_norm"), model).settings.reads == "post_norm"
+    assert fit(read_external(tmp_path / "target"), model).settings.reads == reads
+    assert fit(read_external(tmp_path / "target", reads="post_norm"), model).settings.reads == "post_norm"
 
 
 def test_modules_alone_in_mimos_layout_are_taken_for_an_export(write):
     written = write(MtpSettings(kind="mtp", num_depths=2))
     export(written.source(), "vllm", written.out)
-    assert fit(read_foreign(written.out), written.model).settings.reads == "post_norm"
+    assert fit(read_external(written.out), written.model).settings.reads == "post_norm"
 
 
 def test_several_modules_are_one_for_each_depth(tmp_path):
     model = checks.tiny_target("qwen3")
     ours = write_checkpoint(tmp_path / "target", model, "deepseek", modules=2)
-    foreign = read_foreign(tmp_path / "target")
-    fitted = fit(foreign, model)
-    assert (fitted.settings.shared_depths, fitted.settings.num_depths, foreign.num_speculative_tokens) == (False, 2, 2)
+    external = read_external(tmp_path / "target")
+    fitted = fit(external, model)
+    assert (fitted.settings.shared_depths, fitted.settings.num_depths, external.num_speculative_tokens) == (False, 2, 2)
     assert all(torch.equal(value, ours[name]) for name, value in loaded(fitted).items())
 
 
@@ -94,7 +94,7 @@ def test_experts_kept_one_by_one_are_stacked(tmp_path):
         else:
             theirs[stem] = value.clone()
     native.write_checkpoint(tmp_path / "target", model, theirs)
-    found = loaded(fit(read_foreign(tmp_path / "target"), model))
+    found = loaded(fit(read_external(tmp_path / "target"), model))
     for name, value in block.items():
         assert torch.equal(found[f"layers.0.mtp_block.{name}"], value)
 
@@ -105,14 +105,14 @@ def test_a_module_with_biases_for_a_block_without_is_refused(tmp_path):
     tensors = load_file(tmp_path / "target" / WEIGHTS_FILE)
     name = "model.mtp_layers.0.self_attn.q_proj.bias"
     save_file(tensors | {name: torch.zeros(32)}, tmp_path / "target" / WEIGHTS_FILE, metadata={"format": "pt"})
-    fit(read_foreign(tmp_path / "target"), model)
+    fit(read_external(tmp_path / "target"), model)
     save_file(tensors | {name: torch.ones(32)}, tmp_path / "target" / WEIGHTS_FILE, metadata={"format": "pt"})
     with pytest.raises(InputError, match=f"has no place in the head for {name}"):
-        fit(read_foreign(tmp_path / "target"), model)
+        fit(read_external(tmp_path / "target"), model)
 
 
 def test_modules_of_no_known_naming_are_refused(tmp_path):
     model = checks.tiny_target("llama")
     native.write_checkpoint(tmp_path / "target", model, {"mtp.something.weight": torch.ones(2)})
     with pytest.raises(InputError, match=r"holds no MTP weights that draftsmith knows .* found: mtp.something.weight"):
-        read_foreign(tmp_path / "target")
+        read_external(tmp_path / "target")

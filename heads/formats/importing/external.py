@@ -1,5 +1,7 @@
-"""A draft of another program in our words: `heads.formats.importing.reading` makes it of a folder,
-`heads.formats.importing.importer` takes it."""
+"""A draft that another program wrote, with the settings and tensor names of our families.
+
+`heads.formats.importing.reading` makes one from a folder, `heads.formats.importing.importer` turns it into an artifact.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,12 @@ from heads.target.checkpoint_files import Weights
 
 
 @dataclass(frozen=True, kw_only=True)
-class Foreign:
+class ExternalDraft:
     """A draft as another program wrote it.
 
     Args:
-        form: the format, in words.
-        kind: the family of ours that it is.
+        form: the name of the format.
+        kind: which of our families it is.
         settings: of that family, checked later.
         layer: the config of its layers; "target": that of the target's blocks; None: it has none of their own sizes.
         weights: its tensors under our names, and `embed_tokens.weight`, `d2t`, `t2d` where they are in the file.
