@@ -1,10 +1,10 @@
 """The artifact: a folder with `draftsmith.json`, the draft's weights, and for a draft LM all that transformers needs.
 
 Writing is atomic. Loading compares the target, tokenizer and chat template the draft was made for with those at hand and
-refuses what differs, because such a draft decodes without an error and is accepted never.
+refuses any difference, because such a draft decodes without an error and is never accepted.
 
 A draft LM with a reduced vocabulary is written with its whole head, so that other programs need not know of the reduction;
-`draft_vocabulary.safetensors` says which rows our decoder keeps.
+`draft_vocabulary.safetensors` lists the rows that our decoder keeps.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ VOCABULARY_FILE = "draft_vocabulary.safetensors"
 
 
 class HiddenStates(BaseModel):
-    """Which of the target's hidden states a draft reads, in words that leave no room for an off-by-one."""
+    """Which of the target's hidden states a draft reads, with the convention spelled out against off-by-one errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -64,7 +64,7 @@ class Metadata(BaseModel):
     target: dict[str, Any]
     hidden_states: HiddenStates | None = None  # None: the draft reads tokens only
     head: dict[str, Any] | None = None  # a head's settings (`configs.schema.heads`), nothing left open; None for a draft LM
-    draft_vocab_size: int = Field(ge=1)  # tokens the draft can say
+    draft_vocab_size: int = Field(ge=1)  # tokens the draft can propose
     draft_vocabulary: Literal["target", "reduced"] = "target"  # target: all of its ids; reduced: see VOCABULARY_FILE
     num_speculative_tokens: int = Field(ge=1)
     training: dict[str, Any]  # the resolved config it was trained with

@@ -3,7 +3,7 @@
 Only files that hold data are fetched: JSON, safetensors, tokenizers. No code, nothing pickled, except for a draft to be
 imported, whose weights some programs still keep in a `.bin` or `.pt` (read with `weights_only` by
 `heads.target.checkpoint_files`). Where and how the Hub is reached (`HF_ENDPOINT`, `HF_TOKEN`, `HF_HUB_OFFLINE`, `HF_HOME`) is
-huggingface_hub's business.
+huggingface_hub's own.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def locate_external(name: str | Path) -> Path:
 
 def _locate(name: str, patterns: tuple[str, ...]) -> Path:
     found = NAME.fullmatch(name)
-    if Path(name).exists() or found is None:  # what is no folder either is refused by who reads it, in its own words
+    if Path(name).exists() or found is None:  # a name that is no folder either is refused by its reader
         return Path(name)
     try:
         return Path(

@@ -1,9 +1,10 @@
 """DFlash: a block of future tokens filled in one forward, with the target's fused states as keys and values of every layer.
 
 arXiv 2602.06036. The context of position t is norm(fc(taps)) there. A block stands at the pending token x_a: its slot 0 holds
-that token's embedding, slots 1 to S - 1 the mask token's, at positions a to a + S - 1. In every layer the slots see the context
-before a and, in both directions, each other; slot s then says x_{a+s}. As a slot's word depends on how many masks follow it,
-the whole block is always run, however few drafts are wanted. Names of the tensors are those that serving engines know.
+that token's embedding, slots 1 to S - 1 the mask token's, at positions a to a + S - 1. In every layer the slots see the
+context before a and, in both directions, each other; slot s then predicts x_{a+s}. As a slot's output depends on how many
+masks follow, the whole block is always run, however few drafts are wanted. Names of the tensors are those that serving engines
+know.
 
 Departures: trained on the target's distribution, not on the token of the text; drafts are drawn from the head's distribution,
 which is handed to verification. Left out on purpose: sliding layers, in which engines hide later slots.

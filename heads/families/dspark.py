@@ -1,11 +1,12 @@
-"""DSpark: a DFlash block whose slots also hear the token before them, and a guess of how likely each draft will stay.
+"""DSpark: a DFlash block whose slots also read the token before them, and an estimate of how likely each draft is accepted.
 
 To the logits of slot s comes W2 W1[x_{a+s-1}], a Markov bias of low rank: in training the text's own token, when drafting the
 one just drafted. The layers run once for the block all the same; only the choice of tokens goes slot by slot. A confidence
-head reads the slot's final state beside W1[x_{a+s-1}] and is trained, by binary cross-entropy, to say the slot's acceptance
-1 - TV(p, q). Its word for the last proposal is kept; rules that stop drafting early (`heads.proposers.draft_length`) read the
-distributions. Names of the tensors are those that serving engines know. Left out on purpose: the gated and the recurrent
-bias, and drafting from slot 0. B batch, N rows of one depth, G drafts, D width, R rank of the bias, W draft vocabulary.
+head reads the slot's final state beside W1[x_{a+s-1}] and is trained, by binary cross-entropy, to predict the slot's
+acceptance 1 - TV(p, q). Its estimates for the last proposal are kept; rules that stop drafting early
+(`heads.proposers.draft_length`) read the distributions. Names of the tensors are those that serving engines know. Left out on
+purpose: the gated and the recurrent bias, and drafting from slot 0.
+B batch, N rows of one depth, G drafts, D width, R rank of the bias, W draft vocabulary.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class DSpark(DFlash):
         self.confidence_head = Confidence(width + rank)
 
     def joined(self, states: Tensor, before: Tensor) -> Tensor:
-        """Return what logits and confidence are made of, `[..., D + R]`, from final states and the tokens before them."""
+        """Return the input of logits and confidence, `[..., D + R]`, from final states and the tokens before them."""
         return torch.cat([states, self.markov_head.markov_w1(before).to(states.dtype)], -1)
 
     def logits(self, joined_ND: Tensor) -> Tensor:
@@ -60,7 +61,7 @@ class DSpark(DFlash):
 
 
 class MarkovBias(nn.Module):
-    """W1 by token of the target, and W2 by token of the draft, which starts at 0: an untrained bias says nothing."""
+    """W1 by token of the target, and W2 by token of the draft, which starts at 0: an untrained bias is 0."""
 
     def __init__(self, vocab_size: int, rank: int, draft_vocab_size: int) -> None:
         super().__init__()
@@ -70,7 +71,7 @@ class MarkovBias(nn.Module):
 
 
 class Confidence(nn.Module):
-    """The logit of a draft's staying."""
+    """The logit of the probability that a draft is accepted."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -85,8 +86,8 @@ class MarkovDrafter(BlockDrafter):
     """A DSpark head as a proposer.
 
     Attributes:
-        confidences_BG: what the head holds for the probability that each draft of the last proposal stays, given that those
-            before it do.
+        confidences_BG: the head's estimate of the probability that each draft of the last proposal is accepted, given that
+            those before it are.
     """
 
     module: DSpark

@@ -1,8 +1,8 @@
 """Medusa: independent residual heads on the target's final state, one for each future token.
 
-Cai et al. 2024, arXiv 2401.10774. The state of position j, after the target's final norm, goes through one or more blocks
-x + SiLU(W x + b) for each depth and then through an output head. W and b start at 0, so an untrained head repeats what the
-target says about x_{j+1}. No head reads a drafted token, nor the pending one. Names of the tensors are those that vLLM knows.
+Cai et al. 2024, arXiv 2401.10774. The state of position j, after the target's final norm, goes through one or more blocks x +
+SiLU(W x + b) for each depth and then through an output head. W and b start at 0, so an untrained head repeats the target's
+distribution of x_{j+1}. No head reads a drafted token, nor the pending one. Names of the tensors are those that vLLM knows.
 
 Departures: every block has weights of its own (the published code repeats one block where a head has several), and the
 distribution each token is drawn from is handed to verification, which stays exact.
@@ -33,7 +33,7 @@ from heads.target.hidden_states import TargetStates
 
 
 class Medusa(nn.Module):
-    """Medusa heads on a frozen target (`heads.modules.interface.HeadModule`); depth k is the word on x_{j+2+k}."""
+    """Medusa heads on a frozen target (`heads.modules.interface.HeadModule`); depth k predicts x_{j+2+k}."""
 
     taps: Sequence[int] = ()
 

@@ -1,6 +1,6 @@
-"""What a folder for an engine consists of, and the shapes that its config calls for.
+"""The content of a folder for an engine, and the shapes that its config implies.
 
-A layout says its expected tensors twice: `weights` are those at hand, renamed, and `expected` are those that an engine would
+A layout lists its tensors twice: `weights` are those at hand, renamed, and `expected` are those that an engine would
 allocate, worked out from sizes alone. An export in which the two differ is not written.
 """
 

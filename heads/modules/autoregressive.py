@@ -83,7 +83,7 @@ class ChainModule(Protocol):
         """Which of the target's hidden states it reads besides the final one."""
 
     def features(self, states: TargetStates) -> Tensor:
-        """Return what is kept of the target's states, `[B, T, F]`."""
+        """Return the features `[B, T, F]` made of the target's states."""
 
     def read(self, features_BTF: Tensor, ids_BT: Tensor, positions_BT: Tensor, cache: RowCache, depth: int) -> Tensor:
         """Return the states `[B, T, D]` at placed positions, from features and the tokens after them.
@@ -150,11 +150,11 @@ class FeatureChain:
         self._unread.keep_rows(rows)
 
     def head(self, depth: int) -> DraftHead:
-        """Return the output head that says the tokens of a depth, counted from 0; all have the same vocabulary."""
+        """Return the output head for the tokens of a depth, counted from 0; all have the same vocabulary."""
         return self.module.lm_head
 
     def _first_state(self, tokens: Tokens) -> Tensor:
-        """Read what is unread; return the state `[B, D]` that the first draft comes from."""
+        """Read the pending features; return the state `[B, D]` that the first draft comes from."""
         unread = self._unread
         states_BTD = self._read(unread.features_BTF, unread.next_tokens(tokens), unread.first, 0)
         return states_BTD[torch.arange(len(tokens), device=self.device), unread.last_B]

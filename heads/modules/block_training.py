@@ -56,7 +56,7 @@ class Anchors:
 def choose_anchors(batch: Batch, limit: int | None) -> Anchors:
     """Choose anchors: `limit` of each conversation at random, by torch's own generator, or all of them.
 
-    Weighted as they say, the drawn ones give sums whose mean is that of all.
+    With their weights, sums over the drawn ones have the mean of sums over all.
     """
     T = batch.input_ids_BT.shape[1]
     origins_N = labelled_origins(batch, 0)

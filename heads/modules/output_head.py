@@ -24,7 +24,7 @@ class DraftHead(nn.Module):
 
     Args:
         target: whose head it starts from.
-        vocabulary: the tokens it can say; None: all of the target's. Kept as the buffer `token_ids` (d2t).
+        vocabulary: the tokens it can propose; None: all of the target's. Kept as the buffer `token_ids` (d2t).
         trainable: learn it, apart from the target's.
         with_bias: a trainable head has a bias even where the target's has none; it starts at 0.
 
@@ -46,7 +46,7 @@ class DraftHead(nn.Module):
         self.register_buffer("token_ids", ids_W, persistent=False)  # the artifact has a file for it
         shared = vocabulary is None and not trainable
         wanted_W = torch.arange(1 if shared else self.vocab_size, device=target.device) if ids_W is None else ids_W
-        weight_WD, bias_W = head_rows(target, wanted_W)  # also where nothing is copied: it refuses what is no linear head
+        weight_WD, bias_W = head_rows(target, wanted_W)  # also where nothing is copied: it refuses heads that are not linear
         if with_bias and bias_W is None:
             bias_W = weight_WD.new_zeros(len(wanted_W))
         dtype = torch.float32 if trainable else weight_WD.dtype
@@ -66,7 +66,7 @@ class DraftHead(nn.Module):
 
     @property
     def vocabulary(self) -> DraftVocabulary | None:
-        """The tokens it can say; None: all of the target's."""
+        """The tokens it can propose; None: all of the target's."""
         if self.token_ids is None:
             return None
         return DraftVocabulary(token_ids_W=self.token_ids, target_vocab_size=self.vocab_size)
@@ -88,7 +88,7 @@ class DraftHead(nn.Module):
     def at_depth(
         self, depth: int, hidden_ND: Tensor, origins_N: Tensor, *, weight: float, row_weights_N: Tensor | None = None
     ) -> Depth:
-        """Return what it says of the tokens at a depth, counted from 0, from final states at these origins."""
+        """Return the `Depth` of the tokens at a depth, counted from 0, from final states at these origins."""
         return Depth(
             hidden_ND=hidden_ND,
             origins_N=origins_N,

@@ -62,7 +62,7 @@ class Surroundings:
 
     Args:
         target: the model.
-        number: of the block, from 0; says which kind of attention it has where there are several.
+        number: of the block, from 0; it decides the kind of attention where there are several.
 
     Raises:
         InputError: there is no such block, the target has no rotary embedding that draftsmith knows, or the block gives

@@ -63,7 +63,7 @@ def tensorrt(source: Source) -> ExportLayout:
 
 
 def vocabulary_note(source: Source) -> tuple[str, ...]:
-    """Return what to say of a reduced draft vocabulary, if there is one."""
+    """Return a note on a reduced draft vocabulary, if there is one."""
     if source.vocabulary is None:
         return ()
     return (f"It drafts the {source.draft_vocab_size} tokens it was trained for; rows of other tokens never win.",)

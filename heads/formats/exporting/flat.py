@@ -91,7 +91,7 @@ def _flat_eagle(source: Source, serve: Callable[[str], str]) -> ExportLayout:
     if settings.norm_joined_taps:
         raise InputError("it norms all taps as one vector (norm_joined_taps), for which the form has no tensor")
     if settings.own_embedding:
-        raise InputError("it has an embedding of its own (own_embedding), and the engine lends it the target's")
+        raise InputError("it has an embedding of its own (own_embedding), and the engine shares the target's with it")
     shape, vocab_size = source.shape, source.target.vocab_size
     config = layer_config(shape, "llama", 1, vocab_size) | {
         "architectures": ["LlamaForCausalLMEagle3"],

@@ -34,7 +34,7 @@ class TargetFolder:
 
     Args:
         folder: with `config.json` and safetensors files.
-        name: how an engine is told where the target is: a Hub id or the folder.
+        name: the target's place as an engine is given it: a Hub id or the folder.
     """
 
     folder: Path
@@ -97,7 +97,7 @@ class TargetFolder:
         return self.weights[EMBEDDING]
 
     def check_plain(self) -> None:
-        """Refuse a target that engines would not lend to a draft as it is lent here.
+        """Refuse a target whose embedding or head engines would not share with a draft as they are shared here.
 
         Raises:
             InputError: its embedding is scaled, or its head has a bias: engines give drafts the weights only.
@@ -105,10 +105,10 @@ class TargetFolder:
         embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         if type(embedding) is not nn.Embedding:
             raise InputError(
-                f"the target's embedding is a {type(embedding).__name__}, of which engines lend a draft the weights"
+                f"the target's embedding is a {type(embedding).__name__}, of which engines share only the weights with a draft"
             )
         if type(head) is not nn.Linear or head.bias is not None:
-            raise InputError("the target's output head is not a matrix alone, and engines lend a draft the matrix only")
+            raise InputError("the target's output head is not a matrix alone, and engines share only the matrix with a draft")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ class Source:
         metadata: its checked `draftsmith.json`.
         settings: of the head's family (`configs.schema.heads`); None for a draft LM.
         weights: its tensors, in the dtype to be written.
-        vocabulary: the tokens it can say; None: all of the target's.
+        vocabulary: the tokens it can propose; None: all of the target's.
         target: what it was trained for.
         num_speculative_tokens: how many tokens an engine is to draft a round; of DFlash a whole block, as it was trained.
     """
@@ -179,7 +179,7 @@ class Source:
         return {"d2t": constant(ids_W - torch.arange(len(ids_W))), "t2d": constant(self.vocabulary.is_drafted_V)}
 
     def whole_vocabulary_note(self, engine: str) -> tuple[str, ...]:
-        """Return what to say of an engine that drafts from the target's whole vocabulary, if the draft has another one."""
+        """Return a note for an engine that drafts from the target's whole vocabulary, if the draft has another one."""
         if self.vocabulary is None:
             return ()
         return (
@@ -205,7 +205,7 @@ def read_source(
     Args:
         folder: of the artifact.
         target: what it was trained for.
-        num_speculative_tokens: drafts a round; None: what the artifact says, of DFlash a whole block.
+        num_speculative_tokens: drafts a round; None: the artifact's number, of DFlash a whole block.
         dtype: to write; None: as they are.
 
     Raises:
@@ -242,7 +242,7 @@ def read_source(
 
 
 def _whole_block(folder: Path, drafts: int, asked: int | None) -> int:
-    """Return the drafts of a DFlash block: engines fill it whole, and another number changes what each slot says."""
+    """Return the drafts of a DFlash block: engines fill it whole, and another number changes what each slot predicts."""
     if asked not in (None, drafts):
         raise InputError(
             f"num_speculative_tokens {asked}: {folder} fills blocks of {drafts} drafts, and engines draft whole blocks; "

@@ -1,7 +1,7 @@
 """The form of the speculators library, which vLLM loads: EAGLE-3, P-EAGLE, DFlash, and MTP for the library itself.
 
 Config keys and tensor names are those of speculators 0.9, read by vLLM 0.32. Ids of hidden states are ours: i is the residual
-stream after block i. Our EAGLE and DFlash tensors bear these names already; what is added are the offsets of a reduced
+stream after block i. Our EAGLE and DFlash tensors have these names already; added are the offsets of a reduced
 vocabulary. The embedding is left out, and so is a head that is the target's whole: vLLM shares the target's. speculators
 itself does so for DFlash and MTP only, so for it EAGLE drafts are written with copies of both (`eagle_complete`).
 """
@@ -28,7 +28,7 @@ def eagle(source: Source) -> ExportLayout:
     """Return EAGLE-3 or P-EAGLE.
 
     Raises:
-        InputError: the target's embedding or head is not one that engines lend.
+        InputError: the target's embedding or head is not one that engines share with a draft.
     """
     source.target.check_plain()
     settings: EagleSettings = source.settings
@@ -99,7 +99,7 @@ def dflash(source: Source) -> ExportLayout:
     """Return DFlash.
 
     Raises:
-        InputError: the target's embedding or head is not one that engines lend.
+        InputError: the target's embedding or head is not one that engines share with a draft.
     """
     source.target.check_plain()
     settings: DFlashSettings = source.settings

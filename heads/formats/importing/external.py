@@ -31,7 +31,7 @@ class ExternalDraft:
         num_speculative_tokens: what its config says; None: nothing.
         optional: what to add where the file leaves it out.
         layer_ids: what the ids of hidden states in its config were taken to mean; None: it has none.
-        placed: gives further tensors by the shapes of ours, where their names alone do not say what they are.
+        placed: gives further tensors by the shapes of ours, where their names alone do not identify them.
     """
 
     form: str

@@ -40,7 +40,7 @@ class Fitted:
         settings: of its family, nothing left open.
         taps: of the target's states, those it reads.
         weights: exactly the tensors of our head.
-        vocabulary: the tokens it can say; None: all of the target's.
+        vocabulary: the tokens it can propose; None: all of the target's.
     """
 
     settings: Any
@@ -129,7 +129,7 @@ def write_artifact(
 
 
 def _take_vocabulary(weights: Weights, target: PreTrainedModel) -> DraftVocabulary | None:
-    """Take `d2t` and `t2d` out of the tensors; return what they say."""
+    """Take `d2t` and `t2d` out of the tensors; return the draft vocabulary that they describe."""
     d2t, t2d = weights.pop("d2t", None), weights.pop("t2d", None)
     if d2t is None:
         return None
@@ -195,13 +195,13 @@ def _same(stored: LazyTensor, own: Tensor) -> bool:
 
 
 def drafts_a_round(external: ExternalDraft, asked: int | None, settings: Any) -> int:
-    """Return how many tokens to draft a round: as asked, else as the draft's config says, else 3, and no more than it can.
+    """Return how many tokens to draft a round: as asked, else as in the draft's config, else 3, and no more than it can.
 
     Raises:
         InputError: more were asked for than the head has.
     """
     longest = settings.longest_draft
     if asked is not None and longest is not None and asked > longest:
-        raise InputError(f"num_speculative_tokens {asked}: the draft says at most {longest} tokens a round")
+        raise InputError(f"num_speculative_tokens {asked}: the draft proposes at most {longest} tokens a round")
     wanted = asked or external.num_speculative_tokens or DEFAULT_TOKENS
     return wanted if longest is None else min(wanted, longest)

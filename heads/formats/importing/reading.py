@@ -1,8 +1,8 @@
 """Read drafts that other programs wrote: settings, tensors under our names, draft vocabulary.
 
 Known are EAGLE-3, P-EAGLE, DFlash and MTP of the speculators library, flat EAGLE-3 (SGLang, SpecForge), Medusa (vLLM's names
-and the published ones), published Hydra heads, DFlash of z-lab and of transformers, and MTP modules inside checkpoints. What a
-format says and our families cannot do is refused here; whether the tensors fit the target is seen in
+and the published ones), published Hydra heads, DFlash of z-lab and of transformers, and MTP modules inside checkpoints. A
+feature that our families lack is refused here; whether the tensors fit the target is checked in
 `heads.formats.importing.importer`. W draft vocabulary, V target vocabulary.
 """
 
@@ -127,8 +127,8 @@ def _flat_eagle(config: dict[str, Any], weights: Weights, layer_ids: LayerIds) -
     if parallel:
         masks = {key: options[key] for key in MASK_KEYS if key in options}
         if len(set(masks.values())) > 1:
-            told = ", ".join(f"{key} {value}" for key, value in masks.items())
-            raise InputError(f"its config names different mask tokens: {told}; leave the one it was trained with")
+            named = ", ".join(f"{key} {value}" for key, value in masks.items())
+            raise InputError(f"its config names different mask tokens: {named}; leave the one it was trained with")
         settings["mask_token_id"] = next(iter(masks.values()), None)
     else:
         settings["norm_feedback"] = options.get("norm_output", False)

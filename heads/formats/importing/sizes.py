@@ -66,7 +66,7 @@ def _shape_of(config: Any) -> LayerShape:
 
 
 def _check_kind(config: Any) -> None:
-    """Refuse what is no matter of size: sliding attention, another activation, queries that turn in part."""
+    """Refuse differences other than sizes: sliding attention, another activation, partial rotary embeddings."""
     wrong = []
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         wrong.append("it has sliding layers, draftsmith's heads full attention")
