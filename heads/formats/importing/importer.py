@@ -50,7 +50,7 @@ class Fitted:
 
 
 def fit(external: ExternalDraft, target: PreTrainedModel) -> Fitted:
-    """Fit a external draft to a target.
+    """Fit an imported draft to a target.
 
     Args:
         external: as `heads.formats.importing.reading.read_external` tells it.

@@ -1,4 +1,4 @@
-"""The sizes of a external draft's layers: what differs from the target's blocks becomes settings of our head, or a refusal.
+"""The sizes of an imported draft's layers: what differs from the target's blocks becomes settings of our head, or a refusal.
 
 Head counts, widths, norms' epsilons and rotary embeddings are the head's own (`configs.schema.heads`). The width is not: a
 layer's input is the target's state and embedding. An MTP module is a block of the target's family and has no sizes of its own.

@@ -1,10 +1,11 @@
-"""Attention of many blocks at once is attention under a dense mask over the row and all blocks."""
+"""Attention of many blocks is that under a dense mask over the row and all blocks; anchors are where blocks are drafted."""
 
 import pytest
 import torch
 from torch.nn import functional
 
-from heads.modules.block_training import BlockKeys, mix_blocks
+from heads.modules.block_training import BlockKeys, choose_anchors, mix_blocks
+from heads.modules.interface import NO_DOCUMENT, Batch
 from heads.modules.layers import DraftAttention, LayerShape, Rotary
 
 B, T, A, S, H = 2, 7, 3, 4, 8
@@ -63,3 +64,97 @@ def test_a_layer_projects_turns_and_mixes_the_row_and_the_blocks_alike(visible_B
     k_BMSH, v_BMSH = attention.keys_values(both_BSD, rotary(both_BSD, both_BS))
     q_BNXH = attention.queries(states_BXD, rotary(states_BXD, places_BX))
     torch.testing.assert_close(out_BXD, attention.attend(q_BNXH, k_BMSH, v_BMSH, dense_mask(visible_BAT)))
+
+
+# Two documents and padding; a prompt, an answer; a prompt, an answer that is broken off by another turn's prompt.
+DOCUMENTS = [0] * 7 + [1] * 9 + [NO_DOCUMENT] * 2
+LABELS = [0, 0, 0, 1, 1, 1, 1] + [0, 1, 1, 0, 0, 1, 1, 1, 1] + [0] * 2
+ANCHORS = [3, 4, 5, 8, 12, 13, 14]  # an answer's token with another one of the same document after it
+
+
+def batch_of(documents, labels):
+    documents_BT, labels_BT = torch.tensor(documents), torch.tensor(labels).bool()
+    B, T = documents_BT.shape
+    return Batch(
+        input_ids_BT=torch.arange(B * T).reshape(B, T),
+        loss_mask_BT=labels_BT,
+        position_ids_BT=torch.zeros_like(documents_BT),
+        document_ids_BT=documents_BT,
+        conversations_BC=torch.zeros(B, 1, dtype=torch.long),
+    )
+
+
+@pytest.fixture
+def batch():
+    """The row above, a row with no anchor, and a row that is one answer but for its first token."""
+    nothing = [0] * 17 + [1]
+    whole = [0] + [1] * 17
+    return batch_of([DOCUMENTS, [0] * 18, [0] * 18], [LABELS, nothing, whole])
+
+
+def test_all_anchors_are_the_places_that_a_block_would_be_drafted_from(batch):
+    anchors = choose_anchors(batch, None)
+    places = [row[valid].tolist() for row, valid in zip(anchors.places_BA, anchors.valid_BA, strict=True)]
+    assert places == [ANCHORS, [], list(range(1, 17))]
+    assert anchors.weights_BA.tolist() == anchors.valid_BA.float().tolist()
+
+
+def test_a_batch_without_anchors_is_padded_to_one(batch):
+    anchors = choose_anchors(batch._replace(loss_mask_BT=torch.zeros_like(batch.loss_mask_BT)), 4)
+    assert anchors.places_BA.tolist() == [[0]] * 3
+    assert not anchors.valid_BA.any()
+    assert not anchors.weights_BA.any()
+
+
+def test_so_many_of_each_conversation_are_drawn_and_weigh_as_all_of_them(batch):
+    anchors = choose_anchors(batch, 3)
+    first, none, last = (row[valid].tolist() for row, valid in zip(anchors.places_BA, anchors.valid_BA, strict=True))
+    assert first[:3] == [3, 4, 5]
+    assert len(first) == 6
+    assert set(first) < set(ANCHORS)
+    assert first == sorted(first)
+    assert none == []
+    assert len(set(last)) == 3
+    assert anchors.weights_BA[0].tolist() == pytest.approx([1.0] * 3 + [4 / 3] * 3)
+    assert anchors.weights_BA[2, :3].tolist() == pytest.approx([16 / 3] * 3)
+
+
+def test_every_anchor_is_drawn_as_often_as_every_other():
+    row = batch_of([DOCUMENTS] * 1000, [LABELS] * 1000)
+    torch.manual_seed(1)
+    anchors = choose_anchors(row, 2)
+    drawn_T = torch.bincount(anchors.places_BA[anchors.valid_BA], minlength=18) / 1000
+    # 2 of 3, and 2 of 4; the standard error is below 0.016
+    assert drawn_T[[3, 4, 5]].tolist() == pytest.approx([2 / 3] * 3, abs=0.06)
+    assert drawn_T[[8, 12, 13, 14]].tolist() == pytest.approx([1 / 2] * 4, abs=0.06)
+    assert drawn_T.sum() == pytest.approx(4)
+
+
+def test_draws_follow_torchs_generator_which_checkpoints_keep(batch):
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    first, second = choose_anchors(batch, 2), choose_anchors(batch, 2)
+    assert not torch.equal(first.places_BA, second.places_BA)
+    torch.set_rng_state(before)
+    assert torch.equal(choose_anchors(batch, 2).places_BA, first.places_BA)
+    before = torch.get_rng_state()
+    choose_anchors(batch, None)
+    assert torch.equal(torch.get_rng_state(), before)  # outside training nothing is drawn
+
+
+def test_a_slot_is_labelled_where_its_token_is_an_answers_in_the_same_document(batch):
+    anchors = choose_anchors(batch, None)
+    for slot in range(1, 6):
+        expected = [
+            place + slot < 18 and bool(LABELS[place + slot]) and DOCUMENTS[place + slot] == DOCUMENTS[place]
+            for place in ANCHORS
+        ]
+        assert anchors.labelled(batch, slot)[0].tolist() == expected + [False] * (16 - len(ANCHORS))
+        assert anchors.labelled(batch, slot)[2].tolist() == [place + slot < 18 for place in range(1, 17)]
+
+
+def test_a_block_sees_its_own_documents_places_before_its_anchor(batch):
+    visible_BAT = choose_anchors(batch, None).visible(batch.document_ids_BT)
+    for place, visible_T in zip(ANCHORS, visible_BAT[0], strict=False):
+        assert visible_T.tolist() == [t < place and DOCUMENTS[t] == DOCUMENTS[place] for t in range(18)]
+    assert not visible_BAT[1].any()

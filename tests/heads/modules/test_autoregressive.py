@@ -10,7 +10,7 @@ FEATURES_BTF = torch.arange(2 * 5 * 1.0).view(2, 5, 1)
 def test_the_prompts_features_wait_for_the_tokens_after_them():
     unread = PendingFeatures(FEATURES_BTF, [3, 4])
     assert (unread.first, unread.counts, unread.ends) == ([0, 0], [3, 4], [3, 4])
-    assert torch.equal(unread.features_BTF, FEATURES_BTF[:, :4])  # nobody has more
+    assert torch.equal(unread.features_BTF, FEATURES_BTF[:, :4])  # no row has more
     assert unread.last_B.tolist() == [2, 3]
     tokens = [[10, 11, 12, 13], [20, 21, 22, 23, 24]]
     assert unread.next_tokens(tokens).tolist() == [[11, 12, 13, 0], [21, 22, 23, 24]]
