@@ -1,13 +1,8 @@
-"""The report's acceptance section: counts over generations (`eval.metrics.acceptance`), and intervals over their prompts.
+"""How many drafted tokens the target accepted: the report's acceptance section, from the rounds of whole prompts.
 
-Acceptance metrics with sum and count states: any number of ranks, in any split of the prompts, agree on one answer.
-
-Each metric takes the rounds of whole prompts (`eval.metrics.round_table`), some at a time or none, and computes a dict whose
-keys are fields of the report (`eval.report.definitions` says in a sentence what each means). Ratios are formed once, at the
-end, from counts over all rounds: never a mean of ratios except where the name says `macro`. A ratio with nothing to divide by
-is `None`. How alike the two distributions are, measured from the logits, is in `eval.metrics.distributions`.
-
-Left out: intervals, which need the counts prompt by prompt (`eval.metrics.acceptance`).
+Counts are kept in torchmetrics states that add up over any split of the prompts over processes (`eval.metrics.round_table`
+makes the tables they take), and once more by prompt, for the intervals. Ratios are formed once, at the end, from counts over
+all rounds: never a mean of ratios except where the name says `macro`. A ratio with nothing to divide by is `None`.
 """
 
 from __future__ import annotations
@@ -21,11 +16,123 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from eval.decoder.records import Generation, Round
-from eval.metrics.distributions import Calibration, LawAgreement, StoppingCalibration, ratio
+from eval.metrics.distributions import Calibration, DistributionAgreement, StoppingCalibration, ratio
 from eval.metrics.round_table import COMPARED, RoundTable, tabulate
 from eval.stats.bootstrap import Floats, ratio_interval
 
 # Shapes: R rounds, C whether the end of the text cut the round (0 no, 1 yes), G number drafted, A number accepted.
+
+BATCH_SIZE = 32  # generations counted together; a call of torchmetrics costs as much as counting many rounds
+# What is kept of each prompt: sums over the rounds of all its turns.
+COLUMNS = ("committed", "rounds", "accepted", "drafted", "compared", "overlap", "kl", "agrees")
+# The numbers that are a ratio of two of these, and so have an interval over prompts.
+RATIOS = {
+    "tokens_per_target_step": ("committed", "rounds"),
+    "accepted_per_round": ("accepted", "rounds"),
+    "draft_token_yield": ("accepted", "drafted"),
+    "overlap_alpha": ("overlap", "compared"),
+    "top1_agreement": ("agrees", "compared"),
+    "kl_divergence": ("kl", "compared"),
+}
+
+
+class Acceptance:
+    """The acceptance of one mode's generations, taken in some at a time; what it holds does not grow with their length.
+
+    Args:
+        num_positions: the most tokens a round may draft; the length of every list by position.
+    """
+
+    def __init__(self, num_positions: int) -> None:
+        self.num_positions = num_positions
+        # Processes agree by `merge`; a metric that waited for the others at `compute` would wait for ever in the main one.
+        self._metrics = acceptance_metrics(num_positions, sync_on_compute=False, compute_with_cache=False)
+        self._metrics.update(tabulate([]))  # torchmetrics warns of one that only merged
+        self._sums: dict[str, Floats] = {}  # prompt id -> [COLUMNS]
+        self._waiting: list[Generation] = []
+
+    def add(self, generations: Iterable[Generation]) -> None:
+        """Count generations of prompts that were not counted before, all turns of each."""
+        self._waiting += generations
+        if len(self._waiting) >= BATCH_SIZE:
+            self._count()
+
+    def merge(self, other: Acceptance) -> None:
+        """Add what another process, or another category, has counted of other prompts."""
+        other._count()
+        for name, metric in self._metrics.items():
+            metric.merge_state(other._metrics[name])
+        self._sums.update(other._sums)
+
+    @property
+    def num_prompts(self) -> int:
+        """How many prompts were counted."""
+        self._count()
+        return len(self._sums)
+
+    @property
+    def per_prompt(self) -> dict[str, list[int]]:
+        """`{prompt id: [committed tokens, rounds]}`, with which a later report is compared prompt by prompt."""
+        self._count()
+        return {prompt_id: [int(sums[0]), int(sums[1])] for prompt_id, sums in sorted(self._sums.items())}
+
+    def summarise(self, *, samples: int, seed: int) -> dict[str, Any]:
+        """Return every number, with intervals.
+
+        Args:
+            samples: bootstrap resamples of the prompts.
+            seed: of the resampling.
+        """
+        self._count()
+        # By id, so that the intervals do not depend on the order in which processes finished.
+        rows = [sums for _, sums in sorted(self._sums.items())]
+        sums_PF = np.stack(rows) if rows else np.zeros((0, len(COLUMNS)))
+        column = {name: sums_PF[:, place] for place, name in enumerate(COLUMNS)}
+        decoded = column["rounds"] > 0
+        own = column["committed"][decoded] / column["rounds"][decoded]
+        macro = ratio_interval(own, np.ones_like(own), samples=samples, seed=seed)
+        numbers = {**self._metrics.compute(), "tokens_per_target_step_macro_ci": macro.bounds}
+        for name, (above, below) in RATIOS.items():
+            interval = ratio_interval(column[above], column[below], samples=samples, seed=seed)
+            numbers[f"{name}_ci"] = interval.bounds if numbers[name] is not None else None
+        return numbers
+
+    def _count(self) -> None:
+        """Count what was added since the last time."""
+        table = tabulate(self._waiting)
+        self._waiting = []
+        self._metrics.update(table)
+        self._sums.update(zip(table.prompt_ids, _sums_by_prompt(table), strict=True))
+
+
+def summarise_acceptance(generations: Sequence[Generation], num_positions: int, *, samples: int, seed: int) -> dict[str, Any]:
+    """Return every acceptance number of one mode's generations; see `Acceptance`."""
+    acceptance = Acceptance(num_positions)
+    acceptance.add(generations)
+    return acceptance.summarise(samples=samples, seed=seed)
+
+
+def count_per_prompt(generations: Iterable[Generation]) -> dict[str, list[int]]:
+    """Return `{prompt id: [committed tokens, rounds]}`, summed over turns."""
+    counts: dict[str, list[int]] = {}
+    for generation in generations:
+        own = counts.setdefault(generation.prompt_id, [0, 0])
+        own[0] += count_committed(generation)
+        own[1] += len(generation.rounds)
+    return counts
+
+
+def count_committed(generation: Generation) -> int:
+    """Return how many tokens the rounds of a generation committed; its prefill token is not among them."""
+    return sum(len(round_.committed) for round_ in generation.rounds)
+
+
+def was_cut(round_: Round) -> bool:
+    """Say whether an accepted token ended the text, so that what was drafted behind it was never judged."""
+    return len(round_.committed) == round_.num_accepted
+
+
+# --- metrics -------------------------------------------------------------------------------------------------------
 
 
 def acceptance_metrics(num_positions: int, **settings: Any) -> MetricCollection:
@@ -38,21 +145,11 @@ def acceptance_metrics(num_positions: int, **settings: Any) -> MetricCollection:
     metrics: list[Metric | MetricCollection] = [
         TokensPerTargetStep(**settings),
         RoundAcceptance(num_positions, **settings),
-        LawAgreement(num_positions, **settings),
+        DistributionAgreement(num_positions, **settings),
         Calibration(**settings),
         StoppingCalibration(**settings),
     ]
     return MetricCollection(metrics, compute_groups=False)
-
-
-def count_committed(generation: Generation) -> int:
-    """Return how many tokens the rounds of a generation committed; its prefill token is not among them."""
-    return sum(len(round_.committed) for round_ in generation.rounds)
-
-
-def was_cut(round_: Round) -> bool:
-    """Say whether an accepted token ended the text, so that what was drafted behind it was never judged."""
-    return len(round_.committed) == round_.num_accepted
 
 
 class TokensPerTargetStep(Metric):
@@ -155,106 +252,6 @@ class RoundAcceptance(Metric):
         accepted = whole_GA[:, position + 1 :].sum() + cut_GA[:, position + 1 :].sum()
         refused = whole_GA[:, from_accepted : position + 1].sum()  # a cut round refused nothing
         return accepted, accepted + refused
-
-
-COUNTED_TOGETHER = 32  # generations; a call of torchmetrics costs as much as counting many rounds
-# What is kept of each prompt: sums over the rounds of all its turns.
-COLUMNS = ("committed", "rounds", "accepted", "drafted", "compared", "overlap", "kl", "agrees")
-# The numbers of `eval.metrics.acceptance` that are a ratio of two of these, and so have an interval over prompts.
-RATIOS = {
-    "tokens_per_target_step": ("committed", "rounds"),
-    "accepted_per_round": ("accepted", "rounds"),
-    "draft_token_yield": ("accepted", "drafted"),
-    "overlap_alpha": ("overlap", "compared"),
-    "top1_agreement": ("agrees", "compared"),
-    "kl_divergence": ("kl", "compared"),
-}
-
-
-class Acceptance:
-    """The acceptance of one mode's generations, taken in some at a time; what it holds does not grow with their length.
-
-    Args:
-        num_positions: the most tokens a round may draft; the length of every list by position.
-    """
-
-    def __init__(self, num_positions: int) -> None:
-        self.num_positions = num_positions
-        # Processes agree by `merge`; a metric that waited for the others at `compute` would wait for ever in the main one.
-        self._metrics = acceptance_metrics(num_positions, sync_on_compute=False, compute_with_cache=False)
-        self._metrics.update(tabulate([]))  # torchmetrics warns of one that only merged
-        self._sums: dict[str, Floats] = {}  # prompt id -> [COLUMNS]
-        self._waiting: list[Generation] = []
-
-    def add(self, generations: Iterable[Generation]) -> None:
-        """Count generations of prompts that were not counted before, all turns of each."""
-        self._waiting += generations
-        if len(self._waiting) >= COUNTED_TOGETHER:
-            self._count()
-
-    def merge(self, other: Acceptance) -> None:
-        """Add what another process, or another category, has counted of other prompts."""
-        other._count()
-        for name, metric in self._metrics.items():
-            metric.merge_state(other._metrics[name])
-        self._sums.update(other._sums)
-
-    @property
-    def num_prompts(self) -> int:
-        """How many prompts were counted."""
-        self._count()
-        return len(self._sums)
-
-    @property
-    def per_prompt(self) -> dict[str, list[int]]:
-        """`{prompt id: [committed tokens, rounds]}`, with which a later report is compared prompt by prompt."""
-        self._count()
-        return {prompt_id: [int(sums[0]), int(sums[1])] for prompt_id, sums in sorted(self._sums.items())}
-
-    def summarise(self, *, samples: int, seed: int) -> dict[str, Any]:
-        """Return every number, with intervals.
-
-        Args:
-            samples: bootstrap resamples of the prompts.
-            seed: of the resampling.
-        """
-        self._count()
-        # By id, so that the intervals do not depend on the order in which processes finished.
-        rows = [sums for _, sums in sorted(self._sums.items())]
-        sums_PF = np.stack(rows) if rows else np.zeros((0, len(COLUMNS)))
-        column = {name: sums_PF[:, place] for place, name in enumerate(COLUMNS)}
-        decoded = column["rounds"] > 0
-        own = column["committed"][decoded] / column["rounds"][decoded]
-        macro = ratio_interval(own, np.ones_like(own), samples=samples, seed=seed)
-        numbers = {**self._metrics.compute(), "tokens_per_target_step_macro_ci": macro.bounds}
-        for name, (above, below) in RATIOS.items():
-            interval = ratio_interval(column[above], column[below], samples=samples, seed=seed)
-            numbers[f"{name}_ci"] = interval.bounds if numbers[name] is not None else None
-        return numbers
-
-    def _count(self) -> None:
-        """Count what was added since the last time."""
-        table = tabulate(self._waiting)
-        self._waiting = []
-        self._metrics.update(table)
-        self._sums.update(zip(table.prompt_ids, _sums_by_prompt(table), strict=True))
-
-
-def summarise_acceptance(generations: Sequence[Generation], num_positions: int, *, samples: int, seed: int) -> dict[str, Any]:
-    """Return every acceptance number of one mode's generations; see `Acceptance`."""
-    acceptance = Acceptance(num_positions)
-    acceptance.add(generations)
-    return acceptance.summarise(samples=samples, seed=seed)
-
-
-def count_per_prompt(generations: Iterable[Generation]) -> dict[str, list[int]]:
-    """Return `{prompt id: [committed tokens, rounds]}`, summed over turns."""
-    counts: dict[str, list[int]] = {}
-    for generation in generations:
-        own = counts.setdefault(generation.prompt_id, [0, 0])
-        own[0] += count_committed(generation)
-        own[1] += len(generation.rounds)
-    return counts
 
 
 def _sums_by_prompt(table: RoundTable) -> Floats:

@@ -1,9 +1,8 @@
 """Joules per token, with the draft and without: the report's `energy` section.
 
-The counters (`eval.metrics.meters`) are read at the borders of what is timed as decoding, so that joules and seconds are of
-the same
-work: prefill is in neither, nor is what measuring takes. Where no counter can be read, or what was read is no measurement,
-the section says why and holds no numbers. Left out: the free baselines.
+The counters (`eval.metrics.meters`) are read where the decode seconds begin and end, so that joules and seconds are of the
+same work, without prefill and measuring. Where no counter can be read, or it is not trustworthy, the section holds the reason
+and no numbers. The free baselines are not metered.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ _NUMBERS = (
 
 
 def _untrustworthy(timings: Sequence[Timing], meter: Meter | None) -> str | None:
-    """Return why what was read is no measurement, or `None`."""
+    """Return why the counters cannot be trusted, or `None`."""
     if meter is None:
         return None
     joules = [timing.decode_joules for timing in timings if timing.mode in MODES]

@@ -1,13 +1,8 @@
-"""What are the answers worth, with the draft and without? Perplexity under the target, and scorers, side by side.
+"""The quality of the answers, with the draft and without: perplexity under the target, and scorers, side by side.
 
-A lossless way of decoding needs none of this: its answers are the target's. A lossy one may be faster at a price, and these
-numbers are the price. Both modes answered the same prompts, so what is compared is the change prompt by prompt, and every
-interval draws whole prompts (`eval.stats.bootstrap`). Failed requests have no score; they are counted here and listed in the
-report, which no gate then passes.
-
-Where not one prompt is scored otherwise, the bootstrap would say that nothing can ever change; the interval of such a
-difference is that of a share of which none was seen among so many prompts (Clopper and Pearson 1934), for scores from 0 to 1,
-and missing for others. Left out: the free baselines' answers, which are as lossless as the rule they are judged by.
+A lossy mode may be faster at a price, and these numbers are the price. Both modes answered the same prompts, so what is
+compared is the change prompt by prompt, and every interval draws whole prompts (`eval.stats.bootstrap`). Failed requests have
+no score. The free baselines' answers are not scored: they are as lossless as the rule they are decoded by.
 """
 
 from __future__ import annotations
@@ -33,7 +28,7 @@ EXACT_TEMPERATURE = 1.0
 
 
 class Quality:
-    """The judges of one evaluation, ready before it decodes.
+    """The scorers of one evaluation, loaded before it decodes.
 
     Args:
         config: `quality`, and the bootstrap's settings.
@@ -130,7 +125,10 @@ def sums_by_prompt(pairs: Sequence[Pair], rows: Sequence[Numbers]) -> list[Float
 
 
 def unseen_change(num_prompts: int, scores: Sequence[float], level: float = LEVEL) -> list[float] | None:
-    """Return how large a mean difference may be of which nothing was seen on so many prompts; `None` for unbounded scores.
+    """Return the interval of a mean difference where no score changed on so many prompts; `None` for unbounded scores.
+
+    The bootstrap would say that nothing can ever change; this is the interval of a share of which none was seen (Clopper and
+    Pearson, 1934), for scores from 0 to 1.
 
     Were a share x of prompts to change, none of n would with probability (1 - x)^n; the bound is where that is (1 - level) / 2.
     """

@@ -1,16 +1,8 @@
-"""What scores an answer: the exact match that comes with draftsmith, and functions of the user's own, named in the config.
+"""Functions that score an answer: the exact match of numbers that comes with draftsmith, and the user's own, by import path.
 
-A scorer takes (prompt, answer, reference) as texts, the reference being `None` where the suite brings none, and returns a
-number, larger for better. Each is asked about an empty answer to every prompt before anything is decoded, so that a wrong
+A scorer takes (prompt, answer, reference) as texts, the reference being `None` where the suite has none, and returns a finite
+number, larger for better. Each is called on an empty answer to every prompt before anything is decoded, so that a wrong
 name, a wrong signature or a missing reference costs seconds and not the run. Torch-free.
-
-
-Is the number an answer comes to the right one? GSM8K's exact match, on free text and on references that end in `#### 42`.
-
-A model says its result in many ways, and the one that marks it most clearly is believed: `#### 42`, then `\boxed{42}`, then
-`the answer is 42`, then the last number of the text. Of several marks of one kind the last counts. Numbers are compared by
-value: 18, 18.00, $18 and 36/2 are equal. Units and percent signs are ignored. Left out: mixed numbers (1 3/4), powers of ten
-(1e3), numbers in words, and expressions that would have to be worked out.
 """
 
 from __future__ import annotations
@@ -28,6 +20,8 @@ from configs.runtime.errors import InputError, first_line
 from configs.schema.evaluation import QualityConfig
 from distill.generation.prompts import Prompt
 
+Scorer = Callable[[str, str, str | None], float]
+
 # A sign that is no subtraction; no digits inside a name (x2); thousands by commas; decimals; a whole denominator.
 NUMBER = r"((?:(?<![\w)])-)?(?<![A-Za-z_\d])(?<!\d\.)(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?=\.\d))(?:\.\d+|/[1-9]\d*)?)"
 MARKS = (
@@ -36,43 +30,14 @@ MARKS = (
     rf"\b[Aa][Nn][Ss][Ww][Ee][Rr]\b[^\d\n]{{0,60}}?(?:\bis\b|:|=)[^\d\n]{{0,40}}?{NUMBER}",
     NUMBER,
 )
-LONGEST = 100  # characters of a number; a model that runs on in digits has not answered
+MAX_LENGTH = 100  # characters of a number; a model that repeats digits has not answered
 # What stands in and around a number without changing it, in Markdown, LaTeX and prices.
-PLAINER = (
+REWRITES = (
     (r"[−–](?=[$€£]?\d)", "-"),
     (r"\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2"),
     (r"\{,\}", ","),
     (r"\\[,!;]|(?<!\d)\*\*|\*\*(?!\d)|[$€£\\]", ""),
 )
-
-
-def exact_match(prompt: str, answer: str, reference: str | None) -> float:
-    """Return 1 where answer and reference come to the same number, else 0; an answer without a number is wrong.
-
-    Raises:
-        ValueError: the reference holds no number.
-    """
-    del prompt
-    wanted = None if reference is None else final_number(reference)
-    if wanted is None:
-        raise ValueError(f"there is no number in the reference {reference!r}")
-    return float(final_number(answer) == wanted)
-
-
-def final_number(text: str) -> Fraction | None:
-    """Return the number that a text comes to, or `None` where it holds none."""
-    for pattern, plainer in PLAINER:
-        text = re.sub(pattern, plainer, text)
-    for mark in MARKS:
-        if found := re.findall(mark, text):
-            if len(found[-1]) > LONGEST:
-                return None
-            whole, _, denominator = found[-1].replace(",", "").partition("/")
-            return Fraction(whole) / int(denominator or 1)
-    return None
-
-
-Scorer = Callable[[str, str, str | None], float]
 
 
 def load_scorers(config: QualityConfig, prompts: Sequence[Prompt]) -> dict[str, Scorer]:
@@ -116,7 +81,7 @@ def _import(path: str) -> Callable[..., Any]:
 
 
 def _score(name: str, function: Callable[..., Any], prompt: str, answer: str, reference: str | None) -> float:
-    """Ask a scorer, and say which one and about what where it gives no finite number."""
+    """Call a scorer; where it fails or returns no finite number, the error names it, the prompt and the answer."""
     asked = f"scorer {name}, on the answer {_shortened(answer)!r} to the prompt {_shortened(prompt)!r}"
     try:
         value = function(prompt, answer, reference)
@@ -129,3 +94,39 @@ def _score(name: str, function: Callable[..., Any], prompt: str, answer: str, re
 
 def _shortened(text: str, length: int = 40) -> str:
     return text if len(text) <= length else f"{text[:length]}..."
+
+
+# --- exact match --------------------------------------------------------------------------------------------------
+
+
+def exact_match(prompt: str, answer: str, reference: str | None) -> float:
+    """Return 1 where answer and reference end in the same number, else 0; an answer without a number is wrong.
+
+    GSM8K's exact match, on free text and on references that end in `#### 42`.
+
+    Raises:
+        ValueError: the reference holds no number.
+    """
+    del prompt
+    wanted = None if reference is None else final_number(reference)
+    if wanted is None:
+        raise ValueError(f"there is no number in the reference {reference!r}")
+    return float(final_number(answer) == wanted)
+
+
+def final_number(text: str) -> Fraction | None:
+    """Return the result that a text states, or `None` where it holds no number.
+
+    The clearest mark counts: `#### 42`, then `\\boxed{42}`, then `the answer is 42`, then the last number of the text; of
+    several marks of one kind the last. Numbers are compared by value: 18, 18.00, $18 and 36/2 are equal; units and percent
+    signs are ignored. Mixed numbers (1 3/4), powers of ten (1e3), numbers in words and expressions are not understood.
+    """
+    for pattern, replacement in REWRITES:
+        text = re.sub(pattern, replacement, text)
+    for mark in MARKS:
+        if found := re.findall(mark, text):
+            if len(found[-1]) > MAX_LENGTH:
+                return None
+            whole, _, denominator = found[-1].replace(",", "").partition("/")
+            return Fraction(whole) / int(denominator or 1)
+    return None

@@ -1,14 +1,8 @@
-"""How much more this draft yields than another way of decoding that was measured in the same run, prompt by prompt.
-
-Both intervals of the two numbers say how far each may be off by itself; what the two share, such as a prompt that is easy for
-either, cancels here. That is what a gate asks when a draft must beat a free way of decoding (`eval.release.rules`).
-
-
-The report's speed section: wall-clock seconds of one mode against another, in the same run and on the same batches.
+"""How fast one way of decoding is against another, in the same run and on the same batches: the report's speed section.
 
 The cluster is the batch of prompts decoded together; its repeats and turns are summed first, because they share the prompts'
 difficulty and are no independent evidence. Both sides count the same kind of token ids, and the prefill's token belongs to
-neither decode time nor decode tokens.
+neither decode time nor decode tokens. `summarise_advantage` pairs the draft with a baseline, for gates with `must_beat`.
 """
 
 from __future__ import annotations
@@ -23,10 +17,11 @@ from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Timing
 from eval.stats.bootstrap import Floats, Interval, median_interval, paired_ratio_interval
 
 PHASES = ("draft_seconds", "verify_seconds", "sample_seconds", "overhead_seconds")
+Sums = Mapping[Any, Sequence[float]]  # two sums by cluster
 
 
 @dataclass(frozen=True, kw_only=True)
-class Costs:
+class BatchCosts:
     """Seconds and tokens of one mode, each [batches], summed over repeats."""
 
     decode_seconds: Floats
@@ -96,6 +91,35 @@ def compare_speed(timings: Sequence[Timing], mode: str, *, samples: int, seed: i
     }
 
 
+def summarise_advantage(
+    ours: Mapping[str, Sequence[int]],
+    theirs: Mapping[str, Sequence[int]],
+    timings: Iterable[Timing],
+    mode: str,
+    *,
+    samples: int,
+    seed: int,
+) -> dict[str, Any]:
+    """Return this draft's tokens per target step, and its decode speed, divided by those of `mode`, with intervals.
+
+    Args:
+        ours, theirs: `{prompt id: [committed tokens, rounds]}` with this draft and in `mode`. Prompts that only one of them
+            has are left out, as the report's list of failed requests and its count of prompts show.
+        timings: of the run, all modes; a batch counts where both modes were timed on it.
+        mode: the other way of decoding.
+        samples, seed: of the bootstrap.
+    """
+    timings = list(timings)
+    tau = _ratio(ours, theirs, samples, seed)
+    speed = _ratio(_speeds(timings, SPECULATIVE), _speeds(timings, mode), samples, seed)
+    return {
+        "tokens_per_target_step_ratio": tau.point,
+        "tokens_per_target_step_ratio_ci": tau.bounds,
+        "decode_speed_ratio": speed.point,
+        "decode_speed_ratio_ci": speed.bounds,
+    }
+
+
 def timings_within(timings: Iterable[Timing], prompt_ids: set[str]) -> list[Timing]:
     """Return the timings of batches that hold only prompts of `prompt_ids`, or none where a batch holds others as well.
 
@@ -125,7 +149,7 @@ def _speedup(plain_seconds: Floats, plain_tokens: Floats, seconds: Floats, token
     return paired_ratio_interval(plain_seconds, plain_tokens, seconds, tokens, samples=samples, seed=seed)
 
 
-def _costs_side_by_side(timings: Sequence[Timing], mode: str, other: str) -> tuple[Costs, Costs]:
+def _costs_side_by_side(timings: Sequence[Timing], mode: str, other: str) -> tuple[BatchCosts, BatchCosts]:
     """Return both modes' costs with batches in the same order."""
     runs = [sorted((timing.prompt_ids, timing.repeat) for timing in timings if timing.mode == name) for name in (mode, other)]
     if runs[0] != runs[1]:
@@ -136,7 +160,7 @@ def _costs_side_by_side(timings: Sequence[Timing], mode: str, other: str) -> tup
     return _costs(timings, mode, row_of), _costs(timings, other, row_of)
 
 
-def _costs(timings: Iterable[Timing], mode: str, row_of: Mapping[tuple[str, ...], int]) -> Costs:
+def _costs(timings: Iterable[Timing], mode: str, row_of: Mapping[tuple[str, ...], int]) -> BatchCosts:
     """Sum one mode's repeats and turns, batch by batch; `row_of` says which rows belong together."""
     sums_BF = np.zeros((len(set(row_of.values())), 4))
     for timing in timings:
@@ -144,7 +168,9 @@ def _costs(timings: Iterable[Timing], mode: str, row_of: Mapping[tuple[str, ...]
             counts = (timing.decode_seconds, timing.prefill_seconds, timing.num_tokens, len(timing.prompt_ids))
             sums_BF[row_of[timing.prompt_ids]] += counts
     decode_seconds, prefill_seconds, num_tokens, num_prompts = sums_BF.T
-    return Costs(decode_seconds=decode_seconds, prefill_seconds=prefill_seconds, num_tokens=num_tokens, num_prompts=num_prompts)
+    return BatchCosts(
+        decode_seconds=decode_seconds, prefill_seconds=prefill_seconds, num_tokens=num_tokens, num_prompts=num_prompts
+    )
 
 
 def _per_batch(timings: Sequence[Timing]) -> list[dict[str, Any]]:
@@ -165,38 +191,6 @@ def _phases(timings: Sequence[Timing]) -> dict[str, Any]:
     total = sum(seconds.values())
     shares = {phase.removesuffix("_seconds"): value / total if total else None for phase, value in seconds.items()}
     return {**seconds, "shares": shares}
-
-
-Sums = Mapping[Any, Sequence[float]]  # two sums by cluster
-
-
-def summarise_advantage(
-    ours: Mapping[str, Sequence[int]],
-    theirs: Mapping[str, Sequence[int]],
-    timings: Iterable[Timing],
-    mode: str,
-    *,
-    samples: int,
-    seed: int,
-) -> dict[str, Any]:
-    """Return this draft's tokens per target step, and its decode speed, divided by those of `mode`, with intervals.
-
-    Args:
-        ours, theirs: `{prompt id: [committed tokens, rounds]}` with this draft and in `mode`. Prompts that only one of them
-            has are left out, as the report's list of failed requests and its count of prompts show.
-        timings: of the run, all modes; a batch counts where both modes were timed on it.
-        mode: the other way of decoding.
-        samples, seed: of the bootstrap.
-    """
-    timings = list(timings)
-    tau = _ratio(ours, theirs, samples, seed)
-    speed = _ratio(_speeds(timings, SPECULATIVE), _speeds(timings, mode), samples, seed)
-    return {
-        "tokens_per_target_step_ratio": tau.point,
-        "tokens_per_target_step_ratio_ci": tau.bounds,
-        "decode_speed_ratio": speed.point,
-        "decode_speed_ratio_ci": speed.bounds,
-    }
 
 
 def _ratio(ours: Sums, theirs: Sums, samples: int, seed: int) -> Interval:

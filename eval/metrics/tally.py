@@ -1,4 +1,4 @@
-"""What a report needs of the generations, taken in a few prompts at a time: sums, and no rounds but those of a few samples.
+"""The counts a report is built from, taken in a few prompts at a time: sums, and no rounds but those of a few samples.
 
 Each process keeps one and the main process merges them, so that any number of processes gives the numbers of one. Memory
 grows with the prompts' own tokens and timings, not with the rounds, which lie on disk (`eval.measure.record_files`).

@@ -1,4 +1,9 @@
-"""A release gate's rules and its verdict on a report.
+"""The release gate: whether a report passes a gate's rules. Enter with `judge`, which returns a `GateVerdict`.
 
-Start with `checks`.
+Nothing here imports torch but `eval.release.artifact_hash`, which reads the artifact that is to be released.
 """
+
+from eval.release.checks import Artifact, judge
+from eval.release.verdict import Finding, GateVerdict
+
+__all__ = ["Artifact", "Finding", "GateVerdict", "judge"]

@@ -1,4 +1,4 @@
-"""Judging a report by a gate: pass, fail, or inconclusive where the interval still holds the threshold.
+"""Judging a report by a gate: pass, fail, or inconclusive where the interval contains the threshold.
 
 Some checks no rule can switch off: a simulated report never passes, a run must have answered every prompt it was asked, the
 losslessness verdict must be one that the gate allows, and the draft must be the one that is to be released, made for the
@@ -19,7 +19,7 @@ from eval.report.compare import IDENTITY, Difference, differences
 from eval.report.schema import LosslessSection, PromptsSection, Report
 from eval.report.text import describe_checks, short
 
-LEAST_RESAMPLES = 200  # of the bootstrap behind a report's intervals
+MIN_RESAMPLES = 200  # of the bootstrap behind a report's intervals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,24 +101,24 @@ def _judge_measured(report: Report) -> Finding:
 
 def _judge_lossless(report: Report, config: GateConfig) -> Finding:
     section = report.lossless
-    reason = _doubt(section)
+    reason = _undecided(section)
     outcome: GateOutcome = "inconclusive" if reason else "pass"
-    if not reason and (reason := _change(report, config)):
+    if not reason and (reason := _why_not_lossless(report, config)):
         outcome = "fail"
     required = " or ".join(config.lossless) or "nothing (the gate allows no verdict)"
     return Finding(check="lossless", outcome=outcome, value=section.verdict, required=required, reason=reason)
 
 
-def _doubt(section: LosslessSection) -> str:
-    """Return why nobody knows whether answers were changed, or nothing."""
+def _undecided(section: LosslessSection) -> str:
+    """Return why it is undecided whether answers were changed, or nothing."""
     if section.verdict != "inconclusive":
         return ""
     checks = describe_checks(section, section.inconclusive_checks)
     return "the losslessness check needs more answers than it got" + (f": {checks}" if checks else "")
 
 
-def _change(report: Report, config: GateConfig) -> str:
-    """Return what speaks against the answers, or nothing."""
+def _why_not_lossless(report: Report, config: GateConfig) -> str:
+    """Return why the answers fail the gate, or nothing."""
     section = report.lossless
     verdict, found = section.verdict, len(section.divergences)
     if verdict not in config.lossless and found:
@@ -155,10 +155,10 @@ def _judge_prompts(report: Report, config: GateConfig) -> Finding:
 def _judge_intervals(report: Report) -> list[Finding]:
     """Return a finding where the report's intervals are too roughly drawn to be judged by, else none."""
     samples = report.statistics.bootstrap_samples
-    if samples >= LEAST_RESAMPLES:
+    if samples >= MIN_RESAMPLES:
         return []
     reason = "so few resamples make intervals of chance: evaluate with bootstrap_samples as it is by default"
-    required = f"at least {LEAST_RESAMPLES} resamples"
+    required = f"at least {MIN_RESAMPLES} resamples"
     return [Finding(check="intervals", outcome="inconclusive", value=float(samples), required=required, reason=reason)]
 
 

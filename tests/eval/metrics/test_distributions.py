@@ -12,7 +12,7 @@ from configs.schema.decoding import SamplingConfig
 from eval.decoder.distribution_comparison import compare_distributions
 from eval.decoder.records import DistributionComparison
 from eval.metrics.acceptance import acceptance_metrics
-from eval.metrics.distributions import NUM_CLASSES, Calibration, LawAgreement, StoppingCalibration
+from eval.metrics.distributions import NUM_CLASSES, Calibration, DistributionAgreement, StoppingCalibration
 from eval.metrics.round_table import tabulate
 
 T1 = SamplingConfig(temperature=1.0)
@@ -110,7 +110,7 @@ def drafts_of(generations):
 
 
 def test_means_equal_counting_in_plain_python(random_generations):
-    metric = LawAgreement(3)
+    metric = DistributionAgreement(3)
     metric.update(tabulate(random_generations))
     fields = metric.compute()
     drafts = drafts_of(random_generations)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from eval.metrics.acceptance import RoundAcceptance, TokensPerTargetStep, acceptance_metrics, summarise_acceptance
-from eval.metrics.distributions import Calibration, LawAgreement
+from eval.metrics.distributions import Calibration, DistributionAgreement
 from eval.metrics.round_table import tabulate
 from eval.report.schema import numbers_of
 
@@ -184,7 +184,7 @@ def test_a_round_longer_than_announced_is_a_mistake_of_the_caller(make_round, ma
 
 def test_metrics_start_anew_after_reset(random_generations):
     table = tabulate(random_generations)
-    for metric in (TokensPerTargetStep(), RoundAcceptance(3), LawAgreement(3), Calibration()):
+    for metric in (TokensPerTargetStep(), RoundAcceptance(3), DistributionAgreement(3), Calibration()):
         metric.update(table)
         once = metric.compute()
         metric.reset()
