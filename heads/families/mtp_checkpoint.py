@@ -22,7 +22,7 @@ from torch import Tensor
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import new_folder, read_json
-from heads.target.checkpoint_files import files_by_key, link_or_copy, listed, make_own
+from heads.target.checkpoint_files import break_links, files_by_key, link_or_copy, listed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,7 +284,7 @@ def _num_blocks(folder: Path) -> int:
 
 def _overwrite(path: Path, key: str, row: int, value: Tensor) -> None:
     """Write rows over those of the same tensor, dtype and shape in a safetensors file; no other byte changes."""
-    make_own(path)
+    break_links(path)
     with path.open("r+b") as file:
         length = int.from_bytes(file.read(8), "little")
         begin, end = json.loads(file.read(length))[key]["data_offsets"]

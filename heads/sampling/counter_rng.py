@@ -1,9 +1,10 @@
-"""Random numbers by counter: each draw is a pure function of (seed, request, round, position, role).
+"""A counter-based random number generator: each number is a pure function of (seed, request, round, position, role).
 
-A request therefore gets the same draws whatever its neighbours in the batch or the order of work, and the draft's noise, the
-acceptance test and the residual never share a number (METHODS: a reused uniform biases the output). The round counts for
-drafting and accepting: block verification looks at every draft of a round before it keeps a part, so the numbers of what it
-threw away are no longer uniform given what it kept, and the next round must not see them at the same positions.
+As with Philox and Threefry (Salmon et al., SC 2011) there is no state to advance, so a request gets the same numbers whatever
+its neighbours in the batch or the order of work, and drafting, acceptance and residual never share one (a uniform used twice
+would bias the output). The round is a coordinate of drafting and accepting: block verification looks at every draft of a round
+before it keeps some, so given what it kept the numbers of the rejected ones are no longer uniform, and the next round must not
+use them again at the same positions.
 The mixing function is the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), applied once for each coordinate.
 """
 
@@ -42,9 +43,9 @@ class CounterRNG:
     """The random numbers of one decoding run.
 
     Args:
-        seed: chooses the run.
-        requests: one number a batch row that names the request, the same wherever it is decoded.
-        device: where the numbers are wanted.
+        seed: of the run.
+        requests: the request's number for each batch row, the same wherever it is decoded.
+        device: of the numbers.
     """
 
     def __init__(self, seed: int, requests: Sequence[int], device: torch.device) -> None:
@@ -57,7 +58,7 @@ class CounterRNG:
         Args:
             role: what they are for.
             positions_BT: positions of the tokens being decided, int64.
-            round_B1: position of the round's first draft, int64, which names the round; needed for drafting and accepting.
+            round_B1: the round, as the position of its first draft, int64; required for drafting and accepting.
 
         Raises:
             ValueError: the role is one of a round, and no round is given.

@@ -1,7 +1,7 @@
 """The distribution a token is drawn from: one function for plain decoding, for the target's rows and for the draft's.
 
-Lossless verification needs the same processing on all three and the exact distribution on the draft's side (METHODS B.4,
-B.5), so nobody else in the project turns logits into probabilities for sampling. Order: temperature, top-k, top-p.
+Lossless verification needs the same processing on all three and the exact distribution on the draft's side, so no other code
+turns logits into probabilities for sampling. Order: temperature, top-k, top-p.
 V vocabulary; `...` any leading dimensions.
 """
 
@@ -16,11 +16,11 @@ NUCLEUS_CANDIDATES = 1024
 
 
 def token_probabilities(logits: Tensor, sampling: SamplingConfig) -> Tensor:
-    """Return the probabilities `[..., V]` (float32) that logits `[..., V]` stand for under `sampling`.
+    """Return the probabilities `[..., V]` (float32) of logits `[..., V]` under `sampling`.
 
     Temperature 0 gives the one-hot distribution of the first largest logit. Top-p keeps the smallest set of most probable
     tokens that reaches p, and at least one. Both keep every token that ties with the last one kept: 16-bit logits tie often,
-    and the distribution must not depend on the order in which a sort leaves ties.
+    and the distribution must not depend on how a sort orders ties.
     """
     logits = logits.float()
     if sampling.temperature == 0:
@@ -45,25 +45,30 @@ def greedy_token(logits: Tensor) -> Tensor:
     return logits.max(-1).indices
 
 
+def draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Draw an index a row from unnormalised `weights` `[..., V]` by inverse transform sampling with `uniform` `[...]`."""
+    return draw_with_replacement(weights, uniform.unsqueeze(-1)).squeeze(-1)
+
+
+def draw_with_replacement(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Draw C independent indices a row from unnormalised `weights` `[..., V]` with `uniform` `[..., C]`.
+
+    Sums are float64 and a token of weight 0 is never drawn. A row that sums to 0 or NaN gives arbitrary indices in range: the
+    caller has to know such rows.
+    """
+    cumulated = weights.double().cumsum(-1)
+    total = cumulated[..., -1:].contiguous()
+    drawn = torch.searchsorted(cumulated, (uniform * total).contiguous(), right=True)
+    # The product can round up to the total; the last token that has weight then stands for it.
+    last_with_weight = torch.searchsorted(cumulated, total, right=False)
+    return torch.minimum(drawn, last_with_weight).clamp(max=weights.shape[-1] - 1)
+
+
 def _most_probable(probs: Tensor, mass: float) -> Tensor:
-    """Return probabilities in falling order, all of them or at least as many as `mass` takes."""
-    # On a CPU, sorting a vocabulary takes longer than a small model's forward. On a GPU it does not, and asking would wait.
+    """Return probabilities in descending order, all of them or at least as many as sum to `mass`."""
+    # On a CPU, sorting a vocabulary takes longer than a small model's forward. On a GPU it does not, and the test would wait.
     if probs.device.type == "cpu" and probs.shape[-1] > NUCLEUS_CANDIDATES:
         values = probs.topk(NUCLEUS_CANDIDATES, dim=-1).values
         if bool((values.sum(-1) >= mass).all()):
             return values
     return probs.sort(dim=-1, descending=True).values
-
-
-def draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Draw an index a row from unnormalised `weights` `[..., V]`: their distribution function inverted at `uniform` `[...]`.
-
-    Sums run in float64 and a token of weight 0 is never drawn. A row that sums to 0, or to no number, gives an index in range
-    that means nothing: the caller has to know.
-    """
-    cumulated = weights.double().cumsum(-1)
-    thresholds = (uniform.unsqueeze(-1) * cumulated[..., -1:]).contiguous()
-    drawn = torch.searchsorted(cumulated, thresholds, right=True).squeeze(-1)
-    # The product can round up to the total; the last token that has weight then stands for it.
-    last_with_weight = torch.searchsorted(cumulated, cumulated[..., -1:].contiguous(), right=False).squeeze(-1)
-    return torch.minimum(drawn, last_with_weight).clamp(max=weights.shape[-1] - 1)

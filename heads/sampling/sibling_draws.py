@@ -1,8 +1,8 @@
-"""Several candidates for one position, drawn from one distribution: with replacement, or without.
+"""Sampling several candidates for one position from one distribution, with replacement or without.
 
-Drafting a sampled tree draws each node's children here; the rules in `eval.decoder.tree_rules` are lossless for exactly these
-draws. Deterministic candidates, the likeliest few, are a `topk` and need no function. Numbers come in as uniforms, one a
-candidate: sequential inversion has the distribution of Gumbel top-k, which would want one number a vocabulary entry.
+The children of each node of a sampled tree are drawn here; the rules in `eval.decoder.tree_rules` are lossless for exactly
+these draws. Each candidate takes one uniform number: drawing one after another by inverse transform sampling has the
+distribution of Gumbel top-k, which would take one number for each token of the vocabulary.
 B rows, C candidates, V vocabulary.
 """
 
@@ -13,29 +13,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from heads.sampling.probabilities import draw
-
-
-def draw_with_replacement(probs_BV: Tensor, uniform_BC: Tensor) -> Tensor:
-    """Return C independent draws `[B, C]` a row; the same token may come twice.
-
-    Args:
-        probs_BV: weights, not necessarily normalised.
-        uniform_BC: independent uniforms in [0, 1).
-    """
-    cumulated_BV = probs_BV.double().cumsum(-1)
-    last_B1 = torch.searchsorted(cumulated_BV, cumulated_BV[:, -1:].contiguous(), right=False)
-    drawn_BC = torch.searchsorted(cumulated_BV, (uniform_BC * cumulated_BV[:, -1:]).contiguous(), right=True)
-    return torch.minimum(drawn_BC, last_B1).clamp(max=probs_BV.shape[-1] - 1)
+from heads.sampling.probabilities import draw, draw_with_replacement
 
 
 def draw_without_replacement(probs_BV: Tensor, uniform_BC: Tensor) -> Tensor:
     """Return up to C distinct draws `[B, C]` a row, in order: each from the distribution without the tokens drawn before it.
 
-    A distribution with fewer than C tokens runs out; what stands in the columns beyond is an id in range that means nothing,
-    and `eval.decoder.tree_rules.without_replacement` passes over it.
+    Where a distribution has fewer than C tokens, the columns beyond hold arbitrary ids in range, which
+    `eval.decoder.tree_rules.without_replacement` skips.
 
-    Args: as for `draw_with_replacement`.
+    Args:
+        probs_BV: weights, not necessarily normalised.
+        uniform_BC: independent uniforms in [0, 1).
     """
     left_BV = probs_BV
     drawn = []

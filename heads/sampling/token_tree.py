@@ -1,7 +1,7 @@
-"""Trees of drafted tokens: how they are written down, and which tokens of one see which.
+"""Trees of drafted tokens: their representation, and which of their tokens attend to which.
 
 A round's target rows are numbered from 0, the pending token; draft i is row i + 1. `parents` names for each draft the row it
-continues, which is also the row whose distribution judges it: 0 to i, so parents come before their children. A chain is the
+continues, which is also the row whose distribution verifies it: 0 to i, so parents come before their children. A chain is the
 tree whose draft i continues row i. A token's position is that of its root plus its depth, wherever it stands in a cache.
 B batch, N drafts, K = N + 1 rows, T new tokens, X slots of a cache that a tree takes, S cache length.
 """
@@ -28,7 +28,7 @@ class Tree:
             (`heads.sampling.sibling_draws`, `eval.decoder.tree_rules`).
 
     Raises:
-        ValueError: a draft continues no earlier row, or the order is another.
+        ValueError: a draft continues no earlier row, or they are in another order.
     """
 
     parents: tuple[int, ...]
@@ -53,7 +53,7 @@ class Tree:
 
     @property
     def num_slots(self) -> int:
-        """How many slots of a cache it takes at most, while drafted or judged, beside the pending token's."""
+        """How many slots of a cache it takes at most, while drafted or verified, beside the pending token's."""
         return len(self.parents)
 
     @cached_property
@@ -63,12 +63,12 @@ class Tree:
 
     @property
     def depth(self) -> int:
-        """The longest way down."""
+        """The length of the longest path."""
         return max(self.depths)
 
     @cached_property
     def width(self) -> int:
-        """The most children of a token."""
+        """The largest number of children of a token."""
         return max(map(self.parents.count, self.parents), default=0)
 
     def cut(self, depth: int) -> Tree:
@@ -80,13 +80,13 @@ class Tree:
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicTreeSpec:
-    """A tree that each row grows anew in each round, where its draft is sure.
+    """Limits of a dynamic tree, which each row builds anew in each round from its draft's confidences (EAGLE-2).
 
     Args:
         num_nodes: drafts a round, fewer where there are not as many candidates.
         width: tokens of a depth that are continued, and candidates for what follows each of them.
-        depth: the longest way down.
-        max_depths: by row, how deep its own drafts may lie, so that it gets the tree it would get alone; None: `depth` for all.
+        depth: the length of the longest path.
+        max_depths: the depth limit by row, so that each gets the tree it would get alone; None: `depth` for all.
     """
 
     num_nodes: int
@@ -96,8 +96,8 @@ class DynamicTreeSpec:
 
     @property
     def num_slots(self) -> int:
-        """How many slots of a cache it takes at most, while drafted or judged, beside the pending token's."""
-        return max(self.num_nodes, self.width * (self.depth - 1), self.depth)  # a draft that knows chains only gives a chain
+        """How many slots of a cache it takes at most, while drafted or verified, beside the pending token's."""
+        return max(self.num_nodes, self.width * (self.depth - 1), self.depth)  # a draft without trees proposes a chain
 
     def cut(self, depth: int) -> DynamicTreeSpec:
         """Return the tree down to a depth."""
@@ -105,14 +105,14 @@ class DynamicTreeSpec:
 
 
 def tree_from(settings: StaticTree | DynamicTree, depth: int) -> Tree | DynamicTreeSpec:
-    """Return the tree that settings ask for, no deeper than `depth`."""
+    """Return the tree of these settings, no deeper than `depth`."""
     if settings.kind == "static":
         return Tree.of(settings.all_paths(), settings.drawn_candidates).cut(depth)
     return DynamicTreeSpec(num_nodes=settings.num_nodes, width=settings.width, depth=depth)
 
 
 def check_parents(parents: Sequence[int]) -> None:
-    """Refuse what is no tree.
+    """Refuse parents that do not form a tree.
 
     Raises:
         ValueError: a draft continues itself, a later one, or nothing.
@@ -131,11 +131,11 @@ def depths_of(parents: Sequence[int]) -> list[int]:
 
 
 def ancestor_mask(parents_BN: Tensor) -> Tensor:
-    """Return which rows lead to each row, itself counted, bool `[B, K, K]`: `[b, i, j]` where j is on the way to i."""
+    """Return the ancestors of each row, itself included, bool `[B, K, K]`: `[b, i, j]` where j is on the path to i."""
     B, N = parents_BN.shape
     steps_BKK = torch.eye(N + 1, device=parents_BN.device).repeat(B, 1, 1)
     steps_BKK[:, 1:].scatter_(2, parents_BN.unsqueeze(-1), 1.0)
-    # Squared: one step or none becomes up to two, four, ... until the longest way that N drafts can make is covered.
+    # Squared: paths of up to one step become up to two, four, ... until the longest path of N drafts is covered.
     for _ in range(max(N, 1).bit_length()):
         steps_BKK = (steps_BKK @ steps_BKK).clamp(max=1.0)
     return steps_BKK > 0
@@ -184,12 +184,11 @@ class TreeAttention:
 
 
 def distinct_positions(positions_BX: Tensor) -> Tensor:
-    """Return positions of several tokens that may be the same, made different for
-    `heads.sampling.counter_rng.CounterRNG.uniform`."""
+    """Return positions made different for tokens of the same position, for `heads.sampling.counter_rng.CounterRNG.uniform`."""
     return positions_BX + (torch.arange(positions_BX.shape[1], device=positions_BX.device) << 32)
 
 
 def tree_attention(parents_BN: Tensor, roots: Sequence[int]) -> TreeAttention:
-    """Return a proposal as the target reads it in one forward, the pending token first, which stands at `roots`."""
-    visible_BKK = ancestor_mask(parents_BN.clamp(min=0))  # what does not count hangs somewhere
+    """Return the attention of a whole tree read in one forward, the pending token first, whose positions are `roots`."""
+    visible_BKK = ancestor_mask(parents_BN.clamp(min=0))  # drafts that do not count get some parent
     return TreeAttention(roots=roots, depths_BX=visible_BKK.sum(-1) - 1, visible_BTX=visible_BKK)

@@ -1,15 +1,9 @@
-"""Weights on their way from one checkpoint to another, one tensor at a time.
+"""The files of a checkpoint: their tensors, read and written one at a time, and files linked rather than copied.
 
-A `LazyTensor` tensor knows its shape and dtype and is read when it is written, in blocks of rows where it can be; so an export
+A `LazyTensor` knows its shape and dtype and is read when it is written, in blocks of rows where possible, so that an export
 needs memory for one tensor at most, whatever the model's size. Files are safetensors, alone or several with an index; a `.bin`
-or `.pt` file of torch's is read mapped. The writer is our own because safetensors' `save_file` wants all tensors in memory at
-once.
-
-
-Large files taken over into another folder: linked where the file system allows, so that a target is not copied.
-
-A link shares its bytes with the file it is made from. What is to be changed is first made a copy of its own, which a file
-system that can (btrfs, XFS) makes without copying the bytes either.
+or `.pt` file of torch's is read memory-mapped. safetensors' own `save_file` wants all tensors in memory at once.
+A link shares its bytes with the file it was made from: `break_links` before changing one.
 """
 
 from __future__ import annotations
@@ -36,43 +30,10 @@ from configs.schema.release import TORCH_FILES
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-MAX_SHOWN = 12  # names repeated in a complaint
-
-
-def link_or_copy(path: str | Path, to: str | Path) -> None:
-    """Link a file where the file system allows, copy it elsewhere; a symbolic link stands for what it leads to."""
-    path = Path(path).resolve()
-    try:
-        os.link(path, to)
-    except OSError:  # another file system, or one without hard links
-        shutil.copy2(path, to)
-
-
-def make_own(path: Path) -> None:
-    """Make a file that may share its bytes with others one of its own, to which one may write."""
-    if path.stat().st_nlink > 1:
-        copy = path.with_name(f".{path.name}.own")
-        _copy_bytes(path, copy)
-        shutil.copystat(path, copy)
-        copy.replace(path)
-    path.chmod(path.stat().st_mode | stat.S_IWUSR)
-
-
-def _copy_bytes(path: Path, to: Path) -> None:
-    with path.open("rb") as source, to.open("wb") as target:
-        left = path.stat().st_size
-        try:
-            while left:
-                left -= os.copy_file_range(source.fileno(), target.fileno(), left)
-        except (AttributeError, OSError):  # not on this system, or not between these files
-            source.seek(0)
-            target.seek(0)
-            shutil.copyfileobj(source, target, 1 << 24)
-
-
+MAX_SHOWN = 12  # names repeated in an error message
 HEAD_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.safetensors", "hydra_lm_head.pt")
-BLOCK_BYTES = 2**23  # read at a time where a tensor can be had in parts
-NAMES = {  # safetensors' names of dtypes
+BLOCK_BYTES = 2**23  # read at a time where a tensor can be read in parts
+NAMES = {  # dtypes by safetensors' names
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "F32": torch.float32,
@@ -85,13 +46,12 @@ NAMES = {  # safetensors' names of dtypes
 
 @dataclass(frozen=True, kw_only=True)
 class LazyTensor:
-    """A tensor that is not in memory.
+    """A tensor that is read when it is needed.
 
     Args:
-        shape: its sizes.
         dtype: of the values that `load` returns.
         load: reads it.
-        blocks: reads it as blocks of rows, one after another; None: it is only to be had whole.
+        blocks: reads it as blocks of rows, one after another; None: it can only be read whole.
     """
 
     shape: tuple[int, ...]
@@ -100,7 +60,7 @@ class LazyTensor:
     blocks: Callable[[], Iterator[Tensor]] | None = None
 
     def cast(self, dtype: torch.dtype | None) -> LazyTensor:
-        """Return the same numbers in another floating dtype; None, and what is no floating number, stay as they are."""
+        """Return the same values in another floating dtype; None, and tensors of integers or bools, change nothing."""
         if dtype is None or dtype == self.dtype or not self.dtype.is_floating_point:
             return self
         blocks = self.blocks
@@ -108,7 +68,7 @@ class LazyTensor:
         return replace(self, dtype=dtype, load=lambda: self.load().to(dtype), blocks=cast_blocks)
 
     def halves_swapped(self) -> LazyTensor:
-        """Return a matrix with the two halves of its columns the other way round."""
+        """Return a matrix with the two halves of its columns exchanged."""
         return replace(self, load=lambda: self.load().roll(self.shape[1] // 2, 1), blocks=None)
 
     def rows(self, ids_W: Tensor) -> LazyTensor:
@@ -116,18 +76,18 @@ class LazyTensor:
         return replace(self, shape=(len(ids_W), *self.shape[1:]), load=lambda: self.load()[ids_W], blocks=None)
 
     def reshaped(self, shape: tuple[int, ...]) -> LazyTensor:
-        """Return the same numbers in another shape."""
+        """Return the same values in another shape."""
         return replace(self, shape=shape, load=lambda: self.load().reshape(shape), blocks=None)
 
     def in_blocks(self) -> Iterator[Tensor]:
-        """Read it in blocks of rows, or whole where that is all there is."""
+        """Read it in blocks of rows, or whole where it cannot be read in parts."""
         if self.blocks is None:
             yield self.load()
         else:
             yield from self.blocks()
 
     def full_vocabulary_head(self, ids_W: Tensor, num_rows: int) -> LazyTensor:
-        """Return a head of some tokens, `[W, D]`, as one of all tokens whose likeliest is the same, `[num_rows, D]`.
+        """Return an output head of W tokens, `[W, D]`, as one of all tokens with the same argmax, `[num_rows, D]`.
 
         Every other token gets the mean of these rows. Its logit is then the mean of theirs, and so never above the largest,
         whatever the state is. (Rows of zeros would win where all logits are negative.)
@@ -159,7 +119,7 @@ def read_weights(folder: Path) -> Weights:
     """Return all tensors of a checkpoint's folder by name.
 
     Raises:
-        InputError: the folder holds no weights of a known form, or they cannot be read.
+        InputError: the folder holds no weights in a known format, or they cannot be read.
     """
     if (folder / SINGLE_FILE).is_file() or (folder / INDEX_FILE).is_file():
         paths = sorted({folder / file for file in files_by_key(folder).values()})
@@ -175,7 +135,7 @@ def write_weights(path: Path, weights: Mapping[str, LazyTensor]) -> None:
     """Write a safetensors file, reading one tensor after another.
 
     Raises:
-        RuntimeError: a tensor that was read is not what it was said to be.
+        RuntimeError: a tensor that was read differs in shape or dtype from what it was declared as.
     """
     spelled = {dtype: name for name, dtype in NAMES.items()}
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -193,6 +153,58 @@ def write_weights(path: Path, weights: Mapping[str, LazyTensor]) -> None:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
             _write_tensor(file, name, weights[name])
+
+
+def files_by_key(folder: Path) -> dict[str, str]:
+    """Return the file of every tensor of a safetensors checkpoint.
+
+    Raises:
+        InputError: there is no such checkpoint in the folder, or it is damaged.
+    """
+    if (folder / INDEX_FILE).is_file():
+        index = read_json(folder / INDEX_FILE, "index of the checkpoint")
+        if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
+            raise InputError(f"{folder / INDEX_FILE} has no weight_map")
+        files = {key: str(file) for key, file in index["weight_map"].items()}
+        absent = {file for file in files.values() if Path(file).name != file or not (folder / file).is_file()}
+        if absent:
+            raise InputError(f"{folder / INDEX_FILE} names files that are not in the folder: {listed(absent)}")
+        return files
+    if not (folder / SINGLE_FILE).is_file():
+        raise InputError(f"{folder} holds neither {INDEX_FILE} nor {SINGLE_FILE}, where a checkpoint's MTP weights would be")
+    try:
+        with safe_open(folder / SINGLE_FILE, "pt") as file:
+            return dict.fromkeys(file.keys(), SINGLE_FILE)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{folder / SINGLE_FILE} cannot be read: {first_line(error)}") from error
+
+
+def listed(keys: Collection[str]) -> str:
+    """Return names for an error message, the first dozen and how many more there are."""
+    names = sorted(keys)
+    return ", ".join(names[:MAX_SHOWN]) + (f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else "")
+
+
+def link_or_copy(path: str | Path, to: str | Path) -> None:
+    """Link a file where the file system allows, copy it elsewhere; a symbolic link stands for what it leads to."""
+    path = Path(path).resolve()
+    try:
+        os.link(path, to)
+    except OSError:  # another file system, or one without hard links
+        shutil.copy2(path, to)
+
+
+def break_links(path: Path) -> None:
+    """Give a file its own bytes, to which one may write, where other names link to them.
+
+    File systems that can (btrfs, XFS) do so without copying the bytes.
+    """
+    if path.stat().st_nlink > 1:
+        copy = path.with_name(f".{path.name}.own")
+        _copy_bytes(path, copy)
+        shutil.copystat(path, copy)
+        copy.replace(path)
+    path.chmod(path.stat().st_mode | stat.S_IWUSR)
 
 
 def _write_tensor(file: BinaryIO, name: str, stored: LazyTensor) -> None:
@@ -259,27 +271,13 @@ def _torch_file(path: Path) -> Weights:
     return {name: constant(value) for name, value in values.items()}
 
 
-def files_by_key(folder: Path) -> dict[str, str]:
-    """Return the file of every tensor, by the index where there is one."""
-    if (folder / INDEX_FILE).is_file():
-        index = read_json(folder / INDEX_FILE, "index of the checkpoint")
-        if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
-            raise InputError(f"{folder / INDEX_FILE} has no weight_map")
-        files = {key: str(file) for key, file in index["weight_map"].items()}
-        absent = {file for file in files.values() if Path(file).name != file or not (folder / file).is_file()}
-        if absent:
-            raise InputError(f"{folder / INDEX_FILE} names files that are not in the folder: {listed(absent)}")
-        return files
-    if not (folder / SINGLE_FILE).is_file():
-        raise InputError(f"{folder} holds neither {INDEX_FILE} nor {SINGLE_FILE}, where a checkpoint's MTP weights would be")
-    try:
-        with safe_open(folder / SINGLE_FILE, "pt") as file:
-            return dict.fromkeys(file.keys(), SINGLE_FILE)
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{folder / SINGLE_FILE} cannot be read: {first_line(error)}") from error
-
-
-def listed(keys: Collection[str]) -> str:
-    """Return names for a complaint, not more than fit."""
-    names = sorted(keys)
-    return ", ".join(names[:MAX_SHOWN]) + (f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else "")
+def _copy_bytes(path: Path, to: Path) -> None:
+    with path.open("rb") as source, to.open("wb") as target:
+        left = path.stat().st_size
+        try:
+            while left:
+                left -= os.copy_file_range(source.fileno(), target.fileno(), left)
+        except (AttributeError, OSError):  # not on this system, or not between these files
+            source.seek(0)
+            target.seek(0)
+            shutil.copyfileobj(source, target, 1 << 24)

@@ -1,8 +1,8 @@
 """What a head reads from the target: its final hidden state, and the residual stream after chosen blocks ("taps").
 
-The one place that knows where those states are in a model. Convention, as written into every artifact: `h_0` is the
-embedding output, `h_i` the residual stream after block i, before the final norm; `final` is the state that the target's own
-head reads, after the final norm. Only tapped blocks are watched, so nothing else of a forward is kept.
+Convention, as written into every artifact: `h_0` is the embedding output, `h_i` the residual stream after block i, before the
+final norm; `final` is the state that the target's own head reads, after the final norm. Only tapped blocks have hooks, so that
+nothing else of a forward is kept.
 B batch, T positions, E width of the target, A taps.
 """
 
@@ -31,14 +31,14 @@ class TargetStates:
 
     Args:
         final_BTE: after the final norm; the target's head makes the next token's logits of it.
-        taps_ABTE: the tapped states, one after another in the order they were asked for.
+        taps_ABTE: the tapped states, in the order of the taps.
     """
 
     final_BTE: Tensor
     taps_ABTE: tuple[Tensor, ...] = ()
 
     def map(self, change: Any) -> TargetStates:
-        """Return the states after `change`, a function of one `[B, T, E]` tensor."""
+        """Return the states with `change`, a function of one `[B, T, E]` tensor, applied to each."""
         return TargetStates(final_BTE=change(self.final_BTE), taps_ABTE=tuple(change(tap) for tap in self.taps_ABTE))
 
     @property
@@ -56,7 +56,7 @@ def blocks(model: PreTrainedModel) -> nn.ModuleList:
     """Return the target's blocks.
 
     Raises:
-        InputError: its backbone keeps them elsewhere than in `layers`.
+        InputError: its backbone has no module list `layers` of them.
     """
     found = dict(backbone(model).named_children()).get("layers")
     if not isinstance(found, nn.ModuleList) or len(found) != num_blocks(model):
@@ -71,8 +71,8 @@ def check_taps(model: PreTrainedModel, taps: Sequence[int]) -> None:
     """Refuse taps that the target does not have, or whose states do not lead to its logits.
 
     Raises:
-        InputError: a tap is out of range; or the last block's state, normed and led through the head, is not the model's
-            logits on a probe: the states would belong to some other place than the convention says.
+        InputError: a tap is out of range; or the last block's state, after final norm and head, does not give the model's
+            logits on a probe, so that the states are not those of the convention.
     """
     last = num_blocks(model)
     for tap in taps:
@@ -109,9 +109,9 @@ def final_norm(model: PreTrainedModel) -> nn.Module:
 
 @torch.no_grad()
 def final_norm_scale(model: PreTrainedModel) -> Tensor:
-    """Return by how much the final norm scales each feature, `[E]`, however its family writes that down.
+    """Return by how much the final norm scales each feature, `[E]`, however its family stores that.
 
-    Read off from an input of 1 and -1 in turns, whose mean is 0 and whose mean square is 1; a bias is taken off.
+    Measured with an input of 1 and -1 in turns, whose mean is 0 and whose mean square is 1; a bias is taken off.
     """
     norm, width = final_norm(model), model.config.get_text_config().hidden_size
     signs_E = torch.ones(width, device=model.device, dtype=model.dtype)
@@ -122,7 +122,7 @@ def final_norm_scale(model: PreTrainedModel) -> Tensor:
 
 @contextmanager
 def tapped(model: PreTrainedModel, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Watch the blocks behind `taps` while forwards run; yields the states of the latest one, by tap."""
+    """Collect the states at `taps` while forwards run; yields those of the latest forward, by tap."""
     seen: dict[int, Tensor] = {}
     layers, home = blocks(model) if taps else nn.ModuleList(), model.device
     handles = []
@@ -173,4 +173,4 @@ def _keep_output(
     seen: dict[int, Tensor], tap: int, home: torch.device, block: nn.Module, args: tuple[Any, ...], output: Any
 ) -> None:
     state_BTE: Tensor = output[0] if isinstance(output, tuple) else output
-    seen[tap] = state_BTE.to(home)  # the blocks of a spread target put out theirs where they lie
+    seen[tap] = state_BTE.to(home)  # the blocks of a spread target have devices of their own

@@ -1,7 +1,7 @@
-"""Who a target is: hashes of its weights, its tokenizer and its chat template.
+"""The identity of a target: hashes of its weights, its tokenizer and its chat template.
 
-A draft is worth something for one target only. These hashes travel in every artifact and report, and loading compares
-them, because two tokenizers of equal size, or two checkpoints of equal name, otherwise pass for each other in silence.
+A draft fits one target only. Every artifact and report carries these hashes, and loading compares them: two tokenizers of equal
+size, or two checkpoints of equal name, would otherwise be exchanged unnoticed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WEIGHT_PATTERNS = ("*.safetensors", "*.gguf")
 
 @dataclass(frozen=True, kw_only=True)
 class TargetIdentity:
-    """What an artifact remembers of its target. Hashes are SHA-256 in hex."""
+    """What an artifact records of its target. Hashes are SHA-256 in hex."""
 
     name: str
     revision: str | None
@@ -36,7 +36,7 @@ class TargetIdentity:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], where: str) -> TargetIdentity:
-        """Read back `to_dict`; `where` names the file in the complaint.
+        """Read back `to_dict`; `where` names the file in error messages.
 
         Raises:
             InputError: a field is missing or not a string.
@@ -85,7 +85,7 @@ def hash_weights(folder: Path) -> str:
 
 
 def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the hash of what makes token ids mean something: the whole vocabulary and the special tokens' ids."""
+    """Return the hash of what gives token ids their meaning: the whole vocabulary and the special tokens' ids."""
     content = {
         "vocabulary": sorted(tokenizer.get_vocab().items()),
         "added": sorted((index, str(token)) for index, token in tokenizer.added_tokens_decoder.items()),

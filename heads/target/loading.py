@@ -1,4 +1,4 @@
-"""Loading the target: a Hub id, a folder, a `.gguf` file, or the embedded model. After this, all four look alike."""
+"""Loading the target from a Hub id, a folder, a `.gguf` file, or the embedded model, as one `Target` whichever it was."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, ImportError, Safetens
 class Target:
     """A frozen target, ready to run, with its tokenizer and its identity.
 
-    spread_by: the settings by which its blocks were spread over devices (`heads.target.placement`); None: it lies whole on one.
+    Args:
+        eos_token_ids: every id that ends an answer.
+        spread_by: the settings by which its blocks were spread over devices (`heads.target.placement`); None: it is on one.
     """
 
     model: PreTrainedModel
@@ -47,12 +49,12 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights live; of a spread target those of embedding, final norm and head, and where states come out."""
+        """The device of the weights; of a spread target that of embedding, final norm and head, on which states come out."""
         return self.model.device
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding, which may be more than the tokenizer knows."""
+        """Rows of the embedding; may be more than the tokenizer has tokens."""
         return self.model.config.get_text_config().vocab_size
 
     @property
@@ -87,12 +89,11 @@ def load_target(config: TargetConfig) -> Target:
     """Load, freeze and identify a target.
 
     Raises:
-        InputError: it cannot be found, is no causal LM that draftsmith can split (see `heads.inference.causal_lm`), or has no
-            lean forward
-            and was asked for one.
+        InputError: it cannot be found, is no causal LM that draftsmith can split (`heads.inference.model_checks.check_split`),
+            or has no lean forward where one was configured.
     """
     if not sys.stderr.isatty():
-        disable_progress_bar()  # a log of half-drawn bars hides the lines that matter
+        disable_progress_bar()  # in a log, redrawn bars hide the other lines
     path = locate(config)
     device = choose_device(config.device)
     try:

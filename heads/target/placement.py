@@ -1,19 +1,16 @@
-"""Where the parts of a target larger than one device lie: its blocks spread, everything else on the device that computes.
+"""Where the blocks of a target larger than one device lie, and how to read weights that lie in memory or on disk.
 
-Embedding, final norm and output head are read by heads, losses and the decoder at any time, so they stay on that one device,
-and hidden states come back to it; only blocks are spread. accelerate's hooks then move states from block to block, and bring
-the weights of blocks that lie in memory or on disk to a device for as long as they run. The blocks run one after another: GPUs
-add memory, not speed.
+Embedding, final norm and output head are read by heads, losses and the decoder at any time, so they stay on the one device that
+computes, and hidden states come back to it; only blocks are spread over devices. accelerate's hooks then move states from block
+to block, and load the weights of offloaded blocks for as long as they run. The blocks run one after another: GPUs add memory,
+not speed. accelerate's `infer_auto_device_map` is not used: it places all parts in the model's order, wherever they fit.
+
+Between two runs an offloaded module's weights are on torch's meta device: shapes without values. Code that starts from one of
+the target's blocks therefore reads them by `real_weight` or copies it by `own_copy`; of a target that is not spread, these are
+the plain weights and a plain copy.
 
 Left out on purpose: a target split over processes (DeepSpeed's ZeRO-3 inference, tensor parallel). There every process must run
 the same number of target forwards, and decoding held-out prompts does not: answers end when they end.
-
-
-The weights of modules of a target that is spread over devices, some of which lie in memory or on disk until they run.
-
-Between two runs of such a module its weights are on torch's meta device: they have a shape and no values. Whoever starts from a
-target's block therefore asks here; for a target that lies whole on one device nothing is different, nor for a plan's, which
-has no values anywhere. How targets are spread: `heads.target.placement`.
 """
 
 from __future__ import annotations
@@ -33,49 +30,17 @@ from configs.runtime.errors import ConfigError, InputError, first_line
 from configs.schema.target import TargetConfig
 from heads.target.hidden_states import blocks
 
-
-def real_weight(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """Return a tensor of a module's state dict with its values, read from where they lie if they are not there now."""
-    path, _, own = name.rpartition(".")
-    hook = module.get_submodule(path).__dict__.get("_hf_hook")
-    if not tensor.is_meta or not isinstance(hook, AlignDevicesHook):
-        return tensor
-    weight: Tensor = hook.weights_map[own]
-    return weight.to(tensor.dtype)
-
-
-def real_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's state dict with the values of all its tensors."""
-    return {name: real_weight(module, name, tensor) for name, tensor in module.state_dict().items()}
-
-
-@torch.no_grad()
-def own_copy(module: nn.Module) -> nn.Module:
-    """Return a copy of one of the target's modules that holds its weights and no longer moves them."""
-    hooks = [each.__dict__["_hf_hook"] for each in module.modules() if "_hf_hook" in each.__dict__]
-    if not hooks:
-        return copy.deepcopy(module)
-    weights = {name: tensor.clone() for name, tensor in real_weights(module).items()}
-    # The hooks stay out of it: they hold on to the other weights that are not on their device now.
-    copied = copy.deepcopy(module, {id(hook): hook for hook in hooks})
-    for part in copied.modules():
-        if part.__dict__.pop("_hf_hook", None) is not None:
-            del part.__dict__["_old_forward"], part.__dict__["forward"]
-    copied.load_state_dict(weights, assign=True)
-    return copied
-
-
-Place = int | str
+DeviceName = int | str
 MEMORY = "cpu"
 DISK = "disk"
 GIBIBYTE = 2**30
 
 
-def place_parts(path: Path, config: TargetConfig, device: torch.device) -> dict[str, Place]:
-    """Return where each part of the target in a folder is to lie, by module name; every weight is in one of them.
+def place_parts(path: Path, config: TargetConfig, device: torch.device) -> dict[str, DeviceName]:
+    """Return the device map of the target in a folder: a device by module name, which covers every weight.
 
     Args:
-        path: holds its config; the weights are not read.
+        path: the folder; only its config is read.
         config: with a `device_map`.
         device: of the parts that are not blocks.
 
@@ -101,17 +66,19 @@ def place_parts(path: Path, config: TargetConfig, device: torch.device) -> dict[
     return dict.fromkeys(outside, home) | named
 
 
-def spread_blocks(sizes: Sequence[int], outside: int, room: Mapping[Place, int], home: Place, *, even: bool) -> list[Place]:
-    """Return where each block goes: `home` and the other devices in turn, then memory, then the disk; order is kept.
+def spread_blocks(
+    sizes: Sequence[int], outside: int, room: Mapping[DeviceName, int], home: DeviceName, *, even: bool
+) -> list[DeviceName]:
+    """Return the device of each block, in order: `home`, the other devices, then memory, then the disk.
 
-    Where blocks have to go to memory or to disk, room for one more is kept on `home`, in which they run.
+    Where blocks are offloaded, room for one more is kept on `home`, on which they run.
 
     Args:
         sizes: of the blocks, bytes.
         outside: bytes of everything else, which lies on `home`.
         room: bytes on each device and in memory.
         home: the device that computes.
-        even: as far as that suffices, no device takes more than its share of all weights, and a block.
+        even: no device takes more than its share of all weights and a block, as long as nothing is offloaded for that.
 
     Raises:
         InputError: `home` has no room for what is no block.
@@ -129,12 +96,49 @@ def spread_blocks(sizes: Sequence[int], outside: int, room: Mapping[Place, int],
         places = _fill(sizes, limits)
         if DISK not in places:
             return places
-    memory: dict[Place, int] = {} if home == MEMORY else {MEMORY: room.get(MEMORY, 0)}
+    memory: dict[DeviceName, int] = {} if home == MEMORY else {MEMORY: room.get(MEMORY, 0)}
     return _fill(sizes, devices | {home: free - max(sizes)} | memory)
 
 
-def _fill(sizes: Sequence[int], limits: Mapping[Place, int]) -> list[Place]:
-    """Put blocks onto devices in order, as many as go on each; on disk what is left."""
+def real_weight(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor of a module's state dict with its values, read from memory or disk where they are offloaded.
+
+    Args:
+        module: one of the target's.
+        name: the tensor's in its state dict.
+        tensor: as the state dict has it.
+    """
+    path, _, own = name.rpartition(".")
+    hook = module.get_submodule(path).__dict__.get("_hf_hook")
+    if not tensor.is_meta or not isinstance(hook, AlignDevicesHook):
+        return tensor
+    weight: Tensor = hook.weights_map[own]
+    return weight.to(tensor.dtype)
+
+
+def real_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's state dict with the values of all its tensors."""
+    return {name: real_weight(module, name, tensor) for name, tensor in module.state_dict().items()}
+
+
+@torch.no_grad()
+def own_copy(module: nn.Module) -> nn.Module:
+    """Return a copy of one of the target's modules that holds its own weights, without accelerate's hooks."""
+    hooks = [each.__dict__["_hf_hook"] for each in module.modules() if "_hf_hook" in each.__dict__]
+    if not hooks:
+        return copy.deepcopy(module)
+    weights = {name: tensor.clone() for name, tensor in real_weights(module).items()}
+    # The hooks are not copied: they refer to the other offloaded weights.
+    copied = copy.deepcopy(module, {id(hook): hook for hook in hooks})
+    for part in copied.modules():
+        if part.__dict__.pop("_hf_hook", None) is not None:
+            del part.__dict__["_old_forward"], part.__dict__["forward"]
+    copied.load_state_dict(weights, assign=True)
+    return copied
+
+
+def _fill(sizes: Sequence[int], limits: Mapping[DeviceName, int]) -> list[DeviceName]:
+    """Fill devices with blocks one after another; the rest goes to disk."""
     order, left, places = list(limits), dict(limits), []
     for size in sizes:
         while order and size > left[order[0]]:
@@ -146,8 +150,10 @@ def _fill(sizes: Sequence[int], limits: Mapping[Place, int]) -> list[Place]:
     return places
 
 
-def _by_hand(given: Mapping[str, Place], prefix: str, num_blocks: int, outside: Sequence[str], home: Place) -> list[Place]:
-    """Return the place of each block by the longest name that the map has for it; `home` where it has none."""
+def _by_hand(
+    given: Mapping[str, DeviceName], prefix: str, num_blocks: int, outside: Sequence[str], home: DeviceName
+) -> list[DeviceName]:
+    """Return the device of each block by the longest prefix of its name in the map; `home` where there is none."""
     names = [f"{prefix}.{number}" for number in range(num_blocks)]
     above = ["", *(prefix.rsplit(".", cut)[0] for cut in range(prefix.count("."), 0, -1)), prefix]
     for module, place in given.items():
@@ -169,7 +175,7 @@ def _by_hand(given: Mapping[str, Place], prefix: str, num_blocks: int, outside: 
 
 
 def _check_alone(given: str | None) -> None:
-    """Refuse a map that each of several processes would make for itself, of the same devices."""
+    """Refuse an automatic map where several processes would each make one of the same devices."""
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
     if num_processes > 1:
         raise ConfigError(
@@ -178,7 +184,7 @@ def _check_alone(given: str | None) -> None:
         )
 
 
-def _check_devices(places: set[Place]) -> None:
+def _check_devices(places: set[DeviceName]) -> None:
     for place in places - {DISK}:
         try:
             torch.empty(0, device=place)
@@ -186,16 +192,16 @@ def _check_devices(places: set[Place]) -> None:
             raise InputError(f"target.device_map: device {place!r} cannot be used: {first_line(error)}") from error
 
 
-def _room(config: TargetConfig, home: Place) -> dict[Place, int]:
+def _room(config: TargetConfig, home: DeviceName) -> dict[DeviceName, int]:
     """Return the bytes that may be taken on each GPU and in memory; on the CPU alone memory is the device."""
     given = config.max_memory
     if given is not None:  # a GPU's number is a string where it was a key of JSON
         given = {int(place) if str(place).isdigit() else place: size for place, size in given.items()}
-    room: dict[Place, int] = get_max_memory(given)
+    room: dict[DeviceName, int] = get_max_memory(given)
     return {MEMORY: room.get(MEMORY, 0)} if home == MEMORY else room
 
 
-def _name_of(place: Place | torch.device) -> Place:
+def _name_of(place: DeviceName | torch.device) -> DeviceName:
     """Return a device as accelerate calls it: a GPU's number, else its name."""
     if isinstance(place, int) or place == DISK:
         return place

@@ -1,4 +1,4 @@
-"""Joining the other processes that `accelerate launch` started: what every command does that shares its work."""
+"""Joining the other processes that `accelerate launch` started, for every command that shares its work among them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _keep_deepspeed_from_compiling() -> None:
 
 @contextmanager
 def naming_lost_processes() -> Iterator[None]:
-    """Say what it means where waiting for another process fails: the complaint of the transport does not.
+    """Explain the failure where waiting for another process fails: the transport's own message does not.
 
     Raises:
         RuntimeError: another process has ended, or did not answer for as long as `join_processes` was told to wait.
@@ -72,7 +72,7 @@ def naming_lost_processes() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not (isinstance(error, DistError) or "/gloo/" in str(error)):  # gloo's own are of no class of theirs
+        if not (isinstance(error, DistError) or "/gloo/" in str(error)):  # gloo raises plain RuntimeErrors
             raise
         raise RuntimeError(
             f"another process of this run has ended or does not answer ({first_line(error)}); its own log says why. Nothing "

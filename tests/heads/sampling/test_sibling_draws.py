@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from heads.sampling.probabilities import draw
-from heads.sampling.sibling_draws import draw_with_replacement, draw_without_replacement
+from heads.sampling.probabilities import draw, draw_with_replacement
+from heads.sampling.sibling_draws import draw_without_replacement
 
 STEPS = 400
 
