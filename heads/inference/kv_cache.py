@@ -1,14 +1,13 @@
-"""A preallocated key-value cache in which every row of the batch has its own length, and the one way to run a model on it.
+"""A preallocated key-value cache in which every row of the batch has its own length.
 
-transformers' caches grow by concatenation and roll back, if at all, by the same count for every row. Here each forward says
-at which position each row's new tokens start (`starts`), keys and values are written there, and a mask hides whatever lies
-beyond. Rolling back is therefore starting again at an earlier position: nothing is copied, and rows may differ. Tokens of a
-tree take consecutive slots whatever their depth (`heads.sampling.token_tree.TreeAttention`); those of the accepted path
-are then moved to where a chain would have put them, the only copy there is.
+transformers' caches grow by concatenation and roll back, where they can, by the same count for every row. Here each forward
+(`heads.inference.causal_lm.forward_rows`) says at which position each row's new tokens start (`starts`), keys and values are
+written there, and a mask hides everything beyond. Rolling back is therefore starting again at an earlier position: nothing is
+copied, and rows may differ. Tokens of a tree take consecutive slots whatever their depth
+(`heads.sampling.token_tree.TreeAttention`); those of the accepted path are then moved to where a chain would have put them.
 
-Sliding-window layers keep the full length and are masked; left out on purpose: paged storage (quantised:
-`heads.inference.int8_kv_cache`). B batch, T new tokens, S cache length, N key-value heads, H head width, D width, A accepted
-drafts.
+Sliding-window layers keep the full length and are masked. Left out on purpose: paged storage.
+B batch, T new tokens, S cache length, N key-value heads, H head width, A accepted drafts.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from heads.sampling.token_tree import TreeAttention
 
 @dataclass
 class _Slots:
-    """Where the forward under way writes: `starts` by row, `length` new tokens, and the same as an index for ragged rows."""
+    """Where the current forward writes: `starts` by row, `length` new tokens, and the same as an index for ragged rows."""
 
     starts: Sequence[int]
     length: int
@@ -73,7 +72,7 @@ class RowLayer(CacheLayerMixin):
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def move(self, goal: tuple[Tensor, slice, Tensor], source: tuple[Tensor, slice, Tensor]) -> None:
-        """Copy what stands in the slots `source` to `goal`."""
+        """Copy the contents of the slots `source` to `goal`."""
         goal, source = beside(goal, self.keys), beside(source, self.keys)
         for name in self.stored:
             tensor = getattr(self, name)
@@ -107,7 +106,7 @@ class RowCache(Cache):
         self._slots = _Slots(starts=[0], length=0, index=None)
 
     def place(self, starts: Sequence[int], length: int, device: torch.device, attention: TreeAttention | None = None) -> None:
-        """Say where the next forward writes: `length` tokens a row, row b from position `starts[b]` on.
+        """Set where the next forward writes: `length` tokens a row, row b from position `starts[b]` on.
 
         With `attention` they are tokens of a tree, and `starts` their first slots; None: each follows the one before it.
 
@@ -115,7 +114,7 @@ class RowCache(Cache):
             ValueError: that would run past the capacity.
         """
         if max(starts) + length > self.capacity:
-            raise ValueError(f"positions up to {max(starts) + length} were asked of a cache of {self.capacity}")
+            raise ValueError(f"positions up to {max(starts) + length} do not fit a cache of {self.capacity}")
         index = None
         if min(starts) != max(starts):
             index = _index(starts, torch.arange(length, device=device))
@@ -124,7 +123,7 @@ class RowCache(Cache):
             layer.slots = self._slots
 
     def widen(self, length: int) -> None:
-        """Let the forward under way write `length` tokens a row and read every slot: the same shapes at every place."""
+        """Let the current forward write `length` tokens a row and read every slot: the same shapes at every place."""
         slots = self._slots
         index = _index(slots.starts, torch.arange(length, device=self.rows[0].keys.device))
         self._slots = _Slots(
@@ -135,16 +134,16 @@ class RowCache(Cache):
 
     @property
     def end(self) -> int:
-        """How many slots the forward under way reads."""
+        """How many slots the current forward reads."""
         return self._slots.end
 
     @property
     def is_filled(self) -> bool:
-        """Whether a forward has been here before."""
+        """Whether a forward has written to it."""
         return self.rows[0].is_initialized
 
     def has_room(self, length: int) -> bool:
-        """Say whether the forward under way could write so many tokens."""
+        """Say whether the current forward could write so many tokens."""
         return max(self._slots.starts) + length <= self.capacity
 
     def mark_static(self) -> None:
@@ -155,16 +154,16 @@ class RowCache(Cache):
 
     @property
     def holds_tree(self) -> bool:
-        """Whether the tokens of the forward under way are those of a tree."""
+        """Whether the tokens of the current forward are those of a tree."""
         return self._slots.attention is not None
 
     def visible(self, positions_BT: Tensor, window: int | None = None) -> Tensor:
-        """Return which slots the tokens of the forward under way see, bool `[B, T, S]`.
+        """Return which slots the tokens of the current forward see, bool `[B, T, S]`.
 
-        In a text each sees the places up to its own, in a tree the committed ones, its ancestors and itself.
+        In a text each sees the positions up to its own, in a tree the committed ones, its ancestors and itself.
 
         Args:
-            positions_BT: where the tokens stand in the text.
+            positions_BT: the tokens' positions in the text.
             window: how many positions they see, their own counted; None: all.
         """
         keys_S = torch.arange(self._slots.end, device=positions_BT.device)
@@ -177,14 +176,14 @@ class RowCache(Cache):
         return visible_BTS if window is None else visible_BTS & (key_positions > positions_BT.unsqueeze(-1) - window)
 
     def keep_path(self, starts: Sequence[int], columns: Sequence[Sequence[int]]) -> None:
-        """Move the states of a tree's accepted tokens together, as if they alone had been read.
+        """Move the states of a tree's accepted tokens to consecutive slots, as if they alone had been read.
 
         Args:
             starts: the first slot of the tree, by row.
             columns: by row, the slots to keep, counted from `starts` and rising. Row b keeps as many; rows may differ.
         """
         A = max(map(len, columns))
-        # A row that keeps fewer copies what stands there onto itself.
+        # A row that keeps fewer copies the other slots onto themselves.
         columns = [[*row, *range(len(row), A)] for row in columns]
         if all(column == place for row in columns for place, column in enumerate(row)):
             return

@@ -1,10 +1,10 @@
-"""From a family's logits to a proposal: the choice of each drafted token and the distribution it was drawn from.
+"""A chain of drafts from a family's logits: the choice of each token, and the distribution it was drawn from.
 
-Every family drafts through this, so that the distribution handed to verification is the distribution drawn from, in the
-target's ids, that draws use the draft's own stream in the round that is named by the row's length, and that a row stops where
-the decoder's rule says (`heads.proposers.draft_length`). A family that drafts one token after another ends its steps when all
-rows are `finished`; one that has all distributions from a single forward adds them all, and the rule decides which of them
-are drafts. B batch, G drafts, W draft vocabulary, V target vocabulary.
+Every family drafts through this, so that verification gets the very distribution that was drawn from, over the target's ids,
+that draws use `Role.DRAFT` in the round named by the row's length, and that each row ends by the decoder's stopping rule
+(`heads.proposers.draft_length`). A family that drafts one token after another stops when all rows are `finished`; one that has
+all distributions from a single forward adds them all, and the rule decides which of them are drafts.
+B batch, G drafts, W draft vocabulary, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ Scatter = Callable[[Tensor, float], Tensor]
 
 
 class ChainBuilder:
-    """One proposal in the making.
+    """A proposal of chains, one draft a row for each call of `add`.
 
     Args:
         lengths: tokens by row, the pending one included; the first draft stands at that position.
         sampling: the distribution to draft by, and when to stop.
         rng: random numbers.
         target_ids: the target's ids of draft tokens.
-        scatter: puts values over the draft vocabulary at their places in the target's.
-        keep_logits: keep the raw logits for measuring.
+        scatter: puts values of the draft vocabulary at their ids in the target's.
+        keep_logits: keep the raw logits in the proposal.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class ChainBuilder:
     def add(self, logits_BW: Tensor) -> Tensor:
         """Choose the next draft of every row from its logits; return the target's ids `[B]`.
 
-        Rows that have stopped are given one too, which counts for nothing.
+        Rows that have stopped get one too, which does not count.
         """
         step, greedy = len(self._drafted), self.sampling.temperature == 0
         if not greedy or self._rule is not None:
             probs_BW = token_probabilities(logits_BW, sampling_for_stopping(self.sampling))
-            self._look(probs_BW)
+            self._decide(probs_BW)
         if greedy:
             drafted_B = self.target_ids(greedy_token(logits_BW))
         else:
@@ -79,11 +79,11 @@ class ChainBuilder:
 
     @property
     def finished(self) -> bool:
-        """Whether every row has stopped, so that another step is wasted. With a rule in force, this waits for the device."""
+        """Whether every row has stopped. With a stopping rule this waits for the device."""
         return self._rule is not None and not bool(self._open_B.any())
 
     def proposal(self) -> Proposal:
-        """Return what was drafted: a token a row for each call of `add`, fewer where the row had stopped."""
+        """Return the drafts: a token a row for each call of `add`, fewer where the row stopped."""
         num_drafted = [len(self._drafted)] * len(self.lengths) if self._rule is None else self._num_drafted_B.tolist()
         # No wider than the longest draft: the target computes every column, drafted or not.
         width = max(num_drafted)
@@ -94,8 +94,8 @@ class ChainBuilder:
             logits_BGV=torch.stack(self._logits[:width], 1) if self._logits[:width] else None,
         )
 
-    def _look(self, probs_BW: Tensor) -> None:
-        """Let the rule see the distribution before anything is drawn from it."""
+    def _decide(self, probs_BW: Tensor) -> None:
+        """Apply the stopping rule to the distribution before anything is drawn from it."""
         if self._rule is None:
             return
         drafts_B, continues_B = self._rule.decide(probs_BW)

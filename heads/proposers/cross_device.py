@@ -1,13 +1,13 @@
-"""A draft on another device than the target: what the decoder asks goes over to it, and its proposal comes back.
+"""A draft on another device than the target.
 
-A round takes two crossings, whatever the number of drafts: the tokens to read go over (from the host, in the forward's own
-transfer), and the proposal comes back, with the distributions where drafts are sampled. Random numbers are functions of
-counters (`heads.sampling.counter_rng`), so that they are computed where they are needed and are the same there.
+A round takes two transfers, whatever the number of drafts: the tokens to read (from the host, in the forward's own copy), and
+the proposal, with its distributions where drafts are sampled. Random numbers are functions of counters
+(`heads.sampling.counter_rng`), the same on either device.
 
-For drafts that read tokens only. Heads read the target's states and borrow its embedding and output head, and live where it
-does. **Not run on two devices yet**: the machines this was written on have one each. What was tested is that the proposals are
-those of the draft itself with both on the same device, and that every tensor handed on went through `transfer`.
-Left out on purpose: drafting ahead while the target verifies (PEARL, arXiv 2408.11850), which two devices would allow.
+For drafts that read tokens only: heads read the target's states and share its embedding and output head, so they stay on its
+device. **Not run on two devices yet**, since the machines this was written on have one each. Tested is that the proposals are
+those of the draft itself with both on the same device, and that every tensor between the two goes through `transfer`.
+Left out on purpose: drafting ahead while the target verifies (PEARL, arXiv 2408.11850).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from heads.target.hidden_states import TargetStates
 
 
 class CrossDeviceProposer:
-    """A proposer (`heads.proposers.protocol.TreeProposer`) whose work is done on a device of its own.
+    """A proposer (`heads.proposers.protocol.TreeProposer`) that runs another on that one's device.
 
     Args:
         draft: reads tokens only, and is on `device`.
         device: the draft's.
-        home: where the decoder wants the drafts.
+        home: the device of the decoder.
     """
 
     taps: Sequence[int] = ()
@@ -40,7 +40,7 @@ class CrossDeviceProposer:
         self.num_trees = draft.num_trees
 
     def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
-        self.draft.start(tokens, capacity, states)  # which it does not read, so that they stay where they are
+        self.draft.start(tokens, capacity, states)  # which it does not read, so they are not moved
 
     def propose(
         self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
@@ -66,7 +66,7 @@ class CrossDeviceProposer:
         return there
 
     def _home(self, proposal: Proposal) -> Proposal:
-        """Return a proposal with all that it holds on the target's device."""
+        """Return a proposal with all its tensors on the decoder's device."""
 
         def home(values: Tensor | None) -> Tensor | None:
             return None if values is None else transfer(values, self.home)
@@ -82,5 +82,5 @@ class CrossDeviceProposer:
 
 
 def transfer(values: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device: the one place where anything passes between the two."""
+    """Move a tensor between the two devices; nothing else does."""
     return values.to(device)

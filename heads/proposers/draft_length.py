@@ -1,10 +1,10 @@
 """How many tokens to draft: rules that end a round's draft early, row by row, and leave the output's distribution alone.
 
-A rule is shown each distribution before a token is drawn from it, and never the token. It says whether a token of this
-distribution is worth one of the target's rows, and whether a further draft step after it is worth its time. Why never the
-token: let p = q put 1/2 on each of a and b, and let b be dropped when it is drawn. Then a comes out with probability 1/2 +
-1/2 * 1/2 = 3/4. A token once drawn therefore stays in the block, whatever its own probability. What was drafted before may be
-looked at: those tokens are in the block already.
+A rule sees each distribution before a token is drawn from it, and never the token. It says whether a token of this distribution
+is worth one of the target's rows, and whether a further draft step after it is worth its time. Why never the token: let p = q
+put 1/2 on each of a and b, and let b be dropped when it is drawn. Then a comes out with probability 1/2 + 1/2 * 1/2 = 3/4. A
+token once drawn therefore stays in the block, whatever its own probability. A rule may depend on the tokens drafted before:
+those are in the block already.
 
 Why that is enough, for token-wise rejection: given that the drafts before position i were kept, both "draw from q_i, test,
 take the residual" and "draft nothing, take the target's own token" put p_i there, so the choice between the two may depend on
@@ -31,7 +31,7 @@ from configs.schema.drafting import CalibrationPoint, ConfidenceStopping, CostSt
 
 
 class StopDecision(NamedTuple):
-    """A rule's answer to one distribution, bool by row."""
+    """A rule's decision about one distribution, bool by row."""
 
     drafts_B: Tensor  # a token drawn from this distribution is worth a row of the target's
     continues_B: Tensor  # and after it, a further draft step is worth its time
@@ -41,14 +41,16 @@ class StoppingRule(Protocol):
     """One round's decisions. Called once for each draft position, in order, with the distributions of all rows."""
 
     def decide(self, probs_BV: Tensor) -> StopDecision:
-        """Judge the distribution that the next token would be drawn from. One of no numbers stops nothing: the decoder must
-        see it."""
+        """Decide by the distributions `[B, V]` that the next token would be drawn from.
+
+        One of NaN never stops a row: the decoder has to see and report it.
+        """
 
 
 def rule_for(sampling: SamplingConfig) -> StoppingRule | None:
-    """Return the rule for a round that is about to begin; None drafts to the full length.
+    """Return a rule for one round; None: draft to the full length.
 
-    Proposers know a decoder's settings as the sampling they draft by; only a decoder's own can ask for a rule.
+    Proposers get a decoder's settings as the sampling they draft by; other sampling settings have no rule.
     """
     stopping = sampling.stopping if isinstance(sampling, DecodeConfig) else None
     if isinstance(stopping, ConfidenceStopping):
@@ -61,8 +63,7 @@ def rule_for(sampling: SamplingConfig) -> StoppingRule | None:
 
 
 def sampling_for_stopping(sampling: SamplingConfig) -> SamplingConfig:
-    """Return how logits become the distributions that rules see: as they are drawn from, at temperature 1 where drafts are
-    greedy."""
+    """Return the sampling of the distributions that rules see: that of the drafts, at temperature 1 where drafts are greedy."""
     return sampling if sampling.temperature else sampling.model_copy(update={"temperature": 1.0})
 
 
@@ -72,7 +73,7 @@ def confidence(distribution: Tensor) -> Tensor:
 
 
 class ConfidenceRule:
-    """Stop behind the first distribution whose confidence is below a threshold.
+    """Stop after the first distribution whose confidence is below a threshold.
 
     That distribution's own token is drafted too: the step that made the distribution is paid for, and the token costs only a
     row.
@@ -87,7 +88,7 @@ class ConfidenceRule:
 
 
 class EntropyRule:
-    """Stop behind the first distribution with more entropy, in nats, than a threshold (the idea of SVIP, arXiv 2411.18462).
+    """Stop after the first distribution with more entropy, in nats, than a threshold (the idea of SVIP, arXiv 2411.18462).
 
     SVIP bounds the acceptance from below by the draft's entropy and stops before the distribution's token; as with
     `ConfidenceRule`, here the token is drafted.
@@ -119,8 +120,7 @@ class CostRule:
     further step follows if W_i > 0. The maximum over k looks across the stairs that t(n) has on real machines. W_i is what
     going on is worth if later distributions are then ignored, so the rule is one step of policy improvement over the fixed
     lengths, and with true costs, calibration and a (of distributions independent of one another) worth no less than the best
-    of them. Left
-    out: what it is worth that one may still stop later, for which the distribution of confidences would have to be known.
+    of them. Left out: the value of being able to stop later, which depends on the distribution of confidences.
 
     Args:
         costs: the settings.
@@ -142,12 +142,12 @@ class CostRule:
         worth_BK = self._alive_B.unsqueeze(-1) * probs_BV.new_tensor(gains) - self.rho * probs_BV.new_tensor(costs)
         ahead_B = worth_BK.amax(-1).clamp(min=0)
         row_cost = self.rows[self._step] - self.rows[self._step - 1]
-        # Written as negations: a distribution that holds no numbers stops nothing.
+        # Written as negations: a distribution of NaN stops nothing.
         drafts_B = ~(self._alive_B - self.rho * row_cost + ahead_B <= 0)
         return StopDecision(drafts_B, drafts_B & ~(ahead_B <= 0))
 
     def _ahead(self, drafted: int) -> tuple[list[float], list[float]]:
-        """Return a + ... + a^k and what k more drafts cost in milliseconds, for k = 0, 1, ..., behind so many drafts."""
+        """Return a + ... + a^k and the cost of k more drafts in milliseconds, for k = 0, 1, ..., after `drafted` drafts."""
         counts = range(len(self.rows) - drafted)
         gains = list(accumulate(self.costs.acceptance**k for k in counts[1:]))
         step = self.costs.draft_step_milliseconds
@@ -155,7 +155,7 @@ class CostRule:
 
 
 def tokens_per_millisecond(costs: CostStopping, num_drafts: int) -> float:
-    """Return what time is worth: as given, or what the best fixed length up to `num_drafts` reaches at the mean acceptance."""
+    """Return the price of time: as configured, or the rate of the best fixed length up to `num_drafts` at mean acceptance."""
     if costs.tokens_per_second is not None:
         return costs.tokens_per_second / 1000
     rows, step = costs.target_step_milliseconds, costs.draft_step_milliseconds
@@ -164,7 +164,7 @@ def tokens_per_millisecond(costs: CostStopping, num_drafts: int) -> float:
 
 
 def calibrated(points: Sequence[CalibrationPoint], confidence_B: Tensor) -> Tensor:
-    """Return the acceptance at each confidence: straight lines between the points, level beyond the outer ones."""
+    """Return the acceptance at each confidence, interpolated linearly between the points and constant beyond them."""
     x = confidence_B.new_tensor([point.confidence for point in points])
     y = confidence_B.new_tensor([point.acceptance for point in points])
     if len(points) == 1:

@@ -1,7 +1,6 @@
 """The independent draft: a small causal LM with the target's tokenizer, decoding with its own key-value cache.
 
-It may know only some of the target's tokens (`heads.proposers.vocabulary`): drafts and their distribution leave here in the
-target's ids.
+It may have a reduced vocabulary (`heads.proposers.vocabulary`); its proposals are in the target's ids.
 
 After a fully accepted round its cache lacks the last draft, which it never had to read; the next round's first forward reads
 that token and the pending one together, so no round pays an extra forward.
@@ -65,7 +64,7 @@ class DraftLM:
         chain = ChainBuilder(
             lengths, sampling, rng, self.model.device, self._target_ids, self._scatter, keep_logits=keep_logits
         )
-        ids_BT, starts = self._unread(tokens)
+        ids_BT, starts = self._uncached(tokens)
         for step in range(num_tokens):
             hidden_BD = forward_rows(self.model, self._cache, ids_BT, starts)[:, -1]
             drafted_B = chain.add(head_logits(self.model, hidden_BD)[:, : self.vocab_size])
@@ -82,15 +81,15 @@ class DraftLM:
         lengths = [len(row) for row in tokens]
         builder = tree_builder(tree, lengths, drawn_by, rng, self._target_ids, self._scatter)
         slots = TreeSlots(lengths, self.model.device)
-        ids_BT, starts = self._unread(tokens)
+        ids_BT, starts = self._uncached(tokens)
         hidden_BTD = forward_rows(self.model, self._cache, ids_BT, starts)
         last_B = self._tensor([length - start - 1 for length, start in zip(lengths, starts, strict=True)])
         hidden_BMD = hidden_BTD[torch.arange(len(lengths), device=last_B.device), last_B].unsqueeze(1)
         while frontier := builder.add(head_logits(self.model, hidden_BMD)[..., : self.vocab_size]):
             attention = slots.place(frontier)
             hidden_BMD = forward_rows(self.model, self._cache, frontier.tokens_BM, attention.starts, attention)
-        # What the tree left in the cache is not looked through for the path that stays: the next round's first forward reads
-        # its tokens again, together with the pending one.
+        # The accepted path is not looked up in the cache: the next round's first forward reads its tokens again, together with
+        # the pending one.
         self._proposed_from = self._cached = lengths
         return builder.proposal()
 
@@ -103,16 +102,16 @@ class DraftLM:
         self._cached = [self._cached[row] for row in rows]
         self._proposed_from = [self._proposed_from[row] for row in rows]
 
-    def _unread(self, tokens: Tokens) -> tuple[Tensor, list[int]]:
+    def _uncached(self, tokens: Tokens) -> tuple[Tensor, list[int]]:
         """Return the tokens `[B, T]` that the cache lacks, and the position of each row's first.
 
-        A row of fewer than T tokens is filled up behind them, where its drafts will be written over the filling. After a chain
-        there is none: it leaves two tokens unread at most, and no row has fewer.
+        A row of fewer than T tokens is padded at its end, where its drafts overwrite the padding. After a chain there is no
+        padding: it leaves at most two tokens uncached, and no row has fewer.
         """
-        unread = max(len(row) - cached for row, cached in zip(tokens, self._cached, strict=True))
+        longest = max(len(row) - cached for row, cached in zip(tokens, self._cached, strict=True))
         # Rows that lag less read a few cached tokens again: the same keys and values at the same places.
-        rows = [[*row[-unread:], *[0] * (unread - len(row))] for row in tokens]
-        return self._ids(rows), [max(0, len(row) - unread) for row in tokens]
+        rows = [[*row[-longest:], *[0] * (longest - len(row))] for row in tokens]
+        return self._ids(rows), [max(0, len(row) - longest) for row in tokens]
 
     def _target_ids(self, drafted_B: Tensor) -> Tensor:
         return drafted_B if self.vocabulary is None else self.vocabulary.token_ids_W[drafted_B]

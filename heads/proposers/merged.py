@@ -1,11 +1,11 @@
-"""Several drafts at once: the trees they propose, laid over one another where they agree, become one tree.
+"""Several drafts at once: the trees they propose, merged into one that holds each path once.
 
-Each draft proposes the tree that was asked for, or a chain where it knows no trees; with a chain-shaped tree that makes as many
-chains as there are drafts. The target judges all of them in one forward, and every draft is told what stayed, whoever had
-drafted it. Siblings stand in the order of the drafts, the first one's first.
+Each draft proposes the requested tree, or a chain where it has no trees; with a chain-shaped tree that makes as many chains as
+there are drafts. The target verifies all of them in one forward, and `commit` tells every draft the accepted path, whichever
+had drafted it. Siblings are in the order of the drafts.
 
-Left out on purpose: drawn trees, since tokens drawn from several distributions would each have to be judged by their own; at a
-temperature above 0 merged trees are matched. Merging is done on the host and costs a transfer a draft.
+Left out on purpose: sampled trees, since each token would have to be verified by the distribution of its own draft; at a
+temperature above 0 merged trees are verified by sample-and-match. Merging is done on the host and costs a transfer a draft.
 B batch, N drafts of the merged tree.
 """
 
@@ -29,8 +29,8 @@ class MergedDrafts:
     """Several proposers as one (`heads.proposers.protocol.TreeProposer`).
 
     Args:
-        drafts: two or more, for the same target; each object serves here only.
-        device: where the decoder wants the drafts.
+        drafts: two or more, for the same target, not used elsewhere.
+        device: of the proposals.
 
     Raises:
         InputError: there are fewer than two.
@@ -57,7 +57,7 @@ class MergedDrafts:
     ) -> Proposal:
         if drawn_by is not None:
             raise InputError("the tokens of several drafts cannot be drawn: set verification to match")
-        proposals = [_likeliest(draft, tokens, tree, rng) for draft in self.drafts]
+        proposals = [_most_probable(draft, tokens, tree, rng) for draft in self.drafts]
         by_row = zip(*map(_nodes, proposals), strict=True)
         merged = [merge(nodes) for nodes in by_row]
         width = max(len(ids) for ids, _ in merged)
@@ -86,10 +86,10 @@ class MergedDrafts:
 
 
 def merge(trees: Sequence[Nodes]) -> Nodes:
-    """Return the tree of all ways that lead through any of the given ones, each once.
+    """Return the tree of all paths of the given ones, each once.
 
     Args:
-        trees: tokens and parents (`heads.sampling.token_tree`) of each; a parent of -1 leaves a token out, and what follows it.
+        trees: tokens and parents (`heads.sampling.token_tree`) of each; a parent of -1 leaves out a token and its descendants.
     """
     tokens: list[int] = []
     parents: list[int] = []
@@ -106,10 +106,10 @@ def merge(trees: Sequence[Nodes]) -> Nodes:
     return tokens, parents
 
 
-def _likeliest(draft: Proposer, tokens: Tokens, tree: Tree | DynamicTreeSpec, rng: CounterRNG) -> Proposal:
-    """Return what a draft holds most likely, as a tree where it knows any.
+def _most_probable(draft: Proposer, tokens: Tokens, tree: Tree | DynamicTreeSpec, rng: CounterRNG) -> Proposal:
+    """Return a draft's most probable tokens, as a tree where it can propose trees.
 
-    A draft LM is asked for a tree even where that is a chain: it then takes for granted that another path may stay.
+    A draft LM proposes a tree even where that is a chain: its cache then allows for another path's being accepted.
     """
     if isinstance(draft, TreeProposer):
         return draft.propose_tree(tokens, tree, None, rng)

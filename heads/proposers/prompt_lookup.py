@@ -1,6 +1,6 @@
-"""Prompt lookup: draft what followed the last time the same few tokens stood in the text. No model, no training.
+"""Prompt lookup: draft what followed the previous occurrence of the last few tokens in the text. No model, no training.
 
-The baseline every trained draft has to beat (A. Saxena, 2023). The longest match wins, the latest among equals; an index of
+A baseline for trained drafts (A. Saxena, 2023). The longest match wins, the latest among equals; an index of
 n-grams grows with the text, so a round costs a few dictionary look-ups and no scan.
 """
 
@@ -21,7 +21,7 @@ class PromptLookup:
 
     Args:
         longest: tokens in the longest n-gram looked up; shorter ones down to 1 are tried when it has not occurred.
-        device: where the decoder wants the drafts.
+        device: of the drafts.
     """
 
     taps: Sequence[int] = ()
@@ -44,7 +44,7 @@ class PromptLookup:
         )
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
-        """Nothing to learn: the index is brought up to date from the committed tokens."""
+        """Do nothing: the index is updated from the committed tokens."""
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         self._indices = [self._indices[row] for row in rows]

@@ -1,7 +1,7 @@
-"""What the decoder asks of anything that proposes tokens. The decoder knows no family by name, only this.
+"""The protocol between the decoder and whatever proposes tokens; the decoder knows no draft family by name.
 
-A round: `propose` continues the committed tokens, the target judges, `commit` tells how many stayed and what the target's
-hidden states were. Lists are on the host, one entry a batch row. What is drafted is a chain, or a tree
+A round: `propose` continues the committed tokens, the target verifies the drafts, `commit` says how many were accepted and what
+the target's hidden states were. Lists are on the host, one entry a batch row. Drafts form a chain or a tree
 (`heads.sampling.token_tree`). B batch, G drafted tokens, N drafts of a tree, K = N + 1 rows of the target's, V vocabulary.
 """
 
@@ -30,14 +30,12 @@ class Proposal:
     Args:
         tokens_BG: drafted ids; only the first `num_drafted[b]` of row b count.
         num_drafted: drafts by row, 0..G.
-        probs_BGV: the distribution each token was drawn from; None says deterministic (a point mass on the token).
-        logits_BGV: the raw logits behind it, kept only when the caller asked to measure overlap and the family has any.
-        parents_BN: for a tree, the row of the target's that each draft continues (`heads.sampling.token_tree`), -1 for one
-            that does not
-            count; siblings in the order of their ranks. None: a chain.
+        probs_BGV: for a chain, the distribution each token was drawn from; None: deterministic (a point mass on the token).
+        logits_BGV: the raw logits of these distributions, where `propose` was called with `keep_logits` and the draft has any.
+        parents_BN: for a tree, the target's row that each draft continues (`heads.sampling.token_tree`), -1 for one that does
+            not count; siblings in the order of their ranks. None: a chain.
         probs_BKV: for a tree, the distribution that the children of each row were drawn from, as its `candidates` say; rows
-            without
-            children are not read. None says deterministic. A tree has no `probs_BGV`.
+            without children are not read. None: deterministic.
     """
 
     tokens_BG: Tensor
@@ -49,8 +47,7 @@ class Proposal:
 
 
 def deterministic_proposal(drafts: Sequence[Sequence[int]], device: torch.device) -> Proposal:
-    """Return a proposal of ids by row that no distribution was asked for; no wider than the longest, since every column is
-    computed."""
+    """Return a proposal of these ids by row, without distributions, as wide as the longest."""
     width = max(map(len, drafts))
     padded = [[*draft, *[0] * (width - len(draft))] for draft in drafts]
     tokens_BG = torch.tensor(padded, dtype=torch.int64, device=device)
@@ -58,18 +55,18 @@ def deterministic_proposal(drafts: Sequence[Sequence[int]], device: torch.device
 
 
 class Proposer(Protocol):
-    """A draft at work on one batch. One object serves one batch at a time; `start` makes it forget the last."""
+    """A draft at work on one batch. One object serves one batch at a time; `start` begins the next."""
 
     @property
     def taps(self) -> Sequence[int]:
-        """Which of the target's hidden states it reads besides the final one (`heads.target.hidden_states`)."""
+        """The target's hidden states that it reads besides the final one (`heads.target.hidden_states`)."""
 
     def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
         """Read the prompts.
 
         Args:
-            tokens: prompt and first token, which is pending.
-            capacity: no row will ever hold more positions.
+            tokens: by row the prompt and the first token, which is pending.
+            capacity: the most positions that any row will hold.
             states: the target's at the prompts' positions, `[B, T, ...]`; those of row b end with its prompt.
         """
 
@@ -82,12 +79,12 @@ class Proposer(Protocol):
         """
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
-        """Learn how many drafts of the last proposal each row kept; the target then added one token of its own.
+        """Take note of how many drafts of the last proposal each row accepted; the target then added one token of its own.
 
         Args:
             num_accepted: by row.
             states: the target's at the once pending token and the drafts, `[B, 1 + G, ...]`; the first 1 + `num_accepted[b]`
-                of row b belong to tokens that stayed.
+                of row b belong to committed tokens.
         """
 
     def keep_rows(self, rows: Sequence[int]) -> None:
@@ -95,16 +92,16 @@ class Proposer(Protocol):
 
 
 @runtime_checkable
-class LearningProposer(Protocol):
-    """A draft that remembers answers, and is told which."""
+class LearningProposer(Proposer, Protocol):
+    """A draft that learns from finished answers while decoding."""
 
     def learn(self, answer: Sequence[int]) -> None:
-        """Remember an answer. Must not be called while a batch is under way."""
+        """Add the tokens of a finished answer to its memory. Must not be called while a batch is being decoded."""
 
 
 @runtime_checkable
 class TargetReader(Proposer, Protocol):
-    """A draft that is made of the target, and reads it for the decoder, so that what drafting has computed is not run again."""
+    """A draft made of the target's own blocks, which runs the target for the decoder to reuse what drafting has computed."""
 
     def forward_states(
         self,
@@ -114,8 +111,8 @@ class TargetReader(Proposer, Protocol):
         taps: Sequence[int],
         attention: TreeAttention | None = None,
     ) -> TargetStates:
-        """Read the target: the prompts, then each round's pending tokens and drafts
-        (`heads.target.hidden_states.forward_states`)."""
+        """Run the target on the prompts, then on each round's pending tokens and drafts; see
+        `heads.target.hidden_states.forward_states`."""
 
 
 @runtime_checkable
@@ -123,7 +120,7 @@ class TreeProposer(Proposer, Protocol):
     """A draft that can also propose trees.
 
     Args:
-        num_trees: a proposal holds at most so many times the drafts of the tree asked for; 1 for a single draft.
+        num_trees: a proposal holds at most this many times the drafts of the requested tree; 1 for a single draft.
     """
 
     num_trees: int
@@ -133,14 +130,14 @@ class TreeProposer(Proposer, Protocol):
     ) -> Proposal:
         """Continue each row by a tree.
 
-        `commit` then gets the number of tokens on the path that stays and the target's states along it, the pending token's
-        first. The path need not be one of the proposal's: other drafts may have had a part in what the target judged.
+        `commit` then gets the number of tokens on the accepted path and the target's states along it, the pending token's
+        first. The path need not be one of the proposal's: the target may have verified other drafts in the same tree.
 
         Args:
             tokens: as for `propose`.
-            tree: what it looks like; shallower where the draft does not reach as deep.
+            tree: its shape; the proposal is shallower where the draft does not reach as deep.
             drawn_by: draw the children of a token by this distribution, as `tree.candidates` says; None: take the most
                 probable. A `DynamicTreeSpec` cannot be drawn: tokens left out for their low probability would be missing from
                 the distribution.
-            rng: random numbers for that.
+            rng: random numbers for draws.
         """

@@ -1,11 +1,11 @@
 """Self-speculation: the target's own first blocks draft for it, with its final norm and head (early exit, as in LayerSkip).
 
-Nothing is trained or copied: the draft is made of the target's modules. Two ways to use it. `early_exit` is a causal LM like
-any other, for `heads.proposers.draft_lm.DraftLM`: it works in every decoder, with a cache of its own. `SelfSpeculation`
-writes into the target's cache, and the verification goes on from what the draft has computed: the prompt is read once, and a
-round of G drafts takes G + 1 rows through the first blocks in place of 2 G + 1. For that the decoder reads the target through
-`SelfSpeculation.forward_states` (`heads.proposers.protocol.TargetReader`). Where a forward's time is that of its weights, not
-of its rows, what this saves is the draft's prefill and its cache.
+Nothing is trained or copied: the draft is made of the target's modules. There are two ways to use it. `early_exit` returns a
+causal LM for `heads.proposers.draft_lm.DraftLM`, which has a cache of its own. `SelfSpeculation` writes into the target's
+cache, and verification continues from what the draft has computed: the prompt is read once, and a round of G drafts takes G + 1
+rows through the first blocks in place of 2 G + 1. For that the decoder runs the target by `SelfSpeculation.forward_states`
+(`heads.proposers.protocol.TargetReader`). Where a forward's time depends on its weights more than on its rows, this saves the
+draft's prefill and its cache.
 
 Left out on purpose: a norm or head trained for the exit, blocks skipped in the middle.
 B batch, T tokens, G drafts, K = G + 1, E width of the target, V vocabulary.
@@ -49,8 +49,7 @@ def early_exit(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
 
 
 class SelfSpeculation:
-    """The target's first blocks as a proposer (`heads.proposers.protocol.TargetReader`); verification goes on from what they
-    computed.
+    """The target's first blocks as a proposer (`heads.proposers.protocol.TargetReader`).
 
     Args:
         model: the target.
@@ -67,9 +66,9 @@ class SelfSpeculation:
         self.model, self.num_layers, self.vocab_size = model, num_layers, vocab_size
         self.early = early_exit(model, num_layers)
         self.late = _part(model, num_layers, num_blocks(model))
-        self.late.set_input_embeddings(nn.Identity())  # what it reads are states already
-        self._cache: ref[RowCache] | None = None  # the target's, of the batch under way; the decoder holds it, and lets it go
-        self._exits: list[Tensor] = []  # `[B, 1, E]`: states behind the first blocks, of the pending token and the drafts
+        self.late.set_input_embeddings(nn.Identity())  # its inputs are states already
+        self._cache: ref[RowCache] | None = None  # the target's, of this batch; the decoder owns it
+        self._exits: list[Tensor] = []  # `[B, 1, E]`: states after the first blocks, of the pending token and the drafts
         check_on_probe(
             model,
             partial(_parts_error, parts=self),
@@ -85,13 +84,13 @@ class SelfSpeculation:
         taps: Sequence[int],
         attention: TreeAttention | None = None,
     ) -> TargetStates:
-        """Read the target (`heads.target.hidden_states.forward_states`), from where drafting has left it if it has drafted.
+        """Run the target (`heads.target.hidden_states.forward_states`), in a round from where drafting has left it.
 
         Args:
             cache: the target's.
             ids_BT: the prompts; or in a round, each row's pending token and its drafts.
             starts: first position by row.
-            taps: none; others' hidden states are not watched here.
+            taps: none.
             attention: None; only chains are drafted.
 
         Raises:
@@ -100,7 +99,7 @@ class SelfSpeculation:
         if taps or attention is not None:
             raise ValueError(f"self-speculation reads chains and no taps, got {list(taps)}, {attention}")
         if self._cache is None or cache is not self._cache():
-            self._cache, self._exits = ref(cache), []  # another batch; one that broke off may have left what it had drafted
+            self._cache, self._exits = ref(cache), []  # another batch; one that was interrupted may have left states
         exits, self._exits = self._exits[: ids_BT.shape[1]], []
         if not exits:
             return forward_states(self.model, cache, ids_BT, starts, ())
@@ -109,7 +108,7 @@ class SelfSpeculation:
         return TargetStates(final_BTE=forward_rows(self.late, cache, torch.cat(exits, 1), starts))
 
     def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
-        """Nothing to read: the prompts' keys and values are in the target's cache."""
+        """Do nothing: the prompts' keys and values are in the target's cache."""
 
     def propose(
         self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
@@ -128,13 +127,13 @@ class SelfSpeculation:
         return chain.proposal()
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
-        """Nothing to learn: the target's cache is the draft's."""
+        """Do nothing: the target's cache is the draft's."""
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Nothing to drop: the decoder drops the rows of the target's cache, and no states are held between rounds."""
+        """Do nothing: the decoder drops the rows of the target's cache, and no states are kept between rounds."""
 
     def _read(self, ids_BT: Tensor, starts: Sequence[int], exits: list[Tensor]) -> Tensor:
-        """Run the first blocks; append the states behind them to `exits`, return those that the head reads, `[B, T, E]`."""
+        """Run the first blocks; append the states after them to `exits`, return those that the head reads, `[B, T, E]`."""
         cache = None if self._cache is None else self._cache()
         if cache is None:
             raise ValueError("the target's first blocks draft into its cache: read the prompts by forward_states first")

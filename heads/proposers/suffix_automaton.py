@@ -1,30 +1,30 @@
-"""A suffix automaton: every stretch of tokens that occurs in some texts, with how often and how lately each did.
+"""A suffix automaton: all substrings of some texts of tokens, with the count and the latest occurrence of each.
 
-The smallest automaton that knows all of them (Blumer et al. 1985): a state stands for stretches that end at the same places,
-and its link leads to the longest of their suffixes that ends at more. Texts grow a token at a time, several of them side by
-side; a token costs a few dictionary operations, whatever the length of the texts, and at most two states.
+The smallest automaton that accepts all of them (Blumer et al. 1985): a state stands for the substrings that end at the same
+positions, and its suffix link leads to the longest of their suffixes that ends at more. Texts grow a token at a time, several
+of them side by side; a token costs a few dictionary operations, whatever the length of the texts, and at most two states.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-# A token is counted for this many ever shorter suffixes. Text has a handful of them, one token repeated n times has n; there
-# the shortest, which matter only where no longer one has a continuation, go uncounted, and n tokens do not cost n * n.
+# A token is counted for this many suffixes, longest first. Text has a handful of them, one token repeated n times has n; there
+# the shortest, used only where no longer one has a continuation, are not counted, and n tokens do not cost n * n.
 MOST_COUNTED = 64
 
-ROOT = 0  # the empty stretch
+ROOT = 0  # the empty substring
 
 
 class Match(NamedTuple):
-    """A stretch that occurs: the state it belongs to and its length in tokens."""
+    """A substring that occurs: the state it belongs to and its length in tokens."""
 
     state: int
     length: int
 
 
 class Following(NamedTuple):
-    """A token that followed a stretch, the state that both lead to, and its share of the times that anything did."""
+    """A token that followed a substring, the state that both lead to, and its share of the times that anything did."""
 
     token: int
     state: int
@@ -32,14 +32,14 @@ class Following(NamedTuple):
 
 
 class SuffixAutomaton:
-    """See the module's docstring. States are numbers; the empty stretch is `ROOT`."""
+    """See the module's docstring. States are numbers; the empty substring is `ROOT`."""
 
     def __init__(self) -> None:
         self._next: list[dict[int, int]] = [{}]
         self._link = [-1]
-        self._length = [0]  # of the longest stretch of a state
-        self._count = [0]  # how often its stretches occur
-        self._latest = [0]  # when one last did
+        self._length = [0]  # of the longest substring of a state
+        self._count = [0]  # how often its substrings occur
+        self._latest = [0]  # when one last occurred
         self._clock = 0
 
     def __len__(self) -> int:
@@ -59,7 +59,7 @@ class SuffixAutomaton:
         return end
 
     def follow(self, match: Match, token: int) -> Match:
-        """Return the longest suffix of a stretch and this token that occurs."""
+        """Return the longest suffix of a substring and this token that occurs."""
         state, length = match
         while token not in self._next[state]:
             if state == ROOT:
@@ -69,7 +69,7 @@ class SuffixAutomaton:
         return Match(self._next[state][token], length + 1)
 
     def continued(self, match: Match) -> Match:
-        """Return the longest suffix of a stretch that is followed by anything."""
+        """Return the longest suffix of a substring that is followed by any token."""
         state, length = match
         while state != ROOT and not self._next[state]:
             state = self._link[state]
@@ -77,11 +77,11 @@ class SuffixAutomaton:
         return Match(state, length)
 
     def longest(self, state: int) -> Match:
-        """Return the longest stretch of a state; of the state where a text ends that is the whole text."""
+        """Return the longest substring of a state; of the state where a text ends that is the whole text."""
         return Match(state, self._length[state])
 
-    def likeliest(self, state: int) -> Following | None:
-        """Return the token that followed a state's stretches most often, the latest among equals; None where none did."""
+    def most_frequent(self, state: int) -> Following | None:
+        """Return the token that followed a state's substrings most often, the latest among equals; None where none did."""
         following = self._next[state]
         if not following:
             return None
@@ -89,7 +89,7 @@ class SuffixAutomaton:
         return Following(token, after, self._count[after] / sum(self._count[other] for other in following.values()))
 
     def _append(self, end: int, token: int) -> int:
-        if token in self._next[end]:  # another text has been here
+        if token in self._next[end]:  # another text has this prefix
             return self._exactly(end, token)
         new = self._new_state(self._length[end] + 1, {})
         state = end
@@ -100,7 +100,7 @@ class SuffixAutomaton:
         return new
 
     def _exactly(self, state: int, token: int) -> int:
-        """Return the state whose longest stretch is that of `state` and the token, split off from one of longer ones."""
+        """Return the state whose longest substring is that of `state` and the token, split off from one of longer ones."""
         after = self._next[state][token]
         if self._length[after] == self._length[state] + 1:
             return after

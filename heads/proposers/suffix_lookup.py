@@ -1,15 +1,14 @@
-"""Suffix lookup: draft what most often followed the longest stretch that the text now ends with. No model, no training.
+"""Suffix lookup: draft what most often followed the longest suffix of the text that occurred before. No model, no training.
 
-It was seen before either in the same text, the prompt included, or in answers to earlier requests; the longer match is
-continued, token by token, each time with the likeliest by count (the idea of SuffixDecoding, arXiv 2411.04975, with a chain in
-place of its tree). Unlike `heads.proposers.prompt_lookup` it knows any length of match, counts, and learns from request to
-request. Drafts are deterministic, so verification by sample-and-match leaves the output's distribution alone. Beside 120 greedy
-answers of SmolLM2-135M that were at hand, three drafts a round would have made tau 1.20 by prompt lookup, 1.19 by the text
-alone, 1.48 with the answers before in the memory, 1.83 with 2,054 others learnt first; at 15 to 45 microseconds a round.
+It occurred either in the same text, the prompt included, or in answers to earlier requests; the longer match is continued
+token by token, each time by the most frequent one (SuffixDecoding, arXiv 2411.04975, with a chain in place of its tree). Unlike
+`heads.proposers.prompt_lookup` it matches any length, counts, and learns from request to request. Drafts are deterministic, so
+that verification by sample-and-match keeps the output's distribution. On 120 greedy answers of SmolLM2-135M three drafts a
+round give tau 1.20 by prompt lookup, 1.19 by the text alone, 1.48 with the earlier answers in memory, 1.83 with 2,054 others
+learned first, at 15 to 45 microseconds a round.
 
-**When measuring**: a prompt that was decoded before is in the memory, and decoding it again copies the answer. Let it learn
-nothing by itself (`learns_own_answers`), and tell it an answer when that prompt is done with, as `eval.measure.interleaved`
-does.
+**When measuring**: once a prompt was decoded its answer is in memory, and decoding it again copies it. Set `learns_own_answers`
+to False and call `learn` when that prompt is done, as `eval.measure.interleaved` does.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ NOTHING = Match(ROOT, 0)
 
 @dataclass
 class _Row:
-    """One text under way, as far as it was read when drafts were last asked for."""
+    """One text being decoded, as far as it was read by the last `propose`."""
 
     prompt_length: int
     text: list[int] = field(default_factory=list)
@@ -42,20 +41,19 @@ class _Row:
 
     @property
     def answer(self) -> list[int]:
-        """As far as it was read: what the last round brought is not known."""
+        """The answer without the tokens of the last round, which were not read."""
         return self.text[self.prompt_length :]
 
 
 class SuffixLookup:
-    """Suffix lookup as a proposer (`heads.proposers.protocol.Proposer`). The memory outlives the batch, and is read by the
-    next.
+    """Suffix lookup as a proposer (`heads.proposers.protocol.LearningProposer`). The memory is kept from batch to batch.
 
     Args:
-        device: where the decoder wants the drafts.
-        min_share: a draft ends before the token with which it becomes, by the counts, less likely than this.
-        drafts_per_matched: it is at most so many times as long as its match, rounded up: longer matches agree for longer.
-        memory_tokens: how many tokens of earlier answers are remembered, the newest; 0: none.
-        learns_own_answers: remember what it drafted for as soon as the next batch starts; otherwise only what `learn` is told.
+        device: of the drafts.
+        min_share: a draft ends before the token that makes its probability, by the counts, less than this.
+        drafts_per_matched: the most drafts for each token of the match, rounded up: longer matches agree for longer.
+        memory_tokens: how many tokens of earlier answers are kept, the newest; 0: none.
+        learns_own_answers: add the answers of a batch to the memory when the next one starts; otherwise only `learn` adds.
     """
 
     taps: Sequence[int] = ()
@@ -75,17 +73,17 @@ class SuffixLookup:
         self._answers: deque[list[int]] = deque()
         self._num_remembered = 0
         self._rows: list[_Row] = []
-        self._ended: list[_Row] = []  # rows of this batch that left it
+        self._ended: list[_Row] = []  # rows of this batch that have finished
 
     def learn(self, answer: Sequence[int]) -> None:
-        """Remember an answer. Must not be called while a batch is under way."""
+        """Add the tokens of an answer to the memory. Must not be called while a batch is being decoded."""
         if self.memory_tokens == 0:
             return
         self._answers.append(list(answer))
         self._num_remembered += len(answer)
         self._index(self._answers[-1])
         if self._num_remembered > self.memory_tokens:
-            self._forget_the_oldest()
+            self._drop_oldest()
 
     def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
         for row in [*self._ended, *self._rows] if self.learns_own_answers else ():
@@ -101,7 +99,7 @@ class SuffixLookup:
         return deterministic_proposal([self._continue(row, num_tokens) for row in self._rows], self.device)
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
-        """Nothing to learn: what stayed is read from the text in the next round."""
+        """Do nothing: the accepted tokens are read from the text in the next round."""
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         staying = set(rows)
@@ -109,7 +107,7 @@ class SuffixLookup:
         self._rows = [self._rows[row] for row in rows]
 
     def _read(self, row: _Row, tokens: Sequence[int]) -> None:
-        """Take in what was committed since the last round."""
+        """Read the tokens that were committed since the last round."""
         for token in tokens:
             row.end = row.own.extend(row.end, token)
             row.past = self._memory.follow(row.past, token)
@@ -123,11 +121,11 @@ class SuffixLookup:
         return self._walk(row.own, own, num_tokens)
 
     def _walk(self, automaton: SuffixAutomaton, match: Match, num_tokens: int) -> list[int]:
-        """Return the likeliest continuation, by count, of a match that is continued."""
+        """Return the most frequent continuation of a match."""
         drafts: list[int] = []
         share = 1.0
         longest = min(num_tokens, math.ceil(match.length * self.drafts_per_matched))
-        while len(drafts) < longest and (following := automaton.likeliest(match.state)) is not None:
+        while len(drafts) < longest and (following := automaton.most_frequent(match.state)) is not None:
             share *= following.share
             if share < self.min_share:
                 break
@@ -142,8 +140,8 @@ class SuffixLookup:
         for token in answer:
             end = self._memory.extend(end, token)
 
-    def _forget_the_oldest(self) -> None:
-        """Keep the newest answers of half as many tokens as may be remembered, so that this happens seldom."""
+    def _drop_oldest(self) -> None:
+        """Keep the newest answers with half of `memory_tokens`, so that the memory is seldom rebuilt."""
         while self._answers and self._num_remembered > self.memory_tokens // 2:
             self._num_remembered -= len(self._answers.popleft())
         self._memory = SuffixAutomaton()

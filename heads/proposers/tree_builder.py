@@ -1,8 +1,8 @@
-"""A tree in the making: from a draft's logits, depth by depth, to the tokens of a proposal.
+"""A tree of drafts from a family's logits, depth by depth.
 
-A family hands over the logits after each token of the frontier (at first the pending token alone) and gets the next frontier:
-the tokens it has to read to go on. So one loop serves every tree and every family. Children of a token are its likeliest
-successors, or draws from the draft's distribution, which is then handed to verification.
+A family passes the logits after each token of the frontier (at first the pending token alone) and gets the next frontier: the
+tokens it has to read to continue. So one loop serves every tree and every family. Children of a token are its most probable
+successors, or draws from the draft's distribution, which verification then needs.
 B batch, M tokens of a frontier, C children of one token at most, P candidates or drafts of one depth, N drafts, K = N + 1 rows
 of the target's, W draft vocabulary, V target vocabulary, X slots of a draft's cache.
 """
@@ -29,7 +29,7 @@ from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention, dist
 
 @dataclass(frozen=True, kw_only=True)
 class Frontier:
-    """The tokens of one depth that go on.
+    """The tokens of one depth that are continued.
 
     Args:
         tokens_BM: the target's ids.
@@ -45,7 +45,7 @@ class Frontier:
 
 
 class TreeBuilder(Protocol):
-    """One proposal in the making."""
+    """Builds one proposal."""
 
     def add(self, logits_BMW: Tensor) -> Frontier | None:
         """Take the logits after each token of the frontier; return the next one, None when the tree is done.
@@ -54,7 +54,7 @@ class TreeBuilder(Protocol):
         """
 
     def proposal(self) -> Proposal:
-        """Return what has grown."""
+        """Return the proposal."""
 
 
 def tree_builder(
@@ -65,22 +65,22 @@ def tree_builder(
     target_ids: Callable[[Tensor], Tensor],
     scatter: Scatter,
 ) -> TreeBuilder:
-    """Return a proposal about to grow.
+    """Return the builder for a tree.
 
     Args:
-        tree: what it is to look like.
+        tree: its shape.
         lengths: tokens by row, the pending one included; the first drafts stand at that position.
-        drawn_by: the distribution to draw by; None: the likeliest tokens.
+        drawn_by: the distribution to draw by; None: take the most probable tokens.
         rng: random numbers for draws.
         target_ids: the target's ids of draft tokens.
-        scatter: puts values over the draft vocabulary at their places in the target's.
+        scatter: puts values of the draft vocabulary at their ids in the target's.
 
     Raises:
-        ValueError: a tree that grows by confidence is to be drawn.
+        ValueError: a dynamic tree is to be drawn.
     """
     if isinstance(tree, DynamicTreeSpec):
         if drawn_by is not None:
-            raise ValueError("a grown tree leaves out tokens for their probability, so its tokens cannot be drawn")
+            raise ValueError("a dynamic tree leaves out tokens of low probability, so its tokens cannot be drawn")
         return DynamicTreeBuilder(tree, target_ids)
     if drawn_by is None:
         return StaticTreeBuilder(tree, len(lengths), target_ids)
@@ -88,7 +88,7 @@ def tree_builder(
 
 
 class StaticTreeBuilder:
-    """A static tree of likeliest tokens: the child of rank r is the draft's r-th choice."""
+    """A static tree of the most probable tokens: the child of rank r is the draft's r-th choice."""
 
     def __init__(self, tree: Tree, num_rows: int, target_ids: Callable[[Tensor], Tensor]) -> None:
         self.tree, self.num_rows, self.target_ids = tree, num_rows, target_ids
@@ -167,11 +167,11 @@ class SampledTreeBuilder(StaticTreeBuilder):
 
 
 class DynamicTreeBuilder:
-    """A tree that grows where the draft is sure (EAGLE-2; Li et al. 2024, 2406.16858).
+    """A dynamic tree, expanded where the draft is confident (EAGLE-2; Li et al. 2024, arXiv 2406.16858).
 
     A token's confidence is the product of the draft's probabilities down to it. At each depth the most confident tokens are
-    continued by their likeliest successors; of all candidates the most confident make the tree. No child is more confident
-    than its parent, so they hang together.
+    continued by their most probable successors; of all candidates the most confident make the tree. No child is more
+    confident than its parent, so they are connected.
     """
 
     def __init__(self, tree: DynamicTreeSpec, target_ids: Callable[[Tensor], Tensor]) -> None:
@@ -189,7 +189,7 @@ class DynamicTreeBuilder:
         before_BM, rows_BM = self._frontier(logits_BMW)
         M, first_row = before_BM.shape[1], 1 + sum(tokens.shape[1] for tokens in self._tokens)
         scores_BMC = before_BM.unsqueeze(-1) + logs_BMC.expand(-1, M, -1)
-        # What is no number is put last, with its descendants, or they would be kept without their parents.
+        # NaN is put last, with its descendants, or they would be kept without their parents.
         scores_BP = scores_BMC.nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf).flatten(1)
         tokens_BP = self.target_ids(ids_BMC).expand(-1, M, -1).flatten(1)
         self._tokens.append(tokens_BP)
@@ -205,10 +205,10 @@ class DynamicTreeBuilder:
         """See `TreeBuilder.proposal`."""
         tokens_BP, scores_BP, parents_BP = (torch.cat(parts, 1) for parts in (self._tokens, self._scores, self._parents))
         num_nodes = min(self.tree.num_nodes, scores_BP.shape[1])
-        if self.tree.max_depths is not None:  # what a row has no room for must not take the place of what it has room for
+        if self.tree.max_depths is not None:  # candidates beyond a row's limit must not displace others
             depths_P = torch.cat([torch.full_like(each[0], depth) for depth, each in enumerate(self._tokens, start=1)])
-            rooms_B1 = torch.tensor(self.tree.max_depths, device=depths_P.device).unsqueeze(1)
-            scores_BP = scores_BP.masked_fill(depths_P > rooms_B1, -torch.inf)
+            limits_B1 = torch.tensor(self.tree.max_depths, device=depths_P.device).unsqueeze(1)
+            scores_BP = scores_BP.masked_fill(depths_P > limits_B1, -torch.inf)
         # A stable order keeps parents before children of the same confidence; sorted, they stand depth by depth again.
         kept_BN = scores_BP.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes].sort(1).values
         new_rows_BP = torch.zeros_like(parents_BP[:, :1]).repeat(1, scores_BP.shape[1] + 1)
@@ -221,7 +221,7 @@ class DynamicTreeBuilder:
         )
 
     def _frontier(self, like_BMW: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-confidences and rows of the tokens whose logits have come; at first of the pending token."""
+        """Return log-confidences and rows of the tokens that these logits follow; at first of the pending token."""
         if self._frontier_scores_BM is None or self._frontier_rows_BM is None:
             rows_B1 = torch.zeros(len(like_BMW), 1, dtype=torch.int64, device=like_BMW.device)
             return rows_B1.float(), rows_B1
@@ -229,7 +229,7 @@ class DynamicTreeBuilder:
 
 
 class TreeSlots:
-    """Where the tokens of a growing tree stand in a draft's own cache: frontier after frontier, each seeing its ancestors.
+    """The slots of a tree's tokens in a draft's own cache: frontier after frontier, each token seeing its ancestors.
 
     Args:
         roots: by row, the slot and position of the first frontier that is read.
@@ -241,7 +241,7 @@ class TreeSlots:
         self._visible_BMX = torch.zeros(len(self.roots), 1, 0, dtype=torch.bool, device=device)
 
     def place(self, frontier: Frontier) -> TreeAttention:
-        """Return how the next frontier to be read hangs on those before."""
+        """Return the attention of the next frontier to be read."""
         M = frontier.tokens_BM.shape[1]
         own_MM = torch.eye(M, dtype=torch.bool, device=frontier.tokens_BM.device)
         above_BMX = frontier.of_origins(self._visible_BMX)
@@ -262,7 +262,7 @@ class _Level:
     continued: list[int]
 
 
-@lru_cache(maxsize=64)  # the same few trees in every round
+@lru_cache(maxsize=64)  # every round has the same few trees
 def _levels(tree: Tree) -> list[_Level]:
     """Return the drafts of a tree depth by depth."""
     levels = []

@@ -1,8 +1,8 @@
-"""The reduced draft vocabulary: a draft that can say only the W tokens that matter computes W logits instead of V.
+"""The reduced draft vocabulary: a draft that proposes only W of the target's V tokens computes W logits.
 
-Each draft token is one of the target's: `d2t` holds the target's id of each, `t2d` marks them among all of the target's. Ids
-rise, so that a draw by inverted distribution function meets the tokens in the same order in either vocabulary. What the
-draft cannot say has q = 0; verification stays exact, and the mass that p has there is rejected or comes as the residual.
+`d2t` holds the target's id of each draft token, `t2d` marks them among all of the target's. Ids rise, so that inverse transform
+sampling meets the tokens in the same order in either vocabulary. Other tokens have q = 0; verification stays exact, and the
+mass that p has there comes as the residual.
 B batch, D width, V target vocabulary, W draft vocabulary; `...` any leading dimensions.
 """
 
@@ -25,7 +25,7 @@ from heads.inference.causal_lm import head_logits
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DraftVocabulary:
-    """Which of the target's tokens a draft can say.
+    """Which of the target's tokens a draft can propose.
 
     Args:
         token_ids_W: int64, strictly rising, the target's id of each draft token (d2t).
@@ -53,7 +53,7 @@ class DraftVocabulary:
 
     @property
     def is_drafted_V(self) -> Tensor:
-        """Bool, whether the draft can say each of the target's tokens (t2d)."""
+        """Bool, whether the draft can propose each of the target's tokens (t2d)."""
         return torch.zeros(self.target_vocab_size, dtype=torch.bool).index_fill_(0, self.token_ids_W.cpu(), True)
 
     def to(self, device: torch.device) -> DraftVocabulary:
@@ -61,7 +61,7 @@ class DraftVocabulary:
         return DraftVocabulary(token_ids_W=self.token_ids_W.to(device), target_vocab_size=self.target_vocab_size)
 
     def scatter(self, values_BW: Tensor, fill: float) -> Tensor:
-        """Return values `[..., W]` at their places among the target's tokens, `[..., V]`, with `fill` everywhere else."""
+        """Return values `[..., W]` at the ids of their tokens in the target's vocabulary, `[..., V]`, with `fill` elsewhere."""
         values_BV = values_BW.new_full((*values_BW.shape[:-1], self.target_vocab_size), fill)
         values_BV[..., self.token_ids_W] = values_BW
         return values_BV
@@ -84,10 +84,10 @@ def head_rows(model: PreTrainedModel, token_ids_W: Tensor) -> tuple[Tensor, Tens
 
 
 class HeadRows:
-    """Some rows of a causal LM's head, for `heads.inference.causal_lm.head_logits`, which scales or caps their logits as the
+    """Some rows of a causal LM's head (`heads.inference.causal_lm.HasOutputHead`); their logits are scaled or capped as the
     model does.
 
-    Gathered when this is made, and differentiable: the gradient of `parameters` flows on into the whole head.
+    The rows are gathered once, differentiably: the gradient of `parameters` flows on into the whole head.
 
     Raises:
         InputError: see `head_rows`.
@@ -112,7 +112,7 @@ class HeadRows:
 
 
 def keep_head_rows(model: PreTrainedModel, vocabulary: DraftVocabulary) -> None:
-    """Replace a causal LM's head, in place, by a frozen one of W rows. Its embeddings, and so what it reads, stay whole.
+    """Replace a causal LM's head, in place, by a frozen one of W rows. Its input embeddings stay whole.
 
     Raises:
         InputError: see `head_rows`.
