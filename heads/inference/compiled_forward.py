@@ -1,16 +1,14 @@
 """A forward compiled by `torch.compile` for a few fixed shapes, with CUDA graphs where the device has them.
 
-A round of decoding changes its shapes all the time: how many tokens are read, how far the cache reaches. A compiled graph
-wants the same ones. So the tokens of a forward are filled up to one of `WIDTHS` by repeating the last, the cache has one of a
-few sizes and is read whole behind a mask, and whatever fits no width (a prompt) runs as it would without compiling. What
-is compiled is the lean forward (`heads.inference.lean_forward`) where the family has one, transformers' own elsewhere. The
-output matrix is one product and stays outside.
+Rounds of decoding differ in how many tokens are read and how far the cache reaches; a compiled graph needs fixed shapes. So the
+tokens of a forward are padded to one of `WIDTHS` by repeating the last, the cache has one of a few sizes and is read whole
+behind a mask, and what fits no width (a prompt) runs uncompiled. The lean forward (`heads.inference.lean_forward`) is compiled
+where the family has one, transformers' own elsewhere; the output matrix is one product and is not compiled.
 
-With SmolLM2 in bfloat16 on two cores a graph of the lean forward takes 30 s to compile and saves 5 to 15 % of a pass
-(`docs/forwards.md`). Each width, batch size, cache size and set of taps is a graph of its own, so this is for long runs at one
-batch size. The weights are inputs of the graphs, not constants of them: all share one packed copy. The path by CUDA graphs
-(`mode="reduce-overhead"`) was written without a GPU to run it on. Left out on purpose: batches filled up to a fixed size; taps
-of a forward by transformers, which runs as it is while something is tapped.
+Each width, batch size, cache size and set of taps is a graph of its own, so this is for long runs at one batch size: with
+SmolLM2 in bfloat16 on two cores a graph takes 30 s to compile and saves 5 to 15 % of a pass (`docs/forwards.md`). The weights
+are inputs of the graphs, not constants of them, so that all share one packed copy. While a forward by transformers is tapped it
+runs uncompiled. The path by CUDA graphs (`mode="reduce-overhead"`) was written without a GPU to run it on.
 B batch, T new tokens, W tokens of a graph, S cache length, D width.
 """
 
@@ -53,7 +51,7 @@ def run_alike(model: PreTrainedModel, target: PreTrainedModel) -> None:
     """Give `model` the kind of forward that `target` has.
 
     Raises:
-        InputError: that is a lean one, which `model` cannot have.
+        InputError: that is a lean one, and `model` cannot have one.
     """
     if isinstance(registered_forward(target), CompiledForward):
         make_compiled(model)
@@ -97,10 +95,10 @@ class CompiledForward:
         run, W = graph
         slots = cache.end
         cache.widen(W)
-        masks = _over_slots(masks, slots, cache.capacity, like_BW=(ids_BW := _filled(ids_BT, W)))
+        masks = _over_slots(masks, slots, cache.capacity, like_BW=(ids_BW := _padded(ids_BT, W)))
         if self._on_gpu:
             cache.mark_static()
-        hidden_BWD = run(ids_BW, _filled(positions_BT, W), masks, cache)
+        hidden_BWD = run(ids_BW, _padded(positions_BT, W), masks, cache)
         for tap in self._taps:
             self._seen[tap] = self._own(self._seen[tap][:, :T])
         return self._own(hidden_BWD[:, :T])
@@ -125,24 +123,24 @@ class CompiledForward:
         return self._graphs[key], W
 
     def _compiled(self) -> Callable[..., Tensor]:
-        """Return the inner forward, to be compiled at its first call; its guards are not looked up among its siblings'."""
+        """Return the inner forward, to be compiled at its first call, with guards of its own."""
         mode = "reduce-overhead" if self._on_gpu else None
-        apart = {"isolate_recompiles": True, "recompile_limit": 4}  # which the type stubs do not know
+        apart = {"isolate_recompiles": True, "recompile_limit": 4}  # missing in the type stubs
         return torch.compile(self.inner.hidden, dynamic=False, fullgraph=True, mode=mode, **apart)  # type: ignore[call-overload]
 
     def _own(self, state: Tensor) -> Tensor:
-        """Return a state that the next run of a CUDA graph does not write over."""
+        """Return a state that the next run of a CUDA graph does not overwrite."""
         return state.clone() if self._on_gpu else state
 
 
-def _filled(values_BT: Tensor, W: int) -> Tensor:
-    """Return values `[B, W]` whose last column stands for all that are missing; copied where their strides would tell."""
+def _padded(values_BT: Tensor, W: int) -> Tensor:
+    """Return values padded to `[B, W]` by repeating the last column; contiguous, since strides are guarded too."""
     T = values_BT.shape[1]
     return values_BT.contiguous() if T == W else torch.cat([values_BT, values_BT[:, -1:].expand(-1, W - T)], 1)
 
 
 def _over_slots(masks: Masks, slots: int, capacity: int, like_BW: Tensor) -> Masks:
-    """Return masks `[B, 1, W, S]` over all slots of the cache; tokens that fill up see what the last one sees."""
+    """Return masks `[B, 1, W, S]` over all slots of the cache; padding sees what the last token sees."""
     if isinstance(masks, dict):
         return {kind: _over(mask, slots, capacity, like_BW) for kind, mask in masks.items()}
     return _over(masks, slots, capacity, like_BW)
@@ -150,7 +148,7 @@ def _over_slots(masks: Masks, slots: int, capacity: int, like_BW: Tensor) -> Mas
 
 def _over(mask: Tensor | None, slots: int, capacity: int, like_BW: Tensor) -> Tensor:
     B, W = like_BW.shape
-    if mask is None:  # one token that sees all there is
+    if mask is None:  # one token that sees every slot
         return (torch.arange(capacity, device=like_BW.device) < slots).expand(B, 1, W, capacity).contiguous()
     hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
     mask = functional.pad(mask, (0, capacity - mask.shape[-1]), value=hidden)

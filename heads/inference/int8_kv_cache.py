@@ -1,14 +1,13 @@
-"""Keys and values in eight bits: half the memory of half precision, for a target whose distribution changes a little.
+"""A key-value cache in int8: half the memory of half precision, at a small change of the target's distribution.
 
-Each head's vector at each position has a scale of its own, its largest magnitude by 127, in float32: one number for H. A value
-is rounded to the nearest of 255 steps, so it is off by half a step at most, 0.4 % of the vector's largest. What is written is
-final: attention reads the rounded values of a forward's own tokens too, so that a token's states do not depend on how many
-were read together, and speculative decoding gives the answers of plain decoding with the same cache. Scales move and leave
-with their vectors, and starting again at an earlier position is all there is to rolling back (`heads.inference.kv_cache`).
+Each head's vector at each position has a float32 scale, its largest magnitude divided by 127. Values are rounded to the nearest
+of 255 steps, an error of at most half a step, 0.4 % of the vector's largest. Attention reads the rounded values of a forward's
+own tokens too, so that a token's states do not depend on how many were read together, and speculative decoding gives the
+answers of plain decoding with the same cache.
 
-On SmolLM2-135M the answers of the full cache have perplexity 1.908 in place of 1.904, and 3.4 % of the likeliest tokens are
-others (`docs/forwards.md`). Left out on purpose: attention on the eight bits themselves. What is read is widened first, which
-takes time and, one layer at a time, a full layer's memory.
+On SmolLM2-135M the answers of the full cache have perplexity 1.908 in place of 1.904, and 3.4 % of the argmax tokens change
+(`docs/forwards.md`). Left out on purpose: attention on int8 itself. Keys and values are converted back when read, which takes
+time and, one layer at a time, a full layer's memory.
 B batch, N key-value heads, T new tokens, S cache length, H head width.
 """
 
@@ -47,11 +46,11 @@ class Int8Layer(RowLayer):
         self._write(self.keys, self.key_scales, key_states)
         self._write(self.values, self.value_scales, value_states)
         end, dtype = self.slots.end, key_states.dtype
-        keys_BNSH = widen(self.keys[:, :, :end], self.key_scales[:, :, :end], dtype)
-        return keys_BNSH, widen(self.values[:, :, :end], self.value_scales[:, :, :end], dtype)
+        keys_BNSH = dequantise(self.keys[:, :, :end], self.key_scales[:, :, :end], dtype)
+        return keys_BNSH, dequantise(self.values[:, :, :end], self.value_scales[:, :, :end], dtype)
 
     def _write(self, store: Tensor, scales: Tensor, states_BNTH: Tensor) -> None:
-        rounded_BNTH, scales_BNT1 = narrow(states_BNTH)
+        rounded_BNTH, scales_BNT1 = quantise(states_BNTH)
         for place, new in ((store, rounded_BNTH), (scales, scales_BNT1)):
             if self.slots.index is None:
                 start = self.slots.starts[0]
@@ -60,10 +59,10 @@ class Int8Layer(RowLayer):
                 place[beside(self.slots.index, place)] = new.transpose(1, 2)
 
 
-def narrow(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return vectors `[..., H]` as int8, and their scales `[..., 1]` in float32.
+def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise vectors `[..., H]` to int8, with scales `[..., 1]` in float32.
 
-    A vector that holds what is no number has a scale that is none, and is none when read; one of zeros stays so.
+    A vector with a NaN or infinity has a scale that is not finite, and reads as NaN; one of zeros stays so.
     """
     wide = values.float()
     scales = wide.abs().amax(-1, keepdim=True) / STEPS
@@ -71,8 +70,8 @@ def narrow(values: Tensor) -> tuple[Tensor, Tensor]:
     return steps.round().to(torch.int8), scales
 
 
-def widen(steps: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return int8 vectors `[..., H]` with their scales as values of `dtype`."""
+def dequantise(steps: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return int8 vectors `[..., H]` times their scales, as `dtype`."""
     return (steps * scales).to(dtype)
 
 

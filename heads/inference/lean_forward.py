@@ -1,14 +1,12 @@
-"""A forward for Llama-like models that does the arithmetic and little else, for decoding with
-`heads.inference.kv_cache.RowCache`.
+"""A forward for Llama-like models with little overhead, for decoding with `heads.inference.kv_cache.RowCache`.
 
-transformers' forward of a small model spends most of a pass on other things than reading its weights once. This one packs the
-weights (`heads.inference.packed_linear`), joins projections that share their input, and lets the query heads of a group stand
-as further rows of their key head: PyTorch's attention on a CPU reads keys and values once for the group so, and takes a fifth
-of the time. Every rounding is done where transformers does it, in the same order.
+transformers' forward of a small model spends most of a pass on other work than reading its weights once. This one packs the
+weights (`heads.inference.packed_linear`), joins projections that share their input, and treats the query heads of a group as
+further rows of their key head: PyTorch's attention on a CPU then reads keys and values once for the group, and takes a fifth of
+the time. Every rounding is done where transformers does it, in the same order.
 
-Known families: Llama, Mistral, Qwen2, Qwen3. Anything else is refused with the reason, and so is a model of these whose logits
-on a probe are not transformers'. Left out on purpose: gradients, and norms or scalings of further families (Gemma, Granite,
-Cohere), which would make every pass ask what it is.
+Known families: Llama, Mistral, Qwen2, Qwen3. Other families are refused, and so is a model of these whose logits on a probe are
+not transformers'. Left out on purpose: gradients, and norms or scalings of further families (Gemma, Granite, Cohere).
 B batch, T new tokens, S cache length, D width, H head width, N key-value heads, G query heads of each, M query and key heads.
 """
 
@@ -44,11 +42,10 @@ def make_lean(model: PreTrainedModel) -> None:
     """Let decoding run `model` by a lean forward from now on.
 
     Its weights must not change afterwards: on a CPU the forward keeps a packed copy of them, which takes as much memory again.
-    The model's own stay, since transformers' forward still runs wherever answers are judged rather than decoded, heads are
-    made of them, and the checks in a wider dtype copy them.
+    The model's own stay: outside of decoding transformers' forward still runs, and heads and wider copies are made of them.
 
     Raises:
-        InputError: the family is none that the lean forward knows, or the two forwards disagree on a probe.
+        InputError: the lean forward does not know the family, or the two forwards disagree on a probe.
     """
     register_forward(model, LeanForward(model))
     try:
@@ -64,7 +61,7 @@ def make_lean(model: PreTrainedModel) -> None:
 
 
 def lean_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """Return `model` once more, of the very same modules, for decoding by a lean forward while `model` itself runs as before.
+    """Return a shallow copy of `model` that is decoded by a lean forward while `model` itself runs as before.
 
     Raises:
         InputError: see `make_lean`.
@@ -96,7 +93,7 @@ class LeanForward:
         model: of one of `FAMILIES`, with plain linear layers.
 
     Raises:
-        InputError: it is another.
+        InputError: it is of another family or has other layers.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -129,11 +126,11 @@ class LeanForward:
 
     def hidden(self, ids_BT: Tensor, positions_BT: Tensor, masks: Masks, cache: RowCache) -> Tensor:
         hidden_BTD = self._embed(ids_BT)
-        turn = self._turn(hidden_BTD, positions_BT)
+        rotation = self._rotation(hidden_BTD, positions_BT)
         masks_by_type = self._for_groups(masks)
         for number, block in enumerate(self._blocks):
             self._note(number, hidden_BTD)
-            attended_BTD = self._attention(block, number, hidden_BTD, turn, masks_by_type[block.layer_type], cache)
+            attended_BTD = self._attention(block, number, hidden_BTD, rotation, masks_by_type[block.layer_type], cache)
             hidden_BTD = hidden_BTD + attended_BTD
             gate_BTI, up_BTI = block.gate_up(self._normed(hidden_BTD, block.mlp_norm_D)).chunk(2, -1)
             hidden_BTD = hidden_BTD + block.down(block.activation(gate_BTI) * up_BTI)
@@ -145,7 +142,7 @@ class LeanForward:
         block: _Block,
         number: int,
         hidden_BTD: Tensor,
-        turn: tuple[Tensor, Tensor],
+        rotation: tuple[Tensor, Tensor],
         mask_BRS: Tensor | None,
         cache: RowCache,
     ) -> Tensor:
@@ -155,11 +152,11 @@ class LeanForward:
         qk_BTMH, values_BTNH = qkv_BTMH.split(((G + 1) * N, N), 2)
         if block.qk_norm_MH is not None:
             qk_BTMH = self._normed(qk_BTMH, block.qk_norm_MH)
-        cos_BT1H, sin_BT1H = turn
+        cos_BT1H, sin_BT1H = rotation
         qk_BTMH = qk_BTMH * cos_BT1H + qk_BTMH.roll(H // 2, -1) * sin_BT1H
         queries_BTMH, keys_BTNH = qk_BTMH.split((G * N, N), 2)
         keys_BNSH, values_BNSH = cache.rows[number].update(keys_BTNH.transpose(1, 2), values_BTNH.transpose(1, 2))
-        if mask_BRS is None and T > 1:  # a text's beginning
+        if mask_BRS is None and T > 1:  # the beginning of a text
             attended_BMTH = scaled_dot_product_attention(
                 queries_BTMH.transpose(1, 2), keys_BNSH, values_BNSH, is_causal=True, scale=self._scale, enable_gqa=G > 1
             )
@@ -171,10 +168,10 @@ class LeanForward:
         return block.out(attended_BNRH.view(B, N, G, T, H).permute(0, 3, 1, 2, 4).reshape(B, T, G * N * H))
 
     def _normed(self, values: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm over the last dimension; as in transformers the weight meets values already rounded to their dtype."""
+        """RMSNorm over the last dimension; as in transformers the weight multiplies values already rounded to their dtype."""
         return rms_norm(values, values.shape[-1:], None, self._eps) * weight
 
-    def _turn(self, like: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+    def _rotation(self, like: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines of the rotary embedding, `[B, T, 1, H]`, the sines signed for a rolled head."""
         cos_BTH, sin_BTH = self._rotary(like, positions_BT)
         first_BTH, second_BTH = sin_BTH.chunk(2, -1)
@@ -192,7 +189,7 @@ class LeanForward:
 
 
 def _check_family(model: PreTrainedModel) -> None:
-    """Refuse a model that this forward was not written for, before anything of it is packed."""
+    """Refuse a model that this forward does not know, before its weights are packed."""
     name, known = type(model).__name__, ", ".join(family.__name__.removesuffix("ForCausalLM") for family in FAMILIES)
     if not isinstance(model, FAMILIES):
         raise InputError(f"the lean forward knows {known}, not {name}; set target.forward to transformers")

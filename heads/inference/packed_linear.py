@@ -1,12 +1,12 @@
-"""Linear layers in the order of memory that the CPU's matrix kernels read fastest, several side by side as one.
+"""Linear layers in the memory layout that the CPU's matrix kernels read fastest, several joined into one.
 
 Decoding reads every weight once for a handful of rows, so its time is that of reading them. oneDNN keeps a blocked form of a
 weight that it reads at nearly twice the speed of PyTorch's plain rows (SmolLM2's blocks in bfloat16, one thread, 1 to 4 rows:
 8.5 ms against 16.8), and one call for layers that share their input costs less than three. PyTorch builds this form for
 `torch.compile`; it is reached here through the same two operators, and used for every number of rows.
 
-The packed weight is a second copy: the model's own stays as it is. Where oneDNN has no such form (another device or dtype)
-the layers are joined in plain rows, or one alone is used as it is. Left out on purpose: anything that rounds weights.
+The packed weight is a second copy beside the model's own. Where oneDNN has no such form (another device or dtype) the layers
+are joined in plain rows, or one alone is used as it is. No weight is rounded.
 O outputs of all layers, I inputs.
 """
 
@@ -22,13 +22,13 @@ from torch import Tensor, nn
 ROWS = 4
 
 
-# The compiler wants oneDNN's weights as constants of each graph, a copy for each; it does not look behind an operator of ours.
+# torch.compile would make oneDNN's weights constants of each graph, a copy for each; an operator of our own is opaque to it.
 _LIBRARY = torch.library.Library("draftsmith", "FRAGMENT")
 _LIBRARY.define("packed_linear(Tensor input, Tensor weight, Tensor? bias, int outputs) -> Tensor")
 
 
 class PackedLinear:
-    """Some linear layers with the same input, as one function; their outputs stand side by side `[..., O]`.
+    """Some linear layers with the same input as one function; their outputs are concatenated, `[..., O]`.
 
     Args:
         layers: plain linear layers; their weights must not change afterwards.
@@ -77,7 +77,7 @@ torch.library.register_fake("draftsmith::packed_linear", _shape_only, lib=_LIBRA
 
 
 def _joined(biases: Sequence[Tensor | None], sizes: Sequence[int], like: Tensor) -> Tensor | None:
-    """Return the biases side by side, 0 for layers without; None where no layer has one."""
+    """Return the biases concatenated, 0 for layers without; None where no layer has one."""
     if all(bias is None for bias in biases):
         return None
     parts = [like.new_zeros(size) if bias is None else bias.detach() for bias, size in zip(biases, sizes, strict=True)]

@@ -127,7 +127,7 @@ def test_no_more_graphs_than_allowed_and_the_rest_runs_all_the_same(captured, mo
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_a_loaded_target_and_its_draft_run_compiled_and_answer_as_before(tiny_run, captured, batch_size):
     settings = {"name": str(tiny_run / "target"), "dtype": "float32", "device": "cpu"}
-    prompts, config = [[5, 9, 6], [7, 12, 3, 44, 9, 20]], DecodeConfig(max_new_tokens=24, batch_size=batch_size)
+    prompts, config = [[5, 9, 6], [7, 12, 3, 44, 9, 20]], DecodeConfig(max_new_tokens=12, batch_size=batch_size)
     expected = generate(load_target(TargetConfig(**settings)), prompts, config)
     target = load_target(TargetConfig(**settings, forward="compiled"))
     draft = load_draft(tiny_run / "artifact", target.identity, target.model)

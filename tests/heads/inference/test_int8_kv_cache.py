@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.decode import decode, generate
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache
-from heads.inference.int8_kv_cache import Int8Layer, narrow, widen
+from heads.inference.int8_kv_cache import Int8Layer, dequantise, quantise
 from heads.inference.kv_cache import RowLayer
 from heads.inference.lean_forward import make_lean
 from heads.proposers.draft_lm import DraftLM
@@ -23,8 +23,8 @@ from tests.heads.inference.test_lean_forward import IDS_BT, model_of
 @settings(max_examples=40, deadline=None)
 def test_a_value_is_off_by_half_a_step_at_most(seed, size):
     values = size * torch.randn(3, 2, 16, generator=torch.Generator().manual_seed(seed))
-    steps, scales = narrow(values)
-    error = (widen(steps, scales, torch.float64) - values).abs()
+    steps, scales = quantise(values)
+    error = (dequantise(steps, scales, torch.float64) - values).abs()
     assert (error <= scales * (0.5 + 1e-4)).all()
     largest = values.abs().argmax(-1, keepdim=True)
     assert (steps.gather(-1, largest).abs() == 127).all()
@@ -33,7 +33,7 @@ def test_a_value_is_off_by_half_a_step_at_most(seed, size):
 
 def test_zeros_stay_zeros_and_what_is_no_number_stays_none():
     values = torch.tensor([[0.0, 0.0], [1.0, float("nan")], [float("inf"), 2.0], [3.0, -3.0]])
-    back = widen(*narrow(values), torch.float32)
+    back = dequantise(*quantise(values), torch.float32)
     assert torch.equal(back[0], values[0])
     assert torch.equal(back[3], values[3])
     assert not torch.isfinite(back[1:3]).any()
@@ -75,12 +75,12 @@ def test_what_was_taken_back_leaves_nothing_behind(model):
 
 def test_scales_move_and_leave_with_their_vectors(model):
     store, _ = hidden(model, [(IDS_BT[:, :10], [0, 0])])
-    before = [widen(layer.keys, layer.key_scales, torch.float64) for layer in store.rows]
+    before = [dequantise(layer.keys, layer.key_scales, torch.float64) for layer in store.rows]
     with torch.inference_mode():
         store.keep_path([4, 2], [[0, 2, 4], [0, 1, 3]])
         store.keep_rows([1])
     for layer, old in zip(store.rows, before, strict=True):
-        now = widen(layer.keys, layer.key_scales, torch.float64)
+        now = dequantise(layer.keys, layer.key_scales, torch.float64)
         assert now.shape[0] == 1
         assert torch.equal(now[0, :, 2:5], old[1][:, [2, 3, 5]])
 

@@ -4,8 +4,6 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    BambaConfig,
-    BloomConfig,
     Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
@@ -14,10 +12,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from configs.runtime.errors import InputError
 from heads.inference.causal_lm import backbone, forward_rows, new_cache
 from heads.inference.kv_cache import RowCache
-from heads.inference.model_checks import check_rolls_back
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 64}
 GROUPED = SMALL | {"num_key_value_heads": 2, "intermediate_size": 48}
@@ -124,30 +120,3 @@ def test_running_past_the_capacity_is_refused_before_anything_is_written():
     cache = RowCache(num_layers=1, capacity=4)
     with pytest.raises(ValueError, match="positions up to 5"):
         cache.place([2], 3, torch.device("cpu"))
-
-
-def test_a_model_with_a_recurrent_state_is_refused_with_the_reason():
-    config = BambaConfig(**GROUPED, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1, attn_layer_indices=[1])
-    model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(InputError, match="cannot be rolled back"):
-        check_rolls_back(model)
-
-
-def test_a_model_that_makes_its_positions_of_a_padding_mask_is_refused_with_the_reason():
-    model = AutoModelForCausalLM.from_config(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4))
-    with pytest.raises(InputError, match="BloomForCausalLM does not run on a cache whose rows can be rolled back"):
-        check_rolls_back(model)
-
-
-def test_a_model_with_another_memory_than_the_cache_is_refused_by_what_it_computes(monkeypatch):
-    model, seen = AutoModelForCausalLM.from_config(CONFIGS["llama"]).eval(), []
-    backbone(model).layers[0].register_forward_hook(lambda *_: seen.append(1) or (_[2] + 0.1 * len(seen)))
-    with pytest.raises(InputError, match="computes other states after a rejected draft than without it"):
-        check_rolls_back(model)
-
-
-@torch.no_grad()
-def test_models_that_roll_back_pass_in_training_mode_and_stay_in_it(model):
-    model.train()
-    check_rolls_back(model)
-    assert model.training

@@ -1,4 +1,4 @@
-"""Documents in one row of a model: states are those of each alone, or the model is refused with the reason."""
+"""Models that cannot be split, rolled back or packed are refused with the reason; the others pass."""
 
 import copy
 
@@ -7,11 +7,17 @@ import torch
 from transformers import AutoModelForCausalLM, BloomConfig, MambaConfig, MptConfig, Qwen3NextConfig, RwkvConfig
 
 from configs.runtime.errors import InputError
-from heads.inference.model_checks import check_keeps_apart, read_documents
+from heads.inference.causal_lm import backbone
+from heads.inference.model_checks import check_keeps_apart, check_rolls_back, check_split, read_documents
 from tests.support import family_checks as checks
 
 LENGTHS = ((9, 1, 4), (7, 7, 0))
 SMALL = {"vocab_size": 64, "hidden_size": 32, "bos_token_id": None, "eos_token_id": None}
+
+
+def model_from(config, **options):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(copy.deepcopy(config), **options).eval()
 
 
 def rows():
@@ -23,9 +29,7 @@ def rows():
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt_neox"])
 def test_documents_do_not_see_each_other(family, attention):
-    model = AutoModelForCausalLM.from_config(
-        copy.deepcopy(checks.CONFIGS[family]), dtype=torch.float64, attn_implementation=attention
-    ).eval()
+    model = model_from(checks.CONFIGS[family], dtype=torch.float64, attn_implementation=attention)
     check_keeps_apart(model)
     ids_BT, positions_BT = rows()
     with torch.no_grad():
@@ -50,13 +54,52 @@ def test_documents_do_not_see_each_other(family, attention):
     ids=["mamba", "qwen3-next", "rwkv", "bloom", "mpt"],
 )
 def test_a_model_that_cannot_keep_them_apart_is_refused_with_the_reason(config, complaint):
-    torch.manual_seed(0)
     with pytest.raises(InputError, match=complaint) as raised:
-        check_keeps_apart(AutoModelForCausalLM.from_config(config).eval())
+        check_keeps_apart(model_from(config))
     assert "set data.packing to null" in str(raised.value)
 
 
-def test_the_probe_leaves_the_model_in_its_mode(tiny_llama):
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        (RwkvConfig(**SMALL, num_hidden_layers=2, context_length=32), "RwkvForCausalLM has a recurrent state: rejected tokens"),
+        (
+            MambaConfig(**SMALL, num_hidden_layers=1, state_size=4),
+            "has layers of type linear_attention: rejected tokens cannot be rolled back",
+        ),
+        (BloomConfig(**SMALL, n_layer=2, n_head=4), "BloomForCausalLM does not run on a cache whose rows can be rolled back"),
+    ],
+    ids=["rwkv", "mamba", "bloom"],
+)
+def test_a_model_that_cannot_roll_back_is_refused_with_the_reason(config, complaint):
+    with pytest.raises(InputError, match=complaint):
+        check_rolls_back(model_from(config))
+
+
+def test_a_model_with_another_memory_than_the_cache_is_refused_by_what_it_computes():
+    model, seen = model_from(checks.CONFIGS["llama"]), []
+    backbone(model).layers[0].register_forward_hook(lambda *_: seen.append(1) or (_[2] + 0.1 * len(seen)))
+    with pytest.raises(InputError, match="computes other states after a rejected draft than without it"):
+        check_rolls_back(model)
+
+
+def test_a_model_whose_logits_are_not_those_of_its_head_is_refused():
+    model = model_from(checks.CONFIGS["llama"])
+    model.register_forward_hook(lambda _, args, output: output.__class__(logits=output.logits * 1.01))
+    with pytest.raises(InputError, match=r"its head applied to its last hidden state differs by 0\.0099"):
+        check_split(model)
+
+
+def test_a_model_with_logits_that_are_not_finite_is_refused():
+    model = model_from(checks.CONFIGS["llama"])
+    with torch.no_grad():
+        model.lm_head.weight[3] = float("nan")
+    with pytest.raises(InputError, match=r"logits that are not finite in torch\.float32"):
+        check_split(model)
+
+
+@pytest.mark.parametrize("check", [check_split, check_rolls_back, check_keeps_apart])
+def test_a_model_that_passes_stays_in_training_mode(tiny_llama, check):
     model = tiny_llama().train()
-    check_keeps_apart(model)
+    check(model)
     assert model.training

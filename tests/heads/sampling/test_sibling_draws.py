@@ -18,37 +18,40 @@ def pair_shares(draw_pair, distribution):
     return counts.reshape(len(distribution), -1) / len(uniforms)
 
 
-LAW = torch.tensor([0.5, 0.0, 0.2, 0.3], dtype=torch.float64)
+PROBABILITIES = torch.tensor([0.5, 0.0, 0.2, 0.3], dtype=torch.float64)
 
 
 def test_draws_with_replacement_are_independent():
-    assert (pair_shares(draw_with_replacement, LAW) - LAW.outer(LAW)).abs().max() < 2 / STEPS
+    assert (pair_shares(draw_with_replacement, PROBABILITIES) - PROBABILITIES.outer(PROBABILITIES)).abs().max() < 2 / STEPS
 
 
 def test_draws_without_replacement_follow_the_distribution_without_what_was_drawn_renormalised():
-    exact = LAW.outer(LAW) / (1 - LAW).unsqueeze(1)
+    exact = PROBABILITIES.outer(PROBABILITIES) / (1 - PROBABILITIES).unsqueeze(1)
     exact.fill_diagonal_(0)
-    assert (pair_shares(draw_without_replacement, LAW) - exact).abs().max() < 2 / STEPS
+    assert (pair_shares(draw_without_replacement, PROBABILITIES) - exact).abs().max() < 2 / STEPS
 
 
 def test_a_distribution_need_not_be_normalised():
     uniforms = torch.rand(50, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for function in (draw_with_replacement, draw_without_replacement):
-        assert torch.equal(function(LAW.expand(50, -1), uniforms), function(7 * LAW.expand(50, -1), uniforms))
+        assert torch.equal(
+            function(PROBABILITIES.expand(50, -1), uniforms), function(7 * PROBABILITIES.expand(50, -1), uniforms)
+        )
 
 
 def test_draws_without_replacement_are_distinct_until_the_distribution_runs_out_and_then_in_range():
     uniforms = torch.rand(200, 4, generator=torch.Generator().manual_seed(0))
-    drawn = draw_without_replacement(LAW.expand(200, -1), uniforms)
+    drawn = draw_without_replacement(PROBABILITIES.expand(200, -1), uniforms)
     assert all(set(row[:3]) == {0, 2, 3} for row in drawn.tolist())
     assert bool(((drawn >= 0) & (drawn < 4)).all())
 
 
-@pytest.mark.parametrize("function", [draw_with_replacement, draw_without_replacement])
-def test_the_first_candidate_is_the_draw_of_a_chain(function):
+def test_the_first_candidate_is_the_draw_of_a_chain():
     distributions = torch.rand(100, 7, generator=torch.Generator().manual_seed(0)).softmax(-1)
     uniforms = torch.rand(100, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    assert torch.equal(function(distributions, uniforms)[:, 0], draw(distributions, uniforms[:, 0]))
+    expected = draw(distributions, uniforms[:, 0])
+    for function in (draw_with_replacement, draw_without_replacement):
+        assert torch.equal(function(distributions, uniforms)[:, 0], expected)
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])

@@ -1,57 +1,10 @@
-"""Random numbers by counter, and the distribution tokens are drawn from."""
+"""The distribution tokens are drawn from, and drawing from it."""
 
 import pytest
 import torch
 
 from configs.schema.decoding import SamplingConfig
-from heads.sampling.counter_rng import CounterRNG, Role
 from heads.sampling.probabilities import draw, greedy_token, token_probabilities
-
-CPU = torch.device("cpu")
-
-
-def test_numbers_are_uniform_and_uncorrelated_over_positions_requests_and_roles():
-    rng = CounterRNG(0, range(200), CPU)
-    positions = torch.arange(200).expand(200, 200)
-    numbers = {role: rng.uniform(role, positions, positions[:, :1]) for role in Role}
-    for values in numbers.values():
-        assert values.min() >= 0
-        assert values.max() < 1
-        counts = torch.histc(values.float(), 20, 0, 1)
-        assert float(((counts - 2000) ** 2 / 2000).sum()) < 19 + 4 * (2 * 19) ** 0.5
-        for one, other in ((values[:, 1:], values[:, :-1]), (values[1:], values[:-1])):
-            assert abs(float(torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1])) < 0.02
-    table = torch.stack([values.flatten() for values in numbers.values()])
-    assert (torch.corrcoef(table) - torch.eye(4)).abs().max() < 0.02
-
-
-def test_a_request_gets_the_same_numbers_wherever_it_stands():
-    positions = torch.arange(5).expand(3, 5)
-    one = CounterRNG(3, [10, 20, 30], CPU)
-    other = CounterRNG(3, [30, 10], CPU)
-    rounds = torch.tensor([[5], [7], [5]])
-    assert torch.equal(
-        one.uniform(Role.DRAFT, positions, rounds)[0], other.uniform(Role.DRAFT, positions[:2], rounds[:2].flip(0))[1]
-    )
-    one.keep_rows([2])
-    assert torch.equal(one.uniform(Role.TARGET, positions[:1])[0], other.uniform(Role.TARGET, positions[:2])[0])
-
-
-def test_seed_position_and_role_each_change_the_number():
-    position = torch.tensor([[4]])
-    base = CounterRNG(0, [1], CPU).uniform(Role.TARGET, position)
-    assert base != CounterRNG(1, [1], CPU).uniform(Role.TARGET, position)
-    assert base != CounterRNG(0, [1], CPU).uniform(Role.TARGET, position + 1)
-    assert base != CounterRNG(0, [1], CPU).uniform(Role.RESIDUAL, position)
-
-
-@pytest.mark.parametrize("role", [Role.DRAFT, Role.ACCEPT])
-def test_a_position_gets_other_numbers_for_drafting_and_accepting_in_another_round(role):
-    rng, positions = CounterRNG(0, range(500), CPU), torch.full((500, 1), 9)
-    one, other = (rng.uniform(role, positions, torch.full((500, 1), first)) for first in (7, 8))
-    assert abs(float(torch.corrcoef(torch.cat([one, other], 1).T)[0, 1])) < 0.15
-    with pytest.raises(ValueError, match="belong to a round"):
-        rng.uniform(role, positions)
 
 
 def naive_distribution(logits, temperature, top_k, top_p):
@@ -135,12 +88,3 @@ def test_draws_invert_the_distribution_function_exactly():
 
 def test_weights_that_are_no_numbers_give_an_index_that_can_be_looked_up():
     assert 0 <= int(draw(torch.full((1, 5), float("nan")), torch.tensor([0.3], dtype=torch.float64))) < 5
-
-
-def test_a_token_of_weight_zero_is_never_drawn_even_at_the_edge_of_one():
-    weights = torch.rand(50, 40, generator=torch.Generator().manual_seed(0))
-    weights[:, 25:] = 0
-    weights[:, 0] = 0
-    for uniform in (0.0, 1.0 - 2.0**-53):
-        drawn = draw(weights, torch.full((50,), uniform, dtype=torch.float64))
-        assert (weights.gather(1, drawn.unsqueeze(1)) > 0).all()
