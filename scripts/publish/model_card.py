@@ -1,7 +1,7 @@
 """The model card of a published draft, made from its report: no number in it that is not in `report.json` beside it.
 
 The text is `templates/model_card.md.j2`; tables and wording of the figures are those of the report's own summary
-(`eval.report.markdown`), and the YAML on top is `scripts.publish.card_metadata`'s.
+(`eval.report.markdown`), the YAML on top is `scripts.publish.card_metadata`'s.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from huggingface_hub import ModelCard, ModelCardData
 from configs.schema.release import HUB_ID, PushConfig
 from eval.release.verdict import Finding, measured
 from eval.report.markdown import escape, render_markdown, table
-from eval.report.schema import Report
 from eval.report.text import short
 from heads.formats.exporting.table import FORMS
 from scripts.publish.card_metadata import agreed_licence, card_data
@@ -29,14 +28,7 @@ SELF_SEEDED = "self_seeded"  # the category of prompts that the target wrote its
 
 @dataclass(frozen=True, kw_only=True)
 class ServeText:
-    """How one program serves the draft.
-
-    Args:
-        intro: what to do before.
-        lines: command or code.
-        language: of the lines, for their colours.
-        notes: what to know.
-    """
+    """How one program serves the draft: what to do before, the command or code, notes."""
 
     intro: str
     lines: str
@@ -68,42 +60,39 @@ def make_card(
         card_data(repo_id, cleaned, config, origins, endpoint),
         template_path=str(TEMPLATE),
         name=repo_id.split("/")[-1],
-        what=_what(metadata, report),
-        target=escape(metadata["target"]["name"]),
-        gate=_gate(cleaned.gate),
+        report=report,
+        metadata=metadata,
+        escape=escape,
+        short=short,
+        outcome=cleaned.gate["outcome"],
+        findings=_findings(cleaned.gate),
         summary=render_markdown(report),
         serve=serve,
         nameless=NAMELESS if any(NAMELESS in text.lines for text in serve.values()) else None,
         recipe=_recipe(metadata),
         training=yaml.safe_dump(metadata["training"], sort_keys=False, allow_unicode=True).rstrip(),
         provenance=_provenance(cleaned),
-        licence=_licence(config, origins),
-        limits=list(_limits(metadata, report)),
+        stated_licence=config.license,
+        agreed_licence=agreed_licence(origins.values()),
+        origins=origins,
+        machine=_machine(report.hardware),
+        self_seeded=report.prompts.categories.get(SELF_SEEDED),
     )
     return str(card).rstrip() + "\n"
 
 
-def _what(metadata: Mapping[str, Any], report: Report) -> str:
-    count = report.draft.num_parameters
-    size = "" if count is None else f" of {count / 1e6:.1f} million parameters"
-    if metadata["kind"] == "draft_lm":
-        return f"A draft model{size}"
-    return f"A head of kind `{escape(metadata['kind'])}`{size}, which reads its target's states,"
-
-
-def _gate(gate: Mapping[str, Any]) -> str:
-    """Say how the gate judged, with every finding; what did not pass is said first and in bold."""
-    findings = [Finding(**each) for each in gate["findings"]]
+def _findings(gate: Mapping[str, Any]) -> str:
+    """Return a row for each finding of the gate."""
     rows = [
         (each.outcome, escape(each.check), escape(measured(each)), escape(each.required), escape(each.reason))
-        for each in findings
+        for each in (Finding(**finding) for finding in gate["findings"])
     ]
-    head = {
-        "pass": "Its release gate passed:",
-        "fail": "**Its release gate failed; it was published nevertheless, on demand:**",
-        "inconclusive": "**Its release gate could not decide; it was published nevertheless, on demand:**",
-    }[gate["outcome"]]
-    return f"{head}\n\n" + table(("", "check", "measured", "asked", "why not"), rows, numbers=False)
+    return table(("", "check", "measured", "asked", "why not"), rows, numbers=False)
+
+
+def _machine(hardware: Mapping[str, Any]) -> str:
+    gpus = ", ".join(str(gpu.get("name")) for gpu in hardware.get("gpus") or ())
+    return gpus or f"{hardware.get('cpu')}, {hardware.get('cores')} cores"
 
 
 def _serve(repo_id: str, metadata: Mapping[str, Any], exports: Mapping[str, str]) -> Iterator[tuple[str, ServeText]]:
@@ -188,55 +177,4 @@ def _provenance(cleaned: Cleaned) -> str:
         ("draftsmith commit", escape(f"{git.get('commit') or 'not recorded'}{', with changes' if git.get('dirty') else ''}")),
         ("versions", escape(", ".join(f"{name} {version}" for name, version in versions.items()) or "not recorded")),
     ]
-    text = table(("", ""), [row for row in rows if row[1]], numbers=False)
-    if (measured_hash := cleaned.report.draft.measured_sha256) is not None:
-        text += (
-            f"\n\nThe draft was measured as `{short(measured_hash)}`: its weights are these, and `draftsmith.json` was freed "
-            "of paths and secrets of the machine since, which changes the hash. `publication.json` has both."
-        )
-    return text
-
-
-def _licence(config: PushConfig, origins: Mapping[str, ModelCardData]) -> str:
-    names = " and ".join(f"`{escape(name)}`" for name in origins)
-    if config.license is not None:
-        return (
-            f"`{escape(config.license)}`, as stated by who published it. What was made from {names} is bound by their licences."
-        )
-    agreed = agreed_licence(origins.values())
-    if agreed is not None:
-        named = f" ({escape(agreed.license_name)})" if agreed.license_name else ""
-        return f"`{escape(str(agreed.license))}`{named}: so say the model cards of what the draft was made from, {names}."
-    said = "; ".join(f"`{escape(name)}`: {escape(card.license or 'none found')}" for name, card in origins.items())
-    return (
-        f"Not stated. A draft is bound by the licences of what it was made from; those models' own cards name {said}. Ask "
-        "there before use."
-    )
-
-
-def _limits(metadata: Mapping[str, Any], report: Report) -> Iterator[str]:
-    decode, prompts, hardware = report.decode, report.prompts, report.hardware
-    gpus = ", ".join(str(gpu.get("name")) for gpu in hardware.get("gpus") or ())
-    machine = gpus or f"{hardware.get('cpu')}, {hardware.get('cores')} cores"
-    yield (
-        f"Measured on {escape(machine)}, at batch size {decode.batch_size}, temperature {decode.temperature:g}, "
-        f"{decode.num_speculative_tokens} drafts a round, in {escape(decode.dtype or 'a dtype not recorded')}. "
-        "Speed is of that machine and that batch size; larger batches usually gain less."
-    )
-    yield (
-        f"Measured on {prompts.num_prompts} prompts of {escape(prompts.source)}. How many drafts are accepted depends on "
-        "what is asked; other prompts, languages and lengths need a measurement of their own."
-    )
-    if SELF_SEEDED in prompts.categories:
-        yield (
-            f"{prompts.categories[SELF_SEEDED]} of these prompts were written by the target itself (self-seeded data), "
-            "which may lie closer to what it was trained on than users' prompts do."
-        )
-    if report.lossless.verdict == "lossless_up_to_ties":
-        yield (
-            "Answers equal plain decoding's up to numerical ties: where two tokens are equally likely within rounding, scoring "
-            "several tokens at once may pick the other one."
-        )
-    if metadata["draft_vocabulary"] == "reduced":
-        yield f"It says only {metadata['draft_vocab_size']} of its target's tokens; the others are always left to the target."
-    yield "It belongs to the one target whose hash stands above; a fine-tuned, quantised or updated one needs another draft."
+    return table(("", ""), [row for row in rows if row[1]], numbers=False)

@@ -1,7 +1,7 @@
 """What a sweep's counts say: a row for each cell with intervals over prompts, and which recipe to take.
 
 All cells decode the same prompts, so that every comparison is paired. The intervals are about prompts alone: what the same
-recipes would give from another seed of the training is not in them. Imports no torch.
+recipes would give from another seed of the training is not in them.
 """
 
 from __future__ import annotations
