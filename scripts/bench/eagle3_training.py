@@ -36,7 +36,7 @@ from heads.families.eagle3 import Eagle3
 from heads.modules.interface import NO_DOCUMENT, Batch
 from heads.target.hidden_states import TargetStates, num_blocks, read_states
 from heads.target.loading import Target
-from scripts.bench.harness import Turn, speed_ratio, take_turns, with_bounds
+from scripts.bench.harness import TrainingStep, Turn, pooled_rate, speed_ratio, take_turns, with_bounds
 from scripts.bench.peers.speculators_eagle3 import INSTALL, Eagle3Peer, PackedRow, pack, why_not_installed
 from train.launch import make_accelerator
 from train.loop.optimizer import make_optimizer
@@ -58,14 +58,6 @@ class PairedBatch:
     theirs: PackedRow
     num_labels: Tensor
     num_tokens: int  # without padding
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingStep:
-    """What one optimiser step was: tokens of the batch without padding, and the loss before it, as speculators scales it."""
-
-    num_tokens: int
-    loss: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,14 +83,14 @@ class TrainingComparison:
         """Return a row for each side."""
         rows = []
         for whose, labels in product((OURS, THEIRS), (ANSWERS, EVERY_TOKEN)):
-            done = [turn for case in self.turns[name_of(whose, labels)] for turn in case]
+            steps = self.turns[name_of(whose, labels)]
             rows.append(
                 {
                     "training": f"eagle3, {whose}",
                     "labels": labels,
                     "batch_size": self.batch_size,
-                    "steps": len(done),
-                    "tokens_per_second": sum(turn.result.num_tokens for turn in done) / sum(turn.seconds for turn in done),
+                    "steps": len(steps),
+                    "tokens_per_second": pooled_rate(steps, lambda step: step.num_tokens),
                     "first_loss": self.losses[name_of(whose, labels)],
                 }
             )

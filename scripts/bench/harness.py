@@ -42,6 +42,14 @@ class Turn(Generic[R]):
     seconds: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainingStep:
+    """One optimiser step of a side: tokens of the batch without padding, and the loss before it, per label."""
+
+    num_tokens: int
+    loss: float
+
+
 def take_turns(
     sides: Mapping[str, Callable[[C, int], R]],
     cases: Sequence[C],
@@ -113,6 +121,12 @@ def speed_ratio(
         )
     ]
     return paired_ratio_interval(*columns, samples=samples, seed=seed)
+
+
+def pooled_rate(cases: Sequence[Sequence[Turn[R]]], amount: Callable[[R], float]) -> float:
+    """Return a side's amount a second, pooled over cases and repeats."""
+    turns = [turn for repeats in cases for turn in repeats]
+    return sum(amount(turn.result) for turn in turns) / sum(turn.seconds for turn in turns)
 
 
 def with_bounds(name: str, interval: Interval) -> dict[str, float | None]:

@@ -33,7 +33,7 @@ from distill.student.init import initial_draft
 from eval.stats.bootstrap import Interval
 from heads.modules.interface import NO_DOCUMENT, Batch
 from heads.target.loading import Target
-from scripts.bench.harness import Turn, speed_ratio, take_turns, with_bounds
+from scripts.bench.harness import TrainingStep, Turn, pooled_rate, speed_ratio, take_turns, with_bounds
 from scripts.bench.peers.trl_gkd import GkdPeer, trl_is_installed
 from train.loop.optimizer import make_optimizer
 from train.tasks.draft import DraftTask
@@ -62,14 +62,6 @@ class DistillSetup:
         """Return the task of a recipe with its draft untrained; the same recipe gives the same weights."""
         set_seed(training.schedule.seed)
         return DraftTask(training, self.target, self.train, self.held_out, self.accelerator, cache)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingStep:
-    """What one optimiser step was: tokens of the batch without padding, and the loss before it, in nats a label."""
-
-    num_tokens: int
-    loss: float
 
 
 Turns = dict[str, list[list[Turn[TrainingStep]]]]  # by side, batch and repeat
@@ -164,8 +156,8 @@ def training_rows(setup: DistillSetup, cached: Turns, beside_trl: Turns) -> list
             "training": name,
             "batch_size": batch_size,
             "steps": len(cases),
-            "tokens_per_second": _amount(cases, _tokens) / _seconds(cases),
-            "steps_per_second": len(cases) / _seconds(cases),
+            "tokens_per_second": pooled_rate(cases, _tokens),
+            "steps_per_second": pooled_rate(cases, _one),
         }
         for turns, batch_size in sizes
         for name, cases in turns.items()
@@ -217,14 +209,6 @@ def _in_turns(
 
     timed_sides = {name: partial(timed, step) for name, step in sides.items()}
     return take_turns(timed_sides, batches, 1, description=description, unit="batches")
-
-
-def _amount(cases: list[list[Turn[TrainingStep]]], amount: Callable[[TrainingStep], float]) -> float:
-    return sum(amount(turn.result) for turns in cases for turn in turns)
-
-
-def _seconds(cases: list[list[Turn[TrainingStep]]]) -> float:
-    return sum(turn.seconds for turns in cases for turn in turns)
 
 
 def _tokens(step: TrainingStep) -> float:

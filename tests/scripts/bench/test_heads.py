@@ -30,7 +30,6 @@ from scripts.bench.eagle3_training import (
     OURS,
     THEIRS,
     TrainingComparison,
-    TrainingStep,
     comparable,
     compare_eagle3,
     make_cases,
@@ -39,7 +38,7 @@ from scripts.bench.eagle3_training import (
     our_side,
     their_side,
 )
-from scripts.bench.harness import Turn
+from scripts.bench.harness import TrainingStep, Turn
 from scripts.bench.head_recipes import make_cache, make_data, read_cache_seconds, with_cache
 from scripts.bench.heads import compare_heads, verdict
 from scripts.bench.peers.speculators_eagle3 import pack, why_not_installed
