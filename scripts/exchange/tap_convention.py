@@ -1,13 +1,11 @@
-"""Does a draft read the target's states that it was trained on? Asked of a draft that another program wrote.
+"""Compare an imported draft's acceptance under two readings of its config: which hidden states, before or after the norm.
 
-Ids of hidden states are counted in two ways, one apart, and a head that gets states one off is accepted a few per cent less:
-too little to look wrong, too much to leave. So the target writes answers, and at every position of them it is counted how many
-drafts would stay, once from the states that the draft's config names and once from those that another reading names. The
-answers are the same, so the two numbers are compared position by position.
+Programs count the ids of hidden states in two ways, one apart, and a head that reads states one off is accepted a few per cent
+less: too little to look wrong, too much to ignore. The target writes answers; at every position of them the expected number of
+accepted drafts is computed from the states of either reading, and the two are compared position by position.
 
-It is the training forward that runs, over whole texts. Drafts drawn from the head's distribution stay as long as they are the
-text's tokens, so their expected number at an origin is q_1 + q_1 q_2 + ..., q_k being the head's probability of the k-th
-token. That number varies less than what single drafts come to, and a few prompts tell more.
+The training forward runs over whole texts. The expected number of accepted drafts at an origin is q_1 + q_1 q_2 + ..., where
+q_k is the head's probability of the text's k-th next token; it varies less than counts of drawn drafts do.
 B batch (1), T positions, K depths, N origins, A taps, C texts.
 """
 
