@@ -53,10 +53,9 @@ LARGEST_TEXT = 64 * 2**20  # bytes; what is searched for secrets
 class Publication:
     """What is to be pushed.
 
-    Args:
-        files: content by path in the repository, `README.md` included.
-        target_sha256: hash of the target's weights, by which a later push knows its own repository.
-        left_out: names in the artifact's folder that are not published, and in exports, those by `engine/name`.
+    files: content by path in the repository.
+    target_sha256: hash of the target's weights, by which a later push recognises its own repository.
+    left_out: files of the artifact that are not published, and of exports as `engine/name`.
     """
 
     files: Mapping[str, Content]
@@ -83,14 +82,11 @@ class Publication:
 
 @dataclass(frozen=True, kw_only=True)
 class Cleaned:
-    """A release as it may be seen by others.
+    """A release without machine paths and secrets.
 
-    Args:
-        metadata: of the artifact.
-        metadata_file: the same as it is published: the file itself, where nothing had to be changed.
-        report: with the hash of the artifact as it is published.
-        gate: the verdict's values and the rules.
-        sha256: that hash.
+    metadata, metadata_file: of the artifact, and its bytes: those of the file itself where nothing had to be changed.
+    report: with `sha256`, the hash of the artifact as it is published.
+    gate: the verdict's values and the rules.
     """
 
     metadata: Mapping[str, Any]
@@ -101,11 +97,15 @@ class Cleaned:
 
 
 def clean(release: Release, config: PushConfig, scrubber: Scrubber) -> Cleaned:
-    """Free a release's descriptions of what others need not know."""
+    """Remove machine paths and secrets from a release's descriptions; `base_model`, if given, names a target from a folder."""
     path = release.folder / METADATA_FILE
     known = read_json(path, "artifact metadata")
     metadata = scrubber.value(known)
-    metadata["target"]["name"] = name = target_name(release, config, scrubber)
+    own_name = str(release.metadata.target["name"])
+    name = public_name(own_name, scrubber)
+    if name != own_name:  # a folder's
+        name = config.base_model or name
+    metadata["target"]["name"] = name
     metadata_file = path.read_bytes() if metadata == known else as_json(metadata)
     sha256 = _artifact_hash(release, metadata_file)
     report = release.report.to_dict()
@@ -124,13 +124,6 @@ def clean(release: Release, config: PushConfig, scrubber: Scrubber) -> Cleaned:
         gate=gate,
         sha256=sha256,
     )
-
-
-def target_name(release: Release, config: PushConfig, scrubber: Scrubber) -> str:
-    """Return what the target is called in public; one from a folder by `base_model`, if that is given."""
-    name = str(release.metadata.target["name"])
-    public = public_name(name, scrubber)
-    return public if public == name else config.base_model or public
 
 
 def public_name(name: str, scrubber: Scrubber) -> str:

@@ -28,17 +28,7 @@ STORED_VERDICT = "gate.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
-    """An artifact that may be published, as it lies here.
-
-    Args:
-        folder: of the artifact.
-        metadata: its `draftsmith.json`.
-        sha256: its hash, which is that of the draft in the report.
-        report: the report.
-        report_path: where that is.
-        verdict: the gate's.
-        gate: the gate's config.
-    """
+    """An artifact in its folder, with its hash, its checked report, and the gate's verdict and config."""
 
     folder: Path
     metadata: Metadata
@@ -68,8 +58,7 @@ def read_release(
     metadata = read_metadata(folder)
     report = load_report(report_path)
     shipped = read_shipped([folder])
-    _check_measured(report, report_path, shipped.sha256, folder)
-    _check_lossless(report, report_path, config)
+    _check_report(report, report_path, shipped.sha256, folder, config)
     if gate is not None:
         judged = load_config(GateConfig, gate)
         earlier = None if baseline is None else load_report(Path(baseline), "baseline report")
@@ -90,7 +79,7 @@ def read_release(
     )
 
 
-def _check_measured(report: Report, path: Path, sha256: str, folder: Path) -> None:
+def _check_report(report: Report, path: Path, sha256: str, folder: Path, config: PushConfig) -> None:
     if report.simulated:
         raise InputError(
             f"{path}: its acceptance was drawn, not measured (simulate_acceptance); a card is made from measurements"
@@ -101,9 +90,6 @@ def _check_measured(report: Report, path: Path, sha256: str, folder: Path) -> No
             f"{path} is not of {folder}: it measured a {report.draft.kind} with hash {short(measured)}, the artifact's "
             f"is {short(sha256)}; evaluate this artifact (eval/run.py) and push with that report"
         )
-
-
-def _check_lossless(report: Report, path: Path, config: PushConfig) -> None:
     verdict = report.lossless.verdict
     if verdict in ("not_lossless", "lossy_by_design") and not config.allow_lossy:
         raise InputError(

@@ -279,7 +279,7 @@ def test_a_connection_cut_in_the_middle_of_a_file_is_taken_up_again(push, hub):
     assert files_of(hub) == FILES
 
 
-def test_a_connection_that_stays_cut_leaves_nothing_and_the_second_run_sends_only_the_rest(push, hub, release):
+def test_a_connection_that_stays_cut_leaves_nothing_and_a_second_run_sends_the_rest(push, hub, release):
     weights = hashlib.sha256((release / "artifact" / "model.safetensors").read_bytes()).hexdigest()
     hub.fail("PUT", weights, *[CUT] * 100)
     code, out, err = push()
@@ -298,7 +298,7 @@ def test_a_connection_that_stays_cut_leaves_nothing_and_the_second_run_sends_onl
     assert all(count == 1 for count in hub.sent.values())
 
 
-def test_death_between_the_files_and_the_commit_leaves_nothing_and_the_second_run_sends_no_file_again(push, hub, monkeypatch):
+def test_death_before_the_commit_leaves_nothing_and_no_file_is_sent_again(push, hub, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("huggingface_hub._commit_api._send_commit", lambda **settings: (_ for _ in ()).throw(KeyboardInterrupt))
         assert push()[0] == INTERRUPTED
