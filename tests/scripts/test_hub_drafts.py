@@ -154,7 +154,7 @@ def test_pickled_weights_are_fetched_for_an_import_only(hub, tmp_path, file):
 def test_an_import_takes_another_programs_draft_by_name(hub, release, target, tmp_path, capsys):
     settings = MedusaSettings(kind="medusa", num_depths=2)
     head = FAMILIES["medusa"].build(settings, target.model, None)
-    save_artifact(tmp_path / "head", head, target.identity.to_dict())
+    save_artifact(tmp_path / "head", head, target.identity.to_dict(), num_speculative_tokens=2)
     where = ["--target", str(release / "target")]
     assert run(ExportConfig, exporting, str(tmp_path / "head"), "--to", "vllm", "--out", str(tmp_path / "form"), *where) == DONE
     upload(hub, "bob/medusa", tmp_path / "form", **{"modeling.py": b"raise SystemExit"})

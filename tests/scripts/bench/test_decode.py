@@ -194,7 +194,7 @@ def test_a_way_that_changes_the_answers_fails_the_benchmark(few, monkeypatch):
     def one_too_many(logits_BV):
         return (logits_BV.argmax(-1) + (logits_BV.shape[1] > 1)) % 64
 
-    monkeypatch.setattr("eval.decoder.verifier.likeliest", one_too_many)
+    monkeypatch.setattr("eval.decoder.verifier.greedy_token", one_too_many)
     monkeypatch.setattr(
         decode_benchmark, "list_ways", lambda setup: chain_ways(setup.drafts, setup.settings(0.0), setup.lengths)
     )

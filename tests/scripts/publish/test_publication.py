@@ -189,7 +189,8 @@ def test_a_head_is_an_adapter_of_its_target_and_goes_into_its_engines(dry, relea
     known = json.loads((artifact / "draftsmith.json").read_text())
     settings = MedusaSettings(kind="medusa", num_depths=2)
     head = FAMILIES["medusa"].build(settings, tiny_llama(seed=1, dtype=torch.float32), None)
-    metadata = save_artifact(artifact, head, known["target"], provenance={"imported_from": "/home/alice/medusa"})
+    imported = {"imported_from": "/home/alice/medusa"}
+    metadata = save_artifact(artifact, head, known["target"], num_speculative_tokens=2, provenance=imported)
     section = {"kind": "medusa", "sha256": hash_artifact(artifact, metadata)}
     change(release / "evaluation" / "report.json", lambda report: report["draft"].update(section))
     judge(release)
@@ -211,7 +212,7 @@ def mtp_release(release, tiny_llama):
     artifact, target = release / "artifact", tiny_llama(seed=1, dtype=torch.float32)
     known = json.loads((artifact / "draftsmith.json").read_text())
     head = FAMILIES["mtp"].build(MtpSettings(kind="mtp", num_depths=2), target, None)
-    metadata = save_artifact(artifact, head, known["target"])
+    metadata = save_artifact(artifact, head, known["target"], num_speculative_tokens=2)
     section = {"kind": "mtp", "sha256": hash_artifact(artifact, metadata)}
     change(release / "evaluation" / "report.json", lambda report: report["draft"].update(section))
     judge(release)
