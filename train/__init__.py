@@ -1,1 +1,1 @@
-"""Training: the entries for `accelerate launch`, the one training loop, checkpointing."""
+"""Training: the entries for `accelerate launch`, the training loop, its tasks and measurements, and the planner."""

@@ -3,7 +3,7 @@
     accelerate launch train/distill.py --config configs/distill/demo.yaml
 
 Writes OUTPUT/artifact (the best draft by tokens per target step on held-out prompts), checkpoints, trackers, run.json,
-metrics.jsonl (how the steps went), history.jsonl and .svg (every evaluation) and outcome.json; see docs/observability.md.
+metrics.jsonl (step metrics), history.jsonl and .svg (every evaluation) and outcome.json; see docs/observability.md.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from configs.schema.training import DistillConfig
 
 
 def main(config: DistillConfig) -> int:
-    """Load the target and the conversations, train, and say what came out."""
+    """Load the target and the conversations, train, and write the outcome."""
     from train.launch import run_distillation
 
     return run_distillation(config)

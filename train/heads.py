@@ -3,8 +3,8 @@
     accelerate launch train/heads.py --config configs/heads/eagle3.yaml
 
 Checks in seconds that the head can be written, read back and learnt (`sanity`), then trains. Writes OUTPUT/artifact (the best
-head by tokens per target step on held-out prompts), checkpoints, trackers, run.json, metrics.jsonl (how the steps went),
-history.jsonl and .svg (what was decoded and what agreement promises, at every evaluation) and outcome.json; see
+head by tokens per target step on held-out prompts), checkpoints, trackers, run.json, metrics.jsonl (step metrics),
+history.jsonl and .svg (every evaluation: what was decoded and what agreement predicts) and outcome.json; see
 docs/observability.md.
 """
 
@@ -21,7 +21,7 @@ from configs.schema.training import HeadsConfig
 
 
 def main(config: HeadsConfig) -> int:
-    """Load the target and the conversations, train, and say what came out."""
+    """Load the target and the conversations, train, and write the outcome."""
     from train.launch import run_heads
 
     return run_heads(config)

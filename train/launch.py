@@ -1,4 +1,4 @@
-"""What the training entries do once their config is loaded: accelerate, target, data, task, loop."""
+"""The training entries after their config is loaded: accelerator, target, data, task, loop."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ log = logging.getLogger("draftsmith")
 
 @dataclass(frozen=True, kw_only=True)
 class Materials:
-    """What a task is made of, loaded and checked against each other."""
+    """Target, conversations and accelerator of a run, loaded and checked against each other."""
 
     target: Target
     train: Sequence[Conversation]
@@ -54,7 +54,7 @@ def run_distillation(config: DistillConfig) -> int:
     """Distil as configured; see `train/distill.py`.
 
     Raises:
-        InputError: data, target, student or cache cannot be had or do not go together, or the output cannot be written.
+        InputError: data, target, student or cache cannot be loaded or do not match, or the output cannot be written.
         RuntimeError: a loss is not finite.
     """
 
@@ -69,8 +69,8 @@ def run_heads(config: HeadsConfig) -> int:
     """Train a head as configured; see `train/heads.py`.
 
     Raises:
-        InputError: data, target, head or cache cannot be had or do not go together, the output cannot be written, or a sanity
-            gate does not pass.
+        InputError: data, target, head or cache cannot be loaded or do not match, the output cannot be written, or a sanity
+            check fails.
         RuntimeError: a loss is not finite.
     """
 
@@ -92,7 +92,7 @@ def _run(config: DistillConfig | HeadsConfig, make_task: Callable[[Materials], T
 
 
 def _run_alone(config: DistillConfig | HeadsConfig, make_task: Callable[[Materials], Task]) -> int:
-    """Do this process's part of a run that no other run disturbs."""
+    """Do this process's part of the run that holds the folder's lock."""
     output = Path(config.output)
     accelerator = make_accelerator(config.schedule, output)
     materials = load_materials(config, accelerator)
@@ -119,7 +119,7 @@ def _run_alone(config: DistillConfig | HeadsConfig, make_task: Callable[[Materia
 
 
 def make_workers(schedule: ScheduleConfig) -> Workers | None:
-    """Return the processes that are to make batches ahead, None where there are to be none."""
+    """Return the processes that load batches ahead, None where the config has none."""
     num_workers = schedule.loader_workers
     return None if num_workers is None else Workers(num_workers, schedule.process_timeout_seconds)
 
@@ -135,10 +135,10 @@ def make_training_loader(
 
 
 def load_materials(config: DistillConfig | HeadsConfig, accelerator: Accelerator) -> Materials:
-    """Load target and conversations, and say what does not fit together.
+    """Load target and conversations; warn where the data was written by another target.
 
     Raises:
-        InputError: they cannot be had, or no conversation is left to train on.
+        InputError: they cannot be loaded, or no conversation is left to train on.
     """
     if config.target.device not in ("auto", accelerator.device.type, str(accelerator.device)):
         raise ConfigError(
@@ -178,10 +178,10 @@ def hash_materials(config: DistillConfig | HeadsConfig, target: Target) -> dict[
 def open_training_cache(
     config: DistillConfig | HeadsConfig, dataset: ConversationDataset, target: Target
 ) -> TargetCache | None:
-    """Return the cache that a run is to learn from, None where there is to be none.
+    """Return the target cache of a run, None where the config has none.
 
     Raises:
-        InputError: it is not of this target and data, or cannot serve this config.
+        InputError: it was made of another target or other data, or lacks what this config needs.
     """
     if config.data.cache is None:
         return None
@@ -191,7 +191,7 @@ def open_training_cache(
 
 
 def make_accelerator(schedule: ScheduleConfig, output: Path) -> Accelerator:
-    """Return the accelerator of a training run, everything random seeded.
+    """Return the accelerator of a training run, and seed all random number generators.
 
     Raises:
         ConfigError: a tracker is not installed, the machine does not have the precision, or `train.loop.engines.check_engine`.
@@ -200,7 +200,7 @@ def make_accelerator(schedule: ScheduleConfig, output: Path) -> Accelerator:
     check_engine(schedule)
     set_seed(schedule.seed)
     try:
-        with patch_environment(ACCELERATE_USE_FSDP="false"):  # `train.loop.engines` splits the weights, not accelerate
+        with patch_environment(ACCELERATE_USE_FSDP="false"):  # `train.loop.engines` shards the weights, not accelerate
             accelerator = Accelerator(
                 mixed_precision=schedule.mixed_precision,
                 log_with=list(schedule.trackers) or None,
@@ -211,5 +211,5 @@ def make_accelerator(schedule: ScheduleConfig, output: Path) -> Accelerator:
         raise ConfigError(
             f"schedule.mixed_precision: {schedule.mixed_precision} cannot be used: {first_line(error)}"
         ) from error
-    unset_hf_deepspeed_config()  # under ZeRO-3 transformers would split each model that it loads, the target as well
+    unset_hf_deepspeed_config()  # under ZeRO-3 transformers would shard each model that it loads, also the target
     return accelerator

@@ -28,7 +28,7 @@ from heads.target.loading import Target
 
 
 @dataclass(kw_only=True)
-class Row:
+class TokenRow:
     """A sequence of token ids to be continued.
 
     Args:
@@ -60,10 +60,10 @@ class TokenSource(Protocol):
     def device(self) -> torch.device:
         """Where it draws."""
 
-    def start(self, rows: Sequence[Row]) -> None:
+    def start(self, rows: Sequence[TokenRow]) -> None:
         """Read the prompts of a new batch."""
 
-    def draw(self, rows: Sequence[Row], rng: CounterRNG) -> list[list[int]]:
+    def draw(self, rows: Sequence[TokenRow], rng: CounterRNG) -> list[list[int]]:
         """Return each row's next tokens, at least one; those after the row's end are ignored."""
 
     def keep_rows(self, places: Sequence[int]) -> None:
@@ -72,8 +72,13 @@ class TokenSource(Protocol):
 
 @torch.inference_mode()
 def continue_rows(
-    source: TokenSource, rows: Iterable[Row], *, seed: int, has_ended: Callable[[Row], bool], batch_size: int | None = None
-) -> Iterator[Row]:
+    source: TokenSource,
+    rows: Iterable[TokenRow],
+    *,
+    seed: int,
+    has_ended: Callable[[TokenRow], bool],
+    batch_size: int | None = None,
+) -> Iterator[TokenRow]:
     """Continue rows, and yield each as it ends.
 
     Args:
@@ -123,7 +128,7 @@ class TargetSource:
         self._cache: RowCache
         self._hidden_BD: Tensor | None = None  # of the prompts' last tokens, where they have been read
 
-    def start(self, rows: Sequence[Row]) -> None:
+    def start(self, rows: Sequence[TokenRow]) -> None:
         self._cache = new_cache(self.target.model, max(row.limit for row in rows))
         if not self.shared_prompt:
             lengths_B = torch.tensor([len(row.tokens) for row in rows], device=self.device)
@@ -132,7 +137,7 @@ class TargetSource:
         elif len(rows[0].tokens) > 1:
             self._read_prompts([row.tokens[:-1] for row in rows])  # the last token is read anew for each row in a place
 
-    def draw(self, rows: Sequence[Row], rng: CounterRNG) -> list[list[int]]:
+    def draw(self, rows: Sequence[TokenRow], rng: CounterRNG) -> list[list[int]]:
         """Return each row's next token: the greedy choice, or a draw by the row's own random number for that position.
 
         Raises:
@@ -178,7 +183,7 @@ def continue_tokens(
         prompts: token ids, at least one each and fewer than the context.
         sampling: the distribution of the next token.
         max_new_tokens: longest continuation.
-        seed, requests: name the random numbers, see `Row`.
+        seed, requests: name the random numbers, see `TokenRow`.
 
     Returns:
         The continuations, the end-of-text token included where there is one.
@@ -187,7 +192,7 @@ def continue_tokens(
         RuntimeError: the target's logits are not finite.
     """
     rows = [
-        Row(key=number, prompt_ids=ids, limit=min(len(ids) + max_new_tokens, target.max_positions), request=request)
+        TokenRow(key=number, prompt_ids=ids, limit=min(len(ids) + max_new_tokens, target.max_positions), request=request)
         for number, (ids, request) in enumerate(zip(prompts, requests, strict=True))
     ]
     source = TargetSource(target, sampling)
@@ -207,7 +212,7 @@ def request_number(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8], "big") >> 1
 
 
-def _append(row: Row, tokens: Sequence[int], has_ended: Callable[[Row], bool]) -> bool:
+def _append(row: TokenRow, tokens: Sequence[int], has_ended: Callable[[TokenRow], bool]) -> bool:
     """Append tokens up to the row's end; return whether it has ended."""
     for token in tokens:
         row.tokens.append(token)

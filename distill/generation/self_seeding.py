@@ -17,7 +17,7 @@ from configs.runtime.errors import InputError
 from configs.runtime.progress import progress
 from configs.schema.data import PromptsConfig
 from configs.schema.decoding import SamplingConfig
-from distill.generation.continuation import Row, TargetSource, continue_rows, request_number
+from distill.generation.continuation import TargetSource, TokenRow, continue_rows, request_number
 from distill.generation.prompts import DUPLICATE, Prompt, normalise
 from heads.target.loading import Target
 
@@ -131,11 +131,11 @@ def write_turns(
 ) -> Iterator[Turn]:
     """Let the target write the turns of these numbers; yield each as it ends. A turn that has ended makes room for the next."""
     limit = len(frame.prefix_ids) + config.max_prompt_tokens
-    rows = (Row(key=n, prompt_ids=frame.prefix_ids, limit=limit, request=turn_request(n)) for n in numbers)
+    rows = (TokenRow(key=n, prompt_ids=frame.prefix_ids, limit=limit, request=turn_request(n)) for n in numbers)
     sampling = SamplingConfig(temperature=config.temperature, top_p=config.top_p)
     source = TargetSource(target, sampling, shared_prompt=True)
 
-    def has_ended(row: Row) -> bool:
+    def has_ended(row: TokenRow) -> bool:
         if row.tokens[-1] in frame.end_ids or row.tokens[-1] in target.eos_token_ids:
             return True
         return not frame.end_ids and frame.end_text in target.tokenizer.decode(row.written)

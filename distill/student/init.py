@@ -1,9 +1,7 @@
-"""The draft before training: blocks of the target kept, a smaller model taken, or a fresh one made.
+"""The draft before training: blocks of the target kept, a smaller model loaded, or a fresh one made; LoRA adapters by peft.
 
-LoRA by peft: low-rank adapters beside a draft's frozen linear layers, and their merging into ordinary weights.
-
-The adapters are put into the draft itself, which stays the causal LM it was: losses, checkpoints and wrappers see nothing but
-a few more parameters. Merging gives back exactly the modules from before, so that an artifact knows nothing of adapters.
+Adapters are put into the draft itself, which stays the causal LM it was: losses, checkpoints and wrappers see a few more
+parameters. Merging restores exactly the modules from before, so an artifact holds no adapters.
 """
 
 from __future__ import annotations
@@ -25,53 +23,15 @@ from heads.target.identity import hash_tokenizer
 from heads.target.loading import UNREADABLE, Target, move
 from heads.target.placement import real_weight
 
-
-def add_adapters(draft: PreTrainedModel, settings: LoraSettings) -> None:
-    """Put adapters into a draft, in place, and freeze everything else. Until trained they change nothing.
-
-    Raises:
-        ConfigError: no layer has such a name, a layer cannot be adapted, or the name is that of the embedding or the head.
-    """
-    names = settings.target_modules
-    config = LoraConfig(
-        r=settings.rank,
-        lora_alpha=settings.alpha,
-        lora_dropout=settings.dropout,
-        target_modules="all-linear" if names is None else list(names),  # peft's word leaves the head out
-    )
-    linear = sorted({name.rpartition(".")[2] for name, module in draft.named_modules() if isinstance(module, nn.Linear)})
-    try:
-        inject_adapter_in_model(config, draft)
-    except ValueError as error:
-        raise ConfigError(
-            f"student.lora.target_modules: cannot adapt {names}; linear layers are {', '.join(linear)}"
-        ) from error
-    if any(isinstance(end, BaseTunerLayer) for end in (draft.get_input_embeddings(), draft.get_output_embeddings())):
-        raise ConfigError(
-            "student.lora.target_modules: embedding and head cannot be adapted; train_embeddings trains them whole"
-        )
-
-
-def merge_adapters(draft: PreTrainedModel) -> None:
-    """Replace every adapted layer, in place, by an ordinary one that computes the same; without adapters do nothing."""
-    adapted = [(name, module) for name, module in draft.named_modules() if isinstance(module, BaseTunerLayer)]
-    for name, layer in adapted:
-        layer.merge()
-        parent, _, own_name = name.rpartition(".")
-        setattr(draft.get_submodule(parent), own_name, layer.get_base_layer())
-    if adapted:
-        del draft.peft_config  # peft's note on the model, which would outlive the adapters
-
-
-UNTRUSTED = {"trust_remote_code": False}  # left open, transformers asks on the terminal
+UNTRUSTED = {"trust_remote_code": False}  # otherwise transformers asks on the terminal
 
 
 def initial_draft(config: StudentConfig, target: Target) -> PreTrainedModel:
     """Return the untrained draft in float32 on the target's device, in training mode, frozen where it is not trained.
 
     Args:
-        config: how it is made; a `layer_choice` has become `layers` by now (`distill.student.layer_search`).
-        target: what it is made for, and of.
+        config: of the student; `layer_choice` has been resolved to `layers` (`distill.student.layer_search`).
+        target: the target.
 
     Raises:
         InputError: a kept block does not exist, the model reads other token ids than the target, or it cannot be made.
@@ -97,10 +57,10 @@ def initial_draft(config: StudentConfig, target: Target) -> PreTrainedModel:
 
 
 def keep_layers(model: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
-    """Return a copy of a causal LM that has only these of its blocks; embeddings, final norm and head stay.
+    """Return a copy of a causal LM with only these of its blocks; embeddings, final norm and head are kept.
 
     Raises:
-        InputError: the model has no such block, or names its blocks otherwise than `model.layers.N`.
+        InputError: the model has no such block, or its blocks are not named `model.layers.N`.
     """
     name_of_class, text_config = type(model).__name__, model.config.get_text_config()
     if max(layers) >= text_config.num_hidden_layers:
@@ -128,6 +88,43 @@ def keep_layers(model: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
             "give init 'fresh', 'model' or 'config'"
         ) from error
     return draft
+
+
+def add_adapters(draft: PreTrainedModel, settings: LoraSettings) -> None:
+    """Put adapters into a draft, in place, and freeze everything else. Until trained they change nothing.
+
+    Raises:
+        ConfigError: no layer has such a name, a layer cannot be adapted, or the name is that of the embedding or the head.
+    """
+    names = settings.target_modules
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules="all-linear" if names is None else list(names),  # peft leaves the head out
+    )
+    linear = sorted({name.rpartition(".")[2] for name, module in draft.named_modules() if isinstance(module, nn.Linear)})
+    try:
+        inject_adapter_in_model(config, draft)
+    except ValueError as error:
+        raise ConfigError(
+            f"student.lora.target_modules: cannot adapt {names}; linear layers are {', '.join(linear)}"
+        ) from error
+    if any(isinstance(end, BaseTunerLayer) for end in (draft.get_input_embeddings(), draft.get_output_embeddings())):
+        raise ConfigError(
+            "student.lora.target_modules: embedding and head cannot be adapted; train_embeddings trains them whole"
+        )
+
+
+def merge_adapters(draft: PreTrainedModel) -> None:
+    """Replace every adapted layer, in place, by an ordinary one that computes the same; without adapters do nothing."""
+    adapted = [(name, module) for name, module in draft.named_modules() if isinstance(module, BaseTunerLayer)]
+    for name, layer in adapted:
+        layer.merge()
+        parent, _, own_name = name.rpartition(".")
+        setattr(draft.get_submodule(parent), own_name, layer.get_base_layer())
+    if adapted:
+        del draft.peft_config  # peft's record, which would outlive the adapters
 
 
 def _other_model(path: str, target: Target) -> PreTrainedModel:

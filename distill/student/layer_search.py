@@ -1,8 +1,8 @@
-"""Which of the target's blocks a draft keeps: a list by hand, the first, the last, spread evenly, or searched.
+"""The choice of the target's blocks that a draft keeps: the first, the last, evenly spread, or searched.
 
-The search is small and greedy: from the spread layers on, one kept block at a time is exchanged for one that was left out, and
-the exchange stays if the untrained draft's mean acceptance on calibration answers rises. It is decided by the data alone, so
-that a resumed run finds the same blocks. B batch, T positions, E width of the target.
+The search is small and greedy: starting from the spread layers, one kept block at a time is exchanged for one left out, and the
+exchange is kept if the untrained draft's mean acceptance on calibration answers rises. It depends on the data alone, so a
+resumed run finds the same blocks. B batch, T positions, E width of the target.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def choose_layers(student: StudentConfig, target: Target, calibration: Sequence[
     """Return the blocks that `student.layer_choice` asks for, in order.
 
     Args:
-        student: its `layer_choice` and `num_layers` are given.
-        target: whose blocks they are.
-        calibration: answers to search by; only `searched` reads them, and no more than `search_conversations`.
+        student: with `layer_choice` and `num_layers`.
+        target: the target.
+        calibration: answers to search by; only `searched` reads them, at most `search_conversations`.
 
     Raises:
         ConfigError: the target has fewer blocks.
-        ValueError: there is nothing to search by.
+        ValueError: the choice is `searched` and there are no answers.
     """
     count, total = student.num_layers or 0, target.model.config.get_text_config().num_hidden_layers
     if count > total:
@@ -93,7 +93,7 @@ def mean_acceptance(layers: list[int], target: Target, seen: Sequence[tuple[Batc
 
     Args:
         layers: the blocks it keeps.
-        target: whose they are.
+        target: the target.
         seen: batches and the target's hidden states `[B, T, E]` on them.
     """
     draft = move(keep_layers(target.model, layers), target.device, torch.float32)

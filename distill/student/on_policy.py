@@ -24,7 +24,7 @@ from configs.schema.decoding import SamplingConfig
 from configs.schema.learning import PolicyConfig
 from configs.schema.training import DistillConfig
 from distill.dataset.batches import Example, collate
-from distill.generation.continuation import Row, continue_rows, request_number
+from distill.generation.continuation import TokenRow, continue_rows, request_number
 from heads.modules.interface import NO_DOCUMENT, Batch
 from heads.proposers.draft_lm import DraftLM
 from heads.sampling.counter_rng import CounterRNG
@@ -115,22 +115,22 @@ class Rewriter:
             examples[row.key] = examples[row.key]._replace(input_ids=tuple(row.tokens))
         return collate(examples).to(device), sum(len(row.written) for row in rows)
 
-    def _whole_answer(self, row: int, example: Example, key: str) -> Row:
+    def _whole_answer(self, row: int, example: Example, key: str) -> TokenRow:
         """Return a row to be continued from its prompt."""
         longest = self.policy.max_new_tokens or len(example.input_ids) - example.answer_start
         return self._row(row, example, key, example.answer_start, longest)
 
-    def _after_cut(self, row: int, example: Example, key: str) -> Row:
+    def _after_cut(self, row: int, example: Example, key: str) -> TokenRow:
         """Return a row to be continued from a random place of its answer, after the first token and before the last."""
         answer_length = len(example.input_ids) - example.answer_start
         earliest = min(1, answer_length - 1)
         place = earliest + int(_uniform(f"{key}/cut/{example.conversation}") * (answer_length - earliest))
         return self._row(row, example, key, example.answer_start + place, self.num_draft_tokens)
 
-    def _row(self, row: int, example: Example, key: str, num_kept: int, num_new: int) -> Row:
+    def _row(self, row: int, example: Example, key: str, num_kept: int, num_new: int) -> TokenRow:
         request = request_number(f"{key}/{example.conversation}")
         limit = min(num_kept + num_new, self.max_length)
-        return Row(key=row, prompt_ids=example.input_ids[:num_kept], limit=limit, request=request)
+        return TokenRow(key=row, prompt_ids=example.input_ids[:num_kept], limit=limit, request=request)
 
 
 class DraftSource:
@@ -139,10 +139,10 @@ class DraftSource:
     def __init__(self, draft: DraftLM, sampling: SamplingConfig, device: torch.device) -> None:
         self.draft, self.sampling, self.device = draft, sampling, device
 
-    def start(self, rows: Sequence[Row]) -> None:
+    def start(self, rows: Sequence[TokenRow]) -> None:
         self.draft.start([row.tokens for row in rows], max(row.limit for row in rows) + STRIDE)
 
-    def draw(self, rows: Sequence[Row], rng: CounterRNG) -> list[list[int]]:
+    def draw(self, rows: Sequence[TokenRow], rng: CounterRNG) -> list[list[int]]:
         room = max(row.limit - len(row.tokens) for row in rows)
         tokens = [row.tokens for row in rows]
         return self.draft.propose(tokens, min(room, STRIDE), self.sampling, rng, keep_logits=False).tokens_BG.tolist()

@@ -1,4 +1,4 @@
-"""Choosing a reduced draft vocabulary: the tokens that the target's answers are made of."""
+"""The choice of a reduced draft vocabulary: the most frequent tokens of the answers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ ROWS_AT_ONCE = 1024
 
 
 def most_frequent_answer_tokens(conversations: Sequence[Conversation], size: int, target: Target) -> DraftVocabulary:
-    """Return the `size` most frequent answer tokens, ties by the lower id, and in any case those that end an answer.
+    """Return the `size` most frequent answer tokens, ties by the lower id; those that end an answer are always among them.
 
-    Prompts do not count: a draft only ever continues answers. Every process that reads the same conversations chooses the same.
+    Prompts do not count, as a draft only continues answers. Every process that reads the same conversations chooses the same.
 
     Raises:
         ConfigError: `size` is larger than the target's vocabulary, or has no room for the tokens that end an answer.
@@ -44,7 +44,7 @@ def most_frequent_answer_tokens(conversations: Sequence[Conversation], size: int
 
 
 def _count_answer_tokens(conversations: Sequence[Conversation], vocab_size: int) -> Tensor:
-    """Return how often each token stands in an answer, int64 `[V]`, with the ids of some conversations in memory at a time."""
+    """Return how often each token stands in an answer, int64 `[V]`, reading `ROWS_AT_ONCE` conversations at a time."""
     counts_V = torch.zeros(vocab_size, dtype=torch.int64)
     for start in range(0, len(conversations), ROWS_AT_ONCE):
         tokens = [token for row in conversations[start : start + ROWS_AT_ONCE] for token in row.answer_ids]

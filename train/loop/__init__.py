@@ -1,4 +1,9 @@
-"""The one training loop, its checkpoints, and how weights are shared over processes.
+"""The training loop, its checkpoints, and the engines that hold the weights over processes.
 
-Start with `loop.train`.
+`train` runs a `Task` to the end of its schedule.
 """
+
+from train.loop.loop import TrainingResult, train
+from train.loop.task import Task
+
+__all__ = ["Task", "TrainingResult", "train"]

@@ -1,8 +1,7 @@
-"""Whether a head drafts as it was trained, on the run's own target: the logits it drafts from beside those of training.
+"""Parity of drafting and training: the logits a head drafts from beside those of the training forward over the same tokens.
 
-Learning a conversation by heart does not tell it all. The pending token, for one, follows from the state before it, so a head
-that knows its text may well bear being handed another one. Here every draft of a decoding is held against the training
-forward over the same tokens, the round's drafts included.
+Overfitting one conversation does not show every fault. The pending token, for one, follows from the state before it, so a head
+that knows its text may draft it correctly even from a wrong pending token. Here every draft of a decoding is compared.
 W draft vocabulary, V target vocabulary.
 """
 
@@ -25,16 +24,16 @@ from heads.sampling.counter_rng import CounterRNG
 from heads.target.hidden_states import TargetStates
 from train.tasks.head import HeadTask
 
-# Decoded after a text known by heart, so that there are rounds that keep some drafts and rounds that keep none.
+# Decoded after the fitted text, so that some rounds keep a part of their drafts and some keep none.
 MORE_TOKENS = 16
-# The largest relative difference that counts as rounding. In bfloat16 right heads on SmolLM2-135M made up to 0.06 of it; wrong
-# tokens, states and orders made 0.1 to 1.8 on tiny targets, the least where a head hardly reads what is wrong.
+# The largest relative difference that counts as rounding. Right heads on SmolLM2-135M reached 0.06 in bfloat16; wrong tokens,
+# states and orders made 0.1 to 1.8 on tiny targets, the least where a head hardly reads what is wrong.
 TOLERANCES = {torch.bfloat16: 0.2, torch.float16: 0.03, torch.float32: 0.01}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """Where drafting is furthest from training: the norm of the logits' difference over that of the logits about their mean."""
+    """The largest difference of drafting and training: the norm of the logits' difference over that of the centred logits."""
 
     size: float
     draft: int  # which of its round, from 1
@@ -52,20 +51,20 @@ def largest_gap(task: HeadTask, module: nn.Module, text: Example, num_drafts: in
     """Decode a prompt, and compare the logits of every draft with those of the training forward.
 
     Args:
-        task: whose target and family they are.
-        module: the head under its objective; a copy of it is put to work.
-        text: a prompt, and as many tokens after it as are to be decoded, and some more.
+        task: of the run.
+        module: the head under its objective; a copy of it drafts.
+        text: a prompt and the answer that the head was fitted to; `MORE_TOKENS` more are decoded.
         num_drafts: in a round, no more than the head was trained for.
     """
     head = serve(task.copy_of(module), task.target.model)
-    noting = _Noting(task.family.propose(head, task.target.device))
+    recording = _RecordingProposer(task.family.propose(head, task.target.device))
     length = len(text.input_ids) - text.answer_start + MORE_TOKENS
     request = Request(prompt_id="parity", category="", tokens=text.input_ids[: text.answer_start])
-    decode(task.target, [request], DecodeConfig(num_speculative_tokens=num_drafts, max_new_tokens=length), noting)
+    decode(task.target, [request], DecodeConfig(num_speculative_tokens=num_drafts, max_new_tokens=length), recording)
     tolerance = TOLERANCES.get(task.target.model.dtype, TOLERANCES[torch.float32])
     gaps = [
         Gap(size=size, draft=draft, round=number, tolerance=tolerance)
-        for number, (tokens, proposal) in enumerate(noting.rounds, 1)
+        for number, (tokens, proposal) in enumerate(recording.rounds, 1)
         for draft, size in enumerate(_round_gaps(task, head, tokens, text.answer_start, proposal), 1)
     ]
     return max(gaps, key=lambda gap: gap.size)
@@ -86,8 +85,8 @@ def _round_gaps(task: HeadTask, head: nn.Module, tokens: Sequence[int], start: i
     return gaps
 
 
-class _Noting:
-    """A proposer that keeps what it was asked and what it answered, of a batch of one row."""
+class _RecordingProposer:
+    """A proposer that records its proposals and the tokens they continued, for a batch of one row."""
 
     def __init__(self, proposer: Proposer) -> None:
         self.proposer, self.taps = proposer, proposer.taps

@@ -1,15 +1,13 @@
-"""Gates before a long run: what would make hours of training worthless is looked for in seconds.
+"""Checks before a long run of a head: in seconds, for what would make hours of training worthless.
 
-1. The target's states lead to its logits (`heads.target.hidden_states.check_taps`, `heads.inference.model_checks.check_split`):
-asked where target
-   and `HeadTask` are made, so before what stands here.
-2. Dry run: the untrained head is written as an artifact, loaded, and drafts what the head at hand drafts.
-3. One conversation learnt by heart: a copy of the head is trained on it until the decoder accepts a whole block of drafts.
-   The decoder only does where the states, places and labels of training are those that drafting starts from.
-4. The copy drafts from the logits that training gives it (`train.preflight.parity`).
-5. The copy is written and read back as well: weights that start at 0 can only be missed once they were trained.
+1. Dry run: the untrained head is written as an artifact, loaded, and must draft the same tokens as the head in memory.
+2. Overfitting one conversation: a copy of the head is trained on it until the decoder accepts a whole block of drafts, which it
+   does only where the states, positions and labels of training are those that drafting starts from.
+3. Parity: the copy must draft from the logits that training gives it (`train.preflight.parity`).
+4. The copy is written and read back as well: weights that start at 0 can only be missed once they are trained.
 
-Copies are thrown away and random numbers put back: a run is the same to the bit with these gates and without.
+That the target's states lead to its logits has been checked when target and task were made. Copies are thrown away and random
+states restored: a run is the same to the bit with these checks and without.
 """
 
 from __future__ import annotations
@@ -41,19 +39,19 @@ from train.tasks.head import HeadTask
 
 log = logging.getLogger("draftsmith")
 
-LONGEST_ANSWER = 8  # tokens learnt by heart, or twice the drafts of a round if that is more
+LONGEST_ANSWER = 8  # tokens to overfit, or twice the drafts of a round if that is more
 LEAST_ANSWER = 2  # tokens: the first is the target's own, the second can be drafted
-NUM_TRIES = 16  # prompts that the target is asked to answer
+NUM_TRIES = 16  # prompts that the target answers at most
 DECODE_EVERY = 10  # steps
 
 
 @dataclass(frozen=True, kw_only=True)
-class Learnt:
-    """How far a conversation was learnt by heart, and how near drafting then is to training.
+class OverfitResult:
+    """How well a head has fitted one conversation, and how close drafting then is to training.
 
     num_accepted: the most drafts accepted in a round.
-    num_promised: drafts after the answer's first token, where the decoder starts, that training holds for right, in a row.
-    agreement: share of places where the likeliest tokens agree in training, by depth.
+    num_promised: drafts in a row, after the answer's first token, that are right by the training forward.
+    agreement: share of positions where the likeliest tokens agree in training, by depth.
     """
 
     steps: int
@@ -64,7 +62,7 @@ class Learnt:
     gap: Gap
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether a whole block was accepted."""
         return self.num_accepted == self.num_drafts
 
@@ -77,13 +75,13 @@ class Learnt:
 
 
 def check_before_training(task: HeadTask, dataset: ConversationDataset, accelerator: Accelerator) -> None:
-    """Run the gates on a head that is about to be trained, which stays as it is.
+    """Run the checks on a head that is about to be trained, which is left unchanged.
 
     Raises:
-        ConfigError: the target answers nothing that could be learnt.
-        InputError: the output cannot be written; or the head does not learn a conversation by heart, or not so that the
-            decoder accepts it.
-        RuntimeError: the head drafts otherwise than it was trained, or than it was written.
+        ConfigError: the target answers nothing that could be fitted.
+        InputError: the output cannot be written; or the head does not overfit a conversation, or the decoder does not accept
+            the drafts of one that does.
+        RuntimeError: the head drafts from other logits than in training, or other tokens once it was written and loaded.
     """
     started = time.perf_counter()
     devices = [accelerator.device] if accelerator.device.type == "cuda" else []
@@ -92,20 +90,20 @@ def check_before_training(task: HeadTask, dataset: ConversationDataset, accelera
         check_reload(task, task.module, text, "untrained")
         head = task.copy_of(task.module).to(accelerator.device, torch.float32)
         objective = HeadObjective(head, task.target, task.config.loss)
-        learnt = learn_by_heart(task, objective, text, accelerator)
-        _refuse(learnt, text)
+        result = overfit(task, objective, text, accelerator)
+        _check_result(result, text)
         check_reload(task, objective, text, "trained")
     seconds = time.perf_counter() - started
-    log.info("sanity: passed in %.0f s; the artifact reads back; %s", seconds, _in_words(learnt, text))
+    log.info("sanity: passed in %.0f s; the artifact reads back; %s", seconds, _describe(result, text))
 
 
 def choose_text(task: HeadTask, dataset: ConversationDataset) -> Example:
     """Return one of the shortest prompts with the start of the target's own greedy answer.
 
-    The data's answer may have been sampled, or be another writer's; the decoder would then never come to that text. The
-    answer ends before a token that the draft cannot say, or that repeats the one before it: a draft one place off would be
-    right there as well. The first prompt whose answer is long enough for two blocks of drafts is taken; where there is
-    none, the one with the longest; where the target only repeats itself, its repetitions.
+    The data's answer may have been sampled or written by another model, and then the decoder never reaches that text. The
+    answer ends before a token outside the draft's vocabulary, and before one that repeats its predecessor, which a draft one
+    position off would get right as well. The first prompt whose answer is long enough for two blocks of drafts is taken, else
+    the one with the longest answer; where the target only repeats itself, its repetitions.
 
     Raises:
         ConfigError: no answer holds a token that could be drafted.
@@ -122,7 +120,7 @@ def choose_text(task: HeadTask, dataset: ConversationDataset) -> Example:
     if len(answer) < LEAST_ANSWER:
         raise ConfigError(
             f"data.train: to none of the {len(tried)} shortest prompts does the target answer more than one token that the "
-            "draft can say, so the sanity gates have nothing to learn by heart; make data with other prompts, raise "
+            "draft can say, so the sanity checks have nothing to overfit; make data with other prompts, raise "
             "head.draft_vocab_size, or set sanity.enabled to false"
         )
     start = example.answer_start
@@ -130,13 +128,13 @@ def choose_text(task: HeadTask, dataset: ConversationDataset) -> Example:
 
 
 def check_reload(task: HeadTask, module: nn.Module, text: Example, state: str) -> None:
-    """Write a head, load it as anybody would, and let both draft.
+    """Write a head, load it, and compare what both draft.
 
     Args:
-        task: whose head it is.
+        task: of the run.
         module: the head under its objective.
         text: the prompt to draft on, with its answer.
-        state: what to call the head.
+        state: an adjective for the head in the complaint.
 
     Raises:
         InputError: the output cannot be written, or the artifact not be read.
@@ -149,24 +147,24 @@ def check_reload(task: HeadTask, module: nn.Module, text: Example, state: str) -
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     num_drafts = task.config.num_speculative_tokens
-    at_hand, read_back = (
+    in_memory, loaded_drafts = (
         [round_.drafted for round_ in _decode(task, text, proposer, num_drafts)] for proposer in (task.proposer(module), loaded)
     )
-    if at_hand != read_back:
+    if in_memory != loaded_drafts:
         raise RuntimeError(
             f"sanity: the {state} {task.config.head.kind} head drafts other tokens after it was written and loaded, namely "
-            f"{read_back} in place of {at_hand}: the artifact does not hold all that the head is made of"
+            f"{loaded_drafts} in place of {in_memory}: the artifact does not hold all that the head is made of"
         )
 
 
-def learn_by_heart(task: HeadTask, objective: HeadObjective, text: Example, accelerator: Accelerator) -> Learnt:
+def overfit(task: HeadTask, objective: HeadObjective, text: Example, accelerator: Accelerator) -> OverfitResult:
     """Train a head on one conversation until the decoder accepts a whole block, or the steps are used up.
 
     Args:
-        task: whose target and settings they are.
-        objective: the head, which is changed, and its loss.
+        task: of the run.
+        objective: the head and its loss; trained in place.
         text: the conversation.
-        accelerator: says where and in which precision.
+        accelerator: gives device and precision.
 
     Raises:
         InputError: the loss is not finite.
@@ -193,7 +191,7 @@ def learn_by_heart(task: HeadTask, objective: HeadObjective, text: Example, acce
         num_accepted = max(each.num_accepted for each in _decode(task, text, task.proposer(objective), num_drafts))
         if num_accepted == num_drafts:
             break
-    return Learnt(
+    return OverfitResult(
         steps=step,
         num_drafts=num_drafts,
         num_accepted=num_accepted,
@@ -212,7 +210,7 @@ def _decode(task: HeadTask, text: Example, proposer: Proposer, num_drafts: int) 
 
 
 def _own_answer(task: HeadTask, example: Example) -> Sequence[int]:
-    """Return what the target says to a prompt, up to the first token that the draft cannot say; the first is not drafted."""
+    """Return the target's answer up to the first token that the draft cannot say; the very first is not drafted."""
     longest = max(LONGEST_ANSWER, 2 * task.config.num_speculative_tokens)
     config = DecodeConfig(num_speculative_tokens=0, max_new_tokens=longest)
     (answer,) = generate(task.target, [example.input_ids[: example.answer_start]], config)
@@ -227,29 +225,29 @@ def _changing(answer: Sequence[int]) -> Sequence[int]:
     return [*answer[:1], *(token for _, token in takewhile(lambda pair: pair[0] != pair[1], pairwise(answer)))]
 
 
-def _in_words(learnt: Learnt, text: Example) -> str:
-    return f"after {learnt.steps} steps on one conversation of {len(text.input_ids)} tokens: {learnt}"
+def _describe(result: OverfitResult, text: Example) -> str:
+    return f"after {result.steps} steps on one conversation of {len(text.input_ids)} tokens: {result}"
 
 
-def _refuse(learnt: Learnt, text: Example) -> None:
-    """Say what failing usually means."""
-    found, gap = f"sanity: {_in_words(learnt, text)}", learnt.gap
+def _check_result(result: OverfitResult, text: Example) -> None:
+    """Refuse a head that has not fitted the conversation or drafts otherwise than it was trained, with the usual causes."""
+    found, gap = f"sanity: {_describe(result, text)}", result.gap
     if not gap.is_rounding:
         raise RuntimeError(
             f"{found}, which rounding does not explain (draft {gap.draft} of round {gap.round}; {gap.tolerance} would do): the "
-            "head drafts from something else than it was trained on, such as a wrong hidden state or token, a place too early "
-            "or too late, another concat order; sanity.enabled=false trains all the same"
+            "head drafts from something else than it was trained on, such as a wrong hidden state or token, a position too "
+            "early or too late, another concat order; sanity.enabled=false trains all the same"
         )
-    if learnt.is_whole:
+    if result.is_complete:
         return
-    if learnt.num_promised >= learnt.num_drafts:
+    if result.num_promised >= result.num_drafts:
         raise InputError(
-            f"{found}. Training holds its first {learnt.num_promised} drafts for right, and drafting does as training does, "
-            "but the decoder does not accept: the labels or the target's states that training judges by are of another place; "
-            "sanity.enabled=false trains all the same"
+            f"{found}. By the training forward its first {result.num_promised} drafts are right, and drafting gives the same "
+            "logits, but the decoder does not accept them: the labels or the target's states used in training are of another "
+            "place; sanity.enabled=false trains all the same"
         )
     raise InputError(
-        f"{found}. The head does not learn a single conversation: it reads states of a wrong place, no gradient reaches it, or "
-        "it needs more; raise sanity.overfit_steps or sanity.learning_rate if the agreement is still growing; "
+        f"{found}. The head does not learn a single conversation: it reads states of a wrong position, no gradient reaches it, "
+        "or it needs more steps; raise sanity.overfit_steps or sanity.learning_rate if the agreement is still growing; "
         "sanity.enabled=false trains all the same"
     )

@@ -1,4 +1,9 @@
-"""What the loop trains: a draft LM or a head.
+"""The tasks of the training loop: distilling a draft LM, and training a head; both are evaluated by `held_out`.
 
-Start with `draft` or `head`.
+`DraftTask` and `HeadTask` are made by `train.launch`.
 """
+
+from train.tasks.draft import DraftTask
+from train.tasks.head import HeadTask
+
+__all__ = ["DraftTask", "HeadTask"]

@@ -1,4 +1,4 @@
-"""Distilling a draft LM as a task of the training loop: its loss, its score on held-out prompts, its artifact."""
+"""Distilling a draft LM as a `train.loop.task.Task`: its loss, its score on held-out prompts, its artifact."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from train.telemetry.step_clock import StepClock
 
 
 class DraftTask:
-    """See the module's docstring; the interface is `train.loop.task.Task`.
+    """A draft LM under training (`train.loop.task.ShardableTask`).
 
     Args:
         config: the run's config.
@@ -48,7 +48,7 @@ class DraftTask:
         train: conversations trained on; layers are searched and a reduced draft vocabulary is chosen by them.
         held_out: conversations to decode on; the first `held_out.num_prompts` are used.
         accelerator: shares the held-out prompts over processes.
-        cache: what the target said about `train`; None: the target runs on every batch.
+        cache: the target's outputs on `train`; None: the target runs on every batch.
 
     Raises:
         InputError: the draft cannot be made, a held-out prompt cannot be decoded, or a model cannot be trained on packed rows.
@@ -90,7 +90,7 @@ class DraftTask:
         """Return the draft's blocks.
 
         Raises:
-            InputError: they are kept in a way draftsmith does not know.
+            InputError: the model does not keep its blocks where draftsmith looks for them.
         """
         return list(blocks(cast(DraftObjective, self.module).draft))
 
@@ -112,14 +112,14 @@ class DraftTask:
         """Let the draft write on a share of the rows where the data policy asks for it."""
         if self.rewriter is None:
             return Prepared(batches=window, sums={})
-        choices = [
+        selections = [
             self.rewriter.choose(len(batch.input_ids_BT), step=place.step, num_steps=place.num_steps, micro_batch=number)
             for number, batch in enumerate(window)
         ]
         batches, written = window, [0]
-        if any(choices):
+        if any(selections):
             draft = self._proposer(module)
-            pairs = [self.rewriter.rewrite(*pair, draft) for pair in zip(window, choices, strict=True)]
+            pairs = [self.rewriter.rewrite(*pair, draft) for pair in zip(window, selections, strict=True)]
             batches, written = [batch for batch, _ in pairs], [count for _, count in pairs]
         return Prepared(batches=batches, sums={"rewritten_share": torch.tensor(sum(written), device=self.accelerator.device)})
 
@@ -154,10 +154,10 @@ class DraftTask:
         save_draft_lm(artifact, self._served(module), self.target.tokenizer, metadata, self.vocabulary)
 
     def _proposer(self, module: nn.Module) -> DraftLM:
-        """Return the draft as it stands, at work."""
+        """Return a copy of the draft as a proposer."""
         served = self._served(module)
         if self.vocabulary is not None:
-            # The new head is made with random weights before it gets its own; training's random numbers stay where they are.
+            # The new head is made with random weights before it gets its own; the random state of training is restored.
             devices = [served.device] if served.device.type == "cuda" else []
             with torch.random.fork_rng(devices):
                 keep_head_rows(served, self.vocabulary)
@@ -172,7 +172,7 @@ class DraftTask:
 
 
 def _with_layers(config: DistillConfig, target: Target, train: Sequence[Conversation]) -> StudentConfig:
-    """Return the student's config with the chosen layers in place of the way to choose them, the same in all processes."""
+    """Return the student's config with `layer_choice` resolved to `layers`, the same in all processes."""
     student = config.student
     if student.layer_choice is None:
         return student

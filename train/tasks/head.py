@@ -1,4 +1,4 @@
-"""Training a head on the frozen target as a task of the training loop: loss, score on held-out prompts, artifact."""
+"""Training a head on the frozen target as a `train.loop.task.Task`: loss, score on held-out prompts, artifact."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from train.telemetry.step_clock import StepClock
 
 
 class HeadTask:
-    """See the module's docstring; the interface is `train.loop.task.Task`.
+    """A head under training (`train.loop.task.ShardableTask`).
 
     Args:
         config: the run's config.
@@ -81,10 +81,10 @@ class HeadTask:
         return copy.deepcopy(self.module, {id(each): each for each in shared})
 
     def units(self) -> Sequence[nn.Module]:
-        return []  # a head reads its parts' weights in ways of its family's: all of it is one unit
+        return []  # families read the weights of their parts directly, so the whole head is one unit
 
     def read_from_outside(self) -> Sequence[nn.Parameter] | None:
-        return None  # each family has its ways
+        return None  # that depends on the family
 
     def prepare(self, module: nn.Module, window: list[Batch], place: StepPlace) -> Prepared:
         """Heads are trained on the data as it is."""
@@ -108,12 +108,12 @@ class HeadTask:
         return read_states(self.target.model, batch.input_ids_BT, self.taps, batch.packed_positions_BT)
 
     def evaluate(self, module: nn.Module) -> dict[str, float]:
-        """Decode held-out prompts with the head as it stands, and say what its agreement with the answers promises."""
+        """Decode held-out prompts with the head, and predict the result from its agreement with the answers."""
         assert isinstance(module, HeadObjective)
         return self.held_out.score(self.proposer(module)) | self.prediction.score(module, self.states)
 
     def proposer(self, module: nn.Module) -> Proposer:
-        """Return a copy of the head as it stands, at work."""
+        """Return a copy of the head as a proposer."""
         return self.family.propose(serve(self.copy_of(module), self.target.model), self.target.device)
 
     def save(self, module: nn.Module, progress: Progress, metrics: dict[str, float]) -> None:
@@ -139,7 +139,7 @@ class HeadTask:
         save_head(folder, serve(self.copy_of(module), self.target.model), metadata, self.vocabulary)
 
     def copy_of(self, module: nn.Module) -> nn.Module:
-        """Return a new head with the trained weights, made as loading an artifact makes it; training's randomness stays."""
+        """Return a new head with the trained weights, made as when an artifact is loaded; the random state is restored."""
         assert isinstance(module, HeadObjective)
         devices = [self.target.device] if self.target.device.type == "cuda" else []
         with torch.random.fork_rng(devices):

@@ -1,16 +1,11 @@
-"""What decoding would yield if the head drafted as it was trained: held-out answers gone through without decoding them.
+"""Evaluation on held-out prompts during training: what is decoded, and what the training forward predicts for it.
 
-The objective looks at every place of the answers at once, the text being given, and says how many drafts in a row would be
-right from there. Walking through each answer by these numbers, a round at a time, gives the tokens per target step that
-greedy decoding must yield, exactly, where training and decoding do the same thing and the answers are the target's greedy
-ones. So a gap to what is decoded is a finding. One plus the joint agreements would not do: they are means over all places,
-while decoding passes easy places in large steps and stands at hard ones more often.
-
-Left out on purpose: sampled decoding, of which the agreement of the likeliest tokens says nothing.
-B batch, T positions, K depths.
-
-
-The decoder on held-out prompts during training, and what an artifact says of its making. Shared by all tasks.
+`HeldOutDecoding` decodes the prompts. `HeldOutPrediction` takes the held-out answers as given, computes at every position how
+many drafts in a row would be right, and walks through each answer by these numbers, a round at a time. Where the answers are
+the target's greedy ones, that is exactly the number of tokens per target step that greedy decoding must yield, so a difference
+is a fault in training or in drafting. The mean joint agreement plus one would not do: decoding passes easy positions in large
+steps and meets hard ones more often. Sampled decoding has no such prediction.
+B batch, T positions, K depths, P positions of all rows.
 """
 
 from __future__ import annotations
@@ -38,10 +33,10 @@ from train.loop.checkpoints import Progress
 
 
 class HeldOutDecoding:
-    """Decodes the first `config.num_prompts` held-out conversations' prompts.
+    """Decodes the prompts of the first `config.num_prompts` held-out conversations.
 
     Args:
-        config: how many, and how.
+        config: the number of prompts, and how they are decoded.
         target: the frozen target.
         conversations: the held-out side of the data.
         accelerator: shares the prompts over processes.
@@ -65,7 +60,7 @@ class HeldOutDecoding:
         check_decodable(target, self.requests, config.decode)  # now, not at the end of the training
 
     def score(self, proposer: Proposer) -> dict[str, float]:
-        """Decode this process's share of the prompts; add up counts over processes before any division."""
+        """Decode the prompts, each process its share; return metrics over all of them."""
         settings = self.config.decode
         own = self.requests[self.accelerator.process_index :: self.accelerator.num_processes]
         counts = torch.zeros(4, device=self.accelerator.device)
@@ -80,22 +75,11 @@ class HeldOutDecoding:
         return {"tokens_per_target_step": committed / max(num_rounds, 1), "draft_token_yield": accepted / max(drafted, 1)}
 
 
-def training_provenance(progress: Progress, metrics: dict[str, float]) -> dict[str, Any]:
-    """Return what an artifact's metadata says of the run that made it."""
-    return {
-        "command": mask_arguments(sys.orig_argv),
-        "versions": describe_versions(),
-        "git": describe_git(),
-        "step": progress.step,
-        "held_out": metrics,
-    }
-
-
 class HeldOutPrediction:
-    """Looks at the conversations whose prompts `train.tasks.held_out.HeldOutDecoding` decodes, as far as it decodes them.
+    """Predicts what decoding yields on the conversations of `HeldOutDecoding`, each as far as it is decoded.
 
     Args:
-        config: how many conversations, and how they are decoded.
+        config: the number of conversations, and how they are decoded.
         conversations: the held-out side of the data.
         accelerator: shares them over processes.
     """
@@ -109,16 +93,16 @@ class HeldOutPrediction:
 
     @torch.no_grad()
     def score(self, objective: HeadObjective, states_of: Callable[[Batch], TargetStates]) -> dict[str, float]:
-        """Return what training promises; the objective is left in the mode it was in.
+        """Return the predicted metrics; the objective keeps its mode.
 
         Args:
             objective: the head under training, not wrapped.
             states_of: reads the target's states over a batch.
 
         Returns:
-            `conditional_k` and `joint_k` for each draft k of a round, over all places: whether the likeliest tokens agree at
-            depth k where they did at all before (left out where they never did), and at all up to k. `predicted_tau`, where
-            decoding is greedy.
+            `conditional_k` and `joint_k` for each draft k of a round, over all positions: the share where the likeliest tokens
+            agree at depth k given that they agree at all before (left out where they never do), and at all up to k; and
+            `predicted_tau`, the tokens per target step, where decoding is greedy.
         """
         was_training = objective.training
         objective.eval()
@@ -136,15 +120,12 @@ class HeldOutPrediction:
         return metrics
 
     def _counts(self, objective: HeadObjective, states_of: Callable[[Batch], TargetStates]) -> Tensor:
-        """Return tokens and rounds of the walks, then by depth where all agreed, where all before did, and all places."""
+        """Return tokens and rounds of the walks, then three counts by depth: all agree, all before agree, all positions."""
         own = self.examples[self.accelerator.process_index :: self.accelerator.num_processes]
-        counts = torch.stack(
-            [
-                self._batch_counts(objective, states_of, examples)
-                for examples in _batches(own or self.examples[:1], self.decode.batch_size)
-            ]
-        ).sum(0)
         # A process without conversations takes part in the sum all the same.
+        examples, size = own or self.examples[:1], self.decode.batch_size
+        batches = [examples[start : start + size] for start in range(0, len(examples), size)]
+        counts = torch.stack([self._batch_counts(objective, states_of, batch) for batch in batches]).sum(0)
         return self.accelerator.reduce(counts if own else torch.zeros_like(counts), "sum")
 
     def _batch_counts(
@@ -163,10 +144,10 @@ class HeldOutPrediction:
 
 
 def walk(accepted_T: Sequence[int], start: int, end: int, num_tokens: int) -> tuple[int, int]:
-    """Return how many tokens greedy decoding commits in an answer after its first one, and in how many rounds.
+    """Return the number of tokens that greedy decoding commits after an answer's first one, and the number of rounds.
 
     Args:
-        accepted_T: by origin j, how many drafts in a row the target would accept where x_{j+1} is pending.
+        accepted_T: by origin j, the number of drafts in a row that the target would accept where x_{j+1} is pending.
         start: position of the answer's first token, which comes from reading the prompt.
         end: the position after the answer's last token.
         num_tokens: drafts a round.
@@ -179,5 +160,12 @@ def walk(accepted_T: Sequence[int], start: int, end: int, num_tokens: int) -> tu
     return end - 1 - start, rounds
 
 
-def _batches(examples: Sequence[Example], size: int) -> list[Sequence[Example]]:
-    return [examples[start : start + size] for start in range(0, len(examples), size)]
+def training_provenance(progress: Progress, metrics: dict[str, float]) -> dict[str, Any]:
+    """Return the provenance of a run for an artifact's metadata."""
+    return {
+        "command": mask_arguments(sys.orig_argv),
+        "versions": describe_versions(),
+        "git": describe_git(),
+        "step": progress.step,
+        "held_out": metrics,
+    }

@@ -1,8 +1,8 @@
-"""The metrics of a training's steps as lines on the disk, for whoever has no tracker: OUTPUT/metrics.jsonl.
+"""OUTPUT/metrics.jsonl: the step metrics of a run, also without a tracker; and the reader of such files of steps.
 
-A line is one that was logged: `step`, `seconds` since the run began (those of an earlier process that it was resumed from
-included), then what a tracker gets under `train/`. Lines are appended and not synced: they may be lost with a machine, while
-the evaluations (`train.telemetry.history`) are not.
+A line is written with each log line: `step`, `seconds` since the run began (those of earlier processes included), then what
+a tracker gets under `train/`. Lines are appended and not synced, so a machine that fails may lose some, while evaluations
+(`train.telemetry.history`) are never lost.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class MetricsFile:
-    """The lines of a run, those before the step it goes on from kept.
+    """The metrics file of a run; lines up to the step resumed from are kept.
 
     Args:
         output: the run's folder.
-        done_steps: of the checkpoint that the run goes on from; steps after it are taken anew and replace their lines. 0 for a
-            run from the start.
+        done_steps: of the checkpoint resumed from; later steps are taken anew and their lines replaced. 0 for a run from the
+            start.
 
     Raises:
-        InputError: what an earlier process wrote cannot be read, or the folder not be written.
+        InputError: an earlier process's lines cannot be read, or the folder cannot be written.
     """
 
     def __init__(self, output: Path, *, done_steps: int) -> None:
@@ -78,10 +78,10 @@ def read_steps(path: Path, what: str) -> list[dict[str, Any]]:
 
     Args:
         path: the file.
-        what: what a complaint calls it.
+        what: its name in complaints.
 
     Raises:
-        InputError: there is none, or a row is not such.
+        InputError: there is none, or a row lacks one of the numbers.
     """
     rows = []
     for number, row in read_jsonl(path, what):

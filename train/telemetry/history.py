@@ -1,8 +1,8 @@
-"""The evaluations of a training run, one after another: OUTPUT/history.jsonl, and drawn in OUTPUT/history.svg.
+"""The evaluations of a training run: OUTPUT/history.jsonl, drawn in OUTPUT/history.svg.
 
-A line holds `step`, `seconds` since the run began (those of an earlier process that it was resumed from included) and the
-held-out metrics. The picture sets the tokens per target step that were decoded beside those that training promises
-(`train.tasks.held_out`): where the two part, the head does not draft as it was trained.
+A line holds `step`, `seconds` since the run began (those of earlier processes included) and the held-out metrics. The picture
+shows the tokens per target step that were decoded beside those predicted from agreement (`train.tasks.held_out`): where they
+differ, the head does not draft as it was trained.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from train.telemetry.files import read_steps
 LINES_FILE = "history.jsonl"
 PICTURE_FILE = "history.svg"
 DECODED, PREDICTED = "tokens_per_target_step", "predicted_tau"
-LEAST_SHARE = 0.8  # of the promised tokens beyond one a target step that decoding should yield
-# The picture stands alone, on paper of its own, and brings the colours that a page would give it.
+LEAST_SHARE = 0.8  # of the predicted tokens beyond one a target step that decoding should yield
+# The file stands alone, so it brings the colours that the report's page would define.
 COLOURS = {
     INK: "#1d2126",
     FAINT: "#626a73",
@@ -41,15 +41,15 @@ Row = Mapping[str, float]
 
 
 class History:
-    """The evaluations so far, on disk after each one.
+    """The evaluations so far, written to disk after each one.
 
     Args:
         output: the run's folder.
-        done_steps: of the checkpoint that the run goes on from; evaluations after it are done anew and replace those on
-            disk. 0 for a run from the start.
+        done_steps: of the checkpoint resumed from; later evaluations are made anew and their lines replaced. 0 for a run from
+            the start.
 
     Raises:
-        InputError: what an earlier process wrote cannot be read.
+        InputError: an earlier process's lines cannot be read.
     """
 
     def __init__(self, output: Path, *, done_steps: int) -> None:
@@ -74,7 +74,7 @@ class History:
 
 
 def explain_gap(metrics: Mapping[str, float]) -> str | None:
-    """Return a sentence where decoding yields much less than training promises, None where it does not."""
+    """Return a warning where decoding yields much less than agreement predicts, else None."""
     predicted, decoded = metrics.get(PREDICTED), metrics[DECODED]
     if predicted is None or decoded >= 1 + LEAST_SHARE * (predicted - 1):
         return None

@@ -1,9 +1,8 @@
 """A few steps under torch's profiler, on request (`schedule.profile`): OUTPUT/profile/profile_N.json for each process N.
 
-The file is a Chrome trace, which chrome://tracing and ui.perfetto.dev show; the parts of a step (`train.telemetry.step_clock`)
-stand in it as blocks around the operations. The operations that took most go to the log. accelerate runs the profiler and
-writes the trace. What is computed stays as it is; the profiled steps are slower, and the line of metrics that they fall into
-says so.
+The file is a Chrome trace for chrome://tracing and ui.perfetto.dev; the parts of a step (`train.telemetry.step_clock`) are
+blocks around the operations. The operations that took most time are logged. accelerate runs the profiler and writes the trace.
+The computation is unchanged; the profiled steps are slower, which shows in their line of metrics.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class StepProfiler:
         self.is_done = False
 
     def before_step(self, step: int) -> None:
-        """Begin where the step of this number, from 1, is the first to be recorded."""
+        """Start recording if the step of this number, from 1, is the first to be recorded."""
         if self.config is None or self.recording is not None or step != self.config.start_step:
             return
         self.recording = ExitStack()
@@ -52,7 +51,7 @@ class StepProfiler:
         self.clock.names_parts = True
 
     def after_step(self, step: int, *, is_last: bool) -> None:
-        """Write what was recorded after the last step to be recorded or to be taken, the same one in all processes."""
+        """Write the trace after the last step to be recorded or taken, the same step in all processes."""
         if self.config is None:
             return
         if self.recording is not None and (is_last or step == self.config.start_step + self.config.num_steps - 1):
@@ -67,7 +66,7 @@ class StepProfiler:
         log.info("profile in %s; the operations that took most:\n%s", self.settings.output_trace_dir, self._table())
 
     def _table(self) -> str:
-        """Return the largest operations by the time in themselves, not in those that they call."""
+        """Return the largest operations by their own time, without that of operations they call."""
         operations = [each for each in self.profiler.key_averages() if each.key not in STEP_PARTS]
         spent = {each.key: getattr(each, self.order) for each in operations}
         whole = max(sum(spent.values()), 1e-9)

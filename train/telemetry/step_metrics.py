@@ -1,6 +1,6 @@
-"""The books of a training run: sums and counts between two log lines, added over processes before any division.
+"""Metrics of the steps between two reports: sums and counts, added over processes before any division.
 
-Beside what the task measures stand what the steps cost: tokens a second over all processes, the share of the steps' time that
+Beside the task's metrics stands the cost of the steps: tokens a second over all processes, the share of the steps' time that
 each part took (`train.telemetry.step_clock`), the utilisation of the device (`train.telemetry.utilization`) and the peak of its
 memory.
 """
@@ -24,12 +24,12 @@ SHARE = "time_share_"
 
 
 class StepMetrics:
-    """What has happened in this process since the last report.
+    """Sums and counts of this process since the last report.
 
     Args:
         accelerator: adds up over processes.
-        clock: says how long the parts of the steps took.
-        peak: floating-point operations a second that this process's device could do.
+        clock: times the parts of the steps.
+        peak: floating-point operations a second of which this process's device is capable.
     """
 
     def __init__(self, accelerator: Accelerator, clock: StepClock, peak: float) -> None:
@@ -38,9 +38,9 @@ class StepMetrics:
         self._clear()
 
     def add(self, sums: Mapping[str, Tensor], counts: Mapping[str, Tensor] | None = None) -> None:
-        """Add sums over labels, by metric; `counts` says over how many of anything else a metric of that name was summed.
+        """Add sums by metric, over labels, or over as many as `counts` says for that metric.
 
-        In the time between two reports every process must give the same names.
+        Between two reports every process must give the same names.
         """
         for name, value in sums.items():
             self.sums[name] += value.detach()
@@ -55,7 +55,7 @@ class StepMetrics:
             self.norms.append(norm)
 
     def report(self) -> dict[str, float]:
-        """Return averages over labels since the last report, and what the steps cost; and start anew."""
+        """Return averages since the last report and the cost of the steps, and start anew."""
         names = sorted(self.sums)
         counts = [self.counts.get(name, self.labels) for name in names]
         table = torch.stack([self.labels, *(self.sums[name] for name in names), *counts])
@@ -68,7 +68,7 @@ class StepMetrics:
         return report
 
     def _costs(self, labels: float) -> dict[str, float]:
-        """Return what the steps since the last report cost, of all processes: sums divided by sums, and the most memory."""
+        """Return the cost of the steps since the last report over all processes: sums divided by sums, and peak memory."""
         now, device = self.clock.seconds(), self.accelerator.device
         own_seconds = [now[part] - self.seconds_before[part] for part in STEP_PARTS]
         possible = self.peak * sum(own_seconds)
@@ -95,7 +95,7 @@ class StepMetrics:
 
 
 def memory_peak(device: torch.device) -> float:
-    """Return the most bytes this process has held so far: on a GPU of its memory, else of the machine's."""
+    """Return the most bytes that this process has held so far, of the GPU's memory or else of the machine's."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024

@@ -1,8 +1,7 @@
-"""What the experiment trackers of accelerate (tensorboard, wandb, trackio, mlflow) are given of a run.
+"""Experiment trackers, run by accelerate: tensorboard, wandb, trackio, mlflow.
 
-The config goes to them one setting a key, `optimizer.learning_rate`, because mlflow drops values of more than 500 characters,
-and without secrets. How a tracker finds its server and its key is between it and the environment (`WANDB_API_KEY`,
-`MLFLOW_TRACKING_URI`, `HF_TOKEN`); neither is in a config of ours.
+The config is passed one setting a key, `optimizer.learning_rate`, because mlflow drops values of more than 500 characters, and
+without secrets. Trackers find their server and key in the environment (`WANDB_API_KEY`, `MLFLOW_TRACKING_URI`, `HF_TOKEN`).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ FOLDER = "trackers"  # below the run's folder
 
 
 def check_installed(schedule: ScheduleConfig) -> None:
-    """Refuse a tracker whose library is missing; accelerate would leave it out in silence.
+    """Refuse a tracker whose library is missing, which accelerate would ignore.
 
     Raises:
         ConfigError: one is.

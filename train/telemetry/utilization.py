@@ -1,10 +1,11 @@
-"""How much a training computes: the floating-point operations of its steps, and what the device could do at most.
+"""Model FLOP utilisation: the floating-point operations of the steps over those that the device could do.
 
-Operations are those of matrix products and attention, counted where torch dispatches them (`eval.cost.operation_counter`), so
-that no family of drafts has to say what it does: the target's forward, the draft's forward and backward, both output heads.
-Counting every step would cost more than it tells. It is done in the first micro-batches and then ever more rarely; between,
-operations follow from a micro-batch's shape by least squares, flops = a BT + b BT^2 + c N, which is exact where each product
-is linear in positions or in labels and attention is quadratic in the length. B rows, T positions, N labels.
+Operations are those of matrix products and attention, counted where torch dispatches them (`eval.cost.operation_counter`): the
+target's forward, the draft's forward and backward, both output heads. Counting is slow, so it is done in the first
+micro-batches and then ever more rarely; in between, operations follow from a micro-batch's shape by least squares,
+flops = a BT + b BT^2 + c N, which is exact where each product is linear in positions or in labels and attention is
+quadratic in the length.
+B rows, T positions, N labels.
 
 The utilisation is that of PaLM (2204.02311, appendix B): operations a second over the device's peak, without those of the
 optimiser, of norms and softmaxes. It departs in two ways: attention counts all T^2 pairs, masked ones as well, as it counts a
@@ -101,7 +102,7 @@ def find_peak(accelerator: Accelerator, schedule: ScheduleConfig) -> float:
 def measure_peak(device: torch.device, dtype: torch.dtype) -> float:
     """Return the floating-point operations a second of the best of a few square matrix products; takes a fraction of a second.
 
-    Sizes double until a product is long enough to tell.
+    Sizes double until a product is long enough to be timed.
     """
     size, best = FIRST_SIZE, 0.0
     while True:

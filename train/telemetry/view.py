@@ -1,6 +1,6 @@
-"""The metrics of a run for the eye: a table for the terminal and a picture, `OUTPUT/metrics.svg` (`scripts/show_training.py`).
+"""The step metrics of a run as a table for the terminal and as `OUTPUT/metrics.svg` (`scripts/show_training.py`).
 
-Many lines are drawn together by their mean, which is that of their steps because every line but the last is of equally many.
+Neighbouring lines are merged by their mean, which is that of their steps, as all lines but the last cover equally many.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from train.telemetry.step_clock import STEP_PARTS
 from train.telemetry.step_metrics import SHARE
 
 MOST_ROWS, MOST_BARS = 15, 60
-LEAST_SHARE = 0.005  # of a part that is worth a column
-COLOURS = {  # and how strong
+LEAST_SHARE = 0.005  # of a part that gets a column
+COLOURS = {  # with opacity
     "data": (FOURTH, 1.0),
     "rewriting": (FOURTH, 0.5),
     "target": (FIRST, 1.0),

@@ -53,12 +53,13 @@ def test_drafting_from_a_wrong_token_state_or_order_is_found_out(wrong, head_tas
 def test_labels_of_another_place_are_found_out(places, head_task, greedy_rows, monkeypatch):
     right = Eagle3.forward
 
-    def moved(head, inputs):
-        last = inputs.input_ids_BT.numel() - 1
-        return [dataclasses.replace(depth, judged_N=(depth.judged_N + places).clamp(max=last)) for depth in right(head, inputs)]
+    def moved(head, batch, states):
+        last = batch.input_ids_BT.numel() - 1
+        depths = right(head, batch, states)
+        return [dataclasses.replace(depth, judged_N=(depth.judged_N + places).clamp(max=last)) for depth in depths]
 
     monkeypatch.setattr(Eagle3, "forward", moved)
-    task = head_task(sanity={"learning_rate": 1e-2, "overfit_steps": 100})
+    task = head_task(sanity={"learning_rate": 1e-2, "overfit_steps": 50})
     with pytest.raises(
         InputError, match=r"[0-2] of 3 drafts accepted in a round, .*labels or the target's states .*another place"
     ):
