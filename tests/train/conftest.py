@@ -7,9 +7,9 @@ import torch
 
 from configs.schema.decoding import DecodeConfig
 from configs.schema.training import HeadsConfig
-from distill.dataset.conversations import Conversation
 from eval.decoder.decode import generate
 from tests.support.tiny_heads import HEADS
+from tests.support.training_runs import conversation
 from train.launch import make_accelerator
 from train.tasks.head import HeadTask
 
@@ -26,15 +26,7 @@ def greedy_rows(greedy_target):
     prompts = torch.randint(5, 64, (16, 6), generator=torch.Generator().manual_seed(0)).tolist()
     plain = DecodeConfig(num_speculative_tokens=0, max_new_tokens=19, batch_size=16)
     return [
-        Conversation(
-            prompt_id=f"p{number}",
-            category="c",
-            turn=0,
-            messages=(),
-            prompt_ids=tuple(prompt),
-            answer_ids=tuple(answer[: 8 + number % 12]),
-            ended=False,
-        )
+        conversation(number, prompt, answer[: 8 + number % 12])
         for number, (prompt, answer) in enumerate(zip(prompts, generate(greedy_target, prompts, plain), strict=True))
     ]
 

@@ -1,14 +1,11 @@
 """Training heads on blocks at random anchors: a resumed run draws the anchors that the undisturbed one would have drawn."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from distill.dataset.batches import ConversationDataset, make_loader
 from heads.families import dflash
+from tests.support.training_runs import train_task
 from train.loop.checkpoints import list_checkpoints
-from train.loop.loop import train
 
 DSPARK = {"kind": "dspark", "taps": [1, 2, 3], "block_size": 4, "num_anchors": 2, "mask_token_id": 0, "markov_rank": 4}
 
@@ -29,25 +26,12 @@ def drawn(monkeypatch):
     return places
 
 
-def run(head_task, folder, rows, stop_before=None):
+def run(head_task, folder, rows, stop_after=None):
     """Train six steps with a checkpoint after three; return the head's weights at the end."""
     schedule = {"batch_size": 4, "max_steps": 6, "mixed_precision": "no", "trackers": [], "checkpoint_every_steps": 3}
     task = head_task("dflash", head=DSPARK, schedule=schedule, output=str(folder))
     task.evaluate = lambda module: {"tokens_per_target_step": 1.0}
-    plain, calls = task.loss, []
-
-    def loss(*arguments):
-        calls.append(arguments)
-        if len(calls) == stop_before:
-            raise KeyboardInterrupt
-        return plain(*arguments)
-
-    task.loss = loss
-    config = task.config
-    loader = make_loader(ConversationDataset(rows, 64), config.schedule.batch_size, seed=config.schedule.seed)
-    accelerator = task.held_out.accelerator
-    train(task, loader, config.optimizer, config.schedule, accelerator, Path(config.output), config.model_dump(mode="json"))
-    return {name: tensor.clone() for name, tensor in task.module.state_dict().items()}
+    return train_task(task, rows, stop_after)[0]
 
 
 def test_a_resumed_run_draws_the_same_anchors_and_ends_in_the_same_bits(tmp_path, head_task, greedy_rows, drawn):
@@ -56,7 +40,7 @@ def test_a_resumed_run_draws_the_same_anchors_and_ends_in_the_same_bits(tmp_path
     assert len(undisturbed) == 6
     drawn.clear()
     with pytest.raises(KeyboardInterrupt):
-        run(head_task, tmp_path / "parts", greedy_rows, stop_before=5)
+        run(head_task, tmp_path / "parts", greedy_rows, stop_after=4)
     assert [path.name for path in list_checkpoints(tmp_path / "parts" / "checkpoints")] == ["step-00000003"]
     del drawn[3:]
     resumed = run(head_task, tmp_path / "parts", greedy_rows)

@@ -11,11 +11,10 @@ from configs.schema.data import CacheConfig
 from configs.schema.decoding import DecodeConfig
 from configs.schema.training import DistillConfig
 from distill.cache.writer import CacheJob
-from distill.dataset.batches import ConversationDataset, make_loader
-from distill.dataset.conversations import Conversation
+from distill.dataset.batches import ConversationDataset
 from heads.inference.model_checks import check_rolls_back
+from tests.support.training_runs import conversation, train_task
 from train.launch import make_accelerator, open_training_cache
-from train.loop.loop import train
 from train.tasks.draft import DraftTask
 
 MAX_LENGTH = 64
@@ -30,18 +29,7 @@ def target(tiny_llama, as_target):
 def rows():
     generator = torch.Generator().manual_seed(0)
     answers = torch.randint(5, 64, (16, 20), generator=generator).tolist()
-    return [
-        Conversation(
-            prompt_id=f"p{number}",
-            category="c",
-            turn=0,
-            messages=(),
-            prompt_ids=tuple(ids[:5]),
-            answer_ids=tuple(ids[5 : 8 + number % 12]),
-            ended=False,
-        )
-        for number, ids in enumerate(answers)
-    ]
+    return [conversation(number, ids[:5], ids[5 : 8 + number % 12]) for number, ids in enumerate(answers)]
 
 
 @pytest.fixture
@@ -77,17 +65,7 @@ def run(config, target, rows):
     accelerator = make_accelerator(config.schedule, Path(config.output))
     dataset = ConversationDataset(rows, MAX_LENGTH)
     task = DraftTask(config, target, rows, rows[:2], accelerator, open_training_cache(config, dataset, target))
-    plain, losses = task.loss, []
-
-    def loss(*arguments):
-        outcome = plain(*arguments)
-        losses.append(float(outcome.loss.detach()))
-        return outcome
-
-    task.loss = loss
-    loader = make_loader(dataset, config.schedule.batch_size, seed=config.schedule.seed)
-    train(task, loader, config.optimizer, config.schedule, accelerator, Path(config.output), config.model_dump(mode="json"))
-    return task.module.state_dict(), losses
+    return train_task(task, rows, max_length=MAX_LENGTH)
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from configs.schema.learning import OptimizerConfig, StudentConfig
 from configs.schema.target import TargetConfig
 from configs.schema.training import DistillConfig, HeldOutDecodingConfig, ScheduleConfig
 from distill.dataset.batches import ConversationDataset, make_loader
-from distill.dataset.conversations import Conversation
 from distill.student.init import initial_draft
 from heads.artifact import load_draft
+from tests.support.training_runs import conversation, train_task
 from train.launch import make_accelerator, run_distillation
 from train.loop.checkpoints import list_checkpoints
 from train.loop.loop import train
@@ -27,29 +27,18 @@ from train.loop.optimizer import make_optimizer
 from train.tasks.draft import DraftTask
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def target(tiny_llama, as_target):
     return as_target(tiny_llama(seed=1, dtype=torch.float32, layers=3))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def rows(target):
     """Conversations in the target's own words."""
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(5, 64, (24, 6), generator=generator)
     answers = target.model.generate(prompts, max_new_tokens=12, do_sample=False, attention_mask=torch.ones_like(prompts))
-    return [
-        Conversation(
-            prompt_id=f"p{number}",
-            category="c",
-            turn=0,
-            messages=(),
-            prompt_ids=tuple(row[:6]),
-            answer_ids=tuple(row[6 : 10 + number % 8]),
-            ended=False,
-        )
-        for number, row in enumerate(answers.tolist())
-    ]
+    return [conversation(number, row[:6], row[6 : 10 + number % 8]) for number, row in enumerate(answers.tolist())]
 
 
 def config_for(folder, student=None, **schedule):
@@ -72,21 +61,9 @@ def config_for(folder, student=None, **schedule):
 
 
 def run(config, target, rows, stop_after=None):
+    """Distil as configured; return the weights at the end."""
     accelerator = make_accelerator(config.schedule, Path(config.output))
-    task = DraftTask(config, target, rows, rows[:3], accelerator)
-    if stop_after is not None:
-        plain, calls = task.loss, []
-
-        def loss(*args):
-            if len(calls) == stop_after:
-                raise KeyboardInterrupt
-            calls.append(1)
-            return plain(*args)
-
-        task.loss = loss
-    loader = make_loader(ConversationDataset(rows, 64), config.schedule.batch_size, seed=config.schedule.seed)
-    train(task, loader, config.optimizer, config.schedule, accelerator, Path(config.output), config.model_dump(mode="json"))
-    return {name: tensor.clone() for name, tensor in task.module.state_dict().items()}
+    return train_task(DraftTask(config, target, rows, rows[:3], accelerator), rows, stop_after)[0]
 
 
 @pytest.mark.parametrize("student", [{}, {"lora": {"rank": 4}, "draft_vocab_size": 20}], ids=["full", "lora"])
@@ -173,12 +150,10 @@ def test_accumulated_micro_batches_give_the_step_of_one_large_batch(tmp_path, ta
 
 
 def test_training_brings_the_draft_closer_to_the_target(tmp_path, target, rows):
-    config = config_for(tmp_path, max_steps=60, eval_every_steps=20)
+    config = config_for(tmp_path, max_steps=40, eval_every_steps=20, checkpoint_every_steps=None)
     run(config, target, rows)
-    accelerator = Accelerator()
-    before = DraftTask(config, target, rows, rows[:3], accelerator).evaluate(
-        DraftTask(config, target, rows, rows[:3], accelerator).module
-    )
+    untrained = DraftTask(config, target, rows, rows[:3], Accelerator())
+    before = untrained.evaluate(untrained.module)
     provenance = json.loads((tmp_path / "artifact" / "draftsmith.json").read_text())["provenance"]
     assert provenance["held_out"]["tokens_per_target_step"] > before["tokens_per_target_step"] + 0.2
 

@@ -11,14 +11,13 @@ from configs.schema.data import CacheConfig
 from configs.schema.decoding import DecodeConfig
 from configs.schema.training import HeadsConfig
 from distill.cache.writer import CacheJob
-from distill.dataset.batches import ConversationDataset, collate, make_loader
-from distill.dataset.conversations import Conversation
+from distill.dataset.batches import ConversationDataset, collate
 from distill.loss import head_objective
 from distill.loss import target_logits as normalised_rows
 from heads.inference.causal_lm import backbone
 from heads.modules.interface import Normalisers
+from tests.support.training_runs import conversation, train_task
 from train.launch import make_accelerator, open_training_cache
-from train.loop.loop import train
 from train.tasks.head import HeadTask
 
 MAX_LENGTH = 64
@@ -40,18 +39,7 @@ def conversations():
     def make(*, ragged):
         generator = torch.Generator().manual_seed(0)
         rows = torch.randint(5, 64, (16, 20), generator=generator).tolist()
-        return [
-            Conversation(
-                prompt_id=f"p{number}",
-                category="c",
-                turn=0,
-                messages=(),
-                prompt_ids=tuple(ids[:5]),
-                answer_ids=tuple(ids[5 : 8 + number % 12 if ragged else 20]),
-                ended=False,
-            )
-            for number, ids in enumerate(rows)
-        ]
+        return [conversation(number, ids[:5], ids[5 : 8 + number % 12 if ragged else 20]) for number, ids in enumerate(rows)]
 
     return make
 
@@ -90,24 +78,14 @@ def make_task(config, target, rows):
     accelerator = make_accelerator(config.schedule, Path(config.output))
     dataset = ConversationDataset(rows, MAX_LENGTH)
     cache = open_training_cache(config, dataset, target)
-    return HeadTask(config, target, rows, rows[:2], accelerator, cache), dataset, accelerator
+    return HeadTask(config, target, rows, rows[:2], accelerator, cache), dataset
 
 
 def run(config, target, rows):
     """Train as configured; return the head's weights at the end and the loss of each batch on the way."""
-    task, dataset, accelerator = make_task(config, target, rows)
+    task, _ = make_task(config, target, rows)
     task.evaluate = lambda module: {"tokens_per_target_step": 1.0}
-    plain, losses = task.loss, []
-
-    def loss(*arguments):
-        outcome = plain(*arguments)
-        losses.append(float(outcome.loss.detach()))
-        return outcome
-
-    task.loss = loss
-    loader = make_loader(dataset, config.schedule.batch_size, seed=config.schedule.seed)
-    train(task, loader, config.optimizer, config.schedule, accelerator, Path(config.output), config.model_dump(mode="json"))
-    return task.module.state_dict(), losses
+    return train_task(task, rows, max_length=MAX_LENGTH)
 
 
 def difference(ours, theirs):
@@ -143,7 +121,7 @@ def test_among_other_neighbours_a_run_from_the_cache_differs_by_rounding_only(
 def test_neither_the_target_nor_its_whole_head_is_run_on_a_batch(tmp_path, target, conversations, make_cache, monkeypatch):
     rows = conversations(ragged=True)
     config = config_for(tmp_path, make_cache(rows), EAGLE3 | SOME_TOKENS)
-    task, dataset, _ = make_task(config, target, rows)
+    task, dataset = make_task(config, target, rows)
     batch = collate(dataset.examples[:3])
     backbone(target.model).forward = lambda *_, **__: pytest.fail("the target was run")
     for module in (head_objective, normalised_rows):
@@ -154,7 +132,7 @@ def test_neither_the_target_nor_its_whole_head_is_run_on_a_batch(tmp_path, targe
 
 def test_known_normalisers_are_what_the_objective_computes(tmp_path, target, conversations, make_cache):
     rows = conversations(ragged=True)
-    task, dataset, _ = make_task(config_for(tmp_path, make_cache(rows), EAGLE3 | SOME_TOKENS), target, rows)
+    task, dataset = make_task(config_for(tmp_path, make_cache(rows), EAGLE3 | SOME_TOKENS), target, rows)
     batch = collate(dataset.examples[3:7])
     (states, normalisers), num_labels = task.training_states(batch), batch.loss_mask_BT.sum()
     known = task.module(batch, states, num_labels, 1, normalisers)
@@ -169,7 +147,7 @@ def test_known_normalisers_are_what_the_objective_computes(tmp_path, target, con
 
 def test_other_conversations_than_the_caches_are_read_online(tmp_path, target, conversations, make_cache):
     rows = conversations(ragged=True)
-    task, _, _ = make_task(config_for(tmp_path, make_cache(rows)), target, rows)
+    task, _ = make_task(config_for(tmp_path, make_cache(rows)), target, rows)
     (other,) = ConversationDataset(rows[9:10], MAX_LENGTH).examples
     assert other.conversation == 0  # of another file: number 0 in the cache is another conversation
     states = task.states(collate([other]))

@@ -13,15 +13,15 @@ from configs.runtime.errors import ConfigError, InputError
 from configs.schema.decoding import DecodeConfig
 from configs.schema.target import TargetConfig
 from configs.schema.training import HeadsConfig
-from distill.dataset.batches import ConversationDataset, collate, make_loader
-from distill.dataset.conversations import FORMAT_VERSION, MANIFEST, Conversation
+from distill.dataset.batches import ConversationDataset, collate
+from distill.dataset.conversations import FORMAT_VERSION, MANIFEST
 from distill.loss.head_objective import HeadLoss
 from eval.decoder.decode import generate
 from heads.artifact import load_draft
 from heads.target.loading import load_target
+from tests.support.training_runs import conversation, train_task
 from train.launch import run_heads
 from train.loop.checkpoints import list_checkpoints
-from train.loop.loop import train
 from train.tasks.head import _metrics
 
 # Each draws random numbers while it trains: noise on the taps, the origins that are kept, the anchors.
@@ -39,18 +39,7 @@ def run_folder(tmp_path_factory, tiny_run):
     target = load_target(TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu"))
     prompts = torch.randint(5, 64, (12, 6), generator=torch.Generator().manual_seed(0)).tolist()
     answers = generate(target, prompts, DecodeConfig(num_speculative_tokens=0, max_new_tokens=14, batch_size=12))
-    rows = [
-        Conversation(
-            prompt_id=f"p{number}",
-            category="c",
-            turn=0,
-            messages=(),
-            prompt_ids=tuple(prompt),
-            answer_ids=tuple(answer),
-            ended=False,
-        )
-        for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
-    ]
+    rows = [conversation(number, prompt, answer) for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))]
     folder = tmp_path_factory.mktemp("heads")
     (folder / "train.jsonl").write_text("".join(row.to_line() for row in rows))
     (folder / "held_out.jsonl").write_text("".join(row.to_line() for row in rows[:4]))
@@ -80,24 +69,6 @@ def config_for(run_folder, tiny_run, output, **settings):
         }
         | settings
     )
-
-
-def run(task, rows, stop_after=None):
-    """Train a task to its end, or until so many batches have been trained on; return the weights."""
-    if stop_after is not None:
-        plain, calls = task.loss, []
-
-        def loss(*arguments):
-            if len(calls) == stop_after:
-                raise KeyboardInterrupt
-            calls.append(1)
-            return plain(*arguments)
-
-        task.loss = loss
-    config, accelerator = task.config, task.held_out.accelerator
-    loader = make_loader(ConversationDataset(rows, 64), config.schedule.batch_size, seed=config.schedule.seed)
-    train(task, loader, config.optimizer, config.schedule, accelerator, Path(config.output), config.model_dump(mode="json"))
-    return {name: tensor.clone() for name, tensor in task.module.state_dict().items()}
 
 
 @pytest.mark.parametrize(
@@ -145,7 +116,7 @@ def test_the_loss_of_several_micro_batches_is_an_average_over_their_labels():
 @KINDS
 def test_the_score_is_that_of_the_artifact(head_task, greedy_rows, greedy_target, kind):
     task = head_task(kind, head=RANDOM[kind])
-    run(task, greedy_rows)
+    train_task(task, greedy_rows)
     draft = load_draft(Path(task.config.output) / "artifact", greedy_target.identity, greedy_target.model)
     recorded = draft.metadata.provenance["held_out"]
     loaded = task.held_out.score(draft.proposer)
@@ -154,21 +125,21 @@ def test_the_score_is_that_of_the_artifact(head_task, greedy_rows, greedy_target
 
 
 @KINDS
-def test_a_resumed_run_ends_as_the_undisturbed_one_and_so_does_a_second_one(head_task, greedy_rows, tmp_path, kind):
-    schedule = {"batch_size": 4, "max_steps": 6, "mixed_precision": "no", "trackers": [], "checkpoint_every_steps": 2}
+def test_a_resumed_run_ends_as_the_undisturbed_one(head_task, greedy_rows, tmp_path, kind):
+    schedule = {"batch_size": 4, "max_steps": 5, "mixed_precision": "no", "trackers": [], "checkpoint_every_steps": 2}
     schedule |= {"eval_every_steps": 3}  # decoding in between leaves the random numbers of training alone
 
     def task(name):
         return head_task(kind, head=RANDOM[kind], schedule=schedule, output=str(tmp_path / name))
 
-    whole, again = (run(task(name), greedy_rows) for name in ("whole", "again"))
+    whole, losses = train_task(task("whole"), greedy_rows)
     with pytest.raises(KeyboardInterrupt):
-        run(task("parts"), greedy_rows, stop_after=5)
+        train_task(task("parts"), greedy_rows, stop_after=4)
     assert [path.name for path in list_checkpoints(tmp_path / "parts" / "checkpoints")] == ["step-00000002", "step-00000004"]
-    resumed = run(task("parts"), greedy_rows)
+    resumed, rest = train_task(task("parts"), greedy_rows)
+    assert rest == losses[4:]
     start = task("start").module.state_dict()
     for name, tensor in whole.items():
-        assert torch.equal(tensor, again[name]), name
         assert torch.equal(tensor, resumed[name]), name
     assert any(not torch.equal(whole[name], start[name]) for name in whole)
 
@@ -177,7 +148,7 @@ def test_training_brings_the_head_closer_to_the_target(head_task, greedy_rows):
     schedule = {"batch_size": 8, "max_steps": 40, "mixed_precision": "no", "trackers": []}
     task = head_task(schedule=schedule, optimizer={"learning_rate": 1e-2})
     before = task.evaluate(task.module)["tokens_per_target_step"]
-    run(task, greedy_rows)
+    train_task(task, greedy_rows)
     assert task.evaluate(task.module)["tokens_per_target_step"] > before + 0.5
 
 
@@ -202,14 +173,14 @@ def test_a_loss_that_is_not_finite_stops_before_the_step(head_task, greedy_rows)
         task.module.head.fc.weight[0, 0] = math.nan
     before = copy.deepcopy(task.module.state_dict())
     with pytest.raises(RuntimeError, match="the loss is nan in step 1"):
-        run(task, greedy_rows)
+        train_task(task, greedy_rows)
     after = task.module.state_dict()
     assert all(torch.equal(before[name].nan_to_num(), after[name].nan_to_num()) for name in before)
 
 
 def test_an_artifact_says_nothing_by_omission(head_task, greedy_rows):
     task = head_task("peagle", head={"draft_vocab_size": 20})
-    run(task, greedy_rows)
+    train_task(task, greedy_rows)
     written = json.loads((Path(task.config.output) / "artifact" / "draftsmith.json").read_text())
     assert (written["head"]["taps"], written["head"]["mask_token_id"]) == ([1, 2, 3], 0)
     assert written["hidden_states"]["concat_order"] == ["h_1", "h_2", "h_3"]

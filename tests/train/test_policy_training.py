@@ -12,12 +12,11 @@ from accelerate.state import AcceleratorState
 from configs.schema.data import DataConfig
 from configs.schema.decoding import DecodeConfig
 from configs.schema.training import DistillConfig
-from distill.dataset.batches import ConversationDataset, collate, make_loader
-from distill.dataset.conversations import Conversation
+from distill.dataset.batches import ConversationDataset, collate
 from distill.generation.make_dataset import make_dataset
 from distill.student.on_policy import examples_of
+from tests.support.training_runs import conversation, train_task
 from train.launch import make_accelerator, run_distillation
-from train.loop.loop import train
 from train.loop.task import Prepared, StepPlace
 from train.tasks.draft import DraftTask
 
@@ -34,18 +33,7 @@ def target(tiny_llama, as_target):
 def rows():
     generator = torch.Generator().manual_seed(0)
     answers = torch.randint(5, 64, (24, 20), generator=generator).tolist()
-    return [
-        Conversation(
-            prompt_id=f"p{number}",
-            category="c",
-            turn=0,
-            messages=(),
-            prompt_ids=tuple(ids[:5]),
-            answer_ids=tuple(ids[5 : 8 + number % 12]),
-            ended=False,
-        )
-        for number, ids in enumerate(answers)
-    ]
+    return [conversation(number, ids[:5], ids[5 : 8 + number % 12]) for number, ids in enumerate(answers)]
 
 
 def config_for(folder, policy=None, student=None, **schedule):
@@ -74,20 +62,7 @@ def make_task(config, target, rows):
 
 def run(config, target, rows, stop_after=None, task=None):
     """Train as configured; return the weights at the end, or stop before so many micro-batches."""
-    task = task or make_task(config, target, rows)
-    plain, calls = task.loss, []
-
-    def loss(*args):
-        if len(calls) == stop_after:
-            raise KeyboardInterrupt
-        calls.append(1)
-        return plain(*args)
-
-    task.loss = loss
-    loader = make_loader(ConversationDataset(rows, 64), config.schedule.batch_size, seed=config.schedule.seed)
-    output, settings = Path(config.output), config.model_dump(mode="json")
-    train(task, loader, config.optimizer, config.schedule, task.accelerator, output, settings)
-    return {name: tensor.clone() for name, tensor in task.module.state_dict().items()}
+    return train_task(task or make_task(config, target, rows), rows, stop_after)[0]
 
 
 def equal(one, other):
@@ -132,9 +107,7 @@ def test_a_policy_that_rewrites_nothing_changes_nothing_and_makes_no_copy_of_the
     assert equal(with_policy, run(config_for(tmp_path / "bare", None, student), target, rows))
 
 
-def test_steps_before_the_phase_are_those_of_a_run_without_a_policy_and_the_books_tell_the_share(
-    tmp_path, target, rows, caplog
-):
+def test_steps_before_the_phase_are_those_without_a_policy_and_the_metrics_tell_the_share(tmp_path, target, rows, caplog):
     caplog.set_level(logging.INFO, "draftsmith")
     run(config_for(tmp_path / "none"), target, rows)
     without = metrics_of(caplog)

@@ -15,7 +15,7 @@ What counts as what:
     communication   reducing over processes, and waiting for the slowest of them; of the gradients, what the backward did not
                     hide (`mark_gradient`). Known under DDP; what FSDP and DeepSpeed send on the way stays where it happens
     optimizer       clipping, step, schedule; under DeepSpeed the schedule alone
-    other           what is left: books, logging, looks at the loss
+    other           what is left: metrics, logging, checks of the loss
     evaluation      decoding held-out prompts, with all that happens within; no part of a step
     checkpoint      writing checkpoints and the best draft, reading the one gone on from; no part of a step
 

@@ -50,7 +50,7 @@ class FlopMeter:
         self._shapes: list[list[float]] = []  # of counted micro-batches: BT, BT^2, N
         self._flops: list[float] = []  # theirs
         self._positions = self._pairs = 0  # BT and BT^2 since the last look
-        self._labels = torch.zeros((), device=device)  # N since then; on the device, which nobody waits for
+        self._labels = torch.zeros((), device=device)  # N since then, on the device: no synchronisation
 
     @contextmanager
     def micro_batch(self, batch: Batch) -> Iterator[None]:

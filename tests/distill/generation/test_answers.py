@@ -9,7 +9,6 @@ import torch
 
 from configs.runtime.errors import InputError
 from configs.schema.data import AnswersConfig, DataConfig
-from configs.schema.decoding import SamplingConfig
 from distill.dataset.conversations import check_written_for, is_written_by_target, read_conversations
 from distill.generation import make_dataset as making
 from distill.generation.answers import (
@@ -22,10 +21,8 @@ from distill.generation.answers import (
     check_given,
     existing_answers,
 )
-from distill.generation.continuation import continue_tokens
 from distill.generation.make_dataset import make_dataset
 from distill.generation.prompts import Prompt
-from heads.sampling.probabilities import token_probabilities
 
 SAMPLED = AnswersConfig(temperature=0.9, top_k=200, max_new_tokens=20, batch_size=4)
 GREEDY = AnswersConfig(max_new_tokens=12, batch_size=4)
@@ -65,16 +62,6 @@ def test_greedy_answers_are_those_of_the_model_without_cache_batch_or_padding(by
         assert row.ended == (row.answer_ids[-1] in byte_target.eos_token_ids)
 
 
-def test_sampled_tokens_follow_the_distribution(byte_target):
-    prompt = byte_target.encode_chat([{"role": "user", "content": "hi"}])
-    sampling = SamplingConfig(temperature=0.5, top_k=4)
-    draws = continue_tokens(byte_target, [prompt] * 2000, sampling, max_new_tokens=1, seed=0, requests=list(range(2000)))
-    probs_V = token_probabilities(byte_target.model(torch.tensor([prompt])).logits[0, -1], sampling)
-    counted_V = torch.bincount(torch.tensor(draws).flatten(), minlength=probs_V.numel()) / 2000
-    assert set(counted_V.nonzero().flatten().tolist()) <= set(probs_V.nonzero().flatten().tolist())
-    assert (counted_V - probs_V).abs().sum() / 2 < 0.05
-
-
 def test_a_sampled_answer_does_not_depend_on_its_batch(byte_target, make_prompts):
     together, _ = answer_prompts(byte_target, make_prompts(7), SAMPLED, seed=1)
     alone = [answer_prompts(byte_target, [prompt], SAMPLED, seed=1)[0][0] for prompt in make_prompts(7)]
@@ -109,20 +96,6 @@ def test_an_answer_that_is_over_at_once_is_dropped_and_counted(byte_target, make
     [row], _ = answer_prompts(byte_target, make_prompts(1), GREEDY, seed=0)
     silent = replace(byte_target, eos_token_ids=(row.answer_ids[0],))
     assert answer_prompts(silent, make_prompts(1), GREEDY, seed=0) == ([], {EMPTY: 1})
-
-
-def test_answers_end_where_the_context_does(byte_target):
-    prompt = byte_target.encode_chat([{"role": "user", "content": "y" * 100}])
-    [ids] = continue_tokens(byte_target, [prompt], SamplingConfig(), max_new_tokens=99, seed=0, requests=[0])
-    assert len(prompt) + len(ids) == byte_target.max_positions or ids[-1] in byte_target.eos_token_ids
-
-
-def test_logits_that_are_not_finite_are_reported(byte_target, monkeypatch):
-    monkeypatch.setattr(
-        "distill.generation.continuation.head_logits", lambda model, hidden: torch.full((len(hidden), 4), torch.nan)
-    )
-    with pytest.raises(RuntimeError, match=r"not finite in torch\.float32"):
-        continue_tokens(byte_target, [[1]], SamplingConfig(), max_new_tokens=1, seed=0, requests=[0])
 
 
 def test_two_processes_write_what_one_writes(job):

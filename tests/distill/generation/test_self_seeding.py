@@ -18,6 +18,12 @@ WITH_SYSTEM = "{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}" + GEMMA
 CONFIG = PromptsConfig(num_prompts=6, max_prompt_tokens=100, top_p=1.0, category="seeded")
 
 
+@pytest.fixture(scope="module")
+def seeded(byte_target):
+    """Prompts of one process by batches of eight, and what was dropped."""
+    return self_seed(byte_target, CONFIG, batch_size=8, seed=0)
+
+
 @pytest.fixture
 def with_template(byte_target):
     def make(template):
@@ -60,8 +66,8 @@ def test_turns_longer_than_the_context_are_refused(byte_target):
         find_user_frame(byte_target, 160)
 
 
-def test_as_many_distinct_prompts_come_back_as_asked_for(byte_target):
-    prompts, dropped = self_seed(byte_target, CONFIG, batch_size=8, seed=0)
+def test_as_many_distinct_prompts_come_back_as_asked_for(seeded):
+    prompts, dropped = seeded
     assert len({prompt.user_text for prompt in prompts}) == 6
     assert all(len(prompt.user_text) >= 8 and prompt.category == "seeded" for prompt in prompts)
     assert set(dropped) <= {UNUSABLE, TOO_SHORT}
@@ -70,13 +76,13 @@ def test_as_many_distinct_prompts_come_back_as_asked_for(byte_target):
     assert not any(marker in prompt.user_text for prompt in prompts for marker in special)
 
 
-def test_the_prompts_do_not_depend_on_the_batch_size_and_differ_by_seed(byte_target):
-    prompts = self_seed(byte_target, CONFIG, batch_size=8, seed=0)
-    assert self_seed(byte_target, CONFIG, batch_size=3, seed=0) == prompts
-    assert self_seed(byte_target, CONFIG, batch_size=8, seed=1) != prompts
+def test_the_prompts_do_not_depend_on_the_batch_size_and_differ_by_seed(byte_target, seeded):
+    assert self_seed(byte_target, CONFIG, batch_size=5, seed=0) == seeded
+    one = CONFIG.model_copy(update={"num_prompts": 1})
+    assert self_seed(byte_target, one, batch_size=8, seed=1)[0] != seeded[0][:1]
 
 
-def test_two_processes_write_what_one_writes(byte_target):
+def test_two_processes_write_what_one_writes(byte_target, seeded):
     frame = find_user_frame(byte_target, CONFIG.max_prompt_tokens)
 
     def with_the_other_rank(turns):
@@ -84,7 +90,7 @@ def test_two_processes_write_what_one_writes(byte_target):
         return [*turns, *write_turns(byte_target, frame, sorted(others), CONFIG, batch_size=8, seed=0)]
 
     shared = self_seed(byte_target, CONFIG, batch_size=8, seed=0, rank=0, num_processes=2, exchange=with_the_other_rank)
-    assert shared == self_seed(byte_target, CONFIG, batch_size=8, seed=0)
+    assert shared == seeded
 
 
 def test_a_template_that_ends_a_turn_with_plain_text_works_too(with_template, monkeypatch):

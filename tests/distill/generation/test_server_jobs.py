@@ -105,7 +105,7 @@ def test_troubles_on_the_way_leave_no_trace_in_the_data(config, api):
     assert troubles == []
 
 
-def test_a_server_that_dies_ends_the_run_with_one_sentence_and_the_next_run_asks_for_the_rest_alone(config, api):
+def test_a_server_that_dies_ends_the_run_and_the_next_one_asks_for_the_rest_alone(config, api):
     undisturbed = made(config("undisturbed"))
     api.asked.clear()
     plain = api.respond
@@ -308,7 +308,7 @@ def test_prompts_by_a_server_are_turns_of_its_own_and_not_asked_for_again(config
     assert json.loads(first["manifest.json"])["counts"]["prompts"] == 8
 
 
-def test_turns_are_those_that_could_be_used_had_the_target_here_written_them(config, api, byte_target, tmp_path):
+def test_turns_are_usable_by_the_same_rules_as_local_ones(config, api, byte_target, tmp_path):
     settings = config(prompts=SEEDED)
     frame = find_user_frame(byte_target, 90)
     with TargetServer(settings.server) as server:

@@ -199,14 +199,14 @@ def test_a_prompt_that_fills_the_targets_context_is_left_as_it_is(rewriter, draf
 
 def test_answers_are_cut_anywhere_after_their_first_token_and_before_their_last(rewriter, draft):
     cuts = Counter()
-    for step in range(300):
+    for step in range(120):
         batch, _ = rewriter(num_draft_tokens=1).rewrite(collate(EXAMPLES), chosen((), (0, 2), f"0/{step}/0"), draft)
         cut, single = examples_of(batch)[0], examples_of(batch)[2]
         assert cut.input_ids[:-1] == EXAMPLES[0].input_ids[: len(cut.input_ids) - 1]
         assert single.input_ids[:-1] == EXAMPLES[2].input_ids[:2]  # an answer of one token is begun anew
         cuts[len(cut.input_ids) - 1] += 1
     assert set(cuts) == {4, 5, 6, 7, 8}
-    assert all(35 < count < 90 for count in cuts.values())
+    assert all(10 < count < 40 for count in cuts.values())
 
 
 def test_tokens_are_drawn_from_the_drafts_distribution(rewriter, draft):

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from configs.runtime.errors import ConfigError, InputError
-from distill.dataset.batches import ConversationDataset, make_loader
+from distill.dataset.batches import ConversationDataset
 from heads.families.eagle3 import Eagle3
 from heads.families.registry import FAMILIES
 from tests.support.tiny_heads import HEADS, misled, other_order, place_early, token_before
-from train.loop.loop import train
+from tests.support.training_runs import train_task
 from train.preflight import sanity
 from train.preflight.sanity import check_before_training, choose_text
 from train.tasks import head as head_task_module
@@ -162,17 +162,6 @@ def test_training_is_the_same_to_the_bit_with_and_without_the_gates(head_task, g
             state = torch.get_rng_state()
             check(task, greedy_rows)
             assert torch.equal(torch.get_rng_state(), state)
-        config = task.config
-        loader = make_loader(ConversationDataset(greedy_rows, 64), config.schedule.batch_size, seed=0)
-        train(
-            task,
-            loader,
-            config.optimizer,
-            config.schedule,
-            task.held_out.accelerator,
-            tmp_path / str(enabled),
-            {"schedule": {}},
-        )
-        weights.append({name: tensor.clone() for name, tensor in task.module.state_dict().items()})
+        weights.append(train_task(task, greedy_rows)[0])
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())

@@ -1,4 +1,4 @@
-"""The books of a training: what several processes report is added up before it is divided."""
+"""Step metrics: the sums and counts of several processes are added up before they are divided."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distill.dataset.batches import Example, collate
-from train.telemetry import step_metrics as books
+from train.telemetry import step_metrics
 from train.telemetry.step_clock import STEP_PARTS, StepClock
 from train.telemetry.step_metrics import SHARE, StepMetrics, memory_peak
 
@@ -67,7 +67,7 @@ def step(own, clock, lengths, value, norm, **seconds):
 
 
 def test_what_two_processes_did_is_added_up_before_it_is_divided(monkeypatch):
-    monkeypatch.setattr(books, "memory_peak", lambda _: 2.0**30)
+    monkeypatch.setattr(step_metrics, "memory_peak", lambda _: 2.0**30)
     here, there = TwoProcesses(), Recorder()
     clocks = [Clock(), Clock()]
     own, other = (StepMetrics(each, clock, 1e9) for each, clock in zip((here, there), clocks, strict=True))
@@ -76,10 +76,10 @@ def test_what_two_processes_did_is_added_up_before_it_is_divided(monkeypatch):
     step(own, clocks[0], (10, 4), 12.0, 0.5, target=3.0, draft=1.0)
     step(own, clocks[0], (6,), 3.0, 1.5, loss=4.0)
     step(other, clocks[1], (20, 20, 20), 3.0, 1.0, data=6.0, communication=2.0)
-    monkeypatch.setattr(books, "memory_peak", lambda _: 3.0 * 2**30)
+    monkeypatch.setattr(step_metrics, "memory_peak", lambda _: 3.0 * 2**30)
     other.report()
     here.other = there
-    monkeypatch.setattr(books, "memory_peak", lambda _: 2.0**30)
+    monkeypatch.setattr(step_metrics, "memory_peak", lambda _: 2.0**30)
     report = own.report()
     assert report["loss"] == pytest.approx(18 / 18)
     assert report["gradient_norm"] == pytest.approx(1.0)

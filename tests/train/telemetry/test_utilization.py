@@ -1,4 +1,4 @@
-"""The operations of a training: counted as one would on paper, and known of micro-batches that nobody counted."""
+"""The operations of a training: counted as on paper, and predicted for micro-batches that were not counted."""
 
 from itertools import count
 
