@@ -179,7 +179,7 @@ def check_given(prompts: Sequence[Prompt]) -> None:
     if without:
         raise InputError(
             f"answers.written_by is 'dataset', and {len(without)} of {len(prompts)} prompts bring no answer, the first is "
-            f"{without[0]}: expected chat messages that end with one by the assistant; mend or leave out those rows, or set "
+            f"{without[0]}: expected chat messages that end with one by the assistant; correct or leave out those rows, or set "
             "answers.written_by=target"
         )
 

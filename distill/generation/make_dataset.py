@@ -206,7 +206,7 @@ def _self_seed_once(
     config: DataConfig, target: Target, folder: Path, state: PartialState, writer: ServerWriter | None
 ) -> tuple[list[Prompt], dict[str, int]]:
     """Let the target write the prompts, or take those that an interrupted run of the same settings left."""
-    here = _writer(config, target) if writer is None else writer.asked()
+    here = _writer(config, target) if writer is None else writer.fingerprint_parts()
     job = fingerprint(*here, config.prompts.model_dump(), config.answers.batch_size)
     journal = Journal(folder / PROMPT_JOURNAL, job)
     kept = journal.read().get("prompts")

@@ -39,7 +39,7 @@ class Prompt:
     category: str
     turns: tuple[str, ...]
     history: tuple[Message, ...] = ()  # what went before the first turn: a system message, earlier exchanges
-    answer: str | None = field(default=None, compare=False)  # the data set's own, no part of what is asked
+    answer: str | None = field(default=None, compare=False)  # the data set's own, ignored by comparisons
 
     @property
     def messages(self) -> list[Message]:
@@ -48,7 +48,7 @@ class Prompt:
 
     @property
     def user_text(self) -> str:
-        """Everything the user says, one turn a line; what the split by hash and the overlap guard look at."""
+        """Everything the user says, one turn a line; the text for the split by hash and the overlap guard."""
         earlier = [message["content"] for message in self.history if message["role"] == "user"]
         return "\n".join([*earlier, *self.turns])
 

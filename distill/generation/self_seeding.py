@@ -108,7 +108,7 @@ def find_user_frame(target: Target, max_prompt_tokens: int) -> UserFrame:
         )
     rendered = str(tokenizer.apply_chat_template([{"role": "user", "content": SENTINEL}], tokenize=False))
     prefix, found, suffix = rendered.partition(SENTINEL)
-    # A space before the text would be read as a token of its own, which no text the target knows goes on from.
+    # A trailing space would become a token of its own, which ordinary text does not continue.
     prefix, end_text = prefix.rstrip(" "), suffix.strip()
     if not found or SENTINEL in suffix or not prefix or not end_text:
         raise InputError(

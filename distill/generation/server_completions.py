@@ -61,7 +61,7 @@ class ServerWriter:
     seed: int
     max_positions: int
 
-    def asked(self) -> list[Any]:
+    def fingerprint_parts(self) -> list[Any]:
         """Return what decides the tokens apart from the prompts and the sampling, as JSON values, for a job's fingerprint.
 
         The server counts by its name for the target, not by its address, so a job goes on where the server has moved.

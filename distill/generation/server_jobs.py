@@ -85,7 +85,7 @@ def server_answer_job(
         config=config.answers,
         seed=config.seed,
         folder=folder,
-        fingerprint=fingerprint(writer.asked(), config.answers.model_dump(exclude={"batch_size"}), content),
+        fingerprint=fingerprint(writer.fingerprint_parts(), config.answers.model_dump(exclude={"batch_size"}), content),
         writer=writer,
         version=writer.server.connection.version(),
     )
@@ -112,7 +112,7 @@ def server_turns(
             f"the chat template of target {writer.target.identity.name} ends a user's turn by plain text, which a server "
             "cannot be asked to stop at: give prompts.source file or dataset"
         )
-    job = fingerprint(writer.asked(), config.model_dump(exclude={"num_prompts", "category"}))
+    job = fingerprint(writer.fingerprint_parts(), config.model_dump(exclude={"num_prompts", "category"}))
     found = read_journals(folder, TURN_JOURNALS, job)
     missing = {str(number): number for number in numbers if str(number) not in found}
     journal = Journal(folder / TURN_JOURNALS.format(rank=rank), job)

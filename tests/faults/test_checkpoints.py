@@ -121,7 +121,7 @@ def test_a_checkpoint_of_another_run_is_passed_over(made, caplog):
     ("then", "objection"),
     [
         ({"num_processes": 2}, None),
-        ({"engine": "FSDP"}, r"held in parts by FSDP, and this run holds them whole in every process"),
+        ({"engine": "FSDP"}, r"held sharded by FSDP, and this run holds them replicated in every process"),
         ({"micro_batches_per_step": 4}, r"steps of 4 micro-batches over 1 processes, this run has steps of 2 over 1: choose"),
     ],
 )
@@ -139,7 +139,7 @@ def test_another_world_is_taken_where_its_steps_are_the_same(made, caplog, then,
 
 def test_what_an_engine_split_is_not_taken_by_other_numbers_of_processes():
     here = lineage(engine="FSDP", num_processes=2)
-    assert here.objection(lineage(engine="FSDP", num_processes=4)) == "was split over 4 processes by FSDP, and this run has 2"
+    assert here.objection(lineage(engine="FSDP", num_processes=4)) == "was sharded over 4 processes by FSDP, and this run has 2"
     assert here.objection(lineage(engine="FSDP", num_processes=2)) is None
 
 

@@ -174,7 +174,7 @@ class Checkpoints:
                 return path, None
             logger.warning("checkpoint %s %s; passed over", path, complaint)
             complaints.append(f"checkpoint {path} {complaint}")
-        return None, f"{complaints[0]}, and none before it can be gone on from; {ANEW}" if complaints else None
+        return None, f"{complaints[0]}, and none before it is usable; {ANEW}" if complaints else None
 
     def _objection(self, path: Path) -> str | None:
         """Return why a checkpoint cannot be used, as a phrase that follows its name."""
@@ -213,7 +213,7 @@ class Checkpoints:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in `folder`, oldest first, whole or not."""
+    """Return the checkpoints in `folder`, oldest first, complete or not."""
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if NAME.fullmatch(path.name))
@@ -252,7 +252,7 @@ def writing(path: Path, scratch: Path | None = None) -> Iterator[None]:
         free = shutil.disk_usage(path.parent if path.parent.is_dir() else Path()).free
         raise InputError(
             f"cannot write {path}: {first_line(error)} ({free / 1e6:.1f} MB free on its disk); what was written before stands, "
-            "and the run goes on from it when it is started again"
+            "and the run resumes from it when it is started again"
         ) from error
 
 

@@ -51,13 +51,13 @@ class Lineage(Settings):
         )
 
     def objection(self, then: Lineage) -> str | None:
-        """Return why this run cannot go on from a checkpoint of `then`, in words that follow "checkpoint X"; None if it can."""
+        """Return why this run cannot resume a checkpoint of `then`, as a phrase that follows "checkpoint X"; None if it can."""
         if then.config_sha256 != self.config_sha256:
             return "belongs to a run with another config or other data"
         if then.engine != self.engine:
             return f"was written with weights held {_held(then)}, and this run holds them {_held(self)}"
         if then.num_processes != self.num_processes and self.engine not in (REPLICATED, FSDP2):
-            return f"was split over {then.num_processes} processes by {self.engine}, and this run has {self.num_processes}"
+            return f"was sharded over {then.num_processes} processes by {self.engine}, and this run has {self.num_processes}"
         if then.micro_batches_per_step != self.micro_batches_per_step:
             return (
                 f"had steps of {then.micro_batches_per_step} micro-batches over {then.num_processes} processes, this run has "
@@ -80,4 +80,4 @@ def fsdp_is_requested() -> bool:
 
 
 def _held(lineage: Lineage) -> str:
-    return "whole in every process" if lineage.engine == REPLICATED else f"in parts by {lineage.engine}"
+    return "replicated in every process" if lineage.engine == REPLICATED else f"sharded by {lineage.engine}"

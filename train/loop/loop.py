@@ -276,7 +276,7 @@ class _Training:
         self.accelerator.end_training()
         raise Stopped(
             f"stopped by SIGTERM after step {self.progress.step} of {self.num_steps}; a checkpoint is in "
-            f"{self.checkpoints.folder}: run the same command again to go on from it"
+            f"{self.checkpoints.folder}: run the same command again to resume from it"
         )
 
     def _evaluate_and_save(self) -> None:

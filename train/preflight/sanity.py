@@ -50,14 +50,14 @@ class OverfitResult:
     """How well a head has fitted one conversation, and how close drafting then is to training.
 
     num_accepted: the most drafts accepted in a round.
-    num_promised: drafts in a row, after the answer's first token, that are right by the training forward.
+    num_predicted: drafts in a row, after the answer's first token, that are right by the training forward.
     agreement: share of positions where the likeliest tokens agree in training, by depth.
     """
 
     steps: int
     num_drafts: int  # of a whole block
     num_accepted: int
-    num_promised: int
+    num_predicted: int
     agreement: tuple[float, ...]
     gap: Gap
 
@@ -195,7 +195,7 @@ def overfit(task: HeadTask, objective: HeadObjective, text: Example, accelerator
         steps=step,
         num_drafts=num_drafts,
         num_accepted=num_accepted,
-        num_promised=int(result.accepted_P[text.answer_start - 1]),
+        num_predicted=int(result.accepted_P[text.answer_start - 1]),
         agreement=tuple((result.agrees_K / result.labels_K.clamp(min=1)).tolist()),
         gap=largest_gap(task, objective, text, num_drafts),
     )
@@ -240,9 +240,9 @@ def _check_result(result: OverfitResult, text: Example) -> None:
         )
     if result.is_complete:
         return
-    if result.num_promised >= result.num_drafts:
+    if result.num_predicted >= result.num_drafts:
         raise InputError(
-            f"{found}. By the training forward its first {result.num_promised} drafts are right, and drafting gives the same "
+            f"{found}. By the training forward its first {result.num_predicted} drafts are right, and drafting gives the same "
             "logits, but the decoder does not accept them: the labels or the target's states used in training are of another "
             "place; sanity.enabled=false trains all the same"
         )

@@ -80,7 +80,7 @@ def explain_gap(metrics: Mapping[str, float]) -> str | None:
         return None
     return (
         f"held-out prompts were decoded at {decoded:.3f} tokens per target step, while agreement on the held-out answers "
-        f"promises {predicted:.3f}: either the head does not draft from what it was trained on (a wrong hidden state, off by "
+        f"predicts {predicted:.3f}: either the head does not draft from what it was trained on (a wrong hidden state, off by "
         "one, another concat order), or the answers in data.held_out are not the target's greedy ones"
     )
 

@@ -17,7 +17,7 @@ What counts as what:
     optimizer       clipping, step, schedule; under DeepSpeed the schedule alone
     other           what is left: metrics, logging, checks of the loss
     evaluation      decoding held-out prompts, with all that happens within; no part of a step
-    checkpoint      writing checkpoints and the best draft, reading the one gone on from; no part of a step
+    checkpoint      writing checkpoints and the best draft, reading the one resumed from; no part of a step
 
 Left out: other devices than CUDA that compute on their own, which are timed by the wall clock as well.
 """

@@ -187,7 +187,7 @@ def test_another_number_of_processes_cannot_go_on_from_what_zero_holds_in_parts(
     assert [child.end() for child in killed] == [-signal.SIGKILL] * 2
     (alone,) = runs.start(runs.config("zero-of-two", "distill", 1), "zero3", num_processes=1)
     assert alone.end() == BAD_INPUT
-    assert "was split over 2 processes by ZeRO-3, and this run has 1" in alone.said
+    assert "was sharded over 2 processes by ZeRO-3, and this run has 1" in alone.said
 
 
 @pytest.mark.slow
@@ -316,7 +316,7 @@ def test_only_deepspeed_binds_a_checkpoint_to_its_number_of_processes():
         return Lineage(config_sha256="0" * 64, engine=engine, num_processes=num_processes, micro_batches_per_step=4)
 
     assert lineage("FSDP2", 2).objection(lineage("FSDP2", 4)) is None
-    assert lineage("ZeRO-2", 2).objection(lineage("ZeRO-2", 4)) == "was split over 4 processes by ZeRO-2, and this run has 2"
-    assert "in parts by ZeRO-2, and this run holds them in parts by ZeRO-3" in lineage("ZeRO-3", 2).objection(
+    assert lineage("ZeRO-2", 2).objection(lineage("ZeRO-2", 4)) == "was sharded over 4 processes by ZeRO-2, and this run has 2"
+    assert "sharded by ZeRO-2, and this run holds them sharded by ZeRO-3" in lineage("ZeRO-3", 2).objection(
         lineage("ZeRO-2", 2)
     )

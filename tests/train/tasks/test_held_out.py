@@ -1,4 +1,4 @@
-"""What training promises is what decoding yields, to the last round, as long as both do the same thing."""
+"""The prediction from training is what decoding yields, to the last round, as long as both do the same thing."""
 
 import pytest
 import torch

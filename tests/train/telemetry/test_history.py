@@ -84,7 +84,7 @@ def test_a_gap_at_the_end_of_training_is_a_warning_with_both_numbers(tmp_path, g
     run(Task(scores(1.1, 1.9, 1.2)), greedy_rows, tmp_path)
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "decoded at 1.200 tokens per target step" in warning
-    assert "promises 2.000" in warning
+    assert "predicts 2.000" in warning
 
 
 @pytest.mark.parametrize(
