@@ -1,28 +1,9 @@
-"""The cost rule's settings from a report alone: its calibration curve, and the phases that it timed.
+"""Settings of the cost-optimal draft length (`configs.schema.drafting.CostStopping`), fitted to measured rounds or to a report.
 
-`eval.cost.draft_length.fit_stopping` takes rounds and times that were measured for the purpose; this takes what every report
-of a chain drafted to a fixed length holds. Times of target steps between one row (plain decoding) and as many as were
-verified are put on a straight line; where a machine has stairs there, give `eval.cost.draft_length` measured ones. The price
-of time is left to the rule, which takes the best fixed length's. Left out: batches, whose rows stop one by one and share the
-time of a step.
-
-
-How sure a draft was of each token of a round, the whole round long, and how many of them the target kept.
-
-`ConfidenceProbe` goes around a proposer and notes it while the decoder runs; `eval.cost.draft_length` makes settings of such
-rounds. What is paired: the confidence of the distribution a draft was drawn from (`heads.proposers.draft_length.confidence`, at
-temperature 1 where decoding is greedy), and acceptance given that all drafts before it were accepted. The report has the same
-pairs by class of confidence (`eval.metrics.distributions.StoppingCalibration`), and not the drafts behind the first refused
-one, which the price of time asks for. B batch, G drafts.
-
-
-The settings of cost-optimal draft lengths (`configs.schema.drafting.CostStopping`) from what was measured.
-
-From rounds that were drafted to a fixed length (`eval.cost.draft_length.ConfidenceProbe`) and the times of draft and target
-steps, it takes the calibration, the mean acceptance and the price of time. The price is the fixed point of Dinkelbach's
-iteration: with the rule in force at some price, the tokens to be expected in the measured rounds over the time they would
-take are the next price. With the best policy for each price it would rise to the best rate there is; this rule is close to
-the best one. R rounds, G drafts of a round.
+The rule needs a calibration, how often drafts of some confidence are accepted where all before them were, and the times of
+draft and target steps. `fit_stopping` takes both from rounds measured for the purpose (`ConfidenceProbe`), and sets the price
+of time too. `stopping_from_report` takes what a report of chains of a fixed length holds, and leaves that price to the rule.
+R rounds, B batch, G drafts of a round.
 """
 
 from __future__ import annotations
@@ -31,7 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from scipy.optimize import isotonic_regression
 from torch import Tensor
 
 from configs.runtime.errors import InputError
@@ -46,6 +29,90 @@ from heads.proposers.protocol import Proposal, Proposer, Tokens
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.probabilities import token_probabilities
 from heads.target.hidden_states import TargetStates
+
+MOST_ITERATIONS = 50
+TOLERANCE = 1e-9  # relative, of the fixed point
+LARGEST_ACCEPTANCE = 0.999
+
+
+def fit_stopping(
+    rounds: Sequence[DraftedRound],
+    *,
+    draft_step_milliseconds: float,
+    target_step_milliseconds: Sequence[float],
+    round_milliseconds: float = 0.0,
+    num_bins: int = 15,
+) -> CostStopping:
+    """Return the cost rule's settings for a draft on a machine, from rounds measured for it.
+
+    The price of time is the fixed point of Dinkelbach's iteration: with the rule in force at some price, the expected tokens of
+    the measured rounds over the time they would take are the next price.
+
+    Args:
+        rounds: of this draft with no stopping rule in force, so that confident and unsure rounds are equally long.
+        draft_step_milliseconds: of one more draft.
+        target_step_milliseconds: of a target step on 1, 2, ... rows.
+        round_milliseconds: of what a round does besides.
+        num_bins: of the calibration.
+
+    Raises:
+        ValueError: no round drafted anything, or the target's times are fewer than the drafts of a round and one.
+    """
+    pairs = [pair for round_ in rounds for pair in round_.pairs]
+    longest = max((len(round_.confidences) for round_ in rounds), default=0)
+    if not pairs:
+        raise ValueError("no round drafted anything, so there is nothing to fit a stopping rule to")
+    if len(target_step_milliseconds) <= longest:
+        raise ValueError(
+            f"times of target steps on 1 to {longest + 1} rows are needed for rounds of {longest} drafts, "
+            f"got {len(target_step_milliseconds)}"
+        )
+    confidence_N, accepted_N = torch.tensor(pairs, dtype=torch.float64).unbind(1)
+    classes = describe_classes(class_sums(confidence_N, accepted_N, num_classes=num_bins), ("accepted",))
+    settings = CostStopping(
+        rule="cost",
+        draft_step_milliseconds=draft_step_milliseconds,
+        target_step_milliseconds=list(target_step_milliseconds),
+        round_milliseconds=round_milliseconds,
+        calibration=calibration_points(classes),
+        acceptance=min(sum(accepted for _, accepted in pairs) / len(pairs), LARGEST_ACCEPTANCE),
+    )
+    # Shorter rounds are those for which an answer had no more room; they say nothing of how long it pays to draft.
+    whole = [round_.confidences for round_ in rounds if len(round_.confidences) == longest]
+    price = _price_of_time(settings, torch.tensor(whole, dtype=torch.float64))
+    return settings.model_copy(update={"tokens_per_second": 1000 * price})
+
+
+def stopping_from_report(report: Report) -> CostStopping:
+    """Return the cost rule's settings for the draft, target and machine of a report.
+
+    Target steps between one row (plain decoding) and as many as were verified are taken to lie on a straight line.
+
+    Raises:
+        InputError: the report's rounds or times do not suffice; the message says why.
+    """
+    speed = _check(report)
+    acceptance, gamma = report.acceptance, report.decode.num_speculative_tokens
+    phases, rounds = speed.phases, acceptance.num_rounds * speed.repeats
+    drafts = sum(length * count for length, count in enumerate(acceptance.drafted_histogram)) * speed.repeats
+    one_row = 1000 * speed.phases_autoregressive.verify_seconds / speed.decode_tokens_autoregressive
+    all_rows = 1000 * phases.verify_seconds / rounds
+    besides = 1000 * (phases.sample_seconds + phases.overhead_seconds) / rounds
+    kind = report.draft.kind
+    if kind in FAMILIES and FAMILIES[kind].in_one_forward:
+        draft_step, besides = 0.0, besides + 1000 * phases.draft_seconds / rounds
+    else:
+        draft_step = 1000 * phases.draft_seconds / drafts
+    classes = [each.model_dump() for each in acceptance.stopping_reliability if each.num_drafts]
+    accepted = sum(each["accepted"] * each["num_drafts"] for each in classes)
+    return CostStopping(
+        rule="cost",
+        draft_step_milliseconds=draft_step,
+        target_step_milliseconds=[one_row + (all_rows - one_row) * rows / gamma for rows in range(gamma + 1)],
+        round_milliseconds=max(0.0, besides),
+        calibration=calibration_points(classes),
+        acceptance=min(accepted / sum(each["num_drafts"] for each in classes), LARGEST_ACCEPTANCE),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +129,10 @@ class DraftedRound:
 
 
 class ConfidenceProbe:
-    """A proposer that notes every round in `rounds` and is otherwise the one it goes around.
+    """Wraps a proposer and records every round in `rounds`.
 
     An answer's last round is left out: where an answer ends, drafts may stand behind the last judged one that look refused.
-    Proposals without a distribution (lookups) leave nothing to note. Not for self-speculation, which the decoder has to see
-    itself.
+    Proposals without a distribution (lookups) are not recorded. Not for self-speculation, whose own type the decoder checks.
     """
 
     def __init__(self, proposer: Proposer) -> None:
@@ -99,84 +165,23 @@ class ConfidenceProbe:
         self.proposer.keep_rows(rows)
 
 
-def _confidences(proposal: Proposal, sampling: SamplingConfig) -> list[list[float]]:
-    """Return how sure the draft was of each token it proposed, by row."""
-    if proposal.logits_BGV is None:
-        return [[] for _ in proposal.num_drafted]
-    sure_BG = confidence(token_probabilities(proposal.logits_BGV, sampling_for_stopping(sampling)))
-    return [row[:count] for row, count in zip(sure_BG.tolist(), proposal.num_drafted, strict=True)]
-
-
-MOST_ITERATIONS = 50
-STANDS_STILL = 1e-9  # relative
-
-
-def fit_stopping(
-    rounds: Sequence[DraftedRound],
-    *,
-    draft_step_milliseconds: float,
-    target_step_milliseconds: Sequence[float],
-    round_milliseconds: float = 0.0,
-    num_bins: int = 15,
-) -> CostStopping:
-    """Return the cost rule's settings for a draft on a machine.
-
-    Args:
-        rounds: of this draft with no stopping rule in force, so that confident and unsure rounds are equally long.
-        draft_step_milliseconds: of one more draft.
-        target_step_milliseconds: of a target step on 1, 2, ... rows.
-        round_milliseconds: of what a round does besides.
-        num_bins: of the calibration.
-
-    Raises:
-        ValueError: no round drafted anything, or the target's times are fewer than the drafts of a round and one.
-    """
-    pairs = [pair for round_ in rounds for pair in round_.pairs]
-    longest = max((len(round_.confidences) for round_ in rounds), default=0)
-    if not pairs:
-        raise ValueError("no round drafted anything, so there is nothing to fit a stopping rule to")
-    if len(target_step_milliseconds) <= longest:
-        raise ValueError(
-            f"times of target steps on 1 to {longest + 1} rows are needed for rounds of {longest} drafts, "
-            f"got {len(target_step_milliseconds)}"
-        )
-    confidence_N, accepted_N = torch.tensor(pairs, dtype=torch.float64).unbind(1)
-    classes = describe_classes(class_sums(confidence_N, accepted_N, num_classes=num_bins), ("accepted",))
-    settings = CostStopping(
-        rule="cost",
-        draft_step_milliseconds=draft_step_milliseconds,
-        target_step_milliseconds=list(target_step_milliseconds),
-        round_milliseconds=round_milliseconds,
-        calibration=calibration_points(classes),
-        acceptance=min(sum(accepted for _, accepted in pairs) / len(pairs), 0.999),
-    )
-    # Shorter rounds are those for which an answer had no more room; they say nothing of how long it pays to draft.
-    whole = [round_.confidences for round_ in rounds if len(round_.confidences) == longest]
-    price = _price_of_time(settings, torch.tensor(whole, dtype=torch.float64))
-    return settings.model_copy(update={"tokens_per_second": 1000 * price})
-
-
 def calibration_points(classes: Iterable[Mapping[str, Any]]) -> list[CalibrationPoint]:
-    """Return a curve as points that never fall: neighbours that do are pooled, by their counts (isotonic regression).
+    """Return the acceptance at each class's mean confidence as a curve that never falls (isotonic regression).
 
     Args:
         classes: of `eval.metrics.distributions.describe_classes`, `accepted` among their means, or a report's
             `stopping_reliability`.
     """
-    pooled: list[list[float]] = []  # count, sum of confidences, sum of acceptances
-    for each in classes:
-        count = each["num_drafts"]
-        if count == 0:
-            continue
-        pooled.append([count, count * each["confidence"], count * each["accepted"]])
-        while len(pooled) > 1 and pooled[-2][2] / pooled[-2][0] > pooled[-1][2] / pooled[-1][0]:
-            last = pooled.pop()
-            pooled[-1] = [one + other for one, other in zip(pooled[-1], last, strict=True)]
-    return [CalibrationPoint(confidence=min(sure / n, 1.0), acceptance=min(kept / n, 1.0)) for n, sure, kept in pooled]
+    seen = [each for each in classes if each["num_drafts"]]
+    accepted_C = isotonic_regression([each["accepted"] for each in seen], weights=[each["num_drafts"] for each in seen]).x
+    return [
+        CalibrationPoint(confidence=min(each["confidence"], 1.0), acceptance=float(np.clip(accepted, 0.0, 1.0)))
+        for each, accepted in zip(seen, accepted_C, strict=True)
+    ]
 
 
 def expected_rate(settings: CostStopping, confidences_RG: Tensor) -> float:
-    """Return the tokens per millisecond to be expected of the rule in rounds with such distributions, by its own calibration.
+    """Return the tokens per millisecond that the rule expects, by its own calibration, in rounds of such confidences.
 
     Args:
         settings: the rule's.
@@ -202,42 +207,17 @@ def _price_of_time(settings: CostStopping, confidences_RG: Tensor) -> float:
     for _ in range(MOST_ITERATIONS):
         old = price
         price = expected_rate(settings.model_copy(update={"tokens_per_second": 1000 * old}), confidences_RG)
-        if abs(price - old) <= STANDS_STILL * old:
+        if abs(price - old) <= TOLERANCE * old:
             break
     return price
 
 
-def stopping_from_report(report: Report) -> CostStopping:
-    """Return settings for the draft, target and machine of a report.
-
-    Raises:
-        InputError: the report's rounds or times cannot tell; the sentence says why.
-    """
-    speed = _check(report)
-    acceptance, gamma = report.acceptance, report.decode.num_speculative_tokens
-    phases, rounds = speed.phases, acceptance.num_rounds * speed.repeats
-    drafts = sum(length * count for length, count in enumerate(acceptance.drafted_histogram)) * speed.repeats
-    one_row = 1000 * speed.phases_autoregressive.verify_seconds / speed.decode_tokens_autoregressive
-    all_rows = 1000 * phases.verify_seconds / rounds
-    besides = 1000 * (phases.sample_seconds + phases.overhead_seconds) / rounds
-    if _in_one_forward(report.draft.kind):
-        draft_step, besides = 0.0, besides + 1000 * phases.draft_seconds / rounds
-    else:
-        draft_step = 1000 * phases.draft_seconds / drafts
-    classes = [each.model_dump() for each in acceptance.stopping_reliability if each.num_drafts]
-    accepted = sum(each["accepted"] * each["num_drafts"] for each in classes)
-    return CostStopping(
-        rule="cost",
-        draft_step_milliseconds=draft_step,
-        target_step_milliseconds=[one_row + (all_rows - one_row) * rows / gamma for rows in range(gamma + 1)],
-        round_milliseconds=max(0.0, besides),
-        calibration=calibration_points(classes),
-        acceptance=min(accepted / sum(each["num_drafts"] for each in classes), 0.999),
-    )
-
-
-def _in_one_forward(kind: str) -> bool:
-    return kind in FAMILIES and FAMILIES[kind].in_one_forward
+def _confidences(proposal: Proposal, sampling: SamplingConfig) -> list[list[float]]:
+    """Return the confidence of each drafted token, by row."""
+    if proposal.logits_BGV is None:
+        return [[] for _ in proposal.num_drafted]
+    sure_BG = confidence(token_probabilities(proposal.logits_BGV, sampling_for_stopping(sampling)))
+    return [row[:count] for row, count in zip(sure_BG.tolist(), proposal.num_drafted, strict=True)]
 
 
 def _check(report: Report) -> WholeSpeedSection:
@@ -253,8 +233,8 @@ def _check(report: Report) -> WholeSpeedSection:
         raise InputError(f"the report is of batches of {decode.batch_size}: measure with decode.batch_size 1")
     if decode.temperature not in (0, 1) and decode.verification in ("match", "typical"):
         raise InputError(
-            f"the report is of likeliest drafts at temperature {decode.temperature:g}: stopping then looks at "
-            "distributions at temperature 1, of which the report says nothing; measure with decode.temperature 0 or 1"
+            f"the report is of likeliest drafts at temperature {decode.temperature:g}: stopping then uses "
+            "distributions at temperature 1, which the report does not hold; measure with decode.temperature 0 or 1"
         )
     for setting in ("tree", "stopping"):
         if getattr(decode, setting) is not None:

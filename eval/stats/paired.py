@@ -6,24 +6,22 @@ two reports with it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
-from eval.stats.bootstrap import LEVEL, Floats, Interval, statistic_interval
+from eval.stats.bootstrap import LEVEL, Column, Floats, Interval, statistic_interval
 from eval.stats.power import detectable_percent
 
 # Shapes: C clusters (prompts, or batches of them), F columns, S bootstrap resamples.
 
 ChangeOutcome = Literal["better", "worse", "inconclusive"]
-Column = Sequence[float] | Floats
 
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One side's number as sums over clusters: those `above` multiplied, over those `below` multiplied."""
+    """One side's number: the product of the sums of the columns `above`, over that of those `below`."""
 
     above: tuple[Column, ...]
     below: tuple[Column, ...]

@@ -1,7 +1,7 @@
-"""How small a change can this many prompts show? Minimal detectable effects. Torch-free, as `eval.stats.bootstrap` is.
+"""Minimal detectable effects: how small a change would so many prompts show? Imports no torch.
 
-An inconclusive comparison has two readings, no change and too few prompts. The minimal detectable effect tells them apart: it
-is the true change that a two-sided test at the asked level finds with the asked probability (its power),
+They tell the two readings of an inconclusive comparison apart, no change and too few prompts. The minimal detectable effect is
+the true change that a two-sided test at some level finds with some probability, its power:
 
     effect = (t_{n-1}((1 + level) / 2) + t_{n-1}(power)) * standard error
 
@@ -16,12 +16,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from eval.stats.bootstrap import LEVEL, Floats, student_quantile
+from eval.stats.bootstrap import LEVEL, Column, student_quantile
 
 # Shapes: C clusters, here prompts; F columns.
 
 POWER = 0.8
-Column = Sequence[float] | Floats
 
 
 def detectable_percent(

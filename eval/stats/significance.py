@@ -1,9 +1,6 @@
-"""Tests of a hypothesis: how probable is what was seen, if nothing is wrong?
+"""Tests of a hypothesis, for the losslessness verdict: do samples follow a known distribution, do pairs differ on average?
 
-Used by the losslessness verdict, which asks whether samples follow a known distribution and whether pairs differ on average.
-Exact or resampled wherever that is affordable; no table of a distribution is used beyond chi-square's.
-Left out: sizes of effects and their intervals, which are `eval.stats.bootstrap`, and the number of prompts a test needs,
-which is `eval.stats.power`.
+Imports no torch. Intervals are in `eval.stats.bootstrap`, the number of prompts a test needs in `eval.stats.power`.
 """
 
 from __future__ import annotations
@@ -12,16 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from eval.stats.bootstrap import DRAWS_AT_A_TIME, Floats
+from eval.stats.bootstrap import DRAWS_AT_A_TIME, Column
 
 SIGN_FLIPS = 9_999  # a p-value is then at least 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
 class GTest:
-    """What a G-test found. `p_value` is `None` where there is nothing to test: fewer than two cells, or no sample."""
+    """Result of a G-test. `p_value` is `None` with fewer than two cells or no sample."""
 
     statistic: float
     degrees_of_freedom: int
@@ -57,11 +53,12 @@ def g_test(counts: Sequence[int], probabilities: Sequence[float]) -> GTest:
 
 def chi_square_tail(statistic: float, degrees: int) -> float:
     """Return the probability that chi-square of so many degrees of freedom is at least `statistic`."""
-    half = torch.tensor([degrees, max(statistic, 0.0)], dtype=torch.float64) / 2
-    return float(torch.special.gammaincc(half[0], half[1]))
+    from scipy.special import chdtrc  # here, because its import takes half a second
+
+    return float(chdtrc(degrees, max(statistic, 0.0)))
 
 
-def sign_flip_test(differences: Sequence[float] | Floats, *, seed: int, flips: int = SIGN_FLIPS) -> float:
+def sign_flip_test(differences: Column, *, seed: int, flips: int = SIGN_FLIPS) -> float:
     """Return the two-sided p-value of the hypothesis that differences have mean 0, by giving them random signs.
 
     Exact where a difference is as likely as its opposite, as with two independent samples of one distribution. Else right in

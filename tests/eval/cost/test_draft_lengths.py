@@ -36,11 +36,11 @@ def test_the_calibration_is_the_acceptance_that_the_rounds_were_made_with(rounds
     assert settings.acceptance == pytest.approx(sum(round_.num_accepted for round_ in rounds) / judged)
 
 
-def test_bins_that_fall_are_pooled_by_their_counts():
+def test_bins_that_fall_share_their_mean_by_counts():
     pairs = [(0.1, 0)] * 2 + [(0.3, 1)] * 3 + [(0.6, 1), (0.6, 0), (0.6, 0)] + [(0.9, 1)] * 2
     classes = describe_classes(class_sums(*torch.tensor(pairs).T, num_classes=4), ["accepted"])
     points = [(point.confidence, point.acceptance) for point in calibration_points(classes)]
-    assert points == [pytest.approx(pair) for pair in ((0.1, 0.0), (0.45, 4 / 6), (0.9, 1.0))]
+    assert points == [pytest.approx(pair) for pair in ((0.1, 0.0), (0.3, 4 / 6), (0.6, 4 / 6), (0.9, 1.0))]
 
 
 def test_the_price_of_time_stands_still_and_is_above_what_fixed_lengths_reach(rounds):
