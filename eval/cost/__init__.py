@@ -1,6 +1,6 @@
 """What a round costs on a machine, and predictions of speed from it.
 
-Enter at `predict.predict_speed`, which times rounds and makes a `CostModel` of them; `draft_length` and `tree_shapes` choose drafts.
+Enter at `predict_speed`, which times rounds and makes a `CostModel` of them; `draft_length` and `tree_shapes` choose drafts.
 """
 
 from eval.cost.draft_length import fit_stopping, stopping_from_report

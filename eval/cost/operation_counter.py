@@ -45,6 +45,7 @@ PRODUCTS: Mapping[str, tuple[Callable[[Sequence[Any]], int], tuple[int, ...]]] =
     "aten::matmul": (_product, (0, 1)),
     "aten::addmm": (lambda args: _product(args[1:]), (1, 2)),
     "aten::baddbmm": (lambda args: _product(args[1:]), (1, 2)),
+    "aten::_grouped_mm": (_product, (0,)),  # experts, of which a token's reads only some
     "aten::linear": (_linear, (0, 1)),
     "mkldnn::_linear_pointwise": (_linear, (0, 1)),
     "aten::scaled_dot_product_attention": (_attention, (0, 1, 2)),

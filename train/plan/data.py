@@ -1,4 +1,4 @@
-"""How much there is to learn from, and what a cache of it takes: counted in the data file, or as a plan's config says."""
+"""The amount of training data, and what a target cache of it takes: counted in the data file, or as a plan's config says."""
 
 from __future__ import annotations
 
@@ -14,16 +14,34 @@ from distill.cache.format import RowLayout
 from distill.cache.writer import layout_of
 from distill.dataset.batches import ConversationDataset
 from distill.dataset.indexed_file import open_conversations
-from train.plan.models import Models
-from train.plan.uses import Workload
+from train.plan.models import PlannedModels
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """The training data as a plan sees it.
+
+    num_conversations: in an epoch.
+    mean_tokens: of a conversation.
+    label_share: of those tokens, the labels.
+    """
+
+    num_conversations: int
+    mean_tokens: float
+    label_share: float
+
+    @property
+    def num_tokens(self) -> float:
+        """Tokens in an epoch."""
+        return self.num_conversations * self.mean_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSize:
     """What a target cache for a recipe takes on disk, the files' headers apart.
 
-    bytes_per_row: as `scripts/make_cache.py` says it.
-    rows: exact where the data are there, else reckoned.
+    bytes_per_row: as in `scripts/make_cache.py`.
+    rows: counted where the data exist, else estimated.
     """
 
     bytes_per_row: int
@@ -36,7 +54,7 @@ class CacheSize:
 
 
 def open_dataset(config: PlanConfig) -> ConversationDataset | None:
-    """Return the training data, None where there are none yet, or where the config says all that is counted in them.
+    """Return the training data; None where there are none yet, or where the config has all that is counted in them.
 
     Raises:
         InputError: the file is not one of conversations.
@@ -48,14 +66,14 @@ def open_dataset(config: PlanConfig) -> ConversationDataset | None:
 
 
 def measure_workload(config: PlanConfig, dataset: ConversationDataset | None) -> Workload:
-    """Return how much there is to learn from in an epoch.
+    """Return the amount of data of an epoch.
 
     Args:
-        config: what it says of the data comes first.
+        config: its section workload takes precedence over the data.
         dataset: of `open_dataset`.
 
     Raises:
-        InputError: the config does not say, and there are no data to count.
+        InputError: neither the config nor the data give it.
     """
     given = config.workload
     if given.num_conversations is not None and given.mean_tokens is not None and given.label_share is not None:
@@ -77,7 +95,7 @@ def measure_workload(config: PlanConfig, dataset: ConversationDataset | None) ->
     )
 
 
-def cache_size(config: PlanConfig, models: Models, work: Workload, dataset: ConversationDataset | None) -> CacheSize:
+def cache_size(config: PlanConfig, models: PlannedModels, work: Workload, dataset: ConversationDataset | None) -> CacheSize:
     """Return the size of the last_hidden cache that the recipe can learn from, made in the cache's default dtype.
 
     Counted in `dataset`, that of `open_dataset`, unless the config says anything of the data itself.

@@ -1,13 +1,10 @@
-"""Bytes on one accelerator by part, for every way of sharing them out, and which way is the smallest that fits.
+"""Bytes on one accelerator by part, for every way of sharing them out, and which ways fit.
 
-Weights, gradients and optimiser states are counted exactly. What a step keeps for its backward is reckoned from the layers: a
-linear layer keeps what it reads, and what comes out of it is kept by what follows; a norm keeps what it reads and what it made
-of that, in float32. Sharing follows ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054, section 5): stage 1 splits the optimiser's
-states, 2 the gradients too, 3 and FSDP2 the weights too; of a head the weights stay whole (`Engine.keeps_whole`). They split
-what is trained; a target that is too large is spread over the accelerators of a node by `target.device_map`, for one process
-(`heads.target.placement`).
-
-Left out on purpose: the allocator's fragments, the engines' own buffers but DDP's, and what the interpreter and libraries take.
+Weights, gradients and optimiser states are counted exactly, what a step of the draft keeps for its backward by running it
+without weights (`train.plan.step`). Sharing follows ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054, section 5): stage 1 splits
+the optimiser's states, 2 the gradients too, 3 and FSDP2 the weights too; a head's weights stay whole (`Sharing.keeps_whole`).
+They split what is trained; a target that is too large is spread over the accelerators of a node by `target.device_map`, for one
+process. The allocator's fragments, the engines' buffers except DDP's, and what interpreter and libraries take are left out.
 """
 
 from __future__ import annotations
@@ -19,20 +16,21 @@ import torch
 from transformers import PreTrainedModel
 
 from configs.schema.planning import PlanConfig, PlanHeadsConfig
-from train.plan.models import Models, count, frozen_copies
-from train.plan.uses import Workload, linear_layers, norms
-from train.plan.work import Sizes, attention_width, uses_of
+from train.plan.data import Workload
+from train.plan.models import PlannedModels, count, frozen_copies
+from train.plan.step import draft_step
+from train.plan.work import draft_columns, target_columns
 
 GIBIBYTE = 2**30
 WIDE = 4  # bytes of a float32 number
 # Of a chunk's logits live at one time: in the matmul's dtype once, in float32 the logarithm, its gradient and a temporary.
 WIDE_COPIES_OF_DRAFT_LOGITS, WIDE_COPIES_OF_TARGET_LOGITS = 3, 2
-HEADROOM = 0.9  # of an accelerator's memory is to be used; the rest is for what is not counted
+HEADROOM = 0.9  # share of an accelerator's memory that may be used; the rest is for what is not counted
 
 
 @dataclass(frozen=True, kw_only=True)
-class Engine:
-    """A way of running a recipe.
+class Sharing:
+    """A way of sharing a training out over accelerators.
 
     recipe: its file in configs/accelerate, without the ending.
     on_cpu: the file for processes without accelerators, where there is one.
@@ -62,7 +60,7 @@ class Engine:
         return self.stage >= 3
 
     def keeps_whole(self, *, head: bool) -> tuple[bool, bool]:
-        """Say whether weights and gradients are whole on each accelerator while a step runs.
+        """Return whether weights and gradients are whole on each accelerator while a step runs.
 
         A head is one unit (`train.tasks.head`): ZeRO-3 keeps its weights everywhere, and FSDP2 gathers all of them at once and
         has all gradients before it splits them.
@@ -71,17 +69,17 @@ class Engine:
 
 
 FSDP2 = "fsdp2"
-# From the simplest to the one that asks least of an accelerator.
+# From the simplest to the one that needs least of an accelerator.
 ENGINES = (
-    Engine(recipe="one_gpu", on_cpu="one_process_cpu", several=False),
-    Engine(recipe="ddp_gpus", on_cpu="ddp_cpu"),
-    Engine(recipe="zero1", stage=1),
-    Engine(recipe="zero2", stage=2),
-    Engine(recipe=FSDP2, stage=3),
-    Engine(recipe="zero3", stage=3),
-    Engine(recipe="zero3_offload", several=None, stage=3, offloads_states=True),
-    Engine(recipe="one_gpu", spreads_target=True, several_nodes=False),
-    Engine(recipe="ddp_gpus", spreads_target=True, several_nodes=True),
+    Sharing(recipe="one_gpu", on_cpu="one_process_cpu", several=False),
+    Sharing(recipe="ddp_gpus", on_cpu="ddp_cpu"),
+    Sharing(recipe="zero1", stage=1),
+    Sharing(recipe="zero2", stage=2),
+    Sharing(recipe=FSDP2, stage=3),
+    Sharing(recipe="zero3", stage=3),
+    Sharing(recipe="zero3_offload", several=None, stage=3, offloads_states=True),
+    Sharing(recipe="one_gpu", spreads_target=True, several_nodes=False),
+    Sharing(recipe="ddp_gpus", spreads_target=True, several_nodes=True),
 )
 
 
@@ -100,41 +98,34 @@ class Memory:
     held_out_kv: int
 
 
-def memory_of(config: PlanConfig, models: Models, work: Workload) -> Memory:
+def memory_of(config: PlanConfig, models: PlannedModels, work: Workload) -> Memory:
     """Return the bytes of a step over a micro-batch of the longest rows, and of decoding held-out prompts."""
     trained = count(models.draft, trained=True)
     row = config.data.row_length or config.data.max_length  # a packed row's scores are made of all its pairs
     positions = config.schedule.batch_size * row
-    longest = Workload(num_conversations=1, mean_tokens=row, label_share=work.label_share)
     return Memory(
         target_weights=sum(each.numel() * each.element_size() for each in models.target.parameters()),
         draft_weights=WIDE * trained,
-        frozen_draft=_frozen_bytes(models),
+        frozen_draft=WIDE * frozen_copies(models.draft),
         gradients=WIDE * trained,
         optimizer_states=2 * WIDE * trained,
-        draft_activations=math.ceil(positions * activation_bytes(config, models, longest)),
+        draft_activations=math.ceil(positions * activation_bytes(config, models, length=row, label_share=work.label_share)),
         target_activations=positions * _target_state_bytes(config, models),
         loss_logits=_loss_bytes(config, models),
         held_out_kv=_held_out_bytes(config, models),
     )
 
 
-def activation_bytes(config: PlanConfig, models: Models, work: Workload) -> float:
-    """Return what a step keeps of the draft for its backward, bytes a token of the batch."""
-    narrow = WIDE if config.schedule.mixed_precision == "no" else 2
-    uses, sizes = uses_of(config, work), Sizes.of(config, models)
-    linear = sum(uses.of_layer(name) * (layer.in_features + layer.out_features) for name, layer in linear_layers(models.body))
-    normed = sum(uses.of_layer(name) * 2 * width for name, width in norms(models.body))
-    heads = attention_width(models.target) // _head_width(models.target)
-    score = WIDE if narrow == WIDE else WIDE + narrow  # the softmax, and its copy in the matmul's dtype
-    scores = uses.kept_scores * heads * score * _attending(models)
-    judged = uses.judged_rows * sizes.draft_width * (narrow + WIDE)  # the state, and its gradient from the chunked loss
-    return narrow * linear + WIDE * normed + scores + judged
+def activation_bytes(config: PlanConfig, models: PlannedModels, *, length: float, label_share: float) -> float:
+    """Return what a step keeps of the draft for its backward over rows of `length` tokens, bytes a token."""
+    step = draft_step(config, models, length=length, label_share=label_share)
+    # Of a row that becomes logits also the state, and its gradient from the chunked loss.
+    return step.kept_bytes + step.judged_rows * models.draft_width * (_activation_size(config) + WIDE)
 
 
 def needed_bytes(
     memory: Memory,
-    engine: Engine,
+    engine: Sharing,
     num_accelerators: int,
     *,
     target_block: int,
@@ -149,7 +140,7 @@ def needed_bytes(
         num_accelerators: over which.
         target_block: bytes of the target's largest block, by which the shares of a spread target differ.
         accelerators_per_node: over which a target is spread.
-        head: whether the draft is a head; see `Engine.keeps_whole`.
+        head: whether the draft is a head; see `Sharing.keeps_whole`.
     """
     n = 1 if engine.several is False else num_accelerators
     held_by = min(n, accelerators_per_node) if engine.spreads_target else 1
@@ -171,13 +162,13 @@ def needed_bytes(
 class Fit:
     """Whether an engine fits, and why not."""
 
-    engine: Engine
+    engine: Sharing
     num_bytes: int
     complaint: str | None
 
 
-def try_engines(config: PlanConfig, models: Models, memory: Memory) -> list[Fit]:
-    """Return the ways for this number of processes, with what each needs of an accelerator and what speaks against it."""
+def try_engines(config: PlanConfig, models: PlannedModels, memory: Memory) -> list[Fit]:
+    """Return the ways for this number of processes, each with the bytes it needs and the reason why it does not fit."""
     hardware, machine = config.hardware, config.hardware.machine
     room = machine.memory_gib * GIBIBYTE * HEADROOM
     block = target_block_bytes(models.target)
@@ -207,7 +198,7 @@ def target_block_bytes(target: PreTrainedModel) -> int:
     return max(_bytes_of(each) for each in [*whole, *(block for blocks in lists for block in blocks)])
 
 
-def _largest_part(memory: Memory, engine: Engine, *, head: bool) -> str:
+def _largest_part(memory: Memory, engine: Sharing, *, head: bool) -> str:
     """Name the largest part that this engine leaves whole."""
     whole_weights, whole_gradients = engine.keeps_whole(head=head)
     parts = {
@@ -228,11 +219,7 @@ def _host_bytes(memory: Memory, num_accelerators: int) -> float:
     return (memory.optimizer_states + memory.draft_weights + memory.gradients) / num_accelerators
 
 
-def _frozen_bytes(models: Models) -> int:
-    return WIDE * frozen_copies(models.draft)
-
-
-def _target_state_bytes(config: PlanConfig, models: Models) -> int:
+def _target_state_bytes(config: PlanConfig, models: PlannedModels) -> int:
     """Return bytes a position: the states that are read, and, where the target runs, the widest moment of one block."""
     text = models.target.config.get_text_config()
     size = models.target.dtype.itemsize
@@ -242,31 +229,25 @@ def _target_state_bytes(config: PlanConfig, models: Models) -> int:
     return kept + size * (3 * text.intermediate_size + 4 * text.hidden_size)
 
 
-def _loss_bytes(config: PlanConfig, models: Models) -> int:
+def _loss_bytes(config: PlanConfig, models: PlannedModels) -> int:
     """Return the bytes of a chunk's logits, both sides; with a cache of sums the target makes the draft's columns only."""
-    sizes = Sizes.of(config, models)
-    narrow = WIDE if config.schedule.mixed_precision == "no" else 2
-    draft = sizes.draft_vocab * (narrow + WIDE_COPIES_OF_DRAFT_LOGITS * WIDE)
-    target = sizes.target_columns * (models.target.dtype.itemsize + WIDE_COPIES_OF_TARGET_LOGITS * WIDE)
+    draft = draft_columns(config, models) * (_activation_size(config) + WIDE_COPIES_OF_DRAFT_LOGITS * WIDE)
+    target = target_columns(config, models) * (models.target.dtype.itemsize + WIDE_COPIES_OF_TARGET_LOGITS * WIDE)
     return config.loss.chunk_size * (draft + target)
 
 
-def _held_out_bytes(config: PlanConfig, models: Models) -> int:
+def _held_out_bytes(config: PlanConfig, models: PlannedModels) -> int:
     """Return the bytes of the target's keys and values while held-out prompts are decoded."""
     text, decode = models.target.config.get_text_config(), config.held_out.decode
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     rows = min(decode.batch_size, config.held_out.num_prompts)
-    a_token = 2 * text.num_hidden_layers * heads * _head_width(models.target) * models.target.dtype.itemsize
+    a_token = 2 * text.num_hidden_layers * heads * width * models.target.dtype.itemsize
     return int(rows * (config.data.max_length + decode.max_new_tokens) * a_token)
 
 
-def _attending(models: Models) -> int:
-    return 1 if isinstance(models.draft, PreTrainedModel) else sum("q_proj" in name for name, _ in linear_layers(models.draft))
-
-
-def _head_width(model: PreTrainedModel) -> int:
-    text = model.config.get_text_config()
-    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+def _activation_size(config: PlanConfig) -> int:
+    return WIDE if config.schedule.mixed_precision == "no" else 2
 
 
 def _bytes_of(module: torch.nn.Module) -> int:

@@ -1,9 +1,7 @@
-"""Target and draft of a recipe built without any weights, on torch's meta device: what a plan counts.
+"""Target and draft of a recipe on torch's meta device, without weights: what a plan counts.
 
-The same classes that training builds, so that a parameter counted here is one that training has. Of the target nothing but its
-config is needed: a folder with a `config.json`, that file itself, or a Hub id, of which only the config is fetched.
-
-Left out on purpose: the searches that choose layers or draft tokens by the data, of which only the number counts here.
+They are the classes that training builds. Of the target only its config is needed: a folder with a `config.json`, that file
+itself, or a Hub id, of which only the config is fetched. Searches that choose layers or draft tokens by the data are left out.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ from configs.schema.planning import PlanConfig, PlanHeadsConfig
 from configs.schema.target import TargetConfig
 from distill.student.init import add_adapters, keep_layers
 from heads.families.registry import FAMILIES
-from heads.inference.causal_lm import backbone
 from heads.modules.interface import HeadModule
 from heads.proposers.vocabulary import DraftVocabulary
 from heads.target.demo_model import PREFIX
@@ -32,22 +29,17 @@ META = torch.device("meta")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Models:
-    """What a recipe trains, and on what.
+class PlannedModels:
+    """A recipe's target and draft.
 
-    target: in the dtype that the recipe loads it in.
-    draft: a head's module, or a draft LM; float32, as training holds it, frozen where training freezes it.
-    taps: which of the target's states a head reads beside the final one; None for a draft LM.
+    target: in the recipe's dtype.
+    draft: a head's module or a draft LM, in float32 and frozen where training freezes it.
+    taps: states of the target that a head reads besides the final one; None for a draft LM.
     """
 
     target: PreTrainedModel
     draft: nn.Module
     taps: tuple[int, ...] | None
-
-    @property
-    def body(self) -> nn.Module:
-        """The draft without what makes logits of its states."""
-        return backbone(self.draft) if isinstance(self.draft, PreTrainedModel) else self.draft
 
     @property
     def draft_width(self) -> int:
@@ -57,17 +49,17 @@ class Models:
 
 
 def count(module: nn.Module, *, trained: bool = False) -> int:
-    """Return how many parameters a module has, or how many of them are trained; shared ones once."""
+    """Return the number of a module's parameters, all or trained only; shared ones count once."""
     return sum(each.numel() for each in module.parameters() if each.requires_grad or not trained)
 
 
 def frozen_copies(module: nn.Module) -> int:
-    """Return how many numbers a draft keeps beside what is trained: frozen weights, copied rows of the target's head."""
+    """Return how many numbers a draft holds that are not trained: frozen weights, copied rows of the target's head."""
     buffers = sum(each.numel() for each in module.buffers() if each.is_floating_point())
     return count(module) - count(module, trained=True) + buffers
 
 
-def plan_models(config: PlanConfig) -> Models:
+def plan_models(config: PlanConfig) -> PlannedModels:
     """Build a recipe's target and draft without weights.
 
     Raises:
@@ -79,8 +71,8 @@ def plan_models(config: PlanConfig) -> Models:
         vocabulary = _first_tokens(config.head.draft_vocab_size, target)
         with META:
             head = family.build(config.head, target, vocabulary).float()
-        return Models(target=target, draft=head, taps=tuple(cast(HeadModule, head).taps))
-    return Models(target=target, draft=_draft_lm(config.student, target), taps=None)
+        return PlannedModels(target=target, draft=head, taps=tuple(cast(HeadModule, head).taps))
+    return PlannedModels(target=target, draft=_draft_lm(config.student, target), taps=None)
 
 
 def read_model_config(name: str, revision: str | None = None, *, trust_remote_code: bool = False) -> PreTrainedConfig:

@@ -1,7 +1,4 @@
-"""A whole plan: what a recipe takes in memory, disk and time, put together from the modules `train.plan_*`.
-
-Packed rows count as full. Left out on purpose: what a dense attention over packed rows computes between conversations.
-"""
+"""A whole plan: what a recipe takes in memory, disk and time. Packed rows count as full."""
 
 from __future__ import annotations
 
@@ -9,11 +6,10 @@ import math
 from dataclasses import dataclass
 
 from configs.schema.planning import PlanConfig
-from train.plan.data import CacheSize, cache_size, measure_workload, open_dataset
+from train.plan.data import CacheSize, Workload, cache_size, measure_workload, open_dataset
 from train.plan.memory import Fit, Memory, memory_of, try_engines
-from train.plan.models import Models, plan_models
+from train.plan.models import PlannedModels, plan_models
 from train.plan.scaling import DDP, ONE_A_NODE, REPLICATED, SIZES, SPLIT, SPREAD, ZERO2, Scaled, scale
-from train.plan.uses import Workload
 from train.plan.work import Flops, Times, flops_of, step_times
 
 
@@ -26,7 +22,7 @@ class Plan:
     """
 
     config: PlanConfig
-    models: Models
+    models: PlannedModels
     work: Workload
     memory: Memory
     cache: CacheSize

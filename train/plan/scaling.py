@@ -1,4 +1,4 @@
-"""What a step costs on n accelerators, on paper: the work of one, and what has to be sent between them.
+"""The time of a step on n accelerators, estimated: the work of one, and the bytes sent between them.
 
 Bytes that each accelerator sends in a step of A micro-batches for a trained draft of D float32 numbers, with rings (Patarasuk
 and Yuan 2009; Rajbhandari et al. 2020, arXiv 1910.02054, section 7):
@@ -14,10 +14,10 @@ and the last, like every tap, back to the first; between nodes the processes go 
 
 Weak scaling: every accelerator keeps its own micro-batch, and the global batch grows with n. Efficiency is the time of one
 accelerator's work over that of the step, once with nothing sent while anything is computed and once with all of it hidden
-behind what is computed, as far as that is long enough; a real run lies between. On several nodes all traffic is reckoned at an
-accelerator's share of the network, which is what the slowest link of a ring allows.
+behind what is computed, as far as that is long enough; a real run lies between. On several nodes all traffic is taken to go at
+an accelerator's share of the network, which is what the slowest link of a ring allows.
 
-Left out on purpose: stragglers, failures, the input pipeline, hierarchical collectives. None of it was run: no such machine.
+Stragglers, failures, the input pipeline and hierarchical collectives are left out. None of it was measured.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from transformers import PreTrainedModel
 
 from configs.schema.planning import HardwareConfig, PlanConfig, PlanHeadsConfig
 from train.plan.memory import WIDE
-from train.plan.models import Models, count
-from train.plan.work import Times, communication_seconds
+from train.plan.models import PlannedModels, count
+from train.plan.work import GIGA, Times
 
 SIZES = (8, 64, 1024)
+MICRO = 1e-6
 DDP, ZERO2, SPLIT = "ddp, zero1", "zero2", "fsdp2, zero3"
 REPLICATED = "whole on each"
 ONE_A_NODE, SPREAD = "one process a node", "spread over the node"
@@ -72,7 +73,7 @@ def passes_of(engine: str, num_micro_batches: int, *, head: bool) -> int:
 
 
 def scale(
-    config: PlanConfig, models: Models, times: Times, *, tokens_per_step: float, sizes: tuple[int, ...] = SIZES
+    config: PlanConfig, models: PlannedModels, times: Times, *, tokens_per_step: float, sizes: tuple[int, ...] = SIZES
 ) -> list[Scaled]:
     """Return a row for each number of accelerators, engine and way of holding the target.
 
@@ -95,8 +96,19 @@ def scale(
     return rows
 
 
+def communication_seconds(num_bytes: float, hardware: HardwareConfig, num_messages: int) -> float:
+    """Return the seconds that an accelerator takes to send so many bytes in so many messages, one after another.
+
+    Within a node at the interconnect's rate; over several nodes at that of each accelerator's share of the network.
+    """
+    within = hardware.num_accelerators <= hardware.accelerators_per_node
+    machine = hardware.machine
+    rate = machine.interconnect_gb_per_second if within else machine.network_gb_per_second
+    return num_bytes / (rate * GIGA) + num_messages * hardware.latency_microseconds * MICRO
+
+
 def _spread(
-    config: PlanConfig, models: Models, hardware: HardwareConfig, trained: int, times: Times, tokens_per_step: float
+    config: PlanConfig, models: PlannedModels, hardware: HardwareConfig, trained: int, times: Times, tokens_per_step: float
 ) -> Scaled:
     """Return the step of one process a node, whose accelerators hold the target together."""
     n = hardware.num_accelerators
@@ -113,7 +125,7 @@ def _spread(
     return _scaled(n, processes, ONE_A_NODE, SPREAD, sent, talking, times, tokens_per_step)
 
 
-def _state_bytes(config: PlanConfig, models: Models) -> int:
+def _state_bytes(config: PlanConfig, models: PlannedModels) -> int:
     """Return the bytes of one hidden state of the target over a micro-batch of the longest rows."""
     width = models.target.config.get_text_config().hidden_size
     row = config.data.row_length or config.data.max_length
@@ -123,7 +135,7 @@ def _state_bytes(config: PlanConfig, models: Models) -> int:
 def _scaled(
     n: int, workers: int, engine: str, target: str, sent: float, talking: float, times: Times, tokens_per_step: float
 ) -> Scaled:
-    """Return a step on n accelerators of which so many compute at a time."""
+    """Return a step on n accelerators, of which `workers` compute at a time."""
     alone = times.total
     apart, hidden = alone + talking, max(alone, talking)
     return Scaled(
@@ -141,7 +153,7 @@ def _scaled(
     )
 
 
-def _num_messages(models: Models, n: int, passes: int) -> int:
+def _num_messages(models: PlannedModels, n: int, passes: int) -> int:
     """Return how many messages follow one another: trees of depth log2(n), once a pass and layer of the draft."""
     layers = models.draft.config.get_text_config().num_hidden_layers if isinstance(models.draft, PreTrainedModel) else 1
     return math.ceil(math.log2(n)) * passes * layers if n > 1 else 0

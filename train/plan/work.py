@@ -1,9 +1,8 @@
 """FLOPs of a training step by part, and the seconds they take.
 
-A multiplication and an addition are two FLOPs. A linear layer of P weights costs 2 P a use forward, 2 P backward for its input
-and, where it is trained, 2 P for its weights (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). Attention costs 4 N H a pair
-of query and key forward, for scores and mixing, and twice that backward. Everything else is left out: norms, softmax, the
-divergence's elementwise work and the optimiser's, which moves memory and is counted in bytes.
+Target and draft are counted by running them without weights (`train.plan.step`). Of the output heads only the rows are known
+then, and a row of W logits of a D-wide state costs 2 W D forward, as much again for its gradient, and for the weights' where
+they are trained. Norms, softmax and the divergence's elementwise work are left out; the optimiser's is counted in bytes.
 """
 
 from __future__ import annotations
@@ -12,12 +11,13 @@ from dataclasses import asdict, dataclass
 
 from transformers import PreTrainedModel
 
-from configs.schema.planning import HardwareConfig, PlanConfig, PlanHeadsConfig
-from train.plan.models import Models, count
-from train.plan.uses import Uses, Workload, draft_lm_uses, head_uses, linear_layers
+from configs.schema.planning import PlanConfig, PlanHeadsConfig
+from train.plan.data import Workload
+from train.plan.models import PlannedModels, count
+from train.plan.step import draft_step, forward_flops
 
-TERA, GIGA, MICRO = 1e12, 1e9, 1e-6
-# AdamW reads weight, gradient and two averages, and writes all but the gradient: seven numbers of four bytes.
+TERA, GIGA = 1e12, 1e9
+# AdamW reads weight, gradient and two averages, and writes all but the gradient: seven float32 numbers.
 OPTIMIZER_BYTES_MOVED = 28
 
 
@@ -51,46 +51,46 @@ class Times:
         return self.products + self.optimizer + self.cache
 
 
-def uses_of(config: PlanConfig, work: Workload) -> Uses:
-    """Return how often the parts of a recipe's draft are used."""
-    return head_uses(config.head, work) if isinstance(config, PlanHeadsConfig) else draft_lm_uses(work)
-
-
-def flops_of(config: PlanConfig, models: Models, work: Workload) -> Flops:
-    """Return the FLOPs of training on a token."""
-    uses = uses_of(config, work)
-    sizes = Sizes.of(config, models)
-    layers = list(linear_layers(models.body))
-    weights = sum(uses.of_layer(name) * layer.weight.numel() for name, layer in layers)
-    trained = sum(uses.of_layer(name) * layer.weight.numel() for name, layer in layers if layer.weight.requires_grad)
-    attention = 4.0 * uses.attended_keys * sizes.draft_attention
+def flops_of(config: PlanConfig, models: PlannedModels, work: Workload) -> Flops:
+    """Return the FLOPs of training, a token."""
+    step = draft_step(config, models, length=work.mean_tokens, label_share=work.label_share)
+    text, cached = models.target.config.get_text_config(), config.data.cache is not None
+    columns = target_columns(config, models)
+    target_logits = 2.0 * step.judged_rows * text.hidden_size * columns
+    if columns < text.vocab_size and not cached:  # the sums over the whole vocabulary, once a position
+        target_logits += 2.0 * work.label_share * text.hidden_size * text.vocab_size
     return Flops(
-        target_forward=0.0 if config.data.cache is not None else forward_flops(models.target, work.mean_tokens),
-        target_logits=_target_logits(config, sizes, uses, work),
-        draft_forward=2.0 * weights + attention,
-        draft_backward=2.0 * weights + 2.0 * trained + 2.0 * attention,
-        draft_logits=uses.judged_rows * sizes.draft_width * sizes.draft_vocab * (6.0 if sizes.trains_head else 4.0),
+        target_forward=0.0 if cached else forward_flops(models.target, work.mean_tokens),
+        target_logits=target_logits,
+        draft_forward=step.forward_flops,
+        draft_backward=step.backward_flops,
+        draft_logits=step.judged_rows
+        * models.draft_width
+        * draft_columns(config, models)
+        * (6.0 if _trains_head(config, models) else 4.0),
     )
 
 
-def forward_flops(model: PreTrainedModel, length: float) -> float:
-    """Return the FLOPs a token of a causal LM's backbone over rows of `length` tokens; attention skips what is hidden."""
-    config = model.config.get_text_config()
-    weights = sum(layer.weight.numel() for _, layer in linear_layers(model.base_model))
-    return 2.0 * weights + 4.0 * (length / 2) * config.num_hidden_layers * attention_width(model)
+def draft_columns(config: PlanConfig, models: PlannedModels) -> int:
+    """Return the size of the draft's vocabulary."""
+    section = config.head if isinstance(config, PlanHeadsConfig) else config.student
+    return section.draft_vocab_size or int(models.target.config.get_text_config().vocab_size)
 
 
-def attention_width(model: PreTrainedModel) -> int:
-    """Return heads times head width of a model's attention."""
-    config = model.config.get_text_config()
-    head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(config.num_attention_heads * head_width)
+def target_columns(config: PlanConfig, models: PlannedModels) -> int:
+    """Return how many of the target's logits the loss makes a depth.
+
+    All of them, unless the sums over the whole vocabulary are computed once a position (`distill.loss.target_logits`).
+    """
+    loss = config.loss
+    sums_once = isinstance(config, PlanHeadsConfig) and loss.temperature == 1 and "cross_entropy" not in loss.weights
+    return draft_columns(config, models) if sums_once else int(models.target.config.get_text_config().vocab_size)
 
 
 def step_times(
-    config: PlanConfig, models: Models, flops: Flops, *, tokens_per_step: float, cache_bytes_per_token: float = 0.0
+    config: PlanConfig, models: PlannedModels, flops: Flops, *, tokens_per_step: float, cache_bytes_per_token: float = 0.0
 ) -> Times:
-    """Return the seconds of a step, with no other accelerator to talk to.
+    """Return the seconds of a step on one accelerator, without communication.
 
     Args:
         config: brings the machine and its utilisation.
@@ -101,85 +101,14 @@ def step_times(
     """
     machine = config.hardware.machine
     return Times(
-        products=flops.total * tokens_per_step / effective_flops(config.hardware),
+        products=flops.total * tokens_per_step / (machine.tflops * TERA * config.hardware.utilisation),
         optimizer=count(models.draft, trained=True) * OPTIMIZER_BYTES_MOVED / (machine.memory_gb_per_second * GIGA),
         cache=cache_bytes_per_token * tokens_per_step / (machine.disk_gb_per_second * GIGA),
     )
 
 
-def effective_flops(hardware: HardwareConfig) -> float:
-    """Return the FLOP/s that an accelerator is reckoned to reach in a step."""
-    return hardware.machine.tflops * TERA * hardware.utilisation
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """Widths and vocabularies of a recipe's models.
-
-    draft_attention: heads times head width, times the draft's layers that attend.
-    target_columns: of the target's logits that the loss makes a depth.
-    """
-
-    draft_width: int
-    draft_vocab: int
-    trains_head: bool
-    draft_attention: int
-    target_width: int
-    target_vocab: int
-    target_columns: int
-
-    @classmethod
-    def of(cls, config: PlanConfig, models: Models) -> Sizes:
-        """Return a recipe's."""
-        target = models.target.config.get_text_config()
-        section = config.head if isinstance(config, PlanHeadsConfig) else config.student
-        size, vocab = section.draft_vocab_size, target.vocab_size
-        return cls(
-            draft_width=models.draft_width,
-            draft_vocab=vocab if size is None else size,
-            trains_head=_trains_head(config, models),
-            draft_attention=_draft_attention(config, models),
-            target_width=target.hidden_size,
-            target_vocab=vocab,
-            target_columns=size if size is not None and _knows_sums(config) else vocab,
-        )
-
-
-def _knows_sums(config: PlanConfig) -> bool:
-    """Whether the sums over the target's whole vocabulary are computed once a position (`distill.loss.target_logits`)."""
-    loss = config.loss
-    return isinstance(config, PlanHeadsConfig) and loss.temperature == 1 and "cross_entropy" not in loss.weights
-
-
-def _target_logits(config: PlanConfig, sizes: Sizes, uses: Uses, work: Workload) -> float:
-    """Count the target's logits: those of each depth, and, where only some columns are made of them, the sums once."""
-    each_depth = 2.0 * uses.judged_rows * sizes.target_width * sizes.target_columns
-    once = sizes.target_columns < sizes.target_vocab and config.data.cache is None
-    return each_depth + (2.0 * work.label_share * sizes.target_width * sizes.target_vocab if once else 0.0)
-
-
-def _trains_head(config: PlanConfig, models: Models) -> bool:
+def _trains_head(config: PlanConfig, models: PlannedModels) -> bool:
     if isinstance(config, PlanHeadsConfig):
         return config.head.train_head
     assert isinstance(models.draft, PreTrainedModel)
     return any(each.requires_grad for each in models.draft.get_output_embeddings().parameters())
-
-
-def _draft_attention(config: PlanConfig, models: Models) -> int:
-    if isinstance(models.draft, PreTrainedModel):
-        # Causal attention skips what is hidden: half of all pairs.
-        return attention_width(models.draft) * models.draft.config.get_text_config().num_hidden_layers // 2
-    attending = sum(name.endswith("q_proj") for name, _ in linear_layers(models.draft))
-    several = isinstance(config, PlanHeadsConfig) and config.head.kind == "mtp" and attending > 1
-    return attention_width(models.target) * (1 if several else attending)
-
-
-def communication_seconds(num_bytes: float, hardware: HardwareConfig, num_messages: int) -> float:
-    """Return the seconds that an accelerator takes to send so many bytes in so many messages, one after another.
-
-    Within a node at the interconnect's rate; over several nodes at that of each accelerator's share of the network.
-    """
-    within = hardware.num_accelerators <= hardware.accelerators_per_node
-    machine = hardware.machine
-    rate = machine.interconnect_gb_per_second if within else machine.network_gb_per_second
-    return num_bytes / (rate * GIGA) + num_messages * hardware.latency_microseconds * MICRO

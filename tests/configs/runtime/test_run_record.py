@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from pydantic import BaseModel
 
-from configs.runtime import run_record as provenance
+from configs.runtime import run_record
 from configs.runtime.errors import InputError
 from configs.runtime.run_record import describe_git, describe_hardware, describe_versions, write_run_record
 from configs.schema.decoding import DecodeConfig
@@ -57,7 +57,7 @@ def test_a_record_that_cannot_be_written_is_the_users_to_mend(tmp_path):
 
 
 def test_versions_name_what_is_installed_and_leave_out_what_is_not(monkeypatch):
-    monkeypatch.setattr(provenance, "PACKAGES", ("pydantic", "no-such-package"))
+    monkeypatch.setattr(run_record, "PACKAGES", ("pydantic", "no-such-package"))
     versions = describe_versions()
     assert list(versions) == ["python", "pydantic"]
     assert versions["python"].split(".")[:2] == [str(part) for part in sys.version_info[:2]]
