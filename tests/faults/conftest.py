@@ -1,5 +1,8 @@
 """Runs of a second on a tiny target, and what they end with when nothing disturbs them."""
 
+import itertools
+import os
+import signal
 import socket
 from pathlib import Path
 
@@ -9,8 +12,9 @@ from accelerate.state import AcceleratorState, PartialState
 from distill.cache.writer import make_cache
 from distill.generation.make_dataset import make_dataset
 from scripts.fault_injection.children import Child
-from scripts.fault_injection.setup import TinyProject
+from scripts.fault_injection.setup import STEPS, TinyProject
 from train.launch import run_distillation
+from train.tasks.draft import DraftTask
 
 
 @pytest.fixture(scope="session")
@@ -93,3 +97,50 @@ def start_pair(start, main, config, before=None) -> list[Child]:
 def content(folder: Path) -> dict[str, bytes]:
     """Return the bytes of all files below a folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def final_weights(output: Path, steps: int = STEPS) -> tuple[bytes, ...]:
+    """Return the trained weights and the optimiser's after the last step, and the artifact's."""
+    last = output / "checkpoints" / f"step-{steps:08d}"
+    files = (last / "model.safetensors", last / "optimizer.bin", output / "artifact" / "model.safetensors")
+    return tuple(path.read_bytes() for path in files)
+
+
+# --- faults, planted in a child -------------------------------------------------------------------------------------
+
+
+def send_here(number: signal.Signals) -> None:
+    """Send a signal to this process."""
+    os.kill(os.getpid(), number)
+
+
+def kill_here() -> None:
+    send_here(signal.SIGKILL)
+
+
+def at_call(owner, name: str, number: int, act, *, after: bool = False):
+    """Return a fault: `act` is called at the call of a function for that time, before or after its work."""
+
+    def plant() -> None:
+        plain, calls = getattr(owner, name), itertools.count(1)
+
+        def watched(*args, **kwargs):
+            due = next(calls) == number
+            if due and not after:
+                act()
+            outcome = plain(*args, **kwargs)
+            if due and after:
+                act()
+            return outcome
+
+        setattr(owner, name, watched)
+
+    return plant
+
+
+def kill_at_call(owner, name: str, number: int, *, after: bool = False):
+    return at_call(owner, name, number, kill_here, after=after)
+
+
+def die_at_step(number: int):
+    return kill_at_call(DraftTask, "loss", number)

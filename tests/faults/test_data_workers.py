@@ -15,7 +15,7 @@ from configs.runtime.command import BAD_INPUT, DONE, TERMINATED
 from distill.dataset.batches import ConversationDataset, make_loader
 from distill.dataset.conversations import read_conversations
 from distill.dataset.packing import make_packed_loader
-from tests.faults.test_training import die_at_step, final_weights
+from tests.faults.conftest import at_call, die_at_step, final_weights, kill_here, send_here
 from train.launch import make_workers, run_distillation, run_heads
 from train.loop.checkpoints import list_checkpoints, read_manifest
 from train.tasks.draft import DraftTask
@@ -52,10 +52,10 @@ def at_its_second_batch(act, checkpoint):
 FAULTS = {
     "hangs": (lambda: time.sleep(600), r"did not bring its batch within 3 s \(schedule\.process_timeout_seconds\)"),
     "is stopped": (
-        lambda: os.kill(os.getpid(), signal.SIGSTOP),
+        lambda: send_here(signal.SIGSTOP),
         r"did not bring its batch within 3 s \(schedule\.process_timeout_seconds\)",
     ),
-    "dies": (lambda: os.kill(os.getpid(), signal.SIGKILL), "(is killed by signal: Killed|exited unexpectedly)"),
+    "dies": (kill_here, "(is killed by signal: Killed|exited unexpectedly)"),
 }
 
 
@@ -85,17 +85,12 @@ def living(process: int) -> bool:
 def test_a_machine_that_is_taken_away_asks_the_workers_too_and_still_gets_its_checkpoint(
     project, undisturbed, tmp_path, start, distilled
 ):
+    def stop_the_group() -> None:  # by a process that is not the workers' parent: from that one they take it as the end
+        subprocess.run(["kill", "-TERM", "--", f"-{os.getpgrp()}"], check=False)
+
     def plant() -> None:
         os.setpgrp()
-        plain, calls = DraftTask.prepare, []
-
-        def prepare(*args):
-            calls.append(1)
-            if len(calls) == 5:  # by a process that is not the workers' parent: from that one they take it as the end
-                subprocess.run(["kill", "-TERM", "--", f"-{os.getpgrp()}"], check=False)
-            return plain(*args)
-
-        DraftTask.prepare = prepare
+        at_call(DraftTask, "prepare", 5, stop_the_group)()
 
     stopped = start(run_distillation, project.distill(tmp_path / "run", loader_workers=2), before=plant)
     assert stopped.end(60) == TERMINATED, stopped.said
@@ -134,7 +129,7 @@ def test_a_packed_run_that_is_killed_goes_on_to_the_same_weights_with_any_worker
     main = {"distill": run_distillation, "heads": run_heads}[work]
 
     def run(name, before=None, **schedule):
-        config = getattr(project, work)(tmp_path / name, batch_size=1, **schedule)
+        config = getattr(project, work)(tmp_path / name, batch_size=1, max_steps=6, **schedule)
         packed = config.data.model_copy(update={"packing": True, "pack_length": 80})
         child = start(main, config.model_copy(update={"data": packed}), before=before)
         return child.end(60), child.said
@@ -142,11 +137,11 @@ def test_a_packed_run_that_is_killed_goes_on_to_the_same_weights_with_any_worker
     code, said = run("whole")
     assert code == DONE, said
     if work == "distill":
-        code, _ = run("killed", before=die_at_step(8), loader_workers=1)
+        code, _ = run("killed", before=die_at_step(5), loader_workers=1)
         assert code == -signal.SIGKILL
     code, said = run("killed", loader_workers=2)
     assert code == DONE, said
-    assert final_weights(tmp_path / "killed") == final_weights(tmp_path / "whole")
+    assert final_weights(tmp_path / "killed", 6) == final_weights(tmp_path / "whole", 6)
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])

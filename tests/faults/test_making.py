@@ -14,28 +14,9 @@ from distill.cache import writer as cache_making
 from distill.cache.writer import make_cache
 from distill.generation.answers import AnswerJob
 from distill.generation.make_dataset import make_dataset
-from tests.faults.conftest import content, start_pair
+from tests.faults.conftest import content, kill_at_call, start_pair
 
 MADE = ("train.jsonl", "held_out.jsonl")
-
-
-def kill_at_call(owner, name: str, number: int, *, after: bool = False):
-    """Return a fault: the process is killed when it calls a function for that time, before or after the work."""
-
-    def plant() -> None:
-        plain, calls = getattr(owner, name), []
-
-        def deadly(*args, **kwargs):
-            calls.append(1)
-            if len(calls) < number:
-                return plain(*args, **kwargs)
-            if after:
-                plain(*args, **kwargs)
-            return os.kill(os.getpid(), signal.SIGKILL)
-
-        setattr(owner, name, deadly)
-
-    return plant
 
 
 @pytest.mark.parametrize(

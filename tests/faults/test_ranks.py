@@ -1,6 +1,5 @@
 """Two processes over gloo: one that dies or hangs does not leave the other waiting; a stop asked of one is one of both."""
 
-import os
 import signal
 import time
 
@@ -9,8 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from configs.runtime.command import BAD_INPUT, DONE, TERMINATED
-from tests.faults.conftest import start_pair
-from tests.faults.test_training import die_at_step
+from tests.faults.conftest import at_call, die_at_step, send_here, start_pair
 from train.launch import run_distillation
 from train.loop.checkpoints import list_checkpoints, read_manifest
 from train.tasks.draft import DraftTask
@@ -29,26 +27,9 @@ def start_two(project, tmp_path, start):
     return start_two
 
 
-def at_step(number, act):
-    """Return a fault: `act` is called at the loss of step `number`."""
-
-    def plant() -> None:
-        plain, calls = DraftTask.loss, []
-
-        def loss(*args):
-            calls.append(1)
-            if len(calls) == number:
-                act()
-            return plain(*args)
-
-        DraftTask.loss = loss
-
-    return plant
-
-
 @pytest.mark.parametrize("fault", ["dies", "hangs"])
 def test_the_other_process_ends_with_the_reason(tmp_path, start_two, fault):
-    plant = die_at_step(5) if fault == "dies" else at_step(5, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    plant = die_at_step(5) if fault == "dies" else at_call(DraftTask, "loss", 5, lambda: send_here(signal.SIGSTOP))
     started = time.monotonic()
     main, other = start_two(before=plant, process_timeout_seconds=5)
     assert main.end(60) == 1, main.said
@@ -62,7 +43,7 @@ def test_the_other_process_ends_with_the_reason(tmp_path, start_two, fault):
 
 def slow_and_then_told_to_stop():
     """Let every loss take long, so that the other process waits in its backward; ask for an end in the fifth."""
-    at_step(5, lambda: os.kill(os.getpid(), signal.SIGTERM))()
+    at_call(DraftTask, "loss", 5, lambda: send_here(signal.SIGTERM))()
     plain = DraftTask.loss
 
     def loss(*args):

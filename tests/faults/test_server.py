@@ -18,8 +18,8 @@ from distill.generation.server_jobs import ServerAnswerJob
 from distill.server import connection as server_connection
 from distill.server.logprobs import TargetServer
 from heads.target.loading import load_target
-from tests.faults.conftest import content, start_pair
-from tests.faults.test_making import MADE, kill_at_call
+from tests.faults.conftest import content, kill_at_call, start_pair
+from tests.faults.test_making import MADE
 from tests.support.fake_server import Api, serving
 
 BODY = json.dumps({"data": [{"id": "tiny"}]}).encode()

@@ -1,7 +1,6 @@
 """Training that is killed, stopped, run twice at once or out of disk: it goes on to the weights of an undisturbed run."""
 
 import json
-import os
 import signal
 import subprocess
 import time
@@ -13,41 +12,11 @@ from accelerate import Accelerator
 from configs.runtime.command import BAD_INPUT, DONE, TERMINATED
 from scripts.fault_injection.children import Child
 from scripts.fault_injection.setup import EVERY, STEPS
-from tests.faults.conftest import content
+from tests.faults.conftest import at_call, content, die_at_step, final_weights, kill_here, send_here
 from train.launch import run_distillation
 from train.loop import checkpoints
 from train.loop.checkpoints import list_checkpoints, read_manifest
 from train.tasks.draft import DraftTask
-
-
-def final_weights(output: Path) -> tuple[bytes, ...]:
-    """Return the trained weights and the optimiser's after the last step, and the artifact's."""
-    last = output / "checkpoints" / f"step-{STEPS:08d}"
-    return tuple(
-        path.read_bytes()
-        for path in (last / "model.safetensors", last / "optimizer.bin", output / "artifact" / "model.safetensors")
-    )
-
-
-def kill_here() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def die_at_step(number: int):
-    """Return a fault: the process is killed at the loss of step `number`."""
-
-    def plant() -> None:
-        plain, calls = DraftTask.loss, []
-
-        def loss(*args):
-            calls.append(1)
-            if len(calls) == number:
-                kill_here()
-            return plain(*args)
-
-        DraftTask.loss = loss
-
-    return plant
 
 
 def die_in_the_second_checkpoint(where: str):
@@ -102,17 +71,8 @@ def test_a_killed_run_goes_on_to_the_same_weights(project, undisturbed, tmp_path
 
 
 def test_sigterm_ends_with_a_checkpoint_and_its_own_code(project, undisturbed, tmp_path, start, distilled):
-    def plant() -> None:
-        plain, calls = DraftTask.loss, []
-
-        def loss(*args):
-            calls.append(1)
-            if len(calls) == 6:  # an evaluation and a checkpoint are due after it
-                os.kill(os.getpid(), signal.SIGTERM)
-            return plain(*args)
-
-        DraftTask.loss = loss
-
+    # An evaluation and a checkpoint are due after it.
+    plant = at_call(DraftTask, "loss", 6, lambda: send_here(signal.SIGTERM))
     stopped = start(run_distillation, project.distill(tmp_path / "run"), before=plant)
     assert stopped.end() == TERMINATED, stopped.said
     # The signal came after the step's count of labels: the processes agree on it with those of the next step.
@@ -123,17 +83,7 @@ def test_sigterm_ends_with_a_checkpoint_and_its_own_code(project, undisturbed, t
 
 
 def test_a_stop_where_an_evaluation_is_due_leaves_it_to_the_run_that_goes_on(project, undisturbed, tmp_path, start, distilled):
-    def plant() -> None:
-        plain, calls = DraftTask.prepare, []
-
-        def prepare(*args):
-            calls.append(1)
-            if len(calls) == 6:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return plain(*args)
-
-        DraftTask.prepare = prepare
-
+    plant = at_call(DraftTask, "prepare", 6, lambda: send_here(signal.SIGTERM))
     stopped = start(run_distillation, project.distill(tmp_path / "run"), before=plant)
     assert stopped.end() == TERMINATED, stopped.said
     assert "after step 6 of 12" in stopped.said

@@ -25,7 +25,7 @@ from heads.target.processes import join_processes
 from scripts.bench.engines import largest_difference, read_losses, read_metric, split_everything
 from scripts.fault_injection.children import Child
 from scripts.fault_injection.setup import TinyProject
-from tests.faults.test_training import die_at_step
+from tests.faults.conftest import die_at_step
 from train.launch import run_distillation, run_heads
 from train.loop import engines
 from train.loop.lineage import Lineage
