@@ -60,16 +60,8 @@ PRESETS: dict[PresetName, Preset] = {
         disk_gb_per_second=2.0,
         host_memory_gib=256.0,
     ),
-    "h200_141gb": Preset(
-        memory_gib=139.0,
-        tflops=989.0,
-        memory_gb_per_second=4800.0,
-        interconnect_gb_per_second=450.0,
-        network_gb_per_second=50.0,
-        disk_gb_per_second=2.0,
-        host_memory_gib=256.0,
-    ),
 }
+PRESETS["h200_141gb"] = PRESETS["h100_80gb"].model_copy(update={"memory_gib": 139.0, "memory_gb_per_second": 4800.0})
 
 
 class HardwareConfig(Settings):

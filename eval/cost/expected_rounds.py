@@ -1,9 +1,9 @@
-"""How many rounds an answer is expected to take, for any number of drafts, from the acceptance measured at one.
+"""The expected number of rounds of an answer, for any number of drafts, from the acceptance measured at one.
 
-From the measured chances that the draft at each position is accepted where those before it were, never from one rate to a
-power; positions beyond those measured get the last one's chance. Fewer drafts than measured are no matter of cutting the
-measured rounds short where the draft's guess at a place depends on the text alone: easy stretches of text then fill more
-rounds, and weigh more. The last rounds of an answer have less room, and are counted so. G drafts, A accepted.
+It follows from the measured chance at each position that a draft is accepted where those before it were, never from powers of
+one rate; positions beyond those measured take the last one's chance. Where a draft's guess depends on the text alone, fewer
+drafts than measured do not simply cut the measured rounds short: easy stretches of text then fill more rounds, and weigh more.
+The last rounds of an answer have less room, and are counted so. G drafts, A accepted.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Floats = NDArray[np.float64]
 
 
 class AcceptanceProfile:
-    """What becomes of the drafts of a round.
+    """How many of a round's drafts are accepted.
 
     Args:
         conditional: by position, the share accepted of the drafts judged there (`position_conditional` of the report), for
             the largest number of drafts measured; `None` where none was judged.
-        by_text_alone: the draft's guess at a place of the text is the same wherever a round began, as a draft model's is; the
-            guess of a head is better the nearer the last hidden state of the target.
+        by_text_alone: the draft's guess at a place of the text does not depend on where the round began, as that of a draft
+            model; a head's guess is better nearer to the target's last hidden state.
 
     Raises:
         ValueError: no draft was judged.
@@ -60,7 +60,7 @@ class AcceptanceProfile:
         """Read the stretches of text that the measured rounds covered once more, in shorter rounds.
 
         A measured round that kept a drafts covers a places where the draft is right and one where it is wrong: shorter rounds
-        never reach across the latter. Of the place behind a round that kept all nobody knows; it is taken for right with the
+        never reach across the latter. The place behind a round that kept all is unknown; it is taken for right with the
         last position's chance, and a shorter round that reaches over it for as much of a whole one as lies before.
         """
         size, longest = num_drafts + 1, len(self.conditional)

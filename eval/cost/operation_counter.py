@@ -1,8 +1,7 @@
-"""Work, whatever machine does it: bytes read and floating-point operations of the matrix products of decoding or training.
+"""Bytes read and floating-point operations done by the matrix products of decoding or training, on any machine.
 
-Counted where every operation of torch passes by, so that no family of drafts has to say what it does. Bytes are those of all
-operands: weights, keys and values, and the activations, which are little beside them. Left out: everything that is no matrix
-product (norms, activations, softmax of the vocabulary), which a roofline of weights and products leaves out too.
+Counted where torch dispatches operations, so that it holds for every family of drafts. Bytes are those of all operands:
+weights, keys and values, and activations. Norms, activation functions and the softmax over the vocabulary are not counted.
 """
 
 from __future__ import annotations

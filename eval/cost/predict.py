@@ -1,6 +1,6 @@
-"""What a report says the cost model expects: the sweep is run, the model made of it and of what the run measured.
+"""The cost model's part of an evaluation: run the timing sweep, make the model, and return its predictions.
 
-`prediction_of` makes the model anew from a report alone, for another machine (`eval/predict.py`).
+`prediction_of` makes the model from a report alone, for its own or another machine (`eval/predict.py`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""A short timing sweep: rounds of the decoder itself, with acceptance laid down, by number of drafts, batch and context.
+"""A timing sweep: rounds of the decoder with prescribed acceptance, by number of drafts, batch and context.
 
-The rounds are `eval.decoder.batch.BatchRun`'s, so that target, draft, judging and the rest cost what they cost in decoding,
-each with the caches as the others leave them. Only how many drafts stay is prescribed: none, or all, because a draft has more
-to read after the latter. Plain rounds take turns with them, numbers of drafts go up and down by turns, and medians are kept,
-so that a machine whose speed drifts drifts for all. The batch's rows are not equally long, as they never are.
-Left out: trees, and rounds that stop by a rule; how long those are depends on the text.
+The rounds are those of `eval.decoder.batch.BatchRun`, so that every part costs what it costs in decoding. Only the number of
+accepted drafts is prescribed: none or all, because after all a draft has more to read. Plain rounds take turns with them,
+numbers of drafts rise and fall by turns, and medians are kept, so that a drifting machine drifts for all. Rows are not equally
+long. Trees and rounds with a stopping rule are left out, as their sizes depend on the text.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ SHORTEST = 4  # tokens of the text that a sweep begins with
 
 @dataclass(frozen=True, kw_only=True)
 class TimedRound:
-    """What a round takes: seconds as measured here, and the work, which is the same on any machine.
+    """What a round takes: seconds on this machine, and the work, which is the same on any machine.
 
     Args:
         num_speculative_tokens: drafts; 0 is a plain round.
@@ -42,7 +41,7 @@ class TimedRound:
         draft_seconds: drafting, after a round that did not keep all drafts.
         draft_seconds_after_full: the same after one that did.
         verify_seconds: the target's forward.
-        other_seconds: judging and everything else.
+        other_seconds: verification and everything else.
         draft_bytes, draft_flops, verify_bytes, verify_flops: read, and done, by the matrix products
         (`eval.cost.operation_counter`).
     """
@@ -114,7 +113,7 @@ def sweep_rounds(
 
     Args:
         target, proposer: what decodes.
-        text: token ids to read, taken from anywhere in it and again from the front where it ends.
+        text: token ids to read, taken from anywhere in it; it is repeated where it ends.
         decode: the distribution and the rule.
         config: which rounds.
 
@@ -123,7 +122,7 @@ def sweep_rounds(
 
     Raises:
         InputError: see `check_sweep`.
-        RuntimeError: target or draft computed what is no number.
+        RuntimeError: target or draft computed NaN or infinity.
     """
     check_sweep(target, config)
     target = replace(target, eos_token_ids=())  # no round may end the text
@@ -212,12 +211,12 @@ def run_round(run: BatchRun, drafts: int) -> None:
     """Run a round of so many drafts.
 
     Raises:
-        RuntimeError: target or draft computed what is no number.
+        RuntimeError: target or draft computed NaN or infinity.
     """
     run.config = run.config.model_copy(update={"num_speculative_tokens": drafts})
     run.round()
     if len(run.active) < len(run.rows):
-        raise RuntimeError("target or draft computed what is no number while rounds were timed")
+        raise RuntimeError("target or draft computed NaN or infinity while rounds were timed")
 
 
 def _drafts_of(

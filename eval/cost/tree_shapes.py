@@ -1,11 +1,9 @@
-"""Which static tree to draft: from how often each rank was accepted at each depth, and from what a round costs.
+"""The static tree to draft, chosen by how often each rank was accepted at each depth and by what a round costs.
 
-The acceptance profile is a table `[D, R]`: entry (d, r) is how often the target, having followed the tree to depth d, goes on
-with the child of rank r. It is taken to be the same on every branch of a depth; then the expected accepted drafts of a tree
-are the sum over its tokens of the products of entries on the way to them (Cai et al. 2024, Medusa, 2401.10774). Trees are given
-as paths of ranks, as `configs.schema.drafting.StaticTree` takes them. Left out on purpose: trees that depend on the text, which
-`configs.schema.drafting.DynamicTree` grows.
-D depths, R ranks, N tokens of a tree.
+Entry (d, r) of the acceptance profile `[D, R]` is how often the target, having followed the tree to depth d, continues with the
+child of rank r. It is taken to be the same on every branch of a depth; the expected accepted drafts of a tree are then the sum
+over its tokens of the products of entries on their paths (Cai et al. 2024, Medusa, 2401.10774). Trees are given as paths of
+ranks, as in `configs.schema.drafting.StaticTree`. D depths, R ranks, N tokens of a tree.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ class ChosenTree:
 
 
 def measure_profile(generations: Sequence[Generation], paths: Sequence[Path]) -> Profile:
-    """Return the acceptance profile seen while decoding with one static tree.
+    """Return the acceptance profile of decoding with one static tree.
 
     A child counts as tried where its parent was accepted, the round drafted that deep and the text had not ended. The wider the
     tree, the more ranks are seen; what was never tried is 0.
@@ -73,13 +71,13 @@ def expected_tokens(paths: Sequence[Path], profile: Profile) -> float:
 
 
 def grow_tree(profile: Profile, num_nodes: int) -> list[Path]:
-    """Return the tree that takes the most valuable token next to it again and again (Medusa's static tree).
+    """Return the tree that is grown by the most valuable neighbouring token, one at a time (Medusa's static tree).
 
-    The best tree of its size wherever acceptance does not rise from a rank to the next; `optimal_tree` needs no such thing.
+    The best tree of its size where acceptance does not rise from a rank to the next; `optimal_tree` does not need that.
 
     Args:
         profile: `[D, R]`.
-        num_nodes: tokens, fewer where the profile has no room for as many.
+        num_nodes: tokens, fewer where the profile has fewer.
     """
     paths: list[Path] = []
     neighbours: list[tuple[float, Path]] = [(-_value((0,), profile), (0,))]

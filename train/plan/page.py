@@ -1,4 +1,4 @@
-"""A plan as text that is Markdown too: what `scripts/plan.py` prints, and the tables of docs/scaling.md."""
+"""A plan as Markdown: what `scripts/plan.py` prints, and the tables of docs/scaling.md."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MEMORY_WORDS = {
 
 
 def plan_page(config: PlanConfig, *, with_scaling: bool) -> str:
-    """Return the plan of a recipe in words and tables.
+    """Return the plan of a recipe as text and tables.
 
     Raises:
         InputError: see `train.plan.plan.make_plan`.
@@ -121,7 +121,7 @@ def _bytes(value: float) -> str:
 
 
 def _rounded(value: float) -> str:
-    """Return a number with three digits that count."""
+    """Return a number rounded to three significant digits."""
     return f"{float(f'{value:.3g}'):,.0f}"
 
 

@@ -40,7 +40,7 @@ def test_the_optimal_tree_is_the_best_of_all(profile, num_nodes):
     assert expected_tokens(chosen, profile) == pytest.approx(best, abs=1e-12)
 
 
-def test_growing_by_value_finds_the_same_where_acceptance_falls_with_rank_and_less_where_it_rises():
+def test_growing_by_value_is_optimal_where_acceptance_falls_with_rank():
     for num_nodes in range(1, 12):
         grown = grow_tree(FALLING, num_nodes)
         check_paths(grown)

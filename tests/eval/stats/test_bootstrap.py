@@ -63,7 +63,7 @@ def test_the_paired_ratio_of_equal_denominators_is_the_ratio_of_the_numerators()
 
 
 @pytest.mark.parametrize("num_clusters", [8, 64])
-def test_95_percent_intervals_hold_the_truth_about_95_percent_of_the_time(num_clusters):
+def test_intervals_hold_the_truth_as_often_as_they_say(num_clusters):
     generator = np.random.default_rng(num_clusters)
     held = 0
     for simulation in range(1000):
@@ -76,7 +76,7 @@ def test_95_percent_intervals_hold_the_truth_about_95_percent_of_the_time(num_cl
 
 
 @pytest.mark.parametrize("num_batches", [8, 32])
-def test_95_percent_intervals_of_a_speedup_hold_the_truth_about_95_percent_of_the_time(num_batches):
+def test_intervals_of_a_speedup_hold_the_truth_as_often_as_they_say(num_batches):
     """Batches differ in length and in how fast either way decodes them; a busy machine slows both at once. The truth is 1.5."""
     generator = np.random.default_rng(100 + num_batches)
     held = 0
@@ -118,9 +118,9 @@ def test_the_median_and_its_interval_follow_the_middle_and_not_the_outlier():
     assert 1.0 <= interval.low <= 1.2 <= interval.high <= 1.3
 
 
-@pytest.mark.parametrize(("degrees", "quantile"), [(5, 2.5706), (10, 2.2281), (30, 2.0423), (100, 1.9840)])
+@pytest.mark.parametrize(("degrees", "quantile"), [(1, 12.7062), (5, 2.5706), (30, 2.0423), (100, 1.9840)])
 def test_students_quantile_agrees_with_the_printed_tables(degrees, quantile):
-    assert intervals.student_quantile(0.975, degrees) == pytest.approx(quantile, rel=5e-3)
+    assert intervals.student_quantile(0.975, degrees) == pytest.approx(quantile, abs=5e-5)
 
 
 def test_cutting_the_draws_into_chunks_changes_no_bound_of_a_large_suite():
