@@ -17,7 +17,7 @@ def config(project, tmp_path):
     return SoakConfig(rounds=5, most_kills=1, folder=str(tmp_path), output=str(tmp_path / "soak.json"))
 
 
-def test_a_round_of_each_kind_of_fault_and_of_each_work_ends_with_an_undisturbed_run_s_bytes(config, tmp_path, monkeypatch):
+def test_a_round_of_each_kind_of_fault_and_of_each_work_ends_with_the_same_bytes(config, tmp_path, monkeypatch):
     chosen = FAULTS[1:3] + FAULTS[4:]
     assert {(each.stop, each.damage) for each in chosen} == {(each.stop, each.damage) for each in FAULTS}
     assert {each.work for each in chosen} == set(soak_rounds.WORKS)
