@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from configs.schema.planning import PlanConfig
 from eval.cost.operation_counter import WorkCounter
 from heads.inference.causal_lm import backbone
-from heads.modules.interface import HeadInputs
+from heads.modules.interface import Batch
 from heads.target.hidden_states import TargetStates
 from train.plan.models import PlannedModels
 
@@ -70,7 +70,8 @@ def draft_step(config: PlanConfig, models: PlannedModels, *, length: float, labe
                 width = models.target.config.get_text_config().hidden_size
                 state_BTE = torch.empty(1, T, width, dtype=models.target.dtype, device="meta")
                 states = TargetStates(final_BTE=state_BTE, taps_ABTE=(state_BTE,) * len(models.taps or ()))
-                depths = draft(HeadInputs(ids_BT, mask_BT, torch.zeros_like(ids_BT), positions_BT, states))
+                batch = Batch(ids_BT, mask_BT, positions_BT, torch.zeros_like(ids_BT), ids_BT[:, :1])
+                depths = draft(batch, states)
                 hidden = [depth.hidden_ND for depth in depths]
         with WorkCounter() as backward:
             torch.stack([each.sum() for each in hidden]).sum().backward()
