@@ -147,22 +147,21 @@ class BlockDrafter:
         self.module, self.device = module, device
         self.taps = module.taps
         self._cache: RowCache
-        self._unread: PendingFeatures
+        self._pending: PendingFeatures
 
     def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
         settings = self.module.settings
         self._cache = RowCache(settings.num_layers, capacity + settings.block_size)  # a block may reach beyond the last token
-        self._unread = PendingFeatures(self.module.context(states), [len(row) - 1 for row in tokens])
+        self._pending = PendingFeatures(self.module.context(states), [len(row) - 1 for row in tokens])
 
     def propose(
         self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
     ) -> Proposal:
         head, num_slots = self.module.lm_head, self.module.settings.block_size
-        lengths = [len(row) for row in tokens]
-        chain = ChainBuilder(lengths, sampling, rng, self.device, head.target_ids, head.scatter, keep_logits=keep_logits)
-        positions_BT = self._place(self._unread.first, self._unread.features_BTF.shape[1])
-        self.module.read(self._unread.features_BTF, positions_BT, self._cache)
-        positions_BS = self._place(self._unread.ends, num_slots)
+        chain = head.start_chain(tokens, sampling, rng, keep_logits=keep_logits)
+        positions_BT = self._place(self._pending.first, self._pending.features_BTF.shape[1])
+        self.module.read(self._pending.features_BTF, positions_BT, self._cache)
+        positions_BS = self._place(self._pending.ends, num_slots)
         pending_B = torch.tensor([row[-1] for row in tokens], device=self.device)
         states_BSD = self.module.fill(pending_B, positions_BS[:, 0], self._cache)
         self.choose(states_BSD[:, 1 : 1 + num_tokens], pending_B, chain)
@@ -174,11 +173,11 @@ class BlockDrafter:
             chain.add(logits_BW)
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
-        self._unread.replace(self.module.context(states), [accepted + 1 for accepted in num_accepted])
+        self._pending.replace(self.module.context(states), [accepted + 1 for accepted in num_accepted])
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         self._cache.keep_rows(rows)
-        self._unread.keep_rows(rows)
+        self._pending.keep_rows(rows)
 
     def _place(self, starts: Sequence[int], length: int) -> Tensor:
         """Place the next forward in the cache; return its positions `[B, length]`."""

@@ -86,6 +86,16 @@ class EagleBody(nn.Module):
         embedding = self._target[0].get_input_embeddings() if self.embed_tokens is None else self.embed_tokens
         return embedding(ids_BT).to(self.fc.weight.dtype)
 
+    def run_cached(self, features_BTF: Tensor, ids_BT: Tensor, positions_BT: Tensor, cache: RowCache) -> Tensor:
+        """Return the states `[B, T, D]` after the last layer at placed positions, whose keys and values are added."""
+        embedded_BTD = self.embed(ids_BT)
+        rotation = self.rotary(embedded_BTD, positions_BT)
+        visible_B1TS = placed_mask(cache, positions_BT)
+        states_BTD = features_BTF
+        for number, layer in enumerate(self.layers):
+            states_BTD = layer(embedded_BTD, states_BTD, rotation, CachedKeys(cache, number, visible_B1TS))
+        return states_BTD
+
 
 class Eagle3(EagleBody):
     """An EAGLE-3 head on a frozen target (`heads.modules.interface.HeadModule`, `heads.modules.autoregressive.ChainModule`)."""
@@ -114,12 +124,7 @@ class Eagle3(EagleBody):
 
     def read(self, features_BTF: Tensor, ids_BT: Tensor, positions_BT: Tensor, cache: RowCache, depth: int) -> Tensor:
         """See `heads.modules.autoregressive.ChainModule.read`."""
-        embedded_BTD = self.embed(ids_BT)
-        rotation = self.rotary(embedded_BTD, positions_BT)
-        visible_B1TS = placed_mask(cache, positions_BT)
-        states_BTD = features_BTF
-        for number, layer in enumerate(self.layers):
-            states_BTD = layer(embedded_BTD, states_BTD, rotation, CachedKeys(cache, number, visible_B1TS))
+        states_BTD = self.run_cached(features_BTF, ids_BT, positions_BT, cache)
         return self.norm(states_BTD) if self.settings.norm_feedback else states_BTD
 
     def to_head(self, states_BD: Tensor, depth: int) -> Tensor:

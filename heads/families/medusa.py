@@ -23,7 +23,6 @@ from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import MedusaSettings
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins
 from heads.modules.output_head import DraftHead
-from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.protocol import Proposal, Tokens
 from heads.proposers.tree_builder import tree_builder
 from heads.proposers.vocabulary import DraftVocabulary
@@ -115,8 +114,7 @@ class MedusaDrafts:
     def propose(
         self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
     ) -> Proposal:
-        head, lengths = self.module.output_head(0), [len(row) for row in tokens]
-        chain = ChainBuilder(lengths, sampling, rng, self.device, head.target_ids, head.scatter, keep_logits=keep_logits)
+        chain = self.module.output_head(0).start_chain(tokens, sampling, rng, keep_logits=keep_logits)
         for logits_BW in self.module.draft_logits(self._final_BE, num_tokens):
             chain.add(logits_BW)
         return chain.proposal()

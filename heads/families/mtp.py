@@ -30,7 +30,6 @@ from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins
 from heads.modules.layers import causal_mask, shape_like
 from heads.modules.output_head import DraftHead
 from heads.modules.target_block import CacheLayer, ChainKeys, Keys, Surroundings, cached_mask, copy_block, unrolled_mask
-from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.protocol import Proposal, Proposer, Tokens
 from heads.proposers.vocabulary import DraftVocabulary
 from heads.sampling.counter_rng import CounterRNG
@@ -177,8 +176,7 @@ class DepthChain:
     ) -> Proposal:
         head, window = self.module.lm_head, self._window
         self._num_depths = min(self._num_depths, num_tokens)
-        lengths = [len(row) for row in tokens]
-        chain = ChainBuilder(lengths, sampling, rng, self.device, head.target_ids, head.scatter, keep_logits=keep_logits)
+        chain = head.start_chain(tokens, sampling, rng, keep_logits=keep_logits)
         states_BTD, known_BT = window.features_BTF, window.next_tokens(tokens)
         B, T = known_BT.shape
         # Row b's window of depth k starts at column k; its k drafts follow its last known token.

@@ -25,13 +25,12 @@ from transformers import PreTrainedModel
 
 from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import PEagleSettings
-from heads.families.eagle3 import CachedKeys, EagleBody
+from heads.families.eagle3 import EagleBody
 from heads.inference.kv_cache import RowCache
 from heads.modules.autoregressive import PendingFeatures
 from heads.modules.initialization import mask_token, with_noise
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins, shifted_left
-from heads.modules.layers import DraftAttention, Rotation, causal_mask, placed_mask
-from heads.proposers.chain_builder import ChainBuilder
+from heads.modules.layers import DraftAttention, Rotation, causal_mask
 from heads.proposers.protocol import Proposal, Tokens
 from heads.proposers.vocabulary import DraftVocabulary
 from heads.sampling.counter_rng import CounterRNG
@@ -64,16 +63,6 @@ class PEagle(EagleBody):
             origins_N, order_N = places_BM[:, : kept_BM.shape[1]][kept_BM].sort()
             depths.append(self._depth(part_BMD[kept_BM][order_N], origins_N, row_weights_BK[:, depth], depth, T))
         return depths
-
-    def read(self, features_BTF: Tensor, ids_BT: Tensor, positions_BT: Tensor, cache: RowCache) -> Tensor:
-        """Return the states `[B, T, D]` at placed positions; where a token is not known, features and ids are the mask's."""
-        embedded_BTD = self.embed(ids_BT)
-        rotation = self.rotary(embedded_BTD, positions_BT)
-        visible_B1TS = placed_mask(cache, positions_BT)
-        states_BTD = features_BTF
-        for number, layer in enumerate(self.layers):
-            states_BTD = layer(embedded_BTD, states_BTD, rotation, CachedKeys(cache, number, visible_B1TS))
-        return states_BTD
 
     def _states(self, batch: Batch, states: TargetStates, chains: Chains) -> Tensor:
         """Return the states `[B, T + S, D]` of all elements after the last layer."""
@@ -112,43 +101,43 @@ class ParallelDrafts:
         self.module, self.device = module, device
         self.taps = module.taps
         self._cache: RowCache
-        self._unread: PendingFeatures
+        self._pending: PendingFeatures
 
     def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
         # Rows that read less than others are filled up at the end, which takes room beyond the last position.
         self._cache = RowCache(self.module.num_caches, capacity + self.module.settings.num_depths)
-        self._unread = PendingFeatures(self.module.features(states), [len(row) - 1 for row in tokens])
+        self._pending = PendingFeatures(self.module.features(states), [len(row) - 1 for row in tokens])
 
     def propose(
         self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
     ) -> Proposal:
-        head, lengths = self.module.lm_head, [len(row) for row in tokens]
-        chain = ChainBuilder(lengths, sampling, rng, self.device, head.target_ids, head.scatter, keep_logits=keep_logits)
+        head = self.module.lm_head
+        chain = head.start_chain(tokens, sampling, rng, keep_logits=keep_logits)
         states_BGD = self._read(tokens, min(num_tokens, self.module.settings.num_depths))
         for logits_BW in head.logits(self.module.norm(states_BGD)).unbind(1):
             chain.add(logits_BW)
         return chain.proposal()
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
-        self._unread.replace(self.module.features(states), [accepted + 1 for accepted in num_accepted])
+        self._pending.replace(self.module.features(states), [accepted + 1 for accepted in num_accepted])
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         self._cache.keep_rows(rows)
-        self._unread.keep_rows(rows)
+        self._pending.keep_rows(rows)
 
     def _read(self, tokens: Tokens, num_drafts: int) -> Tensor:
         """Return the states `[B, G, D]` of each row's last position that was read and of the further depths there."""
-        module, unread = self.module, self._unread
-        ids_BT = functional.pad(unread.next_tokens(tokens), (0, num_drafts - 1))
-        features_BTF = functional.pad(unread.features_BTF, (0, 0, 0, num_drafts - 1))
+        module, pending = self.module, self._pending
+        ids_BT = functional.pad(pending.next_tokens(tokens), (0, num_drafts - 1))
+        features_BTF = functional.pad(pending.features_BTF, (0, 0, 0, num_drafts - 1))
         columns_T = torch.arange(ids_BT.shape[1], device=self.device)
-        is_mask_BT = columns_T > unread.last_B.unsqueeze(1)
+        is_mask_BT = columns_T > pending.last_B.unsqueeze(1)
         features_BTF = torch.where(is_mask_BT.unsqueeze(-1), module.fuse(module.mask_hidden), features_BTF)
         ids_BT = ids_BT.masked_fill(is_mask_BT, module.mask_token_id)
-        self._cache.place(unread.first, len(columns_T), self.device)
-        positions_BT = torch.tensor(unread.first, device=self.device).unsqueeze(1) + columns_T
-        states_BTD = module.read(features_BTF, ids_BT, positions_BT, self._cache)
-        drafted_BG = unread.last_B.unsqueeze(1) + torch.arange(num_drafts, device=self.device)
+        self._cache.place(pending.first, len(columns_T), self.device)
+        positions_BT = torch.tensor(pending.first, device=self.device).unsqueeze(1) + columns_T
+        states_BTD = module.run_cached(features_BTF, ids_BT, positions_BT, self._cache)
+        drafted_BG = pending.last_B.unsqueeze(1) + torch.arange(num_drafts, device=self.device)
         return states_BTD[torch.arange(len(tokens), device=self.device).unsqueeze(1), drafted_BG]
 
 

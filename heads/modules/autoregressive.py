@@ -18,7 +18,6 @@ from torch import Tensor
 from configs.schema.decoding import SamplingConfig
 from heads.inference.kv_cache import RowCache
 from heads.modules.output_head import DraftHead
-from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.protocol import Proposal, Tokens
 from heads.proposers.tree_builder import TreeSlots, tree_builder
 from heads.sampling.counter_rng import CounterRNG
@@ -109,23 +108,22 @@ class FeatureChain:
         self.module, self.device = module, device
         self.taps = module.taps
         self._cache: RowCache
-        self._unread: PendingFeatures
+        self._pending: PendingFeatures
 
     def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
         self._cache = RowCache(self.module.num_caches, capacity)
-        self._unread = PendingFeatures(self.module.features(states), [len(row) - 1 for row in tokens])
+        self._pending = PendingFeatures(self.module.features(states), [len(row) - 1 for row in tokens])
 
     def propose(
         self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
     ) -> Proposal:
-        head, lengths = self.head(0), [len(row) for row in tokens]
-        chain = ChainBuilder(lengths, sampling, rng, self.device, head.target_ids, head.scatter, keep_logits=keep_logits)
+        chain = self.head(0).start_chain(tokens, sampling, rng, keep_logits=keep_logits)
         state_BD = self._first_state(tokens)
         for depth in range(num_tokens):
             drafted_B = chain.add(self.head(depth).logits(self.module.to_head(state_BD, depth)))
             if depth + 1 == num_tokens or chain.finished:
                 break
-            starts = [end + depth for end in self._unread.ends]
+            starts = [end + depth for end in self._pending.ends]
             state_BD = self._read(state_BD.unsqueeze(1), drafted_B.unsqueeze(1), starts, depth + 1)[:, 0]
         return chain.proposal()
 
@@ -134,7 +132,7 @@ class FeatureChain:
     ) -> Proposal:
         head = self.head(0)
         builder = tree_builder(tree, [len(row) for row in tokens], drawn_by, rng, head.target_ids, head.scatter)
-        slots = TreeSlots(self._unread.ends, self.device)
+        slots = TreeSlots(self._pending.ends, self.device)
         states_BMD, depth = self._first_state(tokens).unsqueeze(1), 0
         while frontier := builder.add(self.head(depth).logits(self.module.to_head(states_BMD, depth))):
             attention, depth = slots.place(frontier), depth + 1
@@ -143,11 +141,11 @@ class FeatureChain:
         return builder.proposal()
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
-        self._unread.replace(self.module.features(states), [accepted + 1 for accepted in num_accepted])
+        self._pending.replace(self.module.features(states), [accepted + 1 for accepted in num_accepted])
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         self._cache.keep_rows(rows)
-        self._unread.keep_rows(rows)
+        self._pending.keep_rows(rows)
 
     def head(self, depth: int) -> DraftHead:
         """Return the output head for the tokens of a depth, counted from 0; all have the same vocabulary."""
@@ -155,9 +153,9 @@ class FeatureChain:
 
     def _first_state(self, tokens: Tokens) -> Tensor:
         """Read the pending features; return the state `[B, D]` that the first draft comes from."""
-        unread = self._unread
-        states_BTD = self._read(unread.features_BTF, unread.next_tokens(tokens), unread.first, 0)
-        return states_BTD[torch.arange(len(tokens), device=self.device), unread.last_B]
+        pending = self._pending
+        states_BTD = self._read(pending.features_BTF, pending.next_tokens(tokens), pending.first, 0)
+        return states_BTD[torch.arange(len(tokens), device=self.device), pending.last_B]
 
     def _read(
         self,

@@ -14,9 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from configs.schema.decoding import SamplingConfig
 from heads.inference.causal_lm import head_logits
 from heads.modules.interface import Depth
+from heads.proposers.chain_builder import ChainBuilder
+from heads.proposers.protocol import Tokens
 from heads.proposers.vocabulary import DraftVocabulary, head_rows
+from heads.sampling.counter_rng import CounterRNG
 
 
 class DraftHead(nn.Module):
@@ -98,6 +102,11 @@ class DraftHead(nn.Module):
             weight=weight,
             row_weights_N=row_weights_N,
         )
+
+    def start_chain(self, tokens: Tokens, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool) -> ChainBuilder:
+        """Return the builder of a chain of drafts after the rows' tokens, made of this head's logits."""
+        lengths, device = [len(row) for row in tokens], self._target[0].device
+        return ChainBuilder(lengths, sampling, rng, device, self.target_ids, self.scatter, keep_logits=keep_logits)
 
     def target_ids(self, drafted: Tensor) -> Tensor:
         """Return the target's ids of draft tokens."""

@@ -25,7 +25,7 @@ HYBRID = ("qwen3_next", "qwen3_5")  # vLLM 0.32 on a CPU fails to decode these w
 
 
 class LoadedAtUse(Mapping[str, Tensor]):
-    """LazyTensor tensors as a mapping to their values, each read when it is asked for and not kept."""
+    """Stored tensors as a mapping to their values, each read on access and not kept."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
