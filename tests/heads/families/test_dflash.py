@@ -17,9 +17,7 @@ from tests.support.family_checks import (
     PROMPTS,
     SOME_TOKENS,
     assert_comes_back,
-    assert_documents_are_apart,
     assert_gradients_reach_everything,
-    assert_learns,
     build,
     inputs_of,
     tiny_target,
@@ -104,17 +102,6 @@ def test_a_block_sees_no_other_block_and_nothing_from_its_anchor_on():
     for depth, other in zip(head(batch, states), head(batch._replace(input_ids_BT=ids_BT), changed), strict=True):
         equal_N = (depth.hidden_ND == other.hidden_ND).all(-1)
         torch.testing.assert_close(equal_N, depth.origins_N < 8)  # the anchor at 8 reads states up to 7
-
-
-@pytest.mark.parametrize("name", TARGETS)
-def test_documents_of_a_row_are_apart(name):
-    model = tiny_target(name)
-    assert_documents_are_apart(build(SETTINGS, model), model)
-
-
-def test_it_learns_a_conversation(as_target):
-    model = tiny_target("llama")
-    assert_learns(build(SETTINGS, model, stir=0.0), as_target(model), num_depths=4)
 
 
 @pytest.mark.parametrize("reduced", [False, True])

@@ -19,7 +19,6 @@ from tests.support.family_checks import (
     SOME_TOKENS,
     VOCAB_SIZE,
     assert_comes_back,
-    assert_documents_are_apart,
     assert_gradients_reach_everything,
     build,
     inputs_of,
@@ -28,11 +27,6 @@ from tests.support.family_checks import (
 
 SETTINGS = DSparkSettings(kind="dspark", taps=[1, 3], block_size=5, mask_token_id=2, markov_rank=6)
 TARGETS = sorted(CONFIGS)
-
-
-def test_documents_of_a_row_are_apart():
-    model = tiny_target("qwen3")
-    assert_documents_are_apart(build(SETTINGS, model), model)
 
 
 @pytest.mark.parametrize("reduced", [False, True])

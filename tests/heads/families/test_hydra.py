@@ -133,36 +133,8 @@ def test_no_two_blocks_share_weights(target):
     assert len({parameter.data_ptr() for parameter in parameters}) == len(parameters)
 
 
-@BOTH
-@pytest.mark.parametrize("name", checks.CONFIGS)
-def test_it_drafts_as_it_was_trained(settings, name):
-    model = checks.tiny_target(name)
-    checks.assert_drafts_as_trained(checks.build(settings, model), model)
-
-
-def test_it_drafts_as_it_was_trained_from_some_of_the_tokens(target):
-    checks.assert_drafts_as_trained(checks.build(PREFIX, target.model, checks.SOME_TOKENS), target.model)
-
-
-@BOTH
-@pytest.mark.parametrize("name", checks.CONFIGS)
-def test_greedy_output_is_the_targets_own(as_target, settings, name):
-    target = as_target(checks.tiny_target(name))
-    checks.assert_greedy_output_is_plain(checks.build(settings, target.model), target)
-
-
 def test_greedy_output_is_the_targets_own_with_more_drafts_asked_for_than_heads(target):
     checks.assert_greedy_output_is_plain(checks.build(PREFIX, target.model), target, num_tokens=5)
-
-
-@BOTH
-def test_two_conversations_in_one_row_are_two_conversations(target, settings):
-    checks.assert_documents_are_apart(checks.build(settings, target.model), target.model)
-
-
-@BOTH
-def test_it_learns_one_conversation_by_heart(target, settings):
-    checks.assert_learns(checks.build(settings, target.model, stir=0.0), target, num_depths=3)
 
 
 @BOTH

@@ -74,32 +74,6 @@ def test_no_two_blocks_and_no_two_output_heads_share_weights(target):
     assert target.model.get_output_embeddings().weight.data_ptr() not in {parameter.data_ptr() for parameter in parameters}
 
 
-@pytest.mark.parametrize("name", checks.CONFIGS)
-def test_it_drafts_as_it_was_trained(name):
-    model = checks.tiny_target(name)
-    checks.assert_drafts_as_trained(checks.build(SHARED, model), model)
-
-
-@pytest.mark.parametrize("settings", [SHARED, OWN], ids=["shared", "own"])
-def test_it_drafts_as_it_was_trained_from_some_of_the_tokens(target, settings):
-    checks.assert_drafts_as_trained(checks.build(settings, target.model, checks.SOME_TOKENS), target.model)
-
-
-@pytest.mark.parametrize("name", checks.CONFIGS)
-def test_greedy_output_is_the_targets_own(as_target, name):
-    target = as_target(checks.tiny_target(name))
-    checks.assert_greedy_output_is_plain(checks.build(SHARED, target.model), target)
-
-
-def test_two_conversations_in_one_row_are_two_conversations(target):
-    checks.assert_documents_are_apart(checks.build(SHARED, target.model), target.model)
-
-
-@pytest.mark.parametrize("settings", [SHARED, OWN], ids=["shared", "own"])
-def test_it_learns_one_conversation_by_heart(target, settings):
-    checks.assert_learns(checks.build(settings, target.model, stir=0.0), target, num_depths=3)
-
-
 @pytest.mark.parametrize("settings", [SHARED, OWN, SHARED.model_copy(update={"train_head": True})])
 def test_gradients_reach_every_parameter_from_the_first_step(target, settings):
     checks.assert_gradients_reach_everything(checks.build(settings, target.model, stir=0.0), target)

@@ -148,13 +148,6 @@ def test_modules_of_their_own_are_transformers_mtp_layers():
 # --- what every family has to show --------------------------------------------------------------------------------
 
 
-@KINDS
-@FAMILY_NAMES
-def test_it_drafts_as_it_was_trained(name, settings):
-    model = checks.tiny_target(name)
-    checks.assert_drafts_as_trained(checks.build(settings, model), model, tolerance=1e-4)
-
-
 @pytest.mark.parametrize(
     "values", [{"init_block": 2}, {"shared_depths": False, "init_block": 2}, {"num_depths": 5, "shared_depths": False}]
 )
@@ -170,28 +163,11 @@ def test_it_drafts_as_it_was_trained_under_eager_attention(settings):
     checks.assert_drafts_as_trained(checks.build(changed(settings, init_block=2), model), model, tolerance=1e-4)
 
 
-def test_it_drafts_as_it_was_trained_from_some_of_the_tokens(target):
-    head = checks.build(changed(SHARED, train_head=True), target.model, checks.SOME_TOKENS)
-    checks.assert_drafts_as_trained(head, target.model, tolerance=1e-4)
-
-
-@KINDS
-@FAMILY_NAMES
-def test_greedy_output_is_the_targets_own(as_target, name, settings):
-    target = as_target(checks.tiny_target(name))
-    checks.assert_greedy_output_is_plain(checks.build(settings, target.model), target)
-
-
 @KINDS
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_two_conversations_in_one_row_are_two_conversations(name, settings):
     model = checks.tiny_target(name)
     checks.assert_documents_are_apart(checks.build(changed(settings, init_block=2), model), model)
-
-
-@KINDS
-def test_it_learns_one_conversation_by_heart(target, settings):
-    checks.assert_learns(checks.build(settings, target.model, stir=0.0), target, num_depths=3, steps=120)
 
 
 @KINDS

@@ -73,17 +73,6 @@ def naive_elements(head, model, taps_ATE, prompt):
     return expected
 
 
-@OPTIONS
-def test_documents_of_one_row_do_not_see_each_other(settings):
-    model = checks.tiny_target("llama")
-    checks.assert_documents_are_apart(checks.build(settings, model), model)
-
-
-def test_it_learns_to_agree_with_the_target_at_every_depth(target):
-    settings = PLAIN.model_copy(update={"num_layers": 1, "keep_share": 1.0})
-    checks.assert_learns(checks.build(settings, target.model, stir=0.0), target, num_depths=3)
-
-
 def test_it_comes_back_from_its_artifact_under_the_names_that_engines_know(tmp_path, target):
     checks.assert_comes_back(
         tmp_path / "head", checks.build(PLAIN, target.model, checks.SOME_TOKENS), target, checks.SOME_TOKENS
