@@ -2,8 +2,9 @@
 
 Each recipe is trained (`scripts.bench.trained_runs`), and what came out is measured as `eval/run.py` measures: greedy chains
 at batch 1 on held-out prompts that chose no checkpoint, plain decoding in turns with them, losslessness judged. Prompt
-lookup, which needs no training, is measured along with the first. EAGLE-3's training itself is in
-`scripts.bench.eagle3_training`.
+lookup, which needs no training, is measured along with the first. EAGLE-3's training itself is compared with speculators' in
+`scripts.bench.eagle3_training`, where that is installed (`scripts.bench.peers.speculators_eagle3.INSTALL`). Data and finished
+trainings are kept while recipe and data are the same, so that only the first run takes hours.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """The scale benchmark: several processes of one thread beside one, padding, checkpoints, waiting for data, plan beside run.
 
 Each run is a process group of its own (`scripts.bench.scale_steps`), because a process cannot leave one; the sides take
-turns, every second time in reverse. All runs see the same conversations in batches of the same size over all processes.
+turns, every second time in reverse. All runs see the same conversations in batches of the same size over all processes. Needs
+the recipe, data and cache of `scripts/benchmark.py heads`, two cores that nothing else uses, and Linux, as memory is read from
+/proc. Fifteen runs of half a minute by default.
 """
 
 from __future__ import annotations
