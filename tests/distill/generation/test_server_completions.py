@@ -8,7 +8,8 @@ import torch
 from configs.runtime.errors import InputError
 from configs.schema.data import AnswerServerConfig
 from configs.schema.decoding import SamplingConfig
-from distill.generation.answers import NO_ROOM, continue_tokens
+from distill.generation.answers import NO_ROOM
+from distill.generation.continuation import continue_tokens
 from distill.generation.server_check import check_writes
 from distill.generation.server_completions import OTHER_TOKENS, ServerWriter, closing_id, read_ids, read_text
 from distill.server.connection import GaveUp
