@@ -92,7 +92,7 @@ def test_a_head_of_some_tokens_drafts_as_trained(name, train_head):
 
 
 @pytest.mark.parametrize(
-    ("name", "settings"), zip(cycle(sorted(checks.CONFIGS)), SETTINGS.values(), strict=False), ids=list(SETTINGS)
+    ("name", "settings"), list(zip(cycle(sorted(checks.CONFIGS)), SETTINGS.values(), strict=False)), ids=list(SETTINGS)
 )
 def test_greedy_output_is_that_of_plain_decoding(name, settings, as_target):
     model = checks.tiny_target(name)
