@@ -1,5 +1,4 @@
-"""One evaluation: decode every prompt plainly, with the draft and with the free baselines (`eval.measure.interleaved`);
-judge; report.
+"""One evaluation: decode every prompt plainly, with the draft and with the free baselines; check losslessness; report.
 
 Several processes share the decoding (`eval.measure.shards`); the main one does the rest.
 """
@@ -47,7 +46,10 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
 
     Args:
         config: what to decode, and how.
-        laps: are told how long each part took; begun by the caller.
+        laps: records how long each part took; started by the caller.
+
+    Returns:
+        The exit code.
     """
     laps = Laps() if laps is None else laps
     output = Path(config.output)
@@ -56,7 +58,9 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     previous = None if config.previous_report is None else load_report(Path(config.previous_report), "previous report")
     state = join_processes(config.target)
     target = load_target(config.target)
-    draft = _load(config, target)
+    draft = load_evaluated(config, target)
+    for warning in draft.warnings:
+        log.warning("%s", warning)
     turns = Turns(target, suite.prompts)
     check_decodable(target, turns.first, config.decode)
     if config.cost is not None:
@@ -71,21 +75,18 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     if records is None:
         return DONE
     laps.done("decoding")
-    lossless = _judge(config, target, records)
+    lossless = _check_lossless(config, target, records)
     laps.done("losslessness")
-    report = _describe(config, suite, target, draft, records, lossless, state.num_processes)
-    # What follows may fail, in a scorer or for want of memory; the decoding must not be lost with it.
+    report = _build_report(config, suite, target, draft, records, lossless, state.num_processes)
+    # What follows may fail, in a scorer or out of memory; the measurements must not be lost with it.
     partial = output / "report.partial.json"
     write_report(partial, report)
-    answers = quality.judge(target, records)
+    scores = quality.judge(target, records)
     energy = None if metering is None else summarise_energy(records.timings, metering, config)
     laps.done("report")
-    predicted = {}
-    if config.cost is not None and report.speed is not None:
-        plain = records.of(AUTOREGRESSIVE)
-        predicted["predicted"] = predict_speed(target, draft.proposer, plain, report, config.decode, config.cost)
+    speed = _predict(config, target, draft, records, report)
     laps.done("timing sweep")
-    report = complete_report(report, quality=answers, energy=energy, speed=predicted)
+    report = complete_report(report, quality=scores, energy=energy, speed=speed)
     write_report(output / "report.json", report)
     partial.unlink()
     write_text(output / "report.md", render_markdown(report))
@@ -97,8 +98,8 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     return DONE
 
 
-def _judge(config: EvalConfig, target: Target, records: Tally) -> dict[str, Any]:
-    """Return the verdict on losslessness; what was made up is not looked at."""
+def _check_lossless(config: EvalConfig, target: Target, records: Tally) -> dict[str, Any]:
+    """Return the report's `lossless` section; the check is skipped for simulated runs."""
     if config.simulate_acceptance is not None:
         return {"verdict": NOT_LOSSLESS, "checked_prompts": 0, "divergences": [], "checks": {}, "failed_checks": []}
     return judge_lossless(
@@ -111,14 +112,15 @@ def _judge(config: EvalConfig, target: Target, records: Tally) -> dict[str, Any]
     )
 
 
-def _load(config: EvalConfig, target: Target) -> EvaluatedDraft:
-    draft = load_evaluated(config, target)
-    for warning in draft.warnings:
-        log.warning("%s", warning)
-    return draft
+def _predict(config: EvalConfig, target: Target, draft: EvaluatedDraft, records: Tally, report: Report) -> dict[str, Any]:
+    """Return what the cost model adds to the report's speed section, where it was asked for."""
+    if config.cost is None or report.speed is None:
+        return {}
+    plain = records.of(AUTOREGRESSIVE)
+    return {"predicted": predict_speed(target, draft.proposer, plain, report, config.decode, config.cost)}
 
 
-def _describe(
+def _build_report(
     config: EvalConfig,
     suite: Suite,
     target: Target,

@@ -196,6 +196,13 @@ class Report(ClosedSection):
     prompts: PromptsSection
     acceptance: WholeAcceptanceSection
     speed: WholeSpeedSection | None
+    by_category: dict[str, CategorySection] = Field(description="The same numbers over the prompts of one category alone.")
+    baselines: dict[str, BaselineSection] = Field(
+        description="Other ways to decode, measured in the same run on the same prompts. Prompt lookup drafts by copying from "
+        "the text so far and needs no training. Suffix lookup does so too, and also copies from the answers to the suite's "
+        "earlier prompts of the same process, never from that to the current prompt. Self-speculation drafts with the target's "
+        "own first blocks. A ratio is this draft's number over theirs, with the same prompts drawn for both."
+    )
     lossless: LosslessSection
     quality: QualitySection | None = None  # None: not asked for
     energy: EnergySection | None = Field(
@@ -203,13 +210,6 @@ class Report(ClosedSection):
         description="Joules of the decode seconds divided by the tokens decoded in them, by the counters of the GPU's board "
         "(NVML), or of all of the processor's packages (RAPL): idle power and other work on the machine included, prefill "
         "excluded. The ratio is speculative over plain; below 1 the draft saves energy.",
-    )
-    by_category: dict[str, CategorySection] = Field(description="The same numbers over the prompts of one category alone.")
-    baselines: dict[str, BaselineSection] = Field(
-        description="Other ways to decode, measured in the same run on the same prompts. Prompt lookup drafts by copying from "
-        "the text so far and needs no training. Suffix lookup does so too, and also copies from the answers to the suite's "
-        "earlier prompts of the same process, never from that to the current prompt. Self-speculation drafts with the target's "
-        "own first blocks. A ratio is this draft's number over theirs, with the same prompts drawn for both."
     )
     samples: dict[Literal["worst", "best"], list[AnswerSample]]
 

@@ -155,7 +155,7 @@ def test_warm_up_decodes_whole_batches_in_every_mode(
     target, decoded = as_target(tiny_llama(seed=1)), []
 
     def watch(target, batch, settings, proposer, **labels):
-        if not labels:
+        if "mode" not in labels:
             decoded.append((len(batch), proposer))
         return decode(target, batch, settings, proposer, **labels)
 
@@ -167,14 +167,14 @@ def test_warm_up_decodes_whole_batches_in_every_mode(
 
 
 def test_a_request_that_fails_is_listed_and_the_others_count(config, tiny_run, tiny_tokenizer, tmp_path):
-    # One word, which only one of the prompts says, has no finite embedding.
+    # One word, which only one of the prompts says and no probe of the model, has no finite embedding.
     folder = Path(shutil.copytree(tiny_run / "target", tmp_path / "target"))
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
-        model.get_input_embeddings().weight[tiny_tokenizer.convert_tokens_to_ids("w4")] = float("nan")
+        model.get_input_embeddings().weight[tiny_tokenizer.convert_tokens_to_ids("w20")] = float("nan")
     model.save_pretrained(folder)
     suite = tmp_path / "suite.jsonl"
-    suite.write_text("".join(json.dumps({"question_id": f"q{n}", "turns": [f"w{n}"]}) + "\n" for n in (2, 3, 4, 6, 8)))
+    suite.write_text("".join(json.dumps({"question_id": f"q{n}", "turns": [f"w{n}"]}) + "\n" for n in (2, 3, 20, 6, 8)))
 
     damaged = config.model_copy(
         update={
@@ -187,11 +187,11 @@ def test_a_request_that_fails_is_listed_and_the_others_count(config, tiny_run, t
 
     report = load_report(Path(config.output) / "report.json")
     failed = report.prompts.failed
-    assert {(each.prompt_id, each.stop_reason) for each in failed} == {("q4", "non_finite")}
+    assert {(each.prompt_id, each.stop_reason) for each in failed} == {("q20", "non_finite")}
     assert {each.mode for each in failed} >= {AUTOREGRESSIVE, SPECULATIVE}
     assert (report.prompts.num_asked, report.prompts.num_prompts) == (5, 4)
     assert "trained for" in report.warnings[0]
-    assert "q4" in (Path(config.output) / "report.html").read_text()
+    assert "q20" in (Path(config.output) / "report.html").read_text()
 
 
 # --- run as a person runs it --------------------------------------------------------------------------------------
