@@ -167,30 +167,28 @@ def _sums(batch: Batch, depths: list[Depth], results: list[ChunkedLoss]) -> Head
     drafted_from_P[:, :-1] = batch.loss_mask_BT[:, 1:]
     alive_P = drafted_from_P.flatten()
     joint_P, joint_agrees_P, accepted_P = alive_P.float(), alive_P.clone(), torch.zeros_like(alive_P, dtype=torch.long)
-    columns: list[list[Tensor]] = []
+    sums: list[dict[str, Tensor]] = []
     for depth, result in zip(depths, results, strict=True):
         alive_P = alive_P & _placed(torch.ones_like(result.top1_agrees_N), depth.origins_N, alive_P)
         joint_P = joint_P * _placed(result.acceptance_N.float(), depth.origins_N, joint_P) * alive_P
         reached_P = joint_agrees_P & alive_P
         joint_agrees_P = reached_P & _placed(result.top1_agrees_N, depth.origins_N, alive_P)
         accepted_P += joint_agrees_P
-        counted = result.values_N.new_tensor(len(depth.origins_N))
-        sums = (result.values_N, result.acceptance_N, result.top1_agrees_N, alive_P, joint_P, joint_agrees_P, reached_P)
-        columns.append([counted, *(each.float().sum() for each in sums)])
-    labels_K, values_K, acceptance_K, agrees_K, origins_K, joint_K, joint_agrees_K, reached_K = (
-        torch.stack([column[number] for column in columns]) for number in range(8)
-    )
+        summed = {
+            "values_K": result.values_N,
+            "acceptance_K": result.acceptance_N,
+            "agrees_K": result.top1_agrees_N,
+            "origins_K": alive_P,
+            "joint_K": joint_P,
+            "joint_agrees_K": joint_agrees_P,
+            "reached_K": reached_P,
+        }
+        num_labels = result.values_N.new_tensor(len(depth.origins_N))
+        sums.append({"labels_K": num_labels} | {name: values.float().sum() for name, values in summed.items()})
     return HeadLoss(
         loss=torch.stack([result.loss for result in results]).sum(),
-        labels_K=labels_K,
-        values_K=values_K,
-        acceptance_K=acceptance_K,
-        agrees_K=agrees_K,
-        origins_K=origins_K,
-        joint_K=joint_K,
-        joint_agrees_K=joint_agrees_K,
-        reached_K=reached_K,
         accepted_P=accepted_P,
+        **{name: torch.stack([each[name] for each in sums]) for name in sums[0]},
     )
 
 

@@ -10,14 +10,26 @@ from distill.dataset.batches import ConversationDataset, collate
 from distill.dataset.conversations import Conversation
 
 
+def conversation(prompt_ids, answer_ids, prompt_id="p"):
+    """Return a conversation of these tokens, without messages."""
+    return Conversation(
+        prompt_id=prompt_id,
+        category="c",
+        turn=0,
+        messages=(),
+        prompt_ids=tuple(prompt_ids),
+        answer_ids=tuple(answer_ids),
+        ended=False,
+    )
+
+
 def random_conversations(lengths, vocab_size, seed):
     """Return conversations of random tokens; `lengths` are pairs of prompt and answer tokens."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for number, (prompt, answer) in enumerate(lengths):
-        ids = tuple(torch.randint(vocab_size, (prompt + answer,), generator=generator).tolist())
-        texts = {"prompt_id": f"p{number}", "category": "c", "turn": 0, "messages": ()}
-        rows.append(Conversation(**texts, prompt_ids=ids[:prompt], answer_ids=ids[prompt:], ended=False))
+        ids = torch.randint(vocab_size, (prompt + answer,), generator=generator).tolist()
+        rows.append(conversation(ids[:prompt], ids[prompt:], f"p{number}"))
     return rows
 
 

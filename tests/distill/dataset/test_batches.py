@@ -6,14 +6,8 @@ from accelerate.data_loader import prepare_data_loader
 
 from configs.runtime.errors import InputError
 from distill.dataset.batches import BucketedBatchSampler, ConversationDataset, collate, make_loader
-from distill.dataset.conversations import Conversation
 from heads.modules.interface import NO_DOCUMENT
-
-
-def conversation(prompt_ids, answer_ids):
-    return Conversation(
-        prompt_id="p", category="c", turn=0, messages=(), prompt_ids=prompt_ids, answer_ids=answer_ids, ended=True
-    )
+from tests.support.caches import conversation
 
 
 @pytest.fixture

@@ -6,25 +6,16 @@ import torch
 from accelerate.data_loader import prepare_data_loader
 from pydantic import ValidationError
 
-from configs.runtime.files import sha256_of
-from configs.schema.data import CacheConfig
 from configs.schema.training import DistillConfig
 from distill.cache.reader import open_cache
-from distill.cache.writer import CacheJob
 from distill.dataset.batches import BucketedBatchSampler, ConversationDataset, Example, collate
-from distill.dataset.conversations import Conversation
 from distill.dataset.packing import PackedBatchSampler, collate_packed, first_fit, make_packed_loader
 from distill.loss.draft_objective import target_hidden
 from heads.modules.interface import NO_DOCUMENT
 from heads.target.hidden_states import read_states
+from tests.support.caches import cache_job, conversation, random_conversations, run, write_rows
 
 PACK_LENGTH = 96
-
-
-def conversation(prompt_ids, answer_ids):
-    return Conversation(
-        prompt_id="p", category="c", turn=0, messages=(), prompt_ids=prompt_ids, answer_ids=answer_ids, ended=True
-    )
 
 
 @pytest.fixture
@@ -154,19 +145,9 @@ def cached(tmp_path, byte_target):
     """A function that gives eight conversations and a cache of them."""
 
     def make(**settings):
-        generator = torch.Generator().manual_seed(5)
-        rows = [
-            conversation(*torch.randint(258, (4 + 2 * number,), generator=generator).split([3, 1 + 2 * number]))
-            for number in range(8)
-        ]
-        rows = [conversation(tuple(row.prompt_ids.tolist()), tuple(row.answer_ids.tolist())) for row in rows]
-        data = tmp_path / "train.jsonl"
-        data.write_text("".join(row.to_line() for row in rows))
-        config = CacheConfig(data=str(data), output=str(tmp_path / "cache"), batch_size=3, shard_megabytes=0.008, **settings)
-        job = CacheJob(target=byte_target, conversations=rows, config=config, data_sha256=sha256_of(data))
-        job.prepare()
-        job.work(rank=0, num_processes=1)
-        job.finish()
+        rows = random_conversations([(3, 1 + 2 * number) for number in range(8)], 258, seed=5)
+        data = write_rows(tmp_path / "train.jsonl", rows)
+        run(cache_job(byte_target, data, rows, tmp_path / "cache", batch_size=3, shard_megabytes=0.008, **settings))
         return rows, open_cache(tmp_path / "cache", data, byte_target)
 
     return make
