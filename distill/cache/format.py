@@ -34,7 +34,7 @@ from heads.artifact import HiddenStates
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 SHARD = "shard-{number:05d}.safetensors"
-RECORD = "shard-{number:05d}.json"  # says that the shard beside it is finished
+RECORD = "shard-{number:05d}.json"  # marks the shard beside it as finished
 REMAKE = "make the cache again with scripts/make_cache.py"
 CONVENTION = str(HiddenStates.model_fields["convention"].default)  # what a tap's number means, here and in artifacts
 
@@ -42,7 +42,7 @@ CONVENTION = str(HiddenStates.model_fields["convention"].default)  # what a tap'
 DISPOSABLE = (MANIFEST, "shard-[0-9]*.safetensors", "shard-[0-9]*.json", ".shard-[0-9]*", f".{MANIFEST}.*", ".run.json.*")
 OURS = (*DISPOSABLE, "run.json", LOCK_FILE)
 
-# A shard's name is a plain one: whatever a manifest says, nothing outside its folder is opened.
+# Plain file names only, so that no manifest can name a file outside its folder.
 ShardName = Annotated[str, Field(pattern=r"^shard-[0-9]+\.safetensors$")]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 

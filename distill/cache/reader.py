@@ -39,7 +39,7 @@ class TargetCache:
     Args:
         folder: where the shards lie.
         manifest: what the folder holds.
-        dtype: of the hidden states handed out, the target's own.
+        dtype: of the hidden states that are returned, the target's own.
     """
 
     def __init__(self, folder: Path, manifest: CacheManifest, dtype: torch.dtype) -> None:

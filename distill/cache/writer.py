@@ -220,7 +220,7 @@ class CacheJob:
         return sum(self._lengths[index] for index in self._plan[number])
 
     def _noted(self, number: int) -> Shard | None:
-        """Return a shard that its record says this job has finished; None without such a record."""
+        """Return a finished shard by its record; None where this job has not finished it."""
         record = self._folder / _record_name(number)
         if not (record.is_file() and (self._folder / _shard_name(number)).is_file()):
             return None
@@ -233,7 +233,7 @@ class CacheJob:
         return sha256_of(self._folder / shard.file) == shard.sha256
 
     def _write_shard(self, number: int) -> None:
-        """Write one shard, then the record beside it that says it is finished."""
+        """Write one shard, then its record, which marks it as finished."""
         content = save(self._shard_tensors([self._dataset[index] for index in self._plan[number]]))
         write_bytes(self._folder / _shard_name(number), content)
         record = {"job": self.digest, "sha256": hashlib.sha256(content).hexdigest()}

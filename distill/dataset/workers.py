@@ -87,12 +87,12 @@ class Workers:
 
     def _explain(self, error: BaseException) -> Exception | None:
         """Return the error that names the worker, None where it has nothing to do with one."""
-        said = str(error)
-        if isinstance(error, InputError) and said.startswith(CAUGHT):
-            return InputError(said.strip().splitlines()[-1].partition("InputError: ")[2])
+        message = str(error)
+        if isinstance(error, InputError) and message.startswith(CAUGHT):
+            return InputError(message.strip().splitlines()[-1].partition("InputError: ")[2])
         if not isinstance(error, RuntimeError):
             return None
-        if said.startswith(TIMED_OUT):
+        if message.startswith(TIMED_OUT):
             late = min(range(self.num_workers), key=lambda number: self._made[number])
             how = f"did not bring its batch within {self.timeout_seconds} s (schedule.process_timeout_seconds)"
             return self._failure([self._processes[late]], how)

@@ -62,58 +62,6 @@ class ChunkedLoss(NamedTuple):
     top1_agrees_N: Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """All inputs of the autograd function that never get a gradient."""
-
-    draft_logits_of: Callable[[Tensor], Tensor]
-    target: TargetRows
-    divergence: Divergence
-    weights_N: Tensor
-    chunk_size: int
-    temperature: float
-    draft_token_ids_W: Tensor | None
-    draft_labels_N: Tensor | None
-
-
-def model_head(model: PreTrainedModel) -> LogitHead:
-    """Return the head of a causal LM, with the soft cap or scale of its architecture; tied or not makes no difference.
-
-    To be made anew for each batch: frozen weights are cast for autocast at their first use, and kept.
-    """
-    head = cast(PreTrainedModel, _CachedHead(model))  # `head_logits` reads the config and the output embeddings only
-    parameters = tuple(model.get_output_embeddings().parameters())
-    return LogitHead(logits_of=lambda hidden_CD: head_logits(head, hidden_CD), parameters=parameters)
-
-
-class _CachedHead:
-    """A causal LM's head that casts its frozen weights once: autocast caches trained weights only."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.config, self._head = model.config, model.get_output_embeddings()
-
-    @cached_property
-    def _cast_weights(self) -> dict[str, Tensor]:
-        """The weights that autocast would cast again for each chunk, in its dtype."""
-        return {
-            name: weight.to(torch.get_autocast_dtype(weight.device.type))
-            for name, weight in self._head.named_parameters()
-            if torch.is_autocast_enabled(weight.device.type) and weight.dtype == torch.float32 and not weight.requires_grad
-        }
-
-    def get_output_embeddings(self) -> Callable[[Tensor], Tensor]:
-        if type(self._head) is not nn.Linear:
-            return lambda hidden: functional_call(self._head, self._cast_weights, (hidden,))
-        weights = {**dict(self._head.named_parameters()), **self._cast_weights}
-        return lambda hidden: F.linear(hidden, weights["weight"], weights.get("bias"))
-
-
-def linear_head(weight_VD: Tensor, bias_V: Tensor | None = None) -> LogitHead:
-    """Return the head `hidden @ weight.T + bias`."""
-    parameters = (weight_VD,) if bias_V is None else (weight_VD, bias_V)
-    return LogitHead(logits_of=lambda hidden_CD: F.linear(hidden_CD, weight_VD, bias_V), parameters=parameters)
-
-
 def chunked_loss(
     target: TargetRows,
     draft_hidden_ND: Tensor,
@@ -170,6 +118,20 @@ def chunked_loss(
         inputs = tuple(tensor.detach() for tensor in inputs)
     loss, values_N, acceptance_N, top1_agrees_N = _ChunkedLoss.apply(job, draft_head.parameters, *inputs)
     return ChunkedLoss(loss=loss, values_N=values_N, acceptance_N=acceptance_N, top1_agrees_N=top1_agrees_N)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """All inputs of the autograd function that never get a gradient."""
+
+    draft_logits_of: Callable[[Tensor], Tensor]
+    target: TargetRows
+    divergence: Divergence
+    weights_N: Tensor
+    chunk_size: int
+    temperature: float
+    draft_token_ids_W: Tensor | None
+    draft_labels_N: Tensor | None
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -254,3 +216,44 @@ def _draft_ids(labels_N: Tensor | None, draft_token_ids_W: Tensor | None) -> Ten
     draft_ids = labels_N.new_full((int(highest) + 1,), -1)
     draft_ids[draft_token_ids_W] = torch.arange(len(draft_token_ids_W), device=labels_N.device)
     return torch.where(labels_N >= 0, draft_ids[labels_N.clamp(min=0)], -1)
+
+
+# --- heads --------------------------------------------------------------------------------------------------------
+
+
+def linear_head(weight_VD: Tensor, bias_V: Tensor | None = None) -> LogitHead:
+    """Return the head `hidden @ weight.T + bias`."""
+    parameters = (weight_VD,) if bias_V is None else (weight_VD, bias_V)
+    return LogitHead(logits_of=lambda hidden_CD: F.linear(hidden_CD, weight_VD, bias_V), parameters=parameters)
+
+
+def model_head(model: PreTrainedModel) -> LogitHead:
+    """Return the head of a causal LM, with the soft cap or scale of its architecture; tied or not makes no difference.
+
+    Valid for one batch: frozen weights are cast for autocast at their first use, and kept.
+    """
+    head = cast(PreTrainedModel, _CachedHead(model))  # `head_logits` reads the config and the output embeddings only
+    parameters = tuple(model.get_output_embeddings().parameters())
+    return LogitHead(logits_of=lambda hidden_CD: head_logits(head, hidden_CD), parameters=parameters)
+
+
+class _CachedHead:
+    """A causal LM's head that casts its frozen weights once: autocast caches trained weights only."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.config, self._head = model.config, model.get_output_embeddings()
+
+    @cached_property
+    def _cast_weights(self) -> dict[str, Tensor]:
+        """The weights that autocast would cast again for each chunk, in its dtype."""
+        return {
+            name: weight.to(torch.get_autocast_dtype(weight.device.type))
+            for name, weight in self._head.named_parameters()
+            if torch.is_autocast_enabled(weight.device.type) and weight.dtype == torch.float32 and not weight.requires_grad
+        }
+
+    def get_output_embeddings(self) -> Callable[[Tensor], Tensor]:
+        if type(self._head) is not nn.Linear:
+            return lambda hidden: functional_call(self._head, self._cast_weights, (hidden,))
+        weights = {**dict(self._head.named_parameters()), **self._cast_weights}
+        return lambda hidden: F.linear(hidden, weights["weight"], weights.get("bias"))

@@ -141,8 +141,8 @@ class Connection:
         except ValueError:
             content = None
         error = content.get("error", content.get("detail")) if isinstance(content, dict) else None
-        said = error.get("message") if isinstance(error, dict) else error
-        text = redact(" ".join((said if isinstance(said, str) else response.text).split()) or "it does not say why")
+        message = error.get("message") if isinstance(error, dict) else error
+        text = redact(" ".join((message if isinstance(message, str) else response.text).split()) or "it does not say why")
         return text if len(text) <= MAX_QUOTED else text[: MAX_QUOTED - 3] + "..."
 
 

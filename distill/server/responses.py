@@ -103,7 +103,7 @@ class Completion(BaseModel):
         ]
 
     def read_ids(self, where: str) -> list[int] | None:
-        """Return the token ids that the server read, None where it does not say."""
+        """Return the token ids that the server read, None where the answer has none."""
         choice = self.choices[0]
         if choice.prompt_token_ids is not None:
             return choice.prompt_token_ids
@@ -141,7 +141,7 @@ def check_read(completion: Completion, sent: Sequence[int], where: str) -> None:
     """Refuse an answer about other tokens than those sent.
 
     Raises:
-        InputError: the server read more, fewer or others, as far as it says what it read.
+        InputError: the answer names other token counts or token ids.
     """
     _check_tokens([completion.num_read], completion.choices[0].prompt_token_ids, sent, where)
 
