@@ -113,7 +113,9 @@ class CacheJob:
                 logits, or the server does not serve the target.
         """
         check_taps(self.target.model, self.layout.taps or ())
-        finished = {number: shard for number, shard in self.finished().items() if self._is_whole(shard)}
+        finished = {
+            number: shard for number, shard in self.finished().items() if sha256_of(self._folder / shard.file) == shard.sha256
+        }
         sizes = [self.layout.bytes_per_row * self._num_rows(number) for number in range(len(self._plan))]
         logger.info("target cache: %d bytes a token, %.1f MB in all", self.layout.bytes_per_row, sum(sizes) / 1e6)
         if finished:
@@ -228,9 +230,6 @@ class CacheJob:
         if not isinstance(noted, dict) or noted.get("job") != self.digest or not isinstance(noted.get("sha256"), str):
             return None
         return Shard(file=_shard_name(number), sha256=noted["sha256"], num_rows=self._num_rows(number))
-
-    def _is_whole(self, shard: Shard) -> bool:
-        return sha256_of(self._folder / shard.file) == shard.sha256
 
     def _write_shard(self, number: int) -> None:
         """Write one shard, then its record, which marks it as finished."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, Required, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -22,6 +22,14 @@ from heads.modules.interface import Normalisers
 from heads.proposers.vocabulary import HeadRows
 
 TILE_ROWS = 16  # rows whose float32 copy stays in a CPU's cache; the maximum of 16-bit numbers is slow there
+
+
+class PairOptions(TypedDict, total=False):
+    """How rows are paired with the draft's logits; see `distill.loss.divergences.dense_pair`."""
+
+    temperature: Required[float]
+    draft_token_ids_W: Tensor | None
+    labels: Tensor | None
 
 
 class TargetRows(Protocol):
@@ -51,15 +59,8 @@ class TargetChunk(Protocol):
     def part(self, rows: slice) -> TargetChunk:
         """Return some of the rows, logits in float32 at least."""
 
-    def pair(
-        self,
-        draft_logits_CW: Tensor,
-        *,
-        temperature: float,
-        draft_token_ids_W: Tensor | None = None,
-        labels: Tensor | None = None,
-    ) -> Pair:
-        """Pair the rows with the draft's logits; arguments as for `distill.loss.divergences.dense_pair`."""
+    def pair(self, draft_logits_CW: Tensor, **options: Unpack[PairOptions]) -> Pair:
+        """Pair the rows with the draft's logits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,18 +99,9 @@ class DenseChunk:
         """Return some of the rows."""
         return DenseChunk(logits_CV=at_least_float32(self.logits_CV[rows]))
 
-    def pair(
-        self,
-        draft_logits_CW: Tensor,
-        *,
-        temperature: float,
-        draft_token_ids_W: Tensor | None = None,
-        labels: Tensor | None = None,
-    ) -> Pair:
+    def pair(self, draft_logits_CW: Tensor, **options: Unpack[PairOptions]) -> Pair:
         """Pair the rows with the draft's logits; see `distill.loss.divergences.dense_pair`."""
-        return dense_pair(
-            self.logits_CV, draft_logits_CW, temperature=temperature, draft_token_ids_W=draft_token_ids_W, labels=labels
-        )
+        return dense_pair(self.logits_CV, draft_logits_CW, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,20 +145,13 @@ class NormalisedChunk:
         logits_RW = at_least_float32(self.logits_CW[rows])
         return NormalisedChunk(logits_CW=logits_RW, log_sum_C=self.log_sum_C[rows], top1_C=self.top1_C[rows])
 
-    def pair(
-        self,
-        draft_logits_CW: Tensor,
-        *,
-        temperature: float,
-        draft_token_ids_W: Tensor | None = None,
-        labels: Tensor | None = None,
-    ) -> Pair:
+    def pair(self, draft_logits_CW: Tensor, **options: Unpack[PairOptions]) -> Pair:
         """Pair the rows with the draft's logits over the same W tokens.
 
         Raises:
             ValueError: the temperature is not 1 (the sum is that of the unscaled logits), or there are labels.
         """
-        if temperature != 1 or labels is not None:
+        if options["temperature"] != 1 or options.get("labels") is not None:
             raise ValueError("normalised rows are for temperature 1 and without labels")
         log_p_CW = at_least_float32(self.logits_CW) - self.log_sum_C.unsqueeze(-1)
         log_reach_C = log_p_CW.logsumexp(-1).clamp(min=LOG_ZERO)
@@ -228,22 +213,16 @@ class SparseRows:
         """Return some of the rows."""
         return self.at(rows)
 
-    def pair(
-        self,
-        draft_logits_CW: Tensor,
-        *,
-        temperature: float,
-        draft_token_ids_W: Tensor | None = None,
-        labels: Tensor | None = None,
-    ) -> Pair:
+    def pair(self, draft_logits_CW: Tensor, **options: Unpack[PairOptions]) -> Pair:
         """Pair the rows with the draft's logits; see `distill.loss.divergences.sparse_pair`.
 
         Raises:
             ValueError: another temperature than the recorded one, or a reduced draft vocabulary, for which the tail cannot be
                 split.
         """
-        if temperature != self.target.temperature:
-            raise ValueError(f"the target was recorded at temperature {self.target.temperature}, asked for {temperature}")
-        if draft_token_ids_W is not None:
+        if options["temperature"] != self.target.temperature:
+            recorded, wanted = self.target.temperature, options["temperature"]
+            raise ValueError(f"the target was recorded at temperature {recorded}, asked for {wanted}")
+        if options.get("draft_token_ids_W") is not None:
             raise ValueError("a sparse target cannot be paired with a reduced draft vocabulary")
-        return sparse_pair(self.target, draft_logits_CW, labels=labels)
+        return sparse_pair(self.target, draft_logits_CW, labels=options.get("labels"))
