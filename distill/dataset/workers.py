@@ -17,9 +17,9 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from torch.utils.data import get_worker_info
 
@@ -29,11 +29,7 @@ TIMED_OUT = "DataLoader timed out after"
 ENDED = re.compile(r"DataLoader worker \(pid(?:\(s\))? (?P<processes>[\d, ]+)\)\s*(?P<how>.*)")
 CAUGHT = "Caught InputError in DataLoader worker process"
 
-
-class Collate(Protocol):
-    """A function that makes a batch of examples."""
-
-    def __call__(self, examples: Sequence[Any], /) -> Any: ...
+Collate = Callable[[Sequence[Any]], Any]  # makes a batch of examples
 
 
 class Workers:
@@ -129,7 +125,7 @@ class _Counted:
     def __init__(self, collate: Collate, made: Any) -> None:
         self.collate, self.made = collate, made
 
-    def __call__(self, examples: Sequence[Any], /) -> Any:
+    def __call__(self, examples: Sequence[Any]) -> Any:
         batch = self.collate(examples)
         info = get_worker_info()
         if info is not None:
