@@ -7,7 +7,7 @@ lossless are in `eval.lossy`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -44,20 +44,7 @@ class DecodingRun(Protocol):
         """Draft, verify, commit."""
 
 
-class MakeRun(Protocol):
-    """Starts a batch; the arguments are those of `eval.decoder.batch.BatchRun`."""
-
-    def __call__(
-        self,
-        target: Target,
-        requests: Sequence[Request],
-        config: DecodeConfig,
-        proposer: Proposer | None,
-        *,
-        measure_overlap: bool,
-        logits_processor: Processor | None,
-        clock: Clock | None,
-    ) -> DecodingRun: ...
+MakeRun = Callable[..., DecodingRun]  # called like `eval.decoder.batch.BatchRun`, without `make_verifier`
 
 
 def generate(

@@ -102,8 +102,8 @@ def renumbered(processor: Any, number_of: Callable[[int], int]) -> Any:
         return LogitsProcessorList(renumbered(each, number_of) for each in processor)
     if not isinstance(processor, PrefixConstrainedLogitsProcessor):
         return processor
-    own, ask = copy.copy(processor), processor._prefix_allowed_tokens_fn
-    own._prefix_allowed_tokens_fn = lambda row, ids_T: ask(number_of(row), ids_T)
+    own, allowed = copy.copy(processor), processor._prefix_allowed_tokens_fn
+    own._prefix_allowed_tokens_fn = lambda row, ids_T: allowed(number_of(row), ids_T)
     return own
 
 

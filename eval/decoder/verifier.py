@@ -72,7 +72,7 @@ class Verifier:
             proposal: what was drafted.
             depths_BK: of the rows, 0 for the pending token.
             lengths: committed tokens by row, the pending one included.
-            tree: what was asked for.
+            tree: the tree that the proposer was asked for.
 
         Returns:
             The path that stays, which names rows, so draft i as i + 1, and the next token.

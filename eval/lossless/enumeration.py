@@ -9,7 +9,7 @@ was short, must follow p. B enumerated cases, G drafts, K = G + 1, V vocabulary.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -76,12 +76,25 @@ def enumerate_rule(rule: Rule, toy: Toy) -> EnumerationResult:
     thresholds_BG = batch.acceptance_thresholds()
     weights = torch.where(wins_BG, thresholds_BG, 1 - thresholds_BG).prod(1).tolist()
     accepted, next_distribution = batch.next_token_distribution(accept_BG)
+    weighted = zip(cases, weights, accepted, next_distribution, strict=True)
+    return compare(toy, ((weight * joint(toy.q, draft), draft[:kept], next_V) for (draft, _), weight, kept, next_V in weighted))
+
+
+def compare(toy: Toy, outcomes: Iterable[tuple[float, Prefix, list[float]]]) -> EnumerationResult:
+    """Return the result of enumerated outcomes: each one's probability, accepted drafts, and next token's distribution.
+
+    The committed tokens are continued with p to full length.
+    """
     distribution: dict[Prefix, float] = dict.fromkeys(itertools.product(range(toy.vocab_size), repeat=toy.num_drafts + 1), 0.0)
     tokens = 0.0
-    for number, (draft, _) in enumerate(cases):
-        if weight := weights[number] * joint(toy.q, draft):
-            tokens += weight * (accepted[number] + 1)
-            spread(toy, distribution, draft[: accepted[number]], next_distribution[number], weight)
+    for weight, accepted, next_V in outcomes:
+        if not weight:
+            continue
+        tokens += weight * (len(accepted) + 1)
+        for token, share in enumerate(next_V):
+            committed = (*accepted, token)
+            for rest in itertools.product(range(toy.vocab_size), repeat=toy.num_drafts - len(accepted)):
+                distribution[committed + rest] += weight * share * joint(toy.p, rest, after=committed)
     distance = sum(abs(probability - joint(toy.p, sequence)) for sequence, probability in distribution.items()) / 2
     return EnumerationResult(total_variation=distance, tokens_per_round=tokens)
 
@@ -139,15 +152,6 @@ def bisect(holds: Callable[[Tensor], Tensor], size: int) -> Tensor:
         low_B, high_B = torch.where(true_B, middle_B, low_B), torch.where(true_B, high_B, middle_B)
     never_B, always_B = ~holds(zero_B), holds(zero_B + ALMOST_ONE)
     return torch.where(never_B, zero_B, torch.where(always_B, zero_B + 1.0, low_B))
-
-
-def spread(toy: Toy, distribution: dict[Prefix, float], accepted: Prefix, next_V: list[float], weight: float) -> None:
-    """Add the committed tokens' probability to `distribution`, continued with p to full length."""
-    missing = toy.num_drafts - len(accepted)
-    for token, share in enumerate(next_V):
-        committed = (*accepted, token)
-        for rest in itertools.product(range(toy.vocab_size), repeat=missing):
-            distribution[committed + rest] += weight * share * joint(toy.p, rest, after=committed)
 
 
 def joint(distributions: dict[Prefix, list[float]], sequence: Prefix, after: Prefix = ()) -> float:

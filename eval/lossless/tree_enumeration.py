@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from eval.decoder.tree_rules import ProbsAfter, TreeVerification, rows_of
-from eval.lossless.enumeration import ALMOST_ONE, EnumerationResult, Prefix, Toy, bisect, joint, spread
+from eval.lossless.enumeration import ALMOST_ONE, EnumerationResult, Prefix, Toy, bisect, compare
 
 Draws = Callable[[Tensor, Tensor], Tensor]
 SiblingDistribution = Callable[[Sequence[float], Prefix], float]
@@ -100,16 +100,10 @@ def enumerate_tree(
         sibling_distribution: how the children of a node are drawn.
     """
     tree = _Tree(verify, toy, parents)
-    distribution: dict[Prefix, float] = dict.fromkeys(itertools.product(range(toy.vocab_size), repeat=toy.num_drafts + 1), 0.0)
-    tokens = 0.0
     drawn = [tree.draw_probability(assignment, sibling_distribution) for assignment in tree.assignments]
-    for chances, committed, next_distribution in tree.walks():
-        for number, probability in enumerate(drawn):
-            if weight := chances[number] * probability:
-                tokens += weight * (len(committed[number]) + 1)
-                spread(toy, distribution, committed[number], next_distribution[number], weight)
-    distance = sum(abs(probability - joint(toy.p, sequence)) for sequence, probability in distribution.items()) / 2
-    return EnumerationResult(total_variation=distance, tokens_per_round=tokens)
+    walks = (zip(drawn, *walk, strict=True) for walk in tree.walks())
+    outcomes = itertools.chain.from_iterable(walks)
+    return compare(toy, ((chance * probability, committed, next_V) for probability, chance, committed, next_V in outcomes))
 
 
 class _Tree:

@@ -155,18 +155,11 @@ def _first_difference(
     if position is None:
         # One is the beginning of the other: a stop was missed or added, which rounding does not do.
         position = min(len(plain.tokens), len(speculative.tokens))
-        longer = max(plain.tokens, speculative.tokens, key=len)
-        return Divergence(
-            prompt_id=plain.prompt_id,
-            turn=plain.turn,
-            position=position,
-            plain_token=longer[position],
-            speculative_token=longer[position],
-            logit_gap=NO_TIE,
-            tie_tolerance=0.0,
-        )
-    one, other = plain.tokens[position], speculative.tokens[position]
-    gap, error = _gap_and_error(target, exact, (*plain.prompt_tokens, *plain.tokens[:position]), one, other)
+        one = other = max(plain.tokens, speculative.tokens, key=len)[position]
+        gap, error = NO_TIE, 0.0
+    else:
+        one, other = plain.tokens[position], speculative.tokens[position]
+        gap, error = _gap_and_error(target, exact, (*plain.prompt_tokens, *plain.tokens[:position]), one, other)
     return Divergence(
         prompt_id=plain.prompt_id,
         turn=plain.turn,

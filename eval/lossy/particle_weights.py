@@ -20,7 +20,7 @@ def weigh(
 
     Args:
         log_weights_RN: up to here, in nats; 0 at the start.
-        p_RNGV: the target's distributions, the one a draft is judged by at the draft's place.
+        p_RNGV: the target's distribution at the place of each draft.
         q_RNGV: the distributions the drafts were drawn from.
         tokens_RNG: the drafts.
         num_drafted_RN: drafts that count for each particle.

@@ -86,13 +86,13 @@ def load_suite(config: SuiteConfig) -> Suite:
     ]
     _check_ids(prompts, rows, path)
     chosen = _choose(prompts, config.num_prompts, path)
-    asked = [replace(prompt, turns=prompt.turns[: config.max_turns]) for prompt in chosen]
+    cut = [replace(prompt, turns=prompt.turns[: config.max_turns]) for prompt in chosen]
     return Suite(
-        prompts=tuple(asked),
+        prompts=tuple(cut),
         source=config.path,
         format=format,
         sha256=_hash_prompts(prompts) if is_data_set else sha256_of(path),
-        num_turns_left_out=sum(len(prompt.turns) for prompt in chosen) - sum(len(prompt.turns) for prompt in asked),
+        num_turns_left_out=sum(len(prompt.turns) for prompt in chosen) - sum(len(prompt.turns) for prompt in cut),
     )
 
 
@@ -136,19 +136,19 @@ def to_prompt(row: Mapping[str, Any], number: int, *, format: str, column: str |
         InputError: the row does not have this format.
     """
     if format == "column":
-        asked = _from_column(row, number, str(column), where)
+        values = _from_column(row, number, str(column), where)
     elif missing := [key for key in KEYS[format] if key not in row]:
         raise InputError(
             f"{where}: format {format} needs {', '.join(missing)}; the row has the keys {', '.join(row) or '(none)'}"
         )
     elif format == "humaneval":
-        asked = {"question_id": row["task_id"], "turns": [row["prompt"]], "category": _category(row, format)}
+        values = {"question_id": row["task_id"], "turns": [row["prompt"]], "category": _category(row, format)}
     elif format == "gsm8k":
-        asked = {"question_id": _id(row, number), "turns": [row["question"]], "category": _category(row, format)}
+        values = {"question_id": _id(row, number), "turns": [row["question"]], "category": _category(row, format)}
     else:
         other = "messages" if format == "turns" else "turns"
-        asked = {key: value for key, value in row.items() if key != other}
-    prompt = parse_row(asked, default_category=UNCATEGORISED, where=where)
+        values = {key: row[key] for key in row if key != other}
+    prompt = parse_row(values, default_category=UNCATEGORISED, where=where)
     return _with_reference(prompt, row.get("answer") if format == "gsm8k" else row.get("reference"))
 
 

@@ -13,7 +13,7 @@ from eval.decoder.decode import check_decodable, decode
 from heads.artifact import load_draft, read_metadata, save_draft_lm
 from heads.proposers.draft_lm import DraftLM
 from heads.target.loading import UNLIMITED
-from tests.eval.decoder.test_decode import requests_for
+from tests.support.decoding import requests_for
 
 HEALTHY, BROKEN, MARK = [[7, 12, 3], [20, 9], [31, 5, 6], [13, 11], [50, 2], [8]], [40, 5], 40
 SHAPES = {

@@ -1,5 +1,4 @@
-"""Samples of the whole decoder on a tiny model against the target's exact distribution, by the shape of drafts and the rule
-that judges.
+"""Samples of the whole decoder on a tiny model against the target's exact distribution, by the shape of drafts and the rule.
 
 The first tokens of answers to one prompt: one comes from the prefill, the next ones from rounds. Shared by the quick test of
 the suite and by `make distribution-check`, which has fifty times the samples.
@@ -12,10 +11,9 @@ from collections import Counter
 import torch
 
 from configs.schema.decoding import DecodeConfig
-from configs.schema.drafting import StaticTree
+from configs.schema.drafting import ConfidenceStopping, StaticTree
 from eval.decoder.decode import Request
 from eval.lossy.decode import decode
-from eval.stats.significance import GTest, g_test
 from heads.proposers.draft_lm import DraftLM
 
 VOCAB, PROMPT, DEPTH = 4, (1, 2), 3
@@ -31,10 +29,15 @@ def with_tree(candidates):
 CASES = {
     "chain, token": SAMPLED.model_copy(update={"verification": "token"}),
     "chain, block": SAMPLED,
+    "chain, block, top_p": SAMPLED.model_copy(update={"top_p": 0.9}),
+    "chain, token, stopping": SAMPLED.model_copy(
+        update={"verification": "token", "stopping": ConfidenceStopping(rule="confidence", threshold=0.37)}
+    ),
     "chain, match": SAMPLED.model_copy(update={"verification": "match"}),
     "tree, without_replacement": with_tree(None),
     "tree, with_replacement": with_tree("with_replacement"),
     "tree, k_seq": with_tree("k_seq"),
+    "tree, without_replacement, top_p": with_tree(None).model_copy(update={"top_p": 0.6}),
     "tree, top_k": with_tree("top_k"),
 }
 
@@ -57,21 +60,3 @@ def sample(target, draft, config, number, prompt_ids="s"):
         counts.update(generation.tokens[:DEPTH] for generation in generations)
         rounds += timing.num_rounds
     return counts, rounds
-
-
-def held_against(distribution, counts) -> GTest:
-    """Test counts by text against its exact probabilities, a dimension a token; rare texts share a cell."""
-    number = sum(counts.values())
-    expected = distribution.double().flatten() / distribution.double().sum()
-    seen = torch.zeros_like(expected)
-    for text, count in counts.items():
-        index = 0
-        for token in text:
-            index = index * distribution.shape[0] + token
-        seen[index] += count
-    assert (seen[expected == 0] == 0).all()
-    rare = expected * number < 5
-    cells = [*zip(seen[~rare].int().tolist(), expected[~rare].tolist(), strict=True)]
-    cells.append((int(seen[rare].sum()), float(expected[rare].sum())))
-    counts_C, shares_C = zip(*(cell for cell in cells if cell[1] > 0), strict=True)
-    return g_test(counts_C, shares_C)

@@ -40,7 +40,7 @@ def test_one_position_with_several_candidates_follows_the_targets_distribution(n
         assert outcome.total_variation < 1e-12
 
 
-def test_distinct_candidates_follow_the_targets_distribution_where_the_draft_knows_fewer_tokens_than_are_asked_for():
+def test_distinct_candidates_are_lossless_where_the_draft_has_fewer_tokens_than_asked_for():
     toy = random_toy(0, num_drafts=1)
     toy.q[()][:] = [0.0, 0.3, 0.7]
     outcome = enumerate_tree(verify_tree, toy, [-1, 0, 0, 0], distinct)
@@ -147,7 +147,7 @@ def test_distinct_candidates_are_accepted_more_often_than_independent_ones(count
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_k_seq_keeps_its_bound_and_no_rule_for_independent_candidates_beats_the_optimal_couplings(count):
+def test_k_seq_keeps_its_bound_and_no_independent_rule_beats_the_optimal_coupling(count):
     # b(k) = sum min(p, k q)/k and concavity give the bound; a token nobody drew cannot be accepted, which gives the other.
     for seed in range(2):
         toy = random_toy(seed, vocab_size=4, num_drafts=1)

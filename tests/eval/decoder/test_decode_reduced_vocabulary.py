@@ -4,12 +4,11 @@ import pytest
 import torch
 
 from configs.schema.decoding import DecodeConfig
-from eval.decoder.decode import Request, decode, generate
+from eval.decoder.decode import decode, generate
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.vocabulary import DraftVocabulary, keep_head_rows
 from heads.sampling.probabilities import token_probabilities
-
-PROMPTS = [[7, 12, 3], [20, 9, 9, 31, 5, 6], [40], [11, 12, 13, 11, 12, 13, 11, 12]]
+from tests.support.decoding import PROMPTS, requests_for, samples_against
 
 
 def reduced(model, ids):
@@ -17,10 +16,6 @@ def reduced(model, ids):
     vocabulary = DraftVocabulary(token_ids_W=torch.tensor(ids), target_vocab_size=model.config.vocab_size)
     keep_head_rows(model, vocabulary)
     return DraftLM(model, vocabulary.target_vocab_size, vocabulary)
-
-
-def requests_for(prompts):
-    return [Request(prompt_id=f"p{n}", category="c", tokens=tuple(prompt)) for n, prompt in enumerate(prompts)]
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +62,7 @@ def test_sampled_pairs_of_tokens_follow_the_targets_distribution(tiny_llama, as_
     model = tiny_llama(seed=4, vocab_size=5, dtype=torch.float32, spread=3.0)
     draft = reduced(tiny_llama(seed=5, vocab_size=5, dtype=torch.float32, spread=3.0), [1, 2, 4])
     config = DecodeConfig(num_speculative_tokens=2, max_new_tokens=3, temperature=1.2, verification=verification)
-    number = 4000
-    requests = [Request(prompt_id=str(n), category="", tokens=(1, 2)) for n in range(number)]
-    generations, _ = decode(as_target(model), requests, config, draft)
+    generations, _ = decode(as_target(model), requests_for([(1, 2)] * 4000), config, draft)
     drafted = {token for generation in generations for round_ in generation.rounds for token in round_.drafted}
     assert drafted == {1, 2, 4}
-    counts = torch.zeros(5, 5, 5)
-    for generation in generations:
-        counts[generation.tokens] += 1
-    expected = number * exact_distribution(model, (1, 2), 3, config)
-    statistic = float(((counts - expected) ** 2 / expected).sum())
-    degrees = counts.numel() - 1
-    assert statistic < degrees + 4 * (2 * degrees) ** 0.5  # about one false alarm in 10,000
+    assert samples_against(exact_distribution(model, (1, 2), 3, config), generations).p_value > 1e-4

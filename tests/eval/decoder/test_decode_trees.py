@@ -11,14 +11,14 @@ from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import DynamicTree, StaticTree
 from configs.schema.heads import Eagle3Settings, HydraSettings, MedusaSettings, MtpSettings
-from eval.decoder.decode import Request, decode, generate
+from eval.decoder.decode import decode, generate
 from heads.families.registry import FAMILIES
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.prompt_lookup import PromptLookup
 from heads.proposers.protocol import Proposal
 from tests.support import family_checks as checks
+from tests.support.decoding import PROMPTS, assert_same_alone, requests_for
 
-PROMPTS = [[7, 12, 3], [20, 9, 9, 31, 5, 6], [40], [11, 12, 13, 11, 12, 13, 11, 12]]
 TREES = {
     "bushy": StaticTree(kind="static", branching=[3, 2, 1]),
     "uneven": StaticTree(kind="static", paths=[[0], [1], [2], [0, 0], [0, 1], [2, 0], [0, 1, 0], [0, 1, 0, 0]]),
@@ -76,10 +76,6 @@ class ScriptedTrees:
         self.alive = [self.alive[row] for row in rows]
 
 
-def requests_for(prompts):
-    return [Request(prompt_id=f"p{n}", category="c", tokens=tuple(prompt)) for n, prompt in enumerate(prompts)]
-
-
 def with_tree(name, **others):
     return DecodeConfig(**({"num_speculative_tokens": 4, "max_new_tokens": 20, "tree": TREES[name]} | others))
 
@@ -92,14 +88,6 @@ def target(tiny_llama, as_target):
 @pytest.fixture(scope="module")
 def answers(target):
     return generate(target, PROMPTS, DecodeConfig(num_speculative_tokens=0, max_new_tokens=20, batch_size=4))
-
-
-@pytest.mark.parametrize("batch_size", [1, 4])
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("draft", ["another_model", "the_target_itself"])
-def test_greedy_output_is_plain_greedy_output(target, answers, tiny_llama, draft, tree, batch_size):
-    model = target.model if draft == "the_target_itself" else tiny_llama(seed=2)
-    assert generate(target, PROMPTS, with_tree(tree, batch_size=batch_size), DraftLM(model, 64)) == answers
 
 
 @pytest.mark.parametrize("tree", TREES)
@@ -174,33 +162,7 @@ def test_a_request_gets_the_same_drawn_tree_and_tokens_in_any_batch(as_target, h
     target = as_target(checks.tiny_target("llama"))
     proposer = FAMILIES[head].propose(checks.build(HEADS[head], target.model), target.device)
     config = with_tree("uneven", temperature=1.0, top_p=0.95, max_new_tokens=10)
-    together, _ = decode(target, requests_for(checks.PROMPTS), config, proposer)
-    alone = [decode(target, [request], config, proposer)[0][0] for request in requests_for(checks.PROMPTS)]
-    assert [(each.tokens, each.rounds) for each in together] == [(each.tokens, each.rounds) for each in alone]
-
-
-@pytest.mark.parametrize("top_p", [None, 0.6])
-def test_tokens_of_drawn_trees_follow_the_targets_distribution_over_several_rounds(
-    tiny_llama, as_target, exact_distribution, top_p
-):
-    model = tiny_llama(seed=4, vocab_size=3, dtype=torch.float32, spread=3.0)
-    draft = DraftLM(tiny_llama(seed=5, vocab_size=3, dtype=torch.float32, spread=7.0), 3)  # far from the target's distribution
-    tree = StaticTree(kind="static", paths=[[0], [1], [0, 0], [1, 0], [1, 1]])
-    config = DecodeConfig(num_speculative_tokens=2, max_new_tokens=5, temperature=1.2, top_p=top_p, tree=tree)
-    number = 6000
-    requests = [Request(prompt_id=str(n), category="", tokens=(1, 2)) for n in range(number)]
-    generations, _ = decode(as_target(model), requests, config, draft)
-    assert sum(len(generation.rounds) > 1 for generation in generations) > number / 20
-    assert {round_.ranks for generation in generations for round_ in generation.rounds} >= {(), (0,), (1,), (1, 1)}
-    counts = torch.zeros(3, 3, 3)
-    for generation in generations:
-        counts[generation.tokens[:3]] += 1
-    expected = number * exact_distribution(model, (1, 2), 3, config)
-    seen = expected > 0
-    assert (counts[~seen] == 0).all()
-    statistic = float(((counts - expected)[seen] ** 2 / expected[seen]).sum())
-    degrees = int(seen.sum()) - 1
-    assert statistic < degrees + 4 * (2 * degrees) ** 0.5  # about one false alarm in 10,000
+    assert_same_alone(target, config, proposer, checks.PROMPTS)
 
 
 @pytest.mark.parametrize("where", range(1, 5))

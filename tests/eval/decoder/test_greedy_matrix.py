@@ -99,10 +99,15 @@ def test_the_choices_are_clear_enough_for_float32():
     assert margin > 1e-3
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
+def test_greedy_decoding_has_one_rule():
+    for rule in ("token", "block", "match", None):
+        config = DecodeConfig(verification=rule)
+        assert (config.rule, config.draws) == ("greedy", False)
+
+
+@pytest.mark.parametrize(("rule", "batch_size"), [("token", 1), ("block", 3), ("match", 3)])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", [*HEADS, *OTHERS])
-@pytest.mark.parametrize("rule", ["token", "block", "match"])
 def test_greedy_output_is_plain_greedy_output(as_target, rule, name, shape, batch_size):
     texts, _ = answers()
     target = as_target(model_of(torch.float32))

@@ -6,10 +6,10 @@ import pytest
 
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import DynamicTree
-from eval.decoder.decode import Request, decode
 from heads.families.registry import FAMILIES
 from tests.eval.decoder.test_greedy_matrix import HEADS
 from tests.support import family_checks as checks
+from tests.support.decoding import assert_same_alone
 
 # In a context of 24 tokens the rows have room for 6, 15, 22 and 1 more.
 PROMPTS = [
@@ -27,21 +27,12 @@ def short_target(as_target):
     return as_target(model)
 
 
-def assert_same_alone(target, config, proposer):
-    requests = [Request(prompt_id=f"p{n}", category="", tokens=tuple(prompt)) for n, prompt in enumerate(PROMPTS)]
-    together, _ = decode(target, requests, config, proposer)
-    for request, generation in zip(requests, together, strict=True):
-        (alone,), _ = decode(target, [request], config, proposer)
-        assert (alone.tokens, alone.stop_reason) == (generation.tokens, generation.stop_reason)
-        assert alone.rounds == generation.rounds
-
-
 @pytest.mark.parametrize("rule", ["token", "block", "match"])
 @pytest.mark.parametrize("name", HEADS)
 def test_a_chain_of_a_head_owes_nothing_to_the_batch(short_target, name, rule):
     proposer = FAMILIES[HEADS[name].kind].propose(checks.build(HEADS[name], short_target.model), short_target.device)
     config = DecodeConfig(num_speculative_tokens=4, max_new_tokens=30, temperature=1.0, verification=rule)
-    assert_same_alone(short_target, config, proposer)
+    assert_same_alone(short_target, config, proposer, PROMPTS)
 
 
 @pytest.mark.parametrize("name", ["medusa", "hydra", "eagle3", "mtp"])
@@ -50,4 +41,4 @@ def test_a_grown_tree_owes_nothing_to_the_batch(short_target, name):
     tree = DynamicTree(kind="dynamic", num_nodes=6, width=4)
     for settings in ({}, {"temperature": 1.0, "verification": "match"}):
         config = DecodeConfig(num_speculative_tokens=4, max_new_tokens=30, tree=tree, **settings)
-        assert_same_alone(short_target, config, proposer)
+        assert_same_alone(short_target, config, proposer, PROMPTS)

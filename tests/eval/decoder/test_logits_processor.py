@@ -20,14 +20,14 @@ from transformers import (
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import DynamicTree, StaticTree
-from eval.decoder.decode import Request, decode, generate
+from eval.decoder.decode import decode, generate
 from eval.decoder.logits_processor import processed
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.prompt_lookup import PromptLookup
 from heads.proposers.protocol import Proposal
 from tests.support import distribution_checks
+from tests.support.decoding import PROMPTS, requests_for, samples_against
 
-PROMPTS = [[7, 12, 3], [20, 9, 9, 31, 5, 6], [40], [11, 12, 13, 11, 12, 13, 11, 12]]
 EOS = (60,)
 GREEDY = DecodeConfig(num_speculative_tokens=3, max_new_tokens=16, batch_size=4)
 SHAPES = {
@@ -198,11 +198,10 @@ def test_drawn_output_has_the_processed_distribution(tiny_llama, as_target, case
     model, draft = distribution_checks.models(tiny_llama)
     processor, config = BanSumOfLastTwo(distribution_checks.VOCAB), distribution_checks.CASES[case]
     distribution = exact_distribution(model, processor, config.temperature)
-    requests = [Request(prompt_id=f"p{n}", category="", tokens=distribution_checks.PROMPT) for n in range(2_000)]
+    requests = requests_for([distribution_checks.PROMPT] * 2_000)
     target, drafter = as_target(model), DraftLM(draft, distribution_checks.VOCAB)
     generations, _ = decode(target, requests, config, drafter, logits_processor=processor)
-    counts = distribution_checks.Counter(generation.tokens[: distribution_checks.DEPTH] for generation in generations)
-    assert distribution_checks.held_against(distribution, counts).p_value > 1e-4
+    assert samples_against(distribution, generations).p_value > 1e-4
     bare = exact_distribution(model, lambda ids, scores: scores, config.temperature)
     assert (distribution - bare).abs().sum() > 0.5  # it would be seen if the processor had no part
 
@@ -236,7 +235,7 @@ def test_what_would_not_be_exact_is_refused(as_target, models):
         """Has another name."""
 
     target, drafter = as_target(models[0]), DraftLM(models[1], 64)
-    requests = [Request(prompt_id="p", category="", tokens=(1, 2))]
+    requests = requests_for([(1, 2)])
     remembering = SynthIDTextWatermarkLogitsProcessor(64)
     with pytest.raises(InputError, match="Derived remembers earlier calls"):
         decode(target, requests, GREEDY, drafter, logits_processor=[LogitsProcessorList([Derived(64)])])

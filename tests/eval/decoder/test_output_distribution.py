@@ -8,9 +8,10 @@ hundred shows.
 import pytest
 
 from eval.decoder import tree_rules as candidates
-from eval.decoder import verifier as judging
+from eval.decoder import verifier
 from eval.stats.significance import holm
 from tests.support import distribution_checks as checks
+from tests.support.decoding import held_against
 
 QUICK, SLOW = 2_000, 100_000
 LEVEL = 1e-3
@@ -23,33 +24,35 @@ def pair(tiny_llama, as_target):
 
 
 @pytest.fixture(scope="module")
-def distribution(pair, exact_distribution):
-    return exact_distribution(pair[0].model, checks.PROMPT, checks.DEPTH, checks.SAMPLED)
+def distribution_of(pair, exact_distribution):
+    """A function from a way of decoding to the exact distribution of the first tokens."""
+    return lambda config: exact_distribution(pair[0].model, checks.PROMPT, checks.DEPTH, config)
 
 
 @pytest.mark.parametrize("name", checks.CASES)
-def test_samples_follow_the_targets_distribution(pair, distribution, name):
-    counts, rounds = checks.sample(*pair, checks.CASES[name], QUICK)
+def test_samples_follow_the_targets_distribution(pair, distribution_of, name):
+    config = checks.CASES[name]
+    counts, rounds = checks.sample(*pair, config, QUICK)
     assert QUICK < rounds < 3.5 * QUICK  # drafts are accepted and rejected
-    assert checks.held_against(distribution, counts).p_value > LEVEL
+    assert held_against(distribution_of(config), counts).p_value > LEVEL
 
 
-def test_a_planted_bug_is_found_by_the_quick_test_where_it_is_gross(pair, distribution, monkeypatch):
+def test_a_planted_bug_is_found_by_the_quick_test_where_it_is_gross(pair, distribution_of, monkeypatch):
     def from_p(p_BV, q_BV, *others):
         return candidates.CandidateChoice(candidates.with_replacement(p_BV, q_BV, *others).accepted_B, p_BV)
 
-    monkeypatch.setitem(judging.CANDIDATE_RULES, "with_replacement", from_p)
+    monkeypatch.setitem(verifier.CANDIDATE_RULES, "with_replacement", from_p)
     counts, _ = checks.sample(*pair, checks.CASES["tree, with_replacement"], QUICK)
-    assert checks.held_against(distribution, counts).p_value < LEVEL
+    assert held_against(distribution_of(checks.SAMPLED), counts).p_value < LEVEL
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_many_samples_follow_the_targets_distribution(pair, distribution, capsys):
+def test_many_samples_follow_the_targets_distribution(pair, distribution_of, capsys):
     found = {}
     for name, config in checks.CASES.items():
         counts, rounds = checks.sample(*pair, config, SLOW)
-        found[name] = checks.held_against(distribution, counts)
+        found[name] = held_against(distribution_of(config), counts)
         with capsys.disabled():
             cells, p_value = found[name].degrees_of_freedom + 1, found[name].p_value
             print(f"{name:28} {cells} cells, {rounds / SLOW:.2f} rounds, p = {p_value:.3f}")
@@ -60,17 +63,17 @@ def test_many_samples_follow_the_targets_distribution(pair, distribution, capsys
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", ["block", "token"])
-def test_many_samples_find_a_rule_that_accepts_a_little_too_often(pair, distribution, name, monkeypatch, capsys):
-    exact = judging.RULES[name]
+def test_many_samples_find_a_rule_that_accepts_a_little_too_often(pair, distribution_of, name, monkeypatch, capsys):
+    exact = verifier.RULES[name]
 
     def lenient(p_BKV, q_BGV, tokens_BG, num_drafted_B, accept_BG, *others):
         return exact(p_BKV, q_BGV, tokens_BG, num_drafted_B, accept_BG * 0.9, *others)
 
-    monkeypatch.setitem(judging.RULES, name, lenient)
+    monkeypatch.setitem(verifier.RULES, name, lenient)
     p_values = []
     for number in (QUICK, SLOW):
         counts, _ = checks.sample(*pair, checks.CASES[f"chain, {name}"], number)
-        p_values.append(checks.held_against(distribution, counts).p_value)
+        p_values.append(held_against(distribution_of(checks.SAMPLED), counts).p_value)
     with capsys.disabled():
         print(f"{name}, too lenient by a tenth: p = {p_values[0]:.3g} of {QUICK} samples, {p_values[1]:.3g} of {SLOW}")
     assert p_values[1] < LEVEL

@@ -8,13 +8,13 @@ import torch
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import ConfidenceStopping, CostStopping, EntropyStopping
 from eval.decoder.chain_rules import verify_block, verify_tokens
-from eval.decoder.decode import Request, decode, generate
+from eval.decoder.decode import decode, generate
 from eval.lossless.enumeration import enumerate_rule, random_toy
 from heads.proposers.draft_length import rule_for
 from heads.proposers.draft_lm import DraftLM
+from tests.support.decoding import PROMPTS, assert_same_alone, requests_for
 
 RULES = {"token": verify_tokens, "block": verify_block}
-PROMPTS = [[7, 12, 3], [20, 9, 9, 31, 5, 6], [40], [11, 12, 13, 11, 12, 13, 11, 12]]
 STOPPING = {
     "confidence": ConfidenceStopping(rule="confidence", threshold=0.7),
     "entropy": EntropyStopping(rule="entropy", threshold=0.7),
@@ -48,7 +48,7 @@ def lengths(stopping, q_BGV):
 
 @stopping_rules
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_the_output_follows_the_targets_distribution_exactly_whatever_the_rule_makes_of_the_length(rule, name):
+def test_the_output_follows_the_targets_distribution_exactly_for_any_length(rule, name):
     seen = set()
 
     def stopped(p, q, tokens, num_drafted, accept, residual, bonus):
@@ -82,10 +82,6 @@ def test_a_token_may_end_the_round_it_was_drawn_in_and_must_not_be_dropped_from_
 
     assert with_length(kept_for_its_own_probability) < 1e-12
     assert with_length(dropped_for_its_own_probability) > 1e-3
-
-
-def requests_for(prompts):
-    return [Request(prompt_id=f"p{n}", category="c", tokens=tuple(prompt)) for n, prompt in enumerate(prompts)]
 
 
 @pytest.fixture(scope="module")
@@ -133,10 +129,7 @@ def test_a_request_gets_the_same_sampled_tokens_in_any_batch(target, draft, name
     config = DecodeConfig(
         num_speculative_tokens=4, max_new_tokens=16, temperature=1.0, verification=verification, stopping=STOPPING[name]
     )
-    together, _ = decode(target, requests_for(PROMPTS), config, draft)
-    alone = [decode(target, [request], config, draft)[0][0] for request in requests_for(PROMPTS)]
-    assert [generation.tokens for generation in together] == [generation.tokens for generation in alone]
-    assert [generation.rounds for generation in together] == [generation.rounds for generation in alone]
+    assert_same_alone(target, config, draft)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -160,29 +153,3 @@ def test_a_draft_that_stops_early_saves_its_further_steps(target, draft, monkeyp
         assert len(calls) == 1 + sum(len(round_.drafted) for round_ in generation.rounds)  # the prompt is read in one
         steps[name] = len(calls)
     assert steps["confidence"] < steps["fixed"]
-
-
-@pytest.mark.parametrize("verification", ["token", "block"])
-def test_sampled_tokens_follow_the_targets_distribution_over_several_rounds(
-    tiny_llama, as_target, verification, exact_distribution
-):
-    model = tiny_llama(seed=4, vocab_size=3, dtype=torch.float32, spread=3.0)
-    draft = tiny_llama(seed=5, vocab_size=3, dtype=torch.float32, spread=3.0)
-    config = DecodeConfig(
-        num_speculative_tokens=3,
-        max_new_tokens=5,
-        temperature=1.2,
-        verification=verification,
-        stopping=ConfidenceStopping(rule="confidence", threshold=0.37),
-    )
-    number = 6000
-    requests = [Request(prompt_id=str(n), category="", tokens=(1, 2)) for n in range(number)]
-    generations, _ = decode(as_target(model), requests, config, DraftLM(draft, 3))
-    assert len({len(generation.rounds[0].drafted) for generation in generations}) > 1
-    counts = torch.zeros(3, 3, 3, 3)
-    for generation in generations:
-        counts[generation.tokens[:4]] += 1
-    expected = number * exact_distribution(model, (1, 2), 4, config)
-    statistic = float(((counts - expected) ** 2 / expected).sum())
-    degrees = counts.numel() - 1
-    assert statistic < degrees + 4 * (2 * degrees) ** 0.5  # about one false alarm in 10,000

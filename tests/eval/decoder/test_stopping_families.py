@@ -1,5 +1,6 @@
 """Every family that drafts chains stops where a rule says, and what comes out is the target's, greedy and sampled."""
 
+import itertools
 from collections import defaultdict
 
 import pytest
@@ -17,11 +18,12 @@ from configs.schema.heads import (
     MtpSettings,
     PEagleSettings,
 )
-from eval.decoder.decode import Request, decode
+from eval.decoder.decode import decode
 from heads.families.registry import FAMILIES, serve
 from heads.modules.autoregressive import FeatureChain
 from heads.proposers.draft_length import StopDecision
 from heads.proposers.self_speculation import SelfSpeculation
+from tests.support.decoding import assert_same_alone, requests_for, samples_against
 from tests.support.family_checks import build, tiny_target
 
 FAMILY_SETTINGS = {
@@ -103,10 +105,6 @@ def rule_of(kind, probs_NV):
     )
 
 
-def requests_for(prompts):
-    return [Request(prompt_id=f"p{n}", category="c", tokens=tuple(prompt)) for n, prompt in enumerate(prompts)]
-
-
 def varies(generations, config):
     """Whether rounds that had room for equally many drafts drafted unequally many."""
     lengths = defaultdict(set)
@@ -126,29 +124,20 @@ def test_greedy_output_is_plain_greedy_output(wide_target, name, kind):
     proposer = proposer_of(name, target)
     config = DecodeConfig(num_speculative_tokens=4, max_new_tokens=24)
     config = config.model_copy(update={"stopping": rule_of(kind, distributions_of(proposer, target, PROMPTS, config))})
-    together, _ = decode(target, requests_for(PROMPTS), config, proposer)
-    alone = [decode(target, [request], config, proposer)[0][0] for request in requests_for(PROMPTS)]
-    assert [each.tokens for each in together] == [each.tokens for each in plain] == [each.tokens for each in alone]
+    together = assert_same_alone(target, config, proposer, PROMPTS)
+    assert [each.tokens for each in together] == [each.tokens for each in plain]
     assert varies(together, config)
 
 
-@families
-@stopping_rules
+@pytest.mark.parametrize(("name", "kind"), zip(NAMES, itertools.cycle(RULES)))
 def test_sampled_tokens_follow_the_targets_distribution(target, distribution, name, kind):
-    """Pearson's statistic over the joint counts of four tokens, several rounds; about one false alarm in 10,000."""
-    number, proposer = 1500, proposer_of(name, target)
+    """Every family with one of the rules, which all of them ask in the same place (`heads.proposers.chain_builder`)."""
+    proposer = proposer_of(name, target)
     config = DecodeConfig(num_speculative_tokens=4, max_new_tokens=7, temperature=1.2)
     config = config.model_copy(update={"stopping": rule_of(kind, distributions_of(proposer, target, [(1, 2)] * 50, config))})
-    generations, _ = decode(target, requests_for([(1, 2)] * number), config, proposer)
+    generations, _ = decode(target, requests_for([(1, 2)] * 1500), config, proposer)
     assert varies(generations, config)
-    counts = torch.zeros(3, 3, 3, 3)
-    for generation in generations:
-        counts[generation.tokens[:4]] += 1
-    expected = number * distribution
-    rare = expected < 5  # counted together
-    counts, expected = (torch.cat([each[~rare], each[rare].sum().view(1)]) for each in (counts, expected))
-    degrees = len(counts) - 1
-    assert float(((counts - expected) ** 2 / expected.clamp(min=1e-9)).sum()) < degrees + 4 * (2 * degrees) ** 0.5
+    assert samples_against(distribution, generations).p_value > 1e-4
 
 
 @pytest.mark.parametrize("name", ["eagle3", "hydra", "mtp"])

@@ -15,9 +15,8 @@ from eval.decoder import chain_rules as verify
 from eval.decoder.decode import Request, decode
 from eval.lossless.sampled import LEAST_PROMPTS, check_likelihood, mean_log_likelihood, pair_answers
 from eval.lossless.verdict import judge_lossless
-from heads.artifact import Draft, Metadata
-from heads.proposers.draft_lm import DraftLM
 from heads.sampling.probabilities import token_probabilities
+from tests.support.decoding import loaded_draft
 
 VOCAB = 10
 SAMPLED = DecodeConfig(temperature=1.0, num_speculative_tokens=3, max_new_tokens=12, batch_size=32)
@@ -33,15 +32,7 @@ def target(tiny_llama, as_target):
 @pytest.fixture(scope="module")
 def draft_for(tiny_llama):
     """Load a draft for a target, one that is right about half the time."""
-
-    def load(target):
-        model = copy.deepcopy(tiny_llama(seed=2, vocab_size=VOCAB)).to(target.model.dtype)
-        metadata = Metadata(
-            kind="draft_lm", target={}, draft_vocab_size=VOCAB, num_speculative_tokens=3, training={}, provenance={}
-        )
-        return Draft(metadata=metadata, proposer=DraftLM(model, VOCAB), num_parameters=1, sha256="0" * 64, warnings=[])
-
-    return load
+    return lambda target: loaded_draft(copy.deepcopy(tiny_llama(seed=2, vocab_size=VOCAB)).to(target.model.dtype), VOCAB)
 
 
 def sample_both(target, draft_for, settings, num_prompts=32):
@@ -70,7 +61,7 @@ def test_a_lossless_decoder_is_found_lossless_and_the_section_says_on_what_groun
 
 
 @pytest.mark.parametrize("verification", ["token", "block"])
-def test_the_verdict_on_a_lossless_decoder_does_not_depend_on_luck(target, draft_for, verification):
+def test_the_verdict_on_a_lossless_decoder_does_not_depend_on_the_seed(target, draft_for, verification):
     settings = [SAMPLED.model_copy(update={"seed": seed, "verification": verification}) for seed in range(1, 6)]
     assert [judge(target, draft_for, each)["verdict"] for each in settings] == ["lossless"] * 5
 

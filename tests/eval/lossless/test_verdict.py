@@ -11,15 +11,14 @@ import torch
 
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import LosslessConfig
-from eval.decoder import verifier as judging
+from eval.decoder import verifier
 from eval.decoder.chain_rules import ChainVerification, verify_block, verify_tokens
 from eval.decoder.decode import Request, decode
 from eval.lossless import verdict as lossless
 from eval.lossless.enumeration import enumerate_rule, random_toy
 from eval.lossless.rule_proof import check_rule
 from eval.lossless.verdict import find_divergences, is_tie, judge_lossless
-from heads.artifact import Draft, Metadata
-from heads.proposers.draft_lm import DraftLM
+from tests.support.decoding import loaded_draft
 
 PROMPT = (7, 12, 3)
 GREEDY = DecodeConfig(num_speculative_tokens=3, max_new_tokens=12)
@@ -42,15 +41,7 @@ def plain(target):
 @pytest.fixture(scope="module")
 def draft_for(tiny_llama):
     """Load a draft for a target: the same wrong-headed draft in the target's dtype."""
-
-    def load(target):
-        model = copy.deepcopy(tiny_llama(seed=2)).to(target.model.dtype)
-        metadata = Metadata(
-            kind="draft_lm", target={}, draft_vocab_size=64, num_speculative_tokens=3, training={}, provenance={}
-        )
-        return Draft(metadata=metadata, proposer=DraftLM(model, 64), num_parameters=1, sha256="0" * 64, warnings=[])
-
-    return load
+    return lambda target: loaded_draft(copy.deepcopy(tiny_llama(seed=2)).to(target.model.dtype), 64)
 
 
 def no_draft(target):
@@ -219,10 +210,10 @@ def test_a_broken_greedy_rule_is_caught_by_the_float32_check_alone(target, plain
 
 def test_a_rule_is_checked_on_several_toys_and_judged_by_the_worst(monkeypatch):
     def no_bonus(p, q, tokens, num_drafted, accept, residual, bonus):
-        verdict = verify_tokens(p, q, tokens, num_drafted, accept, residual, bonus)
-        return ChainVerification(verdict.num_accepted_B, torch.zeros_like(verdict.next_token_B))
+        found = verify_tokens(p, q, tokens, num_drafted, accept, residual, bonus)
+        return ChainVerification(found.num_accepted_B, torch.zeros_like(found.next_token_B))
 
-    monkeypatch.setitem(judging.RULES, "token", no_bonus)
+    monkeypatch.setitem(verifier.RULES, "token", no_bonus)
     found = check_rule(GREEDY.model_copy(update={"temperature": 1.0, "verification": "token"}))
     distances = [enumerate_rule(no_bonus, random_toy(seed)).total_variation for seed in range(found["toys"])]
     assert found["toys"] >= 2
@@ -242,7 +233,7 @@ def test_a_rule_that_accepts_a_little_too_often_turns_the_verdict(target, plain,
         return verify_block(p, q, tokens, num_drafted, accept * 0.99, residual, bonus)
 
     sampled = GREEDY.model_copy(update={"temperature": 1.0, "verification": "block"})
-    monkeypatch.setitem(judging.RULES, "block", lenient)
+    monkeypatch.setitem(verifier.RULES, "block", lenient)
     checks = ONLY_THE_RULE.model_copy(update={"check_float32_prompts": 1})
     section = judge_lossless(target, plain, plain, sampled, checks, draft_for)
     assert section["checks"]["float32_greedy"]["divergences"] == []

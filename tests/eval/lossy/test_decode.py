@@ -11,7 +11,6 @@ from configs.schema.decoding import DecodeConfig, ParticleSampling, TypicalAccep
 from configs.schema.drafting import DynamicTree, StaticTree
 from configs.schema.evaluation import EvalConfig, GateConfig, LosslessConfig, QualityConfig
 from configs.schema.heads import Eagle3Settings, MedusaSettings
-from eval.decoder.decode import Request
 from eval.decoder.decode import decode as decode_without_loss
 from eval.decoder.request import Row
 from eval.lossless.verdict import judge_lossless
@@ -30,6 +29,7 @@ from heads.sampling.probabilities import token_probabilities
 from heads.target.hidden_states import read_states
 from tests.support import distribution_checks as checks
 from tests.support import family_checks
+from tests.support.decoding import held_against, requests_for
 from tests.support.reports import changed
 
 PROMPTS = [(7, 12, 3), (20, 9, 9, 31, 5, 6), (40,)]
@@ -54,10 +54,6 @@ def typical(**settings):
 
 def smc(num_particles, **settings):
     return ParticleSampling(kind="smc", num_particles=num_particles, **settings)
-
-
-def requests_for(prompts):
-    return [Request(prompt_id=f"p{n}", category="c", tokens=tuple(prompt)) for n, prompt in enumerate(prompts)]
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +163,7 @@ def test_one_particle_writes_what_the_draft_drafts_with_a_token_of_the_targets_i
     config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=3, temperature=1.2, lossy=smc(1))
     found, rounds = checks.sample(target, draft, config, number)
     assert rounds == number
-    assert checks.held_against(expected, found).p_value > 1e-3
+    assert held_against(expected, found).p_value > 1e-3
 
 
 @pytest.mark.parametrize("resample_below", [0.0, 0.5, 1.0])
@@ -176,7 +172,7 @@ def test_a_draft_that_is_the_target_is_lossless_with_any_number_of_particles(pai
     distribution = exact_distribution(target.model, checks.PROMPT, 3, checks.SAMPLED)
     config = checks.SAMPLED.model_copy(update={"lossy": smc(3, resample_below=resample_below)})
     counts, _ = checks.sample(target, target.model, config, 2_000)
-    assert checks.held_against(distribution, counts).p_value > 1e-3
+    assert held_against(distribution, counts).p_value > 1e-3
 
 
 def test_cycles_never_roll_back_and_go_on_to_the_end_of_the_room(target, draft):
@@ -244,7 +240,7 @@ def test_heads_go_on_from_what_their_ancestor_had_read(head, as_target, monkeypa
 
 def test_texts_may_end_at_any_place_and_the_answer_stops_there(tiny_llama, as_target, draft):
     target = as_target(tiny_llama(seed=1), eos=tuple(range(0, 64, 7)))
-    requests = [Request(prompt_id=str(n), category="", tokens=(7, n % 64)) for n in range(40)]
+    requests = requests_for([(7, n % 64) for n in range(40)])
     generations, _ = decode(target, requests, sampled(smc(3), temperature=1.0), draft)
     assert {generation.stop_reason for generation in generations} >= {"eos"}
     for generation in generations:

@@ -116,7 +116,7 @@ def test_a_weight_is_the_ratio_of_the_two_joint_probabilities_of_what_was_drafte
         assert math.exp(weights[row, particle]) == pytest.approx(ratio, rel=1e-6)
 
 
-def test_systematic_resampling_gives_each_particle_its_share_of_places_on_average_and_never_a_whole_place_less_or_more():
+def test_systematic_resampling_gives_each_particle_its_share_to_within_one_place():
     weights = torch.tensor([[0.0, -1.0, -0.3, -math.inf, 0.6]])
     wanted = 5 * weight_shares(weights)[0]
     offsets = (torch.arange(2000, dtype=torch.float64) + 0.5) / 2000

@@ -15,8 +15,8 @@ from heads.inference.kv_cache import RowLayer
 from heads.inference.lean_forward import make_lean
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.prompt_lookup import PromptLookup
-from tests.eval.decoder.test_decode import PROMPTS, requests_for
 from tests.heads.inference.test_lean_forward import IDS_BT, model_of
+from tests.support.decoding import PROMPTS, requests_for
 
 
 @given(seed=st.integers(0, 10**6), size=st.floats(1e-6, 1e6))

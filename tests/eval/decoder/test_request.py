@@ -15,7 +15,8 @@ from configs.schema.evaluation import EvalConfig
 from eval.decoder.decode import decode, generate
 from eval.decoder.request import StopStrings
 from heads.proposers.draft_lm import DraftLM
-from tests.eval.decoder.test_decode import PROMPTS, Scripted, oracle, requests_for
+from tests.eval.decoder.test_decode import Scripted, oracle
+from tests.support.decoding import PROMPTS, requests_for
 
 END = "<end>"
 
