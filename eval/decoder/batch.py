@@ -19,7 +19,7 @@ from configs.schema.decoding import DecodeConfig
 from eval.decoder.clock import Clock
 from eval.decoder.distribution_comparison import compare_distributions
 from eval.decoder.logits_processor import Processor, processed
-from eval.decoder.request import Request, Row
+from eval.decoder.request import BatchRow, Request
 from eval.decoder.row_update import RowUpdate, chain_update, tree_update
 from eval.decoder.verifier import Verifier, finite_rows
 from heads.inference.causal_lm import head_logits, new_cache
@@ -63,7 +63,7 @@ class BatchRun:
         self.target, self.config, self.proposer = target, config, proposer
         self.measure_overlap, self.logits_processor = measure_overlap, logits_processor
         self.clock = Clock(target.device) if clock is None else clock
-        self.rows = [Row(request, target, config) for request in requests]
+        self.rows = [BatchRow(request, target, config) for request in requests]
         self.active = list(self.rows)
         self.rng = CounterRNG(config.seed, [request.number for request in requests], target.device)
         self.verifier = make_verifier(config, self.rng)

@@ -18,7 +18,7 @@ from eval.decoder.batch import BatchRun
 from eval.decoder.clock import Clock
 from eval.decoder.logits_processor import Processor, prepared, renumbered
 from eval.decoder.records import AUTOREGRESSIVE, Generation, Timing
-from eval.decoder.request import Request, Row
+from eval.decoder.request import BatchRow, Request
 from heads.inference.model_checks import check_rolls_back
 from heads.proposers.protocol import Proposer, TreeProposer
 from heads.target.loading import Target
@@ -34,7 +34,7 @@ class DecodingRun(Protocol):
         """What has not ended; `round` may be called while there is any."""
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[BatchRow]:
         """The requests' rows, in order, once none is active."""
 
     def prefill(self) -> None:
@@ -154,7 +154,7 @@ def check_decodable(target: Target, requests: Sequence[Request], config: DecodeC
             )
 
 
-def _timing(rows: Sequence[Row], clock: Clock, mode: str, repeat: int) -> Timing:
+def _timing(rows: Sequence[BatchRow], clock: Clock, mode: str, repeat: int) -> Timing:
     seconds = clock.seconds
     return Timing(
         mode=mode,

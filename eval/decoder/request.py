@@ -1,6 +1,6 @@
 """A request in the decoder: what is to be continued, what has been committed, and why it ended.
 
-`Request` is what the caller gives, `Row` its state in a batch, `StopStrings` the search for the strings that end its answer.
+`Request` is what the caller gives, `BatchRow` its state in a batch, `StopStrings` the search for what ends an answer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Request:
 
 
 @dataclass
-class Row:
+class BatchRow:
     """The state of one request. `tokens` is prompt and answer; the last one is pending: committed, not yet in the cache."""
 
     request: Request
@@ -81,9 +81,9 @@ class Row:
             self.stop_reason = "context"
         return committed
 
-    def copied(self) -> Row:
+    def copied(self) -> BatchRow:
         """Return an independent copy."""
-        other = Row(self.request, self.target, self.config)
+        other = BatchRow(self.request, self.target, self.config)
         other.tokens, other.rounds, other.stop_reason = list(self.tokens), list(self.rounds), self.stop_reason
         other.stops = copy.deepcopy(self.stops, {id(self.target.tokenizer): self.target.tokenizer})
         return other

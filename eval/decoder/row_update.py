@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from eval.decoder.records import DistributionComparison, Round
-from eval.decoder.request import Row
+from eval.decoder.request import BatchRow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class RowUpdate:
     ranks: tuple[int, ...] | None = None
     num_nodes: int | None = None
 
-    def apply(self, row: Row, compared: Sequence[Sequence[float]] | None) -> None:
+    def apply(self, row: BatchRow, compared: Sequence[Sequence[float]] | None) -> None:
         """Commit the update to its row and record the round.
 
         Args:

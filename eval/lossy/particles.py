@@ -25,7 +25,7 @@ from configs.schema.decoding import DecodeConfig, ParticleSampling
 from eval.decoder.clock import Clock
 from eval.decoder.logits_processor import Processor
 from eval.decoder.records import Round
-from eval.decoder.request import Request, Row
+from eval.decoder.request import BatchRow, Request
 from eval.decoder.verifier import finite_rows
 from eval.lossy.particle_weights import choose, draw_bonus, resample, weigh
 from heads.inference.causal_lm import head_logits, new_cache
@@ -41,7 +41,7 @@ from heads.target.loading import Target
 class Particle:
     """One place of the batch: the row of its text, and the `tokens` in its cache, which go on after the text has ended."""
 
-    row: Row
+    row: BatchRow
     tokens: list[int]
 
     @property
@@ -89,10 +89,10 @@ class ParticleRun:
         self.target, self.config, self.proposer = target, config, proposer
         self.settings, self.taps = config.lossy, proposer.taps
         self.clock = Clock(target.device) if clock is None else clock
-        self._chosen: dict[int, Row] = {}
+        self._chosen: dict[int, BatchRow] = {}
         self._numbers = list(range(len(requests)))  # of the requests under way
         self._particles = [
-            [Particle(Row(request, target, config), list(request.tokens)) for _ in range(self.settings.num_particles)]
+            [Particle(BatchRow(request, target, config), list(request.tokens)) for _ in range(self.settings.num_particles)]
             for request in requests
         ]
         self._log_weights_RN = torch.zeros(
@@ -110,7 +110,7 @@ class ParticleRun:
         return [particle for places in self._particles for particle in places]
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[BatchRow]:
         """The chosen texts, in the order of the requests, when none is under way."""
         return [self._chosen[number] for number in sorted(self._chosen)]
 

@@ -129,7 +129,7 @@ def test_greedy_output_is_plain_greedy_output(wide_target, name, kind):
     assert varies(together, config)
 
 
-@pytest.mark.parametrize(("name", "kind"), zip(NAMES, itertools.cycle(RULES)))
+@pytest.mark.parametrize(("name", "kind"), list(zip(NAMES, itertools.cycle(RULES))))
 def test_sampled_tokens_follow_the_targets_distribution(target, distribution, name, kind):
     """Every family with one of the rules, which all of them ask in the same place (`heads.proposers.chain_builder`)."""
     proposer = proposer_of(name, target)

@@ -12,7 +12,7 @@ from configs.schema.drafting import DynamicTree, StaticTree
 from configs.schema.evaluation import EvalConfig, GateConfig, LosslessConfig, QualityConfig
 from configs.schema.heads import Eagle3Settings, MedusaSettings
 from eval.decoder.decode import decode as decode_without_loss
-from eval.decoder.request import Row
+from eval.decoder.request import BatchRow
 from eval.lossless.verdict import judge_lossless
 from eval.lossy.decode import decode
 from eval.lossy.particle_weights import weigh
@@ -257,7 +257,7 @@ def test_texts_of_which_only_ended_ones_are_left_end_their_request(tiny_llama, a
 
 
 def test_a_copied_text_ends_at_a_stop_string_that_was_begun_before_it_was_copied(target):
-    row = Row(requests_for([(7,)])[0], target, DecodeConfig(stop=["w1 w2"]))
+    row = BatchRow(requests_for([(7,)])[0], target, DecodeConfig(stop=["w1 w2"]))
     one, two = target.tokenizer.convert_tokens_to_ids(["w1", "w2"])
     row.commit([one], finite=True)
     other = row.copied()
