@@ -51,7 +51,7 @@ bench-scale: setup ## two processes beside one, padding, checkpoints, waiting fo
 	$(PY) scripts/benchmark.py scale
 
 distribution-check: setup ## 100,000 samples of the whole decoder for every rule and shape against the target's exact distribution (minutes)
-	$(PY) -m pytest -m slow -s tests/eval/decoder/test_output_distribution.py tests/eval/lossy/test_lossy.py
+	$(PY) -m pytest -m slow -s tests/eval/decoder/test_output_distribution.py tests/eval/lossy/test_decode.py
 
 slow-check: setup ## a forward compiled by the real compiler, 10,000 prompts counted (a minute or two)
 	$(PY) -m pytest -m slow -s tests/heads/inference/test_compiled_forward.py tests/eval/metrics/test_tally.py
