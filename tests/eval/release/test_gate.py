@@ -9,11 +9,13 @@ from xml.etree import ElementTree
 
 import pytest
 
+from configs.runtime.command import run_command
 from configs.runtime.errors import InputError
 from configs.runtime.files import sha256_of
 from configs.runtime.loading import load_config
 from configs.schema.evaluation import GateConfig, GateRule
 from configs.schema.target import TargetConfig
+from eval.gate import add_arguments, main
 from eval.release.artifact_hash import read_shipped
 from eval.release.checks import Artifact, judge
 from eval.report.schema import write_report
@@ -519,11 +521,14 @@ def test_a_verdict_never_takes_the_place_of_a_report(report_folder, output, word
     assert (report_folder / "report.json").read_bytes() == before
 
 
-def test_the_command_holds_the_report_against_the_artifact(report_folder, tiny_run):
-    done = run_gate(report_folder, "report.json", "--artifact", str(tiny_run / "artifact"), "--output", "out/verdict.json")
+def test_the_command_compares_the_report_with_the_artifact(report_folder, tiny_run, monkeypatch, capsys):
+    monkeypatch.chdir(report_folder)
+    arguments = ["report.json", "--artifact", str(tiny_run / "artifact"), "--output", "out/verdict.json"]
 
-    assert done.returncode == 1, done.stderr
-    assert "FAIL  provenance" in done.stdout
+    code = run_command(GateConfig, main, description="", argv=arguments, add_arguments=add_arguments)  # torch is loaded here
+
+    assert code == 1
+    assert "FAIL  provenance" in capsys.readouterr().out
     written = json.loads((report_folder / "out/verdict.json").read_text())
     assert written["artifact"] == str(tiny_run / "artifact")
     assert {path.name for path in (report_folder / "out").iterdir()} == {"verdict.json", "verdict.md", "verdict.xml"}
