@@ -13,6 +13,8 @@ Left out on purpose: drafting ahead while the target verifies (PEARL, arXiv 2408
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,18 +69,9 @@ class CrossDeviceProposer:
 
     def _home(self, proposal: Proposal) -> Proposal:
         """Return a proposal with all its tensors on the decoder's device."""
-
-        def home(values: Tensor | None) -> Tensor | None:
-            return None if values is None else transfer(values, self.home)
-
-        return Proposal(
-            tokens_BG=transfer(proposal.tokens_BG, self.home),
-            num_drafted=proposal.num_drafted,
-            probs_BGV=home(proposal.probs_BGV),
-            logits_BGV=home(proposal.logits_BGV),
-            parents_BN=home(proposal.parents_BN),
-            probs_BKV=home(proposal.probs_BKV),
-        )
+        values: dict[str, Any] = {field.name: getattr(proposal, field.name) for field in fields(proposal)}
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        return Proposal(**values | {name: transfer(tensor, self.home) for name, tensor in tensors.items()})
 
 
 def transfer(values: Tensor, device: torch.device) -> Tensor:

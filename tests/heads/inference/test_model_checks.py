@@ -98,8 +98,9 @@ def test_a_model_with_logits_that_are_not_finite_is_refused():
         check_split(model)
 
 
-@pytest.mark.parametrize("check", [check_split, check_rolls_back, check_keeps_apart])
-def test_a_model_that_passes_stays_in_training_mode(tiny_llama, check):
-    model = tiny_llama().train()
-    check(model)
-    assert model.training
+@pytest.mark.parametrize("family", sorted(checks.CONFIGS))
+def test_known_families_pass_in_training_mode_and_stay_in_it(family):
+    model = model_from(checks.CONFIGS[family]).train()
+    for check in (check_split, check_rolls_back, check_keeps_apart):
+        check(model)
+        assert model.training

@@ -56,7 +56,7 @@ def test_answers_and_rounds_are_those_of_the_draft_at_home(target, draft, name):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_all_tensors_of_a_proposal_and_the_streams_cross_in_one_place(target, draft, name, monkeypatch):
+def test_all_tensors_of_a_proposal_and_the_rng_cross_in_one_place(target, draft, name, monkeypatch):
     crossed = []
 
     def noting(values, device):

@@ -132,7 +132,7 @@ def test_an_earlier_answer_is_continued_where_it_matches_longer_than_the_text_it
     ]
 
 
-def test_answers_are_remembered_from_batch_to_batch_as_far_as_they_were_read_and_without_their_prompts():
+def test_answers_without_their_prompts_are_remembered_from_batch_to_batch():
     lookup = SuffixLookup(CPU)
     prompts = [[11, 12, 13, 10], [21, 22, 20]]
     lookup.start(prompts, 64, None)

@@ -39,7 +39,7 @@ def test_a_distribution_need_not_be_normalised():
         )
 
 
-def test_draws_without_replacement_are_distinct_until_the_distribution_runs_out_and_then_in_range():
+def test_draws_without_replacement_are_distinct_while_tokens_are_left():
     uniforms = torch.rand(200, 4, generator=torch.Generator().manual_seed(0))
     drawn = draw_without_replacement(PROBABILITIES.expand(200, -1), uniforms)
     assert all(set(row[:3]) == {0, 2, 3} for row in drawn.tolist())

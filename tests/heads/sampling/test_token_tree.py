@@ -47,7 +47,7 @@ def test_the_lineage_of_a_row_is_the_way_to_it(parents):
 
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.no_grad()
-def test_each_token_of_a_tree_is_computed_as_the_end_of_its_own_text_and_the_path_that_stays_as_if_read_alone(name):
+def test_tokens_of_a_tree_see_their_own_path_and_the_accepted_one_is_kept(name):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float64).eval()
 
