@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any, cast
 
 from huggingface_hub.errors import StrictDataclassError
@@ -58,7 +59,7 @@ def own_layer(layer: Mapping[str, Any], kind: str, target: PreTrainedModel) -> d
 
 
 def _shape_of(config: Any) -> LayerShape:
-    shape = shape_like(cast(PreTrainedModel, _Holder(config)))
+    shape = shape_like(cast(PreTrainedModel, SimpleNamespace(config=config)))  # it reads nothing else of a model
     rope = getattr(config, "rope_parameters", None) or {}
     scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "type") and value is not None}
     plain = scaling.get("rope_type", "default") == "default"
@@ -86,10 +87,3 @@ def _check_same(shape: LayerShape, like: LayerShape) -> None:
     if names:
         listed = "; ".join(f"{name} {theirs[name]}, the target's {ours[name]}" for name in names)
         raise InputError(f"its block has other sizes than the target's, of which ours is a copy: {listed}")
-
-
-class _Holder:
-    """A config in the place of a model, for `shape_like`, which asks for no more."""
-
-    def __init__(self, config: Any) -> None:
-        self.config = config
