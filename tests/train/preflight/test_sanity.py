@@ -59,7 +59,7 @@ def test_labels_of_another_place_are_found_out(places, head_task, greedy_rows, m
         return [dataclasses.replace(depth, judged_N=(depth.judged_N + places).clamp(max=last)) for depth in depths]
 
     monkeypatch.setattr(Eagle3, "forward", moved)
-    task = head_task(sanity={"learning_rate": 1e-2, "overfit_steps": 50})
+    task = head_task(sanity={"learning_rate": 1e-2, "overfit_steps": 100})
     with pytest.raises(
         InputError, match=r"[0-2] of 3 drafts accepted in a round, .*labels or the target's states .*another place"
     ):
