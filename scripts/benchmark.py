@@ -25,6 +25,7 @@ from configs.schema.benchmarks import (
     BenchEvalConfig,
     BenchHeadsConfig,
     BenchScaleConfig,
+    CommitsConfig,
     EngineComparisonSettings,
     ExchangeMemoryConfig,
     ResultsTableConfig,
@@ -97,6 +98,12 @@ BENCHMARKS = {
         "scripts.fault_injection.rounds",
         "soak",
         "tiny runs killed, stopped and damaged at random, to end with an undisturbed run's weights (15 minutes)",
+    ),
+    "commits": Benchmark(
+        CommitsConfig,
+        "scripts.bench.commits",
+        "compare_commits",
+        "losses, tokens and speed of two checkouts beside each other (after make demo)",
     ),
     "tables": Benchmark(
         ResultsTableConfig,

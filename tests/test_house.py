@@ -78,11 +78,31 @@ def test_every_recipe_opens_with_its_launch_line(recipe):
         assert missing_from(launch.lstrip("# ")) == []
 
 
-def test_every_command_in_the_readme_exists():
-    blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+def test_the_readme_is_short_and_its_commands_exist():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(readme.splitlines()) <= 180
+    assert_commands_exist(readme)
+
+
+def assert_commands_exist(text):
+    blocks = re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     commands = [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.strip()]
     assert commands
     assert [(command, missing_from(command)) for command in commands if missing_from(command)] == []
+
+
+@pytest.mark.parametrize("document", ["training", "decoding"])
+def test_every_command_in_a_document_exists(document):
+    assert_commands_exist((ROOT / "docs" / f"{document}.md").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("document", sorted((ROOT / "docs").glob("*.md")), ids=relative)
+def test_every_file_that_a_document_names_exists(document):
+    folders = "configs|heads|distill|eval|train|scripts|tests"
+    named = re.findall(rf"(?<![\w/.-])(?:{folders})/[\w./-]+\.(?:py|yaml|sh|md)\b", document.read_text(encoding="utf-8"))
+    linked = re.findall(r"\]\(([\w./-]+\.md)\)", document.read_text(encoding="utf-8"))
+    assert [path for path in named if not (ROOT / path).is_file()] == []
+    assert [path for path in linked if not (document.parent / path).is_file()] == []
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,22 @@ class BenchEvalConfig(Settings):
     runs: str = "runs/bench_eval"  # folder: the evaluation that predictions are made of
 
 
+class CommitsConfig(Settings):
+    """`scripts/benchmark.py commits`: two checkouts beside each other, for a change that is to change no figure."""
+
+    base: str = "../before"  # the other checkout, with a `.venv` of its own or this one's packages
+    distill_config: str = "configs/distill/demo.yaml"
+    heads_config: str = "configs/heads/demo.yaml"
+    eval_config: str = "configs/eval/demo.yaml"
+    draft: str = "runs/demo/heads/artifact"  # what both decode with
+    steps: PositiveInt = 20  # of each training
+    num_prompts: PositiveInt = 16
+    repeats: PositiveInt = 2  # turns
+    interval_samples: PositiveInt = 2000
+    output: str = "docs/results/commits.json"
+    runs: str = "runs/commits"  # folder
+
+
 class SoakConfig(Settings):
     """`scripts/benchmark.py soak`: tiny runs killed, stopped and damaged at random."""
 
@@ -144,7 +160,7 @@ class ExchangeMemoryConfig(Settings):
 class ResultsTableConfig(Settings):
     """`scripts/benchmark.py tables`: the tables of a document, made from the files of the benchmarks."""
 
-    document: str = "README.md"
+    document: str = "docs/benchmarks.md"
     results: str = "docs/results"  # folder with NAME.json for each `<!-- table: NAME -->`
 
 
