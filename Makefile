@@ -22,7 +22,7 @@ demo: setup ## the whole loop on the embedded model: data, distil, decode, repor
 	$(PY) scripts/demo.py
 
 test: setup ## the test suite
-	$(PY) -m pytest
+	$(PY) -m pytest -n auto --dist loadfile
 
 check: setup ## format, lint, types, import contract
 	.venv/bin/ruff format --check .
