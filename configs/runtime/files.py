@@ -37,6 +37,13 @@ def downloads_folder() -> Path:
     return CHECKOUT / ".cache" if is_checkout else Path.home() / ".cache" / "draftsmith"
 
 
+def find_shipped(path: str | Path) -> Path:
+    """Return where a file is: as named, else, for a relative path that is not there, what came with draftsmith under it."""
+    path = Path(path)
+    shipped = CHECKOUT / path
+    return shipped if not path.is_absolute() and not path.exists() and shipped.exists() else path
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file; see `write_bytes`."""
     write_bytes(path, text.encode("utf-8", errors="backslashreplace"))

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from configs.runtime.errors import ConfigError, InputError
-from configs.runtime.files import read_text
+from configs.runtime.files import find_shipped, read_text
 from configs.runtime.redaction import redact
 from configs.runtime.yaml_reader import parse_yaml
 
@@ -48,14 +48,15 @@ def load_config(schema: type[T], path: str | Path | None, overrides: Sequence[st
 
     Args:
         schema: the model that checks it.
-        path: a YAML file; None, like an empty file, means the schema's defaults.
+        path: a YAML file; a recipe that came with draftsmith is found from any folder. None, like an empty file, means the
+            schema's defaults.
         overrides: `dotted.key=value` texts; the value is YAML, a list entry is named by its index (`rules.0.min=1.5`).
 
     Raises:
         ConfigError: the file cannot be read or parsed, or a key is unknown, of the wrong type, or out of range.
     """
     where = "the defaults" if path is None else str(path)
-    values = _merge(_section_defaults(schema), {} if path is None else _read_mapping(Path(path)))
+    values = _merge(_section_defaults(schema), {} if path is None else _read_mapping(find_shipped(path)))
     keys = [_apply_override(values, override) for override in overrides]
     try:
         return schema.model_validate(values)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.runtime.errors import InputError
-from configs.runtime.files import CHECKOUT, read_jsonl, sha256_of
+from configs.runtime.files import find_shipped, read_jsonl, sha256_of
 from configs.schema.evaluation import SuiteConfig
 from distill.generation.prompts import Prompt, load_rows, parse_row
 
@@ -63,16 +63,14 @@ class Suite:
 def load_suite(config: SuiteConfig) -> Suite:
     """Read a suite and choose `num_prompts` of it, evenly over the categories.
 
-    A path that does not exist in the working directory is looked up in the checkout, where the suites live that come with it;
-    a folder, or a name of the form owner/name that is neither, is a data set.
+    A suite that came with draftsmith is found from any folder; a folder, or a name of the form owner/name that is neither, is a
+    data set.
 
     Raises:
         InputError: the file or data set is missing or malformed, names two prompts alike, or holds fewer prompts than asked
             for.
     """
-    path = Path(config.path)
-    if not path.is_absolute() and not path.exists():
-        path = CHECKOUT / path if (CHECKOUT / path).exists() else path
+    path = find_shipped(config.path)
     is_data_set = path.is_dir() or (
         not path.exists() and path.suffix not in (".json", ".jsonl") and config.path.count("/") == 1
     )

@@ -8,8 +8,9 @@ import datasets
 import pytest
 
 from configs.runtime.errors import InputError
+from configs.runtime.files import CHECKOUT
 from configs.schema.evaluation import SuiteConfig
-from eval.measure.suite import CHECKOUT, load_suite
+from eval.measure.suite import load_suite
 
 HOUSE = "eval/suites/house64.jsonl"
 CATEGORIES = ["writing", "coding", "maths", "reasoning", "extraction", "translation", "summarising", "chat"]

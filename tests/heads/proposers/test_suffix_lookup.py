@@ -65,16 +65,16 @@ def test_what_follows_a_match_is_counted_as_a_search_counts_it(texts, in_turns):
             continue
         stretch = text[len(text) - match.length :]
         after = [texts[t][place] for t, place in occurrences(texts, stretch) if place < len(texts[t])]
-        following = automaton.likeliest(match.state)
+        following = automaton.most_frequent(match.state)
         assert after.count(following.token) == max(after.count(token) for token in after)
         assert following.share == pytest.approx(after.count(following.token) / len(after))
 
 
 def test_among_equals_the_latest_wins():
     automaton, _ = grown([[1, 2, 3, 1, 2, 4], [1, 2, 3, 0, 1, 2, 4]])
-    assert automaton.likeliest(automaton.follow(Match(ROOT, 0), 2).state).token == 4
+    assert automaton.most_frequent(automaton.follow(Match(ROOT, 0), 2).state).token == 4
     automaton, _ = grown([[1, 2, 4], [1, 2, 3]])
-    assert automaton.likeliest(automaton.follow(Match(ROOT, 0), 2).state).token == 3
+    assert automaton.most_frequent(automaton.follow(Match(ROOT, 0), 2).state).token == 3
 
 
 def test_one_token_repeated_costs_no_more_than_its_length():
