@@ -1,8 +1,8 @@
 """Every benchmark and check by one command: `python scripts/benchmark.py NAME [--config FILE] [--set KEY=VALUE]`.
 
 `--help` lists the names; docs/results/ holds what they wrote. Most need the draft of `make demo` or the heads that
-`benchmark.py heads` trains, and two cores that nothing else uses; all but `serve` measure ours beside another way of doing the
-same, in turns. Ends with 1 where a check that belongs to the measurement fails, e.g. where answers differ by more than a tie.
+`benchmark.py heads` trains, and two cores that nothing else uses; what is compared is run in turns. Ends with 1 where a check
+that belongs to the measurement fails, e.g. where answers differ by more than a tie.
 """
 
 from __future__ import annotations
