@@ -1,9 +1,7 @@
 """Decode a suite of prompts with a draft, compare with plain decoding, write the report.
 
-    python eval/run.py --config configs/eval/demo.yaml
-    accelerate launch eval/run.py --config configs/eval/demo.yaml      (shares the prompts over processes)
-
-Writes OUTPUT/report.json, report.html, report.md, records.jsonl and run.json.
+Run it by `python eval/run.py --config configs/eval/demo.yaml`, or by `accelerate launch` in place of `python`: several
+processes then share the prompts. Writes OUTPUT/report.json, report.html, report.md, records.jsonl and run.json.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Train a head on the frozen target: EAGLE-3, MTP, Medusa, Hydra, P-EAGLE, DFlash, DSpark.
 
-    accelerate launch train/heads.py --config configs/heads/eagle3.yaml
-
-Checks in seconds that the head can be written, read back and learnt (`sanity`), then trains. Writes OUTPUT/artifact (the best
-head by tokens per target step on held-out prompts), checkpoints, trackers, run.json, metrics.jsonl (step metrics),
-history.jsonl and .svg (every evaluation: what was decoded and what agreement predicts) and outcome.json; see
-docs/observability.md.
+Run it by `accelerate launch train/heads.py --config configs/heads/eagle3.yaml`. Checks in seconds that the head can be
+written, read back and learnt (`sanity`), then trains. Writes OUTPUT/artifact (the best head by tokens per target step on
+held-out prompts), checkpoints, trackers, run.json, metrics.jsonl (step metrics), history.jsonl and .svg (every evaluation:
+what was decoded and what agreement predicts) and outcome.json; see docs/observability.md.
 """
 
 from __future__ import annotations
