@@ -5,7 +5,6 @@ Files and folders are written beside their place, synced and renamed. `folder_lo
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import logging
@@ -25,7 +24,6 @@ from configs.runtime.errors import InputError
 logger = logging.getLogger("draftsmith")
 
 LOCK_FILE = ".lock"
-NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}  # what a filesystem without locks answers
 CHECKOUT = Path(__file__).resolve().parents[2]  # or the folder of packages that a wheel was installed into
 
 
@@ -247,7 +245,7 @@ def folder_lock(folder: Path, *, beside: bool = False) -> Iterator[None]:
             f"output: another process is at work in {folder}; wait until it has ended, or name another output"
         ) from error
     except OSError as error:
-        if error.errno not in NO_LOCKS:
+        if not (path.is_file() and os.access(path, os.W_OK)):  # else only the lock was refused, by one of many numbers
             raise InputError(f"output: {folder} cannot be written: {error.strerror or error}") from error
         logger.warning("%s cannot be locked (%s): nothing stops a second process from writing there", folder, error.strerror)
     try:

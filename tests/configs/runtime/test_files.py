@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import logging
 import math
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from configs.runtime.errors import InputError
-from configs.runtime.files import new_folder, read_json, read_jsonl, read_text, write_json, write_text
+from configs.runtime.files import folder_lock, new_folder, read_json, read_jsonl, read_text, write_json, write_text
 
 
 def test_text_and_json_are_read_back_as_written_into_folders_made_on_the_way(tmp_path):
@@ -95,3 +99,16 @@ def _replace_and_fail(place: Path) -> None:
     with new_folder(place) as scratch:
         write_text(scratch / "new.txt", "new")
         raise RuntimeError("interrupted")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EIO])
+def test_a_filesystem_that_refuses_locks_is_only_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    def refuse(*_: object) -> NoReturn:
+        raise OSError(number, "no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with caplog.at_level(logging.WARNING, logger="draftsmith"), folder_lock(tmp_path / "output"):
+        pass
+    assert "cannot be locked (no locks here)" in caplog.text
