@@ -242,6 +242,7 @@ def test_ddp_reduces_a_head_that_only_the_loss_uses(tmp_path: Path) -> None:
         wrapped = nn.parallel.DistributedDataParallel(model)
         for _ in range(2):  # the second round fails if the reducer is still waiting for a gradient of the first
             torch.testing.assert_close(backward(wrapped), expected)
+        del wrapped  # its reducer, if it outlived the group, would wait for the group's thread while it holds the interpreter
     finally:
         distributed.destroy_process_group()
     assert len(expected) == 4
