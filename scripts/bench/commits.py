@@ -39,7 +39,8 @@ def compare_commits(config: CommitsConfig) -> int:
     stages = ["distill", "heads", "eval"]
     turns = take_turns(sides, stages, config.repeats, description="Two checkouts", unit="stages", warm_up=False)
     results = {name: [[turn.result for turn in repeats] for repeats in cases] for name, cases in turns.items()}
-    rows, ratios = [], {}
+    rows: list[dict[str, Any]] = []
+    ratios: dict[str, float | None] = {}
     for number, stage in enumerate(stages):
         here, there = results["here"][number], results["base"][number]
         rows.append({"stage": stage, "values": len(there[0]["values"]), "equal": count_equal(here, there)})
