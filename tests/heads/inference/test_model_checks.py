@@ -91,7 +91,7 @@ def test_a_model_whose_logits_are_not_those_of_its_head_is_refused():
 
 
 def test_a_model_with_logits_that_are_not_finite_is_refused():
-    model = model_from(checks.CONFIGS["llama"])
+    model = model_from(checks.CONFIGS["llama"], dtype=torch.float32)
     with torch.no_grad():
         model.lm_head.weight[3] = float("nan")
     with pytest.raises(InputError, match=r"logits that are not finite in torch\.float32"):
