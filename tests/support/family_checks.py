@@ -259,3 +259,20 @@ def _drafts(target, proposer):
     rng = CounterRNG(0, range(len(tokens)), target.device)
     proposal = proposer.propose(tokens, 3, SamplingConfig(), rng, keep_logits=True)
     return proposal.tokens_BG, proposal.logits_BGV
+
+
+def depths_as_written_out(head, model, written_out):
+    """Return a batch of the prompts and the head's depths on it, whose states are those of `written_out`.
+
+    `written_out(head, model, taps, prompt)` gives, by depth, the states `[origins, D]` of one prompt, computed naively.
+    """
+    batch, states = inputs_of(model, PROMPTS, head.taps)
+    T = batch.input_ids_BT.shape[1]
+    depths = head(batch, states)
+    for row, prompt in enumerate(PROMPTS):
+        expected = written_out(head, model, [tap_BTE[row] for tap_BTE in states.taps_ABTE], prompt)
+        for depth, of_depth in enumerate(expected):
+            for origin in range(len(prompt) - 2 - depth):
+                found_1D = hidden_at(depths, depth, row * T + origin)
+                torch.testing.assert_close(found_1D[0], of_depth[origin], atol=1e-5, rtol=1e-5)
+    return batch, depths

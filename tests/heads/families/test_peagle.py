@@ -36,15 +36,7 @@ def target(as_target):
 def test_the_training_forward_is_every_element_written_out(name, settings):
     model = checks.tiny_target(name)
     head = checks.build(settings, model)
-    batch, states = checks.inputs_of(model, checks.PROMPTS, head.taps)
-    T = batch.input_ids_BT.shape[1]
-    depths = head(batch, states)
-    for row, prompt in enumerate(checks.PROMPTS):
-        expected = naive_elements(head, model, [tap_BTE[row] for tap_BTE in states.taps_ABTE], prompt)
-        for depth, of_depth in enumerate(expected):
-            for origin in range(len(prompt) - 2 - depth):
-                found_1D = checks.hidden_at(depths, depth, row * T + origin)
-                torch.testing.assert_close(found_1D[0], of_depth[origin], atol=1e-5, rtol=1e-5)
+    batch, depths = checks.depths_as_written_out(head, model, naive_elements)
     for depth, each in enumerate(depths):
         assert torch.equal(each.origins_N, labelled_origins(batch, depth))
         assert torch.equal(each.judged_N, each.origins_N + depth + 1)
