@@ -107,7 +107,7 @@ class HeadObjective(nn.Module):
         weights_N = weight.expand(len(depth.origins_N))
         if depth.row_weights_N is not None:
             weights_N = weights_N * depth.row_weights_N
-        labels_N = flat(batch.input_ids_BT, depth.judged_N + 1) if "cross_entropy" in self._config.weights else None
+        labels_N = flat(batch.input_ids_BT, depth.target_places_N + 1) if "cross_entropy" in self._config.weights else None
         result = chunked_loss(
             rows,
             depth.hidden_ND,
@@ -132,15 +132,15 @@ class HeadObjective(nn.Module):
         hidden_BTE, token_ids_W = states.final_BTE, cast(HeadModule, self.head).token_ids_W
         if token_ids_W is None or self._config.temperature != 1 or "cross_entropy" in self._config.weights:
             logits_of = model_head(target.model).logits_of
-            return [HiddenRows(hidden_NE=flat(hidden_BTE, depth.judged_N), logits_of=logits_of) for depth in depths]
+            return [HiddenRows(hidden_NE=flat(hidden_BTE, depth.target_places_N), logits_of=logits_of) for depth in depths]
         known = self._normalised(batch, states, depths) if normalisers is None else normalisers
         head = HeadRows(target.model, token_ids_W)
         return [
             NormalisedRows(
-                hidden_NE=flat(hidden_BTE, depth.judged_N),
+                hidden_NE=flat(hidden_BTE, depth.target_places_N),
                 head=head,
-                log_sum_N=known.log_sum_P[depth.judged_N],
-                top1_N=known.top1_P[depth.judged_N],
+                log_sum_N=known.log_sum_P[depth.target_places_N],
+                top1_N=known.top1_P[depth.target_places_N],
             )
             for depth in depths
         ]
@@ -150,7 +150,7 @@ class HeadObjective(nn.Module):
         (target,) = self._target
         wanted_P = torch.zeros_like(batch.loss_mask_BT).flatten()
         for depth in depths:
-            wanted_P[depth.judged_N] = True
+            wanted_P[depth.target_places_N] = True
         return normalise(target.model, states.final_BTE, wanted_P, chunk_size=self._config.chunk_size)
 
 

@@ -125,7 +125,7 @@ class MedusaDrafts:
         head, tree = self.module.output_head(0), tree.cut(self.module.settings.num_depths)
         builder = tree_builder(tree, [len(row) for row in tokens], drawn_by, rng, head.target_ids, head.scatter)
         for logits_BW in self.module.draft_logits(self._final_BE, tree.depth):
-            builder.add(logits_BW.unsqueeze(1))  # a head's word is the same whatever was drafted before
+            builder.add(logits_BW.unsqueeze(1))  # a head's distribution is the same whatever was drafted before
         return builder.proposal()
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:

@@ -69,7 +69,7 @@ class Depth:
     Args:
         hidden_ND: what `logits_of` turns into logits over the draft vocabulary.
         origins_N: int64, flat places b * T + j of the origins.
-        judged_N: int64, flat places of the positions whose target distribution each row is compared with.
+        target_places_N: int64, flat places of the positions whose target distribution each row is compared with.
         logits_of: the head, `[C, D]` to `[C, W]`, any rows at a time; `parameters` are all tensors it depends on.
         weight: of this depth in the loss, relative to the others.
         row_weights_N: relative weight of single rows; None: all alike.
@@ -79,7 +79,7 @@ class Depth:
 
     hidden_ND: Tensor
     origins_N: Tensor
-    judged_N: Tensor
+    target_places_N: Tensor
     logits_of: Callable[[Tensor], Tensor]
     parameters: tuple[Tensor, ...]
     weight: float = 1.0

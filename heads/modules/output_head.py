@@ -96,7 +96,7 @@ class DraftHead(nn.Module):
         return Depth(
             hidden_ND=hidden_ND,
             origins_N=origins_N,
-            judged_N=origins_N + depth + 1,
+            target_places_N=origins_N + depth + 1,
             logits_of=self.logits,
             parameters=self.parameters_used,
             weight=weight,

@@ -142,7 +142,7 @@ def expected_lengths(
     stays_KT = torch.zeros(len(depths), T, dtype=torch.float64, device=target.device)
     for depth, said in enumerate(depths):
         probs_NW = said.logits_of(said.hidden_ND).double().softmax(-1)
-        stays_KT[depth, said.origins_N] = _probability(probs_NW, ids_BT[0, said.judged_N + 1], head.token_ids_W)
+        stays_KT[depth, said.origins_N] = _probability(probs_NW, ids_BT[0, said.target_places_N + 1], head.token_ids_W)
     return stays_KT.cumprod(0).sum(0)[depths[0].origins_N].cpu()
 
 

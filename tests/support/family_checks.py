@@ -186,7 +186,9 @@ def assert_documents_are_apart(head, model, tolerance=1e-5):
     for depths, packed_depths in zip(head(*apart), head(*together), strict=True):
         in_row_N = depths.origins_N % T + (depths.origins_N >= T) * len(rows[0])
         torch.testing.assert_close(packed_depths.origins_N, in_row_N)
-        torch.testing.assert_close(packed_depths.judged_N - packed_depths.origins_N, depths.judged_N - depths.origins_N)
+        torch.testing.assert_close(
+            packed_depths.target_places_N - packed_depths.origins_N, depths.target_places_N - depths.origins_N
+        )
         torch.testing.assert_close(packed_depths.hidden_ND, depths.hidden_ND, atol=tolerance, rtol=tolerance)
 
 

@@ -42,7 +42,7 @@ class RandomHead(nn.Module):
                 Depth(
                     hidden_ND=self.states_KPD[depth, origins_N],
                     origins_N=origins_N,
-                    judged_N=origins_N + depth + 1,
+                    target_places_N=origins_N + depth + 1,
                     logits_of=lambda hidden_CD: hidden_CD @ self.weight_WD.T,
                     parameters=(self.weight_WD,),
                     weight=0.5**depth,

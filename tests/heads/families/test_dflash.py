@@ -42,7 +42,7 @@ def test_the_training_forward_is_the_block_written_out(name):
             for depth in range(min(SETTINGS.block_size, len(prompt) - anchor) - 1):
                 (found,) = (depths[depth].origins_N == row * T + anchor - 1).nonzero().squeeze(1)
                 torch.testing.assert_close(depths[depth].hidden_ND[found], states_SD[depth + 1], atol=1e-5, rtol=1e-5)
-                assert depths[depth].judged_N[found] == row * T + anchor + depth
+                assert depths[depth].target_places_N[found] == row * T + anchor + depth
                 seen += 1
     assert seen == sum(len(depth.origins_N) for depth in depths)
 

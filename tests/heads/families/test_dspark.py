@@ -109,7 +109,7 @@ def naive_guess_loss(head, model, batch, states):
     depths = head(batch, states)
     total = 0.0
     for depth in depths:
-        p_NV = head_logits(model, flat(states.final_BTE, depth.judged_N)).softmax(-1)
+        p_NV = head_logits(model, flat(states.final_BTE, depth.target_places_N)).softmax(-1)
         q_NV = depth.logits_of(depth.hidden_ND).detach().softmax(-1)
         for row in range(len(depth.origins_N)):
             stays = 1 - 0.5 * (p_NV[row] - q_NV[row]).abs().sum()

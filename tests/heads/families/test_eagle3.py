@@ -48,7 +48,7 @@ def test_the_training_forward_is_the_chain_written_out(name, settings):
     _, depths = checks.depths_as_written_out(head, model, naive_chains)
     for depth, each in enumerate(depths):
         assert len(each.origins_N) == sum(max(len(prompt) - 2 - depth, 0) for prompt in checks.PROMPTS)
-        assert torch.equal(each.judged_N, each.origins_N + depth + 1)
+        assert torch.equal(each.target_places_N, each.origins_N + depth + 1)
     assert [each.weight for each in depths] == pytest.approx([1.0, 0.8, 0.64])
 
 

@@ -98,7 +98,7 @@ def test_each_depth_reads_the_state_of_the_origin_and_the_tokens_after_it(settin
     depths = head(batch, states)
     assert [depth.origins_N.tolist() for depth in depths] == [[0, 1, 2, 3, 6, 7], [0, 1, 2, 6], [0, 1]]
     for number, depth in enumerate(depths):
-        assert (depth.judged_N == depth.origins_N + number + 1).all()
+        assert (depth.target_places_N == depth.origins_N + number + 1).all()
         for place, hidden_E in zip(depth.origins_N.tolist(), depth.hidden_ND, strict=True):
             row, origin = divmod(place, 6)
             known = [embedding(torch.tensor(rows[row][origin + 1 + ahead])) for ahead in range(number + 1)]
@@ -117,7 +117,7 @@ def test_own_output_heads_say_each_their_depth(target):
 
 
 @torch.no_grad()
-def test_an_untrained_head_repeats_the_targets_word_on_the_next_token():
+def test_an_untrained_head_repeats_the_targets_distribution_of_the_next_token():
     model = checks.tiny_target("gemma3")
     head = FAMILIES["hydra"].build(PLAIN, model, None).to(model.dtype)
     batch, states = checks.inputs_of(model, checks.PROMPTS, head.taps)

@@ -46,7 +46,7 @@ def test_each_depth_is_its_own_blocks_on_the_state_of_the_origin():
     depths = head(batch, states)
     # Row 0 holds x_{j+2+k} for j < 3 - k, row 1 (places 5 to 9) for j < 1 - k.
     assert [depth.origins_N.tolist() for depth in depths] == [[0, 1, 2, 5], [0, 1], [0]]
-    assert [depth.judged_N.tolist() for depth in depths] == [[1, 2, 3, 6], [2, 3], [3]]
+    assert [depth.target_places_N.tolist() for depth in depths] == [[1, 2, 3, 6], [2, 3], [3]]
     assert [depth.weight for depth in depths] == pytest.approx([1.0, 0.8, 0.64])
     for number, depth in enumerate(depths):
         for place, hidden_E in zip(depth.origins_N.tolist(), depth.hidden_ND, strict=True):
@@ -56,7 +56,7 @@ def test_each_depth_is_its_own_blocks_on_the_state_of_the_origin():
 
 @torch.no_grad()
 @pytest.mark.parametrize("settings", [SHARED, OWN], ids=["shared", "own"])
-def test_an_untrained_head_repeats_the_targets_word_on_the_next_token(settings):
+def test_an_untrained_head_repeats_the_targets_distribution_of_the_next_token(settings):
     model = checks.tiny_target("gemma3")
     head = FAMILIES["medusa"].build(settings, model, None).to(model.dtype)
     batch, states = checks.inputs_of(model, checks.PROMPTS, head.taps)

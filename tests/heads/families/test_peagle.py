@@ -39,7 +39,7 @@ def test_the_training_forward_is_every_element_written_out(name, settings):
     batch, depths = checks.depths_as_written_out(head, model, naive_elements)
     for depth, each in enumerate(depths):
         assert torch.equal(each.origins_N, labelled_origins(batch, depth))
-        assert torch.equal(each.judged_N, each.origins_N + depth + 1)
+        assert torch.equal(each.target_places_N, each.origins_N + depth + 1)
         assert each.row_weights_N.tolist() == [1.0] * len(each.origins_N)
     assert [each.weight for each in depths] == pytest.approx([0.8**depth for depth in range(settings.num_depths)])
 

@@ -56,7 +56,9 @@ def test_labels_of_another_place_are_found_out(places, head_task, greedy_rows, m
     def moved(head, batch, states):
         last = batch.input_ids_BT.numel() - 1
         depths = right(head, batch, states)
-        return [dataclasses.replace(depth, judged_N=(depth.judged_N + places).clamp(max=last)) for depth in depths]
+        return [
+            dataclasses.replace(depth, target_places_N=(depth.target_places_N + places).clamp(max=last)) for depth in depths
+        ]
 
     monkeypatch.setattr(Eagle3, "forward", moved)
     task = head_task(sanity={"learning_rate": 1e-2, "overfit_steps": 100})
