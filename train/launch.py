@@ -21,8 +21,7 @@ from configs.schema.training import DistillConfig, HeadsConfig, ScheduleConfig
 from distill.cache.format import MANIFEST
 from distill.cache.reader import TargetCache, check_fits, open_cache
 from distill.dataset.batches import ConversationDataset, make_loader
-from distill.dataset.conversations import Conversation, check_written_for, is_written_by_target
-from distill.dataset.indexed_file import open_conversations
+from distill.dataset.conversations import Conversation, check_written_for, is_written_by_target, open_conversations
 from distill.dataset.packing import make_packed_loader
 from distill.dataset.workers import Workers
 from heads.modules.interface import Batch

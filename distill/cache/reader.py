@@ -2,7 +2,7 @@
 
 A cache is opened for one data file and one target, and refused for any other. Each shard is checked against its checksum
 when it is first needed. Hidden states in the target's own dtype are those of the online forward up to rounding by batch
-shape (another padding, another order of the same sums); top-k rows are what `distill.loss.divergences.sparse_pair` makes of
+shape (another padding, another order of the same sums); top-k rows are what `distill.loss.pairs.sparse_pair` makes of
 them. A cache with taps gives heads what `heads.target.hidden_states.read_states` does, and the normalisers of the target's
 logits.
 
@@ -26,7 +26,7 @@ from configs.schema.training import DistillConfig, HeadsConfig
 from distill.cache.format import CONVENTION, MANIFEST, REMAKE, CacheManifest, read_manifest, tap_name
 from distill.cache.rows import before_labels, unpack_ids
 from distill.dataset.batches import ConversationDataset
-from distill.loss.divergences import SparseTarget
+from distill.loss.pairs import SparseTarget
 from heads.modules.interface import NO_DOCUMENT, Batch, Normalisers
 from heads.target.hidden_states import TargetStates
 from heads.target.identity import TargetIdentity

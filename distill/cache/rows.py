@@ -14,8 +14,7 @@ from torch import Tensor
 from configs.runtime.errors import InputError
 from distill.cache.format import RowLayout, tap_name
 from distill.dataset.batches import Example, collate
-from distill.loss.divergences import LOG_ZERO
-from distill.loss.target_logits import normalise
+from distill.loss.pairs import LOG_ZERO, normalise
 from heads.inference.causal_lm import head_logits
 from heads.modules.interface import NO_DOCUMENT, Batch
 from heads.target.hidden_states import read_states

@@ -44,8 +44,7 @@ from distill.cache.format import (
 from distill.cache.rows import local_rows
 from distill.cache.server_rows import check_serves, server_rows
 from distill.dataset.batches import ConversationDataset, Example
-from distill.dataset.conversations import Conversation, check_written_for
-from distill.dataset.indexed_file import open_conversations
+from distill.dataset.conversations import Conversation, check_written_for, open_conversations
 from distill.server.logprobs import TargetServer
 from heads.target.hidden_states import check_taps, num_blocks
 from heads.target.loading import Target, load_target

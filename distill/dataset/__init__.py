@@ -4,8 +4,7 @@ Start with `conversations` for a row and `batches` for what a training step gets
 """
 
 from distill.dataset.batches import ConversationDataset, Example, make_loader
-from distill.dataset.conversations import Conversation, read_conversations
-from distill.dataset.indexed_file import open_conversations
+from distill.dataset.conversations import Conversation, open_conversations, read_conversations
 from distill.dataset.packing import make_packed_loader
 
 __all__ = [

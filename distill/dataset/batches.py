@@ -20,8 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from configs.runtime.errors import InputError
-from distill.dataset.conversations import Conversation
-from distill.dataset.indexed_file import row_lengths
+from distill.dataset.conversations import Conversation, row_lengths
 from distill.dataset.workers import Workers
 from heads.modules.interface import NO_DOCUMENT, Batch
 
@@ -88,11 +87,6 @@ class ConversationDataset(Dataset[Example]):
         number = int(self.numbers[index])
         row = self.conversations[number]
         return Example((row.prompt_ids + row.answer_ids)[: self.max_length], len(row.prompt_ids), number)
-
-    @property
-    def examples(self) -> list[Example]:
-        """All of them at once, in memory."""
-        return [self[index] for index in range(len(self))]
 
     @property
     def num_labels(self) -> int:

@@ -25,8 +25,7 @@ from configs.runtime.redaction import mask_secrets
 from configs.runtime.resumable import Journal, fingerprint
 from configs.runtime.run_record import write_run_record
 from configs.schema.data import DataConfig, PromptsConfig
-from distill.dataset.conversations import FORMAT_VERSION, MANIFEST, WRITTEN_BY, Conversation, count_answer_tokens
-from distill.dataset.indexed_file import SUFFIX
+from distill.dataset.conversations import FORMAT_VERSION, INDEX_SUFFIX, MANIFEST, WRITTEN_BY, Conversation, count_answer_tokens
 from distill.generation.answers import ANSWER_JOURNALS, Answered, AnswerJob, check_given, existing_answers
 from distill.generation.prompts import Prompt, Split, encode_prompt, load_dataset_prompts, read_prompts, split_prompts
 from distill.generation.self_seeding import self_seed
@@ -43,7 +42,7 @@ PROMPT_JOURNAL = ".prompts.partial.jsonl"
 SPLIT_FILES = ("train.jsonl", "held_out.jsonl")
 OUTPUTS = (
     *SPLIT_FILES,
-    *(name + SUFFIX for name in SPLIT_FILES),
+    *(name + INDEX_SUFFIX for name in SPLIT_FILES),
     MANIFEST,
     "run.json",
 )  # training leaves indices beside the data

@@ -1,6 +1,6 @@
 """Divergences between target and draft, and the objectives of training.
 
-Read `divergences`, `target_logits`, `gradients`, `chunked` in this order; `draft_objective` and `head_objective` call them.
+Read `pairs`, `divergences`, `chunked` in this order; `draft_objective` and `head_objective` call them.
 """
 
 from distill.loss.chunked import chunked_loss

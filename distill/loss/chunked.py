@@ -1,7 +1,7 @@
 """The distillation loss from hidden states, a few positions at a time, so that no `[positions, vocabulary]` tensor ever lives.
 
-For `chunk_size` rows at a time: draft hidden states -> draft head -> logits, the target's rows (`distill.loss.target_logits`),
-divergence and gradient (`distill.loss.gradients`), back through the draft's head. One autograd function does this in its
+For `chunk_size` rows at a time: draft hidden states -> draft head -> logits, the target's rows (`distill.loss.pairs`),
+divergence and gradient, back through the draft's head. One autograd function does this in its
 forward, where the logits exist anyway, and keeps only the gradients with respect to the draft's hidden states and head; its
 backward multiplies them with the incoming gradient. Value and gradients are those of the unchunked loss.
 
@@ -15,7 +15,7 @@ all processes together, and these may have different numbers of chunks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, cast
@@ -27,10 +27,13 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from distill.loss.divergences import Divergence
-from distill.loss.gradients import RowStatistics, compare
-from distill.loss.target_logits import TargetRows
+from distill.loss.divergences import Divergence, acceptance, closed_form
+from distill.loss.pairs import TargetChunk, TargetRows, at_least_float32
 from heads.inference.causal_lm import head_logits
+
+# Bytes of a float32 tensor over the vocabulary, about ten of which are in use at a time: they should stay in the cache.
+# Of 0.6 to 80 MB, 1 to 2 were fastest on one core with 1 MiB of L2 and 32 MiB of shared L3 cache.
+TILE_BYTES = 2**21
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +84,7 @@ def chunked_loss(
 
     Args:
         target: the target's distributions at the same positions. No gradient flows into it. Where it is sparse,
-            `acceptance_N` is an upper bound (`distill.loss.divergences.sparse_pair`).
+            `acceptance_N` is an upper bound (`distill.loss.pairs.sparse_pair`).
         draft_hidden_ND: final, normed hidden states of the draft.
         draft_head: its output may have W columns, see `draft_token_ids_W`.
         divergence: a function of `distill.loss.divergences`, or a mix of them.
@@ -96,7 +99,7 @@ def chunked_loss(
 
     Raises:
         ValueError: the row counts differ, chunk_size is below 1, or the two sides cannot be paired
-            (`distill.loss.target_logits`).
+            (`distill.loss.pairs`).
     """
     rows = {len(draft_hidden_ND), len(target), len(weights_N), *([] if labels_N is None else [len(labels_N)])}
     if len(rows) > 1:
@@ -199,6 +202,98 @@ def _compare_chunk(
         return statistics, list(torch.autograd.grad(draft_logits_CW, leaves, gradient_CW))
 
 
+class RowStatistics(NamedTuple):
+    """What is measured at each of C rows, without a graph.
+
+    values_C: the divergence.
+    acceptance_C: sum_v min(p, q) at temperature 1.
+    top1_agrees_C: bool, whether the most likely tokens agree.
+    """
+
+    values_C: Tensor
+    acceptance_C: Tensor
+    top1_agrees_C: Tensor
+
+
+def compare(
+    divergence: Divergence,
+    target: TargetChunk,
+    draft_logits_CW: Tensor,
+    weights_C: Tensor | None,
+    *,
+    temperature: float = 1.0,
+    draft_token_ids_W: Tensor | None = None,
+    labels_C: Tensor | None = None,
+) -> tuple[RowStatistics, Tensor | None]:
+    """Compare target and draft at the rows of a chunk.
+
+    Args:
+        divergence: a function of `distill.loss.divergences`, a `functools.partial` of one, or a mix.
+        target: its distribution at these rows.
+        draft_logits_CW: any float type, without a graph.
+        weights_C: what each row's value is multiplied with in the sum that the gradient is of; None: no gradient.
+        temperature: divides both sides' logits in the divergence.
+        draft_token_ids_W: int64, the target's id of each draft token; None where the vocabularies are one.
+        labels_C: **draft** ids, negative for none; for `cross_entropy`.
+
+    Returns:
+        The statistics, and the gradient `[C, W]` of the weighted sum of values with respect to the draft's logits, in their
+        dtype, or None.
+    """
+    gradient_CW = None if weights_C is None else torch.empty_like(draft_logits_CW)
+    tiles = []
+    for rows in _tiles(draft_logits_CW, target):
+        statistics_R, gradient_RW = _compare_tile(
+            divergence,
+            target.part(rows),
+            at_least_float32(draft_logits_CW[rows]),
+            None if labels_C is None else labels_C[rows],
+            temperature,
+            draft_token_ids_W,
+            wants_gradient=weights_C is not None,
+        )
+        tiles.append(statistics_R)
+        if weights_C is not None and gradient_CW is not None:
+            torch.mul(gradient_RW, weights_C[rows].unsqueeze(-1), out=gradient_CW[rows])
+    return RowStatistics(*map(torch.cat, zip(*tiles, strict=True))), gradient_CW
+
+
+def _compare_tile(
+    divergence: Divergence,
+    target: TargetChunk,
+    draft_RW: Tensor,
+    labels_R: Tensor | None,
+    temperature: float,
+    ids_W: Tensor | None,
+    *,
+    wants_gradient: bool,
+) -> tuple[RowStatistics, Tensor]:
+    """Return the statistics of a tile, and the gradient `[R, W]` of its values; that is empty where not wanted."""
+    form = closed_form(divergence) if target.is_dense else None
+    by_autograd = wants_gradient and form is None
+    leaf_RW = draft_RW.detach().requires_grad_(by_autograd)
+    with torch.set_grad_enabled(by_autograd):
+        pair = target.pair(leaf_RW, temperature=temperature, draft_token_ids_W=ids_W, labels=labels_R)
+        values_R, gradient_RW = (divergence(pair), leaf_RW.new_empty(0)) if form is None else form(pair)
+        if by_autograd:
+            (gradient_RW,) = torch.autograd.grad(values_R.sum(), leaf_RW)
+    with torch.no_grad():
+        at_one = pair if temperature == 1 else target.pair(draft_RW, temperature=1.0, draft_token_ids_W=ids_W)
+        acceptance_R = acceptance(at_one)
+    draft_top_R = draft_RW.argmax(-1)
+    top1_agrees_R = target.top1_C == (draft_top_R if ids_W is None else ids_W[draft_top_R])
+    return RowStatistics(values_R.detach(), acceptance_R, top1_agrees_R), gradient_RW
+
+
+def _tiles(draft_logits_CW: Tensor, target: TargetChunk) -> Iterator[slice]:
+    """Yield the rows of each tile; on a GPU all of them at once, since small tensors would only add launches."""
+    num_rows, num_columns = draft_logits_CW.shape
+    bytes_per_row = 4 * max(num_columns, target.num_columns)
+    size = max(1, TILE_BYTES // bytes_per_row if draft_logits_CW.device.type == "cpu" else num_rows)
+    for start in range(0, max(1, num_rows), size):  # a chunk of no rows is a tile, too
+        yield slice(start, start + size)
+
+
 def _largest(weights_N: Tensor) -> Tensor:
     """Return the largest absolute weight, or 1 where all are 0.
 
@@ -219,12 +314,6 @@ def _draft_ids(labels_N: Tensor | None, draft_token_ids_W: Tensor | None) -> Ten
 
 
 # --- heads --------------------------------------------------------------------------------------------------------
-
-
-def linear_head(weight_VD: Tensor, bias_V: Tensor | None = None) -> LogitHead:
-    """Return the head `hidden @ weight.T + bias`."""
-    parameters = (weight_VD,) if bias_V is None else (weight_VD, bias_V)
-    return LogitHead(logits_of=lambda hidden_CD: F.linear(hidden_CD, weight_VD, bias_V), parameters=parameters)
 
 
 def model_head(model: PreTrainedModel) -> LogitHead:

@@ -1,10 +1,10 @@
 """Divergences between the target's next-token distribution p and the draft's q: one function each, one value per position.
 
-A divergence takes a `Pair` (both sides as log-probabilities over the same buckets) and returns `[...]` values. Pairs come from
-`dense_pair` (logits on both sides) or `sparse_pair` (the target's top-k log-probabilities and its tail mass), made a chunk of
-rows at a time by `distill.loss.target_logits`. To add a divergence, add a function and its name in `DIVERGENCES`; autograd
-differentiates it unless `distill.loss.gradients` has its gradient in closed form.
-V target vocabulary, W draft vocabulary, K kept tokens, C buckets (V, W or K + 1); `...` any leading dims.
+A divergence takes a `distill.loss.pairs.Pair` and returns `[...]` values. To add one, add a function and its name in
+`DIVERGENCES`; autograd differentiates it. Where the gradient is known in closed form, a second function below gives value and
+gradient in fewer passes over the vocabulary and without a graph. The draft's logits x enter by log q = x / T - log sum
+exp(x / T), so a divergence whose derivative with respect to each log q_v is s_v has the gradient (s - q sum s) / T.
+X buckets of a pair, W draft vocabulary; `...` any leading dims.
 """
 
 from __future__ import annotations
@@ -12,130 +12,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from configs.runtime.errors import InputError
 from configs.schema.learning import LossConfig
-
-# Stands for log 0. Finite, so that 0 * log 0 is 0 and a gradient is never NaN; far below what logits of +-1e4 can reach.
-LOG_ZERO = -1e5
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pair:
-    """Target and draft at the same positions, over the same buckets, in float32 (or float64 where that came in).
-
-    log_p: `[..., C]`, without gradient. Sums to less than 1 where the draft's vocabulary leaves tokens of the target out.
-    log_q: `[..., C]`, sums to 1.
-    log_reach: `[...]`, the logarithm of that sum of p; None where it is 1.
-    label_log_q: `[...]`, log q of the label at temperature 1, and 0 where there is no label; None without labels.
-    temperature: what both sides' logits were divided by.
-    """
-
-    log_p: Tensor
-    log_q: Tensor
-    log_reach: Tensor | None = None
-    label_log_q: Tensor | None = None
-    temperature: float = 1.0
-
-    @cached_property
-    def p(self) -> Tensor:
-        """The target's probabilities `[..., C]`."""
-        return self.log_p.exp()
-
-    @cached_property
-    def q(self) -> Tensor:
-        """The draft's probabilities `[..., C]`."""
-        return self.log_q.exp()
-
-    @cached_property
-    def log_p_within(self) -> Tensor:
-        """The target's log-probabilities `[..., C]`, given that the token is one the draft can propose."""
-        return self.log_p if self.log_reach is None else self.log_p - self.log_reach.unsqueeze(-1)
-
-    @cached_property
-    def p_within(self) -> Tensor:
-        """The target's probabilities `[..., C]`, given that the token is one the draft can propose."""
-        return self.p if self.log_reach is None else self.log_p_within.exp()
-
-
-@dataclass(frozen=True, kw_only=True)
-class SparseTarget:
-    """The target's K most likely tokens at each position, and the mass of all others.
-
-    log_probs: `[..., K]`, any float type; token_ids: `[..., K]`, int64, distinct; log_tail: `[...]`, log of the remaining mass.
-    temperature: what the target's logits were divided by when this was recorded. It cannot be changed afterwards.
-    """
-
-    log_probs: Tensor
-    token_ids: Tensor
-    log_tail: Tensor
-    temperature: float = 1.0
-
+from distill.loss.pairs import LOG_ZERO, Pair
 
 Divergence = Callable[[Pair], Tensor]
 
-
-def dense_pair(
-    target_logits: Tensor,
-    draft_logits: Tensor,
-    *,
-    temperature: float = 1.0,
-    draft_token_ids_W: Tensor | None = None,
-    labels: Tensor | None = None,
-) -> Pair:
-    """Pair full rows of logits.
-
-    Args:
-        target_logits: `[..., V]`, any float type. No gradient flows into it.
-        draft_logits: `[..., V]`, or `[..., W]` with `draft_token_ids_W`.
-        temperature: positive; divides the logits of both sides.
-        draft_token_ids_W: int64, the target's id of each of the draft's tokens (d2t). With `arange(W)` it drops padded rows.
-        labels: `[...]`, int64, **draft** ids of the next token, negative for none. Only `cross_entropy` reads them.
-
-    Raises:
-        ValueError: the temperature is not positive, or the two sides have no common vocabulary.
-    """
-    if not temperature > 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
-    num_shared = target_logits.shape[-1] if draft_token_ids_W is None else len(draft_token_ids_W)
-    if draft_logits.shape[-1] != num_shared:
-        raise ValueError(f"the draft has {draft_logits.shape[-1]} logits a position where {num_shared} are expected")
-    target = _scaled(target_logits.detach(), temperature)
-    draft = _scaled(draft_logits, temperature)
-    log_reach = None
-    log_p = target.log_softmax(-1)
-    if draft_token_ids_W is not None:
-        log_p = log_p.index_select(-1, draft_token_ids_W)
-        log_reach = log_p.logsumexp(-1).clamp(min=LOG_ZERO)
-    return Pair(
-        log_p=log_p.clamp_(min=LOG_ZERO),
-        log_q=draft.log_softmax(-1).clamp(min=LOG_ZERO),
-        log_reach=log_reach,
-        label_log_q=None if labels is None else _label_log_q(draft_logits, labels),
-        temperature=temperature,
-    )
-
-
-def sparse_pair(target: SparseTarget, draft_logits: Tensor, *, labels: Tensor | None = None) -> Pair:
-    """Pair a sparse target with full rows of draft logits `[..., V]`, at the temperature the target was recorded at.
-
-    The tail is one more bucket, for both sides: C is K + 1. Merging tokens never adds to a divergence, so KL, JSD and total
-    variation are lower bounds of the dense ones, and `acceptance` as an upper bound.
-    """
-    log_q = _scaled(draft_logits, target.temperature).log_softmax(-1).clamp(min=LOG_ZERO)
-    log_q_tail = log_q.scatter(-1, target.token_ids, LOG_ZERO).logsumexp(-1, keepdim=True)
-    log_p = torch.cat([target.log_probs, target.log_tail.unsqueeze(-1)], dim=-1).detach()
-    return Pair(
-        # Stored in half precision the masses no longer add up to 1, and a KL of equal sides would not be 0.
-        log_p=log_p.to(log_q.dtype).log_softmax(-1).clamp_(min=LOG_ZERO),
-        log_q=torch.cat([log_q.gather(-1, target.token_ids), log_q_tail], dim=-1),
-        label_log_q=None if labels is None else _label_log_q(draft_logits, labels),
-        temperature=target.temperature,
-    )
+# Takes a dense pair; returns the divergence `[...]` and its gradient `[..., W]` with respect to the draft's logits.
+ClosedForm = Callable[[Pair], tuple[Tensor, Tensor]]
 
 
 def acceptance(pair: Pair) -> Tensor:
@@ -292,21 +181,110 @@ def configured_divergence(config: LossConfig) -> Divergence:
     return mix(weights, {name: each for name, each in config.settings.model_dump().items() if name in weights})
 
 
+# --- closed forms -------------------------------------------------------------------------------------------------
+
+
+def closed_form(divergence: Divergence) -> ClosedForm | None:
+    """Return the function that computes a divergence and its gradient at once, or None where there is none.
+
+    Args:
+        divergence: a function of this file, a `functools.partial` of one that sets its keywords, or a `Mix` of these.
+    """
+    if isinstance(divergence, Mix):
+        return _mixed(divergence)
+    if isinstance(divergence, partial):
+        form = CLOSED_FORMS.get(divergence.func)
+        return None if form is None else partial(form, *divergence.args, **divergence.keywords)
+    return CLOSED_FORMS.get(divergence)
+
+
+def forward_kl_with_gradient(pair: Pair) -> tuple[Tensor, Tensor]:
+    """The gradient is T (q - p); what the draft masks (log q cut off at `LOG_ZERO`) pulls at nothing, as under autograd."""
+    p = torch.where(pair.log_q > LOG_ZERO, pair.p_within, 0)
+    gradient = (pair.q * p.sum(-1, keepdim=True)).sub_(p)
+    return forward_kl(pair), _times(gradient, pair.temperature)
+
+
+def reverse_kl_with_gradient(pair: Pair) -> tuple[Tensor, Tensor]:
+    """The gradient is T q (log q/p - KL)."""
+    weighted = (pair.log_q - pair.log_p_within).mul_(pair.q)
+    kl = weighted.sum(-1)
+    gradient = weighted.addcmul_(pair.q, kl.unsqueeze(-1), value=-1)
+    return pair.temperature**2 * kl, _times(gradient, pair.temperature)
+
+
+def jsd_with_gradient(pair: Pair, *, beta: float = 0.5) -> tuple[Tensor, Tensor]:
+    """The gradient is T q (log q/m - KL(q || m)) / beta: that of the draft's side alone, as if m were constant."""
+    if not 0 < beta < 1:
+        return (reverse_kl_with_gradient if beta == 1 else forward_kl_with_gradient)(pair)
+    m = torch.lerp(pair.q, pair.p_within, beta)
+    log_m = m.clamp_(min=torch.finfo(m.dtype).tiny).log_()  # where even m is 0 so are p and q, and 0 * -inf would be NaN
+    target_side = (pair.log_p_within - log_m).mul_(pair.p_within).sum(-1)
+    weighted = torch.sub(pair.log_q, log_m, out=log_m).mul_(pair.q)
+    draft_side = weighted.sum(-1)
+    gradient = weighted.addcmul_(pair.q, draft_side.unsqueeze(-1), value=-1)
+    values = pair.temperature**2 * (target_side / (1 - beta) + draft_side / beta)
+    return values, _times(gradient, pair.temperature / beta)
+
+
+def total_variation_with_gradient(pair: Pair) -> tuple[Tensor, Tensor]:
+    """The gradient is q (s - sum q s) / 2T, where s is the sign of q - p."""
+    sign = (pair.q - pair.p).sign_()
+    mean_sign = (pair.q * sign).sum(-1, keepdim=True)
+    return total_variation(pair), _times(sign.sub_(mean_sign).mul_(pair.q), 0.5 / pair.temperature)
+
+
+def negative_log_acceptance_with_gradient(pair: Pair) -> tuple[Tensor, Tensor]:
+    """The gradient is (q sum r - r) / T, where r is min(p, q) / acceptance at the tokens with q < p (half of it at q = p)."""
+    log_least = torch.minimum(pair.log_p, pair.log_q)
+    log_acceptance = log_least.logsumexp(-1)
+    is_least = torch.heaviside(pair.log_p - pair.log_q, pair.log_p.new_tensor(0.5))
+    r = log_least.sub_(log_acceptance.unsqueeze(-1)).exp_().mul_(is_least)
+    return -log_acceptance, _times((pair.q * r.sum(-1, keepdim=True)).sub_(r), 1 / pair.temperature)
+
+
+def kl_tv_blend_with_gradient(
+    pair: Pair, *, eta: float = 3.0, mean_acceptance: float | Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The gradient is the blend of the two gradients: the weight is a constant."""
+    weight = blend_weight(pair, eta, mean_acceptance)
+    kl, gradient_of_kl = forward_kl_with_gradient(pair)
+    distance, gradient_of_distance = total_variation_with_gradient(pair)
+    column = weight.unsqueeze(-1)
+    return torch.lerp(distance, kl, weight), torch.lerp(gradient_of_distance, gradient_of_kl, column)
+
+
+CLOSED_FORMS: dict[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]] = {
+    forward_kl: forward_kl_with_gradient,
+    reverse_kl: reverse_kl_with_gradient,
+    jsd: jsd_with_gradient,
+    total_variation: total_variation_with_gradient,
+    negative_log_acceptance: negative_log_acceptance_with_gradient,
+    kl_tv_blend: kl_tv_blend_with_gradient,
+}
+
+
+def _mixed(mix: Mix) -> ClosedForm | None:
+    """Return the closed form of a mix, None unless every part has one."""
+    parts = [(form, weight) for divergence, weight in mix.parts if (form := closed_form(divergence)) is not None]
+    if len(parts) < len(mix.parts):
+        return None
+
+    def mixed(pair: Pair) -> tuple[Tensor, Tensor]:
+        values, gradients = zip(*(form(pair) for form, _ in parts), strict=True)
+        weights = [weight for _, weight in parts]
+        total, gradient = weights[0] * values[0], _times(gradients[0], weights[0])
+        for weight, value, other in zip(weights[1:], values[1:], gradients[1:], strict=True):
+            total, gradient = total + weight * value, gradient.add_(other, alpha=weight)
+        return total, gradient
+
+    return mixed
+
+
+def _times(gradient: Tensor, factor: float) -> Tensor:
+    """Multiply in place, where there is anything to multiply with: a pass over the vocabulary is not free."""
+    return gradient if factor == 1 else gradient.mul_(factor)
+
+
 def _kl(a: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:
     return (a * (log_a - log_b)).sum(-1)
-
-
-def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    wide = at_least_float32(logits)
-    return wide if temperature == 1 else wide / temperature
-
-
-def at_least_float32(values: Tensor) -> Tensor:
-    """Return values in float32, or as they are in float64: what a divergence is computed in."""
-    return values if values.dtype == torch.float64 else values.float()
-
-
-def _label_log_q(draft_logits: Tensor, labels: Tensor) -> Tensor:
-    logits = at_least_float32(draft_logits)
-    log_q = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
-    return torch.where(labels >= 0, log_q.clamp(min=LOG_ZERO), 0)

@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 
 from configs.schema.learning import LossConfig
 from distill.loss.chunked import ChunkedLoss, LogitHead, chunked_loss, model_head
-from distill.loss.divergences import SparseTarget, configured_divergence
-from distill.loss.target_logits import HiddenRows, SparseRows, TargetRows
-from heads.inference.model_checks import read_documents
+from distill.loss.divergences import configured_divergence
+from distill.loss.pairs import HiddenRows, SparseRows, SparseTarget, TargetRows
+from heads.inference.causal_lm import HeadRows, head_rows, read_documents
 from heads.modules.interface import Batch
-from heads.proposers.vocabulary import DraftVocabulary, HeadRows, head_rows
+from heads.proposers.vocabulary import DraftVocabulary
 from heads.target.loading import Target
 
 Timer = Callable[[str], AbstractContextManager[Any]]
@@ -44,7 +44,7 @@ class DraftObjective(nn.Module):
         timed: takes the name of a part of the step, returns a context manager around it; by default does nothing.
 
     Raises:
-        InputError: the draft's head has no rows for the vocabulary, see `heads.proposers.vocabulary.head_rows`.
+        InputError: the draft's head has no rows for the vocabulary, see `heads.inference.causal_lm.head_rows`.
     """
 
     token_ids_W: Tensor | None

@@ -19,9 +19,9 @@ from configs.schema.learning import LossConfig
 from distill.loss.chunked import ChunkedLoss, LogitHead, chunked_loss, model_head
 from distill.loss.divergences import configured_divergence
 from distill.loss.draft_objective import Timer
-from distill.loss.target_logits import HiddenRows, NormalisedRows, TargetRows, normalise
+from distill.loss.pairs import HiddenRows, NormalisedRows, TargetRows, normalise
+from heads.inference.causal_lm import HeadRows
 from heads.modules.interface import Batch, Depth, HeadModule, Normalisers, flat
-from heads.proposers.vocabulary import HeadRows
 from heads.target.hidden_states import TargetStates
 from heads.target.loading import Target
 

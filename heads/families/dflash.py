@@ -27,10 +27,9 @@ from heads.families.eagle3 import CachedKeys, default_taps
 from heads.inference.kv_cache import RowCache
 from heads.modules.autoregressive import PendingFeatures
 from heads.modules.block_training import Anchors, BlockKeys, choose_anchors
-from heads.modules.initialization import mask_token, with_noise
+from heads.modules.initialization import mask_token
 from heads.modules.interface import Batch, Depth, Family
-from heads.modules.layers import DraftAttention, LayerShape, Rotary, Rotation, layer_shape, mlp, norm, placed_mask
-from heads.modules.output_head import DraftHead
+from heads.modules.layers import DraftAttention, DraftHead, LayerShape, Rotary, Rotation, layer_shape, mlp, norm, placed_mask
 from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.protocol import Proposal, Tokens
 from heads.proposers.vocabulary import DraftVocabulary
@@ -63,7 +62,7 @@ class DFlash(nn.Module):
     def forward(self, batch: Batch, states: TargetStates) -> list[Depth]:
         """Fill a block at each of some anchors drawn at random, or at every possible one when not training."""
         anchors = choose_anchors(batch, self.settings.num_anchors if self.training else None)
-        context_BTD = self.context(with_noise(states, self.settings.tap_noise if self.training else 0.0))
+        context_BTD = self.context(states.with_noise(self.settings.tap_noise if self.training else 0.0))
         rotation = self.rotary(context_BTD, batch.position_ids_BT)
         keys = BlockKeys(context_BTD, rotation, anchors.visible(batch.document_ids_BT))
         pending_BA, first_BA = (each.gather(1, anchors.places_BA) for each in (batch.input_ids_BT, batch.position_ids_BT))

@@ -22,10 +22,20 @@ from configs.runtime.errors import InputError
 from configs.schema.heads import Eagle3Settings, EagleSettings
 from heads.inference.kv_cache import RowCache
 from heads.modules.autoregressive import FeatureChain
-from heads.modules.initialization import copy_block, pass_last_tap, with_noise
+from heads.modules.initialization import copy_block, pass_last_tap
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins, shifted_left
-from heads.modules.layers import DraftAttention, LayerShape, Rotary, Rotation, causal_mask, layer_shape, mlp, norm, placed_mask
-from heads.modules.output_head import DraftHead
+from heads.modules.layers import (
+    DraftAttention,
+    DraftHead,
+    LayerShape,
+    Rotary,
+    Rotation,
+    causal_mask,
+    layer_shape,
+    mlp,
+    norm,
+    placed_mask,
+)
 from heads.proposers.vocabulary import DraftVocabulary
 from heads.target.hidden_states import TargetStates, final_norm_scale, num_blocks
 
@@ -108,7 +118,7 @@ class Eagle3(EagleBody):
         """Unroll the head over `num_depths` depths from every origin at once."""
         visible_B1TT = causal_mask(batch.document_ids_BT)
         unrolled = [UnrolledKeys(visible_B1TT) for _ in self.layers]
-        states_BTD = self.features(with_noise(states, self.settings.tap_noise if self.training else 0.0))
+        states_BTD = self.features(states.with_noise(self.settings.tap_noise if self.training else 0.0))
         depths = []
         for depth in range(self.settings.num_depths):
             embedded_BTD = self.embed(shifted_left(batch.input_ids_BT, depth + 1))

@@ -28,8 +28,18 @@ from heads.families.medusa import ResidualBlocks
 from heads.inference.kv_cache import RowCache
 from heads.modules.autoregressive import FeatureChain
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins
-from heads.modules.layers import DraftAttention, LayerShape, Rotary, Rotation, causal_mask, layer_shape, mlp, norm, placed_mask
-from heads.modules.output_head import DraftHead
+from heads.modules.layers import (
+    DraftAttention,
+    DraftHead,
+    LayerShape,
+    Rotary,
+    Rotation,
+    causal_mask,
+    layer_shape,
+    mlp,
+    norm,
+    placed_mask,
+)
 from heads.proposers.protocol import Proposal, Tokens
 from heads.proposers.vocabulary import DraftVocabulary
 from heads.sampling.counter_rng import CounterRNG

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import MedusaSettings
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins
-from heads.modules.output_head import DraftHead
+from heads.modules.layers import DraftHead
 from heads.proposers.protocol import Proposal, Tokens
 from heads.proposers.tree_builder import tree_builder
 from heads.proposers.vocabulary import DraftVocabulary

@@ -27,8 +27,7 @@ from heads.families.mtp_checkpoint import NativeMtp
 from heads.inference.kv_cache import RowCache
 from heads.modules.autoregressive import ChainModule, FeatureChain, PendingFeatures
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins, shifted_left
-from heads.modules.layers import causal_mask, shape_like
-from heads.modules.output_head import DraftHead
+from heads.modules.layers import DraftHead, causal_mask, shape_like
 from heads.modules.target_block import CacheLayer, ChainKeys, Keys, Surroundings, cached_mask, copy_block, unrolled_mask
 from heads.proposers.protocol import Proposal, Proposer, Tokens
 from heads.proposers.vocabulary import DraftVocabulary

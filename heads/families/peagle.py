@@ -28,7 +28,7 @@ from configs.schema.heads import PEagleSettings
 from heads.families.eagle3 import EagleBody
 from heads.inference.kv_cache import RowCache
 from heads.modules.autoregressive import PendingFeatures
-from heads.modules.initialization import mask_token, with_noise
+from heads.modules.initialization import mask_token
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins, shifted_left
 from heads.modules.layers import DraftAttention, Rotation, causal_mask
 from heads.proposers.protocol import Proposal, Tokens
@@ -71,7 +71,7 @@ class PEagle(EagleBody):
         embedded_BUD = self.embed(torch.cat([shifted_left(batch.input_ids_BT, 1), mask_ids_BS], 1))
         mask_BSD = self.fuse(self.mask_hidden).expand(*origins_BS.shape, -1)
         noise = self.settings.tap_noise if self.training else 0.0
-        states_BUD = torch.cat([self.features(with_noise(states, noise)), mask_BSD], 1)
+        states_BUD = torch.cat([self.features(states.with_noise(noise)), mask_BSD], 1)
         ahead_BS = batch.position_ids_BT.gather(1, origins_BS) + chains.depth_S
         rotation = self.rotary(embedded_BUD, torch.cat([batch.position_ids_BT, ahead_BS], 1))
         keys = ParallelKeys(causal_mask(batch.document_ids_BT), chains)

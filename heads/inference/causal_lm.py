@@ -5,7 +5,7 @@ Drafts, losses and the decoder want logits at a few positions only, and transfor
 `DecodingForward` that was registered for the model after loading (`heads.inference.lean_forward`,
 `heads.inference.compiled_forward`); callers need not know which. A registered forward is used in inference mode only, since it
 has no gradients, and not for copies of the model.
-B batch, T new tokens, S cache length, D width, V vocabulary.
+B batch, T new tokens, S cache length, D width, V vocabulary, W rows of the output head that are wanted.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
+from configs.runtime.errors import InputError
 from heads.inference.kv_cache import RowCache, RowLayer
 from heads.sampling.token_tree import TreeAttention
 
@@ -74,6 +76,62 @@ def forward_rows(
     config = model.config.get_text_config()
     masks = _masks(config, cache, positions_BT, starts, model.dtype)
     return current_forward(model).hidden(ids_BT, _within_context(config, positions_BT, max(starts) + T), masks, cache)
+
+
+def read_documents(model: PreTrainedModel, ids_BT: Tensor, packed_positions_BT: Tensor | None) -> Tensor:
+    """Return the final, normed hidden states `[B, T, D]` of whole rows; padding stands right, where causality alone masks it.
+
+    Args:
+        model: run without a cache.
+        ids_BT: token ids.
+        packed_positions_BT: positions from 0 in each document; None: each row is a single one.
+    """
+    apart = {} if packed_positions_BT is None else {"position_ids": packed_positions_BT}
+    states_BTD: Tensor = backbone(model)(input_ids=ids_BT, use_cache=False, **apart).last_hidden_state
+    return states_BTD
+
+
+def head_rows(model: PreTrainedModel, token_ids_W: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the rows `[W, D]` of a causal LM's head for these tokens, and their bias `[W]` if it has one; differentiable.
+
+    Raises:
+        InputError: the head is no plain linear layer, or has no such rows.
+    """
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise InputError(f"{type(model).__name__} has a head of type {type(head).__name__}; only a linear one can be reduced")
+    if not token_ids_W.is_meta and int(token_ids_W[-1]) >= head.out_features:  # a plan builds heads without any values
+        raise InputError(
+            f"the draft vocabulary holds token {int(token_ids_W[-1])}; the draft's head has {head.out_features} rows"
+        )
+    return head.weight[token_ids_W], None if head.bias is None else head.bias[token_ids_W]
+
+
+class HeadRows:
+    """Some rows of a causal LM's head (`HasOutputHead`); their logits are scaled or capped as the model does.
+
+    The rows are gathered once, differentiably: the gradient of `parameters` flows on into the whole head.
+
+    Raises:
+        InputError: see `head_rows`.
+    """
+
+    def __init__(self, model: PreTrainedModel, token_ids_W: Tensor) -> None:
+        self.config = model.config
+        self.weight_WD, self.bias_W = head_rows(model, token_ids_W)
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        """Every tensor that the logits depend on."""
+        return (self.weight_WD,) if self.bias_W is None else (self.weight_WD, self.bias_W)
+
+    def get_output_embeddings(self) -> Callable[[Tensor], Tensor]:
+        """Return the linear map from hidden states `[..., D]` to raw logits `[..., W]`."""
+        return lambda hidden: functional.linear(hidden, self.weight_WD, self.bias_W)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits `[..., W]` of final hidden states `[..., D]`."""
+        return head_logits(self, hidden)
 
 
 class HasOutputHead(Protocol):

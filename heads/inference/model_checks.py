@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError, first_line
-from heads.inference.causal_lm import backbone, forward_rows, head_logits, new_cache
+from heads.inference.causal_lm import forward_rows, head_logits, new_cache, read_documents
 
 KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 DOCUMENTS = ((5, 4), (2, 7))  # lengths of the documents in each row of the probe
@@ -94,19 +94,6 @@ def carried_state(model: PreTrainedModel) -> str | None:
     if unknown:
         return f"layers of type {', '.join(sorted(unknown))}"
     return "a recurrent state" if model._is_stateful else None
-
-
-def read_documents(model: PreTrainedModel, ids_BT: Tensor, packed_positions_BT: Tensor | None) -> Tensor:
-    """Return the final, normed hidden states `[B, T, D]` of whole rows; padding stands right, where causality alone masks it.
-
-    Args:
-        model: run without a cache.
-        ids_BT: token ids.
-        packed_positions_BT: positions from 0 in each document; None: each row is a single one.
-    """
-    apart = {} if packed_positions_BT is None else {"position_ids": packed_positions_BT}
-    states_BTD: Tensor = backbone(model)(input_ids=ids_BT, use_cache=False, **apart).last_hidden_state
-    return states_BTD
 
 
 def check_on_probe(

@@ -1,6 +1,6 @@
 """The parts that heads are built from, and the interface between a head and its training.
 
-Start with `interface.HeadModule`, then `output_head.DraftHead`.
+Start with `interface.HeadModule`, then `layers.DraftHead`.
 """
 
 from heads.modules.interface import Batch, Depth, Family, HeadModule

@@ -1,7 +1,7 @@
-"""What a head starts training from: weights copied from the target, the mask token's id, and noise on the tapped states.
+"""What a head starts training from: weights copied from the target, and the mask token's id.
 
 An EAGLE head whose feature starts as the last tap and whose layers start as one of the target's blocks passes on the target's
-state from the first step, and learns only what the next token changes. Noise on the taps keeps a head from memorising few data.
+state from the first step, and learns only what the next token changes.
 D width of the target and of the layer.
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
-from heads.target.hidden_states import TargetStates, blocks, num_blocks
+from heads.target.hidden_states import blocks, num_blocks
 from heads.target.placement import real_weights
 
 OTHER_TAPS = 0.002  # standard deviation of the weights on taps that are not passed on: small beside 1, but not dead
@@ -90,21 +90,3 @@ def mask_token(given: int | None, target: PreTrainedModel) -> int:
         if known:
             return int(known[0])
     raise InputError("head.mask_token_id: the target's config names neither a padding nor an end-of-text token; give an id")
-
-
-def with_noise(states: TargetStates, half_width: float) -> TargetStates:
-    """Return states with uniform noise on every tap, from torch's own generator; the final state stays as it is.
-
-    Args:
-        states: the target's.
-        half_width: of the noise, in units of each tap's root mean square at its position; 0 for none.
-    """
-    if half_width == 0:
-        return states
-    return TargetStates(final_BTE=states.final_BTE, taps_ABTE=tuple(_noisy(tap, half_width) for tap in states.taps_ABTE))
-
-
-def _noisy(tap_BTE: Tensor, half_width: float) -> Tensor:
-    tap_BTE = tap_BTE.to(torch.promote_types(tap_BTE.dtype, torch.float32))
-    scale_BT1 = tap_BTE.square().mean(-1, keepdim=True).sqrt()
-    return tap_BTE + scale_BT1 * (torch.rand_like(tap_BTE) * 2 - 1) * half_width

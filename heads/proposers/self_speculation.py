@@ -25,9 +25,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import SamplingConfig
-from heads.inference.causal_lm import backbone, forward_rows, head_logits, new_cache
+from heads.inference.causal_lm import backbone, forward_rows, head_logits, new_cache, read_documents
 from heads.inference.kv_cache import RowCache
-from heads.inference.model_checks import check_on_probe, probe_ids, read_documents, relative_error
+from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
 from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.protocol import Proposal, Tokens
 from heads.sampling.counter_rng import CounterRNG

@@ -8,7 +8,6 @@ B batch, D width, V target vocabulary, W draft vocabulary; `...` any leading dim
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +15,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
-from heads.inference.causal_lm import head_logits
+from heads.inference.causal_lm import head_rows
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -67,55 +65,11 @@ class DraftVocabulary:
         return values_BV
 
 
-def head_rows(model: PreTrainedModel, token_ids_W: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the rows `[W, D]` of a causal LM's head for these tokens, and their bias `[W]` if it has one; differentiable.
-
-    Raises:
-        InputError: the head is no plain linear layer, or has no such rows.
-    """
-    head = model.get_output_embeddings()
-    if type(head) is not nn.Linear:
-        raise InputError(f"{type(model).__name__} has a head of type {type(head).__name__}; only a linear one can be reduced")
-    if not token_ids_W.is_meta and int(token_ids_W[-1]) >= head.out_features:  # a plan builds heads without any values
-        raise InputError(
-            f"the draft vocabulary holds token {int(token_ids_W[-1])}; the draft's head has {head.out_features} rows"
-        )
-    return head.weight[token_ids_W], None if head.bias is None else head.bias[token_ids_W]
-
-
-class HeadRows:
-    """Some rows of a causal LM's head (`heads.inference.causal_lm.HasOutputHead`); their logits are scaled or capped as the
-    model does.
-
-    The rows are gathered once, differentiably: the gradient of `parameters` flows on into the whole head.
-
-    Raises:
-        InputError: see `head_rows`.
-    """
-
-    def __init__(self, model: PreTrainedModel, token_ids_W: Tensor) -> None:
-        self.config = model.config
-        self.weight_WD, self.bias_W = head_rows(model, token_ids_W)
-
-    @property
-    def parameters(self) -> tuple[Tensor, ...]:
-        """Every tensor that the logits depend on."""
-        return (self.weight_WD,) if self.bias_W is None else (self.weight_WD, self.bias_W)
-
-    def get_output_embeddings(self) -> Callable[[Tensor], Tensor]:
-        """Return the linear map from hidden states `[..., D]` to raw logits `[..., W]`."""
-        return lambda hidden: functional.linear(hidden, self.weight_WD, self.bias_W)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits `[..., W]` of final hidden states `[..., D]`."""
-        return head_logits(self, hidden)
-
-
 def keep_head_rows(model: PreTrainedModel, vocabulary: DraftVocabulary) -> None:
     """Replace a causal LM's head, in place, by a frozen one of W rows. Its input embeddings stay whole.
 
     Raises:
-        InputError: see `head_rows`.
+        InputError: see `heads.inference.causal_lm.head_rows`.
     """
     weight_WD, bias_W = head_rows(model, vocabulary.token_ids_W.to(model.device))
     W, D = weight_WD.shape

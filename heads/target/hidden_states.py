@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
-from heads.inference.causal_lm import backbone, current_forward, forward_rows, head_logits
+from heads.inference.causal_lm import backbone, current_forward, forward_rows, head_logits, read_documents
 from heads.inference.kv_cache import RowCache
-from heads.inference.model_checks import check_on_probe, probe_ids, read_documents, relative_error
+from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
 from heads.sampling.token_tree import TreeAttention
 
 
@@ -45,6 +45,16 @@ class TargetStates:
     def joined_BTF(self) -> Tensor:
         """The taps side by side, `[B, T, A * E]`, in their order."""
         return torch.cat(self.taps_ABTE, -1)
+
+    def with_noise(self, half_width: float) -> TargetStates:
+        """Return the states with uniform noise on every tap, which keeps a head from memorising few data; final ones stay.
+
+        Args:
+            half_width: of the noise, in units of each tap's root mean square at its position; 0 for none.
+        """
+        if half_width == 0:
+            return self
+        return TargetStates(final_BTE=self.final_BTE, taps_ABTE=tuple(_noisy(tap, half_width) for tap in self.taps_ABTE))
 
 
 def num_blocks(model: PreTrainedModel) -> int:
@@ -159,10 +169,16 @@ def forward_states(
 def read_states(
     model: PreTrainedModel, ids_BT: Tensor, taps: Sequence[int], packed_positions_BT: Tensor | None = None
 ) -> TargetStates:
-    """Return the target's states over whole rows (`heads.inference.model_checks.read_documents`)."""
+    """Return the target's states over whole rows (`heads.inference.causal_lm.read_documents`)."""
     with torch.autocast(model.device.type, enabled=False), tapped(model, taps) as seen:
         final_BTE = read_documents(model, ids_BT, packed_positions_BT)
     return TargetStates(final_BTE=final_BTE, taps_ABTE=tuple(seen[tap] for tap in taps))
+
+
+def _noisy(tap_BTE: Tensor, half_width: float) -> Tensor:
+    tap_BTE = tap_BTE.to(torch.promote_types(tap_BTE.dtype, torch.float32))
+    scale_BT1 = tap_BTE.square().mean(-1, keepdim=True).sqrt()
+    return tap_BTE + scale_BT1 * (torch.rand_like(tap_BTE) * 2 - 1) * half_width
 
 
 def _keep_input(seen: dict[int, Tensor], block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,10 +1,16 @@
 """Losses and targets for tests of the loss: dense targets from hidden states, sparse ones cut out of logits."""
 
 import torch
+from torch.nn import functional
 
-from distill.loss.chunked import chunked_loss
-from distill.loss.divergences import SparseTarget
-from distill.loss.target_logits import HiddenRows
+from distill.loss.chunked import LogitHead, chunked_loss
+from distill.loss.pairs import HiddenRows, SparseTarget
+
+
+def linear_head(weight_VD, bias_V=None):
+    """Return the head `hidden @ weight.T + bias`."""
+    parameters = (weight_VD,) if bias_V is None else (weight_VD, bias_V)
+    return LogitHead(logits_of=lambda hidden_CD: functional.linear(hidden_CD, weight_VD, bias_V), parameters=parameters)
 
 
 def dense_loss(draft_hidden_ND, draft_head, target_hidden_NE, target_head, divergence, weights_N, **options):

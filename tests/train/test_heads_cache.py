@@ -13,7 +13,7 @@ from configs.schema.training import HeadsConfig
 from distill.cache.writer import CacheJob
 from distill.dataset.batches import ConversationDataset, collate
 from distill.loss import head_objective
-from distill.loss import target_logits as normalised_rows
+from distill.loss import pairs as normalised_rows
 from heads.inference.causal_lm import backbone
 from heads.modules.interface import Normalisers
 from tests.support.training_runs import conversation, train_task
@@ -122,7 +122,7 @@ def test_neither_the_target_nor_its_whole_head_is_run_on_a_batch(tmp_path, targe
     rows = conversations(ragged=True)
     config = config_for(tmp_path, make_cache(rows), EAGLE3 | SOME_TOKENS)
     task, dataset = make_task(config, target, rows)
-    batch = collate(dataset.examples[:3])
+    batch = collate(list(dataset)[:3])
     backbone(target.model).forward = lambda *_, **__: pytest.fail("the target was run")
     for module in (head_objective, normalised_rows):
         monkeypatch.setattr(module, "normalise", lambda *_, **__: pytest.fail("the whole head was run"))
@@ -133,7 +133,7 @@ def test_neither_the_target_nor_its_whole_head_is_run_on_a_batch(tmp_path, targe
 def test_known_normalisers_are_what_the_objective_computes(tmp_path, target, conversations, make_cache):
     rows = conversations(ragged=True)
     task, dataset = make_task(config_for(tmp_path, make_cache(rows), EAGLE3 | SOME_TOKENS), target, rows)
-    batch = collate(dataset.examples[3:7])
+    batch = collate(list(dataset)[3:7])
     (states, normalisers), num_labels = task.training_states(batch), batch.loss_mask_BT.sum()
     known = task.module(batch, states, num_labels, 1, normalisers)
     computed = task.module(batch, states, num_labels, 1)
@@ -148,7 +148,7 @@ def test_known_normalisers_are_what_the_objective_computes(tmp_path, target, con
 def test_other_conversations_than_the_caches_are_read_online(tmp_path, target, conversations, make_cache):
     rows = conversations(ragged=True)
     task, _ = make_task(config_for(tmp_path, make_cache(rows)), target, rows)
-    (other,) = ConversationDataset(rows[9:10], MAX_LENGTH).examples
+    (other,) = list(ConversationDataset(rows[9:10], MAX_LENGTH))
     assert other.conversation == 0  # of another file: number 0 in the cache is another conversation
     states = task.states(collate([other]))
     expected = backbone(target.model)(torch.tensor([other.input_ids])).last_hidden_state

@@ -154,7 +154,7 @@ def test_training_brings_the_head_closer_to_the_target(head_task, greedy_rows):
 
 def test_metrics_by_depth_are_shares_of_what_they_are_counted_over(head_task, greedy_rows):
     task = head_task(head={"num_depths": 2})
-    batch = collate(ConversationDataset(greedy_rows[:4], 64).examples)
+    batch = collate(list(ConversationDataset(greedy_rows[:4], 64)))
     outcome = task.loss(task.module, batch, torch.tensor(20.0), 1)
     seen = task.module(batch, task.states(batch), torch.tensor(20.0), 1)
     assert outcome.sums["conditional_2"] == seen.joint_agrees_K[1]

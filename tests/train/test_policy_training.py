@@ -123,7 +123,7 @@ def test_steps_before_the_phase_are_those_without_a_policy_and_the_metrics_tell_
 
 
 def window_of(rows, count=4):
-    return [collate(ConversationDataset(rows, 64).examples[:count])]
+    return [collate(list(ConversationDataset(rows, 64))[:count])]
 
 
 def test_drawing_leaves_the_draft_in_training_and_all_randomness_where_it_was(tmp_path, target, rows):

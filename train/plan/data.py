@@ -13,7 +13,7 @@ from configs.schema.planning import PlanConfig
 from distill.cache.format import RowLayout
 from distill.cache.writer import layout_of
 from distill.dataset.batches import ConversationDataset
-from distill.dataset.indexed_file import open_conversations
+from distill.dataset.conversations import open_conversations
 from train.plan.models import PlannedModels
 
 

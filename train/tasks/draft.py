@@ -20,8 +20,8 @@ from configs.schema.training import DistillConfig
 from distill.cache.reader import TargetCache
 from distill.dataset.batches import ConversationDataset, Example
 from distill.dataset.conversations import Conversation
-from distill.loss.divergences import SparseTarget
 from distill.loss.draft_objective import DraftObjective, target_hidden
+from distill.loss.pairs import SparseTarget
 from distill.student.init import initial_draft, merge_adapters
 from distill.student.layer_search import choose_layers
 from distill.student.on_policy import Rewriter

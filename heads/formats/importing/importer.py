@@ -23,8 +23,9 @@ from heads.families.registry import FAMILIES
 from heads.formats.importing.external import ExternalDraft
 from heads.formats.importing.sizes import own_layer
 from heads.formats.layout import check_names
+from heads.inference.causal_lm import head_rows
 from heads.modules.interface import HeadModule
-from heads.proposers.vocabulary import DraftVocabulary, head_rows, write_draft_vocabulary
+from heads.proposers.vocabulary import DraftVocabulary, write_draft_vocabulary
 from heads.target.checkpoint_files import LazyTensor, Weights, write_weights
 from heads.target.identity import TargetIdentity
 

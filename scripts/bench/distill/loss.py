@@ -25,9 +25,9 @@ from torch.nn import functional as F
 
 from configs.runtime.errors import InputError
 from configs.schema.benchmarks import BenchLossConfig
-from distill.loss.chunked import chunked_loss, linear_head
+from distill.loss.chunked import LogitHead, chunked_loss
 from distill.loss.divergences import jsd
-from distill.loss.target_logits import HiddenRows
+from distill.loss.pairs import HiddenRows
 from eval.stats.bootstrap import Interval, paired_ratio_interval
 from scripts.bench.harness import measure_growth, read_kibibytes, take_turns, with_bounds
 from scripts.bench.peers.trl_gkd import trl_chunked_jsd, trl_is_installed
@@ -164,10 +164,11 @@ def loss_sides(chunk_size: int) -> dict[Key, LossSide]:
 def chunked_divergence(inputs: LossInputs, *, beta: float, chunk_size: int) -> Tensor:
     """Return the loss by `distill.loss.chunked`, divided between the ends by what our JSD is larger by."""
     num_positions = len(inputs.draft_hidden_ND)
+    weight_VD = inputs.draft_head_VD
     result = chunked_loss(
-        HiddenRows(hidden_NE=inputs.target_hidden_ND, logits_of=linear_head(inputs.target_head_VD).logits_of),
+        HiddenRows(hidden_NE=inputs.target_hidden_ND, logits_of=partial(F.linear, weight=inputs.target_head_VD)),
         inputs.draft_hidden_ND,
-        linear_head(inputs.draft_head_VD),
+        LogitHead(logits_of=partial(F.linear, weight=weight_VD), parameters=(weight_VD,)),
         partial(jsd, beta=beta),
         torch.full((num_positions,), 1 / num_positions),
         chunk_size=chunk_size,

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from configs.runtime.errors import first_line
 from configs.schema.heads import Eagle3Settings
 from heads.families.eagle3 import Eagle3
+from heads.inference.causal_lm import head_rows
 from heads.modules.interface import Batch
 from heads.modules.layers import shape_like
-from heads.proposers.vocabulary import DraftVocabulary, head_rows
+from heads.proposers.vocabulary import DraftVocabulary
 from heads.target.hidden_states import final_norm
 from heads.target.loading import Target
 

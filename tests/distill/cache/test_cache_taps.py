@@ -15,7 +15,7 @@ from distill.cache.format import CONVENTION, RowLayout, read_manifest
 from distill.cache.reader import check_fits, open_cache
 from distill.dataset.batches import ConversationDataset
 from distill.loss.draft_objective import target_hidden
-from distill.loss.target_logits import normalise
+from distill.loss.pairs import normalise
 from heads.artifact import HiddenStates
 from heads.inference.causal_lm import head_logits
 from heads.target.hidden_states import read_states

@@ -12,8 +12,7 @@ from safetensors.torch import save_file
 
 from configs.runtime.errors import InputError
 from distill.dataset.batches import BucketedBatchSampler, ConversationDataset
-from distill.dataset.conversations import Conversation, read_conversations
-from distill.dataset.indexed_file import SUFFIX, open_conversations, row_lengths
+from distill.dataset.conversations import INDEX_SUFFIX, Conversation, open_conversations, read_conversations, row_lengths
 from distill.dataset.packing import PackedBatchSampler
 from distill.generation.make_dataset import check_output
 from distill.student.vocabulary import most_frequent_answer_tokens
@@ -42,7 +41,7 @@ def path(tmp_path):
 
 
 def index_of(path):
-    return path.with_name(path.name + SUFFIX)
+    return path.with_name(path.name + INDEX_SUFFIX)
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -62,13 +61,13 @@ def test_rows_are_those_of_the_whole_file(path, times):
 
 def test_examples_are_those_of_rows_in_memory(path):
     found, expected = (ConversationDataset(rows, 13) for rows in (open_conversations(path), read_conversations(path)))
-    assert found.examples == expected.examples
+    assert list(found) == list(expected)
     assert (found.num_labels, found.num_dropped) == (expected.num_labels, expected.num_dropped)
 
 
 def test_the_index_is_kept_and_not_made_again(path, monkeypatch):
     open_conversations(path)
-    monkeypatch.setattr("distill.dataset.indexed_file._make_index", lambda path: pytest.fail("the index was made again"))
+    monkeypatch.setattr("distill.dataset.conversations._make_index", lambda path: pytest.fail("the index was made again"))
     assert open_conversations(path)[0] == conversation(0)
 
 
@@ -121,7 +120,7 @@ def test_a_folder_that_cannot_be_written_is_read_all_the_same(path, monkeypatch,
     def refuse(path, content):
         raise InputError(f"cannot write {path}: Read-only file system")
 
-    monkeypatch.setattr("distill.dataset.indexed_file.write_bytes", refuse)
+    monkeypatch.setattr("distill.dataset.conversations.write_bytes", refuse)
     with caplog.at_level("INFO", logger="draftsmith"):
         assert list(open_conversations(path)) == read_conversations(path)
     assert "every run will make the index of its conversations anew" in caplog.text

@@ -154,7 +154,7 @@ def cached(tmp_path, byte_target):
 
 
 def packed_batch(rows, max_length=512):
-    examples = ConversationDataset(rows, max_length).examples
+    examples = list(ConversationDataset(rows, max_length))
     return collate_packed([[examples[number] for number in row] for row in ([6, 1, 3], [7], [2, 0])])
 
 

@@ -15,10 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from distill.loss.chunked import ChunkedLoss, LogitHead, linear_head, model_head
-from distill.loss.divergences import DIVERGENCES, Divergence, dense_pair, forward_kl, mix
+from distill.loss.chunked import ChunkedLoss, LogitHead, model_head
+from distill.loss.divergences import DIVERGENCES, Divergence, forward_kl, mix
+from distill.loss.pairs import dense_pair
 from heads.inference.causal_lm import head_logits
-from tests.support.losses import dense_loss
+from tests.support.losses import dense_loss, linear_head
 
 ROWS, DRAFT_WIDTH, TARGET_WIDTH, VOCABULARY = 7, 6, 10, 23
 IDS_W = torch.tensor([11, 0, 22, 3, 5, 17, 8])

@@ -12,21 +12,17 @@ from torch import Tensor
 from configs.runtime.errors import InputError
 from distill.loss.divergences import (
     DIVERGENCES,
-    LOG_ZERO,
-    Pair,
-    SparseTarget,
     acceptance,
     cross_entropy,
-    dense_pair,
     forward_kl,
     jsd,
     kl_tv_blend,
     mix,
     negative_log_acceptance,
     reverse_kl,
-    sparse_pair,
     total_variation,
 )
+from distill.loss.pairs import LOG_ZERO, Pair, SparseTarget, dense_pair, sparse_pair
 from tests.support.losses import keep_top
 
 WITHOUT_LABELS = [name for name in DIVERGENCES if name != "cross_entropy"]

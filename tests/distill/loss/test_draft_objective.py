@@ -9,8 +9,9 @@ from torch.nn import functional as F
 from configs.runtime.errors import ConfigError, InputError
 from configs.schema.learning import DivergenceName, DivergenceSettings, LossConfig, StudentConfig
 from distill.dataset.batches import Example, collate
-from distill.loss.divergences import DIVERGENCES, Pair, configured_divergence
+from distill.loss.divergences import DIVERGENCES, configured_divergence
 from distill.loss.draft_objective import DraftObjective, target_hidden
+from distill.loss.pairs import Pair
 from distill.student.init import initial_draft, keep_layers
 from heads.proposers.vocabulary import DraftVocabulary
 

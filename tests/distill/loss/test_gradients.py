@@ -10,10 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from distill.loss import gradients
-from distill.loss.divergences import DIVERGENCES, Divergence, Pair, cross_entropy, dense_pair, forward_kl, jsd, kl_tv_blend, mix
-from distill.loss.gradients import CLOSED_FORMS, closed_form, compare
-from distill.loss.target_logits import DenseChunk, SparseRows, TargetChunk
+from distill.loss import chunked
+from distill.loss.chunked import compare
+from distill.loss.divergences import (
+    CLOSED_FORMS,
+    DIVERGENCES,
+    Divergence,
+    closed_form,
+    cross_entropy,
+    forward_kl,
+    jsd,
+    kl_tv_blend,
+    mix,
+)
+from distill.loss.pairs import DenseChunk, Pair, SparseRows, TargetChunk, dense_pair
 from tests.support.losses import keep_top
 
 ROWS, VOCABULARY = 7, 11
@@ -48,7 +58,7 @@ class Watched(DenseChunk):
 @pytest.mark.parametrize("bytes_of_a_tile", [1, 3 * 4 * VOCABULARY, 2**21])
 @pytest.mark.parametrize("divergence", [forward_kl, cross_entropy])
 def test_the_size_of_the_tiles_changes_nothing(monkeypatch, divergence: Divergence, bytes_of_a_tile: int) -> None:
-    monkeypatch.setattr(gradients, "TILE_BYTES", bytes_of_a_tile)
+    monkeypatch.setattr(chunked, "TILE_BYTES", bytes_of_a_tile)
     target, draft, labels = random_logits(1), random_logits(2), torch.tensor([0, 3, 5, -1, 7, 10, 2])
     weights = torch.rand(ROWS, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     found, gradient_CW = compare(divergence, DenseChunk(logits_CV=target), draft, weights, labels_C=labels)
@@ -63,14 +73,14 @@ def test_the_size_of_the_tiles_changes_nothing(monkeypatch, divergence: Divergen
 
 @pytest.mark.parametrize(("num_bytes", "sizes"), [(1, [1] * 7), (3 * 4 * VOCABULARY, [3, 3, 1]), (2**21, [7])])
 def test_a_tile_is_as_many_rows_as_its_bytes_hold_and_never_none(monkeypatch, num_bytes: int, sizes: list[int]) -> None:
-    monkeypatch.setattr(gradients, "TILE_BYTES", num_bytes)
+    monkeypatch.setattr(chunked, "TILE_BYTES", num_bytes)
     target = Watched(logits_CV=random_logits(1))
     compare(forward_kl, target, random_logits(2), torch.ones(ROWS))
     assert target.sizes == sizes
 
 
 def test_the_wider_of_both_sides_decides_how_many_rows_a_tile_has(monkeypatch) -> None:
-    monkeypatch.setattr(gradients, "TILE_BYTES", 2 * 4 * VOCABULARY)
+    monkeypatch.setattr(chunked, "TILE_BYTES", 2 * 4 * VOCABULARY)
     target, ids_W = Watched(logits_CV=random_logits(1)), torch.tensor([2, 5, 6])
     compare(forward_kl, target, random_logits(2, 3), torch.ones(ROWS), draft_token_ids_W=ids_W)
     assert target.sizes == [2, 2, 2, 1]

@@ -132,7 +132,7 @@ def test_the_servers_rows_are_as_near_to_the_exact_ones_as_the_local_targets(cac
 
 
 def test_a_step_of_training_is_the_one_from_the_local_cache(caches, target, data_file):
-    batch = collate(ConversationDataset(read_conversations(data_file), 512).examples[:4])
+    batch = collate(list(ConversationDataset(read_conversations(data_file), 512))[:4])
     num_labels = batch.loss_mask_BT.sum()
     losses = {}
     for name in ("served", "local"):

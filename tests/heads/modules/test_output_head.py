@@ -5,7 +5,7 @@ import torch
 
 from configs.runtime.errors import InputError
 from heads.inference.causal_lm import head_logits
-from heads.modules.output_head import DraftHead
+from heads.modules.layers import DraftHead
 from heads.proposers.vocabulary import DraftVocabulary
 from tests.support import family_checks as checks
 

@@ -6,15 +6,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from configs.runtime.errors import InputError
-from heads.inference.causal_lm import head_logits
-from heads.proposers.vocabulary import (
-    DraftVocabulary,
-    HeadRows,
-    head_rows,
-    keep_head_rows,
-    read_draft_vocabulary,
-    write_draft_vocabulary,
-)
+from heads.inference.causal_lm import HeadRows, head_logits, head_rows
+from heads.proposers.vocabulary import DraftVocabulary, keep_head_rows, read_draft_vocabulary, write_draft_vocabulary
 
 IDS = [0, 3, 7, 40, 63]
 

@@ -12,8 +12,7 @@ from configs.schema.learning import StudentConfig
 from configs.schema.planning import PRESETS, HardwareConfig, PlanDistillConfig, PlanHeadsConfig
 from distill.cache.writer import CacheJob
 from distill.dataset.batches import ConversationDataset, collate
-from distill.dataset.conversations import Conversation
-from distill.dataset.indexed_file import ConversationFile
+from distill.dataset.conversations import Conversation, ConversationFile
 from distill.loss.draft_objective import DraftObjective, target_hidden
 from distill.student.init import initial_draft
 from tests.support.tiny_heads import HEADS
@@ -127,7 +126,7 @@ def rows_of(num, length, labels):
 
 @pytest.fixture(scope="module")
 def batch():
-    return collate(ConversationDataset(rows_of(4, 40, 32), 512).examples)
+    return collate(list(ConversationDataset(rows_of(4, 40, 32), 512)))
 
 
 def attention_flops(q_BNTH, k_BMSH, products):
@@ -228,7 +227,7 @@ def test_what_a_head_keeps_for_its_backward_is_planned(kept_over_planned, batch,
 
 @pytest.mark.parametrize("kind", ["eagle3", "peagle", "dflash"])
 def test_scores_that_are_kept_are_planned_for_long_rows(kept_over_planned, kind):
-    long = collate(ConversationDataset(rows_of(2, 240, 192), 512).examples)
+    long = collate(list(ConversationDataset(rows_of(2, 240, 192), 512)))
     assert 0.9 < kept_over_planned(kind, long) < 1.1
     assert 0.8 < kept_over_planned(kind, long, "bf16") < 1.25
 

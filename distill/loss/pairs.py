@@ -1,31 +1,85 @@
-"""The target's side of the loss: its next-token distribution at any of N rows, a chunk of rows at a time.
+"""Target and draft at the same N rows, paired a chunk of rows at a time: what every divergence is a function of.
 
-The chunked loss takes a `TargetRows` and asks it for the rows of each chunk, which pair themselves with the draft's logits:
-`HiddenRows` have hidden states and a head, `NormalisedRows` the same for a reduced draft vocabulary, `SparseRows` the top-k
-tokens of a cache. None carries gradients.
-B batch, T positions, E width of the target, C rows of a chunk, N rows, K kept tokens, V target vocabulary, W draft vocabulary.
+The chunked loss takes a `TargetRows`, the target's next-token distributions, and asks it for the rows of each chunk, which pair
+themselves with the draft's logits: `HiddenRows` have hidden states and a head, `NormalisedRows` the same for a reduced draft
+vocabulary, `SparseRows` the top-k tokens of a cache. None carries gradients.
+B batch, T positions, E width of the target, N rows, C rows of a chunk, V target vocabulary, W draft vocabulary, K kept tokens,
+X buckets (V, W or K + 1); `...` any leading dims.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Protocol, Required, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from distill.loss.divergences import LOG_ZERO, Pair, SparseTarget, at_least_float32, dense_pair, sparse_pair
-from heads.inference.causal_lm import head_logits
+from heads.inference.causal_lm import HeadRows, head_logits
 from heads.modules.interface import Normalisers
-from heads.proposers.vocabulary import HeadRows
 
 TILE_ROWS = 16  # rows whose float32 copy stays in a CPU's cache; the maximum of 16-bit numbers is slow there
+# Stands for log 0. Finite, so that 0 * log 0 is 0 and a gradient is never NaN; far below what logits of +-1e4 can reach.
+LOG_ZERO = -1e5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Target and draft at the same positions, over the same buckets, in float32 (or float64 where that came in).
+
+    log_p: `[..., X]`, without gradient. Sums to less than 1 where the draft's vocabulary leaves tokens of the target out.
+    log_q: `[..., X]`, sums to 1.
+    log_reach: `[...]`, the logarithm of that sum of p; None where it is 1.
+    label_log_q: `[...]`, log q of the label at temperature 1, and 0 where there is no label; None without labels.
+    temperature: what both sides' logits were divided by.
+    """
+
+    log_p: Tensor
+    log_q: Tensor
+    log_reach: Tensor | None = None
+    label_log_q: Tensor | None = None
+    temperature: float = 1.0
+
+    @cached_property
+    def p(self) -> Tensor:
+        """The target's probabilities `[..., X]`."""
+        return self.log_p.exp()
+
+    @cached_property
+    def q(self) -> Tensor:
+        """The draft's probabilities `[..., X]`."""
+        return self.log_q.exp()
+
+    @cached_property
+    def log_p_within(self) -> Tensor:
+        """The target's log-probabilities `[..., X]`, given that the token is one the draft can propose."""
+        return self.log_p if self.log_reach is None else self.log_p - self.log_reach.unsqueeze(-1)
+
+    @cached_property
+    def p_within(self) -> Tensor:
+        """The target's probabilities `[..., X]`, given that the token is one the draft can propose."""
+        return self.p if self.log_reach is None else self.log_p_within.exp()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseTarget:
+    """The target's K most likely tokens at each position, and the mass of all others.
+
+    log_probs: `[..., K]`, any float type; token_ids: `[..., K]`, int64, distinct; log_tail: `[...]`, log of the remaining mass.
+    temperature: what the target's logits were divided by when this was recorded. It cannot be changed afterwards.
+    """
+
+    log_probs: Tensor
+    token_ids: Tensor
+    log_tail: Tensor
+    temperature: float = 1.0
 
 
 class PairOptions(TypedDict, total=False):
-    """How rows are paired with the draft's logits; see `distill.loss.divergences.dense_pair`."""
+    """How rows are paired with the draft's logits; see `dense_pair`."""
 
     temperature: Required[float]
     draft_token_ids_W: Tensor | None
@@ -100,7 +154,7 @@ class DenseChunk:
         return DenseChunk(logits_CV=at_least_float32(self.logits_CV[rows]))
 
     def pair(self, draft_logits_CW: Tensor, **options: Unpack[PairOptions]) -> Pair:
-        """Pair the rows with the draft's logits; see `distill.loss.divergences.dense_pair`."""
+        """Pair the rows with the draft's logits; see `dense_pair`."""
         return dense_pair(self.logits_CV, draft_logits_CW, **options)
 
 
@@ -214,7 +268,7 @@ class SparseRows:
         return self.at(rows)
 
     def pair(self, draft_logits_CW: Tensor, **options: Unpack[PairOptions]) -> Pair:
-        """Pair the rows with the draft's logits; see `distill.loss.divergences.sparse_pair`.
+        """Pair the rows with the draft's logits; see `sparse_pair`.
 
         Raises:
             ValueError: another temperature than the recorded one, or a reduced draft vocabulary, for which the tail cannot be
@@ -226,3 +280,78 @@ class SparseRows:
         if options.get("draft_token_ids_W") is not None:
             raise ValueError("a sparse target cannot be paired with a reduced draft vocabulary")
         return sparse_pair(self.target, draft_logits_CW, labels=options.get("labels"))
+
+
+def dense_pair(
+    target_logits: Tensor,
+    draft_logits: Tensor,
+    *,
+    temperature: float = 1.0,
+    draft_token_ids_W: Tensor | None = None,
+    labels: Tensor | None = None,
+) -> Pair:
+    """Pair full rows of logits.
+
+    Args:
+        target_logits: `[..., V]`, any float type. No gradient flows into it.
+        draft_logits: `[..., V]`, or `[..., W]` with `draft_token_ids_W`.
+        temperature: positive; divides the logits of both sides.
+        draft_token_ids_W: int64, the target's id of each of the draft's tokens (d2t). With `arange(W)` it drops padded rows.
+        labels: `[...]`, int64, **draft** ids of the next token, negative for none. Only `cross_entropy` reads them.
+
+    Raises:
+        ValueError: the temperature is not positive, or the two sides have no common vocabulary.
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    num_shared = target_logits.shape[-1] if draft_token_ids_W is None else len(draft_token_ids_W)
+    if draft_logits.shape[-1] != num_shared:
+        raise ValueError(f"the draft has {draft_logits.shape[-1]} logits a position where {num_shared} are expected")
+    target = _scaled(target_logits.detach(), temperature)
+    draft = _scaled(draft_logits, temperature)
+    log_reach = None
+    log_p = target.log_softmax(-1)
+    if draft_token_ids_W is not None:
+        log_p = log_p.index_select(-1, draft_token_ids_W)
+        log_reach = log_p.logsumexp(-1).clamp(min=LOG_ZERO)
+    return Pair(
+        log_p=log_p.clamp_(min=LOG_ZERO),
+        log_q=draft.log_softmax(-1).clamp(min=LOG_ZERO),
+        log_reach=log_reach,
+        label_log_q=None if labels is None else _label_log_q(draft_logits, labels),
+        temperature=temperature,
+    )
+
+
+def sparse_pair(target: SparseTarget, draft_logits: Tensor, *, labels: Tensor | None = None) -> Pair:
+    """Pair a sparse target with full rows of draft logits `[..., V]`, at the temperature the target was recorded at.
+
+    The tail is one more bucket, for both sides: X is K + 1. Merging tokens never adds to a divergence, so KL, JSD and total
+    variation are lower bounds of the dense ones, and `acceptance` as an upper bound.
+    """
+    log_q = _scaled(draft_logits, target.temperature).log_softmax(-1).clamp(min=LOG_ZERO)
+    log_q_tail = log_q.scatter(-1, target.token_ids, LOG_ZERO).logsumexp(-1, keepdim=True)
+    log_p = torch.cat([target.log_probs, target.log_tail.unsqueeze(-1)], dim=-1).detach()
+    return Pair(
+        # Stored in half precision the masses no longer add up to 1, and a KL of equal sides would not be 0.
+        log_p=log_p.to(log_q.dtype).log_softmax(-1).clamp_(min=LOG_ZERO),
+        log_q=torch.cat([log_q.gather(-1, target.token_ids), log_q_tail], dim=-1),
+        label_log_q=None if labels is None else _label_log_q(draft_logits, labels),
+        temperature=target.temperature,
+    )
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    wide = at_least_float32(logits)
+    return wide if temperature == 1 else wide / temperature
+
+
+def at_least_float32(values: Tensor) -> Tensor:
+    """Return values in float32, or as they are in float64: what a divergence is computed in."""
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def _label_log_q(draft_logits: Tensor, labels: Tensor) -> Tensor:
+    logits = at_least_float32(draft_logits)
+    log_q = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+    return torch.where(labels >= 0, log_q.clamp(min=LOG_ZERO), 0)
