@@ -10,16 +10,27 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPTNeoXConfig, LlamaConfig, Qwen3Config
 
 from configs.schema.decoding import DecodeConfig, SamplingConfig
+from configs.schema.heads import (
+    DFlashSettings,
+    DSparkSettings,
+    Eagle3Settings,
+    HydraSettings,
+    LayerSettings,
+    MedusaSettings,
+    MtpSettings,
+    PEagleSettings,
+)
 from configs.schema.learning import LossConfig
 from distill.loss.head_objective import HeadObjective
 from eval.decoder.decode import generate
-from heads.artifact import HiddenStates, Metadata, load_draft, save_head
+from heads.artifact import load_draft
 from heads.families.registry import FAMILIES, serve
 from heads.inference.causal_lm import new_cache
 from heads.modules.interface import NO_DOCUMENT, Batch
 from heads.proposers.vocabulary import DraftVocabulary
 from heads.sampling.counter_rng import CounterRNG
 from heads.target.hidden_states import forward_states, read_states
+from tests.support.artifacts import save_artifact
 
 VOCAB_SIZE = 64
 SMALL = {
@@ -45,6 +56,40 @@ CONFIGS = {
         pad_token_id=None,
     ),
     "gpt_neox": GPTNeoXConfig(**SMALL),
+}
+OWN_HEADS = {"own_output_heads": True, "train_head": True}
+TAPS = {"taps": [1, 2, 4], "num_depths": 3}
+OPTIONS = {"norm_taps": True, "norm_before_residual": True}
+BLOCK = {"taps": [1, 3], "num_layers": 2, "block_size": 5, "mask_token_id": 2}
+OWN_LAYER = LayerSettings(
+    mlp_width=20,
+    num_heads=8,
+    num_key_value_heads=2,
+    head_width=6,
+    norm_epsilon=1e-3,
+    rope_theta=500.0,
+    rope_scaling={"rope_type": "linear", "factor": 2.0},
+)
+# By family, the plainest one without a comma: what its tests build.
+SETTINGS = {
+    "medusa": MedusaSettings(kind="medusa", num_depths=3, num_layers=2),
+    "medusa, own output heads": MedusaSettings(kind="medusa", num_depths=3, **OWN_HEADS),
+    "hydra": HydraSettings(kind="hydra", num_depths=3, num_layers=2),
+    "hydra, prefix": HydraSettings(kind="hydra", num_depths=3, prefix_attention=True),
+    "hydra, published": HydraSettings(
+        kind="hydra", num_depths=3, num_layers=2, prefix_attention=True, prefix_norm=True, **OWN_HEADS
+    ),
+    "eagle3": Eagle3Settings(kind="eagle3", **TAPS),
+    "eagle3, all options": Eagle3Settings(
+        kind="eagle3", taps=[0, 3], num_depths=3, num_layers=2, norm_feedback=True, **OPTIONS
+    ),
+    "eagle3, own parts": Eagle3Settings(kind="eagle3", **TAPS, norm_joined_taps=True, own_embedding=True, layer=OWN_LAYER),
+    "peagle": PEagleSettings(kind="peagle", **TAPS, num_layers=2, mask_token_id=2),
+    "peagle, all options": PEagleSettings(kind="peagle", **TAPS | {"num_depths": 4}, num_layers=3, mask_token_id=2, **OPTIONS),
+    "dflash": DFlashSettings(kind="dflash", **BLOCK),
+    "dspark": DSparkSettings(kind="dspark", **BLOCK, markov_rank=6),
+    "mtp": MtpSettings(kind="mtp", num_depths=3),
+    "mtp, a module a depth": MtpSettings(kind="mtp", num_depths=3, shared_depths=False),
 }
 SOME_TOKENS = DraftVocabulary(token_ids_W=torch.arange(1, VOCAB_SIZE, 2), target_vocab_size=VOCAB_SIZE)
 PROMPTS = [[7, 12, 3, 44, 9], [20, 9, 9, 31, 5, 6, 2, 50, 17], [40, 11, 12]]
@@ -230,23 +275,10 @@ def assert_gradients_reach_everything(head, target):
 
 def assert_comes_back(folder, head, target, vocabulary=None):
     """A head written as an artifact and loaded has the same weights and drafts the same tokens."""
-    settings = head.settings
-    states = HiddenStates(taps=list(head.taps), concat_order=[f"h_{tap}" for tap in head.taps], last_is_post_norm=True)
-    metadata = Metadata(
-        kind=settings.kind,
-        target=target.identity.to_dict(),
-        hidden_states=states,
-        head=settings.model_dump(mode="json"),
-        draft_vocab_size=target.vocab_size if vocabulary is None else len(vocabulary),
-        draft_vocabulary="target" if vocabulary is None else "reduced",
-        num_speculative_tokens=3,
-        training={},
-        provenance={},
-    )
-    save_head(folder, head, metadata, vocabulary)
+    save_artifact(folder, head, target.identity.to_dict(), vocabulary)
     loaded = load_draft(folder, target.identity, target.model)
     assert loaded.num_parameters == sum(parameter.numel() for parameter in head.parameters())
-    proposer = FAMILIES[settings.kind].propose(serve(head, target.model), target.device)
+    proposer = FAMILIES[head.settings.kind].propose(serve(head, target.model), target.device)
     for drafted, again in zip(_drafts(target, proposer), _drafts(target, loaded.proposer), strict=True):
         torch.testing.assert_close(drafted, again, rtol=0, atol=0)
 

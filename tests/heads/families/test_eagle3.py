@@ -1,51 +1,36 @@
-"""EAGLE-3 drafts as trained; its training forward is the unrolled chain, and its attention that under a dense mask."""
+"""EAGLE-3's training forward is the unrolled chain, its attention that under a dense mask; what it starts from."""
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from configs.runtime.errors import InputError
-from configs.schema.heads import Eagle3Settings, LayerSettings
-from heads.artifact import WEIGHTS_FILE
+from configs.schema.heads import Eagle3Settings
 from heads.families.eagle3 import Eagle3, UnrolledKeys, default_taps
 from heads.families.registry import serve
 from heads.modules.initialization import copy_block
 from heads.modules.layers import DraftAttention, LayerShape, Rotary, causal_mask
 from heads.target.hidden_states import blocks, final_norm
 from tests.support import family_checks as checks
-from tests.support.naive_eagle import NaiveBody
+from tests.support.naive_layers import NaiveBody
 
-PLAIN = Eagle3Settings(kind="eagle3", taps=[1, 2, 4], num_depths=3)
-ALL_OPTIONS = PLAIN.model_copy(
-    update={"num_layers": 2, "norm_taps": True, "norm_before_residual": True, "norm_feedback": True, "taps": [0, 3]}
-)
-OWN_LAYER = LayerSettings(
-    mlp_width=20,
-    num_heads=8,
-    num_key_value_heads=2,
-    head_width=6,
-    norm_epsilon=1e-3,
-    rope_theta=500.0,
-    rope_scaling={"rope_type": "linear", "factor": 2.0},
-)
-OWN_PARTS = PLAIN.model_copy(update={"layer": OWN_LAYER, "norm_joined_taps": True, "own_embedding": True})
-OPTIONS = pytest.mark.parametrize("settings", [PLAIN, ALL_OPTIONS, OWN_PARTS], ids=["plain", "all options", "own parts"])
-TARGETS = pytest.mark.parametrize("name", sorted(checks.CONFIGS))
+EAGLE = checks.SETTINGS["eagle3"]
+TARGETS = sorted(checks.CONFIGS)
 
 
 @pytest.fixture(scope="module")
-def target(as_target):
-    return as_target(checks.tiny_target("llama"))
+def model():
+    return checks.tiny_target("llama")
 
 
-@TARGETS
-@OPTIONS
-def test_the_training_forward_is_the_chain_written_out(name, settings):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*((name, "eagle3") for name in TARGETS), ("gemma3", "eagle3, all options"), ("qwen3", "eagle3, own parts")],
+)
+def test_the_training_forward_is_the_chain_written_out(name, options):
     model = checks.tiny_target(name)
-    head = checks.build(settings, model)
-    _, depths = checks.depths_as_written_out(head, model, naive_chains)
+    _, depths = checks.depths_as_written_out(checks.build(checks.SETTINGS[options], model), model, naive_chains)
     for depth, each in enumerate(depths):
         assert len(each.origins_N) == sum(max(len(prompt) - 2 - depth, 0) for prompt in checks.PROMPTS)
         assert torch.equal(each.target_places_N, each.origins_N + depth + 1)
@@ -78,92 +63,42 @@ def naive_chains(head, model, taps_ATE, prompt):
     return expected
 
 
-def test_it_comes_back_from_its_artifact_under_the_names_that_engines_know(tmp_path, target):
-    settings = ALL_OPTIONS.model_copy(update={"num_depths": 4})
-    checks.assert_comes_back(
-        tmp_path / "head", checks.build(settings, target.model, checks.SOME_TOKENS), target, checks.SOME_TOKENS
-    )
-    layer = {
-        "input_layernorm.weight": (32,),
-        "self_attn.k_proj.weight": (16, 32),
-        "self_attn.v_proj.weight": (16, 32),
-        "self_attn.q_proj.weight": (32, 32),
-        "self_attn.o_proj.weight": (32, 32),
-        "post_attention_layernorm.weight": (32,),
-        "mlp.gate_proj.weight": (48, 32),
-        "mlp.up_proj.weight": (48, 32),
-        "mlp.down_proj.weight": (32, 48),
-    }
-    first = {
-        name: (shape[0], 64) if name.split(".")[1] in ("k_proj", "v_proj", "q_proj") else shape for name, shape in layer.items()
-    }
-    wanted = {
-        "fc.weight": (32, 64),
-        "fc_norm.0.weight": (32,),
-        "fc_norm.1.weight": (32,),
-        **{f"layers.0.{name}": shape for name, shape in first.items()},
-        "layers.0.hidden_norm.weight": (32,),
-        **{f"layers.1.{name}": shape for name, shape in layer.items()},
-        "norm.weight": (32,),
-        "lm_head.weight": (32, 32),
-    }
-    found = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "head" / WEIGHTS_FILE).items()}
-    assert found == wanted
-
-
-def test_a_head_that_borrows_the_output_head_does_not_save_it(tmp_path, target):
-    checks.assert_comes_back(tmp_path / "head", checks.build(PLAIN, target.model), target)
-    assert not [name for name in load_file(tmp_path / "head" / WEIGHTS_FILE) if "lm_head" in name or "embed" in name]
-
-
-@OPTIONS
-def test_gradients_reach_every_parameter_and_none_of_the_target(settings, target):
-    settings = settings.model_copy(update={"train_head": True})
-    checks.assert_gradients_reach_everything(checks.build(settings, target.model, checks.SOME_TOKENS), target)
-
-
-@TARGETS
+@pytest.mark.parametrize("name", TARGETS)
+@torch.no_grad()
 def test_the_last_norm_starts_with_the_scale_of_the_targets(name):
-    model = checks.tiny_target(name)
-    with torch.no_grad():
-        scaled = AutoModelForCausalLM.from_config(checks.CONFIGS[name], dtype=torch.float64)
-        scaled.load_state_dict(model.state_dict())
-        final_norm(scaled).weight.add_(torch.randn(32))
-        states_ND = torch.randn(5, 32)
-        states_ND -= states_ND.mean(-1, keepdim=True)  # a layer norm takes the mean off, the head's norm does not
-        head = Eagle3(PLAIN, scaled, None).double()
-        torch.testing.assert_close(head.norm(states_ND), final_norm(scaled)(states_ND.double()), atol=1e-4, rtol=1e-4)
+    scaled = AutoModelForCausalLM.from_config(checks.CONFIGS[name], dtype=torch.float64)
+    scaled.load_state_dict(checks.tiny_target(name).state_dict())
+    final_norm(scaled).weight.add_(torch.randn(32))
+    states_ND = torch.randn(5, 32)
+    states_ND -= states_ND.mean(-1, keepdim=True)  # a layer norm takes the mean off, the head's norm does not
+    head = Eagle3(EAGLE, scaled, None).double()
+    torch.testing.assert_close(head.norm(states_ND), final_norm(scaled)(states_ND.double()), atol=1e-4, rtol=1e-4)
 
 
-def test_taps_are_those_of_the_engines_where_none_are_given(tiny_llama):
+def test_taps_are_those_of_the_engines_where_none_are_given(tiny_llama, model):
     assert default_taps(tiny_llama(layers=30)) == (2, 15, 27)
     head = Eagle3(Eagle3Settings(kind="eagle3"), tiny_llama(layers=8), None)
     assert (head.taps, head.settings.taps) == ((2, 4, 5), [2, 4, 5])
     with pytest.raises(InputError, match=r"4 blocks is too shallow .* give head.taps"):
-        default_taps(checks.tiny_target("llama"))
+        default_taps(model)
 
 
-def test_layers_may_start_from_a_block_of_the_target(target):
-    head = Eagle3(PLAIN.model_copy(update={"init_block": 2, "num_layers": 2}), target.model, None)
-    block = blocks(target.model)[2].state_dict()
-    copied = ["self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "post_attention_layernorm"]
-    width = target.model.config.hidden_size
-    for layer, state_norm in zip(head.layers, ("hidden_norm", "input_layernorm"), strict=True):
-        own = layer.state_dict()
-        for name in copied:
-            torch.testing.assert_close(own[f"{name}.weight"], block[f"{name}.weight"].float())
-        for name in ("q_proj", "k_proj", "v_proj"):
-            reads_state = own[f"self_attn.{name}.weight"][:, -width:]
-            torch.testing.assert_close(reads_state, block[f"self_attn.{name}.weight"].float())
-        torch.testing.assert_close(own[f"{state_norm}.weight"], block["input_layernorm.weight"].float())
+def test_layers_may_start_from_a_block_of_the_target(model):
+    head = Eagle3(EAGLE.model_copy(update={"init_block": 2, "num_layers": 2}), model, None)
+    block = blocks(model)[2].state_dict()
+    norms = ["input_layernorm.weight", "post_attention_layernorm.weight"]
+    for layer, state_norm in zip(head.layers, ("hidden_norm.weight", "input_layernorm.weight"), strict=True):
+        own = layer.state_dict() | {"input_layernorm.weight": layer.state_dict()[state_norm]}
+        for name in [*norms, *(name for name in block if name.endswith("_proj.weight"))]:
+            copied = own[name][:, -block[name].shape[1] :] if own[name].ndim == 2 else own[name]  # the half that reads states
+            torch.testing.assert_close(copied, block[name].float())
 
 
 @torch.no_grad()
-def test_a_head_that_starts_from_the_next_block_says_what_that_block_would(target):
-    settings = PLAIN.model_copy(update={"init_block": 2, "taps": [1, 2]})
-    head = Eagle3(settings, target.model, None).to(target.model.dtype)
+def test_a_head_that_starts_from_the_next_block_gives_what_that_block_would(model):
+    head = Eagle3(EAGLE.model_copy(update={"init_block": 2, "taps": [1, 2]}), model, None).to(model.dtype)
     nn.init.zeros_(head.layers[0].input_layernorm.weight)  # the embedding's half is silent
-    batch, states = checks.inputs_of(target.model, checks.PROMPTS, (1, 2, 3))
+    batch, states = checks.inputs_of(model, checks.PROMPTS, (1, 2, 3))
     low_BTE, feature_BTE, after_BTE = states.taps_ABTE
     joined_BTF = torch.cat([torch.zeros_like(low_BTE), feature_BTE], -1)
     rotation = head.rotary(feature_BTE, batch.position_ids_BT)
@@ -184,12 +119,12 @@ def test_a_head_that_starts_from_the_next_block_says_what_that_block_would(targe
 def test_a_block_that_layers_cannot_start_from_is_refused(name, number, sentence):
     model = checks.tiny_target(name)
     with pytest.raises(InputError, match=sentence):
-        copy_block(model, number, Eagle3(PLAIN, model, None).layers[0])
+        copy_block(model, number, Eagle3(EAGLE, model, None).layers[0])
 
 
-def test_taps_are_noisy_in_training_alone_and_the_noise_follows_the_seed(target):
-    head = checks.build(PLAIN.model_copy(update={"tap_noise": 0.1}), target.model)
-    batch, states = checks.inputs_of(target.model, checks.PROMPTS, head.taps)
+def test_taps_are_noisy_in_training_alone_and_the_noise_follows_the_seed(model):
+    head = checks.build(EAGLE.model_copy(update={"tap_noise": 0.1}), model)
+    batch, states = checks.inputs_of(model, checks.PROMPTS, head.taps)
 
     def hidden(seed):
         torch.manual_seed(seed)
@@ -203,21 +138,17 @@ def test_taps_are_noisy_in_training_alone_and_the_noise_follows_the_seed(target)
 
 def test_a_head_served_in_bfloat16_turns_far_positions_as_the_trained_one(tiny_llama):
     model = tiny_llama(layers=4, dtype=torch.bfloat16)
-    head = Eagle3(PLAIN, model, None)
+    head = Eagle3(EAGLE, model, None)
     positions_BT = torch.tensor([[0, 100, 30_000]])
     trained = head.rotary(torch.zeros(()), positions_BT)
-    served = serve(head, model).rotary(torch.zeros(()), positions_BT)
+    torch.testing.assert_close(serve(head, model).rotary(torch.zeros(()), positions_BT), trained, rtol=0, atol=0)
     assert head.fc.weight.dtype == torch.bfloat16
-    torch.testing.assert_close(served, trained, rtol=0, atol=0)
-    assert not [module for module in head.modules() if isinstance(module, nn.Embedding)]
 
 
-DEPTHS = 4
-DOCUMENTS_BT = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, -1, -1]])
-
-
-def made(num_key_value_heads):
-    """Return an attention layer, its rotary embedding, and random states `[K, B, T, D]` to read at each depth."""
+@pytest.mark.parametrize("num_key_value_heads", [1, 2, 4], ids=["one key head", "grouped", "a key head each"])
+def test_outputs_and_gradients_of_every_depth_are_those_under_a_dense_mask(num_key_value_heads):
+    documents_BT = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, -1, -1]])
+    num_depths, (B, T) = 4, documents_BT.shape
     shape = LayerShape(
         width=24,
         mlp_width=8,
@@ -229,60 +160,21 @@ def made(num_key_value_heads):
         max_positions=64,
     )
     torch.manual_seed(0)
-    attention = DraftAttention(shape, 24).double()
-    return attention, Rotary(shape), torch.randn(DEPTHS, *DOCUMENTS_BT.shape, 24, dtype=torch.float64) * 3
-
-
-def dense(attention, states, rotations, depth):
-    """Return the attention output of one depth, over the keys of all depths up to it side by side, by a mask of them all."""
-    T = DOCUMENTS_BT.shape[1]
-    pairs = [attention.keys_values(*each) for each in zip(states[: depth + 1], rotations, strict=False)]
-    keys, values = (torch.cat(each, 2) for each in zip(*pairs, strict=True))
-    own_TT = torch.eye(T, dtype=torch.bool).expand(len(DOCUMENTS_BT), 1, T, T)
-    visible_B1TS = torch.cat([causal_mask(DOCUMENTS_BT), *[own_TT] * depth], -1)
-    return attention.attend(attention.queries(states[depth], rotations[depth]), keys, values, visible_B1TS)
-
-
-@pytest.mark.parametrize("num_key_value_heads", [1, 2, 4], ids=["one key head", "grouped", "a key head each"])
-def test_every_depth_is_attention_under_a_dense_mask(num_key_value_heads):
-    attention, rotary, states = made(num_key_value_heads)
+    attention, rotary = DraftAttention(shape, 24).double(), Rotary(shape)
+    states_KBTD = (torch.randn(num_depths, B, T, 24, dtype=torch.float64) * 3).requires_grad_()
     positions_BT = torch.tensor([[0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6]])
-    rotations = [rotary(states, positions_BT + depth) for depth in range(DEPTHS)]
-    unrolled = UnrolledKeys(causal_mask(DOCUMENTS_BT))
-    for depth in range(DEPTHS):
-        found_BTD = unrolled.attend(attention, states[depth], rotations[depth])
-        expected_BTD = dense(attention, states, rotations, depth)
-        torch.testing.assert_close(found_BTD, expected_BTD, atol=1e-5, rtol=1e-5)  # weights are computed in float32
-
-
-def test_gradients_flow_through_all_depths_as_under_a_dense_mask():
-    attention, rotary, states = made(2)
-    rotations = [rotary(states, torch.arange(7).expand(2, -1) + depth) for depth in range(DEPTHS)]
-    gradients = []
-    for way in ("unrolled", "dense"):
-        leaf = states.clone().requires_grad_()
-        unrolled = UnrolledKeys(causal_mask(DOCUMENTS_BT))
-        outputs = [
-            unrolled.attend(attention, leaf[depth], rotations[depth])
-            if way == "unrolled"
-            else dense(attention, list(leaf), rotations, depth)
-            for depth in range(DEPTHS)
-        ]
-        gradients.append(torch.autograd.grad(torch.stack(outputs).square().sum(), leaf)[0])
-    torch.testing.assert_close(gradients[0], gradients[1], atol=1e-4, rtol=1e-4)
-    assert bool(gradients[0].abs().amax(-1).gt(0).all())
-
-
-def test_a_chain_sees_nothing_of_other_chains_nor_of_later_origins():
-    attention, rotary, states = made(2)
-    rotations = [rotary(states, torch.arange(7).expand(2, -1) + depth) for depth in range(DEPTHS)]
-
-    def last_depth(states):
-        unrolled = UnrolledKeys(causal_mask(DOCUMENTS_BT))
-        return [unrolled.attend(attention, states[depth], rotations[depth]) for depth in range(DEPTHS)][-1]
-
-    plain_BTD, changed = last_depth(states), states.clone()
-    changed[1:, 0, 4] += 1  # the deeper states of one origin
-    changed[0, 0, 5] += 1  # and a depth-0 state after it, in the same document
-    differs_BT = (last_depth(changed) - plain_BTD).abs().amax(-1) > 1e-9
-    assert differs_BT.tolist() == [[False, False, False, False, True, True, True], [False] * 7]
+    rotations = [rotary(states_KBTD, positions_BT + depth) for depth in range(num_depths)]
+    unrolled, causal_B1TT = UnrolledKeys(causal_mask(documents_BT)), causal_mask(documents_BT)
+    own_B1TT = torch.eye(T, dtype=torch.bool).expand(B, 1, T, T)
+    found, expected = [], []
+    for depth in range(num_depths):
+        found.append(unrolled.attend(attention, states_KBTD[depth], rotations[depth]))
+        pairs = [attention.keys_values(*each) for each in zip(states_KBTD[: depth + 1], rotations, strict=False)]
+        keys, values = (torch.cat(each, 2) for each in zip(*pairs, strict=True))
+        visible_B1TS = torch.cat([causal_B1TT, *[own_B1TT] * depth], -1)
+        queries = attention.queries(states_KBTD[depth], rotations[depth])
+        expected.append(attention.attend(queries, keys, values, visible_B1TS))
+        torch.testing.assert_close(found[-1], expected[-1], atol=1e-5, rtol=1e-5)  # weights are computed in float32
+    gradients = [torch.autograd.grad(torch.stack(each).square().sum(), states_KBTD)[0] for each in (found, expected)]
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
+    assert gradients[0].abs().amax(-1).gt(0).all()

@@ -1,15 +1,12 @@
-"""P-EAGLE drafts what it was trained to draft, and its training forward is every element written out with what it sees."""
+"""P-EAGLE's training forward is every element written out with what it sees."""
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import SamplingConfig
-from configs.schema.heads import PEagleSettings
 from configs.schema.learning import LossConfig
 from distill.loss.head_objective import HeadObjective
-from heads.artifact import WEIGHTS_FILE
 from heads.families.peagle import kept_depths
 from heads.families.registry import FAMILIES
 from heads.modules.initialization import mask_token
@@ -18,12 +15,9 @@ from heads.modules.layers import DraftAttention
 from heads.sampling.counter_rng import CounterRNG
 from heads.target.hidden_states import read_states
 from tests.support import family_checks as checks
-from tests.support.naive_eagle import NaiveBody
+from tests.support.naive_layers import NaiveBody
 
-PLAIN = PEagleSettings(kind="peagle", taps=[1, 2, 4], num_layers=2, num_depths=3, mask_token_id=2)
-ALL_OPTIONS = PLAIN.model_copy(update={"num_layers": 3, "norm_taps": True, "norm_before_residual": True, "num_depths": 4})
-OPTIONS = pytest.mark.parametrize("settings", [PLAIN, ALL_OPTIONS], ids=["plain", "all options"])
-TARGETS = pytest.mark.parametrize("name", sorted(checks.CONFIGS))
+PEAGLE = checks.SETTINGS["peagle"]
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +25,11 @@ def target(as_target):
     return as_target(checks.tiny_target("llama"))
 
 
-@TARGETS
-@OPTIONS
-def test_the_training_forward_is_every_element_written_out(name, settings):
-    model = checks.tiny_target(name)
+@pytest.mark.parametrize(
+    ("name", "options"), [*((name, "peagle") for name in sorted(checks.CONFIGS)), ("gemma3", "peagle, all options")]
+)
+def test_the_training_forward_is_every_element_written_out(name, options):
+    model, settings = checks.tiny_target(name), checks.SETTINGS[options]
     head = checks.build(settings, model)
     batch, depths = checks.depths_as_written_out(head, model, naive_elements)
     for depth, each in enumerate(depths):
@@ -65,32 +60,8 @@ def naive_elements(head, model, taps_ATE, prompt):
     return expected
 
 
-def test_it_comes_back_from_its_artifact_under_the_names_that_engines_know(tmp_path, target):
-    checks.assert_comes_back(
-        tmp_path / "head", checks.build(PLAIN, target.model, checks.SOME_TOKENS), target, checks.SOME_TOKENS
-    )
-    layer = [
-        "input_layernorm",
-        "post_attention_layernorm",
-        *(f"self_attn.{name}_proj" for name in "qkvo"),
-        *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
-    ]
-    names = {"fc.weight", "norm.weight", "lm_head.weight", "mask_hidden", "layers.0.hidden_norm.weight"}
-    tensors = load_file(tmp_path / "head" / WEIGHTS_FILE)
-    assert set(tensors) == names | {f"layers.{number}.{name}.weight" for number in range(2) for name in layer}
-    assert tensors["mask_hidden"].shape == (1, 1, 3 * 32)
-    assert tensors["layers.0.self_attn.q_proj.weight"].shape == (32, 64)
-    assert tensors["layers.1.self_attn.q_proj.weight"].shape == (32, 32)
-
-
-@OPTIONS
-def test_gradients_reach_every_parameter_and_none_of_the_target(settings, target):
-    settings = settings.model_copy(update={"train_head": True})
-    checks.assert_gradients_reach_everything(checks.build(settings, target.model, checks.SOME_TOKENS), target)
-
-
 def test_a_forward_that_keeps_some_origins_gives_them_the_states_of_one_that_keeps_all(target):
-    head = checks.build(ALL_OPTIONS.model_copy(update={"keep_share": 0.6}), target.model)
+    head = checks.build(checks.SETTINGS["peagle, all options"].model_copy(update={"keep_share": 0.6}), target.model)
     batch, states = checks.inputs_of(target.model, [*checks.PROMPTS, list(range(5, 30))], head.taps)
     whole = head(batch, states)
     torch.manual_seed(0)
@@ -123,7 +94,7 @@ def test_kept_origins_are_nested_as_many_as_asked_and_drawn_anew():
 
 
 def test_the_sampled_loss_is_the_whole_one_on_average(target):
-    head = checks.build(PLAIN.model_copy(update={"keep_share": 0.5, "min_keep_share": 0.1}), target.model)
+    head = checks.build(PEAGLE.model_copy(update={"keep_share": 0.5, "min_keep_share": 0.1}), target.model)
     batch, states = checks.inputs_of(target.model, [list(range(3, 20)), list(range(30, 41))], head.taps)
     objective = HeadObjective(head, target, LossConfig())
     with torch.no_grad():
@@ -138,7 +109,7 @@ def test_the_sampled_loss_is_the_whole_one_on_average(target):
 
 @pytest.mark.parametrize("rows", [[[5, 6]], [[5, 6, 7]], [[5, 6, 7], list(range(4, 12))]], ids=["none", "one", "ragged"])
 def test_texts_shorter_than_the_depths_can_be_trained_on(target, rows):
-    head = checks.build(PLAIN, target.model).train()
+    head = checks.build(PEAGLE, target.model).train()
     batch, states = checks.inputs_of(target.model, rows, head.taps)
     loss = HeadObjective(head, target, LossConfig())(batch, states, torch.tensor(4.0), 1)
     loss.loss.backward()
@@ -147,22 +118,21 @@ def test_texts_shorter_than_the_depths_can_be_trained_on(target, rows):
 
 
 def test_one_depth_alone_has_no_further_elements(target):
-    batch, states = checks.inputs_of(target.model, checks.PROMPTS, PLAIN.taps)
-    (alone,) = checks.build(PLAIN.model_copy(update={"num_depths": 1}), target.model)(batch, states)
-    first, *_ = checks.build(PLAIN, target.model)(batch, states)
+    batch, states = checks.inputs_of(target.model, checks.PROMPTS, PEAGLE.taps)
+    (alone,) = checks.build(PEAGLE.model_copy(update={"num_depths": 1}), target.model)(batch, states)
+    first, *_ = checks.build(PEAGLE, target.model)(batch, states)
     torch.testing.assert_close(alone.hidden_ND, first.hidden_ND, atol=1e-5, rtol=1e-5)
 
 
-def test_a_round_is_one_forward_of_at_most_as_many_drafts_as_there_are_depths(target, monkeypatch):
-    head = checks.build(PLAIN, target.model)
+def test_a_round_is_one_forward(target, monkeypatch):
+    head = checks.build(PEAGLE, target.model)
     plain, calls = DraftAttention.attend, []
     monkeypatch.setattr(DraftAttention, "attend", lambda self, *args: calls.append(1) or plain(self, *args))
     proposer = FAMILIES["peagle"].propose(head, target.device)
-    ids_BT = torch.tensor([checks.PROMPTS[0]])
-    proposer.start([[*checks.PROMPTS[0], 1]], 32, read_states(target.model, ids_BT, head.taps))
-    rng = CounterRNG(0, [0], target.device)
-    proposal = proposer.propose([[*checks.PROMPTS[0], 1]], 5, SamplingConfig(), rng, keep_logits=False)
-    assert (proposal.num_drafted, len(calls)) == ([3], PLAIN.num_layers)
+    tokens, ids_BT = [[*checks.PROMPTS[0], 1]], torch.tensor([checks.PROMPTS[0]])
+    proposer.start(tokens, 32, read_states(target.model, ids_BT, head.taps))
+    proposer.propose(tokens, 3, SamplingConfig(), CounterRNG(0, [0], target.device), keep_logits=False)
+    assert len(calls) == PEAGLE.num_layers
 
 
 def test_the_mask_token_is_the_padding_or_the_first_end_of_text(tiny_llama):

@@ -3,60 +3,25 @@
 from itertools import cycle
 
 import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file
 
-from configs.schema.heads import (
-    DFlashSettings,
-    DSparkSettings,
-    Eagle3Settings,
-    HydraSettings,
-    LayerSettings,
-    MedusaSettings,
-    MtpSettings,
-    PEagleSettings,
-)
+from configs.schema.decoding import SamplingConfig
+from configs.schema.training import HeadsConfig
+from heads.artifact import WEIGHTS_FILE
 from heads.families.registry import FAMILIES
+from heads.sampling.counter_rng import CounterRNG
+from heads.target.hidden_states import read_states
 from tests.support import family_checks as checks
+from tests.support.family_checks import SETTINGS
 
-BLOCK = {"taps": [1, 3], "block_size": 5, "mask_token_id": 2}
-SETTINGS = {
-    "medusa": MedusaSettings(kind="medusa", num_depths=3, num_layers=2),
-    "medusa, own output heads": MedusaSettings(kind="medusa", num_depths=3, own_output_heads=True, train_head=True),
-    "hydra": HydraSettings(kind="hydra", num_depths=3, num_layers=2),
-    "hydra, prefix": HydraSettings(kind="hydra", num_depths=3, prefix_attention=True),
-    "hydra, published": HydraSettings(
-        kind="hydra",
-        num_depths=3,
-        num_layers=2,
-        prefix_attention=True,
-        prefix_norm=True,
-        own_output_heads=True,
-        train_head=True,
-    ),
-    "eagle3": Eagle3Settings(kind="eagle3", taps=[1, 2, 4], num_depths=3),
-    "eagle3, all options": Eagle3Settings(
-        kind="eagle3", taps=[0, 3], num_depths=3, num_layers=2, norm_taps=True, norm_before_residual=True, norm_feedback=True
-    ),
-    "eagle3, own parts": Eagle3Settings(
-        kind="eagle3",
-        taps=[1, 2, 4],
-        num_depths=3,
-        norm_joined_taps=True,
-        own_embedding=True,
-        layer=LayerSettings(mlp_width=20, num_heads=8, num_key_value_heads=2, head_width=6, norm_epsilon=1e-3),
-    ),
-    "peagle": PEagleSettings(kind="peagle", taps=[1, 2, 4], num_layers=2, num_depths=3, mask_token_id=2),
-    "peagle, all options": PEagleSettings(
-        kind="peagle", taps=[1, 2, 4], num_layers=3, num_depths=4, norm_taps=True, norm_before_residual=True, mask_token_id=2
-    ),
-    "dflash": DFlashSettings(kind="dflash", **BLOCK),
-    "dspark": DSparkSettings(kind="dspark", **BLOCK, markov_rank=6),
-    "mtp": MtpSettings(kind="mtp", num_depths=3),
-    "mtp, a module a depth": MtpSettings(kind="mtp", num_depths=3, shared_depths=False),
-}
+PLAIN = [name for name in SETTINGS if "," not in name]
 # Norms and rotary angles are computed in float32, whatever the dtype.
 TOLERANCES = {"medusa": 1e-6, "hydra": 1e-6, "mtp": 1e-4}
-TARGETS = pytest.mark.parametrize("name", sorted(checks.CONFIGS))
 BUILT = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+ON_ONE_TARGET = list(zip(cycle(sorted(checks.CONFIGS)), SETTINGS, strict=False))
+ON_EVERY_TARGET = [(model, name) for model in sorted(checks.CONFIGS) for name in PLAIN]
 
 
 def tolerance_of(settings):
@@ -64,39 +29,27 @@ def tolerance_of(settings):
 
 
 def test_every_family_is_among_them():
-    assert {settings.kind for settings in SETTINGS.values()} == FAMILIES.keys()
+    assert list(FAMILIES) == PLAIN
 
 
-@TARGETS
-@BUILT
-def test_the_logits_drafted_from_are_those_of_the_training_forward(name, settings):
-    model = checks.tiny_target(name)
+@pytest.mark.parametrize(("model", "name"), sorted({*ON_EVERY_TARGET, *ON_ONE_TARGET}))
+def test_the_logits_drafted_from_are_those_of_the_training_forward(model, name):
+    settings, model = SETTINGS[name], checks.tiny_target(model)
     checks.assert_drafts_as_trained(checks.build(settings, model), model, tolerance=tolerance_of(settings))
 
 
-@pytest.mark.parametrize(
-    ("name", "train_head"),
-    [
-        (name, train_head)
-        for name, settings in SETTINGS.items()
-        for train_head in (False, True)
-        if train_head or not settings.train_head  # own output heads are always trained
-        if name != "hydra, published"  # whose output heads have rows for every token
-    ],
-)
-def test_a_head_of_some_tokens_drafts_as_trained(name, train_head):
-    settings = SETTINGS[name]
-    model = checks.tiny_target("gemma3")
-    head = checks.build(settings.model_copy(update={"train_head": train_head}), model, checks.SOME_TOKENS)
+# The output heads of "hydra, published" have rows for every token.
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name != "hydra, published"])
+def test_a_head_of_some_tokens_drafts_as_trained(name):
+    settings, model = SETTINGS[name], checks.tiny_target("gemma3")
+    head = checks.build(settings, model, checks.SOME_TOKENS)
     checks.assert_drafts_as_trained(head, model, tolerance=tolerance_of(settings))
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"), list(zip(cycle(sorted(checks.CONFIGS)), SETTINGS.values(), strict=False)), ids=list(SETTINGS)
-)
-def test_greedy_output_is_that_of_plain_decoding(name, settings, as_target):
-    model = checks.tiny_target(name)
-    checks.assert_greedy_output_is_plain(checks.build(settings, model), as_target(model))
+@pytest.mark.parametrize(("model", "name"), ON_ONE_TARGET)
+def test_greedy_output_is_that_of_plain_decoding(model, name, as_target):
+    model = checks.tiny_target(model)
+    checks.assert_greedy_output_is_plain(checks.build(SETTINGS[name], model), as_target(model))
 
 
 @BUILT
@@ -105,9 +58,102 @@ def test_documents_of_a_row_are_apart(settings):
     checks.assert_documents_are_apart(checks.build(settings, model), model)
 
 
-@BUILT
-def test_it_learns_a_conversation(settings, as_target):
+@pytest.mark.parametrize("name", PLAIN)
+def test_it_learns_a_conversation(name, as_target):
+    settings = SETTINGS[name]
     if settings.kind == "peagle":
         settings = settings.model_copy(update={"num_layers": 1, "keep_share": 1.0})
     model = checks.tiny_target("llama")
     checks.assert_learns(checks.build(settings, model, stir=0.0), as_target(model), num_depths=3)
+
+
+@pytest.mark.parametrize(("model", "name"), ON_ONE_TARGET)
+def test_gradients_reach_every_parameter_and_none_of_the_target(model, name, as_target):
+    settings, target = SETTINGS[name], as_target(checks.tiny_target(model))
+    from_zero = settings.kind in ("medusa", "hydra")  # whose new layers add nothing yet
+    head = checks.build(settings.model_copy(update={"train_head": True}), target.model, stir=0.0 if from_zero else 0.2)
+    assert all(parameter.requires_grad for parameter in head.parameters())
+    checks.assert_gradients_reach_everything(head, target)
+
+
+# --- artifacts ----------------------------------------------------------------------------------------------------
+
+
+def numbered(stem, count, names):
+    return {f"{stem}.{number}.{name}" for number in range(count) for name in names}
+
+
+def weights(*names):
+    return {f"{name}.weight" for name in names}
+
+
+def linear(*names):
+    return weights(*names) | {f"{name}.bias" for name in names}
+
+
+ATTENTION = weights(*(f"self_attn.{name}_proj" for name in "qkvo"))
+MLP = weights(*(f"mlp.{name}_proj" for name in ("gate", "up", "down")))
+LAYER = ATTENTION | MLP | weights("input_layernorm", "post_attention_layernorm")
+GROUNDED = linear("linear", "res_connection", "blocks.layers.0")
+BLOCKS = weights("fc", "hidden_norm", "norm") | numbered("layers", 2, LAYER | weights("self_attn.q_norm", "self_attn.k_norm"))
+MODULE = weights("enorm", "hnorm", "eh_proj", "post_norm") | {f"mtp_block.{name}" for name in LAYER}
+EAGLE = weights("fc", "norm", "layers.0.hidden_norm")
+# Engines and earlier artifacts know the tensors by these names.
+NAMES = {
+    "medusa": numbered("blocks", 3, linear("layers.0", "layers.1")),
+    "medusa, own output heads": numbered("blocks", 3, linear("layers.0")) | weights(*(f"lm_heads.{n}" for n in range(3))),
+    "hydra": numbered("blocks", 3, GROUNDED | linear("blocks.layers.1")),
+    "hydra, prefix": numbered("blocks", 3, GROUNDED) | {f"prefix_layer.{name}" for name in LAYER},
+    "eagle3": EAGLE | numbered("layers", 1, LAYER),
+    "eagle3, all options": EAGLE | weights("fc_norm.0", "fc_norm.1") | numbered("layers", 2, LAYER),
+    "eagle3, own parts": EAGLE | weights("input_norm", "embed_tokens") | numbered("layers", 1, LAYER),
+    "peagle": EAGLE | {"mask_hidden"} | numbered("layers", 2, LAYER),
+    "dflash": BLOCKS,
+    "dspark": BLOCKS | weights("markov_head.markov_w1", "markov_head.markov_w2") | linear("confidence_head.proj"),
+    "mtp": numbered("layers", 1, MODULE),
+    "mtp, a module a depth": numbered("layers", 3, MODULE),
+}
+
+
+@pytest.mark.parametrize(("name", "reduced"), [*((name, False) for name in NAMES), *((name, True) for name in PLAIN)])
+def test_it_comes_back_from_its_artifact_under_the_names_that_engines_know(tmp_path, name, reduced, as_target):
+    target, vocabulary = as_target(checks.tiny_target("llama")), checks.SOME_TOKENS if reduced else None
+    checks.assert_comes_back(tmp_path / "head", checks.build(SETTINGS[name], target.model, vocabulary), target, vocabulary)
+    assert load_file(tmp_path / "head" / WEIGHTS_FILE).keys() == NAMES[name] | ({"lm_head.weight"} if reduced else set())
+
+
+# --- how many drafts ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "longest"),
+    [("medusa", 3), ("hydra", 3), ("peagle", 3), ("dflash", 4), ("dspark", 4), ("mtp, a module a depth", 3), ("mtp", 9)],
+)
+@torch.no_grad()
+def test_it_drafts_no_more_than_it_can_and_the_same_whatever_it_is_asked_for(name, longest):
+    model = checks.tiny_target("llama")
+    head = checks.build(SETTINGS[name], model)
+    tokens, states = [[*checks.PROMPTS[0], 1]], read_states(model, torch.tensor(checks.PROMPTS[:1]), head.taps)
+    drafts = {}
+    for asked in (1, longest, 9):
+        proposer = FAMILIES[head.settings.kind].propose(head, model.device)
+        proposer.start(tokens, 24, states)
+        rng = CounterRNG(0, [0], model.device)
+        drafts[asked] = proposer.propose(tokens, asked, SamplingConfig(), rng, keep_logits=True)
+        assert drafts[asked].num_drafted == [min(asked, longest)]
+        torch.testing.assert_close(drafts[asked].logits_BGV[:, :1], drafts[1].logits_BGV)
+    torch.testing.assert_close(drafts[9].logits_BGV, drafts[longest].logits_BGV)
+
+
+@pytest.mark.parametrize("where", ["num_speculative_tokens", "held_out.decode.num_speculative_tokens"])
+def test_a_run_that_asks_for_more_drafts_than_the_head_has_is_refused(where):
+    for head, longest in (
+        ({"kind": "medusa", "num_depths": 4}, 4),
+        ({"kind": "hydra", "num_depths": 3}, 3),
+        ({"kind": "mtp", "num_depths": 3, "shared_depths": False}, 3),
+    ):
+        more = {"num_speculative_tokens": longest + 1}
+        config = {"head": head} | (more if where == "num_speculative_tokens" else {"held_out": {"decode": more}})
+        with pytest.raises(ValidationError, match=f"{where} must be at most {longest}, what a {head['kind']} head .* got"):
+            HeadsConfig.model_validate(config)
+    HeadsConfig.model_validate({"head": {"kind": "mtp", "num_depths": 2}, "num_speculative_tokens": 3})
