@@ -38,13 +38,14 @@ class Corrected:
         return replace(proposal, tokens_BG=torch.tensor(rows, dtype=torch.int64).view_as(proposal.tokens_BG))
 
     def _put_right(self, text, row, parents):
-        """Put the answer's tokens on the way through the last child of each token, down to the depth of this round."""
+        """Put the answer's tokens on one way down the tree, which depends on the round's length, to the depth of this round."""
         whole = next(each for each in self.texts if each[: len(text)] == text)  # a committed token is never wrong
         node = 0
         for token in whole[len(text) : len(text) + self.depths[len(text) % len(self.depths)]]:
-            if node not in parents:
+            children = [child for child, parent in enumerate(parents, start=1) if parent == node]
+            if not children:
                 return
-            node = len(parents) - parents[::-1].index(node)
+            node = children[-1 - len(text) % len(children)]
             row[node - 1] = token
 
 

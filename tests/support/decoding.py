@@ -1,16 +1,56 @@
-"""Requests for the decoder, and checks of its output, shared by the tests of the decoder and of proposers."""
+"""Requests for the decoder, drafts of every kind, and checks of its output."""
 
 from collections import Counter
 
 import torch
 
+from configs.schema.heads import (
+    DFlashSettings,
+    DSparkSettings,
+    Eagle3Settings,
+    HydraSettings,
+    MedusaSettings,
+    MtpSettings,
+    PEagleSettings,
+)
 from eval.decoder.decode import Request
 from eval.lossy.decode import decode
 from eval.stats.significance import GTest, g_test
 from heads.artifact import Draft, Metadata
+from heads.families.registry import FAMILIES
 from heads.proposers.draft_lm import DraftLM
+from heads.proposers.prompt_lookup import PromptLookup
+from tests.support.family_checks import build
 
 PROMPTS = [[7, 12, 3], [20, 9, 9, 31, 5, 6], [40], [11, 12, 13, 11, 12, 13, 11, 12]]
+# For targets of four blocks; every way in which a family drafts.
+HEADS = {
+    "medusa": MedusaSettings(kind="medusa", num_depths=4),
+    "hydra": HydraSettings(kind="hydra", num_depths=3, prefix_attention=True),
+    "eagle3": Eagle3Settings(kind="eagle3", num_depths=3, taps=[1, 2, 3]),
+    "mtp": MtpSettings(kind="mtp", num_depths=3, shared_depths=True),
+    "mtp_by_depth": MtpSettings(kind="mtp", num_depths=3, shared_depths=False),
+    "peagle": PEagleSettings(kind="peagle", num_depths=4, num_layers=2, taps=[1, 2, 3], mask_token_id=0),
+    "dflash": DFlashSettings(kind="dflash", block_size=5, taps=[1, 2, 3], mask_token_id=0),
+    "dspark": DSparkSettings(kind="dspark", block_size=4, taps=[1, 2, 3], mask_token_id=0, markov_rank=8),
+}
+
+
+def head_proposer(name, model):
+    """Return a proposer with an untrained head from `HEADS`."""
+    return FAMILIES[HEADS[name].kind].propose(build(HEADS[name], model), model.device)
+
+
+class KnownAnswers(PromptLookup):
+    """Drafts known answers to `prompts`, and beyond their end."""
+
+    def __init__(self, prompts, answers):
+        super().__init__(torch.device("cpu"))
+        self.texts = [[*prompt, *answer, *range(1, 9)] for prompt, answer in zip(prompts, answers, strict=True)]
+
+    def _continue(self, row, number, num_tokens):
+        text = next(text for text in self.texts if text[: len(row)] == row)
+        return text[len(row) : len(row) + num_tokens]
 
 
 def requests_for(prompts, category="c"):

@@ -20,10 +20,11 @@ def test_the_output_follows_the_targets_distribution_exactly(rule, seed, num_dra
     assert outcome.total_variation < 1e-12
 
 
-def test_token_rejection_accepts_at_the_rate_one_minus_total_variation():
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_a_single_draft_is_accepted_at_the_rate_one_minus_total_variation(rule):
     toy = random_toy(7, num_drafts=1)
     alpha = sum(map(min, toy.p[()], toy.q[()]))
-    assert enumerate_rule(verify_tokens, toy).tokens_per_round == pytest.approx(1 + alpha, abs=1e-12)
+    assert enumerate_rule(rule, toy).tokens_per_round == pytest.approx(1 + alpha, abs=1e-12)
 
 
 def test_block_verification_commits_no_fewer_tokens_than_token_verification():
@@ -33,20 +34,6 @@ def test_block_verification_commits_no_fewer_tokens_than_token_verification():
         gains.append(enumerate_rule(verify_block, toy).tokens_per_round - enumerate_rule(verify_tokens, toy).tokens_per_round)
     assert min(gains) >= -1e-12
     assert sum(gain > 1e-3 for gain in gains) >= 3
-
-
-def test_block_and_token_verification_are_one_for_a_single_draft():
-    toy = random_toy(3, num_drafts=1)
-    one, other = enumerate_rule(verify_block, toy), enumerate_rule(verify_tokens, toy)
-    assert one.tokens_per_round == pytest.approx(other.tokens_per_round, abs=1e-12)
-
-
-def softmax_of_the_residual(p, q, tokens, num_drafted, accept, residual, bonus):
-    found = verify_tokens(p, q, tokens, num_drafted, accept, residual, bonus)
-    rows, at = torch.arange(len(p)), found.num_accepted_B
-    rest = (p[rows, at] - q[rows, at.clamp(max=q.shape[1] - 1)]).clamp(min=0).softmax(-1)
-    wrong = torch.searchsorted(rest.cumsum(-1), residual.unsqueeze(1)).squeeze(1).clamp(max=p.shape[-1] - 1)
-    return ChainVerification(at, torch.where(at == num_drafted, found.next_token_B, wrong))
 
 
 def no_residual(p, q, tokens, num_drafted, accept, residual, bonus):
@@ -72,29 +59,22 @@ def bonus_from_the_row_before(p, *others):
     return verify_tokens(torch.cat([p[:, :-1], p[:, -2:-1]], 1), *others)
 
 
-def a_drafts_own_probability_drops_it(p, q, tokens, num_drafted, *others):
-    sure = q.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) > 0.3
-    return verify_tokens(p, q, tokens, sure.long().cumprod(1).sum(1), *others)
-
-
 def first_failure_ends_the_block(*arguments):
     block, stepwise = verify_block(*arguments), verify_tokens(*arguments)
     return ChainVerification(torch.minimum(block.num_accepted_B, stepwise.num_accepted_B), block.next_token_B)
 
 
-MUTANTS = [
-    softmax_of_the_residual,
-    no_residual,
-    off_by_one_row,
-    another_q_than_was_sampled,
-    one_uniform_for_all_positions,
-    bonus_from_the_row_before,
-    a_drafts_own_probability_drops_it,
-    first_failure_ends_the_block,
-]
-
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        no_residual,
+        off_by_one_row,
+        another_q_than_was_sampled,
+        one_uniform_for_all_positions,
+        bonus_from_the_row_before,
+        first_failure_ends_the_block,
+    ],
+)
 def test_enumeration_catches_a_planted_bug(mutant):
     assert max(enumerate_rule(mutant, random_toy(seed)).total_variation for seed in range(2)) > 1e-3
 

@@ -28,6 +28,7 @@ PROMPTS = [text[:length] for text in POOL for length in range(1, LONGEST_PROMPT 
 batches = st.lists(st.sampled_from(range(len(PROMPTS))), min_size=1, max_size=4, unique=True)
 gammas = st.integers(1, 7)
 patterns = st.lists(st.integers(0, 8), min_size=1, max_size=5)  # drafts made right, round by round
+trees = st.integers(1, 9).flatmap(lambda n: st.tuples(*(st.integers(0, draft) for draft in range(n))).map(sorted))
 
 
 class Wrong:
@@ -117,6 +118,20 @@ def expected_answer(known, number, eos, max_new_tokens, context):
     raise AssertionError("the pool's texts are too short for this")
 
 
+def tree_of(parents):
+    """Return the tree with these parents, breadth first."""
+    paths = [[]]
+    for draft, parent in enumerate(parents):
+        paths.append([*paths[parent], parents[:draft].count(parent)])
+    return StaticTree(kind="static", paths=paths[1:])
+
+
+def check_ranks(round_, tree):
+    assert len(round_.ranks or ()) == round_.num_accepted
+    assert round_.num_accepted == 0 or list(round_.ranks) in tree.paths
+    assert len(round_.drafted) <= tree.depth
+
+
 def check_counts(generation):
     """Rounds hold the tokens after the first; each is its accepted drafts and the target's own token, unless cut."""
     committed = [token for round_ in generation.rounds for token in round_.committed]
@@ -140,18 +155,16 @@ def test_the_choices_are_clear_enough_for_float32(known):
     max_new_tokens=st.integers(1, NUM_TOKENS),
     eos=st.sets(st.integers(0, VOCAB_SIZE - 1), max_size=6),
     short=st.booleans(),
-    tree=st.booleans(),
+    parents=st.none() | trees,
 )
 @settings(max_examples=60, deadline=None)
 def test_output_is_plain_and_counts_agree(
-    as_target, known, short_model, batch, gamma, pattern, counts, max_new_tokens, eos, short, tree
+    as_target, known, short_model, batch, gamma, pattern, counts, max_new_tokens, eos, short, parents
 ):
     target = as_target(short_model if short else known.model, eos=eos)
-    config = DecodeConfig(
-        num_speculative_tokens=max(gamma, TREE.depth) if tree else gamma,
-        max_new_tokens=max_new_tokens,
-        tree=TREE if tree else None,
-    )
+    tree = None if parents is None else tree_of(parents)
+    num_tokens = max(gamma, tree.depth) if tree else gamma
+    config = DecodeConfig(num_speculative_tokens=num_tokens, max_new_tokens=max_new_tokens, tree=tree)
     script = (CorrectedTrees if tree else Corrected)(Wrong(known.texts, counts), known.texts, pattern)
     generations, timing = decode(target, requests_for(batch), config, script)
     plain, _ = decode(target, requests_for(batch), DecodeConfig(num_speculative_tokens=0, max_new_tokens=max_new_tokens))
@@ -160,6 +173,8 @@ def test_output_is_plain_and_counts_agree(
         assert (list(generation.tokens), generation.stop_reason) == (answer, reason)
         assert (alike.tokens, alike.stop_reason) == (generation.tokens, reason)
         check_counts(generation)
+        for round_ in generation.rounds if tree else ():
+            check_ranks(round_, tree)
     assert timing.num_tokens == sum(len(generation.tokens) - 1 for generation in generations)
     assert timing.num_rounds == sum(len(generation.rounds) for generation in generations)
 
@@ -219,7 +234,7 @@ class ScriptedDistributions:
     seed=st.integers(0, 2**40),
     draft=st.sampled_from(["script", "model", "model_with_tree"]),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_a_request_gets_the_same_sampled_tokens_alone_and_in_any_batch(
     as_target, doubles, batch, gamma, rule, sharpness, temperature, top_p, eos, seed, draft
 ):

@@ -12,6 +12,7 @@ from heads.proposers.prompt_lookup import PromptLookup
 from heads.target.loading import load_target
 
 QUESTIONS = ["List three fruits and their colours.", "Repeat this twice: a rose is a rose is a rose."]
+NUM_TOKENS = 16
 
 
 @pytest.fixture(scope="module")
@@ -26,20 +27,19 @@ def prompts(target):
 
 @pytest.fixture(scope="module")
 def plain(target, prompts):
-    return generate(target, prompts, DecodeConfig(num_speculative_tokens=0, max_new_tokens=32))
+    return generate(target, prompts, DecodeConfig(num_speculative_tokens=0, max_new_tokens=NUM_TOKENS))
 
 
 def test_plain_decoding_is_transformers_greedy_generation(target, prompts, plain):
     for prompt, answer in zip(prompts, plain, strict=True):
         ids = torch.tensor([prompt])
-        expected = target.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=32)
+        expected = target.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_TOKENS)
         assert answer == expected[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("batch_size", [1, 2])
-@pytest.mark.parametrize("name", ["two_layers_of_it", "prompt_lookup"])
+@pytest.mark.parametrize(("name", "batch_size"), [("two_layers_of_it", 2), ("prompt_lookup", 1)])
 def test_greedy_speculation_gives_the_plain_answers(target, prompts, plain, name, batch_size):
     two_layers = keep_layers(target.model, [0, 1]).eval()
     proposer = DraftLM(two_layers, target.vocab_size) if name == "two_layers_of_it" else PromptLookup(target.device)
-    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=32, batch_size=batch_size)
+    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=NUM_TOKENS, batch_size=batch_size)
     assert generate(target, prompts, config, proposer) == plain

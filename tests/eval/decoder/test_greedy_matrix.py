@@ -1,4 +1,4 @@
-"""Greedy output is plain greedy output in float32, bit for bit the same tokens: every rule, shape, proposer and batch size.
+"""Greedy output is plain greedy output in float32, bit for bit the same tokens: every shape and proposer.
 
 Drafts are made right to a depth that changes from round to round, so that everything that counts accepted drafts is at work
 whatever an untrained head says.
@@ -13,15 +13,6 @@ import torch
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import DynamicTree, StaticTree
-from configs.schema.heads import (
-    DFlashSettings,
-    DSparkSettings,
-    Eagle3Settings,
-    HydraSettings,
-    MedusaSettings,
-    MtpSettings,
-    PEagleSettings,
-)
 from eval.decoder.decode import Request, decode
 from heads.families.registry import FAMILIES
 from heads.proposers.draft_lm import DraftLM
@@ -32,6 +23,7 @@ from heads.proposers.self_speculation import early_exit
 from heads.proposers.suffix_lookup import SuffixLookup
 from tests.support import family_checks as checks
 from tests.support.corrected import Corrected, CorrectedTrees
+from tests.support.decoding import HEADS
 
 PROMPTS = [[7, 12, 3, 44, 9], [20, 9, 9, 31, 5, 6, 2, 50, 17], [40]]
 NUM_TOKENS = 12
@@ -40,16 +32,6 @@ SHAPES = {
     "chain": None,
     "static": StaticTree(kind="static", paths=[[0], [1], [2], [0, 0], [0, 1], [2, 0], [0, 1, 0], [2, 0, 0], [2, 0, 0, 0]]),
     "dynamic": DynamicTree(kind="dynamic", num_nodes=9, width=3),
-}
-HEADS = {
-    "medusa": MedusaSettings(kind="medusa", num_depths=3),
-    "hydra": HydraSettings(kind="hydra", num_depths=3, prefix_attention=True),
-    "eagle3": Eagle3Settings(kind="eagle3", num_depths=3, taps=[1, 2, 3]),
-    "mtp": MtpSettings(kind="mtp", num_depths=3, shared_depths=True),
-    "mtp_by_depth": MtpSettings(kind="mtp", num_depths=3, shared_depths=False),
-    "peagle": PEagleSettings(kind="peagle", num_depths=4, num_layers=2, taps=[1, 2, 3], mask_token_id=0),
-    "dflash": DFlashSettings(kind="dflash", block_size=5, taps=[1, 2, 3], mask_token_id=0),
-    "dspark": DSparkSettings(kind="dspark", block_size=4, taps=[1, 2, 3], mask_token_id=0, markov_rank=8),
 }
 OTHERS = {
     "draft_lm": lambda model: DraftLM(early_exit(model, 3), 64),
@@ -88,10 +70,10 @@ def proposer_of(name):
     return FAMILIES[HEADS[name].kind].propose(head, model.device)
 
 
-def decode_all(target, config, proposer, batch_size):
+def decode_all(target, config, proposer):
+    """Decode two prompts together and the third by itself."""
     requests = [Request(prompt_id=str(n), category="", tokens=tuple(prompt)) for n, prompt in enumerate(PROMPTS)]
-    batches = (requests[start : start + batch_size] for start in range(0, len(requests), batch_size))
-    return [generation for batch in batches for generation in decode(target, batch, config, proposer)[0]]
+    return [each for batch in (requests[:2], requests[2:]) for each in decode(target, batch, config, proposer)[0]]
 
 
 def test_the_choices_are_clear_enough_for_float32():
@@ -105,20 +87,19 @@ def test_greedy_decoding_has_one_rule():
         assert (config.rule, config.draws) == ("greedy", False)
 
 
-@pytest.mark.parametrize(("rule", "batch_size"), [("token", 1), ("block", 3), ("match", 3)])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", [*HEADS, *OTHERS])
-def test_greedy_output_is_plain_greedy_output(as_target, rule, name, shape, batch_size):
+def test_greedy_output_is_plain_greedy_output(as_target, name, shape):
     texts, _ = answers()
     target = as_target(model_of(torch.float32))
     inner = proposer_of(name)
     proposer = (CorrectedTrees if isinstance(inner, TreeProposer) else Corrected)(inner, texts, DEPTHS)
-    config = DecodeConfig(num_speculative_tokens=4, max_new_tokens=NUM_TOKENS, verification=rule, tree=SHAPES[shape])
+    config = DecodeConfig(num_speculative_tokens=4, max_new_tokens=NUM_TOKENS, tree=SHAPES[shape])
     if (shape != "chain" and name in DRAFTS_NO_TREES) or (shape == "chain" and name == "merged"):
         with pytest.raises(InputError, match="tree"):
-            decode_all(target, config, proposer, batch_size)
+            decode_all(target, config, proposer)
         return
-    generations = decode_all(target, config, proposer, batch_size)
+    generations = decode_all(target, config, proposer)
     assert [[*each.prompt_tokens, *each.tokens] for each in generations] == texts
     accepted = {round_.num_accepted for each in generations for round_ in each.rounds}
     assert name.endswith("lookup") or len(accepted) > 2  # or little was put to the test

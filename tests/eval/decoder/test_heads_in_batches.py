@@ -1,15 +1,14 @@
 """At a temperature a request gets the same tokens and rounds from a head alone and beside others that end sooner or later."""
 
 import copy
+import itertools
 
 import pytest
 
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import DynamicTree
-from heads.families.registry import FAMILIES
-from tests.eval.decoder.test_greedy_matrix import HEADS
 from tests.support import family_checks as checks
-from tests.support.decoding import assert_same_alone
+from tests.support.decoding import HEADS, assert_same_alone, head_proposer
 
 # In a context of 24 tokens the rows have room for 6, 15, 22 and 1 more.
 PROMPTS = [
@@ -18,6 +17,7 @@ PROMPTS = [
     [40, 11],
     [(5 * n + 1) % 64 for n in range(23)],
 ]
+SAMPLED = DecodeConfig(num_speculative_tokens=4, max_new_tokens=30, temperature=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -27,18 +27,15 @@ def short_target(as_target):
     return as_target(model)
 
 
-@pytest.mark.parametrize("rule", ["token", "block", "match"])
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize(("name", "rule"), list(zip(HEADS, itertools.cycle(["token", "block", "match"]))))
 def test_a_chain_of_a_head_owes_nothing_to_the_batch(short_target, name, rule):
-    proposer = FAMILIES[HEADS[name].kind].propose(checks.build(HEADS[name], short_target.model), short_target.device)
-    config = DecodeConfig(num_speculative_tokens=4, max_new_tokens=30, temperature=1.0, verification=rule)
-    assert_same_alone(short_target, config, proposer, PROMPTS)
+    """Every head with one of the rules, which know nothing of heads."""
+    config = SAMPLED.model_copy(update={"verification": rule})
+    assert_same_alone(short_target, config, head_proposer(name, short_target.model), PROMPTS)
 
 
 @pytest.mark.parametrize("name", ["medusa", "hydra", "eagle3", "mtp"])
 def test_a_grown_tree_owes_nothing_to_the_batch(short_target, name):
-    proposer = FAMILIES[HEADS[name].kind].propose(checks.build(HEADS[name], short_target.model), short_target.device)
     tree = DynamicTree(kind="dynamic", num_nodes=6, width=4)
-    for settings in ({}, {"temperature": 1.0, "verification": "match"}):
-        config = DecodeConfig(num_speculative_tokens=4, max_new_tokens=30, tree=tree, **settings)
-        assert_same_alone(short_target, config, proposer, PROMPTS)
+    config = SAMPLED.model_copy(update={"tree": tree, "verification": "match"})
+    assert_same_alone(short_target, config, head_proposer(name, short_target.model), PROMPTS)

@@ -9,38 +9,17 @@ import torch
 import heads.proposers.chain_builder
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import CalibrationPoint, ConfidenceStopping, CostStopping, EntropyStopping
-from configs.schema.heads import (
-    DFlashSettings,
-    DSparkSettings,
-    Eagle3Settings,
-    HydraSettings,
-    MedusaSettings,
-    MtpSettings,
-    PEagleSettings,
-)
 from eval.decoder.decode import decode
-from heads.families.registry import FAMILIES, serve
 from heads.modules.autoregressive import FeatureChain
 from heads.proposers.draft_length import StopDecision
 from heads.proposers.self_speculation import SelfSpeculation
-from tests.support.decoding import assert_same_alone, requests_for, samples_against
-from tests.support.family_checks import build, tiny_target
+from tests.support.decoding import HEADS, assert_same_alone, head_proposer, requests_for, samples_against
+from tests.support.family_checks import tiny_target
 
-FAMILY_SETTINGS = {
-    "medusa": MedusaSettings(kind="medusa", num_depths=4),
-    "hydra": HydraSettings(kind="hydra", num_depths=4),
-    "eagle3": Eagle3Settings(kind="eagle3", taps=[1, 3]),
-    "peagle": PEagleSettings(kind="peagle", taps=[1, 3], num_depths=4, mask_token_id=2),
-    "dflash": DFlashSettings(kind="dflash", taps=[1, 3], block_size=5, mask_token_id=2),
-    "dspark": DSparkSettings(kind="dspark", taps=[1, 3], block_size=5, mask_token_id=2, markov_rank=6),
-    "mtp": MtpSettings(kind="mtp", num_depths=4),
-    "mtp_of_depths": MtpSettings(kind="mtp", num_depths=4, shared_depths=False),
-}
-NAMES = [*FAMILY_SETTINGS, "self_speculation"]
-RULES = ["confidence", "entropy", "cost"]
+NAMES = [*HEADS, "self_speculation"]
 PROMPTS = [(1, 2, 0), (2, 0, 1, 1, 2), (0, 0)]
-families = pytest.mark.parametrize("name", NAMES)
-stopping_rules = pytest.mark.parametrize("kind", RULES)
+# Every family with one of the rules, which all of them ask in the same place (`heads.proposers.chain_builder`).
+families = pytest.mark.parametrize(("name", "kind"), list(zip(NAMES, itertools.cycle(["confidence", "entropy", "cost"]))))
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +45,7 @@ def distribution(target, exact_distribution):
 def proposer_of(name, target):
     if name == "self_speculation":
         return SelfSpeculation(target.model, 2, target.vocab_size)
-    head = build(FAMILY_SETTINGS[name], target.model)
-    return FAMILIES[head.settings.kind].propose(serve(head, target.model), target.device)
+    return head_proposer(name, target.model)
 
 
 class NotingRule:
@@ -117,21 +95,19 @@ def varies(generations, config):
 
 
 @families
-@stopping_rules
 def test_greedy_output_is_plain_greedy_output(wide_target, name, kind):
     target = wide_target
-    plain, _ = decode(target, requests_for(PROMPTS), DecodeConfig(num_speculative_tokens=0, max_new_tokens=24))
+    plain, _ = decode(target, requests_for(PROMPTS), DecodeConfig(num_speculative_tokens=0, max_new_tokens=16))
     proposer = proposer_of(name, target)
-    config = DecodeConfig(num_speculative_tokens=4, max_new_tokens=24)
+    config = DecodeConfig(num_speculative_tokens=4, max_new_tokens=16)
     config = config.model_copy(update={"stopping": rule_of(kind, distributions_of(proposer, target, PROMPTS, config))})
     together = assert_same_alone(target, config, proposer, PROMPTS)
     assert [each.tokens for each in together] == [each.tokens for each in plain]
     assert varies(together, config)
 
 
-@pytest.mark.parametrize(("name", "kind"), list(zip(NAMES, itertools.cycle(RULES))))
+@families
 def test_sampled_tokens_follow_the_targets_distribution(target, distribution, name, kind):
-    """Every family with one of the rules, which all of them ask in the same place (`heads.proposers.chain_builder`)."""
     proposer = proposer_of(name, target)
     config = DecodeConfig(num_speculative_tokens=4, max_new_tokens=7, temperature=1.2)
     config = config.model_copy(update={"stopping": rule_of(kind, distributions_of(proposer, target, [(1, 2)] * 50, config))})
@@ -151,7 +127,7 @@ def test_a_chain_of_features_saves_the_steps_behind_the_last_row_that_drafts(tar
 
     monkeypatch.setattr(FeatureChain, "_read", counted)
     proposer = proposer_of(name, target)
-    config = DecodeConfig(num_speculative_tokens=4, max_new_tokens=24)
+    config = DecodeConfig(num_speculative_tokens=4, max_new_tokens=16)
     for stopping in (None, rule_of("confidence", distributions_of(proposer, target, PROMPTS, config))):
         depths.clear()
         config = config.model_copy(update={"stopping": stopping})

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import eval.decoder.tree_rules
-from eval.decoder.chain_rules import verify_greedy, verify_tokens
+from eval.decoder.chain_rules import verify_tokens
 from eval.decoder.tree_rules import CANDIDATE_RULES, children_of, k_seq, match_tree, rows_of, tokens_of, verify_tree
-from eval.lossless.enumeration import enumerate_rule, random_toy
+from eval.lossless.enumeration import random_toy
 from eval.lossless.tree_enumeration import distinct, enumerate_tree, independent
 from heads.sampling.probabilities import draw
 
@@ -78,12 +78,6 @@ def test_a_chain_is_judged_as_by_token_rejection(rule):
     assert torch.equal(tree.num_accepted_B, verdict.num_accepted_B)
     assert torch.equal(tree.next_token_B, verdict.next_token_B)
     assert set(verdict.num_accepted_B.tolist()) == {0, 1, 2, 3}
-
-
-def test_a_chain_commits_as_many_tokens_in_both_enumerations():
-    toy = random_toy(5, num_drafts=2)
-    tree = enumerate_tree(verify_tree, toy, [-1, 0, 1], distinct)
-    assert tree.tokens_per_round == pytest.approx(enumerate_rule(verify_tokens, toy).tokens_per_round, abs=1e-12)
 
 
 @pytest.mark.parametrize("rule", CANDIDATE_RULES.values(), ids=CANDIDATE_RULES)
@@ -155,15 +149,6 @@ def test_rows_with_different_trees_are_judged_as_if_each_stood_alone(forest, see
         assert together.next_token_B[row] == alone.next_token_B[0]
         kept = alone.path_BD[0, : alone.num_accepted_B[0]].tolist()
         assert [parents[node] for node in kept] == [0, *kept][: len(kept)]
-
-
-def test_greedy_on_a_chain_is_the_greedy_rule():
-    generator = torch.Generator().manual_seed(0)
-    target, tokens = torch.randint(2, (2, 64, 4), generator=generator)
-    tree = match_tree(tokens_of(target), tokens, torch.tensor([-1, 0, 1, 2]), 3)
-    verdict = verify_greedy(target, tokens[:, 1:], torch.full((64,), 3))
-    assert torch.equal(tree.num_accepted_B, verdict.num_accepted_B)
-    assert torch.equal(tree.next_token_B, verdict.next_token_B)
 
 
 def test_greedy_walks_the_child_that_bears_the_targets_choice_and_pads_the_path():

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from configs.schema.decoding import DecodeConfig
-from eval.decoder import chain_rules as verify
 from eval.decoder.decode import Request, decode
 from eval.lossless.first_tokens import LEAST_EXPECTED, answer_logits, check_first_tokens, choose_start, find_cells
 from heads.proposers.draft_lm import DraftLM
@@ -123,18 +122,6 @@ def test_a_draft_without_a_distribution_is_sampled_as_well(target, plain):
     found = check_first_tokens(target, PromptLookup(target.device), plain, SAMPLED, 128)
     assert found["p_value"] > 0.001
     assert found["num_samples"] == 128
-
-
-@pytest.mark.parametrize("verification", ["token", "block"])
-def test_drawing_from_p_after_a_rejection_is_found(target, draft, plain, verification, monkeypatch):
-    finish = verify._finish
-
-    def without_residual(p_BKV, q_BGV, *others):
-        return finish(p_BKV, torch.zeros_like(q_BGV), *others)
-
-    monkeypatch.setattr(verify, "_finish", without_residual)
-    found = check_first_tokens(target, draft, plain, SAMPLED.model_copy(update={"verification": verification}), 2048)
-    assert found["p_value"] < 1e-4
 
 
 def test_a_draft_that_lies_about_its_distribution_is_found_although_the_rule_is_right(target, draft, plain, monkeypatch):

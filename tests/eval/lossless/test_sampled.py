@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from dataclasses import replace
 
 import pytest
@@ -56,14 +55,11 @@ def test_a_lossless_decoder_is_found_lossless_and_the_section_says_on_what_groun
         "likelihood": "pass",
         "first_tokens": "pass",
     }
-    assert section["checks"]["likelihood"]["num_prompts"] == 32
-    assert section["checks"]["first_tokens"]["num_samples"] == 128
-
-
-@pytest.mark.parametrize("verification", ["token", "block"])
-def test_the_verdict_on_a_lossless_decoder_does_not_depend_on_the_seed(target, draft_for, verification):
-    settings = [SAMPLED.model_copy(update={"seed": seed, "verification": verification}) for seed in range(1, 6)]
-    assert [judge(target, draft_for, each)["verdict"] for each in settings] == ["lossless"] * 5
+    tests = [section["checks"][name] for name in ("likelihood", "first_tokens")]
+    assert (tests[0]["num_prompts"], tests[1]["num_samples"]) == (32, 128)
+    smaller, larger = sorted(tests, key=lambda test: test["p_value"])  # adjusted for there being two
+    assert smaller["adjusted_p_value"] == pytest.approx(min(1.0, 2 * smaller["p_value"]))
+    assert larger["adjusted_p_value"] == max(larger["p_value"], smaller["adjusted_p_value"])
 
 
 @pytest.mark.parametrize("verification", ["token", "block"])
@@ -91,14 +87,6 @@ def test_a_mistake_around_the_rule_is_found_by_both_tests_of_samples(target, dra
     assert section["verdict"] == "not_lossless"
     assert section["failed_checks"] == ["likelihood", "first_tokens"]
     assert section["checks"]["likelihood"]["mean_difference"] > 0.1
-
-
-def test_p_values_are_adjusted_for_there_being_two(target, draft_for):
-    checks = judge(target, draft_for)["checks"]
-    tests = [checks["likelihood"], checks["first_tokens"]]
-    smaller, larger = sorted(tests, key=lambda test: test["p_value"])
-    assert smaller["adjusted_p_value"] == pytest.approx(min(1.0, 2 * smaller["p_value"]))
-    assert larger["adjusted_p_value"] == max(larger["p_value"], smaller["adjusted_p_value"])
 
 
 def test_too_few_prompts_or_samples_leave_the_verdict_open_and_say_which(target, draft_for):
@@ -153,12 +141,6 @@ def test_a_prompt_asked_in_several_turns_counts_once(target, draft_for):
     alone = check_likelihood(target, plain, speculative, SAMPLED, 0.01)
     assert (found["num_prompts"], found["num_answers"]) == (16, 32)
     assert found["mean_difference"] == pytest.approx(alone["mean_difference"])
-
-
-def test_what_would_show_shrinks_with_the_root_of_the_prompts(target, draft_for):
-    sizes = [check_likelihood(target, *sample_both(target, draft_for, SAMPLED, n), SAMPLED, 0.01) for n in (20, 80)]
-    few, many = (found["detectable_difference"] for found in sizes)
-    assert few / many == pytest.approx(math.sqrt(80 / 20), rel=0.4)
 
 
 def test_failed_answers_are_left_out_and_counted(target, draft_for):

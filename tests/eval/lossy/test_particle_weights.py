@@ -140,12 +140,9 @@ def test_no_offset_leads_to_a_particle_without_weight(uniform):
     assert choose(weights, torch.tensor([uniform], dtype=torch.float64)).item() in (1, 2)
 
 
-def test_particles_that_are_all_impossible_share_alike():
-    assert weight_shares(torch.full((1, 4), -math.inf)).tolist() == [[0.25] * 4]
-
-
 def test_where_the_target_rules_out_every_text_all_go_on_and_are_weighed_again():
     weights_BN = torch.tensor([[-torch.inf] * 3, [0.0, -torch.inf, 0.0]])
+    assert weight_shares(weights_BN)[0].tolist() == [1 / 3] * 3
     ancestors_BN, after_BN = resample(weights_BN, torch.full((2,), 0.4), below=0.5)
     assert ancestors_BN[0].tolist() == [0, 1, 2]
     assert after_BN[0].tolist() == [0.0, 0.0, 0.0]

@@ -2,7 +2,6 @@
 many."""
 
 import math
-import random
 from dataclasses import asdict
 
 import pytest
@@ -61,12 +60,6 @@ def test_equal_distributions_overlap_wholly_and_diverge_not_at_all(logits):
     assert torch.equal(found.confidence_BG, found.target_probability_BG)
 
 
-def test_overlap_and_divergence_keep_pinskers_inequality(logits):
-    p_logits, q_logits, tokens = logits
-    found = compare_distributions(p_logits, q_logits, tokens, T1)
-    assert bool((1 - found.overlap_BG <= (found.kl_BG / 2).sqrt()).all())
-
-
 @pytest.mark.parametrize("narrow", [True, False])
 def test_tokens_that_the_draft_cannot_say_are_set_apart(logits, narrow):
     p_logits, q_logits, _ = logits
@@ -121,44 +114,28 @@ def test_means_equal_counting_in_plain_python(random_generations):
         assert fields[f"{field}_by_position"][1] == pytest.approx(sum(second) / len(second))
 
 
-def test_the_reliability_curve_equals_counting_in_plain_python(random_generations):
-    metric = Calibration()
+@pytest.mark.parametrize(
+    ("metric", "prefix", "confidence", "outcome"),
+    [
+        (Calibration, "", "confidence", "target_probability"),
+        (StoppingCalibration, "stopping_", "distribution_confidence", "accepted"),
+    ],
+)
+def test_a_reliability_curve_equals_counting_in_plain_python(random_generations, metric, prefix, confidence, outcome):
+    metric = metric()
     metric.update(tabulate(random_generations))
     fields = metric.compute()
-    drafts, error = drafts_of(random_generations), 0.0
-    assert sum(each["num_drafts"] for each in fields["reliability"]) == len(drafts)
-    for number, each in enumerate(fields["reliability"]):
-        own = [
-            (distributions, kept)
-            for _, kept, distributions in drafts
-            if number <= distributions["confidence"] * NUM_CLASSES < number + 1
-        ]
-        assert each["num_drafts"] == len(own) > 0
-        confidence = sum(distributions["confidence"] for distributions, _ in own) / len(own)
-        target = sum(distributions["target_probability"] for distributions, _ in own) / len(own)
-        assert (each["confidence"], each["target_probability"]) == pytest.approx((confidence, target))
-        assert each["accepted"] == sum(kept for _, kept in own) / len(own)
-        error += len(own) / len(drafts) * abs(confidence - target)
-    assert fields["calibration_error"] == pytest.approx(error)
-
-
-def test_the_stopping_curve_equals_counting_in_plain_python(random_generations):
-    metric = StoppingCalibration()
-    metric.update(tabulate(random_generations))
-    fields = metric.compute()
-    drafts, error = drafts_of(random_generations), 0.0
-    for number, each in enumerate(fields["stopping_reliability"]):
-        own = [
-            (distributions["distribution_confidence"], kept)
-            for _, kept, distributions in drafts
-            if int(distributions["distribution_confidence"] * 10) == number
-        ]
+    drafts, error = [{**numbers, "accepted": kept} for _, kept, numbers in drafts_of(random_generations)], 0.0
+    assert sum(each["num_drafts"] for each in fields[f"{prefix}reliability"]) == len(drafts)
+    for number, each in enumerate(fields[f"{prefix}reliability"]):
+        own = [draft for draft in drafts if int(draft[confidence] * NUM_CLASSES) == number]
         assert each["num_drafts"] == len(own)
         if own:
-            assert each["confidence"] == pytest.approx(sum(sure for sure, _ in own) / len(own))
-            assert each["accepted"] == pytest.approx(sum(kept for _, kept in own) / len(own))
-            error += len(own) / len(drafts) * abs(each["confidence"] - each["accepted"])
-    assert fields["stopping_calibration_error"] == pytest.approx(error)
+            means = {name: sum(draft[name] for draft in own) / len(own) for name in (confidence, outcome, "accepted")}
+            assert each["confidence"] == pytest.approx(means[confidence])
+            assert (each[outcome], each["accepted"]) == pytest.approx((means[outcome], means["accepted"]))
+            error += len(own) / len(drafts) * abs(means[confidence] - means[outcome])
+    assert fields[f"{prefix}calibration_error"] == pytest.approx(error)
 
 
 def test_records_of_before_the_distributions_confidence_was_kept_give_no_stopping_curve(make_round, make_generation):
@@ -168,36 +145,6 @@ def test_records_of_before_the_distributions_confidence_was_kept_give_no_stoppin
     metric = StoppingCalibration()
     metric.update(tabulate([make_generation([make_round(1, 1, overlap=(1.0,), distributions=distributions)])]))
     assert metric.compute()["stopping_calibration_error"] is None
-
-
-def calibrated(make_round, make_generation, shift):
-    """Return fields of drafts whose target gives each token `shift` less than the draft does."""
-    dice = random.Random(3)
-    confidence = tuple(dice.uniform(0.3, 1.0) for _ in range(60))
-    distributions = DistributionComparison(
-        kl=(0.0,) * 60,
-        uncovered=(0.0,) * 60,
-        agrees=(True,) * 60,
-        confidence=confidence,
-        target_probability=tuple(value - shift for value in confidence),
-    )
-    metric = Calibration()
-    metric.update(tabulate([make_generation([make_round(60, 60, overlap=(1.0,) * 60, distributions=distributions)])]))
-    return metric.compute()
-
-
-def test_a_draft_as_sure_as_the_target_has_no_calibration_error_and_a_shifted_one_has_the_shift(make_round, make_generation):
-    assert calibrated(make_round, make_generation, 0.0)["calibration_error"] == 0.0
-    assert calibrated(make_round, make_generation, 0.25)["calibration_error"] == pytest.approx(0.25)
-
-
-def test_a_probability_of_one_falls_into_the_last_class(make_round, make_generation):
-    distributions = DistributionComparison(
-        kl=(0.0,), uncovered=(0.0,), agrees=(True,), confidence=(1.0,), target_probability=(1.0,)
-    )
-    metric = Calibration()
-    metric.update(tabulate([make_generation([make_round(1, 1, overlap=(1.0,), distributions=distributions)])]))
-    assert metric.compute()["reliability"][-1]["num_drafts"] == 1
 
 
 def test_drafts_without_distributions_are_not_counted_and_give_no_numbers(make_round, make_generation):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from eval.stats import bootstrap as intervals
-from eval.stats.bootstrap import Interval, median_interval, paired_ratio_interval, ratio_interval, statistic_interval
+from eval.stats.bootstrap import Interval, median_interval, paired_ratio_interval, ratio_interval
 
 FAST = {"samples": 400, "seed": 0}
 
@@ -26,15 +26,6 @@ def test_bounds_are_the_percentiles_of_ratios_drawn_by_a_plain_loop(monkeypatch)
     assert interval.bounds == pytest.approx(np.quantile(ratios, [0.025, 0.975]), rel=1e-6)
 
 
-def test_equal_seeds_give_equal_bounds_and_other_seeds_give_others():
-    numerators, denominators = np.arange(1, 31), np.arange(2, 32)
-
-    first, again = (ratio_interval(numerators, denominators, samples=200, seed=3) for _ in range(2))
-
-    assert first == again
-    assert first != ratio_interval(numerators, denominators, samples=200, seed=4)
-
-
 def test_a_constant_ratio_has_an_interval_of_no_width():
     interval = ratio_interval([2, 4, 6, 8], [1, 2, 3, 4], **FAST)
 
@@ -53,19 +44,8 @@ def test_pairing_cancels_what_both_sides_share():
     assert alone.high > 1.5 * alone.low
 
 
-def test_the_paired_ratio_of_equal_denominators_is_the_ratio_of_the_numerators():
-    generator = np.random.default_rng(1)
-    ours, theirs, tokens = generator.uniform(1, 2, 40), generator.uniform(2, 3, 40), np.ones(40)
-
-    assert paired_ratio_interval(theirs, tokens, ours, tokens, **FAST).bounds == pytest.approx(
-        ratio_interval(theirs, ours, **FAST).bounds
-    )
-
-
-@pytest.mark.parametrize("num_clusters", [8, 64])
-def test_intervals_hold_the_truth_as_often_as_they_say(num_clusters):
-    generator = np.random.default_rng(num_clusters)
-    held = 0
+def test_intervals_hold_the_truth_as_often_as_they_say():
+    generator, num_clusters, held = np.random.default_rng(8), 8, 0
     for simulation in range(1000):
         rounds = generator.integers(20, 60, num_clusters)
         yields = generator.normal(2.0, 0.4, num_clusters)  # prompts differ; the pooled truth is 2.0
@@ -75,11 +55,9 @@ def test_intervals_hold_the_truth_as_often_as_they_say(num_clusters):
     assert 930 <= held <= 970
 
 
-@pytest.mark.parametrize("num_batches", [8, 32])
-def test_intervals_of_a_speedup_hold_the_truth_as_often_as_they_say(num_batches):
+def test_intervals_of_a_speedup_hold_the_truth_as_often_as_they_say():
     """Batches differ in length and in how fast either way decodes them; a busy machine slows both at once. The truth is 1.5."""
-    generator = np.random.default_rng(100 + num_batches)
-    held = 0
+    generator, num_batches, held = np.random.default_rng(108), 8, 0
     for simulation in range(1000):
         tokens = generator.integers(20, 120, num_batches)
         busy = generator.uniform(1.0, 2.0, num_batches)
@@ -116,27 +94,6 @@ def test_the_median_and_its_interval_follow_the_middle_and_not_the_outlier():
 
     assert interval.point == 1.2
     assert 1.0 <= interval.low <= 1.2 <= interval.high <= 1.3
-
-
-@pytest.mark.parametrize(("degrees", "quantile"), [(1, 12.7062), (5, 2.5706), (30, 2.0423), (100, 1.9840)])
-def test_students_quantile_agrees_with_the_printed_tables(degrees, quantile):
-    assert intervals.student_quantile(0.975, degrees) == pytest.approx(quantile, abs=5e-5)
-
-
-def test_cutting_the_draws_into_chunks_changes_no_bound_of_a_large_suite():
-    """Chunks bound the memory: 10,000 clusters are drawn about 100 samples at a time."""
-    interval = ratio_interval(np.full(10_000, 3.0), np.full(10_000, 2.0), samples=300, seed=0)
-
-    assert interval.bounds == pytest.approx([1.5, 1.5])
-
-
-def test_a_statistic_of_sums_that_divides_them_is_the_pooled_ratio():
-    numerators, denominators = [3.0, 9.0, 4.0, 8.0, 0.0], [2.0, 3.0, 3.0, 4.0, 0.0]
-
-    interval = statistic_interval(lambda sums: sums[0] / sums[1], numerators, denominators, **FAST)
-
-    assert interval == ratio_interval(numerators, denominators, **FAST)
-    assert interval != statistic_interval(lambda sums: sums[0] / sums[1] ** 2, numerators, denominators, **FAST)
 
 
 def test_very_many_clusters_are_drawn_in_blocks_with_the_same_bounds(monkeypatch):

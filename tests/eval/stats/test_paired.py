@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from eval.stats.paired import Side, compare_sides
 
@@ -25,15 +24,12 @@ def two_drafts(num_prompts, seed, change):
     return sides
 
 
-def test_a_small_regression_is_found_with_enough_prompts_and_left_open_with_too_few():
+def test_a_small_change_is_found_with_enough_prompts_and_left_open_with_too_few():
     enough = [compare_sides(*two_drafts(400, seed, 0.97), **FAST).outcome for seed in range(20)]
     too_few = [compare_sides(*two_drafts(12, seed, 0.97), **FAST).outcome for seed in range(20)]
     assert enough.count("worse") == 20
     assert too_few.count("inconclusive") >= 12
     assert too_few.count("better") <= 1
-
-
-def test_an_improvement_of_three_percent_is_found_too():
     assert compare_sides(*two_drafts(400, 0, 1.03), **FAST).outcome == "better"
 
 
@@ -47,11 +43,10 @@ def test_equal_drafts_are_called_different_no_oftener_than_the_level_says():
     assert 0.02 <= 1 - outcomes.count("inconclusive") / 400 <= 0.085
 
 
-@pytest.mark.parametrize("num_prompts", [12, 64])
-def test_intervals_of_ratio_and_difference_hold_the_truth_as_often_as_they_say(num_prompts):
+def test_intervals_of_ratio_and_difference_hold_the_truth_as_often_as_they_say():
     held = np.zeros(2)
     for seed in range(1000):
-        change = compare_sides(*two_drafts(num_prompts, seed, 0.97), samples=200, seed=seed)
+        change = compare_sides(*two_drafts(12, seed, 0.97), samples=200, seed=seed)
         held[0] += change.ratio_ci[0] <= 0.97 <= change.ratio_ci[1]
         held[1] += change.difference_ci[0] <= -0.03 * 2.2 <= change.difference_ci[1]
     assert (held >= 930).all(), held

@@ -34,8 +34,8 @@ def test_a_mean_is_detectable_from_so_many_of_its_standard_errors():
     assert detectable_mean([1.0]) is None
 
 
-@pytest.mark.parametrize("num_prompts", [16, 64])
-def test_an_effect_of_the_detectable_size_is_found_in_four_of_five_runs(num_prompts):
+def test_an_effect_of_the_detectable_size_is_found_in_four_of_five_runs():
+    num_prompts = 16
     known = np.mean([detectable_percent([tokens], [rounds]) for tokens, rounds in (made_up(num_prompts, n) for n in range(50))])
     changed = 2.0 * (1 + known / 100)
     found = 0
@@ -69,8 +69,3 @@ def test_half_the_effect_takes_four_times_the_prompts():
     assert prompts_needed(64, 4.0, 400.0) == 2
     with pytest.raises(ValueError, match="above 0"):
         prompts_needed(64, 4.0, 0.0)
-
-
-def test_the_sum_of_one_column_is_as_sure_as_its_mean():
-    values = np.random.default_rng(0).normal(5.0, 1.0, 50)
-    assert detectable_percent([values], []) == pytest.approx(100 * detectable_mean(values) / values.mean())
