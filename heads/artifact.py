@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.runtime.errors import InputError, first_line
-from configs.runtime.files import new_folder, read_json, write_json
+from configs.runtime.files import check_readable, new_folder, read_json, write_json
 from configs.runtime.redaction import mask_secrets
 from heads.families.registry import FAMILIES, serve
 from heads.hub import locate_artifact
@@ -176,11 +176,12 @@ def read_metadata(folder: Path) -> Metadata:
     """Return the checked content of an artifact's `draftsmith.json`.
 
     Raises:
-        InputError: the folder holds none, or it does not follow the format.
+        InputError: the folder holds none, or it does not follow the format; or something in it is no file.
     """
     path = folder / METADATA_FILE
     if not path.is_file():
         raise InputError(f"{folder} is no artifact: it holds no {METADATA_FILE}")
+    check_readable(folder)
     content = read_json(path, "artifact metadata")
     try:
         return Metadata.model_validate(content)

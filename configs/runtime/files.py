@@ -169,6 +169,17 @@ def inside(folder: Path, name: str, what: str) -> Path:
     return path
 
 
+def check_readable(folder: Path) -> None:
+    """Refuse a folder in which a name stands for a pipe, a socket or a device, of which reading may never end.
+
+    Raises:
+        InputError: names the first of them.
+    """
+    for path in sorted(folder.iterdir()):
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise InputError(f"{path}: expected a file, got a pipe, a socket or a device; remove it from the folder")
+
+
 def read_text(path: Path, what: str) -> str:
     """Return a UTF-8 text file's content; `what` names its role in the error."""
     try:

@@ -17,10 +17,11 @@ from typing import Any
 from configs.runtime.files import CHECKOUT
 
 MASK = "***"
+PIECE_BYTES, LONGEST = 2**22, 2**10  # of a file that is searched; characters by which any secret is known
 SHORTEST = 6  # characters of a value that is masked wherever it turns up; shorter ones would be parts of words
 # `hf_token` is a secret, `max_new_tokens` is not.
-WORDS = r"secret|password|passwd|credential|api[_-]?key"
-SECRET_KEY = re.compile(rf"(^|[^a-z])token$|{WORDS}", re.IGNORECASE)
+WORDS = r"secret|password|passwd|credential|api[_-]?key|dockerconfigjson"
+SECRET_KEY = re.compile(rf"(^|[^a-z])token$|^auths?$|{WORDS}", re.IGNORECASE)
 # Below these keys numbers are masked too; below `pad_token` a number is an id.
 SURELY_SECRET_KEY = re.compile(WORDS, re.IGNORECASE)
 SECRET_INSIDE = re.compile(rf"(^|[^a-z])(token|\w*({WORDS})\w*)[\"']?\s*:", re.IGNORECASE)  # as in hub={token: x}
@@ -30,15 +31,19 @@ FORMS = re.compile(
     r"|sk-[A-Za-z0-9_-]{16,}"  # OpenAI and its like
     r"|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_[A-Za-z0-9_]{20,}|glpat-[A-Za-z0-9_-]{16,}"  # GitHub, GitLab
     r"|AKIA[0-9A-Z]{16}|AIza[A-Za-z0-9_-]{30,}|xox[abprs]-[A-Za-z0-9-]{10,}"  # AWS, Google, Slack
-    r"|eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+)"  # JSON web tokens
+    r"|eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+"  # JSON web tokens
+    r"|eyJhdXRocyI[A-Za-z0-9+/]{8,}=*)"  # {"auths" in base64: docker's logins in a Kubernetes secret
+    r"|-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----(?:.*?-----END [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----|.*)",
+    re.ASCII | re.DOTALL,
 )
+DOCKER_LOGIN = re.compile(r"\"auth\"\s*:\s*\"[A-Za-z0-9+/]{8,}=*\"")  # a user's name and password in base64
 LOGIN = re.compile(r"(?<=://)[^/\s\"']+(?=@)")  # user:password of a URL, up to the last @: a password may hold one
 HEADER = re.compile(r"(authorization[\"']?\s*[:=]\s*[\"']?)(?:(?:bearer|basic|token)\s+)?[^\s\"',}]+", re.IGNORECASE)
 BEARER = re.compile(r"(\bbearer\s+)[\w.~+/=-]{8,}", re.IGNORECASE)
 # hub_token=x, "password": "x y", ?sig=x, X-Api-Key: x. A text like `hub_token: expected text` speaks of a setting, so without
 # quotes or "=" a colon makes a secret of what follows the other words only.
 ASSIGNED = re.compile(
-    r"((?:(?:(?<![a-z])token|signature|(?<=[?&])sig|(?<=[?&])key)(?:[\"'][ \t]*:[ \t]*(?=[\"'])|=)"
+    r"((?:(?:(?<![a-z])(?:token|auth)|signature|(?<=[?&])sig|(?<=[?&])key)(?:[\"'][ \t]*:[ \t]*(?=[\"'])|=)"
     rf"|(?:{WORDS})s?(?:[\"']?[ \t]*[:=][ \t]*)(?!//|(?:null|none|true|false)\b)))"
     r"(?:(?P<quote>[\"'])(?:\\.|(?!(?P=quote)).)*|[^\s\"',;&{}\[\]]+)",
     re.IGNORECASE,
@@ -133,8 +138,20 @@ class Scrubber:
         return redact(text)
 
     def finds_token(self, text: str) -> bool:
-        """Return whether a text holds an access token; narrower than `secrets`, fit for a tokenizer's vocabulary."""
-        return FORMS.search(text) is not None or any(secret in text for secret in self._secrets)
+        """Return whether a text holds an access token or a private key; narrower than `secrets`, fit for a vocabulary."""
+        found = FORMS.search(text) or DOCKER_LOGIN.search(text)
+        return found is not None or any(secret in text for secret in self._secrets)
+
+    def finds_token_in(self, path: Path) -> bool:
+        """Return whether a file holds an access token, whatever else it holds; read in pieces."""
+        with path.open("rb") as file:
+            before = ""
+            while piece := file.read(PIECE_BYTES):
+                text = before + piece.decode("latin-1")  # a character a byte
+                if self.finds_token(text):
+                    return True
+                before = text[-LONGEST:]
+        return False
 
     def value(self, value: Any) -> Any:
         """Return a JSON value without paths and secrets, in keys as well; a list `command` also without its secret values."""

@@ -18,7 +18,7 @@ from typing import Any
 from huggingface_hub.constants import REPOCARD_NAME
 
 from configs.runtime.errors import InputError
-from configs.runtime.files import new_folder, read_json, sha256_of
+from configs.runtime.files import new_folder, read_json, read_text, sha256_of
 from configs.runtime.redaction import Scrubber
 from configs.runtime.run_record import describe_git, describe_versions
 from configs.schema.release import HUB_ID, PushConfig
@@ -46,7 +46,6 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
-LARGEST_TEXT = 64 * 2**20  # bytes; what is searched for secrets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,18 +209,20 @@ def _artifact_files(release: Release, scrubber: Scrubber) -> tuple[dict[str, Con
 
 def _model_files(folder: Path, scrubber: Scrubber) -> tuple[dict[str, Content], list[str]]:
     """Return the files of a model folder that may be published, descriptions cleaned, and the names of the others."""
-    files: dict[str, Content] = {}
-    left_out = []
-    for path in sorted(folder.iterdir()):
-        if path.name in DESCRIPTIONS:
-            files[path.name] = as_json(_without_paths(json.loads(path.read_bytes()), scrubber))
-        elif path.name == SERVE_FILE:
-            files[path.name] = scrubber.secrets(path.read_text(encoding="utf-8")).encode()
-        elif path.name in TOKENIZER_FILES or path.name.endswith((WEIGHTS, f"{WEIGHTS}.index.json")):
-            files[path.name] = path.resolve()
-        elif path.name != METADATA_FILE:
-            left_out.append(path.name)
-    return files, left_out
+    contents = {path.name: _content(path, scrubber) for path in sorted(folder.iterdir()) if path.name != METADATA_FILE}
+    files = {name: content for name, content in contents.items() if content is not None}
+    return files, sorted(contents.keys() - files.keys())
+
+
+def _content(path: Path, scrubber: Scrubber) -> Content | None:
+    """Return what is published of a file of a model folder; None: nothing."""
+    if path.name in DESCRIPTIONS:
+        return as_json(_without_paths(read_json(path, "description"), scrubber))
+    if path.name == SERVE_FILE:
+        return scrubber.secrets(read_text(path, "instructions")).encode()
+    if path.name in TOKENIZER_FILES or path.name.endswith((WEIGHTS, f"{WEIGHTS}.index.json")):
+        return path.resolve()
+    return None
 
 
 def _without_paths(value: Any, scrubber: Scrubber) -> Any:
@@ -242,8 +243,6 @@ def _sha256(content: Content) -> str:
 
 def _refuse_secrets(files: Mapping[str, Content], scrubber: Scrubber) -> None:
     for name, content in files.items():
-        if name.endswith(WEIGHTS) or (isinstance(content, Path) and content.stat().st_size > LARGEST_TEXT):
-            continue
-        text = (content if isinstance(content, bytes) else content.read_bytes()).decode("utf-8", errors="replace")
-        if scrubber.finds_token(text):
-            raise InputError(f"{name} holds what looks like an access token; nothing was published: remove it there")
+        found = scrubber.finds_token_in(content) if isinstance(content, Path) else scrubber.finds_token(content.decode())
+        if found:
+            raise InputError(f"{name} holds what looks like an access token or a private key; nothing was published: remove it")

@@ -52,10 +52,11 @@ def read_release(
         baseline: a report for that gate's rules that are relative to one.
 
     Raises:
-        InputError: the report is another draft's, was simulated, or is of decoding that changes answers; there is no verdict,
-            or it is another report's. A gate that failed raises nothing: see `Release.verdict`.
+        InputError: a link leads out of the folder; the report is another draft's, was simulated, or is of decoding that changes
+            answers; there is no verdict, or it is another report's. A gate that failed raises nothing: see `Release.verdict`.
     """
     metadata = read_metadata(folder)
+    refuse_links_out(folder)
     report = load_report(report_path)
     shipped = read_shipped([folder])
     _check_report(report, report_path, shipped.sha256, folder, config)
@@ -77,6 +78,23 @@ def read_release(
         verdict=verdict,
         gate=rules,
     )
+
+
+def refuse_links_out(folder: Path) -> None:
+    """Refuse a folder with a link to a file elsewhere, which would be published under the link's name.
+
+    A snapshot in the Hub's cache consists of links into the `blobs` of its repository; those are let pass.
+
+    Raises:
+        InputError: names the first such link, and what it leads to.
+    """
+    root = folder.resolve()
+    homes = (root, root.parent.parent / "blobs") if root.parent.name == "snapshots" else (root,)
+    for path in sorted(root.rglob("*")):
+        if path.is_symlink() and not (path.exists() and any(path.resolve().is_relative_to(home) for home in homes)):
+            raise InputError(
+                f"{path} is a link to {path.readlink()}, outside the folder; put a copy in its place, or remove it"
+            )
 
 
 def _check_report(report: Report, path: Path, sha256: str, folder: Path, config: PushConfig) -> None:

@@ -8,10 +8,11 @@ import tempfile
 from pathlib import Path
 
 from huggingface_hub import HfApi, get_token, snapshot_download
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.utils import validate_repo_id
 
 from configs.runtime.command import DONE, GATE_FAILED, INCONCLUSIVE
-from configs.runtime.errors import InputError
+from configs.runtime.errors import InputError, first_line
 from configs.runtime.redaction import Scrubber
 from configs.schema.release import HUB_ID, PushConfig
 from configs.schema.target import TargetConfig
@@ -22,7 +23,7 @@ from heads.target.loading import HUB_FILES, locate
 from scripts.publish.card_metadata import agreed_licence, initial_model, read_card
 from scripts.publish.model_card import make_card
 from scripts.publish.publication import Publication, clean, gather, name_for_engines, public_name
-from scripts.publish.release_checks import Release, read_release
+from scripts.publish.release_checks import Release, read_release, refuse_links_out
 from scripts.publish.upload import full_name, push
 
 RECORD = "pushed.json"  # beside the report: which commit of which repository came from here
@@ -40,6 +41,10 @@ def publish(config: PushConfig, args: argparse.Namespace) -> int:
         InputError: something is refused; see `scripts.publish.release_checks`, `scripts.publish.publication` and
             `scripts.publish.upload`.
     """
+    try:
+        validate_repo_id(args.repo_id)
+    except HFValidationError as error:
+        raise InputError(f"--repo-id {args.repo_id}: {first_line(error)}") from error
     report_path = Path(args.report)
     release = read_release(Path(args.artifact), report_path, config, gate=args.gate, baseline=args.baseline)
     outcome = release.verdict.outcome
@@ -94,6 +99,8 @@ def _make(
                     "would publish them under the draft's card; leave it out (scripts/export.py makes it where the target is), "
                     "or, if the target's licence lets you, --set allow_target_files=true publishes both"
                 )
+            if layout.holds_target:
+                refuse_links_out(folder)
     serve = {engine: (folder / SERVE_FILE).read_text(encoding="utf-8") for engine, folder in exports.items()}
     card = make_card(repo_id, cleaned, config, origins, serve, api.endpoint)
     return gather(release, cleaned, exports, card, config, scrubber)

@@ -19,7 +19,6 @@ from httpx2 import Client, HTTPError, Timeout
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, set_client_factory
 from huggingface_hub.errors import (
     HfHubHTTPError,
-    HFValidationError,
     LocalTokenNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
@@ -258,7 +257,8 @@ def _may_pass(error: Exception) -> bool:
         error = error.__cause__
     if isinstance(error, HfHubHTTPError):
         return error.response.status_code in (408, 429) or error.response.status_code >= 500
-    return not isinstance(error, PermissionError)  # of a local file, or xet storage's for a token without the right
+    # PermissionError: of a local file, or xet storage's for a token without the right.
+    return not isinstance(error, (PermissionError, LocalTokenNotFoundError, OfflineModeIsEnabled))
 
 
 @contextmanager
@@ -279,7 +279,7 @@ def _errors_in_words(api: HfApi, repo_id: str) -> Iterator[None]:
         yield
     except InputError:
         raise
-    except (LocalTokenNotFoundError, OfflineModeIsEnabled, HFValidationError, *BREAKS, ValueError) as error:
+    except (*BREAKS, ValueError) as error:
         raise InputError(_in_words(api, repo_id, error)) from error
     finally:
         set_client_factory(default_client_factory)
@@ -294,8 +294,6 @@ def _in_words(api: HfApi, repo_id: str, error: Exception) -> str:
         )
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set, so nothing can be pushed: unset it, or use --dry-run DIR"
-    if isinstance(error, HFValidationError):
-        return f"--repo-id {repo_id}: {first_line(error)}"
     if status == 403:
         return f"the token in use may not write {repo_id} on {api.endpoint}: take one that may write its owner's repositories"
     if status in (409, 412):

@@ -82,6 +82,13 @@ def measured(tiny_run, tmp_path_factory):
     return folder
 
 
+def change(path, alter):
+    """Rewrite a JSON file."""
+    value = json.loads(path.read_text())
+    alter(value)
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
 def judge(folder, **settings):
     """Let the gate judge a release; return its exit code."""
     report = str(folder / "evaluation" / "report.json")

@@ -97,9 +97,10 @@ def test_a_later_push_sends_what_changed_and_removes_what_it_no_longer_holds(pus
 def test_nobody_logged_in_is_told_how(push, hub, monkeypatch, tmp_path):
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
-    code, _, err = push()
+    code, out, err = push()
     assert code == BAD_INPUT
     assert "run `hf auth login`" in err
+    assert "again in" not in out
     assert not hub.repositories
 
 
@@ -122,9 +123,10 @@ def test_a_repository_made_in_the_same_moment_is_not_written(push, hub):
 
 def test_offline_says_so(push, hub, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    code, _, err = push()
+    code, out, err = push()
     assert code == BAD_INPUT
     assert "HF_HUB_OFFLINE is set" in err
+    assert "again in" not in out
 
 
 # --- a repository that is there already ---------------------------------------------------------------------------
