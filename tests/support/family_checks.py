@@ -57,6 +57,14 @@ CONFIGS = {
     ),
     "gpt_neox": GPTNeoXConfig(**SMALL),
 }
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 OWN_HEADS = {"own_output_heads": True, "train_head": True}
 TAPS = {"taps": [1, 2, 4], "num_depths": 3}
 OPTIONS = {"norm_taps": True, "norm_before_residual": True}
@@ -279,12 +287,12 @@ def assert_comes_back(folder, head, target, vocabulary=None):
     loaded = load_draft(folder, target.identity, target.model)
     assert loaded.num_parameters == sum(parameter.numel() for parameter in head.parameters())
     proposer = FAMILIES[head.settings.kind].propose(serve(head, target.model), target.device)
-    for drafted, again in zip(_drafts(target, proposer), _drafts(target, loaded.proposer), strict=True):
+    for drafted, again in zip(first_drafts(target, proposer), first_drafts(target, loaded.proposer), strict=True):
         torch.testing.assert_close(drafted, again, rtol=0, atol=0)
 
 
 @torch.no_grad()
-def _drafts(target, proposer):
+def first_drafts(target, proposer):
     """Return the tokens and logits of the first proposal."""
     tokens = [[*prompt, 1] for prompt in PROMPTS]
     longest = max(map(len, PROMPTS))

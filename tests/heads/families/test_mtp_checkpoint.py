@@ -1,95 +1,40 @@
 """A checkpoint's own MTP weights: read under every known naming, put back so that nothing else changes, refused in words."""
 
-import json
 import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Glm4MoeForCausalLM
 
 from configs.runtime.errors import InputError
 from configs.schema.heads import MtpSettings
 from heads.families.mtp import Mtp
 from heads.families.mtp_checkpoint import NativeMtp
 from heads.families.registry import FAMILIES
-from heads.target.checkpoint_files import INDEX_FILE, SINGLE_FILE
+from heads.target.checkpoint_files import SINGLE_FILE
 from tests.support import family_checks as checks
+from tests.support.mtp_checkpoints import (
+    BLOCKS,
+    SPELLINGS,
+    WIDTH,
+    module_tensors,
+    write_checkpoint,
+    write_experts,
+    write_modules,
+)
 
-WIDTH = checks.SMALL["hidden_size"]
-BLOCKS = checks.SMALL["num_hidden_layers"]
 ONE = MtpSettings(kind="mtp", init="checkpoint")
-TWO = MtpSettings(kind="mtp", init="checkpoint", num_depths=2, shared_depths=False)
-# By naming: the names of norm of embedding, norm of state, projection, last norm, block; whether the state comes first.
-SPELLINGS = {
-    "qwen3_next": (
-        ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", "mtp.layers.0"),
-        False,
-    ),
-    "mimo": (
-        tuple(
-            f"model.mtp_layers.{{k}}{part}"
-            for part in (".token_layernorm", ".hidden_layernorm", ".input_proj", ".final_layernorm", "")
-        ),
-        True,
-    ),
-    "deepseek": (
-        tuple(f"model.layers.{{n}}{part}" for part in (".enorm", ".hnorm", ".eh_proj", ".shared_head.norm", "")),
-        False,
-    ),
-    "transformers": (tuple(f"mtp.layers.{{k}}{part}" for part in (".enorm", ".hnorm", ".eh_proj", ".post_norm", "")), False),
-}
-NAMINGS = pytest.mark.parametrize("naming", SPELLINGS)
-
-
-def module_tensors(naming, model, number, dtype):
-    """Return the random tensors of a module as a checkpoint names them, and as a head that reads the embedding first does."""
-    spelled, hidden_first = SPELLINGS[naming]
-    names = [name.format(k=number, n=BLOCKS + number) for name in spelled]
-    generator = torch.Generator().manual_seed(number)
-    block = model.model.layers[-1].state_dict()
-    shapes = [[WIDTH], [WIDTH], [WIDTH, 2 * WIDTH], [WIDTH], *(list(value.shape) for value in block.values())]
-    theirs = [f"{name}.weight" for name in names[:4]] + [f"{names[4]}.{name}" for name in block]
-    ours = [f"{name}.weight" for name in ("enorm", "hnorm", "eh_proj", "post_norm")] + [f"mtp_block.{name}" for name in block]
-    values = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-    named = {f"layers.{number}.{name}": value for name, value in zip(ours, values, strict=True)}
-    if hidden_first:
-        projection = values[2]
-        named[f"layers.{number}.eh_proj.weight"] = torch.cat([projection[:, WIDTH:], projection[:, :WIDTH]], 1)
-    return dict(zip(theirs, values, strict=True)), named
-
-
-def write_checkpoint(folder, model, extra, *, shards=1):
-    """Write a model and further tensors, in one file or in several with an index."""
-    model.save_pretrained(folder)
-    tensors = load_file(folder / SINGLE_FILE) | extra
-    (folder / "tokenizer.json").write_text("{}")
-    if shards == 1:
-        save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
-        return
-    (folder / SINGLE_FILE).unlink()
-    weight_map = {}
-    for shard in range(shards):
-        part = {key: tensors[key] for key in sorted(tensors)[shard::shards]}
-        name = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
-        save_file(part, folder / name, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(part, name)
-    (folder / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """Return a function that writes a tiny target with MTP tensors; gives it loaded, and the tensors as a head names them."""
+    """A function that writes a tiny target with MTP tensors; gives it loaded, and the tensors as a head names them."""
 
-    def make(naming, *, modules=1, shards=1, dtype=torch.float32, extra=None):
-        model = checks.tiny_target("qwen3")
-        theirs, ours = {}, {}
-        for number in range(modules):
-            more, named = module_tensors(naming, model, number, dtype)
-            theirs, ours = theirs | more, ours | named
-        folder = tmp_path / "target"
-        write_checkpoint(folder, model, theirs | (extra or {}), shards=shards)
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False), ours
+    def make(naming, **options):
+        ours = write_modules(tmp_path / "target", checks.tiny_target("qwen3"), naming, **options)
+        target = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float32)
+        return target.eval().requires_grad_(False), ours
 
     return make
 
@@ -105,31 +50,25 @@ def layers_of(head):
     return {name: value for name, value in head.state_dict().items() if name.startswith("layers.")}
 
 
-@NAMINGS
+@pytest.mark.parametrize("naming", SPELLINGS)
 @pytest.mark.parametrize("order", ["embedding_first", "hidden_first"])
 def test_a_head_starts_from_the_checkpoints_own_module(checkpoint, naming, order):
     target, ours = checkpoint(naming)
-    head = started(ONE.model_copy(update={"concat_order": order}), target)
+    layers = layers_of(started(ONE.model_copy(update={"concat_order": order}), target))
     if order == "hidden_first":
-        projection = ours["layers.0.eh_proj.weight"]
-        ours["layers.0.eh_proj.weight"] = torch.cat([projection[:, WIDTH:], projection[:, :WIDTH]], 1)
-    assert set(layers_of(head)) == set(ours)
-    for name, value in layers_of(head).items():
-        torch.testing.assert_close(value, ours[name], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("naming", ["mimo", "deepseek", "transformers"])
-def test_modules_of_every_depth_are_read(checkpoint, naming):
-    target, ours = checkpoint(naming, modules=2, shards=3)
-    layers = layers_of(started(TWO, target))
+        ours["layers.0.eh_proj.weight"] = ours["layers.0.eh_proj.weight"].roll(WIDTH, 1)
     assert set(layers) == set(ours)
     assert all(torch.equal(layers[name], value) for name, value in ours.items())
 
 
-def test_a_loaded_head_does_not_ask_for_the_checkpoint_again(checkpoint):
-    target, _ = checkpoint("mimo")
+def test_modules_of_every_depth_are_read_and_a_loaded_head_does_not_ask_for_the_checkpoint_again(checkpoint):
+    target, ours = checkpoint("deepseek", modules=2, shards=3)
+    two = ONE.model_copy(update={"num_depths": 2, "shared_depths": False})
+    layers = layers_of(started(two, target))
+    assert set(layers) == set(ours)
+    assert all(torch.equal(layers[name], value) for name, value in ours.items())
     shutil.rmtree(target.name_or_path)
-    Mtp(ONE, target, None)
+    Mtp(two, target, None)
 
 
 def stored(folder):
@@ -137,11 +76,10 @@ def stored(folder):
     return {key: (value, path.name) for path in folder.glob("*.safetensors") for key, value in load_file(path).items()}
 
 
-@NAMINGS
-@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize(("naming", "shards"), [*((naming, 3) for naming in SPELLINGS), ("deepseek", 1)])
 def test_stitching_replaces_the_modules_tensors_and_nothing_else(tmp_path, checkpoint, naming, shards):
     copies = {f"model.layers.{BLOCKS}.embed_tokens.weight": torch.randn(4, 4)} if naming == "deepseek" else {}
-    target, ours = checkpoint(naming, shards=shards, dtype=torch.bfloat16, extra=copies)
+    target, ours = checkpoint(naming, shards=shards, dtype=torch.bfloat16, changes=copies)
     folder, out = tmp_path / "target", tmp_path / "stitched"
     head = started(ONE, target)
     torch.manual_seed(1)
@@ -153,7 +91,7 @@ def test_stitching_replaces_the_modules_tensors_and_nothing_else(tmp_path, check
     before, after = stored(folder), stored(out)
     assert {key: file for key, (_, file) in before.items()} == {key: file for key, (_, file) in after.items()}
     changed = {key for key, (value, _) in before.items() if not torch.equal(value, after[key][0])}
-    assert changed == set(module_tensors(naming, target, 0, torch.bfloat16)[0])
+    assert changed == set(module_tensors(naming, target)[0])
     assert all(after[key][0].dtype == value.dtype for key, (value, _) in before.items())
     # Read back, it is what was trained, rounded once to the checkpoint's dtype.
     again = NativeMtp(out).read(layers_of(head), hidden_first=False)
@@ -166,15 +104,13 @@ def test_every_byte_outside_the_modules_tensors_stays(tmp_path, checkpoint):
     target, _ = checkpoint("transformers", shards=3)
     folder, out = tmp_path / "target", tmp_path / "stitched"
     head = started(ONE, target)
-    only = "layers.0.hnorm.weight"
     with torch.no_grad():
-        head.state_dict()[only].add_(1.0)
+        head.state_dict()["layers.0.hnorm.weight"].add_(1.0)
     NativeMtp(folder).stitch(layers_of(head), out, hidden_first=False)
     differing = 0
     for path in folder.iterdir():
-        old, new = path.read_bytes(), (out / path.name).read_bytes()
-        assert len(old) == len(new)
-        differing += sum(one != other for one, other in zip(old, new, strict=True))
+        pairs = zip(path.read_bytes(), (out / path.name).read_bytes(), strict=True)
+        differing += sum(one != other for one, other in pairs)
     assert 0 < differing <= 4 * WIDTH
 
 
@@ -186,31 +122,9 @@ def test_a_module_that_was_not_trained_leaves_every_byte_as_it_was(tmp_path, che
     assert all(path.read_bytes() == (out / path.name).read_bytes() for path in folder.iterdir())
 
 
-# --- experts ------------------------------------------------------------------------------------------------------
-
-
 def test_experts_kept_one_by_one_are_stacked_and_put_back(tmp_path):
-    config = Glm4MoeConfig(
-        **checks.GROUPED | {"num_hidden_layers": 2},
-        head_dim=8,
-        moe_intermediate_size=12,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        pad_token_id=None,
-    )
-    torch.manual_seed(0)
-    model = Glm4MoeForCausalLM(config)
     folder, out = tmp_path / "target", tmp_path / "stitched"
-    model.save_pretrained(folder)
-    tensors = load_file(folder / SINGLE_FILE)
-    # A module whose block is the last one over again, as the file spells it, and so expert by expert.
-    block = {key.replace(".1.", ".2.", 1): value.clone() for key, value in tensors.items() if key.startswith("model.layers.1.")}
-    assert "model.layers.2.mlp.experts.3.up_proj.weight" in block
-    parts = {"enorm": [WIDTH], "hnorm": [WIDTH], "eh_proj": [WIDTH, 2 * WIDTH], "shared_head.norm": [WIDTH]}
-    block |= {f"model.layers.2.{name}.weight": torch.randn(shape) for name, shape in parts.items()}
-    save_file(tensors | block, folder / SINGLE_FILE)
+    model = write_experts(folder)
     target = Glm4MoeForCausalLM.from_pretrained(folder).eval().requires_grad_(False)
     with torch.no_grad():
         for parameter in target.model.layers[1].parameters():
@@ -230,39 +144,31 @@ def test_experts_kept_one_by_one_are_stacked_and_put_back(tmp_path):
 # --- refusals -----------------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_without_a_module_is_refused(tmp_path):
-    checks.tiny_target("llama").save_pretrained(tmp_path / "target")
-    with pytest.raises(InputError, match=r"holds no MTP weights .* none of its \d+ tensors looks like one"):
+@pytest.mark.parametrize(
+    ("extra", "words"), [(None, r"none of its \d+ tensors looks like one"), ("nextn.0.mixer.weight", r"found: nextn\.0\.mixer")]
+)
+def test_a_checkpoint_without_a_module_of_a_known_naming_is_refused(tmp_path, extra, words):
+    write_checkpoint(tmp_path / "target", checks.tiny_target("llama"), {extra: torch.zeros(2)} if extra else {})
+    with pytest.raises(InputError, match=f"holds no MTP weights .* {words}"):
         NativeMtp(tmp_path / "target")
 
 
-def test_an_unknown_naming_is_refused_with_the_names_found(tmp_path):
-    write_checkpoint(tmp_path / "target", checks.tiny_target("llama"), {"nextn.0.mixer.weight": torch.zeros(2)})
-    with pytest.raises(InputError, match=r"holds no MTP weights .* found: nextn\.0\.mixer\.weight"):
-        NativeMtp(tmp_path / "target")
-
-
-def test_a_missing_tensor_is_named(tmp_path):
-    model = checks.tiny_target("llama")
-    theirs, ours = module_tensors("mimo", model, 0, torch.float32)
-    theirs.pop("model.mtp_layers.0.mlp.up_proj.weight")
-    write_checkpoint(tmp_path / "target", model, theirs)
-    with pytest.raises(InputError, match=r"that of MiMo, but it lacks model\.mtp_layers\.0\.mlp\.up_proj\.weight"):
-        NativeMtp(tmp_path / "target").read(ours, hidden_first=False)
-
-
-def test_a_tensor_without_a_place_is_named(checkpoint, tmp_path):
-    scale = "mtp.layers.0.self_attn.q_proj.weight_scale_inv"
-    target, _ = checkpoint("qwen3_next", extra={scale: torch.zeros(1)})
-    with pytest.raises(InputError, match=r"has no place in the head for mtp\.layers\.0\.self_attn\.q_proj\.weight_scale_inv"):
-        started(ONE, target)
-
-
-def test_another_shape_is_named(tmp_path):
-    model = checks.tiny_target("llama")
-    theirs, ours = module_tensors("deepseek", model, 0, torch.float32)
-    write_checkpoint(tmp_path / "target", model, theirs | {f"model.layers.{BLOCKS}.hnorm.weight": torch.zeros(7)})
-    with pytest.raises(InputError, match=r"hnorm\.weight has shape \[7\], the head's layers\.0\.hnorm\.weight asks for \[32\]"):
+@pytest.mark.parametrize(
+    ("naming", "name", "value", "words"),
+    [
+        ("mimo", "model.mtp_layers.0.mlp.up_proj.weight", None, "that of MiMo, but it lacks {name}"),
+        ("qwen3_next", "mtp.layers.0.self_attn.q_proj.weight_scale_inv", torch.zeros(1), "has no place in the head for {name}"),
+        (
+            "deepseek",
+            f"model.layers.{BLOCKS}.hnorm.weight",
+            torch.zeros(7),
+            r"{name} has shape \[7\], the head's layers.0.hnorm.weight asks for \[32\]",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(tmp_path, naming, name, value, words):
+    ours = write_modules(tmp_path / "target", checks.tiny_target("llama"), naming, changes={name: value})
+    with pytest.raises(InputError, match=words.format(name=name)):
         NativeMtp(tmp_path / "target").read(ours, hidden_first=False)
 
 
@@ -277,19 +183,19 @@ def test_a_target_from_no_folder_is_refused():
         started(ONE, checks.tiny_target("llama"))
 
 
-def test_an_index_that_names_an_absent_file_is_refused(checkpoint, tmp_path):
-    checkpoint("mimo", shards=2)
-    (tmp_path / "target" / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(InputError, match=r"names files that are not in the folder: model-00002-of-00002\.safetensors"):
+def test_an_index_that_names_an_absent_file_is_refused(tmp_path):
+    write_modules(tmp_path / "target", checks.tiny_target("llama"), "mimo", shards=2)
+    last = max((tmp_path / "target").glob("*.safetensors"))
+    last.unlink()
+    with pytest.raises(InputError, match=f"names files that are not in the folder: {last.name}"):
         NativeMtp(tmp_path / "target")
 
 
 @pytest.mark.parametrize("out", ["target", "target/stitched", "there"])
-def test_a_folder_in_use_is_not_written_to(tmp_path, checkpoint, out):
-    target, _ = checkpoint("mimo")
+def test_a_folder_in_use_is_not_written_to(tmp_path, out):
+    ours = write_modules(tmp_path / "target", checks.tiny_target("llama"), "mimo")
     (tmp_path / "there").mkdir()
-    head = started(ONE, target)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(InputError, match="give a new folder"):
-        NativeMtp(tmp_path / "target").stitch(layers_of(head), tmp_path / out, hidden_first=False)
+        NativeMtp(tmp_path / "target").stitch(ours, tmp_path / out, hidden_first=False)
     assert sorted(tmp_path.rglob("*")) == before

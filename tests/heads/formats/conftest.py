@@ -1,57 +1,77 @@
 """Tiny heads written as artifacts, with their target's folder, for exports and imports. In float32, for other libraries."""
 
 import copy
+import shutil
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 
+from configs.schema.heads import Eagle3Settings
 from configs.schema.target import TargetConfig
-from heads.artifact import HiddenStates, Metadata, save_head
+from heads.formats.exporting.exporter import export
 from heads.formats.exporting.source import TargetFolder, read_source
 from heads.target.loading import load_target
 from tests.support import family_checks as checks
+from tests.support.artifacts import save_artifact
 
 
 class Written:
     """A head, its artifact, and its target; `source` reads the artifact as an export does."""
 
-    def __init__(self, folder, target, head, vocabulary):
-        self.artifact, self.target_folder, self.out = folder / "artifact", folder / "target", folder / "written"
-        self.target, self.head, self.vocabulary = target, head, vocabulary
-
-    @property
-    def model(self):
-        return self.target.model
+    def __init__(self, folder, target, head):
+        self.artifact, self.target_folder, self.out = folder / "artifact", Path(target.identity.name), folder / "written"
+        self.target, self.model, self.head = target, target.model, head
 
     def source(self, **options):
         return read_source(self.artifact, TargetFolder(self.target_folder, str(self.target_folder)), **options)
 
 
-@pytest.fixture
-def write(tmp_path, tiny_tokenizer):
-    """A function that makes a random head of given settings on a tiny target, and writes both."""
+@pytest.fixture(scope="session")
+def float_target(tmp_path_factory, tiny_tokenizer):
+    """A function that gives the tiny target of a family, loaded from a folder; only for reading."""
 
-    def make(settings, family="llama", vocabulary=None, num_speculative_tokens=3):
-        copy.deepcopy(checks.tiny_target(family)).float().save_pretrained(tmp_path / "target")
-        tiny_tokenizer.save_pretrained(tmp_path / "target")
-        target = load_target(TargetConfig(name=str(tmp_path / "target"), dtype="float32", device="cpu"))
-        head = checks.build(settings, target.model, vocabulary).requires_grad_(False)
-        states = HiddenStates(taps=list(head.taps), concat_order=[f"h_{tap}" for tap in head.taps], last_is_post_norm=True)
-        metadata = Metadata(
-            kind=settings.kind,
-            target=target.identity.to_dict(),
-            hidden_states=states,
-            head=head.settings.model_dump(mode="json"),
-            draft_vocab_size=target.vocab_size if vocabulary is None else len(vocabulary),
-            draft_vocabulary="target" if vocabulary is None else "reduced",
-            num_speculative_tokens=num_speculative_tokens,
-            training={},
-            provenance={},
-        )
-        save_head(tmp_path / "artifact", head, metadata, vocabulary)
-        return Written(tmp_path, target, head, vocabulary)
+    @cache
+    def make(family):
+        folder = tmp_path_factory.mktemp("target")
+        copy.deepcopy(checks.tiny_target(family)).float().save_pretrained(folder)
+        tiny_tokenizer.save_pretrained(folder)
+        return load_target(TargetConfig(name=str(folder), dtype="float32", device="cpu"))
 
     return make
+
+
+def write_head(folder, target, settings, vocabulary=None, num_speculative_tokens=3):
+    """Make a random head of given settings, and write it."""
+    head = checks.build(settings, target.model, vocabulary).requires_grad_(False)
+    identity = target.identity.to_dict()
+    save_artifact(folder / "artifact", head, identity, vocabulary, num_speculative_tokens=num_speculative_tokens)
+    return Written(folder, target, head)
+
+
+@pytest.fixture
+def write(tmp_path, float_target):
+    """A function that makes a random head of given settings on a tiny target, and writes it."""
+    return lambda settings, family="llama", *args, **options: write_head(
+        tmp_path, float_target(family), settings, *args, **options
+    )
+
+
+@pytest.fixture(scope="session")
+def exported_once(tmp_path_factory, float_target):
+    settings = Eagle3Settings(kind="eagle3", taps=[1, 2, 3], num_depths=3)
+    written = write_head(tmp_path_factory.mktemp("eagle"), float_target("llama"), settings, checks.SOME_TOKENS)
+    export(written.source(), "speculators", written.out)
+    return written
+
+
+@pytest.fixture
+def exported(exported_once, tmp_path):
+    """An EAGLE-3 head with a reduced vocabulary in the form of speculators."""
+    written = copy.copy(exported_once)
+    written.out = shutil.copytree(written.out, tmp_path / "exported")
+    return written
 
 
 @pytest.fixture

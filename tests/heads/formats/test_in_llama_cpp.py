@@ -13,13 +13,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from configs.schema.heads import Eagle3Settings
 from configs.schema.target import TargetConfig
-from heads.artifact import HiddenStates, Metadata, save_draft_lm, save_head
+from heads.artifact import Metadata, save_draft_lm
 from heads.formats.exporting.exporter import export
 from heads.formats.exporting.gguf import FILE, find_converter
 from heads.formats.exporting.source import TargetFolder, read_source
 from heads.proposers.vocabulary import DraftVocabulary
 from heads.target.loading import load_target
 from tests.support import family_checks as checks
+from tests.support.artifacts import save_artifact
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.filterwarnings("ignore")]
 STEP = 12  # every so many tokens is one of the draft vocabulary
@@ -52,19 +53,6 @@ def vocabulary(target):
     return DraftVocabulary(token_ids_W=torch.arange(0, target.vocab_size, STEP), target_vocab_size=target.vocab_size)
 
 
-def metadata(kind, target, vocabulary, **more):
-    return Metadata(
-        kind=kind,
-        target=target.identity.to_dict(),
-        draft_vocab_size=len(vocabulary),
-        draft_vocabulary="reduced",
-        num_speculative_tokens=3,
-        training={},
-        provenance={},
-        **more,
-    )
-
-
 def exported(artifact, target, out):
     """Export an artifact as GGUF; return the file's path."""
     folder = Path(target.identity.name)
@@ -74,7 +62,16 @@ def exported(artifact, target, out):
 
 @torch.no_grad()
 def test_a_draft_lm_comes_back_with_equal_logits(target, vocabulary, tmp_path):
-    save_draft_lm(tmp_path / "artifact", target.model, target.tokenizer, metadata("draft_lm", target, vocabulary), vocabulary)
+    metadata = Metadata(
+        kind="draft_lm",
+        target=target.identity.to_dict(),
+        draft_vocab_size=len(vocabulary),
+        draft_vocabulary="reduced",
+        num_speculative_tokens=3,
+        training={},
+        provenance={},
+    )
+    save_draft_lm(tmp_path / "artifact", target.model, target.tokenizer, metadata, vocabulary)
     path = exported(tmp_path / "artifact", target, tmp_path / "out")
     back = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     ids_1T = torch.arange(100, 9000, 400).unsqueeze(0)
@@ -87,9 +84,7 @@ def test_a_draft_lm_comes_back_with_equal_logits(target, vocabulary, tmp_path):
 def test_eagle_keeps_its_taps_and_its_tokens(target, vocabulary, tmp_path):
     settings = Eagle3Settings(kind="eagle3", taps=[1, 2, 3])
     head = checks.build(settings, target.model, vocabulary).requires_grad_(False)
-    states = HiddenStates(taps=[1, 2, 3], concat_order=["h_1", "h_2", "h_3"], last_is_post_norm=True)
-    described = metadata("eagle3", target, vocabulary, hidden_states=states, head=head.settings.model_dump(mode="json"))
-    save_head(tmp_path / "artifact", head, described, vocabulary)
+    save_artifact(tmp_path / "artifact", head, target.identity.to_dict(), vocabulary)
     reader = gguf.GGUFReader(exported(tmp_path / "artifact", target, tmp_path / "out"))
     tensors = {tensor.name: tensor.data for tensor in reader.tensors}
     assert reader.fields["eagle3.target_layers"].contents() == [1, 2, 3]

@@ -20,14 +20,6 @@ pytestmark = [
     pytest.mark.parametrize("vocabulary", [None, checks.SOME_TOKENS], ids=["whole", "reduced"]),
 ]
 TOLERANCE = {"atol": 2e-4, "rtol": 2e-4}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
 def loaded(folder):
@@ -67,8 +59,8 @@ def own_depths(written, ids_BT):
         {},
         {"norm_before_residual": True},
         {"norm_joined_taps": True, "own_embedding": True},
-        {"layer": LayerSettings(mlp_width=80, num_heads=8, num_key_value_heads=2, head_width=6, rope_scaling=YARN)},
-        {"layer": LayerSettings(norm_epsilon=1e-2, rope_theta=500.0, rope_scaling=LLAMA3)},
+        {"layer": LayerSettings(mlp_width=80, num_heads=8, num_key_value_heads=2, head_width=6, rope_scaling=checks.YARN)},
+        {"layer": LayerSettings(norm_epsilon=1e-2, rope_theta=500.0, rope_scaling=checks.LLAMA3)},
         {"norm_taps": True, "norm_feedback": True},
         {"num_layers": 2, "taps": [0, 2]},
         {"train_head": True},

@@ -42,12 +42,12 @@ TENSORRT_TYPES = {"draft_lm": "Draft_Target", "eagle3": "Eagle3"}
 TENSORRT_KEYS = {"decoding_type", "max_draft_len", "speculative_model", "eagle3_layers_to_capture"}
 
 
-@pytest.fixture(params=["served", 'it\'s {served} "well" $HOME'], ids=["plain", "to be quoted"])
-def serve_lines(write, tiny_run, tmp_path, request):
+@pytest.fixture
+def serve_lines(write, tiny_run, tmp_path):
     """A function that exports a draft of a kind; gives the lines that serve it, and its folder."""
 
     def make(engine, kind):
-        out = tmp_path / request.param
+        out = tmp_path / 'it\'s {served} "well" $HOME'  # to be quoted
         if kind == "draft_lm":
             source = read_source(tiny_run / "artifact", TargetFolder(tiny_run / "target", TARGET))
         else:

@@ -9,16 +9,9 @@ from configs.runtime.errors import InputError
 from configs.schema.heads import LayerSettings
 from heads.modules.layers import Rotary, layer_shape, shape_like
 from tests.support import family_checks as checks
+from tests.support.family_checks import LLAMA3, YARN
 
-OLD, FACTOR, THETA, WIDTH = 32, 4.0, 100.0, 8
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": FACTOR,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": OLD,
-}
-YARN = {"rope_type": "yarn", "factor": FACTOR, "original_max_position_embeddings": OLD}
+OLD, FACTOR, THETA, WIDTH = 32, 4.0, 100.0, 8  # those of LLAMA3 and YARN
 
 
 def llama3(frequency, index):

@@ -15,59 +15,46 @@ from tests.support import family_checks as checks
 
 EAGLE = Eagle3Settings(kind="eagle3", taps=[1, 2, 3])
 DFLASH = DFlashSettings(kind="dflash", taps=[1, 2, 3], block_size=4, mask_token_id=5)
+MTP = MtpSettings(kind="mtp")
 
 
-def config_of(written):
-    return json.loads((written.out / "config.json").read_text())
+def config_of(folder):
+    return json.loads((folder / "config.json").read_text())
 
 
-def test_ids_of_hidden_states_are_those_of_each_engine(write, tmp_path):
+def test_a_reduced_vocabulary_is_written_as_offsets_and_a_whole_one_as_each_engine_wants_it(write):
     written = write(EAGLE, vocabulary=checks.SOME_TOKENS)
-    export(written.source(), "vllm", tmp_path / "one")
-    export(written.source(), "sglang", tmp_path / "other")
-    one, other = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("one", "other"))
-    assert one["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
-    assert other["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
-
-
-def test_layers_of_their_own_are_described_to_each_engine(write, tmp_path):
-    scaling = {"rope_type": "linear", "factor": 2.0}
-    written = write(EAGLE.model_copy(update={"layer": LayerSettings(mlp_width=80, rope_theta=500.0, rope_scaling=scaling)}))
-    export(written.source(), "vllm", tmp_path / "one")
-    export(written.source(), "sglang", tmp_path / "other")
-    one, other = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("one", "other"))
-    layers = one["transformer_layer_config"]
-    assert (layers["intermediate_size"], layers["rope_parameters"]) == (80, scaling | {"rope_theta": 500.0})
-    assert (other["intermediate_size"], other["rope_theta"], other["rope_scaling"]) == (80, 500.0, scaling)
-
-
-def test_d2t_holds_offsets(write):
-    written = write(EAGLE, vocabulary=checks.SOME_TOKENS)
-    export(written.source(), "vllm", written.out)
+    export(written.source(dtype=torch.bfloat16), "vllm", written.out)
     tensors = load_file(written.out / WEIGHTS_FILE)
+    assert torch.equal(tensors["fc.weight"], written.head.fc.weight.bfloat16())
+    assert config_of(written.out)["dtype"] == "bfloat16"
+    assert tensors["d2t"].dtype == torch.int64
     assert (tensors["d2t"] + torch.arange(len(tensors["d2t"]))).tolist() == list(range(1, checks.VOCAB_SIZE, 2))
     assert tensors["t2d"].nonzero().squeeze(1).tolist() == list(range(1, checks.VOCAB_SIZE, 2))
 
 
-def test_vllm_gets_no_offsets_for_the_whole_vocabulary(write):
-    written = write(EAGLE)
-    export(written.source(), "vllm", written.out)
-    assert not {"d2t", "t2d", "lm_head.weight", "embed_tokens.weight"} & load_file(written.out / WEIGHTS_FILE).keys()
-
-
-def test_sglang_gets_trivial_offsets_and_a_head(write):
-    written = write(EAGLE)
-    export(written.source(), "sglang", written.out)
-    tensors = load_file(written.out / WEIGHTS_FILE)
-    assert tensors["t2d"].all()
-    assert not tensors["d2t"].any()
-    assert torch.equal(tensors["lm_head.weight"], written.model.get_output_embeddings().weight)
-    assert "midlayer.hidden_norm.weight" in tensors
-    assert "Format-checked only" in (written.out / SERVE_FILE).read_text()
+def test_ids_layers_and_output_head_are_described_to_each_engine(write, tmp_path):
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    written = write(EAGLE.model_copy(update={"layer": LayerSettings(mlp_width=80, rope_theta=500.0, rope_scaling=scaling)}))
+    export(written.source(), "vllm", tmp_path / "one")
+    export(written.source(), "sglang", tmp_path / "other")
+    one, other = (config_of(tmp_path / name) for name in ("one", "other"))
+    assert one["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+    assert other["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
+    layers = one["transformer_layer_config"]
+    assert (layers["intermediate_size"], layers["rope_parameters"]) == (80, scaling | {"rope_theta": 500.0})
+    assert (other["intermediate_size"], other["rope_theta"], other["rope_scaling"]) == (80, 500.0, scaling)
+    for_vllm, for_sglang = (load_file(tmp_path / name / WEIGHTS_FILE) for name in ("one", "other"))
+    assert not {"d2t", "t2d", "lm_head.weight", "embed_tokens.weight"} & for_vllm.keys()
+    assert for_sglang["t2d"].all()
+    assert not for_sglang["d2t"].any()
+    assert torch.equal(for_sglang["lm_head.weight"], written.model.get_output_embeddings().weight)
+    assert "midlayer.hidden_norm.weight" in for_sglang
+    assert "Format-checked only" in (tmp_path / "other" / SERVE_FILE).read_text()
 
 
 def test_a_mtp_head_beside_a_llama_takes_mimos_names_order_and_biases(write):
-    written = write(MtpSettings(kind="mtp"))
+    written = write(MTP)
     export(written.source(), "vllm", written.out)
     tensors, own = load_file(written.out / WEIGHTS_FILE), written.head.state_dict()["layers.0.eh_proj.weight"]
     width = own.shape[0]
@@ -85,6 +72,7 @@ def test_medusa_is_widened_by_rows_that_never_win(write, own_output_heads):
     export(written.source(), "vllm", written.out)
     tensors, own, ids_W = load_file(written.out / WEIGHTS_FILE), written.head.state_dict(), checks.SOME_TOKENS.token_ids_W
     heads = [name for name in own if name.startswith("lm_head")]
+    assert config_of(written.out)["original_lm_head"] is not own_output_heads
     assert len(heads) == (3 if own_output_heads else 1)
     for name in heads:
         assert torch.equal(tensors[name][ids_W], own[name])
@@ -96,17 +84,8 @@ def test_medusa_shares_the_targets_head_where_it_says_all_tokens(write):
     written = write(MedusaSettings(kind="medusa", num_depths=3))
     export(written.source(), "vllm", written.out)
     assert torch.equal(load_file(written.out / WEIGHTS_FILE)["lm_head.weight"], written.model.get_output_embeddings().weight)
-    assert config_of(written)["original_lm_head"] is True
-    assert [key for key in config_of(written) if "num" in key and "heads" in key] == ["medusa_num_heads"]
-
-
-def test_own_medusa_heads_are_written_each(write):
-    settings = MedusaSettings(kind="medusa", num_depths=3, num_layers=2, train_head=True, own_output_heads=True)
-    written = write(settings)
-    export(written.source(), "vllm", written.out)
-    tensors = load_file(written.out / WEIGHTS_FILE)
-    assert tensors.keys() == written.head.state_dict().keys()
-    assert config_of(written)["original_lm_head"] is False
+    assert config_of(written.out)["original_lm_head"] is True
+    assert [key for key in config_of(written.out) if "num" in key and "heads" in key] == ["medusa_num_heads"]
 
 
 def test_tensorrt_gets_an_output_head_for_each_depth(write):
@@ -117,40 +96,31 @@ def test_tensorrt_gets_an_output_head_for_each_depth(write):
     for depth in range(3):
         assert torch.equal(tensors[f"{depth}.2.weight"][checks.SOME_TOKENS.token_ids_W], own["lm_head.weight"])
     assert len(tensors) == 3 * (2 * 2 + 1)
-    assert config_of(written)["medusa_num_layers"] == 2
-
-
-def test_weights_are_cast(write):
-    written = write(EAGLE, vocabulary=checks.SOME_TOKENS)
-    export(written.source(dtype=torch.bfloat16), "vllm", written.out)
-    tensors = load_file(written.out / WEIGHTS_FILE)
-    assert torch.equal(tensors["fc.weight"], written.head.fc.weight.bfloat16())
-    assert tensors["d2t"].dtype == torch.int64
-    assert config_of(written)["dtype"] == "bfloat16"
+    assert config_of(written.out)["medusa_num_layers"] == 2
 
 
 @pytest.mark.parametrize(
-    ("settings", "vocabulary", "engine", "words"),
+    ("settings", "options", "engine", "words"),
     [
-        (EAGLE, None, "transformers", "transformers 5.23 decodes no EAGLE heads; eagle3 goes to vllm"),
-        (EAGLE.model_copy(update={"norm_before_residual": True}), None, "sglang", "starts from the normed feature"),
-        (EAGLE.model_copy(update={"num_layers": 2}), None, "sglang", "has 2 layers"),
-        (EAGLE.model_copy(update={"taps": [0, 1, 2]}), None, "sglang", "reads h_0"),
-        (EAGLE.model_copy(update={"taps": [1, 2]}), None, "sglang", "place for three"),
-        (EAGLE.model_copy(update={"norm_joined_taps": True}), None, "sglang", "norms all taps as one vector"),
-        (EAGLE.model_copy(update={"own_embedding": True}), None, "sglang", "an embedding of its own"),
-        (DFLASH.model_copy(update={"taps": [2, 4]}), None, "transformers", "h_4, the last block's state"),
-        (DFLASH.model_copy(update={"train_head": True}), None, "transformers", "its output head was trained"),
-        (MtpSettings(kind="mtp", reads="pre_norm"), None, "vllm", "before the final norm"),
-        (MtpSettings(kind="mtp", shared_depths=False), None, "vllm", "one for each"),
-        (MtpSettings(kind="mtp", train_head=True), None, "transformers", "its output head was trained"),
-        (MtpSettings(kind="mtp"), None, "speculators", "got llama"),
-        (HydraSettings(kind="hydra"), None, "vllm", "hydra goes to no engine yet"),
+        (EAGLE, {}, "transformers", "transformers 5.23 decodes no EAGLE heads; eagle3 goes to vllm"),
+        (EAGLE, {"norm_before_residual": True}, "sglang", "starts from the normed feature"),
+        (EAGLE, {"num_layers": 2}, "sglang", "has 2 layers"),
+        (EAGLE, {"taps": [0, 1, 2]}, "sglang", "reads h_0"),
+        (EAGLE, {"taps": [1, 2]}, "sglang", "place for three"),
+        (EAGLE, {"norm_joined_taps": True}, "sglang", "norms all taps as one vector"),
+        (EAGLE, {"own_embedding": True}, "sglang", "an embedding of its own"),
+        (DFLASH, {"taps": [2, 4]}, "transformers", "h_4, the last block's state"),
+        (DFLASH, {"train_head": True}, "transformers", "its output head was trained"),
+        (MTP, {"reads": "pre_norm"}, "vllm", "before the final norm"),
+        (MTP, {"shared_depths": False}, "vllm", "one for each"),
+        (MTP, {"train_head": True}, "transformers", "its output head was trained"),
+        (MTP, {}, "speculators", "got llama"),
+        (HydraSettings(kind="hydra"), {}, "vllm", "hydra goes to no engine yet"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_an_engine_cannot_hold_is_refused(write, settings, vocabulary, engine, words):
-    written = write(settings, vocabulary=vocabulary)
+def test_what_an_engine_cannot_hold_is_refused(write, settings, options, engine, words):
+    written = write(settings.model_copy(update=options))
     with pytest.raises(InputError, match=words):
         export(written.source(), engine, written.out)
     assert not written.out.exists()

@@ -76,19 +76,14 @@ def test_eagle_keeps_its_ids_and_offsets(write, converter):
     assert "--spec-type draft-eagle3 --spec-draft-n-max 3" in (written.out / SERVE_FILE).read_text()
 
 
-def test_dflash_names_the_blocks_and_drafts_a_whole_one(write, converter):
+def test_dflash_names_the_blocks_and_drafts_whole_ones_and_no_other_number(write, converter):
     written = write(DFLASH, num_speculative_tokens=2)
-    assert written.source().num_speculative_tokens == 3
+    assert [written.source(num_speculative_tokens=asked).num_speculative_tokens for asked in (None, 3)] == [3, 3]
+    with pytest.raises(InputError, match=r"num_speculative_tokens 2: .* fills blocks of 3 drafts"):
+        written.source(num_speculative_tokens=2)
     export(written.source(), "gguf", written.out)
     assert seen(converter)["config"]["dflash_config"]["target_layer_ids"] == [0, 2]
     assert "--spec-type draft-dflash --spec-draft-n-max 3" in (written.out / SERVE_FILE).read_text()
-
-
-def test_dflash_drafts_whole_blocks_and_no_other_number(write):
-    written = write(DFLASH, num_speculative_tokens=2)
-    assert written.source(num_speculative_tokens=3).num_speculative_tokens == 3
-    with pytest.raises(InputError, match=r"num_speculative_tokens 2: .* fills blocks of 3 drafts"):
-        written.source(num_speculative_tokens=2)
 
 
 @pytest.mark.parametrize(
@@ -107,18 +102,17 @@ def test_an_eagle_head_that_llama_cpp_does_not_know_is_refused(write, converter,
     assert not written.out.exists()
 
 
-def test_a_refusal_of_the_converter_is_passed_on(write, converter, monkeypatch):
-    monkeypatch.setenv("REFUSE", "1")
+@pytest.mark.parametrize(
+    ("variable", "error", "words"),
+    [
+        ("REFUSE", InputError, "converter refuses it: ERROR: Model Abacus is not supported"),
+        ("LEAVE_OUT", RuntimeError, r"draft\.gguf was written with \d+ numbers of \d+"),
+    ],
+)
+def test_what_the_converter_refuses_or_leaves_out_is_told_and_not_kept(write, converter, monkeypatch, variable, error, words):
+    monkeypatch.setenv(variable, "1")
     written = write(EAGLE)
-    with pytest.raises(InputError, match="converter refuses it: ERROR: Model Abacus is not supported"):
-        export(written.source(), "gguf", written.out)
-    assert not written.out.exists()
-
-
-def test_a_file_that_lacks_numbers_is_not_kept(write, converter, monkeypatch):
-    monkeypatch.setenv("LEAVE_OUT", "1")
-    written = write(EAGLE)
-    with pytest.raises(RuntimeError, match=r"draft\.gguf was written with \d+ numbers of \d+"):
+    with pytest.raises(error, match=words):
         export(written.source(), "gguf", written.out)
     assert not written.out.exists()
 

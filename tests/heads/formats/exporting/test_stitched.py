@@ -13,24 +13,19 @@ from heads.formats.exporting.exporter import SERVE_FILE, export
 from heads.formats.importing.importer import fit
 from heads.formats.importing.reading import read_external
 from heads.target.identity import hash_weights
-from tests.heads.families import test_mtp_checkpoint as native
-from tests.support import family_checks as checks
+from tests.support import mtp_checkpoints as native
 
 ONE = MtpSettings(kind="mtp", num_depths=2)
 
 
 @pytest.fixture
-def write_beside_modules(write):
-    """A function that writes a head, and puts MTP modules under a naming into its target's folder."""
+def write_beside_modules(write, tmp_path):
+    """A function that writes a head for a target whose folder holds MTP modules under a naming."""
 
-    def make(settings, naming, *, modules=1, shards=1):
+    def make(settings, naming, **options):
         written = write(settings, "qwen3")
-        theirs = {}
-        for number in range(modules):
-            theirs |= native.module_tensors(naming, written.model, number, torch.float32)[0]
-        for path in written.target_folder.glob("*.safetensors*"):
-            path.unlink()
-        native.write_checkpoint(written.target_folder, written.model, theirs, shards=shards)
+        written.target_folder = tmp_path / "target"
+        native.write_modules(written.target_folder, written.model, naming, **options)
         path = written.artifact / METADATA_FILE
         metadata = json.loads(path.read_text())
         metadata["target"]["weights_sha256"] = hash_weights(written.target_folder)
@@ -48,7 +43,7 @@ def test_a_head_goes_into_the_target_and_comes_back(write_beside_modules, naming
     export(written.source(), "vllm", written.out)
     after = load_file(written.out / "model.safetensors")
     changed = {name for name, value in before.items() if not torch.equal(value, after[name])}
-    assert changed == set(native.module_tensors(naming, written.model, 0, torch.float32)[0])
+    assert changed == set(native.module_tensors(naming, written.model)[0])
     fitted = fit(read_external(written.out), written.model)
     own = written.head.state_dict()
     if order == "hidden_first":
@@ -99,5 +94,4 @@ def test_a_hybrid_target_is_served_without_prefix_caching(write_beside_modules, 
 def test_the_target_without_places_gets_the_modules_beside_it(write):
     written = write(ONE)
     export(written.source(), "vllm", written.out)
-    assert checks.SMALL["num_hidden_layers"] == 4
     assert all(name.startswith("model.mtp_layers.0.") for name in load_file(written.out / "model.safetensors"))

@@ -13,9 +13,8 @@ from heads.formats.importing.importer import fit, write_artifact
 from heads.formats.importing.reading import read_external
 from tests.support import family_checks as checks
 
-OWN = {"own_output_heads": True, "train_head": True}
-PLAIN = HydraSettings(kind="hydra", num_depths=3, num_layers=2, **OWN)
-PREFIX = HydraSettings(kind="hydra", num_depths=3, num_layers=2, prefix_attention=True, prefix_norm=True, **OWN)
+PLAIN = HydraSettings(kind="hydra", num_depths=3, num_layers=2, **checks.OWN_HEADS)
+PREFIX = checks.SETTINGS["hydra, published"]
 CONFIG = {"hydra_num_heads": 3, "hydra_num_layers": 3, "hydra_head_arch": "mlp", "grounded_heads": True}
 
 
@@ -51,21 +50,19 @@ def publish(write):
     return make
 
 
-def test_heads_without_prefix(publish, tmp_path):
-    written = publish(PLAIN, CONFIG, dropout=False)
-    assert_comes_in(written, tmp_path)
+MORE = {"prefix_embeding_layer.embed_tokens.weight": torch.ones(64, 32)}  # never read
 
 
-def test_heads_with_a_prefix_layer_dropout_and_what_is_never_read(publish, tmp_path):
-    more = {"prefix_embeding_layer.embed_tokens.weight": torch.ones(64, 32)}
-    written = publish(PREFIX, CONFIG | {"hydra_head_arch": "prefix-mlp"}, dropout=True, **more)
-    assert_comes_in(written, tmp_path)
-
-
-def assert_comes_in(written, folder):
+@pytest.mark.parametrize(
+    ("settings", "config", "dropout", "more"),
+    [(PLAIN, CONFIG, False, {}), (PREFIX, CONFIG | {"hydra_head_arch": "prefix-mlp"}, True, MORE)],
+    ids=["plain", "prefix"],
+)
+def test_published_heads_come_in(publish, tmp_path, settings, config, dropout, more):
+    written = publish(settings, config, dropout=dropout, **more)
     fitted = fit(read_external(written.out), written.model)
-    write_artifact(fitted, folder / "back", written.target.identity, vocab_size=64, num_speculative_tokens=3, provenance={})
-    own, back = load_file(written.artifact / WEIGHTS_FILE), load_file(folder / "back" / WEIGHTS_FILE)
+    write_artifact(fitted, tmp_path / "back", written.target.identity, vocab_size=64, num_speculative_tokens=3, provenance={})
+    own, back = load_file(written.artifact / WEIGHTS_FILE), load_file(tmp_path / "back" / WEIGHTS_FILE)
     assert own.keys() == back.keys()
     assert all(torch.equal(own[name], back[name]) for name in own)
     assert fitted.settings == written.head.settings
