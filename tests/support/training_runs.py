@@ -1,16 +1,12 @@
-"""Conversations of given token ids, and training a task on them: to its end, or cut off as if the process had been killed."""
+"""Training a task on conversations: to its end, or cut off as if the process had been killed; and distillations to train."""
 
 from pathlib import Path
 
+from configs.schema.training import DistillConfig
 from distill.dataset.batches import ConversationDataset, make_loader
-from distill.dataset.conversations import Conversation
+from train.launch import make_accelerator
 from train.loop.loop import train
-
-
-def conversation(number, prompt_ids, answer_ids):
-    """Return a conversation of these ids, whose answer was cut off."""
-    ids = {"prompt_ids": tuple(prompt_ids), "answer_ids": tuple(answer_ids)}
-    return Conversation(prompt_id=f"p{number}", category="c", turn=0, messages=(), ended=False, **ids)
+from train.tasks.draft import DraftTask
 
 
 def train_task(task, rows, stop_after=None, max_length=64):
@@ -33,3 +29,36 @@ def train_task(task, rows, stop_after=None, max_length=64):
     loader = make_loader(ConversationDataset(rows, max_length), config.schedule.batch_size, seed=config.schedule.seed)
     train(task, loader, config.optimizer, config.schedule, accelerator, Path(config.output), config.model_dump(mode="json"))
     return {name: tensor.clone() for name, tensor in task.module.state_dict().items()}, losses
+
+
+def distill_config(folder, student=None, *, settings=None, **schedule):
+    """Return the config of a short distillation into a folder.
+
+    Args:
+        folder: of the output.
+        student: settings of it that differ.
+        settings: further ones of the config.
+        schedule: settings of it that differ.
+    """
+    defaults = {"batch_size": 4, "max_steps": 10, "mixed_precision": "no", "trackers": []}
+    defaults |= {"log_every_steps": 2, "eval_every_steps": 5, "checkpoint_every_steps": 5}
+    return DistillConfig.model_validate(
+        {
+            "student": {"layers": [0, 2]} | (student or {}),
+            "optimizer": {"learning_rate": 3e-3},
+            "schedule": defaults | schedule,
+            "held_out": {"num_prompts": 3, "decode": {"max_new_tokens": 10, "num_speculative_tokens": 2}},
+            "output": str(folder),
+        }
+        | (settings or {})
+    )
+
+
+def draft_task(config, target, rows, cache=None):
+    """Return the task of a distillation that holds its first three conversations out."""
+    return DraftTask(config, target, rows, rows[:3], make_accelerator(config.schedule, Path(config.output)), cache)
+
+
+def distil(config, target, rows, stop_after=None):
+    """Distil as configured; return the weights at the end."""
+    return train_task(draft_task(config, target, rows), rows, stop_after)[0]

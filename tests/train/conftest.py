@@ -8,8 +8,8 @@ import torch
 from configs.schema.decoding import DecodeConfig
 from configs.schema.training import HeadsConfig
 from eval.decoder.decode import generate
+from tests.support.caches import cache_job, conversation, run, write_rows
 from tests.support.tiny_heads import HEADS
-from tests.support.training_runs import conversation
 from train.launch import make_accelerator
 from train.tasks.head import HeadTask
 
@@ -26,9 +26,21 @@ def greedy_rows(greedy_target):
     prompts = torch.randint(5, 64, (16, 6), generator=torch.Generator().manual_seed(0)).tolist()
     plain = DecodeConfig(num_speculative_tokens=0, max_new_tokens=19, batch_size=16)
     return [
-        conversation(number, prompt, answer[: 8 + number % 12])
+        conversation(prompt, answer[: 8 + number % 12], f"p{number}")
         for number, (prompt, answer) in enumerate(zip(prompts, generate(greedy_target, prompts, plain), strict=True))
     ]
+
+
+@pytest.fixture
+def make_cache(tmp_path, greedy_target):
+    """A function that makes a cache of conversations, which it writes to `train.jsonl`, and returns its folder."""
+
+    def make(rows, target=greedy_target, folder="cache", **settings):
+        data = write_rows(tmp_path / "train.jsonl", rows)
+        run(cache_job(target, data, rows, tmp_path / folder, **{"max_length": 64} | settings))
+        return tmp_path / folder
+
+    return make
 
 
 @pytest.fixture

@@ -4,129 +4,82 @@ import dataclasses
 import json
 import math
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
-from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 
 from configs.runtime.errors import ConfigError, InputError
-from configs.schema.decoding import DecodeConfig
 from configs.schema.learning import OptimizerConfig, StudentConfig
 from configs.schema.target import TargetConfig
-from configs.schema.training import DistillConfig, HeldOutDecodingConfig, ScheduleConfig
-from distill.dataset.batches import ConversationDataset, make_loader
+from configs.schema.training import DistillConfig, ScheduleConfig
+from distill.dataset.batches import ConversationDataset, collate
 from distill.student.init import initial_draft
 from heads.artifact import load_draft
-from tests.support.training_runs import conversation, train_task
+from tests.support.training_runs import distil, distill_config, draft_task, train_task
 from train.launch import make_accelerator, run_distillation
 from train.loop.checkpoints import list_checkpoints
-from train.loop.loop import train
 from train.loop.optimizer import make_optimizer
 from train.tasks.draft import DraftTask
 
 
-@pytest.fixture(scope="module")
-def target(tiny_llama, as_target):
-    return as_target(tiny_llama(seed=1, dtype=torch.float32, layers=3))
-
-
-@pytest.fixture(scope="module")
-def rows(target):
-    """Conversations in the target's own words."""
-    generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(5, 64, (24, 6), generator=generator)
-    answers = target.model.generate(prompts, max_new_tokens=12, do_sample=False, attention_mask=torch.ones_like(prompts))
-    return [conversation(number, row[:6], row[6 : 10 + number % 8]) for number, row in enumerate(answers.tolist())]
-
-
-def config_for(folder, student=None, **schedule):
-    defaults = {
-        "batch_size": 4,
-        "max_steps": 10,
-        "mixed_precision": "no",
-        "log_every_steps": 2,
-        "eval_every_steps": 5,
-        "checkpoint_every_steps": 5,
-        "trackers": [],
-    }
-    return DistillConfig(
-        student=StudentConfig(**{"layers": [0, 2]} | (student or {})),
-        optimizer=OptimizerConfig(learning_rate=3e-3),
-        schedule=ScheduleConfig(**defaults | schedule),
-        held_out=HeldOutDecodingConfig(num_prompts=3, decode=DecodeConfig(max_new_tokens=10, num_speculative_tokens=2)),
-        output=str(folder),
-    )
-
-
-def run(config, target, rows, stop_after=None):
-    """Distil as configured; return the weights at the end."""
-    accelerator = make_accelerator(config.schedule, Path(config.output))
-    return train_task(DraftTask(config, target, rows, rows[:3], accelerator), rows, stop_after)[0]
+def kept_checkpoints(folder):
+    return [path.name for path in list_checkpoints(folder / "checkpoints")]
 
 
 @pytest.mark.parametrize("student", [{}, {"lora": {"rank": 4}, "draft_vocab_size": 20}], ids=["full", "lora"])
-def test_ten_steps_equal_five_then_a_resume_and_five_bit_for_bit(tmp_path, target, rows, student):
-    whole = run(config_for(tmp_path / "whole", student), target, rows)
+def test_ten_steps_equal_five_then_a_resume_and_five_bit_for_bit(tmp_path, greedy_target, greedy_rows, student):
+    whole = distil(distill_config(tmp_path / "whole", student), greedy_target, greedy_rows)
     with pytest.raises(KeyboardInterrupt):
-        run(config_for(tmp_path / "parts", student), target, rows, stop_after=7)
-    assert [path.name for path in list_checkpoints(tmp_path / "parts" / "checkpoints")] == ["step-00000005"]
-    resumed = run(config_for(tmp_path / "parts", student), target, rows)
-    assert whole.keys() == resumed.keys()
-    for name, tensor in whole.items():
-        assert torch.equal(tensor, resumed[name]), name
+        distil(distill_config(tmp_path / "parts", student), greedy_target, greedy_rows, stop_after=7)
+    assert kept_checkpoints(tmp_path / "parts") == ["step-00000005"]
+    resumed = distil(distill_config(tmp_path / "parts", student), greedy_target, greedy_rows)
+    torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("every", "stop_after"), [(3, 10), (4, 12)], ids=["at an epoch's end", "within the second epoch"])
-def test_a_resume_finds_its_place_among_accumulated_batches(tmp_path, target, rows, every, stop_after):
+def test_a_resume_finds_its_place_among_accumulated_batches(tmp_path, greedy_target, greedy_rows, every, stop_after):
     # An epoch is 8 micro-batches: steps of 3, 3 and 2 of them.
     def config(name):
-        schedule = {"batch_size": 3, "gradient_accumulation_steps": 3, "max_steps": 7, "checkpoint_every_steps": every}
-        return config_for(tmp_path / name, eval_every_steps=None, **schedule)
+        schedule = {"batch_size": 2, "gradient_accumulation_steps": 3, "max_steps": 7, "checkpoint_every_steps": every}
+        return distill_config(tmp_path / name, eval_every_steps=None, **schedule)
 
-    whole = run(config("whole"), target, rows)
+    whole = distil(config("whole"), greedy_target, greedy_rows)
     with pytest.raises(KeyboardInterrupt):
-        run(config("parts"), target, rows, stop_after=stop_after)
-    assert [path.name for path in list_checkpoints(tmp_path / "parts" / "checkpoints")] == [f"step-0000000{every}"]
-    resumed = run(config("parts"), target, rows)
-    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+        distil(config("parts"), greedy_target, greedy_rows, stop_after=stop_after)
+    assert kept_checkpoints(tmp_path / "parts") == [f"step-0000000{every}"]
+    resumed = distil(config("parts"), greedy_target, greedy_rows)
+    torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
 
 
-def test_a_run_that_does_not_resume_leaves_no_checkpoint_of_the_one_before(tmp_path, target, rows):
-    run(config_for(tmp_path), target, rows)
+def test_a_run_that_does_not_resume_leaves_no_checkpoint_of_the_one_before(tmp_path, greedy_target, greedy_rows):
+    distil(distill_config(tmp_path), greedy_target, greedy_rows)
     anew = {"max_steps": 6, "checkpoint_every_steps": 2, "keep_checkpoints": 1}
     with pytest.raises(KeyboardInterrupt):
-        run(config_for(tmp_path, resume=False, **anew), target, rows, stop_after=5)
-    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000004"]
-    run(config_for(tmp_path, **anew), target, rows)
-    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000006"]
+        distil(distill_config(tmp_path, resume=False, **anew), greedy_target, greedy_rows, stop_after=5)
+    assert kept_checkpoints(tmp_path) == ["step-00000004"]
+    distil(distill_config(tmp_path, **anew), greedy_target, greedy_rows)
+    assert kept_checkpoints(tmp_path) == ["step-00000006"]
 
 
 @pytest.mark.parametrize("change", [{"batch_size": 3}, {"student": {"layers": [1]}}], ids=["schedule", "weights"])
-def test_a_checkpoint_of_another_config_is_refused(tmp_path, target, rows, change):
-    run(config_for(tmp_path, max_steps=5), target, rows)
+def test_a_checkpoint_of_another_config_is_refused(tmp_path, greedy_target, greedy_rows, change):
+    distil(distill_config(tmp_path, max_steps=5), greedy_target, greedy_rows)
     with pytest.raises(InputError, match="another config"):
-        run(config_for(tmp_path, max_steps=5, **change), target, rows)
+        distil(distill_config(tmp_path, max_steps=5, **change), greedy_target, greedy_rows)
 
 
-def test_a_held_out_prompt_that_cannot_be_decoded_is_refused_before_training(tmp_path, target, rows):
-    config = config_for(tmp_path)
-    long = dataclasses.replace(rows[0], prompt_ids=(5,) * 300)
+def test_a_held_out_prompt_that_cannot_be_decoded_is_refused_before_training(tmp_path, greedy_target, greedy_rows):
+    config = distill_config(tmp_path)
+    long = dataclasses.replace(greedy_rows[0], prompt_ids=(5,) * 300)
     with pytest.raises(InputError, match="p0/0 has 300 tokens; the target's context is 256"):
-        DraftTask(config, target, rows, [long], make_accelerator(config.schedule, tmp_path))
+        DraftTask(config, greedy_target, greedy_rows, [long], make_accelerator(config.schedule, tmp_path))
 
 
 def test_a_device_that_accelerate_does_not_train_on_is_refused(tmp_path):
-    config = config_for(tmp_path).model_copy(update={"target": TargetConfig(device="meta")})
+    config = distill_config(tmp_path).model_copy(update={"target": TargetConfig(device="meta")})
     with pytest.raises(ConfigError, match=r"target\.device: training runs on .*, got meta"):
         run_distillation(config)
-
-
-def test_a_tracker_that_is_not_installed_is_not_left_out_in_silence(tmp_path, monkeypatch):
-    monkeypatch.setattr("train.telemetry.trackers.get_available_trackers", list)
-    with pytest.raises(ConfigError, match=r"schedule\.trackers: wandb is not installed"):
-        make_accelerator(ScheduleConfig(trackers=["wandb"]), tmp_path)
 
 
 def test_a_precision_that_the_machine_does_not_have_is_a_sentence(tmp_path, monkeypatch):
@@ -138,81 +91,95 @@ def test_a_precision_that_the_machine_does_not_have_is_a_sentence(tmp_path, monk
         make_accelerator(ScheduleConfig(mixed_precision="fp16"), tmp_path)
 
 
-def test_accumulated_micro_batches_give_the_step_of_one_large_batch(tmp_path, target, rows):
-    large = run(config_for(tmp_path / "large", batch_size=8, max_steps=1, eval_every_steps=None), target, rows[:8])
-    small = run(
-        config_for(tmp_path / "small", batch_size=2, gradient_accumulation_steps=4, max_steps=1, eval_every_steps=None),
-        target,
-        rows[:8],
+def test_accumulated_micro_batches_give_the_step_of_one_large_batch(tmp_path, greedy_target, greedy_rows):
+    large = distil(
+        distill_config(tmp_path / "large", batch_size=8, max_steps=1, eval_every_steps=None), greedy_target, greedy_rows[:8]
     )
-    for name, tensor in large.items():
-        torch.testing.assert_close(small[name], tensor, rtol=1e-3, atol=2e-5, msg=name)
+    small = distil(
+        distill_config(tmp_path / "small", batch_size=2, gradient_accumulation_steps=4, max_steps=1, eval_every_steps=None),
+        greedy_target,
+        greedy_rows[:8],
+    )
+    torch.testing.assert_close(small, large, rtol=1e-3, atol=2e-5)
 
 
-def test_training_brings_the_draft_closer_to_the_target(tmp_path, target, rows):
-    config = config_for(tmp_path, max_steps=40, eval_every_steps=20, checkpoint_every_steps=None)
-    run(config, target, rows)
-    untrained = DraftTask(config, target, rows, rows[:3], Accelerator())
+def test_training_brings_the_draft_closer_to_the_target(tmp_path, greedy_target, greedy_rows):
+    config = distill_config(tmp_path, max_steps=40, eval_every_steps=20, checkpoint_every_steps=None)
+    distil(config, greedy_target, greedy_rows)
+    untrained = draft_task(config, greedy_target, greedy_rows)
     before = untrained.evaluate(untrained.module)
     provenance = json.loads((tmp_path / "artifact" / "draftsmith.json").read_text())["provenance"]
     assert provenance["held_out"]["tokens_per_target_step"] > before["tokens_per_target_step"] + 0.2
 
 
-def test_a_draft_of_a_reduced_vocabulary_is_decoded_and_kept_as_one(tmp_path, target, rows):
-    whole = run(config_for(tmp_path, {"draft_vocab_size": 20}, max_steps=5), target, rows)
-    draft = load_draft(tmp_path / "artifact", target.identity, target.model)
-    spoken = {token for row in rows for token in row.answer_ids}
+def test_a_draft_of_a_reduced_vocabulary_is_decoded_and_kept_as_one(tmp_path, greedy_target, greedy_rows):
+    whole = distil(distill_config(tmp_path, {"draft_vocab_size": 20}, max_steps=5), greedy_target, greedy_rows)
+    draft = load_draft(tmp_path / "artifact", greedy_target.identity, greedy_target.model)
+    spoken = {token for row in greedy_rows for token in row.answer_ids}
     assert (draft.metadata.draft_vocabulary, draft.metadata.draft_vocab_size) == ("reduced", 20)
     assert set(draft.proposer.vocabulary.token_ids_W.tolist()) <= spoken
     assert len(whole["draft.lm_head.weight"]) == 64
     assert draft.metadata.provenance["held_out"]["draft_token_yield"] > 0
 
 
-def test_the_artifact_of_an_adapted_draft_is_the_plain_model_that_it_amounts_to(tmp_path, target, rows, monkeypatch):
+def test_the_artifact_of_an_adapted_draft_is_the_plain_model_that_it_amounts_to(
+    tmp_path, greedy_target, greedy_rows, monkeypatch
+):
     saved = []
     plain_save = DraftTask.save
 
     def save(task, module, *args):
-        saved[:] = [module.draft.eval()(input_ids=torch.tensor([rows[0].prompt_ids])).logits.detach()]
+        saved[:] = [module.draft.eval()(input_ids=torch.tensor([greedy_rows[0].prompt_ids])).logits.detach()]
         module.draft.train()
         plain_save(task, module, *args)
 
     monkeypatch.setattr(DraftTask, "save", save)
-    run(config_for(tmp_path, {"lora": {"rank": 4}}, max_steps=5), target, rows)
+    distil(distill_config(tmp_path, {"lora": {"rank": 4}}, max_steps=5), greedy_target, greedy_rows)
     draft = AutoModelForCausalLM.from_pretrained(tmp_path / "artifact", dtype=torch.float32)
-    torch.testing.assert_close(draft(input_ids=torch.tensor([rows[0].prompt_ids])).logits, saved[0], rtol=1e-4, atol=1e-4)
-    untrained = initial_draft(StudentConfig(layers=[0, 2]), target)(input_ids=torch.tensor([rows[0].prompt_ids])).logits
+    torch.testing.assert_close(
+        draft(input_ids=torch.tensor([greedy_rows[0].prompt_ids])).logits, saved[0], rtol=1e-4, atol=1e-4
+    )
+    untrained = initial_draft(StudentConfig(layers=[0, 2]), greedy_target)(
+        input_ids=torch.tensor([greedy_rows[0].prompt_ids])
+    ).logits
     assert (untrained - saved[0]).abs().max() > 0.01
 
 
-def test_a_searched_student_is_recorded_with_the_layers_that_were_found(tmp_path, target, rows):
+def test_a_searched_student_is_recorded_with_the_layers_that_were_found(tmp_path, greedy_target, greedy_rows):
     student = {"layers": None, "layer_choice": "searched", "num_layers": 2, "search_trials": 2, "search_conversations": 4}
-    run(config_for(tmp_path, student, max_steps=1), target, rows)
+    distil(distill_config(tmp_path, student, max_steps=1), greedy_target, greedy_rows)
     recorded = json.loads((tmp_path / "artifact" / "draftsmith.json").read_text())["training"]["student"]
     assert recorded["layers"] in ([0, 1], [0, 2], [1, 2])
     assert DistillConfig.model_validate({"student": recorded}).student.layer_choice is None
 
 
-def test_the_artifact_is_the_best_draft_not_the_last(tmp_path, target, rows, monkeypatch):
+def test_the_artifact_is_the_best_draft_not_the_last(tmp_path, greedy_target, greedy_rows, monkeypatch):
     scores = iter([1.5, 2.5, 2.0])
     monkeypatch.setattr(DraftTask, "evaluate", lambda *_: {"tokens_per_target_step": next(scores)})
-    run(config_for(tmp_path, max_steps=15), target, rows)
+    distil(distill_config(tmp_path, max_steps=15), greedy_target, greedy_rows)
     provenance = json.loads((tmp_path / "artifact" / "draftsmith.json").read_text())["provenance"]
     assert (provenance["step"], provenance["held_out"]["tokens_per_target_step"]) == (10, 2.5)
 
 
-def test_a_loss_that_is_not_finite_stops_before_the_step_and_says_where(tmp_path, target, rows):
-    config = config_for(tmp_path)
-    accelerator = make_accelerator(config.schedule, tmp_path)
-    task = DraftTask(config, target, rows, rows[:3], accelerator)
+def test_a_loss_that_is_not_finite_stops_before_the_step_and_says_where(tmp_path, greedy_target, greedy_rows):
+    config = distill_config(tmp_path)
+    task = draft_task(config, greedy_target, greedy_rows)
     with torch.no_grad():
         task.module.draft.model.norm.weight[0] = math.inf
     before = {name: tensor.clone() for name, tensor in task.module.state_dict().items()}
-    loader = make_loader(ConversationDataset(rows, 64), 4, seed=0)
     with pytest.raises(RuntimeError, match=r"step 1 .*, micro-batch 1, conversations (\d+, ){3}\d+ of .* was not taken"):
-        train(task, loader, config.optimizer, config.schedule, accelerator, tmp_path, config.model_dump(mode="json"))
-    after = task.module.state_dict()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+        train_task(task, greedy_rows)
+    torch.testing.assert_close(task.module.state_dict(), before, rtol=0, atol=0)
+
+
+def test_a_micro_batch_without_labels_reaches_every_parameter_with_a_gradient_of_0(tmp_path, greedy_target, greedy_rows):
+    # One of several processes may get such a batch, and the others wait for its gradients.
+    task = draft_task(distill_config(tmp_path, {"draft_vocab_size": 20}), greedy_target, greedy_rows)
+    batch = collate(list(ConversationDataset(greedy_rows, 64))[:2])
+    batch = batch._replace(loss_mask_BT=torch.zeros_like(batch.loss_mask_BT))
+    task.loss(task.module, batch, torch.tensor(5), 1).loss.backward()
+    gradients = [parameter.grad for parameter in task.module.parameters() if parameter.requires_grad]
+    assert not any(bool(gradient.any()) for gradient in gradients)
 
 
 def test_the_learning_rate_warms_up_and_falls_to_its_final_share():

@@ -14,7 +14,7 @@ from accelerate.utils import LoggerType
 
 from configs.runtime.errors import ConfigError, InputError, Stopped
 from configs.runtime.run_record import training_fingerprint
-from tests.train.test_distill import config_for, run
+from tests.support.training_runs import distil, distill_config
 from train.launch import make_accelerator
 from train.tasks.draft import DraftTask
 from train.telemetry.files import METRICS_FILE, MetricsFile, read_metrics
@@ -25,25 +25,15 @@ from train.telemetry.trackers import flat_config
 PLAIN = {"max_steps": 6, "eval_every_steps": None, "checkpoint_every_steps": None}
 
 
-@pytest.fixture
-def target(greedy_target):
-    return greedy_target
-
-
-@pytest.fixture
-def rows(greedy_rows):
-    return greedy_rows
-
-
 # --- the file of metrics ------------------------------------------------------------------------------------------
 
 
-def test_a_run_writes_a_line_a_log_entry_and_a_resumed_one_goes_on_without_doubles(tmp_path, target, rows):
-    config = config_for(tmp_path, **PLAIN | {"log_every_steps": 1, "checkpoint_every_steps": 2})
+def test_a_run_writes_a_line_a_log_entry_and_a_resumed_one_goes_on_without_doubles(tmp_path, greedy_target, greedy_rows):
+    config = distill_config(tmp_path, **PLAIN | {"log_every_steps": 1, "checkpoint_every_steps": 2})
     with pytest.raises(KeyboardInterrupt):
-        run(config, target, rows, stop_after=5)
+        distil(config, greedy_target, greedy_rows, stop_after=5)
     before = read_metrics(tmp_path / METRICS_FILE)
-    run(config, target, rows)
+    distil(config, greedy_target, greedy_rows)
     after = read_metrics(tmp_path / METRICS_FILE)
     assert [row["step"] for row in before] == [1, 2, 3, 4, 5]
     assert [row["step"] for row in after] == [1, 2, 3, 4, 5, 6]
@@ -59,8 +49,8 @@ def test_a_run_writes_a_line_a_log_entry_and_a_resumed_one_goes_on_without_doubl
         assert {"acceptance", "top1_agreement", "gradient_norm", "learning_rate"} <= row.keys()
 
 
-def test_a_stop_between_two_lines_drops_no_step_and_the_time_goes_on(tmp_path, monkeypatch, target, rows):
-    config = config_for(tmp_path, **PLAIN | {"log_every_steps": 3})
+def test_a_stop_between_two_lines_drops_no_step_and_the_time_goes_on(tmp_path, monkeypatch, greedy_target, greedy_rows):
+    config = distill_config(tmp_path, **PLAIN | {"log_every_steps": 3})
     plain, calls = DraftTask.prepare, []
 
     def prepare(*args):
@@ -71,10 +61,10 @@ def test_a_stop_between_two_lines_drops_no_step_and_the_time_goes_on(tmp_path, m
 
     monkeypatch.setattr(DraftTask, "prepare", prepare)
     with pytest.raises(Stopped, match="after step 5 of 6"):
-        run(config, target, rows)
+        distil(config, greedy_target, greedy_rows)
     before = read_metrics(tmp_path / METRICS_FILE)
     assert [row["step"] for row in before] == [3, 5]
-    run(config, target, rows)
+    distil(config, greedy_target, greedy_rows)
     after = read_metrics(tmp_path / METRICS_FILE)
     assert [row["step"] for row in after] == [3, 5, 6]
     assert after[:2] == before
@@ -118,10 +108,12 @@ def test_a_file_that_cannot_be_written_is_a_sentence(tmp_path):
 # --- the profile --------------------------------------------------------------------------------------------------
 
 
-def test_profiled_steps_are_a_trace_with_the_parts_and_leave_the_weights_alone(tmp_path, target, rows, caplog):
-    plain = run(config_for(tmp_path / "plain", **PLAIN), target, rows)
+def test_profiled_steps_are_a_trace_with_the_parts_and_leave_the_weights_alone(tmp_path, greedy_target, greedy_rows, caplog):
+    plain = distil(distill_config(tmp_path / "plain", **PLAIN), greedy_target, greedy_rows)
     with caplog.at_level(logging.INFO, "draftsmith"):
-        seen = run(config_for(tmp_path / "seen", **PLAIN, profile={"start_step": 2, "num_steps": 3}), target, rows)
+        seen = distil(
+            distill_config(tmp_path / "seen", **PLAIN, profile={"start_step": 2, "num_steps": 3}), greedy_target, greedy_rows
+        )
     assert all(torch.equal(seen[name], tensor) for name, tensor in plain.items())
     events = json.loads((tmp_path / "seen" / "profile" / "profile_0.json").read_text())["traceEvents"]
     names = [event.get("name") for event in events if event.get("cat") == "user_annotation"]
@@ -133,22 +125,22 @@ def test_profiled_steps_are_a_trace_with_the_parts_and_leave_the_weights_alone(t
     assert not (tmp_path / "plain" / "profile").exists()
 
 
-def test_a_profile_of_steps_that_the_run_cuts_short_is_written_all_the_same(tmp_path, target, rows):
-    run(config_for(tmp_path, **PLAIN, profile={"start_step": 6, "num_steps": 3}), target, rows)
+def test_a_profile_of_steps_that_the_run_cuts_short_is_written_all_the_same(tmp_path, greedy_target, greedy_rows):
+    distil(distill_config(tmp_path, **PLAIN, profile={"start_step": 6, "num_steps": 3}), greedy_target, greedy_rows)
     events = json.loads((tmp_path / "profile" / "profile_0.json").read_text())["traceEvents"]
     assert sum(event.get("name") == "optimizer" for event in events) == 1
     assert not any(event.get("name") == "evaluation" for event in events)
 
 
-def test_a_profile_of_steps_that_the_run_does_not_have_is_missed_aloud(tmp_path, target, rows, caplog):
-    run(config_for(tmp_path, **PLAIN, profile={"start_step": 7}), target, rows)
+def test_a_profile_of_steps_that_the_run_does_not_have_is_missed_aloud(tmp_path, greedy_target, greedy_rows, caplog):
+    distil(distill_config(tmp_path, **PLAIN, profile={"start_step": 7}), greedy_target, greedy_rows)
     assert "schedule.profile: step 7 was not among those of this run; no profile" in caplog.messages
     assert not (tmp_path / "profile").exists()
 
 
 def test_looking_belongs_to_no_fingerprint(tmp_path):
     plain, sampling_for_stopping = (
-        config_for(tmp_path, **more).model_dump(mode="json") for more in ({}, {"profile": {}, "peak_tflops": 3.0})
+        distill_config(tmp_path, **more).model_dump(mode="json") for more in ({}, {"profile": {}, "peak_tflops": 3.0})
     )
     assert training_fingerprint(plain, {}) == training_fingerprint(sampling_for_stopping, {})
 
@@ -194,12 +186,12 @@ class StandIn:
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
-def test_a_tracker_gets_the_whole_config_and_every_logged_step(tmp_path, target, rows, monkeypatch, name):
+def test_a_tracker_gets_the_whole_config_and_every_logged_step(tmp_path, greedy_target, greedy_rows, monkeypatch, name):
     library = StandIn()
     monkeypatch.setitem(sys.modules, name, library)
     monkeypatch.setattr(tracking, "_available_trackers", [LoggerType(name)])
-    config = config_for(tmp_path / "seventh", **PLAIN, trackers=[name])
-    run(config, target, rows)
+    config = distill_config(tmp_path / "seventh", **PLAIN, trackers=[name])
+    distil(config, greedy_target, greedy_rows)
     assert {"project": "draftsmith", "name": "seventh"}.items() <= library.started.items()
     assert library.settings == flat_config(config.model_dump(mode="json"))
     assert library.settings["optimizer.learning_rate"] == 3e-3
@@ -213,7 +205,7 @@ def test_a_tracker_gets_the_whole_config_and_every_logged_step(tmp_path, target,
 def test_a_tracker_whose_library_is_missing_is_refused(tmp_path, monkeypatch, name):
     monkeypatch.setattr(tracking, "_available_trackers", [])
     with pytest.raises(ConfigError, match=rf"schedule\.trackers: {name} is not installed; install it, or take it out"):
-        make_accelerator(config_for(tmp_path, trackers=[name]).schedule, tmp_path)
+        make_accelerator(distill_config(tmp_path, trackers=[name]).schedule, tmp_path)
 
 
 def test_a_config_for_trackers_has_a_setting_a_key_and_no_secrets():

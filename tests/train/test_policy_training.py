@@ -1,8 +1,8 @@
 """Training under a data policy: it resumes bit for bit, teaches what was drawn, and leaves a run without one alone."""
 
+import dataclasses
 import json
 import logging
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,59 +10,34 @@ from accelerate import PartialState
 from accelerate.state import AcceleratorState
 
 from configs.schema.data import DataConfig
-from configs.schema.decoding import DecodeConfig
 from configs.schema.training import DistillConfig
 from distill.dataset.batches import ConversationDataset, collate
 from distill.generation.make_dataset import make_dataset
 from distill.student.on_policy import examples_of
-from tests.support.training_runs import conversation, train_task
-from train.launch import make_accelerator, run_distillation
+from tests.support.training_runs import distil, distill_config, draft_task, train_task
+from train.launch import run_distillation
 from train.loop.task import Prepared, StepPlace
 from train.tasks.draft import DraftTask
 
+LORA = {"lora": {"rank": 4, "dropout": 0.1}, "draft_vocab_size": 20}
 LATER = {"phases": [{}, {"from_share": 0.4, "on_policy": 0.25, "draft_states": 0.5}]}
 ALWAYS = {"phases": [{"on_policy": 0.5, "draft_states": 0.25}]}
 
 
 @pytest.fixture
-def target(tiny_llama, as_target):
-    return as_target(tiny_llama(seed=1, dtype=torch.float32, layers=3), eos=(9,))
+def target(greedy_target):
+    return dataclasses.replace(greedy_target, eos_token_ids=(9,))
 
 
 @pytest.fixture
-def rows():
-    generator = torch.Generator().manual_seed(0)
-    answers = torch.randint(5, 64, (24, 20), generator=generator).tolist()
-    return [conversation(number, ids[:5], ids[5 : 8 + number % 12]) for number, ids in enumerate(answers)]
+def config_for(tmp_path):
+    """A function that gives the config of a distillation under a data policy, into a folder of that name."""
 
+    def make(name="run", policy=None, student=None, **schedule):
+        steps = {"log_every_steps": 1, "eval_every_steps": None} | schedule
+        return distill_config(tmp_path / name, student, settings={"policy": policy or {}}, **steps)
 
-def config_for(folder, policy=None, student=None, **schedule):
-    defaults = {
-        "batch_size": 4,
-        "max_steps": 10,
-        "mixed_precision": "no",
-        "log_every_steps": 1,
-        "checkpoint_every_steps": 5,
-        "trackers": [],
-    }
-    return DistillConfig.model_validate(
-        {
-            "student": {"layers": [0, 2], **(student or {})},
-            "policy": policy or {},
-            "schedule": defaults | schedule,
-            "held_out": {"num_prompts": 1, "decode": DecodeConfig(max_new_tokens=4)},
-            "output": str(folder),
-        }
-    )
-
-
-def make_task(config, target, rows):
-    return DraftTask(config, target, rows, rows[:2], make_accelerator(config.schedule, Path(config.output)))
-
-
-def run(config, target, rows, stop_after=None, task=None):
-    """Train as configured; return the weights at the end, or stop before so many micro-batches."""
-    return train_task(task or make_task(config, target, rows), rows, stop_after)[0]
+    return make
 
 
 def equal(one, other):
@@ -77,42 +52,39 @@ def metrics_of(caplog):
 
 @pytest.mark.parametrize(
     ("student", "schedule"),
-    [
-        ({}, {}),
-        ({"lora": {"rank": 4, "dropout": 0.1}, "draft_vocab_size": 20}, {}),
-        ({}, {"batch_size": 2, "gradient_accumulation_steps": 2}),
-    ],
-    ids=["full", "lora, reduced vocabulary", "accumulated"],
+    [(LORA, {}), ({}, {"batch_size": 2, "gradient_accumulation_steps": 2})],
+    ids=["lora, reduced vocabulary", "accumulated"],
 )
-def test_a_resumed_run_rewrites_as_the_undisturbed_one(tmp_path, target, rows, student, schedule):
+def test_a_resumed_run_rewrites_as_the_undisturbed_one(config_for, target, greedy_rows, student, schedule):
     per_step = schedule.get("gradient_accumulation_steps", 1)
-    whole = run(config_for(tmp_path / "whole", LATER, student, **schedule), target, rows)
+    whole = distil(config_for("whole", LATER, student, **schedule), target, greedy_rows)
     with pytest.raises(KeyboardInterrupt):
-        run(config_for(tmp_path / "parts", LATER, student, **schedule), target, rows, stop_after=7 * per_step)
-    assert equal(run(config_for(tmp_path / "parts", LATER, student, **schedule), target, rows), whole)
-    assert not equal(run(config_for(tmp_path / "none", None, student, **schedule), target, rows), whole)
+        distil(config_for("parts", LATER, student, **schedule), target, greedy_rows, stop_after=7 * per_step)
+    assert equal(distil(config_for("parts", LATER, student, **schedule), target, greedy_rows), whole)
+    assert not equal(distil(config_for("none", None, student, **schedule), target, greedy_rows), whole)
 
 
 @pytest.mark.parametrize("policy", [None, {"phases": [{}, {"from_share": 1.0, "on_policy": 1.0}]}], ids=["none", "never"])
 def test_a_policy_that_rewrites_nothing_changes_nothing_and_makes_no_copy_of_the_draft(
-    tmp_path, target, rows, policy, monkeypatch
+    config_for, target, greedy_rows, policy, monkeypatch
 ):
-    student = {"lora": {"rank": 4, "dropout": 0.1}, "draft_vocab_size": 20}
-    config = config_for(tmp_path / "policy", policy, student)
-    task, copies, plain = make_task(config, target, rows), [], DraftTask._proposer
+    config = config_for("policy", policy, LORA)
+    task, copies, plain = draft_task(config, target, greedy_rows), [], DraftTask._proposer
     monkeypatch.setattr(DraftTask, "_proposer", lambda *args: copies.append(1) or plain(*args))
-    with_policy = run(config, target, rows, task=task)
+    with_policy, _ = train_task(task, greedy_rows)
     assert len(copies) == 1  # to decode held-out prompts at the end
     monkeypatch.setattr(DraftTask, "prepare", lambda task, module, window, place: Prepared(batches=window, sums={}))
-    assert equal(with_policy, run(config_for(tmp_path / "bare", None, student), target, rows))
+    assert equal(with_policy, distil(config_for("bare", None, LORA), target, greedy_rows))
 
 
-def test_steps_before_the_phase_are_those_without_a_policy_and_the_metrics_tell_the_share(tmp_path, target, rows, caplog):
+def test_steps_before_the_phase_are_those_without_a_policy_and_the_metrics_tell_the_share(
+    config_for, target, greedy_rows, caplog
+):
     caplog.set_level(logging.INFO, "draftsmith")
-    run(config_for(tmp_path / "none"), target, rows)
+    distil(config_for("none"), target, greedy_rows)
     without = metrics_of(caplog)
     caplog.clear()
-    run(config_for(tmp_path / "later", LATER), target, rows)
+    distil(config_for("later", LATER), target, greedy_rows)
     later = metrics_of(caplog)
     shares = [metrics.pop("rewritten_share") for metrics in later]
     assert shares[:4] == [0.0] * 4
@@ -126,15 +98,15 @@ def window_of(rows, count=4):
     return [collate(list(ConversationDataset(rows, 64))[:count])]
 
 
-def test_drawing_leaves_the_draft_in_training_and_all_randomness_where_it_was(tmp_path, target, rows):
-    config = config_for(tmp_path, ALWAYS, {"lora": {"rank": 4, "dropout": 0.5}, "draft_vocab_size": 20})
-    task = make_task(config, target, rows)
+def test_drawing_leaves_the_draft_in_training_and_all_randomness_where_it_was(config_for, target, greedy_rows):
+    config = config_for("run", ALWAYS, {"lora": {"rank": 4, "dropout": 0.5}, "draft_vocab_size": 20})
+    task = draft_task(config, target, greedy_rows)
     for layer in task.module.draft.model.layers:
         layer.self_attn.attention_dropout = 0.5
     task.module.train()
     before = {name: tensor.clone() for name, tensor in task.module.state_dict().items()}
     states = torch.get_rng_state()
-    prepared = [task.prepare(task.module, window_of(rows), StepPlace(step=0, num_steps=10)) for _ in range(2)]
+    prepared = [task.prepare(task.module, window_of(greedy_rows), StepPlace(step=0, num_steps=10)) for _ in range(2)]
     assert torch.equal(torch.get_rng_state(), states)
     assert int(prepared[0].sums["rewritten_share"]) > 0
     # Dropout would give other draws the second time.
@@ -145,20 +117,20 @@ def test_drawing_leaves_the_draft_in_training_and_all_randomness_where_it_was(tm
     assert equal(before, task.module.state_dict())
 
 
-def test_the_drafts_words_are_those_of_the_weights_as_they_stand(tmp_path, target, rows):
-    task = make_task(config_for(tmp_path, ALWAYS | {"temperature": 0.0}), target, rows)
+def test_the_drafts_words_are_those_of_the_weights_as_they_stand(config_for, target, greedy_rows):
+    task = draft_task(config_for("run", ALWAYS | {"temperature": 0.0}), target, greedy_rows)
     place = StepPlace(step=0, num_steps=10)
-    first = task.prepare(task.module, window_of(rows), place).batches[0]
+    first = task.prepare(task.module, window_of(greedy_rows), place).batches[0]
     with torch.no_grad():
         for parameter in task.module.draft.model.layers.parameters():
             parameter.mul_(-1)
-    second = task.prepare(task.module, window_of(rows), place).batches[0]
+    second = task.prepare(task.module, window_of(greedy_rows), place).batches[0]
     assert examples_of(first) != examples_of(second)
 
 
-def test_the_gradient_is_that_of_the_divergence_at_fixed_tokens(tmp_path, target, rows):
-    task = make_task(config_for(tmp_path, ALWAYS), target, rows)
-    (batch,) = task.prepare(task.module, window_of(rows), StepPlace(step=3, num_steps=10)).batches
+def test_the_gradient_is_that_of_the_divergence_at_fixed_tokens(config_for, target, greedy_rows):
+    task = draft_task(config_for("run", ALWAYS), target, greedy_rows)
+    (batch,) = task.prepare(task.module, window_of(greedy_rows), StepPlace(step=3, num_steps=10)).batches
     num_labels = batch.loss_mask_BT.sum()
     task.loss(task.module, batch, num_labels, 1).loss.backward()
     measured = {
@@ -175,7 +147,7 @@ def test_the_gradient_is_that_of_the_divergence_at_fixed_tokens(tmp_path, target
         torch.testing.assert_close(task.module.draft.get_parameter(name).grad, gradient, rtol=1e-3, atol=1e-5, msg=name)
 
 
-def test_training_on_the_data_sets_answers_warns(tmp_path, tiny_run, caplog):
+def test_training_on_the_data_sets_answers_warns(tmp_path, config_for, tiny_run, caplog):
     AcceleratorState._reset_state(reset_partial_state=True)
     chats = [
         {"messages": [{"role": "user", "content": f"w{n} w{n + 1}"}, {"role": "assistant", "content": f"w{n} w{n + 2} w3"}]}
@@ -188,7 +160,7 @@ def test_training_on_the_data_sets_answers_warns(tmp_path, tiny_run, caplog):
     make_dataset(DataConfig.model_validate(data | {"answers": {"written_by": "dataset"}}))
     PartialState._reset_state()
     files = {name: str(tmp_path / "data" / f"{name}.jsonl") for name in ("train", "held_out")}
-    config = config_for(tmp_path / "out", ALWAYS, {"layers": [0]}, max_steps=2).model_dump() | {"target": model, "data": files}
+    config = config_for("out", ALWAYS, {"layers": [0]}, max_steps=2).model_dump() | {"target": model, "data": files}
     assert run_distillation(DistillConfig.model_validate(config)) == 0
     assert "answers were written by the data set, not by the target: expect lower acceptance" in caplog.text
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -38,58 +38,26 @@ def whole(model, ids):
     return backbone(model)(input_ids=torch.tensor([ids]), use_cache=False).last_hidden_state[0]
 
 
+@pytest.mark.parametrize("lengths", [[4, 9, 6], [6, 6, 6]], ids=["ragged", "alike"])
 @torch.no_grad()
-def test_ragged_rows_with_rejected_tokens_equal_one_forward_over_each_text(model):
+def test_rows_with_rejected_tokens_equal_one_forward_over_each_text_and_so_do_those_that_stay(model, lengths):
     generator = torch.Generator().manual_seed(1)
     texts = [torch.randint(1, 64, (20,), generator=generator).tolist() for _ in range(3)]
-    lengths = [4, 9, 6]
     cache = new_cache(model, 24)
-    prompts = torch.tensor([text[:9] for text in texts])
-    first = forward_rows(model, cache, prompts, [0, 0, 0])
+    first = forward_rows(model, cache, torch.tensor([text[:9] for text in texts]), [0, 0, 0])
     for row, text in enumerate(texts):
         torch.testing.assert_close(first[row], whole(model, text[:9]))
     wrong = torch.randint(1, 64, (3, 4), generator=generator)
     forward_rows(model, cache, wrong, lengths)  # drafts that are then rejected
     for advance in (1, 3, 2):
+        if advance == 2:
+            cache.keep_rows([2, 0])
+            texts, lengths = [texts[2], texts[0]], [lengths[2], lengths[0]]
         ids = torch.tensor([text[length : length + advance] for text, length in zip(texts, lengths, strict=True)])
         hidden = forward_rows(model, cache, ids, lengths)
         for row, (text, length) in enumerate(zip(texts, lengths, strict=True)):
             torch.testing.assert_close(hidden[row], whole(model, text[: length + advance])[length:])
         lengths = [length + advance for length in lengths]
-
-
-@torch.no_grad()
-def test_rows_that_start_alike_take_the_plain_path_and_agree(model):
-    text = list(range(1, 15))
-    cache = new_cache(model, 16)
-    forward_rows(model, cache, torch.tensor([text[:8], text[:8]]), [0, 0])
-    for position in range(8, 14):
-        hidden = forward_rows(model, cache, torch.tensor([[text[position]]] * 2), [position, position])
-        torch.testing.assert_close(hidden[1, 0], whole(model, text[: position + 1])[-1])
-
-
-@torch.no_grad()
-def test_dropping_rows_keeps_the_others_text(model):
-    texts = [list(range(1, 12)), list(range(20, 31)), list(range(40, 51))]
-    cache = new_cache(model, 16)
-    forward_rows(model, cache, torch.tensor([text[:8] for text in texts]), [0, 0, 0])
-    cache.keep_rows([2, 0])
-    hidden = forward_rows(model, cache, torch.tensor([texts[2][8:10], texts[0][6:8]]), [8, 6])
-    torch.testing.assert_close(hidden[0], whole(model, texts[2][:10])[8:])
-    torch.testing.assert_close(hidden[1], whole(model, texts[0][:8])[6:])
-
-
-@torch.no_grad()
-def test_eager_attention_sees_the_same_positions():
-    config = LlamaConfig(**GROUPED)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="eager").eval()
-    cache = new_cache(model, 12)
-    texts = [list(range(1, 11)), list(range(30, 40))]
-    forward_rows(model, cache, torch.tensor([text[:6] for text in texts]), [0, 0])
-    hidden = forward_rows(model, cache, torch.tensor([texts[0][3:6], texts[1][6:9]]), [3, 6])
-    torch.testing.assert_close(hidden[0], whole(model, texts[0][:6])[3:])
-    torch.testing.assert_close(hidden[1], whole(model, texts[1][:9])[6:])
 
 
 @torch.no_grad()

@@ -8,14 +8,7 @@ from weakref import ref
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    GPTNeoXConfig,
-    LlamaConfig,
-    MistralConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from configs.runtime.errors import InputError
 from heads.inference.causal_lm import (
@@ -24,11 +17,9 @@ from heads.inference.causal_lm import (
     forward_rows,
     head_logits,
     new_cache,
-    register_forward,
     registered_forward,
 )
 from heads.inference.lean_forward import LeanForward, lean_twin, make_lean
-from heads.sampling.token_tree import TreeAttention, ancestor_mask
 from heads.target.hidden_states import forward_states, read_states, tapped
 from tests.support.family_checks import SMALL
 
@@ -75,42 +66,18 @@ def read(model, pieces, rows=2):
         return [head_logits(model, forward_rows(model, store, ids_BT[:rows], starts[:rows])) for ids_BT, starts in pieces]
 
 
-def assert_same(name, pieces, rows=2, dtype=torch.float32):
-    ours, theirs = (read(model_of(name, dtype, lean), pieces, rows) for lean in (True, False))
-    for our_BTV, their_BTV in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(our_BTV, their_BTV, atol=1e-5, rtol=1e-5)
-
-
 @FAMILIES
-def test_logits_are_those_of_transformers_token_by_token_and_several_at_a_time(name):
-    ids = IDS_BT
-    pieces = [(ids[:, :5], [0, 0]), (ids[:, 5:6], [5, 5]), (ids[:, 6:10], [6, 6]), (ids[:, 10:11], [10, 10])]
-    assert_same(name, pieces)
-    assert_same(name, pieces, rows=1)
-    whole_BTV = model_of(name)(input_ids=ids, use_cache=False).logits
-    torch.testing.assert_close(read(model_of(name, lean=True), [(ids, [0, 0])])[0], whole_BTV, atol=1e-5, rtol=1e-5)
-
-
-@FAMILIES
-def test_rows_at_different_places_and_tokens_taken_back(name):
+@pytest.mark.parametrize("rows", [1, 2])
+def test_logits_are_those_of_transformers_token_by_token_several_at_a_time_and_after_tokens_taken_back(name, rows):
     ids = IDS_BT
     # The second row takes back four tokens, then the first takes back two; one token each at different places at last.
-    assert_same(name, [(ids[:, :8], [0, 0]), (ids[:, 3:6], [8, 4]), (ids[:, 6:9], [9, 7]), (ids[:, 1:2], [12, 8])])
-
-
-@FAMILIES
-def test_tokens_of_a_tree_see_their_own_path(name):
-    ids = IDS_BT
-    visible_BKK = ancestor_mask(torch.tensor([[0, 0, 1, 2], [0, 1, 1, 3]]))
-    attention = TreeAttention(roots=[6, 5], depths_BX=visible_BKK.sum(-1) - 1, visible_BTX=visible_BKK)
-    outputs = []
-    for lean in (True, False):
-        model = model_of(name, lean=lean)
-        store = new_cache(model, 24)
-        with torch.inference_mode():
-            forward_rows(model, store, ids[:, :6], [0, 0])
-            outputs.append(head_logits(model, forward_rows(model, store, ids[:, 6:11], [6, 5], attention)))
-    torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-5)
+    pieces = [(ids[:, :5], [0, 0]), (ids[:, 5:6], [5, 5]), (ids[:, 6:8], [6, 6])]
+    pieces += [(ids[:, 3:6], [8, 4]), (ids[:, 6:9], [9, 7]), (ids[:, 1:2], [12, 8])]
+    ours, theirs = (read(model_of(name, lean=lean), pieces, rows) for lean in (True, False))
+    for our_BTV, their_BTV in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(our_BTV, their_BTV, atol=1e-5, rtol=1e-5)
+    whole_BTV = model_of(name)(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(read(model_of(name, lean=True), [(ids, [0, 0])])[0], whole_BTV, atol=1e-5, rtol=1e-5)
 
 
 @FAMILIES
@@ -170,10 +137,12 @@ def test_only_inference_mode_runs_it_so_that_gradients_flow_through_transformers
     torch.testing.assert_close(hidden_BTD.grad[0, 0], model.lm_head.weight.sum(0))
 
 
-def test_a_copy_runs_by_transformers_and_a_model_that_is_gone_leaves_nothing():
+def test_a_lean_model_keeps_its_weights_its_copy_runs_by_transformers_and_once_gone_it_leaves_nothing():
     model = deepcopy(model_of("llama"))
+    before = {name: value.data_ptr() for name, value in model.state_dict().items()}
     make_lean(model)
     assert registered_forward(model)
+    assert {name: value.data_ptr() for name, value in model.state_dict().items()} == before
     assert not registered_forward(deepcopy(model))
     gone = ref(model)
     del model
@@ -189,13 +158,6 @@ def test_a_twin_is_lean_and_shares_every_weight_while_the_model_runs_as_before()
     pieces = [(IDS_BT[:, :5], [0, 0]), (IDS_BT[:, 5:7], [5, 3])]
     for ours_BTV, theirs_BTV in zip(read(twin, pieces), read(model, pieces), strict=True):
         torch.testing.assert_close(ours_BTV, theirs_BTV, atol=1e-5, rtol=1e-5)
-
-
-def test_the_model_keeps_its_own_weights_and_modules():
-    model = deepcopy(model_of("qwen3"))
-    before = {name: value.data_ptr() for name, value in model.state_dict().items()}
-    make_lean(model)
-    assert {name: value.data_ptr() for name, value in model.state_dict().items()} == before
 
 
 # --- refusals -----------------------------------------------------------------------------------------------------
@@ -241,10 +203,3 @@ def test_a_model_of_a_known_family_that_computes_otherwise_is_refused(part, monk
 def _without_turning(like):
     cos_BT1H = like.new_ones(*like.shape[:2], 1, 8)
     return cos_BT1H, torch.zeros_like(cos_BT1H)
-
-
-def test_a_forward_can_be_taken_away_again():
-    model = deepcopy(model_of("llama"))
-    make_lean(model)
-    register_forward(model, None)
-    assert not registered_forward(model)

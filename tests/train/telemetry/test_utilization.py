@@ -10,9 +10,8 @@ from configs.schema.training import ScheduleConfig
 from distill.dataset.batches import Example, collate
 from eval.cost.operation_counter import WorkCounter
 from tests.support.tiny_heads import HEADS
-from tests.train.test_distill import config_for
+from tests.support.training_runs import distill_config, draft_task
 from train.launch import make_accelerator
-from train.tasks.draft import DraftTask
 from train.telemetry import utilization as flops
 from train.telemetry.utilization import FlopMeter, find_peak, measure_peak
 
@@ -53,15 +52,14 @@ def on_paper(task, batch):
 
 
 @pytest.fixture
-def draft_task(tmp_path, greedy_target, greedy_rows):
-    config = config_for(tmp_path)
-    return DraftTask(config, greedy_target, greedy_rows, greedy_rows[:3], make_accelerator(config.schedule, tmp_path))
+def draft(tmp_path, greedy_target, greedy_rows):
+    return draft_task(distill_config(tmp_path), greedy_target, greedy_rows)
 
 
-def test_the_operations_of_a_draft_are_those_on_paper(draft_task):
+def test_the_operations_of_a_draft_are_those_on_paper(draft):
     for batch in (batch_of([12]), batch_of([20, 31, 9])):
         # The rotary angles are a product of their own, of 8 operations a position.
-        assert counted(draft_task, batch) == pytest.approx(on_paper(draft_task, batch), rel=1e-3)
+        assert counted(draft, batch) == pytest.approx(on_paper(draft, batch), rel=1e-3)
 
 
 def learnt(task):
@@ -74,12 +72,12 @@ def learnt(task):
     return meter
 
 
-def test_what_is_not_counted_follows_from_the_shape(draft_task):
-    meter, batches = learnt(draft_task), [batch_of([25, 19, 13, 28]), batch_of([8]), batch_of([50, 44], answer=20)]
+def test_what_is_not_counted_follows_from_the_shape(draft):
+    meter, batches = learnt(draft), [batch_of([25, 19, 13, 28]), batch_of([8]), batch_of([50, 44], answer=20)]
     for batch in batches:
         with meter.micro_batch(batch):
             pass
-    assert meter.take() == pytest.approx(sum(counted(draft_task, batch) for batch in batches), rel=1e-3)
+    assert meter.take() == pytest.approx(sum(counted(draft, batch) for batch in batches), rel=1e-3)
     assert meter.take() == 0
 
 

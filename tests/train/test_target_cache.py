@@ -1,0 +1,151 @@
+"""Training from a cache of the target's outputs: the same run as online, without a forward of the target."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from configs.runtime.errors import ConfigError, InputError
+from distill.dataset.batches import ConversationDataset, collate
+from distill.loss import head_objective
+from distill.loss import pairs as normalised_rows
+from heads.inference.causal_lm import backbone
+from heads.inference.model_checks import check_rolls_back
+from heads.modules.interface import Normalisers
+from tests.support.caches import conversation
+from tests.support.training_runs import distill_config, draft_task, train_task
+from train.launch import make_accelerator, open_training_cache
+from train.tasks.draft import DraftTask
+from train.tasks.head import HeadTask
+
+DRAFT = "draft_lm"
+ALL_STATES = {"taps": [1, 2, 3], "dtype": "float32", "batch_size": 4}
+SOME_TOKENS = {"draft_vocab_size": 40}
+
+
+@pytest.fixture
+def equal_rows():
+    """Sixteen conversations of 20 tokens."""
+    rows = torch.randint(5, 64, (16, 20), generator=torch.Generator().manual_seed(0)).tolist()
+    return [conversation(ids[:5], ids[5:], f"p{number}") for number, ids in enumerate(rows)]
+
+
+@pytest.fixture
+def make_task(tmp_path, greedy_target, head_task):
+    """A function that makes the task of training a draft or head on conversations, from a cache where there is one."""
+
+    def make(kind, rows, cache=None, head=None, **settings):
+        data = {"train": str(tmp_path / "train.jsonl"), "max_length": 64, "cache": cache and str(cache)}
+        settings |= {"data": data}
+        folder = tmp_path / ("cached" if cache else "online")
+        if kind == DRAFT:
+            config = distill_config(folder, settings=settings, max_steps=6, eval_every_steps=None)
+        else:
+            config = head_task(kind, rows, rows[:2], head=head or {}, output=str(folder), **settings).config
+        opened = open_training_cache(config, ConversationDataset(rows, 64), greedy_target)
+        if kind == DRAFT:
+            return draft_task(config, greedy_target, rows, opened)
+        return HeadTask(config, greedy_target, rows, rows[:2], make_accelerator(config.schedule, Path(config.output)), opened)
+
+    return make
+
+
+def trained(task, rows):
+    """Train without decoding; return the weights at the end and the loss of each batch on the way."""
+    task.evaluate = lambda module: {"tokens_per_target_step": 1.0}
+    return train_task(task, rows)
+
+
+@pytest.mark.parametrize(("kind", "head"), [("eagle3", {}), ("medusa", {}), ("mtp", {"reads": "pre_norm"})])
+def test_a_head_from_the_cache_ends_in_the_same_bits(make_task, equal_rows, make_cache, kind, head):
+    # Of equal lengths and in batches of equal size: forwards of the same shape then round alike wherever a row stands.
+    cache = make_cache(equal_rows, **ALL_STATES)
+    online, online_losses = trained(make_task(kind, equal_rows, head=head), equal_rows)
+    cached, cached_losses = trained(make_task(kind, equal_rows, cache, head), equal_rows)
+    assert len(set(online_losses)) == 6
+    assert cached_losses == online_losses
+    torch.testing.assert_close(cached, online, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "head", "kept"),
+    [
+        (DRAFT, {}, {"dtype": "float32", "batch_size": 3}),
+        (DRAFT, {}, {"kind": "top_k", "k": 64, "dtype": "float32", "batch_size": 3}),
+        ("eagle3", {}, ALL_STATES | {"batch_size": 3, "chunk_size": 7}),
+        ("eagle3", SOME_TOKENS, ALL_STATES | {"batch_size": 3, "chunk_size": 7}),
+    ],
+    ids=["draft", "draft, top_k", "head", "head, some tokens"],
+)
+def test_among_other_neighbours_a_run_from_the_cache_differs_by_rounding_only(
+    make_task, greedy_rows, make_cache, kind, head, kept
+):
+    cache = make_cache(greedy_rows, **kept)
+    online, online_losses = trained(make_task(kind, greedy_rows, head=head), greedy_rows)
+    cached, cached_losses = trained(make_task(kind, greedy_rows, cache, head), greedy_rows)
+    assert len(set(online_losses)) == 6
+    assert cached_losses == pytest.approx(online_losses, rel=1e-5)
+    torch.testing.assert_close(cached, online, rtol=1e-3, atol=1e-4)
+
+
+def test_a_draft_is_trained_without_running_the_target(make_task, greedy_target, greedy_rows, make_cache, monkeypatch):
+    cache = make_cache(greedy_rows)
+    check_rolls_back(greedy_target.model)  # by a probe, which is no batch
+    monkeypatch.setattr("train.tasks.draft.target_hidden", lambda *_: pytest.fail("the target was run"))
+    monkeypatch.setattr(DraftTask, "evaluate", lambda *_: {"tokens_per_target_step": 1.0})
+    monkeypatch.setattr(backbone(greedy_target.model), "forward", lambda *_, **__: pytest.fail("the target was run"))
+    _, losses = train_task(make_task(DRAFT, greedy_rows, cache), greedy_rows)
+    assert len(losses) == 6
+
+
+def test_a_heads_loss_runs_neither_the_target_nor_its_whole_head(
+    make_task, greedy_target, greedy_rows, make_cache, monkeypatch
+):
+    task = make_task("eagle3", greedy_rows, make_cache(greedy_rows, **ALL_STATES), SOME_TOKENS)
+    batch = collate(list(ConversationDataset(greedy_rows, 64))[:3])
+    monkeypatch.setattr(backbone(greedy_target.model), "forward", lambda *_, **__: pytest.fail("the target was run"))
+    for module in (head_objective, normalised_rows):
+        monkeypatch.setattr(module, "normalise", lambda *_, **__: pytest.fail("the whole head was run"))
+    assert torch.isfinite(task.loss(task.module, batch, batch.loss_mask_BT.sum(), 1).loss)
+
+
+def test_known_normalisers_are_what_the_objective_computes(make_task, greedy_rows, make_cache):
+    task = make_task("eagle3", greedy_rows, make_cache(greedy_rows, **ALL_STATES), SOME_TOKENS)
+    batch = collate(list(ConversationDataset(greedy_rows, 64))[3:7])
+    (states, normalisers), num_labels = task.training_states(batch), batch.loss_mask_BT.sum()
+    known = task.module(batch, states, num_labels, 1, normalisers)
+    computed = task.module(batch, states, num_labels, 1)
+    assert known.loss.item() == pytest.approx(computed.loss.item(), rel=1e-6)
+    torch.testing.assert_close(known.acceptance_K, computed.acceptance_K)
+    assert torch.equal(known.agrees_K, computed.agrees_K)
+    larger = Normalisers(log_sum_P=normalisers.log_sum_P + 1, top1_P=normalisers.top1_P)
+    # Were they computed again, a sum e times as large would leave the target's probabilities as they are.
+    assert bool((task.module(batch, states, num_labels, 1, larger).acceptance_K < known.acceptance_K).all())
+
+
+def test_other_conversations_than_the_caches_are_read_online(make_task, greedy_target, greedy_rows, make_cache):
+    task = make_task("eagle3", greedy_rows, make_cache(greedy_rows, **ALL_STATES))
+    (other,) = ConversationDataset(greedy_rows[9:10], 64)
+    assert other.conversation == 0  # of another file: number 0 in the cache is another conversation
+    states = task.states(collate([other]))
+    expected = backbone(greedy_target.model)(torch.tensor([other.input_ids])).last_hidden_state
+    torch.testing.assert_close(states.final_BTE, expected.detach())
+
+
+def test_a_cache_that_does_not_fit_is_refused_before_training(tmp_path, make_task, greedy_rows, make_cache):
+    def expect(error, match, kind, cache, rows=greedy_rows, **settings):
+        with pytest.raises(error, match=match):
+            make_task(kind, rows, cache, **settings)
+
+    cache = make_cache(greedy_rows, **ALL_STATES | {"taps": [2]})
+    expect(InputError, r"keeps taps \[2\], and the head reads \[1, 2, 3\]", "eagle3", cache)
+    cache = make_cache(greedy_rows, folder="without", **ALL_STATES | {"taps": None})
+    expect(InputError, "make one with kind: last_hidden and taps", "eagle3", cache)
+    longer = [*greedy_rows[:-1], dataclasses.replace(greedy_rows[-1], answer_ids=(7,) * 40)]
+    expect(ConfigError, r"data\.max_length: expected at most", "eagle3", cache, longer)
+    cache = make_cache(greedy_rows, folder="top_k", kind="top_k", k=4)
+    expect(ConfigError, r"loss\.temperature", DRAFT, cache, loss={"temperature": 2.0})
+    (tmp_path / "train.jsonl").write_text("changed")
+    expect(InputError, "is not that file", DRAFT, cache)
+    expect(InputError, "is not that file", "eagle3", cache)
