@@ -149,7 +149,7 @@ def test_each_entry_runs_from_another_folder_and_answers_an_unknown_key_with_one
     command = [sys.executable, str(ROOT / entry), *ENTRIES[entry], "--set", "nosuch.key=1"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2, done.stderr
-    assert re.fullmatch(r"error: --set nosuch\.key: unknown key 'nosuch'; the nearest known key is '\w+'\n", done.stderr)
+    assert re.fullmatch(r"error: --set nosuch\.key: unknown key 'nosuch'; --keys lists the known ones\n", done.stderr)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from pydantic import BaseModel
 
 from configs.runtime.errors import InputError, Stopped
+from configs.runtime.key_list import render_config, render_keys
 from configs.runtime.loading import load_config
 from configs.runtime.progress import is_main_process, setup_logging
 from configs.runtime.redaction import redact
@@ -29,6 +31,7 @@ STOPPED_FILE = (
     "DRAFTSMITH_STOPPED_FILE"  # environment variable: a process that ends with TERMINATED adds a line to the file it names
 )
 
+OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 EPILOG = "Exit codes: 0 done or pass, 1 gate failed, 2 bad input, 3 gate inconclusive, 143 stopped by SIGTERM (run it again)."
 
 
@@ -63,11 +66,24 @@ def run_command(
         metavar="KEY=VALUE",
         action="append",
         default=[],
-        help="change one setting of the file, e.g. decode.temperature=0.7; may be repeated",
+        help="change settings of the file, e.g. decode.temperature=0.7 decode.seed=1; may be repeated",
+    )
+    parser.add_argument("--print-config", action="store_true", help="print the config with all defaults as YAML and end")
+    parser.add_argument(
+        "--keys",
+        metavar="PREFIX",
+        nargs="?",
+        const="",
+        action=_PrintKeys,
+        schema=schema,
+        help="print every key (that begins with PREFIX) with its type, default and meaning, and end",
     )
     try:
-        arguments = parser.parse_args(argv)
+        arguments = parser.parse_args(_repeat_set(sys.argv[1:] if argv is None else argv))
         config = load_config(schema, arguments.config, arguments.overrides)
+        if arguments.print_config:
+            print(render_config(config))
+            return DONE
         code = main(config) if add_arguments is None else main(config, arguments)
     except InputError as error:
         _say(f"error: {error}")
@@ -93,6 +109,30 @@ def _note_stop(message: str) -> None:
                 stream.write(message + "\n")
         except OSError as error:
             _say(f"{STOPPED_FILE}: cannot write {file}: {error.strerror or error}")
+
+
+def _repeat_set(argv: Sequence[str]) -> list[str]:
+    """Put `--set` before each of several `KEY=VALUE` that follow one."""
+    repeated: list[str] = []
+    for argument in argv:
+        follows = len(repeated) > 1 and repeated[-2] == "--set" and OVERRIDE.match(argument)
+        repeated += ["--set", argument] if follows else [argument]
+    return repeated
+
+
+class _PrintKeys(argparse.Action):
+    """Prints the keys of a schema and ends the command, as `--help` does, before other arguments are missed."""
+
+    def __init__(self, *, schema: type[BaseModel], **settings: Any) -> None:
+        super().__init__(**settings)
+        self.schema = schema
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: object, values: Any, option_string: str | None = None
+    ) -> None:
+        """Print and end."""
+        print(render_keys(self.schema, values))
+        parser.exit()
 
 
 class _Parser(argparse.ArgumentParser):

@@ -8,6 +8,7 @@ bare `DecodeConfig`.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -17,11 +18,13 @@ from pydantic_core import ErrorDetails
 
 from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.files import find_shipped, read_text
+from configs.runtime.key_list import models_in
 from configs.runtime.redaction import redact
 from configs.runtime.yaml_reader import parse_yaml
 
 T = TypeVar("T", bound=BaseModel)
 
+COMMAND = re.compile(r"`(?P<name>\S+\.py[^`]*)`")  # what the docstring of a command's schema begins with
 MAX_SHOWN = 60  # characters of a wrong value repeated in an error
 # What was expected, in words, by pydantic's name of the finding; braces are filled from its context.
 EXPECTED = {
@@ -145,7 +148,7 @@ def _sentence(schema: type[BaseModel], finding: ErrorDetails, where: str, overri
     subject = place if not key or place == f"--set {key}" else f"{place}: {key}"
     got = _shown(context["tag"] if kind == "union_tag_invalid" else finding["input"])
     if kind == "extra_forbidden":
-        return f"{place}: unknown key {key!r}; the nearest known key is {_nearest(schema, keys, section)!r}"
+        return f"{place}: unknown key {key!r}{_suggestion(schema, keys, section)}"
     if kind in ("missing", "union_tag_not_found"):
         return f"{place}: {key!r} is missing"
     if kind == "value_error":
@@ -176,7 +179,7 @@ def _located(schema: type[BaseModel], location: tuple[int | str, ...]) -> tuple[
             continue
         section = inside[0]
         field = section.model_fields.get(part)
-        inside = [] if field is None else [model for model, _ in _models_in(field.annotation)]
+        inside = [] if field is None else [model for model, _ in models_in(field.annotation)]
         tagged = field is not None and field.discriminator is not None
     return keys, section
 
@@ -191,18 +194,29 @@ def _tags(model: type[BaseModel]) -> set[Any]:
     }
 
 
-def _nearest(schema: type[BaseModel], keys: list[str], section: type[BaseModel]) -> str:
-    """Return the known dotted key that an unknown one was most likely meant to be.
+def _suggestion(schema: type[BaseModel], keys: list[str], section: type[BaseModel]) -> str:
+    """Return what an unknown dotted key may have been meant to be, as the end of a sentence.
 
-    A key right in name but in the wrong section is found wherever it belongs; otherwise it is the closest name in the section.
+    A key right in name but in the wrong section is found wherever it belongs; otherwise it is a close name, in the section
+    before others, or a key of another command.
     """
     *above, name = keys
     pattern = ["0" if part.isdigit() else part for part in keys]
-    for known in _known_keys(schema):
-        if known[-1] == name and known != pattern:
-            return ".".join(known)
-    closest = difflib.get_close_matches(name, section.model_fields, n=1, cutoff=0.0)
-    return ".".join([*above, *closest])
+    known = list(_known_keys(schema))
+    if pattern in known:
+        return "; another kind of this section has it"
+    same = [key for key in known if key[-1] == name]
+    beside = [[*above, close] for close in difflib.get_close_matches(name, section.model_fields, n=1)]
+    close_names = difflib.get_close_matches(name, [key[-1] for key in known], n=1)
+    anywhere = [key for key in known if key[-1] in close_names]
+    if near := [*same, *beside, *anywhere]:
+        return f"; the nearest known key is {'.'.join(near[0])!r}"
+    others: Sequence[type[BaseModel]] = (schema.__base__ or BaseModel).__subclasses__()
+    for other in others:
+        command = COMMAND.match(other.__doc__ or "")
+        if command and pattern in _known_keys(other):
+            return f"; it is a key of {command['name']}"
+    return "; --keys lists the known ones"
 
 
 def _known_keys(schema: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[list[str]]:
@@ -210,17 +224,9 @@ def _known_keys(schema: type[BaseModel], above: tuple[str, ...] = ()) -> Iterato
     inner: list[tuple[type[BaseModel], tuple[str, ...]]] = []
     for name, field in schema.model_fields.items():
         yield [*above, name]
-        inner.extend((model, (*above, name, *index)) for model, index in _models_in(field.annotation))
+        inner.extend((model, (*above, name, *index)) for model, index in models_in(field.annotation))
     for model, path in inner:
         yield from _known_keys(model, path)
-
-
-def _models_in(annotation: Any, index: tuple[str, ...] = ()) -> Iterator[tuple[type[BaseModel], tuple[str, ...]]]:
-    """Yield the models named in a field's type, each with `("0",)` where it is the entry of a list."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation, index
-    for argument in get_args(annotation):
-        yield from _models_in(argument, ("0",) if get_origin(annotation) is list else index)
 
 
 def _shown(value: Any) -> str:

@@ -64,8 +64,8 @@ class AnswerServerConfig(ServerConfig):
 class PromptsConfig(Settings):
     """Where prompts come from: the target itself, a JSONL file, or a `datasets` data set."""
 
-    source: Literal["self_seeded", "file", "dataset"] = "self_seeded"
-    num_prompts: PositiveInt = 500
+    source: Literal["self_seeded", "file", "dataset"] = "self_seeded"  # where prompts come from
+    num_prompts: PositiveInt = 500  # self_seeded: prompts to write; dataset: rows to take
     path: str | None = None  # file: JSONL with `turns` or `messages`; dataset: a Hub id or a local folder
     subset: str | None = None  # dataset: configuration name
     split: str = "train"  # dataset
@@ -100,7 +100,7 @@ class DataConfig(Settings):
     answers: AnswersConfig = AnswersConfig()
     server: AnswerServerConfig | None = None  # answers.written_by server; self-seeded prompts are then its own too
     held_out_share: Share = 0.1  # decided by a hash of the prompt, so that it never moves between runs
-    seed: NonNegativeInt = 0
+    seed: NonNegativeInt = 0  # of sampled prompts and answers
     output: str = "runs/data"  # folder: train.jsonl, held_out.jsonl, manifest.json
 
     @model_validator(mode="after")
@@ -131,7 +131,7 @@ class CacheConfig(Settings):
     """`scripts/make_cache.py`: the target's outputs on training conversations, computed once and kept."""
 
     target: TargetConfig = TargetConfig()
-    data: str = "runs/data/train.jsonl"
+    data: str = "runs/data/train.jsonl"  # conversations written by `scripts/make_data.py`
     max_length: PositiveInt = 512  # tokens; longer conversations are cut at the end. Training may cut shorter, not longer
     kind: Literal["last_hidden", "top_k"] = "last_hidden"  # top_k is smaller and only approximates the distribution
     k: PositiveInt = 32  # top_k: how many of the likeliest tokens are kept at each position
@@ -139,7 +139,7 @@ class CacheConfig(Settings):
     # only before labels. [] for heads that read the final state alone; None: a cache for distillation
     taps: list[NonNegativeInt] | None = None
     dtype: Dtype | None = None  # None: bfloat16 for hidden states, float16 for log-probabilities
-    batch_size: PositiveInt = 8
+    batch_size: PositiveInt = 8  # conversations a forward of the target
     chunk_size: PositiveInt = 128  # top_k, taps: positions whose logits live at one time
     shard_megabytes: PositiveFloat = 64.0  # size of a file; a cut-off run loses the files under way
     server: ServerConfig | None = None  # top_k: runs the target in place of the local one, which then only checks the server

@@ -21,9 +21,9 @@ LEAST_TEMPERATURE = 1e-4
 class SamplingConfig(Settings):
     """How tokens are chosen from logits: temperature, then top-k, then top-p. Temperature 0 is greedy."""
 
-    temperature: NonNegativeFloat = 0.0
-    top_k: PositiveInt | None = None
-    top_p: PositiveShare | None = None
+    temperature: NonNegativeFloat = 0.0  # 0: greedy
+    top_k: PositiveInt | None = None  # sample among so many of the likeliest tokens; None: all
+    top_p: PositiveShare | None = None  # sample among the fewest tokens of this probability together; None: all
 
     @model_validator(mode="after")
     def _logits_can_be_divided(self) -> Self:
@@ -59,13 +59,13 @@ LossyConfig = Annotated[TypicalAcceptance | ParticleSampling | None, Field(discr
 class DecodeConfig(SamplingConfig):
     """One way of decoding. `num_speculative_tokens: 0` is plain decoding through the same loop."""
 
-    num_speculative_tokens: NonNegativeInt = 3
+    num_speculative_tokens: NonNegativeInt = 3  # drafted in a round; 0: plain decoding
     stopping: StoppingConfig = None  # when a round drafts fewer; None: never by choice
     # At temperature 0 all three are the greedy rule. None: block for chains; for trees token, or match where nothing is drawn
     verification: Verification | None = None
-    max_new_tokens: PositiveInt = 128
-    batch_size: PositiveInt = 1
-    seed: NonNegativeInt = 0
+    max_new_tokens: PositiveInt = 128  # longer answers are cut off
+    batch_size: PositiveInt = 1  # prompts decoded together
+    seed: NonNegativeInt = 0  # of sampling
     # Strings in the answer's text that end it with the token that completes the first of them; None: only ends of text do.
     stop: list[str] | None = None
     # int8: the target keeps keys and values in 8 bits, for half the memory; None: in its dtype. It changes the target's

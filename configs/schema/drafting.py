@@ -24,7 +24,7 @@ class StaticTree(Settings):
     the first. Give the tokens, or how many children each token of a depth has. `eval.cost.tree_shapes` finds good ones."""
 
     kind: Literal["static"]
-    paths: list[list[NonNegativeInt]] | None = None
+    paths: list[list[NonNegativeInt]] | None = None  # every drafted token by the ranks that lead to it
     branching: list[PositiveInt] | None = None  # [3, 2]: three tokens at depth 1, two below each of them
     # At a temperature above 0, how siblings come from the draft's distribution, and with that the rule that judges them
     # (`eval.decoder.tree_rules`): drawn one after the other, each from what is left; drawn independently, with recursive
@@ -100,7 +100,7 @@ class ConfidenceStopping(Settings):
     """The token drawn from a distribution less confident than this is the round's last."""
 
     rule: Literal["confidence"]
-    threshold: Share = 0.4
+    threshold: Share = 0.4  # the draft's highest probability
 
 
 class EntropyStopping(Settings):
@@ -113,8 +113,8 @@ class EntropyStopping(Settings):
 class CalibrationPoint(Settings):
     """How often drafts from distributions of this confidence are accepted, where the drafts before them were."""
 
-    confidence: Share
-    acceptance: Share
+    confidence: Share  # the draft's probability of the token it drew
+    acceptance: Share  # share of such tokens that is accepted
 
 
 class CostStopping(Settings):

@@ -49,9 +49,9 @@ class CostConfig(Settings):
     """
 
     num_speculative_tokens: PositiveInt = 8  # 1 to this many, or as many as the draft can
-    batch_sizes: list[PositiveInt] = Field(default=[1, 8], min_length=1)
-    context_tokens: list[Annotated[int, Field(ge=8)]] = Field(default=[128, 512], min_length=1)
-    repeats: PositiveInt = 3
+    batch_sizes: list[PositiveInt] = Field(default=[1, 8], min_length=1)  # at which forwards are timed
+    context_tokens: list[Annotated[int, Field(ge=8)]] = Field(default=[128, 512], min_length=1)  # at which forwards are timed
+    repeats: PositiveInt = 3  # of each timing
 
     @model_validator(mode="after")
     def _sizes_rise(self) -> Self:
@@ -112,11 +112,11 @@ class EvalConfig(Settings):
     # in the order of the list
     draft: str | list[str] = "runs/distill/artifact"
     draft_device: str | None = None  # of draft LMs, such as cuda:1; None: the target's. Not yet run on two devices
-    allow_target_mismatch: bool = False
+    allow_target_mismatch: bool = False  # decode with a draft trained for another target; else it is refused
     suite: SuiteConfig = SuiteConfig()
     decode: DecodeConfig = DecodeConfig()
     repeats: PositiveInt = 2  # interleaved: plain, speculative, baselines, plain, ...
-    warmup_prompts: NonNegativeInt = 1
+    warmup_prompts: NonNegativeInt = 1  # decoded before timing starts
     baselines: list[FreeDraft] = ["prompt_lookup"]  # measured beside the draft (`eval.measure.proposers`)
     self_speculation_layers: PositiveInt | None = None  # of the target's blocks, for that baseline; None: a quarter of them
     lossless: LosslessConfig = LosslessConfig()
@@ -126,7 +126,7 @@ class EvalConfig(Settings):
     # that does not exist yet. The report says that it is simulated, and no gate accepts it. None: not simulated
     simulate_acceptance: Annotated[list[Share], Field(min_length=1)] | None = None
     energy: bool = False  # joules per token, by the machine's own counters where they can be read
-    bootstrap_samples: PositiveInt = 2000
+    bootstrap_samples: PositiveInt = 2000  # of prompts, for each interval
     previous_report: str | None = None  # of the draft before, shown beside this one on the page; the gate takes --baseline
     output: str = "runs/eval"  # folder: report.json, report.html, report.md, records.jsonl
 
@@ -213,9 +213,9 @@ class GateRule(Settings):
     `by_category.*.acceptance.tokens_per_target_step` holds every category of the report to the same threshold.
     """
 
-    metric: str
-    min: float | None = None
-    max: float | None = None
+    metric: str  # dotted path of a number in report.json
+    min: float | None = None  # the lowest value that passes; None: no limit
+    max: float | None = None  # the highest value that passes; None: no limit
     bound: Literal["point", "confidence"] = "confidence"  # confidence: the interval must clear the threshold
     relative_to_baseline: bool = False  # the threshold is a ratio to the same metric in the baseline report
 
@@ -230,8 +230,9 @@ class GateConfig(Settings):
     """`eval/gate.py`: what a report must show before its draft may be released."""
 
     rules: list[GateRule] = []
+    # Verdicts on the output that pass.
     lossless: list[Literal["lossless", "lossless_up_to_ties", "lossy_by_design"]] = ["lossless", "lossless_up_to_ties"]
-    min_prompts: PositiveInt = 1
+    min_prompts: PositiveInt = 1  # that the report must be of
     # Ways to decode that need no training, measured in the same run: both tau and speed must lie above theirs
     must_beat: list[FreeDraft] = []
     suite_sha256: str | None = None  # what the report's prompts must hash to (its prompts.sha256)

@@ -27,15 +27,15 @@ class LayerSettings(Settings):
     The width is always the target's, whose hidden states and embedding the layers read.
     """
 
-    mlp_width: PositiveInt | None = None
-    num_heads: PositiveInt | None = None
-    num_key_value_heads: PositiveInt | None = None
-    head_width: PositiveInt | None = None
-    norm_epsilon: PositiveFloat | None = None
-    rope_theta: PositiveFloat | None = None
+    mlp_width: PositiveInt | None = None  # of the MLP's inner layer
+    num_heads: PositiveInt | None = None  # attention heads
+    num_key_value_heads: PositiveInt | None = None  # heads of keys and values
+    head_width: PositiveInt | None = None  # of an attention head
+    norm_epsilon: PositiveFloat | None = None  # of RMS norms
+    rope_theta: PositiveFloat | None = None  # base of the rotary embedding
     # How rotary frequencies are scaled (llama3, yarn, linear), in the keys of transformers' `rope_parameters`; None: not.
     rope_scaling: dict[str, Any] | None = None
-    max_positions: PositiveInt | None = None
+    max_positions: PositiveInt | None = None  # longest context of the rotary embedding, in tokens
 
 
 class HeadSettings(Settings):
@@ -43,7 +43,7 @@ class HeadSettings(Settings):
 
     draft_vocab_size: PositiveInt | None = None  # tokens the head can propose, the answers' most frequent; None: all
     train_head: bool = False  # learn the rows of the output head too; they start as the target's
-    depth_decay: PositiveShare = 0.8
+    depth_decay: PositiveShare = 0.8  # weight in the loss of each depth over the one before it
 
     @property
     def longest_draft(self) -> int | None:
@@ -70,7 +70,7 @@ class MedusaSettings(HeadSettings):
     """Independent residual heads on the final state (Cai et al. 2024, arXiv 2401.10774)."""
 
     kind: Literal["medusa"]
-    num_depths: PositiveInt = 4
+    num_depths: PositiveInt = 4  # future tokens, a head each
     num_layers: PositiveInt = 1  # residual blocks a head, no weights shared
     own_output_heads: bool = False  # an output head for each depth, in place of one for all; needs train_head
 
@@ -93,7 +93,7 @@ class HydraSettings(HeadSettings):
     """Medusa's heads, each reading the tokens drafted before it (Ankner et al. 2024, arXiv 2402.05109)."""
 
     kind: Literal["hydra"]
-    num_depths: PositiveInt = 4
+    num_depths: PositiveInt = 4  # future tokens, a head each
     num_layers: PositiveInt = 1  # residual blocks after the one that joins state and embeddings
     prefix_attention: bool = False  # Hydra++: a decoder layer over the final states first
     prefix_norm: bool | None = None  # an RMS norm after that layer, as the published heads have
@@ -119,8 +119,8 @@ class HydraSettings(HeadSettings):
 class EagleSettings(TappedSettings):
     """Layers over fused taps and the next token's embedding: EAGLE-3 and P-EAGLE."""
 
-    num_layers: PositiveInt = 1
-    num_depths: PositiveInt = 4
+    num_layers: PositiveInt = 1  # decoder layers of the head
+    num_depths: PositiveInt = 4  # tokens predicted in training
     norm_taps: bool = False  # an RMS norm of each tap before they are joined
     norm_joined_taps: bool | None = None  # an RMS norm of all taps as one vector (speculators' norm_before_fc)
     own_embedding: bool | None = None  # an embedding of the head's own, which starts as the target's
@@ -148,6 +148,7 @@ class MtpSettings(HeadSettings):
     kind: Literal["mtp"]
     num_depths: PositiveInt = 4  # depths trained
     shared_depths: bool = True  # one module applied repeatedly; false: a module for each depth
+    # Order of embedding and state where they are joined.
     concat_order: Literal["embedding_first", "hidden_first"] = "embedding_first"
     reads: Literal["post_norm", "pre_norm"] = "post_norm"  # the target's last state after its final norm, or (MiMo) before it
     init_block: NonNegativeInt | None = None  # start the block from this one of the target's; None: the last one
@@ -169,11 +170,10 @@ class PEagleSettings(EagleSettings):
     """EAGLE-3's layers, which predict all depths in one forward (P-EAGLE)."""
 
     kind: Literal["peagle"]
-    num_layers: PositiveInt = 4
-    num_depths: PositiveInt = 8
-    keep_share: PositiveShare = (
-        0.7  # depth d + 1 is trained on this share of the origins that depth d is trained on, drawn anew
-    )
+    num_layers: PositiveInt = 4  # decoder layers of the head
+    num_depths: PositiveInt = 8  # tokens predicted in one forward
+    # depth d + 1 is trained on this share of the origins that depth d is trained on, drawn anew
+    keep_share: PositiveShare = 0.7
     min_keep_share: PositiveShare = 0.2  # ... but not on fewer than this share of all
     mask_token_id: NonNegativeInt | None = None  # None: the padding or the first end-of-text id
 
@@ -187,7 +187,7 @@ class DFlashSettings(TappedSettings):
     """A block filled in one forward, with the target's context as keys and values (DFlash, arXiv 2602.06036)."""
 
     kind: Literal["dflash"]
-    num_layers: PositiveInt = 2
+    num_layers: PositiveInt = 2  # decoder layers of the head
     block_size: Annotated[int, Field(ge=2)] = 8  # the pending token and block_size - 1 drafts
     num_anchors: PositiveInt = 64  # blocks a conversation and step, drawn at random
     position_decay: PositiveFloat = 4.0  # slot s weighs exp(-(s - 1) / position_decay)
@@ -204,7 +204,7 @@ class DSparkSettings(DFlashSettings):
     """DFlash with a low-rank Markov bias and a confidence head."""
 
     kind: Literal["dspark"]  # type: ignore[assignment]
-    markov_rank: PositiveInt = 128
+    markov_rank: PositiveInt = 128  # of the matrix that scores a token by the one before it
     confidence_weight: NonNegativeFloat = 1.0  # of the confidence head's loss
 
 

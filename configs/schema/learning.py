@@ -26,9 +26,9 @@ from configs.schema.base import (
 class LoraSettings(Settings):
     """Low-rank adapters on the initial draft, trained in place of its weights and merged into them in the artifact."""
 
-    rank: PositiveInt = 16
+    rank: PositiveInt = 16  # of the adapters
     alpha: PositiveInt = 32  # the adapters' output is scaled by alpha / rank
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # on the input of the adapters
     target_modules: list[str] | None = None  # names of linear layers, e.g. [q_proj, v_proj]; None: all but the head
 
 
@@ -40,12 +40,13 @@ def _default_layers(student: dict[str, Any]) -> list[int] | None:
 class StudentConfig(Settings):
     """The draft before training: some of the target's layers, any smaller model, or a new one."""
 
-    init: Literal["target_layers", "model", "config", "fresh"] = "target_layers"
+    init: Literal["target_layers", "model", "config", "fresh"] = "target_layers"  # what the draft starts from
     # target_layers: how the kept blocks are chosen, and how many; or a list of them, in order
     layer_choice: Literal["first", "last", "spread", "searched"] | None = None
-    num_layers: PositiveInt | None = None
+    num_layers: PositiveInt | None = None  # with layer_choice: how many blocks to keep
     search_trials: PositiveInt = 32  # searched: drafts tried, each a forward over the calibration conversations
     search_conversations: PositiveInt = 16  # searched: training conversations that acceptance is measured on
+    # target_layers: the target's blocks to keep, from 0, in place of layer_choice; by default the first four
     layers: list[NonNegativeInt] | None = Field(default_factory=_default_layers)
     path: str | None = None  # model: folder or Hub id; config: folder with a config.json
     # fresh: what differs from the target's own config, e.g. {num_hidden_layers: 4, hidden_size: 256}
@@ -118,6 +119,7 @@ class LossConfig(Settings):
     """The divergence between the target's and the draft's distribution of the next token: a single one, or a mix."""
 
     mix: dict[str, NonNegativeFloat] | None = None  # weight by name, used as given, e.g. {forward_kl: 1.0, cross_entropy: 0.1}
+    # between the target's and the draft's distribution; null with mix
     divergence: DivergenceName | None = Field(default_factory=_default_divergence)
     settings: DivergenceSettings = DivergenceSettings()
     temperature: PositiveFloat = 1.0  # divides both sides' logits; cross-entropy stays at 1
@@ -146,13 +148,13 @@ class LossConfig(Settings):
 class OptimizerConfig(Settings):
     """AdamW with linear warm-up and a cosine to `final_share` of the learning rate."""
 
-    learning_rate: PositiveFloat = 1e-3
-    weight_decay: NonNegativeFloat = 0.0
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    max_grad_norm: PositiveFloat = 1.0
-    warmup_share: Share = 0.05
-    final_share: Share = 0.1
+    learning_rate: PositiveFloat = 1e-3  # at its highest
+    weight_decay: NonNegativeFloat = 0.0  # of AdamW, on matrices
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9  # of AdamW
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95  # of AdamW
+    max_grad_norm: PositiveFloat = 1.0  # larger gradients are scaled down to this norm
+    warmup_share: Share = 0.05  # of the steps, in which the learning rate rises
+    final_share: Share = 0.1  # of the learning rate, at the last step
 
 
 class DataPhase(Settings):

@@ -96,14 +96,14 @@ class WorkloadConfig(Settings):
 
 
 class PlanHeadsConfig(HeadsConfig):
-    """A recipe of `train/heads.py`, to be planned."""
+    """`scripts/plan.py`: the memory and time that a recipe of `train/heads.py` takes."""
 
     hardware: HardwareConfig = HardwareConfig()
     workload: WorkloadConfig = WorkloadConfig()
 
 
 class PlanDistillConfig(DistillConfig):
-    """A recipe of `train/distill.py`, to be planned."""
+    """`scripts/plan.py`: the memory and time that a recipe of `train/distill.py` takes."""
 
     hardware: HardwareConfig = HardwareConfig()
     workload: WorkloadConfig = WorkloadConfig()

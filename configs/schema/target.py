@@ -24,15 +24,15 @@ class TargetConfig(Settings):
 
     name: str = "embedded:smollm2-135m-instruct"  # or a Hub id, a local folder, a .gguf file
     revision: str | None = None  # a Hub revision; only for Hub ids
-    dtype: Dtype = "bfloat16"
-    attention: Literal["sdpa", "eager"] = "sdpa"
+    dtype: Dtype = "bfloat16"  # of the weights as they are run
+    attention: Literal["sdpa", "eager"] = "sdpa"  # implementation of attention in transformers
     # lean: decode by a forward of draftsmith's own (Llama, Mistral, Qwen2, Qwen3), which packs the weights a second time in the
     # form that a CPU reads fastest. The draft then runs by one too, where it is of such a family.
     # compiled: that forward, or transformers' for other families, by torch.compile for fixed shapes: faster by a little after
     # half a minute or more for each shape, so for long runs. The draft runs the same way.
     forward: Literal["transformers", "lean", "compiled"] = "transformers"
     device: str = "auto"  # auto takes the GPU where there is one
-    trust_remote_code: bool = False
+    trust_remote_code: bool = False  # run Python code that comes with the model
     # For a target larger than one GPU: its blocks are spread over this process's GPUs, then the CPU's memory, then the disk;
     # embedding, final norm and head stay on `device`. auto and balanced: as even as can be; sequential: fill one after another;
     # a map of module names (model.layers.0: 1; also cpu, disk): by hand, what it does not name stays on `device`.

@@ -19,8 +19,8 @@ from configs.schema.target import TargetConfig
 class TrainingDataConfig(Settings):
     """Conversations written by `scripts/make_data.py`."""
 
-    train: str = "runs/data/train.jsonl"
-    held_out: str = "runs/data/held_out.jsonl"
+    train: str = "runs/data/train.jsonl"  # conversations to train on
+    held_out: str = "runs/data/held_out.jsonl"  # conversations that are never trained on
     max_length: PositiveInt = 512  # tokens; longer conversations are cut at the end
     cache: str | None = None  # a folder made of `train` by `scripts/make_cache.py`; None: the target runs on every batch
     # Several conversations in a row, kept apart; schedule.batch_size then counts rows. None: a row is one, padded to its batch
@@ -49,24 +49,25 @@ class ProfileConfig(Settings):
     """Steps recorded by torch's profiler, into OUTPUT/profile."""
 
     start_step: PositiveInt = 5  # from 1; the first steps are unlike the others
-    num_steps: PositiveInt = 3
+    num_steps: PositiveInt = 3  # recorded
 
 
 class ScheduleConfig(Settings):
     """Batches, length and intervals of a training run; intervals are in optimiser steps."""
 
     batch_size: PositiveInt = 8  # conversations (data.packing: rows of them) a process and micro-step
-    gradient_accumulation_steps: PositiveInt = 1
-    epochs: PositiveInt = 1
+    gradient_accumulation_steps: PositiveInt = 1  # micro-batches of an optimiser step
+    epochs: PositiveInt = 1  # passes over the training data
     max_steps: PositiveInt | None = None  # in place of epochs, fewer steps or more
-    mixed_precision: Literal["no", "bf16", "fp16"] = "bf16"
-    log_every_steps: PositiveInt = 10
+    mixed_precision: Literal["no", "bf16", "fp16"] = "bf16"  # dtype of matrix products in training; no: the weights'
+    log_every_steps: PositiveInt = 10  # steps between log lines
     eval_every_steps: PositiveInt | None = None  # None: only at the end
     checkpoint_every_steps: PositiveInt | None = None  # None: only at the end
     keep_checkpoints: PositiveInt = 2  # the newest; that of the best step stays as well
     process_timeout_seconds: PositiveInt = 600  # how long several processes wait for one of them
     loader_workers: PositiveInt | None = None  # processes that make batches ahead; None: the training process makes them
     resume: bool = True  # go on from the newest checkpoint in the output folder
+    # Where metrics are shown, beside metrics.jsonl.
     trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = ["tensorboard"]
     profile: ProfileConfig | None = None
     # Peak of a process's device in this precision, in 10^12 operations a second; model_flop_utilization is a share of it.
@@ -78,7 +79,7 @@ class ScheduleConfig(Settings):
 class HeldOutDecodingConfig(Settings):
     """The decoder run on held-out prompts during training; the best checkpoint is chosen by its tokens per target step."""
 
-    num_prompts: PositiveInt = 8
+    num_prompts: PositiveInt = 8  # of the held-out conversations
     decode: DecodeConfig = DecodeConfig(max_new_tokens=48)
 
     @model_validator(mode="after")
@@ -100,7 +101,7 @@ class DistillConfig(Settings):
     schedule: ScheduleConfig = ScheduleConfig()
     held_out: HeldOutDecodingConfig = HeldOutDecodingConfig()
     num_speculative_tokens: PositiveInt = 3  # written into the artifact as its default
-    output: str = "runs/distill"
+    output: str = "runs/distill"  # folder of artifact, checkpoints and metrics
 
     @model_validator(mode="after")
     def _loss_and_cache_can_follow_the_policy(self) -> Self:
@@ -127,9 +128,9 @@ class DistillConfig(Settings):
 class SanityConfig(Settings):
     """Checks before a head is trained: write an artifact and read it back, overfit one conversation."""
 
-    enabled: bool = True
+    enabled: bool = True  # check the head in seconds before a long run
     overfit_steps: PositiveInt = 100  # at most; ends when the decoder accepts a whole block
-    learning_rate: PositiveFloat = 3e-3
+    learning_rate: PositiveFloat = 3e-3  # of the check
 
 
 class HeadsConfig(Settings):
@@ -137,14 +138,14 @@ class HeadsConfig(Settings):
 
     target: TargetConfig = TargetConfig()
     data: TrainingDataConfig = TrainingDataConfig()
-    head: HeadConfig = Eagle3Settings(kind="eagle3")
+    head: HeadConfig = Eagle3Settings(kind="eagle3")  # the family and its settings
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     held_out: HeldOutDecodingConfig = HeldOutDecodingConfig()
     sanity: SanityConfig = SanityConfig()
     num_speculative_tokens: PositiveInt = 3  # written into the artifact as its default
-    output: str = "runs/heads"
+    output: str = "runs/heads"  # folder of artifact, checkpoints and metrics
 
     @model_validator(mode="after")
     def _the_head_can_draft_that_many(self) -> Self:

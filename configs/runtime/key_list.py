@@ -1,0 +1,146 @@
+"""What `--keys` and `--print-config` print: every key of a schema with type, default and sentence, and a config as YAML.
+
+A key's sentence is the comment beside or above it in `configs/schema`, which is where people read it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel
+
+from configs.runtime.redaction import mask_secrets
+
+FIELD = re.compile(r"    (?P<name>[a-z]\w*): ")
+COMMENT = re.compile(r"(?:^|  )\s*# (?P<text>.*)$")
+BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+TYPES = {"boolean": "true or false", "string": "text", "null": "null", "integer": "integer", "number": "number"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """One key of a config.
+
+    Args:
+        path: dotted, `*` in place of a list's index.
+        kind: of the section it stands in, where that is one of several kinds (`kind: medusa`); else empty.
+        type: what it accepts, in words.
+        default: as YAML; empty where it must be given.
+        sentence: what it means; may be empty.
+    """
+
+    path: str
+    kind: str
+    type: str
+    default: str
+    sentence: str
+
+
+def list_keys(schema: type[BaseModel]) -> list[Key]:
+    """Return every key of a schema, top-down."""
+    return list(_keys(schema, "", "", {}))
+
+
+def render_keys(schema: type[BaseModel], prefix: str = "") -> str:
+    """Return the keys of a schema whose path begins with `prefix` as text, one or two lines each."""
+    lines = []
+    for key in list_keys(schema):
+        if not key.path.startswith(prefix):
+            continue
+        default = f" = {key.default}" if key.default else ""
+        kind = f"  [{key.kind}]" if key.kind else ""
+        lines.append(f"{key.path}: {key.type}{default}{kind}")
+        if key.sentence:
+            lines.append(f"    {key.sentence}")
+    return "\n".join(lines)
+
+
+def render_config(config: BaseModel) -> str:
+    """Return a config as YAML that loads as the same, secrets masked."""
+    return yaml.safe_dump(mask_secrets(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True).rstrip()
+
+
+def models_in(annotation: Any, index: tuple[str, ...] = ()) -> Iterator[tuple[type[BaseModel], tuple[str, ...]]]:
+    """Yield the models named in a field's type, each with `("0",)` where it is the entry of a list."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation, index
+    for argument in get_args(annotation):
+        yield from models_in(argument, ("0",) if get_origin(annotation) is list else index)
+
+
+def _keys(model: type[BaseModel], above: str, kind: str, defaults: Mapping[str, Any]) -> Iterator[Key]:
+    """Yield the keys of a section; `defaults` holds those that the section above sets for it."""
+    schema, sentences = model.model_json_schema(), _sentences(model)
+    for name, field in model.model_fields.items():
+        found, sections = schema["properties"][name], list(models_in(field.annotation))
+        is_section = isinstance(field.default, BaseModel)
+        default = defaults.get(name, found.get("default"))
+        yield Key(
+            path=above + name,
+            kind=kind,
+            type=_type(found),
+            default="" if field.is_required() or is_section else json.dumps(default),
+            sentence=sentences.get(name) or _summary([model] if "const" in found else [section for section, _ in sections]),
+        )
+        for section, index in sections:
+            inner = f"{above}{name}." + ("*." if index else "")
+            inner_kind = _kind(section) if len(sections) > 1 else kind
+            yield from _keys(section, inner, inner_kind, default if is_section and isinstance(default, dict) else {})
+
+
+def _type(found: dict[str, Any]) -> str:
+    """Return a property of a JSON schema in words."""
+    if "$ref" in found or "discriminator" in found:
+        return "section"
+    if "allOf" in found:
+        return _type(found["allOf"][0])
+    if "anyOf" in found:
+        return " | ".join(dict.fromkeys(_type(each) for each in found["anyOf"]))
+    if "enum" in found or "const" in found:
+        return " | ".join(map(str, found.get("enum", [found.get("const")])))
+    if found.get("type") == "array":
+        return f"list of {_type(found['items'])}" if "items" in found else "list"
+    bounds = "".join(f" {sign} {found[name]:g}" for name, sign in BOUNDS.items() if name in found)
+    return TYPES.get(str(found.get("type")), "map") + bounds
+
+
+def _kind(model: type[BaseModel]) -> str:
+    """Return the tag by which a section is told from the others in its place, such as `kind: medusa`."""
+    properties = model.model_json_schema()["properties"]
+    return next((f"{name}: {found['const']}" for name, found in properties.items() if "const" in found), "")
+
+
+def _summary(models: list[type[BaseModel]]) -> str:
+    """Return the first line of a section's docstring, where it is of one kind only."""
+    return (inspect.getdoc(models[0]) or "").partition("\n")[0] if len(models) == 1 else ""
+
+
+def _sentences(model: type[BaseModel]) -> dict[str, str]:
+    """Return the comments of a model's fields, inherited ones included."""
+    found: dict[str, str] = {}
+    for parent in reversed(model.__mro__):
+        if issubclass(parent, BaseModel) and parent is not BaseModel:
+            found |= _comments(inspect.getsource(parent))
+    return found
+
+
+def _comments(source: str) -> dict[str, str]:
+    """Return the comments that stand above or beside each field of a class."""
+    found: dict[str, str] = {}
+    above: list[str] = []
+    for line in source.splitlines():
+        comment = COMMENT.search(line)
+        if field := FIELD.match(line):
+            found[field["name"]] = " ".join([*above, *([comment["text"]] if comment else [])])
+            above = []
+        elif line.strip().startswith("# ") and comment:
+            above.append(comment["text"])
+        else:
+            above = []
+    return {name: text for name, text in found.items() if text and not text.startswith("type: ignore")}
