@@ -13,15 +13,15 @@ from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import StaticTree
 from configs.schema.target import TargetConfig
-from eval.decoder.decode import Request, decode
+from eval.decoder.decode import decode
 from heads.artifact import load_draft
 from heads.proposers.cross_device import CrossDeviceProposer
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.protocol import TreeProposer
 from heads.target.loading import load_target
+from tests.support.decoding import PROMPTS, requests_for
 
 CPU = torch.device("cpu")
-PROMPTS = [[7, 12, 3], [20, 9, 9, 31, 5, 6], [40]]
 GREEDY = DecodeConfig(num_speculative_tokens=3, max_new_tokens=12)
 SETTINGS = {
     "greedy": GREEDY,
@@ -44,8 +44,7 @@ def draft(tiny_llama):
 
 
 def answers(target, proposer, config):
-    requests = [Request(prompt_id=f"p{n}", category="c", tokens=tuple(prompt)) for n, prompt in enumerate(PROMPTS)]
-    return decode(target, requests, config, proposer, measure_overlap=True)[0]
+    return decode(target, requests_for(PROMPTS), config, proposer, measure_overlap=True)[0]
 
 
 @pytest.mark.parametrize("name", SETTINGS)

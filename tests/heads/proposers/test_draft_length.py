@@ -8,10 +8,10 @@ import random
 import pytest
 import torch
 
-from configs.schema.decoding import DecodeConfig, SamplingConfig
+from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import CalibrationPoint, ConfidenceStopping, CostStopping, EntropyStopping
 from heads.proposers.chain_builder import ChainBuilder
-from heads.proposers.draft_length import CostRule, calibrated, rule_for, tokens_per_millisecond
+from heads.proposers.draft_length import CostRule, calibrated, tokens_per_millisecond
 from heads.sampling.counter_rng import CounterRNG
 
 CPU = torch.device("cpu")
@@ -61,12 +61,6 @@ def test_a_distribution_that_is_no_distribution_goes_on_to_the_decoder(stopping)
         drafts.add(torch.tensor([BROKEN]))
     assert not drafts.finished
     assert drafts.proposal().num_drafted == [3]
-
-
-def test_only_a_decoders_settings_ask_for_a_rule():
-    assert rule_for(SamplingConfig(temperature=1.0)) is None
-    assert rule_for(DecodeConfig()) is None
-    assert rule_for(DecodeConfig(stopping=CONFIDENCE)).threshold == 0.5
 
 
 def test_a_round_in_which_no_row_drafts_has_no_columns_and_no_distributions():
@@ -192,25 +186,3 @@ def _best_value(distributions, accept, rows, step, rho):
         return value
 
     return 1 - rho * rows[0] + looked(0, 1.0)
-
-
-def test_the_rule_looks_across_a_stair_in_the_cost_of_rows():
-    # The second row costs much, the third and fourth nothing: alone, one more draft would not pay.
-    stairs = cost(
-        draft_step_milliseconds=0.1,
-        target_step_milliseconds=[10.0, 10.0, 16.0, 16.0, 16.0],
-        acceptance=0.8,
-        tokens_per_second=200.0,
-    )
-    flat_end = stairs.model_copy(update={"target_step_milliseconds": [10.0, 10.0, 16.0]})
-    sure = torch.tensor([[0.02, 0.98]])
-    assert CostRule(stairs, 4).decide(sure).continues_B.tolist() == [True]
-    assert CostRule(flat_end, 2).decide(sure).continues_B.tolist() == [False]
-
-
-def test_free_rows_are_always_filled_and_dear_rows_are_not():
-    distribution = torch.tensor([[0.3, 0.35, 0.35]])
-    free = cost(target_step_milliseconds=[10.0] * 5, draft_step_milliseconds=5.0, tokens_per_second=100.0)
-    dear = cost(target_step_milliseconds=[10.0, 15.0, 20.0, 25.0, 30.0], draft_step_milliseconds=0.0, tokens_per_second=100.0)
-    assert [value.tolist() for value in CostRule(free, 4).decide(distribution)] == [[True], [False]]
-    assert [value.tolist() for value in CostRule(dear, 4).decide(distribution)] == [[False], [False]]

@@ -8,14 +8,13 @@ from hypothesis import strategies as st
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import DynamicTree, StaticTree
-from configs.schema.heads import Eagle3Settings, MedusaSettings, PEagleSettings
-from eval.decoder.decode import Request, decode, generate
-from heads.families.registry import FAMILIES
+from eval.decoder.decode import decode, generate
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.merged import MergedDrafts, merge
 from heads.proposers.prompt_lookup import PromptLookup
 from heads.sampling.token_tree import check_parents
 from tests.support import family_checks as checks
+from tests.support.decoding import head_proposer, requests_for
 
 CHAINS = StaticTree(kind="static", branching=[1, 1, 1])
 trees = st.integers(0, 6).flatmap(
@@ -50,17 +49,10 @@ def target(as_target):
 @pytest.fixture
 def drafts(target, tiny_llama):
     """Drafts of every kind: two models, of which one is the target, heads with and without trees of their own, lookup."""
-
-    def head(settings_):
-        module = checks.build(settings_, target.model)
-        return FAMILIES[settings_.kind].propose(module, target.device)
-
     return {
         "model": DraftLM(tiny_llama(seed=2), 64),
         "itself": DraftLM(target.model, 64),
-        "eagle3": head(Eagle3Settings(kind="eagle3", num_depths=3, taps=[1, 2, 3])),
-        "medusa": head(MedusaSettings(kind="medusa", num_depths=3, num_layers=1)),
-        "peagle": head(PEagleSettings(kind="peagle", num_depths=3, taps=[0, 2, 4], mask_token_id=63)),
+        **{name: head_proposer(name, target.model) for name in ("eagle3", "medusa", "peagle")},
         "lookup": PromptLookup(target.device),
     }
 
@@ -75,9 +67,8 @@ def test_several_drafts_at_once_give_the_plain_answer(target, drafts, names, tre
 
 def test_the_better_draft_is_followed_wherever_it_stands_and_the_other_loses_nothing(target, drafts):
     config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=17, tree=CHAINS)
-    requests = [Request(prompt_id=str(n), category="", tokens=tuple(prompt)) for n, prompt in enumerate(checks.PROMPTS)]
     both = MergedDrafts([drafts["model"], drafts["itself"]], target.device)
-    generations, _ = decode(target, requests, config, both)
+    generations, _ = decode(target, requests_for(checks.PROMPTS), config, both)
     assert all(round_.num_accepted == 3 for generation in generations for round_ in generation.rounds)
     assert any(round_.ranks[0] == 1 for generation in generations for round_ in generation.rounds)
 

@@ -8,18 +8,13 @@ import torch
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import ConfidenceStopping
-from eval.decoder.decode import Request, decode, generate
+from eval.decoder.decode import decode, generate
 from heads.inference.causal_lm import new_cache
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.self_speculation import SelfSpeculation, early_exit
 from heads.target.hidden_states import blocks, read_states
-from tests.support.family_checks import CONFIGS, tiny_target
-
-PROMPTS = [[7, 12, 3, 44, 9], [20, 9, 9, 31, 5, 6, 2, 50, 17], [40, 11, 12]]
-
-
-def requests_for(prompts):
-    return [Request(prompt_id=f"p{n}", category="c", tokens=tuple(prompt)) for n, prompt in enumerate(prompts)]
+from tests.support.decoding import requests_for
+from tests.support.family_checks import CONFIGS, PROMPTS, tiny_target
 
 
 def shared(model, num_layers):

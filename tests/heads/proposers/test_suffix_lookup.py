@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.schema.decoding import DecodeConfig, SamplingConfig
-from eval.decoder.decode import Request, decode, generate
+from eval.decoder.decode import decode, generate
 from heads.proposers.suffix_automaton import MOST_COUNTED, ROOT, Match, SuffixAutomaton
 from heads.proposers.suffix_lookup import SuffixLookup
 from heads.sampling.counter_rng import CounterRNG
+from tests.support.decoding import PROMPTS, requests_for
 
 CPU = torch.device("cpu")
 TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=4)
@@ -106,7 +107,7 @@ def test_the_more_frequent_continuation_wins_at_every_token():
 
 def test_a_draft_ends_where_it_becomes_unlikely():
     text = [5, 6, 30, 31, 32, 33, 5, 6, 40, 41, 42, 43, 5, 6, 50, 51, 52, 53, 9, 5, 6]
-    assert drafts_for(text, min_share=0.4) == []
+    assert drafts_for(text, min_share=0.4) == drafts_for([1, 2, 3, 4]) == drafts_for([1]) == []
     assert drafts_for(text, min_share=0.3) == [50, 51, 52, 53]
 
 
@@ -117,19 +118,12 @@ def test_a_draft_is_in_proportion_to_its_match():
     assert drafts_for([*text, 2], num_tokens=6, drafts_per_matched=2.5) == [3, 4, 5, 6, 7]
 
 
-def test_text_that_was_never_seen_has_no_continuation():
-    assert drafts_for([1, 2, 3, 4]) == []
-    assert drafts_for([1]) == []
-
-
 def test_an_earlier_answer_is_continued_where_it_matches_longer_than_the_text_itself():
     lookup = SuffixLookup(CPU)
     lookup.learn([1, 2, 3, 40, 41, 42, 43])
-    lookup.start([[3, 50, 8, 2, 3], [7, 1, 2, 3, 60, 61, 62, 63, 8, 7, 1, 2, 3]], 64, None)
-    assert propose(lookup, [[3, 50, 8, 2, 3], [7, 1, 2, 3, 60, 61, 62, 63, 8, 7, 1, 2, 3]]) == [
-        [40, 41, 42, 43],
-        [60, 61, 62, 63],
-    ]
+    texts = [[3, 50, 8, 2, 3], [7, 1, 2, 3, 60, 61, 62, 63, 8, 7, 1, 2, 3]]
+    lookup.start(texts, 64, None)
+    assert propose(lookup, texts) == [[40, 41, 42, 43], [60, 61, 62, 63]]
 
 
 def test_answers_without_their_prompts_are_remembered_from_batch_to_batch():
@@ -161,9 +155,6 @@ def test_the_oldest_answers_are_forgotten_and_none_are_kept_where_none_may_be():
     assert propose(forgetful, [[9, 1, 2]]) == [[]]
 
 
-PROMPTS = [[7, 12, 3], [20, 9, 9, 31, 5, 6], [40], [11, 12, 13, 11, 12, 13, 11, 12]]
-
-
 @pytest.fixture(scope="module")
 def target(tiny_llama, as_target):
     return as_target(tiny_llama(seed=1))
@@ -184,7 +175,7 @@ def test_sampled_output_is_the_very_one_of_plain_sampling(target):
 
 
 def test_an_answer_seen_before_is_copied_round_after_round(target):
-    requests = [Request(prompt_id="p", category="c", tokens=(7, 12, 3))]
+    requests = requests_for(PROMPTS[:1])
     config = DecodeConfig(num_speculative_tokens=4, max_new_tokens=24)
     lookup = SuffixLookup(CPU, drafts_per_matched=8.0)
     (first,), _ = decode(target, requests, config, lookup)

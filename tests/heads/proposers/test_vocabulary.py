@@ -7,7 +7,7 @@ from torch import nn
 
 from configs.runtime.errors import InputError
 from heads.inference.causal_lm import HeadRows, head_logits, head_rows
-from heads.proposers.vocabulary import DraftVocabulary, keep_head_rows, read_draft_vocabulary, write_draft_vocabulary
+from heads.proposers.vocabulary import DraftVocabulary, keep_head_rows, read_draft_vocabulary
 
 IDS = [0, 3, 7, 40, 63]
 
@@ -72,12 +72,6 @@ def test_a_head_without_such_rows_or_that_is_not_linear_is_refused(tiny_llama):
     model.set_output_embeddings(nn.Sequential(model.get_output_embeddings()))
     with pytest.raises(InputError, match="head of type Sequential"):
         keep_head_rows(model, vocabulary_of(IDS))
-
-
-def test_it_comes_back_from_the_disk_as_it_was(tmp_path):
-    write_draft_vocabulary(tmp_path / "v.safetensors", vocabulary_of(IDS))
-    read = read_draft_vocabulary(tmp_path / "v.safetensors")
-    assert (read.token_ids_W.tolist(), read.target_vocab_size) == (IDS, 64)
 
 
 MARKS = [n in IDS for n in range(64)]

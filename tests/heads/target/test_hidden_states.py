@@ -7,14 +7,13 @@ import torch
 from torch import nn
 
 from configs.runtime.errors import InputError
-from heads.inference.causal_lm import head_logits, new_cache
+from heads.inference.causal_lm import head_logits
 from heads.target.hidden_states import (
     TargetStates,
     blocks,
     check_taps,
     final_norm,
     final_norm_scale,
-    forward_states,
     read_states,
     tapped,
 )
@@ -37,23 +36,6 @@ def test_taps_are_the_hidden_states_of_transformers(name):
     torch.testing.assert_close(states.final_BTE, theirs.hidden_states[4], rtol=0, atol=0)
     torch.testing.assert_close(final_norm(model)(states.taps_ABTE[4]), states.final_BTE)
     torch.testing.assert_close(head_logits(model, states.final_BTE), theirs.logits)
-
-
-@TARGETS
-def test_states_read_piece_by_piece_are_those_of_the_whole(name):
-    model = checks.tiny_target(name)
-    whole = read_states(model, IDS_BT, [0, 2, 4])
-    cache = new_cache(model, 16)
-    with torch.no_grad():
-        first = forward_states(model, cache, IDS_BT[:, :5], [0, 0], [0, 2, 4])
-        # The second row takes two of its tokens back.
-        again_BT = torch.stack([IDS_BT[0, 5:8], IDS_BT[1, 3:6]])
-        then = forward_states(model, cache, again_BT, [5, 3], [0, 2, 4])
-    for read, after, all_ in zip(first.taps_ABTE, then.taps_ABTE, whole.taps_ABTE, strict=True):
-        torch.testing.assert_close(read, all_[:, :5], atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(after[0], all_[0, 5:8], atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(after[1], all_[1, 3:6], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(then.final_BTE[1], whole.final_BTE[1, 3:6], atol=1e-5, rtol=1e-5)
 
 
 def hooks(model):

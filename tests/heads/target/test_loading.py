@@ -15,27 +15,22 @@ NO_SYSTEM = (
 
 
 @pytest.fixture
-def folder(tmp_path, byte_target_folder):
+def folder(tmp_path, tiny_run):
     """A model folder to be damaged."""
-    return shutil.copytree(byte_target_folder, tmp_path / "target")
+    return shutil.copytree(tiny_run / "target", tmp_path / "target")
 
 
 def load(path):
     return load_target(TargetConfig(name=str(path), dtype="float32", device="cpu"))
 
 
-@pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer*"])
-def test_a_folder_without_one_of_its_parts_is_named(folder, missing):
-    for path in folder.glob(missing):
+@pytest.mark.parametrize("damaged", ["config.json", "model.safetensors", "tokenizer*", "cut off"])
+def test_a_folder_without_one_of_its_parts_is_named(folder, damaged):
+    for path in folder.glob(damaged):
         path.unlink()
+    if damaged == "cut off":
+        (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:1000])
     with pytest.raises(InputError, match="does not hold a causal LM and its tokenizer"):
-        load(folder)
-
-
-def test_weights_that_were_cut_off_are_named(folder):
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(InputError, match="does not hold a causal LM"):
         load(folder)
 
 
@@ -63,10 +58,10 @@ def test_auto_is_the_gpu_unless_the_launcher_was_told_to_use_the_cpu(monkeypatch
     assert choose_device("auto").type == device
 
 
-def test_a_conversation_that_the_template_refuses_is_the_users_mistake(byte_target, byte_tokenizer):
-    tokenizer = byte_tokenizer.__class__(tokenizer_object=byte_tokenizer.backend_tokenizer, chat_template=NO_SYSTEM)
-    target = dataclasses.replace(byte_target, tokenizer=tokenizer)
-    user = {"role": "user", "content": "hi"}
-    assert target.encode_chat([user]) == tokenizer("hi")["input_ids"]
+def test_a_conversation_that_the_template_refuses_is_the_users_mistake(tiny_llama, as_target, tiny_tokenizer):
+    tokenizer = tiny_tokenizer.__class__(tokenizer_object=tiny_tokenizer.backend_tokenizer, chat_template=NO_SYSTEM)
+    target = dataclasses.replace(as_target(tiny_llama()), tokenizer=tokenizer)
+    user = {"role": "user", "content": "w3"}
+    assert target.encode_chat([user]) == tokenizer("w3")["input_ids"]
     with pytest.raises(InputError, match="refuses a conversation of system, user: no system role"):
         target.encode_chat([{"role": "system", "content": "be kind"}, user])

@@ -6,12 +6,9 @@ from pydantic import ValidationError
 
 from configs.runtime.errors import ConfigError, InputError
 from configs.schema.decoding import DecodeConfig
-from configs.schema.heads import Eagle3Settings
 from configs.schema.target import TargetConfig
-from distill.student.init import keep_layers
 from eval.decoder.decode import generate
 from eval.lossless.verdict import widened
-from heads.families.registry import FAMILIES
 from heads.modules.target_block import copy_block
 from heads.proposers.self_speculation import SelfSpeculation
 from heads.target.hidden_states import blocks, read_states
@@ -109,26 +106,6 @@ def test_self_speculation_runs_on_the_spread_blocks(whole, spread):
     draft = SelfSpeculation(spread.model, 2, spread.vocab_size)
     plain = config.model_copy(update={"num_speculative_tokens": 0})
     assert generate(spread, prompts, config, draft) == generate(whole, prompts, plain)
-
-
-def test_a_draft_keeps_blocks_that_lie_on_disk(whole, spread):
-    kept = keep_layers(spread.model, [1, 3]).state_dict()
-    torch.testing.assert_close(kept, keep_layers(whole.model, [1, 3]).state_dict(), rtol=0, atol=0)
-    assert not any(each.is_meta for each in kept.values())
-
-
-def test_a_head_starts_from_a_block_that_lies_on_disk(whole, spread):
-    family = FAMILIES["eagle3"]
-    config = Eagle3Settings(kind="eagle3", taps=[1, 2, 3], init_block=2)
-    weights = []
-    for target in (whole, spread):
-        torch.manual_seed(0)
-        head = family.build(config, target.model, None).float()
-        family.start(head, target.model)
-        weights.append(head.state_dict())
-    torch.testing.assert_close(*weights, rtol=0, atol=0)
-    own = weights[1][next(name for name in weights[1] if name.endswith("mlp.up_proj.weight"))]
-    assert torch.equal(own, blocks(whole.model)[2].mlp.up_proj.weight)
 
 
 def test_a_copied_block_runs_by_itself_and_can_be_trained(whole, spread):

@@ -7,14 +7,13 @@ from torch.utils.flop_counter import flop_registry
 from transformers import MixtralConfig, Qwen3MoeConfig
 
 from configs.runtime.errors import InputError
-from configs.schema.data import CacheConfig
 from configs.schema.learning import StudentConfig
 from configs.schema.planning import PRESETS, HardwareConfig, PlanDistillConfig, PlanHeadsConfig
-from distill.cache.writer import CacheJob
 from distill.dataset.batches import ConversationDataset, collate
-from distill.dataset.conversations import Conversation, ConversationFile
+from distill.dataset.conversations import ConversationFile
 from distill.loss.draft_objective import DraftObjective, target_hidden
 from distill.student.init import initial_draft
+from tests.support.caches import random_conversations, write_rows
 from tests.support.tiny_heads import HEADS
 from train.plan import data as plan_data
 from train.plan.data import Workload
@@ -84,10 +83,9 @@ def test_a_target_is_planned_from_its_config_file_alone(folder):
 
 
 @pytest.mark.parametrize("taps", [None, [0, 1, 2]])
-def test_the_bytes_of_a_cache_are_those_that_are_written(folder, tmp_path, greedy_target, greedy_rows, taps):
-    data = tmp_path / "train.jsonl"
-    data.write_text("".join(row.to_line() for row in greedy_rows))
-    source = {"data": {"train": str(data), "max_length": 20}}
+def test_the_bytes_of_a_cache_are_those_that_are_written(folder, tmp_path, greedy_rows, make_cache, taps):
+    cache = make_cache(greedy_rows, max_length=20, taps=taps, shard_megabytes=0.01)
+    source = {"data": {"train": str(tmp_path / "train.jsonl"), "max_length": 20}}
     config = (
         distilled(folder, student={"layers": [0]}, **source)
         if taps is None
@@ -96,37 +94,20 @@ def test_the_bytes_of_a_cache_are_those_that_are_written(folder, tmp_path, greed
     models = plan_models(config)
     dataset = plan_data.open_dataset(config)
     planned = plan_data.cache_size(config, models, plan_data.measure_workload(config, dataset), dataset)
-    made = CacheConfig(data=str(data), max_length=20, taps=taps, shard_megabytes=0.01, output=str(tmp_path / "cache"))
-    job = CacheJob(target=greedy_target, conversations=greedy_rows, config=made, data_sha256="0" * 64)
-    job.prepare()
-    job.work(rank=0, num_processes=1)
-    shards = list((tmp_path / "cache").glob("*.safetensors"))
+    shards = list(cache.glob("*.safetensors"))
     assert len(shards) > 1
     headers = [8 + int.from_bytes(shard.read_bytes()[:8], "little") for shard in shards]
     assert planned.num_bytes == sum(shard.stat().st_size for shard in shards) - sum(headers)
 
 
-def rows_of(num, length, labels):
+def batch_of(rows, length, labels):
     """Conversations of one length, so that nothing is padding."""
-    ids = torch.randint(5, 64, (num, length), generator=torch.Generator().manual_seed(0)).tolist()
-    prompt = length - labels
-    return [
-        Conversation(
-            prompt_id=f"p{number}",
-            category="c",
-            turn=0,
-            messages=(),
-            prompt_ids=tuple(row[:prompt]),
-            answer_ids=tuple(row[prompt:]),
-            ended=False,
-        )
-        for number, row in enumerate(ids)
-    ]
+    return collate(list(ConversationDataset(random_conversations([(length - labels, labels)] * rows, 64, seed=0), 512)))
 
 
 @pytest.fixture(scope="module")
 def batch():
-    return collate(list(ConversationDataset(rows_of(4, 40, 32), 512)))
+    return batch_of(4, 40, 32)
 
 
 def attention_flops(q_BNTH, k_BMSH, products):
@@ -227,7 +208,7 @@ def test_what_a_head_keeps_for_its_backward_is_planned(kept_over_planned, batch,
 
 @pytest.mark.parametrize("kind", ["eagle3", "peagle", "dflash"])
 def test_scores_that_are_kept_are_planned_for_long_rows(kept_over_planned, kind):
-    long = collate(list(ConversationDataset(rows_of(2, 240, 192), 512)))
+    long = batch_of(2, 240, 192)
     assert 0.9 < kept_over_planned(kind, long) < 1.1
     assert 0.8 < kept_over_planned(kind, long, "bf16") < 1.25
 
@@ -279,8 +260,7 @@ def test_packed_rows_hold_several_conversations_and_keep_as_many_positions(folde
 
 
 def test_the_data_are_opened_once_and_never_read_as_a_whole(folder, tmp_path, greedy_rows, monkeypatch):
-    data, opened = tmp_path / "train.jsonl", []
-    data.write_text("".join(row.to_line() for row in greedy_rows))
+    data, opened = write_rows(tmp_path / "train.jsonl", greedy_rows), []
     plain = plan_data.open_conversations
 
     def opening(path):

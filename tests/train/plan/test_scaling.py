@@ -41,22 +41,8 @@ def plan(tmp_path, greedy_target):
     return plan
 
 
-def sent_by_hand(num_numbers, n, passes):
-    """Send a tensor round a ring, chunk by chunk; return the numbers that one of n processes sends."""
-    chunk, sent = num_numbers // n, 0
-    for _ in range(passes):
-        for _ in range(n - 1):  # so many neighbours a chunk has to pass
-            sent += chunk
-    return sent
-
-
-@pytest.mark.parametrize(("n", "passes"), [(1, 2), (2, 2), (8, 2), (8, 3), (64, 3)])
-def test_the_bytes_of_a_ring_are_those_that_are_sent_by_hand(n, passes):
-    assert ring_bytes(6400, n, passes) == pytest.approx(sent_by_hand(6400, n, passes))
-
-
-def test_an_all_reduce_by_a_ring_adds_up_and_sends_that_many_numbers():
-    n = 4
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_an_all_reduce_by_a_ring_adds_up_and_sends_that_many_numbers(n):
     tensors = [[float(10 * rank + place) for place in range(n)] for rank in range(n)]  # a chunk is one number
     total = [sum(column) for column in zip(*tensors, strict=True)]
     sent = [0] * n
@@ -173,13 +159,13 @@ def test_a_node_with_a_spread_target_does_the_work_of_one_accelerator_and_hands_
 
 
 def test_what_does_not_fit_is_neither_scaled_nor_taken_for_the_pace(plan):
-    roomy = plan(num_accelerators=8, num_blocks=64)  # a target beside which the draft is small
+    roomy = plan(num_accelerators=8, num_blocks=16)  # a target beside which the draft is small
     spread = min(fit.num_bytes for fit in roomy.fits if fit.engine.spreads_target)
     whole = min(fit.num_bytes for fit in roomy.fits if not fit.engine.spreads_target)
     assert spread < whole
-    tight = plan(num_accelerators=8, num_blocks=64, memory_gib=(spread + whole) / 2 / HEADROOM / GIBIBYTE)
+    tight = plan(num_accelerators=8, num_blocks=16, memory_gib=(spread + whole) / 2 / HEADROOM / GIBIBYTE)
     assert tight.tokens_per_second == pytest.approx(tight.scaled((8,))[0].tokens_per_second_low)
-    assert tight.steps == plan(num_accelerators=1, num_blocks=64).steps
+    assert tight.steps == plan(num_accelerators=1, num_blocks=16).steps
     assert tight.fitting.engine.spreads_target
     assert {row.target for row in tight.scaled((8,))} == {SPREAD}
     assert tight.step_seconds in [row.step_seconds_high for row in tight.scaled((8,))]

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from configs.runtime.errors import InputError
 from configs.schema.learning import OptimizerConfig
 from configs.schema.training import ScheduleConfig
 from distill.dataset.batches import ConversationDataset, make_loader
@@ -16,7 +15,7 @@ from eval.report.plots import VARIABLES
 from train.launch import make_accelerator
 from train.loop.loop import train
 from train.loop.task import BatchLoss, Prepared
-from train.telemetry.history import LINES_FILE, PICTURE_FILE, History, draw_history, explain_gap
+from train.telemetry.history import LINES_FILE, PICTURE_FILE, draw_history, explain_gap
 from train.telemetry.step_clock import StepClock
 
 METRICS = {"tokens_per_target_step": 1.5, "predicted_tau": 1.9, "conditional_1": 0.6, "conditional_2": 0.4}
@@ -93,12 +92,6 @@ def test_a_gap_at_the_end_of_training_is_a_warning_with_both_numbers(tmp_path, g
 def test_a_gap_is_less_than_four_fifths_of_the_promised_gain(decoded, predicted, is_gap):
     metrics = {"tokens_per_target_step": decoded} | ({} if predicted is None else {"predicted_tau": predicted})
     assert (explain_gap(metrics) is not None) == is_gap
-
-
-def test_a_damaged_history_is_named_with_its_line(tmp_path):
-    (tmp_path / LINES_FILE).write_text('{"step": 2, "seconds": 1.5}\n{"seconds": 3}\n')
-    with pytest.raises(InputError, match=r"history\.jsonl, line 2: step and seconds must be numbers"):
-        History(tmp_path, done_steps=5)
 
 
 def test_the_picture_stands_alone_and_shows_both_taus_and_every_depth():
