@@ -16,6 +16,7 @@ if not __package__:  # run as a script: the checkout's root takes the place of t
 from configs.runtime.command import DONE, run_command
 from configs.runtime.errors import InputError
 from configs.runtime.files import write_text
+from configs.runtime.terminal import say
 from configs.schema.evaluation import CompareConfig
 from eval.report.compare import as_table, compare
 from eval.report.html import render_comparison
@@ -30,8 +31,8 @@ def main(config: CompareConfig, args: argparse.Namespace) -> int:
         raise InputError(f"output: the page would overwrite the report {output}; give another file")
     entries = compare([(str(path), load_report(path)) for path in paths], config.may_differ_in)
     write_text(output, render_comparison(entries))
-    print(as_table(entries))
-    print(f"\npage: {output}")
+    say(as_table(entries))
+    say(f"\npage: {output}")
     return DONE
 
 

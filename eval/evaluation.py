@@ -16,6 +16,7 @@ from configs.runtime.command import DONE
 from configs.runtime.files import write_text
 from configs.runtime.redaction import mask_arguments
 from configs.runtime.run_record import describe_git, describe_hardware, describe_versions, write_run_record
+from configs.runtime.terminal import say
 from configs.schema.evaluation import EvalConfig
 from eval.cost.predict import predict_speed
 from eval.cost.timing_sweep import check_sweep
@@ -91,7 +92,7 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     partial.unlink()
     write_text(output / "report.md", render_markdown(report))
     write_text(output / "report.html", render_html(report, previous))
-    print(render_markdown(report))
+    say(render_markdown(report))
     laps.done("report")
     log.info("took: %s", laps)
     log.info("report in %s", output / "report.html")

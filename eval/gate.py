@@ -20,6 +20,7 @@ from configs.runtime.command import DONE, GATE_FAILED, INCONCLUSIVE, run_command
 from configs.runtime.errors import InputError
 from configs.runtime.files import sha256_of, write_json, write_text
 from configs.runtime.redaction import mask_secrets
+from configs.runtime.terminal import say
 from configs.schema.evaluation import GateConfig
 from eval.release.checks import Artifact, judge
 from eval.release.verdict import as_junit, as_markdown, as_table, as_values
@@ -49,7 +50,7 @@ def main(config: GateConfig, args: argparse.Namespace) -> int:
     write_json(output, record)
     write_text(output.with_suffix(".md"), as_markdown(verdict, report))
     write_text(output.with_suffix(".xml"), as_junit(verdict))
-    print(as_table(verdict))
+    say(as_table(verdict))
     return code
 
 

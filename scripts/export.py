@@ -14,6 +14,7 @@ if not __package__:  # run as a script: the checkout's root takes the place of t
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from configs.runtime.command import run_command
+from configs.runtime.terminal import say
 from configs.schema.release import ENGINES, ExportConfig
 
 
@@ -46,7 +47,7 @@ def main(config: ExportConfig, args: argparse.Namespace) -> None:
         dtype=None if config.dtype is None else getattr(torch, config.dtype),
     )
     export(source, args.to, out, allow_target_mismatch=config.allow_target_mismatch)
-    print((out / SERVE_FILE).read_text(encoding="utf-8"), end="")
+    say((out / SERVE_FILE).read_text(encoding="utf-8").rstrip())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,6 +17,7 @@ if not __package__:  # run as a script: the checkout's root takes the place of t
 
 from configs.runtime.command import run_command
 from configs.runtime.errors import InputError
+from configs.runtime.terminal import say
 from configs.schema.release import ImportConfig
 
 
@@ -43,7 +44,7 @@ def main(config: ImportConfig, args: argparse.Namespace) -> None:
     tokens = drafts_a_round(external, config.num_speculative_tokens, fitted.settings)
     trial = try_out(fitted, target, config, tokens, external.layer_ids)
     for warning in [] if trial is None else trial.warnings:
-        print(f"{folder}: {warning}", file=sys.stderr)
+        say(f"{folder}: {warning}", sys.stderr)
     provenance = {
         "imported_from": args.draft,
         "form": external.form,
@@ -58,7 +59,7 @@ def main(config: ImportConfig, args: argparse.Namespace) -> None:
         num_speculative_tokens=tokens,
         provenance=provenance,
     )
-    print(
+    say(
         f"{out}: {fitted.settings.kind} from {external.form}"
         + ("" if trial is None else f", {trial.accepted_per_round:.2f} accepted a round")
     )

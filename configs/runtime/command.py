@@ -19,7 +19,7 @@ from configs.runtime.errors import InputError, Stopped
 from configs.runtime.key_list import render_config, render_keys
 from configs.runtime.loading import load_config
 from configs.runtime.progress import is_main_process, setup_logging
-from configs.runtime.redaction import redact
+from configs.runtime.terminal import one_line, say
 
 DONE = 0
 GATE_FAILED = 1
@@ -146,4 +146,4 @@ class _Parser(argparse.ArgumentParser):
 def _say(message: str) -> None:
     """Print one line on stderr, from the main process only."""
     if is_main_process():
-        print(redact(" ".join(message.split())), file=sys.stderr)
+        say(one_line(message), sys.stderr)

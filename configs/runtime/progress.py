@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 from configs.runtime.redaction import redact
+from configs.runtime.terminal import printable, say
 
 T = TypeVar("T")
 
@@ -82,15 +83,15 @@ def progress(description: str, total: int | None, unit: str = "it") -> Iterator[
 
 
 class _RedactingFormatter(logging.Formatter):
-    """Formats a message without secrets."""
+    """Formats a message without secrets and control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
-        return redact(super().format(record))
+        return redact(printable(super().format(record)))
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    print(redact("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
+    say("".join(traceback.format_exception(kind, error, trace)).rstrip(), sys.stderr)
 
 
 class _Lines:

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 from xml.etree import ElementTree
 
-from eval.report.markdown import escape, table
+from configs.runtime.terminal import one_line
+from eval.report.markdown import code, escape, table
 from eval.report.schema import Report
 from eval.report.text import headline, settings, short, warnings
 
@@ -61,14 +62,17 @@ def as_values(verdict: GateVerdict) -> dict[str, Any]:
 
 def as_table(verdict: GateVerdict) -> str:
     """Return the verdict for a terminal: a line a check, the reason under each that did not pass, the outcome last."""
-    rows = [(each.outcome.upper(), each.check, measured(each), each.required, each.reason) for each in verdict.findings]
+    rows = [
+        (each.outcome.upper(), *map(one_line, (each.check, measured(each), each.required, each.reason)))
+        for each in verdict.findings
+    ]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = []
     for outcome, check, found, required, reason in rows:
         lines.append(f"{outcome:<{widths[0]}}  {check:<{widths[1]}}  {found:<{widths[2]}}  asked: {required}")
         if reason:
             lines.append(f"{'':<{widths[0]}}  {reason}")
-    return "\n".join([*lines, *(f"note: {note}" for note in verdict.notes), "", f"gate: {verdict.outcome}"])
+    return "\n".join([*lines, *(f"note: {one_line(note)}" for note in verdict.notes), "", f"gate: {verdict.outcome}"])
 
 
 def as_markdown(verdict: GateVerdict, report: Report) -> str:
@@ -78,12 +82,12 @@ def as_markdown(verdict: GateVerdict, report: Report) -> str:
         for each in verdict.findings
     ]
     blocks = [
-        f"## {SIGNS[verdict.outcome]}: draft `{escape(report.draft.path)}` ({short(report.draft.sha256)})",
+        f"## {SIGNS[verdict.outcome]}: draft {code(report.draft.path)} ({escape(short(report.draft.sha256))})",
         headline(report),
         *(f"> **Warning:** {escape(warning)}" for warning in warnings(report)),
         table(("", "check", "measured", "asked", "why not"), rows, numbers=False),
         *(f"Note: {escape(note)}." for note in verdict.notes),
-        f"Target `{escape(report.target.name)}` ({short(report.target.weights_sha256)}), {settings(report)}.",
+        f"Target {code(report.target.name)} ({escape(short(report.target.weights_sha256))}), {escape(settings(report))}.",
     ]
     return "\n\n".join(blocks) + "\n"
 

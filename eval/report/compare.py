@@ -14,6 +14,7 @@ from string import ascii_uppercase
 from typing import Any, Literal
 
 from configs.runtime.errors import InputError
+from configs.runtime.terminal import one_line
 from eval.report.paired import PairedReports, compare_reports
 from eval.report.schema import DecodeSection, PromptsSection, Report, TargetSection
 from eval.report.text import VERDICTS, interval, number, short, times
@@ -118,7 +119,9 @@ def as_table(entries: Sequence[ComparedReport]) -> str:
     rows = [header, *(_row(entry) for entry in entries)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    notes = [f"{entry.letter} differs from A in {difference}" for entry in entries for difference in entry.differences]
+    notes = [
+        one_line(f"{entry.letter} differs from A in {difference}") for entry in entries for difference in entry.differences
+    ]
     return "\n".join([*lines, *([""] if notes else []), *notes])
 
 
@@ -128,7 +131,7 @@ def _row(entry: ComparedReport) -> tuple[str, ...]:
     speedup, speedup_ci = (None, None) if report.speed is None else report.speed.interval_of("decode_speedup")
     return (
         entry.letter,
-        entry.path,
+        one_line(entry.path),
         str(report.decode.num_speculative_tokens),
         f"{report.prompts.num_prompts} of {report.prompts.num_asked}",
         _ranged(number(acceptance.tokens_per_target_step), acceptance.tokens_per_target_step_ci),

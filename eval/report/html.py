@@ -1,7 +1,7 @@
 """A report, or several side by side, as one HTML page that needs no network: text, tables, plots and styles in one file.
 
 The layouts are `templates/report.html.j2` and `templates/comparison.html.j2`. Everything from outside, such as a model's
-answer, is escaped by the template engine; the only markup let through is that of the plots.
+answer, is escaped by the template engine and freed of control characters; the only markup let through is that of the plots.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from configs.runtime.terminal import printable
 from eval.report import plots, text
 from eval.report.compare import FIXED, ComparedReport, compare, in_words
 from eval.report.schema import Report, definitions
@@ -76,7 +77,12 @@ def render_comparison(entries: Sequence[ComparedReport]) -> str:
 def _render(template: str, **values: Any) -> str:
     """Fill in a template: everything is escaped, and a name that is not given is an error."""
     environment = Environment(
-        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        finalize=lambda value: value if isinstance(value, Markup) or not isinstance(value, str) else printable(value),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     filters = (text.number, text.times, text.percent, text.interval)
     environment.filters.update({each.__name__: each for each in filters})

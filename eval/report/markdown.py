@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 
+from configs.runtime.terminal import one_line, printable
 from eval.report.schema import Report
 from eval.report.sections import AcceptanceSection, EnergySection, PredictedSection, QualitySection
 from eval.report.text import VERDICTS, headline, interval, lossless_detail, number, percent, settings, short, times, warnings
+
+# By entities where a backslash would mean something else to some readers.
+MARKUP = str.maketrans({"&": "&amp;", "<": "&lt;", "\\": "&#92;", "`": "'", "[": "\\[", "*": "\\*", "~": "\\~", "$": "\\$"})
+ADDRESS = re.compile(r"://|(?<=www)\.|@", re.IGNORECASE)
 
 
 def render_markdown(report: Report) -> str:
@@ -35,14 +41,14 @@ def render_markdown(report: Report) -> str:
             ],
         ),
         *([] if predicted is None else [_best_settings(predicted)]),
-        f"**{VERDICTS[report.lossless.verdict]}**: {lossless_detail(report)}.",
+        f"**{VERDICTS[report.lossless.verdict]}**: {escape(lossless_detail(report))}.",
         table(("category", "prompts", "τ", "95 % interval", "decode speedup"), _category_rows(report)),
         table(("draft position", "given all before", "survival", "overlap α"), _position_rows(acceptance)),
         table(("way of decoding", "τ", "decode speedup", "95 % interval"), _baseline_rows(report)),
         *([] if report.quality is None else [_quality_table(report.quality)]),
         *([] if report.energy is None else [_energy_table(report.energy)]),
-        f"Target `{escape(report.target.name)}`, draft `{escape(report.draft.path)}` "
-        f"({short(report.draft.sha256)}), {settings(report)}.",
+        f"Target {code(report.target.name)}, draft {code(report.draft.path)} "
+        f"({escape(short(report.draft.sha256))}), {escape(settings(report))}.",
     ]
     return "\n\n".join(blocks) + "\n"
 
@@ -115,14 +121,27 @@ def _energy_table(energy: EnergySection) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: bool = True) -> str:
-    """Return a Markdown table; the first column is to the left, and the others to the right where they are numbers."""
+    """Return a Markdown table of cells in Markdown; all but the first column are to the right where they are numbers."""
     rule = ["---", *["---:" if numbers else "---"] * (len(header) - 1)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *rows))
+    lines = ([cell.replace("|", "\\|") for cell in cells] for cells in (header, rule, *rows))
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def escape(text: str) -> str:
-    """Return text from outside so that it can break neither a table nor the page around it."""
-    flat = " ".join(text.split())
-    for character, harmless in (("&", "&amp;"), ("<", "&lt;"), ("|", "\\|"), ("`", "'"), ("[", "\\[")):
-        flat = flat.replace(character, harmless)
-    return flat
+    """Return a text from outside as Markdown that reads as this text on one line, in a paragraph or a cell of a table.
+
+    It holds no markup, HTML or link; not even an address, which readers of Markdown turn into a link by themselves.
+    """
+    return ADDRESS.sub(lambda found: f"&#{ord(found[0][0])};{found[0][1:]}", one_line(text).translate(MARKUP))
+
+
+def code(text: str) -> str:
+    """Return a text from outside as inline code; in a table only by `escape`, whose cells are cut before code is read."""
+    return f"`{one_line(text).replace('`', chr(39)) or ' '}`"
+
+
+def code_block(text: str, language: str) -> str:
+    """Return lines from outside as a block of code, fenced by more backticks than stand in them."""
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}{language}\n{printable(text)}\n{fence}"

@@ -20,6 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from configs.runtime.terminal import one_line
 from eval.report.schema import CategorySection, Report
 from eval.report.sections import ClosedSection, StoppingClass
 
@@ -172,7 +173,7 @@ def draw_rows(sections: Mapping[str, CategorySection | Report], name: str) -> st
         for axes, label in ((taus, "tokens per target step"), (speedups, "decode speedup")):
             axes.grid(False)
             axes.axvline(1.0, **REFERENCE)
-            labels = [each.replace("$", r"\$") for each in sections]  # matplotlib reads `$` as the start of a formula
+            labels = [one_line(each).replace("$", r"\$") for each in sections]  # matplotlib reads `$` as the start of a formula
             axes.set(xlabel=label, yticks=range(len(sections)), yticklabels=labels)
             axes.spines["left"].set_visible(False)
         for row, section in enumerate(sections.values()):

@@ -17,6 +17,7 @@ from huggingface_hub.constants import REPOCARD_NAME
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from yaml import YAMLError
 
+from configs.runtime.terminal import one_line
 from configs.schema.release import HUB_ID, PushConfig
 from eval.report.schema import CategorySection, Report
 from scripts.publish.publication import Cleaned
@@ -48,7 +49,7 @@ def card_data(
         license_link=licence.license_link,
         language=origins[target].language,
         pipeline_tag=TASK,
-        tags=["draftsmith", "speculative-decoding", "draft-model", kind],
+        tags=["draftsmith", "speculative-decoding", "draft-model", one_line(kind)],
         model_name=repo_id.split("/")[-1],
         eval_results=list(_eval_results(cleaned.report, f"{endpoint}/{repo_id}/blob/main/report.json")),
     )
@@ -73,8 +74,8 @@ def read_card(name: str, revision: str | None, *, online: bool) -> ModelCardData
     except (HFValidationError, HfHubHTTPError, HTTPError, OSError, ValueError, TypeError, YAMLError):
         data = ModelCardData()
     for key in ("license", "license_name", "license_link"):
-        if not isinstance(getattr(data, key, None), str):
-            setattr(data, key, None)
+        value = getattr(data, key, None)
+        setattr(data, key, one_line(value) if isinstance(value, str) else None)
     return data
 
 
@@ -118,9 +119,9 @@ def _eval_results(report: Report, source_url: str) -> Iterator[EvalResult]:
             yield EvalResult(
                 task_type=TASK,
                 task_name="Speculative decoding",
-                dataset_type=Path(prompts.source).stem,
-                dataset_name=prompts.source,
-                dataset_config=category,
+                dataset_type=one_line(Path(prompts.source).stem),
+                dataset_name=one_line(prompts.source),
+                dataset_config=None if category is None else one_line(category),
                 dataset_args={"sha256": prompts.sha256},
                 metric_type=key,
                 metric_name=name,

@@ -6,6 +6,7 @@ The text is `templates/model_card.md.j2`; tables and wording of the figures are 
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from configs.schema.release import HUB_ID, PushConfig
 from eval.release.verdict import Finding, measured
-from eval.report.markdown import escape, render_markdown, table
+from eval.report.markdown import code, code_block, escape, render_markdown, table
 from eval.report.text import short
 from heads.formats.exporting.table import FORMS
 from scripts.publish.card_metadata import agreed_licence, card_data
@@ -63,6 +64,8 @@ def make_card(
         report=report,
         metadata=metadata,
         escape=escape,
+        code=code,
+        code_block=code_block,
         short=short,
         outcome=cleaned.gate["outcome"],
         findings=_findings(cleaned.gate),
@@ -135,7 +138,7 @@ def _without_notes(serve_text: str) -> tuple[str, tuple[str, ...]]:
 
 def _target_for_draftsmith(metadata: Mapping[str, Any]) -> str:
     name = str(metadata["target"]["name"])
-    return name if HUB_ID.fullmatch(name) or name.startswith("embedded:") else NAMELESS
+    return shlex.quote(name) if HUB_ID.fullmatch(name) or name.startswith("embedded:") else NAMELESS
 
 
 def _recipe(metadata: Mapping[str, Any]) -> str:
@@ -160,20 +163,25 @@ def _main_settings(training: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         ("schedule", "batch_size"),
         ("schedule", "seed"),
     ):
-        value = (training.get(section) or {}).get(key)
+        value = _section(training, section).get(key)
         if value is not None:
             yield f"{section}.{key}", value
 
 
+def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = values.get(name)
+    return section if isinstance(section, Mapping) else {}
+
+
 def _provenance(cleaned: Cleaned) -> str:
     known, target = cleaned.metadata["provenance"], cleaned.metadata["target"]
-    versions, git = known.get("versions") or {}, known.get("git") or {}
+    versions, git, command = _section(known, "versions"), _section(known, "git"), known.get("command")
     rows = [
-        ("target weights", f"`{target['weights_sha256']}`"),
-        ("target revision", escape(target.get("revision") or "not pinned")),
+        ("target weights", escape(str(target["weights_sha256"]))),
+        ("target revision", escape(str(target.get("revision") or "not pinned"))),
         ("artifact (weights and metadata)", f"`{cleaned.sha256}`"),
-        ("trained by", escape(" ".join(known.get("command") or ["not recorded"]))),
-        ("imported from", escape(known.get("imported_from") or "")),
+        ("trained by", escape(" ".join(map(str, command)) if isinstance(command, list) else "not recorded")),
+        ("imported from", escape(str(known.get("imported_from") or ""))),
         ("draftsmith commit", escape(f"{git.get('commit') or 'not recorded'}{', with changes' if git.get('dirty') else ''}")),
         ("versions", escape(", ".join(f"{name} {version}" for name, version in versions.items()) or "not recorded")),
     ]

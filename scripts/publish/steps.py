@@ -14,6 +14,7 @@ from huggingface_hub.utils import validate_repo_id
 from configs.runtime.command import DONE, GATE_FAILED, INCONCLUSIVE
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.redaction import Scrubber
+from configs.runtime.terminal import one_line, say
 from configs.schema.release import HUB_ID, PushConfig
 from configs.schema.target import TargetConfig
 from eval.release.verdict import as_table
@@ -49,10 +50,10 @@ def publish(config: PushConfig, args: argparse.Namespace) -> int:
     release = read_release(Path(args.artifact), report_path, config, gate=args.gate, baseline=args.baseline)
     outcome = release.verdict.outcome
     if outcome != "pass" and not config.allow_failed_gate:
-        print(as_table(release.verdict))
-        print(
+        say(as_table(release.verdict))
+        say(
             f"nothing was published: the gate says {outcome} (--set allow_failed_gate=true publishes nevertheless)",
-            file=sys.stderr,
+            sys.stderr,
         )
         return REFUSED[outcome]
     api = HfApi()
@@ -68,8 +69,8 @@ def publish(config: PushConfig, args: argparse.Namespace) -> int:
             seen, new = "private" if pushed.private else "public", "" if pushed.new else ", which held all of it already"
             done = f"{pushed.url} ({seen}): commit {pushed.commit}{new}"
     if publication.left_out:
-        print(f"not published: {', '.join(publication.left_out)}")
-    print(done)
+        say(one_line(f"not published: {', '.join(publication.left_out)}"))
+    say(done)
     return DONE
 
 
@@ -85,7 +86,7 @@ def _make(
     if (initial := initial_model(release.metadata.training)) is not None:
         origins[public_name(initial, scrubber)] = read_card(initial, None, online=online)
     if config.license is None and agreed_licence(origins.values()) is None:
-        print(f"license: other, as the cards of {', '.join(origins)} do not name one; --set license=... states it")
+        say(one_line(f"license: other, as the cards of {', '.join(origins)} do not name one; --set license=... states it"))
     exports: dict[str, Path] = {}
     if config.exports:
         folder = _locate_target(name, revision, online)

@@ -29,6 +29,7 @@ from huggingface_hub.utils._http import default_client_factory
 
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import read_json, sha256_of, write_json
+from configs.runtime.terminal import say
 from configs.schema.release import PushConfig
 from heads.artifact import METADATA_FILE
 from scripts.publish.publication import MANIFEST, Content, Publication
@@ -245,7 +246,7 @@ def _try_again(step: Callable[[], T], attempts: int) -> T:
         except BREAKS as error:
             if not _may_pass(error):
                 raise
-            print(f"try {attempt} of {attempts} broke off ({_root(error)}); again in {wait:g} s")
+            say(f"try {attempt} of {attempts} broke off ({_root(error)}); again in {wait:g} s")
         time.sleep(wait)
         wait *= 2
     return step()

@@ -5,6 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from configs.runtime.terminal import UNSEEN, printable
 from eval.report.html import render_html
 from eval.report.plots import (
     VARIABLES,
@@ -82,7 +83,7 @@ def test_nothing_is_fetched_from_anywhere(page):
 
 
 def test_hostile_text_stays_text_wherever_it_enters(report_inputs):
-    attack = '<script>alert("x")</script><img src=x onerror=alert(1)>"\'{{ 7 * 7 }}'
+    attack = '<script>alert("x")</script><img src=x onerror=alert(1)>"\'{{ 7 * 7 }}\x1b[2J\u202e'
     first = next(iter(report_inputs["prompts"].texts))
     report_inputs["prompts"].texts[first] = attack
     report_inputs["decode_tokens"] = lambda tokens: attack * len(tokens)
@@ -92,11 +93,13 @@ def test_hostile_text_stays_text_wherever_it_enters(report_inputs):
     report = report_of(report_inputs)
     report = changed(report, {"by_category": {attack: report.to_dict()["by_category"]["coding"]}})
 
-    reader = Reader(render_html(report))
+    page = render_html(report)
+    reader = Reader(page)
 
+    assert not UNSEEN.search(page)
     assert not {"script", "img"} & set(reader.tags)
     assert not [name for _, name, _ in reader.attributes if name.startswith("on")]
-    assert attack in "".join(reader.text)
+    assert printable(attack) in "".join(reader.text)
 
 
 def test_accepted_rejected_and_target_tokens_are_marked_as_such(page, report):
