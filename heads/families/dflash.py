@@ -14,7 +14,6 @@ B batch, T positions, A anchors of a row, S slots of a block, X = A * S, G draft
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -23,13 +22,13 @@ from transformers import PreTrainedModel
 
 from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import DFlashSettings
-from heads.families.eagle3 import CachedKeys, default_taps
+from heads.families.eagle3 import default_taps
 from heads.inference.kv_cache import RowCache
-from heads.modules.autoregressive import PendingFeatures
+from heads.modules.autoregressive import FeatureProposer
 from heads.modules.block_training import Anchors, BlockKeys, choose_anchors
 from heads.modules.initialization import mask_token
 from heads.modules.interface import Batch, Depth, Family
-from heads.modules.layers import DraftAttention, DraftHead, LayerShape, Rotary, Rotation, layer_shape, mlp, norm, placed_mask
+from heads.modules.layers import CachedKeys, DraftHead, DraftLayer, HeadBase, Rotary, layer_shape, norm
 from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.protocol import Proposal, Tokens
 from heads.proposers.vocabulary import DraftVocabulary
@@ -37,43 +36,38 @@ from heads.sampling.counter_rng import CounterRNG
 from heads.target.hidden_states import TargetStates
 
 
-class DFlash(nn.Module):
+class DFlash(HeadBase):
     """A DFlash head on a frozen target (`heads.modules.interface.HeadModule`)."""
 
     def __init__(self, settings: DFlashSettings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
-        super().__init__()
+        super().__init__(target)
         self.settings = resolved(settings, target)
         self.taps = tuple(self.settings.taps or ())
+        self.num_caches = settings.num_layers
         self.mask_token_id = mask_token(self.settings.mask_token_id, target)
-        self._target = (target,)  # in a tuple: neither trained nor saved with the head
         shape = layer_shape(target, settings.layer)
         self.fc = nn.Linear(len(self.taps) * shape.width, shape.width, bias=False)
         self.hidden_norm = norm(shape)
-        self.layers = nn.ModuleList(DFlashLayer(shape) for _ in range(settings.num_layers))
+        self.layers = nn.ModuleList(DraftLayer(shape, norm_heads=True) for _ in range(settings.num_layers))
         self.norm = norm(shape)
         self.lm_head = DraftHead(target, vocabulary, trainable=settings.train_head)
         self.rotary = Rotary(shape)
 
-    @property
-    def token_ids_W(self) -> Tensor | None:
-        """The target's id of each draft token; None for the whole vocabulary."""
-        return self.lm_head.token_ids
-
     def forward(self, batch: Batch, states: TargetStates) -> list[Depth]:
         """Fill a block at each of some anchors drawn at random, or at every possible one when not training."""
         anchors = choose_anchors(batch, self.settings.num_anchors if self.training else None)
-        context_BTD = self.context(states.with_noise(self.settings.tap_noise if self.training else 0.0))
+        context_BTD = self.features(states.with_noise(self.settings.tap_noise if self.training else 0.0))
         rotation = self.rotary(context_BTD, batch.position_ids_BT)
         keys = BlockKeys(context_BTD, rotation, anchors.visible(batch.document_ids_BT))
         pending_BA, first_BA = (each.gather(1, anchors.places_BA) for each in (batch.input_ids_BT, batch.position_ids_BT))
-        states_BXD = self._embed(self._block_ids(pending_BA).flatten(1))
+        states_BXD = self.embed(self._block_ids(pending_BA).flatten(1))
         rotation = self.rotary(states_BXD, self._block_positions(first_BA).flatten(1))
         for layer in self.layers:
             states_BXD = layer(states_BXD, rotation, keys)
         states_BASD = self.norm(states_BXD).unflatten(1, (-1, self.settings.block_size))
         return [self._depth(batch, anchors, slot, states_BASD[:, :, slot]) for slot in range(1, self.settings.block_size)]
 
-    def context(self, states: TargetStates) -> Tensor:
+    def features(self, states: TargetStates) -> Tensor:
         """Return what every layer makes keys and values of, `[B, T, D]`."""
         return self.hidden_norm(self.fc(states.joined_BTF.to(self.fc.weight.dtype)))
 
@@ -81,7 +75,7 @@ class DFlash(nn.Module):
         """Add the context at `positions_BT`, for which the cache's `place` was called, to the cache of every layer."""
         rotation = self.rotary(context_BTD, positions_BT)
         for number, layer in enumerate(self.layers):
-            cache.update(*cast(DFlashLayer, layer).self_attn.keys_values(context_BTD, rotation), number)
+            cache.update(*cast(DraftLayer, layer).self_attn.keys_values(context_BTD, rotation), number)
 
     def fill(self, pending_B: Tensor, positions_B: Tensor, cache: RowCache) -> Tensor:
         """Return the final, normed states `[B, S, D]` of a block.
@@ -92,9 +86,9 @@ class DFlash(nn.Module):
             cache: holds the context before it.
         """
         positions_BS = self._block_positions(positions_B)
-        states_BSD = self._embed(self._block_ids(pending_B))
+        states_BSD = self.embed(self._block_ids(pending_B))
         rotation = self.rotary(states_BSD, positions_BS)
-        visible_B11S = placed_mask(cache, positions_BS[:, -1:])  # whatever the last slot sees, all of them do
+        visible_B11S = cache.visible(positions_BS[:, -1:]).unsqueeze(1)  # whatever the last slot sees, all of them do
         for number, layer in enumerate(self.layers):
             states_BSD = layer(states_BSD, rotation, CachedKeys(cache, number, visible_B11S))
         return self.norm(states_BSD)
@@ -115,43 +109,18 @@ class DFlash(nn.Module):
     def _block_positions(self, first: Tensor) -> Tensor:
         return first.unsqueeze(-1) + torch.arange(self.settings.block_size, device=first.device)
 
-    def _embed(self, ids_BT: Tensor) -> Tensor:
-        return self._target[0].get_input_embeddings()(ids_BT).to(self.fc.weight.dtype)
 
-
-class DFlashLayer(nn.Module):
-    """A layer as Qwen3's, with normed queries and keys; beside the block it reads what `keys` brings."""
-
-    def __init__(self, shape: LayerShape) -> None:
-        super().__init__()
-        self.input_layernorm = norm(shape)
-        self.self_attn = DraftAttention(shape, shape.width, norm_heads=True)
-        self.post_attention_layernorm = norm(shape)
-        self.mlp = mlp(shape)
-
-    def forward(self, states_BXD: Tensor, rotation: Rotation, keys: BlockKeys | CachedKeys) -> Tensor:
-        """Return the states after this layer."""
-        states_BXD = states_BXD + keys.attend(self.self_attn, self.input_layernorm(states_BXD), rotation)
-        return states_BXD + self.mlp(self.post_attention_layernorm(states_BXD))
-
-
-class BlockDrafter:
+class BlockDrafter(FeatureProposer):
     """A DFlash head as a proposer (`heads.proposers.protocol.Proposer`); drafts at most block_size - 1 tokens.
 
     The cache holds the context; a block's own keys and values lie after it for one round, and the next context is written over
     them.
     """
 
-    def __init__(self, module: DFlash, device: torch.device) -> None:
-        self.module, self.device = module, device
-        self.taps = module.taps
-        self._cache: RowCache
-        self._pending: PendingFeatures
+    module: DFlash
 
-    def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
-        settings = self.module.settings
-        self._cache = RowCache(settings.num_layers, capacity + settings.block_size)  # a block may reach beyond the last token
-        self._pending = PendingFeatures(self.module.context(states), [len(row) - 1 for row in tokens])
+    def __init__(self, module: DFlash, device: torch.device) -> None:
+        super().__init__(module, device, beyond=module.settings.block_size)
 
     def propose(
         self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
@@ -170,18 +139,6 @@ class BlockDrafter:
         """Choose a draft for each of the slots; one product with the output head serves all of them."""
         for logits_BW in self.module.lm_head.logits(states_BGD).unbind(1):
             chain.add(logits_BW)
-
-    def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
-        self._pending.replace(self.module.context(states), [accepted + 1 for accepted in num_accepted])
-
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        self._cache.keep_rows(rows)
-        self._pending.keep_rows(rows)
-
-    def _place(self, starts: Sequence[int], length: int) -> Tensor:
-        """Place the next forward in the cache; return its positions `[B, length]`."""
-        self._cache.place(starts, length, self.device)
-        return torch.tensor(starts, device=self.device).unsqueeze(1) + torch.arange(length, device=self.device)
 
 
 def resolved(settings: DFlashSettings, target: PreTrainedModel) -> DFlashSettings:

@@ -25,8 +25,11 @@ from heads.modules.autoregressive import FeatureChain
 from heads.modules.initialization import copy_block, pass_last_tap
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins, shifted_left
 from heads.modules.layers import (
+    CachedKeys,
     DraftAttention,
     DraftHead,
+    HeadBase,
+    LayerKeys,
     LayerShape,
     Rotary,
     Rotation,
@@ -34,13 +37,12 @@ from heads.modules.layers import (
     layer_shape,
     mlp,
     norm,
-    placed_mask,
 )
 from heads.proposers.vocabulary import DraftVocabulary
 from heads.target.hidden_states import TargetStates, final_norm_scale, num_blocks
 
 
-class EagleBody(nn.Module):
+class EagleBody(HeadBase):
     """Fused taps, layers, the norm after them and the output head.
 
     Args:
@@ -53,10 +55,9 @@ class EagleBody(nn.Module):
     """
 
     def __init__(self, settings: EagleSettings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
-        super().__init__()
+        super().__init__(target)
         self.taps = default_taps(target) if settings.taps is None else tuple(settings.taps)
         self.num_caches = settings.num_layers
-        self._target = (target,)  # in a tuple: neither trained nor saved with the head
         shape = layer_shape(target, settings.layer)
         width, num_taps = shape.width, len(self.taps)
         joined = replace(shape, width=num_taps * width)
@@ -74,11 +75,6 @@ class EagleBody(nn.Module):
             for layer in self.layers:
                 copy_block(target, settings.init_block, layer)
 
-    @property
-    def token_ids_W(self) -> Tensor | None:
-        """The target's id of each draft token; None for the whole vocabulary."""
-        return self.lm_head.token_ids
-
     def features(self, states: TargetStates) -> Tensor:
         """Return the fused taps `[B, T, D]`."""
         return self.fuse(states.joined_BTF)
@@ -93,14 +89,13 @@ class EagleBody(nn.Module):
 
     def embed(self, ids_BT: Tensor) -> Tensor:
         """Return the embeddings `[B, T, D]`, the target's or the head's own, in the dtype of the head."""
-        embedding = self._target[0].get_input_embeddings() if self.embed_tokens is None else self.embed_tokens
-        return embedding(ids_BT).to(self.fc.weight.dtype)
+        return super().embed(ids_BT) if self.embed_tokens is None else self.embed_tokens(ids_BT).to(self.dtype)
 
     def run_cached(self, features_BTF: Tensor, ids_BT: Tensor, positions_BT: Tensor, cache: RowCache) -> Tensor:
         """Return the states `[B, T, D]` after the last layer at placed positions, whose keys and values are added."""
         embedded_BTD = self.embed(ids_BT)
         rotation = self.rotary(embedded_BTD, positions_BT)
-        visible_B1TS = placed_mask(cache, positions_BT)
+        visible_B1TS = cache.visible(positions_BT).unsqueeze(1)
         states_BTD = features_BTF
         for number, layer in enumerate(self.layers):
             states_BTD = layer(embedded_BTD, states_BTD, rotation, CachedKeys(cache, number, visible_B1TS))
@@ -154,7 +149,7 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = norm(shape)
         self.mlp = mlp(shape)
 
-    def forward(self, embedded_BTD: Tensor, states_BTD: Tensor, rotation: Rotation, keys: UnrolledKeys | CachedKeys) -> Tensor:
+    def forward(self, embedded_BTD: Tensor, states_BTD: Tensor, rotation: Rotation, keys: LayerKeys) -> Tensor:
         """Return the states after this layer."""
         if self.first:
             normed_BTD = self.hidden_norm(states_BTD)
@@ -207,18 +202,6 @@ class UnrolledKeys:
         for place, own in enumerate(values[1:]):
             mixed_BNTH = mixed_BNTH + weights[..., T + place, None] * own
         return mixed_BNTH
-
-
-class CachedKeys:
-    """Keys and values of one layer in a cache, for drafting."""
-
-    def __init__(self, cache: RowCache, layer: int, visible_B1TS: Tensor) -> None:
-        self.cache, self.layer, self.visible_B1TS = cache, layer, visible_B1TS
-
-    def attend(self, attention: DraftAttention, states_BTX: Tensor, rotation: Rotation) -> Tensor:
-        """Return the attention output `[B, T, D]` at the placed positions, whose keys are added."""
-        k_BMSH, v_BMSH = self.cache.update(*attention.keys_values(states_BTX, rotation), self.layer)
-        return attention.attend(attention.queries(states_BTX, rotation), k_BMSH, v_BMSH, self.visible_B1TS)
 
 
 @torch.no_grad()

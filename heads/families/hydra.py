@@ -24,21 +24,19 @@ from transformers import PreTrainedModel
 
 from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import HydraSettings
-from heads.families.medusa import ResidualBlocks
+from heads.families.medusa import HeadsByDepth, ResidualBlocks
 from heads.inference.kv_cache import RowCache
 from heads.modules.autoregressive import FeatureChain
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins
 from heads.modules.layers import (
-    DraftAttention,
+    CachedKeys,
     DraftHead,
-    LayerShape,
+    DraftLayer,
+    MaskedKeys,
     Rotary,
-    Rotation,
     causal_mask,
     layer_shape,
-    mlp,
     norm,
-    placed_mask,
 )
 from heads.proposers.protocol import Proposal, Tokens
 from heads.proposers.vocabulary import DraftVocabulary
@@ -47,7 +45,7 @@ from heads.sampling.token_tree import DynamicTreeSpec, Tree
 from heads.target.hidden_states import TargetStates
 
 
-class Hydra(nn.Module):
+class Hydra(HeadsByDepth):
     """Hydra heads on a frozen target (`heads.modules.interface.HeadModule`, `heads.modules.autoregressive.ChainModule`).
 
     The chain's state is what a head reads: each drafted token makes it longer by its embedding.
@@ -56,37 +54,28 @@ class Hydra(nn.Module):
     taps: Sequence[int] = ()
 
     def __init__(self, settings: HydraSettings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
-        super().__init__()
+        super().__init__(target)
         self.settings = settings
         self.num_caches = int(settings.prefix_attention)
-        self._target = (target,)  # in a tuple: neither trained nor saved with the head
         shape = layer_shape(target, settings.layer)
-        self.prefix_layer = PrefixLayer(shape) if settings.prefix_attention else None
+        self.rotary = Rotary(shape)
+        self.prefix_layer = DraftLayer(shape) if settings.prefix_attention else None
         self.prefix_norm = norm(shape) if settings.prefix_norm else nn.Identity()
         self.blocks = nn.ModuleList(
             GroundedBlocks(shape.width, depth + 2, settings.num_layers) for depth in range(settings.num_depths)
         )
-        if settings.own_output_heads:
-            self.lm_heads = nn.ModuleList(DraftHead(target, None, trainable=True, with_bias=True) for _ in self.blocks)
-        else:
-            self.lm_head = DraftHead(target, vocabulary, trainable=settings.train_head)
-
-    @property
-    def token_ids_W(self) -> Tensor | None:
-        """The target's id of each draft token; None for the whole vocabulary."""
-        return self.output_head(0).token_ids
-
-    def output_head(self, depth: int) -> DraftHead:
-        """Return what turns the last state of a depth into logits."""
-        return cast(DraftHead, self.lm_heads[depth]) if self.settings.own_output_heads else self.lm_head
+        own = bool(settings.own_output_heads)
+        self.add_output_heads(
+            lambda: DraftHead(target, None if own else vocabulary, trainable=own or settings.train_head, with_bias=own)
+        )
 
     def forward(self, batch: Batch, states: TargetStates) -> list[Depth]:
         """Run each depth's blocks at the origins it is trained on, on the text's own tokens."""
         states_BTE = self.features(states)
         if self.prefix_layer is not None:
-            visible_B1TT = causal_mask(batch.document_ids_BT)
-            states_BTE = self.prefix_norm(self.prefix_layer(states_BTE, batch.position_ids_BT, visible_B1TT, None))
-        embedded_BTE = self._embed(batch.input_ids_BT)
+            rotation, keys = self.rotary(states_BTE, batch.position_ids_BT), MaskedKeys(causal_mask(batch.document_ids_BT))
+            states_BTE = self.prefix_norm(self.prefix_layer(states_BTE, rotation, keys))
+        embedded_BTE = self.embed(batch.input_ids_BT)
         depths = []
         for depth, blocks in enumerate(self.blocks):
             origins_N = labelled_origins(batch, depth)
@@ -98,26 +87,18 @@ class Hydra(nn.Module):
 
     def features(self, states: TargetStates) -> Tensor:
         """Return the target's final states in the head's dtype."""
-        return states.final_BTE.to(self._dtype)
+        return states.final_BTE.to(self.dtype)
 
     def read(self, features_BTF: Tensor, ids_BT: Tensor, positions_BT: Tensor, cache: RowCache, depth: int) -> Tensor:
-        """See `heads.modules.autoregressive.ChainModule.read`; returns what the head of this depth reads, `[B, T, (depth + 2)
-        * E]`."""
+        """See `heads.modules.autoregressive.ChainModule.read`; the states are what the head of this depth reads."""
         if depth == 0 and self.prefix_layer is not None:
-            states_BTE = self.prefix_layer(features_BTF, positions_BT, placed_mask(cache, positions_BT), cache)
-            features_BTF = self.prefix_norm(states_BTE)
-        return torch.cat([features_BTF, self._embed(ids_BT)], -1)
+            keys = CachedKeys(cache, 0, cache.visible(positions_BT).unsqueeze(1))
+            features_BTF = self.prefix_norm(self.prefix_layer(features_BTF, self.rotary(features_BTF, positions_BT), keys))
+        return torch.cat([features_BTF, self.embed(ids_BT)], -1)
 
     def to_head(self, states_BD: Tensor, depth: int) -> Tensor:
         """Return the last states of a depth's blocks, which the output head reads."""
         return cast(Tensor, self.blocks[depth](states_BD))
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return next(self.blocks.parameters()).dtype
-
-    def _embed(self, ids_BT: Tensor) -> Tensor:
-        return self._target[0].get_input_embeddings()(ids_BT).to(self._dtype)
 
 
 class GroundedBlocks(nn.Module):
@@ -142,37 +123,6 @@ class GroundedBlocks(nn.Module):
     def forward(self, read_NF: Tensor) -> Tensor:
         """Return states `[..., E]` of what the head reads, `[..., num_parts * E]`."""
         return cast(Tensor, self.blocks(self.res_connection(read_NF) + functional.silu(self.linear(read_NF))))
-
-
-class PrefixLayer(nn.Module):
-    """A Llama layer over the target's final states, causal within each document."""
-
-    def __init__(self, shape: LayerShape) -> None:
-        super().__init__()
-        self.input_layernorm = norm(shape)
-        self.self_attn = DraftAttention(shape, shape.width)
-        self.post_attention_layernorm = norm(shape)
-        self.mlp = mlp(shape)
-        self.rotary = Rotary(shape)
-
-    def forward(self, states_BTE: Tensor, position_ids_BT: Tensor, visible_B1TS: Tensor, cache: RowCache | None) -> Tensor:
-        """Return the states `[B, T, E]` after this layer.
-
-        Args:
-            states_BTE: final states of the target.
-            position_ids_BT: where they stand in their documents.
-            visible_B1TS: bool, which keys each position sees.
-            cache: earlier keys and values, to which these are added; None: the states are all there is.
-        """
-        normed_BTE = self.input_layernorm(states_BTE)
-        rotation = self.rotary(normed_BTE, position_ids_BT)
-        states_BTE = states_BTE + self._attend(normed_BTE, rotation, visible_B1TS, cache)
-        return states_BTE + self.mlp(self.post_attention_layernorm(states_BTE))
-
-    def _attend(self, normed_BTE: Tensor, rotation: Rotation, visible_B1TS: Tensor, cache: RowCache | None) -> Tensor:
-        keys_values = self.self_attn.keys_values(normed_BTE, rotation)
-        k_BMSH, v_BMSH = keys_values if cache is None else cache.update(*keys_values, 0)
-        return self.self_attn.attend(self.self_attn.queries(normed_BTE, rotation), k_BMSH, v_BMSH, visible_B1TS)
 
 
 class HydraChain(FeatureChain):

@@ -11,7 +11,7 @@ B batch, T positions, N rows of one depth, E width of the target, K depths, W dr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -20,9 +20,9 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from configs.schema.decoding import SamplingConfig
-from configs.schema.heads import MedusaSettings
+from configs.schema.heads import HydraSettings, MedusaSettings
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins
-from heads.modules.layers import DraftHead
+from heads.modules.layers import DraftHead, HeadBase
 from heads.proposers.protocol import Proposal, Tokens
 from heads.proposers.tree_builder import tree_builder
 from heads.proposers.vocabulary import DraftVocabulary
@@ -31,31 +31,38 @@ from heads.sampling.token_tree import DynamicTreeSpec, Tree
 from heads.target.hidden_states import TargetStates
 
 
-class Medusa(nn.Module):
-    """Medusa heads on a frozen target (`heads.modules.interface.HeadModule`); depth k predicts x_{j+2+k}."""
+class HeadsByDepth(HeadBase):
+    """A head whose depths share an output head, or have one each."""
 
-    taps: Sequence[int] = ()
+    settings: MedusaSettings | HydraSettings
 
-    def __init__(self, settings: MedusaSettings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
-        super().__init__()
-        self.settings = settings
-        width = target.config.get_text_config().hidden_size
-        self.blocks = nn.ModuleList(ResidualBlocks(width, settings.num_layers) for _ in range(settings.num_depths))
-        num_heads = settings.num_depths if settings.own_output_heads else 1
-        heads = [DraftHead(target, vocabulary, trainable=settings.train_head) for _ in range(num_heads)]
-        if settings.own_output_heads:
-            self.lm_heads = nn.ModuleList(heads)
+    def add_output_heads(self, make: Callable[[], DraftHead]) -> None:
+        """Make the output heads under the names that engines know."""
+        if self.settings.own_output_heads:
+            self.lm_heads = nn.ModuleList(make() for _ in range(self.settings.num_depths))
         else:
-            self.lm_head = heads[0]
+            self.lm_head = make()
 
     @property
     def token_ids_W(self) -> Tensor | None:
-        """The target's id of each draft token; None for the whole vocabulary."""
         return self.output_head(0).token_ids
 
     def output_head(self, depth: int) -> DraftHead:
         """Return what turns the last state of a depth into logits."""
         return cast(DraftHead, self.lm_heads[depth]) if self.settings.own_output_heads else self.lm_head
+
+
+class Medusa(HeadsByDepth):
+    """Medusa heads on a frozen target (`heads.modules.interface.HeadModule`); depth k predicts x_{j+2+k}."""
+
+    taps: Sequence[int] = ()
+
+    def __init__(self, settings: MedusaSettings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
+        super().__init__(target)
+        self.settings = settings
+        width = target.config.get_text_config().hidden_size
+        self.blocks = nn.ModuleList(ResidualBlocks(width, settings.num_layers) for _ in range(settings.num_depths))
+        self.add_output_heads(lambda: DraftHead(target, vocabulary, trainable=settings.train_head))
 
     def forward(self, batch: Batch, states: TargetStates) -> list[Depth]:
         """Run each depth's blocks at the origins it is trained on."""

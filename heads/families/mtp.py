@@ -25,10 +25,10 @@ from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import MtpSettings
 from heads.families.mtp_checkpoint import NativeMtp
 from heads.inference.kv_cache import RowCache
-from heads.modules.autoregressive import ChainModule, FeatureChain, PendingFeatures
+from heads.modules.autoregressive import ChainModule, FeatureChain, FeatureProposer, PendingFeatures
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins, shifted_left
-from heads.modules.layers import DraftHead, causal_mask, shape_like
-from heads.modules.target_block import CacheLayer, ChainKeys, Keys, Surroundings, cached_mask, copy_block, unrolled_mask
+from heads.modules.layers import DraftHead, HeadBase, causal_mask, shape_like
+from heads.modules.target_block import CacheLayer, ChainKeys, Keys, Surroundings, copy_block, unrolled_mask
 from heads.proposers.protocol import Proposal, Proposer, Tokens
 from heads.proposers.vocabulary import DraftVocabulary
 from heads.sampling.counter_rng import CounterRNG
@@ -36,7 +36,7 @@ from heads.target.hidden_states import TargetStates, final_norm, num_blocks
 from heads.target.placement import own_copy
 
 
-class Mtp(nn.Module):
+class Mtp(HeadBase):
     """MTP modules on a frozen target (`heads.modules.interface.HeadModule`, `heads.modules.autoregressive.ChainModule`).
 
     Raises:
@@ -45,23 +45,17 @@ class Mtp(nn.Module):
     """
 
     def __init__(self, settings: MtpSettings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
-        super().__init__()
+        super().__init__(target)
         self.settings = settings
         last = num_blocks(target)
         self.taps: tuple[int, ...] = (last,) if settings.reads == "pre_norm" else ()
         self.num_caches = 1 if settings.shared_depths else settings.num_depths
         number = last - 1 if settings.init_block is None else settings.init_block
-        self._target = (target,)  # in a tuple: neither trained nor saved with the head
         self._around = Surroundings(target, number)
         self.layers = nn.ModuleList(
             MtpLayer(target, number, hidden_first=settings.concat_order == "hidden_first") for _ in range(self.num_caches)
         )
         self.lm_head = DraftHead(target, vocabulary, trainable=settings.train_head)
-
-    @property
-    def token_ids_W(self) -> Tensor | None:
-        """The target's id of each draft token; None for the whole vocabulary."""
-        return self.lm_head.token_ids
 
     def forward(self, batch: Batch, states: TargetStates) -> list[Depth]:
         """Predict `num_depths` tokens from every origin at once."""
@@ -72,7 +66,7 @@ class Mtp(nn.Module):
         for depth in range(self.settings.num_depths):
             steps = 0 if chain is None else depth  # from the origin along its chain; a module of its own stands at the origin
             states_BTD = self._layer(depth)(
-                self._embed(shifted_left(batch.input_ids_BT, depth + 1)),
+                self.embed(shifted_left(batch.input_ids_BT, depth + 1)),
                 states_BTD,
                 self._around,
                 batch.position_ids_BT + steps,
@@ -87,16 +81,16 @@ class Mtp(nn.Module):
     def features(self, states: TargetStates) -> Tensor:
         """Return the target's last states `[B, T, E]`."""
         last_BTE = states.final_BTE if self.settings.reads == "post_norm" else states.taps_ABTE[0]
-        return last_BTE.to(self._dtype)
+        return last_BTE.to(self.dtype)
 
     def read(self, features_BTF: Tensor, ids_BT: Tensor, positions_BT: Tensor, cache: RowCache, depth: int) -> Tensor:
         """See `heads.modules.autoregressive.ChainModule.read`; with a module for each depth, `depth` says which, and features
         are the states of the module before it.
         """
         number = 0 if self.settings.shared_depths else depth
-        visible_B1TS = cached_mask(cache, positions_BT, self._around.window)
+        visible_B1TS = cache.visible(positions_BT, self._around.window).unsqueeze(1)
         layer, keys = self._layer(depth), CacheLayer(cache, number)
-        return layer(self._embed(ids_BT), features_BTF, self._around, positions_BT, visible_B1TS, keys)
+        return layer(self.embed(ids_BT), features_BTF, self._around, positions_BT, visible_B1TS, keys)
 
     def to_head(self, states_BD: Tensor, depth: int) -> Tensor:
         """Return the states as they are: a module ends with its norm."""
@@ -104,13 +98,6 @@ class Mtp(nn.Module):
 
     def _layer(self, depth: int) -> nn.Module:
         return self.layers[0 if self.settings.shared_depths else depth]
-
-    def _embed(self, ids_BT: Tensor) -> Tensor:
-        return self._target[0].get_input_embeddings()(ids_BT).to(self._dtype)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return next(self.layers.parameters()).dtype
 
 
 class MtpLayer(nn.Module):
@@ -144,7 +131,7 @@ class MtpLayer(nn.Module):
         return normed_BTD
 
 
-class DepthChain:
+class DepthChain(FeatureProposer):
     """Modules of one depth each as a proposer (`heads.proposers.protocol.Proposer`); drafts at most one token a module.
 
     At index i the module of depth k reads the state that the module before it gave there (depth 0: the target's) and the token
@@ -158,22 +145,17 @@ class DepthChain:
     still read, and what is saved is the target's rows alone.
     """
 
-    def __init__(self, module: ChainModule, device: torch.device) -> None:
-        self.module, self.device = module, device
-        self.taps = module.taps
-        self._cache: RowCache
-        self._window: PendingFeatures
-        self._num_depths = module.num_caches
+    module: ChainModule
+    _num_depths: int
 
     def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
-        self._cache = RowCache(self.module.num_caches, capacity)
+        super().start(tokens, capacity, states)
         self._num_depths = self.module.num_caches
-        self._window = PendingFeatures(self.module.features(states), [len(row) - 1 for row in tokens])
 
     def propose(
         self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
     ) -> Proposal:
-        head, window = self.module.lm_head, self._window
+        head, window = self.module.lm_head, self._pending
         self._num_depths = min(self._num_depths, num_tokens)
         chain = head.start_chain(tokens, sampling, rng, keep_logits=keep_logits)
         states_BTD, known_BT = window.features_BTF, window.next_tokens(tokens)
@@ -181,8 +163,7 @@ class DepthChain:
         # Row b's window of depth k starts at column k; its k drafts follow its last known token.
         ids_BX = torch.cat([known_BT, known_BT.new_zeros(B, self._num_depths)], 1)
         rows_B, last_B = torch.arange(B, device=self.device), window.last_B
-        positions_BT = torch.tensor(window.first, device=self.device).unsqueeze(1) + torch.arange(T, device=self.device)
-        self._cache.place(window.first, T, self.device)
+        positions_BT = self._place(window.first, T)
         for depth in range(self._num_depths):
             states_BTD = self.module.read(states_BTD, ids_BX[:, depth : depth + T], positions_BT, self._cache, depth)
             state_BD = self.module.to_head(states_BTD[rows_B, last_B], depth)
@@ -191,7 +172,7 @@ class DepthChain:
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
         """Move the window on: the last indices that may rest on rejected drafts, then those the target has just read."""
-        old, new_BTF = self._window, self.module.features(states)
+        old, new_BTF = self._pending, self.module.features(states)
         kept = [min(self._num_depths - 1, count) for count in old.counts]
         counts = [before + accepted + 1 for before, accepted in zip(kept, num_accepted, strict=True)]
         both_BSF = torch.cat([old.features_BTF, new_BTF], 1)
@@ -202,12 +183,8 @@ class DepthChain:
         ]
         index_BT = torch.tensor([row + [0] * (max(counts) - len(row)) for row in columns], device=self.device)
         rows_B1 = torch.arange(len(counts), device=self.device).unsqueeze(1)
-        self._window = PendingFeatures(both_BSF[rows_B1, index_BT], counts)
-        self._window.first = [end - before for end, before in zip(old.ends, kept, strict=True)]
-
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        self._cache.keep_rows(rows)
-        self._window.keep_rows(rows)
+        self._pending = PendingFeatures(both_BSF[rows_B1, index_BT], counts)
+        self._pending.first = [end - before for end, before in zip(old.ends, kept, strict=True)]
 
 
 def make_proposer(module: Mtp, device: torch.device) -> Proposer:

@@ -26,8 +26,7 @@ from transformers import PreTrainedModel
 from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import PEagleSettings
 from heads.families.eagle3 import EagleBody
-from heads.inference.kv_cache import RowCache
-from heads.modules.autoregressive import PendingFeatures
+from heads.modules.autoregressive import FeatureProposer
 from heads.modules.initialization import mask_token
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins, shifted_left
 from heads.modules.layers import DraftAttention, Rotation, causal_mask
@@ -89,7 +88,7 @@ class PEagle(EagleBody):
         return list(shares)
 
 
-class ParallelDrafts:
+class ParallelDrafts(FeatureProposer):
     """P-EAGLE as a proposer (`heads.proposers.protocol.Proposer`): one forward a round; at most as many drafts as depths were
     trained.
 
@@ -97,16 +96,11 @@ class ParallelDrafts:
     elements of the further depths. The keys of these are written over in the next round, by positions that were read.
     """
 
-    def __init__(self, module: PEagle, device: torch.device) -> None:
-        self.module, self.device = module, device
-        self.taps = module.taps
-        self._cache: RowCache
-        self._pending: PendingFeatures
+    module: PEagle
 
-    def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
+    def __init__(self, module: PEagle, device: torch.device) -> None:
         # Rows that read less than others are filled up at the end, which takes room beyond the last position.
-        self._cache = RowCache(self.module.num_caches, capacity + self.module.settings.num_depths)
-        self._pending = PendingFeatures(self.module.features(states), [len(row) - 1 for row in tokens])
+        super().__init__(module, device, beyond=module.settings.num_depths)
 
     def propose(
         self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
@@ -118,13 +112,6 @@ class ParallelDrafts:
             chain.add(logits_BW)
         return chain.proposal()
 
-    def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
-        self._pending.replace(self.module.features(states), [accepted + 1 for accepted in num_accepted])
-
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        self._cache.keep_rows(rows)
-        self._pending.keep_rows(rows)
-
     def _read(self, tokens: Tokens, num_drafts: int) -> Tensor:
         """Return the states `[B, G, D]` of each row's last position that was read and of the further depths there."""
         module, pending = self.module, self._pending
@@ -134,8 +121,7 @@ class ParallelDrafts:
         is_mask_BT = columns_T > pending.last_B.unsqueeze(1)
         features_BTF = torch.where(is_mask_BT.unsqueeze(-1), module.fuse(module.mask_hidden), features_BTF)
         ids_BT = ids_BT.masked_fill(is_mask_BT, module.mask_token_id)
-        self._cache.place(pending.first, len(columns_T), self.device)
-        positions_BT = torch.tensor(pending.first, device=self.device).unsqueeze(1) + columns_T
+        positions_BT = self._place(pending.first, len(columns_T))
         states_BTD = module.run_cached(features_BTF, ids_BT, positions_BT, self._cache)
         drafted_BG = pending.last_B.unsqueeze(1) + torch.arange(num_drafts, device=self.device)
         return states_BTD[torch.arange(len(tokens), device=self.device).unsqueeze(1), drafted_BG]

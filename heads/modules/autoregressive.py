@@ -71,8 +71,8 @@ class PendingFeatures:
         self.first = [self.first[row] for row in rows]
 
 
-class ChainModule(Protocol):
-    """The module that `FeatureChain` drafts with."""
+class FeatureModule(Protocol):
+    """The module that a `FeatureProposer` drafts with."""
 
     num_caches: int
     lm_head: DraftHead
@@ -83,6 +83,10 @@ class ChainModule(Protocol):
 
     def features(self, states: TargetStates) -> Tensor:
         """Return the features `[B, T, F]` made of the target's states."""
+
+
+class ChainModule(FeatureModule, Protocol):
+    """The module that `FeatureChain` drafts with."""
 
     def read(self, features_BTF: Tensor, ids_BT: Tensor, positions_BT: Tensor, cache: RowCache, depth: int) -> Tensor:
         """Return the states `[B, T, D]` at placed positions, from features and the tokens after them.
@@ -99,20 +103,45 @@ class ChainModule(Protocol):
         """Return what the output head reads of states `[..., D]`."""
 
 
-class FeatureChain:
-    """A feature-fed module as a proposer (`heads.proposers.protocol.TreeProposer`)."""
+class FeatureProposer:
+    """What proposers share that read features of the target's states: a cache, and the features not read yet.
 
-    num_trees = 1
+    Args:
+        module: the head.
+        device: where it is.
+        beyond: how many positions a round may reach beyond the last token.
+    """
 
-    def __init__(self, module: ChainModule, device: torch.device) -> None:
-        self.module, self.device = module, device
-        self.taps = module.taps
+    def __init__(self, module: FeatureModule, device: torch.device, beyond: int = 0) -> None:
+        self.module, self.device, self.taps = module, device, module.taps
+        self._beyond = beyond
         self._cache: RowCache
         self._pending: PendingFeatures
 
     def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
-        self._cache = RowCache(self.module.num_caches, capacity)
+        self._cache = RowCache(self.module.num_caches, capacity + self._beyond)
         self._pending = PendingFeatures(self.module.features(states), [len(row) - 1 for row in tokens])
+
+    def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
+        self._pending.replace(self.module.features(states), [accepted + 1 for accepted in num_accepted])
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        self._cache.keep_rows(rows)
+        self._pending.keep_rows(rows)
+
+    def _place(self, starts: Sequence[int], length: int, attention: TreeAttention | None = None) -> Tensor:
+        """Place the next forward in the cache; return its positions `[B, length]`."""
+        self._cache.place(starts, length, self.device, attention)
+        if attention is not None:
+            return attention.positions_BT
+        return torch.tensor(starts, device=self.device).unsqueeze(1) + torch.arange(length, device=self.device)
+
+
+class FeatureChain(FeatureProposer):
+    """A feature-fed module as a proposer (`heads.proposers.protocol.TreeProposer`)."""
+
+    num_trees = 1
+    module: ChainModule
 
     def propose(
         self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
@@ -140,13 +169,6 @@ class FeatureChain:
             states_BMD = self._read(states_BMD, frontier.tokens_BM, attention.starts, depth, attention)
         return builder.proposal()
 
-    def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
-        self._pending.replace(self.module.features(states), [accepted + 1 for accepted in num_accepted])
-
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        self._cache.keep_rows(rows)
-        self._pending.keep_rows(rows)
-
     def head(self, depth: int) -> DraftHead:
         """Return the output head for the tokens of a depth, counted from 0; all have the same vocabulary."""
         return self.module.lm_head
@@ -165,10 +187,5 @@ class FeatureChain:
         depth: int,
         attention: TreeAttention | None = None,
     ) -> Tensor:
-        T = ids_BT.shape[1]
-        self._cache.place(starts, T, self.device, attention)
-        if attention is None:
-            positions_BT = torch.tensor(starts, device=self.device).unsqueeze(1) + torch.arange(T, device=self.device)
-        else:
-            positions_BT = attention.positions_BT
+        positions_BT = self._place(starts, ids_BT.shape[1], attention)
         return self.module.read(features_BTF, ids_BT, positions_BT, self._cache, depth)

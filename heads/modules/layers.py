@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -186,15 +186,49 @@ def causal_mask(document_ids_BT: Tensor) -> Tensor:
     return (causal_TT & together_BTT).unsqueeze(1)
 
 
-def placed_mask(cache: RowCache, positions_BT: Tensor) -> Tensor:
-    """Return which cached keys each position sees when decoding, bool `[B, 1, T, S]`
-    (`heads.inference.kv_cache.RowCache.visible`).
+class LayerKeys(Protocol):
+    """What the queries of one layer see."""
 
-    Args:
-        cache: after `place` for the forward under way; S is what its layers will return.
-        positions_BT: positions of the new tokens in the text.
-    """
-    return cache.visible(positions_BT).unsqueeze(1)
+    def attend(self, attention: DraftAttention, states_BTX: Tensor, rotation: Rotation) -> Tensor:
+        """Return the attention output `[B, T, D]` of new positions."""
+
+
+class MaskedKeys:
+    """The keys of the same positions, under a mask."""
+
+    def __init__(self, visible_B1TT: Tensor) -> None:
+        self.visible_B1TT = visible_B1TT
+
+    def attend(self, attention: DraftAttention, states_BTX: Tensor, rotation: Rotation) -> Tensor:
+        k_BMTH, v_BMTH = attention.keys_values(states_BTX, rotation)
+        return attention.attend(attention.queries(states_BTX, rotation), k_BMTH, v_BMTH, self.visible_B1TT)
+
+
+class CachedKeys:
+    """Keys and values of one layer in a cache, for drafting; those of the placed positions are added."""
+
+    def __init__(self, cache: RowCache, layer: int, visible_B1TS: Tensor) -> None:
+        self.cache, self.layer, self.visible_B1TS = cache, layer, visible_B1TS
+
+    def attend(self, attention: DraftAttention, states_BTX: Tensor, rotation: Rotation) -> Tensor:
+        k_BMSH, v_BMSH = self.cache.update(*attention.keys_values(states_BTX, rotation), self.layer)
+        return attention.attend(attention.queries(states_BTX, rotation), k_BMSH, v_BMSH, self.visible_B1TS)
+
+
+class DraftLayer(nn.Module):
+    """A Llama layer, or with `norm_heads` one as Qwen3's."""
+
+    def __init__(self, shape: LayerShape, *, norm_heads: bool = False) -> None:
+        super().__init__()
+        self.input_layernorm = norm(shape)
+        self.self_attn = DraftAttention(shape, shape.width, norm_heads=norm_heads)
+        self.post_attention_layernorm = norm(shape)
+        self.mlp = mlp(shape)
+
+    def forward(self, states_BTD: Tensor, rotation: Rotation, keys: LayerKeys) -> Tensor:
+        """Return the states after this layer."""
+        states_BTD = states_BTD + keys.attend(self.self_attn, self.input_layernorm(states_BTD), rotation)
+        return states_BTD + self.mlp(self.post_attention_layernorm(states_BTD))
 
 
 class DraftHead(nn.Module):
@@ -296,3 +330,27 @@ class DraftHead(nn.Module):
             return self.weight, self.bias
         head = cast(nn.Linear, self._target[0].get_output_embeddings())
         return head.weight, head.bias
+
+
+class HeadBase(nn.Module):
+    """What heads share: a target, in a tuple so that it is neither trained nor saved with the head, and an output head."""
+
+    lm_head: DraftHead
+
+    def __init__(self, target: PreTrainedModel) -> None:
+        super().__init__()
+        self._target = (target,)
+
+    @property
+    def token_ids_W(self) -> Tensor | None:
+        """The target's id of each draft token; None for the whole vocabulary."""
+        return self.lm_head.token_ids
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the head's parameters."""
+        return next(self.parameters()).dtype
+
+    def embed(self, ids_BT: Tensor) -> Tensor:
+        """Return the target's embeddings `[B, T, D]` in the head's dtype."""
+        return self._target[0].get_input_embeddings()(ids_BT).to(self.dtype)

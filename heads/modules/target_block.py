@@ -157,9 +157,3 @@ def unrolled_mask(visible_B1TT: Tensor, depth: int, window: int | None) -> Tenso
     unseen_TT = torch.zeros_like(own_TT)
     squares = [own_TT if window is None or depth - key_depth < window else unseen_TT for key_depth in range(1, depth + 1)]
     return torch.cat([visible_B1TT, *(square.expand_as(visible_B1TT) for square in squares)], -1)
-
-
-def cached_mask(cache: RowCache, positions_BT: Tensor, window: int | None) -> Tensor:
-    """Return which cached keys placed positions see in a window, bool `[B, 1, T, S]`
-    (`heads.inference.kv_cache.RowCache.visible`)."""
-    return cache.visible(positions_BT, window).unsqueeze(1)

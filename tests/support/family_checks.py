@@ -220,13 +220,13 @@ def _extend(tokens, accepted, generator):
 def assert_greedy_output_is_plain(head, target, num_tokens=3):
     """Decoding with the head gives what decoding without one gives, alone and in a batch; sampling gives answers."""
     proposer = FAMILIES[head.settings.kind].propose(serve(head, target.model), target.device)
-    plain = generate(target, PROMPTS, DecodeConfig(num_speculative_tokens=0, max_new_tokens=16, batch_size=3))
+    plain = generate(target, PROMPTS, DecodeConfig(num_speculative_tokens=0, max_new_tokens=12, batch_size=3))
     for batch_size in (1, 3):
-        config = DecodeConfig(num_speculative_tokens=num_tokens, max_new_tokens=16, batch_size=batch_size)
+        config = DecodeConfig(num_speculative_tokens=num_tokens, max_new_tokens=12, batch_size=batch_size)
         assert generate(target, PROMPTS, config, proposer) == plain
     for verification in ("token", "block"):
         sampled = config.model_copy(update={"temperature": 1.0, "verification": verification})
-        assert [len(answer) for answer in generate(target, PROMPTS, sampled, proposer)] == [16] * len(PROMPTS)
+        assert [len(answer) for answer in generate(target, PROMPTS, sampled, proposer)] == [12] * len(PROMPTS)
 
 
 @torch.no_grad()
@@ -245,7 +245,7 @@ def assert_documents_are_apart(head, model, tolerance=1e-5):
         torch.testing.assert_close(packed_depths.hidden_ND, depths.hidden_ND, atol=tolerance, rtol=tolerance)
 
 
-def assert_learns(head, target, num_depths, steps=120, learning_rate=1e-2):
+def assert_learns(head, target, num_depths, steps=100, learning_rate=1e-2):
     """Some steps on one conversation, and the head agrees with the target on every token at every depth."""
     text = clear_text(target.model, length=16)
     batch, states = inputs_of(target.model, [text], head.taps, answer_start=5)

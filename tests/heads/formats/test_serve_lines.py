@@ -20,26 +20,10 @@ SETTINGS = {
     "medusa": MedusaSettings(kind="medusa", num_depths=3),
     "mtp": MtpSettings(kind="mtp"),
 }
-VLLM_METHODS = {
-    "draft_lm": "draft_model",
-    "medusa": "medusa",
-    "eagle3": "eagle3",
-    "peagle": "eagle3",
-    "dflash": "dflash",
-    "mtp": "mtp",
-}
+VLLM_METHODS = {"draft_lm": "draft_model", "peagle": "eagle3"}  # the others bear the family's name
 SGLANG_ALGORITHMS = {"draft_lm": "STANDALONE", "eagle3": "EAGLE3", "dflash": "DFLASH"}
-SGLANG_FLAGS = {
-    "--model-path",
-    "--speculative-algorithm",
-    "--speculative-draft-model-path",
-    "--speculative-num-steps",
-    "--speculative-eagle-topk",
-    "--speculative-num-draft-tokens",
-}
 TARGET = "a target's name"
 TENSORRT_TYPES = {"draft_lm": "Draft_Target", "eagle3": "Eagle3"}
-TENSORRT_KEYS = {"decoding_type", "max_draft_len", "speculative_model", "eagle3_layers_to_capture"}
 
 
 @pytest.fixture
@@ -57,66 +41,69 @@ def serve_lines(write, tiny_run, tmp_path):
         title, _, rest = (out / SERVE_FILE).read_text().partition("\n\n")
         assert title == f"Serve with {engine}:"
         lines = [line for line in rest.splitlines() if not line.startswith("- ")]
-        return "\n".join(lines).strip(), out, source
+        return "\n".join(lines).strip(), out.resolve(), source
 
     return make
 
 
-def flags_of(line):
+def parsed(line):
+    """Return a command's words before its first flag, and its flags with their values."""
     words = shlex.split(line)
-    return words, {word for word in words if word.startswith("--")}
+    first = next(number for number, word in enumerate(words) if word.startswith("--"))
+    return words[:first], dict(zip(words[first::2], words[first + 1 :: 2], strict=True))
 
 
 @pytest.mark.parametrize("kind", FORMS["vllm"])
 def test_vllm(serve_lines, kind):
     line, out, source = serve_lines("vllm", kind)
-    words, flags = flags_of(line)
-    assert words[:3] == ["vllm", "serve", TARGET]
-    assert flags == {"--speculative-config"} | ({"--hf-overrides"} if kind == "mtp" else set())
-    method = json.loads(words[words.index("--speculative-config") + 1])
-    assert method.pop("method") == VLLM_METHODS[kind]
-    assert method.pop("model") == str(out.resolve())
-    assert method.pop("num_speculative_tokens") == source.num_speculative_tokens
-    assert method == ({"parallel_drafting": True} if kind == "peagle" else {})
+    command, flags = parsed(line)
+    method = {
+        "method": VLLM_METHODS.get(kind, kind),
+        "model": str(out),
+        "num_speculative_tokens": source.num_speculative_tokens,
+    }
+    assert command == ["vllm", "serve", TARGET]
+    assert json.loads(flags.pop("--speculative-config")) == method | ({"parallel_drafting": True} if kind == "peagle" else {})
+    assert flags.keys() == ({"--hf-overrides"} if kind == "mtp" else set())
 
 
 @pytest.mark.parametrize("kind", FORMS["sglang"])
 def test_sglang(serve_lines, kind):
     line, out, source = serve_lines("sglang", kind)
-    words, flags = flags_of(line)
-    assert words[:3] == ["python", "-m", "sglang.launch_server"]
-    assert words[words.index("--model-path") + 1] == TARGET
-    assert words[words.index("--speculative-algorithm") + 1] == SGLANG_ALGORITHMS[kind]
-    assert words[words.index("--speculative-draft-model-path") + 1] == str(out.resolve())
-    counted = {"--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens"}
-    assert flags == (SGLANG_FLAGS - counted if kind == "dflash" else SGLANG_FLAGS)  # a block has its own length
-    if kind != "dflash":
-        tokens = source.num_speculative_tokens
-        assert words[words.index("--speculative-num-steps") + 1] == str(tokens)
-        assert words[words.index("--speculative-num-draft-tokens") + 1] == str(tokens + 1)  # with the pending one
+    tokens = source.num_speculative_tokens
+    chain = {
+        "--speculative-num-steps": str(tokens),
+        "--speculative-eagle-topk": "1",
+        "--speculative-num-draft-tokens": str(tokens + 1),  # with the pending one
+    }
+    command, flags = parsed(line)
+    assert command == ["python", "-m", "sglang.launch_server"]
+    assert flags == {
+        "--model-path": TARGET,
+        "--speculative-algorithm": SGLANG_ALGORITHMS[kind],
+        "--speculative-draft-model-path": str(out),
+    } | ({} if kind == "dflash" else chain)  # a block has its own length
 
 
 @pytest.mark.parametrize("kind", FORMS["tensorrt_llm"])
 def test_tensorrt_llm(serve_lines, kind):
     lines, out, source = serve_lines("tensorrt_llm", kind)
     if kind == "medusa":
-        convert, build = (flags_of(line) for line in lines.splitlines())
-        assert convert[1] == {"--model_dir", "--medusa_model_dir", "--output_dir", "--dtype", "--num_medusa_heads"}
-        assert build[1] == {"--checkpoint_dir", "--output_dir", "--speculative_decoding_mode"}
-        assert build[0][0] == "trtllm-build"
-        assert convert[0][convert[0].index("--medusa_model_dir") + 1] == str(out.resolve())
-        assert convert[0][convert[0].index("--model_dir") + 1] == TARGET
+        (_, convert), (command, build) = (parsed(line) for line in lines.splitlines())
+        assert convert["--medusa_model_dir"] == str(out)
+        assert convert["--model_dir"] == TARGET
+        assert convert.keys() == {"--model_dir", "--medusa_model_dir", "--output_dir", "--dtype", "--num_medusa_heads"}
+        assert command == ["trtllm-build"]
+        assert build.keys() == {"--checkpoint_dir", "--output_dir", "--speculative_decoding_mode"}
         return
     line, _, options = lines.partition("\n")
-    assert flags_of(line)[0][:2] == ["trtllm-serve", TARGET]
-    assert flags_of(line)[1] == {"--extra_llm_api_options"}
-    method = yaml.safe_load(options)["speculative_config"]
-    assert method["decoding_type"] == TENSORRT_TYPES[kind]
-    assert method["speculative_model"] == str(out.resolve())
-    assert method["max_draft_len"] == source.num_speculative_tokens
-    assert method.keys() <= TENSORRT_KEYS
-    if kind == "eagle3":
-        assert method["eagle3_layers_to_capture"] == [0, 1, 2]
+    command, flags = parsed(line)
+    assert (command, flags.keys()) == (["trtllm-serve", TARGET], {"--extra_llm_api_options"})
+    assert yaml.safe_load(options)["speculative_config"] == {
+        "decoding_type": TENSORRT_TYPES[kind],
+        "speculative_model": str(out),
+        "max_draft_len": source.num_speculative_tokens,
+    } | ({"eagle3_layers_to_capture": [0, 1, 2]} if kind == "eagle3" else {})
 
 
 @pytest.mark.parametrize("kind", FORMS["transformers"])
@@ -134,7 +121,7 @@ def test_transformers(serve_lines, kind):
     loads = [
         call.args[0].value for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "from_pretrained"
     ]
-    assert loads == ([str(out.resolve())] if kind == "mtp" else [TARGET, str(out.resolve())])
+    assert loads == ([str(out)] if kind == "mtp" else [TARGET, str(out)])
 
 
 @pytest.mark.parametrize("kind", FORMS["speculators"])
@@ -142,9 +129,9 @@ def test_speculators(serve_lines, kind):
     line, out, _ = serve_lines("speculators", kind)
     words = shlex.split(line)
     if words[0] == "vllm":  # which reads the form, too
-        assert json.loads(words[-1])["model"] == str(out.resolve())
+        assert json.loads(words[-1])["model"] == str(out)
         return
     python, flag, code = words
     assert (python, flag) == ("python", "-c")
     (load,) = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
-    assert load.args[0].value == str(out.resolve())
+    assert load.args[0].value == str(out)

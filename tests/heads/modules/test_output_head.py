@@ -55,18 +55,6 @@ def test_a_trained_copy_is_kept_in_float32_and_leaves_the_target_alone(tiny_llam
     assert frozen.logits(torch.zeros(1, 32)).dtype == torch.bfloat16
 
 
-def test_values_over_the_draft_vocabulary_go_to_their_places():
-    head = DraftHead(checks.tiny_target("llama"), SOME_TOKENS, trainable=False)
-    assert head.target_ids(torch.tensor([0, 4])).tolist() == [2, 63]
-    spread_BV = head.scatter(torch.tensor([[0.1, 0.2, 0.3, 0.15, 0.25]]), -1.0)
-    assert spread_BV.shape == (1, checks.VOCAB_SIZE)
-    torch.testing.assert_close(spread_BV[0, IDS_W], torch.tensor([0.1, 0.2, 0.3, 0.15, 0.25]))
-    assert (spread_BV == -1).sum() == checks.VOCAB_SIZE - 5
-    whole = DraftHead(checks.tiny_target("llama"), None, trainable=False)
-    assert whole.target_ids(torch.tensor([7])).tolist() == [7]
-    assert torch.equal(whole.scatter(spread_BV, 0.0), spread_BV)
-
-
 @WAY
 def test_a_head_that_is_no_linear_layer_is_refused(tiny_llama, vocabulary, trainable):
     model = tiny_llama()

@@ -7,47 +7,29 @@ import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeConfig, GPT2Config
 
 from configs.runtime.errors import InputError
-from heads.inference.kv_cache import RowCache
-from heads.modules.target_block import Surroundings, cached_mask, unrolled_mask
+from heads.modules.target_block import Surroundings, unrolled_mask
 from tests.support import family_checks as checks
 
 MOE = {"moe_intermediate_size": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 
 
+def sees(documents, origin, depth, key_origin, key_depth, window):
+    """Whether the chain of an origin sees a key at a depth."""
+    past = key_depth == 0 and key_origin <= origin and documents[key_origin] == documents[origin]
+    own_chain = key_depth > 0 and key_origin == origin
+    return (past or own_chain) and (window is None or origin + depth - key_origin - key_depth < window)
+
+
 @pytest.mark.parametrize("window", [None, 1, 2, 3, 9])
 def test_each_chain_sees_its_past_and_itself_within_the_window(window):
-    documents_T = torch.tensor([0, 0, 0, 0, 1, 1, 1])
-    T, num_depths = len(documents_T), 4
-    causal_TT = torch.ones(T, T, dtype=torch.bool).tril() & (documents_T.unsqueeze(1) == documents_T)
-    for depth in range(num_depths):
-        visible_TX = unrolled_mask(causal_TT[None, None], depth, window)[0, 0]
-        assert visible_TX.shape == (T, (depth + 1) * T)
-        for origin in range(T):
-            seen = set()
-            for key_depth in range(depth + 1):
-                for key_origin in range(T):
-                    distance = origin + depth - key_origin - key_depth
-                    past = key_depth == 0 and key_origin <= origin and documents_T[key_origin] == documents_T[origin]
-                    own_chain = key_depth > 0 and key_origin == origin
-                    if (past or own_chain) and (window is None or distance < window):
-                        seen.add(key_depth * T + key_origin)
-            assert set(visible_TX[origin].nonzero().squeeze(1).tolist()) == seen
-
-
-@pytest.mark.parametrize("window", [None, 2])
-def test_a_placed_position_sees_cached_keys_up_to_its_own_within_the_window(window):
-    cache = RowCache(1, 16)
-    starts = [3, 6]
-    cache.place(starts, 2, torch.device("cpu"))
-    positions_BT = torch.tensor([[3, 4], [6, 7]])
-    visible_B1TS = cached_mask(cache, positions_BT, window)
-    assert visible_B1TS.shape == (2, 1, 2, 8)
-    for row, start in enumerate(starts):
-        for column in range(2):
-            place = start + column
-            first = 0 if window is None else place - window + 1
-            assert visible_B1TS[row, 0, column].nonzero().squeeze(1).tolist() == list(range(first, place + 1))
+    documents = [0, 0, 0, 0, 1, 1, 1]
+    places = range(len(documents))
+    causal_TT = torch.tensor([[sees(documents, origin, 0, key, 0, None) for key in places] for origin in places])
+    for depth in range(4):
+        keys = [(key, key_depth) for key_depth in range(depth + 1) for key in places]
+        expected = [[sees(documents, origin, depth, *key, window) for key in keys] for origin in places]
+        assert unrolled_mask(causal_TT[None, None], depth, window)[0, 0].tolist() == expected
 
 
 @pytest.mark.parametrize("name", checks.CONFIGS)
