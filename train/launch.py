@@ -210,5 +210,7 @@ def make_accelerator(schedule: ScheduleConfig, output: Path) -> Accelerator:
         raise ConfigError(
             f"schedule.mixed_precision: {schedule.mixed_precision} cannot be used: {first_line(error)}"
         ) from error
+    if schedule.mixed_precision == "fp16" and accelerator.device.type == "cpu":  # accelerate ignores it there
+        raise ConfigError("schedule.mixed_precision: fp16 is not to be had on a CPU; give bf16 or no")
     unset_hf_deepspeed_config()  # under ZeRO-3 transformers would shard each model that it loads, also the target
     return accelerator

@@ -68,8 +68,8 @@ def write_run_record(folder: Path, config: BaseModel, **extra: Any) -> Path:
     return path
 
 
-def training_fingerprint(config: Mapping[str, Any], contents: Mapping[str, str]) -> str:
-    """Return a hash of what decides the weights and which are kept: not where and how often things are written, nor the gates.
+def deciding_settings(config: Mapping[str, Any], contents: Mapping[str, str]) -> dict[str, Any]:
+    """Return what decides the weights and which are kept: not where and how often things are written, nor the gates.
 
     The decoding of held-out prompts belongs to it: scores got in another way cannot be compared with the best so far. Options
     that are off (None) do not: one that the schema gains later leaves the hashes of today's runs as they are.
@@ -81,7 +81,12 @@ def training_fingerprint(config: Mapping[str, Any], contents: Mapping[str, str])
     relevant = {name: value for name, value in config.items() if name not in ("output", "sanity", "schedule")}
     relevant["schedule"] = {name: value for name, value in config["schedule"].items() if name not in QUIET}
     relevant["contents"] = dict(contents)
-    return hashlib.sha256(json.dumps(_without_none(relevant), sort_keys=True).encode()).hexdigest()
+    return dict(_without_none(relevant))
+
+
+def training_fingerprint(config: Mapping[str, Any], contents: Mapping[str, str]) -> str:
+    """Return a hash of `deciding_settings`."""
+    return hashlib.sha256(json.dumps(deciding_settings(config, contents), sort_keys=True).encode()).hexdigest()
 
 
 def describe_versions() -> dict[str, str]:

@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import logging
 import math
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,11 +64,27 @@ def test_a_run_that_does_not_resume_leaves_no_checkpoint_of_the_one_before(tmp_p
     assert kept_checkpoints(tmp_path) == ["step-00000006"]
 
 
-@pytest.mark.parametrize("change", [{"batch_size": 3}, {"student": {"layers": [1]}}], ids=["schedule", "weights"])
-def test_a_checkpoint_of_another_config_is_refused(tmp_path, greedy_target, greedy_rows, change):
+def test_a_run_is_extended_by_more_steps(tmp_path, greedy_target, greedy_rows, caplog):
+    distil(distill_config(tmp_path, max_steps=3), greedy_target, greedy_rows)
+    with caplog.at_level(logging.WARNING, logger="draftsmith"):
+        distil(distill_config(tmp_path, max_steps=5), greedy_target, greedy_rows)
+    assert "schedule.max_steps 3 -> 5: the run goes on" in caplog.text
+    assert kept_checkpoints(tmp_path)[-1] == "step-00000005"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"batch_size": 3}, r"another config or other data \(schedule.batch_size 4 -> 3\)"),
+        ({"student": {"layers": [1]}}, "another config .*student.layers"),
+        ({"max_steps": 4}, r"a longer run \(schedule.max_steps 5 -> 4\)"),
+    ],
+    ids=["schedule", "weights", "fewer steps"],
+)
+def test_a_checkpoint_of_another_config_is_refused(tmp_path, greedy_target, greedy_rows, change, named):
     distil(distill_config(tmp_path, max_steps=5), greedy_target, greedy_rows)
-    with pytest.raises(InputError, match="another config"):
-        distil(distill_config(tmp_path, max_steps=5, **change), greedy_target, greedy_rows)
+    with pytest.raises(InputError, match=named):
+        distil(distill_config(tmp_path, **{"max_steps": 5, **change}), greedy_target, greedy_rows)
 
 
 def test_a_held_out_prompt_that_cannot_be_decoded_is_refused_before_training(tmp_path, greedy_target, greedy_rows):
@@ -74,6 +92,12 @@ def test_a_held_out_prompt_that_cannot_be_decoded_is_refused_before_training(tmp
     long = dataclasses.replace(greedy_rows[0], prompt_ids=(5,) * 300)
     with pytest.raises(InputError, match="p0/0 has 300 tokens; the target's context is 256"):
         DraftTask(config, greedy_target, greedy_rows, [long], make_accelerator(config.schedule, tmp_path))
+
+
+def test_a_precision_that_accelerate_ignores_on_a_cpu_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("train.launch.Accelerator", lambda **_: SimpleNamespace(device=torch.device("cpu")))
+    with pytest.raises(ConfigError, match=r"schedule\.mixed_precision: fp16 is not to be had on a CPU; give bf16 or no"):
+        make_accelerator(ScheduleConfig(mixed_precision="fp16"), tmp_path)
 
 
 def test_a_device_that_accelerate_does_not_train_on_is_refused(tmp_path):

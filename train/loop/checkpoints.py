@@ -193,7 +193,8 @@ class Checkpoints:
         return None
 
     def _load(self, path: Path) -> None:
-        rank, then = self.accelerator.process_index, read_manifest(path).lineage.num_processes
+        lineage = read_manifest(path).lineage
+        rank, then = self.accelerator.process_index, lineage.num_processes
         try:
             if rank < then:  # accelerate itself ignores random states that it cannot read
                 load(path / f"{RNG_STATE_NAME}_{rank}.pkl")
@@ -203,6 +204,8 @@ class Checkpoints:
         saved, schedule = _read_progress(path)
         self.progress.restore(saved)
         self.scheduler.load_state_dict(schedule)
+        for key, (old, new) in self.lineage.changes(lineage).items() if lineage.settings else ():
+            logger.warning("%s %s -> %s: the run goes on, its learning rate from here as in the longer schedule", key, old, new)
         if self.accelerator.num_processes != then:
             logger.warning(
                 "%s was written by %d processes, this run has %d: equal up to rounding, and without the same random numbers",

@@ -16,10 +16,12 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, parse_flag_from_env
 from pydantic import Field
 
-from configs.runtime.run_record import training_fingerprint
+from configs.runtime.redaction import mask_secrets
+from configs.runtime.run_record import deciding_settings, training_fingerprint
 from configs.schema.base import PositiveInt, Settings
 from configs.schema.training import ScheduleConfig
 
+LENGTH = ("schedule.max_steps", "schedule.epochs")  # a run may be resumed with more of them
 REPLICATED, FSDP2 = "whole", "FSDP2"  # names of engines in checkpoints; DeepSpeed's are ZeRO-1 to ZeRO-3
 
 
@@ -30,6 +32,7 @@ class Lineage(Settings):
     engine: str  # see `engine_name`
     num_processes: PositiveInt
     micro_batches_per_step: PositiveInt  # over all processes
+    settings: dict[str, Any] | None = None  # what was hashed, secrets masked; None in checkpoints of earlier releases
 
     @classmethod
     def of(
@@ -48,12 +51,13 @@ class Lineage(Settings):
             engine=engine_name(accelerator),
             num_processes=accelerator.num_processes,
             micro_batches_per_step=accelerator.num_processes * schedule.gradient_accumulation_steps,
+            settings=mask_secrets(deciding_settings(config, contents)),
         )
 
     def objection(self, then: Lineage) -> str | None:
         """Return why this run cannot resume a checkpoint of `then`, as a phrase that follows "checkpoint X"; None if it can."""
-        if then.config_sha256 != self.config_sha256:
-            return "belongs to a run with another config or other data"
+        if then.config_sha256 != self.config_sha256 and (objection := self._objection_to_settings(then)) is not None:
+            return objection
         if then.engine != self.engine:
             return f"was written with weights held {_held(then)}, and this run holds them {_held(self)}"
         if then.num_processes != self.num_processes and self.engine not in (REPLICATED, FSDP2):
@@ -66,6 +70,27 @@ class Lineage(Settings):
             )
         return None
 
+    def changes(self, then: Lineage) -> dict[str, tuple[Any, Any]]:
+        """Return the settings that differ, as dotted key -> (value then, value now); None where a key is not set."""
+        old, new = _flat(then.settings or {}), _flat(self.settings or {})
+        return {key: (old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)}
+
+    def _objection_to_settings(self, then: Lineage) -> str | None:
+        """Return why this run's settings or data cannot go on from those of `then`; see `objection`."""
+        changed = self.changes(then)
+        if then.settings is None or not changed:
+            return "belongs to a run with another config or other data"
+        refused = {key: values for key, values in changed.items() if key not in LENGTH}
+        shorter = {
+            key: values for key, values in changed.items() if key in LENGTH and None not in values and values[0] > values[1]
+        }
+        if not refused and not shorter:
+            return None
+        found = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in (refused or shorter).items())
+        if refused:
+            return f"belongs to a run with another config or other data ({found}), which would give other weights"
+        return f"belongs to a longer run ({found}), whose learning rate fell over more steps"
+
 
 def engine_name(accelerator: Accelerator) -> str:
     """Return the name by which checkpoints know how this run's processes hold weights and the optimiser's state."""
@@ -77,6 +102,14 @@ def engine_name(accelerator: Accelerator) -> str:
 def fsdp_is_requested() -> bool:
     """Return whether accelerate's config or environment requests FSDP."""
     return bool(parse_flag_from_env("ACCELERATE_USE_FSDP"))
+
+
+def _flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Return nested settings by dotted key."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= _flat(value, f"{above}{name}.") if isinstance(value, dict) else {above + name: value}
+    return flat
 
 
 def _held(lineage: Lineage) -> str:
