@@ -2,7 +2,7 @@
 
 A cache is opened for one data file and one target, and refused for any other. Each shard is checked against its checksum
 when it is first needed. Hidden states in the target's own dtype are those of the online forward up to rounding by batch
-shape (another padding, another order of the same sums); top-k rows are what `distill.loss.pairs.sparse_pair` makes of
+shape (another padding, another order of the same sums); top-k rows are what `distill.loss.pairs.SparseTarget.pair` makes of
 them. A cache with taps gives heads what `heads.target.hidden_states.read_states` does, and the normalisers of the target's
 logits.
 

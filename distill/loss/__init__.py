@@ -4,8 +4,8 @@ Read `pairs`, `divergences`, `chunked` in this order; `draft_objective` and `hea
 """
 
 from distill.loss.chunked import chunked_loss
-from distill.loss.divergences import DIVERGENCES, acceptance, mix
+from distill.loss.divergences import DIVERGENCES, acceptance, configured_divergence
 from distill.loss.draft_objective import DraftObjective
 from distill.loss.head_objective import HeadObjective
 
-__all__ = ["DIVERGENCES", "DraftObjective", "HeadObjective", "acceptance", "chunked_loss", "mix"]
+__all__ = ["DIVERGENCES", "DraftObjective", "HeadObjective", "acceptance", "chunked_loss", "configured_divergence"]

@@ -84,7 +84,7 @@ def chunked_loss(
 
     Args:
         target: the target's distributions at the same positions. No gradient flows into it. Where it is sparse,
-            `acceptance_N` is an upper bound (`distill.loss.pairs.sparse_pair`).
+            `acceptance_N` is an upper bound (`distill.loss.pairs.SparseTarget.pair`).
         draft_hidden_ND: final, normed hidden states of the draft.
         draft_head: its output may have W columns, see `draft_token_ids_W`.
         divergence: a function of `distill.loss.divergences`, or a mix of them.

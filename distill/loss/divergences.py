@@ -10,14 +10,13 @@ X buckets of a pair, W draft vocabulary; `...` any leading dims.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from configs.runtime.errors import InputError
 from configs.schema.learning import LossConfig
 from distill.loss.pairs import LOG_ZERO, Pair
 
@@ -149,36 +148,11 @@ class Mix:
         return torch.stack([weight * divergence(pair) for divergence, weight in self.parts]).sum(0)
 
 
-def mix(weights: Mapping[str, float], settings: Mapping[str, Mapping[str, float]] | None = None) -> Mix:
-    """Return the weighted sum of named divergences, as one divergence. Weights are used as given, not normalised.
-
-    Args:
-        weights: name in `DIVERGENCES` -> finite weight, at least 0.
-        settings: name -> keyword arguments of that divergence, e.g. `{"jsd": {"beta": 0.1}}`.
-
-    Raises:
-        InputError: a name is unknown, a weight is negative or not finite, settings name a divergence not in the mix, or
-            nothing has any weight.
-    """
-    settings = settings or {}
-    for name in [*weights, *settings]:
-        if name not in DIVERGENCES:
-            raise InputError(f"loss mix: unknown divergence {name!r}; known are {', '.join(DIVERGENCES)}")
-    for name, weight in weights.items():
-        if not (math.isfinite(weight) and weight >= 0):
-            raise InputError(f"loss mix: the weight of {name} must be a finite number of at least 0, got {weight}")
-    if unused := set(settings) - set(weights):
-        raise InputError(f"loss mix: settings for {min(unused)}, which the mix does not hold")
-    parts = [(partial(DIVERGENCES[name], **settings.get(name, {})), weight) for name, weight in weights.items() if weight > 0]
-    if not parts:
-        raise InputError(f"loss mix: at least one weight must be above 0, got {dict(weights)}")
+def configured_divergence(config: LossConfig) -> Mix:
+    """Return the weighted sum of the divergences that a config names; weights are used as given, not normalised."""
+    settings = config.settings.model_dump()
+    parts = ((partial(DIVERGENCES[name], **settings.get(name, {})), weight) for name, weight in config.weights.items())
     return Mix(tuple(parts))
-
-
-def configured_divergence(config: LossConfig) -> Divergence:
-    """Return the divergence, or the weighted mix of them, that a config names."""
-    weights = config.weights
-    return mix(weights, {name: each for name, each in config.settings.model_dump().items() if name in weights})
 
 
 # --- closed forms -------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from configs.schema.learning import LossConfig
 from distill.loss.chunked import ChunkedLoss, LogitHead, chunked_loss, model_head
 from distill.loss.divergences import configured_divergence
-from distill.loss.pairs import HiddenRows, SparseRows, SparseTarget, TargetRows
+from distill.loss.pairs import HiddenRows, SparseTarget, TargetRows
 from heads.inference.causal_lm import HeadRows, head_rows, read_documents
 from heads.modules.interface import Batch
 from heads.proposers.vocabulary import DraftVocabulary
@@ -112,7 +112,7 @@ class DraftObjective(nn.Module):
     def _target_rows(self, signal: Tensor | SparseTarget, predicts_label_BT: Tensor) -> TargetRows:
         """Return the target's side of the loss at the rows that have a label."""
         if isinstance(signal, SparseTarget):
-            return SparseRows(target=signal)
+            return signal
         (target,) = self._target
         head = self._trimmed(model_head(target.model))
         return HiddenRows(hidden_NE=signal[:, :-1][predicts_label_BT], logits_of=head.logits_of)

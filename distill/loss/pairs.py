@@ -2,7 +2,7 @@
 
 The chunked loss takes a `TargetRows`, the target's next-token distributions, and asks it for the rows of each chunk, which pair
 themselves with the draft's logits: `HiddenRows` have hidden states and a head, `NormalisedRows` the same for a reduced draft
-vocabulary, `SparseRows` the top-k tokens of a cache. None carries gradients.
+vocabulary, `SparseTarget` the top-k tokens of a cache. None carries gradients.
 B batch, T positions, E width of the target, N rows, C rows of a chunk, V target vocabulary, W draft vocabulary, K kept tokens,
 X buckets (V, W or K + 1); `...` any leading dims.
 """
@@ -62,20 +62,6 @@ class Pair:
     def p_within(self) -> Tensor:
         """The target's probabilities `[..., X]`, given that the token is one the draft can propose."""
         return self.p if self.log_reach is None else self.log_p_within.exp()
-
-
-@dataclass(frozen=True, kw_only=True)
-class SparseTarget:
-    """The target's K most likely tokens at each position, and the mass of all others.
-
-    log_probs: `[..., K]`, any float type; token_ids: `[..., K]`, int64, distinct; log_tail: `[...]`, log of the remaining mass.
-    temperature: what the target's logits were divided by when this was recorded. It cannot be changed afterwards.
-    """
-
-    log_probs: Tensor
-    token_ids: Tensor
-    log_tail: Tensor
-    temperature: float = 1.0
 
 
 class PairOptions(TypedDict, total=False):
@@ -141,20 +127,16 @@ class DenseChunk:
 
     @property
     def num_columns(self) -> int:
-        """V."""
         return self.logits_CV.shape[-1]
 
     @property
     def top1_C(self) -> Tensor:
-        """The most likely token of each row, int64."""
         return self.logits_CV.argmax(-1)
 
     def part(self, rows: slice) -> DenseChunk:
-        """Return some of the rows."""
         return DenseChunk(logits_CV=at_least_float32(self.logits_CV[rows]))
 
     def pair(self, draft_logits_CW: Tensor, **options: Unpack[PairOptions]) -> Pair:
-        """Pair the rows with the draft's logits; see `dense_pair`."""
         return dense_pair(self.logits_CV, draft_logits_CW, **options)
 
 
@@ -191,11 +173,9 @@ class NormalisedChunk:
 
     @property
     def num_columns(self) -> int:
-        """W."""
         return self.logits_CW.shape[-1]
 
     def part(self, rows: slice) -> NormalisedChunk:
-        """Return some of the rows."""
         logits_RW = at_least_float32(self.logits_CW[rows])
         return NormalisedChunk(logits_CW=logits_RW, log_sum_C=self.log_sum_C[rows], top1_C=self.top1_C[rows])
 
@@ -232,54 +212,57 @@ def normalise(model: PreTrainedModel, hidden_BTE: Tensor, wanted_P: Tensor, *, c
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseRows:
-    """The K most likely tokens of each row, most likely first, and the mass of all others; both rows and chunk."""
+class SparseTarget:
+    """The target's K most likely tokens at each of N rows, most likely first, and the mass of all others; rows and chunk.
 
-    target: SparseTarget
+    log_probs: `[N, K]` at temperature 1, any float type; token_ids: `[N, K]`, int64; log_tail: `[N]`, log of the other mass.
+    """
+
+    log_probs: Tensor
+    token_ids: Tensor
+    log_tail: Tensor
     is_dense: ClassVar[bool] = False
 
     def __len__(self) -> int:
-        return len(self.target.log_probs)
+        return len(self.log_probs)
 
     @property
     def num_columns(self) -> int:
-        """K."""
-        return self.target.log_probs.shape[-1]
+        return self.log_probs.shape[-1]
 
     @property
     def top1_C(self) -> Tensor:
-        """The most likely token of each row, int64."""
-        return self.target.token_ids[:, 0]
+        return self.token_ids[:, 0]
 
-    def at(self, rows_C: Tensor | slice) -> SparseRows:
-        """Return some of the rows."""
-        target = self.target
-        return SparseRows(
-            target=SparseTarget(
-                log_probs=target.log_probs[rows_C],
-                token_ids=target.token_ids[rows_C],
-                log_tail=target.log_tail[rows_C],
-                temperature=target.temperature,
-            )
-        )
+    def at(self, rows_C: Tensor | slice) -> SparseTarget:
+        return SparseTarget(log_probs=self.log_probs[rows_C], token_ids=self.token_ids[rows_C], log_tail=self.log_tail[rows_C])
 
-    def part(self, rows: slice) -> SparseRows:
-        """Return some of the rows."""
+    def part(self, rows: slice) -> SparseTarget:
         return self.at(rows)
 
     def pair(self, draft_logits_CW: Tensor, **options: Unpack[PairOptions]) -> Pair:
-        """Pair the rows with the draft's logits; see `sparse_pair`.
+        """Pair the rows with full rows of draft logits `[C, V]`.
+
+        The tail is one more bucket, for both sides: X is K + 1. Merging tokens never adds to a divergence, so KL, JSD and total
+        variation are lower bounds of the dense ones, and `acceptance` is an upper bound.
 
         Raises:
             ValueError: another temperature than the recorded one, or a reduced draft vocabulary, for which the tail cannot be
                 split.
         """
-        if options["temperature"] != self.target.temperature:
-            recorded, wanted = self.target.temperature, options["temperature"]
-            raise ValueError(f"the target was recorded at temperature {recorded}, asked for {wanted}")
+        if options["temperature"] != 1:
+            raise ValueError(f"the target was recorded at temperature 1, asked for {options['temperature']}")
         if options.get("draft_token_ids_W") is not None:
             raise ValueError("a sparse target cannot be paired with a reduced draft vocabulary")
-        return sparse_pair(self.target, draft_logits_CW, labels=options.get("labels"))
+        log_q = at_least_float32(draft_logits_CW).log_softmax(-1).clamp(min=LOG_ZERO)
+        log_q_tail = log_q.scatter(-1, self.token_ids, LOG_ZERO).logsumexp(-1, keepdim=True)
+        log_p = torch.cat([self.log_probs, self.log_tail.unsqueeze(-1)], dim=-1).detach()
+        return Pair(
+            # Stored in half precision the masses no longer add up to 1, and a KL of equal sides would not be 0.
+            log_p=log_p.to(log_q.dtype).log_softmax(-1).clamp_(min=LOG_ZERO),
+            log_q=torch.cat([log_q.gather(-1, self.token_ids), log_q_tail], dim=-1),
+            label_log_q=_label_log_q(draft_logits_CW, options.get("labels")),
+        )
 
 
 def dense_pair(
@@ -318,26 +301,8 @@ def dense_pair(
         log_p=log_p.clamp_(min=LOG_ZERO),
         log_q=draft.log_softmax(-1).clamp(min=LOG_ZERO),
         log_reach=log_reach,
-        label_log_q=None if labels is None else _label_log_q(draft_logits, labels),
+        label_log_q=_label_log_q(draft_logits, labels),
         temperature=temperature,
-    )
-
-
-def sparse_pair(target: SparseTarget, draft_logits: Tensor, *, labels: Tensor | None = None) -> Pair:
-    """Pair a sparse target with full rows of draft logits `[..., V]`, at the temperature the target was recorded at.
-
-    The tail is one more bucket, for both sides: X is K + 1. Merging tokens never adds to a divergence, so KL, JSD and total
-    variation are lower bounds of the dense ones, and `acceptance` as an upper bound.
-    """
-    log_q = _scaled(draft_logits, target.temperature).log_softmax(-1).clamp(min=LOG_ZERO)
-    log_q_tail = log_q.scatter(-1, target.token_ids, LOG_ZERO).logsumexp(-1, keepdim=True)
-    log_p = torch.cat([target.log_probs, target.log_tail.unsqueeze(-1)], dim=-1).detach()
-    return Pair(
-        # Stored in half precision the masses no longer add up to 1, and a KL of equal sides would not be 0.
-        log_p=log_p.to(log_q.dtype).log_softmax(-1).clamp_(min=LOG_ZERO),
-        log_q=torch.cat([log_q.gather(-1, target.token_ids), log_q_tail], dim=-1),
-        label_log_q=None if labels is None else _label_log_q(draft_logits, labels),
-        temperature=target.temperature,
     )
 
 
@@ -351,7 +316,9 @@ def at_least_float32(values: Tensor) -> Tensor:
     return values if values.dtype == torch.float64 else values.float()
 
 
-def _label_log_q(draft_logits: Tensor, labels: Tensor) -> Tensor:
+def _label_log_q(draft_logits: Tensor, labels: Tensor | None) -> Tensor | None:
+    if labels is None:
+        return None
     logits = at_least_float32(draft_logits)
     log_q = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
     return torch.where(labels >= 0, log_q.clamp(min=LOG_ZERO), 0)

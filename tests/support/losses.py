@@ -13,15 +13,20 @@ def linear_head(weight_VD, bias_V=None):
     return LogitHead(logits_of=lambda hidden_CD: functional.linear(hidden_CD, weight_VD, bias_V), parameters=parameters)
 
 
+def random_logits(seed, columns=11):
+    """Return seven rows of random logits in float64, always the same."""
+    return 2 * torch.randn(7, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
 def dense_loss(draft_hidden_ND, draft_head, target_hidden_NE, target_head, divergence, weights_N, **options):
     """Return the chunked loss against a target whose hidden states and head are given."""
     target = HiddenRows(hidden_NE=target_hidden_NE, logits_of=target_head.logits_of)
     return chunked_loss(target, draft_hidden_ND, draft_head, divergence, weights_N, **options)
 
 
-def keep_top(logits, num_kept, temperature=1.0):
+def keep_top(logits, num_kept):
     """Return the sparse target that keeps the most likely tokens of rows of logits."""
-    log_p = (logits / temperature).log_softmax(-1)
+    log_p = logits.log_softmax(-1)
     kept = log_p.topk(num_kept)
     log_tail = log_p.scatter(-1, kept.indices, -torch.inf).logsumexp(-1)
-    return SparseTarget(log_probs=kept.values, token_ids=kept.indices, log_tail=log_tail, temperature=temperature)
+    return SparseTarget(log_probs=kept.values, token_ids=kept.indices, log_tail=log_tail)
