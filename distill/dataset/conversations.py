@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from configs.runtime.errors import InputError
-from configs.runtime.files import json_object, read_json, read_jsonl, sha256_of, write_bytes
+from configs.runtime.files import json_object, read_json, sha256_of, write_bytes
 from heads.target.identity import TargetIdentity
 
 log = logging.getLogger("draftsmith")
@@ -102,7 +102,10 @@ def read_conversations(path: Path) -> list[Conversation]:
     Raises:
         InputError: the file is missing or empty, or a line (named) is not a conversation.
     """
-    return [Conversation.from_dict(values, f"{WHAT} {path}, line {line}") for line, values in read_jsonl(path, WHAT)]
+    rows = [row for _, row in _read_rows(path)]
+    if not rows:
+        raise InputError(f"{WHAT} {path} is empty")
+    return rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,24 +254,25 @@ def _read_index(path: Path, sha256: str) -> Index | None:
 
 
 def _make_index(path: Path) -> Index:
-    """Read a file from beginning to end, one line at a time; see `open_conversations`."""
-    columns = np.fromiter(_places(path), np.dtype(list(DTYPES.items())))
+    places = ((offset, len(row.prompt_ids), len(row.answer_ids)) for offset, row in _read_rows(path))
+    columns = np.fromiter(places, np.dtype(list(DTYPES.items())))
     if not len(columns):
         raise InputError(f"{WHAT} {path} is empty")
     return Index(**{name: np.ascontiguousarray(columns[name]) for name in DTYPES})
 
 
-def _places(path: Path) -> Iterator[tuple[int, int, int]]:
-    """Yield first byte and lengths of each row."""
+def _read_rows(path: Path) -> Iterator[tuple[int, Conversation]]:
+    """Yield first byte and content of each row, one line at a time."""
     offset = 0
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     where = f"{WHAT} {path}, line {number}"
-                    row = Conversation.from_dict(json_object(line, where), where)
-                    yield offset, len(row.prompt_ids), len(row.answer_ids)
+                    yield offset, Conversation.from_dict(json_object(line, where), where)
                 offset += len(line)
+    except FileNotFoundError as error:
+        raise InputError(f"{WHAT} not found: {path}") from error
     except OSError as error:
         raise InputError(f"cannot read {WHAT} {path}: {error.strerror or error}") from error
 

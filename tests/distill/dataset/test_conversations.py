@@ -1,94 +1,235 @@
-"""The conversations' file: token ids come back as they were written, and a wrong line is named."""
+"""A file of conversations: rows come back as written, by an index that is never another file's, and a wrong line is named."""
 
 import json
+import stat
+import tracemalloc
 
+import numpy as np
 import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from configs.runtime.errors import InputError
+from distill.dataset.batches import BucketedBatchSampler, ConversationDataset
 from distill.dataset.conversations import (
+    INDEX_SUFFIX,
     MANIFEST,
     Conversation,
     check_written_for,
-    count_answer_tokens,
     is_written_by_target,
+    open_conversations,
     read_conversations,
+    row_lengths,
 )
+from distill.dataset.packing import PackedBatchSampler
+from distill.generation.make_dataset import check_output
+from distill.student.vocabulary import most_frequent_answer_tokens
 from heads.target.identity import TargetIdentity
 
-ROW = Conversation(
-    prompt_id="p-1",
-    category="writing",
-    turn=0,
-    messages=({"role": "user", "content": "a\u2028b"}, {"role": "assistant", "content": 'naïve\x85 "quoted"\n'}),
-    prompt_ids=(1, 2, 3),
-    answer_ids=(4, 5),
-    ended=True,
-)
 IDENTITY = TargetIdentity(name="t", revision=None, weights_sha256="w", tokenizer_sha256="k", chat_template_sha256="c")
 
 
-def test_a_row_comes_back_as_it_was_even_with_unicode_line_breaks_in_the_text(tmp_path):
+def conversation(number, prompt=4, answer=9):
+    """Return a row whose text has Unicode line breaks, which end no line."""
+    return Conversation(
+        prompt_id=f"p{number}",
+        category="c",
+        turn=number % 2,
+        messages=({"role": "user", "content": 'a\u2028b, \u00e9 \x85 "quoted"\n'},),
+        prompt_ids=tuple(range(prompt + number % 3)),
+        answer_ids=tuple(range(1, 1 + answer + number % 5)),
+        ended=True,
+    )
+
+
+ROWS = [conversation(number) for number in range(20)]
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Twenty conversations, with an empty line among them and none after the last."""
+    lines = [row.to_line() for row in ROWS]
+    lines.insert(7, "\n")
     path = tmp_path / "train.jsonl"
-    path.write_text(ROW.to_line() * 2, encoding="utf-8")
-    assert read_conversations(path) == [ROW, ROW]
-    assert count_answer_tokens([ROW, ROW]) == 4
+    path.write_text("".join(lines).rstrip("\n"))
+    return path
+
+
+def index_of(path):
+    return path.with_name(path.name + INDEX_SUFFIX)
+
+
+def test_rows_come_back_as_they_were_and_the_index_is_kept(path, monkeypatch):
+    for _ in range(2):
+        rows = open_conversations(path)
+        assert read_conversations(path) == list(rows) == ROWS
+        assert (rows[3:6], rows[-1], len(rows)) == (ROWS[3:6], ROWS[-1], 20)
+        with pytest.raises(IndexError):
+            rows[20]
+        for ours, theirs in zip(row_lengths(rows), row_lengths(ROWS), strict=True):
+            assert ours.tolist() == theirs.tolist()
+        assert list(ConversationDataset(rows, 13)) == list(ConversationDataset(ROWS, 13))
+        monkeypatch.setattr("distill.dataset.conversations._make_index", lambda path: pytest.fail("the index was made again"))
+    check_output(path.parent)  # data may be made again beside an index
+    assert stat.S_IMODE(index_of(path).stat().st_mode) & 0o044 == stat.S_IMODE(path.stat().st_mode) & 0o044
+
+
+def spoil_bytes(index):
+    index.write_bytes(index.read_bytes()[:-9])
+
+
+def spoil_header(index):
+    index.write_bytes(index.read_bytes().replace(b" of data ", b" of DATA ", 1))
+
+
+def spoil_column(**other):
+    """Return what puts another column into an index that is otherwise the file's own."""
+
+    def spoil(index):
+        with safe_open(index, framework="pt") as file:
+            columns, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+        save_file({name: other.get(name, lambda column: column)(column) for name, column in columns.items()}, index, metadata)
+
+    return spoil
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    "spoil",
     [
-        ("answer_ids", []),
-        ("answer_ids", [1.5]),
-        ("prompt_ids", [True]),
-        ("prompt_ids", [-1]),
-        ("turn", "0"),
-        ("messages", [{"role": "user"}]),
-        ("ended", 1),
+        spoil_bytes,
+        spoil_header,
+        lambda index: index.write_bytes(b""),
+        spoil_column(offsets=lambda column: column.bfloat16()),
+        spoil_column(answer_lengths=lambda column: column[:-1].clone()),
+        spoil_column(prompt_lengths=lambda column: column.view(2, -1)),
     ],
 )
-def test_a_wrong_value_is_refused_with_its_line_and_field(tmp_path, field, value):
-    path = tmp_path / "train.jsonl"
-    path.write_text(ROW.to_line() + json.dumps(json.loads(ROW.to_line()) | {field: value}) + "\n")
-    with pytest.raises(InputError, match=f"line 2: '{field}' must be"):
-        read_conversations(path)
+def test_an_index_that_is_damaged_or_of_another_file_is_made_again(path, spoil):
+    open_conversations(path)
+    whole = index_of(path).read_bytes()
+    spoil(index_of(path))
+    assert list(open_conversations(path)) == ROWS
+    assert index_of(path).read_bytes() == whole
 
 
-def test_a_missing_field_is_refused_with_its_line(tmp_path):
-    values = json.loads(ROW.to_line())
-    del values["answer_ids"]
-    path = tmp_path / "train.jsonl"
-    path.write_text(json.dumps(values) + "\n")
-    with pytest.raises(InputError, match="line 1: the conversation has no 'answer_ids'"):
-        read_conversations(path)
+def test_a_changed_file_gets_a_new_index(path):
+    open_conversations(path)
+    path.write_text(conversation(5).to_line() + path.read_text())
+    assert list(open_conversations(path)) == [conversation(5), *ROWS]
 
 
-def write_manifest(folder, **changes):
-    content = {"format_version": 1, "target": IDENTITY.to_dict() | changes}
+def test_a_folder_that_cannot_be_written_is_read_all_the_same(path, monkeypatch, caplog):
+    def refuse(path, content):
+        raise InputError(f"cannot write {path}: Read-only file system")
+
+    monkeypatch.setattr("distill.dataset.conversations.write_bytes", refuse)
+    with caplog.at_level("INFO", logger="draftsmith"):
+        assert list(open_conversations(path)) == ROWS
+    assert "every run will make the index of its conversations anew" in caplog.text
+    assert not index_of(path).exists()
+
+
+def with_field(**field):
+    return conversation(1).to_line() + json.dumps(json.loads(conversation(1).to_line()) | field)
+
+
+@pytest.mark.parametrize("read", [open_conversations, read_conversations])
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("", "is empty"),
+        ("\n \n", "is empty"),
+        (conversation(1).to_line() + "{", "line 2: not JSON"),
+        (conversation(1).to_line() + "\n[1]", "line 3: expected an object, got list"),
+        (json.dumps({"prompt_id": "p"}), "line 1: the conversation has no 'category'"),
+        (b"\xff\xfe".decode("latin-1"), "line 1: not JSON"),
+        (with_field(answer_ids=[]), "line 2: 'answer_ids' must be a list of token ids, at least one"),
+        (with_field(answer_ids=[1.5]), "line 2: 'answer_ids' must be"),
+        (with_field(prompt_ids=[True]), "line 2: 'prompt_ids' must be"),
+        (with_field(prompt_ids=[-1]), "line 2: 'prompt_ids' must be"),
+        (with_field(turn="0"), "line 2: 'turn' must be a whole number from 0, got '0'"),
+        (with_field(messages=[{"role": "user"}]), "line 2: 'messages' must be"),
+        (with_field(ended=1), "line 2: 'ended' must be true or false"),
+    ],
+)
+def test_a_bad_line_is_named_before_anything_is_kept(path, read, content, complaint):
+    path.write_text(content, encoding="latin-1")
+    with pytest.raises(InputError, match=complaint):
+        read(path)
+    assert not index_of(path).exists()
+    path.unlink()
+    with pytest.raises(InputError, match="conversations file not found"):
+        read(path)
+
+
+def test_a_file_that_changes_while_it_is_read_is_noticed(path):
+    rows = open_conversations(path)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[1:]))
+    with pytest.raises(InputError, match="start again"):
+        rows[1]
+    path.write_text("".join([conversation(2, answer=8).to_line(), *lines[1:]]))
+    with pytest.raises(InputError, match="another conversation than when the file was opened"):
+        rows[0]
+    path.unlink()
+    with pytest.raises(InputError, match="cannot read conversations file"):
+        rows[0]
+
+
+def test_a_draft_vocabulary_is_chosen_from_rows_that_are_not_in_memory(path, tiny_llama, as_target, monkeypatch):
+    monkeypatch.setattr("distill.student.vocabulary.ROWS_AT_ONCE", 6)
+    target = as_target(tiny_llama(), eos=(50,))
+    found, expected = (most_frequent_answer_tokens(rows, 11, target) for rows in (open_conversations(path), ROWS))
+    assert torch.equal(found.token_ids_W, expected.token_ids_W)
+    assert found.token_ids_W.tolist() == [*range(1, 11), 50]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["bucketed", "packed"])
+def test_a_conversation_takes_less_than_a_hundred_bytes_of_memory(tmp_path, packed):
+    """Of what Python and NumPy ask for, from the index to the batches of an epoch; the sampler's tensors are added."""
+    count, path = 20_000, tmp_path / "train.jsonl"
+    line = conversation(0, prompt=40, answer=60).to_line()
+    path.write_text(line * count)
+    open_conversations(path)
+    tracemalloc.start()
+    try:
+        dataset = ConversationDataset(open_conversations(path), 512)
+        if packed:
+            sampler = PackedBatchSampler(dataset.lengths, 8, pack_length=1024, seed=0)
+        else:
+            sampler = BucketedBatchSampler(dataset.lengths, 8, seed=0)
+        seen = sum(len(np.ravel(row)) for batch in sampler for row in batch)
+        assert dataset[count // 2].input_ids[:2] == (0, 1)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert seen == count
+    tensors = 2 * 8 * count  # the order of an epoch, and the order of its shuffled parts
+    assert peak + tensors < 100 * count
+    assert peak < len(line) * count / 10  # far from holding the file
+
+
+# --- the manifest -------------------------------------------------------------------------------------------------
+
+
+def write_manifest(folder, written_by=None, **changes):
+    content = {"format_version": 1, "target": IDENTITY.to_dict() | changes} | (
+        {"answers_written_by": written_by} if written_by else {}
+    )
     (folder / MANIFEST).write_text(json.dumps(content))
     return folder / "train.jsonl"
 
 
-def test_data_of_the_same_target_is_accepted(tmp_path):
+def test_data_of_other_weights_are_usable_and_named_and_those_of_another_tokenizer_are_refused(tmp_path):
+    with pytest.raises(InputError, match="data manifest not found"):
+        check_written_for(tmp_path / "train.jsonl", IDENTITY)
     assert check_written_for(write_manifest(tmp_path), IDENTITY) == []
-
-
-def test_data_of_other_weights_is_usable_and_named(tmp_path):
     assert check_written_for(write_manifest(tmp_path, weights_sha256="other"), IDENTITY) == ["target weights"]
-
-
-def test_data_of_another_tokenizer_is_refused(tmp_path):
     with pytest.raises(InputError, match="tokenizer is not that of"):
         check_written_for(write_manifest(tmp_path, tokenizer_sha256="other"), IDENTITY)
 
 
 def test_answers_are_the_targets_unless_the_manifest_says_otherwise(tmp_path):
-    path = write_manifest(tmp_path)
-    assert is_written_by_target(path)
-    manifest = json.loads((tmp_path / MANIFEST).read_text())
-    (tmp_path / MANIFEST).write_text(json.dumps(manifest | {"answers_written_by": "dataset"}))
-    assert not is_written_by_target(path)
-
-
-def test_data_without_its_manifest_is_refused(tmp_path):
-    with pytest.raises(InputError, match="data manifest not found"):
-        check_written_for(tmp_path / "train.jsonl", IDENTITY)
+    assert is_written_by_target(write_manifest(tmp_path))
+    assert not is_written_by_target(write_manifest(tmp_path, written_by="dataset"))

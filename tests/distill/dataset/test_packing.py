@@ -60,13 +60,6 @@ def test_a_conversation_without_a_prompt_is_refused():
         collate_packed([[Example((1, 2), 1, 3), Example((1, 2), 0, 4)]])
 
 
-def test_no_label_stands_first_in_a_document(dataset):
-    for batch in make_packed_loader(dataset, 4, pack_length=PACK_LENGTH, seed=0):
-        begins_BT = batch.position_ids_BT == 0
-        assert not (batch.loss_mask_BT & begins_BT).any()
-        assert set(batch.input_ids_BT[batch.loss_mask_BT].tolist()) == {7}
-
-
 # --- which rows, and in what order --------------------------------------------------------------------------------
 
 

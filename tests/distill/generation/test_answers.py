@@ -118,13 +118,6 @@ def test_a_run_cut_off_in_the_middle_of_a_line_ends_like_an_undisturbed_one(job)
     assert (resumed.folder / whole.name).read_bytes() == content
 
 
-def test_finished_batches_are_not_written_again(job, monkeypatch):
-    job().work(rank=0, num_processes=1)
-    monkeypatch.setattr("distill.generation.answers.answer_prompts", lambda *args, **kwargs: pytest.fail("answered twice"))
-    job().work(rank=0, num_processes=1)
-    job().work(rank=1, num_processes=2)
-
-
 def test_answers_of_another_job_are_written_again(job):
     job(fingerprint="other").work(rank=0, num_processes=1)
     with pytest.raises(RuntimeError, match="4 batches of answers are missing"):
@@ -160,11 +153,8 @@ def test_a_long_answer_is_cut_off_at_the_longest_length_and_at_the_context(byte_
     assert not row.ended
 
 
-def test_an_empty_answer_is_dropped_and_counted(byte_target):
+def test_an_answer_that_is_empty_or_whose_template_rewrites_the_prompt_is_dropped_and_counted(byte_target, monkeypatch):
     assert one(byte_target, "") == {EMPTY: 1}
-
-
-def test_an_answer_whose_template_rewrites_the_prompt_is_dropped_and_counted(byte_target, monkeypatch):
     template = "{% if add_generation_prompt %}open{% else %}closed{% endif %}"
     monkeypatch.setattr(byte_target.tokenizer, "chat_template", template)
     assert one(byte_target, "Well.") == {NOT_A_CONTINUATION: 1}

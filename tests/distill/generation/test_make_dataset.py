@@ -55,12 +55,6 @@ def test_the_folder_holds_both_sides_and_a_manifest_that_counts_and_hashes_them(
     assert is_written_by_target(folder / "train.jsonl")
 
 
-def test_the_same_config_gives_the_same_bytes(config, tmp_path):
-    first = made(config)
-    again = made(config, output=str(tmp_path / "again"))
-    assert [first[name] for name in ("train.jsonl", "held_out.jsonl")] == [again["train.jsonl"], again["held_out.jsonl"]]
-
-
 def test_answers_by_another_forward_are_another_jobs(config, byte_target):
     jobs = set()
     for forward in ("transformers", "lean"):

@@ -16,7 +16,6 @@ from distill.generation.prompts import (
     load_dataset_prompts,
     read_prompts,
     split_prompts,
-    word_grams,
 )
 
 USER = {"role": "user", "content": "Hello?"}
@@ -166,15 +165,12 @@ def test_about_the_share_asked_for_is_held_out_and_nothing_is_lost():
     assert 20 <= len(split.held_out) <= 60
     assert texts(split.train) | texts(split.held_out) == texts(PROMPTS)
     assert not texts(split.train) & texts(split.held_out)
+    assert texts(split.held_out) < texts(split_prompts(PROMPTS, 0.3).held_out)  # a larger share only adds
 
 
 def test_a_prompt_stays_on_its_side_whatever_else_is_there():
     whole, half = split_prompts(PROMPTS, 0.1), split_prompts(PROMPTS[::-2], 0.1)
     assert texts(half.held_out) == texts(whole.held_out) & texts(PROMPTS[::-2])
-
-
-def test_a_larger_share_only_adds_to_what_is_held_out():
-    assert texts(split_prompts(PROMPTS, 0.1).held_out) < texts(split_prompts(PROMPTS, 0.3).held_out)
 
 
 def test_the_position_is_fixed_for_good():
@@ -210,8 +206,3 @@ def test_a_shared_system_message_is_no_overlap():
 def test_a_split_with_an_empty_side_is_refused(share):
     with pytest.raises(InputError, match="both need at least one"):
         split_prompts(PROMPTS, share)
-
-
-def test_grams_are_runs_of_words_without_punctuation():
-    assert list(word_grams("One, two;\nTHREE four", 3)) == [("one", "two", "three"), ("two", "three", "four")]
-    assert list(word_grams("too short", 3)) == []

@@ -9,7 +9,6 @@ from configs.runtime.errors import InputError
 from configs.schema.data import AnswerServerConfig
 from configs.schema.decoding import SamplingConfig
 from distill.generation.answers import NO_ROOM
-from distill.generation.continuation import continue_tokens
 from distill.generation.server_check import check_writes
 from distill.generation.server_completions import OTHER_TOKENS, ServerWriter, closing_id, read_ids, read_text
 from distill.server.connection import GaveUp
@@ -45,13 +44,6 @@ def prompt(byte_target):
 def completion(**choice):
     usage = {"completion_tokens": choice.pop("counted")} if "counted" in choice else None
     return read_completion({"choices": [choice], "usage": usage}, "the server")
-
-
-def test_greedy_ids_are_those_of_the_target_here(writer, byte_target, prompt):
-    expected = continue_tokens(byte_target, [prompt], SamplingConfig(), max_new_tokens=20, seed=0, requests=[0])
-    written = writer().write(prompt, 5, 20)
-    assert [written.answer] == expected
-    assert written.system_fingerprint == "fp-1"
 
 
 def test_every_setting_of_the_sampling_is_sent(writer, api, prompt):
@@ -224,13 +216,6 @@ def test_a_server_without_token_ids_is_asked_for_text(writer, api, byte_target, 
     [letter] = byte_target.tokenizer("a", add_special_tokens=False)["input_ids"]
     assert writer(answers_as="text").write(prompt, 5, 20).answer == [letter] * 20
     assert api.asked[0]["skip_special_tokens"] is False
-
-
-def test_other_tokens_end_the_run_where_asked_to(writer, api, prompt):
-    write_letters(api, "ab")
-    assert writer(answers_as="text").write(prompt, 5, 20).answer == OTHER_TOKENS
-    with pytest.raises(InputError, match=r"has other tokens than the server's.*server\.on_other_tokens=drop"):
-        writer(answers_as="text", on_other_tokens="refuse").write(prompt, 5, 20)
 
 
 def test_the_token_that_closes_an_answer_is_the_chat_templates(byte_target):

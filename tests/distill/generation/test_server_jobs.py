@@ -66,20 +66,14 @@ def sides(files):
     return [files[name] for name in SIDES]
 
 
-def test_greedy_answers_by_a_server_are_the_local_targets_byte_for_byte(config):
-    assert sides(made(config())) == sides(made(config("local", written_by="target")))
-
-
-def test_the_manifest_says_who_wrote(config):
-    files = made(config())
-    manifest = json.loads(files["manifest.json"])
+def test_greedy_answers_by_a_server_are_the_local_targets_byte_for_byte_and_the_manifest_says_who_wrote(config):
+    served, local = made(config()), made(config("local", written_by="target"))
+    assert sides(served) == sides(local)
+    manifest = json.loads(served["manifest.json"])
     assert manifest["answers_written_by"] == "server"
     assert manifest["server"] == {"model": "tiny", "found": [{"version": "1.2.3", "system_fingerprint": "fp-1"}]}
     assert is_written_by_target(Path(config().output) / "train.jsonl")
-
-
-def test_the_local_manifest_has_no_server(config):
-    assert "server" not in json.loads(made(config(written_by="target"))["manifest.json"])
+    assert "server" not in json.loads(local["manifest.json"])
 
 
 def test_sampled_answers_are_the_same_in_every_run_however_they_come(config, api):

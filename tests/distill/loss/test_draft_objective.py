@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from configs.runtime.errors import ConfigError, InputError
+from configs.runtime.errors import InputError
 from configs.schema.learning import DivergenceName, DivergenceSettings, LossConfig, StudentConfig
 from distill.dataset.batches import Example, collate
 from distill.loss.divergences import DIVERGENCES, configured_divergence
@@ -48,6 +48,7 @@ def test_a_draft_equal_to_the_target_has_loss_zero_and_full_acceptance(target, b
     result = loss_of(DraftObjective(keep_layers(target.model, [0, 1, 2]), target, LossConfig()), target, batch)
     assert float(result.loss.detach()) == pytest.approx(0.0, abs=1e-5)
     assert result.acceptance_N.tolist() == pytest.approx([1.0] * 4, abs=1e-5)
+    assert result.top1_agrees_N.all()
 
 
 def test_neither_target_nor_frozen_embeddings_get_a_gradient(target, batch):
@@ -57,63 +58,6 @@ def test_neither_target_nor_frozen_embeddings_get_a_gradient(target, batch):
     assert draft.get_input_embeddings().weight.grad is None
     assert draft.get_output_embeddings().weight.grad is None
     assert draft.model.layers[0].mlp.up_proj.weight.grad.abs().sum() > 0
-
-
-def test_kept_layers_are_the_targets_own_in_order(target):
-    draft = keep_layers(target.model, [0, 2])
-    assert draft.config.num_hidden_layers == 2
-    for new, old in enumerate([0, 2]):
-        for one, other in zip(draft.model.layers[new].parameters(), target.model.model.layers[old].parameters(), strict=True):
-            assert torch.equal(one, other)
-    assert torch.equal(draft.lm_head.weight, target.model.lm_head.weight)
-
-
-def test_a_layer_the_target_does_not_have_is_refused(target):
-    with pytest.raises(InputError, match="blocks 0 to 2"):
-        initial_draft(StudentConfig(layers=[0, 3]), target)
-
-
-def test_a_smaller_model_with_another_tokenizer_is_refused(target, tmp_path, tiny_llama, tiny_tokenizer):
-    tiny_llama(seed=3, dtype=torch.float32).save_pretrained(tmp_path)
-    tiny_tokenizer.save_pretrained(tmp_path)
-    assert initial_draft(StudentConfig(init="model", path=str(tmp_path)), target).config.num_hidden_layers == 2
-    other = tiny_tokenizer.__class__.from_pretrained(tmp_path)
-    other.add_tokens(["another_word"])
-    other.save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="another tokenizer"):
-        initial_draft(StudentConfig(init="model", path=str(tmp_path)), target)
-
-
-def test_a_fresh_draft_comes_from_a_config_and_must_know_every_token(target, tmp_path, tiny_llama):
-    tiny_llama(seed=3, layers=1).config.save_pretrained(tmp_path)
-    draft = initial_draft(StudentConfig(init="config", path=str(tmp_path)), target)
-    assert draft.config.num_hidden_layers == 1
-    assert all(parameter.requires_grad for parameter in draft.parameters())  # random embeddings must not stay random
-    tiny_llama(seed=3, vocab_size=30).config.save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="vocabulary of 30"):
-        initial_draft(StudentConfig(init="config", path=str(tmp_path)), target)
-
-
-def test_a_fresh_draft_is_the_targets_config_with_some_values_replaced(target):
-    overrides = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    draft = initial_draft(StudentConfig(init="fresh", overrides=overrides), target)
-    assert {name: getattr(draft.config, name) for name in overrides} == overrides
-    assert (draft.config.intermediate_size, draft.config.vocab_size) == (64, 64)
-    assert all(parameter.requires_grad for parameter in draft.parameters())
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        ({"hiden_size": 16}, "has no 'hiden_size'; the nearest it has is 'hidden_size'"),
-        ({"vocab_size": 32}, "vocab_size is the target's"),
-        ({"num_key_value_heads": 3}, "make no model"),
-        ({"hidden_size": "wide"}, "make no model"),
-    ],
-)
-def test_overrides_that_make_no_draft_for_the_target_are_refused(target, overrides, words):
-    with pytest.raises(ConfigError, match=rf"student\.overrides: .*{words}"):
-        initial_draft(StudentConfig(init="fresh", overrides=overrides), target)
 
 
 def test_padded_rows_of_a_larger_draft_vocabulary_are_left_out(target, tiny_llama, batch):
@@ -190,18 +134,6 @@ def test_a_reduced_draft_learns_the_targets_distribution_within_its_vocabulary(t
     within = p / p.sum()
     assert float(result.loss.detach()) == pytest.approx(float((within * (within / q).log()).sum()), rel=1e-4)
     assert result.acceptance_N.tolist() == pytest.approx([float(torch.minimum(p, q).sum())], rel=1e-4)
-
-
-def test_a_reduced_copy_of_the_target_accepts_just_the_mass_of_its_vocabulary(target, vocabulary, batch):
-    copy = keep_layers(target.model, [0, 1, 2])
-    result = loss_of(DraftObjective(copy, target, LossConfig(), vocabulary), target, batch)
-    known = [
-        float(target.model(torch.tensor([ids])).logits[0, label - 1].detach().softmax(-1)[IDS].sum())
-        for ids, start in (([7, 8, 9, 10, 11], 3), ([12, 13, 14, 15, 16, 17, 18], 5))
-        for label in range(start, len(ids))
-    ]
-    assert float(result.loss.detach()) == pytest.approx(0.0, abs=1e-5)
-    assert result.acceptance_N.tolist() == pytest.approx(known, rel=1e-4)
 
 
 def test_a_trained_head_gets_gradients_at_the_rows_of_the_vocabulary_only(target, vocabulary, batch):

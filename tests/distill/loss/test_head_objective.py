@@ -200,15 +200,6 @@ def test_chains_are_followed_from_the_origins_that_drafting_starts_from(target, 
     assert max(accepted) == 3
 
 
-def test_the_loss_does_not_depend_on_the_chunks(target, states):
-    head = RandomHead(IDS_W)
-    losses = [
-        float(HeadObjective(head, target, LossConfig(chunk_size=size))(BATCH, states, torch.tensor(20.0), 1).loss.detach())
-        for size in (1, 5, 500)
-    ]
-    assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-6)
-
-
 def test_a_temperature_divides_both_sides_also_of_a_reduced_vocabulary(target, states):
     head = RandomHead(IDS_W)
     found = HeadObjective(head, target, LossConfig(temperature=2.0))(BATCH, states, torch.tensor(20.0), 1)

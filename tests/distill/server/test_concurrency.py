@@ -49,10 +49,6 @@ def collect(connection, items, ask, limit=3):
     return kept, None
 
 
-def test_every_answer_is_kept_by_its_name(connection):
-    assert collect(connection(), names(20), failing(())) == ({str(n): n * n for n in range(20)}, None)
-
-
 def test_no_more_are_under_way_than_allowed_and_as_many_as_allowed(connection):
     together, lock, counts = threading.Barrier(4), threading.Lock(), {"now": 0, "most": 0}
 

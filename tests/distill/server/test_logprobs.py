@@ -207,25 +207,6 @@ def test_a_server_that_is_not_there_or_takes_too_long_is_named(api, connect, wai
         done.set()
 
 
-def test_no_more_requests_are_under_way_than_allowed_and_answers_keep_their_order(api, connect):
-    together = threading.Barrier(3)  # an answer comes when three requests are waiting for one
-    lock, under_way, most = threading.Lock(), [0], [0]
-
-    def meet():
-        with lock:
-            under_way[0] += 1
-            most[0] = max(most[0], under_way[0])
-        together.wait(5)
-        with lock:
-            under_way[0] -= 1
-
-    api.before_answer = meet
-    examples = [Example(tuple(range(1, 4 + number)), 2) for number in range(12)]
-    found = list(connect(concurrency=3).top_k(examples, K, VOCABULARY))
-    assert most == [3]
-    assert [len(answer.token_ids_NK) for answer in found] == [len(example.input_ids) - 2 for example in examples]
-
-
 def test_the_way_of_asking_that_was_answered_is_kept(api, connect):
     api.knows_prompt_logprobs = False
     server = connect(concurrency=1)

@@ -5,7 +5,6 @@ own comparison (`eval.lossless.verdict`) says whether the tokens were equally go
 """
 
 import json
-from pathlib import Path
 
 import pytest
 from accelerate import PartialState
@@ -112,6 +111,8 @@ def generation(row):
 
 def test_the_engines_greedy_answers_are_the_targets_up_to_ties(made, target):
     served, local, manifest = made
+    assert manifest["server"]["model"] == "smollm2"
+    assert manifest["server"]["found"][0]["version"].startswith("0.")
     assert served.keys() == local.keys()
     # A later turn follows the answers before it, which may differ by a tie.
     keys = [key for key in served if served[key].prompt_ids == local[key].prompt_ids]
@@ -127,12 +128,6 @@ def test_the_engines_greedy_answers_are_the_targets_up_to_ties(made, target):
     assert [served[key].ended for key in keys if key not in {(d.prompt_id, d.turn) for d in divergences}] == [
         local[key].ended for key in keys if key not in {(d.prompt_id, d.turn) for d in divergences}
     ]
-
-
-def test_the_manifest_names_the_engine(made):
-    [found] = made[2]["server"]["found"]
-    assert found["version"].startswith("0.")
-    assert made[2]["server"]["model"] == "smollm2"
 
 
 def test_a_seed_of_its_own_gives_a_request_the_same_draws_again(writer, target):
@@ -162,7 +157,3 @@ def test_the_engine_writes_user_turns_that_can_be_used(writer, target, tmp_path)
     usable = [text for text in texts.values() if text]
     assert len(set(usable)) == len(usable) >= 2
     assert not any("<|im_" in text for text in usable)
-
-
-def test_the_folder_of_the_engine_is_not_in_the_data(made, tmp_path_factory):
-    assert str(Path(tmp_path_factory.getbasetemp())) not in json.dumps(made[2]["server"])

@@ -33,7 +33,7 @@ def test_new_adapters_change_nothing_and_are_all_that_is_trained(draft):
     assert all("lora_" in name for name in trained)
 
 
-def test_merged_weights_compute_what_the_adapted_model_did(draft):
+def test_merged_weights_compute_what_the_adapted_model_did_and_are_saved_as_a_plain_model(draft, tmp_path):
     names = list(draft.state_dict())
     before = draft(input_ids=IDS).logits
     add_adapters(draft, LoraSettings(rank=4, alpha=16, dropout=0.5))
@@ -44,19 +44,8 @@ def test_merged_weights_compute_what_the_adapted_model_did(draft):
     assert (adapted - before).abs().max() > 0.1
     assert list(draft.state_dict()) == names
     assert all(type(module) is nn.Linear for name, module in draft.named_modules() if name.endswith("_proj"))
-
-
-def test_a_merged_draft_is_saved_as_the_plain_model_it_is(draft, tmp_path):
-    add_adapters(draft, LoraSettings())
-    merge_adapters(draft)
     draft.save_pretrained(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
-
-
-def test_merging_a_draft_without_adapters_does_nothing(draft):
-    before = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
-    merge_adapters(draft)
-    assert all(torch.equal(before[name], tensor) for name, tensor in draft.state_dict().items())
 
 
 def test_only_the_named_layers_are_adapted(draft):
