@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / "tests" / "compatibility" / "written_before" / "report.json"
-ENTRIES = ["train.distill", "train.heads", "eval.run", "eval.gate", "scripts.make_data", "scripts.push", "scripts.benchmark"]
+ENTRIES = ["train.heads", "eval.gate", "scripts.push", "scripts.benchmark"]
 RENDER = """
 import sys, eval.report.html as html
 from pathlib import Path

@@ -13,7 +13,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,10 @@ from configs.runtime.errors import InputError
 from configs.runtime.files import CHECKOUT, read_jsonl
 from configs.schema.benchmarks import CommitsConfig
 from eval.stats.bootstrap import Interval, ratio_interval
-from scripts.bench.harness import take_turns, with_bounds, write_results
+from scripts.bench.harness import SEED, flat, take_turns, write_results
 
 log = logging.getLogger("draftsmith")
 
-SEED = 0  # of the resampling
 MODES = ("autoregressive", "speculative")
 
 
@@ -35,19 +34,24 @@ def compare_commits(config: CommitsConfig) -> int:
     base = Path(config.base).resolve()
     if not (base / "train" / "heads.py").is_file():
         raise InputError(f"base: {base} is no checkout of draftsmith; make one with `git worktree add DIR REVISION`")
-    sides = {name: _side(name, folder, config) for name, folder in (("here", CHECKOUT), ("base", base))}
+    runs = Path(config.runs).resolve()
+    sides = {
+        name: partial(_run_stage, checkout=folder, output=runs / name, config=config)
+        for name, folder in (("here", CHECKOUT), ("base", base))
+    }
     stages = ["distill", "heads", "eval"]
     turns = take_turns(sides, stages, config.repeats, description="Two checkouts", unit="stages", warm_up=False)
     results = {name: [[turn.result for turn in repeats] for repeats in cases] for name, cases in turns.items()}
     rows: list[dict[str, Any]] = []
-    ratios: dict[str, float | None] = {}
+    ratios: dict[str, Interval] = {}
     for number, stage in enumerate(stages):
         here, there = results["here"][number], results["base"][number]
         rows.append({"stage": stage, "values": len(there[0]["values"]), "equal": count_equal(here, there)})
         for what in there[0]["seconds"]:
-            ratios |= with_bounds(f"{what}_speed_vs_base", _speed(here, there, what, config.interval_samples))
-    write_results(Path(config.output), "commits", config, rows=rows, ratios=ratios)
-    log.info("%s: %s; %s", config.output, rows, ratios)
+            ours, theirs = ([second for run in side for second in run["seconds"][what]] for side in (here, there))
+            ratios[f"{what}_speed_vs_base"] = ratio_interval(theirs, ours, samples=config.interval_samples, seed=SEED)
+    write_results(config.output, "commits", config, rows=rows, ratios=ratios)
+    log.info("%s: %s; %s", config.output, rows, flat(ratios))
     return 0 if all(row["equal"] == row["values"] for row in rows) else 1
 
 
@@ -76,10 +80,6 @@ def read_evaluation(folder: Path) -> dict[str, Any]:
     }
 
 
-def _side(name: str, checkout: Path, config: CommitsConfig) -> Callable[[str, int], dict[str, Any]]:
-    return partial(_run_stage, checkout=checkout, output=Path(config.runs).resolve() / name, config=config)
-
-
 def _run_stage(stage: str, repeat: int, *, checkout: Path, output: Path, config: CommitsConfig) -> dict[str, Any]:
     folder = output / str(repeat) / stage
     if stage == "eval":
@@ -94,20 +94,10 @@ def _run_stage(stage: str, repeat: int, *, checkout: Path, output: Path, config:
 
 
 def _run(checkout: Path, command: Sequence[str]) -> None:
-    """Run a command of a checkout here, with its own environment if it has one.
-
-    Raises:
-        InputError: it fails.
-    """
+    """Run a command of a checkout here, with its own environment if it has one."""
     python = checkout / ".venv" / "bin" / "python"
     words = [str(python) if python.is_file() else sys.executable, str(checkout / command[0]), *command[1:]]
     variables = {**os.environ, "PYTHONPATH": str(checkout), "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(words, env=variables, capture_output=True, text=True, check=False)
     if done.returncode:
         raise InputError(f"{command[0]} of {checkout} ended with code {done.returncode}: {done.stderr.strip()[-500:]}")
-
-
-def _speed(here: Sequence[Mapping[str, Any]], there: Sequence[Mapping[str, Any]], what: str, samples: int) -> Interval:
-    """Return how fast this checkout is beside the other: the base's seconds over ours, with an interval over repeats' parts."""
-    ours, theirs = ([second for run in side for second in run["seconds"][what]] for side in (here, there))
-    return ratio_interval(theirs, ours, samples=samples, seed=SEED)

@@ -36,7 +36,7 @@ from heads.families.eagle3 import Eagle3
 from heads.modules.interface import NO_DOCUMENT, Batch
 from heads.target.hidden_states import TargetStates, num_blocks, read_states
 from heads.target.loading import Target
-from scripts.bench.harness import TrainingStep, Turn, pooled_rate, speed_ratio, take_turns, with_bounds
+from scripts.bench.harness import SideTurns, TrainingStep, pooled_rate, speed_ratio, take_turns
 from scripts.bench.peers.speculators_eagle3 import INSTALL, Eagle3Peer, PackedRow, pack, why_not_installed
 from train.launch import make_accelerator
 from train.loop.optimizer import make_optimizer
@@ -62,14 +62,9 @@ class PairedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingComparison:
-    """What was measured.
+    """What was measured, by side; `losses` are of the first batch before any step, in float32."""
 
-    turns: by side, batch and repeat.
-    losses: of the first batch before any step, in float32, by side.
-    batch_size: conversations a batch.
-    """
-
-    turns: Mapping[str, list[list[Turn[TrainingStep]]]]
+    turns: Mapping[str, SideTurns[TrainingStep]]
     losses: Mapping[str, float]
     batch_size: int
 
@@ -96,15 +91,13 @@ class TrainingComparison:
             )
         return rows
 
-    def ratios(self, samples: int) -> dict[str, float | None]:
-        """Return our tokens a second over theirs with bounds, as training does it and on the same work."""
-        name = "eagle3_tokens_per_second_vs_speculators"
-        default, same_work = self._ratio(ANSWERS, samples), self._ratio(EVERY_TOKEN, samples)
-        return with_bounds(name, default) | with_bounds(f"same_work_{name}", same_work)
-
-    def _ratio(self, labels: str, samples: int) -> Interval:
-        ours, theirs = (self.turns[name_of(whose, labels)] for whose in (OURS, THEIRS))
-        return speed_ratio(ours, theirs, lambda step: step.num_tokens, samples=samples)
+    def ratios(self, samples: int) -> dict[str, Interval]:
+        """Return our tokens a second over theirs, as training does it and on the same work."""
+        name, ratios = "eagle3_tokens_per_second_vs_speculators", {}
+        for key, labels in ((name, ANSWERS), (f"same_work_{name}", EVERY_TOKEN)):
+            ours, theirs = (self.turns[name_of(whose, labels)] for whose in (OURS, THEIRS))
+            ratios[key] = speed_ratio(ours, theirs, lambda step: step.num_tokens, samples=samples)
+        return ratios
 
 
 def name_of(whose: str, labels: str) -> str:
@@ -116,8 +109,7 @@ class ModuleTrainer:
     """A side: a module under its own optimiser.
 
     Args:
-        module: what is trained.
-        recipe: the optimiser's settings.
+        recipe: has the optimiser's settings.
         accelerator: brings the precision.
         loss_of: the loss of a case, to go backward from.
         scale: what that loss is multiplied with to be speculators' (AdamW does not see such a factor).
@@ -154,14 +146,8 @@ def compare_eagle3(config: BenchHeadsConfig, target: Target, recipe: HeadsConfig
     """Train by both in turns; without speculators, say so and return None.
 
     Args:
-        config: of the benchmark.
-        target: of the recipe, loaded.
         recipe: of an EAGLE-3 head; its data, batches and optimiser are what both sides take.
         scratch: where accelerate may write.
-
-    Raises:
-        InputError: the data cannot be read.
-        RuntimeError: speculators' module is built otherwise than ours.
     """
     if (reason := why_not_installed()) is not None:
         log.info("speculators cannot be imported (%s): its side is left out (%s)", reason, INSTALL)
@@ -175,18 +161,14 @@ def compare_eagle3(config: BenchHeadsConfig, target: Target, recipe: HeadsConfig
         for whose, trainer in ((OURS, our_side(task, accelerator)), (THEIRS, their_side(task, accelerator))):
             name = name_of(whose, labels)
             losses[name] = trainer.loss(cases[labels][0])
-            sides[name] = partial(_step, trainer, cases[labels])
+            sides[name] = partial(lambda trainer, own, number, repeat: trainer.step(own[number]), trainer, cases[labels])
     numbers = range(len(cases[ANSWERS]))
     turns = take_turns(sides, numbers, 1, description="training, beside speculators", unit="batches")
     return TrainingComparison(turns=turns, losses=losses, batch_size=recipe.schedule.batch_size)
 
 
 def comparable(recipe: HeadsConfig) -> HeadsConfig:
-    """Return the recipe of an EAGLE-3 head with what speculators' module has, too.
-
-    Raises:
-        ConfigError: it is for another kind of head.
-    """
+    """Return the recipe of an EAGLE-3 head with what speculators' module has, too."""
     if not isinstance(recipe.head, Eagle3Settings):
         raise ConfigError(f"eagle3: expected the recipe of an eagle3 head, got one of a {recipe.head.kind} head")
     return recipe.model_copy(
@@ -217,11 +199,7 @@ def our_side(task: HeadTask, accelerator: Accelerator) -> ModuleTrainer:
 
 
 def their_side(task: HeadTask, accelerator: Accelerator) -> ModuleTrainer:
-    """Return speculators' module as a side, with the weights that the task's head has now.
-
-    Raises:
-        RuntimeError: it does not train the same weights.
-    """
+    """Return speculators' module as a side, with the weights that the task's head has now."""
     head = cast(Eagle3, cast(HeadObjective, task.module).head)
     peer = Eagle3Peer(head, task.target)
     check_same_weights(head, peer)
@@ -229,11 +207,7 @@ def their_side(task: HeadTask, accelerator: Accelerator) -> ModuleTrainer:
 
 
 def check_same_weights(head: Eagle3, peer: Eagle3Peer) -> None:
-    """Refuse to compare two sides that train different weights.
-
-    Raises:
-        RuntimeError: they do.
-    """
+    """Refuse to compare two sides that train different weights."""
     ours, theirs = (
         {name: parameter.shape for name, parameter in module.named_parameters() if parameter.requires_grad}
         for module in (head, peer.model)
@@ -259,15 +233,10 @@ def make_cases(num_batches: int, task: HeadTask) -> dict[str, list[PairedBatch]]
 
 
 def make_case(batch: Batch, states: TargetStates, recipe: HeadsConfig) -> PairedBatch:
-    """Return a batch as both sides take it.
+    """Return a batch as both sides take it; the last tap of `states` is the state after the last block.
 
     Labels among the first K + 1 tokens of a conversation are taken away: no depth k < K of speculators' then reaches from one
     conversation into the labels of the next, and every depth of ours has all labels.
-
-    Args:
-        batch: with the labels wanted.
-        states: with the state after the last block as a further tap, the last.
-        recipe: says K.
     """
     mask_BT = batch.loss_mask_BT.clone()
     mask_BT[:, : cast(Eagle3Settings, recipe.head).num_depths + 1] = False
@@ -280,7 +249,3 @@ def make_case(batch: Batch, states: TargetStates, recipe: HeadsConfig) -> Paired
         num_labels=mask_BT.sum().clamp(min=1),
         num_tokens=int((batch.document_ids_BT != NO_DOCUMENT).sum()),
     )
-
-
-def _step(trainer: ModuleTrainer, cases: list[PairedBatch], number: int, repeat: int) -> TrainingStep:
-    return trainer.step(cases[number])

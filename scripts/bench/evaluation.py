@@ -9,14 +9,12 @@ to stay full, and no batch of a suite does.
 
 from __future__ import annotations
 
-import logging
+import math
 import random
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +34,6 @@ from eval.evaluation import evaluate
 from eval.measure.record_files import RECORDS, RecordWriter, join_parts, read_records
 from eval.measure.suite import load_suite
 from eval.measure.turns import Turns
-from eval.metrics.speed import compare_speed
 from eval.metrics.tally import Tally
 from eval.report.build import PromptSet, build_report
 from eval.report.html import render_html
@@ -44,16 +41,14 @@ from eval.report.schema import Report, load_report, write_report
 from eval.stats.bootstrap import Interval, ratio_interval
 from heads.artifact import load_draft
 from heads.target.loading import load_target
-from scripts.bench.harness import Turn, measure_growth, take_turns, with_bounds, write_results
-
-log = logging.getLogger("draftsmith")
+from scripts.bench.harness import SideTurns, in_fresh_process, measure_growth, speedup, take_turns, write_results
 
 DRAFTS = 3
 TOKENS = 64  # of each answer
 CATEGORIES = 8
 TRUTH, CLUSTERS = 2.0, 64  # of the simulated suites: tokens a round, prompts
 
-TurnsOfSpeeds = dict[str, list[list[Turn[Timing]]]]  # by side, case and repeat
+TurnsOfSpeeds = dict[str, SideTurns[Timing]]
 
 
 def compare_predictions(config: BenchEvalConfig) -> int:
@@ -67,23 +62,20 @@ def compare_predictions(config: BenchEvalConfig) -> int:
     parts = [{"part": part, "seconds": seconds, "share": seconds / whole} for part, seconds in costs.items()]
     own_cost = costs["comparing and recording"] + costs["losslessness"] + costs["report"]
     write_results(
-        Path(config.output),
+        config.output,
         "eval",
         config,
-        rows=[*speeds, *parts, summarise_many(config.aggregated_prompts)],
+        rows=[*speeds, *parts, in_fresh_process(count_records, config.aggregated_prompts)],
         ratios={
-            **with_bounds("evaluator_cost_share", Interval(own_cost / (own_cost + costs["decoding"]))),
-            **with_bounds(
-                "predicted_vs_measured_speedup_max_error", Interval(max(abs(row["relative_error"]) for row in speeds))
-            ),
-            **with_bounds("interval_coverage", interval_coverage(config.simulations)),
+            "evaluator_cost_share": Interval(own_cost / (own_cost + costs["decoding"])),
+            "predicted_vs_measured_speedup_max_error": Interval(max(abs(row["relative_error"]) for row in speeds)),
+            "interval_coverage": interval_coverage(config.simulations),
         },
         sweep=[each.model_dump() for each in prediction_in(report, "the benchmark's report").sweep],
         position_conditional=report.acceptance.position_conditional,
         device=report.hardware["device"],
         threads=torch.get_num_threads(),
     )
-    log.info("results in %s", config.output)
     return DONE
 
 
@@ -130,10 +122,8 @@ def measure_speeds(config: BenchEvalConfig) -> TurnsOfSpeeds:
         _, timing = decode(target, [request], settings, draft.proposer if drafts else None, mode=mode, repeat=repeat)
         return timing
 
-    drafts = range(config.cost.num_speculative_tokens + 1)
-    sides: dict[str, Callable[[Request, int], Timing]] = {
-        (str(each) if each else AUTOREGRESSIVE): partial(side, each) for each in drafts
-    }
+    sides: dict[str, Callable[[Request, int], Timing]] = {AUTOREGRESSIVE: partial(side, 0)}
+    sides |= {str(drafts): partial(side, drafts) for drafts in range(1, config.cost.num_speculative_tokens + 1)}
     requests = Turns(target, load_suite(config.suite).prompts).first
     return take_turns(sides, requests, config.repeats, description="each number of drafts")
 
@@ -145,16 +135,15 @@ def summarise_speeds(
     context = prediction_in(report, "the benchmark's report").context_tokens
     rows = []
     for drafts in range(1, model.longest + 1):
-        timings = _timings(measured, AUTOREGRESSIVE) + _timings(measured, str(drafts))
-        speed = compare_speed(timings, str(drafts), samples=config.bootstrap_samples, seed=0)
-        own = _timings(measured, str(drafts))
-        predicted, found = model.speedup(drafts, 1, context), speed["decode_speedup"]
+        plain, own = ([turn.result for repeats in measured[mode] for turn in repeats] for mode in (AUTOREGRESSIVE, str(drafts)))
+        found = speedup([*plain, *own], str(drafts), samples=config.bootstrap_samples)
+        predicted = model.speedup(drafts, 1, context)
         rows.append(
             {
                 "num_speculative_tokens": drafts,
                 "predicted_speedup": predicted,
-                **with_bounds("measured_speedup", Interval(found, *(speed["decode_speedup_ci"] or (None, None)))),
-                "relative_error": predicted / found - 1,
+                "measured_speedup": found,
+                "relative_error": predicted / (found.point or math.nan) - 1,
                 "predicted_tau": model.tau(drafts),
                 "measured_tau": sum(each.num_tokens for each in own) / sum(each.num_rounds for each in own),
             }
@@ -162,21 +151,11 @@ def summarise_speeds(
     return rows
 
 
-def _timings(turns: TurnsOfSpeeds, mode: str) -> list[Timing]:
-    return [turn.result for repeats in turns[mode] for turn in repeats]
-
-
 # --- many prompts, and coverage ------------------------------------------------------------------------------------
 
 
-def summarise_many(num_prompts: int) -> dict[str, Any]:
-    """Return what it takes to make a report of so many prompts: seconds, and mebibytes beyond what the process had."""
-    with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(count_records, num_prompts).result()
-
-
 def count_records(num_prompts: int) -> dict[str, Any]:
-    """Count the records of made-up prompts into a report and its page; to be called in a fresh process."""
+    """Return what a report of so many made-up prompts takes: seconds, and mebibytes beyond those of this, a fresh process."""
     _count(8)  # what libraries take at their first use is not the records'
     (writing, counting, num_bytes), growth = measure_growth(lambda: _count(num_prompts))
     return {

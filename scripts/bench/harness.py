@@ -1,4 +1,4 @@
-"""What all benchmarks share: sides that take turns, ratios with intervals, memory, held-out prompts, the results file.
+"""What benchmarks share: sides that take turns, ratios with intervals, fresh processes, held-out prompts, the results file.
 
 A time belongs to the machine and the minute it was measured in; a ratio of two sides that took turns in one run also means
 something elsewhere. So `ratios` of a results file holds only the latter, ours against the other.
@@ -6,11 +6,14 @@ something elsewhere. So `ratios` of a results file holds only the latter, ours a
 
 from __future__ import annotations
 
+import logging
 import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -24,11 +27,16 @@ from configs.runtime.run_record import describe_git, describe_hardware, describe
 from configs.schema.decoding import DecodeConfig
 from distill.dataset.conversations import Conversation, read_conversations
 from eval.decoder.decode import Request, decode
-from eval.decoder.records import Generation
+from eval.decoder.records import Generation, Timing
 from eval.metrics.acceptance import count_per_prompt
+from eval.metrics.speed import compare_speed
 from eval.stats.bootstrap import Interval, paired_ratio_interval
 from heads.proposers.protocol import Proposer
 from heads.target.loading import Target
+
+log = logging.getLogger("draftsmith")
+
+SEED = 0  # of all resampling
 
 C = TypeVar("C")
 R = TypeVar("R")
@@ -40,6 +48,10 @@ class Turn(Generic[R]):
 
     result: R
     seconds: float
+
+
+Counts = Sequence[tuple[int, int]]  # by prompt: committed tokens and rounds
+SideTurns = list[list[Turn[R]]]  # of one side, by case and repeat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +70,7 @@ def take_turns(
     description: str,
     unit: str = "prompts",
     warm_up: bool = True,
-) -> dict[str, list[list[Turn[R]]]]:
+) -> dict[str, SideTurns[R]]:
     """Run every side on every case `repeats` times, and time each run.
 
     The sides alternate on each case, so that drift in the machine's speed affects all of them alike, and every second time
@@ -70,15 +82,12 @@ def take_turns(
         repeats: timed runs of each side on each case.
         description, unit: for the progress bar.
         warm_up: whether each side first does the first case once, untimed; not needed by sides that start processes.
-
-    Returns:
-        By side, by case, the repeats in order.
     """
     if warm_up:
         for side in sides.values():
             side(cases[0], 0)
     names = list(sides)
-    turns: dict[str, list[list[Turn[R]]]] = {name: [[] for _ in cases] for name in sides}
+    turns: dict[str, SideTurns[R]] = {name: [[] for _ in cases] for name in sides}
     with progress(description, len(cases), unit) as advance:
         for number, case in enumerate(cases):
             order = [(repeat, name) for repeat in range(repeats) for name in names[:: -1 if (number + repeat) % 2 else 1]]
@@ -90,21 +99,14 @@ def take_turns(
     return turns
 
 
-def speed_ratio(
-    ours: Sequence[Sequence[Turn[R]]],
-    theirs: Sequence[Sequence[Turn[R]]],
-    amount: Callable[[R], float],
-    *,
-    samples: int,
-    seed: int = 0,
-) -> Interval:
+def speed_ratio(ours: SideTurns[R], theirs: SideTurns[R], amount: Callable[[R], float], *, samples: int) -> Interval:
     """Return our amount a second over theirs, pooled, with its interval; above 1 we are faster.
 
     Args:
-        ours, theirs: turns by case and repeat, of the same cases in the same order. The case is what the bootstrap draws; its
-            repeats are summed, being no independent evidence.
+        ours, theirs: of the same cases in the same order. The case is what the bootstrap draws; its repeats are summed, being
+            no independent evidence.
         amount: how much a result is, e.g. its number of tokens.
-        samples, seed: of the bootstrap.
+        samples: of the bootstrap.
 
     Raises:
         ValueError: the sides did not do the same cases equally often.
@@ -120,10 +122,21 @@ def speed_ratio(
             (ours, lambda turn: amount(turn.result)),
         )
     ]
-    return paired_ratio_interval(*columns, samples=samples, seed=seed)
+    return paired_ratio_interval(*columns, samples=samples, seed=SEED)
 
 
-def pooled_rate(cases: Sequence[Sequence[Turn[R]]], amount: Callable[[R], float]) -> float:
+def speedup(timings: Sequence[Timing], mode: str, *, samples: int) -> Interval:
+    """Return how many times plain decoding's speed a mode had, the prompts' forwards left out."""
+    found = compare_speed(timings, mode, samples=samples, seed=SEED)
+    return Interval(found["decode_speedup"], *(found["decode_speedup_ci"] or ()))
+
+
+def columns(counts: Counts) -> tuple[list[float], list[float]]:
+    """Return committed tokens and rounds by prompt, as intervals take them."""
+    return [float(committed) for committed, _ in counts], [float(rounds) for _, rounds in counts]
+
+
+def pooled_rate(cases: SideTurns[R], amount: Callable[[R], float]) -> float:
     """Return a side's amount a second, pooled over cases and repeats."""
     turns = [turn for repeats in cases for turn in repeats]
     return sum(amount(turn.result) for turn in turns) / sum(turn.seconds for turn in turns)
@@ -134,13 +147,19 @@ def with_bounds(name: str, interval: Interval) -> dict[str, float | None]:
     return {name: interval.point, f"{name}_low": interval.low, f"{name}_high": interval.high}
 
 
+def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values with each interval as its point and its bounds (`with_bounds`)."""
+    parts = (with_bounds(name, value) if isinstance(value, Interval) else {name: value} for name, value in values.items())
+    return {name: value for part in parts for name, value in part.items()}
+
+
 def write_results(
-    path: Path,
+    path: str | Path,
     name: str,
     config: BaseModel,
     *,
     rows: Sequence[Mapping[str, Any]],
-    ratios: Mapping[str, float | None],
+    ratios: Mapping[str, Interval | float | None],
     script: str = "scripts/benchmark.py",
     **extra: Any,
 ) -> None:
@@ -150,13 +169,10 @@ def write_results(
         path: where to, e.g. `docs/results/decode.json`.
         name: of the benchmark.
         config: the resolved config.
-        rows: flat objects with the same keys, for a table.
-        ratios: numbers, ours against the other, from sides that took turns; see `with_bounds`.
+        rows: flat objects, for a table of those with the same keys; intervals become three of them.
+        ratios: ours against the other, from sides that took turns.
         script: the command that ran, to which the process's own arguments are added.
         extra: further JSON values, kept under their names.
-
-    Raises:
-        InputError: the file cannot be written.
     """
     value = {
         "name": name,
@@ -165,14 +181,21 @@ def write_results(
         "hardware": describe_hardware(),
         "versions": describe_versions(),
         "git": describe_git(),
-        "rows": [dict(row) for row in rows],
-        "ratios": dict(ratios),
+        "rows": [flat(row) for row in rows],
+        "ratios": flat(ratios),
         **extra,
     }
-    write_json(path, value)
+    write_json(Path(path), value)
+    log.info("results in %s", path)
 
 
-# --- memory -------------------------------------------------------------------------------------------------------
+# --- processes and memory -------------------------------------------------------------------------------------------
+
+
+def in_fresh_process(work: Callable[..., R], *arguments: Any) -> R:
+    """Return what `work` does in a new process, which inherits neither memory nor a peak from this one."""
+    with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(work, *arguments).result()
 
 
 def measure_growth(work: Callable[[], R]) -> tuple[R, int]:
@@ -208,10 +231,7 @@ def measured_rows(path: Path, num_prompts: int, num_choosing: int) -> list[Conve
     """Return the conversations, all turns, of the last prompts of a held-out file, none of which chose a checkpoint.
 
     Args:
-        path: `held_out.jsonl`.
-        num_prompts: how many prompts.
-        num_choosing: conversations at the file's beginning that choose checkpoints (`held_out.num_prompts` of a recipe);
-            their prompts are left out.
+        num_choosing: conversations at the file's beginning that choose checkpoints (`held_out.num_prompts` of a recipe).
 
     Raises:
         InputError: there are fewer.
@@ -231,11 +251,7 @@ def measured_rows(path: Path, num_prompts: int, num_choosing: int) -> list[Conve
 def count_rounds(
     target: Target, requests: Sequence[Request], settings: DecodeConfig, proposer: Proposer, *, what: str
 ) -> dict[str, list[int]]:
-    """Decode prompts in batches of `settings.batch_size`; return `{prompt id: [committed tokens, rounds]}`.
-
-    Raises:
-        RuntimeError: target or draft computed a non-finite number; `what` names the draft.
-    """
+    """Decode prompts in batches of `settings.batch_size`; return `{prompt id: [committed tokens, rounds]}`."""
     generations: list[Generation] = []
     for start in range(0, len(requests), settings.batch_size):
         generations += decode(target, requests[start : start + settings.batch_size], settings, proposer)[0]
@@ -244,11 +260,7 @@ def count_rounds(
 
 
 def check_finite(generations: Iterable[Generation], what: str) -> None:
-    """Refuse answers of a target or a draft that computed NaN or infinity.
-
-    Raises:
-        RuntimeError: with `what` and the first prompt.
-    """
+    """Raise a RuntimeError, with the draft's name and the first prompt, where target or draft computed NaN or infinity."""
     failed = [generation.prompt_id for generation in generations if generation.stop_reason == "non_finite"]
     if failed:
         raise RuntimeError(f"{what}: the logits of target or draft are not finite on prompt {failed[0]}")
@@ -260,9 +272,6 @@ def to_request(row: Conversation) -> Request:
 
 
 def first_requests(rows: Sequence[Conversation]) -> list[Request]:
-    """Return the prompts of conversations as the decoder takes them, only the first turn of each.
-
-    The turns of one conversation are not independent samples.
-    """
+    """Return the first turn of each conversation as the decoder takes it: turns of one are not independent samples."""
     first_turns = {row.prompt_id: row for row in reversed(rows)}
     return [to_request(row) for row in reversed(first_turns.values())]

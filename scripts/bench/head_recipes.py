@@ -26,13 +26,7 @@ def train_recipes(config: BenchHeadsConfig, also: Sequence[Recipe] = ()) -> list
     """Train what is not trained yet, its data and cache made before, and return all runs.
 
     Args:
-        config: the recipes; what they need is made where it is not there.
-        also: recipes that are compared with theirs and not trained here.
-
-    Raises:
-        ConfigError: a recipe cannot be read, or two cannot be compared.
-        InputError: the target or the data cannot be had or used.
-        RuntimeError: a training failed.
+        also: recipes that are compared with the config's and not trained here.
     """
     recipes = read_recipes(config)
     check_comparable([*recipes.values(), *also])
@@ -47,11 +41,7 @@ def train_recipes(config: BenchHeadsConfig, also: Sequence[Recipe] = ()) -> list
 
 
 def read_recipes(config: BenchHeadsConfig) -> dict[str, Recipe]:
-    """Return the recipes by the names of their files.
-
-    Raises:
-        ConfigError: there is none, one cannot be read, or two files have one name.
-    """
+    """Return the recipes by the names of their files, of which each must have its own."""
     paths = [Path(path) for path in (*config.recipes, *config.draft_models)]
     names = [path.stem for path in paths]
     if not names:
@@ -63,11 +53,7 @@ def read_recipes(config: BenchHeadsConfig) -> dict[str, Recipe]:
 
 
 def check_comparable(recipes: Sequence[Recipe]) -> None:
-    """Refuse recipes that a table would compare wrongly: on other targets, or on prompts that another was trained on.
-
-    Raises:
-        ConfigError: two differ in target or data.
-    """
+    """Refuse recipes that a table would compare wrongly: on other targets, or on prompts that another was trained on."""
     first = recipes[0]
     for other in recipes[1:]:
         for where, one, another in (
@@ -80,26 +66,13 @@ def check_comparable(recipes: Sequence[Recipe]) -> None:
 
 
 def make_data(config: BenchHeadsConfig) -> None:
-    """Make the data in a process of its own, where they are not there.
-
-    Raises:
-        InputError: that was refused.
-        RuntimeError: it failed.
-    """
-    if config.data is None:
-        return
-    output = Path(load_config(DataConfig, config.data).output)
-    if not (output / MANIFEST).is_file():
+    """Make the data in a process of its own, where they are not there."""
+    if config.data is not None and not (Path(load_config(DataConfig, config.data).output) / MANIFEST).is_file():
         _run_script("make_data", config.data)
 
 
 def make_cache(config: BenchHeadsConfig) -> None:
-    """Make the cache of the target's states in a process of its own, where it is not there, and note how long that took.
-
-    Raises:
-        InputError: that was refused.
-        RuntimeError: it failed.
-    """
+    """Make the cache of the target's states in a process of its own, where it is not there, and note how long that took."""
     if config.cache is None or (Path(load_config(CacheConfig, config.cache).output) / CACHE_MANIFEST).is_file():
         return
     started = time.perf_counter()

@@ -2,9 +2,9 @@
 
 Each recipe is trained (`scripts.bench.trained_runs`), and what came out is measured as `eval/run.py` measures: greedy chains
 at batch 1 on held-out prompts that chose no checkpoint, plain decoding in turns with them, losslessness judged. Prompt
-lookup, which needs no training, is measured along with the first. EAGLE-3's training itself is compared with speculators' in
-`scripts.bench.eagle3_training`, where that is installed (`scripts.bench.peers.speculators_eagle3.INSTALL`). Data and finished
-trainings are kept while recipe and data are the same, so that only the first run takes hours.
+lookup, which needs no training, is measured along with the first. EAGLE-3's training itself is compared with speculators',
+where that is installed (`scripts.bench.eagle3_training`). Data and finished trainings are kept while recipe and data are the
+same, so that only the first run takes hours.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -33,12 +32,12 @@ from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE
 from eval.lossless.verdict import NOT_LOSSLESS, judge_lossless
 from eval.measure.interleaved import Records, measure
 from eval.metrics.acceptance import summarise_acceptance
-from eval.metrics.speed import compare_speed
+from eval.stats.bootstrap import Interval
 from heads.artifact import WEIGHTS_FILE, Draft, load_draft
 from heads.proposers.prompt_lookup import PromptLookup
 from heads.target.loading import Target, load_target
 from scripts.bench.eagle3_training import TrainingComparison, compare_eagle3
-from scripts.bench.harness import check_finite, first_requests, measured_rows, write_results
+from scripts.bench.harness import SEED, check_finite, first_requests, measured_rows, speedup, write_results
 from scripts.bench.head_recipes import read_cache_seconds, train_recipes
 from scripts.bench.tables import NOT_AVAILABLE
 from scripts.bench.trained_runs import TrainingRun
@@ -48,95 +47,54 @@ log = logging.getLogger("draftsmith")
 PROMPT_LOOKUP = "prompt_lookup"
 COSTS = ("parameters", "trained_parameters", "answer_tokens", "labels", "training_seconds", "run_seconds")
 NO_COST = dict.fromkeys(COSTS, 0)
-SEED = 0  # of the resampling
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadsSetup:
-    """What is measured with, loaded."""
-
-    config: BenchHeadsConfig
-    target: Target
-    requests: Sequence[Request]
 
 
 def compare_heads(config: BenchHeadsConfig) -> int:
-    """Run the benchmark and write its file; return the exit code.
-
-    Raises:
-        ConfigError: a recipe cannot be read, or two cannot be compared.
-        InputError: the target or the data cannot be had or used.
-        RuntimeError: a training failed, or a draft computes non-finite logits.
-    """
+    """Run the benchmark and write its file; return the exit code."""
     eagle3 = None if config.eagle3 is None else load_config(HeadsConfig, config.eagle3)
     runs = train_recipes(config, [] if eagle3 is None else [eagle3])
-    setup = load_setup(config, runs)
+    recipes = [run.recipe for run in runs]
+    num_choosing = max(recipe.held_out.num_prompts for recipe in recipes)
+    requests = first_requests(measured_rows(Path(recipes[0].data.held_out), config.num_prompts, num_choosing))
+    target = load_target(recipes[0].target)
+    check_decodable(target, requests)
     training = None
     if eagle3 is not None:
         with TemporaryDirectory(prefix="bench-heads-") as scratch:
-            training = compare_eagle3(config, setup.target, eagle3, Path(scratch))
-    rows = measure_all(setup, runs)
+            training = compare_eagle3(config, target, eagle3, Path(scratch))
+    rows: list[dict[str, Any]] = []
+    for run in runs:
+        baselines = {} if rows else {PROMPT_LOOKUP: PromptLookup(target.device)}
+        rows += measure_run(config, target, requests, run, baselines)
+    rows.sort(key=lambda row: row["family"] == PROMPT_LOOKUP)
     write_results(
-        Path(config.output),
+        config.output,
         "heads",
         config,
         rows=[*rows, *(training.rows() if training is not None else [])],
         ratios=training.ratios(config.bootstrap_samples) if training is not None else {},
         runs=[{"recipe": run.name, "artifact": str(run.artifact), "git": run.read_git()} for run in runs],
         cache_seconds=read_cache_seconds(config),
-        device=str(setup.target.device),
+        device=str(target.device),
         threads=torch.get_num_threads(),
     )
-    log.info("results in %s", config.output)
     return verdict(rows, training)
 
 
-def load_setup(config: BenchHeadsConfig, runs: Sequence[TrainingRun]) -> HeadsSetup:
-    """Load the target and choose the prompts.
-
-    Raises:
-        InputError: the target cannot be had, there are too few prompts, or one cannot be decoded.
-    """
-    recipes = [run.recipe for run in runs]
-    num_choosing = max(recipe.held_out.num_prompts for recipe in recipes)
-    rows = measured_rows(Path(recipes[0].data.held_out), config.num_prompts, num_choosing)
-    target = load_target(recipes[0].target)
-    requests = first_requests(rows)
-    check_decodable(target, requests)
-    return HeadsSetup(config=config, target=target, requests=requests)
-
-
-def measure_all(setup: HeadsSetup, runs: Sequence[TrainingRun]) -> list[dict[str, Any]]:
-    """Decode with every draft, and with prompt lookup beside the first; return a row for each.
-
-    Raises:
-        InputError: an artifact is not for this target, or a run's folder is damaged.
-        RuntimeError: target or draft computed non-finite logits.
-    """
-    rows: list[dict[str, Any]] = []
-    for run in runs:
-        baselines = {} if rows else {PROMPT_LOOKUP: PromptLookup(setup.target.device)}
-        rows += measure_run(setup, run, baselines)
-    return sorted(rows, key=lambda row: row["family"] == PROMPT_LOOKUP)
-
-
-def measure_run(setup: HeadsSetup, run: TrainingRun, baselines: Mapping[str, PromptLookup]) -> list[dict[str, Any]]:
-    """Decode with a run's draft and the baselines, plain decoding in turns; return a row for each of them.
-
-    Raises:
-        InputError, RuntimeError: see `measure_all`.
-    """
-    target, config = setup.target, setup.config
+def measure_run(
+    config: BenchHeadsConfig,
+    target: Target,
+    requests: Sequence[Request],
+    run: TrainingRun,
+    baselines: Mapping[str, PromptLookup],
+) -> list[dict[str, Any]]:
+    """Decode with a run's draft and the baselines, plain decoding in turns; return a row for each of them."""
     draft = load_draft(run.artifact, target.identity, target.model)
     settings = DecodeConfig(
         num_speculative_tokens=draft.metadata.num_speculative_tokens, max_new_tokens=config.max_new_tokens, batch_size=1
     )
-    records = measure(
-        target,
-        setup.requests,
-        EvalConfig(decode=settings, repeats=config.repeats, baselines=[]),
-        {SPECULATIVE: draft.proposer, **baselines},
-    )
+    evaluation = EvalConfig(decode=settings, repeats=config.repeats, baselines=[])
+    records = measure(target, requests, evaluation, {SPECULATIVE: draft.proposer, **baselines})
     check_finite(records.generations, f"recipe {run.name}")
 
     def draft_for(other: Target) -> Draft:
@@ -149,18 +107,19 @@ def measure_run(setup: HeadsSetup, run: TrainingRun, baselines: Mapping[str, Pro
 
     only_greedy = config.lossless.model_copy(update={"check_float32_prompts": 0})
     rows = [row(draft.metadata.kind, run.name, SPECULATIVE, cost_of(run), config.lossless)]
-    log.info("%s: %.3f tokens per target step, %.2f times plain decoding's speed", run.name, rows[0]["tau"], rows[0]["speedup"])
+    found = rows[0]["tau"].point, rows[0]["speedup"].point
+    log.info("%s: %.3f tokens per target step, %.2f times plain decoding's speed", run.name, *found)
     return rows + [row(name, None, name, NO_COST, only_greedy) for name in baselines]
 
 
 def summarise(records: Records, mode: str, num_speculative_tokens: int, samples: int) -> dict[str, Any]:
     """Return a mode's tau and speedup with intervals over prompts, and its acceptance by position, given all before."""
     acceptance = summarise_acceptance(records.of(mode), num_speculative_tokens, samples=samples, seed=SEED)
-    speed = compare_speed(records.timings, mode, samples=samples, seed=SEED)
+    rates = (NOT_AVAILABLE if rate is None else f"{rate:.2f}" for rate in acceptance["position_conditional"])
     return {
-        **_bounded("tau", acceptance["tokens_per_target_step"], acceptance["tokens_per_target_step_ci"]),
-        **_bounded("speedup", speed["decode_speedup"], speed["decode_speedup_ci"]),
-        "alpha_by_position": " / ".join(_rate(rate) for rate in acceptance["position_conditional"]),
+        "tau": Interval(acceptance["tokens_per_target_step"], *(acceptance["tokens_per_target_step_ci"] or ())),
+        "speedup": speedup(records.timings, mode, samples=samples),
+        "alpha_by_position": " / ".join(rates),
         "num_speculative_tokens": num_speculative_tokens,
         "prompts": len(records.of(mode)),
     }
@@ -172,9 +131,6 @@ def cost_of(run: TrainingRun) -> dict[str, Any]:
     Its `parameters` are those in the artifact, rows of an untrained output head included; what a head borrows from the
     target is no part of them. `training_seconds` are those of training steps, `run_seconds` also have the held-out decoding
     and the checkpoints. `answer_tokens` are those in the data, `labels` what was trained on, over all epochs.
-
-    Raises:
-        InputError: the run's folder is damaged.
     """
     outcome, data = run.read_outcome(), run.recipe.data
     with safe_open(run.artifact / WEIGHTS_FILE, framework="pt") as tensors:
@@ -194,21 +150,11 @@ def verdict(rows: Sequence[Mapping[str, Any]], training: TrainingComparison | No
     code = DONE
     for row in rows:
         if row["lossless"] == NOT_LOSSLESS:
-            log.error(
-                "%s: its answers differ from plain decoding's by more than a numerical tie", row["recipe"] or row["family"]
-            )
+            name = row["recipe"] or row["family"]
+            log.error("%s: its answers differ from plain decoding's by more than a numerical tie", name)
             code = GATE_FAILED
     if training is not None and not training.agrees:
         losses = ", ".join(f"{name} {value:.5g}" for name, value in training.losses.items())
         log.error("the two sides of the training do not compute the same loss: %s", losses)
         code = GATE_FAILED
     return code
-
-
-def _bounded(name: str, point: float | None, bounds: Sequence[float] | None) -> dict[str, float | None]:
-    low, high = (None, None) if bounds is None else bounds
-    return {name: point, f"{name}_low": low, f"{name}_high": high}
-
-
-def _rate(rate: float | None) -> str:
-    return NOT_AVAILABLE if rate is None else f"{rate:.2f}"

@@ -30,24 +30,17 @@ from distill.dataset.conversations import read_conversations
 from distill.dataset.packing import PackedBatchSampler
 from eval.stats.bootstrap import Interval, ratio_interval
 from scripts.bench.engines import compare_engines
-from scripts.bench.harness import Turn, speed_ratio, take_turns, with_bounds, write_results
+from scripts.bench.harness import SEED, Turn, speed_ratio, take_turns, write_results
 from scripts.bench.scale_steps import Steps
 from train.plan.plan import make_plan
 
 log = logging.getLogger("draftsmith")
 
 CHILD = Path(__file__).with_name("scale_steps.py")
-SEED = 0  # of the resampling
 
 
 def compare_scale(config: BenchScaleConfig) -> int:
-    """Run the benchmark and write its file; return the exit code.
-
-    Raises:
-        ConfigError: the recipe's batch cannot be shared by the processes.
-        InputError: the recipe, its data or its cache are not there.
-        RuntimeError: a run failed.
-    """
+    """Run the benchmark and write its file; return the exit code."""
     recipe = with_cache(config)
     check_shares(recipe, config.num_processes)
     with TemporaryDirectory(prefix="bench-scale-") as scratch:
@@ -55,23 +48,21 @@ def compare_scale(config: BenchScaleConfig) -> int:
         watched = run_steps(recipe, config, 1, Path(scratch) / "watched", watch_memory=True)
     samples = config.bootstrap_samples
     name = "two_processes_vs_one" if config.num_processes == 2 else "processes_vs_one"
-    ratios = {
-        **with_bounds(name, _speed(each_its_own, alone, samples)),
-        **with_bounds(f"{name}_same_global_batch", _speed(shared, alone, samples)),
-        **tokens_among_positions(recipe),
-        **with_bounds("checkpoint_share", checkpoint_share(alone, config.checkpoint_every_steps, samples)),
-        **with_bounds("input_share", input_share(alone, samples)),
-    }
     write_results(
-        Path(config.output),
+        config.output,
         "scale",
         config,
         rows=compare_engines(EngineComparisonSettings()) if config.engines else [],
-        ratios=ratios,
+        ratios={
+            name: _speed(each_its_own, alone, samples),
+            f"{name}_same_global_batch": _speed(shared, alone, samples),
+            **tokens_among_positions(recipe),
+            "checkpoint_share": checkpoint_share(alone, config.checkpoint_every_steps, samples),
+            "input_share": input_share(alone, samples),
+        },
         runs=[asdict(run) for run in (*alone, *each_its_own, *shared)],
         plan=plan_beside_run(recipe, watched),
     )
-    log.info("results in %s", config.output)
     return DONE
 
 
@@ -84,11 +75,7 @@ def with_cache(config: BenchScaleConfig) -> HeadsConfig:
 
 
 def check_shares(recipe: HeadsConfig, num_processes: int) -> None:
-    """Refuse a batch that the processes cannot share evenly, and steps of several micro-batches, which are not timed here.
-
-    Raises:
-        ConfigError: they cannot, or steps are such.
-    """
+    """Refuse a batch that the processes cannot share evenly, and steps of several micro-batches, which are not timed here."""
     if recipe.schedule.gradient_accumulation_steps > 1:
         raise ConfigError(
             "recipe: schedule.gradient_accumulation_steps must be 1 here, where every micro-batch is a step, got "
@@ -106,9 +93,6 @@ def run_in_turns(config: BenchScaleConfig, recipe: HeadsConfig, scratch: Path) -
 
     Returns:
         The runs of one process; of several, each with batches of the recipe's size; and of several that share such batches.
-
-    Raises:
-        InputError, RuntimeError: see `run_steps`.
     """
     share = recipe.schedule.model_copy(update={"batch_size": recipe.schedule.batch_size // config.num_processes})
     shared = recipe.model_copy(update={"schedule": share})
@@ -204,10 +188,6 @@ def plan_beside_run(recipe: HeadsConfig, run: Steps) -> dict[str, float]:
 
 
 def _speed(runs: Sequence[Steps], others: Sequence[Steps], samples: int) -> Interval:
-    """Return how many tokens a second the runs had, over the others'."""
-    return speed_ratio(_turns(runs), _turns(others), lambda run: run.tokens, samples=samples)
-
-
-def _turns(runs: Sequence[Steps]) -> list[list[Turn[Steps]]]:
-    """Return runs as cases of one repeat each, for the ratio of speeds."""
-    return [[Turn(run, run.seconds)] for run in runs]
+    """Return how many tokens a second the runs had, over the others'; what is drawn is the run."""
+    ours, theirs = ([[Turn(run, run.seconds)] for run in side] for side in (runs, others))
+    return speed_ratio(ours, theirs, lambda run: run.tokens, samples=samples)

@@ -66,11 +66,7 @@ class Steps:
 
 
 class Clocked:
-    """Batches without end, and how long they were waited for.
-
-    Args:
-        loader: prepared; its epochs follow one another.
-    """
+    """Batches of a prepared loader without end, its epochs one after another, and how long they were waited for."""
 
     def __init__(self, loader: DataLoader[Batch]) -> None:
         self.seconds = 0.0
@@ -120,11 +116,7 @@ class HeadTrainer:
 
 
 def measure_steps(config: ScaleStepsConfig) -> None:
-    """Take the steps in this process, together with those launched beside it; the first writes what was measured.
-
-    Raises:
-        InputError: target, data or cache are not there or do not go together.
-    """
+    """Take the steps in this process, together with those launched beside it; the first writes what was measured."""
     recipe = config.recipe
     join_processes(recipe.target, timeout_seconds=recipe.schedule.process_timeout_seconds)
     accelerator = make_accelerator(recipe.schedule, Path(recipe.output))

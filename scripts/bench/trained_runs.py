@@ -60,22 +60,14 @@ class TrainingRun:
         return (self.folder / OUTCOME).is_file()
 
     def read_outcome(self) -> dict[str, Any]:
-        """Return how the training ended: `train.loop.loop.TrainingResult` as a dict.
-
-        Raises:
-            InputError: the run's folder is damaged.
-        """
+        """Return how the training ended: `train.loop.loop.TrainingResult` as a dict."""
         outcome = read_json(self.folder / OUTCOME, "outcome of a training")
         if not isinstance(outcome, dict) or not outcome.keys() >= NEEDED:
             raise InputError(f"{self.folder / OUTCOME} does not say {', '.join(sorted(NEEDED))}; remove {self.folder}")
         return outcome
 
     def read_git(self) -> dict[str, Any]:
-        """Return the state of the code that it was trained by.
-
-        Raises:
-            InputError: its folder holds no artifact.
-        """
+        """Return the state of the code that it was trained by."""
         metadata = read_json(self.artifact / "draftsmith.json", "artifact metadata")
         git: dict[str, Any] = metadata["provenance"]["git"]
         return git
@@ -85,29 +77,19 @@ def in_own_folder(recipe: R, parent: Path, name: str) -> R:
     """Return a recipe with its output in a folder under `parent`, named after what decides the weights.
 
     A run that was cut off begins anew (`schedule.resume` is off), so that the time it took is all of it.
-
-    Raises:
-        InputError: a data file cannot be read.
     """
     schedule = recipe.schedule.model_copy(update={"resume": False})
     contents = {
-        name: sha256_of(Path(path)) for name, path in (("train", recipe.data.train), ("held_out", recipe.data.held_out))
+        "train": sha256_of(Path(recipe.data.train)),
+        "held_out": sha256_of(Path(recipe.data.held_out)),
+        "micro_batches_per_step": str(schedule.gradient_accumulation_steps),
     }
-    contents["micro_batches_per_step"] = str(schedule.gradient_accumulation_steps)
     folder = parent / f"{name}-{training_fingerprint(recipe.model_dump(mode='json'), contents)[:12]}"
     return cast(R, recipe.model_copy(update={"schedule": schedule, "output": str(folder)}))
 
 
 def train_all(runs: Sequence[TrainingRun], kind: str) -> None:
-    """Train the runs that are not trained, one after another.
-
-    Args:
-        runs: in this order.
-        kind: what one of them is called in messages, e.g. "cell".
-
-    Raises:
-        InputError, RuntimeError: see `train_run`; what is trained stays trained.
-    """
+    """Train the runs that are not trained, one after another; `kind` is what messages call one, e.g. "cell"."""
     commit = describe_git()["commit"]
     for number, run in enumerate(runs, 1):
         place = f"{kind} {number} of {len(runs)}, {run.name}"

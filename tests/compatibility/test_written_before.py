@@ -6,17 +6,18 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
+from configs.runtime.command import run_command
 from configs.runtime.loading import load_config
 from configs.schema.decoding import DecodeConfig
+from configs.schema.evaluation import GateConfig
 from configs.schema.target import TargetConfig
 from configs.schema.training import DistillConfig, HeadsConfig
+from eval import gate
 from eval.decoder.decode import decode
 from eval.decoder.records import Generation
 from eval.decoder.request import Request
@@ -25,7 +26,6 @@ from heads.artifact import load_draft
 from heads.target.loading import load_target
 from train.launch import run_distillation, run_heads
 
-GATE = Path(__file__).resolve().parents[2] / "eval" / "gate.py"
 WRITTEN = Path(__file__).with_name("written_before")
 TRAININGS = {"distill": (DistillConfig, run_distillation), "heads": (HeadsConfig, run_heads)}
 
@@ -74,7 +74,7 @@ def test_training_reads_a_cache(written):
     assert run_distillation(config) == 0
 
 
-def test_a_report_is_judged_and_its_artifact_recognised(written):
-    command = [sys.executable, str(GATE), "report.json", "--artifact", "artifacts/draft_lm", "--set", "min_prompts=2"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, "gate: pass" in done.stdout) == (0, True), done.stdout + done.stderr
+def test_a_report_is_judged_and_its_artifact_recognised(written, capsys):
+    argv = ["report.json", "--artifact", "artifacts/draft_lm", "--set", "min_prompts=2"]
+    assert run_command(GateConfig, gate.main, description="", argv=argv, add_arguments=gate.add_arguments) == 0
+    assert "gate: pass" in capsys.readouterr().out

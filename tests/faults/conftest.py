@@ -1,6 +1,7 @@
 """Runs of a second on a tiny target, and what they end with when nothing disturbs them."""
 
 import itertools
+import json
 import os
 import signal
 import socket
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from accelerate.state import AcceleratorState, PartialState
 
+from configs.runtime.command import DONE
 from distill.cache.writer import make_cache
 from distill.generation.make_dataset import make_dataset
 from scripts.fault_injection.children import Child
@@ -70,11 +72,35 @@ def distilled(project, tmp_path, start):
     return distil
 
 
-def start_pair(start, main, config, before=None) -> list[Child]:
-    """Start a command in two processes that know of each other, with a fault planted in the second."""
+@pytest.fixture
+def goes_on(distilled, tmp_path, undisturbed):
+    """A function that distils what a fault has left to the end, and finds the weights and scores of an undisturbed run."""
+
+    def finish(**schedule):
+        child = distilled(**schedule)
+        assert child.process.exitcode == DONE, child.said
+        assert final_weights(tmp_path / "run") == final_weights(undisturbed["distill"])
+        assert scores(tmp_path / "run") == scores(undisturbed["distill"])
+        return child
+
+    return finish
+
+
+def scores(output: Path) -> list[dict[str, float]]:
+    """Return what the held-out decoding of a run found, without the time it took."""
+    rows = [json.loads(line) for line in (output / "history.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
+
+
+def free_port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+        return str(free.getsockname()[1])
+
+
+def start_pair(start, main, config, before=None) -> list[Child]:
+    """Start a command in two processes that know of each other, with a fault planted in the second."""
+    port = free_port()
     return [
         start(
             main,

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import string
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from safetensors.torch import load_file
 
 from configs.runtime.command import DONE, TERMINATED
 from configs.runtime.files import write_json
-from tests.faults.conftest import start_pair
+from tests.faults.conftest import free_port, start_pair
 from train.launch import run_distillation
 from train.loop.checkpoints import list_checkpoints, read_manifest
 
@@ -47,12 +46,6 @@ esac
 """
 
 
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
-
-
 def written(config, path):
     write_json(path, config.model_dump(mode="json"))  # JSON is YAML
     return str(path)
@@ -64,13 +57,17 @@ def environment(**more):
     return inherited | quiet | {"MAIN_PORT": free_port()} | more
 
 
+def write_tools(folder, **texts):
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+
+
 @pytest.mark.slow
 def test_a_slurm_job_that_is_stopped_goes_back_into_the_queue_and_on_from_its_checkpoint(project, tmp_path, start):
     tools = tmp_path / "tools"
     tools.mkdir()
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
-        (tools / name).write_text(text)
-        (tools / name).chmod(0o755)
+    write_tools(tools, srun=SRUN, scontrol=SCONTROL)
     # Slurm runs a copy of the script, in the folder of the submission.
     script = tmp_path / "spooled"
     script.write_text((CLUSTER / "slurm.sbatch").read_text())
@@ -135,13 +132,7 @@ wait $!
     ids=["stopped", "failed", "launcher terminated", "killed", "done"],
 )
 def test_only_a_stop_that_training_has_written_a_checkpoint_for_is_requeued(tmp_path, said, launcher_code, code):
-    for name, text in (
-        ("srun", SIGNALLING),
-        ("scontrol", SCONTROL),
-        ("python", LAUNCHER.replace("started", str(tmp_path / "started"))),
-    ):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
+    write_tools(tmp_path, srun=SIGNALLING, scontrol=SCONTROL, python=LAUNCHER.replace("started", str(tmp_path / "started")))
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
     variables = environment(
         PATH=f"{tmp_path}:{os.environ['PATH']}",
@@ -236,77 +227,60 @@ def test_a_script_is_bash_and_names_its_placeholders_once_at_the_top(script):
 
 
 def test_slurm_is_told_to_stop_the_job_in_time_and_to_keep_it():
-    told = dict(
-        line.removeprefix("#SBATCH --").partition("=")[::2]
-        for line in (CLUSTER / "slurm.sbatch").read_text().splitlines()
-        if line.startswith("#SBATCH")
-    )
-    assert told["signal"] == "TERM@120"  # to the processes, not to the batch shell alone (B:)
-    assert told["ntasks-per-node"] == "1"
-    assert told["open-mode"] == "append"
-    assert "requeue" in told
+    told = set(re.findall(r"^#SBATCH --(\S+)", (CLUSTER / "slurm.sbatch").read_text(), re.MULTILINE))
+    # The signal goes to the processes, not to the batch shell alone (B:).
+    assert told >= {"signal=TERM@120", "ntasks-per-node=1", "open-mode=append", "requeue"}
 
 
 @pytest.fixture(scope="module")
-def manifests():
-    """The Kubernetes objects by kind, their placeholders filled in as the launch line does."""
+def kubernetes():
+    """The Kubernetes objects, placeholders filled in as the launch line does; the pod; its container; its variables."""
     text = (CLUSTER / "kubernetes_job.yaml").read_text()
-    launch = text.partition("\n#\n")[0]
-    given = dict(re.findall(r'(\b[A-Z]+)=("[^"]*"|\S+)', launch))
+    given = dict(re.findall(r'(\b[A-Z]+)=("[^"]*"|\S+)', text.partition("\n#\n")[0]))
     assert set(given) == set(re.findall(r"\$\{([A-Z]+)\}", text))
     filled = string.Template(text).substitute({name: value.strip('"') for name, value in given.items()})
     assert "$" not in filled.partition("apiVersion")[2]
-    return {each["kind"]: each for each in yaml.safe_load_all(filled)}
+    objects = {each["kind"]: each for each in yaml.safe_load_all(filled)}
+    json.dumps(objects)  # nothing that YAML reads otherwise than it is written, such as a date
+    pod = objects["Job"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    return objects, pod, container, {each["name"]: each.get("value") for each in container["env"]}
 
 
-def test_the_pods_of_a_kubernetes_job_find_each_other_and_the_same_disk(manifests):
-    job, service, claim = manifests["Job"]["spec"], manifests["Service"], manifests["PersistentVolumeClaim"]
-    pod = job["template"]["spec"]
-    name = manifests["Job"]["metadata"]["name"]
-    assert manifests["Job"]["apiVersion"] == "batch/v1"
+def test_the_pods_of_a_kubernetes_job_find_each_other_and_the_same_disk(kubernetes):
+    objects, pod, container, values = kubernetes
+    job, name = objects["Job"]["spec"], objects["Job"]["metadata"]["name"]
+    service, claim = objects["Service"], objects["PersistentVolumeClaim"]
     assert job["completionMode"] == "Indexed"
-    assert job["completions"] == job["parallelism"] == 2
+    assert job["completions"] == job["parallelism"] == int(values["NUM_NODES"]) == 2
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["selector"] == {"job-name": name}  # a label that the job gives its pods
     assert pod["subdomain"] == service["metadata"]["name"]
-    (container,) = pod["containers"]
-    values = {each["name"]: each.get("value") for each in container["env"]}
     assert values["MAIN_HOST"] == f"{name}-0.{service['metadata']['name']}"  # how pods of an indexed job are called
     assert values["MAIN_PORT"] == str(service["spec"]["ports"][0]["port"])
-    assert values["NUM_NODES"] == str(job["completions"])
     assert container["resources"]["limits"]["nvidia.com/gpu"] == int(values["PROCESSES_PER_NODE"])
     volumes = {each["name"]: each for each in pod["volumes"]}
     assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
     assert {each["name"] for each in container["volumeMounts"]} == set(volumes)
-    assert len({each["metadata"]["namespace"] for each in manifests.values()}) == 1
+    assert len({each["metadata"]["namespace"] for each in objects.values()}) == 1
 
 
-def test_a_training_that_fails_by_itself_ends_the_job_after_few_restarts(manifests):
-    job = manifests["Job"]["spec"]
-    ignored, failed = job["podFailurePolicy"]["rules"]  # the first that fits is taken
-    assert ignored["action"] == "Ignore"
-    assert ignored["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
-    (container,) = job["template"]["spec"]["containers"]
-    assert failed["action"] == "FailJob"
-    assert failed["onExitCodes"] == {"containerName": container["name"], "operator": "NotIn", "values": [137, TERMINATED]}
-    (restarts,) = [int(each["value"]) for each in container["env"] if each["name"] == "MAX_RESTARTS"]
-    assert restarts * job["backoffLimit"] <= 50
-
-
-def test_a_pod_has_the_time_to_write_a_checkpoint_and_knows_what_node_sh_asks_for(manifests):
-    pod = manifests["Job"]["spec"]["template"]["spec"]
-    node = (CLUSTER / "node.sh").read_text()
+def test_a_pod_has_the_time_to_write_a_checkpoint_and_a_training_that_fails_by_itself_ends_the_job(kubernetes):
+    objects, pod, container, values = kubernetes
+    job, node = objects["Job"]["spec"], (CLUSTER / "node.sh").read_text()
     (grace,) = re.findall(r"GRACE_SECONDS:-(\d+)", node)
     assert pod["terminationGracePeriodSeconds"] > int(grace) > 30
-    assert pod["restartPolicy"] == "Never"  # podFailurePolicy is refused with any other
-    (container,) = pod["containers"]
-    asked = set(re.findall(r"^([A-Z_]+)=", node, re.MULTILINE))
-    assert {each["name"] for each in container["env"]} <= asked
+    assert values.keys() <= set(re.findall(r"^([A-Z_]+)=", node, re.MULTILINE))
     command = container["command"][-1].split()
     assert command[:2] == ["exec", "scripts/cluster/node.sh"]
     assert (ROOT / command[1]).stat().st_mode & 0o111
     assert (ROOT / command[2]).is_file()
     assert (ROOT / command[command.index("--config") + 1]).is_file()
     assert command[-1].startswith("output=/runs/")
-    json.dumps(manifests)  # nothing that YAML reads otherwise than it is written, such as a date
+    assert pod["restartPolicy"] == "Never"  # podFailurePolicy is refused with any other
+    ended = {"containerName": container["name"], "operator": "NotIn", "values": [137, TERMINATED]}
+    disruption = [{"type": "DisruptionTarget", "status": "True"}]
+    rules = [{"action": "Ignore", "onPodConditions": disruption}, {"action": "FailJob", "onExitCodes": ended}]
+    assert job["podFailurePolicy"]["rules"] == rules  # the first that fits is taken
+    assert int(values["MAX_RESTARTS"]) * job["backoffLimit"] <= 50

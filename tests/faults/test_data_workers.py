@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import _utils, get_worker_info
 
 from configs.runtime.command import BAD_INPUT, DONE, TERMINATED
 from distill.dataset.batches import ConversationDataset, make_loader
@@ -22,6 +23,14 @@ from train.tasks.draft import DraftTask
 
 # More workers than cores only make a run slower, of which torch warns.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    """Let a worker notice after half a second, not five, that it is alone."""
+    for module in (_utils, _utils.worker):
+        monkeypatch.setattr(module, "MP_STATUS_CHECK_INTERVAL", 0.5)
+
 
 FAILING = 1  # which worker, of three
 
@@ -49,20 +58,17 @@ def at_its_second_batch(act, checkpoint):
     return plant
 
 
+LATE = r"did not bring its batch within 2 s \(schedule\.process_timeout_seconds\)"
 FAULTS = {
-    "hangs": (lambda: time.sleep(600), r"did not bring its batch within 3 s \(schedule\.process_timeout_seconds\)"),
-    "is stopped": (
-        lambda: send_here(signal.SIGSTOP),
-        r"did not bring its batch within 3 s \(schedule\.process_timeout_seconds\)",
-    ),
+    "is stopped": (lambda: send_here(signal.SIGSTOP), LATE),
     "dies": (kill_here, "(is killed by signal: Killed|exited unexpectedly)"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_worker_that_fails_is_named_and_the_checkpoint_stands(project, undisturbed, tmp_path, start, distilled, fault):
+def test_a_worker_that_fails_is_named_and_the_checkpoint_stands(project, tmp_path, start, goes_on, fault):
     act, how = FAULTS[fault]
-    config = project.distill(tmp_path / "run", loader_workers=3, process_timeout_seconds=3)
+    config = project.distill(tmp_path / "run", loader_workers=3, process_timeout_seconds=2)
     checkpoints = tmp_path / "run" / "checkpoints"
     failed = start(run_distillation, config, before=at_its_second_batch(act, checkpoints / "step-00000003"))
     assert failed.end(60) == 1, failed.said
@@ -71,9 +77,8 @@ def test_a_worker_that_fails_is_named_and_the_checkpoint_stands(project, undistu
     assert found, said
     assert not living(int(found[1]))
     assert [read_manifest(path).step for path in list_checkpoints(checkpoints)] == [3]
-    if fault == "hangs":  # what lies on the disk is the same after each of them
-        assert distilled(loader_workers=1).process.exitcode == DONE
-        assert final_weights(tmp_path / "run") == final_weights(undisturbed["distill"])
+    if fault == "is stopped":  # what lies on the disk is the same after each of them
+        goes_on(loader_workers=1)
 
 
 def living(process: int) -> bool:
@@ -82,9 +87,7 @@ def living(process: int) -> bool:
     return status.exists() and "State:\tZ" not in status.read_text()
 
 
-def test_a_machine_that_is_taken_away_asks_the_workers_too_and_still_gets_its_checkpoint(
-    project, undisturbed, tmp_path, start, distilled
-):
+def test_a_machine_that_is_taken_away_asks_the_workers_too_and_still_gets_its_checkpoint(project, tmp_path, start, goes_on):
     def stop_the_group() -> None:  # by a process that is not the workers' parent: from that one they take it as the end
         subprocess.run(["kill", "-TERM", "--", f"-{os.getpgrp()}"], check=False)
 
@@ -95,15 +98,11 @@ def test_a_machine_that_is_taken_away_asks_the_workers_too_and_still_gets_its_ch
     stopped = start(run_distillation, project.distill(tmp_path / "run", loader_workers=2), before=plant)
     assert stopped.end(60) == TERMINATED, stopped.said
     assert "stopped by SIGTERM after step 5 of 12" in stopped.said
-    assert distilled().process.exitcode == DONE
-    assert final_weights(tmp_path / "run") == final_weights(undisturbed["distill"])
+    goes_on()
 
 
 def test_a_row_that_a_worker_cannot_read_is_a_sentence(project, tmp_path, start):
-    data = tmp_path / "data"
-    data.mkdir()
-    for path in (project.folder / "data").iterdir():
-        (data / path.name).write_bytes(path.read_bytes())
+    data = shutil.copytree(project.folder / "data", tmp_path / "data")
     config = project.distill(tmp_path / "run", loader_workers=2)
     config = config.model_copy(update={"data": config.data.model_copy(update={"train": str(data / "train.jsonl")})})
 
@@ -144,14 +143,12 @@ def test_a_packed_run_that_is_killed_goes_on_to_the_same_weights_with_any_worker
     assert final_weights(tmp_path / "killed", 6) == final_weights(tmp_path / "whole", 6)
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
-def test_workers_make_the_same_batches_in_the_same_order(project, num_workers):
+def test_workers_make_the_same_batches_in_the_same_order(project):
     dataset = ConversationDataset(read_conversations(project.folder / "data" / "train.jsonl"), 64)
-    schedule = project.distill(Path("run"), loader_workers=num_workers).schedule
-    workers = make_workers(schedule)
+    workers = make_workers(project.distill(Path("run"), loader_workers=3).schedule)
     for make in (make_loader, lambda *args, **how: make_packed_loader(*args, pack_length=100, **how)):
         here, there = make(dataset, 4, seed=1), make(dataset, 4, seed=1, workers=workers)
-        assert there.num_workers == num_workers
+        assert there.num_workers == 3
         for epoch in (0, 2):
             for loader in (here, there):
                 loader.batch_sampler.set_epoch(epoch)

@@ -107,29 +107,20 @@ EACH = pytest.mark.parametrize(("name", "content", "read"), PARSERS.values(), id
 
 
 @EACH
-def test_the_unspoilt_file_is_read(tmp_path, name, content, read):
+@given(data=st.data())
+@FUZZ
+def test_a_file_changed_anywhere_is_content_or_a_sentence(tmp_path, name, content, read, data):
     (tmp_path / name).write_text(json.dumps(content))
     read(tmp_path)
-
-
-@EACH
-@given(data=st.data())
-@FUZZ
-def test_a_value_put_in_anywhere_is_content_or_a_sentence(tmp_path, name, content, read, data):
-    spoilt = spoil(content, data)
-    (tmp_path / name).write_text(json.dumps(spoilt))
-    answered(read, tmp_path)
-
-
-@EACH
-@given(data=st.data())
-@FUZZ
-def test_bytes_changed_anywhere_are_content_or_a_sentence(tmp_path, name, content, read, data):
-    whole = json.dumps(content).encode()
-    start = data.draw(st.integers(0, len(whole)))
-    end = data.draw(st.integers(start, len(whole)))
-    (tmp_path / name).write_bytes(whole[:start] + data.draw(st.binary(max_size=12)) + whole[end:])
-    answered(read, tmp_path)
+    if data.draw(st.booleans()):
+        (tmp_path / name).write_text(json.dumps(spoil(content, data)))
+    else:
+        whole = json.dumps(content).encode()
+        start = data.draw(st.integers(0, len(whole)))
+        end = data.draw(st.integers(start, len(whole)))
+        (tmp_path / name).write_bytes(whole[:start] + data.draw(st.binary(max_size=12)) + whole[end:])
+    with suppress(InputError):
+        read(tmp_path)
 
 
 @EACH
@@ -152,14 +143,8 @@ def test_a_config_of_any_values_is_a_config_or_a_sentence(tmp_path, schema, data
         keys = list(getattr(section, "model_fields", {"x": None}))
         value[field] = data.draw(st.dictionaries(st.sampled_from(keys), VALUES, max_size=3))
     (tmp_path / "config.yaml").write_text(json.dumps(value))
-    answered(lambda folder: load_config(schema, folder / "config.yaml"), tmp_path)
-
-
-@given(text=st.text(max_size=60) | st.text("{}[]:-&*!|>'\"%@#, \n\ta1", max_size=60))
-@FUZZ
-def test_any_text_for_a_config_is_a_config_or_a_sentence(tmp_path, text):
-    (tmp_path / "config.yaml").write_text(text, errors="surrogatepass")
-    answered(lambda folder: load_config(DistillConfig, folder / "config.yaml"), tmp_path)
+    with suppress(InputError):
+        load_config(schema, tmp_path / "config.yaml")
 
 
 @pytest.mark.parametrize("name", ["..", "../x", "a/../../x", "/etc/passwd", "", ".", "link", "folder/x", "a\0b"])
@@ -170,12 +155,6 @@ def test_a_name_that_leads_out_of_its_folder_is_refused(tmp_path, name):
     with pytest.raises(InputError, match=r"manifest: expected the name of a file in .*, which leads out of it"):
         inside(tmp_path / "in", name, "manifest")
     assert inside(tmp_path / "in", "a/b.bin", "manifest") == tmp_path / "in" / "a" / "b.bin"
-
-
-def answered(read, folder):
-    """Let it read, or complain in a way that becomes one sentence."""
-    with suppress(InputError):
-        read(folder)
 
 
 SERVED = {
@@ -202,25 +181,21 @@ def read_served(content):
         lambda completion: completion.distributions("here"),
         lambda completion: completion.read_ids("here"),
     )
-    completion = read_completion(content, "here")
-    for way in ways:
-        with suppress(InputError):
-            way(completion)
-
-
-def test_an_unspoilt_answer_of_a_server_is_read():
-    completion = read_completion(SERVED, "here")
-    check_read(completion, [1, 2], "here")
-    assert read_ids(completion, 3, [9], 20, "here") == [3, 4, 9]
+    with suppress(InputError):
+        completion = read_completion(content, "here")
+        for way in ways:
+            with suppress(InputError):
+                way(completion)
 
 
 @given(data=st.data())
 @FUZZ
 def test_whatever_a_server_answers_is_an_answer_or_a_sentence(data):
-    with suppress(InputError):
-        read_served(spoil(SERVED, data))
-    with suppress(InputError):
-        read_served(data.draw(VALUES))
+    completion = read_completion(SERVED, "here")
+    check_read(completion, [1, 2], "here")
+    assert read_ids(completion, 3, [9], 20, "here") == [3, 4, 9]
+    read_served(spoil(SERVED, data))
+    read_served(data.draw(VALUES))
 
 
 def spoil(value, data):

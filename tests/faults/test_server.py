@@ -18,8 +18,8 @@ from distill.generation.server_jobs import ServerAnswerJob
 from distill.server import connection as server_connection
 from distill.server.logprobs import TargetServer
 from heads.target.loading import load_target
-from tests.faults.conftest import content, kill_at_call, start_pair
-from tests.faults.test_making import MADE
+from tests.faults.conftest import kill_at_call, start_pair
+from tests.faults.test_making import made
 from tests.support.fake_server import Api, serving
 
 BODY = json.dumps({"data": [{"id": "tiny"}]}).encode()
@@ -30,9 +30,12 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d
 def serve(monkeypatch):
     """A function that serves the list of models, cutting the first `cuts` answers short, and returns the address."""
     monkeypatch.setattr(server_connection, "pause", lambda stopping, seconds: None)
-    listener = socket.create_server(("127.0.0.1", 0))
+    listeners = []
 
     def serve(cuts):
+        listener = socket.create_server(("127.0.0.1", 0))
+        listeners.append(listener)
+
         def answer():
             for number in range(cuts + 1):
                 try:
@@ -47,15 +50,13 @@ def serve(monkeypatch):
         return f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
 
     yield serve
-    listener.close()
+    for listener in listeners:
+        listener.close()
 
 
-def test_an_answer_cut_off_is_asked_for_again(serve):
+def test_an_answer_cut_off_is_asked_for_again_and_one_that_always_is_is_reported(serve):
     with TargetServer(ServerConfig(url=serve(2), model="tiny", retries=2)) as connection:
         connection.check_model()
-
-
-def test_answers_that_are_always_cut_off_are_reported(serve):
     with (
         TargetServer(ServerConfig(url=serve(3), model="tiny", retries=1)) as connection,
         pytest.raises(InputError, match=r"cannot be reached \(RemoteProtocolError: .*gave up after 2 attempts"),
@@ -102,8 +103,7 @@ def test_data_whose_asking_was_killed_again_and_again_ends_with_the_same_bytes(s
         assert not (tmp_path / "data" / "manifest.json").exists()
     resumed = start_pair(start, make_dataset, served_data("data"))
     assert [child.end() for child in resumed] == [DONE, DONE], resumed[0].said
-    made, expected = content(tmp_path / "data"), content(tmp_path / "whole")
-    assert [made[name] for name in MADE] == [expected[name] for name in MADE]
+    assert made(tmp_path / "data") == made(tmp_path / "whole")
     # Of each killed run only the answers under way were asked for again.
     assert answers_asked(api) <= 2 * asked + 2 * (4 + 1)
 

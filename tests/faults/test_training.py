@@ -1,6 +1,7 @@
 """Training that is killed, stopped, run twice at once or out of disk: it goes on to the weights of an undisturbed run."""
 
-import json
+import itertools
+import os
 import signal
 import subprocess
 import time
@@ -9,10 +10,9 @@ from pathlib import Path
 import pytest
 from accelerate import Accelerator
 
-from configs.runtime.command import BAD_INPUT, DONE, TERMINATED
-from scripts.fault_injection.children import Child
+from configs.runtime.command import BAD_INPUT, TERMINATED
 from scripts.fault_injection.setup import EVERY, STEPS
-from tests.faults.conftest import at_call, content, die_at_step, final_weights, kill_here, send_here
+from tests.faults.conftest import at_call, content, die_at_step, kill_here, send_here
 from train.launch import run_distillation
 from train.loop import checkpoints
 from train.loop.checkpoints import list_checkpoints, read_manifest
@@ -28,15 +28,14 @@ def die_in_the_second_checkpoint(where: str):
     }[where]
 
     def plant() -> None:
-        plain, calls = getattr(owner, name), []
+        plain, calls = getattr(owner, name), itertools.count(1)
 
         def deadly(*args):
-            calls.append(1)
-            if len(calls) == 1:
+            if next(calls) == 1:
                 return plain(*args)
             if where == "half-way":
                 plain(*args)
-                cut_short(Path(args[1]) / "optimizer.bin")
+                os.truncate(Path(args[1]) / "optimizer.bin", 100)
             return kill_here()
 
         setattr(owner, name, deadly)
@@ -44,63 +43,49 @@ def die_in_the_second_checkpoint(where: str):
     return plant
 
 
-def cut_short(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:100])
+def nan_from_step_8() -> None:
+    plain, calls = DraftTask.loss, itertools.count(1)
+
+    def loss(*args):
+        outcome = plain(*args)
+        return outcome if next(calls) < 8 else type(outcome)(loss=outcome.loss * float("nan"), sums=outcome.sums)
+
+    DraftTask.loss = loss
 
 
-@pytest.mark.parametrize(
-    ("plant", "newest"),
-    [
-        (die_at_step(1), None),
-        (die_at_step(8), 6),
-        (die_in_the_second_checkpoint("half-way"), 3),
-        (die_in_the_second_checkpoint("before the rename"), 3),
-        (die_in_the_second_checkpoint("after the rename"), 6),
-    ],
-    ids=["at its first step", "between checkpoints", "half-way in one", "before its rename", "after its rename"],
-)
-def test_a_killed_run_goes_on_to_the_same_weights(project, undisturbed, tmp_path, start, distilled, plant, newest):
-    config = project.distill(tmp_path / "run")
-    assert start(run_distillation, config, before=plant).end() == -signal.SIGKILL
+def stop_at(name: str, call: int):
+    return at_call(DraftTask, name, call, lambda: send_here(signal.SIGTERM))
+
+
+KILLED = -signal.SIGKILL
+FAULTS = {  # what is planted; the exit code; the newest checkpoint; what is said
+    "killed at its first step": (die_at_step(1), KILLED, None, ""),
+    "killed between checkpoints": (die_at_step(8), KILLED, 6, ""),
+    "killed half-way in one": (die_in_the_second_checkpoint("half-way"), KILLED, 3, ""),
+    "killed before its rename": (die_in_the_second_checkpoint("before the rename"), KILLED, 3, ""),
+    "killed after its rename": (die_in_the_second_checkpoint("after the rename"), KILLED, 6, ""),
+    # The signal comes after the step's count of labels: the processes agree on it with those of the next step.
+    "stopped": (stop_at("loss", 6), TERMINATED, 7, "stopped by SIGTERM after step 7 of 12; a checkpoint is in"),
+    "stopped where an evaluation is due": (stop_at("prepare", 6), TERMINATED, 6, "after step 6 of 12"),
+    "stopped by a loss of nan": (nan_from_step_8, 1, 6, "the loss is nan in step 8"),
+}
+
+
+@pytest.mark.parametrize(("plant", "code", "newest", "words"), FAULTS.values(), ids=FAULTS)
+def test_a_disturbed_run_goes_on_to_the_same_weights(project, tmp_path, start, goes_on, plant, code, newest, words):
+    disturbed = start(run_distillation, project.distill(tmp_path / "run"), before=plant)
+    assert disturbed.end() == code, disturbed.said
     steps = [read_manifest(path).step for path in list_checkpoints(tmp_path / "run" / "checkpoints")]
     assert steps[-1:] == ([] if newest is None else [newest])
-    assert distilled().process.exitcode == DONE
-    assert final_weights(tmp_path / "run") == final_weights(undisturbed["distill"])
-    left = {path.name for path in (tmp_path / "run").rglob(".*")}
-    assert left == {".lock"}
+    assert words in disturbed.said
+    if code == TERMINATED:
+        assert "Traceback" not in disturbed.said
+        assert ("step 6/12, held out" in disturbed.said) == (newest == 7)  # else it is left to the run that goes on
+    goes_on()
+    assert {path.name for path in (tmp_path / "run").rglob(".*")} == {".lock"}
 
 
-def test_sigterm_ends_with_a_checkpoint_and_its_own_code(project, undisturbed, tmp_path, start, distilled):
-    # An evaluation and a checkpoint are due after it.
-    plant = at_call(DraftTask, "loss", 6, lambda: send_here(signal.SIGTERM))
-    stopped = start(run_distillation, project.distill(tmp_path / "run"), before=plant)
-    assert stopped.end() == TERMINATED, stopped.said
-    # The signal came after the step's count of labels: the processes agree on it with those of the next step.
-    assert "stopped by SIGTERM after step 7 of 12; a checkpoint is in" in stopped.said
-    assert "Traceback" not in stopped.said
-    assert distilled().process.exitcode == DONE
-    assert final_weights(tmp_path / "run") == final_weights(undisturbed["distill"])
-
-
-def test_a_stop_where_an_evaluation_is_due_leaves_it_to_the_run_that_goes_on(project, undisturbed, tmp_path, start, distilled):
-    plant = at_call(DraftTask, "prepare", 6, lambda: send_here(signal.SIGTERM))
-    stopped = start(run_distillation, project.distill(tmp_path / "run"), before=plant)
-    assert stopped.end() == TERMINATED, stopped.said
-    assert "after step 6 of 12" in stopped.said
-    assert "step 6/12, held out" not in stopped.said
-    resumed = distilled()
-    assert "step 6/12, held out" in resumed.said
-    assert final_weights(tmp_path / "run") == final_weights(undisturbed["distill"])
-    rows = [(tmp_path / "run" / "history.jsonl"), undisturbed["distill"] / "history.jsonl"]
-    scores = [[without_time(line) for line in path.read_text().splitlines()] for path in rows]
-    assert scores[0] == scores[1]
-
-
-def without_time(line: str) -> dict[str, float]:
-    return {name: value for name, value in json.loads(line).items() if name != "seconds"}
-
-
-def test_a_second_process_on_the_same_run_is_refused_until_the_first_has_died(project, undisturbed, tmp_path, start):
+def test_a_second_process_on_the_same_run_is_refused_until_the_first_has_died(project, tmp_path, start, goes_on):
     def stall() -> None:
         DraftTask.loss = lambda *args: time.sleep(60)
 
@@ -114,8 +99,7 @@ def test_a_second_process_on_the_same_run_is_refused_until_the_first_has_died(pr
     assert second.end() == BAD_INPUT
     assert "error: output: another process is at work in" in second.said
     first.kill()
-    assert start(run_distillation, config).end() == DONE
-    assert final_weights(tmp_path / "run") == final_weights(undisturbed["distill"])
+    goes_on()
 
 
 @pytest.fixture
@@ -130,7 +114,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_a_full_disk_is_a_sentence_and_the_checkpoint_before_stands(undisturbed, small_disk, distilled):
+def test_a_full_disk_is_a_sentence_and_the_checkpoint_before_stands(small_disk, distilled, goes_on):
     filler = small_disk / "filler"
     filler.write_bytes(bytes(400_000))
     full = distilled(keep_checkpoints=9)
@@ -143,10 +127,7 @@ def test_a_full_disk_is_a_sentence_and_the_checkpoint_before_stands(undisturbed,
     assert whole
     assert whole[-1] < STEPS
     filler.unlink()
-    resumed = distilled(keep_checkpoints=2)
-    assert resumed.process.exitcode == DONE, resumed.said
-    assert f"resumed from {small_disk}/checkpoints/step-{whole[-1]:08d}" in resumed.said
-    assert final_weights(small_disk) == final_weights(undisturbed["distill"])
+    assert f"resumed from {small_disk}/checkpoints/step-{whole[-1]:08d}" in goes_on(keep_checkpoints=2).said
 
 
 def test_a_file_too_large_for_its_disk_is_a_sentence_too(project, tmp_path, start):
@@ -160,28 +141,3 @@ def test_a_file_too_large_for_its_disk_is_a_sentence_too(project, tmp_path, star
     assert f"error: cannot write {tmp_path}/run/checkpoints/step-0000000{EVERY}: " in full.said
     assert "Traceback" not in full.said
     assert content(tmp_path / "run" / "checkpoints") == {}
-
-
-def test_a_loss_that_is_not_finite_leaves_the_last_checkpoint(project, undisturbed, tmp_path, start, distilled):
-    def plant() -> None:
-        plain, calls = DraftTask.loss, []
-
-        def loss(*args):
-            calls.append(1)
-            outcome = plain(*args)
-            return outcome if len(calls) < 8 else type(outcome)(loss=outcome.loss * float("nan"), sums=outcome.sums)
-
-        DraftTask.loss = loss
-
-    stopped = start(run_distillation, project.distill(tmp_path / "run"), before=plant)
-    assert stopped.end() == 1
-    assert "the loss is nan in step 8" in stopped.said
-    assert [read_manifest(path).step for path in list_checkpoints(tmp_path / "run" / "checkpoints")][-1] == 6
-    assert distilled().process.exitcode == DONE
-    assert final_weights(tmp_path / "run") == final_weights(undisturbed["distill"])
-
-
-def test_two_children_are_not_one(tmp_path, project):
-    """A child that was ended is told from one that ended, or the tests above would pass on anything."""
-    assert Child(lambda config: 0, project.distill(tmp_path / "run"), tmp_path).end() == DONE
-    assert Child(lambda config: kill_here(), project.distill(tmp_path / "run"), tmp_path).end() == -signal.SIGKILL

@@ -61,25 +61,23 @@ def target(tiny_run):
     return load_target(TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu"))
 
 
-@pytest.mark.parametrize("tamper", [bring_code, bring_pickle])
-def test_an_artifact_is_refused(strange, target, tamper):
-    tamper(strange / "artifact")
-    with pytest.raises(InputError, match="is damaged"):
-        load_draft(strange / "artifact", target.identity, target.model)
+LOADERS = {
+    "artifact": ("artifact", lambda folder, target: load_draft(folder, target.identity, target.model), "is damaged"),
+    "first model": (
+        "target",
+        lambda folder, target: initial_draft(StudentConfig(init="model", path=str(folder), layers=None), target),
+        r"student\.path: .* does not hold a causal LM",
+    ),
+    "target": ("target", lambda folder, _: load_target(TargetConfig(name=str(folder), dtype="float32", device="cpu")), "."),
+}
 
 
 @pytest.mark.parametrize("tamper", [bring_code, bring_pickle])
-def test_a_model_to_start_from_is_refused(strange, target, tamper):
-    tamper(strange / "target")
-    with pytest.raises(InputError, match=r"student\.path: .* does not hold a causal LM"):
-        initial_draft(StudentConfig(init="model", path=str(strange / "target"), layers=None), target)
-
-
-@pytest.mark.parametrize("tamper", [bring_code, bring_pickle])
-def test_a_target_is_refused(strange, tamper):
-    tamper(strange / "target")
-    with pytest.raises(InputError):
-        load_target(TargetConfig(name=str(strange / "target"), dtype="float32", device="cpu"))
+@pytest.mark.parametrize(("name", "load", "complaint"), LOADERS.values(), ids=LOADERS)
+def test_what_brings_code_or_pickles_is_refused(strange, target, tamper, name, load, complaint):
+    tamper(strange / name)
+    with pytest.raises(InputError, match=complaint):
+        load(strange / name, target)
 
 
 def test_a_shard_that_is_a_link_to_elsewhere_is_refused(undisturbed, tmp_path):

@@ -20,12 +20,6 @@ def test_each_name_runs_its_function_on_its_config(name, monkeypatch):
     assert configs == [entry.config()]
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_an_unknown_key_is_one_line_and_code_2(name, capsys):
-    assert run([name, "--set", "nosuch.key=1"]) == BAD_INPUT
-    assert capsys.readouterr().err.startswith("error: --set nosuch.key: unknown key 'nosuch'; --keys lists")
-
-
 @pytest.mark.parametrize("argv", [[], ["nosuch"], ["--config", "decode"]])
 def test_without_a_known_name_the_command_says_what_is_missing(argv, capsys):
     assert run(argv) == BAD_INPUT

@@ -1,9 +1,6 @@
 """`scripts/export.py` and `scripts/import.py` as a person runs them: there, back, and the trial that refuses a draft."""
 
 import importlib
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from configs.runtime.command import BAD_INPUT, DONE, run_command
 from configs.schema.heads import MedusaSettings
-from configs.schema.release import ENGINES, ImportConfig
+from configs.schema.release import ENGINES, ExportConfig, ImportConfig
 from configs.schema.target import TargetConfig
 from heads.artifact import read_metadata
 from heads.families.registry import FAMILIES
@@ -19,18 +16,8 @@ from heads.formats.exporting.table import FORMS
 from heads.target.loading import load_target
 from tests.support.artifacts import save_artifact
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 importing = importlib.import_module("scripts.import")
-TARGET = [
-    "--set",
-    "target.dtype=float32",
-    "--set",
-    "target.device=cpu",
-    "--set",
-    "prompts=[w1 w2 w3]",
-    "--set",
-    "max_new_tokens=64",
-]
+exporting = importlib.import_module("scripts.export")
 
 
 @pytest.fixture
@@ -52,28 +39,24 @@ def folder(tmp_path, tiny_llama, tiny_tokenizer):
     return tmp_path
 
 
-def export(folder, *more):
-    command = [
-        sys.executable,
-        str(SCRIPTS / "export.py"),
-        str(folder / "artifact"),
-        "--to",
-        "vllm",
-        "--out",
-        str(folder / "out"),
-    ]
-    return subprocess.run([*command, *more], cwd=folder, capture_output=True, text=True, check=False)
+def run(schema, module, *argv):
+    return run_command(schema, module.main, description="", argv=list(map(str, argv)), add_arguments=module.add_arguments)
+
+
+def export(folder, engine="vllm"):
+    return run(ExportConfig, exporting, folder / "artifact", "--to", engine, "--out", folder / "out")
 
 
 def import_(folder, *more):
-    argv = [str(folder / "out"), "--out", str(folder / "back"), "--set", f"target.name={folder / 'target'}", *TARGET, *more]
-    return run_command(ImportConfig, importing.main, description="", argv=argv, add_arguments=importing.add_arguments)
+    settings = {"name": folder / "target", "dtype": "float32", "device": "cpu"}
+    target = [part for key, value in settings.items() for part in ("--set", f"target.{key}={value}")]
+    trial = ["--set", "prompts=[w1 w2 w3]", "--set", "max_new_tokens=64"]
+    return run(ImportConfig, importing, folder / "out", "--out", folder / "back", *target, *trial, *more)
 
 
 def test_there_and_back(folder, capsys):
-    done = export(folder)
-    assert done.returncode == DONE, done.stderr
-    assert f"vllm serve {folder / 'target'} --speculative-config" in done.stdout
+    assert export(folder) == DONE
+    assert f"vllm serve {folder / 'target'} --speculative-config" in capsys.readouterr().out
     assert import_(folder) == DONE
     assert "medusa from Medusa, 2.94 accepted a round" in capsys.readouterr().out
     before, after = (load_file(folder / name / "model.safetensors") for name in ("artifact", "back"))
@@ -82,7 +65,7 @@ def test_there_and_back(folder, capsys):
 
 
 def test_a_draft_that_is_never_accepted_is_refused(folder, capsys):
-    assert export(folder).returncode == DONE
+    assert export(folder) == DONE
     tensors = load_file(folder / "out" / "model.safetensors")
     tensors["lm_head.weight"] = -tensors["lm_head.weight"]  # its likeliest token is then the target's least likely
     save_file(tensors, folder / "out" / "model.safetensors")
@@ -92,11 +75,7 @@ def test_a_draft_that_is_never_accepted_is_refused(folder, capsys):
     assert import_(folder, "--set", "min_accepted_per_round=0") == DONE
 
 
-def test_an_engine_that_is_not_known_is_refused(folder):
-    done = export(folder, "--to", "abacus")
-    assert done.returncode == BAD_INPUT
-    assert "invalid choice: 'abacus'" in done.stderr
-
-
-def test_the_engines_of_the_command_are_those_of_the_table():
+def test_the_engines_of_the_command_are_those_of_the_table(folder, capsys):
     assert set(ENGINES) == set(FORMS)
+    assert export(folder, "abacus") == BAD_INPUT
+    assert "invalid choice: 'abacus'" in capsys.readouterr().err

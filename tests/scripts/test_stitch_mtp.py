@@ -1,9 +1,6 @@
 """`scripts/stitch_mtp.py`: a head trained from a checkpoint's own MTP weights goes back there, and only there."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +16,6 @@ from heads.target.loading import load_target
 from scripts.stitch_mtp import add_arguments, main
 from tests.support.artifacts import save_artifact
 
-ENTRY = Path(__file__).resolve().parents[2] / "scripts" / "stitch_mtp.py"
 NAMES = ("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "norm.weight", "fc.weight")
 
 
@@ -44,25 +40,13 @@ def folder(tmp_path, tiny_llama, tiny_tokenizer):
     return tmp_path
 
 
-def arguments_of(folder, *more):
-    return [str(folder / "artifact"), "--target", str(folder / "target"), "--out", str(folder / "out"), *more]
-
-
 def run(folder, *more):
-    argv = arguments_of(folder, *more)
+    argv = [str(folder / "artifact"), "--target", str(folder / "target"), "--out", str(folder / "out"), *more]
     return run_command(StitchConfig, main, description="", argv=argv, add_arguments=add_arguments)
 
 
-def change_metadata(folder, **values):
-    path = folder / "artifact" / METADATA_FILE
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
 def test_the_trained_tensors_stand_in_a_copy_of_the_target(folder):
-    done = subprocess.run(
-        [sys.executable, str(ENTRY), *arguments_of(folder)], cwd=folder, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == DONE, done.stderr
+    assert run(folder) == DONE
     before, after = (load_file(folder / name / "model.safetensors") for name in ("target", "out"))
     assert [key for key in before if not torch.equal(before[key], after[key])] == ["mtp.pre_fc_norm_embedding.weight"]
     assert torch.equal(after["mtp.pre_fc_norm_embedding.weight"], torch.full([32], 2.0))
@@ -87,17 +71,12 @@ def test_another_targets_folder_is_refused_and_can_be_allowed(folder, capsys):
     [
         ({"kind": "eagle3"}, "holds a draft of kind 'eagle3'; only mtp can be stitched"),
         ({"head": {"kind": "mtp", "train_head": True}}, "has an output head of its own"),
+        ({"head": {"kind": "mtp", "nosuch": 1}}, "is damaged"),
     ],
 )
 def test_what_has_no_place_in_the_checkpoint_is_refused(folder, capsys, values, words):
-    change_metadata(folder, **values)
+    path = folder / "artifact" / METADATA_FILE
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
     assert run(folder) == BAD_INPUT
     assert words in capsys.readouterr().err
     assert not (folder / "out").exists()
-
-
-def test_a_damaged_artifact_is_refused(folder, capsys):
-    weights = folder / "artifact" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:100])
-    assert run(folder) == BAD_INPUT
-    assert "is damaged" in capsys.readouterr().err

@@ -1,5 +1,4 @@
-"""The decode benchmark beside transformers, and its results file (`scripts.bench.decode.setup`: on what;
-`scripts.bench.decode.table`: the table of all ways of decoding).
+"""The decode benchmark: ours beside transformers, and a table of all ways of decoding (`scripts.bench.decode.table`).
 
 Greedy, one prompt at a time: ours and transformers' with the same draft, ours and transformers' plainly, and ours by lean
 forwards (`heads.inference.lean_forward`) with the draft and plainly. Speculative in batches of eight against one by one.
@@ -11,9 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
@@ -21,36 +19,28 @@ from transformers import PreTrainedModel
 from configs.runtime.command import DONE, GATE_FAILED
 from configs.schema.benchmarks import BenchDecodeConfig
 from configs.schema.evaluation import LosslessConfig
-from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE
+from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Timing
 from eval.lossless.verdict import NOT_LOSSLESS, find_divergences, is_tie
 from eval.stats.bootstrap import Interval, ratio_interval
 from heads.target.loading import Target
-from scripts.bench.decode.setup import (
-    DRAFT_LM,
-    LARGE_BATCH,
-    Answers,
-    DecodeSetup,
-    Requests,
-    Side,
-    load_for_transformers,
-    load_setup,
-)
+from scripts.bench.decode.setup import DRAFT_LM, Answers, DecodeSetup, Requests, Side, load_for_transformers, load_setup
 from scripts.bench.decode.table import (
     Turns,
     TurnsOfSide,
-    answers_of,
     decode_side,
     first_generations,
     measure_ways,
     summarise_rules,
     summarise_ways,
+    timings_of,
 )
 from scripts.bench.decode.ways import list_ways
-from scripts.bench.harness import speed_ratio, take_turns, with_bounds, write_results
+from scripts.bench.harness import SEED, speed_ratio, take_turns, write_results
 from scripts.bench.peers.transformers_generate import TransformersPeer
 
 log = logging.getLogger("draftsmith")
 
+LARGE_BATCH = 8  # the ratio `batch8_vs_batch1` bears it in its name
 ASSISTED, GENERATE = "transformers_assisted", "transformers"
 LEAN, LEAN_PLAIN = "lean_speculative", "lean_autoregressive"
 READ_BYTES = 2**28  # of the block whose reading gives the memory bandwidth, far larger than any cache
@@ -64,16 +54,18 @@ def compare_decoding(config: BenchDecodeConfig) -> int:
     batched = measure_batches(setup)
     ways = list_ways(setup)
     table = measure_ways(setup, ways)
-    agreement = {
-        "speculative_and_transformers_assisted": _agreement(setup.target, greedy[ASSISTED], greedy[SPECULATIVE]),
-        "plain_and_transformers_generate": _agreement(setup.target, greedy[GENERATE], greedy[AUTOREGRESSIVE]),
+    pairs = {
+        "speculative_and_transformers_assisted": (ASSISTED, SPECULATIVE),
+        "plain_and_transformers_generate": (GENERATE, AUTOREGRESSIVE),
+        "lean_and_transformers_assisted": (ASSISTED, LEAN),
+        "lean_plain_and_transformers_generate": (GENERATE, LEAN_PLAIN),
     }
-    if setup.lean_target is not None:
-        agreement["lean_and_transformers_assisted"] = _agreement(setup.target, greedy[ASSISTED], greedy[LEAN])
-        agreement["lean_plain_and_transformers_generate"] = _agreement(setup.target, greedy[GENERATE], greedy[LEAN_PLAIN])
+    agreement = {
+        name: _agreement(setup.target, greedy[theirs], greedy[ours]) for name, (theirs, ours) in pairs.items() if ours in greedy
+    }
     rows = summarise_ways(setup, ways, table)
     write_results(
-        Path(config.output),
+        config.output,
         "decode",
         config,
         rows=rows,
@@ -83,7 +75,6 @@ def compare_decoding(config: BenchDecodeConfig) -> int:
         device=str(setup.target.device),
         threads=torch.get_num_threads(),
     )
-    log.info("results in %s", config.output)
     for name, found in agreement.items():
         log.info("%s: %s", name.replace("_", " "), ", ".join(f"{key} {value}" for key, value in found.items()))
     wrong = [row for row in rows if row["lossless"] == NOT_LOSSLESS]
@@ -114,19 +105,20 @@ def measure_greedy(setup: DecodeSetup) -> Turns:
     if setup.lean_target is not None:
         lean = partial(decode_side, setup.lean_target, settings)
         # Its plain runs bear the name of plain runs, which a speedup is counted from.
-        sides |= {LEAN_PLAIN: partial(lean, None, AUTOREGRESSIVE), LEAN: partial(lean, setup.drafts[DRAFT_LM], LEAN)}
+        sides |= {LEAN_PLAIN: partial(lean, None, AUTOREGRESSIVE), LEAN: partial(lean, setup.drafts[DRAFT_LM].proposer, LEAN)}
     cases: list[Requests] = [[request] for request in setup.requests]
     return take_turns(sides, cases, config.repeats, description="greedy, beside transformers")
 
 
 def measure_batches(setup: DecodeSetup) -> Turns:
     """Decode greedily with the draft, eight prompts together and one by one; only whole batches count."""
-    cases = [batch for batch in setup.batches() if len(batch) == LARGE_BATCH]
+    whole = len(setup.requests) - len(setup.requests) % LARGE_BATCH
+    cases: list[Requests] = [setup.requests[start : start + LARGE_BATCH] for start in range(0, whole, LARGE_BATCH)]
     together = partial(decode_side, setup.target, setup.settings(temperature=0.0), setup.proposer, SPECULATIVE)
 
     def alone(batch: Requests, repeat: int) -> Answers:
         parts = [together([request], repeat) for request in batch]
-        return Answers(generations=[part.generations[0] for part in parts], timings=[part.timings[0] for part in parts])
+        return Answers(generations=[part.generations[0] for part in parts], timings=[])
 
     if not cases:
         log.warning("fewer than %d prompts: batches are not measured", LARGE_BATCH)
@@ -138,8 +130,8 @@ def measure_batches(setup: DecodeSetup) -> Turns:
 # --- making sense of it -------------------------------------------------------------------------------------------
 
 
-def summarise_ratios(setup: DecodeSetup, greedy: Turns, batched: Turns) -> dict[str, float | None]:
-    """Return the file's ratios, each with its bounds. `batch8_vs_batch1` is left out where no whole batch was decoded."""
+def summarise_ratios(setup: DecodeSetup, greedy: Turns, batched: Turns) -> dict[str, Interval]:
+    """Return the file's ratios. `batch8_vs_batch1` is left out where no whole batch was decoded."""
     samples = setup.config.bootstrap_samples
     speed = partial(speed_ratio, amount=lambda answers: answers.num_tokens, samples=samples)
     ratios = {
@@ -156,7 +148,7 @@ def summarise_ratios(setup: DecodeSetup, greedy: Turns, batched: Turns) -> dict[
         }
     if batched:
         ratios["batch8_vs_batch1"] = speed(batched["together"], batched["alone"])
-    return {key: value for name, interval in ratios.items() for key, value in with_bounds(name, interval).items()}
+    return ratios
 
 
 def _agreement(target: Target, theirs: TurnsOfSide, ours: TurnsOfSide) -> dict[str, int]:
@@ -174,7 +166,7 @@ def _seconds_by_forward(greedy: Turns) -> dict[str, float]:
     """Return the decode seconds of a plain token by each forward, prompts and repeats pooled."""
     seconds = {}
     for forward, mode in (("transformers", AUTOREGRESSIVE), ("lean", LEAN_PLAIN)):
-        timings = [timing for answers in answers_of(greedy.get(mode, [])) for timing in answers.timings]
+        timings = timings_of(greedy.get(mode, []))
         if tokens := sum(timing.num_tokens for timing in timings):
             seconds[forward] = sum(timing.decode_seconds for timing in timings) / tokens
     return seconds
@@ -182,10 +174,12 @@ def _seconds_by_forward(greedy: Turns) -> dict[str, float]:
 
 def _overhead_share(turns: TurnsOfSide, samples: int) -> Interval:
     """Return the share of decode time outside the forwards and the draws; prompts are drawn, repeats summed."""
-    timings = [[timing for turn in repeats for timing in turn.result.timings] for repeats in turns]
-    overhead = [sum(timing.overhead_seconds for timing in case) for case in timings]
-    whole = [sum(timing.decode_seconds for timing in case) for case in timings]
-    return ratio_interval(overhead, whole, samples=samples, seed=0)
+
+    def sums(seconds: Callable[[Timing], float]) -> list[float]:
+        return [sum(seconds(timing) for timing in timings_of([repeats])) for repeats in turns]
+
+    overhead, whole = sums(lambda timing: timing.overhead_seconds), sums(lambda timing: timing.decode_seconds)
+    return ratio_interval(overhead, whole, samples=samples, seed=SEED)
 
 
 # --- the memory floor ---------------------------------------------------------------------------------------------
@@ -197,7 +191,6 @@ def floor_shares(model: PreTrainedModel, seconds_per_token: Mapping[str, float])
     The keys and values are left out; for short texts they are small beside the weights.
 
     Args:
-        model: the target.
         seconds_per_token: of plain decoding at batch 1, by the name of the forward.
 
     Returns:

@@ -1,5 +1,4 @@
-"""What the decode benchmark measures: the target by either forward, the drafts, the prompts
-(`scripts.bench.decode.benchmark`: how).
+"""What the decode benchmark measures: the target by either forward, the drafts, the prompts.
 
 The two forwards run the very same weights; the lean one (`heads.inference.lean_forward`) adds its packed copy of them.
 """
@@ -28,7 +27,6 @@ from scripts.bench.head_recipes import train_recipes
 
 log = logging.getLogger("draftsmith")
 
-LARGE_BATCH = 8  # the ratio `batch8_vs_batch1` bears it in its name
 DRAFT_LM = "draft_lm"
 
 Requests = Sequence[Request]
@@ -55,7 +53,6 @@ class DecodeSetup:
     """A target, drafts and what they are measured on.
 
     drafts: for `fastest_target`, by what the table calls them; the draft LM first.
-    lengths: tokens that each of them drafts a round.
     proposer: the draft LM for `target`.
     requests, choosing: prompts that are measured, and others that choose trees and lengths.
     lean_target: the same weights, run by a lean forward; None where its family has none.
@@ -66,8 +63,7 @@ class DecodeSetup:
     target: Target
     proposer: Proposer
     lean_target: Target | None
-    drafts: dict[str, Proposer]
-    lengths: dict[str, int]
+    drafts: dict[str, Draft]
     requests: list[Request]
     choosing: list[Request]
     past_answers: list[list[int]]
@@ -85,22 +81,14 @@ class DecodeSetup:
             temperature=temperature,
         )
 
-    def batches(self) -> list[Requests]:
-        """Return the requests in large batches, the last of which may be smaller."""
-        return [self.requests[start : start + LARGE_BATCH] for start in range(0, len(self.requests), LARGE_BATCH)]
-
     def load_draft_for(self, target: Target) -> Draft:
         """Load the draft LM once more, for a target in another dtype."""
         return load_draft(self.config.draft, target.identity, target.model)
 
 
 def load_setup(config: BenchDecodeConfig) -> DecodeSetup:
-    """Load what is measured.
-
-    Raises:
-        InputError: a draft is not for this target, or a prompt cannot be decoded.
-    """
-    folders = {DRAFT_LM: config.draft}
+    """Load what is measured."""
+    folders, past = {DRAFT_LM: config.draft}, config.past_answers
     if config.heads is not None:
         folders |= {run.name: str(run.artifact) for run in train_recipes(config.heads)}
     rows = measured_rows(Path(config.held_out), config.num_prompts, config.num_choosing)
@@ -119,11 +107,10 @@ def load_setup(config: BenchDecodeConfig) -> DecodeSetup:
         target=target,
         proposer=load_draft(config.draft, target.identity, target.model).proposer,
         lean_target=lean_target,
-        drafts={name: draft.proposer for name, draft in loaded.items()},
-        lengths={name: draft.metadata.num_speculative_tokens for name, draft in loaded.items() if name != DRAFT_LM},
+        drafts=loaded,
         requests=requests,
         choosing=choosing,
-        past_answers=_answers(config),
+        past_answers=[] if past is None else [list(row.answer_ids) for row in read_conversations(Path(past))],
     )
 
 
@@ -141,10 +128,3 @@ def _run_lean(target: Target) -> Target | None:
     except InputError as error:
         log.warning("lean forwards are not measured: %s", error)
         return None
-
-
-def _answers(config: BenchDecodeConfig) -> list[list[int]]:
-    """Return the answers that suffix lookup has seen."""
-    if config.past_answers is None:
-        return []
-    return [list(row.answer_ids) for row in read_conversations(Path(config.past_answers))]

@@ -8,26 +8,26 @@ forwards left out, as in a report. Its quality is that of its answers under the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import LosslessConfig
-from eval.decoder.records import AUTOREGRESSIVE, Generation
+from eval.decoder.records import AUTOREGRESSIVE, Generation, Timing
 from eval.lossless.verdict import judge_lossless
 from eval.lossy.decode import decode
 from eval.metrics.acceptance import count_per_prompt
 from eval.metrics.quality import nats_of
-from eval.metrics.speed import compare_speed
 from eval.stats.bootstrap import Interval, paired_ratio_interval, ratio_interval
 from heads.proposers.protocol import Proposer
 from heads.target.loading import Target
 from scripts.bench.decode.setup import Answers, DecodeSetup, Requests
 from scripts.bench.decode.ways import COMPARED, Way
-from scripts.bench.harness import Turn, take_turns, with_bounds
+from scripts.bench.harness import SEED, SideTurns, speedup, take_turns
 
-TurnsOfSide = list[list[Turn[Answers]]]  # by case and repeat
+TurnsOfSide = SideTurns[Answers]
 Turns = dict[str, TurnsOfSide]
 
 # Plain decoding, by temperature and by whether the forward is the fastest.
@@ -56,15 +56,9 @@ def summarise_ways(setup: DecodeSetup, ways: Sequence[Way], turns: Turns) -> lis
     rows = []
     for way in ways:
         plain = PLAIN[way.settings.temperature, way.fastest]
-        # 1 where the answers are as likely to the target as its own.
-        perplexity = math.exp(nats[way.name] - nats[plain])
+        perplexity = math.exp(nats[way.name] - nats[plain])  # 1: the answers are as likely to the target as its own
         rows.append({**_row(setup, way, turns[plain], turns[way.name]), "perplexity_vs_plain": perplexity})
     return rows
-
-
-def tau_ratio(ours: TurnsOfSide, other: TurnsOfSide, samples: int) -> Interval:
-    """Return the ratio of tokens per target step, paired by prompt."""
-    return paired_ratio_interval(*_counts(ours), *_counts(other), samples=samples, seed=0)
 
 
 def first_generations(turns: TurnsOfSide) -> list[Generation]:
@@ -72,9 +66,9 @@ def first_generations(turns: TurnsOfSide) -> list[Generation]:
     return [generation for repeats in turns for generation in repeats[0].result.generations]
 
 
-def answers_of(turns: TurnsOfSide) -> Iterable[Answers]:
-    """Return what a side made of all prompts in all repeats."""
-    return (turn.result for repeats in turns for turn in repeats)
+def timings_of(turns: TurnsOfSide) -> list[Timing]:
+    """Return the timings of all prompts in all repeats."""
+    return [timing for repeats in turns for turn in repeats for timing in turn.result.timings]
 
 
 def decode_side(
@@ -92,10 +86,6 @@ def _target(setup: DecodeSetup, fastest: bool) -> Target:
 
 def _row(setup: DecodeSetup, way: Way, plain: TurnsOfSide, own: TurnsOfSide) -> dict[str, Any]:
     samples = setup.config.bootstrap_samples
-    committed, rounds = _counts(own)
-    timings = [timing for turns in (plain, own) for answers in answers_of(turns) for timing in answers.timings]
-    speed = compare_speed(timings, way.name, samples=samples, seed=0)
-    speedup = Interval(speed["decode_speedup"], *(speed["decode_speedup_ci"] or (None, None)))
     # Greedy answers are compared with plain ones; sampling rules are checked by exact enumeration in the tests.
     checks = LosslessConfig(check_float32_prompts=0, false_alarm_rate=None)
     pair = first_generations(plain), first_generations(own)
@@ -109,8 +99,8 @@ def _row(setup: DecodeSetup, way: Way, plain: TurnsOfSide, own: TurnsOfSide) -> 
         "temperature": way.settings.temperature,
         "drafts_a_round": sum(drafted) / max(len(drafted), 1),
         "lossless": verdict,
-        **with_bounds("tau", ratio_interval(committed, rounds, samples=samples, seed=0)),
-        **with_bounds("speedup", speedup),
+        "tau": ratio_interval(*_counts(own), samples=samples, seed=SEED),
+        "speedup": speedup([*timings_of(plain), *timings_of(own)], way.name, samples=samples),
     }
 
 
@@ -123,16 +113,17 @@ def _nats_a_token(setup: DecodeSetup, turns: TurnsOfSide) -> float:
 def _counts(turns: TurnsOfSide) -> tuple[list[float], list[float]]:
     """Return committed tokens and rounds by prompt, summed over the repeats."""
     sums: dict[str, list[int]] = {}
-    for answers in answers_of(turns):
-        for prompt_id, counts in count_per_prompt(answers.generations).items():
+    for turn in chain.from_iterable(turns):
+        for prompt_id, counts in count_per_prompt(turn.result.generations).items():
             sums[prompt_id] = [sum(pair) for pair in zip(sums.get(prompt_id, (0, 0)), counts, strict=True)]
     return [float(committed) for committed, _ in sums.values()], [float(rounds) for _, rounds in sums.values()]
 
 
-def summarise_rules(setup: DecodeSetup, turns: Turns) -> dict[str, float | None]:
-    """Return the ratios of tokens per target step between ways that were measured, each with its bounds."""
-    ratios: dict[str, float | None] = {}
-    for name, (one, other) in COMPARED.items():
-        if one in turns and other in turns:
-            ratios |= with_bounds(name, tau_ratio(turns[one], turns[other], setup.config.bootstrap_samples))
-    return ratios
+def summarise_rules(setup: DecodeSetup, turns: Turns) -> dict[str, Interval]:
+    """Return the ratios of tokens per target step, paired by prompt, between ways that were measured."""
+    samples = setup.config.bootstrap_samples
+    return {
+        name: paired_ratio_interval(*_counts(turns[one]), *_counts(turns[other]), samples=samples, seed=SEED)
+        for name, (one, other) in COMPARED.items()
+        if one in turns and other in turns
+    }

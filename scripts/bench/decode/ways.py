@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -19,10 +19,12 @@ import torch
 from configs.schema.decoding import DecodeConfig, ParticleSampling, TypicalAcceptance, Verification
 from configs.schema.drafting import Candidates, DynamicTree, Path, StaticTree
 from eval.cost.draft_length import ConfidenceProbe, fit_stopping
-from eval.cost.tree_shapes import Profile, fastest_tree, measure_profile
+from eval.cost.tree_shapes import fastest_tree, measure_profile
 from eval.decoder.decode import Request
 from eval.decoder.records import SPECULATIVE
 from eval.lossy.decode import decode
+from heads.artifact import Draft
+from heads.families.registry import FAMILIES
 from heads.inference.causal_lm import head_logits, new_cache
 from heads.proposers.merged import MergedDrafts
 from heads.proposers.prompt_lookup import PromptLookup
@@ -49,7 +51,6 @@ COMPARED = {
     "static_tree_vs_chain_at_equal_rows": (f"greedy, static tree, {DRAFT_LM}", f"greedy, long chain, {DRAFT_LM}"),
     "dynamic_tree_vs_chain_at_equal_rows": (f"greedy, dynamic tree, {DRAFT_LM}", f"greedy, long chain, {DRAFT_LM}"),
 }
-ONE_PASS = frozenset(("dflash", "dspark", "peagle"))  # families that draft a whole block in one forward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,36 +79,29 @@ class Way:
 def list_ways(setup: DecodeSetup) -> list[Way]:
     """Return every way that the table compares, trees chosen on the prompts set apart for that."""
     settings = setup.settings(0.0)
-    ways = chain_ways(setup.drafts, settings, setup.lengths)
-    for name, draft in setup.drafts.items():
+    ways = chain_ways(setup.drafts, settings)
+    for name, loaded in setup.drafts.items():
+        draft = loaded.proposer
         if isinstance(draft, TreeProposer):
             paths = choose_paths(setup.fastest_target, draft, setup.choosing, settings)
             log.info("%s: the fastest tree drafts %d tokens, %s", name, len(paths), paths)
             ways += tree_ways(name, draft, settings, paths)
             if name == DRAFT_LM:
-                ways += [_long_chain(draft, settings, len(paths)), _stopped(setup, draft, settings)]
+                ways.append(_greedy("long chain", name, draft, settings, num_speculative_tokens=len(paths)))
+                ways.append(_stopped(setup, draft, settings))
                 ways += sampled_ways(draft, setup.settings(1.0), paths)
     return [*ways, *free_ways(setup, settings), *merged_ways(setup, settings)]
 
 
-def chain_ways(drafts: Mapping[str, Proposer], settings: DecodeConfig, lengths: Mapping[str, int]) -> list[Way]:
-    """Return a greedy chain, or a block drafted in one pass, for every draft.
-
-    Args:
-        drafts: by what the table calls them.
-        settings: greedy.
-        lengths: how many tokens each drafts, where not as many as `settings` says.
-    """
-    return [
-        Way(
-            rule="greedy",
-            shape="one-pass block" if name in ONE_PASS else "chain",
-            proposer=name,
-            settings=settings.model_copy(update={"num_speculative_tokens": lengths.get(name, settings.num_speculative_tokens)}),
-            draft=draft,
-        )
-        for name, draft in drafts.items()
-    ]
+def chain_ways(drafts: Mapping[str, Draft], settings: DecodeConfig) -> list[Way]:
+    """Return a greedy chain, or a block drafted in one forward, for every draft; a head's is as long as its artifact says."""
+    ways = []
+    for name, draft in drafts.items():
+        own, family = draft.metadata, FAMILIES.get(draft.metadata.kind)
+        length = settings.num_speculative_tokens if name == DRAFT_LM else own.num_speculative_tokens
+        shape = "one-pass block" if family is not None and family.in_one_forward else "chain"
+        ways.append(_greedy(shape, name, draft.proposer, settings, num_speculative_tokens=length))
+    return ways
 
 
 def tree_ways(name: str, draft: TreeProposer, settings: DecodeConfig, paths: Sequence[Path]) -> list[Way]:
@@ -116,50 +110,47 @@ def tree_ways(name: str, draft: TreeProposer, settings: DecodeConfig, paths: Seq
     grown = DynamicTree(kind="dynamic", num_nodes=len(paths), width=min(4, len(paths)))
     depth = max(static.depth, settings.num_speculative_tokens)
     return [
-        Way(
-            rule="greedy",
-            shape=f"{tree.kind} tree",
-            proposer=name,
-            settings=settings.model_copy(update={"tree": tree, "num_speculative_tokens": depth}),
-            draft=draft,
-        )
-        for tree in (static, grown)
+        _greedy(f"{tree.kind} tree", name, draft, settings, tree=tree, num_speculative_tokens=depth) for tree in (static, grown)
     ]
 
 
 def sampled_ways(draft: Proposer, settings: DecodeConfig, paths: Sequence[Path]) -> list[Way]:
-    """Return sampling with the draft LM by every rule, in chains and in its tree, and by the modes that give up the
-    distribution.
+    """Return sampling with the draft LM by every rule, in chains and in its tree, and by the modes that are lossy.
 
     Args:
-        draft: the draft LM.
         settings: at a temperature above 0.
-        paths: its tree.
+        paths: the draft LM's tree.
     """
     changes: list[dict[str, Any]] = [{"verification": rule} for rule in CHAIN_RULES]
     for candidates in TREE_CANDIDATES:
         tree = StaticTree(kind="static", paths=[list(path) for path in paths], candidates=candidates)
         changes.append({"tree": tree, "num_speculative_tokens": tree.depth})
     changes += [{"lossy": lossy} for lossy in LOSSY]
-    return [_sampled(draft, settings.model_copy(update=change)) for change in changes]
+    ways = [settings.model_copy(update=change) for change in changes]
+    shapes = ["chain" if each.tree is None else "static tree" for each in ways]
+    return [
+        Way(rule=each.rule, shape=shape, proposer=DRAFT_LM, settings=each, draft=draft)
+        for each, shape in zip(ways, shapes, strict=True)
+    ]
 
 
 def free_ways(setup: DecodeSetup, settings: DecodeConfig) -> list[Way]:
     """Return greedy chains that no training made: copied from the text or from earlier answers, or by the target itself."""
-    device, target = setup.target.device, setup.target
-    drafts: dict[str, Proposer] = {"prompt_lookup": PromptLookup(device), "suffix_lookup": _suffix_lookup(setup)}
-    ways = [Way(rule="greedy", shape="chain", proposer=name, settings=settings, draft=draft) for name, draft in drafts.items()]
+    target = setup.target
     own = SelfSpeculation(target.model, max(1, num_blocks(target.model) // 4), target.vocab_size)
-    return [*ways, Way(rule="greedy", shape="chain", proposer="self_speculation", settings=settings, draft=own, fastest=False)]
+    return [
+        _greedy("chain", "prompt_lookup", PromptLookup(target.device), settings),
+        _greedy("chain", "suffix_lookup", _suffix_lookup(setup), settings),
+        replace(_greedy("chain", "self_speculation", own, settings), fastest=False),
+    ]
 
 
 def merged_ways(setup: DecodeSetup, settings: DecodeConfig) -> list[Way]:
     """Return a tree of two chains, each by a proposer of its own: a head where it is there, and suffix lookup."""
     head = MERGED if MERGED in setup.drafts else DRAFT_LM
     chain = StaticTree(kind="static", branching=[1] * settings.num_speculative_tokens)
-    merged = MergedDrafts([setup.drafts[head], _suffix_lookup(setup)], setup.target.device)
-    asked = settings.model_copy(update={"tree": chain})
-    return [Way(rule="greedy", shape="two chains", proposer=f"{head} + suffix_lookup", settings=asked, draft=merged)]
+    merged = MergedDrafts([setup.drafts[head].proposer, _suffix_lookup(setup)], setup.target.device)
+    return [_greedy("two chains", f"{head} + suffix_lookup", merged, settings, tree=chain)]
 
 
 def _suffix_lookup(setup: DecodeSetup) -> Proposer:
@@ -169,19 +160,12 @@ def _suffix_lookup(setup: DecodeSetup) -> Proposer:
     return lookup
 
 
-def _sampled(draft: Proposer, settings: DecodeConfig) -> Way:
-    shape = "chain" if settings.tree is None else "static tree"
-    return Way(rule=settings.rule, shape=shape, proposer=DRAFT_LM, settings=settings, draft=draft)
-
-
-def _long_chain(draft: Proposer, settings: DecodeConfig, num_tokens: int) -> Way:
-    """Return a chain of as many tokens as the draft LM's tree has."""
-    longer = settings.model_copy(update={"num_speculative_tokens": num_tokens})
-    return Way(rule="greedy", shape="long chain", proposer=DRAFT_LM, settings=longer, draft=draft)
+def _greedy(shape: str, proposer: str, draft: Proposer, settings: DecodeConfig, **changes: Any) -> Way:
+    return Way(rule="greedy", shape=shape, proposer=proposer, settings=settings.model_copy(update=changes), draft=draft)
 
 
 def _stopped(setup: DecodeSetup, draft: Proposer, settings: DecodeConfig) -> Way:
-    """Return chains whose length the cost rule decides, fitted to what the draft LM shows on prompts set apart."""
+    """Return chains whose length the cost rule decides, fitted to what the draft LM shows on the prompts set apart."""
     longest = settings.model_copy(update={"num_speculative_tokens": LONGEST_CHAIN})
     probe = ConfidenceProbe(draft)
     timings = [decode(setup.fastest_target, [request], longest, probe)[1] for request in setup.choosing]
@@ -191,35 +175,20 @@ def _stopped(setup: DecodeSetup, draft: Proposer, settings: DecodeConfig) -> Way
         draft_step_milliseconds=1000 * seconds,
         target_step_milliseconds=[1000 * each for each in _row_seconds(setup.fastest_target, setup.choosing[0])],
     )
-    stopped = longest.model_copy(update={"stopping": stopping})
-    return Way(rule="greedy", shape="chain, stopped by cost", proposer=DRAFT_LM, settings=stopped, draft=draft)
+    return _greedy("chain, stopped by cost", DRAFT_LM, draft, longest, stopping=stopping)
 
 
 def choose_paths(target: Target, draft: TreeProposer, requests: Sequence[Request], settings: DecodeConfig) -> list[Path]:
-    """Return the tree with the most tokens a second by what the draft shows on some prompts.
-
-    Args:
-        target: as it is measured later.
-        draft: who drafts.
-        requests: prompts apart from those measured.
-        settings: greedy.
-    """
+    """Return the tree with the most tokens a second by what the draft shows on prompts apart from those measured."""
     wide = StaticTree(kind="static", branching=WIDE)
     asked = settings.model_copy(update={"tree": wide, "num_speculative_tokens": len(WIDE)})
-    profile, depth_seconds = _show(target, draft, requests, asked, wide)
-    return fastest_tree(profile, _row_seconds(target, requests[0]), depth_seconds).paths
-
-
-def _show(
-    target: Target, draft: TreeProposer, requests: Sequence[Request], settings: DecodeConfig, wide: StaticTree
-) -> tuple[Profile, float]:
-    """Return the acceptance profile, and the seconds that drafting one depth takes."""
     generations, seconds, rounds = [], 0.0, 0
     for request in requests:
-        decoded, timing = decode(target, [request], settings, draft, mode=SPECULATIVE)
+        decoded, timing = decode(target, [request], asked, draft, mode=SPECULATIVE)
         generations += decoded
         seconds, rounds = seconds + timing.draft_seconds, rounds + timing.num_rounds
-    return measure_profile(generations, wide.all_paths()), seconds / max(rounds, 1) / len(WIDE)
+    profile = measure_profile(generations, wide.all_paths())
+    return fastest_tree(profile, _row_seconds(target, requests[0]), seconds / max(rounds, 1) / len(WIDE)).paths
 
 
 @torch.inference_mode()

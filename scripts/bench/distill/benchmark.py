@@ -1,8 +1,7 @@
-"""The distillation benchmark: what is measured, and what is made of it.
+"""The distillation benchmark: the loss's memory and time (`.loss`), training steps (`.training`), and what both are for.
 
-The loss's memory and time (`scripts.bench.distill.loss`), training steps (`scripts.bench.distill.training`), and here what it
-was all for: tokens per target step of the draft before training and after, on the same held-out prompts. What is trained, and
-of what, is read from the artifact, so that the figures are those of the recipe that made it.
+That is tokens per target step of the draft before training and after, on the same held-out prompts. What is trained, and of
+what, is read from the artifact, so that the figures are those of the recipe that made it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from heads.artifact import load_draft, read_metadata
 from heads.target.loading import load_target
 from scripts.bench.distill.loss import LossMeasurement, measure_losses
 from scripts.bench.distill.training import DistillSetup, compare_cached, compare_with_trl, training_ratios, training_rows
-from scripts.bench.harness import count_rounds, to_request, with_bounds, write_results
+from scripts.bench.harness import SEED, Counts, columns, count_rounds, to_request, write_results
 from scripts.bench.peers.trl_gkd import trl_is_installed
 from scripts.recipe_sweep.results import read_rows
 from train.launch import make_accelerator
@@ -39,15 +38,9 @@ UNDISTILLED, DISTILLED = "undistilled", "distilled"
 TEMPERATURES = (0.0, 1.0)
 DECODE_BATCH = 8
 
-Counts = list[tuple[int, int]]  # by prompt: committed tokens and rounds
-
 
 def compare_distillation(config: BenchDistillConfig) -> int:
-    """Run the benchmark and write its file; return the exit code.
-
-    Raises:
-        InputError: the draft's folder, target or data cannot be used, or the machine has too little memory.
-    """
+    """Run the benchmark and write its file; return the exit code."""
     training = read_training(config.draft)
     if not trl_is_installed():
         log.info("trl is not installed: its sides are left out (pip install trl==1.16.0)")
@@ -61,20 +54,19 @@ def compare_distillation(config: BenchDistillConfig) -> int:
         counts = measure_acceptance(setup)
     samples = config.bootstrap_samples
     write_results(
-        Path(config.output),
+        config.output,
         "distill",
         config,
         rows=[*acceptance_rows(training, counts, samples), *losses.rows(), *training_rows(setup, cached, beside_trl), *swept],
         ratios={
             **losses.ratios(samples),
             **training_ratios(cached, beside_trl, samples),
-            **with_bounds("tau_distilled_vs_undistilled", tau_ratio(counts, samples)),
+            "tau_distilled_vs_undistilled": tau_ratio(counts, samples),
         },
         loss_values=losses.values,
         device=str(setup.target.device),
         threads=torch.get_num_threads(),
     )
-    log.info("results in %s", config.output)
     return verdict(losses)
 
 
@@ -98,11 +90,7 @@ def read_training(draft: str) -> DistillConfig:
 
 
 def load_setup(config: BenchDistillConfig, training: DistillConfig, scratch: Path) -> DistillSetup:
-    """Load what is measured; nothing is written outside `scratch`.
-
-    Raises:
-        InputError: the target or the data cannot be had.
-    """
+    """Load what is measured; nothing is written outside `scratch`."""
     training = training.model_copy(
         update={
             "data": training.data.model_copy(update={"cache": None}),
@@ -110,15 +98,13 @@ def load_setup(config: BenchDistillConfig, training: DistillConfig, scratch: Pat
             "output": str(scratch / UNDISTILLED),
         }
     )
-    train, held_out = read_conversations(Path(training.data.train)), read_conversations(Path(training.data.held_out))
     accelerator = make_accelerator(training.schedule, scratch)
-    target = load_target(training.target.model_copy(update={"device": str(accelerator.device)}))
     return DistillSetup(
         config=config,
         training=training,
-        target=target,
-        train=train,
-        held_out=held_out,
+        target=load_target(training.target.model_copy(update={"device": str(accelerator.device)})),
+        train=read_conversations(Path(training.data.train)),
+        held_out=read_conversations(Path(training.data.held_out)),
         accelerator=accelerator,
         scratch=scratch,
     )
@@ -128,20 +114,13 @@ def load_setup(config: BenchDistillConfig, training: DistillConfig, scratch: Pat
 
 
 def measure_acceptance(setup: DistillSetup) -> dict[tuple[str, float], Counts]:
-    """Decode the held-out prompts with the draft before and after training, at each temperature.
-
-    Returns:
-        By draft and temperature.
-
-    Raises:
-        InputError: the artifact is not for this target, or a prompt cannot be decoded.
-    """
+    """Decode the held-out prompts with the draft before and after training; return counts by draft and temperature."""
     task = setup.make_task(setup.training)
     task.save(task.module, Progress(), {})
     folders = {UNDISTILLED: Path(setup.training.output) / "artifact", DISTILLED: Path(setup.config.draft)}
     requests = [to_request(row) for row in setup.held_out[-setup.config.num_prompts :]]
     check_decodable(setup.target, requests)
-    counts = {}
+    counts: dict[tuple[str, float], Counts] = {}
     for name, folder in folders.items():
         draft = load_draft(folder, setup.target.identity, setup.target.model)
         for temperature in TEMPERATURES:
@@ -171,7 +150,7 @@ def acceptance_rows(training: DistillConfig, counts: dict[tuple[str, float], Cou
             "temperature": temperature,
             "num_speculative_tokens": training.num_speculative_tokens,
             "prompts": len(each),
-            **with_bounds("tau", ratio_interval(*_columns(each), samples=samples, seed=0)),
+            "tau": ratio_interval(*columns(each), samples=samples, seed=SEED),
         }
         for (name, temperature), each in counts.items()
     ]
@@ -179,12 +158,8 @@ def acceptance_rows(training: DistillConfig, counts: dict[tuple[str, float], Cou
 
 def tau_ratio(counts: dict[tuple[str, float], Counts], samples: int) -> Interval:
     """Return the distilled draft's greedy tokens per target step over the undistilled one's, paired by prompt."""
-    pair = _columns(counts[DISTILLED, 0.0]), _columns(counts[UNDISTILLED, 0.0])
-    return paired_ratio_interval(*pair[0], *pair[1], samples=samples, seed=0)
-
-
-def _columns(counts: Counts) -> tuple[list[float], list[float]]:
-    return [float(committed) for committed, _ in counts], [float(rounds) for _, rounds in counts]
+    after, before = (columns(counts[name, 0.0]) for name in (DISTILLED, UNDISTILLED))
+    return paired_ratio_interval(*after, *before, samples=samples, seed=SEED)
 
 
 def verdict(losses: LossMeasurement) -> int:

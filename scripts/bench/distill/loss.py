@@ -13,10 +13,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +28,7 @@ from distill.loss.chunked import LogitHead, chunked_loss
 from distill.loss.divergences import jsd
 from distill.loss.pairs import HiddenRows
 from eval.stats.bootstrap import Interval, paired_ratio_interval
-from scripts.bench.harness import measure_growth, read_kibibytes, take_turns, with_bounds
+from scripts.bench.harness import SEED, in_fresh_process, measure_growth, read_kibibytes, take_turns
 from scripts.bench.peers.trl_gkd import trl_chunked_jsd, trl_is_installed
 
 OURS, UNCHUNKED, TRL = "chunked", "unchunked", "trl_chunked"
@@ -105,46 +104,38 @@ class LossMeasurement:
                 "divergence": key.divergence,
                 "vocabulary": self.config.vocab_size,
                 "positions": self.positions,
-                "peak_mebibytes": _mean([each.peak_mebibytes for each in passes]),
-                "seconds": _mean([each.seconds for each in passes]),
+                "peak_mebibytes": fmean(each.peak_mebibytes for each in passes),
+                "seconds": fmean(each.seconds for each in passes),
             }
             for key, passes in self.passes.items()
         ]
 
-    def ratios(self, samples: int) -> dict[str, float | None]:
-        """Return our memory and time over each other side's, with bounds; below 1 we take less. Those of the JSD are plain."""
-        ratios: dict[str, float | None] = {}
-        for key, theirs in self.passes.items():
-            if key.side == OURS:
+    def ratios(self, samples: int) -> dict[str, Interval]:
+        """Return our memory and time over each other side's, paired by repeat: below 1 we take less."""
+        ratios = {}
+        for (divergence, side), theirs in self.passes.items():
+            if side == OURS:
                 continue
-            ours, prefix = self.passes[Key(key.divergence, OURS)], "" if key.divergence == "jsd" else f"{key.divergence}_"
-            memory = _ratio([each.peak_mebibytes for each in ours], [each.peak_mebibytes for each in theirs], samples)
-            seconds = _ratio([each.seconds for each in ours], [each.seconds for each in theirs], samples)
-            ratios |= with_bounds(f"{prefix}loss_peak_memory_vs_{key.side}", memory)
-            ratios |= with_bounds(f"{prefix}loss_time_vs_{key.side}", seconds)
+            ours, prefix = self.passes[Key(divergence, OURS)], "" if divergence == "jsd" else f"{divergence}_"
+            for what, field in (("peak_memory", "peak_mebibytes"), ("time", "seconds")):
+                taken = [[getattr(each, field) for each in passes] for passes in (ours, theirs)]
+                ones = [1.0] * len(ours)
+                interval = paired_ratio_interval(taken[0], ones, taken[1], ones, samples=samples, seed=SEED)
+                ratios[f"{prefix}loss_{what}_vs_{side}"] = interval
         return ratios
 
 
 def measure_losses(config: BenchLossConfig) -> LossMeasurement:
-    """Measure memory and time of every side, in turns.
-
-    Raises:
-        InputError: the machine does not tell its memory the way Linux does, or has too little for a single position.
-    """
+    """Measure memory and time of every side, in turns."""
     positions = fitting_positions(config)
     keys = {"/".join(key): key for key in loss_sides(config.chunk_size)}
 
     def side(key: Key, number: int, repeat: int) -> Pass:
-        return in_fresh_process(config, key, positions)
+        return in_fresh_process(measure_pass, config, key, positions)
 
-    turns = take_turns(
-        {name: partial(side, key) for name, key in keys.items()},
-        range(config.repeats),
-        1,
-        description="memory and time of the loss",
-        unit="repeats",
-        warm_up=False,  # each pass has a process of its own
-    )
+    sides = {name: partial(side, key) for name, key in keys.items()}
+    name = "memory and time of the loss"
+    turns = take_turns(sides, range(config.repeats), 1, description=name, unit="repeats", warm_up=False)
     passes = {key: [turn.result for (turn,) in turns[name]] for name, key in keys.items()}
     return LossMeasurement(config=config, positions=positions, passes=passes)
 
@@ -257,19 +248,3 @@ def measure_pass(config: BenchLossConfig, key: Key, num_positions: int) -> Pass:
 
     (value, seconds), growth = measure_growth(timed)
     return Pass(growth / 2**20, seconds, value)
-
-
-def in_fresh_process(config: BenchLossConfig, key: Key, num_positions: int) -> Pass:
-    """Return `measure_pass` of a new process, which inherits neither memory nor a peak from this one."""
-    with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(measure_pass, config, key, num_positions).result()
-
-
-def _ratio(ours: Sequence[float], other: Sequence[float], samples: int) -> Interval:
-    """Return our sum over the other side's, paired by repeat."""
-    ones = [1.0] * len(ours)
-    return paired_ratio_interval(ours, ones, other, ones, samples=samples, seed=0)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

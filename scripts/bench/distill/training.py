@@ -33,7 +33,7 @@ from distill.student.init import initial_draft
 from eval.stats.bootstrap import Interval
 from heads.modules.interface import NO_DOCUMENT, Batch
 from heads.target.loading import Target
-from scripts.bench.harness import TrainingStep, Turn, pooled_rate, speed_ratio, take_turns, with_bounds
+from scripts.bench.harness import SideTurns, TrainingStep, pooled_rate, speed_ratio, take_turns
 from scripts.bench.peers.trl_gkd import GkdPeer, trl_is_installed
 from train.loop.optimizer import make_optimizer
 from train.tasks.draft import DraftTask
@@ -64,16 +64,11 @@ class DistillSetup:
         return DraftTask(training, self.target, self.train, self.held_out, self.accelerator, cache)
 
 
-Turns = dict[str, list[list[Turn[TrainingStep]]]]  # by side, batch and repeat
+Turns = dict[str, SideTurns[TrainingStep]]
 
 
 class DraftTrainer:
-    """Our side: the training loop's optimiser step, without its metrics.
-
-    Args:
-        setup: brings accelerate.
-        task: what is trained.
-    """
+    """Our side: the training loop's optimiser step, without its metrics."""
 
     def __init__(self, setup: DistillSetup, task: DraftTask) -> None:
         self.accelerator, self.task = setup.accelerator, task
@@ -96,13 +91,7 @@ class DraftTrainer:
 
 
 def compare_cached(setup: DistillSetup) -> Turns:
-    """Train from a cache of the target's hidden states and with the target running, in turns.
-
-    The recipe's batch size; the cache is made beforehand, untimed.
-
-    Raises:
-        InputError: the cache cannot be written.
-    """
+    """Train from a cache of the target's hidden states, made beforehand and untimed, and with the target running, in turns."""
     batch_size = setup.training.schedule.batch_size
     rows = setup.train[: setup.config.num_batches * batch_size]
     dataset = ConversationDataset(rows, setup.training.data.max_length)
@@ -116,11 +105,7 @@ def compare_cached(setup: DistillSetup) -> Turns:
 
 
 def compare_with_trl(setup: DistillSetup) -> Turns:
-    """Train by TRL's trainer and three times by ours, in turns (see the module's docstring); without TRL, nothing.
-
-    Raises:
-        InputError: the draft's vocabulary differs in size from the target's.
-    """
+    """Train by TRL's trainer and three times by ours, in turns (see the module's docstring); without TRL, nothing."""
     if not trl_is_installed():
         return {}
     student = setup.training.student.model_copy(update={"draft_vocab_size": None})
@@ -164,15 +149,15 @@ def training_rows(setup: DistillSetup, cached: Turns, beside_trl: Turns) -> list
     ]
 
 
-def training_ratios(cached: Turns, beside_trl: Turns, samples: int) -> dict[str, float | None]:
-    """Return the speed ratios with their bounds, above 1 where ours (the cached) is faster; those to TRL where measured."""
-    ratios: dict[str, Interval] = {"cached_speed_vs_online": speed_ratio(cached[CACHED], cached[ONLINE], _one, samples=samples)}
+def training_ratios(cached: Turns, beside_trl: Turns, samples: int) -> dict[str, Interval]:
+    """Return the speed ratios, above 1 where ours (the cached) is faster; those to TRL where measured."""
+    ratios = {"cached_speed_vs_online": speed_ratio(cached[CACHED], cached[ONLINE], _one, samples=samples)}
     if beside_trl:
         against = partial(speed_ratio, theirs=beside_trl[GKD], amount=_tokens, samples=samples)
         ratios["tokens_per_second_vs_trl_gkd"] = against(beside_trl[SAME_WORK])
         ratios["same_loss_tokens_per_second_vs_trl_gkd"] = against(beside_trl[SAME_LOSS])
         ratios["default_tokens_per_second_vs_trl_gkd"] = against(beside_trl[DEFAULT])
-    return {key: value for name, interval in ratios.items() for key, value in with_bounds(name, interval).items()}
+    return ratios
 
 
 def make_cache_of(setup: DistillSetup, rows: Sequence[Conversation]) -> TargetCache:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED
+from configs.runtime.command import DONE, GATE_FAILED
 from configs.runtime.errors import InputError
 from configs.schema.benchmarks import BenchDecodeConfig, BenchHeadsConfig
 from configs.schema.target import TargetConfig
@@ -17,12 +17,11 @@ from eval.decoder.decode import decode
 from heads.target.loading import load_target
 from scripts.bench.decode import benchmark as decode_benchmark
 from scripts.bench.decode import setup as decode_setup
-from scripts.bench.decode.benchmark import compare_decoding, load_setup, measure_batches
+from scripts.bench.decode.benchmark import compare_decoding, load_setup
 from scripts.bench.decode.setup import DRAFT_LM
 from scripts.bench.decode.table import PLAIN, measure_ways
 from scripts.bench.decode.ways import chain_ways, free_ways, sampled_ways
 from scripts.bench.peers.transformers_generate import TransformersPeer
-from scripts.benchmark import run
 
 RATIOS = {
     "speed_vs_transformers_assisted",
@@ -37,7 +36,7 @@ RATIOS = {
     "compiled_speed_vs_eager",
     "lean_overhead_share",
 }
-NUM_PROMPTS, NUM_CHOOSING = 17, 4
+NUM_PROMPTS, NUM_CHOOSING = 9, 4
 
 
 @pytest.fixture(scope="module")
@@ -92,32 +91,26 @@ def results_of(config, code=DONE):
     return json.loads(Path(config.output).read_text())
 
 
-def test_the_file_holds_every_ratio_with_its_interval_and_a_row_for_every_way(config):
-    config = config.model_copy(update={"repeats": 1})
+def test_the_file_holds_every_ratio_with_its_interval_and_a_row_for_every_way(config, monkeypatch):
+    # The proof by enumeration takes longer than all the rest, and has its own tests.
+    monkeypatch.setattr("eval.lossless.verdict.check_rule", lambda config: {"outcome": "pass", "rule": config.rule})
+    config = config.model_copy(update={"repeats": 1, "max_new_tokens": 8})
     results = results_of(config)
     ratios = results["ratios"]
     assert ratios.keys() == {name + end for name in RATIOS for end in ("", "_low", "_high")}
-    assert all(ratios[f"{name}_low"] <= ratios[name] <= ratios[f"{name}_high"] for name in RATIOS)
+    assert all(ratios[f"{name}_low"] <= ratios[name] <= ratios[f"{name}_high"] for name in RATIOS - {"batch8_vs_batch1"})
+    assert ratios["batch8_vs_batch1_low"] is None  # of a single batch
     assert 0 < ratios["overhead_share"] < 1
     rows = results["rows"]
+    greedy = ("chain", "static tree", "dynamic tree", "long chain", "chain, stopped by cost")
+    tree_rules = ("without_replacement", "with_replacement", "k_seq", "match")
+    free = ("prompt_lookup", "suffix_lookup", "self_speculation")
     assert [(row["rule"], row["shape"], row["proposer"]) for row in rows] == [
-        ("greedy", "chain", "draft_lm"),
-        ("greedy", "static tree", "draft_lm"),
-        ("greedy", "dynamic tree", "draft_lm"),
-        ("greedy", "long chain", "draft_lm"),
-        ("greedy", "chain, stopped by cost", "draft_lm"),
-        ("token", "chain", "draft_lm"),
-        ("block", "chain", "draft_lm"),
-        ("match", "chain", "draft_lm"),
-        ("without_replacement", "static tree", "draft_lm"),
-        ("with_replacement", "static tree", "draft_lm"),
-        ("k_seq", "static tree", "draft_lm"),
-        ("match", "static tree", "draft_lm"),
-        ("typical", "chain", "draft_lm"),
-        ("smc", "chain", "draft_lm"),
-        ("greedy", "chain", "prompt_lookup"),
-        ("greedy", "chain", "suffix_lookup"),
-        ("greedy", "chain", "self_speculation"),
+        *(("greedy", shape, "draft_lm") for shape in greedy),
+        *((rule, "chain", "draft_lm") for rule in ("token", "block", "match")),
+        *((rule, "static tree", "draft_lm") for rule in tree_rules),
+        *((rule, "chain", "draft_lm") for rule in ("typical", "smc")),
+        *(("greedy", "chain", proposer) for proposer in free),
         ("greedy", "two chains", "draft_lm + suffix_lookup"),
     ]
     assert all((row["lossless"] == "lossless") == (row["rule"] not in ("typical", "smc")) for row in rows)
@@ -164,24 +157,16 @@ def test_a_target_without_a_lean_forward_is_measured_without(few, monkeypatch, c
         raise InputError("the lean forward does not know it")
 
     monkeypatch.setattr(decode_setup, "lean_twin", refuse)
+    monkeypatch.setattr(decode_benchmark, "list_ways", lambda setup: [])
     results = results_of(few)
     assert "compiled_speed_vs_eager" not in results["ratios"]
-    assert len(results["rows"]) == 18
+    assert "batch8_vs_batch1" not in results["ratios"]  # of two prompts
     assert "lean forwards are not measured: the lean forward does not know it" in caplog.text
-
-
-def test_eight_prompts_together_give_the_answers_of_one_by_one_and_fewer_are_not_measured(config):
-    turns = measure_batches(load_setup(config))
-    (together, _), (alone, _) = turns["together"], turns["alone"]
-    assert len(together[0].result.generations) == 8
-    assert [each.tokens for each in together[0].result.generations] == [each.tokens for each in alone[0].result.generations]
-    fewer = config.model_copy(update={"num_prompts": 7})
-    assert measure_batches(load_setup(fewer)) == {}
 
 
 def test_each_repeat_of_a_sampled_run_has_its_own_seed_and_matching_equals_plain_sampling(config):
     bench = load_setup(config.model_copy(update={"num_prompts": 2}))
-    sampled = sampled_ways(bench.drafts[DRAFT_LM], bench.settings(1.0), [(0,)])
+    sampled = sampled_ways(bench.drafts[DRAFT_LM].proposer, bench.settings(1.0), [(0,)])
     ways = [way for way in sampled if way.rule == "match" and way.shape == "chain"]
     turns = measure_ways(bench, ways)
     first, second = ([each.tokens for each in turn.result.generations] for turn in turns[ways[0].name][0])
@@ -195,9 +180,7 @@ def test_a_way_that_changes_the_answers_fails_the_benchmark(few, monkeypatch):
         return (logits_BV.argmax(-1) + (logits_BV.shape[1] > 1)) % 64
 
     monkeypatch.setattr("eval.decoder.verifier.greedy_token", one_too_many)
-    monkeypatch.setattr(
-        decode_benchmark, "list_ways", lambda setup: chain_ways(setup.drafts, setup.settings(0.0), setup.lengths)
-    )
+    monkeypatch.setattr(decode_benchmark, "list_ways", lambda setup: chain_ways(setup.drafts, setup.settings(0.0)))
     assert compare_decoding(few) == GATE_FAILED
 
 
@@ -206,9 +189,11 @@ def test_a_trained_head_joins_the_table_under_its_recipes_name(config, monkeypat
     monkeypatch.setattr(decode_setup, "train_recipes", lambda heads: [run])
     bench = load_setup(config.model_copy(update={"heads": BenchHeadsConfig(), "num_prompts": 2}))
     assert list(bench.drafts) == ["draft_lm", "medusa"]
-    assert bench.lengths == {"medusa": 3}
-    ways = chain_ways(bench.drafts, bench.settings(0.0), {"medusa": 2})
+    medusa = bench.drafts["medusa"]
+    metadata = medusa.metadata.model_copy(update={"kind": "medusa", "num_speculative_tokens": 2})
+    ways = chain_ways({**bench.drafts, "medusa": dataclasses.replace(medusa, metadata=metadata)}, bench.settings(0.0))
     assert [(way.proposer, way.settings.num_speculative_tokens) for way in ways] == [("draft_lm", 3), ("medusa", 2)]
+    assert [way.shape for way in ways] == ["chain", "one-pass block"]
 
 
 def test_suffix_lookup_learns_nothing_from_the_prompts_that_are_measured(config):
@@ -218,41 +203,11 @@ def test_suffix_lookup_learns_nothing_from_the_prompts_that_are_measured(config)
     assert again[0].result.generations[0].rounds == again[1].result.generations[0].rounds
 
 
-def test_a_draft_that_is_not_there_is_one_sentence_and_code_2(config, tmp_path, capsys):
-    settings = [
-        f"target.name={config.target.name}",
-        f"held_out={config.held_out}",
-        "heads=null",
-        "num_prompts=2",
-        "num_choosing=1",
-        f"draft={tmp_path}",
-    ]
-    arguments = [part for setting in settings for part in ("--set", setting)]
-    assert run(["decode", *arguments]) == BAD_INPUT
-    complaint = capsys.readouterr().err.splitlines()[-1]
-    assert complaint == f"error: {tmp_path} is no artifact: it holds no draftsmith.json"
-
-
-# --- the memory floor ---------------------------------------------------------------------------------------------
-
-
-def test_a_tied_matrix_is_read_as_output_and_an_embedding_of_its_own_is_not(tiny_llama):
-    tied = tiny_llama(tie_word_embeddings=True, dtype=torch.float32)
-    untied = tiny_llama(dtype=torch.float32)
-    assert decode_benchmark.weight_bytes(tied) == decode_benchmark.weight_bytes(untied)
-    assert decode_benchmark.weight_bytes(tied) == 4 * sum(parameter.numel() for parameter in tied.parameters())
-
-
-def test_a_forward_that_takes_twice_the_floors_time_reaches_half_its_speed(tiny_llama, monkeypatch):
-    model = tiny_llama(dtype=torch.float32)
+def test_the_floor_is_reading_every_weight_once_but_an_embedding_that_is_no_output(tiny_llama, monkeypatch):
+    tied, model = tiny_llama(tie_word_embeddings=True, dtype=torch.float32), tiny_llama(dtype=torch.float32)
+    num_bytes = 4 * sum(parameter.numel() for parameter in tied.parameters())
+    assert decode_benchmark.weight_bytes(tied) == decode_benchmark.weight_bytes(model) == num_bytes
     monkeypatch.setattr(decode_benchmark, "read_bandwidth", lambda device: 1e9)
-    least = decode_benchmark.weight_bytes(model) / 1e9
-    shares = decode_benchmark.floor_shares(model, {"transformers": 4 * least, "lean": 2 * least})
+    shares = decode_benchmark.floor_shares(model, {"transformers": 4 * num_bytes / 1e9, "lean": 2 * num_bytes / 1e9})
     assert shares["gigabytes_per_second"] == 1.0
-    assert shares["share_lean"] == pytest.approx(0.5)
-    assert shares["share_transformers"] == pytest.approx(0.25)
-
-
-def test_the_bandwidth_is_a_number_of_bytes_a_second(monkeypatch):
-    monkeypatch.setattr(decode_benchmark, "READ_BYTES", 2**22)
-    assert 1e6 < decode_benchmark.read_bandwidth(torch.device("cpu")) < 1e14
+    assert (shares["share_lean"], shares["share_transformers"]) == pytest.approx((0.5, 0.25))

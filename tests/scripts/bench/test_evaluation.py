@@ -1,6 +1,7 @@
 """The evaluation benchmark, end to end on a tiny target: predictions from one report, speeds measured apart from it."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,7 @@ from configs.schema.target import TargetConfig
 from eval.decoder.clock import Laps
 from eval.report.schema import load_report
 from scripts.bench import evaluation as prediction_comparison
-from scripts.bench.evaluation import compare_predictions, count_records, interval_coverage
+from scripts.bench.evaluation import compare_predictions, interval_coverage
 from scripts.bench.tables import fill_tables
 
 RATIOS = {"evaluator_cost_share", "predicted_vs_measured_speedup_max_error", "interval_coverage"}
@@ -37,15 +38,15 @@ def config(tiny_run, tmp_path_factory):
 @pytest.fixture(scope="module")
 def results(config):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prediction_comparison, "summarise_many", count_records)  # a new process takes seconds to begin
+        # A new process takes seconds to begin.
+        patch.setattr(prediction_comparison, "in_fresh_process", lambda work, *arguments: work(*arguments))
         assert compare_predictions(config) == DONE
-    with open(config.output, encoding="utf-8") as file:
-        return json.load(file)
+    return json.loads(Path(config.output).read_text())
 
 
 def test_each_number_of_drafts_is_predicted_from_the_report_and_measured_apart(results, config):
     speeds = results["rows"][:3]
-    report = load_report(prediction_comparison.Path(config.runs) / "report.json")
+    report = load_report(Path(config.runs) / "report.json")
     predicted = report.speed.predicted
     own = {
         each.num_speculative_tokens: each.decode_speedup
@@ -67,6 +68,8 @@ def test_the_parts_of_the_evaluation_are_all_of_its_time(results):
 
     assert list(parts) == ["loading", "decoding", "comparing and recording", "losslessness", "report", "timing sweep"]
     assert all(row["seconds"] > 0 for row in parts.values())
+    assert results["rows"][-1]["aggregated_prompts"] == 40
+    assert 40 * 1000 < results["rows"][-1]["records_mebibytes"] * 2**20 < 40 * 20_000
     assert sum(row["share"] for row in parts.values()) == pytest.approx(1.0)
     own = sum(parts[name]["seconds"] for name in ("comparing and recording", "losslessness", "report"))
     assert results["ratios"]["evaluator_cost_share"] == pytest.approx(own / (own + parts["decoding"]["seconds"]))
@@ -76,17 +79,9 @@ def test_the_file_holds_every_ratio_and_the_readme_can_show_it(results, config):
     ratios = results["ratios"]
     assert ratios.keys() == {name + end for name in RATIOS for end in ("", "_low", "_high")}
     assert ratios["interval_coverage_low"] < ratios["interval_coverage"] <= ratios["interval_coverage_high"]
-    table = fill_tables("<!-- table: eval -->\n<!-- end -->", prediction_comparison.Path(config.output).parent)
+    table = fill_tables("<!-- table: eval -->\n<!-- end -->", Path(config.output).parent)
     assert "| num_speculative_tokens | predicted_speedup | measured_speedup |" in table
     assert "| part | seconds | share |" in table
-
-
-def test_many_prompts_records_are_counted_with_what_they_took(results):
-    row = results["rows"][-1]
-
-    assert row["aggregated_prompts"] == 40
-    assert row["seconds"] > 0
-    assert 40 * 1000 < row["records_mebibytes"] * 2**20 < 40 * 20_000
 
 
 def test_intervals_hold_the_truth_about_as_often_as_they_promise():

@@ -2,61 +2,35 @@
 
 import json
 import sys
+from functools import partial
 
 import pytest
 
 from configs.schema.benchmarks import BenchDecodeConfig
-from eval.stats.bootstrap import Interval
 from scripts.bench import harness as benchmarks
-from scripts.bench.harness import Turn, speed_ratio, take_turns, with_bounds, write_results
+from scripts.bench.harness import Turn, speed_ratio, take_turns, write_results
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock that only moves when told to, in seconds: `clock.spend(3)`."""
+@pytest.mark.parametrize("warm_up", [True, False])
+def test_sides_are_timed_one_after_another_and_every_second_time_in_reverse(monkeypatch, warm_up):
+    clock, calls = [0.0], []
+    monkeypatch.setattr(benchmarks.time, "perf_counter", lambda: clock[0])
 
-    class Clock:
-        now = 0.0
+    def side(name, case, repeat):
+        calls.append((name, case, repeat))
+        clock[0] += case + repeat
+        return name
 
-        def spend(self, seconds):
-            self.now += seconds
-
-    clock = Clock()
-    monkeypatch.setattr(benchmarks.time, "perf_counter", lambda: clock.now)
-    return clock
-
-
-def test_sides_follow_one_another_and_every_second_time_in_reverse():
-    calls = []
-    sides = {name: lambda case, repeat, name=name: calls.append((name, case, repeat)) for name in "ab"}
-    take_turns(sides, ["x", "y"], 2, description="testing")
-    warm_up, timed = calls[:2], calls[2:]
-    assert warm_up == [("a", "x", 0), ("b", "x", 0)]
-    assert timed == [
-        *(("a", "x", 0), ("b", "x", 0)),
-        *(("b", "x", 1), ("a", "x", 1)),
-        *(("b", "y", 0), ("a", "y", 0)),
-        *(("a", "y", 1), ("b", "y", 1)),
+    sides = {name: partial(side, name) for name in "ab"}
+    turns = take_turns(sides, [10, 20], 2, description="testing", warm_up=warm_up)
+    assert calls[: 2 * warm_up] == ([("a", 10, 0), ("b", 10, 0)] if warm_up else [])
+    assert calls[2 * warm_up :] == [
+        *(("a", 10, 0), ("b", 10, 0)),
+        *(("b", 10, 1), ("a", 10, 1)),
+        *(("b", 20, 0), ("a", 20, 0)),
+        *(("a", 20, 1), ("b", 20, 1)),
     ]
-
-
-def test_without_a_warm_up_every_run_is_timed():
-    calls = []
-    sides = {name: lambda case, repeat, name=name: calls.append((name, case)) for name in "ab"}
-    take_turns(sides, range(2), 1, description="testing", warm_up=False)
-    assert calls == [("a", 0), ("b", 0), ("b", 1), ("a", 1)]
-
-
-def test_each_turn_holds_its_own_seconds_and_result_in_the_order_of_the_repeats(clock):
-    def side(case, repeat):
-        clock.spend(case + repeat)
-        return f"{case} again {repeat}"
-
-    turns = take_turns({"only": side, "other": lambda case, repeat: ""}, [10, 20], 2, description="testing")
-    assert turns["only"] == [
-        [Turn("10 again 0", 10), Turn("10 again 1", 11)],
-        [Turn("20 again 0", 20), Turn("20 again 1", 21)],
-    ]
+    assert turns == {name: [[Turn(name, 10), Turn(name, 11)], [Turn(name, 20), Turn(name, 21)]] for name in "ab"}
 
 
 def test_a_speed_ratio_is_one_of_amounts_by_seconds_summed_over_everything():
@@ -65,23 +39,14 @@ def test_a_speed_ratio_is_one_of_amounts_by_seconds_summed_over_everything():
     interval = speed_ratio(ours, theirs, float, samples=200)
     assert interval.point == pytest.approx((80 / 16) / (60 / 20))
     assert interval.low <= interval.point <= interval.high
-
-
-def test_what_is_hard_for_both_sides_cancels():
-    seconds = [1.0, 5.0, 30.0, 2.0, 11.0]
-    ours = [[Turn(1, each)] for each in seconds]
-    theirs = [[Turn(1, 1.5 * each)] for each in seconds]
-    interval = speed_ratio(ours, theirs, float, samples=200)
+    hard = [1.0, 5.0, 30.0, 2.0, 11.0]  # what is hard for both sides cancels
+    interval = speed_ratio([[Turn(1, each)] for each in hard], [[Turn(1, 1.5 * each)] for each in hard], float, samples=200)
     assert (interval.point, interval.low, interval.high) == pytest.approx((1.5, 1.5, 1.5))
 
 
 def test_sides_that_did_not_do_the_same_are_not_compared():
     with pytest.raises(ValueError, match="same cases equally often"):
         speed_ratio([[Turn(1, 1.0)]], [[Turn(1, 1.0), Turn(1, 1.0)]], float, samples=10)
-
-
-def test_a_ratio_without_an_interval_has_empty_bounds():
-    assert with_bounds("speed", Interval(2.0)) == {"speed": 2.0, "speed_low": None, "speed_high": None}
 
 
 def test_the_file_says_what_was_run_where_and_with_what(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED
 from configs.runtime.errors import ConfigError, InputError
+from configs.runtime.files import CHECKOUT
 from configs.runtime.loading import load_config
 from configs.schema.benchmarks import BenchHeadsConfig
 from configs.schema.decoding import DecodeConfig
@@ -29,6 +30,7 @@ from scripts.bench.eagle3_training import (
     EVERY_TOKEN,
     OURS,
     THEIRS,
+    TOLERANCE,
     TrainingComparison,
     comparable,
     compare_eagle3,
@@ -42,7 +44,6 @@ from scripts.bench.harness import TrainingStep, Turn
 from scripts.bench.head_recipes import make_cache, make_data, read_cache_seconds, with_cache
 from scripts.bench.heads import compare_heads, verdict
 from scripts.bench.peers.speculators_eagle3 import pack, why_not_installed
-from scripts.benchmark import run as run_benchmark
 from train.launch import make_accelerator, run_distillation, run_heads
 
 RATIO = "eagle3_tokens_per_second_vs_speculators"
@@ -113,8 +114,7 @@ def results(make_config):
         patch.setattr(trained_runs, "run_training", run_training)
         patch.setattr(eagle3_comparison, "why_not_installed", lambda: "No module named 'speculators'")
         assert compare_heads(config) == DONE
-    with open(config.output, encoding="utf-8") as file:
-        return SimpleNamespace(content=json.load(file), entries=entries)
+    return SimpleNamespace(content=json.loads(Path(config.output).read_text()), entries=entries)
 
 
 @pytest.fixture(scope="module")
@@ -160,28 +160,18 @@ def test_tau_and_alpha_are_those_of_decoding_the_last_prompts_with_the_artifact(
 
 def test_costs_are_those_of_the_artifact_the_data_and_the_run(results, recipe):
     answer_tokens = sum(len(row.answer_ids) for row in read_conversations(Path(recipe["data"]["train"])))
-    width, mlp, vocabulary = 32, 64, 64
-    trained = {
-        "medusa": 2 * (width * width + width),  # a residual block a head; its output head is the target's
-        "eagle3": 3 * width * width  # fc
-        + 2 * width * (width + width // 2 + width // 2)  # queries, keys and values of half as many heads
-        + width * width
-        + 3 * width * mlp
-        + 4 * width,  # norms
-        "draft_lm": 2 * width * width + 2 * width * width // 2 + 3 * width * mlp + 3 * width,
-    }
-    borrowed_rows = {"medusa": 0, "eagle3": 32 * width, "draft_lm": 2 * vocabulary * width}  # frozen, and in the artifact
+    frozen = {"medusa": 0, "eagle3": 32 * 32, "draft_lm": 2 * 64 * 32}  # rows of embedding and output head in the artifact
     for run, row in zip(results.content["runs"], results.content["rows"], strict=False):
-        name = row["family"]
         tensors = load_file(f"{run['artifact']}/model.safetensors")
-        assert row["parameters"] == sum(tensor.numel() for tensor in tensors.values()) == trained[name] + borrowed_rows[name]
-        assert row["trained_parameters"] == trained[name]
+        assert row["parameters"] == sum(tensor.numel() for tensor in tensors.values())
+        assert row["trained_parameters"] == row["parameters"] - frozen[row["family"]]
         assert row["answer_tokens"] == answer_tokens
         assert 3 * 3 <= row["labels"] <= 3 * 3 * 8
         assert 0 < row["training_seconds"] < row["run_seconds"]
 
 
-def test_finished_runs_are_kept_and_a_changed_recipe_is_trained_alone(results, make_config, folder, monkeypatch):
+def test_finished_runs_are_kept_and_a_changed_recipe_is_trained_alone(results, make_config, folder, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "draftsmith")
     trained = []
 
     def refuse(entry, path):
@@ -189,12 +179,12 @@ def test_finished_runs_are_kept_and_a_changed_recipe_is_trained_alone(results, m
         return BAD_INPUT
 
     monkeypatch.setattr(trained_runs, "run_training", refuse)
-    monkeypatch.setattr(eagle3_comparison, "why_not_installed", lambda: "left out")
+    monkeypatch.setattr(eagle3_comparison, "why_not_installed", lambda: "no module")
     output = str(folder / "again.json")
     assert compare_heads(make_config(output=output)) == DONE
+    assert "speculators cannot be imported (no module): its side is left out (pip install" in caplog.text
     assert trained == []
-    with open(output, encoding="utf-8") as file:
-        again = json.load(file)
+    again = json.loads(Path(output).read_text())
     assert [row["tau"] for row in again["rows"]] == [row["tau"] for row in results.content["rows"]]
     assert again["runs"] == results.content["runs"]
 
@@ -219,40 +209,41 @@ def test_an_answer_that_no_rounding_explains_and_unlike_losses_fail_the_benchmar
 # --- what is refused, and what is made -----------------------------------------------------------------------------
 
 
-def test_data_are_made_by_the_real_command_where_they_are_not_there(make_config, folder, monkeypatch):
-    codes, commands = [0, BAD_INPUT, 1], []
+def test_data_and_cache_are_made_once_by_their_commands(make_config, folder, tmp_path, monkeypatch):
+    made = {"make_data": tmp_path / "data", "make_cache": tmp_path / "cache"}
+    codes, commands = [], []
 
     def run(command, check):
-        commands.append(command)
-        return SimpleNamespace(returncode=codes.pop(0))
+        commands.append(command[1:])
+        folder = made[Path(command[1]).stem]
+        folder.mkdir(exist_ok=True)
+        (folder / "manifest.json").touch()
+        return SimpleNamespace(returncode=codes.pop())
 
     monkeypatch.setattr(head_recipes.subprocess, "run", run)
-    make_data(make_config())
-    assert commands == []
-    absent = json.loads((folder / "data.yaml").read_text()) | {"output": str(folder / "absent")}
-    (folder / "absent.yaml").write_text(json.dumps(absent))
-    config = make_config(data=str(folder / "absent.yaml"))
-    make_data(config)
-    assert commands[0][1:] == [str(trained_runs.CHECKOUT / "scripts/make_data.py"), "--config", config.data]
-    for error in (InputError, RuntimeError):
-        with pytest.raises(error, match=r"make_data.py --config .*absent.yaml ended with code"):
+    files = {}
+    for kind, place in made.items():
+        values = json.loads((folder / f"{kind.removeprefix('make_')}.yaml").read_text()) | {"output": str(place)}
+        files[kind] = tmp_path / f"{kind}.yaml"
+        files[kind].write_text(json.dumps(values))
+    config = make_config(data=str(files["make_data"]), cache=str(files["make_cache"]), runs=str(tmp_path))
+    for code, error in ((BAD_INPUT, InputError), (1, RuntimeError)):
+        codes.append(code)
+        with pytest.raises(error, match=rf"make_data.py --config .*make_data.yaml ended with code {code}"):
             make_data(config)
-    make_data(make_config(data=None))
-    assert len(commands) == 3
-
-
-def test_a_cache_is_made_once_timed_and_read_by_heads_alone(make_config, folder, tmp_path):
-    config = make_config(cache=str(folder / "cache.yaml"), runs=str(tmp_path))
+        (made["make_data"] / "manifest.json").unlink()
+    commands.clear()
+    codes += [0, 0]
     for _ in range(2):
+        make_data(config)
         make_cache(config)
-    seconds = read_cache_seconds(config)
-    assert seconds is not None
-    assert seconds > 0
-    head = load_config(HeadsConfig, folder / "eagle3.yaml")
-    assert with_cache(head, config.cache).data.cache == f"{folder}/cache"
-    draft = load_config(DistillConfig, folder / "draft_lm.yaml")
+    assert commands == [[str(CHECKOUT / "scripts" / f"{kind}.py"), "--config", str(file)] for kind, file in files.items()]
+    assert read_cache_seconds(config) > 0
+    head, draft = load_config(HeadsConfig, folder / "eagle3.yaml"), load_config(DistillConfig, folder / "draft_lm.yaml")
+    assert with_cache(head, config.cache).data.cache == str(made["make_cache"])
     assert with_cache(draft, config.cache) == draft
     assert read_cache_seconds(make_config()) is None
+    make_data(make_config(data=None))
 
 
 @pytest.mark.parametrize(
@@ -280,37 +271,18 @@ def test_recipes_that_make_no_table_are_refused(make_config, folder, changes, co
     assert str(caught.value).startswith(complaint)
 
 
-def test_a_recipe_that_is_not_there_is_one_sentence_and_code_2(capsys):
-    assert run_benchmark(["heads", "--set", "recipes=[nosuch.yaml]"]) == BAD_INPUT
-    assert capsys.readouterr().err.endswith("error: config file not found: nosuch.yaml\n")
-
-
-def test_missing_speculators_is_said_and_its_part_left_out(make_config, target, folder, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(eagle3_comparison, "why_not_installed", lambda: "No module named 'speculators'")
-    recipe = load_config(HeadsConfig, folder / "eagle3.yaml")
-    with caplog.at_level(logging.INFO, "draftsmith"):
-        assert compare_eagle3(make_config(), target, recipe, tmp_path) is None
-    assert "speculators cannot be imported (No module named 'speculators'): its side is left out (pip install" in caplog.text
-
-
 # --- beside speculators --------------------------------------------------------------------------------------------
 
 
 def test_ratios_and_rows_are_tokens_by_seconds():
-    seconds = {OURS: 2.0, THEIRS: 3.0}
+    seconds_a_token = {(OURS, ANSWERS): 2, (THEIRS, ANSWERS): 3, (OURS, EVERY_TOKEN): 4, (THEIRS, EVERY_TOKEN): 6}
     turns = {
-        name_of(whose, labels): [
-            [Turn(TrainingStep(num_tokens=tokens, loss=1.0), tokens * each * (1 if labels == ANSWERS else 2))]
-            for tokens in (10, 30)
-        ]
-        for whose, each in seconds.items()
-        for labels in (ANSWERS, EVERY_TOKEN)
+        name_of(*side): [[Turn(TrainingStep(num_tokens=tokens, loss=1.0), tokens * each)] for tokens in (10, 30)]
+        for side, each in seconds_a_token.items()
     }
     comparison = TrainingComparison(turns=turns, losses=dict.fromkeys(turns, 1.0), batch_size=4)
     ratios = comparison.ratios(samples=20)
-    assert ratios[RATIO] == pytest.approx(1.5)
-    assert ratios[f"same_work_{RATIO}"] == pytest.approx(1.5)
-    assert ratios.keys() == {name + end for name in (RATIO, f"same_work_{RATIO}") for end in ("", "_low", "_high")}
+    assert {name: ratio.point for name, ratio in ratios.items()} == pytest.approx({RATIO: 1.5, f"same_work_{RATIO}": 1.5})
     rows = {(row["training"], row["labels"]): row for row in comparison.rows()}
     assert rows["eagle3, ours", "answers"]["tokens_per_second"] == pytest.approx(1 / 2)
     assert rows["eagle3, speculators", "every token"]["tokens_per_second"] == pytest.approx(1 / 6)
@@ -378,30 +350,10 @@ def test_both_sides_have_the_same_loss_and_gradient_and_learn_alike(target, fold
             assert torch.allclose(own[name].grad, gradient, atol=1e-4 * gradient.abs().max().item()), name
         ours.optimizer.zero_grad()
         theirs.optimizer.zero_grad()
+    shifted = dataclasses.replace(cases[0], batch=cases[0].batch._replace(loss_mask_BT=cases[0].batch.loss_mask_BT.roll(-1, 1)))
+    assert ours.loss(shifted) != pytest.approx(theirs.loss(cases[0]), rel=TOLERANCE)
     for case in cases:  # AdamW makes much of the rounding of small gradients
         assert ours.step(case).loss == pytest.approx(theirs.step(case).loss, rel=1e-2)
-
-
-@with_speculators
-@ignoring_its_warnings
-def test_a_shift_by_one_is_seen(target, folder, tmp_path):
-    recipe = head_recipe(folder)
-    accelerator = make_accelerator(recipe.schedule, tmp_path)
-    task = make_task(recipe, target, accelerator)
-    case = make_cases(1, task)[ANSWERS][0]
-    shifted = dataclasses.replace(case, batch=case.batch._replace(loss_mask_BT=case.batch.loss_mask_BT.roll(-1, 1)))
-    ours, theirs = our_side(task, accelerator), their_side(task, accelerator)
-    off = TrainingComparison(
-        turns={},
-        losses={
-            name_of(OURS, ANSWERS): ours.loss(shifted),
-            name_of(THEIRS, ANSWERS): theirs.loss(case),
-            name_of(OURS, EVERY_TOKEN): 1.0,
-            name_of(THEIRS, EVERY_TOKEN): 1.0,
-        },
-        batch_size=1,
-    )
-    assert not off.agrees
 
 
 @with_speculators
@@ -411,8 +363,7 @@ def test_the_benchmark_times_both_sides_on_the_same_batches(make_config, target,
     comparison = compare_eagle3(make_config(), target, recipe, tmp_path)
     assert comparison.agrees
     ratios = comparison.ratios(samples=20)
-    assert ratios[RATIO] > 0
-    assert ratios[f"same_work_{RATIO}"] > 0
+    assert all(ratio.point > 0 for ratio in ratios.values())
     tokens = {name: [turn.result.num_tokens for case in cases for turn in case] for name, cases in comparison.turns.items()}
     assert len(set(map(tuple, tokens.values()))) == 1
     assert len(tokens[name_of(OURS, ANSWERS)]) == 2

@@ -3,6 +3,8 @@
 import json
 import mmap
 import subprocess
+from dataclasses import asdict
+from functools import partial
 
 import pytest
 
@@ -12,8 +14,6 @@ from configs.schema.benchmarks import BenchScaleConfig, ScaleStepsConfig
 from scripts.bench import scale as scale_comparison
 from scripts.bench.scale import (
     check_shares,
-    checkpoint_share,
-    input_share,
     run_steps,
     tokens_among_positions,
     with_cache,
@@ -21,6 +21,7 @@ from scripts.bench.scale import (
 from scripts.bench.scale_steps import Clocked, Steps, measure_steps, own_bytes, watching
 from scripts.benchmark import run
 from scripts.fault_injection.children import Child
+from tests.faults.conftest import start_pair
 
 
 @pytest.fixture(scope="module")
@@ -52,21 +53,20 @@ def bench(folder, **settings):
     return BenchScaleConfig.model_validate(tiny | settings)
 
 
-def test_real_runs_of_one_and_two_processes_see_the_same_number_of_tokens(folder, tmp_path):
-    config, recipe = bench(folder), with_cache(bench(folder))
-    result, output = tmp_path / "steps.json", str(tmp_path / "run")
-    child = Child(
-        measure_steps,
-        ScaleStepsConfig(
-            recipe=recipe.model_copy(update={"output": output}), steps=2, warmup_steps=1, checkpoints=1, result=str(result)
-        ),
-        tmp_path,
-    )
-    together = run_steps(recipe, config, 2, tmp_path / "two")
-    assert child.end() == DONE, child.said
-    alone = Steps(**json.loads(result.read_text()))
+def test_real_steps_of_one_and_two_processes_see_the_same_number_of_tokens(folder, tmp_path):
+    recipe = with_cache(bench(folder))
+
+    def config(name):
+        own = recipe.model_copy(update={"output": str(tmp_path / name)})
+        result = str(tmp_path / f"{name}.json")
+        return ScaleStepsConfig(recipe=own, steps=2, warmup_steps=1, checkpoints=1, result=result)
+
+    children = [Child(measure_steps, config("one"), tmp_path, "one")]
+    children += start_pair(partial(Child, folder=tmp_path, name="two"), measure_steps, config("two"))
+    assert [child.end() for child in children] == [DONE] * 3, children[1].said
+    alone, together = (Steps(**json.loads((tmp_path / f"{name}.json").read_text())) for name in ("one", "two"))
     assert (alone.num_processes, together.num_processes) == (1, 2)
-    assert alone.tokens > 0 < together.tokens
+    assert 0 < alone.tokens < together.tokens
     for taken in (alone, together):
         assert taken.steps == 2
         assert 0 < taken.input_seconds < taken.seconds
@@ -102,12 +102,6 @@ def test_the_file_holds_the_ratios_with_their_bounds_and_the_plan(folder, tmp_pa
     assert content["rows"] == rows
 
 
-def test_shares_are_those_of_the_sums_over_runs():
-    runs = [steps(seconds=2.0, waited=0.1, checkpoint=0.5), steps(seconds=4.0, waited=0.5, checkpoint=1.5)]
-    assert input_share(runs, 10).point == pytest.approx(0.6 / 6)
-    assert checkpoint_share(runs, 100, 10).point == pytest.approx(2.0 / (2.0 + 100 * 0.6))
-
-
 def test_padding_is_counted_over_the_batches_of_an_epoch(folder):
     recipe = with_cache(bench(folder))
     one_by_one = recipe.model_copy(update={"schedule": recipe.schedule.model_copy(update={"batch_size": 1})})
@@ -117,14 +111,10 @@ def test_padding_is_counted_over_the_batches_of_an_epoch(folder):
     assert 0 < shares["packing_efficiency"] <= 1
 
 
-def test_a_batch_that_cannot_be_shared_evenly_is_refused(folder):
+def test_batches_that_cannot_be_shared_evenly_and_steps_of_several_micro_batches_are_refused(folder):
     recipe = with_cache(bench(folder))
     with pytest.raises(ConfigError, match="3 processes cannot share batches of 2 evenly"):
         check_shares(recipe, 3)
-
-
-def test_steps_of_several_micro_batches_are_refused(folder):
-    recipe = with_cache(bench(folder))
     schedule = recipe.schedule.model_copy(update={"gradient_accumulation_steps": 4})
     with pytest.raises(ConfigError, match="gradient_accumulation_steps must be 1 here"):
         check_shares(recipe.model_copy(update={"schedule": schedule}), 1)
@@ -144,6 +134,21 @@ def test_a_run_that_ends_otherwise_says_why(folder, tmp_path, monkeypatch, code,
     monkeypatch.setattr(scale_comparison.subprocess, "run", lambda *_, **__: ended)
     with pytest.raises(kind, match=f"a run of 2 processes ended with code .*{reason}"):
         run_steps(with_cache(bench(folder)), bench(folder), 2, tmp_path)
+
+
+def test_several_processes_are_launched_by_torchrun(folder, tmp_path, monkeypatch):
+    commands = []
+
+    def run(command, **settings):
+        commands.append(command[1:])
+        (tmp_path / "steps.json").write_text(json.dumps(asdict(steps())))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(scale_comparison.subprocess, "run", run)
+    for num_processes in (1, 2):
+        assert run_steps(with_cache(bench(folder)), bench(folder), num_processes, tmp_path) == steps()
+    script = [str(scale_comparison.CHILD), "--config", str(tmp_path / "config.yaml")]
+    assert commands == [script, ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *script]]
 
 
 def test_waiting_is_what_the_loader_takes_and_epochs_follow_one_another():

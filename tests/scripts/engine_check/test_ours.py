@@ -8,7 +8,7 @@ from configs.schema.target import TargetConfig
 from eval.decoder.decode import Request, decode
 from heads.artifact import load_draft
 from heads.target.loading import load_target
-from scripts.engine_check.ours import Counts, count_ours, count_rounds, decode_plainly, tau
+from scripts.engine_check.ours import Counts, count_ours, count_rounds, decode_plainly
 
 PROMPTS = [(7, 12, 3, 44, 9), (20, 9, 9, 31, 5, 6), (40, 11, 12), (50, 17, 2, 2)]
 K = 3
@@ -33,11 +33,8 @@ def bench(tiny_run):
 )
 def test_rounds_are_counted_until_the_answer_is_reached(accepted, length, expected):
     assert count_rounds(accepted, length) == expected
-
-
-def test_rounds_that_do_not_reach_the_answer_are_no_count_of_it():
     with pytest.raises(ValueError, match="9 tokens, and the answer has 10"):
-        count_rounds([2, 0, 3], 10)
+        count_rounds(accepted, 10)
 
 
 def test_whole_rounds_are_what_drafts_and_plain_text_say(bench, tiny_run):
@@ -71,7 +68,3 @@ def test_cut_rounds_bring_no_more_than_the_answer(bench, tiny_run):
         assert one.rounds + one.accepted >= length - 1
         assert one.rounds - other.rounds in (0, 1)
         assert other.accepted <= one.accepted
-
-
-def test_tau_pools_over_prompts():
-    assert tau([Counts(2, 2), Counts(4, 1)], samples=10).point == pytest.approx(1 + 3 / 6)

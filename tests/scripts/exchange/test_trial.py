@@ -102,28 +102,21 @@ def test_a_draft_with_ids_one_off_is_refused_with_what_to_say(tmp_path, config, 
     assert import_(tmp_path, config, "--set", "layer_ids=block_output") == DONE
 
 
-def fitted_draft(folder, config):
-    target = load_target(config.target)
-    external = read_external(folder / "exported", layer_ids=config.layer_ids)
-    return fit(external, target.model), target, external.layer_ids
+def reading(name, shift):
+    return TapComparison(reading=Reading(name=f"ids one {name}", shift=shift), expected=0.5, gain=0.1, gain_error=0.01)
 
 
-def test_ids_are_taken_as_told_with_a_warning(tmp_path, config, monkeypatch):
-    better = TapComparison(reading=Reading(name="ids one higher", shift=1), expected=0.5, gain=0.1, gain_error=0.01)
-    monkeypatch.setattr(trial_module, "_better_reading", lambda *_: better)
-    fitted, target, layer_ids = fitted_draft(tmp_path, config)
+def test_ids_are_taken_as_told_with_a_warning_or_are_to_be_corrected(tmp_path, config, monkeypatch):
+    target, external = load_target(config.target), read_external(tmp_path / "exported", layer_ids=config.layer_ids)
+    fitted = fit(external, target.model)
+    monkeypatch.setattr(trial_module, "_better_reading", lambda *_: reading("higher", 1))
     with pytest.raises(InputError, match=r"seems to mean other states .* 0.500 a position in place of 0.400"):
-        trial_module.try_out(fitted, target, config, 3, layer_ids)
+        trial_module.try_out(fitted, target, config, 3, external.layer_ids)
     told = config.model_copy(update={"layer_ids": "h"})
-    trial = trial_module.try_out(fitted, target, told, 3, layer_ids)
-    assert trial.warnings == [
+    assert trial_module.try_out(fitted, target, told, 3, external.layer_ids).warnings == [
         "taken as told, but with ids one higher more of its drafts stay, 0.500 a position in place of 0.400 (the difference is "
         "known to 0.010); --set layer_ids=block_output takes them so, --set layer_ids=h as they were taken"
     ]
-
-
-def test_ids_that_no_convention_explains_are_to_be_corrected(tmp_path, config, monkeypatch):
-    better = TapComparison(reading=Reading(name="ids one lower", shift=-1), expected=0.5, gain=0.1, gain_error=0.01)
-    monkeypatch.setattr(trial_module, "_better_reading", lambda *_: better)
+    monkeypatch.setattr(trial_module, "_better_reading", lambda *_: reading("lower", -1))  # which no convention explains
     with pytest.raises(InputError, match=r"correct the ids in its config.json, or --set layer_ids=h takes them as they stand"):
-        trial_module.try_out(*fitted_draft(tmp_path, config)[:2], config, 3, "h")
+        trial_module.try_out(fitted, target, config, 3, "h")

@@ -35,12 +35,13 @@ def plain_percentiles(monkeypatch):
     monkeypatch.setattr(intervals, "student_quantile", quantile)
 
 
+def naive_tau(cell, temperature, prompts):
+    counts = [cell.counts[temperature][prompt] for prompt in prompts]
+    return sum(committed for committed, _ in counts) / sum(rounds for _, rounds in counts)
+
+
 def naive_mean_tau(cell, prompts):
-    taus = [
-        sum(each[prompt][0] for prompt in prompts) / sum(each[prompt][1] for prompt in prompts)
-        for each in (cell.counts[0.0], cell.counts[1.0])
-    ]
-    return sum(taus) / 2
+    return (naive_tau(cell, 0.0, prompts) + naive_tau(cell, 1.0, prompts)) / 2
 
 
 def test_rows_hold_pooled_tau_and_ratios_paired_by_prompt(plain_percentiles):
@@ -52,13 +53,7 @@ def test_rows_hold_pooled_tau_and_ratios_paired_by_prompt(plain_percentiles):
     assert last["divergence"] == "undistilled"
     assert last.keys() == first.keys()
     drawn = np.random.default_rng(SEED).integers(4, size=(60, 4))
-    ratios = []
-    for prompts in drawn:
-        ours, theirs = ([cell.counts[0.0][prompt] for prompt in prompts] for cell in (OTHER, FIRST))
-        ratios.append(
-            (sum(committed for committed, _ in ours) / sum(rounds for _, rounds in ours))
-            / (sum(committed for committed, _ in theirs) / sum(rounds for _, rounds in theirs))
-        )
+    ratios = [naive_tau(OTHER, 0.0, prompts) / naive_tau(FIRST, 0.0, prompts) for prompts in drawn]
     bounds = [other["tau_t0_vs_first_low"], other["tau_t0_vs_first_high"]]
     assert bounds == pytest.approx(np.quantile(ratios, [0.025, 0.975]))
 
@@ -92,29 +87,16 @@ def test_the_winner_has_the_highest_mean_of_those_better_beyond_noise():
     assert verdict.comparisons["best on own"]["mean_tau"] == best.mean_tau
 
 
-def test_a_lead_within_noise_keeps_the_first():
-    first, lucky = noisy("first", 1.0, 0.3, 0), noisy("lucky", 1.02, 0.3, 1)
-    lucky = lucky if lucky.mean_tau > first.mean_tau else noisy("lucky", 1.06, 0.3, 1)
+def test_a_lead_within_noise_or_none_at_all_keeps_the_first():
+    first, lucky, worse = noisy("first", 1.0, 0.3, 0), noisy("lucky", 1.1, 0.3, 1), noisy("worse", 0.9, 0.01, 1)
     assert lucky.mean_tau > first.mean_tau
     verdict = choose([first, lucky], samples=500)
     assert verdict.winner is first
     assert not verdict.beyond_noise
+    assert verdict.level == pytest.approx(0.95)
     assert verdict.sentence.startswith("No cell is better than the first beyond noise: keep the simplest, first on own. ")
     assert "The highest mean tau is that of lucky on own" in verdict.sentence
-
-
-def test_many_comparisons_widen_the_intervals():
-    first, other = noisy("first", 1.0, 0.1, 0), noisy("other", 1.03, 0.1, 1)
-    few = choose([first, other], samples=4000)
-    many = choose([first, other, *(noisy(f"n{seed}", 1.0, 0.1, seed) for seed in range(2, 12))], samples=4000)
-    bounds = [verdict.comparisons["other on own"]["mean_tau_vs_first_low"] for verdict in (few, many)]
-    assert bounds[1] < bounds[0]
-    assert (few.level, many.level) == pytest.approx((0.95, 1 - 0.05 / 11))
-
-
-def test_the_first_cell_and_a_single_one_are_said_to_be_what_they_are():
-    first, worse = noisy("first", 1.0, 0.01, 0), noisy("worse", 0.9, 0.01, 1)
-    assert choose([first, worse], samples=50).sentence.startswith("The first cell, first on own, has the highest mean tau, 2.0")
+    assert choose([first, worse], samples=50).sentence.startswith("The first cell, first on own, has the highest mean tau, ")
     assert choose([first], samples=50).sentence == "first on own is the only cell; there is nothing to choose from."
 
 

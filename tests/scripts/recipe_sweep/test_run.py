@@ -1,12 +1,15 @@
 """The sweep: cells and their recipes, what is kept, and a whole one on a tiny target."""
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED, run_command
+from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED
 from configs.runtime.errors import ConfigError, InputError
+from configs.runtime.files import CHECKOUT
 from configs.runtime.loading import load_config
 from configs.schema.benchmarks import SweepConfig
 from configs.schema.target import TargetConfig
@@ -22,7 +25,6 @@ from scripts.recipe_sweep import run as recipe_sweep
 from scripts.recipe_sweep.cells import load_recipe, make_cells
 from scripts.recipe_sweep.results import read_rows
 from scripts.recipe_sweep.run import Measuring
-from scripts.sweep import main
 from train.launch import run_distillation
 
 DRAFTS = {"phases": [{"draft_states": 0.5}]}
@@ -59,7 +61,7 @@ def sweep(tmp_path, recipe):
 
 @pytest.fixture
 def trained(monkeypatch):
-    """The recipes trained by the sweep, in this process: one of its own costs seconds of imports, and has a test below."""
+    """The recipes trained by the sweep, in this process: one of its own costs seconds of imports."""
     recipes = []
 
     def run_training(entry, path):
@@ -120,29 +122,25 @@ def test_parts_that_do_not_go_together_are_refused_by_the_name_of_their_cell(swe
         make_cells(config)
 
 
-def test_no_cells_are_one_sentence_and_code_2(capsys):
-    assert run_command(SweepConfig, main, description="", argv=["--set", "divergences={}"]) == BAD_INPUT
-    assert capsys.readouterr().err == (
-        "error: the defaults: divergences is empty, so that there is no cell to train; give at least one by name\n"
-    )
+@pytest.mark.parametrize(("code", "error"), [(0, None), (BAD_INPUT, InputError), (GATE_FAILED, RuntimeError)])
+def test_a_cell_is_trained_by_the_entry_in_a_process_of_its_own_and_one_that_fails_is_named(sweep, monkeypatch, code, error):
+    commands = []
 
+    def run(command, check):
+        commands.append(command)
+        return SimpleNamespace(returncode=code)
 
-def test_a_cell_is_trained_by_the_real_entry_in_a_process_of_its_own(sweep):
+    monkeypatch.setattr(trained_runs.subprocess, "run", run)
     _, (cell, _) = make_cells(sweep())
-    train_run(cell, "cell")
-    assert cell.is_trained
-    assert cell.read_outcome()["steps"] == 3
-    assert not (cell.folder / "checkpoints").exists()
-    assert load_config(DistillConfig, cell.folder / "recipe.json") == cell.recipe
-
-
-@pytest.mark.parametrize(("code", "error"), [(BAD_INPUT, InputError), (GATE_FAILED, RuntimeError)])
-def test_a_training_that_fails_stops_the_sweep_and_is_named(sweep, monkeypatch, code, error):
-    monkeypatch.setattr(trained_runs, "run_training", lambda entry, path: code)
-    _, (cell, _) = make_cells(sweep())
-    with pytest.raises(error, match=rf"^cell kl on target_answers: its training .* ended with code {code}"):
+    (cell.folder / "checkpoints").mkdir(parents=True)
+    if error is None:
         train_run(cell, "cell")
-    assert not cell.is_trained
+    else:
+        with pytest.raises(error, match=rf"^cell kl on target_answers: its training .* ended with code {code}"):
+            train_run(cell, "cell")
+    assert (cell.folder / "checkpoints").exists() == (error is not None)
+    assert commands == [[sys.executable, str(CHECKOUT / "train/distill.py"), "--config", str(cell.folder / "recipe.json")]]
+    assert load_config(DistillConfig, cell.folder / "recipe.json") == cell.recipe
 
 
 # --- the whole of it ----------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ def test_every_round_verifies_the_same_number_of_drafts(tiny_llama, as_target):
     # Rejected drafts are what transformers' default schedule and threshold would answer with shorter rounds.
     target = as_target(tiny_llama(seed=1))
     lengths = []
+    target.model.requires_grad_(False)
     target.model.model.register_forward_pre_hook(
         lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
@@ -25,6 +26,8 @@ def test_every_round_verifies_the_same_number_of_drafts(tiny_llama, as_target):
     assert first == len(REQUEST.tokens) + 3  # the prompt and the first drafts together
     assert set(rounds[:-2]) == {4}
     assert last <= 4  # the last rounds are cut to what the answer still has room for
+    assert all(parameter.requires_grad for parameter in target.model.parameters())  # transformers is slow with frozen ones
+    assert target.model.generation_config.assistant_ensemble_weight is None  # lossy
 
 
 @pytest.mark.parametrize("assisted", [False, True])
@@ -48,20 +51,6 @@ def test_an_answer_ends_with_the_end_of_text_as_ours_does(tiny_llama, as_target,
     assert theirs.tokens == ours.tokens
     assert theirs.tokens[-1] == endless.tokens[5]
     assert theirs.stop_reason == ours.stop_reason == "eos"
-
-
-def test_frozen_weights_which_transformers_is_slow_with_are_thawed(tiny_llama, as_target):
-    target, draft = as_target(tiny_llama(seed=1).requires_grad_(False)), tiny_llama(seed=2).requires_grad_(False)
-    peer = TransformersPeer(target, draft, 3, 12)
-    assert all(parameter.requires_grad for model in (target.model, draft) for parameter in model.parameters())
-    assert len(peer.generate(REQUEST, assisted=True).tokens) == 12
-
-
-def test_a_lossy_ensemble_of_target_and_draft_is_off(tiny_llama, as_target):
-    target, draft = as_target(tiny_llama(seed=1)), tiny_llama(seed=2)
-    TransformersPeer(target, draft, 3, 12)
-    assert target.model.generation_config.assistant_ensemble_weight is None
-    assert draft.generation_config.assistant_ensemble_weight is None
 
 
 def test_a_draft_of_another_vocabulary_size_is_refused(tiny_llama, as_target):
