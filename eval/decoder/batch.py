@@ -32,17 +32,7 @@ from heads.target.loading import Target
 
 
 class BatchRun:
-    """The state of one batch: its rows, the target's cache, the random streams.
-
-    Args:
-        target: the model whose distribution the output follows.
-        requests: the batch.
-        config: how to decode.
-        proposer: the draft; None is plain decoding.
-        measure_overlap: compare the distributions of target and draft at each verified draft of a chain.
-        logits_processor: changes the target's logits, and with them its distribution (`eval.decoder.logits_processor`).
-        clock: counts the time by phase; None: a new one.
-        make_verifier: decides which drafts stay.
+    """The state of one batch: its rows, the target's cache, the random streams. For arguments see `eval.decoder.decode`.
 
     Raises:
         InputError: the rule in force is none of the verifier's.

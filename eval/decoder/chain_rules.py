@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from heads.sampling.probabilities import draw
+from heads.sampling.probabilities import draw, values_at
 
 
 class ChainVerification(NamedTuple):
-    """The result of a rule on a chain: `num_accepted_B` drafts stay (0..num_drafted), then `next_token_B` from the target."""
+    """`num_accepted_B` drafts stay (0..num_drafted), then comes `next_token_B`, from the target."""
 
     num_accepted_B: Tensor
     next_token_B: Tensor
@@ -28,15 +28,10 @@ def verify_greedy(target_tokens_BK: Tensor, tokens_BG: Tensor, num_drafted_B: Te
     With the target's greedy choices as `target_tokens_BK` this is greedy decoding. With draws from the target's distribution
     it is sample-and-match: lossless for any deterministic proposal, and the output is equal to that of plain decoding with the
     same stream.
-
-    Args:
-        target_tokens_BK: the target's own token after each prefix.
-        tokens_BG: the drafts.
-        num_drafted_B: drafts that count in each row.
     """
     matches_BG = (target_tokens_BK[:, :-1] == tokens_BG) & _drafted(tokens_BG, num_drafted_B)
     num_accepted_B = _leading(matches_BG)
-    return ChainVerification(num_accepted_B, _at(target_tokens_BK, num_accepted_B))
+    return ChainVerification(num_accepted_B, values_at(target_tokens_BK, num_accepted_B))
 
 
 def verify_tokens(
@@ -60,12 +55,10 @@ def verify_tokens(
         num_drafted_B: drafts that count in each row.
         accept_BG, residual_B, bonus_B: independent uniforms in [0, 1) for acceptance, residual and bonus draws.
     """
-    p_of_draft_BG = _of_tokens(p_BKV[:, :-1], tokens_BG)
-    q_of_draft_BG = _of_tokens(q_BGV, tokens_BG)
+    p_of_draft_BG, q_of_draft_BG = values_at(p_BKV[:, :-1], tokens_BG), values_at(q_BGV, tokens_BG)
     stays_BG = (accept_BG * q_of_draft_BG < p_of_draft_BG) & _drafted(tokens_BG, num_drafted_B)
-    num_accepted_B = _leading(stays_BG)
     weight_B = torch.ones_like(residual_B)
-    return _finish(p_BKV, q_BGV, num_accepted_B, num_drafted_B, weight_B, residual_B, bonus_B)
+    return _finish(p_BKV, q_BGV, _leading(stays_BG), num_drafted_B, weight_B, residual_B, bonus_B)
 
 
 def verify_block(
@@ -85,7 +78,7 @@ def verify_block(
 
     Args: as for `verify_tokens`; `accept_BG[:, i]` decides about the prefix that ends with draft i.
     """
-    ratio_BG = _of_tokens(p_BKV[:, :-1], tokens_BG).double() / _of_tokens(q_BGV, tokens_BG).double()
+    ratio_BG = values_at(p_BKV[:, :-1], tokens_BG).double() / values_at(q_BGV, tokens_BG).double()
     prefix_BK = [torch.ones_like(ratio_BG[:, 0])]
     for ratio_B in ratio_BG.unbind(1):
         prefix_BK.append((prefix_BK[-1] * ratio_B).clamp(max=1.0))
@@ -99,7 +92,7 @@ def verify_block(
     keep_BG = torch.where(whole_BG, P_BK[:, 1:], keep_BG)
     wins_BG = (accept_BG < keep_BG) & _drafted(tokens_BG, num_drafted_B)
     num_accepted_B = (wins_BG * length_G).amax(1)
-    return _finish(p_BKV, q_BGV, num_accepted_B, num_drafted_B, _at(P_BK, num_accepted_B), residual_B, bonus_B)
+    return _finish(p_BKV, q_BGV, num_accepted_B, num_drafted_B, values_at(P_BK, num_accepted_B), residual_B, bonus_B)
 
 
 def _finish(
@@ -130,11 +123,3 @@ def _drafted(tokens_BG: Tensor, num_drafted_B: Tensor) -> Tensor:
 def _leading(flags_BG: Tensor) -> Tensor:
     """Count the leading True values of each row."""
     return flags_BG.long().cumprod(1).sum(1)
-
-
-def _of_tokens(probs_BGV: Tensor, tokens_BG: Tensor) -> Tensor:
-    return probs_BGV.gather(-1, tokens_BG.unsqueeze(-1)).squeeze(-1)
-
-
-def _at(values_BK: Tensor, index_B: Tensor) -> Tensor:
-    return values_BK.gather(1, index_B.unsqueeze(1)).squeeze(1)

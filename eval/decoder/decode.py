@@ -60,12 +60,10 @@ def generate(
 
     Args:
         target: the model whose distribution the output follows.
-        prompts: token ids.
-        config: how; `batch_size` prompts are decoded together.
-        proposer: the draft; None is plain decoding.
+        prompts: token ids, `config.batch_size` of them decoded together.
+        config, proposer, make_run: as for `decode`.
         logits_processor: a `LogitsProcessor` of transformers, or a list of them, which changes the target's distribution; the
             output follows the changed one without loss (`eval.decoder.logits_processor`).
-        make_run: as for `decode`.
     """
     requests = [Request(prompt_id=str(n), category="", tokens=tuple(prompt)) for n, prompt in enumerate(prompts)]
     processor = None if logits_processor is None else prepared(logits_processor)
@@ -96,8 +94,7 @@ def decode(
     """Continue a batch of requests together until each has ended.
 
     Args:
-        target: the model whose distribution the output follows.
-        requests: the batch.
+        target, requests: the model whose distribution the output follows, and the batch.
         config: how; `batch_size` is not read here.
         proposer: the draft; None, or `num_speculative_tokens` 0, is plain decoding.
         mode, repeat: labels for the records.

@@ -14,37 +14,25 @@ from torch import Tensor
 
 from configs.schema.decoding import SamplingConfig
 from heads.proposers.draft_length import confidence
-from heads.sampling.probabilities import token_probabilities
+from heads.sampling.probabilities import token_probabilities, values_at
 
 
 class PositionComparison(NamedTuple):
-    """Each `[B, G]`, float32; `p` is the target's distribution and `q` the draft's, after the same tokens.
+    """Each float32; `p` is the target's distribution and `q` the draft's, after the same tokens."""
 
-    Args:
-        overlap_BG: sum_v min(p, q), which is 1 - TV(p, q): the exact chance that sampling keeps a draft (Leviathan et al.,
-            2211.17192, corollary 3.6).
-        kl_BG: KL(p || q) in nats, over the tokens of the draft's vocabulary, with p renormalised there.
-        uncovered_BG: the mass of p outside the draft's vocabulary, where KL(p || q) would be infinite.
-        agrees_BG: 1 where both have the same likeliest token, else 0.
-        confidence_BG: q of the drafted token.
-        target_probability_BG: p of the drafted token.
-        distribution_confidence_BG: the largest probability of q, which is what stopping rules read
-            (`heads.proposers.draft_length.confidence`).
-    """
-
-    overlap_BG: Tensor
-    kl_BG: Tensor
-    uncovered_BG: Tensor
-    agrees_BG: Tensor
-    confidence_BG: Tensor
-    target_probability_BG: Tensor
-    distribution_confidence_BG: Tensor
+    overlap_BG: Tensor  # sum_v min(p, q) = 1 - TV(p, q): the chance that sampling keeps a draft (2211.17192, corollary 3.6)
+    kl_BG: Tensor  # KL(p || q) in nats, over the tokens of the draft's vocabulary, with p renormalised there
+    uncovered_BG: Tensor  # the mass of p outside the draft's vocabulary, where KL(p || q) would be infinite
+    agrees_BG: Tensor  # 1 where both have the same likeliest token, else 0
+    confidence_BG: Tensor  # q of the drafted token
+    target_probability_BG: Tensor  # p of the drafted token
+    distribution_confidence_BG: Tensor  # the largest probability of q, which stopping rules read
 
 
 def compare_distributions(
     p_logits_BGV: Tensor, q_logits_BGV: Tensor, tokens_BG: Tensor, sampling: SamplingConfig
 ) -> PositionComparison:
-    """Compare two distributions at each drafted position.
+    """Compare two distributions at each drafted position. Where a draft's logits are not finite, overlap and mass are 0.
 
     Args:
         p_logits_BGV: the target's logits; row i predicts draft i.
@@ -52,8 +40,6 @@ def compare_distributions(
         tokens_BG: the drafts, ids of the target.
         sampling: the distribution in use; temperature 0 is compared at temperature 1, since one-hot distributions overlap
             wholly or not at all. KL is taken before top-k and top-p, which would make it infinite; everything else after.
-
-    Where a draft's logits are not finite, overlap and covered mass are 0.
     """
     missing = p_logits_BGV.shape[-1] - q_logits_BGV.shape[-1]
     q_logits_BGV = torch.nn.functional.pad(q_logits_BGV.float(), (0, missing), value=float("-inf"))
@@ -67,8 +53,8 @@ def compare_distributions(
         kl_BG=kl_BG,
         uncovered_BG=uncovered_BG,
         agrees_BG=(p_logits_BGV.argmax(-1) == q_logits_BGV.nan_to_num(float("-inf")).argmax(-1)).float(),
-        confidence_BG=_of_tokens(q_BGV, tokens_BG),
-        target_probability_BG=_of_tokens(p_BGV, tokens_BG).nan_to_num(0.0),
+        confidence_BG=values_at(q_BGV, tokens_BG),
+        target_probability_BG=values_at(p_BGV, tokens_BG).nan_to_num(0.0),
         distribution_confidence_BG=confidence(q_BGV),
     )
 
@@ -84,7 +70,3 @@ def _divergence(p_logits_BGV: Tensor, q_logits_BGV: Tensor, temperature: float) 
     # sum_S p/m (log p/m - log q) = (sum_S p (log p - log q)) / m - log m; rounding may leave a little below zero.
     kl_BG = (terms_BGV.sum(-1) / mass_BG - mass_BG.log()).clamp(min=0.0)
     return kl_BG.nan_to_num(0.0, posinf=0.0), (1.0 - mass_BG).clamp(min=0.0).nan_to_num(1.0)
-
-
-def _of_tokens(probs_BGV: Tensor, tokens_BG: Tensor) -> Tensor:
-    return probs_BGV.gather(-1, tokens_BG.unsqueeze(-1)).squeeze(-1)

@@ -1,13 +1,9 @@
 """A transformers `LogitsProcessor` on the target's logits: the output then follows the processed distribution without loss.
 
-Each position of a round is processed with its own text: what is committed and the drafts before it, in a chain or a tree. The
-draft is not processed; a processor that forbids its tokens costs acceptance only. A processor never gets a text that holds a
-token it forbids, or that goes on after its end: what is drafted there cannot be accepted, and its logits stay as they are.
-
-The processor must be a function of (ids, scores), row by row: it is called with texts that are then dropped, twice with the
-same text, and with texts of several requests together; one with a state of its own is refused. The `batch_id` that
-`PrefixConstrainedLogitsProcessor` gets is the request's place among all of them.
-B batch, K target rows (the pending token and the drafts), G drafts, V vocabulary.
+Each position of a round is processed with its own text: what is committed and the drafts before it. The draft is not processed.
+A processor must be a function of (ids, scores), row by row: it is called with texts that are then dropped, twice with the same
+text, and with texts of several requests together. The `batch_id` of `PrefixConstrainedLogitsProcessor` is the request's place
+among all. B batch, K target rows (the pending token and the drafts), G drafts, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,8 +11,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +31,7 @@ Processor = Callable[[Tensor, Tensor], Tensor]
 STATEFUL = {"UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor"}
 
 
-@dataclass(frozen=True)
-class _Text:
+class _Text(NamedTuple):
     """A text to process: that of target row `place` of a row of the batch."""
 
     row: int
@@ -47,9 +41,6 @@ class _Text:
 
 def prepared(given: Any) -> Processor:
     """Return a processor, or a (nested) list of them, as one; refuse what would not be exact.
-
-    Args:
-        given: the processor or processors.
 
     Raises:
         InputError: one cannot be called, remembers earlier calls, or has several rows of text of its own or several beams.
@@ -136,7 +127,10 @@ def processed(
     numbers = range(len(tokens)) if numbers is None else numbers
     level = [_Text(row, 0, list(committed)) for row, committed in enumerate(tokens)]
     while level:
-        for texts in _of_a_length(level):
+        by_length: dict[int, list[_Text]] = defaultdict(list)
+        for text in level:
+            by_length[len(text.ids)].append(text)
+        for texts in by_length.values():
             number_of = [numbers[text.row] for text in texts].__getitem__
             _process(renumbered(processor, number_of), scores_BKV, texts)
         longer = [(text, each) for text in level for each in _next(proposal, text) if each.ids[-1] not in ends]
@@ -153,13 +147,6 @@ def _process(processor: Processor, scores_BKV: Tensor, texts: Sequence[_Text]) -
         found, wanted = list(changed_NV.shape), list(scores_NV.shape)
         raise InputError(f"logits_processor: {type(processor).__name__} made scores of shape {found} of {wanted}")
     scores_BKV[rows_N, places_N] = changed_NV.float()
-
-
-def _of_a_length(texts: Sequence[_Text]) -> list[list[_Text]]:
-    by_length: dict[int, list[_Text]] = defaultdict(list)
-    for text in texts:
-        by_length[len(text.ids)].append(text)
-    return list(by_length.values())
 
 
 def _next(proposal: Proposal | None, text: _Text) -> Iterator[_Text]:

@@ -89,6 +89,11 @@ class Timing:
     decode_joules: float | None = None  # spent in decode_seconds; None: not measured
 
     @property
+    def num_prompts(self) -> int:
+        """How many answers there are, each with a token of the prefill."""
+        return len(self.prompt_ids)
+
+    @property
     def overhead_seconds(self) -> float:
         """Decode time outside the forwards and the draws."""
         return self.decode_seconds - self.draft_seconds - self.verify_seconds - self.sample_seconds

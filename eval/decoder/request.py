@@ -121,10 +121,6 @@ class StopStrings:
     beginning of a text: drop a space, or show the rest of a character whose first bytes lie before it. An incomplete character
     decodes to U+FFFD, which no stop string may hold (`configs.schema.decoding.DecodeConfig`). Special tokens count as their
     text. A string that begins in the prompt is not found.
-
-    Args:
-        tokenizer: of the tokens.
-        stops: the strings, none of them empty.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> None:

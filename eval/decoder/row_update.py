@@ -14,33 +14,18 @@ from eval.decoder.request import BatchRow
 
 @dataclass(frozen=True, kw_only=True)
 class RowUpdate:
-    """The drafts that stay and the token after them.
+    """The drafts that stay and the token after them."""
 
-    Args:
-        drafted: the drafts that count; of a tree those on the path that stays, then the first child at each depth below it.
-        num_accepted: how many of them stay.
-        next_token: the target's own, which comes after those.
-        finite: whether the distributions were finite; nothing is committed otherwise.
-        path: of a tree, the target rows of the drafts that stay.
-        ranks: of a tree, which child of its parent each draft that stays is, from 0.
-        num_nodes: of a tree, its drafts.
-    """
-
-    drafted: list[int]
+    drafted: list[int]  # those that count; of a tree the path that stays, then the first child at each depth below it
     num_accepted: int
-    next_token: int
-    finite: bool
-    path: tuple[int, ...] = ()
-    ranks: tuple[int, ...] | None = None
-    num_nodes: int | None = None
+    next_token: int  # the target's own, after the accepted ones
+    finite: bool  # otherwise nothing is committed
+    path: tuple[int, ...] = ()  # of a tree, the target rows of the drafts that stay
+    ranks: tuple[int, ...] | None = None  # of a tree, which child of its parent each draft that stays is, from 0
+    num_nodes: int | None = None  # of a tree, its drafts
 
     def apply(self, row: BatchRow, compared: Sequence[Sequence[float]] | None) -> None:
-        """Commit the update to its row and record the round.
-
-        Args:
-            row: of the batch.
-            compared: the numbers of `eval.decoder.distribution_comparison.PositionComparison` by draft; None: not measured.
-        """
+        """Commit the update to its row and record the round; `compared` has a `PositionComparison` by draft, where measured."""
         committed = row.commit([*self.drafted[: self.num_accepted], self.next_token], finite=self.finite)
         overlap, distributions = None, None
         if compared is not None and self.drafted:
@@ -68,9 +53,7 @@ def chain_update(numbers: Sequence[int], num_drafted: int) -> RowUpdate:
 def tree_update(numbers: Sequence[int], depth: int) -> RowUpdate:
     """Read `[accepted, next token, finite, path..., drafts..., parents...]`.
 
-    Args:
-        numbers: the path names target rows, `depth` of them; as many parents as drafts, -1 for those that do not count.
-        depth: of the tree asked for.
+    The path names target rows and has the `depth` of the tree asked for; the parent of a draft that does not count is -1.
     """
     accepted, next_token, finite, *rest = numbers
     path, nodes = rest[:accepted], rest[depth:]

@@ -1,14 +1,12 @@
 """Verification rules for a tree of drafted tokens: which path stays, and which token comes after it.
 
 At one node a rule picks among the candidates for one position (`CandidateRule`), and `verify_tree` walks the tree with it;
-`match_tree` follows the target's own tokens instead. Pure functions of (p, q, tokens, uniforms), batched over rows; that their
-output follows the target's distribution is shown by exact enumeration (`eval.lossless.tree_enumeration`).
+`match_tree` follows the target's own tokens instead. Pure functions of (p, q, tokens, uniforms); that their output follows the
+target's distribution is shown by exact enumeration (`eval.lossless.tree_enumeration`).
 
-Node 0 is the pending token, the root; every other node has a parent with a smaller number. The children of a node are the
-candidates for the position after it, in the order in which they were drawn by the rule's own way of drawing
-(`heads.sampling.sibling_draws`). Row i of the distributions comes after node i: p is the target's, q the one that the node's
-children were drawn from. Lossless as long as no drawn node was left out for its token or its probability; a tree pruned by
-confidence is verified by matching, for which any choice of nodes will do.
+Node 0 is the pending token, the root; every other node has a parent with a smaller number. Siblings are in the order in which
+they were drawn (`heads.sampling.sibling_draws`). Row i of the distributions comes after node i: p is the target's, q the one
+that the node's children were drawn from. Lossless as long as no drawn node was left out for its token or its probability.
 B rows, C candidates, N nodes with the root, D depth of the deepest node, K = D + 1 levels, V vocabulary.
 """
 
@@ -21,21 +19,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from heads.sampling.probabilities import draw
+from heads.sampling.probabilities import draw, values_at
 
 RHO_BISECTIONS = 20
 
 
 class CandidateChoice(NamedTuple):
-    """The result of a rule at one position.
+    """The result of a rule at one position."""
 
-    Args:
-        accepted_B: index of the candidate that stays, -1 for none.
-        rest_BV: unnormalised distribution of the next token where none stays; undefined in the other rows.
-    """
-
-    accepted_B: Tensor
-    rest_BV: Tensor
+    accepted_B: Tensor  # index of the candidate that stays, -1 for none
+    rest_BV: Tensor  # unnormalised distribution of the next token where none stays; undefined in the other rows
 
 
 # (p_BV, q_BV, tokens_BC, num_candidates_B, accept_BC), see `with_replacement`
@@ -68,8 +61,6 @@ def without_replacement(
 
     As `with_replacement`, but candidate i is tested against the distribution it was drawn from: q without the candidates
     before it, renormalised. A candidate drawn after q ran out is skipped.
-
-    Args: as for `with_replacement`.
     """
     return reject_recursively(p_BV, _shrinking(q_BV, tokens_BC), tokens_BC, num_candidates_B, accept_BC)
 
@@ -79,12 +70,8 @@ def reject_recursively(
 ) -> CandidateChoice:
     """Recursive rejection with a distribution for each candidate, for instance from several drafts.
 
-    Lossless where candidate i was drawn from `distributions[i]`, which may depend on the candidates before it and on nothing
-    else.
-
-    Args:
-        distributions: for each of the C columns a normalised distribution `[B, V]`; all 0 where the row has no such candidate.
-        p_BV, tokens_BC, num_candidates_B, accept_BC: as for `with_replacement`.
+    Lossless where candidate i was drawn from `distributions[i]` `[B, V]`, normalised or all 0 where the row has no such
+    candidate, which may depend on the candidates before it and on nothing else. For the rest see `with_replacement`.
     """
     rest_BV = p_BV
     accepted_B = torch.full_like(num_candidates_B, -1)
@@ -95,7 +82,7 @@ def reject_recursively(
         if not may_hold(tested_B):
             break
         mass_B = rest_BV.sum(-1)
-        q_of_B, rest_of_B = _at(probs_BV, token_B), _at(rest_BV, token_B)
+        q_of_B, rest_of_B = values_at(probs_BV, token_B), values_at(rest_BV, token_B)
         stays_B = tested_B & (q_of_B > 0) & (accept_B * q_of_B * mass_B < rest_of_B)
         accepted_B = torch.where(stays_B, number, accepted_B)
         left_BV = (rest_BV - mass_B.unsqueeze(1) * probs_BV).clamp(min=0)
@@ -111,8 +98,6 @@ def k_seq(p_BV: Tensor, q_BV: Tensor, tokens_BC: Tensor, num_candidates_B: Tenso
     Each candidate in turn stays with probability min(1, p/(rho q)), one of k with probability A = 1 - (1 - b)^k where
     b = sum_v min(q, p/rho). An accepted token has the distribution min(q, p/rho)/b, so that p - A min(q, p/rho)/b is left
     for the rejected. It is nowhere negative for A <= rho b; `k_seq_rho` finds the least such rho.
-
-    Args: as for `with_replacement`.
     """
     rho_B = k_seq_rho(p_BV, q_BV, num_candidates_B)
     discounted_BV = torch.minimum(q_BV, p_BV / rho_B.unsqueeze(1))
@@ -151,17 +136,11 @@ CANDIDATE_RULES: dict[str, CandidateRule] = {
 
 
 class TreeVerification(NamedTuple):
-    """The result of a rule on a tree.
+    """The result of a rule on a tree."""
 
-    Args:
-        path_BD: numbers of the nodes that stay, from the root's child downwards, -1 beyond the path.
-        num_accepted_B: their count, 0..D.
-        next_token_B: the token that comes after them, from the target.
-    """
-
-    path_BD: Tensor
-    num_accepted_B: Tensor
-    next_token_B: Tensor
+    path_BD: Tensor  # numbers of the nodes that stay, from the root's child downwards, -1 beyond the path
+    num_accepted_B: Tensor  # their count, 0..D
+    next_token_B: Tensor  # the token that comes after them, from the target
 
 
 def verify_tree(
@@ -221,12 +200,8 @@ def match_tree(target_token: TokenAfter, tokens_BN: Tensor, parents_BN: Tensor, 
     """Walk a tree along the target's own tokens, from the root to the child that bears the token, while there is one.
 
     With the target's greedy choices this is greedy decoding, with draws from its distributions it is sample-and-match.
-    Lossless for any tree that does not depend on those draws. Of equal siblings only the first is ever walked.
-
-    Args:
-        target_token: gives the target's own token after each row's node; `tokens_of` makes it from a tensor.
-        tokens_BN, parents_BN: as for `verify_tree`.
-        depth: of the deepest node; what lies deeper is not walked.
+    Lossless for any tree that does not depend on those draws. Of equal siblings only the first is ever walked, and nothing
+    that lies deeper than `depth`. `tokens_of` makes `target_token` from a tensor.
     """
     path_BD = tokens_BN.new_full((len(tokens_BN), depth), -1)
     node_B = tokens_BN.new_zeros(len(tokens_BN))
@@ -244,13 +219,13 @@ def match_tree(target_token: TokenAfter, tokens_BN: Tensor, parents_BN: Tensor, 
 
 
 def rows_of(p_BNV: Tensor) -> ProbsAfter:
-    """Return a function that looks the distribution after a node up in a tensor of all of them."""
+    """Look the distribution after a node up in a tensor of all of them."""
     rows_B = torch.arange(len(p_BNV), device=p_BNV.device)
     return lambda node_B: p_BNV[rows_B, node_B]
 
 
 def tokens_of(target_tokens_BN: Tensor) -> TokenAfter:
-    """Return a function that looks the target's own token after a node up in a tensor of all of them."""
+    """Look the target's own token after a node up in a tensor of all of them."""
     return lambda node_B, _: target_tokens_BN.gather(1, node_B.unsqueeze(1)).squeeze(1)
 
 
@@ -281,7 +256,3 @@ def _shrinking(q_BV: Tensor, tokens_BC: Tensor) -> Iterator[Tensor]:
         mass_B1 = q_BV.sum(-1, keepdim=True)
         yield q_BV / mass_B1.clamp(min=torch.finfo(q_BV.dtype).tiny)
         q_BV = q_BV.scatter(-1, token_B.unsqueeze(-1), 0.0)
-
-
-def _at(values_BV: Tensor, token_B: Tensor) -> Tensor:
-    return values_BV.gather(-1, token_B.unsqueeze(-1)).squeeze(-1)

@@ -26,12 +26,7 @@ RULES = {"token": verify_tokens, "block": verify_block}
 
 
 class Verifier:
-    """Verifies the proposals of one batch; the output follows the target's distribution.
-
-    Args:
-        config: the distribution and the rule.
-        rng: random numbers, whose rows are the batch's.
-    """
+    """Verifies the proposals of one batch, whose rows `rng` has; the output follows the target's distribution."""
 
     rules: ClassVar[frozenset[str]] = frozenset(("greedy", "match", *RULES, *CANDIDATE_RULES))  # values of `config.rule`
 
@@ -69,10 +64,9 @@ class Verifier:
 
         Args:
             logits_BKV: row k predicts the token at position (row's length + depth of k).
-            proposal: what was drafted.
+            proposal, lengths: as for `chain`.
             depths_BK: of the rows, 0 for the pending token.
-            lengths: committed tokens by row, the pending one included.
-            tree: the tree that the proposer was asked for.
+            tree: the one that the proposer was asked for.
 
         Returns:
             The path that stays, which names rows, so draft i as i + 1, and the next token.
@@ -108,11 +102,8 @@ class SimulatedVerifier(Verifier):
     """Keeps the draft at position i, if all before it were kept, with probability `rates[i]`: how fast would such a draft be?
 
     The rule is applied as well, so that a round costs what it costs in earnest; only how many drafts stay is drawn, and the
-    text means nothing. A report made with it is marked as simulated, and no gate takes it. For chains only.
-
-    Args:
-        config, rng: as for `Verifier`.
-        rates: by position, from 0; the last one holds for those beyond.
+    text means nothing. A report made with it is marked as simulated, and no gate takes it. For chains only. `rates` are by
+    position, from 0; the last one holds for those beyond.
     """
 
     def __init__(self, config: DecodeConfig, rng: CounterRNG, rates: Sequence[float]) -> None:

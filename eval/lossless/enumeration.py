@@ -1,9 +1,8 @@
 """Whether a verification rule for chains is lossless, by exact enumeration of every way a round can go on a toy.
 
 The toy is a target and a draft over a few tokens, with random conditional distributions. Every draft is enumerated with its
-probability under q. The rule is a black box from uniforms to a result: the uniforms at which the result changes are found by
-bisection, which gives each outcome's probability to float64 precision. The tokens committed, continued with p where the round
-was short, must follow p. B enumerated cases, G drafts, K = G + 1, V vocabulary.
+probability under q; the uniforms at which the rule's result changes are found by bisection, to float64 precision. The tokens
+committed, continued with p where the round was short, must follow p. B enumerated cases, G drafts, K = G + 1, V vocabulary.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ class _Cases:
         return self.rule(self.p_BKV, self.q_BGV, self.tokens_BG, self.num_drafted_B, accept_BG, next_B, next_B)
 
     def acceptance_thresholds(self) -> Tensor:
-        """Return, by case and draft, the uniform below which it passes its test (earlier ones passed, later ones failed)."""
+        """Return, by case and draft, the uniform below which it passes its test, earlier ones passed and later ones failed."""
         half_B = torch.full((len(self.tokens_BG),), 0.5, dtype=torch.float64)
         columns = []
         for position in range(self.toy.num_drafts):

@@ -1,9 +1,8 @@
 """The test of the first tokens: many samples after one text are counted and tested against their exact probabilities.
 
-The distribution of the first three tokens of an answer is a tree of the target's forwards; leaves too unlikely for a G-test
-are pooled. The first token comes from the prefill, so speculation shows in the second and third; the text is therefore chosen,
-by the target's distributions and plain answers alone, where the next token is nearly certain and the one after it is not.
-Samples are decoded with as many drafts a round as in use, in batches of a fixed size, and only as far as is needed.
+The distribution of an answer's first three tokens is a tree of the target's forwards; leaves too unlikely for a G-test are
+pooled. The first token comes from the prefill, so speculation shows in the second and third; the text is therefore chosen, by
+plain answers alone, where the next token is nearly certain and the one after it is not.
 N samples, P prefixes, T positions, V vocabulary.
 """
 
@@ -11,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,8 +36,7 @@ CANDIDATES, LATEST_START = 8, 16  # answers, and tokens of each, among which the
 AT_ONCE = 32  # samples decoded, or prefixes read, together
 
 
-@dataclass(frozen=True, kw_only=True)
-class Start:
+class Start(NamedTuple):
     """A text to continue: a prompt and the first `num_answered` tokens of its plain answer."""
 
     prompt_id: str
@@ -59,6 +57,11 @@ class Cells:
     leaves: dict[Prefix, int] = field(default_factory=dict)
     others: dict[Prefix, int] = field(default_factory=dict)
 
+    def add(self, probability: float) -> int:
+        """Return a new cell."""
+        self.probabilities.append(probability)
+        return len(self.probabilities) - 1
+
     def find(self, tokens: Sequence[int]) -> int:
         """Return the cell of an answer's first tokens.
 
@@ -77,17 +80,10 @@ class Cells:
 def check_first_tokens(
     target: Target, proposer: Proposer, plain: Sequence[Generation], config: DecodeConfig, num_samples: int
 ) -> dict[str, Any]:
-    """Sample one text's continuation many times and return the G-test of its first tokens.
+    """Sample a text's continuation many times and return the G-test of its first tokens.
 
-    Args:
-        target: the model whose distribution the samples should follow.
-        proposer: the draft.
-        plain: plain decoding's answers, from which the text is chosen.
-        config: the decoding under test; its seed is used, with numbers that no other request has.
-        num_samples: how many.
-
-    Returns:
-        `p_value` (`None` where there is none, with `reason`), and the numbers it comes from.
+    The text is chosen from plain decoding's answers; `config` is the decoding under test, whose seed is used with numbers that
+    no other request has. `p_value` is `None` where there is none, with `reason`.
     """
     start = choose_start(target, plain, config)
     if start is None:
@@ -133,15 +129,14 @@ def choose_start(target: Target, plain: Sequence[Generation], config: DecodeConf
         if float(open_T.max()) > most:
             position, most = int(open_T.argmax()), float(open_T.max())
             text = (*answer.prompt_tokens, *answer.tokens[:position])
-            best = Start(prompt_id=answer.prompt_id, turn=answer.turn, text=text, num_answered=position)
+            best = Start(answer.prompt_id, answer.turn, text, position)
     return best
 
 
 def find_cells(target: Target, text: Prefix, sampling: SamplingConfig, num_samples: int) -> Cells:
     """Partition the answers to `text` by their first `DEPTH` tokens into cells that expect at least `LEAST_EXPECTED` samples.
 
-    Each level of the tree is one batch of forwards. What is pooled over the whole tree becomes one cell, or joins the
-    smallest.
+    What is pooled over the whole tree becomes one cell, or joins the smallest.
     """
     cells, worth = Cells(), LEAST_EXPECTED / num_samples
     level: dict[Prefix, float] = {(): 1.0}
@@ -152,24 +147,18 @@ def find_cells(target: Target, text: Prefix, sampling: SamplingConfig, num_sampl
             reached_V = level[prefix] * probs_V
             kept = torch.nonzero(reached_V >= worth).flatten().tolist()
             for token in kept:
-                ends = depth == DEPTH or token in target.eos_token_ids
-                if ends:
-                    cells.leaves[(*prefix, token)] = _add(cells, float(reached_V[token]))
+                if depth == DEPTH or token in target.eos_token_ids:
+                    cells.leaves[(*prefix, token)] = cells.add(float(reached_V[token]))
                 else:
                     deeper[(*prefix, token)] = float(reached_V[token])
             rest = level[prefix] - float(reached_V[kept].sum())
             if rest >= worth:
-                cells.others[prefix] = _add(cells, rest)
+                cells.others[prefix] = cells.add(rest)
             else:
                 small.append(prefix)
         level = deeper
     _pool(cells, small, worth)
     return cells
-
-
-def _add(cells: Cells, probability: float) -> int:
-    cells.probabilities.append(probability)
-    return len(cells.probabilities) - 1
 
 
 def _pool(cells: Cells, small: Sequence[Prefix], worth: float) -> None:
@@ -181,7 +170,7 @@ def _pool(cells: Cells, small: Sequence[Prefix], worth: float) -> None:
         return
     missing = max(0.0, 1.0 - sum(cells.probabilities))
     if missing >= worth or not cells.probabilities:
-        place = _add(cells, missing)
+        place = cells.add(missing)
     else:
         place = min(range(len(cells.probabilities)), key=lambda cell: cells.probabilities[cell])
         cells.probabilities[place] += missing

@@ -1,8 +1,7 @@
 """The proof by enumeration that the rule in use keeps the target's distribution, for the shape in use.
 
 It runs the functions that the decoder runs on toys (`eval.lossless.enumeration` for chains, `eval.lossless.tree_enumeration`
-for trees, with siblings drawn as drafts draw them): a chain of up to three drafts, a tree's first few nodes. Models and caches
-have no part in it; samples are tested in `eval.lossless.sampled`. Matching needs no proof: it puts the target's own draws.
+for trees): a chain of up to three drafts, a tree's first few nodes. Matching needs no proof: it puts the target's own draws.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Statistical tests that sampling with a draft still follows the target's distribution.
 
 The first tokens of many samples of one text are tested against their exact probabilities (`eval.lossless.first_tokens`): sharp,
-but in one place. The answers to all prompts are compared with plain decoding's by the target's log-likelihood of them: whole
-answers in the batches in use, but only their mean. Their p-values are adjusted for being two (Holm), and with too few prompts
-or samples they are inconclusive. The rule by itself is proved by enumeration (`eval.lossless.rule_proof`).
+but in one place. Answers to all prompts are compared with plain decoding's by the target's log-likelihood: all of them, but
+only their mean. Their p-values are adjusted for being two (Holm), and with too few prompts or samples inconclusive.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from configs.schema.decoding import DecodeConfig
-from configs.schema.evaluation import LosslessConfig
 from eval.decoder.records import FAILED, Generation
 from eval.lossless.first_tokens import check_first_tokens
 from eval.metrics.likelihood import mean_log_likelihood, pair_answers
@@ -33,34 +31,24 @@ def check_samples(
     plain: Sequence[Generation],
     speculative: Sequence[Generation],
     decode_config: DecodeConfig,
-    config: LosslessConfig,
+    false_alarm_rate: float,
+    num_samples: int,
 ) -> dict[str, dict[str, Any]]:
     """Return the statistical tests by name, each with `outcome`, `p_value`, `adjusted_p_value` and the numbers it comes from.
 
-    A test fails where its p-value, adjusted for the number of tests, is at most `config.false_alarm_rate`; a lossless decoder
-    therefore fails any of them at most that often. It is inconclusive where it has no p-value.
-
-    Args:
-        target: the target the generations came from.
-        proposer: drafts for the samples of the first tokens; `None` leaves that test out.
-        plain, speculative: the same requests, decoded both ways under `decode_config`.
-        decode_config: how, at a temperature above 0.
-        config: the false-alarm rate, and the number of samples.
-
-    Raises:
-        ValueError: the false-alarm rate is off.
+    A test fails where its p-value, adjusted for the number of tests, is at most `false_alarm_rate`; a lossless decoder
+    therefore fails any of them at most that often. It is inconclusive where it has no p-value. Without a proposer the first
+    tokens are not tested.
     """
-    if config.false_alarm_rate is None:
-        raise ValueError("the sampled tests are off (lossless.false_alarm_rate is None)")
-    tests = {"likelihood": check_likelihood(target, plain, speculative, decode_config, config.false_alarm_rate)}
+    tests = {"likelihood": check_likelihood(target, plain, speculative, decode_config, false_alarm_rate)}
     if proposer is not None:
-        tests["first_tokens"] = check_first_tokens(target, proposer, plain, decode_config, config.first_token_samples)
+        tests["first_tokens"] = check_first_tokens(target, proposer, plain, decode_config, num_samples)
     adjusted = holm({name: test["p_value"] for name, test in tests.items() if test["p_value"] is not None})
     return {
         name: {
-            "outcome": _outcome(adjusted.get(name), config.false_alarm_rate),
+            "outcome": _outcome(adjusted.get(name), false_alarm_rate),
             "adjusted_p_value": adjusted.get(name),
-            "false_alarm_rate": config.false_alarm_rate,
+            "false_alarm_rate": false_alarm_rate,
             **test,
         }
         for name, test in tests.items()

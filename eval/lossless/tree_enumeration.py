@@ -1,8 +1,7 @@
 """Whether a verification rule for trees is lossless, by exact enumeration as in `eval.lossless.enumeration`.
 
-Every assignment of tokens to the nodes is enumerated with the probability of drawing it, every node is tried as the end of the
-walk, and the uniforms at which the result changes are found by bisection. A single position with k candidates is the tree of a
-root and k leaves. Trees whose nodes are not drawn need no enumeration: matching gives the tokens of plain decoding.
+Every assignment of tokens to the nodes is enumerated with the probability of drawing it, and every node tried as the end of the
+walk. A single position with k candidates is the tree of a root and k leaves.
 A assignments of tokens, E ends of walks, B = E A cases, N nodes with the root, K levels, V vocabulary.
 """
 
@@ -11,32 +10,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from eval.decoder.tree_rules import ProbsAfter, TreeVerification, rows_of
+from eval.decoder.tree_rules import TreeVerification, rows_of
 from eval.lossless.enumeration import ALMOST_ONE, EnumerationResult, Prefix, Toy, bisect, compare
 
+# `eval.decoder.tree_rules.verify_tree` with its rule chosen, or a planted bug.
+TreeVerifier = Callable[..., TreeVerification]
 Draws = Callable[[Tensor, Tensor], Tensor]
 SiblingDistribution = Callable[[Sequence[float], Prefix], float]
-
-
-class TreeVerifier(Protocol):
-    """`eval.decoder.tree_rules.verify_tree` with its rule chosen, or a planted bug."""
-
-    def __call__(
-        self,
-        p_after: ProbsAfter,
-        q_BNV: Tensor,
-        tokens_BN: Tensor,
-        parents_BN: Tensor,
-        accept_BN: Tensor,
-        next_BK: Tensor,
-        *,
-        width: int,
-    ) -> TreeVerification: ...
 
 
 def independent(q_V: Sequence[float], siblings: Prefix) -> float:

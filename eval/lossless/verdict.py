@@ -1,10 +1,9 @@
 """The losslessness verdict: whether speculation changed the output, and the checks that this rests on.
 
-Greedy decoding must give the same tokens. A forward over several rows rounds differently from one over a single row, so two
-tokens whose logits are nearly equal may swap (a numerical tie); any larger gap is a bug. The limit is measured: the rounding
-error of the target's logits at that position, against a copy of it in a wider dtype. Ties are rare in float32, so a few
-prompts are decoded greedily there as well. Samples are tested in `eval.lossless.sampled`, after the rule was proved
-(`eval.lossless.rule_proof`). A lossy mode is reported as `lossy_by_design`, and its samples are not tested.
+Greedy decoding must give the same tokens, but for numerical ties: a forward over several rows rounds differently from one over
+a single row, so two tokens whose logits differ by less than the rounding error measured there, against a copy of the target in
+a wider dtype, may swap. Ties are rare in float32, so a few prompts are decoded greedily there as well. Of samples the rule is
+proved (`eval.lossless.rule_proof`) and the answers are tested (`eval.lossless.sampled`); a lossy mode is `lossy_by_design`.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from eval.decoder.decode import Request, decode
 from eval.decoder.records import UNDECODED, Divergence, Generation
 from eval.lossless.rule_proof import check_rule
 from eval.lossless.sampled import FAIL, INCONCLUSIVE, PASS, check_samples
-from eval.metrics.likelihood import pair_answers
-from heads.inference.causal_lm import backbone, head_logits
+from eval.metrics.likelihood import answer_logits, pair_answers
 from heads.inference.compiled_forward import run_alike
 from heads.proposers.protocol import Proposer
 from heads.target.loading import Target, load_target, move
@@ -75,7 +73,8 @@ def judge_lossless(
         checks["enumeration"] = check_rule(decode_config)
     if decode_config.temperature > 0 and decode_config.lossy is None and config.false_alarm_rate is not None:
         proposer = draft_for(target).proposer if config.first_token_samples else None
-        checks |= check_samples(target, proposer, plain, speculative, decode_config, config)
+        tested = plain, speculative, decode_config, config.false_alarm_rate, config.first_token_samples
+        checks |= check_samples(target, proposer, *tested)
     again = 0 if decode_config.rule == "smc" else config.check_float32_prompts  # greedy decoding has no particles
     if requests := [_request(generation) for generation in speculative[:again]]:
         in_float32 = _check_in_float32(target, requests, decode_config, config, draft_for)
@@ -90,10 +89,7 @@ def find_divergences(
 ) -> list[Divergence]:
     """Return the first difference of each prompt whose two greedy outputs are not the same.
 
-    Args:
-        target: the target both came from; where anything differs, a copy in a wider dtype is made for the while.
-        plain, speculative: the same requests, decoded both ways.
-        tie_noise: see `configs.schema.evaluation.LosslessConfig`.
+    Where anything differs, a copy of the target in a wider dtype is made for the while.
     """
     differing = [(one, another) for one, another in pair_answers(plain, speculative) if one.tokens != another.tokens]
     exact = widened(target) if differing else target
@@ -127,7 +123,6 @@ def _outcome_of(divergences: Sequence[Divergence], num_checked: int) -> dict[str
 def _section(
     divergences: Sequence[Divergence], checks: dict[str, dict[str, Any]], config: LosslessConfig, *, lossy: bool
 ) -> dict[str, Any]:
-    """Return the report's section: the verdict, and the checks it follows from."""
     failed, inconclusive = ([name for name in checks if checks[name]["outcome"] == outcome] for outcome in (FAIL, INCONCLUSIVE))
     verdict = NOT_LOSSLESS if failed else INCONCLUSIVE if inconclusive else UP_TO_TIES if divergences else LOSSLESS
     verdict = LOSSY if lossy and not failed else verdict
@@ -190,18 +185,11 @@ def _gap_and_error(target: Target, exact: Target, prefix: Sequence[int], one: in
     The error is the largest among the likeliest tokens, and at least the dtype's relative precision of the best logit.
     Both come from one plain forward over the prefix, not from the decoder.
     """
-    exact_V = _last_logits(exact, prefix).double()
+    exact_V = answer_logits(exact, prefix, (one,))[0].double()
     best_V = exact_V.topk(min(COMPARED_TOKENS, len(exact_V))).indices
-    error = float((_last_logits(target, prefix).double() - exact_V)[best_V].abs().max())
+    error = float((answer_logits(target, prefix, (one,))[0].double() - exact_V)[best_V].abs().max())
     least = torch.finfo(target.model.dtype).eps * abs(float(exact_V.max()))
     return float(exact_V.max() - torch.minimum(exact_V[one], exact_V[other])), max(error, least)
-
-
-@torch.inference_mode()
-def _last_logits(target: Target, prefix: Sequence[int]) -> torch.Tensor:
-    ids_1T = torch.tensor([prefix], device=target.device)
-    hidden_1TD = backbone(target.model)(input_ids=ids_1T, use_cache=False).last_hidden_state
-    return head_logits(target.model, hidden_1TD[:, -1]).squeeze(0)
 
 
 def _check_in_float32(

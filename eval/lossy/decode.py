@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.batch import BatchRun
-from eval.decoder.clock import Clock
 from eval.decoder.decode import DecodingRun
 from eval.decoder.decode import decode as decode_by
 from eval.decoder.decode import generate as generate_by
-from eval.decoder.logits_processor import Processor
 from eval.decoder.request import Request
 from eval.decoder.verifier import Verifier
 from eval.lossy.particles import ParticleRun
@@ -24,32 +23,18 @@ from heads.target.loading import Target
 
 
 def start_run(
-    target: Target,
-    requests: Sequence[Request],
-    config: DecodeConfig,
-    proposer: Proposer | None,
-    *,
-    measure_overlap: bool = False,
-    logits_processor: Processor | None = None,
-    clock: Clock | None = None,
+    target: Target, requests: Sequence[Request], config: DecodeConfig, proposer: Proposer | None, **settings: Any
 ) -> DecodingRun:
-    """Start a batch by the rule in force; the arguments are those of `eval.decoder.batch.BatchRun`.
+    """Start a batch by the rule in force; the settings are those of `eval.decoder.batch.BatchRun`.
 
     Raises:
         InputError: a processor is given, and drafts are weighed by particles.
     """
     if config.rule == "smc" and proposer is not None:
-        return ParticleRun(target, requests, config, proposer, logits_processor=logits_processor, clock=clock)
-    return BatchRun(
-        target,
-        requests,
-        config,
-        proposer,
-        measure_overlap=measure_overlap,
-        logits_processor=logits_processor,
-        clock=clock,
-        make_verifier=verifier_for(config) if proposer is not None else Verifier,
-    )
+        settings.pop("measure_overlap", None)  # particles compare no distributions
+        return ParticleRun(target, requests, config, proposer, **settings)
+    make_verifier = verifier_for(config) if proposer is not None else Verifier
+    return BatchRun(target, requests, config, proposer, **settings, make_verifier=make_verifier)
 
 
 def verifier_for(config: DecodeConfig) -> type[Verifier]:

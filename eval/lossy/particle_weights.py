@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from heads.sampling.probabilities import draw
+from heads.sampling.probabilities import draw, values_at
 
 
 def weigh(
@@ -28,7 +28,7 @@ def weigh(
             target's.
     """
     counts_RNG = torch.arange(tokens_RNG.shape[-1], device=tokens_RNG.device) < num_drafted_RN.unsqueeze(-1)
-    log_p_RNG, log_q_RNG = (_of_tokens(probs_RNGV, tokens_RNG).double().log() for probs_RNGV in (p_RNGV, q_RNGV))
+    log_p_RNG, log_q_RNG = (values_at(probs_RNGV, tokens_RNG).double().log() for probs_RNGV in (p_RNGV, q_RNGV))
     return log_weights_RN + (power * log_p_RNG - log_q_RNG).masked_fill(~counts_RNG, 0.0).sum(-1)
 
 
@@ -37,13 +37,8 @@ def draw_bonus(
 ) -> tuple[Tensor, Tensor]:
     """Return a token `[R, N]` from the target's own distribution after each particle's drafts, and the log-weights with it.
 
-    It comes from p^power renormalised, whose normaliser sum_v p^power goes into the weight; that is 1 at power 1.
-
-    Args:
-        log_weights_RN, power: as for `weigh`.
-        p_RNV: the target's distribution after the drafts.
-        uniform_RN: independent uniforms in [0, 1).
-        ended_RN: particles that draw nothing; their token means nothing.
+    It comes from p^power renormalised, whose normaliser sum_v p^power goes into the weight; that is 1 at power 1. Particles in
+    `ended_RN` draw nothing; their token means nothing.
     """
     raised_RNV = p_RNV.double() ** power
     gain_RN = raised_RNV.sum(-1).log() if power != 1 else torch.zeros_like(log_weights_RN)
@@ -66,11 +61,6 @@ def resample(log_weights_RN: Tensor, uniform_R: Tensor, below: float) -> tuple[T
 
     Only requests whose effective sample size is under `below` times N resample, and start again from equal weights; in the
     others every particle goes on as itself.
-
-    Args:
-        log_weights_RN: before.
-        uniform_R: a uniform in [0, 1) a request.
-        below: in 0..1; 0 never resamples.
     """
     num_particles = log_weights_RN.shape[-1]
     worn_R1 = (effective_sample_size(log_weights_RN) < below * num_particles).unsqueeze(-1)
@@ -85,9 +75,6 @@ def systematic_ancestors(log_weights_RN: Tensor, uniform_R: Tensor) -> Tensor:
     """Resample systematically: N equally spaced points with one random offset, read off the cumulated shares.
 
     Particle n goes into N w_n places on average, and always into that number rounded down or up.
-
-    Args:
-        log_weights_RN, uniform_R: as for `resample`.
     """
     num_particles = log_weights_RN.shape[-1]
     points_RN = (torch.arange(num_particles, device=uniform_R.device) + uniform_R.unsqueeze(-1).double()) / num_particles
@@ -99,13 +86,5 @@ def systematic_ancestors(log_weights_RN: Tensor, uniform_R: Tensor) -> Tensor:
 
 
 def choose(log_weights_RN: Tensor, uniform_R: Tensor) -> Tensor:
-    """Return the particle that becomes the answer `[R]`, drawn by weight; the heaviest would be biased towards likely text.
-
-    Args:
-        log_weights_RN, uniform_R: as for `resample`.
-    """
+    """Return the particle that becomes the answer `[R]`, drawn by weight; the heaviest would be biased towards likely text."""
     return draw(weight_shares(log_weights_RN), uniform_R)
-
-
-def _of_tokens(distributions: Tensor, tokens: Tensor) -> Tensor:
-    return distributions.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)

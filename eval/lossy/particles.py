@@ -1,13 +1,9 @@
 """Particles in place of verification (SMC-SD, 2604.15672). LOSSY: the output approaches the target's distribution.
 
 Each request is continued in N places of the batch, its particles. A cycle drafts in every place, runs the target over all of
-it, weighs the places by the ratio of the two distributions (`weigh`) and adds a token of the target's to each (`draw_bonus`);
-where few carry the weight, heavy ones are copied over light ones (`resample`). Nothing is rolled back. When all texts of a
-request have ended, one is drawn by weight (`choose`): its distribution tends to the target's as the particles grow in number.
-A text that has ended stays as an ancestor, and drafts go on in its place so that the places stay in step.
-
-The record is that of the chosen text: a round a cycle, in which everything drafted stays. Left out: sharing the prompt's cache
-among places, and comparing distributions.
+it, weighs the places by the ratio of the two distributions (`weigh`), adds a token of the target's to each (`draw_bonus`), and
+copies heavy places over light ones (`resample`). When all texts of a request have ended, one is drawn by weight (`choose`). A
+text that has ended stays as an ancestor, and drafts go on in its place so that the places stay in step.
 R requests, N particles each, B = R N batch rows in that order, G drafts, K = G + 1, V vocabulary.
 """
 
@@ -55,15 +51,7 @@ class Particle:
 
 
 class ParticleRun:
-    """The state of one batch; driven like `eval.decoder.batch.BatchRun`.
-
-    Args:
-        target: the model whose distribution the output approaches.
-        requests: the batch.
-        config: how to decode, with `lossy` set to particles.
-        proposer: the draft; it must draw its tokens.
-        logits_processor: must be None.
-        clock: counts the time by phase; None: a new one.
+    """The state of one batch; driven like `eval.decoder.batch.BatchRun`. The proposer must draw its tokens.
 
     Raises:
         ValueError: `config.lossy` is not particles.
@@ -228,14 +216,11 @@ class ParticleRun:
         self._numbers = [self._numbers[index] for index in under_way]
         self._particles = [self._particles[index] for index in under_way]
         if under_way:
-            self._keep_requests(under_way)
+            N = self.settings.num_particles
+            self._log_weights_RN = self._log_weights_RN[under_way]
+            self._request_rng.keep_rows(under_way)
+            self._rng.keep_rows([index * N + place for index in under_way for place in range(N)])
         return under_way
-
-    def _keep_requests(self, under_way: Sequence[int]) -> None:
-        N = self.settings.num_particles
-        self._log_weights_RN = self._log_weights_RN[list(under_way)]
-        self._request_rng.keep_rows(under_way)
-        self._rng.keep_rows([index * N + place for index in under_way for place in range(N)])
 
     def _resample(self, under_way: Sequence[int], num_requests: int) -> None:
         """Let each place go on from its ancestor, in the caches too, which hold `num_requests`; `under_way` are those left."""

@@ -37,49 +37,36 @@ class TypicalVerifier(Verifier):
         super().__init__(config, rng)
         if not isinstance(config.lossy, TypicalAcceptance):
             raise ValueError(f"lossy must be set to typical, got {config.lossy}")
-        self.epsilon, self.delta = config.lossy.epsilon, config.lossy.delta
+        self.limits = (config.lossy.epsilon, config.lossy.delta)
 
     def chain(
         self, logits_BKV: Tensor, proposal: Proposal, num_drafted: Sequence[int], lengths: Sequence[int]
     ) -> ChainVerification:
         num_drafted_B = torch.tensor(num_drafted, device=logits_BKV.device)
         p_BKV = token_probabilities(logits_BKV, self.config)
-        return verify_typical(p_BKV, proposal.tokens_BG, num_drafted_B, self.epsilon, self.delta)
+        return verify_typical(p_BKV, proposal.tokens_BG, num_drafted_B, *self.limits)
 
     def tree(
         self, logits_BKV: Tensor, proposal: Proposal, depths_BK: Tensor, lengths: Sequence[int], tree: Tree | DynamicTreeSpec
     ) -> TreeVerification:
         p_BKV = token_probabilities(logits_BKV, self.config)
-        return verify_typical_tree(p_BKV, *rooted(proposal), tree.depth, self.epsilon, self.delta)
+        return verify_typical_tree(p_BKV, *rooted(proposal), tree.depth, *self.limits)
 
 
 def typical_threshold(p: Tensor, epsilon: float, delta: float) -> Tensor:
-    """Return min(epsilon, delta exp(-H(p))) `[...]` for distributions `[..., V]`: the probability a token must exceed to be
-    plausible.
+    """Return min(epsilon, delta exp(-H(p))) `[...]` of distributions `[..., V]`: what a plausible token's probability exceeds.
 
     Args:
         p: the target's distributions.
         epsilon: a token above it is plausible after any prefix; in (0, 1), for at 1 a point mass would refuse its own token.
         delta: share of exp(-entropy in nats) that will do where the target is undecided; positive.
-
-    Raises:
-        ValueError: epsilon or delta out of range.
     """
-    if not 0 < epsilon < 1 or not delta > 0:
-        raise ValueError(f"typical acceptance needs 0 < epsilon < 1 and delta > 0; got epsilon {epsilon}, delta {delta}")
     entropy = -torch.xlogy(p, p).sum(-1)
     return (delta * (-entropy).exp()).clamp(max=epsilon)
 
 
 def verify_typical(p_BKV: Tensor, tokens_BG: Tensor, num_drafted_B: Tensor, epsilon: float, delta: float) -> ChainVerification:
-    """Keep the leading drafts that are plausible, then put the target's likeliest token. Lossy.
-
-    Args:
-        p_BKV: the target's distribution after each prefix.
-        tokens_BG: the drafts.
-        num_drafted_B: drafts that count in each row.
-        epsilon, delta: see `typical_threshold`.
-    """
+    """Keep the leading drafts that are plausible, then put the target's likeliest token. Args as for the rules for chains."""
     chain_N = torch.arange(-1, tokens_BG.shape[1], device=tokens_BG.device)
     tokens_BN = torch.nn.functional.pad(tokens_BG, (1, 0))
     parents_BN = torch.where(chain_N < num_drafted_B.unsqueeze(1), chain_N, -1)
@@ -92,11 +79,7 @@ def verify_typical_tree(
 ) -> TreeVerification:
     """Keep the deepest path of plausible tokens, the likeliest of equals, then put the target's likeliest token. Lossy.
 
-    Args:
-        p_BNV: the target's distribution after each node, node 0 being the pending token.
-        tokens_BN, parents_BN: as for `eval.decoder.tree_rules.verify_tree`.
-        depth: of the deepest node; what lies deeper is not kept.
-        epsilon, delta: see `typical_threshold`.
+    Args as for `eval.decoder.tree_rules.match_tree` and `typical_threshold`; row i of `p_BNV` comes after node i.
     """
     parents_BN = parents_BN.expand_as(tokens_BN)
     above_BN = parents_BN.clamp(min=0)

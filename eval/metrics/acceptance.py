@@ -1,8 +1,8 @@
 """How many drafted tokens the target accepted: the report's acceptance section, from the rounds of whole prompts.
 
-Counts are kept in torchmetrics states that add up over any split of the prompts over processes (`eval.metrics.round_table`
-makes the tables they take), and once more by prompt, for the intervals. Ratios are formed once, at the end, from counts over
-all rounds: never a mean of ratios except where the name says `macro`. A ratio with nothing to divide by is `None`.
+Counts are kept in torchmetrics states that add up over any split of the prompts over processes, and once more by prompt, for
+the intervals. Ratios are formed once, from counts over all rounds: never a mean of ratios except where the name says `macro`.
+A ratio with nothing to divide by is `None`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from eval.decoder.records import Generation, Round
-from eval.metrics.distributions import Calibration, DistributionAgreement, StoppingCalibration, ratio
+from eval.metrics.distributions import Calibration, DistributionAgreement, StoppingCalibration, Sums, ratio
 from eval.metrics.round_table import COMPARED, RoundTable, tabulate
 from eval.stats.bootstrap import Floats, ratio_interval
 
@@ -39,14 +39,12 @@ RATIOS = {
 class Acceptance:
     """The acceptance of one mode's generations, taken in some at a time; what it holds does not grow with their length.
 
-    Args:
-        num_positions: the most tokens a round may draft; the length of every list by position.
+    A round may draft at most `num_positions` tokens; every list by position is as long.
     """
 
     def __init__(self, num_positions: int) -> None:
         self.num_positions = num_positions
-        # Processes agree by `merge`; a metric that waited for the others at `compute` would wait for ever in the main one.
-        self._metrics = acceptance_metrics(num_positions, sync_on_compute=False, compute_with_cache=False)
+        self._metrics = acceptance_metrics(num_positions)
         self._metrics.update(tabulate([]))  # torchmetrics warns of one that only merged
         self._sums: dict[str, Floats] = {}  # prompt id -> [COLUMNS]
         self._waiting: list[Generation] = []
@@ -77,12 +75,7 @@ class Acceptance:
         return {prompt_id: [int(sums[0]), int(sums[1])] for prompt_id, sums in sorted(self._sums.items())}
 
     def summarise(self, *, samples: int, seed: int) -> dict[str, Any]:
-        """Return every number, with intervals.
-
-        Args:
-            samples: bootstrap resamples of the prompts.
-            seed: of the resampling.
-        """
+        """Return every number, with intervals from `samples` bootstrap resamples of the prompts."""
         self._count()
         # By id, so that the intervals do not depend on the order in which processes finished.
         rows = [sums for _, sums in sorted(self._sums.items())]
@@ -91,9 +84,16 @@ class Acceptance:
         decoded = column["rounds"] > 0
         own = column["committed"][decoded] / column["rounds"][decoded]
         macro = ratio_interval(own, np.ones_like(own), samples=samples, seed=seed)
-        numbers = {**self._metrics.compute(), "tokens_per_target_step_macro_ci": macro.bounds}
+        numbers = {
+            **self._metrics.compute(),
+            "num_tokens": int(column["committed"].sum()),
+            "num_rounds": int(column["rounds"].sum()),
+            "tokens_per_target_step_macro": macro.point,
+            "tokens_per_target_step_macro_ci": macro.bounds,
+        }
         for name, (above, below) in RATIOS.items():
             interval = ratio_interval(column[above], column[below], samples=samples, seed=seed)
+            numbers.setdefault(name, interval.point)
             numbers[f"{name}_ci"] = interval.bounds if numbers[name] is not None else None
         return numbers
 
@@ -135,76 +135,31 @@ def was_cut(round_: Round) -> bool:
 # --- metrics -------------------------------------------------------------------------------------------------------
 
 
-def acceptance_metrics(num_positions: int, **settings: Any) -> MetricCollection:
-    """Return all metrics of this file and of `eval.metrics.distributions` as one; `compute()` gives one flat dict.
-
-    Args:
-        num_positions: the most tokens a round may draft.
-        settings: torchmetrics' own, such as `sync_on_compute`.
-    """
+def acceptance_metrics(num_positions: int) -> MetricCollection:
+    """Return all metrics of this file and of `eval.metrics.distributions` as one; `compute()` gives one flat dict."""
     metrics: list[Metric | MetricCollection] = [
-        TokensPerTargetStep(**settings),
-        RoundAcceptance(num_positions, **settings),
-        DistributionAgreement(num_positions, **settings),
-        Calibration(**settings),
-        StoppingCalibration(**settings),
+        RoundAcceptance(num_positions),
+        DistributionAgreement(num_positions),
+        Calibration(),
+        StoppingCalibration(),
     ]
     return MetricCollection(metrics, compute_groups=False)
 
 
-class TokensPerTargetStep(Metric):
-    """Committed tokens a target decode forward: tau, pooled over rounds, and as the mean of the prompts' own values."""
-
-    full_state_update = False
-    committed: Tensor
-    rounds: Tensor
-    prompt_ratios: Tensor
-    prompts: Tensor
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        for name in ("committed", "rounds", "prompts"):
-            self.add_state(name, torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
-        self.add_state("prompt_ratios", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-
-    def update(self, table: RoundTable) -> None:
-        """Count some prompts, each with all its turns. One that took no decode forward has no ratio."""
-        rounds_P = table.sum_by_prompt(torch.ones_like(table.prompt_R), table.prompt_R)
-        committed_P = table.sum_by_prompt(table.committed_R, table.prompt_R)
-        decoded_P = rounds_P > 0
-        self.committed += table.committed_R.sum().to(self.committed)
-        self.rounds += len(table.committed_R)
-        self.prompt_ratios += (committed_P[decoded_P] / rounds_P[decoded_P]).sum().to(self.prompt_ratios)
-        self.prompts += decoded_P.sum().to(self.prompts)
-
-    def compute(self) -> dict[str, float | int | None]:
-        """Return `tokens_per_target_step`, its `_macro` variant and the two counts."""
-        return {
-            "tokens_per_target_step": ratio(self.committed, self.rounds),
-            "tokens_per_target_step_macro": ratio(self.prompt_ratios, self.prompts),
-            "num_tokens": int(self.committed),
-            "num_rounds": int(self.rounds),
-        }
-
-
-class RoundAcceptance(Metric):
+class RoundAcceptance(Sums):
     """What became of the drafted tokens, all of it read from one table of rounds by (cut, drafted, accepted).
 
     A position is judged when every draft before it was accepted and the text had not ended. Drafts behind an accepted end
-    of text count as drafted (they cost time) but not as judged: nobody knows whether they would have been accepted. The
-    drafts of a tree count in its yield all, and elsewhere those on the way that was walked.
+    of text count as drafted (they cost time) but not as judged: nobody knows whether they would have been accepted. Of a tree
+    those on the way that was walked count; its yield counts all.
     """
 
-    full_state_update = False
     rounds_CGA: Tensor
-    drafts: Tensor
 
-    def __init__(self, num_positions: int, **settings: Any) -> None:
-        super().__init__(**settings)
+    def __init__(self, num_positions: int) -> None:
+        rounds_CGA = torch.zeros((2, num_positions + 1, num_positions + 1), dtype=torch.int64)
+        super().__init__(rounds_CGA=rounds_CGA)
         self.num_positions = num_positions
-        size = num_positions + 1
-        self.add_state("rounds_CGA", torch.zeros((2, size, size), dtype=torch.int64), dist_reduce_fx="sum")
-        self.add_state("drafts", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, table: RoundTable) -> None:
         """Count the rounds of some prompts.
@@ -219,39 +174,24 @@ class RoundAcceptance(Metric):
         cells_R = (table.cut_R * size + table.drafted_R) * size + table.accepted_R
         counts = torch.bincount(cells_R, minlength=2 * size * size)
         self.rounds_CGA += counts.view(2, size, size).to(self.rounds_CGA.device)
-        self.drafts += table.judged_R.sum().to(self.drafts)
 
-    def compute(self) -> dict[str, float | list[int] | list[float | None] | None]:
-        """Return the report's fields on accepted and drafted tokens; lists go by draft position or by length, from 0."""
-        lengths = torch.arange(self.num_positions + 1, device=self.rounds_CGA.device)
+    def compute(self) -> dict[str, list[int] | list[float | None]]:
+        """Return the report's lists by draft position or by length, from 0."""
         rounds_GA = self.rounds_CGA.sum(0)
-        drafted_G, accepted_A = rounds_GA.sum(1), rounds_GA.sum(0)
-        num_accepted = (accepted_A * lengths).sum()
         return {
-            "accepted_per_round": ratio(num_accepted, rounds_GA.sum()),
-            "draft_token_yield": ratio(num_accepted, self.drafts),
-            "position_conditional": [self._conditional(position) for position in range(self.num_positions)],
-            "position_survival": [self._survival(position) for position in range(self.num_positions)],
-            "accepted_histogram": accepted_A.tolist(),
-            "drafted_histogram": drafted_G.tolist(),
+            # Accepted at a position, of those judged there and of all that drafted so far: the chance to get this far.
+            "position_conditional": [self._accepted(position, position) for position in range(self.num_positions)],
+            "position_survival": [self._accepted(position, 0) for position in range(self.num_positions)],
+            "accepted_histogram": rounds_GA.sum(0).tolist(),
+            "drafted_histogram": rounds_GA.sum(1).tolist(),
         }
 
-    def _conditional(self, position: int) -> float | None:
-        """Return accepted at `position` / judged there."""
-        accepted, reached = self._accepted_and_drafted(position, from_accepted=position)
-        return ratio(accepted, reached)
-
-    def _survival(self, position: int) -> float | None:
-        """Return accepted at `position` / drafted so far and not cut before: the chance that a draft gets this far."""
-        accepted, drafted = self._accepted_and_drafted(position, from_accepted=0)
-        return ratio(accepted, drafted)
-
-    def _accepted_and_drafted(self, position: int, *, from_accepted: int) -> tuple[Tensor, Tensor]:
-        """Count rounds that drafted past `position`: those accepted there, and all that had at least `from_accepted`."""
+    def _accepted(self, position: int, from_accepted: int) -> float | None:
+        """Return accepted at `position` / rounds that drafted past it, kept `from_accepted` at least, uncut before."""
         whole_GA, cut_GA = self.rounds_CGA[:, position + 1 :]
         accepted = whole_GA[:, position + 1 :].sum() + cut_GA[:, position + 1 :].sum()
         refused = whole_GA[:, from_accepted : position + 1].sum()  # a cut round refused nothing
-        return accepted, accepted + refused
+        return ratio(accepted, accepted + refused)
 
 
 def _sums_by_prompt(table: RoundTable) -> Floats:

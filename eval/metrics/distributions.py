@@ -1,8 +1,7 @@
 """How alike target and draft are, from their distributions: overlap, agreement, divergence, and the draft's calibration.
 
 Measured at the drafted positions that the decoder compared (`eval.decoder.distribution_comparison`), up to and including the
-first rejected one of each round. States are sums and counts, as in `eval.metrics.acceptance`; sums by class of confidence are
-also what `eval.cost.draft_length` calibrates a stopping rule with.
+first rejected one of each round. `eval.cost.draft_length` calibrates a stopping rule with the sums by class of confidence.
 N compared drafts, F numbers of a comparison or rows of sums, K draft positions, C classes of confidence.
 """
 
@@ -21,19 +20,31 @@ NUM_CLASSES = 10  # of confidence, equally wide
 FIELDS = {"overlap": "overlap_alpha", "agrees": "top1_agreement", "kl": "kl_divergence", "uncovered": "uncovered_mass"}
 
 
-class DistributionAgreement(Metric):
-    """Means over compared drafts, all and by draft position: overlap (alpha), top-1 agreement, KL(p || q), uncovered mass."""
+class Sums(Metric):
+    """A metric of sums. Processes agree by `merge_state`: to wait for others at `compute` would be for ever in the main one.
+
+    Args:
+        zeros: the states, which start from these.
+    """
 
     full_state_update = False
+
+    def __init__(self, **zeros: Tensor) -> None:
+        super().__init__(sync_on_compute=False, compute_with_cache=False)
+        for name, zero in zeros.items():
+            self.add_state(name, zero, dist_reduce_fx="sum")
+
+
+class DistributionAgreement(Sums):
+    """Means over compared drafts, all and by draft position: overlap (alpha), top-1 agreement, KL(p || q), uncovered mass."""
+
     sum_FK: Tensor
     count_FK: Tensor
 
-    def __init__(self, num_positions: int, **settings: Any) -> None:
-        super().__init__(**settings)
+    def __init__(self, num_positions: int) -> None:
+        sum_FK = torch.zeros((len(FIELDS), num_positions), dtype=torch.float64)
+        super().__init__(sum_FK=sum_FK, count_FK=sum_FK.long())
         self.num_positions = num_positions
-        shape = (len(FIELDS), num_positions)
-        self.add_state("sum_FK", torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("count_FK", torch.zeros(shape, dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, table: RoundTable) -> None:
         """Add the comparisons of some prompts' rounds; a number that was not recorded is not counted."""
@@ -54,7 +65,7 @@ class DistributionAgreement(Metric):
         return found
 
 
-class Calibration(Metric):
+class Calibration(Sums):
     """Calibration of the draft's own probability for its drafted token, by classes of it.
 
     The reliability curve sets beside the mean confidence of a class what the target says: its probability for the same
@@ -65,15 +76,12 @@ class Calibration(Metric):
     agreeing token and sampling keeps min(1, p/q).
     """
 
-    full_state_update = False
     sums_FC: Tensor
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.add_state("sums_FC", torch.zeros((4, NUM_CLASSES), dtype=torch.float64), dist_reduce_fx="sum")
+    def __init__(self) -> None:
+        super().__init__(sums_FC=torch.zeros((4, NUM_CLASSES), dtype=torch.float64))
 
     def update(self, table: RoundTable) -> None:
-        """Add the compared drafts of some prompts' rounds."""
         confidence_N, target_N = (table.probs_FN[COMPARED.index(name)] for name in ("confidence", "target_probability"))
         known_N = ~(confidence_N.isnan() | target_N.isnan())
         self.sums_FC += class_sums(confidence_N[known_N], target_N[known_N], table.kept_N[known_N]).to(self.sums_FC)
@@ -86,24 +94,20 @@ class Calibration(Metric):
         }
 
 
-class StoppingCalibration(Metric):
-    """Calibration of the confidence that stopping rules read: the largest probability of a draft's distribution, against
-    acceptance.
+class StoppingCalibration(Sums):
+    """Calibration of the confidence that stopping rules read, a distribution's largest probability, against acceptance.
 
     Of drafts before which all others of their round were kept (`heads.proposers.draft_length`). The error is the expected
     calibration error of Guo et al. with acceptance as the outcome; `eval.cost.draft_length` makes a rule's settings of the
     curve.
     """
 
-    full_state_update = False
     sums_FC: Tensor
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.add_state("sums_FC", torch.zeros((3, NUM_CLASSES), dtype=torch.float64), dist_reduce_fx="sum")
+    def __init__(self) -> None:
+        super().__init__(sums_FC=torch.zeros((3, NUM_CLASSES), dtype=torch.float64))
 
     def update(self, table: RoundTable) -> None:
-        """Add the compared drafts of some prompts' rounds."""
         confidence_N = table.probs_FN[COMPARED.index("distribution_confidence")]
         known_N = ~confidence_N.isnan()
         self.sums_FC += class_sums(confidence_N[known_N], table.kept_N[known_N]).to(self.sums_FC)
@@ -125,12 +129,9 @@ def ratio(numerator: Tensor, denominator: Tensor) -> float | None:
 
 
 def class_sums(confidence_N: Tensor, *values: Tensor, num_classes: int = NUM_CLASSES) -> Tensor:
-    """Return sums by class, float64 `[2 + F, C]`: how many drafts, their confidences, and each of the `values`.
+    """Return sums by class, float64 `[2 + F, C]`: how many drafts, their confidences, and each of the `values` `[N]`.
 
-    Args:
-        confidence_N: in [0, 1]; 1 falls into the last class.
-        values: of the same drafts, each `[N]`.
-        num_classes: how many, equally wide.
+    Classes of [0, 1] are equally wide; 1 falls into the last one.
     """
     confidence_N = confidence_N.double()
     class_N = (confidence_N * num_classes).long().clamp(0, num_classes - 1)
@@ -139,13 +140,9 @@ def class_sums(confidence_N: Tensor, *values: Tensor, num_classes: int = NUM_CLA
 
 
 def describe_classes(sums_FC: Tensor, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return one dict a class: its bounds, `num_drafts`, and the mean `confidence` and those of `names`.
+    """Return one dict a class of `class_sums`: its bounds, `num_drafts`, the mean `confidence` and those of the named values.
 
     The means of a class without drafts are `None`.
-
-    Args:
-        sums_FC: of `class_sums`.
-        names: of the values that were summed.
     """
     num_classes = sums_FC.shape[1]
     return [
@@ -164,6 +161,6 @@ def mean_gap(sums_FC: Tensor, row: int) -> float | None:
 
     Args:
         sums_FC: of `class_sums`.
-        row: of the value held against the confidence, 2 for the first of `values`.
+        row: 2 for the first of its `values`.
     """
     return ratio((sums_FC[1] - sums_FC[row]).abs().sum(), sums_FC[0].sum())

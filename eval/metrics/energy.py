@@ -13,24 +13,19 @@ from typing import Any
 from configs.schema.evaluation import EvalConfig
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Timing
 from eval.metrics.meters import Meter, Metering
-from eval.metrics.speed import home_batches
+from eval.metrics.speed import sums_by_batch
 from eval.stats.bootstrap import paired_ratio_interval, ratio_interval
 
 MODES = (AUTOREGRESSIVE, SPECULATIVE)
 
 
 def summarise_energy(timings: Sequence[Timing], metering: Metering, config: EvalConfig) -> dict[str, Any]:
-    """Return the report's `energy` section.
-
-    Args:
-        timings: of all modes and repeats, taken with the meter.
-        metering: the meter, or why there was none.
-        config: the bootstrap's settings; it draws batches, as for the speed.
-    """
+    """Return the report's `energy` section; the bootstrap draws batches, as for the speed."""
     reason = metering.reason or _untrustworthy(timings, metering.meter)
     if metering.meter is None or reason:
         return {"source": None, "reason": reason, **dict.fromkeys(_NUMBERS)}
-    plain, speculative = (_sums(timings, mode) for mode in MODES)
+    sums = [sums_by_batch(timings, mode, "decode_joules", "num_tokens") for mode in MODES]
+    plain, speculative = (list(zip(*own.values(), strict=True)) for own in sums)  # joules, tokens
     samples, seed = config.bootstrap_samples, config.decode.seed
     found = {
         "autoregressive": ratio_interval(*plain, samples=samples, seed=seed),
@@ -58,8 +53,8 @@ def _untrustworthy(timings: Sequence[Timing], meter: Meter | None) -> str | None
     """Return why the counters cannot be trusted, or `None`."""
     if meter is None:
         return None
-    joules = [timing.decode_joules for timing in timings if timing.mode in MODES]
-    if not joules or None in joules or any(sum(_sums(timings, mode)[0]) <= 0 for mode in MODES):
+    joules = [[timing.decode_joules for timing in timings if timing.mode == mode] for mode in MODES]
+    if any(None in own or sum(filter(None, own)) <= 0 for own in joules):
         return "the energy counters did not move"
     longest = max(timing.decode_seconds + timing.measure_seconds for timing in timings)
     if meter.longest_seconds is not None and longest > meter.longest_seconds:
@@ -68,16 +63,3 @@ def _untrustworthy(timings: Sequence[Timing], meter: Meter | None) -> str | None
             f"once: ask for fewer tokens or smaller batches, to stay under {meter.longest_seconds:.0f} s"
         )
     return None
-
-
-def _sums(timings: Sequence[Timing], mode: str) -> tuple[list[float], list[float]]:
-    """Return joules and tokens of one mode by batch, with the batch's repeats and turns added up."""
-    own = [timing for timing in timings if timing.mode == mode]
-    home = home_batches(own)
-    sums: dict[tuple[str, ...], list[float]] = {}
-    for timing in own:
-        batch = sums.setdefault(home[timing.prompt_ids], [0.0, 0.0])
-        batch[0] += timing.decode_joules or 0.0
-        batch[1] += timing.num_tokens
-    joules, tokens = ([batch[column] for batch in sums.values()] for column in (0, 1))
-    return joules, tokens

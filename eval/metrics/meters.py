@@ -1,9 +1,8 @@
 """Counters of energy that a machine keeps, which of them can be read here, and the joules of what is timed.
 
-On an NVIDIA GPU it is the board's own energy counter (NVML; needs `nvidia-ml-py`), on a CPU the kernel's RAPL counters of all
-packages and their memory; never an estimate from a power rating. `eval.metrics.energy` makes joules per token of them. A
-counter does not tell processes apart: it holds idle power and whatever else runs on the machine, and on a GPU nothing of the
-host. Left out: wall plugs, whole clusters, and processors that several processes of one run share.
+On an NVIDIA GPU the board's own counter (NVML; needs `nvidia-ml-py`), on a CPU the kernel's RAPL counters of all packages and
+their memory; never an estimate from a power rating. A counter does not tell processes apart: it holds idle power and
+whatever else runs on the machine, and on a GPU nothing of the host.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,24 +23,6 @@ POWERCAP = Path("/sys/class/powercap")
 MICRO, MILLI = 1e-6, 1e-3
 MOST_WATTS = 1000.0  # of one package; a counter that could have gone round more than once at this power says nothing
 SHARED = "several processes of this run share the machine's energy counters: measure with one"
-
-
-class Meter(Protocol):
-    """Some counters of a machine, read as whole numbers that only rise, but for starting over at the end of their range."""
-
-    @property
-    def source(self) -> str:
-        """What is read, for the report."""
-
-    @property
-    def longest_seconds(self) -> float | None:
-        """How far apart two reads may be; `None`: as far as you like."""
-
-    def read(self) -> list[int]:
-        """Return where the counters stand."""
-
-    def joules_between(self, before: Sequence[int], after: Sequence[int]) -> float:
-        """Return the energy spent between two reads, in joules."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,13 +67,7 @@ class MeteredClock(Clock):
 
 
 def find_meter(device: torch.device, num_processes: int = 1, powercap: Path = POWERCAP) -> Metering:
-    """Return what can tell the energy of work on a device.
-
-    Args:
-        device: where the target runs.
-        num_processes: of this run; those on one machine's CPU cannot be told apart.
-        powercap: the kernel's folder of RAPL zones.
-    """
+    """Return what can tell the energy of work on a device; processes that share a CPU cannot be told apart."""
     if device.type == "cuda":
         return _nvml(device)
     if device.type != "cpu":
@@ -100,36 +75,28 @@ def find_meter(device: torch.device, num_processes: int = 1, powercap: Path = PO
     return Metering(reason=SHARED) if num_processes > 1 else _rapl(powercap)
 
 
-@dataclass(frozen=True)
-class Zone:
-    """One RAPL counter: its file, and the microjoules after which it starts over."""
-
-    name: str
-    file: Path
-    range: int
-
-
 class RaplMeter:
-    """The kernel's counters of some zones that hold no energy in common."""
+    """The kernel's counters of some zones that hold no energy in common, given as (name, folder)."""
 
-    def __init__(self, zones: Sequence[Zone]) -> None:
-        self.source = f"RAPL, {', '.join(zone.name for zone in zones)}"
-        self.longest_seconds: float | None = min(zone.range for zone in zones) * MICRO / MOST_WATTS
-        self._zones = zones
+    def __init__(self, zones: Sequence[tuple[str, Path]]) -> None:
+        self.source = f"RAPL, {', '.join(name for name, _ in zones)}"
+        self._files = [folder / "energy_uj" for _, folder in zones]
+        self._ranges = [_read_number(folder / "max_energy_range_uj") for _, folder in zones]  # start over there
+        self.longest_seconds: float | None = min(self._ranges) * MICRO / MOST_WATTS
 
     def read(self) -> list[int]:
         """Return microjoules by zone."""
-        return [_read_number(zone.file) for zone in self._zones]
+        return [_read_number(file) for file in self._files]
 
     def joules_between(self, before: Sequence[int], after: Sequence[int]) -> float:
         """Return joules over all zones; a counter that stands lower than before went round once."""
-        spent = [(end - start) % zone.range for zone, start, end in zip(self._zones, before, after, strict=True)]
+        spent = [(end - start) % range_ for range_, start, end in zip(self._ranges, before, after, strict=True)]
         return sum(spent) * MICRO
 
 
 def _rapl(powercap: Path) -> Metering:
     try:
-        zones = [Zone(name, path / "energy_uj", _read_number(path / "max_energy_range_uj")) for name, path in _zones(powercap)]
+        zones = _zones(powercap)
         if not zones:
             return Metering(reason=f"the kernel keeps no energy counters of the processor (none under {powercap})")
         meter = RaplMeter(zones)
@@ -147,12 +114,10 @@ def _zones(powercap: Path) -> list[tuple[str, Path]]:
     """
     named = [((path / "name").read_text().strip(), path) for path in sorted(powercap.glob("intel-rapl:*"))]
     packages = {path.name for name, path in named if name.startswith("package")}
-    memory = [(f"{name} of {path.name}", path) for name, path in named if _is_memory_of(name, path, packages)]
-    return [(name, path) for name, path in named if path.name in packages] + memory
-
-
-def _is_memory_of(name: str, path: Path, packages: set[str]) -> bool:
-    return name == "dram" and path.name.rpartition(":")[0] in packages
+    memory = [(name, path) for name, path in named if name == "dram" and path.name.rpartition(":")[0] in packages]
+    return [(name, path) for name, path in named if path.name in packages] + [
+        (f"{name} of {path.name}", path) for name, path in memory
+    ]
 
 
 def _read_number(file: Path) -> int:
@@ -177,6 +142,9 @@ class NvmlMeter:
     def joules_between(self, before: Sequence[int], after: Sequence[int]) -> float:
         """Return joules."""
         return (after[0] - before[0]) * MILLI
+
+
+Meter = RaplMeter | NvmlMeter  # `joules_between` two reads, at most `longest_seconds` apart
 
 
 def _nvml(device: torch.device) -> Metering:

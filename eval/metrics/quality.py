@@ -30,10 +30,6 @@ EXACT_TEMPERATURE = 1.0
 class Quality:
     """The scorers of one evaluation, loaded before it decodes.
 
-    Args:
-        config: `quality`, and the bootstrap's settings.
-        prompts: those asked, with the references that their suite brings.
-
     Raises:
         InputError: a scorer cannot be used (`eval.metrics.scorers`).
     """
@@ -62,14 +58,12 @@ class Quality:
     def _perplexity(self, target: Target, pairs: Sequence[Pair]) -> dict[str, Any]:
         """Return exp(mean negative log-probability of a token), pooled over all tokens of all answers."""
 
-        def surprise(pair: Pair) -> Numbers:
-            """Return nats and tokens of the plain answer, then those of the speculative one."""
-            plain, speculative = pair
+        rows = []
+        for plain, speculative in pairs:
             nats = nats_of(target, plain)
-            same = plain.tokens == speculative.tokens
-            return nats, len(plain.tokens), nats if same else nats_of(target, speculative), len(speculative.tokens)
-
-        columns = sums_by_prompt(pairs, [surprise(pair) for pair in pairs])
+            other = nats if plain.tokens == speculative.tokens else nats_of(target, speculative)
+            rows.append((nats, len(plain.tokens), other, len(speculative.tokens)))
+        columns = sums_by_prompt(pairs, rows)
         return self._side_by_side(
             columns,
             autoregressive=lambda sums: np.exp(sums[0] / sums[1]),
@@ -127,10 +121,8 @@ def sums_by_prompt(pairs: Sequence[Pair], rows: Sequence[Numbers]) -> list[Float
 def unseen_change(num_prompts: int, scores: Sequence[float], level: float = LEVEL) -> list[float] | None:
     """Return the interval of a mean difference where no score changed on so many prompts; `None` for unbounded scores.
 
-    The bootstrap would say that nothing can ever change; this is the interval of a share of which none was seen (Clopper and
-    Pearson, 1934), for scores from 0 to 1.
-
-    Were a share x of prompts to change, none of n would with probability (1 - x)^n; the bound is where that is (1 - level) / 2.
+    The bootstrap would say that nothing can ever change. Were a share x of prompts to change, none of n would with probability
+    (1 - x)^n; the bound is where that is (1 - level) / 2 (Clopper and Pearson, 1934), for scores from 0 to 1.
     """
     if min(scores) < 0 or max(scores) > 1:
         return None

@@ -1,30 +1,22 @@
 """Rounds as columns: one pass in Python over the records, after which every metric is a few tensor operations.
 
-Shapes: P prompts, R rounds, N drafts at which the two distributions were compared, F numbers of a comparison.
+Shapes: P prompts, R rounds, C rounds with a comparison of the two distributions, N drafts compared, F numbers of each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from eval.decoder.records import Generation, Round
+from eval.decoder.records import DistributionComparison, Generation, Round
 
-COMPARED = (
-    "overlap",
-    "kl",
-    "uncovered",
-    "agrees",
-    "confidence",
-    "target_probability",
-    "distribution_confidence",
-)  # the rows of `probs_FN`
+# The rows of `probs_FN`.
+COMPARED = ("overlap", *(field.name for field in fields(DistributionComparison)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,36 +54,30 @@ def tabulate(generations: Iterable[Generation]) -> RoundTable:
     place_of = {prompt_id: place for place, prompt_id in enumerate(dict.fromkeys(each.prompt_id for each in generations))}
     rounds = [round_ for generation in generations for round_ in generation.rounds]
     compared = [(number, round_) for number, round_ in enumerate(rounds) if round_.overlap]
-    lengths = _integers(len(round_.overlap or ()) for _, round_ in compared)
-    firsts = np.cumsum(lengths) - lengths
+    lengths_C = _integers(len(round_.overlap or ()) for _, round_ in compared)
+    firsts_C = lengths_C.cumsum(0) - lengths_C
+    own = _integers(place_of[each.prompt_id] for each in generations)
     return RoundTable(
         prompt_ids=tuple(place_of),
-        prompt_R=torch.from_numpy(
-            np.repeat(
-                _integers(place_of[each.prompt_id] for each in generations), _integers(len(each.rounds) for each in generations)
-            )
-        ),
-        drafted_R=torch.from_numpy(_integers(len(round_.drafted) for round_ in rounds)),
-        judged_R=torch.from_numpy(_integers(round_.num_drafted for round_ in rounds)),
-        accepted_R=torch.from_numpy(_integers(round_.num_accepted for round_ in rounds)),
-        committed_R=torch.from_numpy(_integers(len(round_.committed) for round_ in rounds)),
-        round_N=torch.from_numpy(np.repeat(_integers(number for number, _ in compared), lengths)),
-        position_N=torch.from_numpy(np.arange(lengths.sum()) - np.repeat(firsts, lengths)),
+        prompt_R=own.repeat_interleave(_integers(len(each.rounds) for each in generations)),
+        drafted_R=_integers(len(round_.drafted) for round_ in rounds),
+        judged_R=_integers(round_.num_drafted for round_ in rounds),
+        accepted_R=_integers(round_.num_accepted for round_ in rounds),
+        committed_R=_integers(len(round_.committed) for round_ in rounds),
+        round_N=_integers(number for number, _ in compared).repeat_interleave(lengths_C),
+        position_N=torch.arange(int(lengths_C.sum())) - firsts_C.repeat_interleave(lengths_C),
         probs_FN=_distributions([round_ for _, round_ in compared]),
     )
 
 
-def _integers(values: Iterable[int]) -> NDArray[np.int64]:
-    return np.fromiter(values, np.int64)
+def _integers(values: Iterable[int]) -> Tensor:
+    return torch.from_numpy(np.fromiter(values, np.int64))
 
 
 def _distributions(rounds: Sequence[Round]) -> Tensor:
     """Return the recorded comparisons `[F, N]`."""
-    return torch.from_numpy(
-        np.stack(
-            [np.fromiter(chain.from_iterable(_recorded(round_, name) for round_ in rounds), np.float64) for name in COMPARED]
-        )
-    )
+    columns = (chain.from_iterable(_recorded(round_, name) for round_ in rounds) for name in COMPARED)
+    return torch.from_numpy(np.stack([np.fromiter(column, np.float64) for column in columns]))
 
 
 def _recorded(round_: Round, name: str) -> Sequence[float]:

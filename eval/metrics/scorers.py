@@ -62,11 +62,6 @@ def reference_of(prompt: Prompt, turn: int) -> str | None:
 
 
 def _import(path: str) -> Callable[..., Any]:
-    """Import `package.module.function`.
-
-    Raises:
-        InputError: it cannot be imported, or is nothing to call.
-    """
     module, _, name = path.rpartition(".")
     try:
         function = getattr(importlib.import_module(module), name)

@@ -8,35 +8,21 @@ neither decode time nor decode tokens. `summarise_advantage` pairs the draft wit
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Timing
-from eval.stats.bootstrap import Floats, Interval, median_interval, paired_ratio_interval
+from eval.stats.bootstrap import Interval, median_interval, paired_ratio_interval
 
 PHASES = ("draft_seconds", "verify_seconds", "sample_seconds", "overhead_seconds")
 Sums = Mapping[Any, Sequence[float]]  # two sums by cluster
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchCosts:
-    """Seconds and tokens of one mode, each [batches], summed over repeats."""
-
-    decode_seconds: Floats
-    prefill_seconds: Floats
-    num_tokens: Floats
-    num_prompts: Floats
-
-
 def summarise_speed(timings: Sequence[Timing], *, samples: int, seed: int, keep_batches: bool = False) -> dict[str, Any] | None:
     """Return speculative decoding's speed against plain decoding, or `None` where one of the two was not timed.
 
-    Args:
-        timings: of all modes and repeats.
-        samples, seed: of the bootstrap over batches.
-        keep_batches: also return `per_batch`, with which another report is compared batch by batch (`eval.stats.paired`).
+    With `keep_batches` there is also `per_batch`, with which another report is compared batch by batch (`eval.stats.paired`).
 
     Raises:
         ValueError: the two were timed on different batches or different numbers of repeats.
@@ -68,18 +54,19 @@ def compare_speed(timings: Sequence[Timing], mode: str, *, samples: int, seed: i
     Raises:
         ValueError: the two were timed on different batches or different numbers of repeats.
     """
-    plain, other = _costs_side_by_side(timings, AUTOREGRESSIVE, mode)
-    decode = _speedup(plain.decode_seconds, plain.num_tokens, other.decode_seconds, other.num_tokens, samples, seed)
-    end_to_end = _speedup(
-        plain.decode_seconds + plain.prefill_seconds,
-        plain.num_tokens + plain.num_prompts,
-        other.decode_seconds + other.prefill_seconds,
-        other.num_tokens + other.num_prompts,
-        samples,
-        seed,
-    )
-    timed = (plain.num_tokens > 0) & (other.num_tokens > 0) & (plain.decode_seconds > 0) & (other.decode_seconds > 0)
-    ratios = (plain.decode_seconds[timed] / plain.num_tokens[timed]) / (other.decode_seconds[timed] / other.num_tokens[timed])
+    runs = [sorted((each.prompt_ids, each.repeat) for each in timings if each.mode == name) for name in (AUTOREGRESSIVE, mode)]
+    if runs[0] != runs[1]:
+        raise ValueError(
+            f"{AUTOREGRESSIVE} and {mode} were timed on different batches or repeats; a speedup needs the same for both"
+        )
+    fields = ("decode_seconds", "prefill_seconds", "num_tokens", "num_prompts")
+    sums = [sums_by_batch(timings, name, *fields) for name in (AUTOREGRESSIVE, mode)]
+    plain, other = (np.array([own[batch] for batch in sums[0]], np.float64).reshape(-1, len(fields)).T for own in sums)
+    decode = paired_ratio_interval(plain[0], plain[2], other[0], other[2], samples=samples, seed=seed)
+    whole = plain[0] + plain[1], plain[2] + plain[3], other[0] + other[1], other[2] + other[3]
+    end_to_end = paired_ratio_interval(*whole, samples=samples, seed=seed)
+    timed = (plain[2] > 0) & (other[2] > 0) & (plain[0] > 0) & (other[0] > 0)
+    ratios = (plain[0][timed] / plain[2][timed]) / (other[0][timed] / other[2][timed])
     median = median_interval(ratios, samples=samples, seed=seed)
     return {
         "decode_speedup": decode.point,
@@ -92,9 +79,9 @@ def compare_speed(timings: Sequence[Timing], mode: str, *, samples: int, seed: i
 
 
 def summarise_advantage(
-    ours: Mapping[str, Sequence[int]],
-    theirs: Mapping[str, Sequence[int]],
-    timings: Iterable[Timing],
+    ours: Sums,
+    theirs: Sums,
+    timings: Sequence[Timing],
     mode: str,
     *,
     samples: int,
@@ -109,9 +96,9 @@ def summarise_advantage(
         mode: the other way of decoding.
         samples, seed: of the bootstrap.
     """
-    timings = list(timings)
     tau = _ratio(ours, theirs, samples, seed)
-    speed = _ratio(_speeds(timings, SPECULATIVE), _speeds(timings, mode), samples, seed)
+    ours, theirs = (sums_by_batch(timings, own, "num_tokens", "decode_seconds") for own in (SPECULATIVE, mode))
+    speed = _ratio(ours, theirs, samples, seed)
     return {
         "tokens_per_target_step_ratio": tau.point,
         "tokens_per_target_step_ratio_ci": tau.bounds,
@@ -144,45 +131,22 @@ def home_batches(timings: Iterable[Timing]) -> dict[tuple[str, ...], tuple[str, 
     return home
 
 
-def _speedup(plain_seconds: Floats, plain_tokens: Floats, seconds: Floats, tokens: Floats, samples: int, seed: int) -> Interval:
-    """Return (plain seconds / plain tokens) / (seconds / tokens), of sums, with both sides drawn from the same batches."""
-    return paired_ratio_interval(plain_seconds, plain_tokens, seconds, tokens, samples=samples, seed=seed)
-
-
-def _costs_side_by_side(timings: Sequence[Timing], mode: str, other: str) -> tuple[BatchCosts, BatchCosts]:
-    """Return both modes' costs with batches in the same order."""
-    runs = [sorted((timing.prompt_ids, timing.repeat) for timing in timings if timing.mode == name) for name in (mode, other)]
-    if runs[0] != runs[1]:
-        raise ValueError(f"{mode} and {other} were timed on different batches or repeats; a speedup needs the same for both")
-    home = home_batches([timing for timing in timings if timing.mode == mode])
-    row_of_home = {batch: row for row, batch in enumerate(dict.fromkeys(home.values()))}
-    row_of = {batch: row_of_home[home[batch]] for batch in home}
-    return _costs(timings, mode, row_of), _costs(timings, other, row_of)
-
-
-def _costs(timings: Iterable[Timing], mode: str, row_of: Mapping[tuple[str, ...], int]) -> BatchCosts:
-    """Sum one mode's repeats and turns, batch by batch; `row_of` says which rows belong together."""
-    sums_BF = np.zeros((len(set(row_of.values())), 4))
+def sums_by_batch(timings: Sequence[Timing], mode: str, *fields: str) -> dict[tuple[str, ...], list[float]]:
+    """Return sums of some fields of one mode's timings by batch; repeats and turns are no evidence of their own."""
+    home = home_batches(timings)
+    sums: dict[tuple[str, ...], list[float]] = {}
     for timing in timings:
         if timing.mode == mode:
-            counts = (timing.decode_seconds, timing.prefill_seconds, timing.num_tokens, len(timing.prompt_ids))
-            sums_BF[row_of[timing.prompt_ids]] += counts
-    decode_seconds, prefill_seconds, num_tokens, num_prompts = sums_BF.T
-    return BatchCosts(
-        decode_seconds=decode_seconds, prefill_seconds=prefill_seconds, num_tokens=num_tokens, num_prompts=num_prompts
-    )
+            batch = sums.setdefault(home[timing.prompt_ids], [0.0] * len(fields))
+            for place, field in enumerate(fields):
+                batch[place] += getattr(timing, field)
+    return sums
 
 
 def _per_batch(timings: Sequence[Timing]) -> list[dict[str, Any]]:
     """Return the prompts of each batch, and [decode seconds, decode tokens] of both modes, summed over repeats."""
-    sums: dict[tuple[str, ...], dict[str, list[float]]] = {}
-    home = home_batches(timings)
-    for timing in timings:
-        if timing.mode in (AUTOREGRESSIVE, SPECULATIVE):
-            batch = sums.setdefault(home[timing.prompt_ids], {AUTOREGRESSIVE: [0.0, 0.0], SPECULATIVE: [0.0, 0.0]})
-            batch[timing.mode][0] += timing.decode_seconds
-            batch[timing.mode][1] += timing.num_tokens
-    return [{"prompt_ids": list(prompt_ids), **batch} for prompt_ids, batch in sums.items()]
+    sums = {mode: sums_by_batch(timings, mode, "decode_seconds", "num_tokens") for mode in (AUTOREGRESSIVE, SPECULATIVE)}
+    return [{"prompt_ids": list(batch), **{mode: own[batch] for mode, own in sums.items()}} for batch in sums[AUTOREGRESSIVE]]
 
 
 def _phases(timings: Sequence[Timing]) -> dict[str, Any]:
@@ -198,15 +162,3 @@ def _ratio(ours: Sums, theirs: Sums, samples: int, seed: int) -> Interval:
     common = [cluster for cluster in ours if cluster in theirs]
     columns = [[sums[cluster][column] for cluster in common] for sums in (ours, theirs) for column in (0, 1)]
     return paired_ratio_interval(*columns, samples=samples, seed=seed)
-
-
-def _speeds(timings: Iterable[Timing], mode: str) -> Sums:
-    """Return decoded tokens and seconds by batch; its repeats and turns are no evidence of their own and are added up."""
-    sums: dict[tuple[str, ...], list[float]] = {}
-    own_timings = [timing for timing in timings if timing.mode == mode]
-    home = home_batches(own_timings)
-    for timing in own_timings:
-        own = sums.setdefault(home[timing.prompt_ids], [0.0, 0.0])
-        own[0] += timing.num_tokens
-        own[1] += timing.decode_seconds
-    return sums

@@ -17,11 +17,7 @@ SAMPLES_A_SIDE = 3  # answers kept whole from either end of the ranking by token
 
 
 class Tally:
-    """The generations and timings of a run, counted.
-
-    Args:
-        num_positions: the most tokens a round may draft.
-    """
+    """The generations and timings of a run, counted; a round may draft at most `num_positions` tokens."""
 
     def __init__(self, num_positions: int) -> None:
         self.num_positions = num_positions
@@ -120,7 +116,6 @@ class Tally:
         return {prompt_id for prompt_id, _ in asked} - lacking
 
     def _share(self, key: tuple[str, str]) -> Acceptance:
-        """Return the numbers of a mode and category, new ones where there are none."""
         if key not in self._shares:  # not `setdefault`: making one takes longer than counting a prompt
             self._shares[key] = Acceptance(self.num_positions)
         return self._shares[key]

@@ -1,10 +1,8 @@
 """Intervals for ratios and medians by a bootstrap over clusters. Imports no torch, so that the gate starts quickly.
 
 A cluster is what was drawn independently: a prompt for counts, a batch of prompts decoded together for seconds. All columns of
-a statistic, so both sides of a comparison, are taken from the same drawn clusters: that makes a comparison paired.
-
-Percentile bootstrap with the tails widened for few clusters: a percentile interval divides by n where the t interval divides by
-n - 1 and uses Student's quantile. Hesterberg, "What Teachers Should Know About the Bootstrap" (2014), section 5.3.
+a statistic are taken from the same drawn clusters, which makes a comparison paired. Percentile bootstrap with the tails widened
+for few clusters, as the t interval is: Hesterberg, "What Teachers Should Know About the Bootstrap" (2014), section 5.3.
 """
 
 from __future__ import annotations
@@ -44,8 +42,7 @@ def ratio_interval(numerators: Column, denominators: Column, *, samples: int, se
     """Return sum(numerators) / sum(denominators) with its interval: a pooled ratio, not the mean of ratios.
 
     Args:
-        numerators: [clusters], e.g. committed tokens of each prompt.
-        denominators: [clusters], e.g. rounds of each prompt, none negative. With ones, the ratio is the plain mean.
+        numerators, denominators: [clusters], e.g. committed tokens and rounds of each prompt; none negative.
         samples: bootstrap resamples.
         seed: of the resampling; equal arguments give equal bounds.
         level: confidence, between 0 and 1.
@@ -76,13 +73,12 @@ def paired_ratio_interval(
 def statistic_interval(
     statistic: Callable[[Floats], Floats], *columns: Column, samples: int, seed: int, level: float = LEVEL
 ) -> Interval:
-    """Return any statistic of column sums with its interval, such as a ratio of means of ratios.
+    """Return any statistic of column sums with its interval, such as a ratio of means of ratios; see `ratio_interval`.
 
     Args:
         statistic: takes the sums [columns] of all clusters, or those of all resamples [columns, resamples], and returns a
             number, or [resamples].
         columns: each [clusters], in the same order; clusters with zeros in all of them are left out.
-        samples, seed, level: see `ratio_interval`.
 
     Raises:
         ValueError: a number is not finite.

@@ -38,21 +38,16 @@ class Change:
     ours: float
     theirs: float
     ratio: float
-    ratio_ci: tuple[float, float] | None
+    ratio_ci: list[float] | None
     difference: float
-    difference_ci: tuple[float, float] | None
+    difference_ci: list[float] | None
     outcome: ChangeOutcome
     detectable_percent: float | None
     num_clusters: int  # prompts, or batches of them for speed
 
 
 def compare_sides(ours: Side, theirs: Side, *, samples: int, seed: int, level: float = LEVEL) -> Change | None:
-    """Return how `ours` differs from `theirs`, clusters in the same order; `None` where one has nothing to divide by.
-
-    Args:
-        ours, theirs: the same kind of number; every column is [clusters].
-        samples, seed, level: of the bootstrap; both sides always take the same drawn clusters.
-    """
+    """Return how `ours` differs from `theirs`, clusters in the same order; `None` where one has nothing to divide by."""
     columns = (*ours.above, *ours.below, *theirs.above, *theirs.below)
     cuts = np.cumsum([len(ours.above), len(ours.below), len(theirs.above)])
 
@@ -72,9 +67,9 @@ def compare_sides(ours: Side, theirs: Side, *, samples: int, seed: int, level: f
         ours=float(own),
         theirs=float(their),
         ratio=ratio.point,
-        ratio_ci=_bounds(ratio),
+        ratio_ci=ratio.bounds,
         difference=difference.point,
-        difference_ci=_bounds(difference),
+        difference_ci=difference.bounds,
         outcome=_outcome(ratio),
         detectable_percent=detectable_percent((*ours.above, *theirs.below), (*ours.below, *theirs.above), level=level),
         num_clusters=int(np.stack([np.asarray(column) for column in columns]).any(axis=0).sum()),
@@ -85,7 +80,3 @@ def _outcome(ratio: Interval) -> ChangeOutcome:
     if ratio.low is not None and ratio.low > 1:
         return "better"
     return "worse" if ratio.high is not None and ratio.high < 1 else "inconclusive"
-
-
-def _bounds(interval: Interval) -> tuple[float, float] | None:
-    return None if interval.low is None or interval.high is None else (interval.low, interval.high)

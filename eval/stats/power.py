@@ -1,12 +1,8 @@
 """Minimal detectable effects: how small a change would so many prompts show? Imports no torch.
 
-They tell the two readings of an inconclusive comparison apart, no change and too few prompts. The minimal detectable effect is
-the true change that a two-sided test at some level finds with some probability, its power:
-
-    effect = (t_{n-1}((1 + level) / 2) + t_{n-1}(power)) * standard error
-
-with Student's quantiles t for n prompts. A ratio of sums has the standard error of its linearisation (Cochran, Sampling
-Techniques, 1977, chapter 6): prompt i moves tau = sum c / sum r by the share c_i / sum c - r_i / sum r of itself.
+The true change that a two-sided test at some level finds with some probability, its power: (t_{n-1}((1 + level) / 2) +
+t_{n-1}(power)) * standard error, with Student's quantiles for n prompts. The standard error of a ratio of sums is that of its
+linearisation (Cochran, Sampling Techniques, 1977, chapter 6): prompt i moves sum c / sum r by c_i / sum c - r_i / sum r of it.
 """
 
 from __future__ import annotations
@@ -32,12 +28,8 @@ def detectable_percent(
     give tau, and how far it must lie from a fixed number to show. Two taus on the same prompts have one side's tokens and the
     other's rounds above; what both share, such as an easy prompt, then cancels prompt by prompt.
 
-    Args:
-        above, below: columns, every one [prompts] in the same order. Prompts with zeros in all of them do not count.
-        level, power: of the test; see above.
-
-    Returns:
-        Percent, or `None` with fewer than two prompts, or where a sum is 0.
+    Columns are [prompts] in the same order; prompts with zeros in all of them do not count. `None` with fewer than two
+    prompts, or where a sum is 0.
     """
     columns_FC = np.stack([np.asarray(column, np.float64) for column in (*above, *below)])
     columns_FC = columns_FC[:, columns_FC.any(axis=0)]

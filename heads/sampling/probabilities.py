@@ -45,6 +45,11 @@ def greedy_token(logits: Tensor) -> Tensor:
     return logits.max(-1).indices
 
 
+def values_at(values: Tensor, index: Tensor) -> Tensor:
+    """Return the value `[...]` at an index `[...]` of each row of `values` `[..., V]`."""
+    return values.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+
+
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """Draw an index a row from unnormalised `weights` `[..., V]` by inverse transform sampling with `uniform` `[...]`."""
     return draw_with_replacement(weights, uniform.unsqueeze(-1)).squeeze(-1)

@@ -67,12 +67,21 @@ def assert_same_alone(target, config, proposer, prompts=PROMPTS):
     return together
 
 
+def metadata_of_draft_lm(target, vocab_size=64):
+    """Return an artifact's metadata, with the identity of a target as a dict."""
+    settings = {"kind": "draft_lm", "num_speculative_tokens": 3, "training": {}, "provenance": {}}
+    return Metadata(target=target, draft_vocab_size=vocab_size, **settings)
+
+
 def loaded_draft(model, vocab_size):
     """A draft model as `heads.artifact.load_draft` returns it."""
-    metadata = Metadata(
-        kind="draft_lm", target={}, draft_vocab_size=vocab_size, num_speculative_tokens=3, training={}, provenance={}
+    return Draft(
+        metadata=metadata_of_draft_lm({}, vocab_size),
+        proposer=DraftLM(model, vocab_size),
+        num_parameters=1,
+        sha256="0" * 64,
+        warnings=[],
     )
-    return Draft(metadata=metadata, proposer=DraftLM(model, vocab_size), num_parameters=1, sha256="0" * 64, warnings=[])
 
 
 def samples_against(distribution, generations) -> GTest:

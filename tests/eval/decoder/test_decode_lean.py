@@ -8,11 +8,12 @@ from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import LosslessConfig
 from configs.schema.target import TargetConfig
-from eval.decoder.decode import Request, decode, generate
+from eval.decoder.decode import decode, generate
 from eval.lossless.verdict import judge_lossless
-from heads.artifact import Metadata, load_draft, save_draft_lm
+from heads.artifact import load_draft, save_draft_lm
 from heads.inference.causal_lm import registered_forward
 from heads.target.loading import load_target
+from tests.support.decoding import metadata_of_draft_lm, requests_for
 from tests.support.family_checks import SMALL
 
 PROMPTS = [[5, 9, 6], [7, 12, 3, 44, 9, 20], [40, 11, 12, 2]]
@@ -49,8 +50,7 @@ def test_plain_and_speculative_answers_are_those_by_transformers(targets, tiny_r
 def test_the_float32_check_runs_lean_as_well(targets, tiny_run):
     lean, seen = targets[1], []
     config = DecodeConfig(max_new_tokens=8)
-    requests = [Request(prompt_id="a", category="x", tokens=tuple(PROMPTS[0]))]
-    generations, _ = decode(lean, requests, config)
+    generations, _ = decode(lean, requests_for(PROMPTS[:1]), config)
 
     def load(other):
         seen.append((bool(registered_forward(other.model)), other.model.dtype))
@@ -64,15 +64,7 @@ def test_the_float32_check_runs_lean_as_well(targets, tiny_run):
 def test_a_draft_of_another_family_runs_by_transformers_and_the_report_says_so(targets, tiny_run, tmp_path):
     lean = targets[1]
     model = AutoModelForCausalLM.from_config(GPTNeoXConfig(**SMALL), dtype=torch.float32)
-    metadata = Metadata(
-        kind="draft_lm",
-        target=lean.identity.to_dict(),
-        draft_vocab_size=64,
-        num_speculative_tokens=3,
-        training={},
-        provenance={},
-    )
-    save_draft_lm(tmp_path / "artifact", model, lean.tokenizer, metadata)
+    save_draft_lm(tmp_path / "artifact", model, lean.tokenizer, metadata_of_draft_lm(lean.identity.to_dict()))
     draft = draft_for(tmp_path, lean)
     assert not registered_forward(draft.proposer.model)
     assert len(draft.warnings) == 1

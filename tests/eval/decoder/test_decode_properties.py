@@ -16,9 +16,8 @@ from configs.schema.drafting import StaticTree
 from eval.decoder.decode import Request, decode
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.protocol import Proposal
-from heads.sampling.counter_rng import Role
-from heads.sampling.probabilities import draw
 from tests.support.corrected import Corrected, CorrectedTrees
+from tests.support.decoding import assert_same_alone
 
 VOCAB_SIZE, LONGEST_PROMPT, NUM_TOKENS, CONTEXT = 64, 6, 16, 18
 TREE = StaticTree(kind="static", paths=[[0], [1], [0, 0], [1, 0], [1, 1], [1, 1, 0], [1, 1, 0, 0]])
@@ -194,53 +193,22 @@ def test_each_row_advances_by_its_own_script(as_target, known, batch, gamma, pat
             length += round_.num_accepted + 1
 
 
-class ScriptedDistributions:
-    """Draws drafts from distributions made up from the text's length: anything from the uniform distribution to a point
-    mass."""
-
-    taps = ()
-
-    def __init__(self, sharpness):
-        self.sharpness = sharpness
-
-    def start(self, tokens, capacity, states):
-        """Nothing to read."""
-
-    def propose(self, tokens, num_tokens, sampling, rng, *, keep_logits):
-        first_B1 = torch.tensor([[len(row)] for row in tokens])
-        positions_BG = first_B1 + torch.arange(num_tokens)
-        places_V = torch.arange(VOCAB_SIZE)
-        waves_BGV = torch.sin(positions_BG.unsqueeze(-1) * (places_V + 1.0))
-        sharp_BG1 = torch.tensor(self.sharpness)[positions_BG % len(self.sharpness)].unsqueeze(-1)
-        probs_BGV = (waves_BGV * sharp_BG1).softmax(-1)
-        uniform_BG = rng.uniform(Role.DRAFT, positions_BG, first_B1)
-        return Proposal(tokens_BG=draw(probs_BGV, uniform_BG), num_drafted=[num_tokens] * len(tokens), probs_BGV=probs_BGV)
-
-    def commit(self, num_accepted, states):
-        """Nothing to learn."""
-
-    def keep_rows(self, rows):
-        """Nothing is kept by row."""
-
-
 @given(
     batch=st.lists(st.sampled_from(range(len(PROMPTS))), min_size=2, max_size=4, unique=True),
     gamma=st.integers(1, 5),
     rule=st.sampled_from(["token", "block", "match"]),
-    sharpness=st.lists(st.sampled_from([0.0, 1.0, 5.0, 1e4]), min_size=1, max_size=3),
     temperature=st.sampled_from([0.7, 1.0, 2.0]),
     top_p=st.sampled_from([None, 0.9]),
     eos=st.sets(st.integers(0, VOCAB_SIZE - 1), max_size=3),
     seed=st.integers(0, 2**40),
-    draft=st.sampled_from(["script", "model", "model_with_tree"]),
+    with_tree=st.booleans(),
 )
 @settings(max_examples=20, deadline=None)
 def test_a_request_gets_the_same_sampled_tokens_alone_and_in_any_batch(
-    as_target, doubles, batch, gamma, rule, sharpness, temperature, top_p, eos, seed, draft
+    as_target, doubles, batch, gamma, rule, temperature, top_p, eos, seed, with_tree
 ):
     target, model = as_target(doubles[0], eos=eos), doubles[1]
-    proposer = ScriptedDistributions(sharpness) if draft == "script" else DraftLM(model, VOCAB_SIZE)
-    tree = TREE if draft == "model_with_tree" else None
+    proposer, tree = DraftLM(model, VOCAB_SIZE), TREE if with_tree else None
     config = DecodeConfig(
         num_speculative_tokens=gamma if tree is None else TREE.depth,
         max_new_tokens=9,
@@ -250,14 +218,7 @@ def test_a_request_gets_the_same_sampled_tokens_alone_and_in_any_batch(
         tree=tree,
         seed=seed,
     )
-    together, _ = decode(target, requests_for(batch), config, proposer)
-    for request, generation in zip(requests_for(batch), together, strict=True):
-        (alone,), _ = decode(target, [request], config, proposer)
-        assert (alone.tokens, alone.rounds, alone.stop_reason) == (
-            generation.tokens,
-            generation.rounds,
-            generation.stop_reason,
-        )
+    for generation in assert_same_alone(target, config, proposer, [PROMPTS[number] for number in batch]):
         check_counts(generation)
 
 

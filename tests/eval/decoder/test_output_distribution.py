@@ -1,5 +1,4 @@
-"""What the whole decoder samples follows the target's distribution, for every shape and rule; a small mistake is found by
-many samples.
+"""What the whole decoder samples follows the target's distribution, for every shape and rule.
 
 The quick tests run 2,000 samples a case, the slow ones, `make distribution-check`, 100,000, at which a bias of one in a
 hundred shows.
@@ -58,22 +57,3 @@ def test_many_samples_follow_the_targets_distribution(pair, distribution_of, cap
             print(f"{name:28} {cells} cells, {rounds / SLOW:.2f} rounds, p = {p_value:.3f}")
     adjusted = holm({name: test.p_value for name, test in found.items()})
     assert min(adjusted.values()) > LEVEL
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", ["block", "token"])
-def test_many_samples_find_a_rule_that_accepts_a_little_too_often(pair, distribution_of, name, monkeypatch, capsys):
-    exact = verifier.RULES[name]
-
-    def lenient(p_BKV, q_BGV, tokens_BG, num_drafted_B, accept_BG, *others):
-        return exact(p_BKV, q_BGV, tokens_BG, num_drafted_B, accept_BG * 0.9, *others)
-
-    monkeypatch.setitem(verifier.RULES, name, lenient)
-    p_values = []
-    for number in (QUICK, SLOW):
-        counts, _ = checks.sample(*pair, checks.CASES[f"chain, {name}"], number)
-        p_values.append(held_against(distribution_of(checks.SAMPLED), counts).p_value)
-    with capsys.disabled():
-        print(f"{name}, too lenient by a tenth: p = {p_values[0]:.3g} of {QUICK} samples, {p_values[1]:.3g} of {SLOW}")
-    assert p_values[1] < LEVEL

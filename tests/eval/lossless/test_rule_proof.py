@@ -5,9 +5,8 @@ import torch
 
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import DynamicTree, StaticTree
-from eval.decoder import tree_rules as candidates
 from eval.decoder import verifier as judging
-from eval.decoder.tree_rules import CANDIDATE_RULES, CandidateChoice
+from eval.decoder.tree_rules import CANDIDATE_RULES
 from eval.lossless import rule_proof
 from eval.lossless.rule_proof import check_rule, small_part
 from eval.lossless.tree_enumeration import distinct, distribution_of_draws, independent
@@ -80,14 +79,6 @@ def test_candidates_drawn_in_another_way_than_the_rule_expects_fail(name, monkey
     found = check_rule(sampled(tree=tree_of(name)))
     assert (found["outcome"], found["rule"]) == ("fail", name)
     assert found["max_total_variation"] > 1e-3
-
-
-def test_a_rule_for_candidates_that_forgets_the_residual_fails(monkeypatch):
-    def from_p(p_BV, q_BV, *others):
-        return CandidateChoice(candidates.without_replacement(p_BV, q_BV, *others).accepted_B, p_BV)
-
-    monkeypatch.setitem(judging.CANDIDATE_RULES, "without_replacement", from_p)
-    assert check_rule(sampled(tree=tree_of()))["outcome"] == "fail"
 
 
 def test_the_proof_runs_the_very_table_of_rules_that_the_decoder_looks_up():

@@ -12,11 +12,9 @@ import torch
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import LosslessConfig
 from eval.decoder import verifier
-from eval.decoder.chain_rules import ChainVerification, verify_block, verify_tokens
+from eval.decoder.chain_rules import ChainVerification, verify_block
 from eval.decoder.decode import Request, decode
 from eval.lossless import verdict as lossless
-from eval.lossless.enumeration import enumerate_rule, random_toy
-from eval.lossless.rule_proof import check_rule
 from eval.lossless.verdict import find_divergences, is_tie, judge_lossless
 from tests.support.decoding import loaded_draft
 
@@ -80,18 +78,13 @@ def test_a_real_difference_is_found_where_it_is_with_the_gap_of_the_targets_logi
     best, other = plain[0].tokens[position], int(logits_V.argmin())
     assert best == int(logits_V.argmax())
 
-    (found,) = find_divergences(target, plain, [with_token(plain[0], position, other)], tie_noise=4.0)
+    also_later = with_tokens(plain[0], [*plain[0].tokens[:position], other, *[5] * (11 - position)])
+    (found,) = find_divergences(target, plain, [also_later], tie_noise=4.0)
 
     assert (found.prompt_id, found.position, found.plain_token, found.speculative_token) == ("p", position, best, other)
     assert found.logit_gap == pytest.approx(float(logits_V.max() - logits_V.min()), rel=1e-6)
     assert not is_tie(found)
     assert verdict_of(target, plain, [with_token(plain[0], position, other)]) == "not_lossless"
-
-
-def test_only_the_first_difference_of_a_prompt_counts(target, plain):
-    changed = with_token(with_token(plain[0], 7, 5), 4, 6)
-    (found,) = find_divergences(target, plain, [changed], tie_noise=4.0)
-    assert found.position == 4
 
 
 @pytest.fixture(scope="module")
@@ -134,16 +127,9 @@ def test_the_tolerance_is_in_multiples_of_the_rounding_error_measured_there(targ
     assert verdicts == [False, True]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "wider"),
-    [
-        (torch.bfloat16, torch.float32),
-        (torch.float16, torch.float32),
-        (torch.float32, torch.float64),
-        (torch.float64, torch.float64),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "wider"), [("bfloat16", "float32"), ("float16", "float32"), ("float32", "float64")])
 def test_a_target_is_measured_against_the_next_wider_dtype(target, as_target, dtype, wider):
+    dtype, wider = getattr(torch, dtype), getattr(torch, wider)
     assert lossless.widened(as_target(copy.deepcopy(target.model).to(dtype))).model.dtype == wider
 
 
@@ -206,18 +192,6 @@ def test_a_broken_greedy_rule_is_caught_by_the_float32_check_alone(target, plain
 
 
 # --- sampling -----------------------------------------------------------------------------------------------------
-
-
-def test_a_rule_is_checked_on_several_toys_and_judged_by_the_worst(monkeypatch):
-    def no_bonus(p, q, tokens, num_drafted, accept, residual, bonus):
-        found = verify_tokens(p, q, tokens, num_drafted, accept, residual, bonus)
-        return ChainVerification(found.num_accepted_B, torch.zeros_like(found.next_token_B))
-
-    monkeypatch.setitem(verifier.RULES, "token", no_bonus)
-    found = check_rule(GREEDY.model_copy(update={"temperature": 1.0, "verification": "token"}))
-    distances = [enumerate_rule(no_bonus, random_toy(seed)).total_variation for seed in range(found["toys"])]
-    assert found["toys"] >= 2
-    assert found["max_total_variation"] == max(distances) > 0.01
 
 
 def test_sampled_answers_may_differ_and_the_rule_decides(target, plain):

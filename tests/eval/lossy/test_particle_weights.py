@@ -16,7 +16,6 @@ from eval.lossy.particle_weights import (
     weigh,
     weight_shares,
 )
-from heads.sampling.probabilities import draw
 
 
 def random_distributions(seed, *shape):
@@ -60,38 +59,6 @@ def test_the_exact_distribution_of_one_cycle_approaches_the_one_aimed_at(power):
     assert distances[-1] < distances[1] / 5
     if power == 1:
         assert distances[0] == pytest.approx((p_V - q_V).abs().sum().item() / 2, abs=1e-12)
-
-
-def run_cycles(p, q, num_requests, num_particles, generator):
-    """Run two cycles of one draft and a bonus over distributions given by prefix, and count the texts by the particles'
-    shares."""
-    shape = (num_requests, num_particles)
-    weights, prefix = torch.zeros(shape), torch.zeros(shape, dtype=torch.int64)
-
-    def uniform(*size):
-        return torch.rand(*size, generator=generator, dtype=torch.float64)
-
-    for level in (0, 2):
-        drafts = draw(q[level][prefix], uniform(*shape))
-        distributions = p[level][prefix].unsqueeze(2), q[level][prefix].unsqueeze(2)
-        weights = weigh(weights, *distributions, drafts.unsqueeze(2), torch.ones_like(drafts))
-        prefix = 2 * prefix + drafts
-        bonus, weights = draw_bonus(weights, p[level + 1][prefix], uniform(*shape), torch.zeros(shape, dtype=torch.bool))
-        ancestors, weights = resample(weights, uniform(num_requests), below=0.9)
-        prefix = (2 * prefix + bonus).gather(1, ancestors)
-    chosen = choose(weights, uniform(num_requests))
-    return torch.bincount(prefix.gather(1, chosen.unsqueeze(1)).squeeze(1), minlength=16) / num_requests
-
-
-def test_the_distribution_of_two_cycles_with_resampling_approaches_the_targets():
-    p, q = ([random_distributions(10 * who + level, 2**level, 2) for level in range(4)] for who in range(2))
-    joint = torch.stack([math.prod(p[i][text >> (4 - i), (text >> (3 - i)) & 1] for i in range(4)) for text in range(16)])
-    generator = torch.Generator().manual_seed(0)
-    distances = [(run_cycles(p, q, 20_000, count, generator) - joint).abs().sum().item() / 2 for count in (1, 4, 32)]
-    noise = 0.02  # sixteen shares counted over 20,000 requests
-    assert distances[0] > 4 * noise
-    assert distances[0] > distances[1] > distances[2]
-    assert distances[2] < noise
 
 
 def test_a_draft_that_is_the_target_keeps_all_weights_equal_and_never_resamples():

@@ -7,14 +7,12 @@ from operator import mul
 
 import pytest
 
-from eval.metrics.acceptance import RoundAcceptance, acceptance_metrics, summarise_acceptance
+from eval.metrics.acceptance import RoundAcceptance, summarise_acceptance
 from eval.metrics.round_table import tabulate
 
 
 def measured(generations, num_positions=3):
-    metrics = acceptance_metrics(num_positions)
-    metrics.update(tabulate(generations))
-    return metrics.compute()
+    return summarise_acceptance(generations, num_positions, samples=20, seed=0)
 
 
 def test_every_number_equals_counting_in_plain_python(random_generations):

@@ -25,18 +25,16 @@ def target(tiny_llama, as_target):
     return as_target(tiny_llama(seed=1))
 
 
-def answer(number, mode, tokens, **changed):
+def answer(number, mode, tokens, stop_reason="eos", turn=0):
     return Generation(
-        **{
-            "prompt_id": f"q{number}",
-            "category": "maths",
-            "mode": mode,
-            "prompt_tokens": (7, 8, 9 + number),
-            "tokens": tuple(tokens),
-            "rounds": (),
-            "stop_reason": "eos",
-            **changed,
-        }
+        prompt_id=f"q{number}",
+        category="maths",
+        mode=mode,
+        prompt_tokens=(7, 8, 9 + number),
+        tokens=tuple(tokens),
+        rounds=(),
+        stop_reason=stop_reason,
+        turn=turn,
     )
 
 

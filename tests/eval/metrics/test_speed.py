@@ -1,9 +1,120 @@
-"""The draft against another way of decoding: paired by prompt, equal to the unpaired numbers, tighter than their bounds."""
+"""Speed from timings: totals over the same batches, prefill apart, repeats summed before anything is resampled."""
+
+import dataclasses
 
 import pytest
 
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE
-from eval.metrics.speed import summarise_advantage
+from eval.metrics.speed import compare_speed, summarise_advantage, summarise_speed, timings_within
+
+FAST = {"samples": 200, "seed": 0}
+
+
+def test_the_decode_speedup_is_a_ratio_of_totals_without_prefill(make_timing):
+    timings = [
+        make_timing(AUTOREGRESSIVE, ("a",), 4.0, 10, prefill_seconds=1.0),
+        make_timing(SPECULATIVE, ("a",), 2.0, 10, prefill_seconds=1.0),
+        make_timing(AUTOREGRESSIVE, ("b",), 40.0, 100, prefill_seconds=1.0),
+        make_timing(SPECULATIVE, ("b",), 38.0, 100, prefill_seconds=1.0),
+    ]
+
+    speed = summarise_speed(timings, **FAST)
+
+    assert speed["decode_speedup"] == pytest.approx(44 / 40)
+    assert speed["decode_speedup_median"] == pytest.approx((2 + 40 / 38) / 2)
+    assert speed["end_to_end_speedup"] == pytest.approx(46 / 42)
+    assert (speed["decode_seconds_autoregressive"], speed["decode_seconds_speculative"]) == (44, 40)
+
+
+def test_answers_of_different_length_are_compared_per_token(make_timing):
+    timings = [make_timing(AUTOREGRESSIVE, ("a",), 4.0, 10), make_timing(SPECULATIVE, ("a",), 4.0, 20)]
+
+    assert compare_speed(timings, SPECULATIVE, **FAST)["decode_speedup"] == pytest.approx(2.0)
+
+
+def test_every_repeat_counts_towards_the_totals(make_timing):
+    timings = [
+        make_timing(mode, ("a",), seconds, 10, repeat=repeat)
+        for repeat, fast in ((0, 6.0), (1, 2.0))
+        for mode, seconds in ((AUTOREGRESSIVE, 4.0), (SPECULATIVE, fast))
+    ]
+
+    assert compare_speed(timings, SPECULATIVE, **FAST)["decode_speedup"] == 1.0
+
+
+def test_repeats_of_a_batch_are_no_independent_evidence(make_timing):
+    once = [
+        make_timing(mode, (prompt,), seconds, 10)
+        for prompt, plain, fast in (("a", 4.0, 2.0), ("b", 5.0, 4.0), ("c", 4.5, 2.0))
+        for mode, seconds in ((AUTOREGRESSIVE, plain), (SPECULATIVE, fast))
+    ]
+    thrice = [dataclasses.replace(timing, repeat=repeat) for repeat in range(3) for timing in once]
+
+    three, one = (compare_speed(timings, SPECULATIVE, **FAST) for timings in (thrice, once))
+    for name, value in one.items():
+        assert three[name] == pytest.approx(value), name
+    assert summarise_speed(thrice, **FAST)["repeats"] == 3
+
+
+def test_plain_decoding_is_exactly_as_fast_as_itself(random_timings):
+    fields = compare_speed(random_timings, AUTOREGRESSIVE, **FAST)
+
+    assert fields["decode_speedup"] == fields["end_to_end_speedup"] == fields["decode_speedup_median"] == 1.0
+    assert fields["decode_speedup_ci"] == [1.0, 1.0]
+
+
+def test_a_batch_that_was_not_timed_on_both_sides_is_refused(make_timing):
+    timings = [make_timing(AUTOREGRESSIVE, ("a",), 4.0, 10), make_timing(SPECULATIVE, ("b",), 2.0, 10)]
+
+    with pytest.raises(ValueError, match="different batches or repeats"):
+        summarise_speed(timings, **FAST)
+
+
+def test_without_a_plain_run_there_is_no_speed(make_timing):
+    assert summarise_speed([make_timing(SPECULATIVE, ("a",), 2.0, 10)], **FAST) is None
+
+
+def test_phases_add_up_to_the_decode_seconds_and_their_shares_to_one(random_timings):
+    speed = summarise_speed(random_timings, **FAST)
+
+    phases = speed["phases"]
+    assert sum(phases[f"{name}_seconds"] for name in phases["shares"]) == pytest.approx(speed["decode_seconds_speculative"])
+    assert phases["shares"] == pytest.approx({"draft": 0.2, "verify": 0.7, "sample": 0.05, "overhead": 0.05})
+
+
+def test_the_order_of_turns_is_read_from_the_timings(random_timings):
+    assert summarise_speed(random_timings, **FAST)["interleaving"] == [AUTOREGRESSIVE, SPECULATIVE, "prompt_lookup"]
+
+
+def test_an_answer_of_one_token_has_no_decode_time_and_disturbs_nothing(random_timings, make_timing):
+    idle = [make_timing(mode, ("short",), 0.0, 0) for mode in (AUTOREGRESSIVE, SPECULATIVE)]
+
+    with_idle, without = (compare_speed(timings, SPECULATIVE, **FAST) for timings in ([*random_timings, *idle], random_timings))
+    assert with_idle["decode_speedup_ci"] == without["decode_speedup_ci"]
+    assert with_idle["decode_speedup_median"] == without["decode_speedup_median"]
+
+
+def test_the_time_of_a_mixed_batch_belongs_to_no_category(make_timing):
+    mixed, pure = make_timing(SPECULATIVE, ("a", "b"), 1.0, 10), make_timing(SPECULATIVE, ("a",), 1.0, 10)
+
+    assert timings_within([pure, mixed], {"a"}) == []
+    assert timings_within([pure, mixed], {"a", "b"}) == [pure, mixed]
+    assert timings_within([pure, make_timing(SPECULATIVE, ("c",), 1.0, 10)], {"a"}) == [pure]
+
+
+def test_later_turns_belong_to_the_batch_that_their_prompts_came_from(make_timing):
+    turns = [("a", "b", "c"), ("a", "c"), ("c",), ("d", "e"), ("e",)]
+    timings = [
+        make_timing(mode, batch, 1.0 + place, 10) for place, batch in enumerate(turns) for mode in (AUTOREGRESSIVE, SPECULATIVE)
+    ]
+    section = summarise_speed(timings, samples=50, seed=0, keep_batches=True)
+    assert section["num_batches"] == 2
+    assert [batch["prompt_ids"] for batch in section["per_batch"]] == [["a", "b", "c"], ["d", "e"]]
+    assert [batch[SPECULATIVE] for batch in section["per_batch"]] == [[6.0, 30.0], [9.0, 20.0]]
+    assert section["decode_speedup_ci"] == pytest.approx([1.0, 1.0])
+
+
+# --- the draft against another way of decoding -------------------------------------------------------------------
 
 
 def test_against_plain_decoding_it_is_tau_and_the_speedup_themselves(report):
@@ -46,20 +157,3 @@ def test_a_prompt_that_one_of_them_lacks_is_on_neither_side():
 
     assert found["tokens_per_target_step_ratio"] == 2.0
     assert found["decode_speed_ratio"] is None
-
-
-def test_repeats_of_a_batch_are_one_cluster(make_timing):
-    timings = [make_timing(mode, ("a",), 1.0, 10, repeat=repeat) for mode in (SPECULATIVE, AUTOREGRESSIVE) for repeat in (0, 1)]
-
-    found = summarise_advantage({}, {}, timings, AUTOREGRESSIVE, samples=50, seed=0)
-
-    assert (found["decode_speed_ratio"], found["decode_speed_ratio_ci"]) == (1.0, None)
-
-
-def test_a_later_turn_is_of_the_batch_that_it_goes_on_with(make_timing):
-    batches = [("a", "b"), ("b",)]
-    timings = [make_timing(mode, batch, 1.0, 10) for mode in (SPECULATIVE, AUTOREGRESSIVE) for batch in batches]
-
-    found = summarise_advantage({}, {}, timings, AUTOREGRESSIVE, samples=50, seed=0)
-
-    assert (found["decode_speed_ratio"], found["decode_speed_ratio_ci"]) == (1.0, None)  # one cluster says nothing of chance

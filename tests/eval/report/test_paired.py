@@ -28,7 +28,7 @@ def test_a_report_against_itself_shows_no_change(report):
     assert tau.ours == tau.theirs == report.acceptance.tokens_per_target_step
     assert speed.ours == pytest.approx(report.speed.decode_speedup)
     for change in (tau, speed):
-        assert (change.ratio_ci, change.difference_ci, change.outcome) == ((1.0, 1.0), (0.0, 0.0), "inconclusive")
+        assert (change.ratio_ci, change.difference_ci, change.outcome) == ([1.0, 1.0], [0.0, 0.0], "inconclusive")
         assert change.detectable_percent == pytest.approx(0.0, abs=1e-9)
     assert (found.num_prompts, found.only_ours, found.only_theirs, found.batches_left_out) == (32, (), (), 0)
 
