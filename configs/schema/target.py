@@ -33,6 +33,8 @@ class TargetConfig(Settings):
     forward: Literal["transformers", "lean", "compiled"] = "transformers"
     device: str = "auto"  # auto takes the GPU where there is one
     trust_remote_code: bool = False  # run Python code that comes with the model
+    # In place of the tokenizer's own: a Jinja file; chatml; or plain, the texts alone, for base models
+    chat_template: str | None = None
     # For a target larger than one GPU: its blocks are spread over this process's GPUs, then the CPU's memory, then the disk;
     # embedding, final norm and head stay on `device`. auto and balanced: as even as can be; sequential: fill one after another;
     # a map of module names (model.layers.0: 1; also cpu, disk): by hand, what it does not name stays on `device`.

@@ -22,6 +22,7 @@ from configs.schema.target import TargetConfig
 from heads.inference.compiled_forward import make_compiled
 from heads.inference.lean_forward import make_lean
 from heads.inference.model_checks import check_split
+from heads.target.chat_template import set_chat_template
 from heads.target.demo_model import PREFIX, embedded_folder, load_gguf
 from heads.target.identity import TargetIdentity, hash_chat_template, hash_files, hash_tokenizer, hash_weights
 from heads.target.placement import place_parts
@@ -72,7 +73,10 @@ class Target:
                 message, some ask that user and assistant take turns.
         """
         if self.tokenizer.chat_template is None:
-            raise InputError(f"target {self.identity.name} has no chat template; conversations cannot be encoded")
+            raise InputError(
+                f"target {self.identity.name} has no chat template; conversations cannot be encoded: set target.chat_template "
+                "to a Jinja file or to chatml, or for a base model to plain, the texts alone"
+            )
         conversation = [dict(message) for message in messages]
         try:
             text = self.tokenizer.apply_chat_template(conversation, add_generation_prompt=answer_follows, tokenize=False)
@@ -102,6 +106,8 @@ def load_target(config: TargetConfig) -> Target:
         raise
     except UNREADABLE as error:
         raise InputError(f"target.name: {path} does not hold a causal LM and its tokenizer: {first_line(error)}") from error
+    if config.chat_template is not None:
+        set_chat_template(tokenizer, config.chat_template)
     weights_sha256 = hash_files([path]) if path.is_file() else hash_weights(path)
     # accelerate's hooks place the weights of a spread target.
     move(model, device if config.device_map is None else None, getattr(torch, config.dtype)).eval().requires_grad_(False)
