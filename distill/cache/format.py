@@ -7,13 +7,10 @@ label: row j of a conversation is position `len(prompt_ids) - 1 + j` and predict
     top_k         `log_probs [N, K]` at temperature 1, most likely first, `log_tail [N]`, the log mass of all other tokens, and
                   `token_ids [N, ceil(K b / 8)]`, uint8: ids of b = ceil(log2 V) bits, packed, lowest bit first.
 
-Heads read the target at **every** position. For them a last_hidden cache has taps, possibly none but the final state, and row j
-of a conversation is position j. Beside `hidden` there are `h_2 [N, E]`, ... for each tap, numbered by the convention named in
-the manifest (`heads.target.hidden_states`), and of the logits over all rows of the target's head `log_sum [N]`, float32, the
-log of the sum of exp(logits), and `top1 [N]`, int32, the most likely token.
-
-`shard-00000.json` beside a shard tells an interrupted run that it is finished; readers need the manifest only.
-N rows, E width of the target, K kept tokens, V tokens.
+For heads, which read **every** position, a last_hidden cache has taps, possibly none but the final state, and row j is position
+j. Beside `hidden` there are `h_2 [N, E]`, ... for each tap (`heads.target.hidden_states` has the convention), `log_sum [N]`,
+float32, the log of the sum of exp(logits) over all rows of the target's head, and `top1 [N]`, int32, the most likely token.
+`shard-00000.json` beside a shard tells an interrupted run that it is finished. N rows, E width, K kept tokens, V tokens.
 """
 
 from __future__ import annotations
@@ -175,11 +172,7 @@ def read_manifest(folder: Path) -> CacheManifest:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that holds anything but a cache: what lies there may be overwritten.
-
-    Raises:
-        InputError: it does, or is no folder.
-    """
+    """Raise `InputError` for a file, or a folder that holds anything but a cache: what lies there may be overwritten."""
     if folder.exists() and not folder.is_dir():
         raise InputError(f"output: {folder} is a file; name a folder that is new or holds a target cache")
     ours = {path.name for pattern in OURS for path in folder.glob(pattern)}
@@ -189,11 +182,7 @@ def check_folder(folder: Path) -> None:
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
-    """Refuse to begin what the disk has no room for.
-
-    Raises:
-        InputError: fewer than `num_bytes` bytes are free.
-    """
+    """Raise `InputError` where the disk has fewer than `num_bytes` bytes free."""
     above = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(above).free
     if free < num_bytes:

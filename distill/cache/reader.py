@@ -1,12 +1,8 @@
 """Reading a target cache: the target's outputs for a batch, from memory-mapped shards instead of a forward.
 
-A cache is opened for one data file and one target, and refused for any other. Each shard is checked against its checksum
-when it is first needed. Hidden states in the target's own dtype are those of the online forward up to rounding by batch
-shape (another padding, another order of the same sums); top-k rows are what `distill.loss.pairs.SparseTarget.pair` makes of
-them. A cache with taps gives heads what `heads.target.hidden_states.read_states` does, and the normalisers of the target's
-logits.
-
-A cache knows the conversations of its data file only, by their number, so it cannot serve rows that a policy rewrites.
+A cache is opened for one data file and one target, and refused for any other; each shard is checked against its checksum when
+it is first needed. Hidden states in the target's own dtype are those of the online forward up to rounding by batch shape.
+Conversations are known by their number in the data file, so rows that a policy rewrites cannot be served.
 B batch, T positions, C documents of a row at most, P = B * T flat places, N kept positions of a batch, E width of the target.
 """
 
@@ -34,12 +30,9 @@ from heads.target.loading import Target
 
 
 class TargetCache:
-    """The target's outputs for the conversations of one data file. Made by `open_cache`.
+    """The target's outputs for the conversations of one data file. Made by `open_cache`; `dtype` is that of returned states.
 
-    Args:
-        folder: where the shards lie.
-        manifest: what the folder holds.
-        dtype: of the hidden states that are returned, the target's own.
+    Every method that reads rows raises `InputError` where a shard is damaged.
     """
 
     def __init__(self, folder: Path, manifest: CacheManifest, dtype: torch.dtype) -> None:
@@ -52,9 +45,6 @@ class TargetCache:
         Returns:
             last_hidden: hidden states `[B, T, E]` in the target's dtype, those before a label; 0 at positions not kept.
             top_k: a sparse target of the N rows before a label, in the order of the batch's mask.
-
-        Raises:
-            InputError: a shard is damaged.
         """
         if self.manifest.layout.every_position:
             return self.states(batch).final_BTE
@@ -65,17 +55,11 @@ class TargetCache:
         return _placed(kept["hidden"].to(self.dtype), before_label_BT)
 
     def states(self, batch: Batch, taps: Sequence[int] = ()) -> TargetStates:
-        """Return the target's states at every position of a batch, on the batch's device and in the target's dtype.
+        """Return the target's states at every position, on the batch's device and in the target's dtype; 0 on padding.
 
         Args:
             batch: conversations of the cache's data file.
             taps: some of the cache's (`check_keeps`), in the order in which they are wanted.
-
-        Returns:
-            The states; 0 on padding.
-
-        Raises:
-            InputError: a shard is damaged.
         """
         inside_BT = batch.document_ids_BT != NO_DOCUMENT
         names = ["hidden", *map(tap_name, taps)]
@@ -84,11 +68,7 @@ class TargetCache:
         return TargetStates(final_BTE=final_BTE, taps_ABTE=tuple(taps_ABTE))
 
     def normalisers(self, batch: Batch) -> Normalisers:
-        """Return the normalisers of the target's logits at every position of a batch, on its device; 0 on padding.
-
-        Raises:
-            InputError: a shard is damaged.
-        """
+        """Return the normalisers of the target's logits at every position of a batch, on its device; 0 on padding."""
         inside_BT = batch.document_ids_BT != NO_DOCUMENT
         kept = self._rows_of(batch, inside_BT, ["log_sum", "top1"])
         log_sum_BT, top1_BT = (_placed(kept[name], inside_BT) for name in ("log_sum", "top1"))
@@ -128,12 +108,8 @@ class TargetCache:
 
         Args:
             numbers: places of the conversations in the data file, from 0.
-            lengths: rows wanted of each.
+            lengths: rows wanted of each, at most as many as it has (`ValueError`).
             names: tensors wanted; None: all.
-
-        Raises:
-            InputError: a shard is damaged.
-            ValueError: more rows are asked for than a conversation has.
         """
         layout = self.manifest.layout
         wanted = list(layout.tensors(0)) if names is None else names

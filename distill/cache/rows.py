@@ -24,12 +24,11 @@ from heads.target.loading import Target
 def local_rows(
     target: Target, layout: RowLayout, examples: Sequence[Example], *, batch_size: int, chunk_size: int
 ) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
-    """Yield batches of examples, by their places, and what is kept of them, by name, one example's rows after the other's.
+    """Yield places of examples of similar length, and what is kept of them, by name, one example's rows after the other's.
 
     Args:
-        target: whose forward is run over them.
-        layout: what is kept.
-        examples: conversations; those of similar length share a batch.
+        target, layout: whose forward is run, and what is kept of it.
+        examples: conversations.
         batch_size: examples a forward.
         chunk_size: top_k, taps: rows whose logits live at one time.
 
@@ -60,17 +59,9 @@ def before_labels(batch: Batch) -> Tensor:
 def encode(
     target: Target, layout: RowLayout, hidden_NE: Tensor, chunk_size: int, taps_ANE: Sequence[Tensor] = ()
 ) -> dict[str, Tensor]:
-    """Return what is kept of rows of hidden states, by name, on the CPU.
+    """Return what is kept of final states, by name, on the CPU; for arguments and errors see `local_rows`.
 
-    Args:
-        target: whose head makes logits of them.
-        layout: what is kept.
-        hidden_NE: final, normed hidden states.
-        chunk_size: rows whose logits live at one time.
-        taps_ANE: the states of the layout's taps, in its order.
-
-    Raises:
-        InputError: a value is not finite, or not in the type it is to be kept in.
+    `taps_ANE` are the states of the layout's taps, in its order.
     """
     if layout.kind == "last_hidden":
         kept = _states(target, layout, hidden_NE, chunk_size, taps_ANE)

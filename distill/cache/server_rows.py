@@ -1,9 +1,7 @@
 """The rows of a target cache from a server, and the check beforehand that it serves the target.
 
-A cache belongs to the local target: the manifest names its tokenizer, chat template and weights, and training compares them. A
-server reveals none of these. So both compute one conversation before anything is stored, and the server is refused where its
-log-probabilities differ. The local target is loaded for that check only.
-
+A cache belongs to the local target: the manifest names its tokenizer, chat template and weights, and a server reveals none of
+these. So both compute one conversation before anything is stored, and the server is refused where its log-probabilities differ.
 P probed positions, N rows, K kept tokens.
 """
 
@@ -33,11 +31,7 @@ ROUNDING = 1e-6
 
 
 def server_rows(server: TargetServer, layout: RowLayout, examples: Sequence[Example]) -> Iterator[dict[str, Tensor]]:
-    """Yield what is kept of each example, by name, on the CPU.
-
-    Raises:
-        InputError: the server fails, or gives an impossible answer.
-    """
+    """Yield what is kept of each example, by name, on the CPU; for errors see `distill.server.logprobs.TargetServer.top_k`."""
     for found in server.top_k(examples, layout.width, layout.vocab_size):
         yield as_kept(layout, found.log_probs_NK, found.token_ids_NK, log_tail(found.log_probs_NK, layout.vocab_size))
 

@@ -1,9 +1,8 @@
 """Making a target cache: one forward of the target, here or on a server, over each training conversation, kept on disk.
 
-Conversations are assigned to shards by length alone, before any process takes its share, and the batches of a shard are made
-of its own conversations. A shard's bytes are therefore the same however many processes share the work and however often it was
-interrupted; a finished one has a record beside it and is kept. The manifest is written last: without it there is no cache.
-(A server chooses its own batches, so its bytes may differ in rounding from one run to the next.)
+Conversations are assigned to shards by length alone, and the batches of a shard are made of its own conversations, so a shard's
+bytes are the same however many processes share the work and however often it was interrupted (a server chooses its own batches
+and may round otherwise). A finished shard has a record beside it and is kept. The manifest is written last.
 """
 
 from __future__ import annotations
@@ -87,15 +86,7 @@ def make_cache(config: CacheConfig) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheJob:
-    """A cache to be made by one or several processes.
-
-    Args:
-        target: whose outputs are kept.
-        conversations: all rows of the data file.
-        config: the command's config.
-        data_sha256: hash of the data file.
-        server: serves the target's log-probabilities; None: the local target computes them.
-    """
+    """A cache to be made by one or several processes; without a `server` the local target computes it."""
 
     target: Target
     conversations: Sequence[Conversation]
@@ -131,7 +122,7 @@ class CacheJob:
         """Write this process's share of the shards, all but those finished before.
 
         Raises:
-            InputError: the target's hidden states or logits are not finite, the server fails, or a shard cannot be written.
+            InputError: a value is not finite, the server fails, or a shard cannot be written.
         """
         mine = range(rank, len(self._plan), num_processes)
         finished = self.finished()
@@ -171,11 +162,7 @@ class CacheJob:
 
     @cached_property
     def layout(self) -> RowLayout:
-        """What is kept of each row.
-
-        Raises:
-            ConfigError: `k` is larger than the vocabulary, or a tap lies behind the last block.
-        """
+        """What is kept of each row; for errors see `layout_of`."""
         # Rows of the head beyond the tokenizer are padding: no token has those ids, and a draft's head may lack them.
         return layout_of(self.config, self.target.model, min(self.target.vocab_size, len(self.target.tokenizer)))
 
@@ -238,7 +225,7 @@ class CacheJob:
         write_json(self._folder / _record_name(number), record)
 
     def _shard_tensors(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        """Return the tensors of a shard: the rows of its conversations, one conversation after the other."""
+        """Return the rows of a shard's conversations, one conversation after the other."""
         lengths = torch.tensor([self.layout.num_rows(len(each.input_ids), each.answer_start) for each in examples])
         starts = lengths.cumsum(0) - lengths
         tensors = {
@@ -275,12 +262,7 @@ class CacheJob:
 
 
 def layout_of(config: CacheConfig, target: PreTrainedModel, vocab_size: int) -> RowLayout:
-    """Return what a cache keeps of each row, given the shape and dtype of the target.
-
-    Args:
-        config: the cache's.
-        target: the target's model.
-        vocab_size: tokens that its distribution is over.
+    """Return what a cache keeps of each row of a target whose distribution is over `vocab_size` tokens.
 
     Raises:
         ConfigError: `k` is larger than the vocabulary, or a tap lies behind the last block.
@@ -304,12 +286,7 @@ def layout_of(config: CacheConfig, target: PreTrainedModel, vocab_size: int) -> 
 
 
 def plan_shards(lengths: Sequence[int], rows_per_shard: int) -> Iterator[range]:
-    """Yield runs of conversations of at most `rows_per_shard` rows together, or of a single longer one.
-
-    Args:
-        lengths: rows by conversation.
-        rows_per_shard: most rows of a shard that holds several conversations.
-    """
+    """Yield runs of conversations of at most `rows_per_shard` rows together, or of a single longer one."""
     start, rows = 0, 0
     for number, length in enumerate(lengths):
         if number > start and rows + length > rows_per_shard:

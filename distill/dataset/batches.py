@@ -1,11 +1,8 @@
 """Conversations as training batches: token ids, which of them are labels, positions, and documents.
 
 The order of an epoch depends on (seed, epoch) alone, so that a resumed run sees the batches of an uninterrupted one, whatever
-the number of processes and of loader workers (`distill.dataset.workers`).
-
-There are two ways to reduce padding. Here, conversations of similar length share a batch: every model can do that, and a policy
-may rewrite the rows. `distill.dataset.packing` puts several conversations into one row, which leaves almost no padding; it
-needs models that keep the documents of a row apart.
+the number of processes and of loader workers. To reduce padding, conversations of similar length share a batch;
+`distill.dataset.packing` puts several into one row, for models that keep the documents of a row apart.
 B batch, T positions, C conversations of a row at most, N conversations.
 """
 
@@ -59,10 +56,6 @@ class ConversationDataset(Dataset[Example]):
 
     Only indices and lengths are in memory; the tokens of a `ConversationFile` are read on access.
 
-    Args:
-        conversations: rows of `train.jsonl`.
-        max_length: tokens that a conversation is cut at.
-
     Raises:
         InputError: no conversation is left.
     """
@@ -95,12 +88,7 @@ class ConversationDataset(Dataset[Example]):
 
 
 class EpochSampler(Sampler[list[Item]]):
-    """Batches in an order that depends on (seed, epoch) alone. A shorter last batch stays last, where accelerate's sharding by
-    process expects it.
-
-    Args:
-        seed: together with the epoch, chooses the order.
-    """
+    """Batches in an order that depends on (seed, epoch) alone; a shorter last one stays last, as accelerate expects."""
 
     drop_last = False  # read by accelerate
 
@@ -122,14 +110,7 @@ class EpochSampler(Sampler[list[Item]]):
 
 
 class BucketedBatchSampler(EpochSampler[int]):
-    """Batches of indices: shuffled, sorted by length within windows of `window` batches, and shuffled as batches.
-
-    Args:
-        lengths: tokens by example.
-        batch_size: examples a batch.
-        seed: together with the epoch, chooses the order.
-        window: batches whose examples are sorted together; larger pads less and mixes less.
-    """
+    """Batches of indices: shuffled, sorted by length within windows of `window` batches, and shuffled as batches."""
 
     def __init__(self, lengths: Sequence[int] | np.ndarray, batch_size: int, *, seed: int, window: int = 16) -> None:
         super().__init__(seed)
@@ -164,11 +145,7 @@ def make_loader(
 ) -> DataLoader[Batch]:
     """Return a loader that accelerate can prepare; call `set_epoch` on its `batch_sampler` (or on the prepared loader).
 
-    Args:
-        dataset: the conversations.
-        batch_size: conversations a batch.
-        seed: together with the epoch, chooses the order.
-        workers: worker processes; None: batches are made in this process.
+    Without `workers` batches are made in this process.
     """
     return loader_of(dataset, BucketedBatchSampler(dataset.lengths, batch_size, seed=seed), collate, workers)
 

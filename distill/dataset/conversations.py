@@ -1,13 +1,9 @@
 """Conversations on disk: a row, the file of rows with its index, and the manifest beside it.
 
-Training reads the token ids, never the text: text decoded and encoded again may come back as other tokens than those the
-target chose. The text of the messages is for people.
-
-A file need not fit into memory. Its index holds three numbers a row, 16 bytes: the row's offset and the lengths of prompt and
-answer. It is made in one pass, in which every row is checked, and kept beside the file with the file's SHA-256; while that
-stays the same, later runs read the index instead. In a folder that cannot be written each run makes it anew. Several processes
-may make it at once: the bytes are the same, and it is renamed into place. (Arrow files through `datasets` would hold the data
-twice, and coerce wrong values instead of refusing them with their line.) N rows.
+Training reads the token ids, never the text, which encoded again may come back as other tokens than the target chose. A file
+need not fit into memory: its index holds offset and lengths of each row, is made in one pass that checks every row, and is kept
+beside the file with the file's SHA-256. Several processes may make it at once; it is renamed into place. (Arrow files through
+`datasets` would hold the data twice, and coerce wrong values instead of refusing them with their line.) N rows.
 """
 
 from __future__ import annotations
@@ -69,10 +65,7 @@ class Conversation:
     ended: Annotated[bool, Strict(), Field(description="true or false")]  # False: cut off at the longest length allowed
 
     def to_line(self) -> str:
-        """Return the row as one line of JSON.
-
-        All but ASCII is escaped: a raw U+2028 in an answer would end the line for readers that split at Unicode line breaks.
-        """
+        """Return the row as one line of JSON, all but ASCII escaped: some readers end a line at U+2028."""
         return json.dumps(asdict(self)) + "\n"
 
     @classmethod
@@ -110,13 +103,7 @@ def read_conversations(path: Path) -> list[Conversation]:
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """Where the rows of a file lie, and how long they are.
-
-    Args:
-        offsets: first byte of each row, int64 `[N]`.
-        prompt_lengths: tokens, int32 `[N]`.
-        answer_lengths: tokens, int32 `[N]`.
-    """
+    """First byte of each row (int64 `[N]`), and the tokens of its prompt and answer (int32 `[N]`)."""
 
     offsets: np.ndarray
     prompt_lengths: np.ndarray
@@ -143,7 +130,6 @@ class ConversationFile(Sequence[Conversation]):
         """Read a row, or several.
 
         Raises:
-            IndexError: there is no such row.
             InputError: the file cannot be read, or is no longer the one that was opened.
         """
         if isinstance(place, slice):
@@ -222,11 +208,7 @@ def check_written_for(path: Path, identity: TargetIdentity) -> list[str]:
 
 
 def is_written_by_target(path: Path) -> bool:
-    """Return whether the answers in a conversations file are a target's, here or on a server, by the manifest beside it.
-
-    Raises:
-        InputError: there is no manifest of this format version.
-    """
+    """Return whether the answers in a conversations file are a target's, here or on a server, by the manifest beside it."""
     return _read_manifest(path).answers_written_by in ("target", "server")
 
 

@@ -1,13 +1,9 @@
 """Packing: several conversations in one row, so that a batch has almost no padding.
 
 Rows are filled once, by first-fit decreasing within windows of shuffled conversations, none of which is ever cut in two. Their
-contents depend on the seed alone, so that every epoch has equally many rows and each conversation once; the order of the rows
-depends on (seed, epoch). Targets, drafts and heads see each document alone (`heads.inference.model_checks`), so the loss of a
-packed batch is that of its conversations in a row each.
-
-For models that cannot keep documents apart, and where rows are rewritten, there is
-`distill.dataset.batches.BucketedBatchSampler`. B rows of a batch, T positions, C documents of a row at most, N conversations,
-R rows.
+contents depend on the seed alone, the order of the rows on (seed, epoch). Models must keep the documents of a row apart
+(`heads.inference.model_checks`); the loss is then that of the conversations in a row each.
+B rows of a batch, T positions, C documents of a row at most, N conversations, R rows.
 """
 
 from __future__ import annotations
@@ -33,14 +29,11 @@ class PackedBatchSampler(EpochSampler[Row]):
     """Batches of rows, each the indices of the conversations in it.
 
     Args:
-        lengths: tokens by conversation, none more than `pack_length`.
+        lengths: tokens by conversation, none more than `pack_length` (`ValueError`).
         batch_size: rows a batch.
         pack_length: tokens that a row has room for.
         seed: chooses the rows and, together with the epoch, their order.
         window: conversations that are packed together.
-
-    Raises:
-        ValueError: a conversation is longer than a row.
     """
 
     def __init__(
@@ -91,15 +84,7 @@ class PackedDataset(Dataset[list[Example]]):
 def make_packed_loader(
     dataset: ConversationDataset, batch_size: int, *, pack_length: int, seed: int, workers: Workers | None = None
 ) -> DataLoader[Batch]:
-    """Return a loader of packed rows; as `distill.dataset.batches.make_loader` but for these.
-
-    Args:
-        dataset: the conversations.
-        batch_size: rows a batch.
-        pack_length: tokens that a row has room for, at least as many as the longest conversation.
-        seed: chooses the rows and, together with the epoch, their order.
-        workers: worker processes; None: batches are made in this process.
-    """
+    """Return a loader of rows of `pack_length` tokens; as `distill.dataset.batches.make_loader` but for these."""
     sampler = PackedBatchSampler(dataset.lengths, batch_size, pack_length=pack_length, seed=seed)
     return loader_of(PackedDataset(dataset), sampler, collate_packed, workers)
 
@@ -152,8 +137,7 @@ def _pack(lengths_N: np.ndarray, pack_length: int, seed: int, window: int) -> tu
 def first_fit(lengths: np.ndarray, room: int) -> np.ndarray:
     """Return the row of each length, from 0: the first that still has room for it.
 
-    Falling lengths leave at most 11/9 of the least possible number of rows and 6/9 (Dosa 2007, "The tight bound of first fit
-    decreasing").
+    Falling lengths leave at most 11/9 of the least possible number of rows and 6/9 (Dosa 2007).
     """
     left = np.full(len(lengths), room)
     rows = np.empty(len(lengths), dtype=np.int64)

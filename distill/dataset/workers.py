@@ -1,12 +1,9 @@
 """Settings for the worker processes of torch's `DataLoader`, and error messages that name the worker that hung or died.
 
-The `DataLoader` assigns batches to its workers in turn and takes them back in that order, so training sees the same batches
-whatever their number. It reports a dead worker by its process id, and a hanging one by a timeout that does not say which. So
-each worker records its process id and the number of batches it has made in shared memory: at a timeout the one with the fewest
-batches is the one that the loader waits for.
-
-A run whose worker failed ends, and resumes from its checkpoint when it is started again. No worker is restarted: a disk that
-hangs or a machine out of memory would only take the next one too.
+The loader takes batches from its workers in turn, so training sees the same batches whatever their number. It reports a dead
+worker by its process id, and a hanging one not at all, so each worker records its process id and the number of batches it has
+made in shared memory: at a timeout the one with the fewest is the one waited for. No worker is restarted: a disk that hangs or
+a machine out of memory would only take the next one too.
 """
 
 from __future__ import annotations
@@ -33,12 +30,7 @@ Collate = Callable[[Sequence[Any]], Any]  # makes a batch of examples
 
 
 class Workers:
-    """The worker processes of one loader.
-
-    Args:
-        num_workers: how many, at least 1.
-        timeout_seconds: how long training waits for a batch.
-    """
+    """The worker processes of one loader; training waits `timeout_seconds` for a batch."""
 
     def __init__(self, num_workers: int, timeout_seconds: int) -> None:
         self.num_workers, self.timeout_seconds = num_workers, timeout_seconds
@@ -73,10 +65,9 @@ class Workers:
             raise failure from error
 
     def _report(self, number: int) -> None:
-        """Record a worker's process id, in the worker.
+        """Record a worker's process id, in the worker, which ignores SIGTERM.
 
-        SIGTERM is ignored: a preempted machine sends it to every process of the job, and the run needs its workers until it
-        has written its checkpoint.
+        A preempted machine sends that to every process, and the run needs its workers until its checkpoint is written.
         """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._processes[number], self._made[number] = os.getpid(), 0

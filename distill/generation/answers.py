@@ -2,8 +2,7 @@
 
 `answer_prompts` lets a writer (the target here, or a server) answer a batch of prompts; an `AnswerJob` shares the batches of a
 data set between processes and resumes them. Batches are formed from all prompts before any process takes its part, so the rows
-depend neither on the number of processes nor on interruptions. `existing_answers` encodes the answers that a data set brings:
-a draft learns less from them than from the target's own (METHODS D.3).
+depend neither on the number of processes nor on interruptions.
 """
 
 from __future__ import annotations
@@ -68,11 +67,7 @@ class AnswerJob:
                 advance(len(batches[number]))
 
     def collect(self) -> Answered:
-        """Return what all processes wrote.
-
-        Raises:
-            RuntimeError: a batch is missing, so a process has not finished.
-        """
+        """Return what all processes wrote; `RuntimeError` where one has not finished."""
         finished = self._finished()
         missing = [number for number in range(len(self._batches())) if str(number) not in finished]
         if missing:
@@ -114,12 +109,7 @@ def answer_prompts(
 ) -> tuple[list[Conversation], dict[str, int]]:
     """Answer a batch of prompts turn by turn, each later turn after the answers to those before.
 
-    Args:
-        target: whose template and end-of-text tokens count.
-        prompts: what is answered.
-        config: the sampling and the longest answer.
-        seed: of the random numbers, see `continue_tokens`.
-        write: used in place of the target.
+    `write` is used in place of the target, whose template and end-of-text tokens count; for `seed` see `continue_tokens`.
 
     Returns:
         One conversation for each answered turn, and the number of dropped turns by reason.
@@ -170,11 +160,7 @@ def _answer_turn(
 
 
 def check_given(prompts: Sequence[Prompt]) -> None:
-    """Refuse prompts that bring no answer.
-
-    Raises:
-        InputError: one of them, named, does not.
-    """
+    """Raise `InputError` where a prompt, which is named, brings no answer."""
     without = [prompt.prompt_id for prompt in prompts if prompt.answer is None]
     if without:
         raise InputError(
@@ -185,12 +171,9 @@ def check_given(prompts: Sequence[Prompt]) -> None:
 
 
 def existing_answers(target: Target, prompts: Sequence[Prompt], max_new_tokens: int) -> Answered:
-    """Encode prompts with the answers that they bring.
+    """Encode prompts with the answers that they bring (`check_given`), longer ones cut off at `max_new_tokens`.
 
-    Args:
-        target: whose template, tokenizer and end-of-text tokens count.
-        prompts: each with an answer, see `check_given`.
-        max_new_tokens: longer answers are cut off.
+    A draft learns less from them than from the target's own (METHODS D.3).
 
     Raises:
         InputError: a prompt fills the target's context, or its template refuses the conversation.

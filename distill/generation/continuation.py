@@ -1,10 +1,8 @@
 """The one loop that writes text: rows of token ids are continued until each has ended.
 
 Answers, self-seeded prompts and on-policy rows all come from `continue_rows`. A `TokenSource` draws the tokens: the target, one
-a step (`TargetSource`), or the draft, several a step (`distill.student.on_policy`).
-
-Logits become tokens by the same distribution, random streams and cache as in the decoder, so that a draft learns exactly what
-it will be measured on. transformers' `generate` is not used: it fills open settings from the checkpoint's generation config.
+a step (`TargetSource`), or the draft, several a step (`distill.student.on_policy`), by the distribution, random streams and
+cache of the decoder. transformers' `generate` is not used: it fills open settings from the checkpoint's generation config.
 B batch, T positions, D width, V vocabulary.
 """
 
@@ -86,8 +84,8 @@ def continue_rows(
         rows: what to continue.
         seed: of the random numbers.
         has_ended: called after each token; a row also ends at its limit.
-        batch_size: rows at a time. Another row takes the place of one that has ended, which is possible only where the source
-            has been told that all rows share one prompt. None: all rows at once.
+        batch_size: rows at a time; another takes the place of one that has ended, if the source knows that all rows share one
+            prompt. None: all rows at once.
     """
     waiting = iter(rows)
     active = list(islice(waiting, batch_size))
@@ -179,9 +177,8 @@ def continue_tokens(
     """Let the target continue a batch of prompts.
 
     Args:
-        target: the model.
+        target, sampling: the model, and the distribution of its next token.
         prompts: token ids, at least one each and fewer than the context.
-        sampling: the distribution of the next token.
         max_new_tokens: longest continuation.
         seed, requests: name the random numbers, see `TokenRow`.
 

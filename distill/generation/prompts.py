@@ -140,11 +140,7 @@ def load_rows(path: str, subset: str | None, split: str, *, section: str) -> dat
 
 
 def parse_row(values: Mapping[str, Any], *, default_category: str, where: str) -> Prompt:
-    """Return the prompt that a row with `turns` or `messages` describes; see `read_prompts`.
-
-    Raises:
-        InputError: it describes none; `where` names the row in the complaint.
-    """
+    """Return the prompt of a row with `turns` or `messages` (`read_prompts`), or raise `InputError` naming `where`."""
     if ("turns" in values) == ("messages" in values):
         raise InputError(f"{where}: expected either 'turns' or 'messages', got the keys {', '.join(values) or 'none'}")
     turns: tuple[str, ...]

@@ -1,10 +1,8 @@
 """Self-seeded prompts: the target continues its own chat template where a user would begin to write.
 
-An instruction-tuned model has seen many user turns and writes plausible ones, on what it knows, at no cost in data
-(the idea of Magpie, 2406.08464). The template is taken apart by rendering it around a marker text, so any template works.
-
-Turn n is a function of (seed, n), and the prompts are the first usable turns by number: neither the batch size nor the number
-of processes favours short turns, nor changes which turns are drawn.
+An instruction-tuned model has seen many user turns and writes plausible ones (the idea of Magpie, 2406.08464). The template is
+taken apart by rendering it around a marker text. Turn n is a function of (seed, n), and the prompts are the first usable turns
+by number: neither the batch size nor the number of processes favours short turns, nor changes which turns are drawn.
 """
 
 from __future__ import annotations
@@ -57,8 +55,7 @@ def self_seed(
     """Let the target write `config.num_prompts` distinct user turns.
 
     Args:
-        target: the model.
-        config: the number of prompts, their longest length, and the sampling.
+        target, config: the model, the number of prompts, their longest length, and the sampling.
         batch_size: rows written together.
         seed: of the random numbers.
         rank, num_processes: which share of the turns this process writes.

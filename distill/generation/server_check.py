@@ -1,9 +1,7 @@
 """The check that a server serves the target, made before anything that it writes is kept.
 
-The data belongs to the local target: the manifest names its tokenizer, chat template and weights. It is loaded to encode
-prompts and to be compared with the server on a few questions: by log-probabilities, as for a target cache, or by what the
-server writes where it gives none.
-P probed positions, V tokens.
+They are compared on a few questions: by log-probabilities, as for a target cache, or by what the server writes where it gives
+none. P probed positions, V tokens.
 """
 
 from __future__ import annotations
@@ -32,11 +30,7 @@ PROBES = (
 
 
 def check_server(writer: ServerWriter) -> None:
-    """Refuse a server that is not the target's.
-
-    Raises:
-        InputError: its log-probabilities or tokens are not the target's, or it fails.
-    """
+    """Raise `InputError` where a server's log-probabilities or tokens are not the target's, or it fails."""
     target = writer.target
     probes = [target.encode_chat([{"role": "user", "content": text}]) for text in PROBES]
     if writer.config.answers_as == "text":
@@ -55,13 +49,8 @@ def check_writes(writer: ServerWriter, probes: Sequence[Sequence[int]]) -> None:
     first answer that can be read as token ids. The difference is 0 for the target itself and, unlike that of log-probabilities
     (`check_serves`), small for any model that mostly agrees with it.
 
-    Args:
-        writer: asks the server.
-        probes: token ids of prompts.
-
     Raises:
-        InputError: on average they differ by more than `server.probe_tolerance` nats, no answer can be read, or the server
-            fails.
+        InputError: they differ by more than `server.probe_tolerance` nats on average, none can be read, or the server fails.
     """
     greedy = replace(writer, sampling=SamplingConfig(), config=writer.config.model_copy(update={"on_other_tokens": "drop"}))
     answers = ((ids, greedy.write(ids, 0, PROBE_POSITIONS).answer) for ids in probes)

@@ -1,12 +1,9 @@
 """Completions by a server that serves the target: the request, and the token ids that its answer stands for.
 
 Prompts go out as token ids, with every setting of the sampling, since a server fills in what is left out from the model's own
-generation config. Each request has a seed of its own, made from the run's seed and the request's number, so a run that is
-split or resumed otherwise asks the same. Ids come back as from `distill.generation.continuation.continue_tokens`: up to the
-token that ended the answer, that token included exactly where the target wrote it.
-
-A server that returns text alone is believed where the text, encoded after the prompt, decodes to itself and has as many tokens
-as the server counted. Even then the tokens may be others than those written; prefer a server that returns token ids.
+generation config, and with a seed made from the run's seed and the request's number, so a resumed run asks the same. Ids come
+back as from `distill.generation.continuation.continue_tokens`. Text alone is believed where, encoded after the prompt, it
+decodes to itself and has as many tokens as the server counted; even then the tokens may be others than those written.
 """
 
 from __future__ import annotations
@@ -46,8 +43,7 @@ class ServerWriter:
     """Continues token ids as the local target would, by asking a server; for several threads at once.
 
     Args:
-        server: the connection.
-        config: of the server.
+        server, config: the connection and its settings.
         target: the same model here, whose tokenizer and end-of-text tokens count.
         sampling: the distribution of the next token.
         seed: of the run.
@@ -70,12 +66,7 @@ class ServerWriter:
         return [FORMAT_VERSION, "server", ways, self.target.identity.to_dict(), self.seed, self.max_positions]
 
     def write(self, prompt_ids: Sequence[int], request: int, max_new_tokens: int) -> Written:
-        """Return one continuation.
-
-        Args:
-            prompt_ids: token ids, at least one.
-            request: the request's number (`distill.generation.answers.request_number`).
-            max_new_tokens: longest continuation.
+        """Return one continuation of at least one token id, by at most `max_new_tokens`.
 
         Raises:
             GaveUp: no whole answer came after all attempts.
@@ -97,17 +88,7 @@ class ServerWriter:
         return Written(answer, completion.system_fingerprint)
 
     def ask(self, prompt_ids: Sequence[int], request: int, max_tokens: int, *, end_ids: Sequence[int]) -> Completion:
-        """Return the server's answer, known to be about these token ids and whole.
-
-        Args:
-            prompt_ids: token ids, at least one.
-            request: the request's number, of which its seed is made.
-            max_tokens: longest continuation.
-            end_ids: tokens that end it.
-
-        Raises:
-            GaveUp, InputError: see `write`.
-        """
+        """Return the server's answer, known to be about these token ids and whole; for errors see `write`."""
         where, body = self.where, self._body(prompt_ids, request, max_tokens, end_ids)
         try:
             content = self.server.connection.send("POST", "completions", body)
@@ -151,12 +132,7 @@ class ServerWriter:
 
 
 def server_writer(config: DataConfig, target: Target, server: TargetServer) -> ServerWriter:
-    """Return the writer for the server of a config.
-
-    Raises:
-        InputError: the server cannot be reached, or has no such model.
-        ValueError: the config has no server.
-    """
+    """Return the writer for the server of a config; `InputError` where it cannot be reached or has no such model."""
     if config.server is None:
         raise ValueError("expected a config with a server")
     served = server.check_model().max_model_len or target.max_positions
@@ -175,15 +151,9 @@ def server_writer(config: DataConfig, target: Target, server: TargetServer) -> S
 def read_ids(completion: Completion, max_tokens: int, end_ids: Sequence[int], vocab_size: int, where: str) -> list[int]:
     """Return the token ids that a server says it wrote, up to the first that ends an answer.
 
-    Args:
-        completion: its answer.
-        max_tokens: longest continuation that was asked for.
-        end_ids: tokens that end one.
-        vocab_size: ids that there are.
-        where: begins each complaint.
-
     Raises:
-        InputError: it gives none, too many or too few, ids outside the vocabulary, or ended at a token that ends no answer.
+        InputError: it gives none, too many or too few, ids outside the vocabulary, or ended at a token that ends no answer;
+            `where` begins the complaint.
     """
     choice = completion.choices[0]
     if choice.token_ids is None:
@@ -214,15 +184,8 @@ def read_text(
 ) -> list[int] | str:
     """Return the token ids of the text that a server wrote, or `OTHER_TOKENS` where they are not those it wrote.
 
-    Args:
-        completion: its answer.
-        prompt_ids: what it continued.
-        max_tokens: longest continuation that was asked for.
-        target: whose tokenizer encodes the text.
-        where: begins each complaint.
-
     Raises:
-        InputError: there is no text, or it is longer or shorter than can be.
+        InputError: there is no text, or it is longer or shorter than can be; `where` begins the complaint.
     """
     choice = completion.choices[0]
     if choice.text is None:

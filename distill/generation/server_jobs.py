@@ -1,8 +1,7 @@
 """Answers and self-seeded turns by a server: the same jobs as for the local target, shared by processes and resumed.
 
-Each request has a seed of its own, and its answer is kept as it comes, so nothing but the answers under way can be lost. The
-order in which answers come leaves no trace in the data. Self-seeded turns need a server that answers with token ids, since text
-does not show special tokens, and a chat template that ends a user's turn by a token.
+Each answer is kept as it comes, and the order in which answers come leaves no trace in the data. Self-seeded turns need token
+ids, since text does not show special tokens, and a chat template that ends a user's turn by a token.
 """
 
 from __future__ import annotations
@@ -36,11 +35,7 @@ class ServerAnswerJob(AnswerJob):
     version: str | None  # of the server, where it reports one
 
     def work(self, *, rank: int, num_processes: int) -> None:
-        """Ask for this process's share of the prompts, except those that are answered.
-
-        Raises:
-            InputError: see `distill.server.concurrency.ask_all`.
-        """
+        """Ask for this process's share of the prompts that are not answered; see `distill.server.concurrency.ask_all`."""
         mine = {str(number): prompt for number, prompt in enumerate(self.prompts) if number % num_processes == rank}
         done = self._finished()
         missing = {key: prompt for key, prompt in mine.items() if key not in done}
@@ -70,14 +65,9 @@ class ServerAnswerJob(AnswerJob):
 def server_answer_job(
     config: DataConfig, prompts: Sequence[Prompt], content: str, folder: Path, writer: ServerWriter
 ) -> ServerAnswerJob:
-    """Return the job of asking a server for all answers.
+    """Return the job of asking a server for all answers; `content` is a hash of the prompts.
 
-    Args:
-        config: how they are to be written.
-        prompts: each of which fits the target's context; those that do not fit the server's are dropped and counted.
-        content: a hash of the prompts.
-        folder: takes the journals.
-        writer: asks the server.
+    Each prompt fits the target's context; those that do not fit the server's are dropped and counted.
     """
     return ServerAnswerJob(
         target=writer.target,
@@ -95,14 +85,6 @@ def server_turns(
     writer: ServerWriter, config: PromptsConfig, folder: Path, rank: int, frame: UserFrame, numbers: Sequence[int]
 ) -> Iterator[Turn]:
     """Return the turns of these numbers in their order, asking a server for those that no journal holds.
-
-    Args:
-        writer: asks the server.
-        config: the longest turn, and the sampling.
-        folder: takes the journals.
-        rank: of this process.
-        frame: what stands around a user's text.
-        numbers: which turns.
 
     Raises:
         InputError: the template ends a user's turn by plain text, or see `distill.server.concurrency.ask_all`.

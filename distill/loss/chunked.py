@@ -1,12 +1,12 @@
 """The distillation loss from hidden states, a few positions at a time, so that no `[positions, vocabulary]` tensor ever lives.
 
 For `chunk_size` rows at a time: draft hidden states -> draft head -> logits, the target's rows (`distill.loss.pairs`),
-divergence and gradient, back through the draft's head. One autograd function does this in its
-forward, where the logits exist anyway, and keeps only the gradients with respect to the draft's hidden states and head; its
-backward multiplies them with the incoming gradient. Value and gradients are those of the unchunked loss.
+divergence and gradient (`distill.loss.divergences`), back through the draft's head. One autograd function does this in its
+forward, where the logits exist anyway, and keeps only the gradients with respect to the draft's hidden states and head, which
+its backward multiplies with the incoming gradient. Value and gradients are those of the unchunked loss.
 
-Row n stands at some position t and predicts token t+1. N rows, C rows of one chunk, D width of the draft, V target vocabulary,
-W draft vocabulary.
+Row n stands at some position t and predicts token t+1. N rows, C rows of one chunk, R rows of a tile, D width of the draft, V
+target vocabulary, W draft vocabulary.
 
 Where processes hold weights in parts (FSDP, ZeRO-3), the head's must be whole during the call and, where trained, when its
 gradient arrives. A linear head is applied without running its module: such engines gather weights whenever a module runs, in
@@ -83,14 +83,12 @@ def chunked_loss(
     without labels takes part in the reduction.
 
     Args:
-        target: the target's distributions at the same positions. No gradient flows into it. Where it is sparse,
-            `acceptance_N` is an upper bound (`distill.loss.pairs.SparseTarget.pair`).
+        target: the target's distributions at the same positions, without gradient.
         draft_hidden_ND: final, normed hidden states of the draft.
         draft_head: its output may have W columns, see `draft_token_ids_W`.
         divergence: a function of `distill.loss.divergences`, or a mix of them.
-        weights_N: what each row's value is multiplied with in the sum: where a step has L labels in all micro-batches and
-            processes, and gradients are averaged over R processes, R / L, so that every label weighs the same however the
-            batch is split. Rows of weight 0 are left out before any matmul.
+        weights_N: what each row's value is multiplied with. Where a step has L labels in all micro-batches and processes, and
+            gradients are averaged over R processes, R / L, so that every label weighs the same. Rows of weight 0 are left out.
         chunk_size: rows whose logits live at one time, at least 1. Changes memory and speed, never the result.
         temperature: divides both sides' logits in the divergence.
         draft_token_ids_W: int64, the target's id of each draft token (d2t); None where the vocabularies are one.
@@ -98,8 +96,7 @@ def chunked_loss(
             vocabulary leaves out counts as none.
 
     Raises:
-        ValueError: the row counts differ, chunk_size is below 1, or the two sides cannot be paired
-            (`distill.loss.pairs`).
+        ValueError: the row counts differ, chunk_size is below 1, or the two sides cannot be paired.
     """
     rows = {len(draft_hidden_ND), len(target), len(weights_N), *([] if labels_N is None else [len(labels_N)])}
     if len(rows) > 1:
@@ -203,12 +200,7 @@ def _compare_chunk(
 
 
 class RowStatistics(NamedTuple):
-    """What is measured at each of C rows, without a graph.
-
-    values_C: the divergence.
-    acceptance_C: sum_v min(p, q) at temperature 1.
-    top1_agrees_C: bool, whether the most likely tokens agree.
-    """
+    """The divergence at each of C rows, sum_v min(p, q) at temperature 1, and whether the most likely tokens agree."""
 
     values_C: Tensor
     acceptance_C: Tensor
@@ -225,20 +217,20 @@ def compare(
     draft_token_ids_W: Tensor | None = None,
     labels_C: Tensor | None = None,
 ) -> tuple[RowStatistics, Tensor | None]:
-    """Compare target and draft at the rows of a chunk.
+    """Compare target and draft at the rows of a chunk, a tile of rows at a time.
+
+    On a CPU a pass over the vocabulary costs ten times as much once its tensors no longer fit into the cache. Values of sparse
+    targets, cross-entropy and functions of one's own go through autograd, others through a closed form.
 
     Args:
-        divergence: a function of `distill.loss.divergences`, a `functools.partial` of one, or a mix.
+        divergence, temperature, draft_token_ids_W: see `chunked_loss`.
         target: its distribution at these rows.
         draft_logits_CW: any float type, without a graph.
         weights_C: what each row's value is multiplied with in the sum that the gradient is of; None: no gradient.
-        temperature: divides both sides' logits in the divergence.
-        draft_token_ids_W: int64, the target's id of each draft token; None where the vocabularies are one.
-        labels_C: **draft** ids, negative for none; for `cross_entropy`.
+        labels_C: **draft** ids, negative for none.
 
     Returns:
-        The statistics, and the gradient `[C, W]` of the weighted sum of values with respect to the draft's logits, in their
-        dtype, or None.
+        The statistics, and the gradient `[C, W]` with respect to the draft's logits, in their dtype, or None.
     """
     gradient_CW = None if weights_C is None else torch.empty_like(draft_logits_CW)
     tiles = []
@@ -295,10 +287,10 @@ def _tiles(draft_logits_CW: Tensor, target: TargetChunk) -> Iterator[slice]:
 
 
 def _largest(weights_N: Tensor) -> Tensor:
-    """Return the largest absolute weight, or 1 where all are 0.
+    """Return the largest absolute weight, or 1 where all are 0: gradients are kept in units of it.
 
-    Gradients are kept in units of it. A weight is one over the count of labels, and under float16 the gradient of a logit
-    times that would underflow before the loss scale, which only arrives in the backward, could lift it.
+    A weight is one over the count of labels, and under float16 the gradient of a logit times that would underflow before the
+    loss scale, which only arrives in the backward, could lift it.
     """
     return weights_N.abs().max() if weights_N.any() else weights_N.new_ones(())
 

@@ -116,11 +116,7 @@ def blend_weight(pair: Pair, eta: float, mean_acceptance: float | Tensor | None)
 
 
 def cross_entropy(pair: Pair) -> Tensor:
-    """Return `[...]` -log q(label) at temperature 1, in nats, and 0 where there is no label. Its gradient is q - onehot.
-
-    Raises:
-        ValueError: the pair was made without labels.
-    """
+    """Return `[...]` -log q(label) at temperature 1, in nats, and 0 where there is no label. Its gradient is q - onehot."""
     if pair.label_log_q is None:
         raise ValueError("cross_entropy needs labels, and this pair was made without")
     return -pair.label_log_q
@@ -159,11 +155,7 @@ def configured_divergence(config: LossConfig) -> Mix:
 
 
 def closed_form(divergence: Divergence) -> ClosedForm | None:
-    """Return the function that computes a divergence and its gradient at once, or None where there is none.
-
-    Args:
-        divergence: a function of this file, a `functools.partial` of one that sets its keywords, or a `Mix` of these.
-    """
+    """Return the function that gives value and gradient of a divergence (a `partial` or `Mix` of some, too), or None."""
     if isinstance(divergence, Mix):
         return _mixed(divergence)
     if isinstance(divergence, partial):

@@ -36,12 +36,8 @@ def target_hidden(target: Target, batch: Batch) -> Tensor:
 class DraftObjective(nn.Module):
     """A draft LM and its loss in one module, so that wrappers (DDP, FSDP, DeepSpeed) see every use of its parameters.
 
-    Args:
-        draft: the draft being trained.
-        target: the frozen target.
-        config: the divergence, its temperature and the chunk size.
-        vocabulary: the draft's reduced vocabulary; None: all of the target's tokens.
-        timed: takes the name of a part of the step, returns a context manager around it; by default does nothing.
+    `timed` takes the name of a part of the step and returns a context manager around it. Without `vocabulary` the draft has all
+    of the target's tokens.
 
     Raises:
         InputError: the draft's head has no rows for the vocabulary, see `heads.inference.causal_lm.head_rows`.
@@ -86,8 +82,7 @@ class DraftObjective(nn.Module):
             loss_mask_BT: True at label tokens; position t - 1 predicts the label at t.
             signal: the target's final hidden states `[B, T, E]`, read before labels only, or a sparse target of the N rows
                 before labels, in the order of the mask.
-            num_labels: labels of the whole optimiser step, over all processes and micro-batches; the loss is a sum over
-                this batch divided by it.
+            num_labels: labels of the whole optimiser step, over all processes and micro-batches, which the sum is divided by.
             world_size: processes whose gradients are averaged afterwards, which this factor undoes.
             packed_positions_BT: positions from 0 in each document; None: each row is a single one.
         """

@@ -59,11 +59,7 @@ class HeadLoss:
 class HeadObjective(nn.Module):
     """A head and its loss in one module, so that wrappers (DDP, FSDP, DeepSpeed) see every use of its parameters.
 
-    Args:
-        head: the head being trained; an `nn.Module` that follows `heads.modules.interface.HeadModule`.
-        target: the frozen target.
-        config: the divergence, its temperature and the chunk size.
-        timed: takes the name of a part of the step, returns a context manager around it; by default does nothing.
+    `head` is an `nn.Module` that follows `heads.modules.interface.HeadModule`; for `timed` see `DraftObjective`.
     """
 
     def __init__(self, head: nn.Module, target: Target, config: LossConfig, timed: Timer = nullcontext) -> None:
@@ -86,8 +82,7 @@ class HeadObjective(nn.Module):
         """Return the loss over every depth's labels.
 
         Args:
-            batch: the conversations.
-            states: the target's over them.
+            batch, states: the conversations, and the target's states over them.
             num_labels: labels of the whole optimiser step, over all processes and micro-batches. Each depth's sum is
                 divided by it: the deeper ones, which have fewer labels, are not raised for it.
             world_size: processes whose gradients are averaged afterwards, which this factor undoes.

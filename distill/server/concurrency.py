@@ -33,9 +33,9 @@ def ask_all(
 
     Args:
         connection: the connection that `ask` uses.
-        items: the items by name.
-        ask: called with an item, in one of several threads; its `GaveUp` should name the item (`naming`).
-        keep: called with an item's name and its answer, in this thread, in the order in which answers arrive.
+        items: by name.
+        ask: called in one of several threads; its `GaveUp` should name the item (`naming`).
+        keep: called with an item's name and answer, in this thread, in the order in which answers arrive.
         failures_in_a_row: consecutive items given up that end the work.
 
     Raises:
@@ -60,11 +60,7 @@ def ask_all(
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Put `what` in front of the message of a `GaveUp` raised inside.
-
-    Raises:
-        GaveUp: with the longer message.
-    """
+    """Put `what` in front of the message of a `GaveUp` raised inside."""
     try:
         yield
     except GaveUp as error:

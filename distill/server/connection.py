@@ -1,8 +1,7 @@
 """One request to a server: its JSON answer, with further attempts where the failure may be temporary.
 
-Waits grow from one attempt to the next and are randomised, so that requests that failed together are not repeated together; a
-wait that the server names (Retry-After) is kept. (httpx's own transport repeats failed connections only.) The key is read from
-the environment, and masked where a server repeats it.
+Waits grow and are randomised, so that requests that failed together are not repeated together; a wait that the server names
+(Retry-After) is kept. The key is read from the environment, and masked where a server repeats it.
 """
 
 from __future__ import annotations
@@ -38,13 +37,7 @@ class GaveUp(InputError):
 
 
 class Refused(InputError):
-    """The server refuses a request; another attempt would not help.
-
-    Args:
-        url: the server's address.
-        status: of its answer.
-        complaint: its error message, on one line.
-    """
+    """The server refuses a request; another attempt would not help."""
 
     def __init__(self, url: str, status: int, complaint: str) -> None:
         super().__init__(f"server.url: {url} refuses a request (status {status}): {complaint}")
@@ -52,14 +45,7 @@ class Refused(InputError):
 
 
 class Connection:
-    """The HTTP client of one server, for several threads at once.
-
-    Args:
-        config: its address, timeout, retries and concurrency.
-
-    Raises:
-        InputError: the environment variable with the key is not set.
-    """
+    """The HTTP client of one server, for several threads at once; `InputError` where the key's variable is not set."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config

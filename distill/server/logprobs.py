@@ -1,9 +1,8 @@
 """A client for the target behind an OpenAI-compatible API: the model it serves, and its log-probabilities of given token ids.
 
-Sends `POST completions`, a bounded number at a time; `distill.server.responses` reads the answers. There are two ways to
-request the log-probabilities of a prompt, both known to vLLM: its own `prompt_logprobs`, and the older `echo` with `logprobs`.
-The first that is answered is used from then on. Text that the server writes is requested by
-`distill.generation.server_completions`. Not chat completions: they take text, which would be tokenised anew. K kept tokens.
+There are two ways to request the log-probabilities of a prompt, both known to vLLM: its own `prompt_logprobs`, and the older
+`echo` with `logprobs`. The first that is answered is used from then on. Not chat completions: they take text, which would be
+tokenised anew. K kept tokens.
 """
 
 from __future__ import annotations
@@ -23,14 +22,7 @@ from distill.server.responses import Completion, Model, ModelList, TopK, read_co
 
 
 class TargetServer:
-    """One model of one server. To be used in a `with` statement, which closes its connections.
-
-    Args:
-        config: its address, model, and request settings.
-
-    Raises:
-        InputError: the environment variable with the key is not set.
-    """
+    """One model of one server. To be used in a `with` statement, which closes its connections."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
@@ -68,12 +60,7 @@ class TargetServer:
         return found
 
     def top_k(self, examples: Sequence[Example], k: int, vocab_size: int) -> Iterator[TopK]:
-        """Yield the most likely tokens before each label of the examples, in their order.
-
-        Args:
-            examples: token ids, of which those from `answer_start` on are labels.
-            k: tokens per position.
-            vocab_size: size of the target's vocabulary.
+        """Yield the `k` most likely tokens before each label of the examples, in their order.
 
         Raises:
             InputError: the server cannot be reached, refuses, or gives an impossible answer (see `read_top_k`).

@@ -83,8 +83,7 @@ class Completion(BaseModel):
         return None if self.usage is None else self.usage.prompt_tokens
 
     def distributions(self, where: str) -> list[Distribution | None] | None:
-        """Return the distribution of each position of the prompt, None for the first, which has none; None if there are none
-        at all.
+        """Return the distribution of each position of the prompt, None for the first; None if there are none at all.
 
         Raises:
             InputError: tokens are named by their text, of which several can share one.
@@ -120,15 +119,7 @@ class TopK(NamedTuple):
 
 
 def read_completion(content: Any, where: str) -> Completion:
-    """Return an answer to `POST completions`.
-
-    Args:
-        content: its JSON.
-        where: put in front of error messages.
-
-    Raises:
-        InputError: it has another form.
-    """
+    """Return an answer to `POST completions`; `InputError`, which begins with `where`, if it has another form."""
     try:
         return Completion.model_validate(content)
     except ValidationError as error:
@@ -138,11 +129,7 @@ def read_completion(content: Any, where: str) -> Completion:
 
 
 def check_read(completion: Completion, sent: Sequence[int], where: str) -> None:
-    """Refuse an answer about other tokens than those sent.
-
-    Raises:
-        InputError: the answer names other token counts or token ids.
-    """
+    """Raise `InputError` for an answer that names other token counts or token ids than those sent."""
     _check_tokens([completion.num_read], completion.choices[0].prompt_token_ids, sent, where)
 
 
@@ -155,15 +142,7 @@ def read_top_k(
     vocab_size: int,
     where: str,
 ) -> TopK:
-    """Return the most likely tokens before each label of an example.
-
-    Args:
-        completion: the server's answer.
-        distributions: its `distributions`, `[T]`.
-        example: what was sent.
-        k: how many tokens to keep of each position.
-        vocab_size: size of the target's vocabulary.
-        where: put in front of error messages.
+    """Return the `k` most likely tokens before each label of an example, by the `distributions` `[T]` of the answer.
 
     Raises:
         InputError: the server read other tokens than were sent; a position has no distribution or fewer than `k` tokens; an

@@ -28,12 +28,7 @@ EXAMPLES_PER_BATCH = 8
 
 
 def choose_layers(student: StudentConfig, target: Target, calibration: Sequence[Example]) -> list[int]:
-    """Return the blocks that `student.layer_choice` asks for, in order.
-
-    Args:
-        student: with `layer_choice` and `num_layers`.
-        target: the target.
-        calibration: answers to search by; only `searched` reads them, at most `search_conversations`.
+    """Return the blocks that `student.layer_choice` asks for, in order; only `searched` reads the calibration answers.
 
     Raises:
         ConfigError: the target has fewer blocks.
@@ -59,11 +54,7 @@ def spread_layers(count: int, total: int) -> list[int]:
 
 
 def search_layers(count: int, target: Target, calibration: Sequence[Example], trials: int) -> list[int]:
-    """Return the best of the spread layers and at most `trials` greedy exchanges; see the module's docstring.
-
-    Raises:
-        ValueError: there are no calibration answers.
-    """
+    """Return the best of the spread layers and at most `trials` greedy exchanges; `ValueError` without calibration answers."""
     if not calibration:
         raise ValueError("layers are searched by their acceptance on calibration answers, and there are none")
     groups = [calibration[start : start + EXAMPLES_PER_BATCH] for start in range(0, len(calibration), EXAMPLES_PER_BATCH)]
@@ -91,10 +82,7 @@ def search_layers(count: int, target: Target, calibration: Sequence[Example], tr
 def mean_acceptance(layers: list[int], target: Target, seen: Sequence[tuple[Batch, Tensor]]) -> float:
     """Return the mean over labels of sum_v min(p, q) of an untrained draft of these blocks.
 
-    Args:
-        layers: the blocks it keeps.
-        target: the target.
-        seen: batches and the target's hidden states `[B, T, E]` on them.
+    `seen` are batches and the target's hidden states `[B, T, E]` on them.
     """
     draft = move(keep_layers(target.model, layers), target.device, torch.float32)
     objective = DraftObjective(draft.eval(), target, LossConfig())

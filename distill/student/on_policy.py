@@ -1,15 +1,13 @@
 """The data policy: rows of a training batch on which the draft, as it stands, writes the answer anew.
 
 A draft trained on the target's answers meets, when it serves, prefixes that end with tokens of its own. There are two remedies,
-each for a share of every batch (`configs.schema.learning`): on-policy rows, whose whole answer the draft writes (GKD,
-2306.13649; for drafts DistillSpec, 2310.08461), and draft states, an answer cut at a random place and continued by the
-drafts of one speculative round. The target then supervises every answer position by its distribution, so losses on the label
-token cannot be combined with a policy (`configs.schema.training` refuses them).
+each for a share of every batch: on-policy rows, whose whole answer the draft writes (GKD, 2306.13649; for drafts DistillSpec,
+2310.08461), and draft states, an answer cut at a random place and continued by the drafts of one speculative round. The target
+then supervises every answer position by its distribution.
 
 Every decision and draw is a function of (seed, optimiser step, micro-batch, row or conversation), so a resumed run decides as
-an undisturbed one. The number of rewritten rows does not depend on the process, so all processes enter the same forwards. The
-caller unshards a sharded draft; a row is one conversation, so rows are not packed.
-B batch, T positions, G drafts.
+an undisturbed one, and all processes rewrite equally many rows, so they enter the same forwards. The caller unshards a sharded
+draft; a row is one conversation, so rows are not packed. B batch, T positions, G drafts.
 """
 
 from __future__ import annotations
@@ -36,12 +34,9 @@ STRIDE = 16
 
 @dataclass(frozen=True, kw_only=True)
 class RowSelection:
-    """The rows of a micro-batch on which the draft writes.
+    """The rows of a micro-batch whose answer the draft writes anew, and those whose answer is cut and continued.
 
-    Args:
-        on_policy: rows whose answer is written anew.
-        draft_states: rows whose answer is cut and continued.
-        key: of the random numbers that belong to this micro-batch.
+    `key` names the random numbers that belong to this micro-batch.
     """
 
     on_policy: tuple[int, ...]
@@ -53,12 +48,7 @@ class RowSelection:
 
 
 class Rewriter:
-    """The data policy of a run.
-
-    Args:
-        config: the run's config.
-        target: whose end-of-text tokens end an answer, and whose context no row may leave.
-    """
+    """The data policy of a run; the target's end-of-text tokens end an answer, and no row may leave its context."""
 
     def __init__(self, config: DistillConfig, target: Target) -> None:
         self.policy: PolicyConfig = config.policy
@@ -69,15 +59,10 @@ class Rewriter:
         self.end_ids = frozenset(target.eos_token_ids)
 
     def choose(self, batch_size: int, *, step: int, num_steps: int, micro_batch: int) -> RowSelection:
-        """Choose the rows of a micro-batch, the same places in every process.
+        """Choose the rows of a micro-batch (its number counts from 0), the same places in every process.
 
-        Numbers of rows are rounded at random so that their means are the phase's shares of `batch_size`, exactly.
-
-        Args:
-            batch_size: rows of the micro-batch.
-            step: optimiser steps done before this one.
-            num_steps: of the whole run.
-            micro_batch: its number in the step, from 0.
+        Numbers of rows are rounded at random so that their means are the phase's shares of `batch_size`, exactly. `step` counts
+        the optimiser steps done before this one.
         """
         phase = self.policy.phase_after(step / num_steps)
         key = f"{self.seed}/{step}/{micro_batch}"
@@ -92,12 +77,7 @@ class Rewriter:
         )
 
     def rewrite(self, batch: Batch, selection: RowSelection, draft: DraftLM) -> tuple[Batch, int]:
-        """Let the draft write on the selected rows; the others stay, and all are padded again.
-
-        Args:
-            batch: one conversation a row.
-            selection: see `choose`.
-            draft: the draft as it stands, in evaluation mode. Its parameters get no gradients from this.
+        """Let the draft, in evaluation mode, write on the selected rows; the others stay, and all are padded again.
 
         Returns:
             The new batch, on the old one's device, whose labels are the answer tokens kept and those written; and the number of
