@@ -1,5 +1,7 @@
 """A small random target over single bytes, on disk and loaded, and prompts for it."""
 
+from contextlib import ExitStack
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -54,6 +56,13 @@ def make_prompts():
         ]
 
     return make
+
+
+@pytest.fixture
+def stack():
+    """A stack of what is closed after the test."""
+    with ExitStack() as opened:
+        yield opened
 
 
 @pytest.fixture

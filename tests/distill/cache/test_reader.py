@@ -98,12 +98,6 @@ def test_more_tokens_than_the_vocabulary_has_are_refused(job):
         job(kind="top_k", k=300).prepare()
 
 
-def test_thirty_two_tokens_of_a_vocabulary_of_152_thousand_take_138_bytes():
-    layout = RowLayout(kind="top_k", dtype="float16", width=32, vocab_size=151_936)
-    assert layout.bits == 18
-    assert layout.bytes_per_row == 32 * 2 + 2 + 32 * 18 // 8 == 138
-
-
 @pytest.mark.parametrize(("bits", "num_ids"), [(1, 3), (7, 1), (8, 2), (9, 5), (16, 3), (18, 32), (31, 2)])
 def test_packed_ids_are_one_long_number_of_lowest_bits_first_and_come_back(bits, num_ids):
     ids = torch.randint(2**bits, (4, num_ids), generator=torch.Generator().manual_seed(bits))

@@ -4,8 +4,6 @@ import dataclasses
 import json
 import logging
 import shutil
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -155,21 +153,6 @@ def test_two_processes_share_the_prompts_and_a_third_run_finds_nothing_to_do(con
     assert [row.prompt_id for row in rows] == sorted(row.prompt_id for row in rows)
     local = made(config("local", written_by="target"))
     assert {row.to_line() for row in rows} == {line + "\n" for side in sides(local) for line in side.decode().splitlines()}
-
-
-def test_the_order_in_which_answers_come_leaves_no_trace(config, api):
-    undisturbed = made(config("undisturbed"))
-    turns = iter([0.05, 0.0, 0.02] * 20)
-    lock = threading.Lock()
-
-    def wait():
-        with lock:
-            seconds = next(turns)
-        time.sleep(seconds)
-
-    api.before_answer = wait
-    assert sides(made(config())) == sides(undisturbed)
-    assert api.most == 3
 
 
 def test_a_server_with_another_model_is_refused_before_anything_is_asked_for(config, api, tiny_llama):

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 
@@ -13,18 +14,12 @@ from distill.server.connection import Connection, GaveUp, Refused
 
 
 @pytest.fixture
-def connect(api):
-    opened = []
-
+def connect(api, stack):
     def make(**settings):
-        opened.append(
-            Connection(ServerConfig(**{"url": api.url, "model": "tiny", "retries": 5, "timeout_seconds": 10.0, **settings}))
-        )
-        return opened[-1]
+        given = {"url": api.url, "model": "tiny", "retries": 5, "timeout_seconds": 10.0} | settings
+        return stack.enter_context(closing(Connection(ServerConfig(**given))))
 
-    yield make
-    for each in opened:
-        each.close()
+    return make
 
 
 @pytest.fixture

@@ -82,18 +82,15 @@ def made(engine, tmp_path_factory):
 
 
 @pytest.fixture
-def writer(engine, target):
+def writer(engine, target, stack):
     """A function that gives a writer over the engine."""
-    opened = []
 
     def make(sampling, seed=0, **settings):
         config = AnswerServerConfig(url=engine, **SERVED, **settings)
-        opened.append(TargetServer(config))
-        return ServerWriter(server=opened[-1], config=config, target=target, sampling=sampling, seed=seed, max_positions=512)
+        server = stack.enter_context(TargetServer(config))
+        return ServerWriter(server=server, config=config, target=target, sampling=sampling, seed=seed, max_positions=512)
 
-    yield make
-    for server in opened:
-        server.connection.close()
+    return make
 
 
 def generation(row):

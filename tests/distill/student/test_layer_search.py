@@ -35,15 +35,10 @@ def test_layers_are_chosen_as_asked(target, calibration, choice, layers):
     assert choose_layers(student, target, calibration) == layers
 
 
-@pytest.mark.parametrize(("count", "layers"), [(1, [0]), (2, [0, 29]), (4, [0, 9, 19, 29]), (30, list(range(30)))])
-def test_spread_layers_reach_from_the_first_block_to_the_last(count, layers):
-    assert spread_layers(count, 30) == layers
-
-
-@pytest.mark.parametrize("total", range(1, 13))
-def test_spread_layers_never_name_a_block_twice(total):
-    for count in range(1, total + 1):
-        assert len(set(spread_layers(count, total))) == count
+def test_spread_layers_reach_from_the_first_block_to_the_last_and_never_name_one_twice():
+    assert [spread_layers(count, 30) for count in (1, 2, 4)] == [[0], [0, 29], [0, 9, 19, 29]]
+    assert spread_layers(30, 30) == list(range(30))
+    assert all(len(set(spread_layers(count, total))) == count for total in range(1, 13) for count in range(1, total + 1))
 
 
 def test_leaving_out_idle_blocks_costs_nothing_and_others_do(target, calibration):

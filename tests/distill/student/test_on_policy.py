@@ -8,12 +8,12 @@ from accelerate.data_loader import prepare_data_loader
 
 from configs.schema.training import DistillConfig
 from distill.dataset.batches import ConversationDataset, Example, collate, make_loader
-from distill.dataset.conversations import Conversation
 from distill.student.on_policy import Rewriter, RowSelection, examples_of
 from heads.modules.interface import NO_DOCUMENT
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.vocabulary import DraftVocabulary, keep_head_rows
 from heads.sampling.probabilities import token_probabilities
+from tests.support.caches import conversation
 
 EXAMPLES = [
     Example((7, 12, 3, 20, 21, 22, 23, 24, 25), 3, 4),
@@ -101,10 +101,7 @@ def test_a_choice_depends_on_seed_step_and_micro_batch_alone(rewriter):
 
 
 def test_processes_rewrite_the_same_number_of_rows_in_every_micro_batch(rewriter):
-    rows = [
-        Conversation(prompt_id="p", category="c", turn=0, messages=(), prompt_ids=(5,) * n, answer_ids=(6,) * n, ended=True)
-        for n in range(1, 31)
-    ]
+    rows = [conversation((5,) * n, (6,) * n) for n in range(1, 31)]
     policy = rewriter(0.3, 0.2)
 
     def choices_of(rank):

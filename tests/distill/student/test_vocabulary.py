@@ -5,14 +5,8 @@ import logging
 import pytest
 
 from configs.runtime.errors import ConfigError
-from distill.dataset.conversations import Conversation
 from distill.student.vocabulary import most_frequent_answer_tokens
-
-
-def conversation(prompt_ids, answer_ids):
-    return Conversation(
-        prompt_id="p", category="c", turn=0, messages=(), prompt_ids=prompt_ids, answer_ids=answer_ids, ended=True
-    )
+from tests.support.caches import conversation
 
 
 @pytest.fixture
