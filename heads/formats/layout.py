@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from configs.runtime.errors import InputError
 from heads.modules.layers import LayerShape
 from heads.target.checkpoint_files import SINGLE_FILE, Weights
 
 Shapes = dict[str, tuple[int, ...]]
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,13 +25,11 @@ class ExportLayout:
 
     Args:
         config: content of `config.json`.
-        weights: the tensors, under the engine's names.
-        expected: the shape of every tensor that the engine asks for.
+        weights, expected: the tensors, under the engine's names, and the shape of every one that it asks for.
         serve: gives the command or lines that serve it, by the folder's path, quoted for what reads them.
         notes: what a person who serves it must know.
         weights_file: where the tensors go.
-        files: by name, files that are taken over as they are.
-        json_files: by name, further JSON files.
+        files, json_files: by name, files that are taken over as they are, and further JSON files.
         convert: called with the folder that was written and checked, and this: makes other files of those in it.
         holds_target: the folder holds all of the target's weights beside the draft's.
         make: fills the empty folder itself, with `weights` among its tensors; then nothing else is written.
@@ -77,8 +76,7 @@ def decoder_layer(
         prefix: of its names, with the dot.
         shape: its sizes.
         read_width: what its queries, keys and values are made from; None: its own width.
-        norm_heads: queries and keys are normed (Qwen3).
-        biases: queries, keys and values have one (Qwen2).
+        norm_heads, biases: queries and keys are normed (Qwen3), or have a bias as values do (Qwen2).
     """
     width, read = shape.width, shape.width if read_width is None else read_width
     queries, keys = shape.num_heads * shape.head_width, shape.num_key_value_heads * shape.head_width
@@ -120,8 +118,8 @@ def layer_config(shape: LayerShape, model_type: str, num_layers: int, vocab_size
     }
 
 
-def renamed(weights: Weights, prefixes: Iterable[tuple[str, str]]) -> Weights:
-    """Return tensors under other names: the first prefix that fits is replaced, other names stay."""
+def renamed(values: Mapping[str, Value], prefixes: Iterable[tuple[str, str]]) -> dict[str, Value]:
+    """Return tensors or shapes under other names: the first prefix that fits is replaced, other names stay."""
     pairs = tuple(prefixes)
 
     def new(name: str) -> str:
@@ -130,4 +128,4 @@ def renamed(weights: Weights, prefixes: Iterable[tuple[str, str]]) -> Weights:
                 return other + name.removeprefix(old)
         return name
 
-    return {new(name): stored for name, stored in weights.items()}
+    return {new(name): value for name, value in values.items()}

@@ -11,7 +11,7 @@ B batch, T positions, S keys, D width, N heads, M key-value heads, H head width,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import torch
@@ -38,7 +38,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """Sizes of a draft layer; kept in the artifact."""
+    """Sizes of a draft layer."""
 
     width: int
     mlp_width: int
@@ -49,10 +49,6 @@ class LayerShape:
     rope_theta: float
     max_positions: int
     rope_scaling: Mapping[str, Any] | None = None  # further rope parameters than theta; None: plain rotary embeddings
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON writes them."""
-        return asdict(self)
 
     def llama_config(self) -> LlamaConfig:
         """Return the config of a Llama layer of this shape."""

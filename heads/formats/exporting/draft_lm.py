@@ -15,9 +15,9 @@ from typing import Any
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_json
 from heads.artifact import METADATA_FILE, VOCABULARY_FILE
-from heads.formats.exporting.flat import TENSORRT_NOTE, UNTRIED, sglang_command, tensorrt_command
+from heads.formats.exporting.flat import TENSORRT_NOTE, UNTRIED, sglang_command, tensorrt_command, transformers_lines
 from heads.formats.exporting.source import EMBEDDING, HEAD, Source
-from heads.formats.exporting.speculators import OUT, vllm_command
+from heads.formats.exporting.speculators import vllm_command
 from heads.formats.layout import ExportLayout
 from heads.target.checkpoint_files import SINGLE_FILE, LazyTensor
 
@@ -27,28 +27,16 @@ WRITTEN = {CONFIG, GENERATION, SINGLE_FILE, METADATA_FILE, VOCABULARY_FILE}
 
 def transformers(source: Source) -> ExportLayout:
     """Return the folder for `generate(assistant_model=...)`."""
-    dtype = source.dtype_name
-
-    def serve(out: str) -> str:
-        return "\n".join(
-            [
-                f"target = AutoModelForCausalLM.from_pretrained({source.target.name!r}, dtype=torch.{dtype})",
-                f"draft = AutoModelForCausalLM.from_pretrained({out!r}, dtype=torch.{dtype})",
-                "target.generate(**inputs, assistant_model=draft)",
-            ]
-        )
-
     notes = (
         "The number of drafts stands in generation_config.json; as an argument of `generate` it is ignored.",
         "One prompt at a time.",
     )
-    return _folder(source, serve, notes)
+    return _folder(source, transformers_lines(source, "AutoModelForCausalLM", ""), notes)
 
 
 def vllm(source: Source) -> ExportLayout:
     """Return the folder for vLLM."""
-    method = {"method": "draft_model", "model": OUT, "num_speculative_tokens": source.num_speculative_tokens}
-    return _folder(source, vllm_command(source, method), ())
+    return _folder(source, vllm_command(source, "draft_model"), ())
 
 
 def sglang(source: Source) -> ExportLayout:

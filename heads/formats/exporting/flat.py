@@ -23,6 +23,7 @@ from heads.target.checkpoint_files import Weights, constant
 from heads.target.hidden_states import num_blocks
 
 UNTRIED = "Format-checked only: names, shapes and ids were compared with what the engine reads; it was not run."
+MIDLAYER = (("layers.0.", "midlayer."),)
 TENSORRT_NOTE = "Older releases of TensorRT-LLM call the key speculative_model_dir."
 
 
@@ -79,6 +80,18 @@ def tensorrt_command(source: Source, method: dict[str, Any]) -> Callable[[str], 
     return lines
 
 
+def transformers_lines(source: Source, draft_class: str, options: str) -> Callable[[str], str]:
+    """Return what gives the lines that decode a target with a draft in transformers, by the draft's folder."""
+    dtype = source.dtype_name
+
+    def lines(out: str) -> str:
+        target = f"target = AutoModelForCausalLM.from_pretrained({source.target.name!r}, dtype=torch.{dtype})"
+        draft = f"draft = {draft_class}.from_pretrained({out!r}, dtype=torch.{dtype})"
+        return "\n".join([target, draft, f"target.generate(**inputs, assistant_model=draft{options})"])
+
+    return lines
+
+
 def _flat_eagle(source: Source, serve: Callable[[str], str]) -> ExportLayout:
     source.target.check_plain()
     settings = source.settings
@@ -105,7 +118,6 @@ def _flat_eagle(source: Source, serve: Callable[[str], str]) -> ExportLayout:
         "norm_output": settings.norm_feedback,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": block_ids(source), "use_aux_hidden_state": True},
     }
-    weights = source.weights_with_head() | _offsets(source)
     expected: Shapes = speculators.eagle_shapes(source) | {
         "lm_head.weight": (source.draft_vocab_size, shape.width),
         "d2t": (source.draft_vocab_size,),
@@ -113,8 +125,8 @@ def _flat_eagle(source: Source, serve: Callable[[str], str]) -> ExportLayout:
     }
     return ExportLayout(
         config=config,
-        weights=renamed(weights, [("layers.0.", "midlayer.")]),
-        expected={name.replace("layers.0.", "midlayer."): sizes for name, sizes in expected.items()},
+        weights=renamed(source.weights_with_head() | _offsets(source), MIDLAYER),
+        expected=renamed(expected, MIDLAYER),
         serve=serve,
         notes=(
             UNTRIED,
@@ -169,36 +181,17 @@ def transformers_dflash(source: Source) -> ExportLayout:
         "pad_token_id": None,
         "sliding_window": source.shape.max_positions,  # no layer slides, but the class wants a number
     }
-    dtype = source.dtype_name
-
-    def serve(out: str) -> str:
-        return "\n".join(
-            [
-                f"target = AutoModelForCausalLM.from_pretrained({source.target.name!r}, dtype=torch.{dtype})",
-                f"draft = AutoModel.from_pretrained({out!r}, dtype=torch.{dtype})",
-                'target.generate(**inputs, assistant_model=draft, speculation_type="dflash", do_sample=False)',
-            ]
-        )
-
-    expected = speculators.dflash_shapes(source)
     return ExportLayout(
         config=config,
         weights=renamed(source.body(), TRANSFORMERS_DFLASH),
-        expected={_new_name(name): sizes for name, sizes in expected.items()},
-        serve=serve,
+        expected=renamed(speculators.dflash_shapes(source), TRANSFORMERS_DFLASH),
+        serve=transformers_lines(source, "AutoModel", ', speculation_type="dflash", do_sample=False'),
         notes=(
             f"One prompt at a time; {source.num_speculative_tokens} drafts a round, whatever num_assistant_tokens says.",
             "Draft and target must have the same dtype.",
             *_whole_vocabulary(source, "transformers"),
         ),
     )
-
-
-def _new_name(name: str) -> str:
-    for old, new in TRANSFORMERS_DFLASH:
-        if name.startswith(old):
-            return new + name.removeprefix(old)
-    return name
 
 
 def _dflash_config(source: Source, model_type: str) -> dict[str, Any]:

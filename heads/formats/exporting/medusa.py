@@ -12,7 +12,7 @@ import shlex
 from configs.schema.heads import MedusaSettings
 from heads.formats.exporting.flat import UNTRIED
 from heads.formats.exporting.source import Source
-from heads.formats.exporting.speculators import OUT, vllm_command
+from heads.formats.exporting.speculators import vllm_command
 from heads.formats.layout import ExportLayout, Shapes
 from heads.target.checkpoint_files import Weights
 
@@ -23,11 +23,6 @@ def vllm_medusa(source: Source) -> ExportLayout:
     """Return Medusa for vLLM."""
     settings: MedusaSettings = source.settings
     width, vocab_size = source.target.shape.width, source.target.vocab_size
-    expected: Shapes = dict.fromkeys(_head_names(settings), (vocab_size, width))
-    for head in range(settings.num_depths):
-        for layer in range(settings.num_layers):
-            stem = f"blocks.{head}.layers.{layer}"
-            expected |= {f"{stem}.weight": (width, width), f"{stem}.bias": (width,)}
     config = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
@@ -40,12 +35,11 @@ def vllm_medusa(source: Source) -> ExportLayout:
         "original_lm_head": not settings.own_output_heads,
         "dtype": source.dtype_name,
     }
-    method = {"method": "medusa", "model": OUT, "num_speculative_tokens": source.num_speculative_tokens}
     return ExportLayout(
         config=config,
         weights=source.body() | _heads(source),
-        expected=expected,
-        serve=vllm_command(source, method),
+        expected=dict.fromkeys(_head_names(settings), (vocab_size, width)) | _blocks(settings, width, "blocks.{}.layers.{}"),
+        serve=vllm_command(source, "medusa"),
         notes=("vLLM takes each head's likeliest token; no tree.",),
     )
 
@@ -62,14 +56,11 @@ def tensorrt_medusa(source: Source) -> ExportLayout:
     for head in range(settings.num_depths):
         own = f"lm_heads.{head}.weight" if settings.own_output_heads else "lm_head.weight"
         weights[f"{head}.{settings.num_layers}.weight"] = heads[own]
-    expected: Shapes = {f"{head}.{settings.num_layers}.weight": (vocab_size, width) for head in range(settings.num_depths)}
-    for head in range(settings.num_depths):
-        for layer in range(settings.num_layers):
-            expected |= {f"{head}.{layer}.linear.weight": (width, width), f"{head}.{layer}.linear.bias": (width,)}
+    outputs: Shapes = {f"{head}.{settings.num_layers}.weight": (vocab_size, width) for head in range(settings.num_depths)}
     return ExportLayout(
         config={"medusa_num_heads": settings.num_depths, "medusa_num_layers": settings.num_layers, "hidden_size": width},
         weights=weights,
-        expected=expected,
+        expected=outputs | _blocks(settings, width, "{}.{}.linear"),
         serve=lambda out: "\n".join(
             [
                 f"python convert_checkpoint.py --model_dir {shlex.quote(source.target.name)} "
@@ -81,6 +72,12 @@ def tensorrt_medusa(source: Source) -> ExportLayout:
         notes=(UNTRIED, "convert_checkpoint.py lies in TensorRT-LLM's examples/medusa."),
         weights_file=MEDUSA_FILE,
     )
+
+
+def _blocks(settings: MedusaSettings, width: int, stem: str) -> Shapes:
+    """Return the shapes of the residual blocks, whose names begin with a stem of head and layer."""
+    stems = [stem.format(head, layer) for head in range(settings.num_depths) for layer in range(settings.num_layers)]
+    return {f"{each}.weight": (width, width) for each in stems} | {f"{each}.bias": (width,) for each in stems}
 
 
 def _head_names(settings: MedusaSettings) -> list[str]:

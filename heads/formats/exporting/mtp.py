@@ -14,7 +14,7 @@ from configs.runtime.errors import InputError
 from configs.runtime.files import read_json
 from configs.schema.heads import MtpSettings
 from heads.formats.exporting.source import Source
-from heads.formats.exporting.speculators import OUT, mtp_shapes, vllm_command
+from heads.formats.exporting.speculators import mtp_shapes, vllm_command
 from heads.formats.exporting.stitched import stitched
 from heads.formats.layout import ExportLayout, Shapes, decoder_layer, layer_config, renamed
 from heads.formats.names import MTP_PARTS, has_mtp_modules
@@ -61,12 +61,11 @@ def mimo(source: Source) -> ExportLayout:
         "num_nextn_predict_layers": 1,
         "dtype": source.dtype_name,
     }
-    method = {"method": "mtp", "model": OUT, "num_speculative_tokens": source.num_speculative_tokens}
     return ExportLayout(
         config=config,
         weights=weights,
         expected=mtp_shapes(prefix, source) | decoder_layer(prefix, shape, biases=True),
-        serve=vllm_command(source, method, "--hf-overrides", '{"num_nextn_predict_layers": 1}'),
+        serve=vllm_command(source, "mtp", "--hf-overrides", '{"num_nextn_predict_layers": 1}'),
         notes=(
             "vLLM reads a zero in place of the embedding of position 0; draftsmith does not.",
             *source.whole_vocabulary_note("vLLM"),

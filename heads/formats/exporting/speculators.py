@@ -21,7 +21,6 @@ from heads.formats.layout import ExportLayout, Shapes, decoder_layer, layer_conf
 from heads.formats.names import MTP_PARTS
 
 VERSION = "0.9.0"
-OUT = "{out}"  # in a method, stands for the folder that is written
 
 
 def eagle(source: Source) -> ExportLayout:
@@ -44,16 +43,14 @@ def eagle(source: Source) -> ExportLayout:
         "embed_requires_grad": bool(settings.own_embedding),
         "eagle_aux_hidden_state_layer_ids": taps,
     }
+    more = {}
     if kind == "peagle":
-        config["mask_token_id"] = source.settings.mask_token_id
-    method = {"method": "eagle3", "model": OUT, "num_speculative_tokens": source.num_speculative_tokens}
-    if kind == "peagle":
-        method["parallel_drafting"] = True
+        config["mask_token_id"], more = source.settings.mask_token_id, {"parallel_drafting": True}
     return ExportLayout(
         config=config,
         weights=source.weights | source.offsets(),
         expected=eagle_shapes(source) | _vocabulary_shapes(source),
-        serve=vllm_command(source, method),
+        serve=vllm_command(source, "eagle3", **more),
         notes=(
             "Compare tokens with plain decoding in float32: bfloat16 flips near ties when several rows are scored at once.",
         ),
@@ -63,11 +60,8 @@ def eagle(source: Source) -> ExportLayout:
 def eagle_complete(source: Source) -> ExportLayout:
     """Return EAGLE-3 or P-EAGLE with copies of the target's embedding and head, which speculators looks for in the file."""
     layout, shape, vocab_size = eagle(source), source.shape, source.target.vocab_size
-    copies = {}
-    if "embed_tokens.weight" not in layout.weights:
-        copies["embed_tokens.weight"] = source.target.embedding().cast(source.dtype)
-    if "lm_head.weight" not in layout.weights:
-        copies["lm_head.weight"] = source.target.head().cast(source.dtype)
+    targets = {"embed_tokens.weight": source.target.embedding, "lm_head.weight": source.target.head}
+    copies = {name: read().cast(source.dtype) for name, read in targets.items() if name not in layout.weights}
     expected = layout.expected | dict.fromkeys(copies, (vocab_size, shape.width))
     return replace(layout, weights=layout.weights | copies, expected=expected)
 
@@ -112,12 +106,11 @@ def dflash(source: Source) -> ExportLayout:
         "sample_from_anchor": False,
         "sliding_window_non_causal": True,
     }
-    method = {"method": "dflash", "model": OUT, "num_speculative_tokens": source.num_speculative_tokens}
     return ExportLayout(
         config=config,
         weights=source.weights | source.offsets(),
         expected=dflash_shapes(source) | _vocabulary_shapes(source),
-        serve=vllm_command(source, method),
+        serve=vllm_command(source, "dflash"),
         notes=(
             f"A block was trained with {source.num_speculative_tokens} drafts; another number changes what each slot says.",
         ),
@@ -182,20 +175,22 @@ def _load(out: str) -> str:
     )
 
 
-def vllm_command(source: Source, method: dict[str, Any], *options: str, model: str | None = None) -> Callable[[str], str]:
+def vllm_command(source: Source, method: str, *options: str, stitched: bool = False, **more: Any) -> Callable[[str], str]:
     """Return what gives the line that serves a target with a draft in vLLM, by the folder that was written.
 
     Args:
         source: names the target.
-        method: of `--speculative-config`; `OUT` in it stands for the folder.
+        method: vLLM's name of how the draft works; `more` goes beside it.
         options: further words of the line.
-        model: where the target is, if not where it was; `OUT`: in the folder.
+        stitched: the folder is the target, with the draft in it.
     """
 
     def line(out: str) -> str:
-        target, *values = (out if value == OUT else value for value in (model or source.target.name, *method.values()))
-        config = json.dumps(dict(zip(method, values, strict=True)), ensure_ascii=False)
-        return shlex.join(["vllm", "serve", target, *options, "--speculative-config", config])
+        beside = {} if stitched else {"model": out}
+        config = {"method": method, **beside, "num_speculative_tokens": source.num_speculative_tokens, **more}
+        target = out if stitched else source.target.name
+        config_words = ["--speculative-config", json.dumps(config, ensure_ascii=False)]
+        return shlex.join(["vllm", "serve", target, *options, *config_words])
 
     return line
 

@@ -16,7 +16,7 @@ from configs.runtime.errors import InputError
 from configs.runtime.files import read_json
 from heads.families.mtp_checkpoint import NativeMtp
 from heads.formats.exporting.source import Source
-from heads.formats.exporting.speculators import OUT, vllm_command
+from heads.formats.exporting.speculators import vllm_command
 from heads.formats.layout import ExportLayout
 from heads.target.checkpoint_files import Weights
 
@@ -67,13 +67,12 @@ def stitched(source: Source) -> ExportLayout:
     like = {name: torch.empty(stored.shape, device="meta") for name, stored in modules.items()}
     places = native.places(like, hidden_first=hidden_first)
     weights = {piece.key: target.weights[piece.key] for pieces in places.values() for piece in pieces}
-    method = {"method": "mtp", "num_speculative_tokens": source.num_speculative_tokens}
     options = ("--no-enable-prefix-caching",) if target.config.model_type.startswith(HYBRID) else ()
     return ExportLayout(
         config=read_json(target.folder / "config.json", "config of the target"),
         weights=weights,
         expected={name: stored.shape for name, stored in weights.items()},
-        serve=vllm_command(source, method, *options, model=OUT),
+        serve=vllm_command(source, "mtp", *options, stitched=True),
         notes=(
             "The folder is the target with new MTP weights, in the dtype of the old ones; it shares files with the target's "
             "folder, so change neither in place.",

@@ -15,6 +15,7 @@ from typing import Any
 
 from configs.runtime.errors import InputError
 from heads.formats.importing.external import ExternalDraft
+from heads.formats.layout import renamed
 from heads.target.checkpoint_files import Weights, zeros
 
 KINDS = ("mlp", "prefix-mlp")
@@ -67,7 +68,7 @@ def _named(weights: Weights) -> Weights:
     """Return the tensors under our names; those of no known name keep theirs, and are complained of later."""
     places = {(int(found[1]), int(found[2])) for name in weights if (found := BLOCK.match(name))}
     order = {place: sum(head == place[0] and number < place[1] for head, number in places) for place in places}
-    return {_name(name, order): stored for name, stored in weights.items() if name not in NEVER_READ}
+    return renamed({_name(name, order): stored for name, stored in weights.items() if name not in NEVER_READ}, RENAMED)
 
 
 def _name(name: str, order: Mapping[tuple[int, int], int]) -> str:
@@ -78,9 +79,6 @@ def _name(name: str, order: Mapping[tuple[int, int], int]) -> str:
         return f"blocks.{head}.blocks.layers.{block - 1}.{leaf}" if part == "linear" else name
     if found := OUTPUT.match(name):
         return f"lm_heads.{found[1]}.{found[2]}"
-    for theirs, ours in RENAMED:
-        if name.startswith(theirs):
-            return ours + name.removeprefix(theirs)
     return name
 
 
