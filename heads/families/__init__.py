@@ -2,7 +2,3 @@
 
 docs/adding-a-head-family.md adds one step by step.
 """
-
-from heads.families.registry import FAMILIES, serve
-
-__all__ = ["FAMILIES", "serve"]

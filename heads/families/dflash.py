@@ -78,12 +78,9 @@ class DFlash(HeadBase):
             cache.update(*cast(DraftLayer, layer).self_attn.keys_values(context_BTD, rotation), number)
 
     def fill(self, pending_B: Tensor, positions_B: Tensor, cache: RowCache) -> Tensor:
-        """Return the final, normed states `[B, S, D]` of a block.
+        """Return the final, normed states `[B, S, D]` of a block, whose slot 0 holds the pending token at these positions.
 
-        Args:
-            pending_B: the token in slot 0.
-            positions_B: where it stands, also in the cache, whose `place` was called for the block.
-            cache: holds the context before it.
+        The cache holds the context before it; its `place` was called for the block.
         """
         positions_BS = self._block_positions(positions_B)
         states_BSD = self.embed(self._block_ids(pending_B))
@@ -142,11 +139,7 @@ class BlockDrafter(FeatureProposer):
 
 
 def resolved(settings: DFlashSettings, target: PreTrainedModel) -> DFlashSettings:
-    """Return the settings with nothing left open that depends on the target.
-
-    Raises:
-        InputError: a default that does not exist on this target, or a mask token that it does not have.
-    """
+    """Return the settings with nothing left open that depends on the target."""
     taps = list(default_taps(target)) if settings.taps is None else settings.taps
     return settings.model_copy(update={"taps": taps, "mask_token_id": mask_token(settings.mask_token_id, target)})
 

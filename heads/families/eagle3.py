@@ -45,11 +45,6 @@ from heads.target.hidden_states import TargetStates, final_norm_scale, num_block
 class EagleBody(HeadBase):
     """Fused taps, layers, the norm after them and the output head.
 
-    Args:
-        settings: of the family.
-        target: whose states are read; its embedding is borrowed.
-        vocabulary: the tokens the head can propose; None: all of the target's.
-
     Raises:
         InputError: the target has too few blocks for the default taps, or no block to start from as asked.
     """

@@ -102,14 +102,7 @@ class Hydra(HeadsByDepth):
 
 
 class GroundedBlocks(nn.Module):
-    """R z + SiLU(W z + b) of a state and embeddings side by side, then residual blocks
-    (`heads.families.medusa.ResidualBlocks`).
-
-    Args:
-        width: of the state, of each embedding and of the result.
-        num_parts: the state and so many embeddings less one.
-        num_layers: residual blocks.
-    """
+    """R z + SiLU(W z + b) of `num_parts` side by side, a state and embeddings, then residual blocks."""
 
     def __init__(self, width: int, num_parts: int, num_layers: int) -> None:
         super().__init__()

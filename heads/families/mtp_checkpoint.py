@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from safetensors import safe_open
@@ -30,8 +30,7 @@ class Naming:
     """How a family of checkpoints names a module's tensors; `{k}` is its number, `{n}` the same counted on from the blocks.
 
     Args:
-        families: who uses it.
-        prefix: of every tensor of a module.
+        families, prefix: who uses it, and with what every tensor of a module begins.
         parts: by our name of a part (`heads.families.mtp.MtpLayer`), theirs.
         hidden_first: the projection reads [state ; embedding].
         reads: which of the target's last states these modules were trained on, and are given by engines.
@@ -102,13 +101,7 @@ BLOCK_BYTES = 2**23  # written at a time
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPart:
-    """A checkpoint's tensor, and where it stands in one of ours.
-
-    Args:
-        key: its name in the checkpoint.
-        index: of the part of our tensor that it is.
-        swapped: its two halves of columns are the other way round.
-    """
+    """A checkpoint's tensor, the part of ours that it is, and whether its two halves of columns are the other way round."""
 
     key: str
     index: tuple[int | slice, ...] = ()
@@ -120,14 +113,7 @@ class TensorPart:
 
 
 class NativeMtp:
-    """The MTP tensors in a checkpoint's folder.
-
-    Args:
-        folder: with `config.json` and safetensors files.
-
-    Raises:
-        InputError: the folder cannot be read, or holds no MTP weights of a known naming.
-    """
+    """The MTP tensors in a checkpoint's folder; an InputError where it holds none of a known naming."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -163,9 +149,8 @@ class NativeMtp:
         A tensor that is the checkpoint's own, rounded to another dtype, leaves the checkpoint's as it was.
 
         Args:
-            tensors: all of ours by name, as for `read`.
+            tensors, hidden_first: ours, as for `read`.
             out: the folder to make.
-            hidden_first: the order in which our projection reads.
 
         Raises:
             InputError: `out` exists already or cannot be written; or see `read`.
@@ -200,12 +185,8 @@ class NativeMtp:
         """Return where each of our tensors lies, after checking that all of them and nothing else is in the checkpoint.
 
         Args:
-            ours: as for `read`; only shapes are looked at.
-            hidden_first: the order in which our projection reads.
+            ours, hidden_first: as for `read`; only shapes are looked at.
             without: tensors of the checkpoint that need no place.
-
-        Raises:
-            InputError: see `read`.
         """
         swapped = hidden_first != self.naming.hidden_first
         places = {name: self._pieces(name, tuple(value.shape), swapped=swapped) for name, value in ours.items()}
@@ -264,8 +245,7 @@ class NativeMtp:
 
     def _value(self, key: str) -> Tensor:
         with safe_open(self.folder / self._files[key], "pt") as file:
-            value: Tensor = file.get_tensor(key)
-        return value
+            return cast(Tensor, file.get_tensor(key))
 
     def _shape(self, key: str) -> list[int]:
         with safe_open(self.folder / self._files[key], "pt") as file:

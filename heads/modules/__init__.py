@@ -2,7 +2,3 @@
 
 Start with `interface.HeadModule`, then `layers.DraftHead`.
 """
-
-from heads.modules.interface import Batch, Depth, Family, HeadModule
-
-__all__ = ["Batch", "Depth", "Family", "HeadModule"]

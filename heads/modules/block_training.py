@@ -76,13 +76,7 @@ def choose_anchors(batch: Batch, limit: int | None) -> Anchors:
 
 
 class BlockKeys:
-    """What the blocks of a batch see beside themselves, the same for every layer.
-
-    Args:
-        context_BTD: made of the target's states; every layer makes its own keys and values of it.
-        rotation: of its positions.
-        visible_BAT: bool, which of its positions each block sees.
-    """
+    """What blocks see beside themselves: the positions of a context that `visible_BAT` (bool) says, turned by `rotation`."""
 
     def __init__(self, context_BTD: Tensor, rotation: Rotation, visible_BAT: Tensor) -> None:
         self.context_BTD, self.rotation, self.visible_BAT = context_BTD, rotation, visible_BAT
@@ -137,9 +131,7 @@ def _mix(q_BNXH: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tens
 def _drawn(rows_N: Tensor, documents_N: Tensor) -> tuple[Tensor, Tensor]:
     """Return the rank of each possible anchor in a random order of its conversation's, and how many that has.
 
-    Args:
-        rows_N: rising.
-        documents_N: rising within a row; a conversation is a document of a row.
+    Rows rise, and so do documents within a row; a conversation is a document of a row.
     """
     changes_N = torch.ones_like(rows_N)
     changes_N[1:] = (rows_N[1:] != rows_N[:-1]) | (documents_N[1:] != documents_N[:-1])

@@ -60,9 +60,7 @@ class CacheLayer:
 class Surroundings:
     """What the target puts around one of its blocks.
 
-    Args:
-        target: the model.
-        number: of the block, from 0; it decides the kind of attention where there are several.
+    The block's number, from 0, decides the kind of attention where there are several.
 
     Raises:
         InputError: there is no such block, the target has no rotary embedding that draftsmith knows, or the block gives
@@ -102,8 +100,7 @@ class Surroundings:
 
         Args:
             block: the target's or a copy.
-            states_BTD: what it reads.
-            positions_BT: for the rotary embedding.
+            states_BTD, positions_BT: what it reads, and where.
             visible_B1TS: bool, which keys each position sees, in the order in which `keys` gives them.
             keys: where keys and values go and come from; None: they are those of `states_BTD`.
         """

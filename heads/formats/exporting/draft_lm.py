@@ -78,11 +78,7 @@ def _folder(source: Source, serve: Callable[[str], str], notes: tuple[str, ...])
 
 
 def _head_that_keeps_to_its_vocabulary(source: Source) -> LazyTensor:
-    """Return the draft's whole output head without the tokens it was not trained for.
-
-    Raises:
-        InputError: the head is under an unknown name.
-    """
+    """Return the draft's whole output head without the tokens it was not trained for."""
     head = source.weights.get(HEAD) or source.weights.get(EMBEDDING)
     if head is None or source.vocabulary is None:
         raise InputError(f"it holds neither {HEAD} nor {EMBEDDING}, of which the rows of other tokens are to be replaced")

@@ -24,11 +24,11 @@ def export(
     """Write an artifact as a folder that an engine loads, with the line that serves it.
 
     Args:
-        source: the artifact (`heads.formats.exporting.source.read_source`).
+        source: the artifact.
         engine: a key of `heads.formats.exporting.table.FORMS`.
         out: the folder to make.
         allow_target_mismatch: the target's weights may be others than those trained for.
-        served_from: the path at which engines will find the folder, where that is not `out`.
+        served_from: the path at which engines will find the folder; None: `out`.
 
     Raises:
         InputError: `out` exists, the target is another one, the engine cannot hold the draft, or the artifact's tensors are

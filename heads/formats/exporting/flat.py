@@ -28,11 +28,7 @@ TENSORRT_NOTE = "Older releases of TensorRT-LLM call the key speculative_model_d
 
 
 def block_ids(source: Source) -> list[int]:
-    """Return the taps as ids of blocks whose output they are.
-
-    Raises:
-        InputError: one of them is the embedding.
-    """
+    """Return the taps as ids of blocks whose output they are; an InputError where one of them is the embedding."""
     taps: list[int] = list(source.settings.taps or ())
     if 0 in taps:
         raise InputError("it reads h_0, the embedding output, and this form names only what comes out of a block")
@@ -54,10 +50,7 @@ def tensorrt_eagle(source: Source) -> ExportLayout:
 def sglang_command(source: Source, algorithm: str, tokens: int | None) -> Callable[[str], str]:
     """Return what gives the line that serves a target with a draft in SGLang, by the draft's folder.
 
-    Args:
-        source: names the target.
-        algorithm: SGLang's name of how the draft works.
-        tokens: drafts a round, in a chain; None: the draft has a number of its own.
+    `algorithm` is SGLang's name of how the draft works, `tokens` drafts a round in a chain; None: it has a number of its own.
     """
     words = ["python", "-m", "sglang.launch_server", "--model-path", source.target.name, "--speculative-algorithm", algorithm]
     chain: list[str] = []
@@ -154,19 +147,17 @@ def sglang_dflash(source: Source) -> ExportLayout:
         "block_size": settings.block_size,
         "dflash_config": {"mask_token_id": settings.mask_token_id, "target_layer_ids": block_ids(source)},
     }
-    serve = sglang_command(source, "DFLASH", None)  # a block has its own length
-    notes = (UNTRIED, *_whole_vocabulary(source, "SGLang"))
     return ExportLayout(
-        config=config, weights=source.body(), expected=speculators.dflash_shapes(source), serve=serve, notes=notes
+        config=config,
+        weights=source.body(),
+        expected=speculators.dflash_shapes(source),
+        serve=sglang_command(source, "DFLASH", None),  # a block has its own length
+        notes=(UNTRIED, *_whole_vocabulary(source, "SGLang")),
     )
 
 
 def transformers_dflash(source: Source) -> ExportLayout:
-    """Return DFlash as transformers 5.23 decodes it natively.
-
-    Raises:
-        InputError: it reads the last block's state, which transformers hands out after the final norm.
-    """
+    """Return DFlash as transformers 5.23 decodes it natively."""
     settings, last = source.settings, num_blocks(source.target.model)
     if last in (settings.taps or ()):
         raise InputError(f"it reads h_{last}, the last block's state, and transformers hands that out after the final norm")

@@ -38,11 +38,7 @@ def draft_lm(source: Source) -> ExportLayout:
 
 
 def eagle3(source: Source) -> ExportLayout:
-    """Return EAGLE-3 for llama.cpp.
-
-    Raises:
-        InputError: it has more than one layer, norms that llama.cpp does not know, or other than three taps.
-    """
+    """Return EAGLE-3 for llama.cpp: with one layer, three taps and none of the norms that it does not know."""
     settings = source.settings
     if settings.num_layers != 1:
         raise InputError(f"it has {settings.num_layers} layers, and llama.cpp's converter knows EAGLE-3 with one")
@@ -74,11 +70,7 @@ def _converted(source: Source, layout: ExportLayout, kind: str, notes: tuple[str
 
 
 def find_converter() -> Path:
-    """Return llama.cpp's converter.
-
-    Raises:
-        InputError: it is not there.
-    """
+    """Return llama.cpp's converter; an InputError where it is not there."""
     named = os.environ.get(VARIABLE)
     converter = (Path(named) if named else downloads_folder() / "venvs" / "llama_cpp" / "source") / CONVERTER
     if not converter.is_file():

@@ -27,11 +27,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf", ".index.json")
 
 
 def vllm(source: Source) -> ExportLayout:
-    """Return the target with the modules in it where it has places for them, else MiMo's layout beside it.
-
-    Raises:
-        InputError: see `heads.formats.exporting.stitched.stitched` and `mimo`; or the head does what vLLM does not.
-    """
+    """Return the target with the modules in it where it has places for them, else MiMo's layout beside it."""
     settings: MtpSettings = source.settings
     source.check_head_is_the_targets("vLLM")
     if not settings.shared_depths and settings.num_depths > 1:
@@ -42,11 +38,7 @@ def vllm(source: Source) -> ExportLayout:
 
 
 def mimo(source: Source) -> ExportLayout:
-    """Return MiMo's layout in a folder of its own.
-
-    Raises:
-        InputError: the target is of another family than those tried, or the head reads another state than vLLM gives it.
-    """
+    """Return MiMo's layout in a folder of its own, for a target of the families tried."""
     _, family = _checked(source, "vLLM"), source.target.config.model_type
     if family not in BORROWERS:
         raise InputError(f"vLLM has no MTP for a {family} target whose checkpoint has no MTP weights of its own")
@@ -74,12 +66,7 @@ def mimo(source: Source) -> ExportLayout:
 
 
 def transformers(source: Source) -> ExportLayout:
-    """Return a copy of the target's folder with MTP modules in it, for `generate(use_mtp=True)`.
-
-    Raises:
-        InputError: the target is of another family than those tried, has MTP weights already, or the head does what
-            transformers does not.
-    """
+    """Return a copy of the target's folder with MTP modules in it, for `generate(use_mtp=True)`."""
     settings, target = _checked(source, "transformers"), source.target
     family = target.config.model_type
     if family not in TRANSFORMERS_FAMILIES:

@@ -30,23 +30,14 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 @dataclass(frozen=True)
 class TargetFolder:
-    """A target's folder.
-
-    Args:
-        folder: with `config.json` and safetensors files.
-        name: the target's place as an engine is given it: a Hub id or the folder.
-    """
+    """A target's folder, and its name as an engine is given it: a Hub id or the folder."""
 
     folder: Path
     name: str
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        """The target without weights.
-
-        Raises:
-            InputError: the folder holds no config of a causal LM that transformers knows.
-        """
+        """The target without weights; an InputError where the folder holds no config of a causal LM."""
         try:
             config = AutoConfig.from_pretrained(self.folder, local_files_only=True)
             with torch.device("meta"):
@@ -76,32 +67,20 @@ class TargetFolder:
         return read_weights(self.folder)
 
     def head(self) -> LazyTensor:
-        """Return the weights of its output head.
-
-        Raises:
-            InputError: the folder keeps them under no known name.
-        """
+        """Return the weights of its output head; an InputError where the folder keeps them under no known name."""
         for name in (HEAD, EMBEDDING) if self.config.tie_word_embeddings else (HEAD,):
             if name in self.weights:
                 return self.weights[name]
         raise InputError(f"{self.folder} holds neither {HEAD} nor, with tied embeddings, {EMBEDDING}")
 
     def embedding(self) -> LazyTensor:
-        """Return its embedding.
-
-        Raises:
-            InputError: the folder keeps it under no known name.
-        """
+        """Return its embedding; an InputError where the folder keeps it under no known name."""
         if EMBEDDING not in self.weights:
             raise InputError(f"{self.folder} holds no {EMBEDDING}")
         return self.weights[EMBEDDING]
 
     def check_plain(self) -> None:
-        """Refuse a target whose embedding or head engines would not share with a draft as they are shared here.
-
-        Raises:
-            InputError: its embedding is scaled, or its head has a bias: engines give drafts the weights only.
-        """
+        """Refuse a target with a scaled embedding, or a head with a bias: engines give drafts the weights only."""
         embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         if type(embedding) is not nn.Embedding:
             raise InputError(
@@ -116,8 +95,7 @@ class Source:
     """An artifact to be exported.
 
     Args:
-        folder: of the artifact.
-        metadata: its checked `draftsmith.json`.
+        folder, metadata: of the artifact.
         settings: of the head's family (`configs.schema.heads`); None for a draft LM.
         weights: its tensors, in the dtype to be written.
         vocabulary: the tokens it can propose; None: all of the target's.
@@ -188,11 +166,7 @@ class Source:
         )
 
     def check_head_is_the_targets(self, engine: str) -> None:
-        """Refuse a draft whose output head an engine would replace by the target's.
-
-        Raises:
-            InputError: the head was trained.
-        """
+        """Refuse a draft whose output head was trained, for an engine that would replace it by the target's."""
         if self.settings.train_head:
             raise InputError(f"its output head was trained (head.train_head), and {engine} drafts with the target's")
 
@@ -203,8 +177,7 @@ def read_source(
     """Read an artifact's metadata, and where its weights are.
 
     Args:
-        folder: of the artifact.
-        target: what it was trained for.
+        folder, target: of the artifact, and what it was trained for.
         num_speculative_tokens: drafts a round; None: the artifact's number, of DFlash a whole block.
         dtype: to write; None: as they are.
 
@@ -213,9 +186,8 @@ def read_source(
     """
     metadata = read_metadata(folder)
     weights = {name: stored.cast(dtype) for name, stored in read_weights(folder).items()}
-    vocabulary = None
-    if metadata.draft_vocabulary == "reduced":
-        vocabulary = read_draft_vocabulary(folder / VOCABULARY_FILE)
+    reduced = metadata.draft_vocabulary == "reduced"
+    vocabulary = read_draft_vocabulary(folder / VOCABULARY_FILE) if reduced else None
     settings = None
     if metadata.kind != "draft_lm":
         if metadata.kind not in FAMILIES:

@@ -24,11 +24,7 @@ VERSION = "0.9.0"
 
 
 def eagle(source: Source) -> ExportLayout:
-    """Return EAGLE-3 or P-EAGLE.
-
-    Raises:
-        InputError: the target's embedding or head is not one that engines share with a draft.
-    """
+    """Return EAGLE-3 or P-EAGLE."""
     source.target.check_plain()
     settings: EagleSettings = source.settings
     kind, taps, shape = source.metadata.kind, list(settings.taps or ()), source.shape
@@ -90,11 +86,7 @@ def eagle_shapes(source: Source) -> Shapes:
 
 
 def dflash(source: Source) -> ExportLayout:
-    """Return DFlash.
-
-    Raises:
-        InputError: the target's embedding or head is not one that engines share with a draft.
-    """
+    """Return DFlash."""
     source.target.check_plain()
     settings: DFlashSettings = source.settings
     layers = layer_config(source.shape, "qwen3", settings.num_layers, source.target.vocab_size)
@@ -132,11 +124,7 @@ def dflash_shapes(source: Source) -> Shapes:
 
 
 def mtp(source: Source) -> ExportLayout:
-    """Return MTP as speculators trains it: one module, applied again and again, on a Qwen3 target.
-
-    Raises:
-        InputError: a head that it cannot hold.
-    """
+    """Return MTP as speculators trains it: one module, applied again and again, on a Qwen3 target; others are refused."""
     if source.target.config.model_type != "qwen3":
         raise InputError(f"speculators knows MTP for Qwen3 and later targets, got {source.target.config.model_type}")
     if not source.settings.shared_depths:
@@ -180,8 +168,7 @@ def vllm_command(source: Source, method: str, *options: str, stitched: bool = Fa
 
     Args:
         source: names the target.
-        method: vLLM's name of how the draft works; `more` goes beside it.
-        options: further words of the line.
+        method: vLLM's name of how the draft works; `more` goes beside it, `options` into the line.
         stitched: the folder is the target, with the draft in it.
     """
 

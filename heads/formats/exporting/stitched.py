@@ -41,12 +41,7 @@ class LoadedAtUse(Mapping[str, Tensor]):
 
 
 def stitched(source: Source) -> ExportLayout:
-    """Return the target's checkpoint with the head's modules in the place of its own.
-
-    Raises:
-        InputError: the head reads other states than vLLM gives in that family, or the checkpoint has another number of
-            modules, names that vLLM does not read, or tensors for which the head has none.
-    """
+    """Return the target's checkpoint with the head's modules in the place of its own, where vLLM runs them as trained."""
     target = source.target
     native = NativeMtp(target.folder)
     if native.naming.families == OURS:

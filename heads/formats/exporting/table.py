@@ -47,11 +47,7 @@ PATH_WORDS = ("eagle-", "eagle3", "dflash", "dspark")
 
 
 def form_of(engine: str, kind: str) -> Form:
-    """Return how a kind of draft is written for an engine.
-
-    Raises:
-        InputError: it is not; with the reason, and what takes the kind instead.
-    """
+    """Return how a kind of draft is written for an engine; an InputError says why it is not, and what takes it instead."""
     forms = FORMS[engine]
     if kind in forms:
         return forms[kind]
@@ -61,11 +57,7 @@ def form_of(engine: str, kind: str) -> Form:
 
 
 def check_path(engine: str, kind: str, path: str) -> None:
-    """Refuse a folder whose name makes vLLM load the draft as something else.
-
-    Raises:
-        InputError: a word in the path that stands for another method.
-    """
+    """Refuse a folder whose path has a word in it that makes vLLM load the draft as something else."""
     if engine != "vllm" or kind in ("eagle3", "peagle", "dflash"):
         return
     found = [word for word in PATH_WORDS if word in path.lower()]

@@ -45,11 +45,7 @@ class ExternalDraft:
     placed: Callable[[Shapes], Weights] | None = None
 
     def checked_settings(self, **more: Any) -> Any:
-        """Return the family's settings, with further ones.
-
-        Raises:
-            InputError: a value that the family does not take.
-        """
+        """Return the family's settings, with further ones; an InputError names a value that the family does not take."""
         try:
             return FAMILIES[self.kind].settings.model_validate(dict(self.settings) | {"kind": self.kind} | more)
         except ValidationError as error:

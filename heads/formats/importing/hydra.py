@@ -31,11 +31,7 @@ RENAMED = (
 
 
 def read_hydra(config: Mapping[str, Any], weights: Weights) -> ExternalDraft:
-    """Return published Hydra heads under our names.
-
-    Raises:
-        InputError: heads of a kind that ours are not.
-    """
+    """Return published Hydra heads under our names; an InputError names what ours do not do."""
     kind, num_heads, num_blocks = config.get("hydra_head_arch", "mlp"), config["hydra_num_heads"], config["hydra_num_layers"]
     if kind not in KINDS:
         raise InputError(f"its heads are of the kind {kind!r} (hydra_head_arch), draftsmith has {' and '.join(KINDS)}")

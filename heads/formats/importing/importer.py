@@ -35,7 +35,7 @@ DEFAULT_TOKENS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """A external draft that fits a target.
+    """An external draft that fits a target.
 
     Args:
         settings: of its family, nothing left open.
@@ -51,11 +51,7 @@ class Fitted:
 
 
 def fit(external: ExternalDraft, target: PreTrainedModel) -> Fitted:
-    """Fit an imported draft to a target.
-
-    Args:
-        external: as `heads.formats.importing.reading.read_external` tells it.
-        target: what it was trained for.
+    """Fit an imported draft (`heads.formats.importing.reading.read_external`) to the target it was trained for.
 
     Raises:
         InputError: it has layers or an embedding that our heads cannot have, wrong offsets, or tensors that are missing,
@@ -93,19 +89,7 @@ def write_artifact(
     num_speculative_tokens: int,
     provenance: dict[str, Any],
 ) -> None:
-    """Write a fitted draft as an artifact.
-
-    Args:
-        fitted: the draft.
-        out: the folder to make.
-        identity: who the target is.
-        vocab_size: V.
-        num_speculative_tokens: drafts a round.
-        provenance: where it comes from.
-
-    Raises:
-        InputError: `out` exists or cannot be written.
-    """
+    """Write a fitted draft as an artifact, in a folder that must not exist; `vocab_size` is V."""
     if out.exists():
         raise InputError(f"{out} exists already; give a new folder")
     vocabulary = fitted.vocabulary
@@ -148,11 +132,7 @@ def _take_vocabulary(weights: Weights, target: PreTrainedModel) -> DraftVocabula
 
 
 def _settle_embedding(external: ExternalDraft, weights: Weights, target: PreTrainedModel) -> dict[str, bool]:
-    """Take a copy of the target's embedding out of the tensors; return whether the head has one of its own.
-
-    Raises:
-        InputError: it is no copy, and the family's heads have none of their own.
-    """
+    """Take a copy of the target's embedding out of the tensors; return whether the head has one of its own."""
     stored = weights.get(EMBEDDING)
     if stored is None:
         return {}
@@ -196,11 +176,7 @@ def _same(stored: LazyTensor, own: Tensor) -> bool:
 
 
 def drafts_a_round(external: ExternalDraft, asked: int | None, settings: Any) -> int:
-    """Return how many tokens to draft a round: as asked, else as in the draft's config, else 3, and no more than it can.
-
-    Raises:
-        InputError: more were asked for than the head has.
-    """
+    """Return how many tokens to draft a round: as asked (an InputError where it cannot), else by its config, else 3 at most."""
     longest = settings.longest_draft
     if asked is not None and longest is not None and asked > longest:
         raise InputError(f"num_speculative_tokens {asked}: the draft proposes at most {longest} tokens a round")

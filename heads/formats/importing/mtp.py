@@ -26,8 +26,7 @@ def read_native(folder: Path, weights: Weights, reads: str | None) -> ExternalDr
     """Return a checkpoint's MTP modules under our names.
 
     Args:
-        folder: of the checkpoint.
-        weights: all its tensors.
+        folder, weights: of the checkpoint.
         reads: which of the target's last states they were trained on; None: as the naming says of a whole checkpoint, and after
             the final norm where the modules stand alone (`heads.formats.exporting.mtp.mimo` writes such, whatever their
             naming).
@@ -52,11 +51,7 @@ def read_native(folder: Path, weights: Weights, reads: str | None) -> ExternalDr
 
 
 def _placed(native: NativeMtp, weights: Weights, own: Shapes) -> Weights:
-    """Return the tensors by our names and shapes.
-
-    Raises:
-        InputError: some are missing, of another shape, or have no place in our module.
-    """
+    """Return the tensors by our names and shapes."""
     like = {name: torch.empty(shape, device="meta") for name, shape in own.items() if name.startswith("layers.")}
     biases = [name for name in weights if "mtp" in name and name.endswith("_proj.bias")]
     zero_biases = {name for name in biases if not weights[name].load().any()}
@@ -68,8 +63,6 @@ def _joined(pieces: list[TensorPart], weights: Weights, shape: tuple[int, ...]) 
     dtype = weights[pieces[0].key].dtype
 
     def load() -> Tensor:
-        if len(pieces) == 1:
-            return pieces[0].turned(weights[pieces[0].key].load())
         whole = torch.empty(shape, dtype=dtype)
         for piece in pieces:
             whole[piece.index] = piece.turned(weights[piece.key].load())

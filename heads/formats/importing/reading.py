@@ -114,9 +114,8 @@ def _eagle_settings(
         "num_layers": layer.get("num_hidden_layers", 1),
         "norm_taps": config.get("fc_norm") or False,
         "norm_joined_taps": config.get("norm_before_fc") or None,
-        "norm_before_residual": config.get(
-            "norm_before_residual", normed_by_default
-        ),  # what vLLM 0.32 takes where it is missing
+        # Where it is missing, what vLLM 0.32 takes.
+        "norm_before_residual": config.get("norm_before_residual", normed_by_default),
     }
 
 

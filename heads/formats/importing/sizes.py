@@ -30,7 +30,7 @@ def own_layer(layer: Mapping[str, Any], kind: str, target: PreTrainedModel) -> d
         target: what it was trained for.
 
     Raises:
-        InputError: layers that our heads cannot be; with all that stands in the way.
+        InputError: layers that our heads cannot be.
     """
     given = {key: value for key, value in layer.items() if key not in IGNORED}
     try:
