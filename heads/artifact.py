@@ -132,7 +132,6 @@ def load_draft(
     Args:
         folder: the artifact, or its name on the Hub (`heads.hub.locate_artifact`).
         identity: who the target at hand is.
-        target: the target's model.
         allow_target_mismatch: make the refusal of another target a warning. Another tokenizer stays refused.
         device: where a draft LM is to run (`heads.proposers.cross_device`); None: where the target is.
 
@@ -242,11 +241,6 @@ def _load_draft_lm(
 
 
 def _device(name: str | None, target: PreTrainedModel) -> torch.device:
-    """Return the device of a name, the target's where there is none.
-
-    Raises:
-        InputError: it is no name of a device, or the machine lacks that device.
-    """
     if name is None:
         return target.device
     try:

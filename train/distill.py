@@ -18,7 +18,6 @@ from configs.schema.training import DistillConfig
 
 
 def main(config: DistillConfig) -> int:
-    """Load the target and the conversations, train, and write the outcome."""
     from train.launch import run_distillation
 
     return run_distillation(config)

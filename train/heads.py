@@ -19,7 +19,6 @@ from configs.schema.training import HeadsConfig
 
 
 def main(config: HeadsConfig) -> int:
-    """Load the target and the conversations, train, and write the outcome."""
     from train.launch import run_heads
 
     return run_heads(config)

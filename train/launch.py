@@ -126,7 +126,6 @@ def make_workers(schedule: ScheduleConfig) -> Workers | None:
 def make_training_loader(
     config: DistillConfig | HeadsConfig, dataset: ConversationDataset, workers: Workers | None = None
 ) -> DataLoader[Batch]:
-    """Return the training batches, a conversation a row or packed."""
     batch_size, seed, length = config.schedule.batch_size, config.schedule.seed, config.data.row_length
     if length is None:
         return make_loader(dataset, batch_size, seed=seed, workers=workers)

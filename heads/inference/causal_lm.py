@@ -58,7 +58,6 @@ def forward_rows(
     """Run a causal LM's backbone on tokens that continue each row at its own position.
 
     Args:
-        model: the causal LM the cache was made for.
         cache: keys and values of positions before `starts`; those of the new tokens are added.
         ids_BT: token ids; column t of row b stands at position `starts[b] + t`.
         starts: first position by row. Anything cached at or after it is overwritten or masked.
@@ -83,7 +82,6 @@ def read_documents(model: PreTrainedModel, ids_BT: Tensor, packed_positions_BT: 
 
     Args:
         model: run without a cache.
-        ids_BT: token ids.
         packed_positions_BT: positions from 0 in each document; None: each row is a single one.
     """
     apart = {} if packed_positions_BT is None else {"position_ids": packed_positions_BT}
@@ -152,11 +150,8 @@ class DecodingForward(Protocol):
         """Return the final, normed hidden states `[B, T, D]`; keys and values are written where `cache` was placed.
 
         Args:
-            ids_BT: token ids.
-            positions_BT: their positions in the text.
             masks: bool `[B or 1, 1, T, S]`, true where a token sees a slot, or a dict of these by layer type; None: the tokens
                 start a text, or each is one that sees every slot.
-            cache: keys and values.
         """
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:

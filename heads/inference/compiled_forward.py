@@ -60,12 +60,7 @@ def run_alike(model: PreTrainedModel, target: PreTrainedModel) -> None:
 
 
 class CompiledForward:
-    """Another forward, run as graphs of fixed shapes (`heads.inference.causal_lm.DecodingForward`).
-
-    Args:
-        inner: what is compiled.
-        device: where the model lives.
-    """
+    """Another forward, run as graphs of fixed shapes (`heads.inference.causal_lm.DecodingForward`)."""
 
     def __init__(self, inner: DecodingForward, device: torch.device) -> None:
         self.inner = inner

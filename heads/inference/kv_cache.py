@@ -79,7 +79,6 @@ class RowLayer(CacheLayerMixin):
             tensor[goal] = tensor[source]
 
     def keep_rows(self, index_B: Tensor) -> None:
-        """Drop all rows but these, in this order."""
         for name in self.stored:
             setattr(self, name, getattr(self, name)[index_B])
 

@@ -73,8 +73,6 @@ def lean_twin(model: PreTrainedModel) -> PreTrainedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class _Block:
-    """One block's weights."""
-
     input_norm_D: Tensor
     qkv: PackedLinear
     qk_norm_MH: Tensor | None  # Qwen3: the norms of queries and keys, by head
@@ -189,7 +187,6 @@ class LeanForward:
 
 
 def _check_family(model: PreTrainedModel) -> None:
-    """Refuse a model that this forward does not know, before its weights are packed."""
     name, known = type(model).__name__, ", ".join(family.__name__.removesuffix("ForCausalLM") for family in FAMILIES)
     if not isinstance(model, FAMILIES):
         raise InputError(f"the lean forward knows {known}, not {name}; set target.forward to transformers")

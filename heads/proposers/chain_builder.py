@@ -29,10 +29,8 @@ class ChainBuilder:
     Args:
         lengths: tokens by row, the pending one included; the first draft stands at that position.
         sampling: the distribution to draft by, and when to stop.
-        rng: random numbers.
         target_ids: the target's ids of draft tokens.
         scatter: puts values of the draft vocabulary at their ids in the target's.
-        keep_logits: keep the raw logits in the proposal.
     """
 
     def __init__(
@@ -95,7 +93,6 @@ class ChainBuilder:
         )
 
     def _decide(self, probs_BW: Tensor) -> None:
-        """Apply the stopping rule to the distribution before anything is drawn from it."""
         if self._rule is None:
             return
         drafts_B, continues_B = self._rule.decide(probs_BW)

@@ -31,8 +31,6 @@ class CrossDeviceProposer:
 
     Args:
         draft: reads tokens only, and is on `device`.
-        device: the draft's.
-        home: the device of the decoder.
     """
 
     taps: Sequence[int] = ()

@@ -121,10 +121,6 @@ class CostRule:
     going on is worth if later distributions are then ignored, so the rule is one step of policy improvement over the fixed
     lengths, and with true costs, calibration and a (of distributions independent of one another) worth no less than the best
     of them. Left out: the value of being able to stop later, which depends on the distribution of confidences.
-
-    Args:
-        costs: the settings.
-        num_drafts: the most drafts of a round.
     """
 
     def __init__(self, costs: CostStopping, num_drafts: int) -> None:

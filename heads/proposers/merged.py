@@ -30,7 +30,6 @@ class MergedDrafts:
 
     Args:
         drafts: two or more, for the same target, not used elsewhere.
-        device: of the proposals.
 
     Raises:
         InputError: there are fewer than two.
@@ -76,7 +75,6 @@ class MergedDrafts:
             draft.keep_rows(rows)
 
     def _for(self, draft: Proposer, states: TargetStates) -> TargetStates:
-        """Return the states with the taps that one draft reads."""
         taps = tuple(states.taps_ABTE[self.taps.index(tap)] for tap in draft.taps)
         return TargetStates(final_BTE=states.final_BTE, taps_ABTE=taps)
 
@@ -117,7 +115,6 @@ def _most_probable(draft: Proposer, tokens: Tokens, tree: Tree | DynamicTreeSpec
 
 
 def _nodes(proposal: Proposal) -> list[Nodes]:
-    """Return a proposal's tokens and parents by row, on the host."""
     if proposal.parents_BN is None:
         rows = zip(proposal.tokens_BG.tolist(), proposal.num_drafted, strict=True)
         return [(row[:count], list(range(count))) for row, count in rows]

@@ -21,7 +21,6 @@ class PromptLookup:
 
     Args:
         longest: tokens in the longest n-gram looked up; shorter ones down to 1 are tried when it has not occurred.
-        device: of the drafts.
     """
 
     taps: Sequence[int] = ()

@@ -82,7 +82,6 @@ class Proposer(Protocol):
         """Take note of how many drafts of the last proposal each row accepted; the target then added one token of its own.
 
         Args:
-            num_accepted: by row.
             states: the target's at the once pending token and the drafts, `[B, 1 + G, ...]`; the first 1 + `num_accepted[b]`
                 of row b belong to committed tokens.
         """
@@ -134,10 +133,8 @@ class TreeProposer(Proposer, Protocol):
         first. The path need not be one of the proposal's: the target may have verified other drafts in the same tree.
 
         Args:
-            tokens: as for `propose`.
             tree: its shape; the proposal is shallower where the draft does not reach as deep.
             drawn_by: draw the children of a token by this distribution, as `tree.candidates` says; None: take the most
                 probable. A `DynamicTreeSpec` cannot be drawn: tokens left out for their low probability would be missing from
                 the distribution.
-            rng: random numbers for draws.
         """

@@ -52,7 +52,6 @@ class SelfSpeculation:
     """The target's first blocks as a proposer (`heads.proposers.protocol.TargetReader`).
 
     Args:
-        model: the target.
         num_layers: how many of its blocks draft.
         vocab_size: the target's; padded rows of its head are cut off.
 
@@ -87,10 +86,7 @@ class SelfSpeculation:
         """Run the target (`heads.target.hidden_states.forward_states`), in a round from where drafting has left it.
 
         Args:
-            cache: the target's.
             ids_BT: the prompts; or in a round, each row's pending token and its drafts.
-            starts: first position by row.
-            taps: none.
             attention: None; only chains are drafted.
 
         Raises:

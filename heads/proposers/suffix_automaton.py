@@ -43,7 +43,6 @@ class SuffixAutomaton:
         self._clock = 0
 
     def __len__(self) -> int:
-        """Return the number of states."""
         return len(self._next)
 
     def extend(self, end: int, token: int) -> int:

@@ -49,7 +49,6 @@ class SuffixLookup:
     """Suffix lookup as a proposer (`heads.proposers.protocol.LearningProposer`). The memory is kept from batch to batch.
 
     Args:
-        device: of the drafts.
         min_share: a draft ends before the token that makes its probability, by the counts, less than this.
         drafts_per_matched: the most drafts for each token of the match, rounded up: longer matches agree for longer.
         memory_tokens: how many tokens of earlier answers are kept, the newest; 0: none.
@@ -107,7 +106,6 @@ class SuffixLookup:
         self._rows = [self._rows[row] for row in rows]
 
     def _read(self, row: _Row, tokens: Sequence[int]) -> None:
-        """Read the tokens that were committed since the last round."""
         for token in tokens:
             row.end = row.own.extend(row.end, token)
             row.past = self._memory.follow(row.past, token)
@@ -121,7 +119,6 @@ class SuffixLookup:
         return self._walk(row.own, own, num_tokens)
 
     def _walk(self, automaton: SuffixAutomaton, match: Match, num_tokens: int) -> list[int]:
-        """Return the most frequent continuation of a match."""
         drafts: list[int] = []
         share = 1.0
         longest = min(num_tokens, math.ceil(match.length * self.drafts_per_matched))

@@ -68,10 +68,8 @@ def tree_builder(
     """Return the builder for a tree.
 
     Args:
-        tree: its shape.
         lengths: tokens by row, the pending one included; the first drafts stand at that position.
         drawn_by: the distribution to draw by; None: take the most probable tokens.
-        rng: random numbers for draws.
         target_ids: the target's ids of draft tokens.
         scatter: puts values of the draft vocabulary at their ids in the target's.
 
@@ -96,7 +94,6 @@ class StaticTreeBuilder:
         self._drafted: list[Tensor] = []
 
     def add(self, logits_BMW: Tensor) -> Frontier | None:
-        """See `TreeBuilder.add`."""
         level = self._levels[len(self._drafted)]
         candidates_BMC = self.target_ids(self._choose(logits_BMW, level))
         candidates_BMC = candidates_BMC.expand(-1, level.num_parents, -1)
@@ -108,7 +105,6 @@ class StaticTreeBuilder:
         return Frontier(tokens_BM=tokens_BP[:, level.continued], origins_BM=origins_M.expand(self.num_rows, -1))
 
     def proposal(self) -> Proposal:
-        """See `TreeBuilder.proposal`."""
         tokens_BN = torch.cat(self._drafted, 1)
         parents_N = torch.tensor(self.tree.parents, device=tokens_BN.device)
         return Proposal(
@@ -183,7 +179,6 @@ class DynamicTreeBuilder:
         self._frontier_rows_BM: Tensor | None = None
 
     def add(self, logits_BMW: Tensor) -> Frontier | None:
-        """See `TreeBuilder.add`."""
         children = min(self.tree.width, logits_BMW.shape[-1])
         logs_BMC, ids_BMC = logits_BMW.float().log_softmax(-1).topk(children, dim=-1)
         before_BM, rows_BM = self._frontier(logits_BMW)
@@ -202,7 +197,6 @@ class DynamicTreeBuilder:
         return Frontier(tokens_BM=tokens_BP.gather(1, best_BM), origins_BM=best_BM // children)
 
     def proposal(self) -> Proposal:
-        """See `TreeBuilder.proposal`."""
         tokens_BP, scores_BP, parents_BP = (torch.cat(parts, 1) for parts in (self._tokens, self._scores, self._parents))
         num_nodes = min(self.tree.num_nodes, scores_BP.shape[1])
         if self.tree.max_depths is not None:  # candidates beyond a row's limit must not displace others
@@ -264,7 +258,6 @@ class _Level:
 
 @lru_cache(maxsize=64)  # every round has the same few trees
 def _levels(tree: Tree) -> list[_Level]:
-    """Return the drafts of a tree depth by depth."""
     levels = []
     for depth in range(1, tree.depth + 1):
         rows = [row for row, each in enumerate(tree.depths) if each == depth]

@@ -55,7 +55,6 @@ class DraftVocabulary:
         return torch.zeros(self.target_vocab_size, dtype=torch.bool).index_fill_(0, self.token_ids_W.cpu(), True)
 
     def to(self, device: torch.device) -> DraftVocabulary:
-        """Return the same vocabulary with its ids on `device`."""
         return DraftVocabulary(token_ids_W=self.token_ids_W.to(device), target_vocab_size=self.target_vocab_size)
 
     def scatter(self, values_BW: Tensor, fill: float) -> Tensor:

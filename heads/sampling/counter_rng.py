@@ -43,9 +43,7 @@ class CounterRNG:
     """The random numbers of one decoding run.
 
     Args:
-        seed: of the run.
         requests: the request's number for each batch row, the same wherever it is decoded.
-        device: of the numbers.
     """
 
     def __init__(self, seed: int, requests: Sequence[int], device: torch.device) -> None:
@@ -56,7 +54,6 @@ class CounterRNG:
         """Return float64 numbers in [0, 1), shaped like `positions_BT`.
 
         Args:
-            role: what they are for.
             positions_BT: positions of the tokens being decided, int64.
             round_B1: the round, as the position of its first draft, int64; required for drafting and accepting.
 

@@ -63,7 +63,6 @@ class Tree:
 
     @property
     def depth(self) -> int:
-        """The length of the longest path."""
         return max(self.depths)
 
     @cached_property
@@ -72,7 +71,6 @@ class Tree:
         return max(map(self.parents.count, self.parents), default=0)
 
     def cut(self, depth: int) -> Tree:
-        """Return the tree down to a depth."""
         if depth >= self.depth:
             return self
         return Tree(self.parents[: sum(0 < each <= depth for each in self.depths)], self.candidates)
@@ -100,7 +98,6 @@ class DynamicTreeSpec:
         return max(self.num_nodes, self.width * (self.depth - 1), self.depth)  # a draft without trees proposes a chain
 
     def cut(self, depth: int) -> DynamicTreeSpec:
-        """Return the tree down to a depth."""
         return replace(self, depth=min(depth, self.depth))
 
 

@@ -50,7 +50,6 @@ class LazyTensor:
 
     Args:
         dtype: of the values that `load` returns.
-        load: reads it.
         blocks: reads it as blocks of rows, one after another; None: it can only be read whole.
     """
 
@@ -72,11 +71,9 @@ class LazyTensor:
         return replace(self, load=lambda: self.load().roll(self.shape[1] // 2, 1), blocks=None)
 
     def rows(self, ids_W: Tensor) -> LazyTensor:
-        """Return some rows of a matrix."""
         return replace(self, shape=(len(ids_W), *self.shape[1:]), load=lambda: self.load()[ids_W], blocks=None)
 
     def reshaped(self, shape: tuple[int, ...]) -> LazyTensor:
-        """Return the same values in another shape."""
         return replace(self, shape=shape, load=lambda: self.load().reshape(shape), blocks=None)
 
     def in_blocks(self) -> Iterator[Tensor]:
@@ -111,7 +108,6 @@ def constant(value: Tensor) -> LazyTensor:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> LazyTensor:
-    """Return a tensor of zeros."""
     return LazyTensor(shape=shape, dtype=dtype, load=lambda: torch.zeros(shape, dtype=dtype))
 
 

@@ -31,7 +31,6 @@ class TargetIdentity:
     chat_template_sha256: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain JSON values."""
         return asdict(self)
 
     @classmethod

@@ -104,7 +104,6 @@ def real_weight(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
     """Return a tensor of a module's state dict with its values, read from memory or disk where they are offloaded.
 
     Args:
-        module: one of the target's.
         name: the tensor's in its state dict.
         tensor: as the state dict has it.
     """
@@ -215,7 +214,6 @@ def _name_of(place: DeviceName | torch.device) -> DeviceName:
 
 
 def _skeleton(path: Path, config: TargetConfig) -> PreTrainedModel:
-    """Return the target without weights."""
     settings = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code, local_files_only=True)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(

@@ -63,7 +63,6 @@ class Progress:
     best_step: int | None = None
 
     def restore(self, saved: SavedProgress) -> None:
-        """Take over the fields of a checkpoint."""
         for name, value in saved:
             setattr(self, name, value)
 
@@ -82,10 +81,8 @@ class Checkpoints:
     """The checkpoints of a run, which all of its processes write and read together.
 
     Args:
-        folder: of all checkpoints.
         accelerator: holds what is saved and restored.
         scheduler: of the learning rate; the training loop steps it, not accelerate.
-        lineage: of the run.
         keep: how many of the newest are kept, at least 1; that of the best step is kept as well.
         progress: of the run; saved, and restored in place.
     """

@@ -41,8 +41,6 @@ class Lineage(Settings):
         """Return the lineage of a run.
 
         Args:
-            accelerator: the run's.
-            schedule: the run's.
             config: the run's config as JSON values.
             contents: hashes of what the config's paths hold, by key: a file may change under its name.
         """

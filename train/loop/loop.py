@@ -72,11 +72,6 @@ def train(
     """Train until the schedule ends, from the newest usable checkpoint in `output` where `schedule.resume` is set.
 
     Args:
-        task: what is trained.
-        loader: the training batches.
-        optimizer_config, schedule: of the run.
-        accelerator: of this process.
-        output: the run's folder.
         config: the whole config as JSON values; a checkpoint of another config is not resumed from.
         contents: hashes of the files that `config` names; nor is one of other files.
 
@@ -93,8 +88,6 @@ def train(
 
 
 class _Training:
-    """A run under way."""
-
     def __init__(
         self,
         task: Task,
@@ -175,7 +168,6 @@ class _Training:
             log.info("resumed from %s", path)
 
     def _open_records(self) -> None:
-        """Open the files of evaluations and of step metrics at the step resumed from."""
         # The evaluation of the last step has no line yet where it is still to be made.
         self.history = History(self.output, done_steps=self.progress.step - (not self.progress.evaluated))
         self.metrics_file = None

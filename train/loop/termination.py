@@ -21,7 +21,6 @@ class StopRequest:
     made: bool = False
 
     def note(self, signal_number: int, frame: FrameType | None) -> None:
-        """Handle the signal."""
         self.made = True
 
 

@@ -32,7 +32,6 @@ class Workload:
 
     @property
     def num_tokens(self) -> float:
-        """Tokens in an epoch."""
         return self.num_conversations * self.mean_tokens
 
 
@@ -49,7 +48,6 @@ class CacheSize:
 
     @property
     def num_bytes(self) -> int:
-        """All of it."""
         return self.bytes_per_row * self.rows
 
 
@@ -70,7 +68,6 @@ def measure_workload(config: PlanConfig, dataset: ConversationDataset | None) ->
 
     Args:
         config: its section workload takes precedence over the data.
-        dataset: of `open_dataset`.
 
     Raises:
         InputError: neither the config nor the data give it.
@@ -114,7 +111,6 @@ def cache_size(config: PlanConfig, models: PlannedModels, work: Workload, datase
 
 
 def cache_layout(config: PlanConfig, target: PreTrainedModel, taps: tuple[int, ...] | None) -> RowLayout:
-    """Return what such a cache keeps of each row."""
     cache = CacheConfig(
         target=config.target,
         data=config.data.train,

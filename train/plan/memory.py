@@ -135,11 +135,7 @@ def needed_bytes(
     """Return the bytes on one accelerator, of a spread target the one that holds the rest as well.
 
     Args:
-        memory: of the recipe.
-        engine: how they are shared out.
-        num_accelerators: over which.
         target_block: bytes of the target's largest block, by which the shares of a spread target differ.
-        accelerators_per_node: over which a target is spread.
         head: whether the draft is a head; see `Sharing.keeps_whole`.
     """
     n = 1 if engine.several is False else num_accelerators
@@ -199,7 +195,6 @@ def target_block_bytes(target: PreTrainedModel) -> int:
 
 
 def _largest_part(memory: Memory, engine: Sharing, *, head: bool) -> str:
-    """Name the largest part that this engine leaves whole."""
     whole_weights, whole_gradients = engine.keeps_whole(head=head)
     parts = {
         "the target's weights": 0 if engine.spreads_target else memory.target_weights,
@@ -237,7 +232,6 @@ def _loss_bytes(config: PlanConfig, models: PlannedModels) -> int:
 
 
 def _held_out_bytes(config: PlanConfig, models: PlannedModels) -> int:
-    """Return the bytes of the target's keys and values while held-out prompts are decoded."""
     text, decode = models.target.config.get_text_config(), config.held_out.decode
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

@@ -38,7 +38,6 @@ def plan_page(config: PlanConfig, *, with_scaling: bool) -> str:
 
 
 def scaling_table(rows: Sequence[Scaled]) -> str:
-    """Return the table of a step on several numbers of accelerators."""
     header = ("accelerators", "engine", "target", "sent by each", "sending", "step", "efficiency", "tokens/s")
     return _table(
         header,
@@ -113,7 +112,6 @@ def _time(plan: Plan) -> str:
 
 
 def _bytes(value: float) -> str:
-    """Return a number of bytes in the unit that suits it, powers of ten."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if value >= size:
             return f"{value / size:.4g} {unit}"
@@ -121,7 +119,6 @@ def _bytes(value: float) -> str:
 
 
 def _rounded(value: float) -> str:
-    """Return a number rounded to three significant digits."""
     return f"{float(f'{value:.3g}'):,.0f}"
 
 

@@ -81,7 +81,6 @@ def scale(
         config: brings the machine; its own number of accelerators does not count here.
         models, times: of one accelerator's work.
         tokens_per_step: of one accelerator.
-        sizes: numbers of accelerators.
     """
     rows, head = [], isinstance(config, PlanHeadsConfig)
     accumulated, trained = config.schedule.gradient_accumulation_steps, WIDE * count(models.draft, trained=True)

@@ -51,7 +51,6 @@ def draft_step(config: PlanConfig, models: PlannedModels, *, length: float, labe
     """Run a step of the draft over one row, and return what it takes.
 
     Args:
-        config: of the recipe.
         models: of the recipe, on the meta device.
         length: tokens of the row, rounded.
         label_share: of the row's tokens; labels stand at its end.
@@ -138,11 +137,7 @@ class _MixedDevices(TorchDispatchMode):
 
 
 class _Casts(TorchFunctionMode):
-    """Runs products in bfloat16 as autocast does, and attention by a fused kernel: torch does neither for the meta device.
-
-    Args:
-        enabled: whether to cast.
-    """
+    """Runs products in bfloat16 as autocast does, and attention by a fused kernel: torch does neither for the meta device."""
 
     def __init__(self, *, enabled: bool) -> None:
         super().__init__()

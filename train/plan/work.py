@@ -33,7 +33,6 @@ class Flops:
 
     @property
     def total(self) -> float:
-        """All parts."""
         return sum(asdict(self).values())
 
 
@@ -72,7 +71,6 @@ def flops_of(config: PlanConfig, models: PlannedModels, work: Workload) -> Flops
 
 
 def draft_columns(config: PlanConfig, models: PlannedModels) -> int:
-    """Return the size of the draft's vocabulary."""
     section = config.head if isinstance(config, PlanHeadsConfig) else config.student
     return section.draft_vocab_size or int(models.target.config.get_text_config().vocab_size)
 
@@ -94,7 +92,6 @@ def step_times(
 
     Args:
         config: brings the machine and its utilisation.
-        models: of the recipe.
         flops: a token.
         tokens_per_step: on one accelerator, padding left out.
         cache_bytes_per_token: read from disk where the recipe learns from a cache.

@@ -51,7 +51,6 @@ def largest_gap(task: HeadTask, module: nn.Module, text: Example, num_drafts: in
     """Decode a prompt, and compare the logits of every draft with those of the training forward.
 
     Args:
-        task: of the run.
         module: the head under its objective; a copy of it drafts.
         text: a prompt and the answer that the head was fitted to; `MORE_TOKENS` more are decoded.
         num_drafts: in a round, no more than the head was trained for.
@@ -71,7 +70,6 @@ def largest_gap(task: HeadTask, module: nn.Module, text: Example, num_drafts: in
 
 
 def _round_gaps(task: HeadTask, head: nn.Module, tokens: Sequence[int], start: int, proposal: Proposal) -> list[float]:
-    """Return the relative difference of the logits of each draft of a round."""
     ids = (*tokens, *proposal.tokens_BG[0].tolist())
     batch = collate([Example(ids, start)]).to(task.target.device)
     depths: list[Depth] = head(batch, task.states(batch))

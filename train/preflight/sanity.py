@@ -63,7 +63,6 @@ class OverfitResult:
 
     @property
     def is_complete(self) -> bool:
-        """Whether a whole block was accepted."""
         return self.num_accepted == self.num_drafts
 
     def __str__(self) -> str:
@@ -131,8 +130,6 @@ def check_reload(task: HeadTask, module: nn.Module, text: Example, state: str) -
     """Write a head, load it, and compare what both draft.
 
     Args:
-        task: of the run.
-        module: the head under its objective.
         text: the prompt to draft on, with its answer.
         state: an adjective for the head in the complaint.
 
@@ -161,10 +158,7 @@ def overfit(task: HeadTask, objective: HeadObjective, text: Example, accelerator
     """Train a head on one conversation until the decoder accepts a whole block, or the steps are used up.
 
     Args:
-        task: of the run.
         objective: the head and its loss; trained in place.
-        text: the conversation.
-        accelerator: gives device and precision.
 
     Raises:
         InputError: the loss is not finite.

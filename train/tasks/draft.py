@@ -43,8 +43,6 @@ class DraftTask:
     """A draft LM under training (`train.loop.task.ShardableTask`).
 
     Args:
-        config: the run's config.
-        target: the frozen target.
         train: conversations trained on; layers are searched and a reduced draft vocabulary is chosen by them.
         held_out: conversations to decode on; the first `held_out.num_prompts` are used.
         accelerator: shares the held-out prompts over processes.
@@ -154,7 +152,6 @@ class DraftTask:
         save_draft_lm(artifact, self._served(module), self.target.tokenizer, metadata, self.vocabulary)
 
     def _proposer(self, module: nn.Module) -> DraftLM:
-        """Return a copy of the draft as a proposer."""
         served = self._served(module)
         if self.vocabulary is not None:
             # The new head is made with random weights before it gets its own; the random state of training is restored.

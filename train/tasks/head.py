@@ -33,8 +33,6 @@ class HeadTask:
     """A head under training (`train.loop.task.ShardableTask`).
 
     Args:
-        config: the run's config.
-        target: the frozen target.
         train: conversations trained on; a reduced draft vocabulary is chosen by them.
         held_out: conversations to decode on; the first `held_out.num_prompts` are used.
         accelerator: shares the held-out prompts over processes.
@@ -113,11 +111,9 @@ class HeadTask:
         return self.held_out.score(self.proposer(module)) | self.prediction.score(module, self.states)
 
     def proposer(self, module: nn.Module) -> Proposer:
-        """Return a copy of the head as a proposer."""
         return self.family.propose(serve(self.copy_of(module), self.target.model), self.target.device)
 
     def save(self, module: nn.Module, progress: Progress, metrics: dict[str, float]) -> None:
-        """Write the head as the run's artifact."""
         self.write(Path(self.config.output) / "artifact", module, progress, metrics)
 
     def write(self, folder: Path, module: nn.Module, progress: Progress, metrics: dict[str, float]) -> None:

@@ -35,12 +35,6 @@ from train.loop.checkpoints import Progress
 class HeldOutDecoding:
     """Decodes the prompts of the first `config.num_prompts` held-out conversations.
 
-    Args:
-        config: the number of prompts, and how they are decoded.
-        target: the frozen target.
-        conversations: the held-out side of the data.
-        accelerator: shares the prompts over processes.
-
     Raises:
         InputError: a prompt cannot be decoded.
     """
@@ -76,13 +70,7 @@ class HeldOutDecoding:
 
 
 class HeldOutPrediction:
-    """Predicts what decoding yields on the conversations of `HeldOutDecoding`, each as far as it is decoded.
-
-    Args:
-        config: the number of conversations, and how they are decoded.
-        conversations: the held-out side of the data.
-        accelerator: shares them over processes.
-    """
+    """Predicts what decoding yields on the conversations of `HeldOutDecoding`, each as far as it is decoded."""
 
     def __init__(self, config: HeldOutDecodingConfig, conversations: Sequence[Conversation], accelerator: Accelerator) -> None:
         self.decode, self.accelerator = config.decode, accelerator

@@ -22,7 +22,6 @@ class MetricsFile:
     """The metrics file of a run; lines up to the step resumed from are kept.
 
     Args:
-        output: the run's folder.
         done_steps: of the checkpoint resumed from; later steps are taken anew and their lines replaced. 0 for a run from the
             start.
 
@@ -40,9 +39,7 @@ class MetricsFile:
         """Append a line.
 
         Args:
-            step: optimiser steps done.
             seconds: since this process began to train.
-            metrics: of the steps since the line before.
 
         Raises:
             InputError: the file cannot be written.
@@ -77,7 +74,6 @@ def read_steps(path: Path, what: str) -> list[dict[str, Any]]:
     """Return the rows of a file of one JSON object a line, each with the numbers `step` and `seconds`.
 
     Args:
-        path: the file.
         what: its name in complaints.
 
     Raises:

@@ -44,7 +44,6 @@ class History:
     """The evaluations so far, written to disk after each one.
 
     Args:
-        output: the run's folder.
         done_steps: of the checkpoint resumed from; later evaluations are made anew and their lines replaced. 0 for a run from
             the start.
 
@@ -61,9 +60,7 @@ class History:
         """Append an evaluation and draw all of them.
 
         Args:
-            step: optimiser steps done.
             seconds: since this process began to train.
-            metrics: of the evaluation.
 
         Raises:
             InputError: the output cannot be written.
@@ -108,7 +105,6 @@ def draw_history(rows: Sequence[Row]) -> str:
 
 
 def _line(axes: Axes, rows: Sequence[Row], name: str, **style: Any) -> None:
-    """Draw a metric against the step, where it was measured at all."""
     points = [(row["step"], row[name]) for row in rows if name in row]
     if points:
         axes.plot(*zip(*points, strict=True), **style)

@@ -28,9 +28,6 @@ class StepProfiler:
 
     Args:
         config: which steps; None: none.
-        output: the run's folder.
-        accelerator: of this process.
-        clock: names the parts of the steps in the trace.
     """
 
     def __init__(self, config: ProfileConfig | None, output: Path, accelerator: Accelerator, clock: StepClock) -> None:

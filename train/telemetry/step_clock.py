@@ -43,9 +43,6 @@ Moment = float | torch.cuda.Event
 class StepClock:
     """Seconds by part since `start`; before it nothing is counted.
 
-    Args:
-        device: that computes.
-
     Attributes:
         names_parts: whether a profiler is to be told of the parts as well.
     """
@@ -60,7 +57,6 @@ class StepClock:
         self._seconds = dict.fromkeys((*STEP_PARTS, *ASIDE), 0.0)
 
     def start(self) -> None:
-        """Count from now on."""
         self._since, self._part = self._now(), OTHER
 
     @contextmanager

@@ -27,8 +27,6 @@ class StepMetrics:
     """Sums and counts of this process since the last report.
 
     Args:
-        accelerator: adds up over processes.
-        clock: times the parts of the steps.
         peak: floating-point operations a second of which this process's device is capable.
     """
 

@@ -38,7 +38,6 @@ def start_trackers(accelerator: Accelerator, output: Path, config: Mapping[str, 
     """Begin a run with every tracker that the accelerator has, named after the output folder.
 
     Args:
-        accelerator: of this process.
         output: the run's folder; wandb's files go below it as tensorboard's do.
         config: as JSON values.
     """

@@ -39,11 +39,7 @@ TRIES = 3
 
 
 class FlopMeter:
-    """Floating-point operations of this process's micro-batches.
-
-    Args:
-        device: that computes.
-    """
+    """Floating-point operations of this process's micro-batches."""
 
     def __init__(self, device: torch.device) -> None:
         self._num_seen = 0
