@@ -38,11 +38,7 @@ def locate_artifact(name: str | Path) -> Path:
 
 
 def locate_external(name: str | Path) -> Path:
-    """Return the folder of a draft that another program wrote; see `locate_artifact`.
-
-    Raises:
-        InputError: it is neither a folder nor on the Hub, or could not be fetched.
-    """
+    """Return the folder of a draft that another program wrote, as `locate_artifact` does."""
     return _locate(str(name), EXTERNAL_FILES)
 
 

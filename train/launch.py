@@ -40,13 +40,12 @@ log = logging.getLogger("draftsmith")
 
 @dataclass(frozen=True, kw_only=True)
 class Materials:
-    """Target, conversations and accelerator of a run, loaded and checked against each other."""
+    """Target and conversations of a run, loaded and checked against each other."""
 
     target: Target
     train: Sequence[Conversation]
     held_out: Sequence[Conversation]
     dataset: ConversationDataset
-    accelerator: Accelerator
 
 
 def run_distillation(config: DistillConfig) -> int:
@@ -56,12 +55,7 @@ def run_distillation(config: DistillConfig) -> int:
         InputError: data, target, student or cache cannot be loaded or do not match, or the output cannot be written.
         RuntimeError: a loss is not finite.
     """
-
-    def make_task(materials: Materials) -> Task:
-        cache = open_training_cache(config, materials.dataset, materials.target)
-        return DraftTask(config, materials.target, materials.train, materials.held_out, materials.accelerator, cache)
-
-    return _run(config, make_task)
+    return _run(config, DraftTask)
 
 
 def run_heads(config: HeadsConfig) -> int:
@@ -72,32 +66,27 @@ def run_heads(config: HeadsConfig) -> int:
             check fails.
         RuntimeError: a loss is not finite.
     """
-
-    def make_task(materials: Materials) -> Task:
-        cache = open_training_cache(config, materials.dataset, materials.target)
-        task = HeadTask(config, materials.target, materials.train, materials.held_out, materials.accelerator, cache)
-        if config.sanity.enabled:
-            check_before_training(task, materials.dataset, materials.accelerator)
-        return task
-
-    return _run(config, make_task)
+    return _run(config, HeadTask)
 
 
-def _run(config: DistillConfig | HeadsConfig, make_task: Callable[[Materials], Task]) -> int:
+def _run(config: DistillConfig | HeadsConfig, make_task: Callable[..., Task]) -> int:
     # Before the accelerator, which would take each of several processes on a CPU for the only one.
     state = join_processes(config.target, timeout_seconds=config.schedule.process_timeout_seconds)
     with folder_lock(Path(config.output)) if state.is_main_process else nullcontext(), naming_lost_processes():
         return _run_alone(config, make_task)
 
 
-def _run_alone(config: DistillConfig | HeadsConfig, make_task: Callable[[Materials], Task]) -> int:
+def _run_alone(config: DistillConfig | HeadsConfig, make_task: Callable[..., Task]) -> int:
     """Do this process's part of the run that holds the folder's lock."""
     output = Path(config.output)
     accelerator = make_accelerator(config.schedule, output)
     materials = load_materials(config, accelerator)
     workers = make_workers(config.schedule)
     loader = make_training_loader(config, materials.dataset, workers)
-    task = make_task(materials)
+    cache = open_training_cache(config, materials.dataset, materials.target)
+    task = make_task(config, materials.target, materials.train, materials.held_out, accelerator, cache)
+    if isinstance(task, HeadTask) and task.config.sanity.enabled:
+        check_before_training(task, materials.dataset, accelerator)
     if accelerator.is_main_process:
         drop_leftovers(output / "artifact")
         write_run_record(output, config)
@@ -158,7 +147,7 @@ def load_materials(config: DistillConfig | HeadsConfig, accelerator: Accelerator
         log.info(
             "%d conversations have no answer within %d tokens and were dropped", dataset.num_dropped, config.data.max_length
         )
-    return Materials(target=target, train=train_rows, held_out=held_out_rows, dataset=dataset, accelerator=accelerator)
+    return Materials(target=target, train=train_rows, held_out=held_out_rows, dataset=dataset)
 
 
 def hash_materials(config: DistillConfig | HeadsConfig, target: Target) -> dict[str, str]:

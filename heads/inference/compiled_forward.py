@@ -1,14 +1,11 @@
 """A forward compiled by `torch.compile` for a few fixed shapes, with CUDA graphs where the device has them.
 
-Rounds of decoding differ in how many tokens are read and how far the cache reaches; a compiled graph needs fixed shapes. So the
-tokens of a forward are padded to one of `WIDTHS` by repeating the last, the cache has one of a few sizes and is read whole
+The tokens of a forward are padded to one of `WIDTHS` by repeating the last, the cache has one of a few sizes and is read whole
 behind a mask, and what fits no width (a prompt) runs uncompiled. The lean forward (`heads.inference.lean_forward`) is compiled
-where the family has one, transformers' own elsewhere; the output matrix is one product and is not compiled.
-
-Each width, batch size, cache size and set of taps is a graph of its own, so this is for long runs at one batch size: with
-SmolLM2 in bfloat16 on two cores a graph takes 30 s to compile and saves 5 to 15 % of a pass (`docs/forwards.md`). The weights
-are inputs of the graphs, not constants of them, so that all share one packed copy. While a forward by transformers is tapped it
-runs uncompiled. The path by CUDA graphs (`mode="reduce-overhead"`) was written without a GPU to run it on.
+where the family has one, transformers' own elsewhere. Each width, batch size, cache size and set of taps is a graph of its own,
+so this is for long runs at one batch size (`docs/forwards.md`). The weights are inputs of the graphs, so that all share one
+packed copy. While a forward by transformers is tapped it runs uncompiled. The path by CUDA graphs (`mode="reduce-overhead"`)
+was written without a GPU to run it on.
 B batch, T new tokens, W tokens of a graph, S cache length, D width.
 """
 

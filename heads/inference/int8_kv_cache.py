@@ -1,13 +1,9 @@
 """A key-value cache in int8: half the memory of half precision, at a small change of the target's distribution.
 
-Each head's vector at each position has a float32 scale, its largest magnitude divided by 127. Values are rounded to the nearest
-of 255 steps, an error of at most half a step, 0.4 % of the vector's largest. Attention reads the rounded values of a forward's
-own tokens too, so that a token's states do not depend on how many were read together, and speculative decoding gives the
-answers of plain decoding with the same cache.
-
-On SmolLM2-135M the answers of the full cache have perplexity 1.908 in place of 1.904, and 3.4 % of the argmax tokens change
-(`docs/forwards.md`). Left out on purpose: attention on int8 itself. Keys and values are converted back when read, which takes
-time and, one layer at a time, a full layer's memory.
+Each head's vector at each position has a float32 scale, its largest magnitude divided by 127; the error is at most half a step.
+Attention reads the rounded values of a forward's own tokens too, so that speculative decoding gives the answers of plain
+decoding with the same cache. `docs/forwards.md` has the measured change. Left out on purpose: attention on int8 itself; keys
+and values are converted back when read, which takes time and, one layer at a time, a full layer's memory.
 B batch, N key-value heads, T new tokens, S cache length, H head width.
 """
 

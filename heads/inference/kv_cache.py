@@ -1,12 +1,9 @@
 """A preallocated key-value cache in which every row of the batch has its own length.
 
-transformers' caches grow by concatenation and roll back, where they can, by the same count for every row. Here each forward
-(`heads.inference.causal_lm.forward_rows`) says at which position each row's new tokens start (`starts`), keys and values are
-written there, and a mask hides everything beyond. Rolling back is therefore starting again at an earlier position: nothing is
-copied, and rows may differ. Tokens of a tree take consecutive slots whatever their depth
-(`heads.sampling.token_tree.TreeAttention`); those of the accepted path are then moved to where a chain would have put them.
-
-Sliding-window layers keep the full length and are masked. Left out on purpose: paged storage.
+Each forward (`heads.inference.causal_lm.forward_rows`) says at which position each row's new tokens start, keys and values are
+written there, and a mask hides everything beyond. Rolling back is starting again at an earlier position: nothing is copied.
+Tokens of a tree take consecutive slots whatever their depth (`heads.sampling.token_tree.TreeAttention`); those of the accepted
+path are then moved to where a chain would have put them. Sliding-window layers keep the full length and are masked.
 B batch, T new tokens, S cache length, N key-value heads, H head width, A accepted drafts.
 """
 

@@ -1,12 +1,9 @@
 """A forward for Llama-like models with little overhead, for decoding with `heads.inference.kv_cache.RowCache`.
 
-transformers' forward of a small model spends most of a pass on other work than reading its weights once. This one packs the
-weights (`heads.inference.packed_linear`), joins projections that share their input, and treats the query heads of a group as
-further rows of their key head: PyTorch's attention on a CPU then reads keys and values once for the group, and takes a fifth of
-the time. Every rounding is done where transformers does it, in the same order.
-
-Known families: Llama, Mistral, Qwen2, Qwen3. Other families are refused, and so is a model of these whose logits on a probe are
-not transformers'. Left out on purpose: gradients, and norms or scalings of further families (Gemma, Granite, Cohere).
+It packs the weights (`heads.inference.packed_linear`), joins projections that share their input, and treats the query heads of
+a group as further rows of their key head, so that attention on a CPU reads keys and values once for the group. Every rounding
+is done where transformers does it, in the same order. Families other than Llama, Mistral, Qwen2 and Qwen3 are refused, and so
+is a model whose logits on a probe are not transformers'. Left out on purpose: gradients, and scalings of further families.
 B batch, T new tokens, S cache length, D width, H head width, N key-value heads, G query heads of each, M query and key heads.
 """
 

@@ -1,13 +1,9 @@
 """A draft on another device than the target.
 
-A round takes two transfers, whatever the number of drafts: the tokens to read (from the host, in the forward's own copy), and
-the proposal, with its distributions where drafts are sampled. Random numbers are functions of counters
-(`heads.sampling.counter_rng`), the same on either device.
-
-For drafts that read tokens only: heads read the target's states and share its embedding and output head, so they stay on its
-device. **Not run on two devices yet**, since the machines this was written on have one each. Tested is that the proposals are
-those of the draft itself with both on the same device, and that every tensor between the two goes through `transfer`.
-Left out on purpose: drafting ahead while the target verifies (PEARL, arXiv 2408.11850).
+A round takes two transfers, whatever the number of drafts: the tokens to read, and the proposal. Random numbers are functions
+of counters, the same on either device. For drafts that read tokens only: heads share the target's embedding and output head.
+**Not run on two devices yet.** Tested is that the proposals are those of the draft itself with both on the same device, and
+that every tensor between the two goes through `transfer`. Left out: drafting ahead while the target verifies (PEARL).
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ B batch, V vocabulary of the draft, K further drafts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,26 +37,18 @@ class StopDecision(NamedTuple):
     continues_B: Tensor  # and after it, a further draft step is worth its time
 
 
-class StoppingRule(Protocol):
-    """One round's decisions. Called once for each draft position, in order, with the distributions of all rows."""
-
-    def decide(self, probs_BV: Tensor) -> StopDecision:
-        """Decide by the distributions `[B, V]` that the next token would be drawn from.
-
-        One of NaN never stops a row: the decoder has to see and report it.
-        """
-
-
-def rule_for(sampling: SamplingConfig) -> StoppingRule | None:
+def rule_for(sampling: SamplingConfig) -> ThresholdRule | CostRule | None:
     """Return a rule for one round; None: draft to the full length.
 
     Proposers get a decoder's settings as the sampling they draft by; other sampling settings have no rule.
     """
     stopping = sampling.stopping if isinstance(sampling, DecodeConfig) else None
     if isinstance(stopping, ConfidenceStopping):
-        return ConfidenceRule(stopping.threshold)
+        least = stopping.threshold
+        return ThresholdRule(lambda probs_BV: confidence(probs_BV) < least)
     if isinstance(stopping, EntropyStopping):
-        return EntropyRule(stopping.threshold)
+        most = stopping.threshold  # nats
+        return ThresholdRule(lambda probs_BV: torch.special.entr(probs_BV).sum(-1) > most)
     if isinstance(sampling, DecodeConfig) and isinstance(stopping, CostStopping):
         return CostRule(stopping, sampling.num_speculative_tokens)
     return None
@@ -72,33 +64,26 @@ def confidence(distribution: Tensor) -> Tensor:
     return distribution.amax(-1)
 
 
-class ConfidenceRule:
-    """Stop after the first distribution whose confidence is below a threshold.
+class ThresholdRule:
+    """Stop after the first distribution that is unsure.
 
     That distribution's own token is drafted too: the step that made the distribution is paid for, and the token costs only a
-    row.
+    row. By entropy this is the idea of SVIP (arXiv 2411.18462), which stops before that token.
+
+    Args:
+        is_unsure: gives bool `[B]` of distributions `[B, V]`.
     """
 
-    def __init__(self, threshold: float) -> None:
-        self.threshold = threshold
+    def __init__(self, is_unsure: Callable[[Tensor], Tensor]) -> None:
+        self.is_unsure = is_unsure
 
     def decide(self, probs_BV: Tensor) -> StopDecision:
-        unsure_B = confidence(probs_BV) < self.threshold
-        return StopDecision(torch.ones_like(unsure_B), ~unsure_B)
+        """Decide by the distributions `[B, V]` that the next token would be drawn from.
 
-
-class EntropyRule:
-    """Stop after the first distribution with more entropy, in nats, than a threshold (the idea of SVIP, arXiv 2411.18462).
-
-    SVIP bounds the acceptance from below by the draft's entropy and stops before the distribution's token; as with
-    `ConfidenceRule`, here the token is drafted.
-    """
-
-    def __init__(self, threshold: float) -> None:
-        self.threshold = threshold
-
-    def decide(self, probs_BV: Tensor) -> StopDecision:
-        unsure_B = torch.special.entr(probs_BV).sum(-1) > self.threshold
+        Called once for each draft position of a round, in order. A distribution of NaN never stops a row: the decoder has to
+        see and report it.
+        """
+        unsure_B = self.is_unsure(probs_BV)
         return StopDecision(torch.ones_like(unsure_B), ~unsure_B)
 
 
@@ -131,6 +116,7 @@ class CostRule:
         self._alive_B: Tensor | None = None
 
     def decide(self, probs_BV: Tensor) -> StopDecision:
+        """See `ThresholdRule.decide`."""
         self._step += 1
         acceptance_B = calibrated(self.costs.calibration, confidence(probs_BV))
         self._alive_B = acceptance_B if self._alive_B is None else self._alive_B * acceptance_B

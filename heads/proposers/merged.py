@@ -1,12 +1,9 @@
 """Several drafts at once: the trees they propose, merged into one that holds each path once.
 
-Each draft proposes the requested tree, or a chain where it has no trees; with a chain-shaped tree that makes as many chains as
-there are drafts. The target verifies all of them in one forward, and `commit` tells every draft the accepted path, whichever
-had drafted it. Siblings are in the order of the drafts.
-
-Left out on purpose: sampled trees, since each token would have to be verified by the distribution of its own draft; at a
-temperature above 0 merged trees are verified by sample-and-match. Merging is done on the host and costs a transfer a draft.
-B batch, N drafts of the merged tree.
+Each draft proposes the requested tree, or a chain where it has no trees. The target verifies all of them in one forward, and
+`commit` tells every draft the accepted path, whichever had drafted it. Siblings are in the order of the drafts. Trees are not
+drawn, since each token would have to be verified by its own draft's distribution: at a temperature above 0 they are verified by
+sample-and-match. Merging is done on the host and costs a transfer a draft.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """Self-speculation: the target's own first blocks draft for it, with its final norm and head (early exit, as in LayerSkip).
 
-Nothing is trained or copied: the draft is made of the target's modules. There are two ways to use it. `early_exit` returns a
-causal LM for `heads.proposers.draft_lm.DraftLM`, which has a cache of its own. `SelfSpeculation` writes into the target's
-cache, and verification continues from what the draft has computed: the prompt is read once, and a round of G drafts takes G + 1
-rows through the first blocks in place of 2 G + 1. For that the decoder runs the target by `SelfSpeculation.forward_states`
-(`heads.proposers.protocol.TargetReader`). Where a forward's time depends on its weights more than on its rows, this saves the
-draft's prefill and its cache.
-
-Left out on purpose: a norm or head trained for the exit, blocks skipped in the middle.
+Nothing is trained or copied. `early_exit` returns a causal LM for `heads.proposers.draft_lm.DraftLM`, which has a cache of its
+own. `SelfSpeculation` writes into the target's cache, and verification continues from what the draft has computed
+(`heads.proposers.protocol.TargetReader`): the prompt is read once, and a round of G drafts takes G + 1 rows through the first
+blocks in place of 2 G + 1. Left out on purpose: a norm or head trained for the exit, blocks skipped in the middle.
 B batch, T tokens, G drafts, K = G + 1, E width of the target, V vocabulary.
 """
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -44,19 +43,6 @@ class Frontier:
         return states_BMD.gather(1, self.origins_BM.unsqueeze(-1).expand(-1, -1, states_BMD.shape[-1]))
 
 
-class TreeBuilder(Protocol):
-    """Builds one proposal."""
-
-    def add(self, logits_BMW: Tensor) -> Frontier | None:
-        """Take the logits after each token of the frontier; return the next one, None when the tree is done.
-
-        M may be 1 for a family whose logits do not depend on the tokens drafted.
-        """
-
-    def proposal(self) -> Proposal:
-        """Return the proposal."""
-
-
 def tree_builder(
     tree: Tree | DynamicTreeSpec,
     lengths: Sequence[int],
@@ -64,7 +50,7 @@ def tree_builder(
     rng: CounterRNG,
     target_ids: Callable[[Tensor], Tensor],
     scatter: Scatter,
-) -> TreeBuilder:
+) -> StaticTreeBuilder | DynamicTreeBuilder:
     """Return the builder for a tree.
 
     Args:
@@ -94,6 +80,10 @@ class StaticTreeBuilder:
         self._drafted: list[Tensor] = []
 
     def add(self, logits_BMW: Tensor) -> Frontier | None:
+        """Take the logits after each token of the frontier; return the next one, None when the tree is done.
+
+        M may be 1 for a family whose logits do not depend on the tokens drafted.
+        """
         level = self._levels[len(self._drafted)]
         candidates_BMC = self.target_ids(self._choose(logits_BMW, level))
         candidates_BMC = candidates_BMC.expand(-1, level.num_parents, -1)
@@ -179,6 +169,7 @@ class DynamicTreeBuilder:
         self._frontier_rows_BM: Tensor | None = None
 
     def add(self, logits_BMW: Tensor) -> Frontier | None:
+        """See `StaticTreeBuilder.add`."""
         children = min(self.tree.width, logits_BMW.shape[-1])
         logs_BMC, ids_BMC = logits_BMW.float().log_softmax(-1).topk(children, dim=-1)
         before_BM, rows_BM = self._frontier(logits_BMW)

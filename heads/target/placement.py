@@ -1,16 +1,10 @@
 """Where the blocks of a target larger than one device lie, and how to read weights that lie in memory or on disk.
 
-Embedding, final norm and output head are read by heads, losses and the decoder at any time, so they stay on the one device that
-computes, and hidden states come back to it; only blocks are spread over devices. accelerate's hooks then move states from block
-to block, and load the weights of offloaded blocks for as long as they run. The blocks run one after another: GPUs add memory,
-not speed. accelerate's `infer_auto_device_map` is not used: it places all parts in the model's order, wherever they fit.
-
-Between two runs an offloaded module's weights are on torch's meta device: shapes without values. Code that starts from one of
-the target's blocks therefore reads them by `real_weight` or copies it by `own_copy`; of a target that is not spread, these are
-the plain weights and a plain copy.
-
-Left out on purpose: a target split over processes (DeepSpeed's ZeRO-3 inference, tensor parallel). There every process must run
-the same number of target forwards, and decoding held-out prompts does not: answers end when they end.
+Embedding, final norm and output head stay on the one device that computes, and hidden states come back to it; only blocks are
+spread, and run one after another. accelerate's hooks move the states and load offloaded weights for as long as they run. (Its
+`infer_auto_device_map` places all parts in the model's order.) Between two runs an offloaded module's weights
+are on torch's meta device, so code that starts from a block reads them by `real_weight` or copies it by `own_copy`.
+Left out on purpose: a target split over processes, which must all run equally many forwards; decoding does not.
 """
 
 from __future__ import annotations

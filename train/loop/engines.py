@@ -1,13 +1,10 @@
 """How the processes of a run hold the weights that they train, and how the unsharded weights are obtained.
 
 `TrainingEngine` replicates them (one process, or several under DDP). `Fsdp2Engine` shards them by torch's `fully_shard`, also
-on a CPU, where accelerate does not offer it; it is applied here on GPUs too, so that what is tested is what runs.
-`DeepSpeedEngine` is ZeRO: stages 1 and 2 shard optimiser state and gradients, stage 3 the weights as well. accelerate's config
-or environment says which.
-
-Decoding and artifacts need unsharded weights outside the wrapped module. Where they are sharded, they are loaded into a copy of
-the module made beforehand. Not supported: FSDP 1, Megatron, and fp16 with sharded weights, whose loss scale would have to be
-agreed on.
+on a CPU, where accelerate does not offer it. `DeepSpeedEngine` is ZeRO: stages 1 and 2 shard optimiser state and gradients,
+stage 3 the weights as well. accelerate's config or environment says which. Decoding and artifacts need unsharded weights: where
+they are sharded, they are loaded into a copy of the module made beforehand. Not supported: FSDP 1, Megatron, and fp16 with
+sharded weights, whose loss scale would have to be agreed on.
 """
 
 from __future__ import annotations

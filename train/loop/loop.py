@@ -275,8 +275,8 @@ class _Training:
         """Evaluate and write a checkpoint, each where it is due after this step."""
         step, last = self.progress.step, self.progress.step == self.num_steps
         if last or _due(step, self.schedule.eval_every_steps):
-            with self.clock("evaluation"):
-                metrics = self._evaluate()
+            with self.clock("evaluation"), self.engine.unsharded(self.module) as unwrapped:
+                metrics = self._evaluate(unwrapped)
             if last and (gap := explain_gap(metrics)) is not None:
                 log.warning(gap)
         self.progress.evaluated = True
@@ -284,12 +284,8 @@ class _Training:
             with self.clock("checkpoint"):
                 self.checkpoints.save()
 
-    def _evaluate(self) -> dict[str, float]:
+    def _evaluate(self, unwrapped: nn.Module) -> dict[str, float]:
         """Evaluate the unsharded module, and keep it if it is the best so far; return the metrics."""
-        with self.engine.unsharded(self.module) as unwrapped:
-            return self._evaluate_unsharded(unwrapped)
-
-    def _evaluate_unsharded(self, unwrapped: nn.Module) -> dict[str, float]:
         metrics = self.task.evaluate(unwrapped)
         self.accelerator.log({f"held_out/{name}": value for name, value in metrics.items()}, step=self.progress.step)
         log.info("step %d/%d, held out: %s", self.progress.step, self.num_steps, _format(metrics))

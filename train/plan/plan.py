@@ -70,8 +70,7 @@ class Plan:
         return rows
 
     def _rows(self, num_accelerators: int) -> list[Scaled]:
-        tokens, sizes = self.tokens_per_step, (num_accelerators,)
-        return scale(self.config, self.models, self.times, tokens_per_step=tokens, sizes=sizes)
+        return scale(self.config, self.models, self.times, tokens_per_step=self.tokens_per_step, n=num_accelerators)
 
 
 def _simplest(fits: list[Fit]) -> Fit | None:

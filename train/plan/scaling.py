@@ -72,27 +72,22 @@ def passes_of(engine: str, num_micro_batches: int, *, head: bool) -> int:
     return {DDP: 2, ZERO2: num_micro_batches + 1, SPLIT: a_micro_batch * num_micro_batches}[engine]
 
 
-def scale(
-    config: PlanConfig, models: PlannedModels, times: Times, *, tokens_per_step: float, sizes: tuple[int, ...] = SIZES
-) -> list[Scaled]:
-    """Return a row for each number of accelerators, engine and way of holding the target.
+def scale(config: PlanConfig, models: PlannedModels, times: Times, *, tokens_per_step: float, n: int) -> list[Scaled]:
+    """Return a row for each engine and way of holding the target on n accelerators, whatever number the config gives.
 
     Args:
-        config: brings the machine; its own number of accelerators does not count here.
         models, times: of one accelerator's work.
         tokens_per_step: of one accelerator.
     """
     rows, head = [], isinstance(config, PlanHeadsConfig)
     accumulated, trained = config.schedule.gradient_accumulation_steps, WIDE * count(models.draft, trained=True)
-    for n in sizes:
-        hardware = config.hardware.model_copy(update={"num_accelerators": n})
-        for engine in (DDP, ZERO2, SPLIT):
-            passes = passes_of(engine, accumulated, head=head)
-            sent = ring_bytes(trained, n, passes)
-            talking = communication_seconds(sent, hardware, _num_messages(models, n, passes))
-            rows.append(_scaled(n, n, engine, REPLICATED, sent, talking, times, tokens_per_step))
-        rows.append(_spread(config, models, hardware, trained, times, tokens_per_step))
-    return rows
+    hardware = config.hardware.model_copy(update={"num_accelerators": n})
+    for engine in (DDP, ZERO2, SPLIT):
+        passes = passes_of(engine, accumulated, head=head)
+        sent = ring_bytes(trained, n, passes)
+        talking = communication_seconds(sent, hardware, _num_messages(models, n, passes))
+        rows.append(_scaled(n, n, engine, REPLICATED, sent, talking, times, tokens_per_step))
+    return [*rows, _spread(config, models, hardware, trained, times, tokens_per_step)]
 
 
 def communication_seconds(num_bytes: float, hardware: HardwareConfig, num_messages: int) -> float:

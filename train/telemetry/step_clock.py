@@ -2,24 +2,9 @@
 
 Time is charged to the innermost part that is under way, to `other` where there is none, so that the parts add up to the whole.
 On a CPU it is the wall clock's. On CUDA an event is queued at each border and read when the seconds are asked for: it is the
-time of the GPU's own queue. A wait for data then counts for as long as the GPU has nothing left to do, and for no longer.
-
-What counts as what:
-    data            waiting for batches, and reading what a cache keeps of the target
-    rewriting       the draft writes answers itself, where the data policy has it do so
-    target          the frozen target over the batch
-    draft           forward of what is trained, up to its last hidden states
-    loss            both output heads and the divergence, with the gradient of the draft's head, which
-                    `distill.loss.chunked` computes there
-    backward        the rest of the backward; under DeepSpeed clipping and step too, which accelerate does in its `backward`
-    communication   reducing over processes, and waiting for the slowest of them; of the gradients, what the backward did not
-                    hide (`mark_gradient`). Known under DDP; what FSDP and DeepSpeed send on the way stays where it happens
-    optimizer       clipping, step, schedule; under DeepSpeed the schedule alone
-    other           what is left: metrics, logging, checks of the loss
-    evaluation      decoding held-out prompts, with all that happens within; no part of a step
-    checkpoint      writing checkpoints and the best draft, reading the one resumed from; no part of a step
-
-Left out: other devices than CUDA that compute on their own, which are timed by the wall clock as well.
+time of the GPU's own queue. docs/observability.md says what counts as what. The gradient of the draft's head is part of `loss`,
+as `distill.loss.chunked` computes it there; of the gradients' communication only what the backward did not hide is known, and
+only under DDP (`mark_gradient`). Other devices that compute on their own are timed by the wall clock as well.
 """
 
 from __future__ import annotations

@@ -1,16 +1,12 @@
 """Model FLOP utilisation: the floating-point operations of the steps over those that the device could do.
 
-Operations are those of matrix products and attention, counted where torch dispatches them (`eval.cost.operation_counter`): the
-target's forward, the draft's forward and backward, both output heads. Counting is slow, so it is done in the first
-micro-batches and then ever more rarely; in between, operations follow from a micro-batch's shape by least squares,
-flops = a BT + b BT^2 + c N, which is exact where each product is linear in positions or in labels and attention is
-quadratic in the length.
-B rows, T positions, N labels.
+Operations of matrix products and attention are counted where torch dispatches them (`eval.cost.operation_counter`), in the
+first micro-batches and then ever more rarely; in between they follow from a micro-batch's shape by least squares,
+flops = a BT + b BT^2 + c N, which is exact where products are linear in positions or labels and attention is quadratic.
 
-The utilisation is that of PaLM (2204.02311, appendix B): operations a second over the device's peak, without those of the
-optimiser, of norms and softmaxes. It departs in two ways: attention counts all T^2 pairs, masked ones as well, as it counts a
-row's padding; and what is computed a second time, as gradient checkpointing does, is counted a second time. Answers that a
-data policy lets the draft write are left out.
+The utilisation is that of PaLM (2204.02311, appendix B), except that attention counts all T^2 pairs, masked ones as well, and
+that what is computed a second time is counted a second time. Answers that a data policy lets the draft write are left out.
+B rows, T positions, N labels.
 """
 
 from __future__ import annotations

