@@ -2,8 +2,9 @@
 
 Decoding reads every weight once for a handful of rows, so its time is that of reading them. oneDNN's blocked form of a weight
 is read at nearly twice the speed of plain rows (SmolLM2's blocks in bfloat16, one thread, 1 to 4 rows: 8.5 ms against 16.8).
-PyTorch builds it for `torch.compile`; it is reached here through the same two operators. It is a second copy beside the model's own. Where oneDNN has no such form (another device or
-dtype) the layers are joined in plain rows, or one alone is used as it is. No weight is rounded.
+PyTorch builds it for `torch.compile`; it is reached here through the same two operators. It is a second copy beside the model's
+own. Where oneDNN has no such form (another device or dtype) the layers are joined in plain rows, or one alone is used as it is.
+No weight is rounded.
 O outputs of all layers, I inputs.
 """
 

@@ -2,7 +2,9 @@
 
 It occurred either in the same text, the prompt included, or in answers to earlier requests; the longer match is continued
 token by token, each time by the most frequent one (SuffixDecoding, arXiv 2411.04975, with a chain in place of its tree). Drafts
-are deterministic, so that verification by sample-and-match keeps the output's distribution.
+are deterministic, so that verification by sample-and-match keeps the output's distribution. On 120 greedy answers of
+SmolLM2-135M three drafts a round give tau 1.20 by prompt lookup, 1.19 by the text alone, 1.48 with the earlier answers in
+memory, 1.83 with 2,054 others learned first, at 15 to 45 microseconds a round.
 
 **When measuring**: once a prompt was decoded its answer is in memory, and decoding it again copies it. Set `learns_own_answers`
 to False and call `learn` when that prompt is done, as `eval.measure.interleaved` does.
