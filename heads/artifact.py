@@ -82,6 +82,31 @@ class Draft:
     warnings: list[str]
 
 
+def head_metadata(
+    settings: Any,
+    taps: Sequence[int],
+    identity: TargetIdentity,
+    vocabulary: DraftVocabulary | None,
+    vocab_size: int,
+    *,
+    num_speculative_tokens: int,
+    training: dict[str, Any],
+    provenance: dict[str, Any],
+) -> Metadata:
+    """Return the metadata of a head, by its settings (`configs.schema.heads`), on a target with so many tokens."""
+    return Metadata(
+        kind=settings.kind,
+        target=identity.to_dict(),
+        hidden_states=HiddenStates(taps=list(taps), concat_order=[f"h_{tap}" for tap in taps], last_is_post_norm=True),
+        head=settings.model_dump(mode="json"),
+        draft_vocab_size=vocab_size if vocabulary is None else len(vocabulary),
+        draft_vocabulary="target" if vocabulary is None else "reduced",
+        num_speculative_tokens=num_speculative_tokens,
+        training=training,
+        provenance=provenance,
+    )
+
+
 def save_draft_lm(
     folder: Path,
     model: PreTrainedModel,

@@ -3,11 +3,9 @@
 arXiv 2602.06036. The context of position t is norm(fc(taps)) there. A block stands at the pending token x_a: its slot 0 holds
 that token's embedding, slots 1 to S - 1 the mask token's, at positions a to a + S - 1. In every layer the slots see the
 context before a and, in both directions, each other; slot s then predicts x_{a+s}. As a slot's output depends on how many
-masks follow, the whole block is always run, however few drafts are wanted. Names of the tensors are those that serving engines
-know.
+masks follow, the whole block is always run. Tensor names are those that serving engines know.
 
-Departures: trained on the target's distribution, not on the token of the text; drafts are drawn from the head's distribution,
-which is handed to verification. Left out on purpose: sliding layers, in which engines hide later slots.
+Departures: trained on the target's distribution, not on the token of the text; drafts are drawn. Left out: sliding layers.
 B batch, T positions, A anchors of a row, S slots of a block, X = A * S, G drafts, D width, F taps side by side.
 """
 

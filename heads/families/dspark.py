@@ -3,9 +3,8 @@
 To the logits of slot s comes W2 W1[x_{a+s-1}], a Markov bias of low rank: in training the text's own token, when drafting the
 one just drafted. The layers run once for the block all the same; only the choice of tokens goes slot by slot. A confidence
 head reads the slot's final state beside W1[x_{a+s-1}] and is trained, by binary cross-entropy, to predict the slot's
-acceptance 1 - TV(p, q). Its estimates for the last proposal are kept; rules that stop drafting early
-(`heads.proposers.draft_length`) read the distributions. Names of the tensors are those that serving engines know. Left out on
-purpose: the gated and the recurrent bias, and drafting from slot 0.
+acceptance 1 - TV(p, q). Tensor names are those that serving engines know. Left out: the gated and the recurrent bias, and
+drafting from slot 0.
 B batch, N rows of one depth, G drafts, D width, R rank of the bias, W draft vocabulary.
 """
 

@@ -159,12 +159,9 @@ class Eagle3Layer(nn.Module):
 class UnrolledKeys:
     """Keys and values of one layer over the depths unrolled so far ("training-time test").
 
-    Chains start at every origin j at once. At depth k the chain of origin j sees the depth-0 keys of origins up to j, which are
-    made of the target's states, and of the deeper keys only its own: one causal block and a diagonal for each later depth, in
-    one softmax.
-
-    Args:
-        visible_B1TT: which depth-0 keys each origin sees (`heads.modules.layers.causal_mask`).
+    Chains start at every origin j at once. At depth k the chain of origin j sees the depth-0 keys of origins up to j
+    (`visible_B1TT`, of `heads.modules.layers.causal_mask`), which are made of the target's states, and of the deeper keys only
+    its own: one causal block and a diagonal for each later depth, in one softmax.
     """
 
     def __init__(self, visible_B1TT: Tensor) -> None:

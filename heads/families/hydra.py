@@ -5,10 +5,9 @@ beside the embeddings of x_{j+1} to x_{j+1+k}: the text's own in training, the p
 first block narrows that to the target's width, by R z + SiLU(W z), then come residual blocks as Medusa's. Hydra++ leads the
 final states through one decoder layer first ("prefix attention"), so that a head knows more of the text than its last state.
 
-Departures: W starts at 0 and R as a copy of the state, so that an untrained head gives the target's distribution of x_{j+1},
-as Medusa's does; blocks never share weights; no norm follows the prefix layer, whose output the target's own head can then
-read; one output head serves all depths. The published heads have such a norm, and an output head for each depth, which
-outweigh everything else; `prefix_norm` and `own_output_heads` are there for those. Left out on purpose: dropout.
+Departures: W starts at 0 and R as a copy of the state, so that an untrained head gives the target's distribution of x_{j+1};
+blocks never share weights; no norm follows the prefix layer, whose output the target's own head can then read; one output head
+serves all depths. For the published heads, which have both, there are `prefix_norm` and `own_output_heads`. Left out: dropout.
 B batch, T positions, N rows of one depth, E width of the target, K depths, F width of what a head reads.
 """
 

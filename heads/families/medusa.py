@@ -4,8 +4,7 @@ Cai et al. 2024, arXiv 2401.10774. The state of position j, after the target's f
 SiLU(W x + b) for each depth and then through an output head. W and b start at 0, so an untrained head repeats the target's
 distribution of x_{j+1}. No head reads a drafted token, nor the pending one. Names of the tensors are those that vLLM knows.
 
-Departures: every block has weights of its own (the published code repeats one block where a head has several), and the
-distribution each token is drawn from is handed to verification, which stays exact.
+Departure: every block has weights of its own; the published code repeats one block where a head has several.
 B batch, T positions, N rows of one depth, E width of the target, K depths, W draft vocabulary.
 """
 

@@ -84,9 +84,7 @@ class Mtp(HeadBase):
         return last_BTE.to(self.dtype)
 
     def read(self, features_BTF: Tensor, ids_BT: Tensor, positions_BT: Tensor, cache: RowCache, depth: int) -> Tensor:
-        """See `heads.modules.autoregressive.ChainModule.read`; with a module for each depth, `depth` says which, and features
-        are the states of the module before it.
-        """
+        """See `heads.modules.autoregressive.ChainModule.read`; with a module a depth, features are the last one's states."""
         number = 0 if self.settings.shared_depths else depth
         visible_B1TS = cache.visible(positions_BT, self._around.window).unsqueeze(1)
         layer, keys = self._layer(depth), CacheLayer(cache, number)
@@ -123,12 +121,10 @@ class MtpLayer(nn.Module):
         visible_B1TS: Tensor,
         keys: Keys | None,
     ) -> Tensor:
-        """Return the normed states `[B, T, D]`; what attention needs is explained at
-        `heads.modules.target_block.Surroundings.run`."""
+        """Return the normed states `[B, T, D]`; for the arguments see `heads.modules.target_block.Surroundings.run`."""
         pair = (self.enorm(embedded_BTD), self.hnorm(states_BTD))
         joined_BTD = self.eh_proj(torch.cat(pair[::-1] if self.hidden_first else pair, -1))
-        normed_BTD: Tensor = self.post_norm(around.run(self.mtp_block, joined_BTD, positions_BT, visible_B1TS, keys))
-        return normed_BTD
+        return self.post_norm(around.run(self.mtp_block, joined_BTD, positions_BT, visible_B1TS, keys))
 
 
 class DepthChain(FeatureProposer):
@@ -141,8 +137,7 @@ class DepthChain(FeatureProposer):
     the new ones.
 
     Once a round has asked for fewer tokens, later ones of the same batch get no more than that: the deeper modules have not
-    read along, and what they missed is not kept. So where a rule stops a round (`heads.proposers.draft_length`), all modules
-    still read, and what is saved is the target's rows alone.
+    read along. So where a rule stops a round (`heads.proposers.draft_length`), all modules still read.
     """
 
     module: ChainModule
@@ -193,12 +188,7 @@ def make_proposer(module: Mtp, device: torch.device) -> Proposer:
 
 
 def start_from_checkpoint(head: Mtp, target: PreTrainedModel) -> None:
-    """Give a new head the weights that the settings ask for: with `init: checkpoint` those in the target's own folder.
-
-    Raises:
-        InputError: the target was not loaded from a folder that holds MTP weights of a known naming, or it holds another
-            number of modules.
-    """
+    """Give a new head the weights that the settings ask for: with `init: checkpoint` those in the target's own folder."""
     if head.settings.init == "scratch":
         return
     if not target.name_or_path:

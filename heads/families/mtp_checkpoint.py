@@ -24,6 +24,8 @@ from configs.runtime.errors import InputError
 from configs.runtime.files import new_folder, read_json
 from heads.target.checkpoint_files import break_links, files_by_key, link_or_copy, listed
 
+PARTS = ("eh_proj", "enorm", "hnorm", "post_norm", "mtp_block")  # of `heads.families.mtp.MtpLayer`
+
 
 @dataclass(frozen=True, kw_only=True)
 class Naming:
@@ -31,7 +33,7 @@ class Naming:
 
     Args:
         families, prefix: who uses it, and with what every tensor of a module begins.
-        parts: by our name of a part (`heads.families.mtp.MtpLayer`), theirs.
+        parts: their names of our `PARTS`, after the prefix.
         hidden_first: the projection reads [state ; embedding].
         reads: which of the target's last states these modules were trained on, and are given by engines.
         borrowed: copies of what is the target's (embedding, head, rotary frequencies), which are neither read nor written.
@@ -39,63 +41,42 @@ class Naming:
 
     families: str
     prefix: str
-    parts: Mapping[str, str]
+    parts: tuple[str, str, str, str, str]
     hidden_first: bool = False
     reads: Literal["post_norm", "pre_norm"] = "post_norm"
     borrowed: tuple[str, ...] = ()
+
+    def pattern(self, part: str) -> str:
+        """Return their name of one of our parts."""
+        theirs = self.parts[PARTS.index(part)]
+        return f"{self.prefix}.{theirs}" if theirs else self.prefix
 
 
 NAMINGS = (
     Naming(
         families="Qwen3-Next, Qwen3.5",
-        prefix="mtp.",
-        parts={
-            "eh_proj": "mtp.fc",
-            "enorm": "mtp.pre_fc_norm_embedding",
-            "hnorm": "mtp.pre_fc_norm_hidden",
-            "post_norm": "mtp.norm",
-            "mtp_block": "mtp.layers.0",
-        },
+        prefix="mtp",
+        parts=("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "layers.0"),
     ),
     Naming(
         families="MiMo",
-        prefix="model.mtp_layers.{k}.",
-        parts={
-            "eh_proj": "model.mtp_layers.{k}.input_proj",
-            "enorm": "model.mtp_layers.{k}.token_layernorm",
-            "hnorm": "model.mtp_layers.{k}.hidden_layernorm",
-            "post_norm": "model.mtp_layers.{k}.final_layernorm",
-            "mtp_block": "model.mtp_layers.{k}",
-        },
+        prefix="model.mtp_layers.{k}",
+        parts=("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm", ""),
         hidden_first=True,
         reads="pre_norm",
     ),
     Naming(
         families="DeepSeek-V3, GLM-4-MoE",
-        prefix="model.layers.{n}.",
-        parts={
-            "eh_proj": "model.layers.{n}.eh_proj",
-            "enorm": "model.layers.{n}.enorm",
-            "hnorm": "model.layers.{n}.hnorm",
-            "post_norm": "model.layers.{n}.shared_head.norm",
-            "mtp_block": "model.layers.{n}",
-        },
+        prefix="model.layers.{n}",
+        parts=("eh_proj", "enorm", "hnorm", "shared_head.norm", ""),
         borrowed=("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq"),
     ),
     Naming(
         families="transformers",
-        prefix="mtp.",
-        parts={
-            "eh_proj": "mtp.layers.{k}.eh_proj",
-            "enorm": "mtp.layers.{k}.enorm",
-            "hnorm": "mtp.layers.{k}.hnorm",
-            "post_norm": "mtp.layers.{k}.post_norm",
-            "mtp_block": "mtp.layers.{k}",
-        },
+        prefix="mtp",
+        parts=("layers.{k}.eh_proj", "layers.{k}.enorm", "layers.{k}.hnorm", "layers.{k}.post_norm", "layers.{k}"),
     ),
 )
-
-
 BLOCK_BYTES = 2**23  # written at a time
 
 
@@ -122,7 +103,7 @@ class NativeMtp:
         counted = [(naming, self._count(naming)) for naming in NAMINGS]
         self.naming, self.num_layers = max(counted, key=lambda each: each[1])
         if self.num_layers == 0:
-            known = "; ".join(f"{each.families}: {each.parts['eh_proj']}.weight" for each in NAMINGS)
+            known = "; ".join(f"{each.families}: {each.pattern('eh_proj')}.weight" for each in NAMINGS)
             raise InputError(f"{folder} holds no MTP weights that draftsmith knows ({known}); {self._found()}")
 
     def read(self, like: Mapping[str, Tensor], *, hidden_first: bool) -> dict[str, Tensor]:
@@ -191,7 +172,7 @@ class NativeMtp:
         swapped = hidden_first != self.naming.hidden_first
         places = {name: self._pieces(name, tuple(value.shape), swapped=swapped) for name, value in ours.items()}
         wanted = {piece.key for pieces in places.values() for piece in pieces}
-        prefixes = tuple(self._spelled(self.naming.prefix, number) for number in range(self.num_layers))
+        prefixes = tuple(self._spelled(self.naming.prefix, number) + "." for number in range(self.num_layers))
         there = {key for key in self._files if key.startswith(prefixes) and not key.endswith(self.naming.borrowed)}
         for words, keys in (
             ("lacks", wanted - self._files.keys()),
@@ -211,7 +192,7 @@ class NativeMtp:
     def _pieces(self, name: str, shape: tuple[int, ...], *, swapped: bool) -> list[TensorPart]:
         """Return the checkpoint's tensors that make up one of ours."""
         _, number, part, rest = name.split(".", 3)
-        key = f"{self._spelled(self.naming.parts[part], int(number))}.{rest}"
+        key = f"{self._spelled(self.naming.pattern(part), int(number))}.{rest}"
         if part == "eh_proj":
             return [TensorPart(key=key, swapped=swapped)]
         stem, _, last = key.rpartition(".")
@@ -228,7 +209,7 @@ class NativeMtp:
 
     def _count(self, naming: Naming) -> int:
         """Return how many modules there are under a naming."""
-        projection, number = f"{naming.parts['eh_proj']}.weight", 0
+        projection, number = f"{naming.pattern('eh_proj')}.weight", 0
         most = len(self._files) if "{" in projection else 1
         while number < most and self._spelled(projection, number) in self._files:
             number += 1

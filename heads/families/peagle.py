@@ -84,13 +84,11 @@ class PEagle(EagleBody):
 
     def _shares(self) -> list[float]:
         settings = self.settings
-        shares = (max(settings.keep_share**depth, settings.min_keep_share) for depth in range(settings.num_depths))
-        return list(shares)
+        return [max(settings.keep_share**depth, settings.min_keep_share) for depth in range(settings.num_depths)]
 
 
 class ParallelDrafts(FeatureProposer):
-    """P-EAGLE as a proposer (`heads.proposers.protocol.Proposer`): one forward a round; at most as many drafts as depths were
-    trained.
+    """P-EAGLE as a proposer (`heads.proposers.protocol.Proposer`): one forward, at most as many drafts as depths trained.
 
     A round's forward reads the positions that the target has read since the last one, and after each row's last of them the
     elements of the further depths. The keys of these are written over in the next round, by positions that were read.
@@ -218,11 +216,8 @@ def make_chains(depths_BT: Tensor, num_depths: int) -> Chains:
 
 
 class ParallelKeys:
-    """The attention of one layer over the depth-0 elements of T positions and the further ones after them.
-
-    Args:
-        visible_B1TT: which depth-0 elements each of them sees (`heads.modules.layers.causal_mask`).
-        chains: the further elements.
+    """The attention of one layer over the depth-0 elements of T positions, which see each other as `visible_B1TT` says
+    (`heads.modules.layers.causal_mask`), and the further ones after them.
     """
 
     def __init__(self, visible_B1TT: Tensor, chains: Chains) -> None:

@@ -291,7 +291,7 @@ class DraftHead(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits `[..., W]` of final states `[..., D]`."""
-        return head_logits(cast(PreTrainedModel, self), hidden)
+        return head_logits(self, hidden)
 
     def at_depth(
         self, depth: int, hidden_ND: Tensor, origins_N: Tensor, *, weight: float, row_weights_N: Tensor | None = None

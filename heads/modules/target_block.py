@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -112,8 +112,7 @@ class Surroundings:
             position_embeddings=rotary(states_BTD, positions_BT, **self._rotary_arguments),
             **{self._cache_argument: keys},
         )
-        states: Tensor = output[0] if isinstance(output, tuple) else output
-        return states
+        return cast(Tensor, output[0] if isinstance(output, tuple) else output)
 
     def _error(self, target: PreTrainedModel, number: int) -> float:
         """Run a block on what it read in a probe, and compare what it gives with what it gave there."""

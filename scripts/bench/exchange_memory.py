@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from configs.runtime.command import DONE, GATE_FAILED
 from configs.schema.benchmarks import ExchangeMemoryConfig
 from configs.schema.heads import Eagle3Settings
-from heads.artifact import HiddenStates, Metadata, save_head
+from heads.artifact import head_metadata, save_head
 from heads.families.registry import FAMILIES
 from heads.formats.exporting.exporter import export
 from heads.formats.exporting.source import TargetFolder, read_source
@@ -95,15 +95,6 @@ def write_draft(folder: Path, vocab_size: int) -> TargetIdentity:
         tokenizer_sha256="",
         chat_template_sha256="",
     )
-    metadata = Metadata(
-        kind="eagle3",
-        target=identity.to_dict(),
-        hidden_states=HiddenStates(taps=[0, 1], concat_order=["h_0", "h_1"], last_is_post_norm=True),
-        head=settings.model_dump(mode="json"),
-        draft_vocab_size=vocab_size,
-        num_speculative_tokens=3,
-        training={},
-        provenance={},
-    )
+    metadata = head_metadata(settings, [0, 1], identity, None, vocab_size, num_speculative_tokens=3, training={}, provenance={})
     save_head(folder / "artifact", head, metadata)
     return identity

@@ -16,7 +16,7 @@ from distill.cache.reader import TargetCache
 from distill.dataset.conversations import Conversation
 from distill.loss.head_objective import HeadLoss, HeadObjective
 from distill.student.vocabulary import most_frequent_answer_tokens
-from heads.artifact import HiddenStates, Metadata, save_head
+from heads.artifact import head_metadata, save_head
 from heads.families.registry import FAMILIES, serve
 from heads.inference.model_checks import check_keeps_apart, check_rolls_back
 from heads.modules.interface import Batch, HeadModule, Normalisers
@@ -119,15 +119,12 @@ class HeadTask:
     def write(self, folder: Path, module: nn.Module, progress: Progress, metrics: dict[str, float]) -> None:
         """Write the head, in the target's dtype, as an artifact."""
         assert isinstance(module, HeadObjective)
-        metadata = Metadata(
-            kind=self.config.head.kind,
-            target=self.target.identity.to_dict(),
-            hidden_states=HiddenStates(
-                taps=list(self.taps), concat_order=[f"h_{tap}" for tap in self.taps], last_is_post_norm=True
-            ),
-            head=cast(HeadModule, module.head).settings.model_dump(mode="json"),
-            draft_vocab_size=self.target.vocab_size if self.vocabulary is None else len(self.vocabulary),
-            draft_vocabulary="target" if self.vocabulary is None else "reduced",
+        metadata = head_metadata(
+            cast(HeadModule, module.head).settings,
+            self.taps,
+            self.target.identity,
+            self.vocabulary,
+            self.target.vocab_size,
             num_speculative_tokens=self.config.num_speculative_tokens,
             training=self.config.model_dump(mode="json"),
             provenance=training_provenance(progress, metrics),

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import new_folder, write_json
-from heads.artifact import METADATA_FILE, VOCABULARY_FILE, WEIGHTS_FILE, HiddenStates, Metadata
+from heads.artifact import METADATA_FILE, VOCABULARY_FILE, WEIGHTS_FILE, head_metadata
 from heads.families.registry import FAMILIES
 from heads.formats.importing.external import ExternalDraft
 from heads.formats.importing.sizes import own_layer
@@ -93,15 +93,12 @@ def write_artifact(
     if out.exists():
         raise InputError(f"{out} exists already; give a new folder")
     vocabulary = fitted.vocabulary
-    metadata = Metadata(
-        kind=fitted.settings.kind,
-        target=identity.to_dict(),
-        hidden_states=HiddenStates(
-            taps=list(fitted.taps), concat_order=[f"h_{tap}" for tap in fitted.taps], last_is_post_norm=True
-        ),
-        head=fitted.settings.model_dump(mode="json"),
-        draft_vocab_size=vocab_size if vocabulary is None else len(vocabulary),
-        draft_vocabulary="target" if vocabulary is None else "reduced",
+    metadata = head_metadata(
+        fitted.settings,
+        fitted.taps,
+        identity,
+        vocabulary,
+        vocab_size,
         num_speculative_tokens=num_speculative_tokens,
         training={},
         provenance=provenance,
