@@ -19,7 +19,7 @@ from configs.runtime.files import write_text
 from configs.runtime.terminal import say
 from configs.schema.evaluation import CompareConfig
 from eval.report.compare import as_table, compare
-from eval.report.html import render_comparison
+from eval.report.page import render_comparison
 from eval.report.schema import load_report
 
 

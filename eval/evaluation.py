@@ -33,8 +33,8 @@ from eval.metrics.meters import find_meter
 from eval.metrics.quality import Quality
 from eval.metrics.tally import Tally
 from eval.report.build import PromptSet, build_report, complete_report
-from eval.report.html import render_html
 from eval.report.markdown import render_markdown
+from eval.report.page import render_html
 from eval.report.schema import Report, load_report, write_report
 from heads.target.loading import Target, load_target
 from heads.target.processes import join_processes

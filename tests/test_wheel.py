@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / "tests" / "compatibility" / "written_before" / "report.json"
 ENTRIES = ["train.heads", "eval.gate", "scripts.push", "scripts.benchmark"]
 RENDER = """
-import sys, eval.report.html as html
+import sys, eval.report.page as html
 from pathlib import Path
 from eval.report.schema import load_report
 print(html.__file__)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eval.decoder.records import ENDED, Generation
+from eval.report.sections import AnswerLength
 
 Floats = NDArray[np.float64]
 
@@ -74,21 +74,6 @@ class AcceptanceProfile:
                 rounds_A[num_drafts] += share * right * rest / size
         split_A: Floats = rounds_A / rounds_A.sum()
         return split_A
-
-
-@dataclass(frozen=True, kw_only=True)
-class AnswerLength:
-    """Answers of one length.
-
-    Args:
-        num_tokens: committed by rounds; the prefill's token is not among them.
-        room_behind: tokens that the limit would have left room for: 0 for an answer that it ended.
-        num_answers: how many answers are like this.
-    """
-
-    num_tokens: int
-    room_behind: int
-    num_answers: int
 
 
 def answer_lengths(generations: Iterable[Generation], max_new_tokens: int) -> list[AnswerLength]:

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 from scipy.optimize import nnls
 
-from eval.cost.expected_rounds import AcceptanceProfile, AnswerLength, Floats, expected_rounds
-from eval.cost.timing_sweep import TimedRound
+from eval.cost.expected_rounds import AcceptanceProfile, Floats, expected_rounds
+from eval.report.sections import AnswerLength, TimedRound
 
 Sizes = tuple[int, int, int]  # drafts, batch, context
 Terms = Callable[[int, float, float], Sequence[float]]

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import CostConfig
-from eval.cost.expected_rounds import AcceptanceProfile, AnswerLength, answer_lengths
-from eval.cost.model import CostModel, MeasuredCosts, RooflineCosts, summarise_model
-from eval.cost.timing_sweep import TimedRound, sweep_rounds
+from eval.cost.expected_rounds import AcceptanceProfile, answer_lengths
+from eval.cost.model import CostModel, MeasuredCosts, RooflineCosts, RoundCosts, summarise_model
+from eval.cost.timing_sweep import sweep_rounds
 from eval.decoder.records import Generation
 from eval.report.schema import Report
-from eval.report.sections import PredictedSection
+from eval.report.sections import PredictedSection, TimedRound
 from heads.proposers.protocol import Proposer
 from heads.target.loading import Target
 
@@ -64,8 +63,8 @@ def predict_speed(
     others = {each.context_tokens for each in sweep}
     return {
         **summarise_model(model, decode.num_speculative_tokens, decode.batch_size, _mean_context(plain), others),
-        "sweep": [asdict(each) for each in sweep],
-        "answers": [asdict(each) for each in answers],
+        "sweep": [each.model_dump() for each in sweep],
+        "answers": [each.model_dump() for each in answers],
     }
 
 
@@ -92,12 +91,11 @@ def prediction_of(
     predicted = prediction_in(report, where)
     if (bytes_per_second is None) != (flops_per_second is None):
         raise InputError("another machine is described by --bandwidth and --flops together; give both, or none for this one")
-    sweep = [TimedRound(**each.model_dump()) for each in predicted.sweep]
-    answers = [AnswerLength(**each.model_dump()) for each in predicted.answers]
-    if bytes_per_second is None or flops_per_second is None:
-        return CostModel(MeasuredCosts(sweep), _profile(report), answers, _longest(sweep))
-    costs = RooflineCosts(sweep, bytes_per_second, flops_per_second)
-    return CostModel(costs, _profile(report), answers, _longest(sweep))
+    sweep = predicted.sweep
+    costs: RoundCosts = MeasuredCosts(sweep)
+    if bytes_per_second is not None and flops_per_second is not None:
+        costs = RooflineCosts(sweep, bytes_per_second, flops_per_second)
+    return CostModel(costs, _profile(report), predicted.answers, _longest(sweep))
 
 
 def _profile(report: Report) -> AcceptanceProfile:

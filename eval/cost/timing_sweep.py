@@ -25,38 +25,11 @@ from eval.decoder.chain_rules import ChainVerification
 from eval.decoder.request import Request
 from eval.decoder.verifier import Verifier
 from eval.lossy.decode import verifier_for
+from eval.report.sections import TimedRound
 from heads.proposers.protocol import Proposal, Proposer
 from heads.target.loading import Target
 
 SHORTEST = 4  # tokens of the text that a sweep begins with
-
-
-@dataclass(frozen=True, kw_only=True)
-class TimedRound:
-    """What a round takes: seconds on this machine, and the work, which is the same on any machine.
-
-    Args:
-        num_speculative_tokens: drafts; 0 is a plain round.
-        batch_size, context_tokens: rows, and the tokens before the round's own.
-        draft_seconds: drafting, after a round that did not keep all drafts.
-        draft_seconds_after_full: the same after one that did.
-        verify_seconds: the target's forward.
-        other_seconds: verification and everything else.
-        draft_bytes, draft_flops, verify_bytes, verify_flops: read, and done, by the matrix products
-        (`eval.cost.operation_counter`).
-    """
-
-    num_speculative_tokens: int
-    batch_size: int
-    context_tokens: int
-    draft_seconds: float
-    draft_seconds_after_full: float
-    verify_seconds: float
-    other_seconds: float
-    draft_bytes: float
-    draft_flops: float
-    verify_bytes: float
-    verify_flops: float
 
 
 @dataclass

@@ -2,8 +2,3 @@
 
 Nothing here imports torch but `eval.release.artifact_hash`, which reads the artifact that is to be released.
 """
-
-from eval.release.checks import Artifact, judge
-from eval.release.verdict import Finding, GateVerdict
-
-__all__ = ["Artifact", "Finding", "GateVerdict", "judge"]

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from configs.runtime.errors import InputError
 from configs.schema.evaluation import GateConfig
 from eval.release.rules import is_of_a_machine, judge_against_free, judge_rule
-from eval.release.verdict import Finding, GateOutcome, GateVerdict
+from eval.release.verdict import Finding, GateVerdict
 from eval.report.compare import IDENTITY, Difference, differences
-from eval.report.schema import LosslessSection, PromptsSection, Report
+from eval.report.schema import PromptsSection, Report
 from eval.report.text import describe_checks, short
 
 MIN_RESAMPLES = 200  # of the bootstrap behind a report's intervals
@@ -88,49 +88,38 @@ def _check_baseline(report: Report, baseline: Report, config: GateConfig) -> lis
 # --- checks that always hold --------------------------------------------------------------------------------------
 
 
+def _finding(check: str, value: float | str, required: str, reason: str) -> Finding:
+    """Return a finding that fails where there is a reason to."""
+    return Finding(check=check, outcome="fail" if reason else "pass", value=value, required=required, reason=reason)
+
+
 def _judge_measured(report: Report) -> Finding:
-    simulated = report.simulated
-    return Finding(
-        check="simulated",
-        outcome="fail" if simulated else "pass",
-        value="simulated" if simulated else "measured",
-        required="measured",
-        reason="acceptance was drawn, not measured" if simulated else "",
-    )
+    value, reason = ("simulated", "acceptance was drawn, not measured") if report.simulated else ("measured", "")
+    return _finding("simulated", value, "measured", reason)
 
 
 def _judge_lossless(report: Report, config: GateConfig) -> Finding:
     section = report.lossless
-    reason = _undecided(section)
-    outcome: GateOutcome = "inconclusive" if reason else "pass"
-    if not reason and (reason := _why_not_lossless(report, config)):
-        outcome = "fail"
     required = " or ".join(config.lossless) or "nothing (the gate allows no verdict)"
-    return Finding(check="lossless", outcome=outcome, value=section.verdict, required=required, reason=reason)
-
-
-def _undecided(section: LosslessSection) -> str:
-    """Return why it is undecided whether answers were changed, or nothing."""
     if section.verdict != "inconclusive":
-        return ""
+        return _finding("lossless", section.verdict, required, _why_not_lossless(report, config))
     checks = describe_checks(section, section.inconclusive_checks)
-    return "the losslessness check needs more answers than it got" + (f": {checks}" if checks else "")
+    reason = "the losslessness check needs more answers than it got" + (f": {checks}" if checks else "")
+    return Finding(check="lossless", outcome="inconclusive", value=section.verdict, required=required, reason=reason)
 
 
 def _why_not_lossless(report: Report, config: GateConfig) -> str:
     """Return why the answers fail the gate, or nothing."""
-    section = report.lossless
-    verdict, found = section.verdict, len(section.divergences)
-    if verdict not in config.lossless and found:
-        return f"{found} difference{'s' * (found > 1)} from plain decoding in {section.checked_prompts} checked answers"
-    if verdict not in config.lossless and section.failed_checks:
-        return f"failed: {describe_checks(section, section.failed_checks)}"
-    if verdict not in config.lossless:
+    section, found = report.lossless, len(report.lossless.divergences)
+    if section.verdict not in config.lossless:
+        if found:
+            return f"{found} difference{'s' * (found > 1)} from plain decoding in {section.checked_prompts} checked answers"
+        if section.failed_checks:
+            return f"failed: {describe_checks(section, section.failed_checks)}"
         return "no checked answer differs from plain decoding, but the gate does not allow this verdict"
-    if verdict == "lossy_by_design" and report.quality is None:
-        return "the rule changes answers, and nothing says what they are worth: evaluate with `quality` in the config"
-    if verdict == "lossy_by_design":  # what is allowed to differ is not checked
-        return ""
+    if section.verdict == "lossy_by_design":  # what is allowed to differ is not checked
+        unjudged = "the rule changes answers, and nothing says what they are worth: evaluate with `quality` in the config"
+        return unjudged if report.quality is None else ""
     return "no answer was checked against plain decoding" if section.checked_prompts == 0 else ""
 
 
@@ -143,13 +132,8 @@ def _judge_prompts(report: Report, config: GateConfig) -> Finding:
     if not reason and wanted is not None and prompts.sha256 != wanted:
         reason = f"the prompts, of {prompts.source}, hash to {short(prompts.sha256)}, not to the gate's suite_sha256"
     required = f"all {prompts.num_asked} asked for, at least {config.min_prompts}"
-    return Finding(
-        check="prompts",
-        outcome="fail" if reason else "pass",
-        value=float(measured),
-        required=required if wanted is None else f"{required}, of suite {short(wanted)}",
-        reason=reason,
-    )
+    required += "" if wanted is None else f", of suite {short(wanted)}"
+    return _finding("prompts", float(measured), required, reason)
 
 
 def _judge_intervals(report: Report) -> list[Finding]:
@@ -182,10 +166,5 @@ def _judge_provenance(report: Report, config: GateConfig, artifact: Artifact | N
         reason = f"the artifact hashes to {short(artifact.sha256)}, the draft measured to {short(draft.sha256)}: measure it"
     elif others and not config.allow_target_mismatch:
         reason = f"the draft was made for other {', '.join(others)} than it was measured with"
-    return Finding(
-        check="provenance",
-        outcome="fail" if reason else "pass",
-        value=short(draft.sha256),
-        required="a draft made for this target" if artifact is None else "the artifact's hash, made for this target",
-        reason=reason,
-    )
+    required = "a draft made for this target" if artifact is None else "the artifact's hash, made for this target"
+    return _finding("provenance", short(draft.sha256), required, reason)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 
 from configs.runtime.errors import InputError
 from configs.schema.evaluation import GateRule
@@ -36,17 +37,15 @@ MORE_THAN_ONE = math.nextafter(1.0, math.inf)  # a draft that only equals what i
 
 
 def judge_rule(report: Report, rule: GateRule, baseline: Report | None) -> list[Finding]:
-    """Return what the rule finds: one finding, or one for each category.
-
-    Args:
-        report: the report.
-        rule: the rule.
-        baseline: a report that can be compared with the first.
+    """Return what the rule finds: one finding, or one for each category; `baseline` can be compared with the report.
 
     Raises:
         InputError: no such number, no interval to it, or no baseline report to be relative to.
     """
-    return [_judge_metric(report, metric, rule, baseline) for metric in _metrics(report, rule)]
+    metrics, own = [rule.metric], rule.metric.removeprefix(EVERY_CATEGORY)
+    if own != rule.metric:
+        metrics = [f"by_category.{category}.{own}" for category in report.by_category]
+    return [_judge_metric(report, metric, rule, baseline) for metric in metrics]
 
 
 def judge_against_free(report: Report, name: str) -> list[Finding]:
@@ -74,15 +73,6 @@ def is_of_a_machine(rule: GateRule) -> bool:
     return any(word in rule.metric for word in OF_A_MACHINE)
 
 
-def _metrics(report: Report, rule: GateRule) -> Iterator[str]:
-    """Yield the paths that the rule is about: its own, or one for each category of the report."""
-    if not rule.metric.startswith(EVERY_CATEGORY):
-        yield rule.metric
-        return
-    for category in report.by_category:
-        yield f"by_category.{category}.{rule.metric.removeprefix(EVERY_CATEGORY)}"
-
-
 def _judge_metric(report: Report, metric: str, rule: GateRule, baseline: Report | None) -> Finding:
     """Compare one metric, or its ratio to the baseline's, with the rule's threshold."""
     interval = _look_up(report, metric, rule, "report")
@@ -94,7 +84,7 @@ def _judge_metric(report: Report, metric: str, rule: GateRule, baseline: Report 
     required = threshold + (" times the baseline" if rule.relative_to_baseline else "")
     if rule.bound == "point":
         judged = _finding(metric, Interval(interval.point, interval.point, interval.point), required, rule.min, rule.max)
-        return Finding(check=metric, outcome=judged.outcome, value=judged.value, required=required, reason=judged.reason)
+        return replace(judged, low=None, high=None)
     return _finding(metric, interval, required, rule.min, rule.max)
 
 

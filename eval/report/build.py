@@ -1,7 +1,7 @@
 """From a run's records to its report: every number is computed here, by one pure function.
 
 Numbers only, never formatted strings; units in names; `None` where a number is not available. `eval.report.schema` fixes the
-form, `eval.report.markdown` and `eval.report.html` render it, `eval.release.checks` judges it.
+form, `eval.report.markdown` and `eval.report.page` render it, `eval.release.checks` judges it.
 """
 
 from __future__ import annotations

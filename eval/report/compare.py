@@ -3,7 +3,7 @@
 A token count means something for one target, one set of prompts and one way of decoding; seconds also for one machine.
 `differences` lists what two reports differ in: the gate refuses a baseline report over it (`eval.release.checks`), and
 `compare` refuses reports of different targets or prompts unless they are allowed by name. Seeds and versions are not compared.
-`eval.report.html` renders the page. Torch-free.
+`eval.report.page` renders the page. Torch-free.
 """
 
 from __future__ import annotations

@@ -218,27 +218,30 @@ class PredictedSpeedup(ClosedSection):
     decode_speedup: float
 
 
-class TimedRoundSection(ClosedSection):
-    """A round of the timing sweep; see `eval.cost.timing_sweep.TimedRound`."""
+class TimedRound(ClosedSection):
+    """What a round of the timing sweep takes: seconds on this machine, and the work, which is the same on any machine.
 
-    num_speculative_tokens: Count
+    Bytes and operations are those of the matrix products (`eval.cost.operation_counter`).
+    """
+
+    num_speculative_tokens: Count  # 0 is a plain round
     batch_size: Count
-    context_tokens: Count
-    draft_seconds: float
-    draft_seconds_after_full: float
-    verify_seconds: float
-    other_seconds: float
+    context_tokens: Count  # before the round's own
+    draft_seconds: float  # after a round that did not keep all drafts
+    draft_seconds_after_full: float  # after one that did
+    verify_seconds: float  # the target's forward
+    other_seconds: float  # verification and everything else
     draft_bytes: float
     draft_flops: float
     verify_bytes: float
     verify_flops: float
 
 
-class AnswerLengthSection(ClosedSection):
-    """Answers of one length; see `eval.cost.expected_rounds.AnswerLength`."""
+class AnswerLength(ClosedSection):
+    """Answers of one length."""
 
-    num_tokens: Count
-    room_behind: Count
+    num_tokens: Count  # committed by rounds; the prefill's token is not among them
+    room_behind: Count  # tokens that the limit would have left room for: 0 for an answer that it ended
     num_answers: Count
 
 
@@ -251,8 +254,8 @@ class PredictedSection(ClosedSection):
     best_num_speculative_tokens: Count | None  # at this run's batch size; None: plain decoding is faster
     # The largest at which any number of drafts still pays: 0 where none does, None where every one in the sweep does.
     break_even_batch_size: Count | None
-    sweep: list[TimedRoundSection] = []
-    answers: list[AnswerLengthSection] = []
+    sweep: list[TimedRound] = []
+    answers: list[AnswerLength] = []
 
 
 class WholeSpeedSection(SpeedSection):

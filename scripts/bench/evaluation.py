@@ -36,7 +36,7 @@ from eval.measure.suite import load_suite
 from eval.measure.turns import Turns
 from eval.metrics.tally import Tally
 from eval.report.build import PromptSet, build_report
-from eval.report.html import render_html
+from eval.report.page import render_html
 from eval.report.schema import Report, load_report, write_report
 from eval.stats.bootstrap import Interval, ratio_interval
 from heads.artifact import load_draft

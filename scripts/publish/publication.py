@@ -23,7 +23,7 @@ from configs.runtime.redaction import Scrubber
 from configs.runtime.run_record import describe_git, describe_versions
 from configs.schema.release import HUB_ID, PushConfig
 from eval.release.verdict import as_values
-from eval.report.html import render_html
+from eval.report.page import render_html
 from eval.report.schema import Report, parse_report
 from heads.artifact import METADATA_FILE, VOCABULARY_FILE, WEIGHTS_FILE
 from heads.formats.exporting.exporter import SERVE_FILE

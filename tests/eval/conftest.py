@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -25,23 +26,10 @@ ACCEPTANCE = {"writing": 0.55, "coding": 0.8, "maths": 0.72, "reasoning": 0.62}
 def make_round() -> Callable[..., Round]:
     """Build a round by its counts: `make_round(3, 1)` drafted three, accepted one, and added the target's own token."""
 
-    def build(
-        drafted: int,
-        accepted: int,
-        *,
-        cut: bool = False,
-        overlap: tuple[float, ...] | None = None,
-        distributions: DistributionComparison | None = None,
-    ) -> Round:
+    def build(drafted: int, accepted: int, *, cut: bool = False, **measured: Any) -> Round:
         tokens = tuple(range(1, drafted + 1))
-        own = () if cut else (99,)
-        return Round(
-            drafted=tokens,
-            num_accepted=accepted,
-            committed=tokens[:accepted] + own,
-            overlap=overlap,
-            distributions=distributions,
-        )
+        committed = tokens[:accepted] + (() if cut else (99,))
+        return Round(**{"drafted": tokens, "num_accepted": accepted, "committed": committed, "overlap": None, **measured})
 
     return build
 
@@ -50,24 +38,10 @@ def make_round() -> Callable[..., Round]:
 def make_generation() -> Callable[..., Generation]:
     """Build a generation from its rounds; the prefill token is 0."""
 
-    def build(
-        rounds: Sequence[Round],
-        *,
-        prompt_id: str = "writing-1",
-        category: str = "writing",
-        mode: str = SPECULATIVE,
-        stop_reason: str = "length",
-    ) -> Generation:
+    def build(rounds: Sequence[Round], **labels: Any) -> Generation:
         tokens = (0, *(token for round_ in rounds for token in round_.committed))
-        return Generation(
-            prompt_id=prompt_id,
-            category=category,
-            mode=mode,
-            prompt_tokens=(7, 8),
-            tokens=tokens,
-            rounds=tuple(rounds),
-            stop_reason=stop_reason,
-        )
+        usual = {"prompt_id": "writing-1", "category": "writing", "mode": SPECULATIVE, "stop_reason": "length"}
+        return Generation(**{**usual, "prompt_tokens": (7, 8), "tokens": tokens, "rounds": tuple(rounds), **labels})
 
     return build
 
@@ -76,28 +50,11 @@ def make_generation() -> Callable[..., Generation]:
 def make_timing() -> Callable[..., Timing]:
     """Build a timing whose phases take fixed shares of its decode time: draft 0.2, verify 0.7, sample 0.05, the rest 0.05."""
 
-    def build(
-        mode: str,
-        prompt_ids: tuple[str, ...],
-        decode_seconds: float,
-        num_tokens: int,
-        *,
-        repeat: int = 0,
-        prefill_seconds: float = 0.1,
-    ) -> Timing:
-        return Timing(
-            mode=mode,
-            repeat=repeat,
-            prompt_ids=prompt_ids,
-            num_tokens=num_tokens,
-            num_rounds=num_tokens,
-            prefill_seconds=prefill_seconds,
-            decode_seconds=decode_seconds,
-            draft_seconds=0.2 * decode_seconds,
-            verify_seconds=0.7 * decode_seconds,
-            sample_seconds=0.05 * decode_seconds,
-            measure_seconds=0.01,
-        )
+    def build(mode: str, prompt_ids: tuple[str, ...], seconds: float, num_tokens: int, **others: Any) -> Timing:
+        shares = {"draft_seconds": 0.2, "verify_seconds": 0.7, "sample_seconds": 0.05, "decode_seconds": 1.0}
+        values = {name: share * seconds for name, share in shares.items()}
+        values |= {"num_tokens": num_tokens, "num_rounds": num_tokens, "prefill_seconds": 0.1, "measure_seconds": 0.01}
+        return Timing(**{"mode": mode, "prompt_ids": prompt_ids, "repeat": 0, **values, **others})
 
     return build
 
@@ -155,21 +112,12 @@ def spell(tokens: Sequence[int]) -> str:
 @pytest.fixture(scope="session")
 def shared_inputs(random_generations, random_timings, make_round, make_generation) -> dict:
     """Everything `report_of` takes, for a run of 32 prompts with a prompt-lookup baseline; only for copying."""
-    lookup = [
-        make_generation(
-            [make_round(3, number % 2)] * 20, prompt_id=generation.prompt_id, category=generation.category, mode="prompt_lookup"
-        )
-        for number, generation in enumerate(random_generations)
-    ]
-    plain = [
-        make_generation(
-            [make_round(0, 0)] * (len(generation.tokens) - 1),
-            prompt_id=generation.prompt_id,
-            category=generation.category,
-            mode=AUTOREGRESSIVE,
-        )
-        for generation in random_generations
-    ]
+    lookup, plain = [], []
+    for number, generation in enumerate(random_generations):
+        labels = {"prompt_id": generation.prompt_id, "category": generation.category}
+        lookup.append(make_generation([make_round(3, number % 2)] * 20, mode="prompt_lookup", **labels))
+        plain.append(make_generation([make_round(0, 0)] * (len(generation.tokens) - 1), mode=AUTOREGRESSIVE, **labels))
+    divergence = {"prompt_id": "coding-1", "position": 17, "plain_token": 3, "speculative_token": 5}
     return {
         "target": {
             "name": "embedded:smollm2-135m-instruct",
@@ -190,16 +138,7 @@ def shared_inputs(random_generations, random_timings, make_round, make_generatio
         "lossless": {
             "verdict": "lossless_up_to_ties",
             "checked_prompts": 32,
-            "divergences": [
-                {
-                    "prompt_id": "coding-1",
-                    "position": 17,
-                    "plain_token": 3,
-                    "speculative_token": 5,
-                    "logit_gap": 0.03,
-                    "tie_tolerance": 0.25,
-                }
-            ],
+            "divergences": [divergence | {"logit_gap": 0.03, "tie_tolerance": 0.25}],
         },
         "decode_tokens": spell,
         "hardware": {"cpu": "a test machine", "cores": 2},

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,41 +11,30 @@ import torch
 from transformers import LlamaForCausalLM
 
 from configs.runtime.command import BAD_INPUT, run_command
-from configs.schema.decoding import DecodeConfig, ParticleSampling, TypicalAcceptance
+from configs.schema.decoding import ParticleSampling, TypicalAcceptance
 from configs.schema.drafting import StaticTree
-from configs.schema.evaluation import EvalConfig, GateConfig, LosslessConfig, SuiteConfig
-from configs.schema.target import TargetConfig
+from configs.schema.evaluation import EvalConfig, GateConfig, LosslessConfig
 from eval.decoder.decode import Request, decode
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE
 from eval.evaluation import evaluate
 from eval.measure.interleaved import measure
 from eval.release.checks import judge
-from eval.report.schema import load_report
 from eval.run import main
 from heads.artifact import METADATA_FILE
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.prompt_lookup import PromptLookup
+from tests.support.evaluations import report_in, tiny_evaluation, write_suite
 
-ENTRY = Path(__file__).resolve().parents[2] / "eval" / "run.py"
 FILES = ["records.jsonl", "report.html", "report.json", "report.md", "run.json"]
 
 
 @pytest.fixture
 def config(tiny_run, tmp_path):
-    return EvalConfig(
-        target=TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu"),
-        draft=str(tiny_run / "artifact"),
-        suite=SuiteConfig(path=str(tiny_run / "suite.jsonl"), num_prompts=5),
-        decode=DecodeConfig(num_speculative_tokens=2, max_new_tokens=10, batch_size=2),
-        repeats=2,
-        lossless=LosslessConfig(check_float32_prompts=1),
-        bootstrap_samples=50,
-        output=str(tmp_path / "evaluation"),
-    )
+    return tiny_evaluation(tiny_run, tmp_path / "evaluation", num_prompts=3)
 
 
 @pytest.fixture
-def requests(tiny_run):
+def requests():
     return [Request(prompt_id=f"q{number}", category="c", tokens=(7, 12, 3 + number)) for number in range(3)]
 
 
@@ -57,16 +44,27 @@ def records_of(folder):
     return [[line[kind] for line in lines if kind in line] for kind in ("generation", "timing")]
 
 
-def test_every_file_is_written_and_the_report_says_what_the_records_say(config, capsys):
+def damaged_target(run, folder, where):
+    """Copy the target with weights that are no numbers; return its folder."""
+    copy = Path(shutil.copytree(run / "target", folder / "target"))
+    model = LlamaForCausalLM.from_pretrained(copy, dtype=torch.float32)
+    with torch.no_grad():
+        where(model).fill_(float("nan"))
+    model.save_pretrained(copy)
+    return copy
+
+
+def test_every_file_is_written_and_the_report_says_what_the_records_say(tiny_run, tmp_path, capsys):
+    lossless = LosslessConfig(check_float32_prompts=1)
+    config = tiny_evaluation(tiny_run, tmp_path / "evaluation", num_prompts=5, repeats=2, lossless=lossless)
     assert evaluate(config) == 0
 
     folder = Path(config.output)
     assert sorted(path.name for path in folder.iterdir()) == FILES
-    report = load_report(folder / "report.json")
+    report = report_in(config)
     generations, timings = records_of(folder)
-    rounds = [committed for each in generations if each["mode"] == SPECULATIVE for committed in each["rounds"]["committed"]]
-    committed = sum(rounds)
-    assert report.acceptance.tokens_per_target_step == pytest.approx(committed / len(rounds))
+    committed = [count for each in generations if each["mode"] == SPECULATIVE for count in each["rounds"]["committed"]]
+    assert report.acceptance.tokens_per_target_step == pytest.approx(sum(committed) / len(committed))
     assert 1.0 < report.acceptance.tokens_per_target_step < 3.0
     assert report.acceptance.overlap_alpha is not None
     assert report.lossless.verdict == "lossless"
@@ -76,56 +74,38 @@ def test_every_file_is_written_and_the_report_says_what_the_records_say(config, 
     assert report.speed.decode_seconds_speculative == pytest.approx(spent)
     assert (folder / "report.md").read_text() in capsys.readouterr().out
     assert json.loads((folder / "run.json").read_text())["config"]["decode"]["batch_size"] == 2
-
-
-def test_modes_take_turns_on_each_batch_and_each_repeat(config):
-    evaluate(config)
-
-    _, timings = records_of(Path(config.output))
-    modes = [AUTOREGRESSIVE, SPECULATIVE, "prompt_lookup"]
-    batches = [["q0", "q1"], ["q2", "q3"], ["q4"]]
+    # Modes take turns on each batch and each repeat.
+    modes, batches = [AUTOREGRESSIVE, SPECULATIVE, "prompt_lookup"], [["q0", "q1"], ["q2", "q3"], ["q4"]]
     assert [(each["prompt_ids"], each["repeat"], each["mode"]) for each in timings] == [
         (batch, repeat, mode) for batch in batches for repeat in range(2) for mode in modes
     ]
 
 
-def test_plain_decoding_is_always_measured_and_baselines_as_asked_for(config):
-    evaluate(config.model_copy(update={"baselines": []}))
-
-    generations, _ = records_of(Path(config.output))
-    assert {each["mode"] for each in generations} == {AUTOREGRESSIVE, SPECULATIVE}
-    assert load_report(Path(config.output) / "report.json").baselines.keys() == {"autoregressive"}
-
-
 def test_generations_are_kept_once_and_overlaps_measured_in_the_first_repeat_only(config, requests, tiny_llama, as_target):
     target = as_target(tiny_llama(seed=1))
     proposers = {SPECULATIVE: DraftLM(tiny_llama(seed=2), 64), "prompt_lookup": PromptLookup(target.device)}
-
-    records = measure(target, requests, config, proposers)
-
+    records = measure(target, requests, config.model_copy(update={"repeats": 2}), proposers)
     assert [each.prompt_id for each in records.of(SPECULATIVE)] == ["q0", "q1", "q2"]
     assert all(round_.overlap is not None for each in records.of(SPECULATIVE) for round_ in each.rounds if round_.drafted)
-    measuring = {each.repeat for each in records.timings if each.measure_seconds > 0}
-    assert measuring == {0}
+    assert {each.repeat for each in records.timings if each.measure_seconds > 0} == {0}
 
 
 def test_a_report_of_samples_names_the_rule_and_shape_in_use_and_proves_them(config):
     tree = StaticTree(kind="static", branching=[2], candidates="k_seq")
     sampled = config.decode.model_copy(update={"temperature": 1.0, "tree": tree})
-    evaluate(config.model_copy(update={"decode": sampled, "repeats": 1}))
-
-    report = load_report(Path(config.output) / "report.json")
+    evaluate(config.model_copy(update={"decode": sampled, "baselines": []}))
+    report = report_in(config)
     proof = report.lossless.checks["enumeration"]
     assert (proof["outcome"], proof["rule"], proof["shape"]) == ("pass", "k_seq", "static_tree")
     assert (report.decode.verification, report.decode.lossy) == ("k_seq", None)
+    assert report.baselines.keys() == {"autoregressive"}  # plain decoding is always measured
 
 
 @pytest.mark.parametrize("lossy", [TypicalAcceptance(kind="typical"), ParticleSampling(kind="smc", num_particles=3)])
 def test_a_lossy_report_says_so_and_its_baselines_do_not_take_part(config, lossy):
     sampled = config.decode.model_copy(update={"temperature": 1.0, "lossy": lossy})
-    evaluate(config.model_copy(update={"decode": sampled, "repeats": 1}))
-
-    report = load_report(Path(config.output) / "report.json")
+    evaluate(config.model_copy(update={"decode": sampled}))
+    report = report_in(config)
     assert report.decode.lossy == lossy.model_dump()
     assert (report.decode.verification, report.lossless.verdict) == (lossy.kind, "lossy_by_design")
     assert "enumeration" not in report.lossless.checks
@@ -134,21 +114,16 @@ def test_a_lossy_report_says_so_and_its_baselines_do_not_take_part(config, lossy
 
 
 def test_what_goes_before_the_question_is_part_of_the_prompt(config, tiny_tokenizer, tmp_path):
-    messages = [
-        {"role": "system", "content": "w1"},
-        {"role": "user", "content": "w2"},
-        {"role": "assistant", "content": "w3"},
-        {"role": "user", "content": "w4"},
-    ]
-    suite = tmp_path / "suite.jsonl"
-    suite.write_text(json.dumps({"question_id": "q0", "messages": messages}) + "\n")
-    evaluate(config.model_copy(update={"suite": SuiteConfig(path=str(suite))}))
+    roles = ("system", "user", "assistant", "user")
+    messages = [{"role": role, "content": f"w{n}"} for n, role in enumerate(roles, 1)]
+    suite = write_suite(tmp_path / "suite.jsonl", [{"question_id": "q0", "messages": messages}])
+    evaluate(config.model_copy(update={"suite": suite, "baselines": []}))
     generations, _ = records_of(Path(config.output))
     expected = "<system> w1 <end> <user> w2 <end> <assistant> w3 <end> <user> w4 <end> <assistant>"
     assert tiny_tokenizer.decode(generations[0]["prompt_tokens"]) == expected
 
 
-@pytest.mark.parametrize(("warmup_prompts", "sizes"), [(0, []), (1, [2]), (2, [2]), (3, [2, 1]), (99, [2, 1])])
+@pytest.mark.parametrize(("warmup_prompts", "sizes"), [(0, []), (2, [2]), (3, [2, 1]), (99, [2, 1])])
 def test_warm_up_decodes_whole_batches_in_every_mode(
     config, requests, tiny_llama, as_target, warmup_prompts, sizes, monkeypatch
 ):
@@ -161,31 +136,18 @@ def test_warm_up_decodes_whole_batches_in_every_mode(
 
     monkeypatch.setattr("eval.measure.interleaved.decode", watch)
     lookup = PromptLookup(target.device)
-    settings = config.model_copy(update={"warmup_prompts": warmup_prompts, "repeats": 1})
-    measure(target, requests, settings, {"prompt_lookup": lookup})
+    measure(target, requests, config.model_copy(update={"warmup_prompts": warmup_prompts}), {"prompt_lookup": lookup})
     assert decoded == [(size, proposer) for size in sizes for proposer in (None, lookup)]
 
 
 def test_a_request_that_fails_is_listed_and_the_others_count(config, tiny_run, tiny_tokenizer, tmp_path):
     # One word, which only one of the prompts says and no probe of the model, has no finite embedding.
-    folder = Path(shutil.copytree(tiny_run / "target", tmp_path / "target"))
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        model.get_input_embeddings().weight[tiny_tokenizer.convert_tokens_to_ids("w20")] = float("nan")
-    model.save_pretrained(folder)
-    suite = tmp_path / "suite.jsonl"
-    suite.write_text("".join(json.dumps({"question_id": f"q{n}", "turns": [f"w{n}"]}) + "\n" for n in (2, 3, 20, 6, 8)))
-
-    damaged = config.model_copy(
-        update={
-            "target": config.target.model_copy(update={"name": str(folder)}),
-            "suite": SuiteConfig(path=str(suite)),
-            "allow_target_mismatch": True,
-        }
-    )
-    assert evaluate(damaged) == 0
-
-    report = load_report(Path(config.output) / "report.json")
+    word = tiny_tokenizer.convert_tokens_to_ids("w20")
+    folder = damaged_target(tiny_run, tmp_path, lambda model: model.get_input_embeddings().weight[word])
+    suite = write_suite(tmp_path / "suite.jsonl", [{"question_id": f"q{n}", "turns": [f"w{n}"]} for n in (2, 3, 20, 6, 8)])
+    target = config.target.model_copy(update={"name": str(folder)})
+    assert evaluate(config.model_copy(update={"target": target, "suite": suite, "allow_target_mismatch": True})) == 0
+    report = report_in(config)
     failed = report.prompts.failed
     assert {(each.prompt_id, each.stop_reason) for each in failed} == {("q20", "non_finite")}
     assert {each.mode for each in failed} >= {AUTOREGRESSIVE, SPECULATIVE}
@@ -197,39 +159,30 @@ def test_a_request_that_fails_is_listed_and_the_others_count(config, tiny_run, t
 # --- run as a person runs it --------------------------------------------------------------------------------------
 
 
-def arguments_for(config, **changed):
-    settings = {
-        "target.name": config.target.name,
-        "target.dtype": "float32",
-        "target.device": "cpu",
-        "draft": config.draft,
-        "suite.path": config.suite.path,
-        "suite.num_prompts": 2,
-        "decode.max_new_tokens": 4,
-        "output": "evaluation",
-        **changed,
-    }
-    return [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-
-
-def test_the_entry_evaluates_from_any_folder(config, tmp_path):
-    command = [sys.executable, str(ENTRY), *arguments_for(config)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in (tmp_path / "evaluation").iterdir()) == FILES
-
-
 @pytest.fixture
-def refusal(config, tmp_path, monkeypatch, capsys):
-    """Return a function that runs the command in an empty folder and gives the one sentence it is refused with."""
+def command(config, tmp_path, monkeypatch):
+    """Return a function that runs the command in an empty folder, with changed settings."""
     folder = tmp_path / "empty"
     folder.mkdir()
     monkeypatch.chdir(folder)
+    target = {"target.name": config.target.name, "target.dtype": "float32", "target.device": "cpu"}
+    suite = {"suite.path": config.suite.path, "suite.num_prompts": 2, "decode.max_new_tokens": 4}
+
+    def run(**changed):
+        settings = {"draft": config.draft, "output": "evaluation", **target, **suite, **changed}
+        argv = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+        return run_command(EvalConfig, main, description="", argv=argv)
+
+    return run
+
+
+@pytest.fixture
+def refusal(command, capsys):
+    """Return a function that gives the one sentence with which the command is refused, having written nothing."""
 
     def run(**changed):
         capsys.readouterr()
-        assert run_command(EvalConfig, main, description="", argv=arguments_for(config, **changed)) == BAD_INPUT
-        assert list(folder.iterdir()) == []
+        assert (command(**changed), list(Path().iterdir())) == (BAD_INPUT, [])
         # Before it come, at most, transformers' own bars.
         complaints = [line for line in capsys.readouterr().err.splitlines() if "Loading weights" not in line and line]
         assert len(complaints) == 1
@@ -238,27 +191,25 @@ def refusal(config, tmp_path, monkeypatch, capsys):
     return run
 
 
+def test_the_command_evaluates_from_any_folder(command):
+    assert command() == 0
+    assert sorted(path.name for path in Path("evaluation").iterdir()) == FILES
+
+
 def test_a_draft_of_another_tokenizer_is_refused_whatever_is_allowed(refusal, tiny_run, tmp_path):
     other = Path(shutil.copytree(tiny_run / "artifact", tmp_path / "artifact"))
     metadata = json.loads((other / METADATA_FILE).read_text())
     metadata["target"]["tokenizer_sha256"] = "1" * 64
     (other / METADATA_FILE).write_text(json.dumps(metadata))
-
     complaint = refusal(draft=other, allow_target_mismatch="true")
-
     assert complaint.startswith(f"error: {other} was trained for ")
     assert complaint.endswith(": tokenizer")
 
 
 def test_a_prompt_longer_than_the_context_and_damaged_weights_are_refused_in_one_sentence(refusal, tiny_run, tmp_path):
-    suite = tmp_path / "long.jsonl"
-    suite.write_text(json.dumps({"question_id": "q0", "turns": ["w1 " * 300]}) + "\n")
-    assert "error: prompt q0 has " in refusal(**{"suite.path": suite, "suite.num_prompts": 1})
-    damaged = Path(shutil.copytree(tiny_run / "target", tmp_path / "target"))
-    model = LlamaForCausalLM.from_pretrained(damaged, dtype=torch.float32)
-    with torch.no_grad():
-        model.model.norm.weight.fill_(float("nan"))
-    model.save_pretrained(damaged)
+    suite = write_suite(tmp_path / "long.jsonl", [{"question_id": "q0", "turns": ["w1 " * 300]}])
+    assert "error: prompt q0 has " in refusal(**{"suite.path": suite.path, "suite.num_prompts": 1})
+    damaged = damaged_target(tiny_run, tmp_path, lambda model: model.model.norm.weight)
     assert "logits that are not finite" in refusal(**{"target.name": damaged})
 
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from configs.runtime.errors import ConfigError
 from configs.runtime.loading import load_config
+from configs.schema.benchmarks import SweepConfig
 from configs.schema.data import DataConfig
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import EvalConfig, GateConfig
@@ -36,7 +37,7 @@ def test_an_empty_file_and_no_file_are_the_defaults(written):
         assert load_config(DistillConfig, written(empty)) == load_config(DistillConfig, None) == DistillConfig()
 
 
-@pytest.mark.parametrize("schema", [DataConfig, DistillConfig, EvalConfig, GateConfig])
+@pytest.mark.parametrize("schema", [DataConfig, DistillConfig, EvalConfig, GateConfig, SweepConfig])
 def test_a_config_written_out_in_full_loads_as_itself(schema, written):
     config = schema()
     assert load_config(schema, written(yaml.safe_dump(config.model_dump(mode="json")))) == config
@@ -108,6 +109,7 @@ def test_loading_leaves_the_schema_defaults_as_they_were():
         (DistillConfig, "output=3", "--set output: expected text, got 3"),
         (DistillConfig, "student.layers=3", "expected a list, got 3"),
         (DistillConfig, "student.layers=[2, 1]", "layers must rise"),
+        (DistillConfig, "optimizer.beta2=1.0", "expected a number below 1, got 1.0"),
         (DistillConfig, "target=", "--set target: expected a section of its own, got null"),
         (DistillConfig, "target.name", "--set target.name: expected dotted.key=value"),
         (DistillConfig, "target..name=x", "expected dotted.key=value"),
@@ -187,7 +189,7 @@ FRAGMENTS = st.sampled_from(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(content=st.binary() | st.lists(FRAGMENTS, max_size=30).map(b"".join))
 def test_any_bytes_are_a_config_or_a_config_error(tmp_path_factory, content):
     path = tmp_path_factory.getbasetemp() / "fuzzed.yaml"

@@ -34,16 +34,6 @@ def test_an_argument_that_only_speaks_of_tokens_stays_as_it_is(argument):
     assert mask_arguments([argument]) == [argument]
 
 
-def test_texts_below_a_secret_key_are_masked_at_any_depth_and_nothing_else_is():
-    value = {"a": [{"password": "x", "n": 1}], "api_key": {"id": "y", "on": True}, "num_speculative_tokens": 3, "token": None}
-    assert mask_secrets(value) == {
-        "a": [{"password": "***", "n": 1}],
-        "api_key": {"id": "***", "on": True},
-        "num_speculative_tokens": 3,
-        "token": None,
-    }
-
-
 SECRETS = {  # text -> what is left of it
     f"401 for {HUB}, try again": "401 for ***, try again",
     f"api_org_{LETTERS}": "***",
@@ -55,11 +45,9 @@ SECRETS = {  # text -> what is left of it
     "Authorization: Bearer abc, then": "Authorization: ***, then",
     "{'Authorization': 'Basic abc=='}": "{'Authorization': '***'}",
     "sent bearer abcdefgh.ijk": "sent bearer ***",
-    "https://host/x?access_token=abc&page=2": "https://host/x?access_token=***&page=2",
-    "https://host/x?sig=abc&key=def#top": "https://host/x?sig=***&key=***",
+    "https://host/x?access_token=abc&sig=abc&page=2&key=def#top": "https://host/x?access_token=***&sig=***&page=2&key=***",
     "HF_TOKEN=abc python": "HF_TOKEN=*** python",
     '{"password": "abc", "n": 1}': '{"password": "***", "n": 1}',
-    "client_secret='abc'": "client_secret='***'",
     "postgres://user:p@ssw0rdlong@host/db": "postgres://***@host/db",
     "https://a:b@h,https://c:d@i/x": "https://***@h,https://***@i/x",
     "X-Api-Key: v, then": "X-Api-Key: ***, then",
@@ -68,7 +56,6 @@ SECRETS = {  # text -> what is left of it
     "password='abc def' user=x": "password='***' user=x",
     '{"password": "a\\"b c", "n": 1}': '{"password": "***", "n": 1}',
     "{'password': 123456}": "{'password': ***}",
-    "token='abc def'": "token='***'",
     "db.passwd=x credentials: y": "db.passwd=*** credentials: ***",
 }
 
@@ -98,13 +85,6 @@ def test_what_only_looks_a_little_like_one_stays(text):
     assert redact(text) == text
 
 
-def test_numbers_below_a_secret_key_are_masked_and_ids_of_tokens_are_not():
-    value = {"password": 123456, "db": {"passwd": [1.5, None, True]}, "credentials": "x"}
-    assert mask_secrets(value) == {"password": "***", "db": {"passwd": ["***", None, True]}, "credentials": "***"}
-    harmless = {"pad_token": 0, "max_new_tokens": 5, "token_ids": [1, 2]}
-    assert mask_secrets(harmless) == harmless
-
-
 def test_the_values_of_secret_variables_are_known_wherever_they_turn_up(monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
     monkeypatch.setenv("MY_KEY", str(tmp_path))  # a place
@@ -121,20 +101,15 @@ def test_a_value_that_a_command_was_given_as_a_key_is_hidden_from_then_on():
     assert redact("denied: quite-plain") == "denied: ***"
 
 
-def test_options_of_other_programs_lose_what_follows_them():
-    assert mask_arguments(["--api-key", "x", "--tokens", "y", "--token=z"]) == [
-        "--api-key",
-        "***",
-        "--tokens",
-        "y",
-        "--token=***",
-    ]
-
-
 def test_secrets_of_any_form_are_masked_in_arguments_and_in_values():
     arguments = ["--set", f"prompts.path={HUB}", "--set=target.name=https://u:p@h/x"]
     assert mask_arguments(arguments) == ["--set", "prompts.path=***", "--set=target.name=https://***@h/x"]
-    assert mask_secrets({"a": [f"say {HUB}", 3]}) == {"a": ["say ***", 3]}
+    others = ["--api-key", "x", "--tokens", "y", "--token=z"]  # options of other programs
+    assert mask_arguments(others) == ["--api-key", "***", "--tokens", "y", "--token=***"]
+    value = {"a": [f"say {HUB}", {"password": 12, "n": 1}], "api_key": {"id": ["y", 1.5, None], "on": True}, "token": None}
+    hidden = {"a": ["say ***", {"password": "***", "n": 1}], "api_key": {"id": ["***", "***", None], "on": True}, "token": None}
+    harmless = {"pad_token": 0, "max_new_tokens": 5, "token_ids": [1, 2], "num_speculative_tokens": 3}
+    assert mask_secrets(value | harmless) == hidden | harmless
 
 
 class Config(BaseModel):
@@ -195,9 +170,6 @@ def test_complaints_log_and_tracebacks_show_no_secret(capsys, monkeypatch):
         ("runs/demo/distill", "runs/demo/distill"),
         ("12 tokens/s, τ 1.6/2", "12 tokens/s, τ 1.6/2"),
         ("token hf_abcdefghijklmnopqrstuvw", "token ***"),
-        ("https://ann:pw@host/x", "https://***@host/x"),
-        ("Authorization: Bearer abcdef123456", "Authorization: ***"),
-        ("eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0abc.sig", "***"),
         ("my s3cr3t words", "my *** words"),
         ("/home/alice/deals 2026/train.jsonl", "train.jsonl"),
         ("/a/b differs from /c/d, said /e/f", "b differs from d, said f"),
@@ -217,9 +189,6 @@ def test_values_under_secret_keys_and_in_commands_are_masked_at_every_depth():
         "k": 1,
         "max_new_tokens": 3,
     }
-
-
-def test_texts_freed_of_secrets_only_keep_their_paths():
     assert Scrubber(["s3cr3t"]).only_secrets(["cd /usr/bin && echo s3cr3t"]) == ["cd /usr/bin && echo ***"]
 
 

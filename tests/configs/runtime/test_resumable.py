@@ -2,7 +2,6 @@
 
 import pytest
 
-from configs.runtime.errors import InputError
 from configs.runtime.resumable import Journal, fingerprint
 
 
@@ -18,19 +17,15 @@ def filled(path, job="job"):
     return path.read_bytes()
 
 
-def test_pieces_come_back(path):
-    filled(path)
-    assert Journal(path, "job").read() == {"a": [1], "b": {"text": "line\u2028break"}}
-
-
-@pytest.mark.parametrize("kept", range(1, 30))
-def test_a_file_cut_anywhere_in_its_last_line_goes_on_as_if_nothing_had_happened(path, kept):
+def test_pieces_come_back_and_a_file_cut_anywhere_in_its_last_line_goes_on_as_if_nothing_had_happened(path):
     whole = filled(path)
-    path.write_bytes(whole[:-kept])
-    file = Journal(path, "job")
-    assert file.read() == {"a": [1]}
-    file.append("b", {"text": "line\u2028break"})
-    assert path.read_bytes() == whole
+    assert Journal(path, "job").read() == {"a": [1], "b": {"text": "line\u2028break"}}
+    for cut in range(1, 30):
+        path.write_bytes(whole[:-cut])
+        file = Journal(path, "job")
+        assert file.read() == {"a": [1]}
+        file.append("b", {"text": "line\u2028break"})
+        assert path.read_bytes() == whole
 
 
 def test_a_cut_first_line_means_starting_anew(path):
@@ -49,20 +44,12 @@ def test_pieces_of_another_job_are_neither_read_nor_kept(path):
     assert filled(path) == fresh
 
 
-def test_a_folder_that_cannot_be_made_is_reported(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot write"):
-        Journal(tmp_path / "file" / "pieces.jsonl", "job").append("a", 1)
-
-
 def test_fingerprints_tell_settings_apart_but_not_their_order():
     assert fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1})
     assert fingerprint({"a": 1}) != fingerprint({"a": 2})
 
 
-@pytest.mark.parametrize(
-    "damaged", [b"null\n", b"[1]\n", b'{"key": 1, "piece": 2}\n', b'{"key": "b"}\n', b"[" * 100_000 + b"\n"]
-)
+@pytest.mark.parametrize("damaged", [b"[1]\n", b'{"key": 1, "piece": 2}\n', b'{"key": "b"}\n', b"[" * 100_000 + b"\n"])
 def test_a_line_damaged_since_ends_what_is_read_and_is_written_over(path, damaged):
     Journal(path, "job").append("a", 1)
     with path.open("ab") as file:

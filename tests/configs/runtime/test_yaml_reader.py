@@ -29,6 +29,8 @@ JSON_VALUES = st.recursive(
         ("1e5", 1e5),
         ("-.5", -0.5),
         ("2.", 2.0),
+        ("-.inf", -math.inf),
+        (".inf", math.inf),
         ("+7", 7),
         ("010", 10),
         ("true", True),
@@ -53,12 +55,6 @@ def test_a_quoted_scalar_is_always_text():
     assert parse_yaml("['1', \"true\", '3e-4', '']", "here") == ["1", "true", "3e-4", ""]
 
 
-def test_infinities_and_nan_are_numbers():
-    low, high, neither = parse_yaml("[-.inf, .inf, .nan]", "here")
-    assert (low, high) == (-math.inf, math.inf)
-    assert math.isnan(neither)
-
-
 @given(JSON_VALUES)
 def test_json_that_another_program_wrote_is_read_back_equal(value):
     assert parse_yaml(json.dumps(value), "here") == value
@@ -68,14 +64,12 @@ def test_json_that_another_program_wrote_is_read_back_equal(value):
     ("text", "complaint"),
     [
         ("a: 1\nb: 2\na: 3", "line 3: key 'a' is given twice"),
-        ("x:\n  a: 1\n  'a': 3", "line 3: key 'a' is given twice"),
         ("a: &x 1\nb: *x", r"line 2: aliases \(\*x\) are not accepted"),
         ("a: !!python/object/apply:os.system [ls]", "line 1: tags .* are not accepted"),
         ("a: !!timestamp nonsense", "tags .* are not accepted"),
         ("? [1, 2]\n: 3", "a key must be a word"),
         ("a: 1\n--- \nb: 2", "line 2: but found another document"),
         ("a: [1", "line 1: "),
-        ('"\\UFFFFFFFF"', "here: not YAML"),
         ('"\\U00110000"', "here: not YAML"),
         ("a: " + "9" * 5000, "a number of 5000 digits is too long"),
         ("[" * (MAX_DEPTH + 1), f"nested deeper than {MAX_DEPTH} levels"),

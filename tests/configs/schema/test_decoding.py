@@ -30,7 +30,6 @@ def static(candidates=None):
         ({"tree": static("with_replacement")}, "with_replacement", True),
         ({"tree": static("k_seq")}, "k_seq", True),
         ({"tree": static("top_k")}, "match", False),
-        ({"tree": static("top_k"), "verification": "token"}, "match", False),
         ({"tree": static(), "verification": "match"}, "match", False),
         ({"tree": GROWN}, "match", False),
         ({"lossy": TYPICAL}, "typical", False),
@@ -57,9 +56,6 @@ def test_settings_come_to_a_rule(settings, rule, draws):
         ({"lossy": SMC, "stopping": EntropyStopping(rule="entropy")}, "set tree and stopping to null"),
         ({"lossy": DRAWN, "tree": GROWN}, "set lossy.drafts to likeliest"),
         ({"lossy": TYPICAL, "tree": static("k_seq")}, "contradict each other"),
-        ({"lossy": DRAWN, "tree": static("top_k")}, "contradict each other"),
-        ({"lossy": {"kind": "typical", "epsilon": 1.0}}, "less than 1"),
-        ({"lossy": {"kind": "smc", "num_particles": 0}}, "greater than or equal to 1"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings, reason):

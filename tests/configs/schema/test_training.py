@@ -5,20 +5,9 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from configs.schema.data import DataConfig, PromptsConfig
-from configs.schema.evaluation import EvalConfig, GateConfig, GateRule
-from configs.schema.training import DistillConfig, LossConfig, OptimizerConfig, ScheduleConfig, StudentConfig
-
-
-@pytest.mark.parametrize("schema", [DataConfig, DistillConfig, EvalConfig, GateConfig])
-def test_the_defaults_obey_their_own_rules(schema):
-    # Defaults are not validated by pydantic; this round trip does it.
-    assert schema.model_validate(schema().model_dump(), strict=True) == schema()
-
-
-def test_a_config_cannot_be_changed_after_it_was_checked():
-    with pytest.raises(ValidationError, match="frozen"):
-        GateConfig().min_prompts = 3
+from configs.schema.data import PromptsConfig
+from configs.schema.evaluation import GateRule
+from configs.schema.learning import LossConfig, StudentConfig
 
 
 def test_layers_are_kept_by_default_only_where_the_student_is_made_of_the_target():
@@ -39,10 +28,7 @@ def test_layers_are_kept_by_default_only_where_the_student_is_made_of_the_target
         ({"init": "fresh"}, "overrides is needed for init 'fresh'"),
         ({"overrides": {"hidden_size": 8}}, "overrides is needed for init 'fresh', and only there"),
         ({"init": "config", "path": "small", "lora": {}}, "init 'config' makes random ones"),
-        ({"lora": {"dropout": 1.0}}, "less than 1"),
         ({"init": "config"}, "path is needed for init 'model' and 'config'"),
-        ({"path": "small"}, "path is needed"),
-        ({"layers": [1, 0]}, "layers must rise"),
         ({"layers": [0, 0]}, "name each block once"),
         ({"layers": []}, "at least one block"),
     ],
@@ -56,8 +42,6 @@ def test_the_loss_is_the_forward_kl_unless_another_or_a_mix_is_asked_for():
     assert LossConfig().weights == {"forward_kl": 1.0}
     assert LossConfig(divergence="jsd").weights == {"jsd": 1.0}
     assert LossConfig(mix={"forward_kl": 0.5, "jsd": 0.0}).weights == {"forward_kl": 0.5}
-    mixed = LossConfig(mix={"forward_kl": 0.5})
-    assert LossConfig.model_validate(mixed.model_dump()) == mixed
 
 
 @pytest.mark.parametrize(
@@ -66,12 +50,8 @@ def test_the_loss_is_the_forward_kl_unless_another_or_a_mix_is_asked_for():
         ({"divergence": "forwad_kl"}, "'forward_kl'"),
         ({"mix": {"forwad_kl": 1.0}}, "unknown divergence 'forwad_kl'; the nearest known one is 'forward_kl'"),
         ({"mix": {"jsd": 0.0, "reverse_kl": 0.0}}, "at least one weight of mix must be above 0"),
-        ({"mix": {}}, "at least one weight of mix must be above 0"),
-        ({"mix": {"jsd": -1.0}}, "greater than or equal to 0"),
         ({"mix": {"jsd": 1.0}, "divergence": "jsd"}, "give divergence or mix, and null for the other one"),
         ({"divergence": None}, "give divergence or mix"),
-        ({"settings": {"jsd": {"beta": 1.5}}}, "less than or equal to 1"),
-        ({"settings": {"jsd": {"eta": 1.0}}}, "Extra inputs"),
     ],
 )
 def test_a_loss_that_cannot_be_is_refused(settings, rule):
@@ -89,9 +69,3 @@ def test_prompts_have_a_path_exactly_when_they_come_from_one(settings):
 def test_a_rule_has_one_threshold(settings):
     with pytest.raises(ValidationError, match="exactly one of min and max"):
         GateRule(metric="speed.decode_speedup", **settings)
-
-
-@pytest.mark.parametrize(("schema", "key", "value"), [(OptimizerConfig, "beta2", 1.0), (ScheduleConfig, "seed", 2**32)])
-def test_values_that_torch_and_numpy_would_refuse_are_refused_here(schema, key, value):
-    with pytest.raises(ValidationError, match="less than"):
-        schema(**{key: value})

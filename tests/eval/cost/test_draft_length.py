@@ -1,18 +1,16 @@
 """A cost rule fitted to measured rounds and to a report, and the probe that records confidences."""
 
 import itertools
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from configs.runtime.command import DONE, run_command
 from configs.runtime.errors import InputError
 from configs.runtime.loading import load_config
 from configs.schema.decoding import DecodeConfig
-from configs.schema.evaluation import EvalConfig, LosslessConfig, SuiteConfig
-from configs.schema.target import TargetConfig
+from configs.schema.evaluation import EvalConfig
 from eval.cost.draft_length import (
     ConfidenceProbe,
     DraftedRound,
@@ -21,13 +19,16 @@ from eval.cost.draft_length import (
     fit_stopping,
     stopping_from_report,
 )
-from eval.decoder.decode import Request, decode
+from eval.decoder.decode import decode
 from eval.evaluation import evaluate
 from eval.metrics.distributions import class_sums, describe_classes
-from eval.report.schema import load_report, write_report
+from eval.report.schema import write_report
 from heads.proposers.draft_length import CostRule, calibrated, tokens_per_millisecond
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.prompt_lookup import PromptLookup
+from scripts.fit_stopping import FitConfig, add_arguments, main
+from tests.support.decoding import PROMPTS, requests_for
+from tests.support.evaluations import report_in, tiny_evaluation
 from tests.support.reports import REMOVED, changed
 
 ROWS = [10.0, 10.0, 10.5, 11.0, 12.0]
@@ -56,6 +57,8 @@ def test_the_calibration_is_the_acceptance_that_the_rounds_were_made_with(rounds
     torch.testing.assert_close(calibrated(settings.calibration, sure), sure**2, atol=0.05, rtol=0)
     judged = sum(min(round_.num_accepted + 1, 4) for round_ in rounds)
     assert settings.acceptance == pytest.approx(sum(round_.num_accepted for round_ in rounds) / judged)
+    config = DecodeConfig(num_speculative_tokens=4, stopping=settings)
+    assert DecodeConfig.model_validate(config.model_dump()) == config
 
 
 def test_bins_that_fall_share_their_mean_by_counts():
@@ -99,12 +102,6 @@ def test_the_rate_is_that_of_the_rule_played_through_round_by_round(rounds):
     assert expected_rate(settings, confidences) == pytest.approx(tokens / milliseconds)
 
 
-def test_the_settings_are_ones_that_a_decoder_takes(rounds):
-    settings = fit_stopping(rounds, **TIMES)
-    config = DecodeConfig(num_speculative_tokens=4, stopping=settings)
-    assert DecodeConfig.model_validate(config.model_dump()) == config
-
-
 def test_shorter_rounds_count_for_the_calibration(rounds):
     short = [DraftedRound(confidences=(0.5,), num_accepted=1)] * 200
     with_short, without = fit_stopping([*rounds, *short], **TIMES), fit_stopping(rounds, **TIMES)
@@ -118,9 +115,6 @@ def test_what_cannot_be_fitted_is_refused(rounds):
         fit_stopping([], **TIMES)
     with pytest.raises(ValueError, match="times of target steps on 1 to 5 rows are needed for rounds of 4 drafts, got 2"):
         fit_stopping(rounds, draft_step_milliseconds=1.0, target_step_milliseconds=[10.0, 11.0])
-
-
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "fit_stopping.py"
 
 
 def test_the_times_add_up_to_those_of_the_report(report):
@@ -172,23 +166,16 @@ def test_a_report_that_cannot_tell_is_refused_with_the_reason(report, changes, r
 
 
 def test_from_a_run_to_a_fitted_rule_to_a_run_that_shows_it(tiny_run, tmp_path):
-    config = EvalConfig(
-        target=TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu"),
-        draft=str(tiny_run / "artifact"),
-        suite=SuiteConfig(path=str(tiny_run / "suite.jsonl"), num_prompts=4),
-        decode=DecodeConfig(num_speculative_tokens=4, max_new_tokens=20),
-        baselines=[],
-        lossless=LosslessConfig(check_float32_prompts=0),
-        bootstrap_samples=20,
-        output=str(tmp_path / "fixed"),
-    )
+    decode = {"num_speculative_tokens": 4, "max_new_tokens": 20, "batch_size": 1}
+    config = tiny_evaluation(tiny_run, tmp_path / "fixed", num_prompts=4, decode=decode, baselines=[])
     assert evaluate(config) == 0
-    stopping = stopping_from_report(load_report(tmp_path / "fixed" / "report.json"))
+    stopping = stopping_from_report(report_in(config))
     # One machine's times of a toy say nothing; dear rows make the rule stop.
     stopping = stopping.model_copy(update={"target_step_milliseconds": [1.0, 1.4, 1.8, 2.2, 2.6], "round_milliseconds": 0.0})
     decode = config.decode.model_copy(update={"stopping": stopping})
-    assert evaluate(config.model_copy(update={"decode": decode, "output": str(tmp_path / "stopped")})) == 0
-    report = load_report(tmp_path / "stopped" / "report.json")
+    stopped = config.model_copy(update={"decode": decode, "output": str(tmp_path / "stopped")})
+    assert evaluate(stopped) == 0
+    report = report_in(stopped)
     assert report.lossless.verdict == "lossless"
     assert report.decode.stopping["rule"] == "cost"
     assert sum(report.acceptance.drafted_histogram[:4]) > 4  # answers' ends aside
@@ -197,30 +184,18 @@ def test_from_a_run_to_a_fitted_rule_to_a_run_that_shows_it(tiny_run, tmp_path):
     assert "When drafting stops" not in (tmp_path / "fixed" / "report.html").read_text()
 
 
-def test_the_command_writes_a_config(report, tmp_path):
-    write_report(tmp_path / "report.json", report)
-    arguments = [sys.executable, str(SCRIPT), "report.json", "--out", "stopping.yaml"]
-    done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == (tmp_path / "stopping.yaml").read_text()
-    assert load_config(EvalConfig, tmp_path / "stopping.yaml").decode.stopping == stopping_from_report(report)
-
-
-PROMPTS = [[7, 12, 3], [20, 9, 9, 31, 5, 6], [40], [11, 12, 13, 11, 12, 13, 11, 12]]
-
-
-def requests_for(prompts):
-    return [Request(prompt_id=f"p{n}", category="c", tokens=tuple(prompt)) for n, prompt in enumerate(prompts)]
+def test_the_command_writes_a_config(report, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_report(Path("report.json"), report)
+    argv = ["report.json", "--out", "stopping.yaml"]
+    assert run_command(FitConfig, main, description="", argv=argv, add_arguments=add_arguments) == DONE
+    assert capsys.readouterr().out == Path("stopping.yaml").read_text()
+    assert load_config(EvalConfig, "stopping.yaml").decode.stopping == stopping_from_report(report)
 
 
 @pytest.fixture(scope="module")
 def target(tiny_llama, as_target):
     return as_target(tiny_llama(seed=1))
-
-
-def test_drafts_behind_the_first_refused_one_are_not_judged():
-    assert DraftedRound(confidences=(0.9, 0.8, 0.7), num_accepted=1).pairs == [(0.9, True), (0.8, False)]
-    assert DraftedRound(confidences=(0.9, 0.8), num_accepted=2).pairs == [(0.9, True), (0.8, True)]
 
 
 def drafted_rounds(generation):

@@ -6,7 +6,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from eval.cost.expected_rounds import AcceptanceProfile, AnswerLength, answer_lengths, expected_rounds
+from eval.cost.expected_rounds import AcceptanceProfile, answer_lengths, expected_rounds
+from eval.report.sections import AnswerLength
 
 LONGEST = 8
 
@@ -35,9 +36,10 @@ def right():
 
 def test_chances_are_products_of_the_measured_ones_and_go_on_with_the_last():
     profile = AcceptanceProfile([0.5, 0.25, None], by_text_alone=False)
-
     assert profile.accepted(3) == pytest.approx([0.5, 0.5 * 0.75, 0.5 * 0.25 * 0.75, 0.5 * 0.25 * 0.25])
     assert profile.accepted(0) == [1.0]
+    with pytest.raises(ValueError, match="no draft was judged"):
+        AcceptanceProfile([None, None], by_text_alone=True)
     assert profile.tokens_per_round(2) == pytest.approx(1 + 0.5 + 0.5 * 0.25)
 
 
@@ -45,7 +47,6 @@ def test_chances_are_products_of_the_measured_ones_and_go_on_with_the_last():
 @pytest.mark.parametrize("drafts", [1, 2, 3, 5, 9])
 def test_with_one_rate_everywhere_a_round_has_leviathans_tokens(drafts, by_text_alone):
     profile = AcceptanceProfile([0.6] * 30, by_text_alone=by_text_alone)
-
     assert profile.tokens_per_round(drafts) == pytest.approx((1 - 0.6 ** (drafts + 1)) / (1 - 0.6), rel=1e-6)
     assert profile.accepted(drafts).sum() == pytest.approx(1.0)
 
@@ -54,13 +55,11 @@ def test_with_one_rate_everywhere_a_round_has_leviathans_tokens(drafts, by_text_
 def test_shorter_rounds_are_foretold_from_longer_ones_although_the_text_is_uneven(right, drafts):
     profile = AcceptanceProfile(conditional(play(right, LONGEST), LONGEST), by_text_alone=True)
     truth = 1 + play(right, drafts).mean()
-
     assert profile.tokens_per_round(drafts) == pytest.approx(truth, rel=0.015)
 
 
 def test_cutting_the_measured_rounds_short_would_not_foretell_them(right):
     profile = AcceptanceProfile(conditional(play(right, LONGEST), LONGEST), by_text_alone=False)
-
     assert profile.tokens_per_round(1) < 0.95 * (1 + play(right, 1).mean())
 
 
@@ -79,21 +78,13 @@ def test_the_rounds_of_an_answer_are_those_of_plain_recursion(drafts, tokens, be
         return tuple(total)
 
     answers = [AnswerLength(num_tokens=tokens, room_behind=behind, num_answers=3)]
-
     assert expected_rounds(profile, drafts, answers) == pytest.approx(3 * np.array(rounds(tokens)))
 
 
 def test_a_long_answer_takes_its_tokens_over_those_of_a_round():
     profile = AcceptanceProfile([0.7, 0.5, 0.4], by_text_alone=False)
-
     rounds = expected_rounds(profile, 3, [AnswerLength(num_tokens=20_000, room_behind=0, num_answers=1)])
-
     assert rounds.sum() == pytest.approx(20_000 / profile.tokens_per_round(3), rel=1e-3)
-
-
-def test_without_drafts_every_token_is_a_round():
-    profile = AcceptanceProfile([0.7], by_text_alone=False)
-
     assert expected_rounds(profile, 0, [AnswerLength(num_tokens=11, room_behind=4, num_answers=2)]) == pytest.approx([22])
 
 
@@ -102,14 +93,8 @@ def test_answers_are_counted_without_their_first_token_and_with_the_room_behind_
     ended = make_generation(plain, stop_reason="eos")
     cut = make_generation(plain, stop_reason="length")
     empty = make_generation([], stop_reason="eos")
-
     assert answer_lengths([replace(ended, stop_reason="stop")], 10) == answer_lengths([ended], 10)
     assert answer_lengths([ended, cut, cut, empty], 10) == [
         AnswerLength(num_tokens=5, room_behind=0, num_answers=2),
         AnswerLength(num_tokens=5, room_behind=4, num_answers=1),
     ]
-
-
-def test_a_profile_needs_a_judged_draft():
-    with pytest.raises(ValueError, match="no draft was judged"):
-        AcceptanceProfile([None, None], by_text_alone=True)

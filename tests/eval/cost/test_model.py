@@ -1,22 +1,19 @@
 """The cost model: predicted speedups against rounds played out with known costs, and the fit of a round's parts."""
 
-from itertools import combinations
-
 import numpy as np
 import pytest
 
-from eval.cost.expected_rounds import AcceptanceProfile, AnswerLength
+from eval.cost.expected_rounds import AcceptanceProfile
 from eval.cost.model import (
     CostModel,
     MeasuredCosts,
     RooflineCosts,
     Surface,
     drafting_terms,
-    fit_factors,
     forward_terms,
     summarise_model,
 )
-from eval.cost.timing_sweep import TimedRound
+from eval.report.sections import AnswerLength, TimedRound
 from tests.support.reports import changed
 
 ANSWERS = [AnswerLength(num_tokens=40, room_behind=0, num_answers=2)]
@@ -74,25 +71,20 @@ def test_the_predicted_speedup_is_that_of_rounds_played_out(model, drafts):
     dice = np.random.default_rng(drafts)
     plain = timed(0, 1, 64).verify_seconds + timed(0, 1, 64).other_seconds
     played = 40 * plain / np.mean([play(drafts, 40, dice) for _ in range(4000)])
-
     assert model.speedup(drafts, 1, 64) == pytest.approx(played, rel=0.01)
 
 
-def test_in_a_batch_one_row_that_kept_all_is_enough_for_the_draft_to_read_more(model, profile):
+def test_in_a_batch_one_row_that_kept_all_is_enough_for_the_draft_to_read_more(profile):
     full = 1 - (1 - profile.accepted(3)[-1]) ** 8
-    costs = MeasuredCosts(SWEEP)
     exact = timed(3, 8, 64)
-
-    assert costs.round_seconds(3, 8, 64, full) == pytest.approx(
-        exact.verify_seconds + exact.other_seconds + exact.draft_seconds + full * 0.001
-    )
+    expected = exact.verify_seconds + exact.other_seconds + exact.draft_seconds + full * 0.001
+    assert MeasuredCosts(SWEEP).round_seconds(3, 8, 64, full) == pytest.approx(expected)
     assert 0.8 < full < 1.0
 
 
 def test_where_memory_limits_a_round_costs_its_weights_whatever_its_rows(profile):
     model = CostModel(RooflineCosts(SWEEP, 1e9, 1e30), profile, ANSWERS, 4)
     long = CostModel(RooflineCosts(SWEEP, 1e9, 1e30), profile, [AnswerLength(num_tokens=5000, room_behind=0, num_answers=1)], 4)
-
     # METHODS: tau / (gamma c + 1), c the ratio of the bytes.
     expected = profile.tokens_per_round(4) / (4 * DRAFT_WEIGHTS / WEIGHTS + 1)
     assert long.speedup(4, 1, 64) == pytest.approx(expected, rel=2e-3)
@@ -102,7 +94,6 @@ def test_where_memory_limits_a_round_costs_its_weights_whatever_its_rows(profile
 def test_where_arithmetic_limits_every_row_costs_and_drafting_never_pays(profile):
     long = [AnswerLength(num_tokens=5000, room_behind=0, num_answers=1)]
     model = CostModel(RooflineCosts(SWEEP, 1e30, 1e9), profile, long, 4)
-
     expected = profile.tokens_per_round(4) / (4 * DRAFT_WEIGHTS / WEIGHTS + 5)
     assert model.speedup(4, 1, 64) == pytest.approx(expected, rel=2e-3)
     assert model.break_even_batch(64) == 0
@@ -111,30 +102,20 @@ def test_where_arithmetic_limits_every_row_costs_and_drafting_never_pays(profile
 def test_the_break_even_batch_is_where_the_best_number_of_drafts_ceases_to_pay(profile):
     model = CostModel(RooflineCosts(SWEEP, 1e9, 3e10), profile, ANSWERS, 4)
     paying = [batch for batch in range(1, 200) if model.best(batch, 64)[1] > 1]
-
     assert model.break_even_batch(64) == paying[-1] == len(paying)
     assert 10 < paying[-1] < 100
 
 
-def test_the_best_number_of_drafts_is_the_fastest_one(model):
-    speedups = [model.speedup(drafts, 1, 64) for drafts in range(1, 5)]
-
-    assert model.best(1, 64) == (1 + int(np.argmax(speedups)), max(speedups))
-
-
 def test_the_summary_is_a_section_of_the_report(model, report):
     summary = summarise_model(model, 3, 1, 100, [64, 512])
-
     checked = changed(report, {"speed.predicted": summary}).speed.predicted
-
     assert checked.decode_speedup == model.speedup(3, 1, 100)
+    speedups = [model.speedup(drafts, 1, 100) for drafts in range(1, 5)]
+    assert model.best(1, 100) == (1 + int(np.argmax(speedups)), max(speedups))
+    assert summarise_model(model, 5, 1, 100, [])["decode_speedup"] is None  # more drafts than the sweep timed
     assert {each.context_tokens for each in checked.settings} == {64, 100, 512}
     own = [each for each in checked.settings if each.batch_size == 4 and each.context_tokens == 512]
     assert [each.decode_speedup for each in own] == [model.speedup(drafts, 4, 512) for drafts in range(1, 5)]
-
-
-def test_more_drafts_than_the_sweep_timed_have_no_prediction(model):
-    assert summarise_model(model, 5, 1, 100, [])["decode_speedup"] is None
 
 
 PLACES = [(1, 64), (4, 64), (16, 64), (1, 1024)]
@@ -149,7 +130,6 @@ def truth(drafts, batch, context):
 
 def test_the_fit_finds_the_terms_that_made_the_costs_and_tells_those_beyond():
     surface = Surface({sizes: truth(*sizes) for sizes in SIZES}, forward_terms)
-
     assert surface.factors_F == pytest.approx([0.02, 1e-4, 0, 5e-4, 0, 2e-6, 0], abs=1e-8)
     for sizes in ((3, 64, 64), (8, 256, 4096), (0, 2, 500)):
         assert surface(*sizes) == pytest.approx(truth(*sizes), rel=1e-4)
@@ -159,7 +139,6 @@ def test_measured_costs_come_back_although_no_fit_passes_through_them():
     dice = np.random.default_rng(0)
     measured = {sizes: truth(*sizes) * dice.uniform(0.5, 2.0) for sizes in SIZES}
     surface = Surface(measured, forward_terms)
-
     assert [surface(*sizes) for sizes in SIZES] == pytest.approx(list(measured.values()))
     assert max(abs(surface.fit(*sizes) / cost - 1) for sizes, cost in measured.items()) > 0.2
 
@@ -168,28 +147,8 @@ def test_between_and_beyond_the_fit_is_off_by_as_much_as_at_the_nearest_measurem
     measured = {sizes: truth(*sizes) * (1.3 if sizes[1] == 16 else 1.0) for sizes in SIZES}
     surface = Surface(measured, forward_terms)
     ratio = {batch: measured[2, batch, 64] / surface.fit(2, batch, 64) for batch in (4, 16)}
-
     assert surface(2, 8, 64) / surface.fit(2, 8, 64) == pytest.approx((ratio[4] + ratio[16]) / 2)
     assert surface(2, 500, 64) / surface.fit(2, 500, 64) == pytest.approx(ratio[16])
-
-
-def test_the_factors_are_the_best_of_all_sets_of_free_ones():
-    dice = np.random.default_rng(1)
-    for _ in range(60):
-        terms = dice.uniform(0, 3, (9, 5)) + 2.0  # alike, so that factors taken up early have to be let go
-        costs = np.abs(terms @ dice.normal(size=5)) + 0.5
-        rows = terms / costs[:, None]
-        best = None
-        for size in range(1, 6):
-            for free in map(list, combinations(range(5), size)):
-                solved = np.linalg.lstsq(rows[:, free], np.ones(9), rcond=None)[0]
-                loss = ((rows[:, free] @ solved - 1) ** 2).sum()
-                if (solved >= 0).all() and (best is None or loss < best[0]):
-                    best = loss, free, solved
-        expected = np.zeros(5)
-        expected[best[1]] = best[2]
-
-        assert fit_factors(terms, costs) == pytest.approx(expected, abs=1e-9)
 
 
 def test_drafting_in_one_forward_and_step_by_step_are_both_fitted():
@@ -200,6 +159,5 @@ def test_drafting_in_one_forward_and_step_by_step_are_both_fitted():
 
 def test_drafts_that_were_not_measured_are_refused():
     surface = Surface({sizes: truth(*sizes) for sizes in SIZES}, forward_terms)
-
     with pytest.raises(ValueError, match="rounds of 9 drafts were not measured"):
         surface(9, 1, 64)

@@ -43,7 +43,6 @@ def rounds(monkeypatch):
 
 def test_every_number_of_drafts_is_timed_at_each_batch_and_each_context(target, proposer):
     sweep = sweep_rounds(target, proposer, TEXT, DecodeConfig(), SWEEP)
-
     assert [(each.num_speculative_tokens, each.batch_size, each.context_tokens) for each in sweep] == [
         (drafts, *place) for place in ((1, 24), (3, 24), (1, 64)) for drafts in range(4)
     ]
@@ -54,7 +53,6 @@ def test_every_number_of_drafts_is_timed_at_each_batch_and_each_context(target, 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_rounds_keep_what_they_were_told_to_and_contexts_lie_around_the_one_asked_for(target, proposer, rounds, temperature):
     sweep_rounds(target, proposer, TEXT, DecodeConfig(temperature=temperature), SWEEP)
-
     assert {len(before) for _, _, before, _ in rounds} == {1, 3}
     for drafts, keeps_all, before, after in rounds:
         assert [end - start for start, end in zip(before, after, strict=True)] == [drafts * keeps_all + 1] * len(before)
@@ -91,7 +89,6 @@ def test_a_draft_that_cannot_draft_as_many_is_timed_as_far_as_it_goes(target):
             return super().propose(tokens, min(num_tokens, 2), *args, **kwargs)
 
     sweep = sweep_rounds(target, TwoAtMost(target.model, 64), TEXT, DecodeConfig(), SWEEP)
-
     assert {each.num_speculative_tokens for each in sweep} == {0, 1, 2}
 
 
@@ -101,7 +98,6 @@ def test_a_draft_that_drafts_nothing_has_no_rounds_to_time(target):
 
 def test_a_context_that_does_not_fit_is_refused_by_name(target, proposer):
     settings = SWEEP.model_copy(update={"context_tokens": [24, 250]})
-
     with pytest.raises(
         InputError, match=r"cost.context_tokens: .* around 250 tokens need a context of \d+, the target's is 256"
     ):
@@ -111,7 +107,6 @@ def test_a_context_that_does_not_fit_is_refused_by_name(target, proposer):
 def test_what_is_no_number_is_reported(target, proposer):
     with torch.no_grad():
         target.model.get_output_embeddings().weight.fill_(float("nan"))
-
     with pytest.raises((RuntimeError, ValueError)):
         sweep_rounds(target, proposer, TEXT, DecodeConfig(), SWEEP)
 
@@ -169,7 +164,6 @@ def test_a_draft_that_never_drafts_more_than_it_once_did_is_timed_downwards(targ
     monkeypatch.setattr(timing_sweep, "run_round", lambda run, drafts: (asked.append(drafts), run_round(run, drafts)))
     monkeypatch.setattr(timing_sweep.ScriptedVerifier, "chain", watch)
     sweep_rounds(target, Lessened(tiny_llama(seed=2, layers=1), 64), TEXT, DecodeConfig(), SWEEP)
-
     looked, timed = slice(0, 3), slice(3, None)  # whether it may rise is tried out first
     assert (asked[looked], drafted[looked]) == ([3, 1, 3], [3, 1, 1])
     assert drafted[timed] == asked[timed]

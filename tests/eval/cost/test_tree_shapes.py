@@ -30,7 +30,7 @@ def every_tree(depth, num_ranks, num_nodes):
 
 
 @pytest.mark.parametrize("profile", [FALLING, RISING, WITH_GAPS], ids=["falling", "rising", "with_gaps"])
-@pytest.mark.parametrize("num_nodes", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("num_nodes", [1, 3, 5])
 def test_the_optimal_tree_is_the_best_of_all(profile, num_nodes):
     sizes = range(1, num_nodes + 1)
     best = max(expected_tokens(list(tree), profile) for size in sizes for tree in every_tree(*profile.shape, size))

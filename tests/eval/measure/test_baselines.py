@@ -1,22 +1,19 @@
 """The free baselines: made by name, measured beside a draft, and with no repeat that copies the answer of an earlier one."""
 
-from pathlib import Path
-
 import pytest
 from pydantic import ValidationError
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import ConfidenceStopping, StaticTree
-from configs.schema.evaluation import EvalConfig, LosslessConfig, SuiteConfig
-from configs.schema.target import TargetConfig
-from eval.decoder.decode import Request, decode
+from configs.schema.evaluation import EvalConfig
+from eval.decoder.decode import Request
 from eval.decoder.records import AUTOREGRESSIVE
 from eval.evaluation import evaluate
 from eval.measure.interleaved import Measurement, measure
 from eval.measure.proposers import MAKERS, make_baselines
-from eval.report.schema import load_report
 from heads.proposers.suffix_lookup import SuffixLookup
+from tests.support.evaluations import report_in, tiny_evaluation
 
 NAMES = ["prompt_lookup", "suffix_lookup", "self_speculation"]
 PROMPTS = [(7, 12, 3), (20, 9, 9), (40, 7, 12)]
@@ -35,23 +32,14 @@ def requests():
 @pytest.fixture
 def config():
     return EvalConfig(
-        decode=DecodeConfig(num_speculative_tokens=3, max_new_tokens=16), repeats=3, warmup_prompts=3, baselines=NAMES
+        decode=DecodeConfig(num_speculative_tokens=3, max_new_tokens=16), repeats=2, warmup_prompts=0, baselines=NAMES
     )
 
 
 def test_a_report_holds_every_baseline_that_was_asked_for(tiny_run, tmp_path):
-    config = EvalConfig(
-        target=TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu"),
-        draft=str(tiny_run / "artifact"),
-        suite=SuiteConfig(path=str(tiny_run / "suite.jsonl"), num_prompts=3),
-        decode=DecodeConfig(num_speculative_tokens=2, max_new_tokens=8, batch_size=2),
-        baselines=NAMES,
-        lossless=LosslessConfig(check_float32_prompts=0),
-        bootstrap_samples=20,
-        output=str(tmp_path / "evaluation"),
-    )
+    config = tiny_evaluation(tiny_run, tmp_path / "evaluation", num_prompts=3, baselines=NAMES)
     assert evaluate(config) == 0
-    baselines = load_report(Path(config.output) / "report.json").baselines
+    baselines = report_in(config).baselines
     assert set(baselines) == {AUTOREGRESSIVE, *NAMES}
     assert all(1.0 <= each.tokens_per_target_step <= 3.0 for each in baselines.values())
 
@@ -69,6 +57,9 @@ def test_no_baseline_changes_an_answer(target, requests, config, batch_size, tem
 
 def test_every_repeat_of_suffix_lookup_takes_the_same_rounds_and_earlier_prompts_help(target, requests, config):
     """Were the memory fed by the decoder itself, a second repeat or a warmed-up prompt would copy its own answer."""
+    copying = measure(target, requests[:1], config, {"suffix_lookup": SuffixLookup(target.device)}).timings
+    first, second, *_ = [each.num_rounds for each in copying if each.mode == "suffix_lookup"]
+    assert second < first
     asked = [*requests, Request(prompt_id="again", category="c", tokens=PROMPTS[0])]
     rounds = {}
     for warmup_prompts in (0, 4):
@@ -81,23 +72,13 @@ def test_every_repeat_of_suffix_lookup_takes_the_same_rounds_and_earlier_prompts
     assert rounds["again",] < rounds["q0",] or min(rounds["again",]) < min(rounds["q0",])
 
 
-def test_a_lookup_that_learns_by_itself_would_copy(target, requests, config):
-    config = config.model_copy(update={"warmup_prompts": 0})
-    timings = measure(target, requests[:1], config, {"suffix_lookup": SuffixLookup(target.device)}).timings
-    first, second, *_ = [each.num_rounds for each in timings if each.mode == "suffix_lookup"]
-    assert second < first
-
-
-def test_baselines_draft_whole_chains_whatever_is_asked_of_the_draft(target, requests, config):
+def test_baselines_draft_whole_chains_whatever_is_asked_of_the_draft(target, config):
     asked = config.decode.model_copy(update={"tree": StaticTree(kind="static", branching=[2, 1])})
     measurement = Measurement(target, config.model_copy(update={"decode": asked}), make_baselines(config, target))
     assert all(measurement.settings[name].tree is None for name in NAMES)
     stopped = config.decode.model_copy(update={"stopping": ConfidenceStopping(rule="confidence", threshold=1.0)})
     measurement = Measurement(target, config.model_copy(update={"decode": stopped}), make_baselines(config, target))
-    (generation,), _ = decode(
-        target, requests[:1], measurement.settings["self_speculation"], measurement.modes["self_speculation"]
-    )
-    assert len(generation.rounds[0].drafted) == 3
+    assert all(measurement.settings[name].stopping is None for name in NAMES)
 
 
 def test_self_speculation_drafts_with_a_quarter_of_the_blocks_or_as_many_as_are_named(target, config):

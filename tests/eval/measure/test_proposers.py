@@ -9,17 +9,16 @@ from pydantic import ValidationError
 
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import StaticTree
-from configs.schema.evaluation import EvalConfig, GateConfig, LosslessConfig, SuiteConfig
-from configs.schema.target import TargetConfig
+from configs.schema.evaluation import EvalConfig, GateConfig
 from eval.evaluation import evaluate
 from eval.measure.proposers import load_evaluated
 from eval.release.artifact_hash import read_shipped
 from eval.release.checks import judge
-from eval.report.schema import load_report
 from heads.artifact import read_metadata, save_draft_lm
 from heads.proposers.cross_device import CrossDeviceProposer
 from heads.proposers.merged import MergedDrafts
 from heads.target.loading import load_target
+from tests.support.evaluations import report_in, tiny_evaluation
 
 CHAINS = StaticTree(kind="static", branching=[1, 1])
 
@@ -34,20 +33,13 @@ def folders(tiny_run, tiny_llama, tiny_tokenizer, tmp_path_factory):
 
 @pytest.fixture
 def config(tiny_run, folders, tmp_path):
-    return EvalConfig(
-        target=TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu"),
-        draft=folders,
-        suite=SuiteConfig(path=str(tiny_run / "suite.jsonl"), num_prompts=3),
-        decode=DecodeConfig(num_speculative_tokens=2, max_new_tokens=10, batch_size=2, tree=CHAINS),
-        lossless=LosslessConfig(check_float32_prompts=1),
-        bootstrap_samples=20,
-        output=str(tmp_path / "evaluation"),
-    )
+    decode = {"max_new_tokens": 10, "tree": CHAINS}
+    return tiny_evaluation(tiny_run, tmp_path / "evaluation", num_prompts=3, draft=folders, decode=decode, baselines=[])
 
 
 def test_the_report_names_all_drafts_and_the_gate_knows_them_by_their_hashes(config, folders):
     assert evaluate(config) == 0
-    report = load_report(Path(config.output) / "report.json")
+    report = report_in(config)
     draft, (one, other) = report.draft, report.draft.parts
     assert draft.kind == "merged"
     assert [one["path"], other["path"]] == folders
@@ -68,9 +60,9 @@ def test_the_report_names_all_drafts_and_the_gate_knows_them_by_their_hashes(con
 def test_merged_drafts_are_accepted_as_often_as_the_better_of_them(config, folders):
     taus = []
     for number, draft in enumerate((folders, *folders)):
-        output = f"{config.output}{number}"
-        evaluate(config.model_copy(update={"draft": draft, "output": output, "repeats": 1}))
-        taus.append(load_report(Path(output) / "report.json").acceptance.tokens_per_target_step)
+        one = config.model_copy(update={"draft": draft, "output": f"{config.output}{number}"})
+        evaluate(one)
+        taus.append(report_in(one).acceptance.tokens_per_target_step)
     assert taus[0] >= max(taus[1:]) > min(taus[1:])
 
 
@@ -89,17 +81,18 @@ def test_a_part_made_for_another_target_shows_in_the_section_and_fails_the_gate(
     (stranger / "draftsmith.json").write_text(metadata.replace(known, "f" * 64))
     mixed = config.model_copy(update={"draft": [folders[0], str(stranger)], "allow_target_mismatch": True})
     evaluate(mixed)
-    report = load_report(Path(config.output) / "report.json")
+    report = report_in(config)
     assert report.draft.target_sha256 == f"{known}, {'f' * 64}"
+    assert read_shipped([Path(folders[0]), stranger]).target["weights_sha256"] == report.draft.target_sha256
     assert "trained for" in report.warnings[0]
-    findings = {each.check: each.outcome for each in judge(report, GateConfig()).findings}
-    assert findings["provenance"] == "fail"
+    assert {each.check: each.outcome for each in judge(report, GateConfig()).findings}["provenance"] == "fail"
 
 
 def test_drafts_may_be_merged_on_a_device_of_their_own(config):
-    away = load_evaluated(config.model_copy(update={"draft_device": "cpu"}), load_target(config.target))
+    config = config.model_copy(update={"draft_device": "cpu"})
+    away = load_evaluated(config, load_target(config.target))
     assert [type(draft) for draft in away.proposer.drafts] == [CrossDeviceProposer, CrossDeviceProposer]
-    assert evaluate(config.model_copy(update={"draft_device": "cpu"})) == 0
+    assert evaluate(config) == 0
 
 
 @pytest.mark.parametrize(

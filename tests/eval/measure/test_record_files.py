@@ -44,6 +44,7 @@ def test_batches_of_several_processes_come_in_order(make_round, make_generation,
 def test_a_batch_that_is_missing_or_there_twice_is_refused_and_the_parts_stay(random_generations, tmp_path):
     with RecordWriter(tmp_path, 0) as writer:
         writer.write(0, random_generations[:1], [])
+        assert list(read_records(writer.path)) == random_generations[:1]  # while the run goes on
         writer.write(2, random_generations[1:2], [])
     with pytest.raises(ValueError, match=r"batches \[0, 2\], not each of them once"):
         join_parts(tmp_path, writer.spans)
@@ -52,22 +53,13 @@ def test_a_batch_that_is_missing_or_there_twice_is_refused_and_the_parts_stay(ra
     assert writer.path.exists()
 
 
-def test_finished_batches_are_on_disk_while_the_run_goes_on(random_generations, tmp_path):
-    with RecordWriter(tmp_path, 0) as writer:
-        writer.write(0, random_generations[:2], [])
-        assert list(read_records(writer.path)) == random_generations[:2]
-
-
-@pytest.mark.parametrize("line", ["", "{", "[]", '{"generation": {"prompt_id": "q"}}', '{"timing": {"mode": 1}}', "9" * 5000])
+@pytest.mark.parametrize("line", ["", "{", '{"generation": {"prompt_id": "q"}}', '{"timing": {"mode": 1}}', "9" * 5000])
 def test_a_line_that_is_no_record_is_named(random_generations, tmp_path, line):
     path = written(tmp_path, random_generations[:1])
     with path.open("a") as file:
         file.write(line + "\n")
     with pytest.raises(InputError, match=r"records\.jsonl, line 2 is neither a generation nor a timing"):
         list(read_records(path))
-
-
-def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(InputError, match=r"cannot read records .*nosuch"):
         list(read_records(tmp_path / "nosuch"))
 

@@ -1,6 +1,5 @@
 """Several processes share a run: no prompt dropped or doubled, the same numbers as one process has, failures listed."""
 
-import json
 import multiprocessing
 import os
 from collections import Counter
@@ -11,14 +10,11 @@ import torch
 from accelerate import PartialState
 
 import eval.measure.interleaved
-from configs.schema.decoding import DecodeConfig
-from configs.schema.evaluation import EvalConfig, SuiteConfig
-from configs.schema.target import TargetConfig
 from eval.decoder.decode import decode
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Generation, Timing
 from eval.evaluation import evaluate
 from eval.measure.record_files import read_records
-from eval.report.schema import load_report
+from tests.support.evaluations import report_in, tiny_evaluation, write_suite
 
 MODES = [AUTOREGRESSIVE, SPECULATIVE, "prompt_lookup"]
 TIMES = ("seconds", "speed", "shares", "phases")
@@ -27,16 +23,7 @@ TIMES = ("seconds", "speed", "shares", "phases")
 @pytest.fixture
 def config(tiny_run, tmp_path):
     rows = [{"question_id": f"q{n}", "category": f"c{n % 3}", "turns": [f"w{n} w{2 * n}", "w3"][: 1 + n % 2]} for n in range(7)]
-    (tmp_path / "suite.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return EvalConfig(
-        target=TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu"),
-        draft=str(tiny_run / "artifact"),
-        suite=SuiteConfig(path=str(tmp_path / "suite.jsonl")),
-        decode=DecodeConfig(num_speculative_tokens=2, max_new_tokens=8, batch_size=2),
-        repeats=1,
-        bootstrap_samples=50,
-        output=str(tmp_path / "evaluation"),
-    )
+    return tiny_evaluation(tiny_run, tmp_path / "evaluation", suite=write_suite(tmp_path / "suite.jsonl", rows))
 
 
 def records_of(config, kind):
@@ -74,7 +61,7 @@ def test_two_processes_report_what_one_reports(config, tmp_path):
     assert records_of(config, Generation) == records_of(alone, Generation)
     labels = [[(each.prompt_ids, each.mode) for each in records_of(one, Timing)] for one in (config, alone)]
     assert labels[0] == labels[1]
-    ours, theirs = (load_report(Path(one.output) / "report.json") for one in (config, alone))
+    ours, theirs = report_in(config), report_in(alone)
     assert (ours.hardware["processes"], theirs.hardware["processes"]) == (2, 1)
     assert untimed(ours) == pytest.approx(untimed(theirs))
     assert ours.prompts == theirs.prompts
@@ -114,7 +101,7 @@ def without_memory(monkeypatch):
 def test_a_batch_that_the_machine_gives_up_on_is_listed_and_timed_in_no_mode(config, without_memory, repeat):
     without_memory(SPECULATIVE, "q2", repeat)
     assert evaluate(config.model_copy(update={"repeats": 2})) == 0
-    report = load_report(Path(config.output) / "report.json")
+    report = report_in(config)
     assert [(each.prompt_id, each.turn, each.mode, each.stop_reason) for each in report.prompts.failed] == [
         ("q2", 0, SPECULATIVE, "error"),
         ("q3", 0, SPECULATIVE, "error"),
@@ -128,7 +115,7 @@ def test_a_batch_that_the_machine_gives_up_on_is_listed_and_timed_in_no_mode(con
 def test_turns_after_a_failed_plain_answer_are_lost_in_every_mode(config, without_memory):
     without_memory(AUTOREGRESSIVE, "q2")
     evaluate(config)
-    failed = load_report(Path(config.output) / "report.json").prompts.failed
+    failed = report_in(config).prompts.failed
     lost = [(each.prompt_id, each.turn, each.mode) for each in failed if each.stop_reason == "after_a_failed_turn"]
     assert lost == [("q3", 1, mode) for mode in MODES]
 
@@ -140,10 +127,7 @@ def test_a_machine_that_can_decode_nothing_is_no_report(config, without_memory):
     assert not (Path(config.output) / "report.json").exists()
 
 
-def test_a_failure_while_warming_up_is_raised_at_once(config, monkeypatch):
-    def failing(*arguments, **labels):
-        raise torch.OutOfMemoryError("no memory left")
-
-    monkeypatch.setattr(eval.measure.interleaved, "decode", failing)
+def test_a_failure_while_warming_up_is_raised_at_once(config, without_memory):
+    without_memory(None, None, None)
     with pytest.raises(torch.OutOfMemoryError):
-        evaluate(config)
+        evaluate(config.model_copy(update={"warmup_prompts": 1}))

@@ -1,7 +1,6 @@
 """Suites: the one that ships, and choosing a few prompts of a large one."""
 
 import hashlib
-import json
 from collections import Counter
 
 import datasets
@@ -11,6 +10,7 @@ from configs.runtime.errors import InputError
 from configs.runtime.files import CHECKOUT
 from configs.schema.evaluation import SuiteConfig
 from eval.measure.suite import load_suite
+from tests.support.evaluations import write_suite
 
 HOUSE = "eval/suites/house64.jsonl"
 CATEGORIES = ["writing", "coding", "maths", "reasoning", "extraction", "translation", "summarising", "chat"]
@@ -21,26 +21,20 @@ def suite_file(tmp_path):
     rows = [
         {"question_id": f"{name}-{n}", "category": name, "turns": [f"{name}{n}", "then"]} for n, name in enumerate("aaaabc")
     ]
-    path = tmp_path / "suite.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    write_suite(tmp_path / "suite.jsonl", rows)
+    return tmp_path / "suite.jsonl"
 
 
-def test_the_suite_that_ships_has_eight_prompts_of_each_of_eight_categories():
-    suite = load_suite(SuiteConfig())
+def test_the_suite_that_ships_has_eight_prompts_of_each_of_eight_categories_and_is_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    suite = load_suite(SuiteConfig(path=HOUSE))
+    assert (suite.source, suite.sha256) == (HOUSE, hashlib.sha256((CHECKOUT / HOUSE).read_bytes()).hexdigest())
     assert Counter(prompt.category for prompt in suite.prompts) == dict.fromkeys(CATEGORIES, 8)
     assert suite.categories == CATEGORIES
     assert len(set(suite.ids)) == 64
     assert len({prompt.user_text for prompt in suite.prompts}) == 64
     assert suite.num_turns_left_out == 0
     assert suite.format == "turns"
-
-
-def test_it_is_found_from_any_folder_and_identified_by_its_bytes(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    suite = load_suite(SuiteConfig(path=HOUSE))
-    assert suite.source == HOUSE
-    assert suite.sha256 == hashlib.sha256((CHECKOUT / HOUSE).read_bytes()).hexdigest()
 
 
 def test_a_few_prompts_are_spread_evenly_over_the_categories():
@@ -63,28 +57,21 @@ def test_later_turns_can_be_left_out_and_are_counted(suite_file, max_turns, left
     assert suite.num_turns_left_out == left_out
 
 
-def test_more_prompts_than_there_are_is_refused(suite_file):
-    with pytest.raises(InputError, match=r"suite\.num_prompts: 7 asked for, but .* holds 6"):
-        load_suite(SuiteConfig(path=str(suite_file), num_prompts=7))
-
-
-def test_a_suite_that_asks_the_same_twice_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("rows", "num_prompts", "complaint"),
+    [
+        (["a"], 7, r"suite\.num_prompts: 7 asked for, but .* holds 1"),
+        (["a", "a"], None, "holds the same prompt twice"),
+        (["a", "b"], None, r"suite\.jsonl, line 2: the id '7' was used by another prompt \(.* line 1\)"),
+        (None, None, r"suite not found: .*suite\.jsonl"),
+    ],
+)
+def test_a_file_that_is_no_suite_is_refused(tmp_path, rows, num_prompts, complaint):
     path = tmp_path / "suite.jsonl"
-    path.write_text('{"turns": ["a"]}\n' * 2)
-    with pytest.raises(InputError, match="holds the same prompt twice"):
-        load_suite(SuiteConfig(path=str(path)))
-
-
-def test_a_suite_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(InputError, match=r"suite not found: nowhere\.jsonl"):
-        load_suite(SuiteConfig(path="nowhere.jsonl"))
-
-
-def test_two_prompts_of_one_id_are_refused_by_line(tmp_path):
-    path = tmp_path / "suite.jsonl"
-    path.write_text('{"question_id": 7, "turns": ["a"]}\n{"question_id": 7, "turns": ["b"]}\n')
-    with pytest.raises(InputError, match=r"suite\.jsonl, line 2: the id '7' was used by another prompt \(.* line 1\)"):
-        load_suite(SuiteConfig(path=str(path)))
+    if rows is not None:
+        write_suite(path, [{"question_id": 7, "turns": [text]} for text in rows])
+    with pytest.raises(InputError, match=complaint):
+        load_suite(SuiteConfig(path=str(path), num_prompts=num_prompts))
 
 
 # --- data sets ----------------------------------------------------------------------------------------------------
@@ -109,11 +96,8 @@ def test_a_data_set_is_read_in_the_format_of_its_rows(data_set):
 def test_a_data_set_is_identified_by_what_it_asks_and_not_by_its_files(data_set, tmp_path):
     folder = tmp_path / "files"
     folder.mkdir()
-    (folder / "test.jsonl").write_text(
-        "".join(
-            json.dumps({"question": f"{n}?", "answer": f"#### {i}"}) + "\n" for i, n in enumerate(["one", "two", "three"], 1)
-        )
-    )
+    rows = [{"question": f"{word}?", "answer": f"#### {n}"} for n, word in enumerate(["one", "two", "three"], 1)]
+    write_suite(folder / "test.jsonl", rows)
     packed_otherwise, changed = load_suite(SuiteConfig(path=str(folder))), tmp_path / "changed"
     datasets.Dataset.from_dict({"question": ["one!"], "answer": ["#### 1"]}).save_to_disk(changed)
     assert packed_otherwise.sha256 == load_suite(SuiteConfig(path=str(data_set), num_prompts=1)).sha256

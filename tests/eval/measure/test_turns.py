@@ -1,23 +1,20 @@
 """Later turns: asked after the plain answers in every mode, listed as failed where they cannot be asked."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from configs.schema.decoding import DecodeConfig
-from configs.schema.evaluation import EvalConfig, SuiteConfig
-from configs.schema.target import TargetConfig
+from configs.schema.evaluation import EvalConfig
 from distill.generation.prompts import Prompt
 from eval.decoder.decode import decode
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Generation
 from eval.evaluation import evaluate
 from eval.measure.interleaved import measure
 from eval.measure.turns import Turns
-from eval.report.schema import load_report
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.prompt_lookup import PromptLookup
+from tests.support.evaluations import report_in, tiny_evaluation, write_suite
 
 MODES = [AUTOREGRESSIVE, SPECULATIVE, "prompt_lookup"]
 
@@ -58,13 +55,6 @@ def test_a_later_turn_follows_the_answers_before_it(target):
     (third,), _ = turns.follow([answer(*ids(target, "w7"), turn=1)])
     assert list(third.tokens) == ids(target, f"{text} w7 <end> <user> w3 <end> <assistant>")
     assert turns.follow([answer(*ids(target, "w8"), turn=2)]) == ([], [])
-
-
-def test_prompts_with_fewer_turns_leave_the_batch(target):
-    turns = Turns(target, [prompt("w1", name="one"), prompt("w1", "w2", name="two")])
-    requests, lost = turns.follow([answer(7, name="one"), answer(8, name="two")])
-    assert [request.prompt_id for request in requests] == ["two"]
-    assert lost == []
 
 
 @pytest.mark.parametrize(
@@ -119,21 +109,12 @@ def test_turns_of_one_prompt_draw_different_random_numbers(target):
 @pytest.fixture
 def config(tiny_run, tmp_path):
     rows = [{"question_id": f"q{n}", "category": "chat", "turns": ["w1", f"w{n}", "w3"][: n + 1]} for n in range(3)]
-    (tmp_path / "suite.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return EvalConfig(
-        target=TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu"),
-        draft=str(tiny_run / "artifact"),
-        suite=SuiteConfig(path=str(tmp_path / "suite.jsonl")),
-        decode=DecodeConfig(num_speculative_tokens=2, max_new_tokens=6, batch_size=2),
-        repeats=1,
-        bootstrap_samples=20,
-        output=str(tmp_path / "evaluation"),
-    )
+    return tiny_evaluation(tiny_run, tmp_path / "evaluation", suite=write_suite(tmp_path / "suite.jsonl", rows))
 
 
 def test_a_report_counts_all_turns_of_a_prompt_as_one_prompt(config):
     assert evaluate(config) == 0
-    report = load_report(Path(config.output) / "report.json")
+    report = report_in(config)
     prompts = report.prompts
     assert (prompts.num_asked, prompts.num_turns, prompts.num_prompts) == (3, 6, 3)
     assert prompts.failed == report.warnings == []
@@ -147,11 +128,11 @@ def test_a_report_counts_all_turns_of_a_prompt_as_one_prompt(config):
     assert any(sample.prompt_id.endswith(", turn 2") for sample in shown)
 
 
-def test_a_turn_for_which_the_context_has_no_room_is_listed_and_its_prompt_does_not_count(config, tiny_run, tmp_path):
-    row = {"question_id": "q0", "turns": ["w1", "w2 " * 250]}
-    (tmp_path / "suite.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({"question_id": "q1", "turns": ["w1"]}) + "\n")
-    assert evaluate(config) == 0
-    prompts = load_report(Path(config.output) / "report.json").prompts
+def test_a_turn_for_which_the_context_has_no_room_is_listed_and_its_prompt_does_not_count(config, tmp_path):
+    rows = [{"question_id": "q0", "turns": ["w1", "w2 " * 250]}, {"question_id": "q1", "turns": ["w1"]}]
+    suite = write_suite(tmp_path / "suite.jsonl", rows)
+    assert evaluate(config.model_copy(update={"suite": suite})) == 0
+    prompts = report_in(config).prompts
     assert (prompts.num_asked, prompts.num_turns, prompts.num_prompts) == (2, 3, 1)
     assert [each.model_dump() for each in prompts.failed] == [
         {"prompt_id": "q0", "turn": 1, "mode": mode, "stop_reason": "no_room_in_context"} for mode in MODES
@@ -160,6 +141,6 @@ def test_a_turn_for_which_the_context_has_no_room_is_listed_and_its_prompt_does_
 
 def test_turns_left_out_by_the_config_are_confessed(config):
     evaluate(config.model_copy(update={"suite": config.suite.model_copy(update={"max_turns": 1})}))
-    report = load_report(Path(config.output) / "report.json")
+    report = report_in(config)
     assert report.warnings == ["3 later turns of the suite's conversations were not asked: suite.max_turns is 1"]
     assert report.prompts.num_turns == 3

@@ -12,14 +12,13 @@ import torch
 from transformers import LlamaForCausalLM
 
 from configs.runtime.command import DONE, GATE_FAILED
-from configs.schema.decoding import DecodeConfig
-from configs.schema.evaluation import EvalConfig, GateConfig, GateRule, LosslessConfig, SuiteConfig
-from configs.schema.target import TargetConfig
+from configs.schema.evaluation import GateConfig, GateRule, LosslessConfig
 from eval.decoder import chain_rules as verify
 from eval.decoder.chain_rules import ChainVerification
 from eval.evaluation import evaluate
 from eval.gate import main
 from eval.report.schema import load_report
+from tests.support.evaluations import report_in, tiny_evaluation
 
 TAU = "acceptance.tokens_per_target_step"
 
@@ -32,17 +31,16 @@ def _no_page(monkeypatch):
 
 @pytest.fixture
 def config(tiny_run, tmp_path):
-    return EvalConfig(
-        target=TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu"),
-        draft=str(tiny_run / "artifact"),
-        suite=SuiteConfig(path=str(tiny_run / "suite.jsonl"), num_prompts=5),
-        decode=DecodeConfig(num_speculative_tokens=2, max_new_tokens=10, batch_size=4),
-        repeats=1,
-        warmup_prompts=0,
+    decode = {"max_new_tokens": 10, "batch_size": 4}
+    lossless = LosslessConfig(check_float32_prompts=1, first_token_samples=0)
+    return tiny_evaluation(
+        tiny_run,
+        tmp_path / "evaluation",
+        num_prompts=5,
+        decode=decode,
         baselines=[],
-        lossless=LosslessConfig(check_float32_prompts=1, first_token_samples=0),
+        lossless=lossless,
         bootstrap_samples=200,
-        output=str(tmp_path / "evaluation"),
     )
 
 
@@ -63,17 +61,14 @@ def accept_everything(target_tokens_BK, tokens_BG, num_drafted_B):
 
 def test_a_sound_draft_passes_and_its_artifact_is_the_one_measured(config):
     evaluate(config)
-
     assert gate(config, artifact=config.draft, rules=[GateRule(metric=TAU, min=1.05, bound="point")]) == (DONE, {})
 
 
 def test_a_greedy_rule_that_accepts_everything_flips_the_verdict(config, monkeypatch):
     monkeypatch.setattr("eval.decoder.verifier.verify_greedy", accept_everything)
     evaluate(config)
-
     code, found = gate(config)
-
-    assert load_report(Path(config.output) / "report.json").lossless.verdict == "not_lossless"
+    assert report_in(config).lossless.verdict == "not_lossless"
     assert (code, list(found)) == (GATE_FAILED, ["lossless"])
 
 
@@ -83,9 +78,7 @@ def test_a_sampling_rule_without_its_residual_flips_the_verdict(config, monkeypa
     sampled = config.decode.model_copy(update={"temperature": 1.0})
     config = config.model_copy(update={"decode": sampled})
     evaluate(config)
-
     code, found = gate(config)
-
     assert (code, list(found)) == (GATE_FAILED, ["lossless"])
     assert "enumeration" in found["lossless"]
 
@@ -99,9 +92,7 @@ def test_a_draft_of_another_target_is_caught_by_provenance(config, tmp_path):
     other = config.target.model_copy(update={"name": str(folder)})
     config = config.model_copy(update={"target": other, "allow_target_mismatch": True})
     evaluate(config)
-
     code, found = gate(config, artifact=config.draft)
-
     assert (code, list(found)) == (GATE_FAILED, ["provenance"])
     assert "other target weights" in found["provenance"]
 
@@ -109,23 +100,17 @@ def test_a_draft_of_another_target_is_caught_by_provenance(config, tmp_path):
 def test_an_artifact_changed_after_it_was_measured_is_caught(config, tmp_path):
     evaluate(config)
     changed = Path(shutil.copytree(config.draft, tmp_path / "changed"))
-    with (changed / "model.safetensors").open("r+b") as file:
-        file.seek(-1, 2)
-        last = file.read(1)
-        file.seek(-1, 2)
-        file.write(bytes([last[0] ^ 1]))
-
+    weights = changed / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     code, found = gate(config, artifact=str(changed))
-
     assert (code, list(found)) == (GATE_FAILED, ["provenance"])
 
 
 def test_what_was_decoded_is_reported_even_where_judging_its_worth_breaks_off(config, monkeypatch):
     monkeypatch.setattr("eval.metrics.quality.Quality.judge", lambda *_: 1 / 0)
-
     with pytest.raises(ZeroDivisionError):
         evaluate(config)
-
     report = load_report(Path(config.output) / "report.partial.json")
     assert report.acceptance.num_rounds > 0
     assert not (Path(config.output) / "report.json").exists()

@@ -47,14 +47,12 @@ def run_step(steps, name, folder, **variables):
 
 def test_every_file_that_the_text_names_is_there():
     named = set(re.findall(r"(?:configs|eval)/[\w/]+\.(?:py|yaml)", TEXT))
-
     assert len(named) > 4
     assert [name for name in named if not (ROOT / name).is_file()] == []
 
 
 def test_the_measuring_step_and_both_gates_load(steps):
     words = re.findall(r"--set (\S+)", steps["Measure"]["run"])
-
     load_config(EvalConfig, str(ROOT / "configs/eval/house.yaml"), [word.replace("$ARTIFACT", "a") for word in words])
     first, later = (
         load_config(GateConfig, str(ROOT / f"configs/gates/{name}.yaml"), []) for name in ("first_release", "release")
@@ -68,10 +66,8 @@ def test_the_gate_step_ends_with_the_gate_s_code_and_the_summary_step_shows_why(
     write_report(checkout / steps["env"]["REPORT"], report)
     artifact = str(tiny_run / "artifact")
     summary = checkout / "summary.md"
-
     gated = run_step(steps, "Gate", checkout, ARTIFACT=artifact)
     shown = run_step(steps, "Summary", checkout, GITHUB_STEP_SUMMARY=str(summary))
-
     assert gated.returncode == 1, gated.stderr
     assert "FAIL  provenance" in gated.stdout
     assert "times the baseline" not in gated.stdout  # there is no release/served.json: the gate of a first release
@@ -87,9 +83,7 @@ def test_a_draft_is_held_against_the_report_of_the_branch_it_goes_to_not_against
     report = changed(report, {"acceptance.per_prompt": per_prompt})
     write_report(checkout / "release/served.json", report)  # as the pull request has it
     write_report(checkout / steps["env"]["REPORT"], report)
-
     gated = run_step(steps, "Gate", checkout, ARTIFACT=str(tiny_run / "artifact"), BASE="base")
-
     (compared,) = [line for line in gated.stdout.splitlines() if "times the baseline" in line]
     assert compared.startswith("FAIL"), gated.stdout
     assert "0.5" in compared
@@ -97,6 +91,5 @@ def test_a_draft_is_held_against_the_report_of_the_branch_it_goes_to_not_against
 
 def test_the_summary_step_has_nothing_to_show_where_the_gate_gave_no_verdict(steps, checkout):
     shown = run_step(steps, "Summary", checkout, GITHUB_STEP_SUMMARY=str(checkout / "summary.md"))
-
     assert shown.returncode == 0
     assert not (checkout / "summary.md").exists()

@@ -29,19 +29,16 @@ HOSTILE = [
 )
 def test_the_headline_says_faster_slower_or_neither_as_the_interval_does(report, point, low, high, words):
     report = changed(report, {"speed": {"decode_speedup": point, "decode_speedup_ci": [low, high]}})
-
     assert words in render_markdown(report).splitlines()[0]
 
 
 def test_a_changed_answer_is_in_the_headline(report):
     report = changed(report, {"lossless.verdict": "not_lossless"})
-
     assert "but answers differ from plain decoding" in render_markdown(report).splitlines()[0]
 
 
 def test_every_category_position_and_baseline_has_its_row(report):
     rows = [line.split(" | ")[0].removeprefix("| ") for line in render_markdown(report).splitlines() if line.startswith("| ")]
-
     assert set(report.by_category) <= set(rows)
     assert {"1", "2", "3"} <= set(rows)
     assert {"this draft", "autoregressive", "prompt_lookup"} <= set(rows)
@@ -49,9 +46,7 @@ def test_every_category_position_and_baseline_has_its_row(report):
 
 def test_all_rows_of_a_table_have_as_many_cells_as_its_header(report):
     hostile = {"a|b\n<script>": report.to_dict()["by_category"]["coding"]}
-
     text = render_markdown(changed(report, {"by_category": hostile}))
-
     for block in text.split("\n\n"):
         if block.startswith("|"):
             assert len({line.replace("\\|", "").count("|") for line in block.splitlines()}) == 1
@@ -60,16 +55,13 @@ def test_all_rows_of_a_table_have_as_many_cells_as_its_header(report):
 
 def test_warnings_failures_and_simulation_are_said_first(report):
     warned = changed(report, {"warnings": ["The target's template differs."], "simulated": True})
-
     second, third = render_markdown(warned).split("\n\n")[1:3]
-
     assert "simulated" in second
     assert "template differs" in third
 
 
 def test_without_speed_and_intervals_it_still_reads(report):
     text = render_markdown(changed(report, {"speed": None, "acceptance.tokens_per_target_step_ci": None}))
-
     assert "speed not measured" in text
     assert "None" not in text
 

@@ -14,7 +14,7 @@ from html import escape, unescape
 import pytest
 
 from eval.report.compare import compare
-from eval.report.html import render_comparison, render_html
+from eval.report.page import render_comparison, render_html
 from tests.support.reports import report_of
 
 CHROMIUM = shutil.which("chromium")
@@ -44,16 +44,10 @@ def browse(tmp_path):
     def open_page(page, width=1280):
         path = tmp_path / "page.html"
         path.write_text(page, encoding="utf-8")
-        command = [
-            *(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage"),
-            *(
-                f"--user-data-dir={tmp_path / 'profile'}",
-                f"--window-size={width},1000",
-                "--host-resolver-rules=MAP * ~NOTFOUND",
-            ),
-            *("--disable-background-networking", "--enable-logging=stderr", "--virtual-time-budget=2000", "--dump-dom"),
-            path.as_uri(),
-        ]
+        options = "headless no-sandbox disable-gpu no-first-run disable-dev-shm-usage disable-background-networking dump-dom"
+        command = [CHROMIUM, *(f"--{option}" for option in options.split())]
+        command += [f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},1000", "--virtual-time-budget=2000"]
+        command += ["--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr", path.as_uri()]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
         return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
@@ -76,12 +70,10 @@ def hostile_report(report_inputs):
 
 
 @pytest.mark.parametrize(("kind", "num_pictures"), [("report", 5), ("comparison", 2)])
-@pytest.mark.parametrize("width", [1280, 500, 390])
+@pytest.mark.parametrize("width", [1280, 390])
 def test_the_page_is_laid_out_within_the_window_and_fetches_nothing(report, browse, kind, num_pictures, width):
     page = render_html(report) if kind == "report" else render_comparison(compare([("one", report), ("two", report)]))
-
     dom, console = browse(page.replace("</body>", PROBE), width)
-
     found = json.loads(unescape(re.search(r'<pre id="probe">(.*?)</pre>', dom)[1]))
     assert found["overflow"] <= 0
     assert found["height"] > 1000
@@ -95,7 +87,6 @@ def test_the_page_is_laid_out_within_the_window_and_fetches_nothing(report, brow
 
 def test_the_page_keeps_its_text_and_says_nothing_on_the_console(report, browse):
     dom, console = browse(render_html(report))
-
     assert f"{report.speed.decode_speedup:.2f}×" in title_of(dom)
     assert "<script" not in dom
     assert all(f'id="def-{path}"' in dom for path in ("speed.decode_speedup", "lossless.verdict"))
@@ -104,7 +95,6 @@ def test_the_page_keeps_its_text_and_says_nothing_on_the_console(report, browse)
 
 def test_hostile_text_does_nothing(hostile_report, browse):
     dom, console = browse(render_html(hostile_report))
-
     assert title_of(dom) != "taken over"
     assert escape(ATTACK, quote=False) in dom
     assert console == []
@@ -112,7 +102,6 @@ def test_hostile_text_does_nothing(hostile_report, browse):
 
 def test_the_same_text_takes_over_a_page_that_does_not_escape_it(report, browse):
     # What makes the test above mean something: this browser runs scripts and reports failures.
-    dom, _ = browse(render_html(report).replace("</body>", ATTACK + "</body>"))
+    dom, console = browse(render_html(report).replace("</body>", ATTACK + "<script>nosuch()</script></body>"))
     assert title_of(dom) == "taken over"
-    _, console = browse(render_html(report).replace("</body>", "<script>nosuch()</script></body>"))
     assert any("nosuch is not defined" in line for line in console)

@@ -57,9 +57,7 @@ def test_unequal_prompts_are_refused_or_listed(report):
         compare_reports(report, other)
     with pytest.raises(InputError, match="5 only in the second"):
         compare_reports(other, report)
-
     found = compare_reports(report, other, allow_unequal=True)
-
     assert (found.num_prompts, found.only_ours, found.only_theirs) == (27, tuple(dropped), ())
     tau = sum(tokens for tokens, _ in kept.values()) / sum(rounds for _, rounds in kept.values())
     assert found.tokens_per_target_step.ours == pytest.approx(tau)

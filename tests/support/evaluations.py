@@ -1,0 +1,42 @@
+"""Evaluations of the tiny run that `tests/conftest.py` makes, and what they leave on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from configs.schema.decoding import DecodeConfig
+from configs.schema.evaluation import EvalConfig, LosslessConfig, SuiteConfig
+from configs.schema.target import TargetConfig
+from eval.report.schema import Report, load_report
+
+
+def tiny_evaluation(
+    run: Path, output: Path, *, num_prompts: int | None = None, decode: Any = None, **others: Any
+) -> EvalConfig:
+    """Return the config of a short evaluation of the tiny run; `others` are fields in place of those here."""
+    settings: dict[str, Any] = {
+        "target": TargetConfig(name=str(run / "target"), dtype="float32", device="cpu"),
+        "draft": str(run / "artifact"),
+        "suite": SuiteConfig(path=str(run / "suite.jsonl"), num_prompts=num_prompts),
+        "decode": DecodeConfig(**{"num_speculative_tokens": 2, "max_new_tokens": 8, "batch_size": 2} | (decode or {})),
+        "repeats": 1,
+        "warmup_prompts": 0,
+        "lossless": LosslessConfig(check_float32_prompts=0, first_token_samples=64),
+        "bootstrap_samples": 20,
+        "output": str(output),
+    }
+    return EvalConfig(**settings | others)
+
+
+def report_in(config: EvalConfig) -> Report:
+    """Read the report that an evaluation wrote."""
+    return load_report(Path(config.output) / "report.json")
+
+
+def write_suite(path: Path, rows: Iterable[dict[str, Any]]) -> SuiteConfig:
+    """Write rows as a suite's file; return the config that reads it."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return SuiteConfig(path=str(path))
