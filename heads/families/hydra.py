@@ -120,23 +120,20 @@ class GroundedBlocks(nn.Module):
 class HydraChain(FeatureChain):
     """The chain of a module that has a head for each depth: it drafts at most as many tokens as there are heads."""
 
-    def __init__(self, module: Hydra, device: torch.device) -> None:
-        super().__init__(module, device)
-        self.num_depths = module.settings.num_depths
-        self._heads = [module.output_head(depth) for depth in range(self.num_depths)]
+    module: Hydra
 
     def head(self, depth: int) -> DraftHead:
-        return self._heads[depth]
+        return self.module.output_head(depth)
 
     def propose(
         self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
     ) -> Proposal:
-        return super().propose(tokens, min(num_tokens, self.num_depths), sampling, rng, keep_logits=keep_logits)
+        return super().propose(tokens, min(num_tokens, self.module.settings.num_depths), sampling, rng, keep_logits=keep_logits)
 
     def propose_tree(
         self, tokens: Tokens, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None, rng: CounterRNG
     ) -> Proposal:
-        return super().propose_tree(tokens, tree.cut(self.num_depths), drawn_by, rng)
+        return super().propose_tree(tokens, tree.cut(self.module.settings.num_depths), drawn_by, rng)
 
 
 FAMILY = Family(settings=HydraSettings, build=Hydra, propose=HydraChain)

@@ -111,6 +111,7 @@ def _flat_eagle(source: Source, serve: Callable[[str], str]) -> ExportLayout:
         "norm_output": settings.norm_feedback,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": block_ids(source), "use_aux_hidden_state": True},
     }
+    head = {} if source.own_head() else {"lm_head.weight": source.target.head().cast(source.dtype)}
     expected: Shapes = speculators.eagle_shapes(source) | {
         "lm_head.weight": (source.draft_vocab_size, shape.width),
         "d2t": (source.draft_vocab_size,),
@@ -118,7 +119,7 @@ def _flat_eagle(source: Source, serve: Callable[[str], str]) -> ExportLayout:
     }
     return ExportLayout(
         config=config,
-        weights=renamed(source.weights_with_head() | _offsets(source), MIDLAYER),
+        weights=renamed(source.weights | head | _offsets(source), MIDLAYER),
         expected=renamed(expected, MIDLAYER),
         serve=serve,
         notes=(

@@ -135,10 +135,6 @@ class Source:
         """Return the output head that is in the artifact, if one is."""
         return {name: stored for name, stored in self.weights.items() if name.startswith("lm_head")}
 
-    def weights_with_head(self) -> Weights:
-        """Return all tensors, and the target's output head where the artifact has none of its own."""
-        return self.weights if self.own_head() else self.weights | {HEAD: self.target.head().cast(self.dtype)}
-
     def body(self) -> Weights:
         """Return everything but the output head."""
         return {name: stored for name, stored in self.weights.items() if not name.startswith("lm_head")}

@@ -171,13 +171,9 @@ def _medusa(config: dict[str, Any], weights: Weights) -> ExternalDraft:
     num_heads, num_layers = config["medusa_num_heads"], config["medusa_num_layers"]
     weights = {_medusa_name(name, num_layers): stored for name, stored in weights.items()}
     own = any(name.startswith("lm_heads.") for name in weights)
-    added: Weights = {}
-    for head in range(num_heads):
-        for layer in range(num_layers):
-            stem = f"blocks.{head}.layers.{layer}"
-            if f"{stem}.weight" in weights:  # a block without bias is one with a bias of 0
-                width, dtype = weights[f"{stem}.weight"].shape[0], weights[f"{stem}.weight"].dtype
-                added[f"{stem}.bias"] = zeros((width,), dtype)
+    blocks = {name: stored for name, stored in weights.items() if name.startswith("blocks.") and name.endswith(".weight")}
+    # A block without bias is one with a bias of 0.
+    added = {f"{name.removesuffix('weight')}bias": zeros(stored.shape[:1], stored.dtype) for name, stored in blocks.items()}
     settings = {"num_depths": num_heads, "num_layers": num_layers, "own_output_heads": own, "train_head": own}
     return ExternalDraft(
         form="Medusa",
