@@ -20,11 +20,7 @@ from configs.runtime.files import write_text
 from configs.schema.base import Settings
 
 
-class FitConfig(Settings):
-    """No settings: everything is in the report."""
-
-
-def main(config: FitConfig, args: argparse.Namespace) -> None:
+def main(config: Settings, args: argparse.Namespace) -> None:
     """Read, fit, print, write."""
     # torch takes seconds to import: a mistyped argument is reported before that.
     from eval.cost.draft_length import stopping_from_report
@@ -45,4 +41,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 if __name__ == "__main__":
     description = "Fit a cost rule for when to stop drafting to a report."
-    sys.exit(run_command(FitConfig, main, description=description, add_arguments=add_arguments))
+    sys.exit(run_command(Settings, main, description=description, add_arguments=add_arguments))

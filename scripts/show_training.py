@@ -16,11 +16,7 @@ from configs.runtime.command import run_command
 from configs.schema.base import Settings
 
 
-class Nothing(Settings):
-    """No settings."""
-
-
-def main(config: Nothing, args: argparse.Namespace) -> None:
+def main(config: Settings, args: argparse.Namespace) -> None:
     """Read, print, draw."""
     from configs.runtime.files import write_text
     from train.telemetry.files import METRICS_FILE, read_metrics
@@ -39,4 +35,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 if __name__ == "__main__":
     description = "Print and draw the metrics of a training run."
-    sys.exit(run_command(Nothing, main, description=description, add_arguments=add_arguments))
+    sys.exit(run_command(Settings, main, description=description, add_arguments=add_arguments))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import runpy
@@ -60,18 +61,13 @@ def relative(path):
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=relative)
-def test_every_recipe_loads_under_the_schema_of_its_folder(recipe):
-    folder = recipe.parent.name
-    if folder in OTHER_TOOLS:
-        assert isinstance(parse_yaml(recipe.read_text(encoding="utf-8"), str(recipe)), dict)
+def test_every_recipe_loads_under_the_schema_of_its_folder_and_opens_with_its_launch_line(recipe):
+    text, schema = recipe.read_text(encoding="utf-8"), SCHEMAS.get(recipe.parent.name)
+    if recipe.parent.name in OTHER_TOOLS:
+        assert isinstance(parse_yaml(text, str(recipe)), dict)
     else:
-        assert isinstance(load_config(SCHEMAS[folder], recipe), SCHEMAS[folder])
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=relative)
-def test_every_recipe_opens_with_its_launch_line(recipe):
-    lines = recipe.read_text(encoding="utf-8").splitlines()
-    opening = lines[: next(number for number, line in enumerate(lines) if not line.startswith("#"))]
+        assert isinstance(load_config(schema, recipe), schema)
+    opening = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
     launches = [line for line in opening if re.search(r"\b(python|accelerate launch) ", line) and relative(recipe) in line]
     assert launches, f"{relative(recipe)} does not open with a comment that holds the command it is for"
     for launch in launches:
@@ -106,19 +102,6 @@ def test_every_file_that_a_document_names_exists(document):
     made = {"heads/families/recurrent.py", "configs/heads/recurrent.yaml", "scripts/bench_decode.py"}
     assert [path for path in named if not (ROOT / path).is_file() and path not in made and "FILE" not in path] == []
     assert [path for path in linked if not (document.parent / path).is_file()] == []
-
-
-@pytest.mark.parametrize(
-    ("command", "missing"),
-    [
-        ("make test # the suite", []),
-        ("make nosuch && make test", ["make nosuch"]),
-        ("python eval/nosuch.py --config configs/accelerate/nosuch.yaml", ["eval/nosuch.py", "configs/accelerate/nosuch.yaml"]),
-        ("python eval/gate.py runs/eval/report.json --config runs/mine.yaml", []),
-    ],
-)
-def test_the_search_for_missing_things_in_a_command_finds_them(command, missing):
-    assert missing_from(command) == missing
 
 
 def missing_from(command: str) -> list[str]:

@@ -39,14 +39,7 @@ def check_engines(settings: EngineComparisonSettings) -> int:
 
 
 def compare_engines(settings: EngineComparisonSettings) -> list[dict[str, object]]:
-    """Train under every engine and return a row for each and each task.
-
-    Keys: recipe, stage (distill or heads), world_size, steps, loss_difference (the largest of a step, relative), tolerance,
-    within_tolerance, where.
-
-    Raises:
-        RuntimeError: a run failed.
-    """
+    """Train under every engine; return a row for each and each task, with the largest relative difference of a step's loss."""
     with TemporaryDirectory(prefix="engines-") as scratch:
         folder = Path(scratch)
         _write_inputs(folder, settings)
@@ -58,11 +51,7 @@ def compare_engines(settings: EngineComparisonSettings) -> list[dict[str, object
 
 
 def largest_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """Return the largest difference of a step's loss, as a share of the expected one.
-
-    Raises:
-        ValueError: the curves are not equally long.
-    """
+    """Return the largest difference of a step's loss, as a share of the expected one, of curves of the same length."""
     return max(abs(loss - other) / abs(other) for loss, other in zip(losses, expected, strict=True))
 
 

@@ -37,11 +37,10 @@ WIDTH = 512
 def measure_exchange(config: ExchangeMemoryConfig) -> int:
     """Make the folders, take the steps, print what each took; return the exit code."""
     with TemporaryDirectory(prefix="exchange-") if config.folder is None else nullcontext(config.folder) as folder:
-        return DONE if measure_in(Path(folder), config.vocab_size) else GATE_FAILED
+        return DONE if _measure_in(Path(folder), config.vocab_size) else GATE_FAILED
 
 
-def measure_in(folder: Path, vocab_size: int) -> bool:
-    """Measure in an empty folder; return whether every step stayed below its limit."""
+def _measure_in(folder: Path, vocab_size: int) -> bool:
     identity = write_draft(folder, vocab_size)
     target_folder = TargetFolder(folder / "target", "target")
     largest = vocab_size * WIDTH * 4

@@ -142,15 +142,15 @@ def pooled_rate(cases: SideTurns[R], amount: Callable[[R], float]) -> float:
     return sum(amount(turn.result) for turn in turns) / sum(turn.seconds for turn in turns)
 
 
-def with_bounds(name: str, interval: Interval) -> dict[str, float | None]:
-    """Return `{name: point, name_low: ..., name_high: ...}`; the bounds are None where there is no interval."""
-    return {name: interval.point, f"{name}_low": interval.low, f"{name}_high": interval.high}
-
-
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with each interval as its point and its bounds (`with_bounds`)."""
-    parts = (with_bounds(name, value) if isinstance(value, Interval) else {name: value} for name, value in values.items())
-    return {name: value for part in parts for name, value in part.items()}
+    """Return the values with each interval as `{name: point, name_low: ..., name_high: ...}`, its bounds None without any."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Interval):
+            found |= {name: value.point, f"{name}_low": value.low, f"{name}_high": value.high}
+        else:
+            found[name] = value
+    return found
 
 
 def write_results(

@@ -95,12 +95,7 @@ def with_cache(recipe: Recipe, cache: str | None) -> Recipe:
 
 
 def _run_script(name: str, config: str) -> None:
-    """Run a script on its config in a process of its own.
-
-    Raises:
-        InputError: that was refused.
-        RuntimeError: it failed.
-    """
+    """Run a script on its config in a process of its own."""
     command = [sys.executable, str(CHECKOUT / "scripts" / f"{name}.py"), "--config", config]
     code = subprocess.run(command, check=False).returncode
     if code:

@@ -35,11 +35,7 @@ R = TypeVar("R", bound=DistillConfig | HeadsConfig)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRun:
-    """A training, done or to be done.
-
-    name: in words, for messages.
-    recipe: what is trained; its `output` is the run's folder (`in_own_folder`).
-    """
+    """A training, done or to be done; the recipe's `output` is its folder (`in_own_folder`)."""
 
     name: str
     recipe: Recipe

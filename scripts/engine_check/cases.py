@@ -24,15 +24,15 @@ from configs.schema.benchmarks import CheckedEngine, ServeCase, ServeCheckConfig
 from eval.decoder.decode import check_decodable
 from eval.decoder.records import Generation
 from eval.lossless.verdict import find_divergences, is_tie
-from eval.stats.bootstrap import paired_ratio_interval
+from eval.stats.bootstrap import Interval, paired_ratio_interval
 from heads.artifact import read_metadata
 from heads.formats.exporting.exporter import SERVE_FILE, export
 from heads.formats.exporting.source import TargetFolder, read_source
 from heads.formats.exporting.table import FORMS, form_of
 from heads.target.loading import Target, load_target, locate
-from scripts.bench.harness import first_requests, measured_rows, with_bounds, write_results
+from scripts.bench.harness import SEED, first_requests, flat, measured_rows, write_results
 from scripts.engine_check.engines import ENGINES, EngineAnswer, EngineRun, find_engine, run_engine
-from scripts.engine_check.ours import SEED, Counts, PlainAnswers, count_ours, decode_plainly, tau
+from scripts.engine_check.ours import Counts, PlainAnswers, count_ours, decode_plainly, tau
 
 log = logging.getLogger("draftsmith")
 
@@ -82,12 +82,7 @@ class Check:
 
 
 def run_checks(config: ServeCheckConfig) -> int:
-    """Run all cases and write the results' file; return the exit code.
-
-    Raises:
-        InputError: an artifact, the target, the prompts or an engine cannot be had or used.
-        RuntimeError: an engine failed.
-    """
+    """Run all cases and write the results' file; return the exit code."""
     if not config.cases:
         raise InputError("cases is empty: say which draft is to be tried in which engine, or give --config configs/serve/...")
     for number, case in enumerate(config.cases):
@@ -99,18 +94,12 @@ def run_checks(config: ServeCheckConfig) -> int:
             rows.append(run_case(check, case, number))
             log.info("%s", describe(rows[-1]))
             # After each case, so that nothing is lost where a later one fails.
-            write_results(Path(config.output), "serve", config, rows=rows, ratios={}, threads=config.threads)
-    log.info("results in %s", config.output)
+            write_results(config.output, "serve", config, rows=rows, ratios={}, threads=config.threads)
     return GATE_FAILED if any(row["verdict"] == DISAGREES for row in rows) else DONE
 
 
 def check_case(case: ServeCase, number: int, environments: Path) -> None:
-    """Refuse a case that cannot be run, before any other takes its time.
-
-    Raises:
-        InputError: the artifact is none, the draft does not go to the engine, an engine takes a draft of which the case says
-            that none does, or the engine is not installed.
-    """
+    """Refuse a case that cannot be run, before any other takes its time."""
     kind = read_metadata(Path(case.artifact)).kind
     takers = [name for name, forms in FORMS.items() if kind in forms]
     if case.engine is None and takers:
@@ -127,11 +116,7 @@ def form_for(engine: str) -> str:
 
 
 def open_check(config: ServeCheckConfig, scratch: Path) -> Check:
-    """Load the target, choose the prompts, decode them plainly.
-
-    Raises:
-        InputError: the target or the prompts cannot be had or used.
-    """
+    """Load the target, choose the prompts, decode them plainly."""
     requests = first_requests(measured_rows(Path(config.prompts), config.num_prompts, 0))
     torch.set_num_threads(config.threads)
     target = load_target(config.target)
@@ -144,12 +129,7 @@ def open_check(config: ServeCheckConfig, scratch: Path) -> Check:
 
 
 def run_case(check: Check, case: ServeCase, number: int) -> dict[str, Any]:
-    """Return a case's row.
-
-    Raises:
-        InputError: the draft cannot be written for the engine.
-        RuntimeError: the engine failed.
-    """
+    """Return a case's row."""
     metadata = read_metadata(Path(case.artifact))
     row: dict[str, Any] = dict.fromkeys(COLUMNS) | {"family": metadata.kind, "engine": case.engine}
     if case.engine is None:
@@ -163,11 +143,7 @@ def run_case(check: Check, case: ServeCase, number: int) -> dict[str, Any]:
 
 
 def write_export(check: Check, case: ServeCase, engine: str, out: Path) -> int:
-    """Write a case's artifact for its engine; return the drafts a round.
-
-    Raises:
-        InputError: see `heads.formats.exporting.exporter.export`.
-    """
+    """Write a case's artifact for its engine; return the drafts a round."""
     source = read_source(
         Path(case.artifact),
         TargetFolder(check.target_folder, str(check.target_folder)),
@@ -191,7 +167,6 @@ def compare(check: Check, case: ServeCase, kind: str, tokens: int, out: Path) ->
         check.our_counts[key] = count_ours(reference, Path(case.artifact), tokens, cut=key[2])
     ours, theirs = check.our_counts[key], [answer.counts for answer in run.answers]
     interval = tau(ours, samples=config.bootstrap_samples)
-    tau_engine = tau(theirs, samples=config.bootstrap_samples).point
     tokens_compared, is_same = compare_tokens(check, run)
     return judge(
         {
@@ -200,10 +175,10 @@ def compare(check: Check, case: ServeCase, kind: str, tokens: int, out: Path) ->
             "tau_ours": interval.point,
             "tau_low": interval.low,
             "tau_high": interval.high,
-            "tau_engine": tau_engine,
+            "tau_engine": tau(theirs, samples=1).point,
             **tokens_compared,
             **compare_counts(ours, theirs, is_same),
-            **speedup(check.plain_runs[engine], run, config.bootstrap_samples),
+            **flat({"speedup_engine": speedup(check.plain_runs[engine], run, config.bootstrap_samples)}),
         },
         same_counts_share=case.same_counts_share,
         tau_tolerance=config.tau_tolerance,
@@ -244,23 +219,18 @@ def compare_counts(ours: Sequence[Counts], theirs: Sequence[Counts], is_same: Se
     }
 
 
-def speedup(plain: EngineRun, run: EngineRun, samples: int) -> dict[str, float | None]:
+def speedup(plain: EngineRun, run: EngineRun, samples: int) -> Interval:
     """Return the engine's tokens a second with the draft over those without, of two runs one after the other: noisy."""
     columns = [
         [value(answer) for answer in each.answers]
         for each in (run, plain)
         for value in (lambda answer: float(len(answer.tokens)), lambda answer: answer.seconds)
     ]
-    return with_bounds("speedup_engine", paired_ratio_interval(*columns, samples=samples, seed=SEED))
+    return paired_ratio_interval(*columns, samples=samples, seed=SEED)
 
 
 def judge(row: Mapping[str, Any], *, same_counts_share: float, tau_tolerance: float) -> dict[str, Any]:
-    """Add whether the two taus agree, and the verdict; drop what only the verdict needs.
-
-    Args:
-        row: what was found; a value that could not be had is None, and never agrees.
-        same_counts_share, tau_tolerance: see `configs.schema.benchmarks`.
-    """
+    """Add whether the two taus agree, and the verdict; drop what only the verdict needs. What is None never agrees."""
     low, high, engine, ratio, share = (row[name] for name in ("tau_low", "tau_high", "tau_engine", "tau_ratio", "same_counts"))
     inside = None not in (low, high, engine) and low <= engine <= high
     equal = None not in (ratio, share) and abs(ratio - 1) <= tau_tolerance and share >= same_counts_share

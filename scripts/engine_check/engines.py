@@ -72,11 +72,11 @@ ENGINES = {
 
 @dataclass(frozen=True)
 class EngineAnswer:
-    """An engine's answer to a prompt; `seconds` are wall-clock for all tokens, the prompt's forward included."""
+    """An engine's answer to a prompt."""
 
     tokens: tuple[int, ...]  # perhaps more than were asked for
     counts: Counts
-    seconds: float
+    seconds: float  # wall-clock, the prompt's forward included
 
 
 @dataclass(frozen=True)
@@ -97,11 +97,8 @@ def run_engine(
         job: see above; threads and environment are added.
         folder: for the job's files and the engine's log; made.
         environments: where the engines' environments are.
-        threads: how many the engine may use.
-        timeout_seconds: after which it is ended.
 
     Raises:
-        InputError: the engine is not installed.
         RuntimeError: it failed, took too long, or did not answer every prompt; with its last output.
     """
     engine, place = ENGINES[name], find_engine(name, environments)
@@ -117,11 +114,7 @@ def run_engine(
 
 
 def find_engine(name: str, environments: Path) -> Path | None:
-    """Return the folder of an engine's environment; None for this project's own.
-
-    Raises:
-        InputError: the engine is not installed.
-    """
+    """Return the folder of an engine's environment, which must be installed; None for this project's own."""
     engine = ENGINES[name]
     if engine.environment is None:
         return None

@@ -24,9 +24,7 @@ from eval.decoder.records import Generation
 from eval.stats.bootstrap import Interval, ratio_interval
 from heads.artifact import load_draft
 from heads.target.loading import Target
-from scripts.bench.harness import check_finite
-
-SEED = 0  # of the resampling
+from scripts.bench.harness import SEED, check_finite
 
 
 @dataclass(frozen=True)
@@ -55,11 +53,7 @@ class PlainAnswers:
 
 
 def decode_plainly(target: Target, requests: Sequence[Request], max_new_tokens: int) -> PlainAnswers:
-    """Decode every prompt plainly.
-
-    Raises:
-        RuntimeError: the target computes non-finite logits.
-    """
+    """Decode every prompt plainly."""
     config = DecodeConfig(num_speculative_tokens=0, max_new_tokens=max_new_tokens)
     plain = [decode(target, [request], config)[0][0] for request in requests]
     check_finite(plain, "plain decoding")
@@ -67,17 +61,7 @@ def decode_plainly(target: Target, requests: Sequence[Request], max_new_tokens: 
 
 
 def count_ours(reference: PlainAnswers, artifact: Path, num_speculative_tokens: int, *, cut: bool) -> list[Counts]:
-    """Decode every prompt with an artifact's drafts; return its counts.
-
-    Args:
-        reference: prompts and plain answers.
-        artifact: its folder.
-        num_speculative_tokens: drafts a round.
-        cut: draft no further than an answer goes.
-
-    Raises:
-        InputError: the artifact is none, or not for this target.
-    """
+    """Decode every prompt with an artifact's drafts, if `cut` no further than its answer goes; return its counts."""
     target = reference.endless
     proposer = load_draft(artifact, target.identity, target.model).proposer
     counts = []
@@ -95,11 +79,7 @@ def count_ours(reference: PlainAnswers, artifact: Path, num_speculative_tokens: 
 
 
 def count_rounds(accepted: Iterable[int], length: int) -> Counts:
-    """Count the rounds that an answer takes, the last one whole.
-
-    Args:
-        accepted: drafts accepted in each round, in order, at least as many rounds as the answer takes.
-        length: L, the token from the prompt's forward included.
+    """Count the rounds that an answer of `length` takes, the last one whole, by the drafts accepted in each in order.
 
     Raises:
         ValueError: the rounds end before the answer does.

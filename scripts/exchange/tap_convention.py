@@ -46,7 +46,6 @@ class TapComparison:
     """Drafts that stay with another reading, against those with the config's own.
 
     Args:
-        reading: the other one.
         expected: drafts that stay with it, mean over the origins.
         gain: the mean difference.
         gain_error: its standard error, with texts as what was drawn independently; infinite with one text.
@@ -68,7 +67,6 @@ def other_readings(taps: Sequence[int], target: PreTrainedModel, reads: str | No
 
     Args:
         taps: the states it reads besides the final one, as its config was taken.
-        target: whose they are.
         reads: of an MTP head, which last state it reads; None: it is none.
     """
     if reads is not None:
@@ -88,8 +86,7 @@ def compare_readings(
 
     Args:
         head: the draft, in evaluation mode and the target's dtype.
-        target: the model that wrote the answers.
-        texts: ids of prompt and answer, and where the answer begins.
+        texts: ids of prompt and answer that the target wrote, and where the answer begins.
         readings: the others (`other_readings`).
     """
     own = [expected_lengths(head, target, text, start, Reading(name="own")) for text, start in texts]

@@ -20,12 +20,7 @@ from scripts.exchange.tap_convention import TapComparison, compare_readings, oth
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """The result of a trial.
-
-    Args:
-        accepted_per_round: drafts that the target accepts a round.
-        warnings: for the user.
-    """
+    """How many drafts the target accepts a round, and what the user is warned of."""
 
     accepted_per_round: float
     warnings: list[str]
@@ -37,10 +32,7 @@ def try_out(
     """Decode with a draft, and see whether its config may have meant other states; None where the config leaves the trial out.
 
     Args:
-        fitted: the draft.
-        target: verifies its drafts.
         config: has the prompts, and the limit below which the draft is refused.
-        num_speculative_tokens: drafts a round.
         layer_ids: what ids in the draft's config were taken to mean; None: it has none.
 
     Raises:

@@ -37,10 +37,11 @@ WORKS: dict[str, Callable[..., Any]] = {
     "data": make_dataset,
     "cache": make_cache,
 }
+TRAINED = (f"checkpoints/step-{STEPS:08d}/*.safetensors", f"checkpoints/step-{STEPS:08d}/*.bin", "artifact/*.safetensors")
 # What is compared: bytes that no path or time goes into.
 RESULTS = {
-    "distill": (f"checkpoints/step-{STEPS:08d}/*.safetensors", f"checkpoints/step-{STEPS:08d}/*.bin", "artifact/*.safetensors"),
-    "heads": (f"checkpoints/step-{STEPS:08d}/*.safetensors", f"checkpoints/step-{STEPS:08d}/*.bin", "artifact/*.safetensors"),
+    "distill": TRAINED,
+    "heads": TRAINED,
     "data": ("train.jsonl", "held_out.jsonl"),
     "cache": ("*.safetensors", "manifest.json"),
 }
@@ -86,7 +87,7 @@ def soak(config: SoakConfig) -> int:
     rounds = run_rounds(config, folder)
     rows = [_row(fault, [each for each in rounds if each.fault == fault.name]) for fault in FAULTS]
     rows = [row for row in rows if row["rounds"]]
-    write_results(Path(config.output), "soak", config, rows=rows, ratios={})
+    write_results(config.output, "soak", config, rows=rows, ratios={})
     for row in rows:
         logger.info("%s", ", ".join(f"{name} {value}" for name, value in row.items()))
     good = all(row["final_weights_equal"] and (row["lost_steps"] or 0) <= EVERY for row in rows)
@@ -96,11 +97,7 @@ def soak(config: SoakConfig) -> int:
 
 
 def run_rounds(config: SoakConfig, folder: Path) -> list[SoakRound]:
-    """Return how each round went, the faults taking turns.
-
-    Raises:
-        RuntimeError: an undisturbed run fails.
-    """
+    """Return how each round went, the faults taking turns."""
     folder.mkdir(parents=True, exist_ok=True)
     project = TinyProject(folder / "project")
     if not (folder / "project" / "data").exists():
@@ -174,11 +171,7 @@ def _run_round(
 
 
 def _disturb(child: Child, *, stop: bool) -> None:
-    """Kill or stop a running child.
-
-    Raises:
-        RuntimeError: asked to stop, it ended with a code that is not documented.
-    """
+    """Kill or stop a running child."""
     if not stop:
         child.kill()
         return

@@ -33,24 +33,15 @@ class Cell(TrainingRun):
 
 
 def make_cells(config: SweepConfig) -> tuple[Cell, list[Cell]]:
-    """Return the draft before training as a cell, and the cells to train, in the order of `config.pairs`.
-
-    Raises:
-        ConfigError: the recipe cannot be read, `settings` do not fit it, or a cell's parts do not go together.
-        InputError: a data file cannot be read.
-    """
+    """Return the draft before training as a cell, and the cells to train, in the order of `config.pairs`."""
     shared = load_recipe(config)
     cells = [make_cell(config, shared, divergence, policy) for divergence, policy in config.pairs]
-    undistilled = in_own_folder(shared, _folder(config), UNDISTILLED)
+    undistilled = in_own_folder(shared, Path(config.output) / "cells", UNDISTILLED)
     return Cell(name=UNDISTILLED, divergence=UNDISTILLED, data_policy=None, recipe=undistilled), cells
 
 
 def load_recipe(config: SweepConfig) -> DistillConfig:
-    """Return the recipe that all cells share, the sweep's `settings` in it.
-
-    Raises:
-        ConfigError: it cannot be read, or a setting does not fit it.
-    """
+    """Return the recipe that all cells share, the sweep's `settings` in it."""
     overrides = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in config.settings.items()]
     try:
         return load_config(DistillConfig, config.distill, overrides)
@@ -61,12 +52,7 @@ def load_recipe(config: SweepConfig) -> DistillConfig:
 
 
 def make_cell(config: SweepConfig, shared: DistillConfig, divergence: str, policy: str) -> Cell:
-    """Return the cell of one divergence and one data policy.
-
-    Raises:
-        ConfigError: they do not go together, or not with the recipe.
-        InputError: a data file cannot be read.
-    """
+    """Return the cell of one divergence and one data policy."""
     swept = config.policies[policy]
     values = shared.model_dump()
     values["loss"] = config.divergences[divergence].model_dump()
@@ -81,10 +67,5 @@ def make_cell(config: SweepConfig, shared: DistillConfig, divergence: str, polic
         name=f"{divergence} on {policy}",
         divergence=divergence,
         data_policy=policy,
-        recipe=in_own_folder(recipe, _folder(config), f"{divergence}.{policy}"),
+        recipe=in_own_folder(recipe, Path(config.output) / "cells", f"{divergence}.{policy}"),
     )
-
-
-def _folder(config: SweepConfig) -> Path:
-    """Return where the cells' own folders lie."""
-    return Path(config.output) / "cells"

@@ -15,10 +15,7 @@ from typing import Any
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_json
 from eval.stats.bootstrap import LEVEL, Floats, Interval, paired_ratio_interval, ratio_interval, statistic_interval
-from scripts.bench.harness import with_bounds
-
-Counts = Sequence[tuple[int, int]]  # by prompt: committed tokens and rounds
-SEED = 0  # of the resampling
+from scripts.bench.harness import SEED, Counts, columns, flat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,18 +47,16 @@ class CellResult:
     @property
     def columns(self) -> list[list[float]]:
         """Committed tokens [prompts] and rounds [prompts] of each temperature, one after another."""
-        return list(chain.from_iterable(_columns(each) for each in self.counts.values()))
+        return list(chain.from_iterable(columns(each) for each in self.counts.values()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepChoice:
     """Which recipe the sweep speaks for.
 
-    winner: the cell to take.
-    beyond_noise: whether it is better than the first cell by more than prompts drawn anew would explain.
+    beyond_noise: whether the winner is better than the first cell by more than prompts drawn anew would explain.
     level: confidence of the interval of each comparison; all of them hold together with `eval.stats.bootstrap.LEVEL`.
     comparisons: of each other cell, its mean tau and how many times the first cell's that is, by name.
-    sentence: all of this in words.
     """
 
     winner: CellResult
@@ -72,13 +67,7 @@ class SweepChoice:
 
 
 def make_rows(cells: Sequence[CellResult], undistilled: CellResult, samples: int) -> list[dict[str, Any]]:
-    """Return a row for each cell and one for the draft before training, all with the same keys.
-
-    Args:
-        cells: the first is what the others are compared with.
-        undistilled: stands last.
-        samples: of the bootstrap over prompts; every interval of a row is of 95 %.
-    """
+    """Return a row for each cell, compared with the first, and one for the draft before training, all with the same keys."""
     return [_row(result, cells[0], samples) for result in (*cells, undistilled)]
 
 
@@ -102,8 +91,7 @@ def choose(cells: Sequence[CellResult], samples: int) -> SweepChoice:
         beyond_noise=winner is not first,
         level=level,
         comparisons={
-            other.name: {"mean_tau": other.mean_tau, **with_bounds("mean_tau_vs_first", intervals[other.name])}
-            for other in others
+            other.name: flat({"mean_tau": other.mean_tau, "mean_tau_vs_first": intervals[other.name]}) for other in others
         },
         sentence=_sentence(cells, winner, intervals, level),
     )
@@ -115,11 +103,7 @@ def mean_tau_ratio(ours: CellResult, theirs: CellResult, samples: int, level: fl
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a sweep's results file.
-
-    Raises:
-        InputError: there is none, or it is no results file.
-    """
+    """Return the rows of a sweep's results file."""
     content = read_json(path, "results of a sweep")
     rows = content.get("rows") if isinstance(content, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) and "data_policy" in row for row in rows):
@@ -128,17 +112,18 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _row(result: CellResult, first: CellResult, samples: int) -> dict[str, Any]:
-    row: dict[str, Any] = {"divergence": result.divergence, "data_policy": result.data_policy}
-    for temperature, counts in result.counts.items():
-        row |= with_bounds(f"tau_t{temperature:g}", ratio_interval(*_columns(counts), samples=samples, seed=SEED))
-    for temperature, counts in result.counts.items():
-        pair = *_columns(counts), *_columns(first.counts[temperature])
-        row |= with_bounds(f"tau_t{temperature:g}_vs_first", paired_ratio_interval(*pair, samples=samples, seed=SEED))
-    return {**row, "training_seconds": result.training_seconds, "labels": result.labels}
-
-
-def _columns(counts: Counts) -> tuple[list[float], list[float]]:
-    return [float(committed) for committed, _ in counts], [float(rounds) for _, rounds in counts]
+    taus = {
+        f"tau_t{temperature:g}": ratio_interval(*columns(counts), samples=samples, seed=SEED)
+        for temperature, counts in result.counts.items()
+    }
+    ratios = {
+        f"tau_t{temperature:g}_vs_first": paired_ratio_interval(
+            *columns(counts), *columns(first.counts[temperature]), samples=samples, seed=SEED
+        )
+        for temperature, counts in result.counts.items()
+    }
+    names = {"divergence": result.divergence, "data_policy": result.data_policy}
+    return flat({**names, **taus, **ratios, "training_seconds": result.training_seconds, "labels": result.labels})
 
 
 def _mean_tau_ratio(sums: Floats) -> Floats:

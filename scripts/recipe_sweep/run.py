@@ -25,11 +25,11 @@ from distill.dataset.conversations import read_conversations
 from eval.decoder.decode import check_decodable
 from heads.artifact import load_draft
 from heads.target.loading import Target, load_target
-from scripts.bench.harness import count_rounds, measured_rows, to_request, with_bounds, write_results
+from scripts.bench.harness import Counts, count_rounds, measured_rows, to_request, write_results
 from scripts.bench.tables import fill_tables
 from scripts.bench.trained_runs import train_all
 from scripts.recipe_sweep.cells import Cell, load_recipe, make_cells
-from scripts.recipe_sweep.results import CellResult, Counts, SweepChoice, choose, make_rows, mean_tau_ratio
+from scripts.recipe_sweep.results import CellResult, SweepChoice, choose, make_rows, mean_tau_ratio
 from train.launch import make_accelerator
 from train.loop.checkpoints import Progress
 from train.tasks.draft import DraftTask
@@ -42,12 +42,7 @@ TABLE = f"<!-- table: {NAME} -->\n", "<!-- end -->"
 
 
 def run_sweep(config: SweepConfig) -> int:
-    """Run the sweep and write its file; see `scripts/sweep.py`.
-
-    Raises:
-        InputError: the recipe, the data or an artifact cannot be used.
-        RuntimeError: a training failed, or a draft computes non-finite logits.
-    """
+    """Run the sweep and write its file; see `scripts/sweep.py`."""
     undistilled, cells = make_cells(config)
     measuring = Measuring(config, load_recipe(config))
     train_all(cells, "cell")
@@ -62,15 +57,7 @@ def run_sweep(config: SweepConfig) -> int:
 
 
 class Measuring:
-    """Decodes held-out prompts with the cells' drafts, all in the same way.
-
-    Args:
-        config: of the sweep.
-        shared: the recipe that all cells share.
-
-    Raises:
-        InputError: there are fewer held-out prompts than asked for, beside those that choose checkpoints.
-    """
+    """Decodes held-out prompts with the cells' drafts, all in the same way; `shared` is the recipe that they share."""
 
     def __init__(self, config: SweepConfig, shared: DistillConfig) -> None:
         self.config, self.shared = config, shared
@@ -98,12 +85,7 @@ class Measuring:
         return load_target(self.shared.target.model_copy(update={"device": str(self.accelerator.device)}))
 
     def result(self, cell: Cell) -> CellResult:
-        """Return what came of a cell; it is decoded where this was not done before with the same settings.
-
-        Raises:
-            InputError: its folder is damaged.
-            RuntimeError: target or draft computed non-finite logits.
-        """
+        """Return what came of a cell; it is decoded where this was not done before with the same settings."""
         outcome = {"seconds": 0.0, "labels": 0} if cell.data_policy is None else cell.read_outcome()
         return CellResult(
             divergence=cell.divergence,
@@ -160,18 +142,14 @@ class Measuring:
 def write_sweep(
     config: SweepConfig, cells: Sequence[Cell], results: Sequence[CellResult], undistilled: CellResult, verdict: SweepChoice
 ) -> None:
-    """Write `sweep.json`: the rows, the verdict, and where each cell lies.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
+    """Write `sweep.json`: the rows, the verdict, and where each cell lies."""
     samples = config.bootstrap_samples
     write_results(
         Path(config.output) / f"{NAME}.json",
         NAME,
         config,
         rows=make_rows(results, undistilled, samples),
-        ratios=with_bounds("mean_tau_winner_vs_undistilled", mean_tau_ratio(verdict.winner, undistilled, samples)),
+        ratios={"mean_tau_winner_vs_undistilled": mean_tau_ratio(verdict.winner, undistilled, samples)},
         script=f"scripts/{NAME}.py",
         verdict=asdict(verdict) | {"winner": verdict.winner.name},
         cells=[{"cell": cell.name, "artifact": str(cell.artifact), "git": cell.read_git()} for cell in cells],

@@ -8,6 +8,7 @@ import string
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -63,31 +64,27 @@ def write_tools(folder, **texts):
         (folder / name).chmod(0o755)
 
 
+def run_slurm_job(folder, tools, *command, **more):
+    """Run the job as Slurm does: a copy of the script, in the folder of the submission."""
+    script = folder / "spooled"
+    script.write_text((CLUSTER / "slurm.sbatch").read_text())
+    for name in ("scripts", "train"):
+        if not (folder / name).exists():
+            (folder / name).symlink_to(ROOT / name)
+    job = {"JOB_ID": "77", "JOB_NODELIST": "localhost", "JOB_NUM_NODES": "1", "SUBMIT_DIR": str(folder)}
+    slurm = {f"SLURM_{name}": value for name, value in job.items()}
+    variables = environment(PATH=f"{tools}:{os.environ['PATH']}", **slurm) | more
+    settings = {"capture_output": True, "text": True, "timeout": 140, "check": False}
+    return subprocess.run(["bash", str(script), *command], cwd=folder, env=variables, **settings)
+
+
 @pytest.mark.slow
 def test_a_slurm_job_that_is_stopped_goes_back_into_the_queue_and_on_from_its_checkpoint(project, tmp_path, start):
     tools = tmp_path / "tools"
     tools.mkdir()
     write_tools(tools, srun=SRUN, scontrol=SCONTROL)
-    # Slurm runs a copy of the script, in the folder of the submission.
-    script = tmp_path / "spooled"
-    script.write_text((CLUSTER / "slurm.sbatch").read_text())
-    for name in ("scripts", "train"):
-        (tmp_path / name).symlink_to(ROOT / name)
     config = written(project.distill(tmp_path / "run", **LENGTHS), tmp_path / "recipe.yaml")
-    variables = environment(
-        PATH=f"{tools}:{os.environ['PATH']}",
-        SLURM_JOB_ID="77",
-        SLURM_JOB_NODELIST="localhost",
-        SLURM_JOB_NUM_NODES="1",
-        SLURM_SUBMIT_DIR=str(tmp_path),
-    )
-
-    def job(**more):
-        command = ["bash", str(script), str(ROOT / "train" / "distill.py"), "--config", config]
-        return subprocess.run(
-            command, cwd=tmp_path, env=variables | more, capture_output=True, text=True, timeout=140, check=False
-        )
-
+    job = partial(run_slurm_job, tmp_path, tools, str(ROOT / "train" / "distill.py"), "--config", config)
     first = job()
     assert first.returncode == TERMINATED, first.stderr
     assert "a checkpoint is in" in first.stderr
@@ -133,21 +130,9 @@ wait $!
 )
 def test_only_a_stop_that_training_has_written_a_checkpoint_for_is_requeued(tmp_path, said, launcher_code, code):
     write_tools(tmp_path, srun=SIGNALLING, scontrol=SCONTROL, python=LAUNCHER.replace("started", str(tmp_path / "started")))
-    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
-    variables = environment(
-        PATH=f"{tmp_path}:{os.environ['PATH']}",
-        PYTHON=str(tmp_path / "python"),
-        SLURM_JOB_ID="77",
-        SLURM_JOB_NODELIST="localhost",
-        SLURM_JOB_NUM_NODES="1",
-        PROJECT=str(tmp_path),
-        SAID=said,
-        LAUNCHER_CODE=str(launcher_code),
-        TMPDIR=str(tmp_path / "scratch"),
-    )
     (tmp_path / "scratch").mkdir()
-    command = ["bash", str(CLUSTER / "slurm.sbatch"), "train/heads.py"]
-    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=30, check=False)
+    told = {"PYTHON": str(tmp_path / "python"), "SAID": said, "LAUNCHER_CODE": str(launcher_code)}
+    ended = run_slurm_job(tmp_path, tmp_path, "train/heads.py", TMPDIR=str(tmp_path / "scratch"), **told)
     assert ended.returncode == code, ended.stderr
     assert (tmp_path / "requeued").exists() == (code == TERMINATED)
     assert ("no checkpoint was written" in ended.stderr) == (code in (1, 137))

@@ -3,6 +3,7 @@
 import json
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -29,9 +30,6 @@ FUZZ = settings(
     deadline=timedelta(seconds=5),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-IDENTITY = TargetIdentity(
-    name="tiny", revision=None, weights_sha256="0" * 64, tokenizer_sha256="1" * 64, chat_template_sha256="2" * 64
-)
 ODD = st.sampled_from(
     [None, True, -1, 0, 1e308, float("nan"), float("inf"), 10**400, "", "..", "/etc/passwd", "\ud800", "\0", [], {}]
 )
@@ -41,46 +39,22 @@ VALUES = st.recursive(
     max_leaves=6,
 )
 
-CACHE = {
-    "format_version": 1,
-    "layout": {"kind": "top_k", "dtype": "float16", "width": 4, "vocab_size": 64},
-    "target": IDENTITY.to_dict(),
-    "server": {"url": "http://host/v1", "model": "m"},
-    "data_file": "train.jsonl",
-    "data_sha256": "0" * 64,
-    "max_length": 64,
-    "shards": [{"file": "shard-00000.safetensors", "sha256": "0" * 64, "num_rows": 9}],
-    "conversations": [{"prompt_id": "p", "turn": 0, "shard": 0, "offset": 0, "length": 9}],
-}
-ARTIFACT = {
-    "format_version": 1,
-    "kind": "eagle3",
-    "target": IDENTITY.to_dict(),
-    "hidden_states": {"taps": [1], "concat_order": ["h_1"], "last_is_post_norm": True},
-    "head": {"kind": "eagle3"},
-    "draft_vocab_size": 64,
-    "num_speculative_tokens": 3,
-    "training": {},
-    "provenance": {},
-}
-CHECKPOINT = {
-    "format_version": 1,
-    "step": 3,
-    "lineage": {"config_sha256": "0" * 64, "engine": "whole", "num_processes": 1, "micro_batches_per_step": 1},
-    "sha256": {"progress.json": "0" * 64},
-}
-DATA = {"format_version": 1, "target": IDENTITY.to_dict(), "answers_written_by": "target"}
+WRITTEN = Path(__file__).parents[1] / "compatibility" / "written_before"
+
+
+def written(name):
+    return json.loads((WRITTEN / name).read_text())
+
+
+CACHE = written("cache/manifest.json")
+CACHE |= {name: CACHE[name][:1] for name in ("shards", "conversations")} | {"server": {"url": "http://host/v1", "model": "m"}}
+ARTIFACT = written("artifacts/eagle3/draftsmith.json") | {"head": {"kind": "eagle3"}, "training": {}, "provenance": {}}
+CHECKPOINT = written("checkpoints/heads/step-00000003/checkpoint.json") | {"sha256": {"progress.json": "0" * 64}}
+DATA = {name: value for name, value in written("data/manifest.json").items() if name not in ("config", "counts", "sha256")}
+IDENTITY = TargetIdentity.from_dict(DATA["target"], "data")
+ROW = json.loads((WRITTEN / "data/train.jsonl").read_text().splitlines()[0])
 PROMPT = {"question_id": "q", "category": "c", "turns": ["hello"]}
 CHAT = {"id": 1, "messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"}]}
-ROW = {
-    "prompt_id": "p",
-    "category": "c",
-    "turn": 0,
-    "messages": [{"role": "user", "content": "a"}],
-    "prompt_ids": [1],
-    "answer_ids": [2],
-    "ended": True,
-}
 HISTORY = {"step": 1, "seconds": 0.5, "tokens_per_target_step": 1.5}
 
 

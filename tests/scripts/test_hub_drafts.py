@@ -49,35 +49,47 @@ def upload(hub, name, folder, **more):
     return hub.make(name, {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} | more)
 
 
-def test_what_was_pushed_loads_by_its_name_and_is_what_was_measured(push, hub, release, target, tmp_path):
-    assert push()[0] == DONE
-    ours = load_draft(release / "artifact", target.identity, target.model)
-    there = load_draft(NAME, target.identity, target.model)
-    published = json.loads(hub.repositories[NAME].files["report.json"])["draft"]
-    assert there.sha256 == published["sha256"]
-    assert ours.sha256 == published["measured_sha256"]
-    ours, there = ours.proposer.model.state_dict(), there.proposer.model.state_dict()
-    assert ours.keys() == there.keys()
-    assert all(torch.equal(ours[name], there[name]) for name in ours)
-
-
-def test_the_gate_knows_a_published_draft_by_its_published_report(push, hub, tmp_path):
+def test_what_was_pushed_is_loaded_gated_evaluated_and_exported_by_its_name(push, hub, release, target, tmp_path):
     assert push()[0] == DONE
     report = tmp_path / "report.json"
     report.write_bytes(hub.repositories[NAME].files["report.json"])
+    published = json.loads(report.read_text())["draft"]
+    ours, there = (load_draft(name, target.identity, target.model) for name in (release / "artifact", NAME))
+    assert (there.sha256, ours.sha256) == (published["sha256"], published["measured_sha256"])
+    ours, there = ours.proposer.model.state_dict(), there.proposer.model.state_dict()
+    assert ours.keys() == there.keys()
+    assert all(torch.equal(ours[name], there[name]) for name in ours)
     assert run(GateConfig, gate, str(report), "--artifact", NAME) == DONE
+    section = load_evaluated(EvalConfig(draft=NAME), target).section
+    assert (section["path"], section["sha256"]) == (NAME, published["sha256"])
+    out = ["--to", "transformers", "--out", str(tmp_path / "out"), "--target", str(release / "target")]
+    assert run(ExportConfig, exporting, NAME, *out) == DONE
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.num_assistant_tokens == 3
 
 
-def test_a_revision_is_loaded_as_it_was(push, hub):
+def test_a_revision_is_loaded_as_it_was_and_by_those_who_may(push, hub, monkeypatch):
     assert push()[0] == DONE
     repository = hub.repositories[NAME]
     first = repository.head
     repository.commit({**repository.files, "draftsmith.json": b"{}"})
+    for token, revision in ((READER, "nosuch"), ("hf_" + "X" * 30, first)):
+        monkeypatch.setenv("HF_TOKEN", token)
+        with pytest.raises(InputError, match="could not be fetched from the Hub"):
+            locate_artifact(f"{NAME}@{revision}")
+    monkeypatch.setenv("HF_TOKEN", READER)
     assert read_metadata(locate_artifact(f"{NAME}@{first}")).kind == "draft_lm"
     with pytest.raises(InputError, match=r"draftsmith\.json"):
         read_metadata(locate_artifact(NAME))
-    with pytest.raises(InputError, match="could not be fetched from the Hub"):
-        locate_artifact(f"{NAME}@nosuch")
+
+
+def test_a_folder_goes_before_a_name_on_the_hub_and_what_is_neither_says_so(hub, tmp_path, monkeypatch):
+    (tmp_path / "ann" / "draft").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for name in (NAME, "/nosuch/folder"):
+        assert str(locate_artifact(name)) == name
+    assert hub.requests == []
+    with pytest.raises(InputError, match=r"runs/nosuch is no folder here, and could not be fetched from the Hub"):
+        locate_artifact("runs/nosuch")
 
 
 def test_code_and_pickles_and_exports_are_not_fetched(push, hub, release):
@@ -87,44 +99,6 @@ def test_code_and_pickles_and_exports_are_not_fetched(push, hub, release):
     there = {path.relative_to(locate_artifact(NAME)).as_posix() for path in locate_artifact(NAME).rglob("*")}
     assert "model.safetensors" in there
     assert not {name for name in there if name.endswith((".py", ".bin")) or "/" in name}
-
-
-def test_a_private_draft_is_hidden_from_strangers_and_open_to_readers(push, hub, monkeypatch):
-    assert push()[0] == DONE
-    monkeypatch.setenv("HF_TOKEN", "hf_" + "X" * 30)
-    with pytest.raises(InputError, match="could not be fetched from the Hub"):
-        locate_artifact(NAME)
-    monkeypatch.setenv("HF_TOKEN", READER)
-    assert read_metadata(locate_artifact(NAME)).kind == "draft_lm"
-
-
-def test_a_folder_goes_before_a_name_on_the_hub(hub, tmp_path, monkeypatch):
-    (tmp_path / "ann" / "draft").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    assert str(locate_artifact(NAME)) == NAME
-    assert hub.requests == []
-    assert str(locate_artifact("/nosuch/folder")) == "/nosuch/folder"
-    assert hub.requests == []
-
-
-def test_a_name_that_is_neither_says_so(hub):
-    with pytest.raises(InputError, match=r"runs/nosuch is no folder here, and could not be fetched from the Hub"):
-        locate_artifact("runs/nosuch")
-
-
-def test_an_export_takes_a_published_draft_and_its_parts_are_a_model(push, hub, release, tmp_path):
-    assert push()[0] == DONE
-    out = tmp_path / "out"
-    target = ["--target", str(release / "target")]
-    assert run(ExportConfig, exporting, NAME, "--to", "transformers", "--out", str(out), *target) == DONE
-    assert AutoModelForCausalLM.from_pretrained(out).generation_config.num_assistant_tokens == 3
-
-
-def test_an_evaluation_takes_a_published_draft(push, hub, target):
-    assert push()[0] == DONE
-    section = load_evaluated(EvalConfig(draft=NAME), target).section
-    assert section["path"] == NAME
-    assert section["sha256"] == json.loads(hub.repositories[NAME].files["report.json"])["draft"]["sha256"]
 
 
 def test_a_target_and_a_first_model_load_by_their_names_and_tell_their_licence(hub, release, target):

@@ -1,6 +1,5 @@
 """The command that plans: which kind of recipe it takes, what it prints, what it refuses, and the tables in docs/scaling.md."""
 
-import argparse
 import re
 from pathlib import Path
 
@@ -84,9 +83,3 @@ def test_the_documents_tables_are_what_the_command_prints():
     assert len(tables) == 2
     for recipe, table in tables:
         assert scaling_table(make_plan(load_config(PlanHeadsConfig, recipe)).scaled()) == table
-
-
-def test_every_option_of_the_command_is_said_in_its_help():
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    assert all(action.help for action in parser._actions)

@@ -125,49 +125,41 @@ def target(folder):
 # --- rows ---------------------------------------------------------------------------------------------------------
 
 
-def test_there_is_a_row_for_every_draft_and_one_for_prompt_lookup(results):
-    rows = results.content["rows"]
+def test_there_is_a_row_for_every_draft_and_one_for_prompt_lookup(results, target, recipe):
+    content, rows = results.content, results.content["rows"]
     names = [(row["family"], row["recipe"]) for row in rows]
     assert names == [("medusa", "medusa"), ("eagle3", "eagle3"), ("draft_lm", "draft_lm"), ("prompt_lookup", None)]
     assert results.entries == ["heads.py", "heads.py", "distill.py"]
-    for row in rows:
-        assert row["tau_low"] <= row["tau"] <= row["tau_high"]
-        assert 0 < row["speedup_low"] <= row["speedup"] <= row["speedup_high"]
-        assert row["lossless"] == "lossless"
     assert len({tuple(row) for row in rows}) == 1  # the same columns, for one table
-    assert results.content["name"] == "heads"
-    assert results.content["ratios"] == {}
-
-
-def test_tau_and_alpha_are_those_of_decoding_the_last_prompts_with_the_artifact(results, target, recipe):
-    prompts = [row.prompt_ids for row in read_conversations(Path(recipe["data"]["held_out"]))[-3:]]
-    lookup = results.content["rows"][-1]
-    for run, row in zip([*results.content["runs"], {"artifact": None}], results.content["rows"], strict=True):
-        if run["artifact"] is None:
-            proposer = PromptLookup(target.device)
-        else:
-            proposer = load_draft(run["artifact"], target.identity, target.model).proposer
+    assert (content["name"], content["ratios"]) == ("heads", {})
+    requests = [
+        Request(prompt_id=row.prompt_id, category="", tokens=row.prompt_ids)
+        for row in read_conversations(Path(recipe["data"]["held_out"]))[-3:]
+    ]
+    drafts = [load_draft(run["artifact"], target.identity, target.model).proposer for run in content["runs"]]
+    for proposer, row in zip([*drafts, PromptLookup(target.device)], rows, strict=True):
         settings = DecodeConfig(num_speculative_tokens=2, max_new_tokens=10)
-        requests = [Request(prompt_id=f"{number}", category="", tokens=prompt) for number, prompt in enumerate(prompts)]
         rounds = [each for request in requests for each in decode(target, [request], settings, proposer)[0][0].rounds]
         assert row["tau"] == pytest.approx(sum(len(round_.committed) for round_ in rounds) / len(rounds))
         first = [round_.num_accepted > 0 for round_ in rounds if round_.drafted]
-        expected = f"{sum(first) / len(first):.2f}" if first else "–"
-        assert row["alpha_by_position"].split(" / ")[0] == expected
-        assert (row["num_speculative_tokens"], row["prompts"]) == (2, 3)
-    assert (lookup["parameters"], lookup["training_seconds"], lookup["answer_tokens"]) == (0, 0, 0)
+        assert row["alpha_by_position"].split(" / ")[0] == (f"{sum(first) / len(first):.2f}" if first else "–")
+        assert row["tau_low"] <= row["tau"] <= row["tau_high"]
+        assert 0 < row["speedup_low"] <= row["speedup"] <= row["speedup_high"]
+        assert (row["num_speculative_tokens"], row["prompts"], row["lossless"]) == (2, 3, "lossless")
 
 
 def test_costs_are_those_of_the_artifact_the_data_and_the_run(results, recipe):
     answer_tokens = sum(len(row.answer_ids) for row in read_conversations(Path(recipe["data"]["train"])))
     frozen = {"medusa": 0, "eagle3": 32 * 32, "draft_lm": 2 * 64 * 32}  # rows of embedding and output head in the artifact
-    for run, row in zip(results.content["runs"], results.content["rows"], strict=False):
+    *trained, lookup = results.content["rows"]
+    for run, row in zip(results.content["runs"], trained, strict=True):
         tensors = load_file(f"{run['artifact']}/model.safetensors")
         assert row["parameters"] == sum(tensor.numel() for tensor in tensors.values())
         assert row["trained_parameters"] == row["parameters"] - frozen[row["family"]]
         assert row["answer_tokens"] == answer_tokens
         assert 3 * 3 <= row["labels"] <= 3 * 3 * 8
         assert 0 < row["training_seconds"] < row["run_seconds"]
+    assert (lookup["parameters"], lookup["training_seconds"], lookup["answer_tokens"]) == (0, 0, 0)
 
 
 def test_finished_runs_are_kept_and_a_changed_recipe_is_trained_alone(results, make_config, folder, monkeypatch, caplog):

@@ -209,13 +209,6 @@ def in_this_process(monkeypatch):
     )
 
 
-def test_transformers_drafts_what_we_draft(settings, in_this_process):
-    code, (row,) = run(settings)
-    assert (code, row["verdict"]) == (DONE, AGREES)
-    assert (row["same_tokens"], row["same_counts"]) == (1.0, 1.0)
-    assert 1.2 < row["tau_engine"] < 4
-
-
 HEADS = {
     "mtp": MtpSettings(kind="mtp", num_depths=1),
     "dflash": DFlashSettings(kind="dflash", taps=[1], num_layers=2, block_size=4, mask_token_id=5),
@@ -239,16 +232,16 @@ def taught(head, bench):
     return head.requires_grad_(False)
 
 
-@pytest.mark.parametrize("kind", HEADS)
-def test_transformers_drafts_with_our_heads_what_we_draft(kind, settings, bench, in_this_process, tmp_path):
-    head = taught(checks.build(HEADS[kind], bench.endless.model), bench)
-    tokens = 1 if kind == "mtp" else 3
-    save_artifact(tmp_path / "artifact", head, bench.endless.identity.to_dict(), num_speculative_tokens=tokens)
-    cases = [{"engine": "transformers", "artifact": str(tmp_path / "artifact")}]
-    code, (row,) = run(settings, cases=cases)
-    assert (row["family"], row["same_tokens"], row["same_counts"]) == (kind, 1.0, 1.0)
-    assert code == DONE
-    assert row["tau_engine"] > 1.1
+@pytest.mark.parametrize("kind", ["draft_lm", *HEADS])
+def test_transformers_drafts_what_we_draft(kind, settings, bench, in_this_process, tmp_path):
+    if kind in HEADS:
+        head, tokens = taught(checks.build(HEADS[kind], bench.endless.model), bench), 1 if kind == "mtp" else 3
+        save_artifact(tmp_path / "artifact", head, bench.endless.identity.to_dict(), num_speculative_tokens=tokens)
+        settings["cases"][0]["artifact"] = str(tmp_path / "artifact")
+    code, (row,) = run(settings)
+    assert (code, row["verdict"], row["family"]) == (DONE, AGREES, kind)
+    assert (row["same_tokens"], row["same_counts"]) == (1.0, 1.0)
+    assert 1.1 < row["tau_engine"] < 4
 
 
 # --- cases --------------------------------------------------------------------------------------------------------

@@ -78,9 +78,8 @@ def say_id(folder, number):
 
 
 def import_(folder, config, *more):
-    argv = [str(folder / "exported"), "--out", str(folder / "back"), "--set", f"target.name={config.target.name}"]
-    argv += ["--set", "target.dtype=float32", "--set", "target.device=cpu", "--set", "prompts=[w1 w2 w3, w4 w5]"]
-    argv += ["--set", "max_new_tokens=16", *more]
+    (folder / "import.yaml").write_text(config.model_dump_json())
+    argv = [str(folder / "exported"), "--out", str(folder / "back"), "--config", str(folder / "import.yaml"), *more]
     return run_command(ImportConfig, importing.main, description="", argv=argv, add_arguments=importing.add_arguments)
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from configs.runtime.errors import InputError
 from eval.stats import bootstrap as intervals
-from scripts.recipe_sweep.results import SEED, CellResult, choose, make_rows, mean_tau_ratio, read_rows
+from scripts.bench.harness import SEED
+from scripts.recipe_sweep.results import CellResult, choose, make_rows, mean_tau_ratio, read_rows
 
 
 def result(name, *counts, seconds=1.0):

@@ -6,7 +6,8 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from configs.runtime.command import BAD_INPUT, DONE, run_command
-from scripts.show_training import Nothing, add_arguments, main
+from configs.schema.base import Settings
+from scripts.show_training import add_arguments, main
 from train.telemetry.files import METRICS_FILE
 from train.telemetry.step_clock import STEP_PARTS
 from train.telemetry.step_metrics import SHARE
@@ -52,7 +53,7 @@ def test_the_picture_names_the_parts_and_equal_runs_give_equal_files():
 
 
 def show(*arguments):
-    return run_command(Nothing, main, description="", argv=arguments, add_arguments=add_arguments)
+    return run_command(Settings, main, description="", argv=arguments, add_arguments=add_arguments)
 
 
 def test_a_run_is_shown_by_its_folder(tmp_path, capsys):
