@@ -113,7 +113,7 @@ class CacheJob:
         check_room(self._folder, sum(size for number, size in enumerate(sizes) if number not in finished))
         if self.server is not None:
             check_serves(self.server, self.target, self.layout, self._dataset[0])
-        kept = {name for number in finished for name in (_shard_name(number), _record_name(number))}
+        kept = {name for number in finished for name in (SHARD.format(number=number), RECORD.format(number=number))}
         for path in [path for pattern in DISPOSABLE for path in self._folder.glob(pattern) if path.name not in kept]:
             path.unlink()
         write_run_record(self._folder, self.config)
@@ -209,20 +209,20 @@ class CacheJob:
 
     def _noted(self, number: int) -> Shard | None:
         """Return a finished shard by its record; None where this job has not finished it."""
-        record = self._folder / _record_name(number)
-        if not (record.is_file() and (self._folder / _shard_name(number)).is_file()):
+        record = self._folder / RECORD.format(number=number)
+        if not (record.is_file() and (self._folder / SHARD.format(number=number)).is_file()):
             return None
         noted = read_json(record, "record of a target cache's shard")
         if not isinstance(noted, dict) or noted.get("job") != self.digest or not isinstance(noted.get("sha256"), str):
             return None
-        return Shard(file=_shard_name(number), sha256=noted["sha256"], num_rows=self._num_rows(number))
+        return Shard(file=SHARD.format(number=number), sha256=noted["sha256"], num_rows=self._num_rows(number))
 
     def _write_shard(self, number: int) -> None:
         """Write one shard, then its record, which marks it as finished."""
         content = save(self._shard_tensors([self._dataset[index] for index in self._plan[number]]))
-        write_bytes(self._folder / _shard_name(number), content)
+        write_bytes(self._folder / SHARD.format(number=number), content)
         record = {"job": self.digest, "sha256": hashlib.sha256(content).hexdigest()}
-        write_json(self._folder / _record_name(number), record)
+        write_json(self._folder / RECORD.format(number=number), record)
 
     def _shard_tensors(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         """Return the rows of a shard's conversations, one conversation after the other."""
@@ -295,11 +295,3 @@ def plan_shards(lengths: Sequence[int], rows_per_shard: int) -> Iterator[range]:
         rows += length
     if start < len(lengths):
         yield range(start, len(lengths))
-
-
-def _shard_name(number: int) -> str:
-    return SHARD.format(number=number)
-
-
-def _record_name(number: int) -> str:
-    return RECORD.format(number=number)

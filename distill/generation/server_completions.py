@@ -21,7 +21,7 @@ from distill.generation.answers import NO_ROOM
 from distill.generation.continuation import request_number, up_to_end
 from distill.server.connection import GaveUp, Refused
 from distill.server.logprobs import TargetServer
-from distill.server.responses import Completion, CompletionChoice, check_read, read_completion
+from distill.server.responses import Completion, check_read, read_completion
 from heads.target.loading import Target
 
 logger = logging.getLogger("draftsmith")
@@ -193,8 +193,10 @@ def read_text(
     encoded = _encode_after(prompt_ids, choice.text, target)
     if encoded is None:
         return OTHER_TOKENS
-    ids = _ended(up_to_end(encoded, target.eos_token_ids), choice, target)
+    ids = up_to_end(encoded, target.eos_token_ids)
     ended = bool(ids) and ids[-1] in target.eos_token_ids
+    if choice.finish_reason == "stop" and not ended:  # text mostly leaves the end-of-text token out
+        ids, ended = [*ids, closing_id(target)], True
     counted = None if completion.usage is None else completion.usage.completion_tokens
     if counted is None:
         return ids if len(ids) == max_tokens or (ended and len(ids) < max_tokens) else OTHER_TOKENS
@@ -231,13 +233,6 @@ def _encode_after(prompt_ids: Sequence[int], text: str, target: Target) -> list[
     if whole[: len(prompt_ids)] != list(prompt_ids) or str(tokenizer.decode(whole)) != before + text:
         return None
     return whole[len(prompt_ids) :]
-
-
-def _ended(ids: list[int], choice: CompletionChoice, target: Target) -> list[int]:
-    """Return ids with the end-of-text token where the answer ended: text mostly leaves it out."""
-    if choice.finish_reason == "stop" and not (ids and ids[-1] in target.eos_token_ids):
-        return [*ids, closing_id(target)]
-    return ids
 
 
 def _check_length(num_tokens: int, max_tokens: int, where: str) -> None:

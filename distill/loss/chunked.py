@@ -65,6 +65,17 @@ class ChunkedLoss(NamedTuple):
     top1_agrees_N: Tensor
 
 
+class RowStatistics(NamedTuple):
+    """The divergence at each of C rows, sum_v min(p, q) at temperature 1, and whether the most likely tokens agree."""
+
+    values_C: Tensor
+    acceptance_C: Tensor
+    top1_agrees_C: Tensor
+
+
+Compared = tuple[RowStatistics, list[Tensor]]  # of a chunk's rows, and the gradient of their weighted sum for each leaf
+
+
 def chunked_loss(
     target: TargetRows,
     draft_hidden_ND: Tensor,
@@ -103,56 +114,63 @@ def chunked_loss(
         raise ValueError(f"hidden states, weights and labels must have equally many rows, got {sorted(rows)}")
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
-    job = _Job(
-        draft_logits_of=draft_head.logits_of,
-        target=target,
-        divergence=divergence,
-        weights_N=weights_N.detach(),
-        chunk_size=chunk_size,
-        temperature=temperature,
-        draft_token_ids_W=draft_token_ids_W,
-        draft_labels_N=_draft_ids(labels_N, draft_token_ids_W),
-    )
+    draft_labels_N = _draft_ids(labels_N, draft_token_ids_W)
+
+    def compare_chunk(rows_C: Tensor, hidden_CD: Tensor, leaves: list[Tensor], weights_C: Tensor) -> Compared:
+        with torch.set_grad_enabled(bool(leaves)):
+            draft_logits_CW = draft_head.logits_of(hidden_CD)
+        target_chunk = target.at(rows_C)
+        statistics, gradient_CW = compare(
+            divergence,
+            target_chunk,
+            draft_logits_CW.detach(),
+            weights_C if leaves else None,
+            temperature=temperature,
+            draft_token_ids_W=draft_token_ids_W,
+            labels_C=None if draft_labels_N is None else draft_labels_N[rows_C],
+        )
+        if not leaves:
+            return statistics, []
+        del target_chunk  # before the head's gradient takes memory
+        with torch.autocast(hidden_CD.device.type, enabled=False):  # as everywhere, autocast belongs to the forward alone
+            return statistics, list(torch.autograd.grad(draft_logits_CW, leaves, gradient_CW))
+
     inputs = (draft_hidden_ND, *draft_head.parameters)
     if not torch.is_grad_enabled():  # checked here: inside the function's forward gradients are always off
         inputs = tuple(tensor.detach() for tensor in inputs)
-    loss, values_N, acceptance_N, top1_agrees_N = _ChunkedLoss.apply(job, draft_head.parameters, *inputs)
+    loss, values_N, acceptance_N, top1_agrees_N = _ChunkedLoss.apply(
+        compare_chunk, weights_N.detach(), chunk_size, draft_head.parameters, *inputs
+    )
     return ChunkedLoss(loss=loss, values_N=values_N, acceptance_N=acceptance_N, top1_agrees_N=top1_agrees_N)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """All inputs of the autograd function that never get a gradient."""
-
-    draft_logits_of: Callable[[Tensor], Tensor]
-    target: TargetRows
-    divergence: Divergence
-    weights_N: Tensor
-    chunk_size: int
-    temperature: float
-    draft_token_ids_W: Tensor | None
-    draft_labels_N: Tensor | None
 
 
 class _ChunkedLoss(torch.autograd.Function):
     """Computes the loss and, while the logits of a chunk are there, its gradients."""
 
     @staticmethod
-    def forward(ctx: Any, job: _Job, parameters: tuple[Tensor, ...], hidden_ND: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
-        wanted = ctx.needs_input_grad[2:]
+    def forward(
+        ctx: Any,
+        compare_chunk: Callable[[Tensor, Tensor, list[Tensor], Tensor], Compared],
+        weights_N: Tensor,
+        chunk_size: int,
+        parameters: tuple[Tensor, ...],
+        hidden_ND: Tensor,
+        *_: Tensor,
+    ) -> tuple[Tensor, ...]:
+        wanted = ctx.needs_input_grad[4:]
         trained = [parameter for parameter, wants in zip(parameters, wanted[1:], strict=True) if wants]
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
-        weights_N = job.weights_N.to(wide)
+        weights_N = weights_N.to(wide)
         unit = _largest(weights_N)
         values_N = torch.zeros(len(hidden_ND), dtype=wide, device=hidden_ND.device)
         acceptance_N = torch.zeros_like(values_N)
         top1_agrees_N = torch.zeros_like(values_N, dtype=torch.bool)
         grad_hidden_ND = torch.zeros_like(hidden_ND) if wanted[0] else None
         grad_parameters = [torch.zeros_like(parameter, dtype=wide) for parameter in trained]
-        for rows_C in weights_N.nonzero().squeeze(-1).split(job.chunk_size):
+        for rows_C in weights_N.nonzero().squeeze(-1).split(chunk_size):
             hidden_CD = hidden_ND[rows_C].requires_grad_(wanted[0])
             leaves = [hidden_CD, *trained] if wanted[0] else trained
-            statistics, gradients = _compare_chunk(job, rows_C, hidden_CD, leaves, weights_N[rows_C] / unit)
+            statistics, gradients = compare_chunk(rows_C, hidden_CD, leaves, weights_N[rows_C] / unit)
             values_N[rows_C], acceptance_N[rows_C] = statistics.values_C.to(wide), statistics.acceptance_C.to(wide)
             top1_agrees_N[rows_C] = statistics.top1_agrees_C
             if grad_hidden_ND is not None:
@@ -170,41 +188,8 @@ class _ChunkedLoss(torch.autograd.Function):
         unit, *saved = ctx.saved_tensors
         scale = grad_loss * unit
         gradients = iter(saved)
-        return None, None, *((next(gradients) * scale).to(dtype) if dtype is not None else None for dtype in ctx.wanted_dtypes)
-
-
-def _compare_chunk(
-    job: _Job, rows_C: Tensor, hidden_CD: Tensor, leaves: list[Tensor], weights_C: Tensor
-) -> tuple[RowStatistics, list[Tensor]]:
-    """Return the statistics of a chunk's rows, and the gradient of their weighted sum for each leaf of the draft's head.
-
-    A function of its own so that a chunk's logits are freed before the next chunk's are computed.
-    """
-    with torch.set_grad_enabled(bool(leaves)):
-        draft_logits_CW = job.draft_logits_of(hidden_CD)
-    target = job.target.at(rows_C)
-    statistics, gradient_CW = compare(
-        job.divergence,
-        target,
-        draft_logits_CW.detach(),
-        weights_C if leaves else None,
-        temperature=job.temperature,
-        draft_token_ids_W=job.draft_token_ids_W,
-        labels_C=None if job.draft_labels_N is None else job.draft_labels_N[rows_C],
-    )
-    if not leaves:
-        return statistics, []
-    del target  # before the head's gradient takes memory
-    with torch.autocast(hidden_CD.device.type, enabled=False):  # as everywhere, autocast belongs to the forward alone
-        return statistics, list(torch.autograd.grad(draft_logits_CW, leaves, gradient_CW))
-
-
-class RowStatistics(NamedTuple):
-    """The divergence at each of C rows, sum_v min(p, q) at temperature 1, and whether the most likely tokens agree."""
-
-    values_C: Tensor
-    acceptance_C: Tensor
-    top1_agrees_C: Tensor
+        wanted = ((next(gradients) * scale).to(dtype) if dtype is not None else None for dtype in ctx.wanted_dtypes)
+        return None, None, None, None, *wanted
 
 
 def compare(
