@@ -61,15 +61,25 @@ class AnswerServerConfig(ServerConfig):
     failures_in_a_row: PositiveInt = 5  # consecutive prompts given up, each after all its retries, that end the run
 
 
+RowFormat = Literal[
+    "auto", "turns", "messages", "sharegpt", "humaneval", "gsm8k", "alpaca", "prompt_completion", "text", "column"
+]
+
+
 class PromptsConfig(Settings):
-    """Where prompts come from: the target itself, a JSONL file, or a `datasets` data set."""
+    """Where prompts come from: the target itself, files, or a `datasets` data set."""
 
     source: Literal["self_seeded", "file", "dataset"] = "self_seeded"  # where prompts come from
     num_prompts: PositiveInt = 500  # self_seeded: prompts to write; dataset: rows to take
-    path: str | None = None  # file: JSONL with `turns` or `messages`; dataset: a Hub id or a local folder
+    # file: JSON lines, a JSON array, CSV, TSV, Parquet or text, .gz or not, or a folder of them; dataset: a Hub id or folder
+    path: str | None = None
+    format: RowFormat = "auto"  # of the rows, see distill/generation/row_formats.py; auto: by their keys
     subset: str | None = None  # dataset: configuration name
     split: str = "train"  # dataset
-    field: str = "prompt"  # dataset: the column with the prompt (text, or chat messages)
+    field: str = "prompt"  # format column: where the prompt stands, as a text, a list of turns or chat messages
+    answer_field: str | None = None  # format column: where the answer to it stands, if there is one
+    # A prompt that fills the target's context ends the run, is left out, or loses the middle of its last message.
+    on_too_long: Literal["refuse", "skip", "truncate"] = "refuse"
     category: str = "self_seeded"  # of prompts without one
     max_prompt_tokens: PositiveInt = 96  # self_seeded: a turn that has not ended by then is dropped
     temperature: PositiveFloat = 1.0  # self_seeded

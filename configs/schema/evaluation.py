@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from configs.schema.base import NonNegativeInt, PositiveInt, Settings, Share, check_rising
+from configs.schema.data import RowFormat
 from configs.schema.decoding import DecodeConfig
 from configs.schema.target import TargetConfig
 
@@ -68,10 +69,10 @@ class PredictConfig(Settings):
 
 
 class SuiteConfig(Settings):
-    """Prompts to evaluate on: a JSONL file, or a `datasets` data set. `eval/suites/README.md` says what the formats are."""
+    """Prompts to evaluate on: a file, or a `datasets` data set. `eval/suites/README.md` says what the formats are."""
 
     path: str = "eval/suites/house64.jsonl"  # a file; a data set's folder or Hub id (owner/name)
-    format: Literal["auto", "turns", "messages", "humaneval", "gsm8k", "column"] = "auto"  # auto: by the first row
+    format: RowFormat = "auto"  # auto: by the first row
     column: str | None = None  # format column: where the prompt stands, as a text, a list of turns or chat messages
     subset: str | None = None  # data set: configuration name
     split: str = "test"  # data set

@@ -81,7 +81,10 @@ class Conversation:
             finding = error.errors(include_url=False)[0]
             name = str(finding["loc"][0])
         if finding["type"] == "missing":
-            raise InputError(f"{where}: the conversation has no {name!r}; make the data again with scripts/make_data.py")
+            raise InputError(
+                f"{where}: the conversation has no {name!r}; make the data with scripts/make_data.py, which takes a file of "
+                "chats by prompts.source=file and prompts.path"
+            )
         accepted = _ROW.json_schema()["properties"][name]["description"]
         raise InputError(f"{where}: {name!r} must be {accepted}, got {str(values[name])[:60]!r}")
 

@@ -27,7 +27,16 @@ from configs.runtime.run_record import write_run_record
 from configs.schema.data import DataConfig, PromptsConfig
 from distill.dataset.conversations import FORMAT_VERSION, INDEX_SUFFIX, MANIFEST, WRITTEN_BY, Conversation, count_answer_tokens
 from distill.generation.answers import ANSWER_JOURNALS, Answered, AnswerJob, check_given, existing_answers
-from distill.generation.prompts import Prompt, Split, encode_prompt, load_dataset_prompts, read_prompts, split_prompts
+from distill.generation.prompts import (
+    TRUNCATED,
+    Prompt,
+    Split,
+    encode_prompt,
+    fit_prompts,
+    load_dataset_prompts,
+    read_prompts,
+    split_prompts,
+)
 from distill.generation.self_seeding import self_seed
 from distill.generation.server_check import check_server
 from distill.generation.server_completions import ServerWriter, server_writer
@@ -77,6 +86,8 @@ def _make_locked(config: DataConfig, listed: list[Prompt] | None, state: Partial
     target = load_target(config.target)
     writer = None if server is None else _checked_writer(config, target, server, state)
     prompts, dropped = (listed, {}) if listed is not None else _self_seed_once(config, target, output, state, writer)
+    if listed is not None:
+        prompts, dropped = fit_prompts(target, prompts, config.prompts.on_too_long, config.answers.max_new_tokens)
     split = split_prompts(prompts, config.held_out_share)
     if config.answers.written_by == "dataset":
         answered = existing_answers(target, [*split.train, *split.held_out], config.answers.max_new_tokens)
@@ -125,7 +136,7 @@ def list_prompts(settings: PromptsConfig) -> list[Prompt] | None:
         return None
     if settings.source == "dataset":
         return load_dataset_prompts(settings)
-    prompts = read_prompts(Path(str(settings.path)), default_category=settings.category)
+    prompts = read_prompts(settings)
     if len(prompts) < settings.num_prompts:
         logger.info("%s holds %d prompts, fewer than num_prompts = %d", settings.path, len(prompts), settings.num_prompts)
     return prompts[: settings.num_prompts]
@@ -190,6 +201,7 @@ def write_dataset(
             "config": mask_secrets(config.model_dump(mode="json")),
             "counts": {
                 "prompts": num_prompts,
+                "truncated": dropped.pop(TRUNCATED, 0),
                 "dropped": dict(sorted((dropped + Counter(answered.dropped)).items())),
                 **{name: _count(conversations) for name, conversations in rows.items()},
             },

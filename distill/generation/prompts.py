@@ -1,7 +1,7 @@
-"""Prompts: reading them from a JSONL file or a `datasets` data set, and splitting them into a training and a held-out side.
+"""Prompts: reading them from files or a `datasets` data set, and splitting them into a training and a held-out side.
 
-A prompt is one or several user turns, in the `turns` form of MT-bench and Spec-Bench, or chat `messages` that end with the
-user. A last message by the assistant is the data set's own answer, used only with `answers.written_by=dataset`.
+A prompt is one or several user turns, or a chat that ends with the user (`distill.generation.row_formats` lists the forms). A
+last message by the assistant is the data set's own answer, used only with `answers.written_by=dataset`.
 
 The split goes by a hash of the text alone, so a prompt stays on its side when prompts are added, removed or reordered, and a
 draft trained earlier has never seen what a later split holds out.
@@ -11,24 +11,32 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass, field, replace
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 import datasets
 
 from configs.runtime.errors import InputError, first_line
-from configs.runtime.files import read_jsonl
 from configs.schema.data import PromptsConfig
 from distill.dataset.conversations import Message
+from distill.generation.row_formats import detect_format, to_turns_or_messages
+from distill.generation.source_files import read_source
 from heads.target.loading import Target
 
 GUARD_WORDS = 13  # the length of overlap that counts as contamination in the GPT-3 report (2005.14165, appendix C)
 DUPLICATE = "duplicate"
 OVERLAP = "overlaps_held_out"
+MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")  # what a chat template may read
+TOO_LONG = "too_long"
+TRUNCATED = "truncated"
+
+logger = logging.getLogger("draftsmith")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +48,7 @@ class Prompt:
     turns: tuple[str, ...]
     history: tuple[Message, ...] = ()  # what went before the first turn: a system message, earlier exchanges
     answer: str | None = field(default=None, compare=False)  # the data set's own, ignored by comparisons
+    where: str = field(default="", compare=False)  # file and line, for messages
 
     @property
     def messages(self) -> list[Message]:
@@ -62,49 +71,53 @@ class Split:
     dropped: dict[str, int]
 
 
-def read_prompts(path: Path, *, default_category: str, what: str = "prompt file") -> list[Prompt]:
-    """Return the prompts of a JSONL file in file order.
-
-    Each line holds `turns` (a list of texts) or `messages` (a chat that ends with the user, or with the data set's answer);
-    `question_id` (or `id`) and `category` may be left out, other keys are ignored.
+def read_prompts(config: PromptsConfig, *, what: str = "prompt file") -> list[Prompt]:
+    """Return the prompts of `config.path`, a file or a folder of files (`distill.generation.source_files`), in order.
 
     Raises:
-        InputError: the file is missing or empty, a line (named) holds no prompt, or different prompts share an id.
+        InputError: there is none, a row (named) holds no prompt, or different prompts share an id.
     """
     prompts: list[Prompt] = []
-    seen: dict[str, tuple[int, Prompt]] = {}
-    for line, values in read_jsonl(path, what):
-        where = f"{what} {path}, line {line}"
-        prompt = parse_row(values, default_category=default_category, where=where)
-        first_line, first = seen.setdefault(prompt.prompt_id, (line, prompt))
+    seen: dict[str, Prompt] = {}
+    formats = Counter[str]()
+    for where, row in read_source(Path(str(config.path)), what):
+        prompt, format = _read_row(row, config, where)
+        first = seen.setdefault(prompt.prompt_id, prompt)
         if first != prompt:
-            raise InputError(f"{where}: question_id {prompt.prompt_id!r} was used on line {first_line} for another prompt")
+            raise InputError(f"{where}: question_id {prompt.prompt_id!r} was used in {first.where} for another prompt")
         prompts.append(prompt)
+        formats[format] += 1
+    counts = ", ".join(f"{count:,} as {name}" for name, count in formats.most_common())
+    logger.info("%s %s: read %s", what, config.path, counts)
     return prompts
 
 
 def load_dataset_prompts(config: PromptsConfig) -> list[Prompt]:
-    """Return the first `num_prompts` rows of a data set: column `config.field`, with the column `category` where there is one.
+    """Return the first `num_prompts` rows of a data set, whose prompts stand in the column `config.field`, if it has one.
 
     Raises:
         InputError: the data set, its split or the column cannot be had, or a row (named) holds no prompt.
     """
     path = str(config.path)
     rows = load_rows(path, config.subset, config.split, section="prompts")
-    columns = rows.column_names
-    if config.field not in columns:
-        raise InputError(f"data set {path} has no column {config.field!r} (prompts.field); it has {', '.join(columns)}")
-    prompts = []
-    for number, row in enumerate(islice(rows, config.num_prompts)):
-        value = row[config.field]
-        is_chat = isinstance(value, list) and bool(value) and isinstance(value[0], dict)
-        content = {"messages": value} if is_chat else {"turns": [value] if isinstance(value, str) else value}
-        values = {**content, "question_id": f"row-{number}", "category": row.get("category") or config.category}
-        where = f"data set {path}, row {number}, column {config.field!r}"
-        prompts.append(parse_row(values, default_category=config.category, where=where))
+    if config.format == "auto" and config.field in rows.column_names:
+        config = config.model_copy(update={"format": "column"})
+    named = (f"data set {path}, row {number}" for number in count())
+    prompts = [
+        _read_row({**row, "question_id": f"row-{number}"}, config, where)[0]
+        for number, (where, row) in enumerate(zip(named, islice(rows, config.num_prompts), strict=False))
+    ]
     if not prompts:
         raise InputError(f"data set {path}, split {config.split!r}, is empty")
     return prompts
+
+
+def _read_row(row: Mapping[str, Any], config: PromptsConfig, where: str) -> tuple[Prompt, str]:
+    """Return the prompt of a row, and the format it was read in."""
+    setting = "prompts.field"
+    format = detect_format(row, where, f"prompts.format=column and {setting}") if config.format == "auto" else config.format
+    values = to_turns_or_messages(row, format, where, column=config.field, answer_column=config.answer_field, setting=setting)
+    return parse_row(values, default_category=config.category, where=where), format
 
 
 def encode_prompt(target: Target, prompt: Prompt) -> tuple[int, ...]:
@@ -116,10 +129,52 @@ def encode_prompt(target: Target, prompt: Prompt) -> tuple[int, ...]:
     ids = target.encode_chat(prompt.messages)
     if len(ids) >= target.max_positions:
         raise InputError(
-            f"prompt {prompt.prompt_id} has {len(ids)} tokens; the target's context is {target.max_positions}, "
-            "and at least one is needed for the answer: shorten it or leave it out"
+            f"{prompt.where or f'prompt {prompt.prompt_id}'} has {len(ids)} tokens; the target's context is "
+            f"{target.max_positions}, and at least one is needed for the answer: shorten it, or set on_too_long to skip or "
+            "truncate"
         )
     return tuple(ids)
+
+
+def fit_prompts(
+    target: Target, prompts: Sequence[Prompt], on_too_long: str, max_new_tokens: int
+) -> tuple[list[Prompt], dict[str, int]]:
+    """Leave out or shorten the prompts that fill the target's context, as `on_too_long` says.
+
+    A shortened prompt loses the middle of its last user message: what is to be done with a long text stands before or after it.
+
+    Args:
+        target: what they are encoded for.
+        prompts: of any length.
+        on_too_long: refuse, which leaves them to `encode_prompt`; skip; or truncate.
+        max_new_tokens: room that is left for the answer to a shortened one, but not more than half of the context.
+
+    Returns:
+        The prompts, and how many were skipped and shortened.
+    """
+    if on_too_long == "refuse":
+        return list(prompts), {}
+    kept: list[Prompt] = []
+    changed = Counter[str]()
+    for prompt in prompts:
+        excess = len(target.encode_chat(prompt.messages)) - target.max_positions + 1
+        if excess <= 0:
+            kept.append(prompt)
+        elif on_too_long == "truncate":
+            kept.append(_truncated(target, prompt, excess + min(max_new_tokens, target.max_positions // 2)))
+            changed[TRUNCATED] += 1
+        else:
+            changed[TOO_LONG] += 1
+    return kept, dict(changed)
+
+
+def _truncated(target: Target, prompt: Prompt, excess: int) -> Prompt:
+    """Return a prompt with at least `excess` tokens of its first turn left out, or as many as it has."""
+    first, *later = prompt.turns
+    ids = target.tokenizer(first, add_special_tokens=False)["input_ids"]
+    kept = max(2, len(ids) - excess - 4)  # cutting a text may give a few tokens more
+    ends = (str(target.tokenizer.decode(part)) for part in (ids[: kept // 2], ids[len(ids) - kept // 2 :]))
+    return replace(prompt, turns=(" ... ".join(ends), *later))
 
 
 def load_rows(path: str, subset: str | None, split: str, *, section: str) -> datasets.Dataset:
@@ -140,9 +195,7 @@ def load_rows(path: str, subset: str | None, split: str, *, section: str) -> dat
 
 
 def parse_row(values: Mapping[str, Any], *, default_category: str, where: str) -> Prompt:
-    """Return the prompt of a row with `turns` or `messages` (`read_prompts`), or raise `InputError` naming `where`."""
-    if ("turns" in values) == ("messages" in values):
-        raise InputError(f"{where}: expected either 'turns' or 'messages', got the keys {', '.join(values) or 'none'}")
+    """Return the prompt of a row with `turns` or `messages`, or raise `InputError` naming `where`."""
     turns: tuple[str, ...]
     history: tuple[Message, ...] = ()
     answer: str | None = None
@@ -157,7 +210,7 @@ def parse_row(values: Mapping[str, Any], *, default_category: str, where: str) -
     if not isinstance(category, str):
         raise InputError(f"{where}: category must be a text, got {category!r}")
     prompt_id = str(given) if given is not None else _content_id(history, turns)
-    return Prompt(prompt_id=prompt_id, category=category, turns=turns, history=history, answer=answer)
+    return Prompt(prompt_id=prompt_id, category=category, turns=turns, history=history, answer=answer, where=where)
 
 
 def split_prompts(prompts: Sequence[Prompt], held_out_share: float) -> Split:
@@ -214,7 +267,7 @@ def _parse_messages(value: Any, where: str) -> tuple[tuple[Message, ...], tuple[
     for message in value:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise InputError(f"{where}: a message must have a role and a content, both texts, got {_short(message)}")
-    messages = [{"role": message["role"], "content": message["content"]} for message in value]
+    messages = [{key: message[key] for key in MESSAGE_KEYS if key in message} for message in value]
     answer = messages.pop()["content"] if messages[-1]["role"] == "assistant" else None
     if not messages or messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
         raise InputError(f"{where}: messages must end with a user message that is not blank (one assistant message may follow)")

@@ -1,12 +1,5 @@
-"""The suite: prompts to evaluate on, read from a JSONL file or a `datasets` data set, in one of these formats.
-
-    turns      question_id, category, turns [reference]     Spec-Bench, MT-bench, the suites in eval/suites
-    messages   messages [question_id, category]             chats that end with the user, or with an answer to leave out
-    humaneval  task_id, prompt                              the prompt is the user's one turn
-    gsm8k      question, answer                             the answer is kept as the reference
-    column     one column, named by the config              a text, a list of turns, or chat messages
-
-Other keys are ignored. `load_suite` is the entry.
+"""The suite: prompts to evaluate on, read from a file, a folder or a `datasets` data set, in one of the formats of
+`distill.generation.row_formats`. `load_suite` is the entry.
 """
 
 from __future__ import annotations
@@ -20,18 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from configs.runtime.errors import InputError
-from configs.runtime.files import find_shipped, read_jsonl, sha256_of
+from configs.runtime.files import find_shipped, sha256_of
 from configs.schema.evaluation import SuiteConfig
 from distill.generation.prompts import Prompt, load_rows, parse_row
+from distill.generation.row_formats import detect_format, to_turns_or_messages
+from distill.generation.source_files import SUFFIXES, read_source
 
-# Format -> the keys by which it is recognised, tried in this order.
-KEYS = {
-    "turns": ("turns",),
-    "messages": ("messages",),
-    "humaneval": ("task_id", "prompt"),
-    "gsm8k": ("question", "answer"),
-}
-ID_KEYS = ("question_id", "id", "prompt_id", "task_id")
 UNCATEGORISED = "uncategorised"
 
 
@@ -71,14 +58,12 @@ def load_suite(config: SuiteConfig) -> Suite:
             for.
     """
     path = find_shipped(config.path)
-    is_data_set = path.is_dir() or (
-        not path.exists() and path.suffix not in (".json", ".jsonl") and config.path.count("/") == 1
-    )
-    rows = _data_set_rows(str(path), config) if is_data_set else _file_rows(path)
+    is_data_set = path.is_dir() or (not path.exists() and path.suffix not in SUFFIXES and config.path.count("/") == 1)
+    rows = _data_set_rows(str(path), config) if is_data_set else list(read_source(path, "suite"))
     format: str = config.format
     if format == "auto":
         where, row = rows[0]
-        format = "column" if config.column is not None else detect_format(row, where)
+        format = "column" if config.column is not None else detect_format(row, where, "suite.column")
     prompts = [
         to_prompt(row, number, format=format, column=config.column, where=where) for number, (where, row) in enumerate(rows)
     ]
@@ -103,22 +88,6 @@ def spread_over_categories(prompts: Sequence[Prompt], num_prompts: int) -> list[
     return [prompt for prompt in rounds if prompt is not None][:num_prompts]
 
 
-def detect_format(row: Mapping[str, Any], where: str) -> str:
-    """Return the format whose keys a row has.
-
-    Raises:
-        InputError: it has those of none; `where` names the row.
-    """
-    for name, keys in KEYS.items():
-        if all(key in row for key in keys):
-            return name
-    known = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in KEYS.items())
-    raise InputError(
-        f"{where}: the keys {', '.join(row) or '(none)'} are those of no known format ({known}); name the one that holds the "
-        "prompts with suite.column"
-    )
-
-
 def to_prompt(row: Mapping[str, Any], number: int, *, format: str, column: str | None, where: str) -> Prompt:
     """Return the prompt of a row.
 
@@ -126,32 +95,19 @@ def to_prompt(row: Mapping[str, Any], number: int, *, format: str, column: str |
         row: its keys and values.
         number: its place among the rows, from 0; its id where the row has none (`row-7`), except for `turns` and `messages`
             without one, which are named by their content.
-        format: one of `KEYS`, or `column`.
+        format: one of `distill.generation.row_formats`.
         column: the key that holds the prompt; with format `column`.
         where: names the row in error messages.
 
     Raises:
         InputError: the row does not have this format.
     """
-    if format == "column":
-        values = _from_column(row, number, str(column), where)
-    elif missing := [key for key in KEYS[format] if key not in row]:
-        raise InputError(
-            f"{where}: format {format} needs {', '.join(missing)}; the row has the keys {', '.join(row) or '(none)'}"
-        )
-    elif format == "humaneval":
-        values = {"question_id": row["task_id"], "turns": [row["prompt"]], "category": _category(row, format)}
-    elif format == "gsm8k":
-        values = {"question_id": _id(row, number), "turns": [row["question"]], "category": _category(row, format)}
-    else:
-        other = "messages" if format == "turns" else "turns"
-        values = {key: row[key] for key in row if key != other}
-    prompt = parse_row(values, default_category=UNCATEGORISED, where=where)
-    return _with_reference(prompt, row.get("answer") if format == "gsm8k" else row.get("reference"))
-
-
-def _file_rows(path: Path) -> list[SuiteRow]:
-    return [(f"suite {path}, line {line}", values) for line, values in read_jsonl(path, "suite")]
+    values = to_turns_or_messages(row, format, where, column=column, setting="suite.column")
+    if format not in ("turns", "messages"):  # which are named by their content
+        values.setdefault("question_id", f"row-{number}")
+    category = format if format in ("humaneval", "gsm8k") else UNCATEGORISED
+    prompt = parse_row(values, default_category=category, where=where)
+    return _with_reference(prompt, row.get("reference"))
 
 
 def _data_set_rows(path: str, config: SuiteConfig) -> list[SuiteRow]:
@@ -182,26 +138,9 @@ def _choose(prompts: Sequence[Prompt], num_prompts: int | None, path: Path) -> S
 
 def _hash_prompts(prompts: Iterable[Prompt]) -> str:
     """Return the SHA-256 of a data set's prompts: its files may be packed anew with the same content."""
-    content = json.dumps([asdict(prompt) for prompt in prompts], sort_keys=True)
+    rows = [{name: value for name, value in asdict(prompt).items() if name != "where"} for prompt in prompts]
+    content = json.dumps(rows, sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()
-
-
-def _from_column(row: Mapping[str, Any], number: int, column: str, where: str) -> dict[str, Any]:
-    if column not in row:
-        raise InputError(f"{where}: no column {column!r} (suite.column); there are {', '.join(row) or 'none'}")
-    value = row[column]
-    is_chat = isinstance(value, list) and bool(value) and isinstance(value[0], dict)
-    content = {"messages": value} if is_chat else {"turns": [value] if isinstance(value, str) else value}
-    return {**content, "question_id": _id(row, number), "category": _category(row, UNCATEGORISED)}
-
-
-def _id(row: Mapping[str, Any], number: int) -> Any:
-    return next((row[key] for key in ID_KEYS if row.get(key) is not None), f"row-{number}")
-
-
-def _category(row: Mapping[str, Any], otherwise: str) -> Any:
-    given = row.get("category")
-    return otherwise if given is None else given
 
 
 def _with_reference(prompt: Prompt, reference: Any) -> Prompt:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from configs.runtime.errors import InputError
 from configs.runtime.files import inside
 from configs.runtime.loading import load_config
-from configs.schema.data import CacheConfig, DataConfig
+from configs.schema.data import CacheConfig, DataConfig, PromptsConfig
 from configs.schema.evaluation import EvalConfig
 from configs.schema.training import DistillConfig, HeadsConfig
 from distill.cache.format import read_manifest as read_cache_manifest
@@ -24,6 +24,11 @@ from heads.artifact import read_metadata
 from heads.target.identity import TargetIdentity
 from train.loop.checkpoints import read_manifest as read_checkpoint_manifest
 from train.telemetry.history import History
+
+
+def prompts_in(folder):
+    return read_prompts(PromptsConfig(source="file", path=str(folder / "prompts.jsonl")))
+
 
 FUZZ = settings(
     max_examples=60,
@@ -72,8 +77,16 @@ PARSERS = {
     "draftsmith.json": ("draftsmith.json", ARTIFACT, read_artifact),
     "checkpoint manifest": ("checkpoint.json", CHECKPOINT, read_checkpoint_manifest),
     "data manifest": ("manifest.json", DATA, read_data),
-    "prompts": ("prompts.jsonl", PROMPT, lambda folder: read_prompts(folder / "prompts.jsonl", default_category="c")),
-    "chats": ("prompts.jsonl", CHAT, lambda folder: read_prompts(folder / "prompts.jsonl", default_category="c")),
+    "prompts": (
+        "prompts.jsonl",
+        PROMPT,
+        prompts_in,
+    ),
+    "chats": (
+        "prompts.jsonl",
+        CHAT,
+        prompts_in,
+    ),
     "conversations": ("train.jsonl", ROW, lambda folder: read_conversations(folder / "train.jsonl")),
     "history": ("history.jsonl", HISTORY, lambda folder: History(folder, done_steps=9)),
 }

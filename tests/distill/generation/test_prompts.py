@@ -10,8 +10,11 @@ from configs.schema.data import PromptsConfig
 from distill.generation.prompts import (
     DUPLICATE,
     OVERLAP,
+    TOO_LONG,
+    TRUNCATED,
     Prompt,
     encode_prompt,
+    fit_prompts,
     hash_position,
     load_dataset_prompts,
     read_prompts,
@@ -34,7 +37,7 @@ def write(tmp_path):
 
 
 def read(path):
-    return read_prompts(path, default_category="none")
+    return read_prompts(PromptsConfig(source="file", path=str(path), category="none"))
 
 
 @pytest.fixture
@@ -70,18 +73,14 @@ def test_a_prompt_without_an_id_is_named_by_its_content(write):
     [
         ("{", "not JSON"),
         ("[1]", "expected an object"),
-        ({"question_id": 1}, "expected either 'turns' or 'messages'"),
-        ({"turns": ["a"], "messages": [USER]}, "expected either 'turns' or 'messages'"),
+        ({"question_id": 1}, r"the keys question_id are those of no known format .* with prompts\.format=column and"),
         ({"turns": []}, "turns must be a list of at least one text"),
         ({"turns": "text"}, "turns must be a list of at least one text"),
         ({"turns": ["a", " "]}, "a turn must be a text that is not blank"),
         ({"turns": ["a"], "question_id": [1]}, "question_id must be"),
         ({"turns": ["a"], "category": 3}, "category must be a text"),
         ({"messages": []}, "messages must be a list of at least one message"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            "a message must have a role and a content, both texts",
-        ),
+        ({"messages": [{"role": "user", "content": 3}]}, "a message must have a role and a content, both texts"),
         ({"messages": [SYSTEM]}, "messages must end with a user message"),
         ({"messages": [USER, ASSISTANT, ASSISTANT]}, "messages must end with a user message"),
     ],
@@ -92,7 +91,7 @@ def test_a_wrong_line_is_refused_with_its_number(write, row, complaint):
 
 
 def test_two_prompts_of_one_id_are_refused_with_both_lines(write):
-    with pytest.raises(InputError, match="line 2: question_id 'a' was used on line 1"):
+    with pytest.raises(InputError, match=r"line 2: question_id 'a' was used in .*line 1 for another prompt"):
         read(write({"question_id": "a", "turns": ["x"]}, {"question_id": "a", "turns": ["y"]}))
 
 
@@ -127,11 +126,11 @@ def test_a_saved_data_set_gives_its_chats_and_categories(tmp_path):
 
 def test_a_missing_column_split_or_data_set_is_refused_with_what_there_is(tmp_path):
     datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": ["a", ""]})).save_to_disk(tmp_path / "saved")
-    with pytest.raises(InputError, match=r"no column 'prompt' .*it has text"):
-        load_dataset_prompts(data_set_config(tmp_path / "saved"))
+    with pytest.raises(InputError, match=r"row 0: no column 'prompt' \(prompts\.field\); there are text"):
+        load_dataset_prompts(data_set_config(tmp_path / "saved", format="column"))
     with pytest.raises(InputError, match="no split 'test'; it has train"):
         load_dataset_prompts(data_set_config(tmp_path / "saved", split="test"))
-    with pytest.raises(InputError, match="row 1, column 'text': a turn must be a text that is not blank"):
+    with pytest.raises(InputError, match="row 1: a turn must be a text that is not blank"):
         load_dataset_prompts(data_set_config(tmp_path / "saved", field="text"))
     with pytest.raises(InputError, match="could not be loaded"):
         load_dataset_prompts(data_set_config(tmp_path / "nowhere"))
@@ -143,6 +142,16 @@ def test_a_prompt_that_fills_the_context_is_refused_by_name_and_one_shorter_is_n
     assert len(encode_prompt(byte_target, Prompt(prompt_id="fits", category="c", turns=("x" * longest,)))) == 159
     with pytest.raises(InputError, match="prompt long has 160 tokens; the target's context is 160"):
         encode_prompt(byte_target, Prompt(prompt_id="long", category="c", turns=("x" * (longest + 1),)))
+
+
+def test_a_prompt_that_fills_the_context_is_left_out_or_loses_its_middle(byte_target):
+    long, short = (Prompt(prompt_id=name, category="c", turns=(text,)) for name, text in (("l", "a" * 200 + "z"), ("s", "x")))
+    assert fit_prompts(byte_target, [long, short], "skip", 8) == ([short], {TOO_LONG: 1})
+    (cut, kept), changed = fit_prompts(byte_target, [long, short], "truncate", 8)
+    assert (kept, changed) == (short, {TRUNCATED: 1})
+    assert cut.turns[0].startswith("aaa")
+    assert cut.turns[0].endswith("z")
+    assert len(encode_prompt(byte_target, cut)) <= byte_target.max_positions - 8
 
 
 # --- the split ---------------------------------------------------------------------------------------------------

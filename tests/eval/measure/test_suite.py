@@ -1,10 +1,12 @@
 """Suites: the one that ships, and choosing a few prompts of a large one."""
 
 import hashlib
+import json
 from collections import Counter
 
 import datasets
 import pytest
+from pydantic import ValidationError
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import CHECKOUT
@@ -72,6 +74,30 @@ def test_a_file_that_is_no_suite_is_refused(tmp_path, rows, num_prompts, complai
         write_suite(path, [{"question_id": 7, "turns": [text]} for text in rows])
     with pytest.raises(InputError, match=complaint):
         load_suite(SuiteConfig(path=str(path), num_prompts=num_prompts))
+
+
+ROWS = {
+    "turns": {"turns": ["How many?"], "reference": ["#### 4"]},
+    "gsm8k": {"question": "How many?", "answer": "#### 4"},
+    "humaneval": {"task_id": "HumanEval/3", "prompt": "def f(x):\n"},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "category", "reference"),
+    [("turns", "uncategorised", "#### 4"), ("gsm8k", "gsm8k", "#### 4"), ("humaneval", "humaneval", None)],
+)
+def test_references_and_categories_come_with_the_format(tmp_path, name, category, reference):
+    (tmp_path / "suite.jsonl").write_text(json.dumps(ROWS[name]))
+    suite = load_suite(SuiteConfig(path=str(tmp_path / "suite.jsonl")))
+    assert suite.format == name
+    assert (suite.prompts[0].category, suite.prompts[0].answer) == (category, reference)
+
+
+@pytest.mark.parametrize("settings", [{"format": "column"}, {"format": "gsm8k", "column": "question"}])
+def test_a_column_and_its_format_go_together(settings):
+    with pytest.raises(ValidationError, match="column is"):
+        SuiteConfig(**settings)
 
 
 # --- data sets ----------------------------------------------------------------------------------------------------

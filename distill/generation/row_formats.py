@@ -1,0 +1,152 @@
+"""The forms in which rows hold prompts and conversations, recognised by their keys and brought to `turns` or `messages`.
+
+    turns              turns: user messages to be answered one after the other (MT-bench, Spec-Bench)
+    messages           messages: {role, content}, as of OpenAI; the content may be a list of text parts
+    sharegpt           conversations: {from, value}
+    humaneval          task_id, prompt
+    gsm8k              question, answer
+    alpaca             instruction [input, output]
+    prompt_completion  prompt [completion or response]
+    text               text
+    column             a column that the config names: a text, a list of turns, or messages [a second one with the answer]
+
+A conversation that ends with the assistant brings the answer to its last user message. `category` and an id may stand beside
+the keys named; others are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from configs.runtime.errors import InputError
+
+# Format -> the keys by which it is recognised, tried in this order.
+KEYS = {
+    "turns": ("turns",),
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "humaneval": ("task_id", "prompt"),
+    "gsm8k": ("question", "answer"),
+    "alpaca": ("instruction",),
+    "prompt_completion": ("prompt",),
+    "text": ("text",),
+}
+ID_KEYS = ("question_id", "id", "prompt_id", "task_id")
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
+
+
+def detect_format(row: Mapping[str, Any], where: str, setting: str) -> str:
+    """Return the format whose keys a row has.
+
+    Args:
+        row: its keys and values.
+        where: names the row in the error.
+        setting: the config key by which a user names a column, for the error.
+
+    Raises:
+        InputError: it has the keys of none.
+    """
+    for name, keys in KEYS.items():
+        if all(key in row for key in keys):
+            return name
+    known = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in KEYS.items())
+    raise InputError(
+        f"{where}: the keys {', '.join(row) or '(none)'} are those of no known format ({known}); name the one that holds the "
+        f"prompts with {setting}"
+    )
+
+
+def to_turns_or_messages(
+    row: Mapping[str, Any],
+    format: str,
+    where: str,
+    *,
+    column: str | None = None,
+    answer_column: str | None = None,
+    setting: str,
+) -> dict[str, Any]:
+    """Return a row with its prompt under `turns` or `messages`, its id under `question_id`, and `category`, if any.
+
+    Args:
+        row: its keys and values.
+        format: one of `KEYS`, or `column`.
+        where: names the row in errors.
+        column: the key of the prompt; with format `column`.
+        answer_column: the key of the answer to it, if there is one; with format `column`.
+        setting: the config key that names the column, for the error.
+
+    Raises:
+        InputError: the row lacks what the format needs.
+    """
+    there = ", ".join(row) or "none"
+    if format == "column":
+        if missing := [key for key in (column, answer_column) if key is not None and key not in row]:
+            raise InputError(f"{where}: no column {missing[0]!r} ({setting}); there are {there}")
+    elif missing := [key for key in KEYS[format] if key not in row]:
+        raise InputError(f"{where}: format {format} needs {', '.join(missing)}; the row has the keys {there}")
+    id_keys = ID_KEYS[:2] if format in ("turns", "messages") else ID_KEYS
+    beside = {"category": row.get("category"), "question_id": next((row[key] for key in id_keys if key in row), None)}
+    given = {name: value for name, value in beside.items() if value is not None}
+    return _content(row, format, str(column), answer_column, where) | given
+
+
+def _content(row: Mapping[str, Any], format: str, column: str, answer_column: str | None, where: str) -> dict[str, Any]:
+    match format:
+        case "turns":
+            return {"turns": row["turns"]}
+        case "messages":
+            return {"messages": _plain_messages(row["messages"], where)}
+        case "sharegpt":
+            return {"messages": _from_sharegpt(row["conversations"], where)}
+        case "humaneval":
+            return {"turns": [row["prompt"]]}
+        case "gsm8k":
+            return _exchange(row["question"], row["answer"])
+        case "alpaca":
+            given = row.get("input")
+            return _exchange(f"{row['instruction']}\n\n{given}" if given else row["instruction"], row.get("output"))
+        case "prompt_completion":
+            prompt, answer = row["prompt"], row.get("completion", row.get("response"))
+        case "text":
+            prompt, answer = row["text"], None
+        case _:
+            prompt, answer = row[column], None if answer_column is None else row[answer_column]
+    if isinstance(prompt, str):
+        return _exchange(prompt, answer)
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
+        followed = answer if isinstance(answer, list) else [] if answer is None else [{"role": "assistant", "content": answer}]
+        return {"messages": _plain_messages([*prompt, *followed], where)}
+    return {"turns": prompt}
+
+
+def _exchange(prompt: Any, answer: Any) -> dict[str, Any]:
+    """Return one user message, with the answer to it where there is one."""
+    if answer is None or answer == "":
+        return {"turns": [prompt]}
+    return {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]}
+
+
+def _from_sharegpt(value: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(each, dict) and {"from", "value"} <= set(each) for each in value):
+        raise InputError(f"{where}: conversations must be a list of {{from, value}}, got {str(value)[:60]!r}")
+    return [{"role": SHAREGPT_ROLES.get(each["from"], each["from"]), "content": each["value"]} for each in value]
+
+
+def _plain_messages(value: Any, where: str) -> Any:
+    """Return messages with lists of text parts joined; a message that only calls tools has an empty content."""
+    if not isinstance(value, list):
+        return value
+    return [_plain_message(each, where) if isinstance(each, dict) else each for each in value]
+
+
+def _plain_message(message: dict[str, Any], where: str) -> dict[str, Any]:
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        return {**message, "content": ""}
+    if not isinstance(content, list):
+        return message
+    others = {part.get("type") if isinstance(part, dict) else type(part).__name__ for part in content} - {"text"}
+    if others:
+        raise InputError(f"{where}: a message has a part of type {', '.join(sorted(map(str, others)))}; only text is accepted")
+    return {**message, "content": "".join(str(part.get("text", "")) for part in content)}

@@ -1,0 +1,129 @@
+"""Rows of the files in which people keep prompts and conversations: JSON lines or an array, CSV, TSV, Parquet, text, `.gz`.
+
+What a row means is decided by `distill.generation.row_formats`.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+from configs.runtime.errors import InputError, first_line
+from configs.runtime.files import json_object
+
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt")
+SourceRow = tuple[str, dict[str, Any]]  # where it stands, for error messages; its keys and values
+
+
+def read_source(path: Path, what: str) -> Iterator[SourceRow]:
+    """Yield the rows of a file, or of all files below a folder in the order of their names.
+
+    A byte order mark is skipped. Rows of a `.txt` file are its lines that are not blank, as `text`. A file with another suffix
+    is read as JSON lines.
+
+    Args:
+        path: a file, `.gz` or not, or a folder of files with one of `SUFFIXES`.
+        what: its role in error messages, such as `prompt file`.
+
+    Raises:
+        InputError: it is missing, cannot be read, holds no rows, or a row (named) is no object.
+    """
+    rows = chain.from_iterable(_read_file(file, what) for file in _files_of(path, what))
+    first = next(rows, None)
+    if first is None:
+        raise InputError(f"{what} {path} is empty")
+    yield from chain([first], rows)
+
+
+def _files_of(path: Path, what: str) -> list[Path]:
+    if not path.exists():
+        raise InputError(f"{what} not found: {path}")
+    if not path.is_dir():
+        return [path]
+    files = sorted(file for file in path.rglob("*") if _suffix(file) in SUFFIXES and file.is_file())
+    if not files:
+        raise InputError(f"{what} {path}: the folder holds no file of {', '.join(SUFFIXES)}")
+    return files
+
+
+def _suffix(path: Path) -> str:
+    return path.with_suffix("").suffix.lower() if path.suffix.lower() == ".gz" else path.suffix.lower()
+
+
+def _read_file(path: Path, what: str) -> Iterator[SourceRow]:
+    content, suffix = _read_bytes(path, what), _suffix(path)
+    if suffix == ".parquet":
+        yield from _parquet_rows(content, f"{what} {path}")
+        return
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"cannot read {what} {path}: {error}") from error
+    where = f"{what} {path}"
+    if suffix in (".csv", ".tsv"):
+        yield from _csv_rows(text, "\t" if suffix == ".tsv" else ",", where)
+    elif suffix == ".txt":
+        yield from ((f"{where}, line {number}", {"text": line}) for number, line in _lines(text))
+    elif suffix == ".json" and text.lstrip().startswith("["):
+        yield from _array_rows(text, where)
+    else:
+        for number, line in _lines(text):
+            yield f"{where}, line {number}", json_object(line, f"{where}, line {number}")
+
+
+def _read_bytes(path: Path, what: str) -> bytes:
+    try:
+        content = path.read_bytes()
+        return gzip.decompress(content) if path.suffix.lower() == ".gz" else content
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"cannot read {what} {path}: {first_line(error)}") from error
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    # Not splitlines: it also cuts at U+2028 and its like, which may stand raw inside a JSON text.
+    return ((number, line.strip("\r")) for number, line in enumerate(text.split("\n"), 1) if line.strip())
+
+
+def _array_rows(text: str, where: str) -> Iterator[SourceRow]:
+    try:
+        rows = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where} is not JSON: {error}") from error
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise InputError(f"{where}, entry {number}: expected an object, got {type(row).__name__}")
+        yield f"{where}, entry {number}", row
+
+
+def _csv_rows(text: str, delimiter: str, where: str) -> Iterator[SourceRow]:
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    try:
+        for row in reader:
+            if None in row or None in row.values():
+                raise InputError(
+                    f"{where}, line {reader.line_num}: expected {len(reader.fieldnames or ())} fields as in line 1"
+                )
+            yield f"{where}, line {reader.line_num}", dict(row)
+    except csv.Error as error:
+        raise InputError(f"{where}, line {reader.line_num + 1}: not CSV: {error}") from error
+
+
+def _parquet_rows(content: bytes, where: str) -> Iterator[SourceRow]:
+    number = 0
+    try:
+        for batch in pyarrow.parquet.ParquetFile(io.BytesIO(content)).iter_batches():
+            for row in batch.to_pylist():
+                yield f"{where}, row {number}", row
+                number += 1
+    except (pyarrow.ArrowException, OSError) as error:
+        raise InputError(f"{where} is not Parquet: {first_line(error)}") from error

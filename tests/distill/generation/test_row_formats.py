@@ -1,0 +1,87 @@
+"""What a row of each format asks, how formats are told apart, and what is refused by name."""
+
+import pytest
+
+from configs.runtime.errors import InputError
+from configs.schema.data import RowFormat
+from distill.generation.prompts import parse_row
+from distill.generation.row_formats import KEYS, detect_format, to_turns_or_messages
+
+USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]}
+RESULT = {"role": "tool", "content": "4", "tool_call_id": "1"}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}
+
+# Format -> a row of it, the turns that it asks, and its answer.
+ROWS = {
+    "turns": ({"turns": ["Hi", "And?"], "reference": ["a", "b"]}, ("Hi", "And?"), None),
+    "messages": ({"messages": [PARTS, ASSISTANT]}, ("Hi",), "Hello"),
+    "sharegpt": ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}, ("Hi",), "Hello"),
+    "humaneval": ({"task_id": "HumanEval/3", "prompt": "def f(x):\n", "test": "assert f(1)"}, ("def f(x):\n",), None),
+    "gsm8k": ({"question": "How many?", "answer": "#### 4"}, ("How many?",), "#### 4"),
+    "alpaca": ({"instruction": "Add.", "input": "2, 2", "output": "4"}, ("Add.\n\n2, 2",), "4"),
+    "prompt_completion": ({"prompt": "Hi", "completion": "Hello"}, ("Hi",), "Hello"),
+    "text": ({"text": "Hi"}, ("Hi",), None),
+}
+
+
+def parsed(row, format=None, **columns):
+    format = format or detect_format(row, "row 0", "suite.column")
+    values = to_turns_or_messages(row, format, "row 0", setting="suite.column", **columns)
+    return parse_row(values, default_category="none", where="row 0")
+
+
+def test_the_config_names_every_format():
+    assert set(RowFormat.__args__) == {"auto", *KEYS, "column"}
+    assert list(ROWS) == list(KEYS)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_each_format_is_known_by_its_keys_and_asks_its_prompt(name):
+    row, turns, answer = ROWS[name]
+    assert detect_format(row, "row 0", "suite.column") == name
+    prompt = parsed({**row, "category": "odd"})
+    assert (prompt.turns, prompt.answer, prompt.category) == (turns, answer, "odd")
+
+
+def test_tools_stay_in_the_history():
+    prompt = parsed({"messages": [USER, CALL, RESULT, ASSISTANT, {"role": "user", "content": "And?"}]})
+    assert prompt.turns == ("And?",)
+    assert prompt.history == (USER, {**CALL, "content": ""}, RESULT, ASSISTANT)
+
+
+@pytest.mark.parametrize(
+    ("value", "turns"), [("Hi", ("Hi",)), (["Hi", "And?"], ("Hi", "And?")), ([USER], ("Hi",)), ([USER, ASSISTANT], ("Hi",))]
+)
+def test_a_column_holds_a_text_turns_or_a_chat(value, turns):
+    prompt = parsed({"asked": value, "prompt_id": "p7"}, "column", column="asked")
+    assert (prompt.prompt_id, prompt.turns) == ("p7", turns)
+
+
+def test_a_second_column_holds_the_answer():
+    row = {"asked": "Hi", "said": "Hello"}
+    assert parsed(row, "column", column="asked", answer_column="said").answer == "Hello"
+    with pytest.raises(InputError, match=r"row 0: no column 'told' \(suite\.column\); there are asked, said"):
+        parsed(row, "column", column="asked", answer_column="told")
+
+
+def test_a_format_that_is_asked_for_goes_before_what_the_keys_say():
+    both = {"question": "How many?", "answer": "#### 4", "turns": ["Another question?"]}
+    assert parsed(both).turns == ("Another question?",)
+    assert parsed(both, "gsm8k").turns == ("How many?",)
+
+
+@pytest.mark.parametrize(
+    ("row", "format", "complaint"),
+    [
+        ({"asked": "Hi"}, None, r"row 0: the keys asked are those of no known format .* with suite\.column"),
+        ({}, None, r"row 0: the keys \(none\)"),
+        ({"question": "How?"}, "gsm8k", "row 0: format gsm8k needs answer; the row has the keys question"),
+        ({"task_id": "t", "prompt": " "}, None, "row 0: a turn must be a text that is not blank"),
+        ({"conversations": [{"from": "human"}]}, None, r"row 0: conversations must be a list of \{from, value\}"),
+        ({"messages": [{**USER, "content": [{"type": "image_url"}]}]}, None, "a part of type image_url; only text is accepted"),
+    ],
+)
+def test_a_row_that_asks_nothing_is_refused_by_name(row, format, complaint):
+    with pytest.raises(InputError, match=complaint):
+        parsed(row, format)
