@@ -3,7 +3,6 @@
 import math
 
 import torch
-from torch import nn
 from torch.nn import functional
 
 from heads.modules.layers import layer_shape
@@ -12,9 +11,9 @@ from heads.modules.layers import layer_shape
 class NaiveBody:
     """The layers of a head; remembers the keys and values of every element that was added."""
 
-    def __init__(self, head, model, layers=None):
+    def __init__(self, head, model, layers=None, *, norm_heads=False):
         self.head, self.model, self.shape = head, model, layer_shape(model, head.settings.layer)
-        self.layers = head.layers if layers is None else layers
+        self.layers, self.norm_heads = head.layers if layers is None else layers, norm_heads
         self.seen = [[] for _ in self.layers]  # by layer and element
 
     def feature(self, taps):
@@ -63,7 +62,7 @@ class NaiveBody:
 
     def heads(self, projected, norm=None):
         vectors = projected.split(self.shape.head_width)
-        return list(vectors) if norm is None or isinstance(norm, nn.Identity) else [self.norm(norm.weight, x) for x in vectors]
+        return [self.norm(norm.weight, x) for x in vectors] if norm is not None and self.norm_heads else list(vectors)
 
     def norm(self, weight, vector):
         return weight * vector / (vector.square().mean() + self.shape.norm_epsilon).sqrt()

@@ -34,7 +34,7 @@ def test_the_training_forward_is_the_block_written_out(name):
 
 def naive_block(head, model, taps_CF, pending, anchor):
     """Return the normed final state of each slot of one block, computed query by query."""
-    body = NaiveBody(head, model)
+    body = NaiveBody(head, model, norm_heads=True)
     context = [body.norm(head.hidden_norm.weight, head.fc.weight @ taps_F) for taps_F in taps_CF]
     states = [body.embedded(token) for token in [pending] + [DFLASH.mask_token_id] * (DFLASH.block_size - 1)]
     for layer in head.layers:
