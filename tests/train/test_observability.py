@@ -73,22 +73,13 @@ def test_a_stop_between_two_lines_drops_no_step_and_the_time_goes_on(tmp_path, m
     assert evaluation["seconds"] > after[2]["seconds"]
 
 
-def test_a_line_that_a_killed_process_left_half_written_is_dropped(tmp_path):
-    MetricsFile(tmp_path, done_steps=0).add(1, 2.0, {"loss": 3.0})
-    with (tmp_path / METRICS_FILE).open("a") as file:
-        file.write('{"step": 2, "sec')
+@pytest.mark.parametrize("whole", [[], [{"step": 1, "seconds": 2.0, "loss": 3.0}]], ids=["no line", "a line"])
+def test_a_line_that_a_killed_process_left_half_written_is_dropped(tmp_path, whole):
+    lines = "".join(json.dumps(row) + "\n" for row in whole)
+    (tmp_path / METRICS_FILE).write_text(lines + '{"step": 2, "sec')
     MetricsFile(tmp_path, done_steps=5).add(2, 1.0, {"loss": 2.0})
-    assert read_metrics(tmp_path / METRICS_FILE) == [
-        {"step": 1, "seconds": 2.0, "loss": 3.0},
-        {"step": 2, "seconds": 3.0, "loss": 2.0},
-    ]
-
-
-@pytest.mark.parametrize("text", ["", '{"step": 2, "sec'], ids=["empty", "half a line"])
-def test_a_file_without_a_whole_line_is_begun_anew(tmp_path, text):
-    (tmp_path / METRICS_FILE).write_text(text)
-    MetricsFile(tmp_path, done_steps=5).add(6, 1.0, {})
-    assert read_metrics(tmp_path / METRICS_FILE) == [{"step": 6, "seconds": 1.0}]
+    seconds = 3.0 if whole else 1.0
+    assert read_metrics(tmp_path / METRICS_FILE) == [*whole, {"step": 2, "seconds": seconds, "loss": 2.0}]
 
 
 def test_a_file_that_is_none_of_ours_is_named(tmp_path):

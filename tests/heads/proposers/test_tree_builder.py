@@ -159,25 +159,6 @@ def test_a_grown_tree_holds_the_most_confident_ways(draft):
             assert sorted(ways(parents, drafted)[1:]) == naive_grown(draft, text, GROWN)
 
 
-@torch.no_grad()
-def test_the_draws_of_a_static_tree_follow_the_distribution_without_replacement(tiny_llama):
-    draft = DraftLM(tiny_llama(seed=5, vocab_size=4, dtype=torch.float32, spread=3.0), 4)
-    number = 4000
-    tokens = [[1, 2, 3]] * number
-    draft.start(tokens, 8)
-    proposal = draft.propose_tree(tokens, Tree((0, 0)), SamplingConfig(temperature=1.5), CounterRNG(0, range(number), "cpu"))
-    distribution = proposal.probs_BKV[0, 0].double()
-    expected = distribution.unsqueeze(1) * distribution / (1 - distribution).unsqueeze(1)
-    expected.fill_diagonal_(0.0)
-    counts = torch.zeros(4, 4)
-    for first, second in proposal.tokens_BG.tolist():
-        counts[first, second] += 1
-    seen = expected > 0
-    statistic = float(((counts - number * expected)[seen] ** 2 / (number * expected[seen])).sum())
-    assert (counts[~seen] == 0).all()
-    assert statistic < 11 + 4 * 22**0.5
-
-
 def test_a_tree_wider_than_the_drafts_vocabulary_is_refused():
     builder = StaticTreeBuilder(Tree((0, 0, 0)), 1, lambda ids: ids)
     with pytest.raises(InputError, match="3 children, and the draft knows 2 tokens"):

@@ -106,7 +106,4 @@ def test_sampled_decoding_has_no_prediction(head_task, greedy_rows):
 def test_a_walk_takes_the_steps_that_decoding_would_take(accepted, expected):
     # A prompt of 3 tokens and an answer of 6, at 3 to 8; the first pending token stands at 3, its origin is 2.
     assert walk(accepted, 3, 9, 3) == expected
-
-
-def test_an_answer_of_one_token_takes_no_round():
-    assert walk([0] * 4, 3, 4, 3) == (0, 0)
+    assert walk(accepted, 3, 4, 3) == (0, 0)  # an answer of one token takes no round
