@@ -162,9 +162,10 @@ class DecodingForward(Protocol):
 
     def cache_size(self, capacity: int) -> int:
         """Return how many positions a row of its cache should have room for where `capacity` are needed."""
+        return capacity
 
 
-class TransformersForward:
+class TransformersForward(DecodingForward):
     """transformers' own modules as a `DecodingForward`; the one that is used where none is registered."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -184,9 +185,6 @@ class TransformersForward:
 
     def watch(self, taps: Sequence[int], seen: dict[int, Tensor]) -> None:
         """Do nothing: hooks on the modules store these states (`heads.target.hidden_states.tapped`)."""
-
-    def cache_size(self, capacity: int) -> int:
-        return capacity
 
 
 _REGISTERED: WeakKeyDictionary[HasOutputHead, DecodingForward] = WeakKeyDictionary()

@@ -17,16 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
-from transformers import (
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-)
+from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from configs.runtime.errors import InputError
-from heads.inference.causal_lm import Masks, backbone, forward_rows, head_logits, new_cache, register_forward
+from heads.inference.causal_lm import (
+    DecodingForward,
+    Masks,
+    backbone,
+    forward_rows,
+    head_logits,
+    new_cache,
+    register_forward,
+)
 from heads.inference.kv_cache import RowCache
 from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
 from heads.inference.packed_linear import PackedLinear
@@ -81,8 +83,8 @@ class _Block:
     layer_type: str
 
 
-class LeanForward:
-    """The two halves of a Llama-like model as functions without gradients (`heads.inference.causal_lm.DecodingForward`).
+class LeanForward(DecodingForward):
+    """The two halves of a Llama-like model as functions without gradients.
 
     Args:
         model: of one of `FAMILIES`, with plain linear layers.
@@ -115,9 +117,6 @@ class LeanForward:
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         return self._head(hidden_BTD)
-
-    def cache_size(self, capacity: int) -> int:
-        return capacity
 
     def hidden(self, ids_BT: Tensor, positions_BT: Tensor, masks: Masks, cache: RowCache) -> Tensor:
         hidden_BTD = self._embed(ids_BT)
