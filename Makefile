@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml constraints.txt scripts/setup.sh
 	sh scripts/setup.sh
 	@touch $@
 
-demo: setup ## the whole loop on the embedded model: data, distil, decode, report, gate
+demo: setup ## the whole loop on the embedded model: data, distil, decode, report, gate; goes on where it was stopped
 	$(PY) scripts/demo.py
 
 test: setup ## the test suite

@@ -3,20 +3,35 @@
     make demo
 
 The commands one would type: the target writes the data, a draft LM is distilled and a head trained on it, each is evaluated,
-and a gate judges each report. Every step runs anew; only the target stays in `.cache/`. Ends with the exit code of the first
-step that fails, or with 0.
+and a gate judges each report. Steps that a run before has finished are skipped, unless their commands, their configs or a step
+before them changed. Ends with the exit code of the first step that fails, or with 0; stopped, it stops the step under way.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
+
+if not __package__:  # run as a script: the checkout's root takes the place of this folder, which Python put first
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from configs.runtime.command import EPILOG, FAILED, GATE_FAILED, Parser, exit_code
+from configs.runtime.errors import Stopped
+from configs.runtime.files import folder_lock, read_json, write_json
+from configs.runtime.resumable import fingerprint
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN = Path("runs/demo")
+RECORD = "finished.json"  # in RUN: the fingerprint of each finished step, by name
+GRACE_SECONDS = 60  # for a step to write its checkpoint, once it is asked to stop
 
 LAUNCH = ("-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/one_process_cpu.yaml")
 GATE = ("--config", "configs/gates/demo.yaml")
@@ -37,19 +52,43 @@ STEPS = {
 }
 
 
-def main() -> int:
-    """Run the steps in order; stop at the first that fails and return its code."""
-    shutil.rmtree(ROOT / RUN, ignore_errors=True)
-    seconds = {}
-    code = 0
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code."""
+    parser = Parser(description="Data, training, evaluation and gate on a small model.", epilog=EPILOG, allow_abbrev=False)
+    parser.add_argument("--fresh", action="store_true", help=f"remove {RUN} and run every step anew")
+
+    def run() -> int:
+        fresh = parser.parse_args(argv).fresh
+        signal.signal(signal.SIGTERM, _stop)
+        with folder_lock(ROOT / RUN, beside=True):
+            if fresh:
+                shutil.rmtree(ROOT / RUN, ignore_errors=True)
+            return run_steps()
+
+    return exit_code(run)
+
+
+def run_steps() -> int:
+    """Run the steps in order, but for those that a run before has finished; stop at the first that fails, return its code."""
+    record = ROOT / RUN / RECORD
+    finished = read_json(record, "record of the demo") if record.exists() else {}
+    seconds: dict[str, float] = {}
+    code, known = 0, ""
     for name, arguments in STEPS.items():
+        configs = [(ROOT / each).read_text(encoding="utf-8") for each in arguments if each.endswith(".yaml")]
+        known = fingerprint(known, arguments, configs)
+        if finished.get(name) == known:
+            print(f"\n== {name}: finished by a run before; --fresh runs it anew", flush=True)
+            continue
         print(f"\n== {name}\n   {' '.join(['python', *arguments])}", flush=True)
         started = time.monotonic()
-        code = subprocess.run([sys.executable, *arguments], cwd=ROOT, check=False).returncode
+        code = run_step(arguments)
         seconds[name] = time.monotonic() - started
         if code:
             print(f"\n== stopped: {name.partition(':')[0]} ended with {code}")
             break
+        finished[name] = known
+        write_json(record, finished)
     print("\n== time")
     for name, spent in [*seconds.items(), ("in all", sum(seconds.values()))]:
         print(f"   {spent:7.1f} s  {name}")
@@ -59,6 +98,37 @@ def main() -> int:
         print(f"report of the {name}: {page if (ROOT / page).exists() else 'none'}")
     print(f"exit code: {code}")
     return code
+
+
+def run_step(arguments: Sequence[str]) -> int:
+    """Run a step in a session of its own and return its exit code; end all of its processes if this one is stopped."""
+    process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, start_new_session=True)
+    try:
+        code = process.wait()
+    except BaseException:
+        _end(process)
+        raise
+    if code == GATE_FAILED and "eval/gate.py" not in arguments:  # accelerate's launcher ends with 1 whatever happened
+        return FAILED
+    return code if code >= 0 else 128 - code  # as a shell reports a signal
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ask the processes of a step to end, wait for them, and kill those that take too long, or at a second Ctrl-C."""
+    with suppress(ProcessLookupError):
+        try:
+            os.killpg(process.pid, signal.SIGTERM)
+            until = time.monotonic() + GRACE_SECONDS
+            while time.monotonic() < until:
+                process.poll()
+                os.killpg(process.pid, 0)  # raises where none is left
+                time.sleep(0.1)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise Stopped("stopped by SIGTERM; run it again to go on")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def run_distillation(config: DistillConfig) -> int:
 
     Raises:
         InputError: data, target, student or cache cannot be loaded or do not match, or the output cannot be written.
-        RuntimeError: a loss is not finite.
+        RunFailed: a loss is not finite.
     """
     return _run(config, DraftTask)
 
@@ -64,7 +64,7 @@ def run_heads(config: HeadsConfig) -> int:
     Raises:
         InputError: data, target, head or cache cannot be loaded or do not match, the output cannot be written, or a sanity
             check fails.
-        RuntimeError: a loss is not finite.
+        RunFailed: a loss is not finite.
     """
     return _run(config, HeadTask)
 

@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 
 from pydantic import BaseModel
 
-from configs.runtime.errors import InputError, Stopped
+from configs.runtime.errors import InputError, RunFailed, Stopped, first_line
+from configs.runtime.files import out_of_space
 from configs.runtime.key_list import render_config, render_keys
 from configs.runtime.loading import load_config
 from configs.runtime.progress import is_main_process, setup_logging
@@ -25,6 +26,7 @@ DONE = 0
 GATE_FAILED = 1
 BAD_INPUT = 2
 INCONCLUSIVE = 3
+FAILED = 70  # a run that cannot go on, or an error in draftsmith itself; sysexits.h calls it EX_SOFTWARE
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
 TERMINATED = 143  # what a shell reports for SIGTERM; training has written a checkpoint then
 STOPPED_FILE = (
@@ -32,7 +34,10 @@ STOPPED_FILE = (
 )
 
 OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
-EPILOG = "Exit codes: 0 done or pass, 1 gate failed, 2 bad input, 3 gate inconclusive, 143 stopped by SIGTERM (run it again)."
+EPILOG = (
+    "Exit codes: 0 done or pass, 1 gate failed, 2 bad input or a full disk, 3 gate inconclusive, 70 the run failed (a loss "
+    "that is not finite, a lost process, an error in draftsmith), 143 stopped by SIGTERM (run it again)."
+)
 
 
 def run_command(
@@ -45,7 +50,7 @@ def run_command(
 ) -> int:
     """Run `main` on the config that the command line describes and return the process's exit code.
 
-    A user's mistake (`InputError`, a wrong argument) is one line on stderr and `BAD_INPUT`; other errors keep their traceback.
+    Errors become exit codes by `exit_code`.
 
     Args:
         schema: checks the config.
@@ -56,7 +61,7 @@ def run_command(
         add_arguments: adds the command's own arguments to the parser.
     """
     setup_logging()
-    parser = _Parser(description=description, epilog=EPILOG, allow_abbrev=False)
+    parser = Parser(description=description, epilog=EPILOG, allow_abbrev=False)
     if add_arguments is not None:
         add_arguments(parser)
     parser.add_argument("--config", metavar="FILE", help="YAML file; without it, the defaults")
@@ -78,13 +83,26 @@ def run_command(
         schema=schema,
         help="print every key (that begins with PREFIX) with its type, default and meaning, and end",
     )
-    try:
+
+    def run() -> int | None:
         arguments = parser.parse_args(_repeat_set(sys.argv[1:] if argv is None else argv))
         config = load_config(schema, arguments.config, arguments.overrides)
         if arguments.print_config:
             print(render_config(config))
             return DONE
-        code = main(config) if add_arguments is None else main(config, arguments)
+        return main(config) if add_arguments is None else main(config, arguments)
+
+    return exit_code(run)
+
+
+def exit_code(run: Callable[[], int | None]) -> int:
+    """Run a command and return its exit code, None meaning done.
+
+    A user's mistake (`InputError`, a wrong argument) and a full disk are one line on stderr and `BAD_INPUT`, a run that cannot
+    go on (`RunFailed`) is one line and `FAILED`, any other error its traceback and `FAILED`: Python's own, 1, is the gate's.
+    """
+    try:
+        code = run()
     except InputError as error:
         _say(f"error: {error}")
         return BAD_INPUT
@@ -95,6 +113,16 @@ def run_command(
     except KeyboardInterrupt:
         _say("interrupted")
         return INTERRUPTED
+    except RunFailed as error:
+        say(one_line(f"error: {error}"), sys.stderr)  # from every process: it may be the only one that knows
+        return FAILED
+    except Exception as error:
+        if out_of_space(error):
+            place = getattr(error, "filename", None) or "a file"
+            _say(f"error: cannot write {place}: {first_line(error)}; free space there, or name a folder on another disk")
+            return BAD_INPUT
+        sys.excepthook(type(error), error, error.__traceback__)
+        return FAILED
     return DONE if code is None else code
 
 
@@ -135,7 +163,7 @@ class _PrintKeys(argparse.Action):
         parser.exit()
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Raises on a wrong argument, where argparse prints the usage and exits."""
 
     def error(self, message: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Errors that every command turns into one line on stderr and an exit code: a user's mistakes, and a stop on request."""
+"""Errors that every command turns into one line on stderr and an exit code: a mistake, a failed run, a stop on request."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ class InputError(ValueError):
 
 class ConfigError(InputError):
     """A configuration file or a `--set` override is wrong. The message names the key, the value got, and what is accepted."""
+
+
+class RunFailed(RuntimeError):
+    """A run cannot go on, and its input is not known to be wrong: a loss that is not finite, a process that was lost.
+
+    The message says all there is to say, so that a command prints it without a traceback.
+    """
 
 
 class Stopped(Exception):

@@ -5,6 +5,7 @@ Files and folders are written beside their place, synced and renamed. `folder_lo
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -19,7 +20,7 @@ from typing import Any
 
 import filelock
 
-from configs.runtime.errors import InputError
+from configs.runtime.errors import InputError, first_line
 
 logger = logging.getLogger("draftsmith")
 
@@ -40,6 +41,11 @@ def find_shipped(path: str | Path) -> Path:
     path = Path(path)
     shipped = CHECKOUT / path
     return shipped if not path.is_absolute() and not path.exists() and shipped.exists() else path
+
+
+def out_of_space(error: BaseException) -> bool:
+    """Return whether an error says that the disk is full or its quota used up; other libraries have classes of their own."""
+    return any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT))
 
 
 def write_text(path: Path, text: str) -> None:
@@ -92,7 +98,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     """Yield a new folder beside `path`, which replaces `path` once it is synced to disk; on any error it is removed.
 
     Raises:
-        InputError: the folder above cannot be made or written.
+        InputError: the folder above cannot be made or written, or the disk is full.
     """
     scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
@@ -111,8 +117,10 @@ def new_folder(path: Path) -> Iterator[Path]:
         else:
             scratch.replace(path)
             sync(path.parent)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(scratch, ignore_errors=True)
+        if out_of_space(error):
+            raise InputError(f"cannot write {path}: {first_line(error)}") from error
         raise
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
-from configs.runtime.errors import InputError, first_line
+from configs.runtime.errors import InputError, RunFailed, first_line
 
 TIMED_OUT = "DataLoader timed out after"
 ENDED = re.compile(r"DataLoader worker \(pid(?:\(s\))? (?P<processes>[\d, ]+)\)\s*(?P<how>.*)")
@@ -52,7 +52,7 @@ class Workers:
         """Name the worker where one hangs or dies; on any error kill all that are left.
 
         Raises:
-            RuntimeError: a worker hung or died.
+            RunFailed: a worker hung or died.
             InputError: a worker met a file that cannot be used.
         """
         try:
@@ -88,7 +88,7 @@ class Workers:
             return None
         return self._failure([int(each) for each in ended["processes"].split(",")], ended["how"].strip().rstrip("."))
 
-    def _failure(self, processes: Sequence[int], how: str) -> RuntimeError:
+    def _failure(self, processes: Sequence[int], how: str) -> RunFailed:
         known = list(self._processes)
         names = [
             f"{known.index(process) + 1} of {self.num_workers} (process {process})"
@@ -96,7 +96,7 @@ class Workers:
             else f"process {process}"
             for process in processes
         ]
-        return RuntimeError(
+        return RunFailed(
             f"data worker {' and '.join(names)} {how}. Nothing is lost that was kept on disk: start the run again to go on "
             "from the last checkpoint; with schedule.loader_workers null no worker is needed"
         )

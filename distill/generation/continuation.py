@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from configs.runtime.errors import RunFailed
 from configs.schema.decoding import SamplingConfig
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache
 from heads.inference.kv_cache import RowCache
@@ -139,7 +140,7 @@ class TargetSource:
         """Return each row's next token: the greedy choice, or a draw by the row's own random number for that position.
 
         Raises:
-            RuntimeError: the logits are not finite.
+            RunFailed: the logits are not finite.
         """
         hidden_BD, self._hidden_BD = self._hidden_BD, None
         if hidden_BD is None:
@@ -148,7 +149,7 @@ class TargetSource:
         logits_BV = head_logits(self.target.model, hidden_BD)
         if not bool(torch.isfinite(logits_BV.amax())):
             dtype = self.target.model.dtype
-            raise RuntimeError(f"the target's logits are not finite in {dtype}; try another target.dtype")
+            raise RunFailed(f"the target's logits are not finite in {dtype}; try another target.dtype")
         if self.sampling.temperature == 0:
             return logits_BV.argmax(-1, keepdim=True).tolist()
         positions_B1 = torch.tensor([[len(row.tokens)] for row in rows], device=self.device)
@@ -186,7 +187,7 @@ def continue_tokens(
         The continuations, the end-of-text token included where there is one.
 
     Raises:
-        RuntimeError: the target's logits are not finite.
+        RunFailed: the target's logits are not finite.
     """
     rows = [
         TokenRow(key=number, prompt_ids=ids, limit=min(len(ids) + max_new_tokens, target.max_positions), request=request)

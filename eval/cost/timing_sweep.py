@@ -15,7 +15,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from configs.runtime.errors import InputError
+from configs.runtime.errors import InputError, RunFailed
 from configs.runtime.progress import progress
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import CostConfig
@@ -95,7 +95,7 @@ def sweep_rounds(
 
     Raises:
         InputError: see `check_sweep`.
-        RuntimeError: target or draft computed NaN or infinity.
+        RunFailed: target or draft computed NaN or infinity.
     """
     check_sweep(target, config)
     target = replace(target, eos_token_ids=())  # no round may end the text
@@ -184,12 +184,12 @@ def run_round(run: BatchRun, drafts: int) -> None:
     """Run a round of so many drafts.
 
     Raises:
-        RuntimeError: target or draft computed NaN or infinity.
+        RunFailed: target or draft computed NaN or infinity.
     """
     run.config = run.config.model_copy(update={"num_speculative_tokens": drafts})
     run.round()
     if len(run.active) < len(run.rows):
-        raise RuntimeError("target or draft computed NaN or infinity while rounds were timed")
+        raise RunFailed("target or draft computed NaN or infinity while rounds were timed")
 
 
 def _drafts_of(

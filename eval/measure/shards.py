@@ -12,6 +12,7 @@ from pathlib import Path
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
+from configs.runtime.errors import RunFailed
 from configs.runtime.progress import progress
 from configs.schema.evaluation import EvalConfig
 from eval.measure.interleaved import Measurement, in_batches
@@ -37,7 +38,7 @@ def measure_share(
 
     Raises:
         InputError: the folder cannot be written.
-        RuntimeError: not one batch could be decoded in every mode.
+        RunFailed: not one batch could be decoded in every mode.
     """
     batches = in_batches(turns.first, config.decode.batch_size)
     mine = range(state.process_index, len(batches), state.num_processes)
@@ -65,5 +66,5 @@ def _put_together(shares: Sequence[tuple[Tally, Sequence[RecordSpan]]], turns: T
         whole.merge(other)
     whole.sort([request.prompt_id for request in turns.first])
     if turns.first and not whole.timings:
-        raise RuntimeError("not one batch could be decoded in every mode; what went wrong is in the log above")
+        raise RunFailed("not one batch could be decoded in every mode; what went wrong is in the log above")
     return whole

@@ -14,7 +14,7 @@ from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 from torch.distributed import DistError
 
-from configs.runtime.errors import InputError, first_line
+from configs.runtime.errors import InputError, RunFailed, first_line
 from configs.schema.target import TargetConfig
 from heads.target.loading import choose_device
 
@@ -67,14 +67,14 @@ def naming_lost_processes() -> Iterator[None]:
     """Explain the failure where waiting for another process fails: the transport's own message does not.
 
     Raises:
-        RuntimeError: another process has ended, or did not answer for as long as `join_processes` was told to wait.
+        RunFailed: another process has ended, or did not answer for as long as `join_processes` was told to wait.
     """
     try:
         yield
     except RuntimeError as error:
         if not (isinstance(error, DistError) or "/gloo/" in str(error)):  # gloo raises plain RuntimeErrors
             raise
-        raise RuntimeError(
+        raise RunFailed(
             f"another process of this run has ended or does not answer ({first_line(error)}); its own log says why. Nothing "
             "is lost that was kept on disk: start it again to go on from there"
         ) from error

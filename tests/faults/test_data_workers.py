@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import _utils, get_worker_info
 
-from configs.runtime.command import BAD_INPUT, DONE, TERMINATED
+from configs.runtime.command import BAD_INPUT, DONE, FAILED, TERMINATED
 from distill.dataset.batches import ConversationDataset, make_loader
 from distill.dataset.conversations import read_conversations
 from distill.dataset.packing import make_packed_loader
@@ -71,9 +71,9 @@ def test_a_worker_that_fails_is_named_and_the_checkpoint_stands(project, tmp_pat
     config = project.distill(tmp_path / "run", loader_workers=3, process_timeout_seconds=2)
     checkpoints = tmp_path / "run" / "checkpoints"
     failed = start(run_distillation, config, before=at_its_second_batch(act, checkpoints / "step-00000003"))
-    assert failed.end(60) == 1, failed.said
+    assert failed.end(60) == FAILED, failed.said
     *_, said = [line for line in failed.said.splitlines() if "data worker" in line]
-    found = re.match(rf"RuntimeError: data worker {FAILING + 1} of 3 \(process (\d+)\) {how}\. Nothing is lost", said)
+    found = re.match(rf"error: data worker {FAILING + 1} of 3 \(process (\d+)\) {how}\. Nothing is lost", said)
     assert found, said
     assert not living(int(found[1]))
     assert [read_manifest(path).step for path in list_checkpoints(checkpoints)] == [3]

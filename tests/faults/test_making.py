@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from configs.runtime import files
-from configs.runtime.command import BAD_INPUT, DONE
+from configs.runtime.command import BAD_INPUT, DONE, FAILED
 from configs.runtime.files import folder_lock
 from distill.cache import writer as cache_making
 from distill.cache.writer import make_cache
@@ -49,7 +49,7 @@ def test_one_of_two_processes_that_dies_among_the_answers_ends_the_other_and_not
     config = project.data(tmp_path / "data")
     started = time.monotonic()
     main, other = start_pair(start, make_dataset, config, before=kill_at_call(AnswerJob, "_answer", 3))
-    assert main.end(60) == 1, main.said
+    assert main.end(60) == FAILED, main.said
     assert time.monotonic() - started < 60
     assert "another process of this run has ended or does not answer" in main.said
     assert other.end() == -signal.SIGKILL

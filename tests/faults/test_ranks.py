@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from configs.runtime.command import BAD_INPUT, DONE, TERMINATED
+from configs.runtime.command import BAD_INPUT, DONE, FAILED, TERMINATED
 from tests.faults.conftest import at_call, die_at_step, send_here, start_pair
 from train.launch import run_distillation
 from train.loop.checkpoints import list_checkpoints, read_manifest
@@ -32,7 +32,7 @@ def test_the_other_process_ends_with_the_reason(tmp_path, start_two, fault):
     plant = die_at_step(5) if fault == "dies" else at_call(DraftTask, "loss", 5, lambda: send_here(signal.SIGSTOP))
     started = time.monotonic()
     main, other = start_two(before=plant, process_timeout_seconds=5)
-    assert main.end(60) == 1, main.said
+    assert main.end(60) == FAILED, main.said
     assert time.monotonic() - started < 60
     assert "another process of this run has ended or does not answer" in main.said
     assert "start it again to go on from there" in main.said

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from configs.runtime.errors import Stopped
+from configs.runtime.errors import RunFailed, Stopped
 from configs.schema.learning import OptimizerConfig
 from configs.schema.training import ScheduleConfig
 from heads.modules.interface import Batch
@@ -77,7 +77,7 @@ def train(
 
     Raises:
         InputError: checkpoints are there and none is usable, or one cannot be written.
-        RuntimeError: a loss is not finite; its step is not taken.
+        RunFailed: a loss is not finite; its step is not taken.
         Stopped: SIGTERM came; a checkpoint was written.
     """
     with noting_sigterm() as request:
@@ -228,7 +228,7 @@ class _Training:
             progress = self.progress
             where = f"step {progress.step + 1} (epoch {progress.epoch}, step {progress.steps_in_epoch + 1} of it)"
             rows = ", ".join(map(str, batch.conversations_BC[batch.conversations_BC >= 0].tolist()))
-            raise RuntimeError(
+            raise RunFailed(
                 f"the loss is {loss.item()} in {where}, micro-batch {number + 1}, conversations {rows} of data.train, counted "
                 "from 0; the step was not taken, the last checkpoint stands"
             )

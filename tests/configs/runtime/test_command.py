@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-import pytest
+import errno
+import os
 
-from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED, INTERRUPTED, STOPPED_FILE, TERMINATED, run_command
-from configs.runtime.errors import ConfigError, InputError, Stopped
+import pytest
+from safetensors import SafetensorError
+
+from configs.runtime.command import (
+    BAD_INPUT,
+    DONE,
+    FAILED,
+    GATE_FAILED,
+    INTERRUPTED,
+    STOPPED_FILE,
+    TERMINATED,
+    run_command,
+)
+from configs.runtime.errors import ConfigError, InputError, RunFailed, Stopped
 from configs.schema.decoding import DecodeConfig
 
 
@@ -87,10 +100,33 @@ def test_a_stop_in_good_order_is_noted_for_whoever_started_the_launcher_and_a_fa
     assert "cannot write" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("bug", [ValueError("shape"), MemoryError(), RuntimeError("device")])
-def test_what_is_not_the_users_mistake_keeps_its_traceback(bug):
-    with pytest.raises(type(bug)):
-        run(raising(bug))
+@pytest.mark.parametrize("bug", [ValueError("shape"), MemoryError(), RuntimeError("device"), OSError(5, "Input/output error")])
+def test_what_is_not_the_users_mistake_keeps_its_traceback_and_is_no_failed_gate(bug, capsys):
+    assert run(raising(bug)) == FAILED == 70
+    shown = capsys.readouterr().err
+    assert shown.startswith("Traceback (most recent call last):")
+    assert str(bug) in shown
+
+
+def test_a_run_that_cannot_go_on_says_so_from_every_process(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    assert run(raising(RunFailed("the loss is nan in step 8"))) == FAILED
+    assert capsys.readouterr().err == "error: the loss is nan in step 8\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "place"),
+    [
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/data/report.json"), "/data/report.json"),
+        (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)), "a file"),
+        (SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), "a file"),
+    ],
+)
+def test_a_full_disk_is_one_line(error, place, capsys):
+    assert run(raising(error)) == BAD_INPUT
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"error: cannot write {place}: ")
+    assert shown.count("\n") == 1
 
 
 def test_help_lists_the_options_and_the_exit_codes(capsys):
@@ -99,4 +135,4 @@ def test_help_lists_the_options_and_the_exit_codes(capsys):
     assert stopped.value.code == 0
     shown = capsys.readouterr().out
     assert "--config FILE" in shown
-    assert "3 gate inconclusive" in shown
+    assert "3 gate inconclusive, 70 the run failed" in " ".join(shown.split())

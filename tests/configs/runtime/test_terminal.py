@@ -2,11 +2,10 @@
 
 import io
 import logging
-import sys
 
 import pytest
 
-from configs.runtime.command import BAD_INPUT, run_command
+from configs.runtime.command import BAD_INPUT, FAILED, run_command
 from configs.runtime.errors import InputError
 from configs.runtime.progress import setup_logging
 from configs.runtime.terminal import one_line, printable, say
@@ -30,15 +29,12 @@ def test_say_also_masks_secrets():
     assert stream.getvalue() == f"{SHOWN} ***\n"
 
 
-@pytest.mark.parametrize("error", [InputError(f"unknown tensor {NAME}"), RuntimeError(f"bad tensor {NAME}")])
-def test_errors_and_tracebacks_are_printable(error, capsys):
+@pytest.mark.parametrize(("kind", "code"), [(InputError, BAD_INPUT), (RuntimeError, FAILED)])
+def test_errors_and_tracebacks_are_printable(kind, code, capsys):
     def main(config):
-        raise error
+        raise kind(f"unknown tensor {NAME}")
 
-    try:
-        assert run_command(DecodeConfig, main, description="", argv=[]) == BAD_INPUT
-    except RuntimeError as raised:
-        sys.excepthook(RuntimeError, raised, None)
+    assert run_command(DecodeConfig, main, description="", argv=[]) == code
     shown = capsys.readouterr().err
     assert r"tensor a\x1b[2J" in shown
     assert "\x1b" not in shown

@@ -1,0 +1,103 @@
+"""The demo's frame: --help starts nothing, finished steps stay finished, and what it started ends with it."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from configs.runtime.command import BAD_INPUT, DONE, FAILED, GATE_FAILED, INTERRUPTED, TERMINATED
+from scripts import demo
+
+ENTRY = Path(__file__).resolve().parents[2] / "scripts" / "demo.py"
+WRITE = "import os, sys; os.makedirs('runs/demo', exist_ok=True); open(sys.argv[1], 'a').write('ran ')"
+# A step as `accelerate launch` is one: a parent that waits for a child, which tells its number and sleeps.
+SLEEP = "import pathlib, os, time; pathlib.Path('child').write_text(str(os.getpid())); time.sleep(600)"
+LAUNCH = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEP!r}])"
+
+
+@pytest.fixture
+def steps(tmp_path, monkeypatch):
+    """The steps, to be changed: two that write into a file of their names."""
+    names = {name: ["-c", WRITE, f"runs/demo/{name}"] for name in ("one", "two")}
+    monkeypatch.setattr(demo, "ROOT", tmp_path)
+    monkeypatch.setattr(demo, "STEPS", names)
+    before = signal.getsignal(signal.SIGTERM)
+    yield names
+    signal.signal(signal.SIGTERM, before)
+
+
+def ran(tmp_path):
+    """How often each step has run."""
+    return [(tmp_path / "runs" / "demo" / name).read_text().count("ran") for name in ("one", "two")]
+
+
+def test_help_and_a_wrong_argument_start_nothing(tmp_path):
+    (tmp_path / "scripts").mkdir()
+    done = subprocess.run([sys.executable, str(ENTRY), "--help"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == DONE
+    assert "--fresh" in done.stdout
+    assert "==" not in done.stdout
+    assert demo.main(["--frsh"]) == BAD_INPUT
+
+
+def test_finished_steps_are_run_again_only_when_asked_or_when_something_before_them_changed(steps, tmp_path, capsys):
+    assert demo.main([]) == DONE
+    assert demo.main([]) == DONE
+    assert ran(tmp_path) == [1, 1]
+    assert "== one: finished by a run before; --fresh runs it anew" in capsys.readouterr().out
+    steps["two"] = [*steps["two"], "more"]
+    assert demo.main([]) == DONE
+    assert ran(tmp_path) == [1, 2]
+    steps["one"] = [*steps["one"], "more"]
+    assert demo.main([]) == DONE
+    assert ran(tmp_path) == [2, 3]
+    assert demo.main(["--fresh"]) == DONE
+    assert ran(tmp_path) == [1, 1]
+
+
+def test_a_step_that_failed_is_where_the_next_run_goes_on(steps, tmp_path, capsys):
+    whole = steps["two"]
+    steps["two"] = ["-c", "import sys; sys.exit(2)"]
+    assert demo.main([]) == BAD_INPUT
+    assert "stopped: two ended with 2" in capsys.readouterr().out
+    steps["two"] = whole
+    assert demo.main([]) == DONE
+    assert ran(tmp_path) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["-c", "raise SystemExit(1)"], FAILED), (["-c", "raise SystemExit(1)", "eval/gate.py"], GATE_FAILED)],
+)
+def test_only_a_gate_ends_it_with_the_gates_code(steps, arguments, code):
+    steps["two"] = arguments
+    assert demo.main([]) == code
+
+
+@pytest.mark.parametrize(("stop", "code"), [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, TERMINATED)])
+def test_stopping_it_stops_what_it_started(tmp_path, stop, code):
+    script = (
+        f"import pathlib, sys; sys.path[0] = {str(ENTRY.parents[1])!r}; from scripts import demo; "
+        f"demo.ROOT = pathlib.Path({str(tmp_path)!r}); demo.STEPS = {{'train': ['-c', {LAUNCH!r}]}}; demo.GRACE_SECONDS = 2; "
+        "sys.exit(demo.main([]))"
+    )
+    running = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path)
+    child = tmp_path / "child"
+    until = time.monotonic() + 60
+    while not (child.exists() and child.read_text()) and time.monotonic() < until:
+        time.sleep(0.05)
+    running.send_signal(stop)
+    assert running.wait(30) == code
+    assert not living(int(child.read_text()))
+
+
+def living(process: int) -> bool:
+    """Return whether a process runs; one that has ended may be listed until it is asked for."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
