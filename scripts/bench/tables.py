@@ -29,11 +29,7 @@ def update_tables(config: ResultsTableConfig) -> None:
 
 
 def fill_tables(document: str, results: Path) -> str:
-    """Return the document with its tables made anew.
-
-    Args:
-        document: Markdown.
-        results: the folder with the benchmarks' files.
+    """Return a Markdown document with its tables made anew from the benchmarks' files in a folder.
 
     Raises:
         InputError: a table has no end, or its file is missing or no results file.

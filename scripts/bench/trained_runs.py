@@ -99,12 +99,7 @@ def train_all(runs: Sequence[TrainingRun], kind: str) -> None:
 
 
 def train_run(run: TrainingRun, kind: str) -> None:
-    """Train from the start, in a process of its own; only what is needed to decode with the draft stays.
-
-    Raises:
-        InputError: the training refused its config or data.
-        RuntimeError: it failed, e.g. because a loss was not finite.
-    """
+    """Train from the start, in a process of its own; only what is needed to decode with the draft stays."""
     path = run.folder / RECIPE
     write_json(path, run.recipe.model_dump(mode="json"))
     code = run_training(ENTRIES[type(run.recipe)], path)

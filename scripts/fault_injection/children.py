@@ -29,7 +29,6 @@ class Child:
 
     Args:
         main: the command's work, e.g. `train.launch.run_distillation`.
-        config: what it works on.
         folder: takes the config's file and the child's stderr, both by `name`.
         before: called in the child first: plants a fault there, and nowhere else.
         environment: what a launcher would set.

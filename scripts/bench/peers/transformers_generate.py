@@ -25,12 +25,6 @@ class TransformersPeer:
 
     Replaces both models' generation configs, which only transformers reads, and thaws their weights; both stay so.
 
-    Args:
-        target: the target.
-        draft: the draft's causal LM.
-        num_speculative_tokens: drafts a round.
-        max_new_tokens: the longest answer.
-
     Raises:
         InputError: the vocabularies differ in size, which transformers assists only by way of text.
     """

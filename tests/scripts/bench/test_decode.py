@@ -12,9 +12,7 @@ from configs.runtime.command import DONE, GATE_FAILED
 from configs.runtime.errors import InputError
 from configs.schema.benchmarks import BenchDecodeConfig, BenchHeadsConfig
 from configs.schema.target import TargetConfig
-from distill.dataset.conversations import Conversation
 from eval.decoder.decode import decode
-from heads.target.loading import load_target
 from scripts.bench.decode import benchmark as decode_benchmark
 from scripts.bench.decode import setup as decode_setup
 from scripts.bench.decode.benchmark import compare_decoding, load_setup
@@ -22,6 +20,7 @@ from scripts.bench.decode.setup import DRAFT_LM
 from scripts.bench.decode.table import PLAIN, measure_ways
 from scripts.bench.decode.ways import chain_ways, free_ways, sampled_ways
 from scripts.bench.peers.transformers_generate import TransformersPeer
+from tests.support.caches import conversation
 
 RATIOS = {
     "speed_vs_transformers_assisted",
@@ -40,25 +39,12 @@ NUM_PROMPTS, NUM_CHOOSING = 9, 4
 
 
 @pytest.fixture(scope="module")
-def held_out(tiny_run, tmp_path_factory):
+def held_out(tmp_path_factory):
     """A file of conversations with the tiny target, in its own template."""
-    target = load_target(TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu"))
     path = tmp_path_factory.mktemp("held_out") / "held_out.jsonl"
-    rows = []
-    for number in range(NUM_CHOOSING + NUM_PROMPTS):
-        question = {"role": "user", "content": f"w{number} w{2 * number} w7"}
-        messages = (question, {"role": "assistant", "content": "w1 w2 w3 w4"})
-        rows.append(
-            Conversation(
-                prompt_id=f"q{number}",
-                category="any",
-                turn=0,
-                messages=messages,
-                prompt_ids=tuple(target.encode_chat([question])),
-                answer_ids=tuple(target.tokenizer.encode("w1 w2 w3 w4", add_special_tokens=False)),
-                ended=True,
-            )
-        )
+    # <user> wN w2N w7 <end> <assistant>
+    numbers = range(NUM_CHOOSING + NUM_PROMPTS)
+    rows = [conversation((2, 5 + n, 5 + 2 * n, 12, 1, 3), (6, 7, 8, 9), f"q{n}") for n in numbers]
     path.write_text("".join(row.to_line() for row in rows))
     return path
 

@@ -13,24 +13,19 @@ from configs.runtime.command import DONE, GATE_FAILED
 from configs.runtime.errors import InputError
 from configs.schema.benchmarks import ServeCheckConfig
 from configs.schema.heads import DFlashSettings, MtpSettings
-from configs.schema.target import TargetConfig
-from distill.dataset.conversations import Conversation
-from eval.decoder.decode import Request
-from heads.formats.exporting.speculators import OUT, vllm_command
+from heads.formats.exporting.speculators import vllm_command
 from heads.formats.exporting.table import FORMS
-from heads.target.loading import load_target
 from scripts.engine_check import cases as serve_cases
 from scripts.engine_check import engines as serve_engines
 from scripts.engine_check import run_transformers as serve_transformers
 from scripts.engine_check import run_vllm as serve_vllm
 from scripts.engine_check.cases import AGREES, CHECKED, DISAGREES, NO_ENGINE, compare_counts, run_checks
 from scripts.engine_check.engines import EngineDriver, run_engine
-from scripts.engine_check.ours import Counts, count_ours, decode_plainly
+from scripts.engine_check.ours import Counts, count_ours
+from tests.scripts.engine_check.conftest import PROMPTS, K
 from tests.support import family_checks as checks
 from tests.support.artifacts import save_artifact
-
-PROMPTS = [(7, 12, 3, 44, 9), (20, 9, 9, 31, 5, 6), (40, 11, 12), (50, 17, 2, 2)]
-K = 3
+from tests.support.caches import conversation
 
 
 @pytest.fixture(autouse=True)
@@ -41,20 +36,10 @@ def threads():
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module")
-def bench(tiny_run):
-    target = load_target(TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu"))
-    requests = [Request(prompt_id=f"p{number}", category="c", tokens=ids) for number, ids in enumerate(PROMPTS)]
-    return decode_plainly(target, requests, 20)
-
-
 @pytest.fixture
 def settings(tiny_run, tmp_path):
     """Settings of a check on the tiny target, one case of its draft; for a config."""
-    rows = [
-        Conversation(prompt_id=f"p{n}", category="c", turn=0, messages=(), prompt_ids=ids, answer_ids=(1,), ended=False)
-        for n, ids in enumerate(PROMPTS)
-    ]
+    rows = [conversation(ids, (1,), f"p{number}") for number, ids in enumerate(PROMPTS)]
     (tmp_path / "held_out.jsonl").write_text("".join(row.to_line() for row in rows))
     return {
         "cases": [{"engine": "transformers", "artifact": str(tiny_run / "artifact")}],
@@ -286,8 +271,8 @@ def test_vllm_is_called_by_the_line_of_the_export():
     folder = "/a folder's/draft"
     method = {"method": "mtp", "model": folder, "num_speculative_tokens": 2}
     overrides = {"num_nextn_predict_layers": 1}
-    source = SimpleNamespace(target=SimpleNamespace(name="T"))
-    line = vllm_command(source, method | {"model": OUT}, "--hf-overrides", json.dumps(overrides))(folder)
+    source = SimpleNamespace(target=SimpleNamespace(name="T"), num_speculative_tokens=2)
+    line = vllm_command(source, "mtp", "--hf-overrides", json.dumps(overrides))(folder)
     serve = f"Serve with vllm:\n\n{line}\n\n- A note."
     assert serve_vllm.speculation(serve) == {"speculative_config": method, "hf_overrides": overrides}
     assert sys.modules.get("vllm") is None

@@ -4,21 +4,10 @@ import pytest
 import torch
 
 from configs.schema.decoding import DecodeConfig
-from configs.schema.target import TargetConfig
-from eval.decoder.decode import Request, decode
+from eval.decoder.decode import decode
 from heads.artifact import load_draft
-from heads.target.loading import load_target
-from scripts.engine_check.ours import Counts, count_ours, count_rounds, decode_plainly
-
-PROMPTS = [(7, 12, 3, 44, 9), (20, 9, 9, 31, 5, 6), (40, 11, 12), (50, 17, 2, 2)]
-K = 3
-
-
-@pytest.fixture(scope="module")
-def bench(tiny_run):
-    target = load_target(TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu"))
-    requests = [Request(prompt_id=f"p{number}", category="c", tokens=ids) for number, ids in enumerate(PROMPTS)]
-    return decode_plainly(target, requests, 20)
+from scripts.engine_check.ours import Counts, count_ours, count_rounds
+from tests.scripts.engine_check.conftest import K
 
 
 @pytest.mark.parametrize(
