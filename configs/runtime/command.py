@@ -29,9 +29,8 @@ INCONCLUSIVE = 3
 FAILED = 70  # a run that cannot go on, or an error in draftsmith itself; sysexits.h calls it EX_SOFTWARE
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
 TERMINATED = 143  # what a shell reports for SIGTERM; training has written a checkpoint then
-STOPPED_FILE = (
-    "DRAFTSMITH_STOPPED_FILE"  # environment variable: a process that ends with TERMINATED adds a line to the file it names
-)
+# Environment variable: a process that ends with TERMINATED adds a line to the file it names.
+STOPPED_FILE = "DRAFTSMITH_STOPPED_FILE"
 
 OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 EPILOG = (

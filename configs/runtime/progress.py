@@ -50,7 +50,7 @@ def track(items: Iterable[T], *, description: str, total: int | None = None, uni
     """Yield `items` one by one, showing how many are done.
 
     Args:
-        items: any iterable.
+        items: what is worked on.
         description: what is being done, e.g. "writing answers".
         total: how many there are; taken from `items` where it has a length, unknown otherwise.
         unit: what one item is called, e.g. "prompts".
@@ -67,10 +67,7 @@ def track(items: Iterable[T], *, description: str, total: int | None = None, uni
 def progress(description: str, total: int | None, unit: str = "it") -> Iterator[Callable[[int], None]]:
     """Yield a function that adds a number of finished items to the bar or the log.
 
-    Args:
-        description: what is being done.
-        total: how many items there are; None where that is unknown.
-        unit: what one item is called.
+    See `track` for the arguments; a `total` of None is unknown.
     """
     if is_main_process() and sys.stderr.isatty():
         with _bar(unit) as bar:

@@ -84,13 +84,7 @@ class CostModel:
 
 
 def summarise_model(model: CostModel, drafts: int, batch: int, context: int, other_contexts: Iterable[int]) -> dict[str, Any]:
-    """Return the numbers of the report's `speed.predicted`.
-
-    Args:
-        model: the cost model.
-        drafts, batch, context: of the run that was measured.
-        other_contexts: for which settings are listed too.
-    """
+    """Return the numbers of the report's `speed.predicted`, for a run that was measured and for settings beside it."""
     fastest, speedup = model.best(batch, context)
     settings = [
         {
@@ -113,7 +107,7 @@ def summarise_model(model: CostModel, drafts: int, batch: int, context: int, oth
 
 
 class RoundCosts(Protocol):
-    """Seconds of a round's parts by number of drafts, batch and context."""
+    """What a round costs."""
 
     def round_seconds(self, drafts: int, batch: int, context: float, after_full: float) -> float:
         """Return the seconds of a whole round, `after_full` being the chance that the round before kept all drafts."""
@@ -123,11 +117,10 @@ class MeasuredCosts:
     """This machine's, from the timing sweep."""
 
     def __init__(self, sweep: Sequence[TimedRound]) -> None:
-        self.verify = _surface(sweep, lambda each: each.verify_seconds, forward_terms)
-        self.other = _surface(sweep, lambda each: each.other_seconds, other_terms)
-        speculative = [each for each in sweep if each.num_speculative_tokens]
-        self.draft = _surface(speculative, lambda each: each.draft_seconds, drafting_terms)
-        self.draft_after_full = _surface(speculative, lambda each: each.draft_seconds_after_full, drafting_terms)
+        self.verify = _surface(sweep, "verify_seconds", forward_terms)
+        self.other = _surface(sweep, "other_seconds", other_terms)
+        self.draft = _surface(sweep, "draft_seconds", drafting_terms)
+        self.draft_after_full = _surface(sweep, "draft_seconds_after_full", drafting_terms)
 
     def round_seconds(self, drafts: int, batch: int, context: float, after_full: float) -> float:
         sizes = drafts, batch, context
@@ -148,11 +141,10 @@ class RooflineCosts:
 
     def __init__(self, sweep: Sequence[TimedRound], bytes_per_second: float, flops_per_second: float) -> None:
         self.bytes_per_second, self.flops_per_second = bytes_per_second, flops_per_second
-        speculative = [each for each in sweep if each.num_speculative_tokens]
-        self.verify_bytes = _surface(sweep, lambda each: each.verify_bytes, forward_terms)
-        self.verify_flops = _surface(sweep, lambda each: each.verify_flops, forward_terms)
-        self.draft_bytes = _surface(speculative, lambda each: each.draft_bytes, drafting_terms)
-        self.draft_flops = _surface(speculative, lambda each: each.draft_flops, drafting_terms)
+        self.verify_bytes = _surface(sweep, "verify_bytes", forward_terms)
+        self.verify_flops = _surface(sweep, "verify_flops", forward_terms)
+        self.draft_bytes = _surface(sweep, "draft_bytes", drafting_terms)
+        self.draft_flops = _surface(sweep, "draft_flops", drafting_terms)
 
     def round_seconds(self, drafts: int, batch: int, context: float, after_full: float) -> float:
         sizes = drafts, batch, context
@@ -232,9 +224,11 @@ def other_terms(drafts: int, batch: float, context: float) -> list[float]:
     return [1.0, batch * (drafts + 1)]
 
 
-def _surface(sweep: Sequence[TimedRound], cost: Callable[[TimedRound], float], terms: Terms) -> Surface:
-    measured: Mapping[Sizes, float] = {
-        (each.num_speculative_tokens, each.batch_size, each.context_tokens): cost(each) for each in sweep
+def _surface(sweep: Sequence[TimedRound], cost: str, terms: Terms) -> Surface:
+    measured: dict[Sizes, float] = {
+        (each.num_speculative_tokens, each.batch_size, each.context_tokens): getattr(each, cost)
+        for each in sweep
+        if each.num_speculative_tokens or terms is not drafting_terms  # plain rounds do not draft
     }
     return Surface(measured, terms)
 

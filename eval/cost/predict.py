@@ -28,24 +28,11 @@ BY_TEXT_ALONE = frozenset(("draft_lm",))
 
 
 def predict_speed(
-    target: Target,
-    proposer: Proposer,
-    plain: Sequence[Generation],
-    report: Report,
-    decode: DecodeConfig,
-    config: CostConfig,
+    target: Target, proposer: Proposer, plain: Sequence[Generation], report: Report, decode: DecodeConfig, config: CostConfig
 ) -> dict[str, Any] | None:
-    """Run the timing sweep and return the report's `speed.predicted`.
+    """Run the timing sweep and return the report's `speed.predicted`; None, and a warning, where nothing was timed or judged.
 
-    Args:
-        target, proposer: what was measured.
-        plain: plain answers to the prompts.
-        report: what was measured so far.
-        decode: how it was decoded.
-        config: the sweep.
-
-    Returns:
-        None where nothing was timed or no draft was judged; a warning says so.
+    `plain` are the plain answers to the prompts, `report` is what was measured so far.
 
     Raises:
         InputError: a context to be timed does not fit the target's.

@@ -84,11 +84,7 @@ def sweep_rounds(
 ) -> list[TimedRound]:
     """Time rounds of every number of drafts at the batches and contexts asked for.
 
-    Args:
-        target, proposer: what decodes.
-        text: token ids to read, taken from anywhere in it; it is repeated where it ends.
-        decode: the distribution and the rule.
-        config: which rounds.
+    The prompts are taken from anywhere in `text`, token ids that are repeated where they end.
 
     Returns:
         Rounds of 0 drafts up to as many as were asked for, or as the draft can; none where it drafts nothing.
@@ -220,18 +216,15 @@ def _start(
     target: Target, text: Sequence[int], batch: int, context: int, settings: DecodeConfig, proposer: Proposer | None
 ) -> tuple[BatchRun, ScriptedVerifier]:
     """Return a run that has read its prompts, and its verifier; every other row is a token shorter."""
-    requests = [_request(text, row, context - row % 2) for row in range(batch)]
+    requests = []
+    for row in range(batch):
+        length = context - row % 2
+        tokens = tuple(text[place % len(text)] for place in range(row * length, (row + 1) * length))
+        requests.append(Request(prompt_id=str(row), category="", tokens=tokens))
     run = BatchRun(target, requests, settings, proposer, make_verifier=verifier_for(settings))
     run.verifier = verifier = ScriptedVerifier(run.verifier)
     run.prefill()
     return run, verifier
-
-
-def _request(text: Sequence[int], row: int, length: int) -> Request:
-    """Return a row of the batch: so many tokens of the text, each row's from another place in it."""
-    first = row * length
-    tokens = tuple(text[place % len(text)] for place in range(first, first + length))
-    return Request(prompt_id=str(row), category="", tokens=tokens)
 
 
 def _summarise(drafts: int, batch: int, samples: _Samples) -> TimedRound:

@@ -8,7 +8,6 @@ ranks, as in `configs.schema.drafting.StaticTree`. D depths, R ranks, N tokens o
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,17 +24,11 @@ Profile = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenTree:
-    """A tree and what is expected of it.
-
-    Args:
-        paths: its tokens.
-        tokens_per_round: expected, the target's own counted.
-        seconds_per_round: by the costs it was chosen with.
-    """
+    """A tree and what is expected of it."""
 
     paths: list[Path]
-    tokens_per_round: float
-    seconds_per_round: float
+    tokens_per_round: float  # the target's own counted
+    seconds_per_round: float  # by the costs it was chosen with
 
 
 def measure_profile(generations: Sequence[Generation], paths: Sequence[Path]) -> Profile:
@@ -43,10 +36,6 @@ def measure_profile(generations: Sequence[Generation], paths: Sequence[Path]) ->
 
     A child counts as tried where its parent was accepted, the round drafted that deep and the text had not ended. The wider the
     tree, the more ranks are seen; what was never tried is 0.
-
-    Args:
-        generations: of `eval.decoder.decode.decode`, all with the tree of these paths.
-        paths: the tree.
 
     Raises:
         ValueError: a round was no tree's, or accepted what the tree does not hold.
@@ -68,26 +57,6 @@ def measure_profile(generations: Sequence[Generation], paths: Sequence[Path]) ->
 def expected_tokens(paths: Sequence[Path], profile: Profile) -> float:
     """Return the expected tokens a round of a tree, the target's own counted."""
     return 1.0 + sum(_value(path, profile) for path in paths)
-
-
-def grow_tree(profile: Profile, num_nodes: int) -> list[Path]:
-    """Return the tree that is grown by the most valuable neighbouring token, one at a time (Medusa's static tree).
-
-    The best tree of its size where acceptance does not rise from a rank to the next; `optimal_tree` does not need that.
-
-    Args:
-        profile: `[D, R]`.
-        num_nodes: tokens, fewer where the profile has fewer.
-    """
-    paths: list[Path] = []
-    neighbours: list[tuple[float, Path]] = [(-_value((0,), profile), (0,))]
-    while neighbours and len(paths) < num_nodes:
-        _, path = heapq.heappop(neighbours)
-        paths.append(path)
-        for other in ((*path, 0), (*path[:-1], path[-1] + 1)):
-            if len(other) <= len(profile) and other[-1] < profile.shape[1]:
-                heapq.heappush(neighbours, (-_value(other, profile), other))
-    return sorted(paths, key=lambda path: (len(path), path))
 
 
 def optimal_tree(profile: Profile, num_nodes: int) -> list[Path]:

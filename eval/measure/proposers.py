@@ -27,17 +27,11 @@ MERGED = "merged"
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedDraft:
-    """The draft under evaluation.
+    """The draft under evaluation."""
 
-    Args:
-        paths: the artifact folders.
-        parts: what was loaded from them.
-        proposer: the one part's, or all of them as one.
-    """
-
-    paths: tuple[str, ...]
+    paths: tuple[str, ...]  # the artifact folders
     parts: tuple[Draft, ...]
-    proposer: Proposer
+    proposer: Proposer  # the one part's, or all of them as one
 
     @property
     def warnings(self) -> list[str]:
@@ -66,15 +60,9 @@ def load_evaluated(config: EvalConfig, target: Target) -> EvaluatedDraft:
     Raises:
         InputError: see `heads.artifact.load_draft`.
     """
+    allowed, device = config.allow_target_mismatch, config.draft_device
     parts = tuple(
-        load_draft(
-            path,
-            target.identity,
-            target.model,
-            allow_target_mismatch=config.allow_target_mismatch,
-            device=config.draft_device,
-        )
-        for path in config.drafts
+        load_draft(path, target.identity, target.model, allow_target_mismatch=allowed, device=device) for path in config.drafts
     )
     proposers = [part.proposer for part in parts]
     merged = proposers[0] if len(proposers) == 1 else MergedDrafts(proposers, target.device)

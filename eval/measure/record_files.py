@@ -33,11 +33,7 @@ class RecordSpan:
 
 
 class RecordWriter:
-    """Writes one process's batches, each flushed to the system as it is finished. A context manager.
-
-    Args:
-        folder: the output folder, which exists.
-        rank: of the process.
+    """Writes one process's batches into a folder, each flushed to the system as it is finished. A context manager.
 
     Raises:
         InputError: the file cannot be written.

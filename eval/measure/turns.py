@@ -15,11 +15,7 @@ from heads.target.loading import Target
 
 
 class Turns:
-    """The conversations of a suite's prompts.
-
-    Args:
-        target: has the chat template and the context length.
-        prompts: with different ids.
+    """The conversations of a suite's prompts, which have different ids.
 
     Raises:
         InputError: a first turn leaves no room for an answer in the target's context.
@@ -35,14 +31,10 @@ class Turns:
         ]
 
     def follow(self, answers: Iterable[Generation]) -> tuple[list[Request], list[Generation]]:
-        """Take the plain answers to one turn; return the next turn's requests, and the turns that are lost.
+        """Take the plain answers to a turn of different prompts; return the next turn's requests, and the turns that are lost.
 
-        Args:
-            answers: to the same turn of different prompts. A prompt without a further turn leaves the conversation.
-
-        Returns:
-            The requests, and an empty generation for each turn that is lost: after a failed answer all those left, after
-            one that leaves no room in the context too.
+        An empty generation stands for each turn that is lost: all those left after a failed answer, or after one that leaves no
+        room in the context.
         """
         requests: list[Request] = []
         lost: list[Generation] = []

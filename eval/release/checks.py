@@ -30,17 +30,11 @@ class Artifact:
     target: Mapping[str, str | None]  # the hashes of what it was made for, keyed as in `eval.report.compare.IDENTITY`
 
 
-def judge(
-    report: Report,
-    config: GateConfig,
-    baseline: Report | None = None,
-    artifact: Artifact | None = None,
-) -> GateVerdict:
+def judge(report: Report, config: GateConfig, baseline: Report | None = None, artifact: Artifact | None = None) -> GateVerdict:
     """Apply the checks that always hold, then every rule.
 
     Args:
-        report: the report.
-        config: the gate.
+        report, config: what is judged, and by which gate.
         baseline: an earlier report, for rules with `relative_to_baseline`.
         artifact: the draft that is to be released; without it, the report's own account of its draft is judged.
 

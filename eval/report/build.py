@@ -115,13 +115,7 @@ def complete_report(
     energy: Mapping[str, Any] | None = None,
     speed: Mapping[str, Any] | None = None,
 ) -> Report:
-    """Return a report with what only some runs ask for.
-
-    Args:
-        report: of `build_report`.
-        quality, energy: the sections, `None` where they were not asked for.
-        speed: more fields of the speed section (`predicted`).
-    """
+    """Return a report with the sections that only some runs ask for, and with more fields of the speed section."""
     values = {**report.to_dict(), "quality": quality, "energy": energy}
     if speed:
         values["speed"] |= speed
@@ -140,8 +134,7 @@ def _prompts(prompts: PromptSet, records: Tally) -> dict[str, Any]:
         "num_prompts": len(records.answered(prompts.places)),
         "categories": records.categories,
         "failed": [
-            {"prompt_id": each.prompt_id, "turn": each.turn, "mode": each.mode, "stop_reason": each.stop_reason}
-            for each in records.failed
+            {name: getattr(each, name) for name in ("prompt_id", "turn", "mode", "stop_reason")} for each in records.failed
         ],
     }
 
@@ -209,10 +202,7 @@ def pick_samples(
         generations: speculative ones; those without a single round have nothing to show.
         texts: the prompt's text by prompt id.
         decode_tokens: turns token ids into text.
-        count: how many of each.
-
-    Returns:
-        `{"worst": [...], "best": [...]}`, at most `count` each and none in both; the outermost come first.
+        count: at most as many of each, and none in both; the outermost come first.
     """
     ranked = sorted((generation for generation in generations if generation.rounds), key=_tau)
     count = min(count, len(ranked) // 2)

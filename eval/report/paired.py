@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from configs.runtime.errors import InputError
 from eval.report.schema import Report
@@ -36,9 +37,7 @@ class PairedReports:
 def compare_reports(report: Report, other: Report, *, allow_unequal: bool = False) -> PairedReports:
     """Compare a report (ours) with another (theirs) on the prompts that both have.
 
-    Args:
-        report, other: the reports; the bootstrap's settings are the first's.
-        allow_unequal: prompts that only one of them has are listed instead of refused.
+    The bootstrap's settings are the first's. With `allow_unequal`, prompts that only one of them has are listed, not refused.
 
     Raises:
         InputError: the prompts come from different files, or are not the same ones, or none is in both.
@@ -55,19 +54,14 @@ def compare_reports(report: Report, other: Report, *, allow_unequal: bool = Fals
     batches, other_batches = _batches(report), _batches(other)
     common_batches = [batch for batch in batches if batch in other_batches]
     settings = report.statistics
-    bootstrap = {"samples": settings.bootstrap_samples, "seed": settings.seed}
+    bootstrap: dict[str, Any] = {"samples": settings.bootstrap_samples, "seed": settings.seed, "level": settings.level}
     return PairedReports(
         num_prompts=len(common),
         only_ours=only_ours,
         only_theirs=only_theirs,
-        tokens_per_target_step=compare_sides(
-            _tau_side(ours, common), _tau_side(theirs, common), level=settings.level, **bootstrap
-        ),
+        tokens_per_target_step=compare_sides(_tau_side(ours, common), _tau_side(theirs, common), **bootstrap),
         decode_speedup=compare_sides(
-            _speed_side(batches, common_batches),
-            _speed_side(other_batches, common_batches),
-            level=settings.level,
-            **bootstrap,
+            _speed_side(batches, common_batches), _speed_side(other_batches, common_batches), **bootstrap
         ),
         batches_left_out=len(batches) + len(other_batches) - 2 * len(common_batches),
     )

@@ -161,12 +161,7 @@ def draw_predicted(report: Report) -> str | None:
 
 
 def draw_rows(sections: Mapping[str, CategorySection | Report], name: str) -> str:
-    """Draw tokens per target step and decode speedup of several categories or reports, a row each; 1 is plain decoding.
-
-    Args:
-        sections: by label.
-        name: of the plot, unique in a page.
-    """
+    """Draw tokens per target step and decode speedup of categories or reports by label, a row each; 1 is plain decoding."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(2 * WIDTH, 0.9 + 0.27 * len(sections)), layout="constrained")
         taus, speedups = figure.subplots(1, 2, sharey=True)
@@ -235,12 +230,7 @@ def _draw_classes(classes: Sequence[StoppingClass], lines: Sequence[tuple[str, s
 
 @contextmanager
 def _canvas(height: float, grid: str = "y") -> Iterator[tuple[Figure, Axes]]:
-    """Yield a figure of the common width and style and its axes, with grid lines along one axis.
-
-    Args:
-        height: inches.
-        grid: `x` or `y`.
-    """
+    """Yield a figure of the common width, so many inches high, and its axes, with grid lines along one axis (`x` or `y`)."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         axes = figure.subplots()

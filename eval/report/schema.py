@@ -223,11 +223,7 @@ class Report(ClosedSection):
 
 
 def parse_report(value: Any, where: str) -> Report:
-    """Return a report from JSON values.
-
-    Args:
-        value: the parsed JSON.
-        where: names the report in the error message.
+    """Return a report from JSON values; `where` names it in error messages.
 
     Raises:
         InputError: it is no report of this schema version; the message names the first field that is wrong.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,14 +16,8 @@ from configs.runtime.progress import LOGGER, is_main_process, progress, setup_lo
 @pytest.fixture
 def clock(monkeypatch):
     """Give a clock that the test moves by hand; it stands at 100 s."""
-
-    class Clock:
-        now = 100.0
-
-        def monotonic(self):
-            return self.now
-
-    clock = Clock()
+    clock = SimpleNamespace(now=100.0)
+    clock.monotonic = lambda: clock.now
     monkeypatch.setattr(module, "time", clock)
     return clock
 

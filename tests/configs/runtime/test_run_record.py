@@ -55,7 +55,7 @@ def test_versions_name_what_is_installed_and_leave_out_what_is_not(monkeypatch):
     assert versions["python"].split(".")[:2] == [str(part) for part in sys.version_info[:2]]
 
 
-def test_git_tells_the_commit_and_whether_the_tree_differs_from_it(tmp_path):
+def test_git_tells_the_commit_and_whether_the_tree_differs_from_it(tmp_path, monkeypatch):
     assert describe_git(tmp_path) == {"commit": None, "dirty": None}
     git(tmp_path, "init")
     assert describe_git(tmp_path) == {"commit": None, "dirty": None}
@@ -65,9 +65,6 @@ def test_git_tells_the_commit_and_whether_the_tree_differs_from_it(tmp_path):
     assert clean["dirty"] is False
     (tmp_path / "new").write_text("x")
     assert describe_git(tmp_path) == clean | {"dirty": True}
-
-
-def test_without_git_there_is_no_git_state(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert describe_git() == {"commit": None, "dirty": None}
 

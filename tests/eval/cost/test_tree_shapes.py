@@ -7,7 +7,7 @@ import pytest
 
 from configs.runtime.errors import InputError
 from configs.schema.drafting import StaticTree, check_paths
-from eval.cost.tree_shapes import expected_tokens, fastest_tree, grow_tree, measure_profile, optimal_tree
+from eval.cost.tree_shapes import expected_tokens, fastest_tree, measure_profile, optimal_tree
 from eval.decoder.records import Round
 
 FALLING = np.array([[0.6, 0.25, 0.1], [0.5, 0.3, 0.05], [0.45, 0.2, 0.15]])
@@ -40,19 +40,7 @@ def test_the_optimal_tree_is_the_best_of_all(profile, num_nodes):
     assert expected_tokens(chosen, profile) == pytest.approx(best, abs=1e-12)
 
 
-def test_growing_by_value_is_optimal_where_acceptance_falls_with_rank():
-    for num_nodes in range(1, 12):
-        grown = grow_tree(FALLING, num_nodes)
-        check_paths(grown)
-        assert len(grown) == num_nodes
-        best = expected_tokens(optimal_tree(FALLING, num_nodes), FALLING)
-        assert expected_tokens(grown, FALLING) == pytest.approx(best, abs=1e-12)
-    rising = [expected_tokens(tree(RISING, 3), RISING) for tree in (grow_tree, optimal_tree)]
-    assert rising[1] > rising[0] + 0.1
-
-
 def test_a_tree_is_no_larger_than_its_profile_and_is_a_config_as_it_stands():
-    assert len(grow_tree(FALLING[:2, :2], 100)) == 2 + 4
     chosen = optimal_tree(FALLING[:2, :2], 100)
     assert len(chosen) == 2 + 4
     assert StaticTree(kind="static", paths=[list(path) for path in chosen]).all_paths() == chosen
