@@ -26,11 +26,7 @@ def local_rows(
 ) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
     """Yield places of examples of similar length, and what is kept of them, by name, one example's rows after the other's.
 
-    Args:
-        target, layout: whose forward is run, and what is kept of it.
-        examples: conversations.
-        batch_size: examples a forward.
-        chunk_size: top_k, taps: rows whose logits live at one time.
+    `chunk_size` rows of logits live at one time (top_k, taps).
 
     Raises:
         InputError: a value is not finite, or not in the type it is to be kept in.

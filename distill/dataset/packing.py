@@ -26,14 +26,10 @@ Row = tuple[int, ...]  # indices of the conversations in it
 
 
 class PackedBatchSampler(EpochSampler[Row]):
-    """Batches of rows, each the indices of the conversations in it.
+    """Batches of rows, each the indices of the conversations in it; `window` conversations are packed together.
 
-    Args:
-        lengths: tokens by conversation, none more than `pack_length` (`ValueError`).
-        batch_size: rows a batch.
-        pack_length: tokens that a row has room for.
-        seed: chooses the rows and, together with the epoch, their order.
-        window: conversations that are packed together.
+    `lengths` are tokens by conversation, none more than `pack_length` (`ValueError`). The seed chooses the rows and, together
+    with the epoch, their order.
     """
 
     def __init__(

@@ -113,13 +113,7 @@ def continue_rows(
 
 
 class TargetSource:
-    """Draws tokens from the target.
-
-    Args:
-        target: the model.
-        sampling: the distribution of the next token.
-        shared_prompt: all rows have the same prompt, so that one may take another's place in the cache.
-    """
+    """Draws tokens from the target; with `shared_prompt` (all rows have one) a row may take another's place in the cache."""
 
     def __init__(self, target: Target, sampling: SamplingConfig, *, shared_prompt: bool = False) -> None:
         self.target, self.sampling, self.shared_prompt = target, sampling, shared_prompt
@@ -175,13 +169,9 @@ def continue_tokens(
     seed: int,
     requests: Sequence[int],
 ) -> list[list[int]]:
-    """Let the target continue a batch of prompts.
+    """Let the target continue a batch of prompts of at least one token id and fewer than the context.
 
-    Args:
-        target, sampling: the model, and the distribution of its next token.
-        prompts: token ids, at least one each and fewer than the context.
-        max_new_tokens: longest continuation.
-        seed, requests: name the random numbers, see `TokenRow`.
+    For `seed` and `requests` see `TokenRow`.
 
     Returns:
         The continuations, the end-of-text token included where there is one.

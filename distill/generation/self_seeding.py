@@ -52,15 +52,9 @@ def self_seed(
     exchange: Exchange = lambda turns: turns,
     write: WriteTurns | None = None,
 ) -> tuple[list[Prompt], dict[str, int]]:
-    """Let the target write `config.num_prompts` distinct user turns.
+    """Let the target, or `write` in its place, write `config.num_prompts` distinct user turns, `batch_size` together.
 
-    Args:
-        target, config: the model, the number of prompts, their longest length, and the sampling.
-        batch_size: rows written together.
-        seed: of the random numbers.
-        rank, num_processes: which share of the turns this process writes.
-        exchange: gathers the turns of all processes, in any order, the same everywhere.
-        write: used in place of the target.
+    This process writes the share of its `rank`; `exchange` gathers the turns of all processes, the same everywhere.
 
     Returns:
         The prompts, and how many turns were thrown away, by reason. Turns written beyond those needed are not counted.

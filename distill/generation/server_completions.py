@@ -42,12 +42,7 @@ class Written(NamedTuple):
 class ServerWriter:
     """Continues token ids as the local target would, by asking a server; for several threads at once.
 
-    Args:
-        server, config: the connection and its settings.
-        target: the same model here, whose tokenizer and end-of-text tokens count.
-        sampling: the distribution of the next token.
-        seed: of the run.
-        max_positions: the longest context, the target's or the server's, whichever is shorter.
+    `max_positions` is the longest context, the target's or the server's, whichever is shorter.
     """
 
     server: TargetServer
