@@ -1,6 +1,7 @@
 """Sides take turns in a fair order, ratios are of sums and paired by case, and the file says where it comes from."""
 
 import json
+import os
 import sys
 from functools import partial
 
@@ -8,7 +9,7 @@ import pytest
 
 from configs.schema.benchmarks import BenchDecodeConfig
 from scripts.bench import harness as benchmarks
-from scripts.bench.harness import Turn, speed_ratio, take_turns, write_results
+from scripts.bench.harness import Turn, in_fresh_process, speed_ratio, take_turns, write_results
 
 
 @pytest.mark.parametrize("warm_up", [True, False])
@@ -60,3 +61,7 @@ def test_the_file_says_what_was_run_where_and_with_what(tmp_path, monkeypatch):
     assert content["config"]["repeats"] == 3
     assert content["threads"] == 2
     assert {"hardware", "versions", "git"} <= content.keys()
+
+
+def test_a_fresh_process_is_another_one_and_its_result_comes_back():
+    assert in_fresh_process(os.getpid) not in (os.getpid(), None)
