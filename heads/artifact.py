@@ -35,6 +35,7 @@ from heads.proposers.protocol import Proposer
 from heads.proposers.vocabulary import DraftVocabulary, keep_head_rows, read_draft_vocabulary, write_draft_vocabulary
 from heads.target.hidden_states import check_taps
 from heads.target.identity import TargetIdentity, hash_files
+from heads.target.size_limits import check_causal_lm, check_head_sizes, no_larger_than
 
 METADATA_FILE = "draftsmith.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -240,6 +241,7 @@ def _load_draft_lm(
     if not (folder / WEIGHTS_FILE).is_file():
         raise InputError(f"{folder} is damaged: it holds no {WEIGHTS_FILE}")
     try:
+        check_causal_lm(folder)
         model = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=target.dtype,
@@ -249,7 +251,7 @@ def _load_draft_lm(
             use_safetensors=True,
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise InputError(f"{folder} is damaged: {str(error).splitlines()[0]}") from error
+        raise InputError(f"{folder} is damaged: {first_line(error)}") from error
     torch.nn.Module.to(model, device=_device(device, target), dtype=target.dtype)
     model.eval().requires_grad_(False)
     check_rolls_back(model)
@@ -296,7 +298,10 @@ def _load_head(folder: Path, metadata: Metadata, target: PreTrainedModel) -> tup
     vocabulary = None
     if metadata.draft_vocabulary == "reduced":
         vocabulary = _load_vocabulary(folder, metadata, target.config.get_text_config().vocab_size)
-    head = family.build(settings, target, vocabulary)
+    where, shapes = folder / METADATA_FILE, {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    check_head_sizes(settings, shapes, target.config.get_text_config().hidden_size, where)
+    with no_larger_than(shapes, where):
+        head = family.build(settings, target, vocabulary)
     try:
         head.load_state_dict(tensors)
     except RuntimeError as error:

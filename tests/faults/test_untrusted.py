@@ -1,21 +1,28 @@
 """Nothing that comes from elsewhere runs: no code beside a model, no pickle; and no link in a cache leads out of it."""
 
 import json
+import resource
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from configs.runtime.errors import InputError
+from configs.schema.heads import MedusaSettings
 from configs.schema.learning import StudentConfig
 from configs.schema.target import TargetConfig
 from distill.cache.format import read_manifest
 from distill.cache.reader import TargetCache
 from distill.student.init import initial_draft
 from heads.artifact import load_draft
+from heads.families.registry import FAMILIES
+from heads.formats.exporting.source import TargetFolder, read_source
+from heads.formats.importing.importer import fit
+from heads.formats.importing.reading import read_external
 from heads.target.loading import load_target
+from tests.support.artifacts import save_artifact
 
 CODE = """
 from pathlib import Path
@@ -88,3 +95,75 @@ def test_a_shard_that_is_a_link_to_elsewhere_is_refused(undisturbed, tmp_path):
     cache = TargetCache(tmp_path / "cache", read_manifest(tmp_path / "cache"), torch.float32)
     with pytest.raises(InputError, match=r"expected the name of a file in .*shard-00000\.safetensors', which leads out of it"):
         cache.rows([0], [1])
+
+
+# --- configs that call for more than their weights ----------------------------------------------------------------
+
+
+@pytest.fixture
+def little_memory():
+    """What is done meanwhile must not take 300 MB."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    yield
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # kB
+
+
+def rewrite(path: Path, **changes) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_hidden_layers": 10**7},
+        {"num_hidden_layers": 1e12},
+        {"num_hidden_layers": 250},
+        {"intermediate_size": 10**9},
+        {"vocab_size": 10**9},
+        {"hidden_size": 2**20, "head_dim": 16},
+    ],
+)
+def test_a_draft_lm_larger_than_its_weights_is_not_built(strange, target, little_memory, changes):
+    rewrite(strange / "artifact" / "config.json", **changes)
+    with pytest.raises(InputError):
+        load_draft(strange / "artifact", target.identity, target.model)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "changes", [{"num_depths": 10**6}, {"num_layers": 10**7}, {"num_depths": 250, "num_layers": 250}, {"num_depths": 2**63}]
+)
+def test_a_head_larger_than_its_weights_is_not_built(tmp_path, target, little_memory, changes):
+    head = FAMILIES["medusa"].build(MedusaSettings(kind="medusa", num_depths=2), target.model, None)
+    save_artifact(tmp_path / "head", head, target.identity.to_dict())
+    settings = json.loads((tmp_path / "head" / "draftsmith.json").read_text())["head"]
+    rewrite(tmp_path / "head" / "draftsmith.json", head=settings | changes)
+    with pytest.raises(InputError, match=r"while the weights|more weights than"):
+        load_draft(tmp_path / "head", target.identity, target.model)
+    if max(changes.values()) > 256:
+        with pytest.raises(InputError, match="while the weights beside it hold 4 tensors"):
+            read_source(tmp_path / "head", TargetFolder(tmp_path, "none"))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("layer", [{"mlp_width": 10**9}, {"num_heads": 2**15, "head_width": 2**15}])
+def test_a_head_whose_layers_are_wider_than_its_weights_is_not_built(tmp_path, target, little_memory, layer):
+    family = FAMILIES["eagle3"]
+    head = family.build(family.settings.model_validate({"kind": "eagle3", "taps": [0, 1, 2]}), target.model, None)
+    save_artifact(tmp_path / "head", head, target.identity.to_dict())
+    settings = json.loads((tmp_path / "head" / "draftsmith.json").read_text())["head"]
+    rewrite(tmp_path / "head" / "draftsmith.json", head=settings | {"layer": layer})
+    with pytest.raises(InputError, match=r"draftsmith\.json: layer\..* is larger than all the weights beside it"):
+        load_draft(tmp_path / "head", target.identity, target.model)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("depths", "layers"), [(10**7, 1), (1, 10**7), (250, 250)])
+def test_a_draft_of_another_program_larger_than_its_weights_is_not_built(tmp_path, target, little_memory, depths, layers):
+    width = target.model.config.hidden_size
+    save_file({"blocks.0.layers.0.weight": torch.zeros(width, width)}, tmp_path / "model.safetensors")
+    config = {"model_type": "medusa", "medusa_num_heads": depths, "medusa_num_layers": layers}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=r"while the weights|more weights than"):
+        fit(read_external(tmp_path), target.model)

@@ -80,6 +80,8 @@ def test_only_a_gate_ends_it_with_the_gates_code(steps, arguments, code):
 @pytest.mark.parametrize(("stop", "code"), [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, TERMINATED)])
 def test_stopping_it_stops_what_it_started(tmp_path, stop, code):
     script = (
+        # A shell starts what runs in its background with Ctrl-C ignored, and these tests may run there.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
         f"import pathlib, sys; sys.path[0] = {str(ENTRY.parents[1])!r}; from scripts import demo; "
         f"demo.ROOT = pathlib.Path({str(tmp_path)!r}); demo.STEPS = {{'train': ['-c', {LAUNCH!r}]}}; demo.GRACE_SECONDS = 2; "
         "sys.exit(demo.main([]))"
@@ -90,7 +92,10 @@ def test_stopping_it_stops_what_it_started(tmp_path, stop, code):
     while not (child.exists() and child.read_text()) and time.monotonic() < until:
         time.sleep(0.05)
     running.send_signal(stop)
-    assert running.wait(30) == code
+    try:
+        assert running.wait(30) == code
+    finally:
+        running.kill()
     assert not living(int(child.read_text()))
 
 

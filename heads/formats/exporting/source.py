@@ -19,11 +19,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from configs.runtime.errors import InputError, first_line
 from configs.schema.heads import DFlashSettings
-from heads.artifact import VOCABULARY_FILE, Metadata, read_metadata
+from heads.artifact import METADATA_FILE, VOCABULARY_FILE, Metadata, read_metadata
 from heads.families.registry import FAMILIES
 from heads.modules.layers import LayerShape, layer_shape, shape_like
 from heads.proposers.vocabulary import DraftVocabulary, read_draft_vocabulary
 from heads.target.checkpoint_files import LazyTensor, Weights, constant, read_weights
+from heads.target.size_limits import check_counts
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -192,6 +193,7 @@ def read_source(
             settings = FAMILIES[metadata.kind].settings.model_validate(metadata.head)
         except ValidationError as error:
             raise InputError(f"{folder} is damaged: {first_line(error)}") from error
+        check_counts(settings.model_dump(), {name: stored.shape for name, stored in weights.items()}, folder / METADATA_FILE)
     wanted = metadata.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
     longest = getattr(settings, "longest_draft", None)
     if longest is not None and wanted > longest:

@@ -8,6 +8,7 @@ B batch, W draft vocabulary, V target vocabulary, D width.
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -28,6 +29,7 @@ from heads.modules.interface import HeadModule
 from heads.proposers.vocabulary import DraftVocabulary, write_draft_vocabulary
 from heads.target.checkpoint_files import LazyTensor, Weights, write_weights
 from heads.target.identity import TargetIdentity
+from heads.target.size_limits import check_head_sizes, no_larger_than
 
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 DEFAULT_TOKENS = 3
@@ -65,7 +67,11 @@ def fit(external: ExternalDraft, target: PreTrainedModel) -> Fitted:
     trained_head = _settle_head(external, weights, vocabulary, target)
     size = None if vocabulary is None else len(vocabulary)
     settings = external.checked_settings(draft_vocab_size=size, **trained_head, **layer, **embedding)
-    head = FAMILIES[external.kind].build(settings, target, vocabulary)
+    shapes = {name: stored.shape for name, stored in weights.items()}
+    check_head_sizes(settings, shapes, target.config.get_text_config().hidden_size, external.form)
+    # Native MTP tensors are found by the shapes of ours; there are as many depths as modules in the file.
+    with nullcontext() if external.placed else no_larger_than(shapes, external.form):
+        head = FAMILIES[external.kind].build(settings, target, vocabulary)
     own = {name: tuple(value.shape) for name, value in head.state_dict().items()}
     if external.placed is not None:
         weights |= external.placed(own)

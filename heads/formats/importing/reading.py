@@ -22,6 +22,7 @@ from heads.formats.importing.mtp import read_native
 from heads.formats.layout import renamed
 from heads.formats.names import MTP_PARTS, TRANSFORMERS_DFLASH, has_mtp_modules
 from heads.target.checkpoint_files import Weights, read_weights, zeros
+from heads.target.size_limits import check_counts
 
 KNOWN = (
     "speculators eagle3, peagle, dflash and mtp; flat EAGLE-3 (architecture ...Eagle3); Medusa (medusa_num_heads); Hydra "
@@ -47,6 +48,7 @@ def read_external(folder: Path, *, layer_ids: LayerIds | None = None, reads: str
     if not isinstance(config, dict):
         raise InputError(f"{folder / 'config.json'} holds no object")
     weights = read_weights(folder)
+    check_counts(config, {name: stored.shape for name, stored in weights.items()}, folder / "config.json")
     architectures = " ".join(config.get("architectures") or ())
     try:
         if "speculators_model_type" in config:
