@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_json
-from configs.schema.heads import DSparkSettings, HeadSettings
+from configs.schema.heads import DFlashSettings, DSparkSettings, HeadSettings
 from heads.target.checkpoint_files import read_weights
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -64,6 +64,8 @@ def check_head_sizes(settings: HeadSettings, shapes: Shapes, width: int, where: 
         InputError: names the setting.
     """
     check_counts(settings.model_dump(), shapes, where)
+    if isinstance(settings, DFlashSettings) and settings.block_size > USUAL:
+        raise InputError(f"{where}: block_size is {settings.block_size}, drafted in one forward; expected at most {USUAL}")
     layer = getattr(settings, "layer", None)
     sizes = {"markov_rank": settings.markov_rank} if isinstance(settings, DSparkSettings) else {}
     if layer is not None:

@@ -158,6 +158,16 @@ def test_a_head_whose_layers_are_wider_than_its_weights_is_not_built(tmp_path, t
         load_draft(tmp_path / "head", target.identity, target.model)
 
 
+def test_a_block_that_no_forward_could_hold_is_refused(tmp_path, target):
+    family = FAMILIES["dflash"]
+    settings = family.settings.model_validate({"kind": "dflash", "taps": [1], "mask_token_id": 3})
+    save_artifact(tmp_path / "head", family.build(settings, target.model, None), target.identity.to_dict())
+    known = json.loads((tmp_path / "head" / "draftsmith.json").read_text())["head"]
+    rewrite(tmp_path / "head" / "draftsmith.json", head=known | {"block_size": 10**9})
+    with pytest.raises(InputError, match="block_size is 1000000000, drafted in one forward; expected at most 256"):
+        load_draft(tmp_path / "head", target.identity, target.model)
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("depths", "layers"), [(10**7, 1), (1, 10**7), (250, 250)])
 def test_a_draft_of_another_program_larger_than_its_weights_is_not_built(tmp_path, target, little_memory, depths, layers):
