@@ -6,10 +6,13 @@ A command is a function `main(config)` and `sys.exit(run_command(EvalConfig, mai
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +23,7 @@ from configs.runtime.files import out_of_space
 from configs.runtime.key_list import render_config, render_keys
 from configs.runtime.loading import load_config
 from configs.runtime.progress import is_main_process, setup_logging
+from configs.runtime.redaction import redact
 from configs.runtime.terminal import one_line, say
 
 DONE = 0
@@ -31,6 +35,8 @@ INTERRUPTED = 130  # what a shell reports for Ctrl-C
 TERMINATED = 143  # what a shell reports for SIGTERM; training has written a checkpoint then
 # Environment variable: a process that ends with TERMINATED adds a line to the file it names.
 STOPPED_FILE = "DRAFTSMITH_STOPPED_FILE"
+# Environment variable: torch's elastic launcher shows the "message" in the JSON file it names, for each process that failed.
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 EPILOG = (
@@ -103,7 +109,7 @@ def exit_code(run: Callable[[], int | None]) -> int:
     try:
         code = run()
     except InputError as error:
-        _say(f"error: {error}")
+        _say(_noted(f"error: {error}"))
         return BAD_INPUT
     except Stopped as stopped:
         _say(str(stopped))
@@ -113,13 +119,15 @@ def exit_code(run: Callable[[], int | None]) -> int:
         _say("interrupted")
         return INTERRUPTED
     except RunFailed as error:
-        say(one_line(f"error: {error}"), sys.stderr)  # from every process: it may be the only one that knows
+        say(one_line(_noted(f"error: {error}")), sys.stderr)  # from every process: it may be the only one that knows
         return FAILED
     except Exception as error:
         if out_of_space(error):
             place = getattr(error, "filename", None) or "a file"
-            _say(f"error: cannot write {place}: {first_line(error)}; free space there, or name a folder on another disk")
+            message = f"error: cannot write {place}: {first_line(error)}; free space there, or name a folder on another disk"
+            _say(_noted(message))
             return BAD_INPUT
+        _noted(f"{type(error).__name__}: {first_line(error)}")
         sys.excepthook(type(error), error, error.__traceback__)
         return FAILED
     return DONE if code is None else code
@@ -136,6 +144,15 @@ def _note_stop(message: str) -> None:
                 stream.write(message + "\n")
         except OSError as error:
             _say(f"{STOPPED_FILE}: cannot write {file}: {error.strerror or error}")
+
+
+def _noted(message: str) -> str:
+    """Return the message, written to the file that `ERROR_FILE` names too; one that cannot be written changes no exit code."""
+    if file := os.environ.get(ERROR_FILE):
+        with suppress(OSError):
+            note = {"message": redact(one_line(message)), "timestamp": int(time.time())}
+            Path(file).write_text(json.dumps(note), encoding="utf-8")
+    return message
 
 
 def _repeat_set(argv: Sequence[str]) -> list[str]:

@@ -7,10 +7,12 @@ import os
 
 import pytest
 from safetensors import SafetensorError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from configs.runtime.command import (
     BAD_INPUT,
     DONE,
+    ERROR_FILE,
     FAILED,
     GATE_FAILED,
     INTERRUPTED,
@@ -98,6 +100,23 @@ def test_a_stop_in_good_order_is_noted_for_whoever_started_the_launcher_and_a_fa
     monkeypatch.setenv(STOPPED_FILE, str(tmp_path))  # a folder
     assert run(raising(Stopped("after step 4"))) == TERMINATED
     assert "cannot write" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (InputError("prompts.jsonl, line 3: not JSON"), "error: prompts.jsonl, line 3: not JSON"),
+        (RunFailed("the loss is nan in step 8"), "error: the loss is nan in step 8"),
+        (ValueError("shape\nof what"), "ValueError: shape"),
+    ],
+)
+def test_torchs_launcher_shows_why_a_process_failed(error, message, tmp_path, monkeypatch):
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
+    code = run(raising(error))
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file=str(tmp_path / "error.json"))
+    assert f"traceback : {message}\n" in ChildFailedError("train", {0: failure}).format_msg()
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path))  # a folder
+    assert run(raising(error)) == code
 
 
 @pytest.mark.parametrize("bug", [ValueError("shape"), MemoryError(), RuntimeError("device"), OSError(5, "Input/output error")])

@@ -275,7 +275,7 @@ def test_a_draft_whose_weights_are_split_writes_while_it_learns(runs, recipe):
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_a_recipe_opens_with_its_launch_line_and_is_one_that_is_started(recipe):
     opening = recipe.read_text().splitlines()[0]
-    assert f"accelerate launch --config_file configs/accelerate/{recipe.name} " in opening
+    assert f"accelerate launch --quiet --config_file configs/accelerate/{recipe.name} " in opening
     started = {name for name, _ in PAIRS} | {"one_process_cpu"}
     assert EQUIVALENTS.get(recipe.stem, recipe.stem) in started
     if recipe.stem.startswith("zero") and find_spec("deepspeed") is None:
