@@ -26,7 +26,7 @@ from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE
 from eval.lossless.verdict import NOT_LOSSLESS, judge_lossless
 from eval.measure.proposers import EvaluatedDraft, load_evaluated, make_baselines
 from eval.measure.shards import measure_share
-from eval.measure.suite import Suite, load_suite
+from eval.measure.suite import Suite, load_suite, trained_on
 from eval.measure.turns import Turns
 from eval.metrics.energy import summarise_energy
 from eval.metrics.meters import find_meter
@@ -142,6 +142,12 @@ def _build_report(
             "the target kept its keys and values in int8, in plain and in speculative decoding: both follow a distribution "
             "that is a little different from the target's own, and are compared with each other"
         )
+    seen = trained_on(suite.prompts, draft.paths)
+    if seen:
+        warnings.append(
+            f"the draft was trained on {len(seen)} of the suite's {len(suite.prompts)} prompts, {', '.join(seen[:3])} among "
+            "them: on them it is measured at what it remembers"
+        )
     return build_report(
         target=target.identity.to_dict()
         | {"dtype": config.target.dtype, "num_parameters": sum(each.numel() for each in target.model.parameters())},
@@ -159,6 +165,7 @@ def _build_report(
             source=suite.source,
             sha256=suite.sha256,
             format=suite.format,
+            num_trained_on=None if seen is None else len(seen),
             texts={prompt.prompt_id: prompt.turns[0] for prompt in suite.prompts},
             later_turns={prompt.prompt_id: prompt.turns[1:] for prompt in suite.prompts},
         ),

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
@@ -40,6 +41,7 @@ from heads.target.size_limits import check_causal_lm, check_head_sizes, no_large
 METADATA_FILE = "draftsmith.json"
 WEIGHTS_FILE = "model.safetensors"
 VOCABULARY_FILE = "draft_vocabulary.safetensors"
+PROMPTS_FILE = "training_prompts.safetensors"  # hashes of the prompts trained on; not published, nor part of the hash
 
 
 class HiddenStates(BaseModel):
@@ -114,8 +116,12 @@ def save_draft_lm(
     tokenizer: PreTrainedTokenizerBase,
     metadata: Metadata,
     vocabulary: DraftVocabulary | None = None,
+    training_prompts: np.ndarray | None = None,
 ) -> None:
     """Write a draft LM, its head whole, as an artifact that `AutoModelForCausalLM.from_pretrained(folder)` also loads.
+
+    Args:
+        training_prompts: hashes of the prompts it was trained on, int64 `[N]`; None: unknown.
 
     Raises:
         InputError: the folder cannot be written.
@@ -128,11 +134,17 @@ def save_draft_lm(
         tokenizer.save_pretrained(scratch)
         if vocabulary is not None:
             write_draft_vocabulary(scratch / VOCABULARY_FILE, vocabulary)
-        write_json(scratch / METADATA_FILE, mask_secrets(metadata.model_dump(mode="json")))
+        _write_rest(scratch, metadata, training_prompts)
 
 
-def save_head(folder: Path, head: torch.nn.Module, metadata: Metadata, vocabulary: DraftVocabulary | None = None) -> None:
-    """Write a head on a frozen target as an artifact; what it borrows from the target is not written.
+def save_head(
+    folder: Path,
+    head: torch.nn.Module,
+    metadata: Metadata,
+    vocabulary: DraftVocabulary | None = None,
+    training_prompts: np.ndarray | None = None,
+) -> None:
+    """Write a head on a frozen target as an artifact; what it borrows from the target is not written. See `save_draft_lm`.
 
     Raises:
         InputError: the folder cannot be written.
@@ -142,7 +154,28 @@ def save_head(folder: Path, head: torch.nn.Module, metadata: Metadata, vocabular
         save_file(tensors, scratch / WEIGHTS_FILE)
         if vocabulary is not None:
             write_draft_vocabulary(scratch / VOCABULARY_FILE, vocabulary)
-        write_json(scratch / METADATA_FILE, mask_secrets(metadata.model_dump(mode="json")))
+        _write_rest(scratch, metadata, training_prompts)
+
+
+def read_training_prompts(folder: str | Path) -> np.ndarray | None:
+    """Return the hashes of the prompts that an artifact was trained on, int64 `[N]`; None where it does not say.
+
+    Raises:
+        InputError: they cannot be read.
+    """
+    path = locate_artifact(folder) / PROMPTS_FILE
+    if not path.is_file():
+        return None
+    try:
+        return load_file(path)["user_texts"].numpy()
+    except (SafetensorError, KeyError, OSError) as error:
+        raise InputError(f"{path} cannot be read: {first_line(error)}") from error
+
+
+def _write_rest(folder: Path, metadata: Metadata, training_prompts: np.ndarray | None) -> None:
+    if training_prompts is not None:
+        save_file({"user_texts": torch.from_numpy(np.unique(training_prompts))}, folder / PROMPTS_FILE)
+    write_json(folder / METADATA_FILE, mask_secrets(metadata.model_dump(mode="json")))
 
 
 def load_draft(

@@ -21,7 +21,13 @@ from configs.schema.training import DistillConfig, HeadsConfig, ScheduleConfig
 from distill.cache.format import MANIFEST
 from distill.cache.reader import TargetCache, check_fits, open_cache
 from distill.dataset.batches import ConversationDataset, make_loader
-from distill.dataset.conversations import Conversation, check_written_for, is_written_by_target, open_conversations
+from distill.dataset.conversations import (
+    Conversation,
+    check_held_out,
+    check_written_for,
+    is_written_by_target,
+    open_conversations,
+)
 from distill.dataset.packing import make_packed_loader
 from distill.dataset.workers import Workers
 from heads.modules.interface import Batch
@@ -134,6 +140,7 @@ def load_materials(config: DistillConfig | HeadsConfig, accelerator: Accelerator
         )
     train_path, held_out_path = Path(config.data.train), Path(config.data.held_out)
     train_rows, held_out_rows = open_conversations(train_path), open_conversations(held_out_path)
+    check_held_out(train_rows, held_out_rows)
     target = load_target(config.target.model_copy(update={"device": str(accelerator.device)}))
     for path in (train_path, held_out_path):
         for difference in check_written_for(path, target.identity):

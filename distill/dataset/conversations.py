@@ -8,6 +8,7 @@ beside the file with the file's SHA-256. Several processes may make it at once; 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,8 +29,8 @@ log = logging.getLogger("draftsmith")
 
 WHAT = "conversations file"
 INDEX_SUFFIX = ".index.safetensors"
-INDEX_VERSION = 1
-DTYPES = {"offsets": np.int64, "prompt_lengths": np.int32, "answer_lengths": np.int32}
+INDEX_VERSION = 2
+DTYPES = {"offsets": np.int64, "prompt_lengths": np.int32, "answer_lengths": np.int32, "user_texts": np.int64}
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 WRITTEN_BY = "answers_written_by"  # key of the manifest
@@ -67,6 +68,11 @@ class Conversation:
     def to_line(self) -> str:
         """Return the row as one line of JSON, all but ASCII escaped: some readers end a line at U+2028."""
         return json.dumps(asdict(self)) + "\n"
+
+    @property
+    def user_text(self) -> str:
+        """Everything the user says, one message a line."""
+        return "\n".join(message["content"] for message in self.messages if message["role"] == "user")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str) -> Conversation:
@@ -106,11 +112,12 @@ def read_conversations(path: Path) -> list[Conversation]:
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """First byte of each row (int64 `[N]`), and the tokens of its prompt and answer (int32 `[N]`)."""
+    """First byte of each row and `text_hash` of its user text (int64 `[N]`), tokens of its prompt and answer (int32 `[N]`)."""
 
     offsets: np.ndarray
     prompt_lengths: np.ndarray
     answer_lengths: np.ndarray
+    user_texts: np.ndarray
 
 
 class ConversationFile(Sequence[Conversation]):
@@ -183,6 +190,39 @@ def row_lengths(conversations: Sequence[Conversation]) -> tuple[np.ndarray, np.n
     return prompts, np.fromiter((len(row.answer_ids) for row in conversations), np.int32, len(conversations))
 
 
+def user_text_hashes(conversations: Sequence[Conversation]) -> np.ndarray:
+    """Return `text_hash` of each row's user text, int64 `[N]`; without reading the rows of a `ConversationFile`."""
+    if isinstance(conversations, ConversationFile):
+        return conversations.places.user_texts
+    return np.fromiter((text_hash(row.user_text) for row in conversations), np.int64, len(conversations))
+
+
+def check_held_out(train: Sequence[Conversation], held_out: Sequence[Conversation]) -> None:
+    """Compare the prompts trained on with those held out.
+
+    Raises:
+        InputError: they share some.
+    """
+    shared = np.isin(user_text_hashes(held_out), user_text_hashes(train))
+    if shared.any():
+        first = held_out[int(shared.argmax())].prompt_id
+        raise InputError(
+            f"data.held_out: {shared.sum()} of its {len(shared)} conversations ask what data.train asks, prompt {first} for "
+            "one: scores on them would say nothing; give the two files that scripts/make_data.py writes"
+        )
+
+
+def text_hash(text: str) -> int:
+    """Return the first 64 bits of a text's SHA-256 as a signed number; white space and case make no difference."""
+    digest = hashlib.sha256(folded_text(text).encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big", signed=True)
+
+
+def folded_text(text: str) -> str:
+    """Return a text as it is compared: white space folded, case ignored."""
+    return " ".join(text.split()).casefold()
+
+
 class DataManifest(BaseModel):
     """What this project reads of the manifest beside a conversations file."""
 
@@ -239,7 +279,7 @@ def _read_index(path: Path, sha256: str) -> Index | None:
 
 
 def _make_index(path: Path) -> Index:
-    places = ((offset, len(row.prompt_ids), len(row.answer_ids)) for offset, row in _read_rows(path))
+    places = ((offset, len(row.prompt_ids), len(row.answer_ids), text_hash(row.user_text)) for offset, row in _read_rows(path))
     columns = np.fromiter(places, np.dtype(list(DTYPES.items())))
     if not len(columns):
         raise InputError(f"{WHAT} {path} is empty")

@@ -24,7 +24,7 @@ import datasets
 
 from configs.runtime.errors import InputError, first_line
 from configs.schema.data import PromptsConfig
-from distill.dataset.conversations import Message
+from distill.dataset.conversations import Message, folded_text, text_hash
 from distill.generation.row_formats import detect_format, to_turns_or_messages
 from distill.generation.source_files import read_source
 from heads.target.loading import Target
@@ -58,8 +58,13 @@ class Prompt:
     @property
     def user_text(self) -> str:
         """Everything the user says, one turn a line; the text for the split by hash and the overlap guard."""
-        earlier = [message["content"] for message in self.history if message["role"] == "user"]
-        return "\n".join([*earlier, *self.turns])
+        return self.user_texts[-1]
+
+    @property
+    def user_texts(self) -> list[str]:
+        """What the user has said at each turn, one message a line: `Conversation.user_text` of the rows made of it."""
+        said = [message["content"] for message in self.history if message["role"] == "user"]
+        return ["\n".join([*said, *self.turns[: number + 1]]) for number in range(len(self.turns))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +219,7 @@ def parse_row(values: Mapping[str, Any], *, default_category: str, where: str) -
 
 
 def split_prompts(prompts: Sequence[Prompt], held_out_share: float) -> Split:
-    """Drop duplicates, split by hash, and drop from train what shares 13 words in a row with a held-out prompt.
+    """Drop duplicates, split by hash, and drop from train what shares 13 words in a row or a whole turn with a held-out prompt.
 
     Raises:
         InputError: no prompt is left on one of the sides.
@@ -223,7 +228,12 @@ def split_prompts(prompts: Sequence[Prompt], held_out_share: float) -> Split:
     held_out = [prompt for prompt in distinct if hash_position(prompt.user_text) < held_out_share]
     candidates = [prompt for prompt in distinct if hash_position(prompt.user_text) >= held_out_share]
     known = {gram for prompt in held_out for gram in word_grams(prompt.user_text)}
-    train = [prompt for prompt in candidates if known.isdisjoint(word_grams(prompt.user_text))]
+    asked = {text_hash(text) for prompt in held_out for text in prompt.user_texts}
+    train = [
+        prompt
+        for prompt in candidates
+        if known.isdisjoint(word_grams(prompt.user_text)) and asked.isdisjoint(map(text_hash, prompt.user_texts))
+    ]
     dropped = {DUPLICATE: len(prompts) - len(distinct), OVERLAP: len(candidates) - len(train)}
     if not train or not held_out:
         raise InputError(
@@ -236,19 +246,13 @@ def split_prompts(prompts: Sequence[Prompt], held_out_share: float) -> Split:
 
 def hash_position(text: str) -> float:
     """Return a number in [0, 1), uniform over texts; white space and case make no difference."""
-    digest = hashlib.sha256(normalise(text).encode("utf-8", "surrogatepass")).digest()
-    return (int.from_bytes(digest[:8], "big") >> 11) * 2.0**-53
+    return ((text_hash(text) % 2**64) >> 11) * 2.0**-53
 
 
 def word_grams(text: str, num_words: int = GUARD_WORDS) -> Iterator[tuple[str, ...]]:
     """Yield every run of `num_words` words, in lower case and without punctuation."""
     words = re.findall(r"\w+", text.casefold())
     return zip(*(words[start:] for start in range(num_words)), strict=False)
-
-
-def normalise(text: str) -> str:
-    """Return a text as it is compared: white space folded, case ignored."""
-    return " ".join(text.split()).casefold()
 
 
 def _parse_turns(value: Any, where: str) -> tuple[str, ...]:
@@ -288,4 +292,4 @@ def _short(value: Any) -> str:
 def _everything_said(prompt: Prompt) -> str:
     """Return the text by which prompts count as duplicates: unlike the split, it tells system messages apart."""
     history = [f"{message['role']}: {message['content']}" for message in prompt.history]
-    return normalise("\n".join([*history, *prompt.turns]))
+    return folded_text("\n".join([*history, *prompt.turns]))

@@ -15,8 +15,9 @@ from configs.runtime.errors import InputError
 from configs.runtime.progress import progress
 from configs.schema.data import PromptsConfig
 from configs.schema.decoding import SamplingConfig
+from distill.dataset.conversations import folded_text
 from distill.generation.continuation import TargetSource, TokenRow, continue_rows, request_number
-from distill.generation.prompts import DUPLICATE, Prompt, normalise
+from distill.generation.prompts import DUPLICATE, Prompt
 from heads.target.loading import Target
 
 SENTINEL = "SELF-SEEDED-TURN-GOES-HERE"
@@ -175,10 +176,10 @@ def _choose(turns: Sequence[Turn], config: PromptsConfig, chosen: dict[str, Prom
             dropped[UNUSABLE] += 1
         elif len(text) < MIN_CHARACTERS:
             dropped[TOO_SHORT] += 1
-        elif normalise(text) in chosen:
+        elif folded_text(text) in chosen:
             dropped[DUPLICATE] += 1
         else:
-            chosen[normalise(text)] = Prompt(prompt_id=f"self-{number}", category=config.category, turns=(text,))
+            chosen[folded_text(text)] = Prompt(prompt_id=f"self-{number}", category=config.category, turns=(text,))
 
 
 def _check_yield(num_chosen: int, num_written: int) -> None:

@@ -15,9 +15,11 @@ from typing import Any
 from configs.runtime.errors import InputError
 from configs.runtime.files import find_shipped, sha256_of
 from configs.schema.evaluation import SuiteConfig
+from distill.dataset.conversations import text_hash
 from distill.generation.prompts import Prompt, load_rows, parse_row
 from distill.generation.row_formats import detect_format, to_turns_or_messages
 from distill.generation.source_files import SUFFIXES, read_source
+from heads.artifact import read_training_prompts
 
 UNCATEGORISED = "uncategorised"
 
@@ -77,6 +79,19 @@ def load_suite(config: SuiteConfig) -> Suite:
         sha256=_hash_prompts(prompts) if is_data_set else sha256_of(path),
         num_turns_left_out=sum(len(prompt.turns) for prompt in chosen) - sum(len(prompt.turns) for prompt in cut),
     )
+
+
+def trained_on(prompts: Sequence[Prompt], artifacts: Sequence[str]) -> list[str] | None:
+    """Return the ids of the prompts of which an artifact was trained on a turn; None where an artifact does not say.
+
+    Raises:
+        InputError: an artifact cannot be read.
+    """
+    known = [read_training_prompts(artifact) for artifact in artifacts]
+    if any(hashes is None for hashes in known):
+        return None
+    hashes = {int(each) for part in known if part is not None for each in part}
+    return [prompt.prompt_id for prompt in prompts if not hashes.isdisjoint(map(text_hash, prompt.user_texts))]
 
 
 def spread_over_categories(prompts: Sequence[Prompt], num_prompts: int) -> list[Prompt]:

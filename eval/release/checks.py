@@ -125,6 +125,8 @@ def _judge_prompts(report: Report, config: GateConfig) -> Finding:
         reason = f"the gate asks for at least {config.min_prompts} prompts (min_prompts)"
     if not reason and wanted is not None and prompts.sha256 != wanted:
         reason = f"the prompts, of {prompts.source}, hash to {short(prompts.sha256)}, not to the gate's suite_sha256"
+    if not reason and prompts.num_trained_on:
+        reason = f"the draft was trained on {prompts.num_trained_on} of them: evaluate on prompts it has not seen"
     required = f"all {prompts.num_asked} asked for, at least {config.min_prompts}"
     required += "" if wanted is None else f", of suite {short(wanted)}"
     return _finding("prompts", float(measured), required, reason)

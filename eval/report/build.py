@@ -38,6 +38,7 @@ class PromptSet:
     texts: Mapping[str, str]  # prompt id -> text of the first turn, for all prompts of the run
     later_turns: Mapping[str, Sequence[str]] = field(default_factory=dict)  # prompt id -> texts of the turns after the first
     format: str | None = None  # of the suite's rows (`eval.measure.suite`)
+    num_trained_on: int | None = None  # prompts that the draft was trained on; None: unknown
 
     @property
     def places(self) -> list[tuple[str, int]]:
@@ -132,6 +133,7 @@ def _prompts(prompts: PromptSet, records: Tally) -> dict[str, Any]:
         "num_asked": len(prompts.texts),
         "num_turns": len(prompts.places),
         "num_prompts": len(records.answered(prompts.places)),
+        "num_trained_on": prompts.num_trained_on,
         "categories": records.categories,
         "failed": [
             {name: getattr(each, name) for name in ("prompt_id", "turn", "mode", "stop_reason")} for each in records.failed

@@ -101,6 +101,7 @@ class PromptsSection(ClosedSection):
     num_asked: Count
     num_turns: Count | None = None  # of all prompts; None in reports of an earlier version
     num_prompts: Count
+    num_trained_on: Count | None = None  # of all prompts, by the draft; None: the artifact does not say
     categories: dict[str, Count]
     failed: list[FailedRequest] = Field(
         description="Prompts whose decoding broke off, in any mode. What was decoded of them is counted, a batch that broke "

@@ -1,6 +1,7 @@
 """Training a head from files to an artifact that decodes: what is scored is what is kept, and a run can be repeated."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,8 @@ def run_folder(tmp_path_factory, tiny_run):
     rows = [conversation(*row, f"p{number}") for number, row in enumerate(zip(prompts, answers, strict=True))]
     folder = tmp_path_factory.mktemp("heads")
     write_rows(folder / "train.jsonl", rows)
-    write_rows(folder / "held_out.jsonl", rows[:4])
+    others = [replace(row, messages=({"role": "user", "content": f"other {row.prompt_id}"},)) for row in rows[:4]]
+    write_rows(folder / "held_out.jsonl", others)
     manifest = {"format_version": FORMAT_VERSION, "target": target.identity.to_dict()}
     (folder / MANIFEST).write_text(json.dumps(manifest))
     return folder

@@ -19,7 +19,7 @@ from configs.schema.learning import StudentConfig
 from configs.schema.training import DistillConfig
 from distill.cache.reader import TargetCache
 from distill.dataset.batches import ConversationDataset, Example
-from distill.dataset.conversations import Conversation
+from distill.dataset.conversations import Conversation, user_text_hashes
 from distill.loss.draft_objective import DraftObjective, target_hidden
 from distill.loss.pairs import SparseTarget
 from distill.student.init import initial_draft, merge_adapters
@@ -75,6 +75,7 @@ class DraftTask:
                 check_keeps_apart(model)
         self.module: nn.Module = DraftObjective(draft, target, config.loss, self.vocabulary, self.clock)
         self.rewriter = Rewriter(config, target) if config.policy.rewrites else None
+        self.training_prompts = user_text_hashes(train)
         self.held_out = HeldOutDecoding(config.held_out, target, held_out, accelerator)
 
     @property
@@ -149,7 +150,7 @@ class DraftTask:
             provenance=training_provenance(progress, metrics),
         )
         artifact = Path(self.config.output) / "artifact"
-        save_draft_lm(artifact, self._served(module), self.target.tokenizer, metadata, self.vocabulary)
+        save_draft_lm(artifact, self._served(module), self.target.tokenizer, metadata, self.vocabulary, self.training_prompts)
 
     def _proposer(self, module: nn.Module) -> DraftLM:
         served = self._served(module)

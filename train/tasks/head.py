@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from configs.schema.training import HeadsConfig
 from distill.cache.reader import TargetCache
-from distill.dataset.conversations import Conversation
+from distill.dataset.conversations import Conversation, user_text_hashes
 from distill.loss.head_objective import HeadLoss, HeadObjective
 from distill.student.vocabulary import most_frequent_answer_tokens
 from heads.artifact import head_metadata, save_head
@@ -67,6 +67,7 @@ class HeadTask:
         if cache is not None:
             cache.check_keeps(self.taps)
         self.module: nn.Module = HeadObjective(head, target, config.loss, self.clock)
+        self.training_prompts = user_text_hashes(train)
         self.held_out = HeldOutDecoding(config.held_out, target, held_out, accelerator)
         self.prediction = HeldOutPrediction(config.held_out, held_out, accelerator)
 
@@ -129,7 +130,7 @@ class HeadTask:
             training=self.config.model_dump(mode="json"),
             provenance=training_provenance(progress, metrics),
         )
-        save_head(folder, serve(self.copy_of(module), self.target.model), metadata, self.vocabulary)
+        save_head(folder, serve(self.copy_of(module), self.target.model), metadata, self.vocabulary, self.training_prompts)
 
     def copy_of(self, module: nn.Module) -> nn.Module:
         """Return a new head with the trained weights, made as when an artifact is loaded; the random state is restored."""
