@@ -133,10 +133,10 @@ def encode_prompt(target: Target, prompt: Prompt) -> tuple[int, ...]:
     """
     ids = target.encode_chat(prompt.messages)
     if len(ids) >= target.max_positions:
+        place = f" ({prompt.where})" if prompt.where else ""
         raise InputError(
-            f"{prompt.where or f'prompt {prompt.prompt_id}'} has {len(ids)} tokens; the target's context is "
-            f"{target.max_positions}, and at least one is needed for the answer: shorten it, or set on_too_long to skip or "
-            "truncate"
+            f"prompt {prompt.prompt_id}{place} has {len(ids)} tokens; the target's context is {target.max_positions}, "
+            "and at least one is needed for the answer: shorten it, or set on_too_long to skip or truncate"
         )
     return tuple(ids)
 
