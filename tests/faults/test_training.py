@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from accelerate import Accelerator
 
-from configs.runtime.command import BAD_INPUT, TERMINATED
+from configs.runtime.command import BAD_INPUT, FAILED, TERMINATED
 from scripts.fault_injection.setup import EVERY, STEPS
 from tests.faults.conftest import at_call, content, die_at_step, kill_here, send_here
 from train.launch import run_distillation
@@ -67,7 +67,7 @@ FAULTS = {  # what is planted; the exit code; the newest checkpoint; what is sai
     # The signal comes after the step's count of labels: the processes agree on it with those of the next step.
     "stopped": (stop_at("loss", 6), TERMINATED, 7, "stopped by SIGTERM after step 7 of 12; a checkpoint is in"),
     "stopped where an evaluation is due": (stop_at("prepare", 6), TERMINATED, 6, "after step 6 of 12"),
-    "stopped by a loss of nan": (nan_from_step_8, 1, 6, "the loss is nan in step 8"),
+    "stopped by a loss of nan": (nan_from_step_8, FAILED, 6, "the loss is nan in step 8"),
 }
 
 

@@ -9,6 +9,7 @@ import torch
 from configs.runtime.command import DONE, run_command
 from configs.runtime.errors import InputError
 from configs.runtime.loading import load_config
+from configs.schema.base import Settings
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import EvalConfig
 from eval.cost.draft_length import (
@@ -26,7 +27,7 @@ from eval.report.schema import write_report
 from heads.proposers.draft_length import CostRule, calibrated, tokens_per_millisecond
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.prompt_lookup import PromptLookup
-from scripts.fit_stopping import FitConfig, add_arguments, main
+from scripts.fit_stopping import add_arguments, main
 from tests.support.decoding import PROMPTS, requests_for
 from tests.support.evaluations import report_in, tiny_evaluation
 from tests.support.reports import REMOVED, changed
@@ -188,7 +189,7 @@ def test_the_command_writes_a_config(report, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_report(Path("report.json"), report)
     argv = ["report.json", "--out", "stopping.yaml"]
-    assert run_command(FitConfig, main, description="", argv=argv, add_arguments=add_arguments) == DONE
+    assert run_command(Settings, main, description="", argv=argv, add_arguments=add_arguments) == DONE
     assert capsys.readouterr().out == Path("stopping.yaml").read_text()
     assert load_config(EvalConfig, "stopping.yaml").decode.stopping == stopping_from_report(report)
 
