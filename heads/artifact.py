@@ -1,7 +1,8 @@
 """The artifact: a folder with `draftsmith.json`, the draft's weights, and for a draft LM all that transformers needs.
 
 Writing is atomic. Loading compares the target, tokenizer and chat template the draft was made for with those at hand and
-refuses any difference, because such a draft decodes without an error and is never accepted.
+refuses any difference, because such a draft decodes without an error and is never accepted. Any other causal LM with the
+target's tokenizer can be loaded as a draft too. `heads.metadata` has what an artifact says of itself.
 
 A draft LM with a reduced vocabulary is written with its whole head, so that other programs need not know of the reduction;
 `draft_vocabulary.safetensors` lists the rows that our decoder keeps.
@@ -9,69 +10,63 @@ A draft LM with a reduced vocabulary is written with its whole head, so that oth
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import cast
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.runtime.errors import InputError, first_line
-from configs.runtime.files import check_readable, new_folder, read_json, write_json
+from configs.runtime.files import new_folder, write_json
 from configs.runtime.redaction import mask_secrets
 from heads.families.registry import FAMILIES, serve
-from heads.hub import locate_artifact
+from heads.hub import METADATA_FILE, locate_artifact
 from heads.inference.compiled_forward import run_alike
 from heads.inference.model_checks import check_rolls_back, check_split
+from heads.metadata import (
+    PROMPTS_FILE,
+    VOCABULARY_FILE,
+    WEIGHTS_FILE,
+    HiddenStates,
+    Metadata,
+    check_made_for,
+    hash_artifact,
+    hash_together,
+    head_metadata,
+    read_metadata,
+    untrained_metadata,
+)
 from heads.modules.interface import HeadModule
 from heads.proposers.cross_device import CrossDeviceProposer
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.protocol import Proposer
 from heads.proposers.vocabulary import DraftVocabulary, keep_head_rows, read_draft_vocabulary, write_draft_vocabulary
 from heads.target.hidden_states import check_taps
-from heads.target.identity import TargetIdentity, hash_files
+from heads.target.identity import TargetIdentity, hash_weights
 from heads.target.size_limits import check_causal_lm, check_head_sizes, no_larger_than
 
-METADATA_FILE = "draftsmith.json"
-WEIGHTS_FILE = "model.safetensors"
-VOCABULARY_FILE = "draft_vocabulary.safetensors"
-PROMPTS_FILE = "training_prompts.safetensors"  # hashes of the prompts trained on; not published, nor part of the hash
-
-
-class HiddenStates(BaseModel):
-    """Which of the target's hidden states a draft reads, with the convention spelled out against off-by-one errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    convention: Literal["h_0 is the embedding output, h_i the residual stream after block i (before the final norm)"] = (
-        "h_0 is the embedding output, h_i the residual stream after block i (before the final norm)"
-    )
-    taps: list[int]
-    concat_order: list[str]
-    last_is_post_norm: bool
-
-
-class Metadata(BaseModel):
-    """The content of `draftsmith.json`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    format_version: Literal[1] = 1
-    kind: str  # draft_lm, or a family of `heads.families.registry`
-    target: dict[str, Any]
-    hidden_states: HiddenStates | None = None  # None: the draft reads tokens only
-    head: dict[str, Any] | None = None  # a head's settings (`configs.schema.heads`), nothing left open; None for a draft LM
-    draft_vocab_size: int = Field(ge=1)  # tokens the draft can propose
-    draft_vocabulary: Literal["target", "reduced"] = "target"  # target: all of its ids; reduced: see VOCABULARY_FILE
-    num_speculative_tokens: int = Field(ge=1)
-    training: dict[str, Any]  # the resolved config it was trained with
-    provenance: dict[str, Any]  # command, versions, git state, step and held-out score
+__all__ = [
+    "METADATA_FILE",
+    "PROMPTS_FILE",
+    "VOCABULARY_FILE",
+    "WEIGHTS_FILE",
+    "Draft",
+    "HiddenStates",
+    "Metadata",
+    "hash_artifact",
+    "hash_together",
+    "head_metadata",
+    "load_draft",
+    "read_metadata",
+    "read_training_prompts",
+    "save_draft_lm",
+    "save_head",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,31 +78,6 @@ class Draft:
     num_parameters: int
     sha256: str  # over weights, metadata and draft vocabulary
     warnings: list[str]
-
-
-def head_metadata(
-    settings: Any,
-    taps: Sequence[int],
-    identity: TargetIdentity,
-    vocabulary: DraftVocabulary | None,
-    vocab_size: int,
-    *,
-    num_speculative_tokens: int,
-    training: dict[str, Any],
-    provenance: dict[str, Any],
-) -> Metadata:
-    """Return the metadata of a head, by its settings (`configs.schema.heads`), on a target with so many tokens."""
-    return Metadata(
-        kind=settings.kind,
-        target=identity.to_dict(),
-        hidden_states=HiddenStates(taps=list(taps), concat_order=[f"h_{tap}" for tap in taps], last_is_post_norm=True),
-        head=settings.model_dump(mode="json"),
-        draft_vocab_size=vocab_size if vocabulary is None else len(vocabulary),
-        draft_vocabulary="target" if vocabulary is None else "reduced",
-        num_speculative_tokens=num_speculative_tokens,
-        training=training,
-        provenance=provenance,
-    )
 
 
 def save_draft_lm(
@@ -186,28 +156,25 @@ def load_draft(
     allow_target_mismatch: bool = False,
     device: str | None = None,
 ) -> Draft:
-    """Load an artifact for a target, in its dtype.
+    """Load an artifact, or any causal LM with the target's tokenizer, for a target, in its dtype.
 
     Args:
-        folder: the artifact, or its name on the Hub (`heads.hub.locate_artifact`).
+        folder: the artifact or model, or its name on the Hub (`heads.hub.locate_artifact`).
         identity: who the target at hand is.
         allow_target_mismatch: make the refusal of another target a warning. Another tokenizer stays refused.
         device: where a draft LM is to run (`heads.proposers.cross_device`); None: where the target is.
 
     Raises:
-        InputError: it is no artifact, is damaged, or was made for another target, tokenizer or chat template; or a device is
+        InputError: it is neither, is damaged, or was made for another target, tokenizer or chat template; or a device is
             given that this machine lacks, or for a head.
     """
     folder = locate_artifact(folder)
-    metadata = read_metadata(folder)
-    made_for = TargetIdentity.from_dict(metadata.target, str(folder / METADATA_FILE))
-    differences = made_for.differences(identity)
-    warnings = []
-    if differences:
-        words = f"{folder} was trained for {made_for.name}; what differs from {identity.name} at hand: {', '.join(differences)}"
-        if "tokenizer" in differences or not allow_target_mismatch:
-            raise InputError(words + ("" if "tokenizer" in differences else " (allow_target_mismatch makes this a warning)"))
-        warnings.append(words)
+    if is_artifact := (folder / METADATA_FILE).is_file() or not (folder / "config.json").is_file():
+        metadata = read_metadata(folder)
+        warnings = check_made_for(metadata, identity, folder, allow_target_mismatch)
+    else:
+        metadata = untrained_metadata(folder, identity)
+        warnings = [f"the draft {folder} is a model as it was found, not trained by draftsmith for {identity.name}"]
     model: torch.nn.Module
     proposer: Proposer
     if metadata.kind == "draft_lm":
@@ -225,54 +192,14 @@ def load_draft(
         metadata=metadata,
         proposer=proposer,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        sha256=hash_artifact(folder, metadata),
+        sha256=hash_artifact(folder, metadata) if is_artifact else hash_weights(folder),
         warnings=warnings,
     )
-
-
-def read_metadata(folder: Path) -> Metadata:
-    """Return the checked content of an artifact's `draftsmith.json`.
-
-    Raises:
-        InputError: the folder holds none, or it does not follow the format; or something in it is no file.
-    """
-    path = folder / METADATA_FILE
-    if not path.is_file():
-        raise InputError(f"{folder} is no artifact: it holds no {METADATA_FILE}")
-    check_readable(folder)
-    content = read_json(path, "artifact metadata")
-    try:
-        return Metadata.model_validate(content)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the top level"
-        raise InputError(f"{path}: {where}: {first['msg']}") from error
-
-
-def hash_artifact(folder: Path, metadata: Metadata) -> str:
-    """Return the one hash of an artifact: over its weights, its metadata and its draft vocabulary.
-
-    Raises:
-        InputError: one of the files cannot be read.
-    """
-    names = [WEIGHTS_FILE, METADATA_FILE]
-    files = names if metadata.draft_vocabulary == "target" else [*names, VOCABULARY_FILE]
-    try:
-        return hash_files([folder / name for name in files])
-    except OSError as error:
-        raise InputError(f"{folder} is damaged: cannot read {error.filename}: {error.strerror}") from error
-
-
-def hash_together(hashes: Sequence[str]) -> str:
-    """Return the one hash of several artifacts that draft together, in their order; a single one keeps its own."""
-    return hashes[0] if len(hashes) == 1 else hashlib.sha256("\n".join(hashes).encode()).hexdigest()
 
 
 def _load_draft_lm(
     folder: Path, metadata: Metadata, target: PreTrainedModel, device: str | None
 ) -> tuple[PreTrainedModel, DraftLM]:
-    if not (folder / WEIGHTS_FILE).is_file():
-        raise InputError(f"{folder} is damaged: it holds no {WEIGHTS_FILE}")
     try:
         check_causal_lm(folder)
         model = AutoModelForCausalLM.from_pretrained(

@@ -1,5 +1,7 @@
 """Drafts by name: a folder here, or a repository on the Hub, whose data files are fetched into the Hub's own cache.
 
+The output folder of a training stands for the artifact in it.
+
 Only files that hold data are fetched: JSON, safetensors, tokenizers. No code, nothing pickled, except for a draft to be
 imported, whose weights some programs still keep in a `.bin` or `.pt` (read with `weights_only` by
 `heads.target.checkpoint_files`). Where and how the Hub is reached (`HF_ENDPOINT`, `HF_TOKEN`, `HF_HUB_OFFLINE`, `HF_HOME`) is
@@ -18,6 +20,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from configs.runtime.errors import InputError, first_line
 from configs.schema.release import TORCH_FILES
 
+METADATA_FILE = "draftsmith.json"
 DATA_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 EXTERNAL_FILES = (*DATA_FILES, *TORCH_FILES)
 SUBFOLDERS = "*/*"  # the exports of a published draft, for which others come
@@ -28,13 +31,15 @@ def locate_artifact(name: str | Path) -> Path:
     """Return the folder of an artifact.
 
     Args:
-        name: a folder, or `owner/name` or `owner/name@revision` on the Hub, where a folder of that name goes before; the
-            revision is a branch, a tag or a commit.
+        name: a folder, or that of a training with an `artifact/` in it; or `owner/name` or `owner/name@revision` on the Hub,
+            where a folder of that name goes before; the revision is a branch, a tag or a commit.
 
     Raises:
         InputError: it is neither, or could not be fetched.
     """
-    return _locate(str(name), DATA_FILES)
+    folder = _locate(str(name), DATA_FILES)
+    trained = folder / "artifact"
+    return trained if (trained / METADATA_FILE).is_file() and not (folder / METADATA_FILE).is_file() else folder
 
 
 def locate_external(name: str | Path) -> Path:

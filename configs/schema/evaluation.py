@@ -109,8 +109,8 @@ class EvalConfig(Settings):
     """`eval/run.py`: decode with a draft, compare with plain decoding, write the report."""
 
     target: TargetConfig = TargetConfig()
-    # An artifact: a folder, or owner/name[@revision] on the Hub. Or a list of them, whose candidates are merged into one tree
-    # in the order of the list
+    # An artifact, the output folder of its training, or any causal LM with the target's tokenizer: a folder, or
+    # owner/name[@revision] on the Hub. Or a list of them, whose candidates are merged into one tree in the order of the list
     draft: str | list[str] = "runs/distill/artifact"
     draft_device: str | None = None  # of draft LMs, such as cuda:1; None: the target's. Not yet run on two devices
     allow_target_mismatch: bool = False  # decode with a draft trained for another target; else it is refused

@@ -113,6 +113,16 @@ def test_a_lossy_report_says_so_and_its_baselines_do_not_take_part(config, lossy
     assert judge(report, GateConfig()).outcome == "fail"
 
 
+def test_a_model_that_is_no_artifact_is_measured_and_the_report_says_so(config, tiny_run, tmp_path):
+    model = Path(shutil.copytree(tiny_run / "artifact", tmp_path / "tiny-model"))
+    (model / METADATA_FILE).unlink()
+    evaluate(config.model_copy(update={"draft": str(model)}))
+    report = report_in(config)
+    assert (report.draft.kind, report.draft.path) == ("draft_lm", str(model))
+    assert report.acceptance.tokens_per_target_step > 1
+    assert "not trained by draftsmith" in report.warnings[0]
+
+
 def test_what_goes_before_the_question_is_part_of_the_prompt(config, tiny_tokenizer, tmp_path):
     roles = ("system", "user", "assistant", "user")
     messages = [{"role": role, "content": f"w{n}"} for n, role in enumerate(roles, 1)]

@@ -1,0 +1,150 @@
+"""What an artifact says of itself: `draftsmith.json`, for whom the draft was made, and the artifact's hash.
+
+A causal LM that is no artifact gets metadata of the same form (`untrained_metadata`), if its tokenizer is the target's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from transformers import AutoConfig, AutoTokenizer
+
+from configs.runtime.errors import InputError, first_line
+from configs.runtime.files import check_readable, read_json
+from heads.hub import METADATA_FILE
+from heads.proposers.vocabulary import DraftVocabulary
+from heads.target.identity import TargetIdentity, hash_files, hash_tokenizer
+
+WEIGHTS_FILE = "model.safetensors"
+VOCABULARY_FILE = "draft_vocabulary.safetensors"
+PROMPTS_FILE = "training_prompts.safetensors"  # hashes of the prompts trained on; not published, nor part of the hash
+
+
+class HiddenStates(BaseModel):
+    """Which of the target's hidden states a draft reads, with the convention spelled out against off-by-one errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    convention: Literal["h_0 is the embedding output, h_i the residual stream after block i (before the final norm)"] = (
+        "h_0 is the embedding output, h_i the residual stream after block i (before the final norm)"
+    )
+    taps: list[int]
+    concat_order: list[str]
+    last_is_post_norm: bool
+
+
+class Metadata(BaseModel):
+    """The content of `draftsmith.json`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format_version: Literal[1] = 1
+    kind: str  # draft_lm, or a family of `heads.families.registry`
+    target: dict[str, Any]
+    hidden_states: HiddenStates | None = None  # None: the draft reads tokens only
+    head: dict[str, Any] | None = None  # a head's settings (`configs.schema.heads`), nothing left open; None for a draft LM
+    draft_vocab_size: int = Field(ge=1)  # tokens the draft can propose
+    draft_vocabulary: Literal["target", "reduced"] = "target"  # target: all of its ids; reduced: see VOCABULARY_FILE
+    num_speculative_tokens: int = Field(ge=1)
+    training: dict[str, Any]  # the resolved config it was trained with
+    provenance: dict[str, Any]  # command, versions, git state, step and held-out score
+
+
+def head_metadata(
+    settings: Any,
+    taps: Sequence[int],
+    identity: TargetIdentity,
+    vocabulary: DraftVocabulary | None,
+    vocab_size: int,
+    *,
+    num_speculative_tokens: int,
+    training: dict[str, Any],
+    provenance: dict[str, Any],
+) -> Metadata:
+    """Return the metadata of a head, by its settings (`configs.schema.heads`), on a target with so many tokens."""
+    return Metadata(
+        kind=settings.kind,
+        target=identity.to_dict(),
+        hidden_states=HiddenStates(taps=list(taps), concat_order=[f"h_{tap}" for tap in taps], last_is_post_norm=True),
+        head=settings.model_dump(mode="json"),
+        draft_vocab_size=vocab_size if vocabulary is None else len(vocabulary),
+        draft_vocabulary="target" if vocabulary is None else "reduced",
+        num_speculative_tokens=num_speculative_tokens,
+        training=training,
+        provenance=provenance,
+    )
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Return the checked content of an artifact's `draftsmith.json`.
+
+    Raises:
+        InputError: the folder holds none, or it does not follow the format; or something in it is no file.
+    """
+    path = folder / METADATA_FILE
+    if not path.is_file():
+        raise InputError(f"{folder} is no artifact: it holds no {METADATA_FILE}")
+    check_readable(folder)
+    content = read_json(path, "artifact metadata")
+    try:
+        return Metadata.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the top level"
+        raise InputError(f"{path}: {where}: {first['msg']}") from error
+
+
+def hash_artifact(folder: Path, metadata: Metadata) -> str:
+    """Return the one hash of an artifact: over its weights, its metadata and its draft vocabulary.
+
+    Raises:
+        InputError: one of the files cannot be read.
+    """
+    names = [WEIGHTS_FILE, METADATA_FILE]
+    files = names if metadata.draft_vocabulary == "target" else [*names, VOCABULARY_FILE]
+    try:
+        return hash_files([folder / name for name in files])
+    except OSError as error:
+        raise InputError(f"{folder} is damaged: cannot read {error.filename}: {error.strerror}") from error
+
+
+def hash_together(hashes: Sequence[str]) -> str:
+    """Return the one hash of several artifacts that draft together, in their order; a single one keeps its own."""
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("\n".join(hashes).encode()).hexdigest()
+
+
+def check_made_for(metadata: Metadata, identity: TargetIdentity, folder: Path, allow_target_mismatch: bool) -> list[str]:
+    """Refuse an artifact that was made for another target; return a warning in place of the refusals that are allowed."""
+    made_for = TargetIdentity.from_dict(metadata.target, str(folder / METADATA_FILE))
+    differences = made_for.differences(identity)
+    if not differences:
+        return []
+    words = f"{folder} was trained for {made_for.name}; what differs from {identity.name} at hand: {', '.join(differences)}"
+    if "tokenizer" in differences or not allow_target_mismatch:
+        raise InputError(words + ("" if "tokenizer" in differences else " (allow_target_mismatch makes this a warning)"))
+    return [words]
+
+
+def untrained_metadata(folder: Path, identity: TargetIdentity) -> Metadata:
+    """Return the metadata of a causal LM that is no artifact, if its tokenizer is the target's."""
+    check_readable(folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        words = f"{folder} holds neither {METADATA_FILE} nor a causal LM with its tokenizer"
+        raise InputError(f"{words}: {first_line(error)}") from error
+    if hash_tokenizer(tokenizer) != identity.tokenizer_sha256:
+        raise InputError(f"{folder} cannot draft for {identity.name}: its tokenizer is another; take a model that shares it")
+    return Metadata(
+        kind="draft_lm",
+        target=identity.to_dict(),
+        draft_vocab_size=config.get_text_config().vocab_size,
+        num_speculative_tokens=1,
+        training={},
+        provenance={},
+    )
