@@ -28,6 +28,11 @@ TEMPLATE = (
 SPECIAL = ["<pad>", "<end>", "<user>", "<assistant>", "<system>"]
 
 
+def pytest_collection_modifyitems(items):
+    """Begin with the tests that start processes, which take longest: at the end one worker would be left with them."""
+    items.sort(key=lambda item: not item.nodeid.startswith(("tests/train/", "tests/faults/", "tests/scripts/")))
+
+
 @pytest.fixture(scope="session")
 def tiny_tokenizer():
     """A word-level tokenizer of 64 tokens, w0 to w58 and the special ones, with a chat template."""
