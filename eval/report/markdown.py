@@ -8,7 +8,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from configs.runtime.terminal import one_line, printable
 from eval.report.schema import Report
 from eval.report.sections import AcceptanceSection, EnergySection, PredictedSection, QualitySection
-from eval.report.text import VERDICTS, headline, interval, lossless_detail, number, percent, settings, short, times, warnings
+from eval.report.text import (
+    VERDICTS,
+    headline,
+    interval,
+    lossless_detail,
+    number,
+    percent,
+    settings,
+    short,
+    times,
+    warnings,
+    weakest_category,
+)
 
 # By entities where a backslash would mean something else to some readers.
 MARKUP = str.maketrans({"&": "&amp;", "<": "&lt;", "\\": "&#92;", "`": "'", "[": "\\[", "*": "\\*", "~": "\\~", "$": "\\$"})
@@ -43,6 +55,7 @@ def render_markdown(report: Report) -> str:
         *([] if predicted is None else [_best_settings(predicted)]),
         f"**{VERDICTS[report.lossless.verdict]}**: {escape(lossless_detail(report))}.",
         table(("category", "prompts", "τ", "95 % interval", "decode speedup"), _category_rows(report)),
+        *([escape(weakest)] if (weakest := weakest_category(report)) else []),
         table(("draft position", "given all before", "survival", "overlap α"), _position_rows(acceptance)),
         table(("way of decoding", "τ", "decode speedup", "95 % interval"), _baseline_rows(report)),
         *([] if report.quality is None else [_quality_table(report.quality)]),

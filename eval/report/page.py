@@ -36,6 +36,7 @@ def render_html(report: Report, previous: Report | None = None) -> str:
         "report.html.j2",
         report=report,
         headline=text.headline(report),
+        weakest=text.weakest_category(report),
         settings=text.settings(report),
         warnings=text.warnings(report),
         verdict=text.VERDICTS[report.lossless.verdict],

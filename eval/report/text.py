@@ -64,7 +64,7 @@ def warnings(report: Report) -> list[str]:
 
 
 def headline(report: Report) -> str:
-    """Say in one sentence how fast, and whether the answers stayed the same."""
+    """Say in one sentence how fast, whether the answers stayed the same, and which untrained way is no slower."""
     unchanged = {
         "lossless": "with every answer unchanged",
         "lossless_up_to_ties": "with answers unchanged up to numerical ties",
@@ -72,7 +72,17 @@ def headline(report: Report) -> str:
         "lossy_by_design": "with a rule that changes answers by design",
         "inconclusive": "with too few answers to say whether they are unchanged",
     }[report.lossless.verdict]
-    return f"{_speed_in_words(report)}, {unchanged}."
+    return f"{_speed_in_words(report)}, {unchanged}{_untrained_rival(report)}."
+
+
+def weakest_category(report: Report) -> str:
+    """Name the category with the fewest tokens per target step; nothing where there is one category."""
+    found = {name: section.acceptance.tokens_per_target_step for name, section in report.by_category.items()}
+    measured = {name: tau for name, tau in found.items() if tau is not None}
+    if len(measured) < 2:
+        return ""
+    name = min(measured, key=lambda each: measured[each])
+    return f"Weakest kind of prompt: {name}, {number(measured[name])} tokens per target step."
 
 
 def lossless_detail(report: Report) -> str:
@@ -101,6 +111,22 @@ def describe_checks(section: LosslessSection, names: Sequence[str]) -> str:
         grounds = reason if p_value is None else f"p = {p_value:.2g}"
         described.append((f"{name} ({grounds})" if grounds else name).replace("_", " "))
     return ", ".join(described)
+
+
+def _untrained_rival(report: Report) -> str:
+    """Name the fastest way of decoding in the same run that needs no training, where it is no slower than the draft."""
+    rivals = {
+        name: section
+        for name, section in report.baselines.items()
+        if section.decode_speedup is not None and section.decode_speed_ratio is not None and section.decode_speed_ratio <= 1
+    }
+    rivals.pop("autoregressive", None)
+    if not rivals:
+        return ""
+    name, rival = max(rivals.items(), key=lambda each: each[1].decode_speedup or 0)
+    slower = rival.decode_speed_ratio_ci is not None and rival.decode_speed_ratio_ci[1] < 1
+    words = "is faster" if slower else "is as fast"
+    return f"; {name.replace('_', ' ')}, which needs no training, {words}, at {times(rival.decode_speedup)}"
 
 
 def _speed_in_words(report: Report) -> str:

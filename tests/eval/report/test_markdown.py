@@ -37,6 +37,24 @@ def test_a_changed_answer_is_in_the_headline(report):
     assert "but answers differ from plain decoding" in render_markdown(report).splitlines()[0]
 
 
+@pytest.mark.parametrize(
+    ("ratio", "bounds", "words"),
+    [
+        (0.8, [0.7, 0.9], "; prompt lookup, which needs no training, is faster, at 1.44×."),
+        (0.95, [0.8, 1.1], "; prompt lookup, which needs no training, is as fast, at 1.44×."),
+        (1.2, [1.1, 1.3], "numerical ties."),
+    ],
+)
+def test_a_way_without_training_that_is_no_slower_is_in_the_headline(report, ratio, bounds, words):
+    rival = {"decode_speedup": 1.44, "decode_speed_ratio": ratio, "decode_speed_ratio_ci": bounds}
+    assert render_markdown(changed(report, {"baselines.prompt_lookup": rival})).splitlines()[0].endswith(words)
+
+
+def test_the_weakest_category_is_named(report):
+    name = min(report.by_category, key=lambda each: report.by_category[each].acceptance.tokens_per_target_step)
+    assert f"Weakest kind of prompt: {name}, " in render_markdown(report)
+
+
 def test_every_category_position_and_baseline_has_its_row(report):
     rows = [line.split(" | ")[0].removeprefix("| ") for line in render_markdown(report).splitlines() if line.startswith("| ")]
     assert set(report.by_category) <= set(rows)
