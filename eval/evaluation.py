@@ -15,6 +15,7 @@ import torch
 from configs.runtime.command import DONE
 from configs.runtime.files import write_text
 from configs.runtime.redaction import mask_arguments
+from configs.runtime.resumable import fingerprint
 from configs.runtime.run_record import describe_git, describe_hardware, describe_versions, write_run_record
 from configs.runtime.terminal import say
 from configs.schema.evaluation import EvalConfig
@@ -25,6 +26,7 @@ from eval.decoder.decode import check_decodable
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE
 from eval.lossless.verdict import NOT_LOSSLESS, judge_lossless
 from eval.measure.proposers import EvaluatedDraft, load_evaluated, make_baselines
+from eval.measure.record_files import drop_parts
 from eval.measure.shards import measure_share
 from eval.measure.suite import Suite, load_suite, trained_on
 from eval.measure.turns import Turns
@@ -40,6 +42,8 @@ from heads.target.loading import Target, load_target
 from heads.target.processes import join_processes
 
 log = logging.getLogger("draftsmith")
+# What comes after the measurement, or says where it goes: a run that was cut off goes on with other ones of these.
+AFTERWARDS = {"lossless", "cost", "quality", "bootstrap_samples", "previous_report", "output", "overwrite"}
 
 
 def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
@@ -72,7 +76,8 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     laps.done("loading")
     proposers = {SPECULATIVE: draft.proposer, **make_baselines(config, target)}
     metering = find_meter(target.device, state.num_processes) if config.energy else None
-    records = measure_share(target, turns, config, proposers, state, None if metering is None else metering.meter)
+    meter, job = None if metering is None else metering.meter, _job(config, suite, target, draft, state.num_processes)
+    records = measure_share(target, turns, config, proposers, state, meter, job=job)
     if records is None:
         return DONE
     laps.done("decoding")
@@ -90,6 +95,7 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     report = complete_report(report, quality=scores, energy=energy, speed=speed)
     write_report(output / "report.json", report)
     partial.unlink()
+    drop_parts(output)
     write_text(output / "report.md", render_markdown(report))
     write_text(output / "report.html", render_html(report, previous))
     say(render_markdown(report))
@@ -97,6 +103,13 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     log.info("took: %s", laps)
     log.info("report in %s", output / "report.html")
     return DONE
+
+
+def _job(config: EvalConfig, suite: Suite, target: Target, draft: EvaluatedDraft, num_processes: int) -> str:
+    """Return the fingerprint of all that decides the records, and of the machine on which they are timed."""
+    made_of = [suite.sha256, target.identity.to_dict(), draft.section["sha256"]]
+    machine = [describe_hardware(), describe_versions(), num_processes, torch.get_num_threads()]
+    return fingerprint(config.model_dump(mode="json", exclude=AFTERWARDS), made_of, machine)
 
 
 def _check_lossless(config: EvalConfig, target: Target, records: Tally) -> dict[str, Any]:
@@ -136,6 +149,11 @@ def _build_report(
         warnings.append(
             f"{suite.num_turns_left_out} later turns of the suite's conversations were not asked: suite.max_turns is "
             f"{config.suite.max_turns}"
+        )
+    if records.num_resumed:
+        warnings.append(
+            f"{records.num_resumed} of {len(suite.prompts)} prompts were measured in an earlier session on this machine, which "
+            "was cut off; how fast the machine was may differ between the sessions, as it does for all modes alike"
         )
     if config.decode.kv_cache is not None:
         warnings.append(

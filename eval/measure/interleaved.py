@@ -119,6 +119,17 @@ class Measurement:
             records.generations += [replace(each, mode=mode) for mode in self.modes for each in lost]
         return records
 
+    def take_over(self, records: Iterable[Generation | Timing]) -> Records:
+        """Return the records of a batch that an earlier run measured; drafts with a memory learn from them as they did then."""
+        taken = Records()
+        for each in records:
+            if isinstance(each, Generation):
+                taken.generations.append(each)
+            else:
+                taken.timings.append(each)
+        self._teach(taken)
+        return taken
+
     def _measure_turn(self, batch: Sequence[Request]) -> Records:
         records, gave_up = Records(), set()
         for repeat, mode in itertools.product(range(self.config.repeats), self.modes):

@@ -1,13 +1,15 @@
 """`records.jsonl`: one JSON line for each generation and each timing, written while the run goes on.
 
-Each process writes a file of its own; the main one joins the batches of all of them in order at the end. An interrupted run
-leaves its parts, which hold all batches that were finished. Rounds are stored as columns, without what was not measured; their
-committed tokens are slices of the answer, so only their numbers are kept.
+Each process writes a file of its own, and a journal of the batches in it; the main one joins the batches of all of them in
+order at the end. A run that was cut off leaves both, and the next one of the same job takes what was finished from them.
+Rounds are stored as columns, without what was not measured; their committed tokens are slices of the answer, so only their
+numbers are kept.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
@@ -16,10 +18,12 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from configs.runtime.errors import InputError
+from configs.runtime.resumable import Journal
 from eval.decoder.records import DistributionComparison, Generation, Round, Timing
 
 RECORDS = "records.jsonl"
 PART = ".records.part-{rank}.jsonl"
+JOURNAL = ".records.journal-{rank}.jsonl"  # the place of each finished batch in the part: [start, end]
 
 
 @dataclass(frozen=True)
@@ -33,19 +37,33 @@ class RecordSpan:
 
 
 class RecordWriter:
-    """Writes one process's batches into a folder, each flushed to the system as it is finished. A context manager.
+    """Writes one process's batches into a folder, each on the disk before the next begins. A context manager.
+
+    Args:
+        folder: exists.
+        rank: of the process.
+        job: what decides the records; batches that an interrupted run with the same job left are kept.
 
     Raises:
-        InputError: the file cannot be written.
+        InputError: a file cannot be written.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Path, rank: int, job: str = "") -> None:
         self.path = folder / PART.format(rank=rank)
-        self.spans: list[RecordSpan] = []
+        self._journal = Journal(folder / JOURNAL.format(rank=rank), job)
+        kept = self._journal.read()
+        self._spans = {int(batch): RecordSpan(int(batch), self.path, *ends) for batch, ends in kept.items()}
         try:
-            self._file: IO[bytes] = self.path.open("wb")
+            self._file: IO[bytes] = self.path.open("r+b" if kept else "wb")
+            self._file.seek(max((span.end for span in self._spans.values()), default=0))
+            self._file.truncate()
         except OSError as error:
             raise InputError(f"cannot write {self.path}: {error.strerror or error}") from error
+
+    @property
+    def spans(self) -> list[RecordSpan]:
+        """The batches that are written, also by the run before."""
+        return list(self._spans.values())
 
     def __enter__(self) -> Self:
         return self
@@ -61,13 +79,27 @@ class RecordWriter:
         try:
             self._file.write("".join(line + "\n" for line in lines).encode())
             self._file.flush()
+            os.fsync(self._file.fileno())
         except OSError as error:
             raise InputError(f"cannot write {self.path}: {error.strerror or error}") from error
-        self.spans.append(RecordSpan(batch, self.path, start, self._file.tell()))
+        self._spans[batch] = RecordSpan(batch, self.path, start, self._file.tell())
+        self._journal.append(str(batch), [start, self._file.tell()])
+
+    def finished(self, batch: int) -> list[Generation | Timing] | None:
+        """Return the records of a batch; None where it was not written yet, or could not be decoded: it is tried again.
+
+        Raises:
+            InputError: they cannot be read.
+        """
+        if (span := self._spans.get(batch)) is None:
+            return None
+        records = [_parse(line, f"records {self.path}, batch {batch}") for line in _bytes_of(span).decode().splitlines()]
+        broken = any(isinstance(each, Generation) and each.stop_reason == "error" for each in records)
+        return None if broken else records
 
 
 def join_parts(folder: Path, spans: Sequence[RecordSpan]) -> Path:
-    """Join the batches of all processes in order into `records.jsonl`, remove their parts, and return the file's path.
+    """Join the batches of all processes in order into `records.jsonl` and return the file's path.
 
     Raises:
         ValueError: a batch is there twice, or one is missing.
@@ -78,12 +110,21 @@ def join_parts(folder: Path, spans: Sequence[RecordSpan]) -> Path:
     whole = folder / f"{RECORDS}.partial"
     with whole.open("wb") as out:
         for span in spans:
-            with span.path.open("rb") as part:
-                part.seek(span.start)
-                out.write(part.read(span.end - span.start))
-    for path in {span.path for span in spans}:
-        path.unlink()
+            out.write(_bytes_of(span))
     return whole.replace(folder / RECORDS)
+
+
+def drop_parts(folder: Path) -> None:
+    """Remove the processes' parts and journals, after which a run begins anew."""
+    for pattern in (JOURNAL, PART):
+        for path in folder.glob(pattern.format(rank="*")):
+            path.unlink()
+
+
+def _bytes_of(span: RecordSpan) -> bytes:
+    with span.path.open("rb") as part:
+        part.seek(span.start)
+        return part.read(span.end - span.start)
 
 
 def read_records(path: Path) -> Iterator[Generation | Timing]:

@@ -1,7 +1,7 @@
 """A measurement shared by the processes of `accelerate launch`: each decodes its batches, the main one gets all numbers.
 
 Batches are cut from all prompts before they are shared out, so that the same rows are decoded together however many processes
-there are. A run cannot be resumed; the parts that an interrupted one leaves are for reading.
+there are. A run that was cut off goes on after the last batch that each process finished.
 """
 
 from __future__ import annotations
@@ -31,10 +31,13 @@ def measure_share(
     proposers: Mapping[str, Proposer],
     state: PartialState,
     meter: Meter | None = None,
+    *,
+    job: str,
 ) -> Tally | None:
     """Decode this process's share of the prompts; return what all processes measured in the main one, None in the others.
 
-    Writes `records.jsonl` into `config.output`, which exists.
+    Writes `records.jsonl` into `config.output`, which exists, and leaves there what a run with the same `job` resumes from
+    (`eval.measure.record_files.drop_parts`).
 
     Raises:
         InputError: the folder cannot be written.
@@ -43,15 +46,19 @@ def measure_share(
     batches = in_batches(turns.first, config.decode.batch_size)
     mine = range(state.process_index, len(batches), state.num_processes)
     measurement = Measurement(target, config, proposers, turns.follow, meter)
-    measurement.warm_up([batches[number] for number in mine])
     tally = Tally(config.decode.num_speculative_tokens)
     with (
-        RecordWriter(Path(config.output), state.process_index) as writer,
+        RecordWriter(Path(config.output), state.process_index, job) as writer,
         progress("decoding", sum(len(batches[number]) for number in mine), "prompts") as advance,
     ):
+        measurement.warm_up([batches[number] for number in mine])
         for number in mine:
-            measured = measurement.measure_batch(batches[number])
-            writer.write(number, measured.generations, measured.timings)
+            if (kept := writer.finished(number)) is None:
+                measured = measurement.measure_batch(batches[number])
+                writer.write(number, measured.generations, measured.timings)
+            else:
+                measured = measurement.take_over(kept)
+                tally.num_resumed += len(batches[number])
             tally.add(measured.generations, measured.timings)
             advance(len(batches[number]))
     shares = gather_object([(tally, writer.spans)])

@@ -24,6 +24,7 @@ class Tally:
         self.failed: list[Generation] = []
         self.samples: list[Generation] = []  # speculative ones, whole
         self.timings: list[Timing] = []
+        self.num_resumed = 0  # prompts that an earlier session of the run had measured
         self._shares: dict[tuple[str, str], Acceptance] = {}  # (mode, category) -> numbers
         self._answers: dict[str, list[Generation]] = {AUTOREGRESSIVE: [], SPECULATIVE: []}
         self._places: dict[str, set[tuple[str, int]]] = {SPECULATIVE: set()}  # mode -> (prompt id, turn)
@@ -62,6 +63,7 @@ class Tally:
             self._answers[mode] += answers
         self.failed += other.failed
         self.timings += other.timings
+        self.num_resumed += other.num_resumed
         self._keep_samples(other.samples)
 
     def sort(self, prompt_ids: Sequence[str]) -> None:

@@ -7,13 +7,15 @@ import pytest
 
 from configs.runtime.errors import InputError
 from eval.decoder.records import AUTOREGRESSIVE, Generation
-from eval.measure.record_files import RECORDS, RecordWriter, join_parts, read_records
+from eval.measure.record_files import RECORDS, RecordWriter, drop_parts, join_parts, read_records
 
 
 def written(folder, generations, timings=()):
     with RecordWriter(folder, 0) as writer:
         writer.write(0, generations, timings)
-    return join_parts(folder, writer.spans)
+    path = join_parts(folder, writer.spans)
+    drop_parts(folder)
+    return path
 
 
 def test_what_was_written_is_read(random_generations, random_timings, tmp_path):
@@ -38,7 +40,21 @@ def test_batches_of_several_processes_come_in_order(make_round, make_generation,
                 writer.write(batch, [generations[batch]], [])
         spans += writer.spans
     assert list(read_records(join_parts(tmp_path, spans))) == generations
+    drop_parts(tmp_path)
     assert [each.name for each in tmp_path.iterdir()] == [RECORDS]
+
+
+def test_a_batch_that_was_cut_off_is_written_over_and_another_job_begins_anew(random_generations, tmp_path):
+    with RecordWriter(tmp_path, 0, "job") as writer:
+        writer.write(0, random_generations[:2], [])
+    with writer.path.open("a") as file:
+        file.write('{"generation": {"prompt')
+    with RecordWriter(tmp_path, 0, "job") as writer:
+        assert (writer.finished(0), writer.finished(1)) == (random_generations[:2], None)
+        writer.write(1, random_generations[2:4], [])
+    assert list(read_records(join_parts(tmp_path, writer.spans))) == random_generations[:4]
+    with RecordWriter(tmp_path, 0, "other") as writer:
+        assert writer.finished(0) is None
 
 
 def test_a_batch_that_is_missing_or_there_twice_is_refused_and_the_parts_stay(random_generations, tmp_path):

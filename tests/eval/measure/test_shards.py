@@ -2,8 +2,10 @@
 
 import multiprocessing
 import os
+import shutil
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -97,6 +99,49 @@ def without_memory(monkeypatch):
     return install
 
 
+@pytest.fixture
+def decoding(monkeypatch):
+    """Stop decoding before the prompt named by `stop_at`; note which prompts were decoded."""
+    state = SimpleNamespace(stop_at="q4", decoded=set())
+
+    def stopping(target, batch, *arguments, **labels):
+        if state.stop_at in {request.prompt_id for request in batch}:
+            raise KeyboardInterrupt
+        state.decoded.update(request.prompt_id for request in batch)
+        return decode(target, batch, *arguments, **labels)
+
+    monkeypatch.setattr(eval.measure.interleaved, "decode", stopping)
+    return state
+
+
+def test_a_run_that_was_cut_off_goes_on_and_reports_what_an_uninterrupted_one_reports(config, tmp_path, decoding):
+    config = config.model_copy(update={"baselines": ["suffix_lookup"]})  # which learns from the prompts before
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(config)
+    decoding.stop_at, decoding.decoded = None, set()
+    assert evaluate(config) == 0
+    assert decoding.decoded == {"q4", "q5", "q6"}
+    assert "4 of 7 prompts were measured in an earlier session" in report_in(config).warnings[0]
+
+    alone = config.model_copy(update={"output": str(tmp_path / "alone")})
+    assert evaluate(alone) == 0
+    assert records_of(config, Generation) == records_of(alone, Generation)
+    assert untimed(report_in(config)) == pytest.approx(untimed(report_in(alone)))
+    assert report_in(alone).warnings == []
+
+
+@pytest.mark.parametrize("changed", [{"repeats": 2}, {"draft": "copy"}])
+def test_a_run_with_another_config_or_draft_begins_anew(config, changed, tiny_run, tmp_path, decoding):
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(config)
+    if "draft" in changed:
+        changed = {"draft": str(shutil.copytree(tiny_run / "artifact", tmp_path / "copy"))}
+    decoding.stop_at, decoding.decoded = None, set()
+    assert evaluate(config.model_copy(update=changed)) == 0
+    assert decoding.decoded == {f"q{n}" for n in range(7)}
+    assert report_in(config).warnings == []
+
+
 @pytest.mark.parametrize("repeat", [0, 1])
 def test_a_batch_that_the_machine_gives_up_on_is_listed_and_timed_in_no_mode(config, without_memory, repeat):
     without_memory(SPECULATIVE, "q2", repeat)
@@ -120,11 +165,14 @@ def test_turns_after_a_failed_plain_answer_are_lost_in_every_mode(config, withou
     assert lost == [("q3", 1, mode) for mode in MODES]
 
 
-def test_a_machine_that_can_decode_nothing_is_no_report(config, without_memory):
+def test_a_machine_that_can_decode_nothing_is_no_report_and_what_failed_is_tried_again(config, without_memory, monkeypatch):
     without_memory("prompt_lookup", None)
     with pytest.raises(RuntimeError, match="not one batch could be decoded in every mode"):
         evaluate(config)
     assert not (Path(config.output) / "report.json").exists()
+    monkeypatch.undo()
+    assert evaluate(config) == 0
+    assert (report_in(config).prompts.failed, report_in(config).warnings) == ([], [])
 
 
 def test_a_failure_while_warming_up_is_raised_at_once(config, without_memory):
