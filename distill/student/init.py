@@ -6,7 +6,6 @@ parameters. Merging restores exactly the modules from before, so an artifact hol
 
 from __future__ import annotations
 
-import copy
 import difflib
 
 import torch
@@ -18,10 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from configs.runtime.errors import ConfigError, InputError, first_line
 from configs.schema.learning import LoraSettings, StudentConfig
+from distill.student.kept_blocks import keep_layers
 from heads.inference.model_checks import check_rolls_back, check_split
+from heads.target.block_config import per_layer_keys
 from heads.target.identity import hash_tokenizer
 from heads.target.loading import UNREADABLE, Target, move
-from heads.target.placement import real_weight
 
 UNTRUSTED = {"trust_remote_code": False}  # otherwise transformers asks on the terminal
 
@@ -52,40 +52,6 @@ def initial_draft(config: StudentConfig, target: Target) -> PreTrainedModel:
     draft.get_input_embeddings().requires_grad_(train_embeddings)
     draft.get_output_embeddings().requires_grad_(train_embeddings)
     return draft.train()
-
-
-def keep_layers(model: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
-    """Return a copy of a causal LM with only these of its blocks; embeddings, final norm and head are kept.
-
-    Raises:
-        InputError: the model has no such block, or its blocks are not named `model.layers.N`.
-    """
-    name_of_class, text_config = type(model).__name__, model.config.get_text_config()
-    if max(layers) >= text_config.num_hidden_layers:
-        blocks = f"{name_of_class} has blocks 0 to {text_config.num_hidden_layers - 1}"
-        raise InputError(f"student.layers: {max(layers)} was asked for, but {blocks}")
-    config = copy.deepcopy(text_config)
-    config.num_hidden_layers = len(layers)
-    if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[layer] for layer in layers]
-    draft = _from_config(config, model)
-    new_index = {str(old): str(new) for new, old in enumerate(layers)}
-    weights = {}
-    for name, tensor in model.state_dict().items():
-        head, found, tail = name.partition("model.layers.")
-        index, _, rest = tail.partition(".")
-        if not found:
-            weights[name] = tensor
-        elif index in new_index:
-            weights[f"{head}{found}{new_index[index]}.{rest}"] = real_weight(model, name, tensor)
-    try:
-        draft.load_state_dict(weights)
-    except RuntimeError as error:
-        raise InputError(
-            f"student.init: blocks of {name_of_class} cannot be kept, since it does not name them model.layers.N; "
-            "give init 'fresh', 'model' or 'config'"
-        ) from error
-    return draft
 
 
 def add_adapters(draft: PreTrainedModel, settings: LoraSettings) -> None:
@@ -161,7 +127,7 @@ def _overridden_model(overrides: dict[str, bool | int | float | str], target: Ta
     if "vocab_size" in overrides:
         raise ConfigError("student.overrides: vocab_size is the target's; draft_vocab_size makes the draft say fewer tokens")
     if "num_hidden_layers" in overrides:
-        values.pop("layer_types", None)  # one entry a block: to be made anew
+        values = {name: value for name, value in values.items() if name not in per_layer_keys(config)}  # to be made anew
     try:
         draft = _from_config(type(config).from_dict(values | overrides), target.model).eval()
         check_split(draft)  # its probe is a forward: shapes that contradict each other fail here

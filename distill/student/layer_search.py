@@ -18,7 +18,7 @@ from configs.runtime.progress import progress
 from configs.schema.learning import LossConfig, StudentConfig
 from distill.dataset.batches import Example, collate
 from distill.loss.draft_objective import DraftObjective, target_hidden
-from distill.student.init import keep_layers
+from distill.student.kept_blocks import keep_layers
 from heads.modules.interface import Batch
 from heads.target.loading import Target, move
 

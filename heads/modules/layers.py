@@ -26,6 +26,7 @@ from configs.schema.heads import LayerSettings
 from heads.inference.causal_lm import head_logits, head_rows
 from heads.inference.kv_cache import RowCache
 from heads.modules.interface import Depth
+from heads.modules.target_sizes import longest_text, mlp_width, number_of
 from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.protocol import Tokens
 from heads.proposers.vocabulary import DraftVocabulary
@@ -72,20 +73,19 @@ class LayerShape:
 def shape_like(target: PreTrainedModel) -> LayerShape:
     """Return the shape of the target's own blocks, whatever its family calls the numbers."""
     config = target.config.get_text_config()
-    num_heads = config.num_attention_heads
+    num_heads = number_of(config, "num_attention_heads") or 1
     rope = getattr(config, "rope_parameters", None) or {}
-    epsilon = getattr(config, "rms_norm_eps", None) or getattr(config, "layer_norm_eps", None)
     nested = rope.get("full_attention")  # Gemma keeps one set of parameters for each kind of layer
     theta = (nested if isinstance(nested, dict) else rope).get("rope_theta", 10_000.0)
     return LayerShape(
         width=config.hidden_size,
-        mlp_width=config.intermediate_size,
+        mlp_width=mlp_width(target),
         num_heads=num_heads,
-        num_key_value_heads=getattr(config, "num_key_value_heads", None) or num_heads,
-        head_width=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
-        norm_epsilon=1e-5 if epsilon is None else epsilon,
+        num_key_value_heads=number_of(config, "num_key_value_heads") or num_heads,
+        head_width=number_of(config, "head_dim") or config.hidden_size // num_heads,
+        norm_epsilon=getattr(config, "rms_norm_eps", None) or getattr(config, "layer_norm_eps", None) or 1e-5,
         rope_theta=theta,
-        max_positions=config.max_position_embeddings,
+        max_positions=longest_text(config),
     )
 
 

@@ -9,7 +9,6 @@ B batch, T tokens, G drafts, K = G + 1, E width of the target, V vocabulary.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
@@ -21,14 +20,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import SamplingConfig
-from heads.inference.causal_lm import backbone, forward_rows, head_logits, new_cache, read_documents
+from heads.inference.causal_lm import forward_rows, head_logits, new_cache, read_documents
 from heads.inference.kv_cache import RowCache
 from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
 from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.protocol import Proposal, Tokens
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import TreeAttention
-from heads.target.hidden_states import TargetStates, blocks, forward_states, num_blocks, tapped
+from heads.target.block_config import config_of_blocks
+from heads.target.hidden_states import TargetStates, block_list, blocks, forward_states, num_blocks, tapped
 
 
 def early_exit(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
@@ -137,17 +137,15 @@ class SelfSpeculation:
 
 def _part(model: PreTrainedModel, first: int, end: int) -> PreTrainedModel:
     """Return a causal LM of the model's own blocks `first` to `end - 1` and everything else that it has."""
-    config = copy.deepcopy(model.config.get_text_config())
-    config.num_hidden_layers = end - first
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[first:end]
+    config = config_of_blocks(model.config.get_text_config(), range(first, end))
     with torch.device("meta"):
         part = AutoModelForCausalLM.from_config(
             config, dtype=model.dtype, attn_implementation=model.config._attn_implementation
         ).eval()
-    for name, child in backbone(model).named_children():
-        backbone(part).add_module(name, child)
-    backbone(part).add_module("layers", nn.ModuleList(list(blocks(model))[first:end]))
+    (holder, name), (own, _) = block_list(model), block_list(part)
+    for child_name, child in holder.named_children():
+        own.add_module(child_name, child)
+    own.add_module(name, nn.ModuleList(list(blocks(model))[first:end]))
     part.set_output_embeddings(model.get_output_embeddings())
     lent = {id(each) for each in blocks(part).parameters()}  # a spread target's may lie elsewhere until they run
     tensors = chain(part.named_parameters(), part.named_buffers())

@@ -8,6 +8,7 @@ B batch, T positions, E width of the target, A taps.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,19 +63,32 @@ def num_blocks(model: PreTrainedModel) -> int:
     return int(model.config.get_text_config().num_hidden_layers)
 
 
-def blocks(model: PreTrainedModel) -> nn.ModuleList:
-    """Return the target's blocks.
+def block_list(model: PreTrainedModel) -> tuple[nn.Module, str]:
+    """Return the module that holds the target's blocks, and the name under which it does.
+
+    It is found by its structure, a module list with as many entries as the target has blocks, whatever its family calls it.
 
     Raises:
-        InputError: its backbone has no module list `layers` of them.
+        InputError: its backbone has no such list.
     """
-    found = dict(backbone(model).named_children()).get("layers")
-    if not isinstance(found, nn.ModuleList) or len(found) != num_blocks(model):
+    root = backbone(model)
+    lists = {name: module for name, module in root.named_modules() if isinstance(module, nn.ModuleList)}
+    # Not a list within a block, of experts perhaps.
+    fitting = [name for name, each in lists.items() if len(each) == num_blocks(model) and not re.search(r"\.\d+\.", name)]
+    if not fitting:
         raise InputError(
-            f"{type(model).__name__} keeps its blocks in a way draftsmith does not know (a module list `layers` of "
+            f"{type(model).__name__} keeps its blocks in a way draftsmith does not know (a module list of "
             f"{num_blocks(model)} is expected), so its hidden states cannot be tapped"
         )
-    return found
+    name = min(fitting, key=lambda each: (each.count("."), each.rpartition(".")[2] != "layers"))
+    path, _, own = name.rpartition(".")
+    return root.get_submodule(path), own
+
+
+def blocks(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the target's blocks; raises `InputError` as `block_list` does."""
+    holder, name = block_list(model)
+    return cast(nn.ModuleList, getattr(holder, name))
 
 
 def check_taps(model: PreTrainedModel, taps: Sequence[int]) -> None:
@@ -105,16 +119,16 @@ def _last_tap_error(model: PreTrainedModel) -> float:
 
 
 def final_norm(model: PreTrainedModel) -> nn.Module:
-    """Return the norm between the last block and the head.
+    """Return the norm between the last block and the head: the last one that stands beside the list of blocks.
 
     Raises:
-        InputError: the backbone has none under a known name.
+        InputError: there is none.
     """
-    children = dict(backbone(model).named_children())
-    for name in ("norm", "final_layer_norm"):
-        if name in children:
-            return children[name]
-    raise InputError(f"{type(model).__name__} has no final norm that draftsmith knows")
+    holder, _ = block_list(model)
+    norms = [module for module in holder.children() if "norm" in type(module).__name__.lower()]
+    if not norms:
+        raise InputError(f"{type(model).__name__} has no final norm beside its blocks")
+    return norms[-1]
 
 
 @torch.no_grad()

@@ -18,10 +18,12 @@ from configs.runtime.errors import InputError, first_line
 from configs.schema.learning import StudentConfig
 from configs.schema.planning import PlanConfig, PlanHeadsConfig
 from configs.schema.target import TargetConfig
-from distill.student.init import add_adapters, keep_layers
+from distill.student.init import add_adapters
+from distill.student.kept_blocks import keep_layers
 from heads.families.registry import FAMILIES
 from heads.modules.interface import HeadModule
 from heads.proposers.vocabulary import DraftVocabulary
+from heads.target.block_config import per_layer_keys
 from heads.target.demo_model import PREFIX
 from heads.target.loading import UNREADABLE, locate
 
@@ -121,7 +123,7 @@ def _draft_config(student: StudentConfig, target: PreTrainedModel) -> PreTrained
     if student.path is not None:
         return read_model_config(student.path)
     config = target.config.get_text_config()
-    values = {name: value for name, value in config.to_dict().items() if name != "layer_types"}
+    values = {name: value for name, value in config.to_dict().items() if name not in per_layer_keys(config)}
     return type(config).from_dict(values | (student.overrides or {}))
 
 

@@ -12,7 +12,8 @@ from distill.dataset.batches import Example, collate
 from distill.loss.divergences import DIVERGENCES, configured_divergence
 from distill.loss.draft_objective import DraftObjective, target_hidden
 from distill.loss.pairs import Pair
-from distill.student.init import initial_draft, keep_layers
+from distill.student.init import initial_draft
+from distill.student.kept_blocks import keep_layers
 from heads.proposers.vocabulary import DraftVocabulary
 
 

@@ -5,7 +5,7 @@ import torch
 
 from configs.schema.decoding import DecodeConfig
 from configs.schema.target import TargetConfig
-from distill.student.init import keep_layers
+from distill.student.kept_blocks import keep_layers
 from eval.decoder.decode import generate
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.prompt_lookup import PromptLookup

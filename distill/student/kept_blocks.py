@@ -1,0 +1,111 @@
+"""A draft made of the target's own blocks, some of them; embeddings, final norm and head are kept.
+
+What a block computes may depend on its place: on entries of the config (`heads.target.block_config`), on its number, on how
+many there are. So the draft is compared on a probe with the target whose other blocks are passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from configs.runtime.errors import InputError
+from heads.inference.causal_lm import read_documents
+from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
+from heads.target.block_config import config_of_blocks
+from heads.target.hidden_states import blocks, num_blocks
+from heads.target.placement import real_weight
+
+REMEDY = "choose other student.layers, or give student.init 'fresh', 'model' or 'config'"
+
+
+def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
+    """Return a copy in float32 of a causal LM with only these of its blocks.
+
+    Raises:
+        InputError: the model has no such block, or a model of its family with these blocks alone would compute something else.
+    """
+    name_of_class, total = type(model).__name__, num_blocks(model)
+    if max(layers) >= total:
+        raise InputError(f"student.layers: {max(layers)} was asked for, but {name_of_class} has blocks 0 to {total - 1}")
+    config = config_of_blocks(model.config.get_text_config(), layers)
+    draft = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=model.config._attn_implementation)
+    weights = _kept_weights(model, draft, layers)
+    _check_same_weights(draft, weights, name_of_class)
+    draft.load_state_dict(weights, assign=True)  # in the target's dtype, in which the probe then compares
+    draft.tie_weights()
+    if model.device.type != "meta":  # a plan builds drafts without any values to compare
+        draft.to(model.device)
+        check_on_probe(
+            model,
+            partial(_kept_error, draft=draft.eval(), layers=layers),
+            differs=f"student.layers: blocks {_listed(layers)} of {name_of_class} compute something else as a model of their "
+            f"own than in the target, by {{:.2g}} of its states: they depend on their number or on the count; {REMEDY}",
+        )
+    return draft.float()
+
+
+def _kept_weights(model: PreTrainedModel, draft: PreTrainedModel, layers: Sequence[int]) -> dict[str, Tensor]:
+    """Return copies of the target's weights under their names in the draft, without those of the blocks left out."""
+    prefix, own_prefix = (f"{_name_of(each, blocks(each))}." for each in (model, draft))
+    new_index = {str(old): str(new) for new, old in enumerate(layers)}
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        index, _, rest = name.removeprefix(prefix).partition(".")
+        if not name.startswith(prefix):
+            weights[name] = tensor.clone()
+        elif index in new_index:
+            weights[f"{own_prefix}{new_index[index]}.{rest}"] = real_weight(model, name, tensor).clone()
+    return weights
+
+
+def _check_same_weights(draft: PreTrainedModel, weights: Mapping[str, Tensor], name_of_class: str) -> None:
+    """Refuse blocks that the draft's config makes of another kind, and weights elsewhere that have a part for each block."""
+    expected = {name: tuple(tensor.shape) for name, tensor in draft.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    differing = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    if differing:
+        name = differing[0]
+        raise InputError(
+            f"student.layers: these blocks of {name_of_class} cannot stand alone: a model of them has {name} of shape "
+            f"{expected.get(name)}, the target there {found.get(name)}, since the kind of a block follows from its place or "
+            f"weights are shared by all blocks; {REMEDY}"
+        )
+
+
+@contextmanager
+def _passed_over(model: PreTrainedModel, layers: Sequence[int]) -> Iterator[None]:
+    """Let every block that is not of these return what it reads."""
+    left_out = [block for number, block in enumerate(blocks(model)) if number not in layers]
+    handles = [block.register_forward_hook(_return_input, with_kwargs=True) for block in left_out]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _return_input(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    states_BTE = args[0] if args else kwargs["hidden_states"]
+    return (states_BTE, *output[1:]) if isinstance(output, tuple) else states_BTE
+
+
+def _kept_error(model: PreTrainedModel, draft: PreTrainedModel, layers: Sequence[int]) -> float:
+    ids_1T = probe_ids(model)
+    with _passed_over(model, layers):
+        expected_1TE = read_documents(model, ids_1T, None)
+    return relative_error(read_documents(draft, ids_1T, None), expected_1TE)
+
+
+def _name_of(model: PreTrainedModel, part: nn.Module) -> str:
+    return next(name for name, module in model.named_modules() if module is part)
+
+
+def _listed(layers: Sequence[int]) -> str:
+    return ", ".join(map(str, layers))

@@ -1,0 +1,70 @@
+"""The config of a model that has only some of a causal LM's blocks.
+
+A config says things of each block in several ways: lists with an entry a block, lists of block numbers, and numbers at which
+dense blocks end and blocks of experts begin. All are rewritten here for the kept blocks; whether that describes them is for the
+caller to check.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import PreTrainedConfig
+
+from configs.runtime.errors import InputError, first_line
+
+NOT_BY_BLOCK = ("_id", "_ids", "architectures")  # endings of keys whose lists may have as many entries by chance
+
+
+def per_layer_keys(config: PreTrainedConfig) -> list[str]:
+    """Return the keys of a text config whose value is a list with an entry for each block."""
+    return [
+        name
+        for name, value in config.to_dict().items()
+        if isinstance(value, list) and len(value) == config.num_hidden_layers and not name.endswith(NOT_BY_BLOCK)
+    ]
+
+
+def config_of_blocks(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedConfig:
+    """Return a copy of a text config for a model of these blocks only, in this order.
+
+    Raises:
+        InputError: the family's config cannot describe them.
+    """
+    kept = copy.deepcopy(config)
+    changed: dict[str, Any] = {name: [getattr(config, name)[layer] for layer in layers] for name in per_layer_keys(config)}
+    changed |= _experts(config, layers)
+    try:
+        kept.num_hidden_layers = len(layers)
+        for name, value in changed.items():
+            setattr(kept, name, value)
+        return type(config).from_dict(kept.to_dict())  # as it will be read from the draft's folder
+    except (ValueError, TypeError, AttributeError, IndexError, StrictDataclassError) as error:
+        raise InputError(
+            f"blocks {', '.join(map(str, layers))} of a {config.model_type} model cannot be kept: its config cannot describe "
+            f"them ({first_line(error)})"
+        ) from error
+
+
+def _experts(config: PreTrainedConfig, layers: Sequence[int]) -> dict[str, Any]:
+    """Return the keys by which dense blocks and blocks of experts have their places, for the kept blocks."""
+    changed: dict[str, Any] = {}
+    for name in ("first_k_dense_replace", "num_dense_layers"):  # the blocks before this one are dense
+        if (first_sparse := getattr(config, name, None)) is not None:
+            changed[name] = sum(layer < first_sparse for layer in layers)
+    if (moe_layers := getattr(config, "moe_layers", None)) is not None:  # Llama 4
+        changed["moe_layers"] = [new for new, layer in enumerate(layers) if layer in moe_layers]
+    if (step := getattr(config, "decoder_sparse_step", None)) is not None:  # Qwen
+        dense = set(getattr(config, "mlp_only_layers", None) or ())
+        changed["mlp_only_layers"] = [n for n, layer in enumerate(layers) if layer in dense or step < 1 or (layer + 1) % step]
+        changed["decoder_sparse_step"] = 1
+    if (interval := getattr(config, "moe_layer_interval", None)) is not None:  # Ernie
+        first, last = config.moe_layer_start_index, config.moe_layer_end_index
+        end = config.num_hidden_layers - 1 if last == -1 else last
+        sparse = [n for n, layer in enumerate(layers) if first <= layer <= end and (layer + 1) % interval == 0]
+        start, stop = (sparse[0], sparse[-1]) if sparse else (len(layers), len(layers))
+        changed |= {"moe_layer_start_index": start, "moe_layer_end_index": stop, "moe_layer_interval": 1}
+    return changed
