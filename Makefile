@@ -4,6 +4,8 @@ STAMP := .venv/.installed
 VLLM_STAMP := .cache/venvs/vllm/.installed
 LLAMA_CPP_STAMP := .cache/venvs/llama_cpp/.installed
 GEMMA := .cache/gemma/gemma-3-270m-q4_k_m.gguf
+# An option of a command, where make was given the variable; one in the environment may be meant for others.
+given = $(if $(findstring command line,$(origin $(1))), --$(2) "$($(1))")
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check bench bench-decode sweep bench-distill bench-heads bench-eval bench-scale distribution-check slow-check cluster-check engine-check soak tables serve-check gemma-check clean
@@ -18,8 +20,8 @@ $(STAMP): pyproject.toml constraints.txt scripts/setup.sh
 	sh scripts/setup.sh
 	@touch $@
 
-demo: setup ## the whole loop on the embedded model: data, distil, decode, report, gate; goes on where it was stopped
-	$(PY) scripts/demo.py
+demo: setup ## data, distil, decode, report, gate on the embedded model; yours: TARGET=... [PROMPTS=file | DATA=train.jsonl] [DEVICE=cpu|cuda]
+	$(PY) scripts/demo.py$(call given,TARGET,target)$(call given,PROMPTS,prompts)$(call given,DATA,data)$(call given,DEVICE,device)
 
 test: setup ## the test suite
 	$(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder

@@ -1,21 +1,24 @@
 """The whole loop on the embedded model, and how long each part took.
 
     make demo
+    make demo TARGET=./my-model PROMPTS=prompts.csv
 
 The commands one would type: the target writes the data, a draft LM is distilled and a head trained on it, each is evaluated,
 and a gate judges each report. Steps that a run before has finished are skipped, unless their commands, their configs or a step
 before them changed. Ends with the exit code of the first step that fails, or with 0; stopped, it stops the step under way.
+On a target, prompts or data of one's own (`scripts/own_demo`) it first says what that takes, and on a terminal asks.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -23,17 +26,19 @@ from types import FrameType
 if not __package__:  # run as a script: the checkout's root takes the place of this folder, which Python put first
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from configs.runtime.command import EPILOG, FAILED, GATE_FAILED, Parser, exit_code
+from configs.runtime.command import EPILOG, FAILED, GATE_FAILED, INTERRUPTED, Parser, exit_code
 from configs.runtime.errors import Stopped
-from configs.runtime.files import folder_lock, read_json, write_json
+from configs.runtime.files import CHECKOUT, folder_lock, read_json, write_json
 from configs.runtime.resumable import fingerprint
+from scripts.own_demo.estimate import plan_text
+from scripts.own_demo.steps import add_own_arguments, is_own, own_loop
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN = Path("runs/demo")
-RECORD = "finished.json"  # in RUN: the fingerprint of each finished step, by name
+RECORD = "finished.json"  # in the run's folder: the fingerprint of each finished step, by name
 GRACE_SECONDS = 60  # for a step to write its checkpoint, once it is asked to stop
 
-LAUNCH = ("-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/one_process_cpu.yaml")
+LAUNCH = ("-m", "accelerate.commands.launch", "--quiet", "--config_file", "configs/accelerate/one_process_cpu.yaml")
 GATE = ("--config", "configs/gates/demo.yaml")
 REPORTS = {"draft LM": RUN / "eval", "head": RUN / "eval_head"}
 
@@ -55,32 +60,47 @@ STEPS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     parser = Parser(description="Data, training, evaluation and gate on a small model.", epilog=EPILOG, allow_abbrev=False)
-    parser.add_argument("--fresh", action="store_true", help=f"remove {RUN} and run every step anew")
+    parser.add_argument("--fresh", action="store_true", help=f"remove {RUN}, or the target's folder, and run every step anew")
+    add_own_arguments(parser)
 
     def run() -> int:
-        fresh = parser.parse_args(argv).fresh
+        arguments = parser.parse_args(argv)
+        folder, steps, made_of = RUN, STEPS, ""
+        if is_own(arguments):
+            loop = own_loop(arguments)
+            folder, steps, made_of = loop.run, loop.steps(STEPS), loop.made_of()
+            print(plan_text(loop, steps), flush=True)
+            if not arguments.yes and sys.stdin.isatty() and input("\ngo on? [y/N] ").strip().lower() not in ("y", "yes"):
+                print("nothing was run")
+                return INTERRUPTED
         signal.signal(signal.SIGTERM, _stop)
-        with folder_lock(ROOT / RUN, beside=True):
-            if fresh:
-                shutil.rmtree(ROOT / RUN, ignore_errors=True)
-            return run_steps()
+        with folder_lock(ROOT / folder, beside=True):
+            if arguments.fresh:
+                shutil.rmtree(ROOT / folder, ignore_errors=True)
+            return run_steps(ROOT / folder, steps, made_of)
 
     return exit_code(run)
 
 
-def run_steps() -> int:
-    """Run the steps in order, but for those that a run before has finished; stop at the first that fails, return its code."""
-    record = ROOT / RUN / RECORD
+def run_steps(folder: Path, steps: Mapping[str, list[str]], made_of: str = "") -> int:
+    """Run the steps in order, but for those that a run before has finished; stop at the first that fails, return its code.
+
+    Args:
+        folder: of their outputs.
+        steps: their commands.
+        made_of: a fingerprint of what they read besides configs.
+    """
+    record = folder / RECORD
     finished = read_json(record, "record of the demo") if record.exists() else {}
     seconds: dict[str, float] = {}
-    code, known = 0, ""
-    for name, arguments in STEPS.items():
-        configs = [(ROOT / each).read_text(encoding="utf-8") for each in arguments if each.endswith(".yaml")]
+    code, known = 0, made_of
+    for name, arguments in steps.items():
+        configs = [(CHECKOUT / each).read_text(encoding="utf-8") for each in arguments if each.endswith(".yaml")]
         known = fingerprint(known, arguments, configs)
         if finished.get(name) == known:
             print(f"\n== {name}: finished by a run before; --fresh runs it anew", flush=True)
             continue
-        print(f"\n== {name}\n   {' '.join(['python', *arguments])}", flush=True)
+        print(f"\n== {name}\n   {shlex.join(['python', *arguments])}", flush=True)
         started = time.monotonic()
         code = run_step(arguments)
         seconds[name] = time.monotonic() - started
@@ -93,9 +113,9 @@ def run_steps() -> int:
     for name, spent in [*seconds.items(), ("in all", sum(seconds.values()))]:
         print(f"   {spent:7.1f} s  {name}")
     print()
-    for name, folder in REPORTS.items():
-        page = folder / "report.html"
-        print(f"report of the {name}: {page if (ROOT / page).exists() else 'none'}")
+    for name, place in REPORTS.items():
+        page = folder / place.name / "report.html"
+        print(f"report of the {name}: {os.path.relpath(page, ROOT) if page.exists() else 'none'}")
     print(f"exit code: {code}")
     return code
 

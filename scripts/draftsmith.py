@@ -87,7 +87,7 @@ def _help() -> str:
 def _summary(schema: type[BaseModel] | None) -> str:
     """Return what a schema's docstring says of its command, without the name of the file."""
     if schema is None:
-        return "the whole loop on a small model: data, training, evaluation, gate"
+        return "data, training, evaluation and gate at once, on a small model or on --target"
     return re.sub(r"^`[^`]*`: ", "", (schema.__doc__ or "").partition("\n")[0])
 
 

@@ -1,0 +1,205 @@
+"""The demo's steps for a target, prompts or data of one's own: its command lines, with `--set` for all that differs.
+
+The demo's configs assume a target of thirty blocks and its own prompts. The draft LM takes a tenth of the target's blocks, the
+first ones; the Hydra head fits any family as it is. No more prompts are held out than the demo's evaluation decodes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from configs.runtime.errors import InputError
+from configs.runtime.files import CHECKOUT
+from configs.runtime.loading import load_config
+from configs.runtime.resumable import fingerprint
+from configs.schema.data import DataConfig, PromptsConfig
+
+HELD_OUT = 32  # prompts that configs/eval/demo.yaml evaluates on
+MAX_LENGTH = 1024  # tokens of a conversation that are trained on; people's prompts are longer than the target's own
+DRAFT_VOCABULARY = 4096  # as in the demo's recipes, for targets with more
+DEPTH_SHARE = 10  # the draft LM has a block for so many of the target's
+CPU_LAUNCH = "configs/accelerate/one_process_cpu.yaml"
+GPU_LAUNCH = "configs/accelerate/one_gpu.yaml"
+DEMO_RUN = "runs/demo/"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnLoop:
+    """The demo on somebody's target.
+
+    run: the folder that everything is written to.
+    on_gpu: whether the steps run on one.
+    num_prompts: that are answered, or whose answers `data` holds.
+    prompt_tokens: an estimate of a prompt's length.
+    settings: by config file, what is set besides it.
+    """
+
+    target: str
+    run: Path
+    on_gpu: bool
+    prompts: str | None
+    data: Path | None
+    num_prompts: int
+    prompt_tokens: float
+    settings: Mapping[str, list[str]]
+
+    def made_of(self) -> str:
+        """Return a fingerprint of the files given, by size and time, for steps to be run again after they changed."""
+        given = [Path(each) for each in (self.target, self.prompts, self.data) if each is not None and Path(each).exists()]
+        files = [each for path in given for each in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+        return fingerprint([(str(each), each.stat().st_size, each.stat().st_mtime_ns) for each in files if each.is_file()])
+
+    def steps(self, demo: Mapping[str, list[str]]) -> dict[str, list[str]]:
+        """Return the demo's steps for this target, but for those that fetch the demo's or write data made before."""
+        return {
+            name: self._arguments(arguments)
+            for name, arguments in demo.items()
+            if not name.startswith("target:") and not (name.startswith("data:") and self.data is not None)
+        }
+
+    def _arguments(self, arguments: list[str]) -> list[str]:
+        own = [each.replace(DEMO_RUN, f"{self.run}/") for each in arguments]
+        own = [GPU_LAUNCH if self.on_gpu and each == CPU_LAUNCH else each for each in own]
+        changes = [change for each in arguments for change in self.settings.get(each, [])]
+        return [*own, "--set", *changes] if changes else own
+
+
+def add_own_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what makes the demo one on a model of one's own."""
+    parser.add_argument("--target", metavar="NAME", help="a Hub id, a folder or a .gguf file, in place of the embedded model")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--prompts", metavar="FILE", help="prompts that the target answers: JSONL, CSV, Parquet, text, ...")
+    source.add_argument("--data", metavar="FILE", help="train.jsonl made for the target before, held_out.jsonl beside it")
+    parser.add_argument("--num-prompts", metavar="N", type=int, help="of the file, or that the target writes (default: 520)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU where there is one")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="target.KEY=VALUE", help="more of the target, e.g. target.chat_template=plain"
+    )
+    parser.add_argument("--yes", action="store_true", help="do not ask before the first step")
+
+
+def is_own(arguments: argparse.Namespace) -> bool:
+    """Return whether the arguments ask for another loop than the demo's."""
+    return any(
+        (
+            arguments.target,
+            arguments.prompts,
+            arguments.data,
+            arguments.num_prompts is not None,
+            arguments.device,
+            arguments.set,
+        )
+    )
+
+
+def own_loop(arguments: argparse.Namespace) -> OwnLoop:
+    """Return the loop that the arguments ask for; of the target, its config is read or fetched, but no weights.
+
+    Raises:
+        InputError: target, prompts or data are not there or cannot be read, or a setting is not one of the target's.
+    """
+    import torch
+
+    from train.plan.models import read_model_config
+
+    if others := [each for each in arguments.set if not each.startswith("target.")]:
+        raise InputError(f"--set {others[0]}: the demo takes settings of the target only, as target.dtype=float32")
+    if arguments.num_prompts is not None and arguments.num_prompts < 4:
+        raise InputError(f"--num-prompts must be at least 4, got {arguments.num_prompts}: some to train on, some to judge by")
+    on_gpu = torch.cuda.is_available() if arguments.device is None else arguments.device == "cuda"
+    name = _absolute(arguments.target) if arguments.target else DataConfig().target.name
+    target = [
+        _set("target.name", name),
+        *([_set("target.device", arguments.device)] if arguments.device else []),
+        *arguments.set,
+    ]
+    known = load_config(DataConfig, None, target).target
+    model = read_model_config(name, known.revision, trust_remote_code=known.trust_remote_code).get_text_config()
+    run = Path("runs") / f"demo-{re.sub(r'[^A-Za-z0-9_.-]+', '-', Path(name).name.removesuffix('.gguf'))}"
+    run = run if (CHECKOUT / "pyproject.toml").is_file() else Path.cwd() / run
+    data = Path(_absolute(arguments.data)) if arguments.data else None
+    prompts, num_prompts, prompt_tokens = _made_before(data) if data else _prompts(arguments)
+    train = run / "data" / "train.jsonl" if data is None else data
+    held_out = train.with_name("held_out.jsonl")
+    context = getattr(model, "max_position_embeddings", None) or MAX_LENGTH
+    training = [*target, _set("data.train", train), _set("data.held_out", held_out)]
+    training.append(_set("data.max_length", min(MAX_LENGTH, context)))
+    words = DRAFT_VOCABULARY if model.vocab_size > DRAFT_VOCABULARY else None
+    layers = list(range(max(1, model.num_hidden_layers // DEPTH_SHARE)))
+    draft_lm = [_set("student.layers", layers), _set("student.draft_vocab_size", words)]
+    judged = None if data is None else min(HELD_OUT, _lines(held_out))
+    evaluation = [*target, _set("suite.path", held_out), _set("suite.num_prompts", judged)]
+    evaluation.append(_set("cost.context_tokens", [min(128, context // 4), min(512, context // 2)]))
+    settings = {
+        "configs/data/demo.yaml": [*target, *prompts, _set("output", run / "data")],
+        "configs/distill/demo.yaml": [*training, *draft_lm, _set("output", run / "distill")],
+        "configs/heads/demo.yaml": [*training, _set("head.draft_vocab_size", words), _set("output", run / "heads")],
+        "configs/eval/demo.yaml": [*evaluation, _set("draft", run / "distill" / "artifact"), _set("output", run / "eval")],
+        "configs/eval/demo_head.yaml": [
+            *evaluation,
+            _set("draft", run / "heads" / "artifact"),
+            _set("output", run / "eval_head"),
+        ],
+    }
+    return OwnLoop(
+        target=name,
+        run=run,
+        on_gpu=on_gpu,
+        prompts=arguments.prompts and _absolute(arguments.prompts),
+        data=data,
+        num_prompts=num_prompts,
+        prompt_tokens=prompt_tokens,
+        settings=settings,
+    )
+
+
+def _prompts(arguments: argparse.Namespace) -> tuple[list[str], int, float]:
+    """Return the settings of the prompts, how many there are, and about how many tokens one has."""
+    asked = load_config(DataConfig, "configs/data/demo.yaml").prompts
+    number = arguments.num_prompts or asked.num_prompts
+    if arguments.prompts is None:
+        share = min(0.5, HELD_OUT / number)
+        return [_set("prompts.num_prompts", number), _set("held_out_share", share)], number, asked.max_prompt_tokens / 2
+    from distill.generation.prompts import hash_position, read_prompts
+
+    path = _absolute(arguments.prompts)
+    read = read_prompts(PromptsConfig(source="file", path=path))[:number]
+    positions = sorted({hash_position(each.user_text) for each in read})
+    if len(positions) < 4:
+        raise InputError(
+            f"--prompts: {path} holds {len(positions)} different prompts; at least 4 are needed to train and to judge"
+        )
+    held_out = min(HELD_OUT, max(2, len(positions) // 5))
+    share = (positions[held_out - 1] + positions[held_out]) / 2  # the split is by this hash
+    changes = {"source": "file", "path": path, "num_prompts": len(read), "on_too_long": "skip"}
+    settings = [*(_set(f"prompts.{key}", value) for key, value in changes.items()), _set("held_out_share", share)]
+    return settings, len(read), sum(len(each.user_text) for each in read) / 4 / len(read)
+
+
+def _made_before(data: Path) -> tuple[list[str], int, float]:
+    if missing := [each for each in (data, data.with_name("held_out.jsonl")) if not each.is_file()]:
+        raise InputError(
+            f"--data: {missing[0]} is not there; train.jsonl and held_out.jsonl are written by scripts/make_data.py"
+        )
+    return [], _lines(data), 0.0
+
+
+def _lines(path: Path) -> int:
+    with path.open("rb") as file:
+        return sum(1 for line in file if line.strip())
+
+
+def _absolute(name: str) -> str:
+    """Return a path that holds from the checkout too, where the steps run; any other name as it is."""
+    return str(Path(name).absolute()) if Path(name).exists() else name
+
+
+def _set(key: str, value: Any) -> str:
+    """Return an override; JSON is YAML in which nothing is taken for what it is not."""
+    return f"{key}={json.dumps(str(value) if isinstance(value, Path) else value)}"
