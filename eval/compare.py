@@ -20,12 +20,12 @@ from configs.runtime.terminal import say
 from configs.schema.evaluation import CompareConfig
 from eval.report.compare import as_table, compare
 from eval.report.page import render_comparison
-from eval.report.schema import load_report
+from eval.report.schema import load_report, report_file
 
 
 def main(config: CompareConfig, args: argparse.Namespace) -> int:
     """Read, compare, write, print."""
-    paths = [Path(path) / "report.json" if Path(path).is_dir() else Path(path) for path in args.reports]
+    paths = [report_file(path) for path in args.reports]
     output = Path(config.output)
     if output.resolve() in [path.resolve() for path in paths]:
         raise InputError(f"output: the page would overwrite the report {output}; give another file")

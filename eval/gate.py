@@ -24,26 +24,27 @@ from configs.runtime.terminal import say
 from configs.schema.evaluation import GateConfig
 from eval.release.checks import Artifact, judge
 from eval.release.verdict import as_junit, as_markdown, as_table, as_values
-from eval.report.schema import load_report
+from eval.report.schema import load_report, report_file
 
 EXIT_CODES = {"pass": DONE, "fail": GATE_FAILED, "inconclusive": INCONCLUSIVE}
 
 
 def main(config: GateConfig, args: argparse.Namespace) -> int:
     """Read, judge, write, print; return the exit code."""
-    output = _clear_output(args)
-    report_path = Path(args.report)
+    report_path = report_file(args.report)
+    baseline_path = None if args.baseline is None else report_file(args.baseline)
+    output = _clear_output(args.output, report_path, baseline_path)
     report = load_report(report_path)
-    baseline = None if args.baseline is None else load_report(Path(args.baseline), "baseline report")
+    baseline = None if baseline_path is None else load_report(baseline_path, "baseline report")
     verdict = judge(report, config, baseline, _read_artifact(args.artifact))
     code = EXIT_CODES[verdict.outcome]
     record = {
         "format_version": 1,
         **as_values(verdict),
         "exit_code": code,
-        "report": args.report,
+        "report": str(report_path),
         "report_sha256": sha256_of(report_path),
-        "baseline": args.baseline,
+        "baseline": None if baseline_path is None else str(baseline_path),
         "artifact": " + ".join(args.artifact) or None,
         "config": mask_secrets(config.model_dump(mode="json")),
     }
@@ -54,16 +55,16 @@ def main(config: GateConfig, args: argparse.Namespace) -> int:
     return code
 
 
-def _clear_output(args: argparse.Namespace) -> Path:
+def _clear_output(name: str | None, report: Path, baseline: Path | None) -> Path:
     """Return where the verdict goes, and remove an earlier one, which bad input would otherwise leave to be read as this one.
 
     Raises:
         InputError: the name does not end in `.json`, or is that of a report that is to be read.
     """
-    output = Path(args.output) if args.output else Path(args.report).with_name("gate.json")
+    output = Path(name) if name else report.with_name("gate.json")
     if output.suffix != ".json":
         raise InputError(f"--output must end in .json, got {output}; the .md and .xml are written beside it")
-    if output.resolve() in [Path(path).resolve() for path in (args.report, args.baseline) if path is not None]:
+    if output.resolve() in [path.resolve() for path in (report, baseline) if path is not None]:
         raise InputError(f"the verdict would overwrite the report {output}; give another file with --output")
     for suffix in (".json", ".md", ".xml"):
         try:
@@ -83,8 +84,10 @@ def _read_artifact(folders: Sequence[str]) -> Artifact | None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the gate's own arguments."""
-    parser.add_argument("report", metavar="REPORT", help="report.json, written by eval/run.py")
-    parser.add_argument("--baseline", metavar="FILE", help="an earlier report.json, for rules with relative_to_baseline")
+    parser.add_argument("report", metavar="REPORT", help="report.json, or the folder that eval/run.py wrote it to")
+    parser.add_argument(
+        "--baseline", metavar="FILE", help="an earlier report.json or its folder, for rules with relative_to_baseline"
+    )
     parser.add_argument(
         "--artifact",
         metavar="FOLDER",

@@ -17,13 +17,13 @@ from configs.runtime.command import DONE, run_command
 from configs.runtime.errors import InputError
 from configs.schema.evaluation import PredictConfig
 from eval.report.markdown import table
-from eval.report.schema import load_report
+from eval.report.schema import load_report, report_file
 from eval.report.text import times
 
 
 def main(config: PredictConfig, args: argparse.Namespace) -> int:
     """Read, predict, print. What needs torch is imported late, so that a mistake is reported at once."""
-    report = load_report(Path(args.report))
+    report = load_report(report_file(args.report))
     bandwidth, flops = _scaled("--bandwidth", args.bandwidth, 1e9), _scaled("--flops", args.flops, 1e12)
     from eval.cost.predict import prediction_in, prediction_of
 
@@ -50,7 +50,7 @@ def _scaled(name: str, value: float | None, unit: float) -> float | None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the report and the machine."""
-    parser.add_argument("report", metavar="REPORT", help="report.json of an evaluation with `cost` set")
+    parser.add_argument("report", metavar="REPORT", help="report.json, or its folder, of an evaluation with `cost` set")
     parser.add_argument("--bandwidth", metavar="GB/s", type=float, help="memory bandwidth of another machine")
     parser.add_argument("--flops", metavar="TFLOP/s", type=float, help="its matrix products in the report's dtype")
 

@@ -7,6 +7,8 @@ lossless are in `eval.lossy`.
 
 from __future__ import annotations
 
+import operator
+import reprlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -64,8 +66,12 @@ def generate(
         config, proposer, make_run: as for `decode`.
         logits_processor: a `LogitsProcessor` of transformers, or a list of them, which changes the target's distribution; the
             output follows the changed one without loss (`eval.decoder.logits_processor`).
+
+    Raises:
+        TypeError: the prompts are no lists of token ids.
+        InputError: as for `decode`.
     """
-    requests = [Request(prompt_id=str(n), category="", tokens=tuple(prompt)) for n, prompt in enumerate(prompts)]
+    requests = [Request(prompt_id=str(n), category="", tokens=row) for n, row in enumerate(_token_rows(prompts))]
     processor = None if logits_processor is None else prepared(logits_processor)
     answers = []
     for start in range(0, len(requests), config.batch_size):
@@ -149,6 +155,16 @@ def check_decodable(target: Target, requests: Sequence[Request], config: DecodeC
                 f"prompt {request.prompt_id} has {len(request.tokens)} tokens; the target's context is {target.max_positions}, "
                 "and at least one is needed for the answer"
             )
+
+
+def _token_rows(prompts: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    try:
+        return [tuple(map(operator.index, prompt)) for prompt in prompts]
+    except TypeError:
+        raise TypeError(
+            f"prompts: expected a list of lists of token ids, got {reprlib.repr(prompts)}; a chat's are "
+            "[target.encode_chat([{'role': 'user', 'content': 'Hello'}])], a text's [target.tokenizer('Hello').input_ids]"
+        ) from None
 
 
 def _timing(rows: Sequence[BatchRow], clock: Clock, mode: str, repeat: int) -> Timing:

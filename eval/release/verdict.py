@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 from configs.runtime.terminal import one_line
 from eval.report.markdown import code, escape, table
 from eval.report.schema import Report
-from eval.report.text import headline, settings, short, warnings
+from eval.report.text import headline, settings, short, significant, warnings
 
 GateOutcome = Literal["pass", "fail", "inconclusive"]
 SIGNS = {"pass": "✅ pass", "fail": "❌ fail", "inconclusive": "❔ inconclusive"}
@@ -97,7 +97,7 @@ def measured(finding: Finding) -> str:
     if finding.value is None or isinstance(finding.value, str):
         return finding.value or "not measured"
     bounds = "" if finding.low is None else f" [{finding.low:.3f}, {finding.high:.3f}]"
-    return f"{finding.value:.4g}{bounds}"
+    return f"{significant(finding.value, 4)}{bounds}"
 
 
 def as_junit(verdict: GateVerdict) -> str:

@@ -17,7 +17,7 @@ from configs.runtime.errors import InputError
 from configs.runtime.terminal import one_line
 from eval.report.paired import PairedReports, compare_reports
 from eval.report.schema import DecodeSection, PromptsSection, Report, TargetSection
-from eval.report.text import VERDICTS, interval, number, short, times
+from eval.report.text import VERDICTS, interval, number, short, significant, times
 from eval.stats.paired import Change
 
 Aspect = Literal["target", "suite", "num_speculative_tokens", "decode", "machine"]
@@ -108,7 +108,7 @@ def in_words(change: Change | None) -> str:
         return f"×{change.ratio:.2f}"
     words: str = change.outcome
     if change.outcome == "inconclusive":
-        least = "" if not change.detectable_percent else f" ({change.detectable_percent:.2g} % would show)"
+        least = "" if not change.detectable_percent else f" ({significant(change.detectable_percent, 2)} % would show)"
         words = f"no difference shown{least}"
     return f"×{change.ratio:.2f} {interval(change.ratio_ci)} {words}"
 

@@ -253,6 +253,11 @@ def load_report(path: Path, what: str = "report") -> Report:
     return parse_report(read_json(path, what), f"{what} {path}")
 
 
+def report_file(path: str | Path) -> Path:
+    """Return the report's file; the folder that `eval/run.py` wrote stands for the `report.json` in it."""
+    return Path(path) / "report.json" if Path(path).is_dir() else Path(path)
+
+
 def write_report(path: Path, report: Report) -> None:
     """Write a report file.
 

@@ -24,6 +24,12 @@ def number(value: float | None, digits: int = 2) -> str:
     return f"{value:.{digits}f}" if abs(value) < TOO_LARGE else f"{value:.1e}"
 
 
+def significant(value: float, digits: int) -> str:
+    """Return a number rounded to so many significant digits, a large one in full instead of as a power of ten."""
+    rounded = float(f"{value:.{digits}g}")
+    return f"{rounded:.{digits}g}" if abs(rounded) < 10**digits else f"{rounded:.0f}"
+
+
 def times(value: float | None, digits: int = 2) -> str:
     """Return a ratio as `1.42×`, or a dash."""
     return NOT_AVAILABLE if value is None else f"{value:.{digits}f}×"

@@ -34,6 +34,13 @@ def draft(tiny_llama):
     return DraftLM(tiny_llama(seed=2), 64)
 
 
+@pytest.mark.parametrize("prompts", ["w1 w2", ["w1 w2"], [7, 12], {"input_ids": [[7, 12]]}, [[7.5]]])
+def test_prompts_that_are_no_lists_of_token_ids_are_refused_with_what_is_accepted(target, prompts):
+    with pytest.raises(TypeError, match=r"expected a list of lists of token ids, got .*target\.encode_chat"):
+        generate(target, prompts, PLAIN)
+    assert generate(target, torch.tensor([[7, 12]]), PLAIN) == generate(target, [[7, 12]], PLAIN)
+
+
 @pytest.fixture
 def failing_after(tiny_llama, as_target):
     """A function that makes the target compute no numbers after one token."""

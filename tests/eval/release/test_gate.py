@@ -351,6 +351,15 @@ def test_the_exit_code_is_the_verdict_and_gate_json_says_why(gate, threshold, co
     assert (suite.get("failures"), suite.get("errors")) == (failures, errors)
 
 
+def test_a_folder_stands_for_the_report_in_it(gate, report):
+    for name in ("run", "earlier"):
+        write_report(Path(name) / "report.json", report)
+    argv = ["run", "--baseline", "earlier", "--set", "rules=[]"]
+    assert run_command(GateConfig, main, description="", argv=argv, add_arguments=add_arguments) == 0
+    written = json.loads(Path("run/gate.json").read_text())
+    assert (written["report"], written["baseline"]) == ("run/report.json", "earlier/report.json")
+
+
 def test_bad_input_is_one_sentence_and_leaves_nothing_behind_not_even_an_earlier_verdict(gate):
     verdicts = [Path(f"gate.{suffix}") for suffix in ("json", "md", "xml")]
     for path in verdicts:

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,12 @@ def test_another_machine_leaves_only_the_counts_comparable_and_other_prompts_not
 def test_one_report_or_too_many_are_no_comparison(report, count):
     with pytest.raises(InputError, match=f"from 2 to 8 reports can be compared, got {count}"):
         compare([("a", report)] * count)
+
+
+@pytest.mark.parametrize(("percent", "words"), [(112.3, "110 %"), (99.7, "100 %"), (3.14, "3.1 %"), (12345.0, "12000 %")])
+def test_a_large_percentage_is_no_power_of_ten(report, percent, words):
+    (_, other) = compare([("a", report), ("b", report)])
+    assert f"({words} would show)" in in_words(replace(other.tau, outcome="inconclusive", detectable_percent=percent))
 
 
 def test_the_table_has_a_line_a_report_and_says_what_differs(report):
