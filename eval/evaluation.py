@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import logging
 import sys
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from configs.runtime.command import DONE
-from configs.runtime.files import write_text
-from configs.runtime.redaction import mask_arguments
+from configs.runtime.errors import InputError
+from configs.runtime.files import read_json, write_text
+from configs.runtime.redaction import mask_arguments, mask_secrets
 from configs.runtime.resumable import fingerprint
 from configs.runtime.run_record import describe_git, describe_hardware, describe_versions, write_run_record
 from configs.runtime.terminal import say
@@ -28,7 +30,7 @@ from eval.lossless.verdict import NOT_LOSSLESS, judge_lossless
 from eval.measure.proposers import EvaluatedDraft, load_evaluated, make_baselines
 from eval.measure.record_files import drop_parts
 from eval.measure.shards import measure_share
-from eval.measure.suite import Suite, load_suite, trained_on
+from eval.measure.suite import Suite, fit_suite, load_suite, trained_on
 from eval.measure.turns import Turns
 from eval.metrics.energy import summarise_energy
 from eval.metrics.meters import find_meter
@@ -37,13 +39,14 @@ from eval.metrics.tally import Tally
 from eval.report.build import PromptSet, build_report, complete_report
 from eval.report.markdown import render_markdown
 from eval.report.page import render_html
-from eval.report.schema import Report, load_report, write_report
+from eval.report.schema import Report, load_report, report_file, write_report
 from heads.target.loading import Target, load_target
 from heads.target.processes import join_processes
 
 log = logging.getLogger("draftsmith")
 # What comes after the measurement, or says where it goes: a run that was cut off goes on with other ones of these.
 AFTERWARDS = {"lossless", "cost", "quality", "bootstrap_samples", "previous_report", "output", "overwrite"}
+SUBJECT = ("target.name", "target.revision", "draft", "suite.path", "suite.subset", "suite.split")  # what a report is of
 
 
 def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
@@ -58,14 +61,16 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     """
     laps = Laps() if laps is None else laps
     output = Path(config.output)
+    _check_output(output, config)
     suite = load_suite(config.suite)
     quality = Quality(config, suite.prompts)
-    previous = None if config.previous_report is None else load_report(Path(config.previous_report), "previous report")
+    previous = None if config.previous_report is None else load_report(report_file(config.previous_report), "previous report")
     state = join_processes(config.target)
     target = load_target(config.target)
     draft = load_evaluated(config, target)
     for warning in draft.warnings:
         log.warning("%s", warning)
+    suite = fit_suite(suite, target, config.suite.on_too_long, config.decode.max_new_tokens)
     turns = Turns(target, suite.prompts)
     check_decodable(target, turns.first, config.decode)
     if config.cost is not None:
@@ -103,6 +108,25 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     log.info("took: %s", laps)
     log.info("report in %s", output / "report.html")
     return DONE
+
+
+def _check_output(output: Path, config: EvalConfig) -> None:
+    """Refuse to write over the report of another target, draft or suite, by the record beside it.
+
+    Raises:
+        InputError: names what is another.
+    """
+    record = output / "run.json"
+    if config.overwrite or not (output / "report.json").is_file() or not record.is_file():
+        return
+    there, here = read_json(record, "record of the run")["config"], mask_secrets(config.model_dump(mode="json"))
+    for key in SUBJECT:
+        old, new = (reduce(lambda values, part: values.get(part, {}), key.split("."), each) for each in (there, here))
+        if old != new:
+            raise InputError(
+                f"output: {output} holds the report of a run with {key} {old}, and this one has {new}; name another output, or "
+                "set overwrite to true"
+            )
 
 
 def _job(config: EvalConfig, suite: Suite, target: Target, draft: EvaluatedDraft, num_processes: int) -> str:
@@ -150,6 +174,12 @@ def _build_report(
             f"{suite.num_turns_left_out} later turns of the suite's conversations were not asked: suite.max_turns is "
             f"{config.suite.max_turns}"
         )
+    for count, outcome in ((suite.num_skipped, "were left out"), (suite.num_truncated, "lost the middle of their first turn")):
+        if count:
+            warnings.append(
+                f"{count} of the suite's prompts {outcome}, because they fill the target's context of {target.max_positions} "
+                f"tokens: suite.on_too_long is {config.suite.on_too_long}"
+            )
     if records.num_resumed:
         warnings.append(
             f"{records.num_resumed} of {len(suite.prompts)} prompts were measured in an earlier session on this machine, which "

@@ -78,6 +78,8 @@ class SuiteConfig(Settings):
     split: str = "test"  # data set
     num_prompts: PositiveInt | None = None  # None: all; otherwise spread evenly over the categories
     max_turns: PositiveInt | None = None  # None: all; the report warns of those left out
+    # A first turn that fills the target's context ends the run, is left out, or loses its middle; the report warns of how many
+    on_too_long: Literal["refuse", "skip", "truncate"] = "refuse"
 
     @model_validator(mode="after")
     def _column_goes_with_its_format(self) -> Self:
@@ -130,6 +132,7 @@ class EvalConfig(Settings):
     bootstrap_samples: PositiveInt = 2000  # of prompts, for each interval
     previous_report: str | None = None  # of the draft before, shown beside this one on the page; the gate takes --baseline
     output: str = "runs/eval"  # folder: report.json, report.html, report.md, records.jsonl
+    overwrite: bool = False  # write over the report of another target, draft or suite in `output`; else that is refused
 
     @model_validator(mode="after")
     def _lossy_answers_are_judged(self) -> Self:

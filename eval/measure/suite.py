@@ -16,10 +16,11 @@ from configs.runtime.errors import InputError
 from configs.runtime.files import find_shipped, sha256_of
 from configs.schema.evaluation import SuiteConfig
 from distill.dataset.conversations import text_hash
-from distill.generation.prompts import Prompt, load_rows, parse_row
+from distill.generation.prompts import TOO_LONG, TRUNCATED, Prompt, fit_prompts, load_rows, parse_row
 from distill.generation.row_formats import detect_format, to_turns_or_messages
 from distill.generation.source_files import SUFFIXES, read_source
 from heads.artifact import read_training_prompts
+from heads.target.loading import Target
 
 UNCATEGORISED = "uncategorised"
 
@@ -37,6 +38,8 @@ class Suite:
     # Of the whole file, or of all prompts of a data set as JSON, also where only some of its prompts are taken
     sha256: str
     num_turns_left_out: int  # of the prompts chosen, behind `max_turns`
+    num_skipped: int = 0  # prompts that fill the target's context, and are left out
+    num_truncated: int = 0  # or lost the middle of their first turn
 
     @property
     def ids(self) -> list[str]:
@@ -92,6 +95,22 @@ def trained_on(prompts: Sequence[Prompt], artifacts: Sequence[str]) -> list[str]
         return None
     hashes = {int(each) for part in known if part is not None for each in part}
     return [prompt.prompt_id for prompt in prompts if not hashes.isdisjoint(map(text_hash, prompt.user_texts))]
+
+
+def fit_suite(suite: Suite, target: Target, on_too_long: str, max_new_tokens: int) -> Suite:
+    """Leave out or shorten the prompts that fill the target's context, as `distill.generation.prompts.fit_prompts` does.
+
+    Raises:
+        InputError: no prompt is left.
+    """
+    prompts, changed = fit_prompts(target, suite.prompts, on_too_long, max_new_tokens)
+    if not prompts:
+        raise InputError(
+            f"suite {suite.source}: each of the {len(suite.prompts)} prompts fills the target's context of "
+            f"{target.max_positions} tokens; set suite.on_too_long to truncate, or take shorter ones"
+        )
+    num_skipped, num_truncated = changed.get(TOO_LONG, 0), changed.get(TRUNCATED, 0)
+    return replace(suite, prompts=tuple(prompts), num_skipped=num_skipped, num_truncated=num_truncated)
 
 
 def spread_over_categories(prompts: Sequence[Prompt], num_prompts: int) -> list[Prompt]:

@@ -95,6 +95,7 @@ def evaluate_once(config: BenchEvalConfig, laps: Laps) -> tuple[Report, dict[str
         cost=config.cost,
         bootstrap_samples=config.bootstrap_samples,
         output=config.runs,
+        overwrite=True,
     )
     evaluate(settings, laps)
     report = load_report(Path(config.runs) / "report.json")

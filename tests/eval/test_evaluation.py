@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from configs.runtime.command import BAD_INPUT, run_command
+from configs.runtime.errors import InputError
 from configs.schema.decoding import ParticleSampling, TypicalAcceptance
 from configs.schema.drafting import StaticTree
 from configs.schema.evaluation import EvalConfig, GateConfig, LosslessConfig
@@ -123,6 +124,44 @@ def test_a_model_that_is_no_artifact_is_measured_and_the_report_says_so(config, 
     assert "not trained by draftsmith" in report.warnings[0]
 
 
+@pytest.mark.parametrize(
+    ("changed", "key"), [({"draft": "copy"}, "draft"), ({"suite": "copy"}, "suite.path"), ({"target": "copy"}, "target.name")]
+)
+def test_the_report_of_another_target_draft_or_suite_is_not_written_over_unless_asked(config, changed, key, tiny_run, tmp_path):
+    evaluate(config)
+    before = (Path(config.output) / "report.json").read_bytes()
+    evaluate(config.model_copy(update={"repeats": 2}))  # the same, measured otherwise
+    copy = shutil.copytree(tiny_run, tmp_path / "copy")
+    whole = tiny_evaluation(copy, Path(config.output), num_prompts=3)
+    other = config.model_copy(update={name: getattr(whole, name) for name in changed})
+    with pytest.raises(InputError, match=f"holds the report of a run with {key} .*{tiny_run}.*set overwrite to true"):
+        evaluate(other)
+    assert evaluate(other.model_copy(update={"overwrite": True})) == 0
+    assert (Path(config.output) / "report.json").read_bytes() != before
+
+
+@pytest.mark.parametrize(
+    ("on_too_long", "ids", "words"),
+    [
+        ("skip", ["q1"], "1 of the suite's prompts were left out"),
+        ("truncate", ["q0", "q1"], "1 of the suite's prompts lost the middle"),
+    ],
+)
+def test_prompts_that_fill_the_context_are_left_out_or_shortened_as_asked(config, on_too_long, ids, words, tmp_path):
+    def evaluate_on(*texts):
+        rows = [{"question_id": f"q{number}", "turns": [text]} for number, text in enumerate(texts)]
+        suite = write_suite(tmp_path / "suite.jsonl", rows).model_copy(update={"on_too_long": on_too_long})
+        return evaluate(config.model_copy(update={"suite": suite, "overwrite": True}))
+
+    evaluate_on("w1 " * 300, "w2")
+    report = report_in(config)
+    assert report.prompts.ids == ids
+    assert words in report.warnings[0]
+    if on_too_long == "skip":
+        with pytest.raises(InputError, match="each of the 1 prompts fills the target's context of 256 tokens"):
+            evaluate_on("w1 " * 300)
+
+
 def test_what_goes_before_the_question_is_part_of_the_prompt(config, tiny_tokenizer, tmp_path):
     roles = ("system", "user", "assistant", "user")
     messages = [{"role": role, "content": f"w{n}"} for n, role in enumerate(roles, 1)]
@@ -229,6 +268,7 @@ def test_a_prompt_longer_than_the_context_and_damaged_weights_are_refused_in_one
         ({"suite.path": "nosuch.jsonl"}, "error: suite not found: nosuch.jsonl"),
         ({"target.name": "./nosuch"}, "error: target.name: ./nosuch is neither"),
         ({"draft": "nosuch"}, "error: nosuch is no artifact"),
+        ({"decode.num_speculative_tokens": 256}, "error: decode.num_speculative_tokens is 256, and the target's context"),
         ({"previous_report": "nosuch.json"}, "error: previous report not found: nosuch.json"),
         ({"output": "/dev/null/evaluation"}, "error: cannot write /dev/null/evaluation"),
     ],
