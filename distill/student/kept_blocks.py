@@ -93,7 +93,7 @@ def _passed_over(model: PreTrainedModel, layers: Sequence[int]) -> Iterator[None
 
 def _return_input(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     states_BTE = args[0] if args else kwargs["hidden_states"]
-    return (states_BTE, *output[1:]) if isinstance(output, tuple) else states_BTE
+    return (states_BTE, *output[1:]) if isinstance(output, tuple | list) else states_BTE
 
 
 def _kept_error(model: PreTrainedModel, draft: PreTrainedModel, layers: Sequence[int]) -> float:

@@ -36,11 +36,13 @@ def mlp_width(target: PreTrainedModel) -> int:
 
 
 def number_of(config: Any, name: str) -> int | None:
-    """Return a whole number of a config, of a list (one a block) the most common; None where it is absent or something else."""
-    value = getattr(config, name, None)
-    if isinstance(value, list | tuple) and value:
-        value = Counter(value).most_common(1)[0][0]
-    return value if isinstance(value, int) and value > 0 else None
+    """Return a whole number of a config, where blocks differ in it the most common one; None where there is none."""
+    values = [getattr(each, name, None) for each in config.per_layer_config]  # one config a block
+    for number, value in enumerate(values):
+        if isinstance(value, list | tuple) and len(value) == len(values):
+            values[number] = value[number]
+    numbers = Counter(value for value in values if isinstance(value, int) and value > 0)
+    return numbers.most_common(1)[0][0] if numbers else None
 
 
 def longest_text(config: Any) -> int:

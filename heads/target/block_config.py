@@ -34,15 +34,19 @@ def config_of_blocks(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrai
     Raises:
         InputError: the family's config cannot describe them.
     """
-    kept = copy.deepcopy(config)
-    changed: dict[str, Any] = {name: [getattr(config, name)[layer] for layer in layers] for name in per_layer_keys(config)}
+    kept, values = copy.deepcopy(config), config.to_dict()
+    changed: dict[str, Any] = {name: [values[name][layer] for layer in layers] for name in per_layer_keys(config)}
     changed |= _experts(config, layers)
+    if (given := values.get("per_layer_config")) is not None:  # by number, what a block has other than the rest
+        given = {int(number): differences for number, differences in given.items()}
+        changed["per_layer_config"] = {new: given[layer] for new, layer in enumerate(layers) if layer in given}
     try:
+        kept.per_layer_config = None
         kept.num_hidden_layers = len(layers)
         for name, value in changed.items():
             setattr(kept, name, value)
         return type(config).from_dict(kept.to_dict())  # as it will be read from the draft's folder
-    except (ValueError, TypeError, AttributeError, IndexError, StrictDataclassError) as error:
+    except (ValueError, TypeError, AttributeError, IndexError, NotImplementedError, StrictDataclassError) as error:
         raise InputError(
             f"blocks {', '.join(map(str, layers))} of a {config.model_type} model cannot be kept: its config cannot describe "
             f"them ({first_line(error)})"

@@ -78,7 +78,7 @@ def block_list(model: PreTrainedModel) -> tuple[nn.Module, str]:
     if not fitting:
         raise InputError(
             f"{type(model).__name__} keeps its blocks in a way draftsmith does not know (a module list of "
-            f"{num_blocks(model)} is expected), so its hidden states cannot be tapped"
+            f"{num_blocks(model)} is expected), so it gives neither hidden states nor blocks for a draft"
         )
     name = min(fitting, key=lambda each: (each.count("."), each.rpartition(".")[2] != "layers"))
     path, _, own = name.rpartition(".")
@@ -119,16 +119,16 @@ def _last_tap_error(model: PreTrainedModel) -> float:
 
 
 def final_norm(model: PreTrainedModel) -> nn.Module:
-    """Return the norm between the last block and the head: the last one that stands beside the list of blocks.
+    """Return the norm between the last block and the head: `norm`, or the last one that stands beside the list of blocks.
 
     Raises:
         InputError: there is none.
     """
     holder, _ = block_list(model)
-    norms = [module for module in holder.children() if "norm" in type(module).__name__.lower()]
+    norms = {name: module for name, module in holder.named_children() if "norm" in type(module).__name__.lower()}
     if not norms:
         raise InputError(f"{type(model).__name__} has no final norm beside its blocks")
-    return norms[-1]
+    return norms.get("norm", list(norms.values())[-1])
 
 
 @torch.no_grad()
@@ -202,5 +202,5 @@ def _keep_input(seen: dict[int, Tensor], block: nn.Module, args: tuple[Any, ...]
 def _keep_output(
     seen: dict[int, Tensor], tap: int, home: torch.device, block: nn.Module, args: tuple[Any, ...], output: Any
 ) -> None:
-    state_BTE: Tensor = output[0] if isinstance(output, tuple) else output
+    state_BTE: Tensor = output[0] if isinstance(output, tuple | list) else output
     seen[tap] = state_BTE.to(home)  # the blocks of a spread target have devices of their own

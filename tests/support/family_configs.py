@@ -6,9 +6,10 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+VOCAB_SIZE = 256
 NO_ENDS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 OLD = {
-    "vocab_size": 256,
+    "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
@@ -32,11 +33,11 @@ CONFIGS = {
     "codegen": OLD | {"rotary_dim": 8},
     "opt": OLD | {"ffn_dim": 96, "word_embed_proj_dim": 64},
     "falcon": OLD,
-    "mpt": {"vocab_size": 256, "d_model": 64, "n_layers": 4, "n_heads": 4, "max_seq_len": 64, **NO_ENDS},
-    "bloom": {"vocab_size": 256, "hidden_size": 64, "n_layer": 4, "n_head": 4, **NO_ENDS},
+    "mpt": {"vocab_size": VOCAB_SIZE, "d_model": 64, "n_layers": 4, "n_heads": 4, "max_seq_len": 64, **NO_ENDS},
     "phi": OLD | {"intermediate_size": 96},
     "persimmon": OLD | {"intermediate_size": 96},
     "gemma3_text": NEW | WINDOW | {"head_dim": 16},
+    "gemma4_text": NEW | WINDOW | {"head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 0},
     "cohere2": NEW | WINDOW,
     "qwen2_moe": NEW
     | EXPERTS
@@ -47,6 +48,7 @@ CONFIGS = {
     "cohere2_moe": NEW | SPARSE_LISTS | {"num_experts": 4},
     "exaone_moe": NEW | SPARSE_LISTS | {"num_experts": 4, "n_group": 1, "topk_group": 1},
     "mellum": NEW | SPARSE_LISTS | {"num_experts": 4, "head_dim": 16},
+    "solar_open": NEW | EXPERTS | {"n_routed_experts": 4, "n_shared_experts": 1, "head_dim": 16},
     "diffllama": NEW,
     "minicpm3": NEW | LATENT | {"num_key_value_heads": 4},
 }

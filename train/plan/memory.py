@@ -16,6 +16,8 @@ import torch
 from transformers import PreTrainedModel
 
 from configs.schema.planning import PlanConfig, PlanHeadsConfig
+from heads.modules.layers import shape_like
+from heads.target.hidden_states import num_blocks
 from train.plan.data import Workload
 from train.plan.models import PlannedModels, count, frozen_copies
 from train.plan.step import draft_step
@@ -221,7 +223,7 @@ def _target_state_bytes(config: PlanConfig, models: PlannedModels) -> int:
     kept = text.hidden_size * (1 + len(models.taps or ())) * size
     if config.data.cache is not None:
         return kept
-    return kept + size * (3 * text.intermediate_size + 4 * text.hidden_size)
+    return kept + size * (3 * shape_like(models.target).mlp_width + 4 * text.hidden_size)
 
 
 def _loss_bytes(config: PlanConfig, models: PlannedModels) -> int:
@@ -232,11 +234,9 @@ def _loss_bytes(config: PlanConfig, models: PlannedModels) -> int:
 
 
 def _held_out_bytes(config: PlanConfig, models: PlannedModels) -> int:
-    text, decode = models.target.config.get_text_config(), config.held_out.decode
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    shape, decode = shape_like(models.target), config.held_out.decode
     rows = min(decode.batch_size, config.held_out.num_prompts)
-    a_token = 2 * text.num_hidden_layers * heads * width * models.target.dtype.itemsize
+    a_token = 2 * num_blocks(models.target) * shape.num_key_value_heads * shape.head_width * models.target.dtype.itemsize
     return int(rows * (config.data.max_length + decode.max_new_tokens) * a_token)
 
 

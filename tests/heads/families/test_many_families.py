@@ -1,0 +1,44 @@
+"""Heads are made for targets of any family: they train two steps, are written as artifacts and draft the same when loaded."""
+
+import pytest
+import torch
+
+from configs.schema.learning import LossConfig
+from distill.loss.head_objective import HeadObjective
+from heads.artifact import load_draft
+from heads.families.registry import FAMILIES, serve
+from tests.support import family_checks as checks
+from tests.support.artifacts import save_artifact
+from tests.support.family_configs import CONFIGS, VOCAB_SIZE, tiny_model
+
+ROWS = torch.randint(3, VOCAB_SIZE, (2, 24), generator=torch.Generator().manual_seed(1)).tolist()
+OTHERS = ("medusa", "hydra", "peagle", "dflash", "dspark")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [*(("eagle3", name) for name in CONFIGS), *((kind, "gpt2") for kind in OTHERS), ("hydra", "gemma4_text")]
+)
+def test_a_head_trains_and_comes_back(kind, name, as_target, tmp_path):
+    target = as_target(tiny_model(name))
+    head = FAMILIES[kind].build(checks.SETTINGS[kind], target.model, None).train()
+    batch, states = checks.inputs_of(target.model, ROWS, head.taps)
+    objective = HeadObjective(head, target, LossConfig())
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-3)
+    for _ in range(2):
+        optimizer.zero_grad()
+        objective(batch, states, batch.loss_mask_BT.sum(), 1).loss.backward()
+        assert all(bool(parameter.grad.isfinite().all()) for parameter in head.parameters() if parameter.requires_grad)
+        optimizer.step()
+    save_artifact(tmp_path / "artifact", head, target.identity.to_dict(), vocab_size=VOCAB_SIZE)
+    loaded = load_draft(tmp_path / "artifact", target.identity, target.model)
+    proposer = FAMILIES[kind].propose(serve(head, target.model), target.device)
+    for drafted, again in zip(checks.first_drafts(target, proposer), checks.first_drafts(target, loaded.proposer), strict=True):
+        torch.testing.assert_close(drafted, again, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "width"), [("gpt2", 256), ("gpt_bigcode", 256), ("gptj", 256), ("opt", 96), ("falcon", 256), ("mpt", 256)]
+)
+def test_the_width_of_an_mlp_is_its_modules_where_the_config_has_no_such_key(name, width):
+    head = FAMILIES["eagle3"].build(checks.SETTINGS["eagle3"], tiny_model(name), None)
+    assert head.layers[0].mlp.up_proj.out_features == width
