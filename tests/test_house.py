@@ -85,9 +85,19 @@ def assert_commands_exist(text):
     commands = [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.strip()]
     assert commands
     assert [(command, missing_from(command)) for command in commands if missing_from(command)] == []
+    for command in commands:
+        assert_settings_are_known(shlex.split(command, comments=True))
 
 
-@pytest.mark.parametrize("document", ["training", "decoding"])
+def assert_settings_are_known(words):
+    """Load the config that a command line describes."""
+    config = next((word for before, word in itertools.pairwise(words) if before == "--config"), None)
+    schema = PlanHeadsConfig if "scripts/plan.py" in words else SCHEMAS.get(Path(config or "").parent.name)
+    if config is not None and schema is not None:
+        load_config(schema, ROOT / config, [word for word in words if re.match(r"[a-z]\w*(\.\w+)*=", word)])
+
+
+@pytest.mark.parametrize("document", ["first-hour", "training", "decoding"])
 def test_every_command_in_a_document_exists(document):
     assert_commands_exist((ROOT / "docs" / f"{document}.md").read_text(encoding="utf-8"))
 

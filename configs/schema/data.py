@@ -70,7 +70,7 @@ class PromptsConfig(Settings):
     """Where prompts come from: the target itself, files, or a `datasets` data set."""
 
     source: Literal["self_seeded", "file", "dataset"] = "self_seeded"  # where prompts come from
-    num_prompts: PositiveInt = 500  # self_seeded: prompts to write; dataset: rows to take
+    num_prompts: PositiveInt = 500  # self_seeded: prompts to write; file, dataset: prompts to take, the first ones
     # file: JSON lines, a JSON array, CSV, TSV, Parquet or text, .gz or not, or a folder of them; dataset: a Hub id or folder
     path: str | None = None
     format: RowFormat = "auto"  # of the rows, see distill/generation/row_formats.py; auto: by their keys

@@ -18,7 +18,7 @@ from configs.runtime.errors import InputError
 from configs.runtime.files import CHECKOUT
 from configs.runtime.loading import load_config
 from configs.runtime.resumable import fingerprint
-from configs.schema.data import DataConfig, PromptsConfig
+from configs.schema.data import DataConfig
 
 HELD_OUT = 32  # prompts that configs/eval/demo.yaml evaluates on
 MAX_LENGTH = 1024  # tokens of a conversation that are trained on; people's prompts are longer than the target's own
@@ -79,7 +79,11 @@ def add_own_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-prompts", metavar="N", type=int, help="of the file, or that the target writes (default: 520)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU where there is one")
     parser.add_argument(
-        "--set", nargs="+", default=[], metavar="target.KEY=VALUE", help="more of the target, e.g. target.chat_template=plain"
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="more of target and prompts, e.g. target.chat_template=plain prompts.format=column prompts.field=question",
     )
     parser.add_argument("--yes", action="store_true", help="do not ask before the first step")
 
@@ -108,8 +112,8 @@ def own_loop(arguments: argparse.Namespace) -> OwnLoop:
 
     from train.plan.models import read_model_config
 
-    if others := [each for each in arguments.set if not each.startswith("target.")]:
-        raise InputError(f"--set {others[0]}: the demo takes settings of the target only, as target.dtype=float32")
+    if others := [each for each in arguments.set if not each.startswith(("target.", "prompts."))]:
+        raise InputError(f"--set {others[0]}: the demo takes settings of target and prompts only, as target.dtype=float32")
     if arguments.num_prompts is not None and arguments.num_prompts < 4:
         raise InputError(f"--num-prompts must be at least 4, got {arguments.num_prompts}: some to train on, some to judge by")
     on_gpu = torch.cuda.is_available() if arguments.device is None else arguments.device == "cuda"
@@ -161,15 +165,18 @@ def own_loop(arguments: argparse.Namespace) -> OwnLoop:
 
 def _prompts(arguments: argparse.Namespace) -> tuple[list[str], int, float]:
     """Return the settings of the prompts, how many there are, and about how many tokens one has."""
-    asked = load_config(DataConfig, "configs/data/demo.yaml").prompts
-    number = arguments.num_prompts or asked.num_prompts
+    given = load_config(DataConfig, "configs/data/demo.yaml").prompts
+    number = arguments.num_prompts or given.num_prompts
+    changes = [_set("prompts.num_prompts", number)]
     if arguments.prompts is None:
-        share = min(0.5, HELD_OUT / number)
-        return [_set("prompts.num_prompts", number), _set("held_out_share", share)], number, asked.max_prompt_tokens / 2
+        changes += [*_section("prompts", arguments), _set("held_out_share", min(0.5, HELD_OUT / number))]
+        return changes, number, given.max_prompt_tokens / 2
     from distill.generation.prompts import hash_position, read_prompts
 
     path = _absolute(arguments.prompts)
-    read = read_prompts(PromptsConfig(source="file", path=path))[:number]
+    file = {"source": "file", "path": path, "on_too_long": "skip"}
+    changes += [*(_set(f"prompts.{key}", value) for key, value in file.items()), *_section("prompts", arguments)]
+    read = read_prompts(load_config(DataConfig, None, changes).prompts)[:number]
     positions = sorted({hash_position(each.user_text) for each in read})
     if len(positions) < 4:
         raise InputError(
@@ -177,9 +184,7 @@ def _prompts(arguments: argparse.Namespace) -> tuple[list[str], int, float]:
         )
     held_out = min(HELD_OUT, max(2, len(positions) // 5))
     share = (positions[held_out - 1] + positions[held_out]) / 2  # the split is by this hash
-    changes = {"source": "file", "path": path, "num_prompts": len(read), "on_too_long": "skip"}
-    settings = [*(_set(f"prompts.{key}", value) for key, value in changes.items()), _set("held_out_share", share)]
-    return settings, len(read), sum(len(each.user_text) for each in read) / 4 / len(read)
+    return [*changes, _set("held_out_share", share)], len(read), sum(len(each.user_text) for each in read) / 4 / len(read)
 
 
 def _made_before(data: Path) -> tuple[list[str], int, float]:
@@ -188,6 +193,10 @@ def _made_before(data: Path) -> tuple[list[str], int, float]:
             f"--data: {missing[0]} is not there; train.jsonl and held_out.jsonl are written by scripts/make_data.py"
         )
     return [], _lines(data), 0.0
+
+
+def _section(name: str, arguments: argparse.Namespace) -> list[str]:
+    return [each for each in arguments.set if each.startswith(f"{name}.")]
 
 
 def _lines(path: Path) -> int:
