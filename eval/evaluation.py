@@ -203,7 +203,7 @@ def _build_report(
         decode=config.decode.model_dump(mode="json")
         | {
             "dtype": config.target.dtype,
-            "attention": config.target.attention,
+            "attention": target.model.config._attn_implementation,
             "forward": config.target.forward,
             "verification": config.decode.rule,
             "compile": config.target.forward == "compiled",

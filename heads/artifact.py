@@ -48,6 +48,7 @@ from heads.proposers.protocol import Proposer
 from heads.proposers.vocabulary import DraftVocabulary, keep_head_rows, read_draft_vocabulary, write_draft_vocabulary
 from heads.target.hidden_states import check_taps
 from heads.target.identity import TargetIdentity, hash_weights
+from heads.target.loading import load_with
 from heads.target.size_limits import check_causal_lm, check_head_sizes, no_larger_than
 
 __all__ = [
@@ -202,13 +203,16 @@ def _load_draft_lm(
 ) -> tuple[PreTrainedModel, DraftLM]:
     try:
         check_causal_lm(folder)
-        model = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=target.dtype,
-            attn_implementation=target.config._attn_implementation,
-            local_files_only=True,
-            trust_remote_code=False,  # left open, transformers asks on the terminal
-            use_safetensors=True,
+        model = load_with(
+            target.config._attn_implementation,
+            lambda attention: AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=target.dtype,
+                attn_implementation=attention,
+                local_files_only=True,
+                trust_remote_code=False,  # left open, transformers asks on the terminal
+                use_safetensors=True,
+            ),
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise InputError(f"{folder} is damaged: {first_line(error)}") from error

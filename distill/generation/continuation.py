@@ -21,6 +21,7 @@ from configs.runtime.errors import RunFailed
 from configs.schema.decoding import SamplingConfig
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache
 from heads.inference.kv_cache import RowCache
+from heads.inference.model_checks import check_rolls_back
 from heads.sampling.counter_rng import CounterRNG, Role
 from heads.sampling.probabilities import draw, token_probabilities
 from heads.target.loading import Target
@@ -116,6 +117,7 @@ class TargetSource:
     """Draws tokens from the target; with `shared_prompt` (all rows have one) a row may take another's place in the cache."""
 
     def __init__(self, target: Target, sampling: SamplingConfig, *, shared_prompt: bool = False) -> None:
+        check_rolls_back(target.model)
         self.target, self.sampling, self.shared_prompt = target, sampling, shared_prompt
         self.device = target.device
         self._cache: RowCache

@@ -21,6 +21,7 @@ from eval.decoder.clock import Clock
 from eval.decoder.logits_processor import Processor, prepared, renumbered
 from eval.decoder.records import AUTOREGRESSIVE, Generation, Timing
 from eval.decoder.request import BatchRow, Request
+from heads.inference.causal_lm import check_forwards
 from heads.inference.model_checks import check_rolls_back
 from heads.proposers.protocol import Proposer, TreeProposer
 from heads.target.loading import Target
@@ -138,10 +139,13 @@ def check_decodable(target: Target, requests: Sequence[Request], config: DecodeC
     """Refuse what could only fail later, in the middle of a run.
 
     Raises:
-        InputError: the target's cache cannot roll back, more drafts are asked for than its context holds, a prompt is empty,
-            or prompt and answer do not fit the context.
+        InputError: the target's cache cannot roll back, or not with these batches or trees, more drafts are asked for than its
+            context holds, a prompt is empty, or prompt and answer do not fit the context.
     """
     check_rolls_back(target.model)
+    if config is not None:
+        trees = config.tree is not None and config.num_speculative_tokens > 0
+        check_forwards(target.model, batches=config.batch_size > 1, trees=trees)
     if config is not None and config.num_speculative_tokens >= target.max_positions:
         raise InputError(
             f"decode.num_speculative_tokens is {config.num_speculative_tokens}, and the target's context, prompt and answer "

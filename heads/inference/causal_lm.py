@@ -29,7 +29,13 @@ Masks = Tensor | dict[str, Tensor | None] | None
 
 def backbone(model: PreTrainedModel) -> nn.Module:
     """Return the part of a causal LM that maps token ids to the final, normed hidden states."""
-    return model.base_model
+    base = model.base_model
+    if base is not model:
+        return base
+    # Llama 4 names no part of it as its base: take the one that holds the embedding.
+    embedding = model.get_input_embeddings()
+    holders = (part for part in model.children() if any(module is embedding for module in part.modules()))
+    return next((part for part in holders if part is not embedding), base)
 
 
 def head_logits(model: HasOutputHead, hidden_BTD: Tensor) -> Tensor:
@@ -65,8 +71,13 @@ def forward_rows(
 
     Returns:
         The final, normed hidden states `[B, T, D]`; position t predicts t + 1 (`head_logits`).
+
+    Raises:
+        InputError: a check found that the model computes wrong states for such tokens (`refuse_forwards`), or a text
+            is read that is longer than its `rope_limit`.
     """
     T = ids_BT.shape[1]
+    _check_served(model, starts, T, attention)
     cache.place(starts, T, ids_BT.device, attention)
     if attention is None:
         positions_BT = torch.tensor(starts, device=ids_BT.device).unsqueeze(1) + torch.arange(T, device=ids_BT.device)
@@ -212,36 +223,83 @@ def _registered_now(model: HasOutputHead) -> DecodingForward | None:
     return _REGISTERED.get(model) if torch.is_inference_mode_enabled() else None
 
 
+WRONG_STATES = {
+    "batches": "for rows of unequal lengths in a batch than for each alone; decode one text at a time, with batch_size 1",
+    "trees": "for the drafts of a tree than for each path alone; draft chains, with tree null",
+}
+_REFUSED: WeakKeyDictionary[PreTrainedModel, frozenset[str]] = WeakKeyDictionary()
+
+
+def refuse_forwards(model: PreTrainedModel, kinds: frozenset[str]) -> None:
+    """Refuse these kinds of forwards (`WRONG_STATES`) of `model` from now on."""
+    _REFUSED[model] = kinds
+
+
+def check_forwards(model: PreTrainedModel, *, batches: bool, trees: bool) -> None:
+    """Refuse batches or trees where a check has found that the model computes wrong states for them.
+
+    Raises:
+        InputError: one of the two is asked for and refused.
+    """
+    for kind in _REFUSED.get(model, ()):
+        if trees if kind == "trees" else batches:
+            raise InputError(f"{type(model).__name__} computes other states {WRONG_STATES[kind]}")
+
+
+def rope_limit(config: PreTrainedConfig) -> int | None:
+    """Return after how many positions a model changes the rotary embedding of the whole text; None: it does not.
+
+    transformers chooses the factors of "longrope" by a forward's highest position; cached keys keep those that they had.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_type = [each for each in parameters.values() if isinstance(each, dict)] or [parameters]
+    limits = [
+        int(limit)
+        for each in by_type
+        if each.get("rope_type") == "longrope" and each.get("short_factor") != each.get("long_factor")
+        if (limit := each.get("original_max_position_embeddings")) is not None
+    ]
+    return min(limits, default=None)
+
+
+def _check_served(model: PreTrainedModel, starts: Sequence[int], T: int, attention: TreeAttention | None) -> None:
+    check_forwards(model, batches=min(starts) != max(starts), trees=attention is not None)
+    limit = rope_limit(model.config.get_text_config())
+    if limit is not None and max(starts) == 0 and limit < T:  # later, only padding and drafts without room stand behind it
+        raise InputError(
+            f"{type(model).__name__} changes its rotary embedding (longrope) for texts of more than {limit} tokens, and this "
+            f"one has {T}; keep prompt and answer within {limit}, or, for one embedding at every length, set short_factor to "
+            "the values of long_factor in its config.json"
+        )
+
+
 def _within_context(config: PreTrainedConfig, positions_BT: Tensor, end: int) -> Tensor:
     """Return positions before `end` with those beyond the context moved to its last position.
 
     Only a row's padding stands there while a neighbour in the batch has room, but a learned position table has no such row.
     """
-    context = getattr(config, "max_position_embeddings", None)
+    limits = (rope_limit(config), getattr(config, "max_position_embeddings", None))
+    context = min((limit for limit in limits if limit is not None), default=None)
     return positions_BT if context is None or end <= context else positions_BT.clamp(max=context - 1)
 
 
 def _masks(config: PreTrainedConfig, cache: RowCache, positions_BT: Tensor, starts: Sequence[int], dtype: torch.dtype) -> Masks:
     """Return masks that show each token exactly what `RowCache.visible` says, or None where the model's own causality does."""
     T = positions_BT.shape[1]
-    window = getattr(config, "sliding_window", None)
-    layer_types = set(getattr(config, "layer_types", None) or ())
-    causal_BTS = None
-    # From position 0 on the model's own causal mask is right and takes a faster kernel; so is none for one token that sees all.
-    if cache.holds_tree or (max(starts) > 0 and (T > 1 or min(starts) != max(starts))):
-        causal_BTS = cache.visible(positions_BT)
-    if window is None or (layer_types and "sliding_attention" not in layer_types):
-        return _for_attention(causal_BTS, config, dtype)
-    sliding_BTS = cache.visible(positions_BT, window)
-    if not layer_types:
-        return _for_attention(sliding_BTS, config, dtype)
-    if causal_BTS is None:
-        causal_BTS = cache.visible(positions_BT)
+    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    bounds = {} if window is None else {"sliding_attention": {"window": window}}
+    bounds |= {} if chunk is None else {"chunked_attention": {"chunk": chunk}}
+    layer_types = set(getattr(config, "layer_types", None) or ({"sliding_attention"} if window is not None else ()))
+    if layer_types.isdisjoint(bounds):
+        # From position 0 on the model's own causal mask is right and takes a faster kernel; so is none for one token that
+        # sees all.
+        needed = cache.holds_tree or (max(starts) > 0 and (T > 1 or min(starts) != max(starts)))
+        return _for_attention(cache.visible(positions_BT) if needed else None, config, dtype)
     masks = {
-        "full_attention": _for_attention(causal_BTS, config, dtype),
-        "sliding_attention": _for_attention(sliding_BTS, config, dtype),
+        kind: _for_attention(cache.visible(positions_BT, **bounds.get(kind, {})), config, dtype)
+        for kind in layer_types & {"full_attention", *bounds}
     }
-    return masks if len(layer_types) > 1 else masks["sliding_attention"]
+    return masks if len(layer_types) > 1 else masks.popitem()[1]
 
 
 def _for_attention(visible_BTS: Tensor | None, config: PreTrainedConfig, dtype: torch.dtype) -> Tensor | None:

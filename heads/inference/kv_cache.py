@@ -153,7 +153,7 @@ class RowCache(Cache):
         """Whether the tokens of the current forward are those of a tree."""
         return self._slots.attention is not None
 
-    def visible(self, positions_BT: Tensor, window: int | None = None) -> Tensor:
+    def visible(self, positions_BT: Tensor, window: int | None = None, chunk: int | None = None) -> Tensor:
         """Return which slots the tokens of the current forward see, bool `[B, T, S]`.
 
         In a text each sees the positions up to its own, in a tree the committed ones, its ancestors and itself.
@@ -161,6 +161,7 @@ class RowCache(Cache):
         Args:
             positions_BT: the tokens' positions in the text.
             window: how many positions they see, their own counted; None: all.
+            chunk: they see only positions of their own chunk of so many; None: all.
         """
         keys_S = torch.arange(self._slots.end, device=positions_BT.device)
         key_positions = keys_S
@@ -169,6 +170,8 @@ class RowCache(Cache):
         else:
             visible_BTS, key_positions_BS = self._slots.attention.over(keys_S)
             key_positions = key_positions_BS.unsqueeze(1)
+        if chunk is not None:
+            visible_BTS = visible_BTS & (key_positions // chunk == positions_BT.unsqueeze(-1) // chunk)
         return visible_BTS if window is None else visible_BTS & (key_positions > positions_BT.unsqueeze(-1) - window)
 
     def keep_path(self, starts: Sequence[int], columns: Sequence[Sequence[int]]) -> None:
@@ -186,7 +189,8 @@ class RowCache(Cache):
         device = self.rows[0].keys.device
         source, goal = _index(starts, torch.tensor(columns, device=device)), _index(starts, torch.arange(A, device=device))
         for layer in self.rows:
-            layer.move(goal, source)
+            if layer.is_initialized:  # layers that read the keys and values of others hold none
+                layer.move(goal, source)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Drop all rows but these, in this order."""

@@ -9,8 +9,9 @@ B rows, T positions, D width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from functools import partial
 from weakref import WeakSet
 
 import torch
@@ -18,7 +19,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError, first_line
-from heads.inference.causal_lm import forward_rows, head_logits, new_cache, read_documents
+from heads.inference.causal_lm import (
+    WRONG_STATES,
+    forward_rows,
+    head_logits,
+    new_cache,
+    read_documents,
+    refuse_forwards,
+)
+from heads.sampling.token_tree import tree_attention
 
 KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 DOCUMENTS = ((5, 4), (2, 7))  # lengths of the documents in each row of the probe
@@ -43,23 +52,40 @@ def check_split(model: PreTrainedModel) -> None:
 def check_rolls_back(model: PreTrainedModel) -> None:
     """Refuse a model whose memory of the past cannot be taken back after a rejected draft.
 
+    Where only rows of unequal lengths, or only trees, go wrong on the probe, these are refused from now on
+    (`heads.inference.causal_lm.refuse_forwards`), and chains of one text are not.
+
     Raises:
         InputError: it has recurrent, linear-attention or otherwise unknown layers; or on a probe with a rejected draft its
             states are not those of one forward over the text (some families derive positions from a plain padding mask).
     """
     name = type(model).__name__
-    if (what := carried_state(model)) is not None:
+    if (what := carried_state(model, KNOWN_LAYER_TYPES | {"chunked_attention"})) is not None:
         raise InputError(f"{name} has {what}: rejected tokens cannot be rolled back, so it cannot be decoded speculatively")
-    check_on_probe(
-        model,
-        _rollback_error,
-        passed=_ROLLS_BACK,
-        fails=f"{name} does not run on a cache whose rows can be rolled back ({{}}), so it cannot be decoded here; "
-        "take a model of another family",
-        differs=f"{name} computes other states after a rejected draft than without it, by {{:.2g}} of them: rejected tokens "
-        "cannot be rolled back, so it cannot be decoded speculatively",
-        allow_nan=True,  # the decoder reports states that are not finite, by request
-    )
+    if model in _ROLLS_BACK:
+        return
+    if not _rolls_back(model, num_rows=2, tree=True):
+        check_on_probe(
+            model,
+            _rollback_error,
+            fails=f"{name} does not run on a cache whose rows can be rolled back ({{}}), so it cannot be decoded here; "
+            "take a model of another family",
+            differs=f"{name} computes other states after a rejected draft than without it, by {{:.2g}} of them: rejected "
+            "tokens cannot be rolled back, so it cannot be decoded speculatively",
+            allow_nan=True,  # the decoder reports states that are not finite, by request
+        )
+        alone = {"batches": _rolls_back(model, num_rows=2), "trees": _rolls_back(model, tree=True)}
+        refuse_forwards(model, frozenset(kind for kind, right in alone.items() if not right) or frozenset(WRONG_STATES))
+    _ROLLS_BACK.add(model)
+
+
+def _rolls_back(model: PreTrainedModel, num_rows: int = 1, tree: bool = False) -> bool:
+    try:
+        error_of = partial(_rollback_error, num_rows=num_rows, tree=tree)
+        check_on_probe(model, error_of, differs="{}", fails="{}", allow_nan=True)
+    except InputError:
+        return False
+    return True
 
 
 def check_keeps_apart(model: PreTrainedModel) -> None:
@@ -88,12 +114,15 @@ def check_keeps_apart(model: PreTrainedModel) -> None:
     )
 
 
-def carried_state(model: PreTrainedModel) -> str | None:
-    """Return what carries a model's past other than keys and values by position, or may do so; None: nothing."""
-    unknown = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - KNOWN_LAYER_TYPES
-    if unknown:
+def carried_state(model: PreTrainedModel, known: Set[str] = KNOWN_LAYER_TYPES) -> str | None:
+    """Return what carries a model's past other than keys and values by position, or may do so; None: nothing.
+
+    Layers of the types `known` do not. A family is marked as stateful even where a model of it has no recurrent layer.
+    """
+    layer_types = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    if unknown := layer_types - known:
         return f"layers of type {', '.join(sorted(unknown))}"
-    return "a recurrent state" if model._is_stateful else None
+    return "a recurrent state" if model._is_stateful and not layer_types else None
 
 
 def check_on_probe(
@@ -123,7 +152,7 @@ def check_on_probe(
     try:
         with _evaluating(model):
             error = error_of(model)
-    except (ValueError, TypeError, IndexError, AttributeError, RuntimeError) as failure:
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as failure:
         if fails is None:
             raise
         raise InputError(fails.format(first_line(failure))) from failure
@@ -168,14 +197,34 @@ def _split_error(model: PreTrainedModel) -> float:
     return relative_error(head_logits(model, read_documents(model, ids_1T, None)), logits_1TV)
 
 
-def _rollback_error(model: PreTrainedModel) -> float:
-    """Compare states of a probe read in pieces, one of them taken back, with those read at once."""
-    ids_1T = probe_ids(model, length=10)
-    whole_1TD = read_documents(model, ids_1T, None)
-    cache = new_cache(model, 12)
-    forward_rows(model, cache, ids_1T[:, :6], [0])
-    forward_rows(model, cache, ids_1T[:, :3], [6])
-    return relative_error(forward_rows(model, cache, ids_1T[:, 5:], [5]), whole_1TD[:, 5:])
+def _rollback_error(model: PreTrainedModel, num_rows: int = 1, tree: bool = False) -> float:
+    """Compare states of a probe read in pieces, some of them taken back, with those read at once.
+
+    Args:
+        num_rows: each row is one token shorter than the one before.
+        tree: read a tree with a rejected draft and keep the path of the others, in place of a chain that is rejected.
+    """
+    # A family with a window that is no `sliding_window` has masks of its own (GPT-Neo).
+    P = 6 + (getattr(model.config.get_text_config(), "window_size", None) or 0)
+    ids_BT = probe_ids(model, num_rows, P + 4)
+    whole_BTD = read_documents(model, ids_BT, None)
+    cache = new_cache(model, P + 8)
+    forward_rows(model, cache, ids_BT[:, :P], [0] * num_rows)
+    starts = [P - 1 - row for row in range(num_rows)]
+    again_B5, expected_B5D = _slices(ids_BT, starts, 5), _slices(whole_BTD, starts, 5)
+    if not tree:
+        forward_rows(model, cache, ids_BT[:, :3], [start + 1 for start in starts])
+        return relative_error(forward_rows(model, cache, again_B5, starts), expected_B5D)
+    attention = tree_attention(torch.tensor([[0, 0, 2]] * num_rows, device=model.device), starts)
+    tree_B4D = forward_rows(model, cache, again_B5[:, [0, 0, 1, 2]], attention.starts, attention)
+    path = [0, 2, 3]
+    cache.keep_path(starts, [path] * num_rows)
+    rest_B2D = forward_rows(model, cache, again_B5[:, 3:], [start + 3 for start in starts])
+    return relative_error(torch.cat([tree_B4D[:, path], rest_B2D], 1), expected_B5D)
+
+
+def _slices(values: Tensor, starts: Sequence[int], length: int) -> Tensor:
+    return torch.stack([row[start : start + length] for row, start in zip(values, starts, strict=True)])
 
 
 def _documents_error(model: PreTrainedModel) -> float:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,6 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.redaction import redact
 from configs.schema.target import TargetConfig
+from heads.inference.causal_lm import rope_limit
 from heads.inference.compiled_forward import make_compiled
 from heads.inference.lean_forward import make_lean
 from heads.inference.model_checks import check_split
@@ -26,6 +29,8 @@ from heads.target.chat_template import set_chat_template
 from heads.target.demo_model import PREFIX, embedded_folder, load_gguf
 from heads.target.identity import TargetIdentity, hash_chat_template, hash_files, hash_tokenizer, hash_weights
 from heads.target.placement import place_parts
+
+log = logging.getLogger("draftsmith")
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 UNLIMITED = 2**31 - 1  # positions
@@ -60,10 +65,13 @@ class Target:
 
     @property
     def max_positions(self) -> int:
-        """The longest context, prompt and answer together, in tokens; `UNLIMITED` where the model names none (ALiBi)."""
+        """The longest context, prompt and answer together, in tokens; `UNLIMITED` where the model names none (ALiBi).
+
+        Where the model changes its rotary embedding for longer texts, the longest before that.
+        """
         config = self.model.config.get_text_config()
-        limits = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))  # the latter: MPT
-        return next((limit for limit in limits if limit is not None and limit > 0), UNLIMITED)
+        limits = [getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len")]  # the latter: MPT
+        return min((limit for limit in (*limits, rope_limit(config)) if limit is not None and limit > 0), default=UNLIMITED)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]], *, answer_follows: bool = True) -> list[int]:
         """Return the token ids of a conversation in the chat template; `answer_follows` opens the assistant's turn.
@@ -112,6 +120,13 @@ def load_target(config: TargetConfig) -> Target:
     # accelerate's hooks place the weights of a spread target.
     move(model, device if config.device_map is None else None, getattr(torch, config.dtype)).eval().requires_grad_(False)
     check_split(model)
+    if (limit := rope_limit(model.config.get_text_config())) is not None:
+        log.warning(
+            "%s changes its rotary embedding (longrope) for texts of more than %d tokens; prompt and answer end there. For "
+            "longer ones, set short_factor to the values of long_factor in its config.json",
+            type(model).__name__,
+            limit,
+        )
     if config.forward == "lean":
         make_lean(model)
     elif config.forward == "compiled":
@@ -130,6 +145,18 @@ def load_target(config: TargetConfig) -> Target:
         eos_token_ids=_eos_token_ids(model, tokenizer),
         spread_by=None if config.device_map is None else config,
     )
+
+
+def load_with(attention: str, load: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
+    """Return the model that `load` makes with this implementation of attention, or with eager where its family has no sdpa."""
+    try:
+        return load(attention)
+    except ValueError as error:
+        if attention != "sdpa" or "scaled_dot_product_attention" not in str(error):
+            raise
+    model = load("eager")
+    log.info("%s has no sdpa in transformers; attention is eager", type(model).__name__)
+    return model
 
 
 def move(model: PreTrainedModel, device: torch.device | None, dtype: torch.dtype) -> PreTrainedModel:
@@ -177,21 +204,25 @@ def locate(config: TargetConfig) -> Path:
 
 
 def _load_gguf_file(path: Path, config: TargetConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    return load_gguf(path, config.attention), AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    model = load_with(config.attention, partial(load_gguf, path))
+    return model, AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
 
 
 def _load_folder(path: Path, config: TargetConfig, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     spread: dict[str, object] = {}
     if config.device_map is not None:
         spread = {"device_map": place_parts(path, config, device), "offload_folder": config.offload_folder}
-    model = AutoModelForCausalLM.from_pretrained(
-        path,
-        dtype=getattr(torch, config.dtype),
-        attn_implementation=config.attention,
-        trust_remote_code=config.trust_remote_code,
-        use_safetensors=True,
-        local_files_only=True,
-        **spread,
+    model = load_with(
+        config.attention,
+        lambda attention: AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=getattr(torch, config.dtype),
+            attn_implementation=attention,
+            trust_remote_code=config.trust_remote_code,
+            use_safetensors=True,
+            local_files_only=True,
+            **spread,
+        ),
     )
     return model, AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
 

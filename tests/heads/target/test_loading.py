@@ -1,9 +1,11 @@
 """Loading a target: what a person may name by mistake ends in a sentence, and templates may refuse a conversation."""
 
 import dataclasses
+import logging
 import shutil
 
 import pytest
+from transformers import AutoModelForCausalLM, Gemma2Config
 
 from configs.runtime.errors import InputError
 from configs.schema.target import TargetConfig
@@ -32,6 +34,28 @@ def test_a_folder_without_one_of_its_parts_is_named(folder, damaged):
         (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:1000])
     with pytest.raises(InputError, match="does not hold a causal LM and its tokenizer"):
         load(folder)
+
+
+def test_a_family_without_sdpa_is_loaded_with_eager_attention_and_says_so(tmp_path, tiny_tokenizer, caplog):
+    small = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    config = Gemma2Config(**small, num_attention_heads=4, num_key_value_heads=2, sliding_window=4)
+    AutoModelForCausalLM.from_config(config, attn_implementation="eager").save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    with caplog.at_level(logging.INFO, "draftsmith"):
+        assert load(tmp_path).model.config._attn_implementation == "eager"
+    assert "Gemma2ForCausalLM has no sdpa in transformers; attention is eager" in caplog.text
+
+
+def test_a_model_that_changes_its_rotary_embedding_has_the_context_before_that(tmp_path, tiny_llama, tiny_tokenizer, caplog):
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 32}
+    rope = {"rope_type": "longrope", "rope_theta": 100.0, **factors}
+    for name, parameters in (("changes", rope), ("stays", rope | {"short_factor": [2.0] * 4})):
+        tiny_llama(rope_parameters=parameters).save_pretrained(tmp_path / name)
+        tiny_tokenizer.save_pretrained(tmp_path / name)
+    assert load(tmp_path / "stays").max_positions == 256
+    assert "longrope" not in caplog.text
+    assert load(tmp_path / "changes").max_positions == 32
+    assert "LlamaForCausalLM changes its rotary embedding (longrope) for texts of more than 32 tokens" in caplog.text
 
 
 def test_a_file_that_is_no_gguf_is_named(tmp_path):
