@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from configs.runtime.errors import InputError
+from configs.runtime.errors import InputError, first_line
 from heads.inference.causal_lm import read_documents
 from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
 from heads.target.block_config import config_of_blocks
@@ -35,7 +35,11 @@ def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMode
     if max(layers) >= total:
         raise InputError(f"student.layers: {max(layers)} was asked for, but {name_of_class} has blocks 0 to {total - 1}")
     config = config_of_blocks(model.config.get_text_config(), layers)
-    draft = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=model.config._attn_implementation)
+    attention, which = model.config._attn_implementation, f"student.layers: blocks {_listed(layers)} of {name_of_class}"
+    try:
+        draft = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+        raise InputError(f"{which} make no model of their own ({first_line(error)}); {REMEDY}") from error
     weights = _kept_weights(model, draft, layers)
     _check_same_weights(draft, weights, name_of_class)
     draft.load_state_dict(weights, assign=True)  # in the target's dtype, in which the probe then compares
@@ -45,8 +49,9 @@ def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMode
         check_on_probe(
             model,
             partial(_kept_error, draft=draft.eval(), layers=layers),
-            differs=f"student.layers: blocks {_listed(layers)} of {name_of_class} compute something else as a model of their "
-            f"own than in the target, by {{:.2g}} of its states: they depend on their number or on the count; {REMEDY}",
+            fails=f"{which} do not run as a model of their own ({{}}); {REMEDY}",
+            differs=f"{which} compute something else as a model of their own than in the target, by {{:.2g}} of its states: "
+            f"they depend on their number or on the count; {REMEDY}",
         )
     return draft.float()
 

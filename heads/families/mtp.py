@@ -27,7 +27,7 @@ from heads.families.mtp_checkpoint import NativeMtp
 from heads.inference.kv_cache import RowCache
 from heads.modules.autoregressive import ChainModule, FeatureChain, FeatureProposer, PendingFeatures
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins, shifted_left
-from heads.modules.layers import DraftHead, HeadBase, causal_mask, shape_like
+from heads.modules.layers import DraftHead, HeadBase, LayerShape, causal_mask, shape_like
 from heads.modules.target_block import CacheLayer, ChainKeys, Keys, Surroundings, copy_block, unrolled_mask
 from heads.proposers.protocol import Proposal, Proposer, Tokens
 from heads.proposers.vocabulary import DraftVocabulary
@@ -105,9 +105,7 @@ class MtpLayer(nn.Module):
         super().__init__()
         self.hidden_first = hidden_first
         shape, last = shape_like(target), final_norm(target)
-        fresh: Any = type(last)
-        self.enorm = fresh(shape.width, eps=shape.norm_epsilon)
-        self.hnorm = fresh(shape.width, eps=shape.norm_epsilon)
+        self.enorm, self.hnorm = (fresh_norm(last, shape) for _ in range(2))
         self.eh_proj = nn.Linear(2 * shape.width, shape.width, bias=False)
         self.mtp_block = copy_block(target, number)
         self.post_norm = own_copy(last).requires_grad_(True)
@@ -125,6 +123,15 @@ class MtpLayer(nn.Module):
         pair = (self.enorm(embedded_BTD), self.hnorm(states_BTD))
         joined_BTD = self.eh_proj(torch.cat(pair[::-1] if self.hidden_first else pair, -1))
         return self.post_norm(around.run(self.mtp_block, joined_BTD, positions_BT, visible_B1TS, keys))
+
+
+def fresh_norm(like: nn.Module, shape: LayerShape) -> nn.Module:
+    """Return an untrained norm of the target's kind, which may have no weights (OLMo)."""
+    if not list(like.parameters()):
+        return own_copy(like)
+    kind: Any = type(like)
+    fresh: nn.Module = kind(shape.width, eps=shape.norm_epsilon)
+    return fresh
 
 
 class DepthChain(FeatureProposer):

@@ -26,7 +26,7 @@ from configs.schema.heads import LayerSettings
 from heads.inference.causal_lm import head_logits, head_rows
 from heads.inference.kv_cache import RowCache
 from heads.modules.interface import Depth
-from heads.modules.target_sizes import longest_text, mlp_width, number_of
+from heads.modules.target_sizes import check_widths, longest_text, mlp_width, number_of
 from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.protocol import Tokens
 from heads.proposers.vocabulary import DraftVocabulary
@@ -335,6 +335,7 @@ class HeadBase(nn.Module):
 
     def __init__(self, target: PreTrainedModel) -> None:
         super().__init__()
+        check_widths(target)
         self._target = (target,)
 
     @property

@@ -86,11 +86,12 @@ class Surroundings:
         self._cache_argument = "layer_past" if "layer_past" in parameters else "past_key_values"
         self._additive_masks = config._attn_implementation == "eager"
         if target.device.type != "meta":  # a plan builds heads without any values to compare
+            needs_more = f"block {number} of {type(target).__name__} needs more around it than draftsmith knows to give it"
             check_on_probe(
                 target,
                 partial(self._error, number=number),
-                differs=f"block {number} of {type(target).__name__} needs more around it than draftsmith knows to give it: run "
-                "apart from the target its states differ by {:.2g} of them",
+                fails=f"{needs_more}: it does not run apart from the target ({{}}); take another head.kind than mtp",
+                differs=f"{needs_more}: run apart from the target its states differ by {{:.2g}} of them",
             )
 
     def run(

@@ -6,7 +6,7 @@ I width of the MLP, D width of a state.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -14,6 +14,23 @@ from transformers.pytorch_utils import Conv1D
 
 from configs.runtime.errors import InputError
 from heads.target.hidden_states import blocks
+
+
+def check_widths(target: PreTrainedModel) -> None:
+    """Refuse a target whose embedding or output head has another width than its states, which heads read and write.
+
+    Raises:
+        InputError: it has, as OPT-350m.
+    """
+    width, head = target.config.get_text_config().hidden_size, target.get_output_embeddings()
+    widths = {cast(nn.Embedding, target.get_input_embeddings()).weight.shape[1]}
+    if isinstance(head, nn.Linear):  # another kind is refused by `heads.inference.causal_lm.head_rows`
+        widths.add(head.in_features)
+    if not widths <= {width}:
+        raise InputError(
+            f"{type(target).__name__} has states of width {width} and an embedding or output head of width "
+            f"{', '.join(map(str, sorted(widths - {width})))}: heads need one width; distil a draft LM, or take another target"
+        )
 
 
 def mlp_width(target: PreTrainedModel) -> int:

@@ -25,6 +25,9 @@ SPARSE_LISTS = WINDOW | EXPERTS | {"mlp_layer_types": ["dense", "sparse", "dense
 
 CONFIGS = {
     "llama": NEW,
+    "olmo": NEW,
+    "llama4_text": NEW
+    | {"intermediate_size_mlp": 96, "head_dim": 16, "num_local_experts": 4, "moe_layers": [1, 2], "attention_chunk_size": 16},
     "smollm3": NEW | {"no_rope_layers": [1, 0, 1, 0]},
     "gpt2": OLD,
     "gpt_bigcode": OLD,

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from transformers import OPTConfig, OPTForCausalLM
 
+from configs.runtime.errors import InputError
 from configs.schema.learning import LossConfig
 from distill.loss.head_objective import HeadObjective
 from heads.artifact import load_draft
@@ -16,7 +18,12 @@ OTHERS = ("medusa", "hydra", "peagle", "dflash", "dspark")
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [*(("eagle3", name) for name in CONFIGS), *((kind, "gpt2") for kind in OTHERS), ("hydra", "gemma4_text")]
+    ("kind", "name"),
+    [
+        *(("eagle3", name) for name in CONFIGS),
+        *((kind, "gpt2") for kind in OTHERS),
+        ("hydra", "gemma4_text"),
+    ],
 )
 def test_a_head_trains_and_comes_back(kind, name, as_target, tmp_path):
     target = as_target(tiny_model(name))
@@ -42,3 +49,17 @@ def test_a_head_trains_and_comes_back(kind, name, as_target, tmp_path):
 def test_the_width_of_an_mlp_is_its_modules_where_the_config_has_no_such_key(name, width):
     head = FAMILIES["eagle3"].build(checks.SETTINGS["eagle3"], tiny_model(name), None)
     assert head.layers[0].mlp.up_proj.out_features == width
+
+
+def test_an_mtp_module_is_made_where_norms_have_no_weights_and_refused_where_a_block_does_not_run_alone():
+    mtp = checks.SETTINGS["mtp"]
+    assert not list(FAMILIES["mtp"].build(mtp, tiny_model("olmo"), None).layers[0].enorm.parameters())
+    with pytest.raises(InputError, match=r"block 3 of FalconForCausalLM needs more around it .* take another head.kind"):
+        FAMILIES["mtp"].build(mtp, tiny_model("falcon"), None)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle3"])
+def test_a_target_of_several_widths_is_refused(kind):
+    narrow = OPTForCausalLM(OPTConfig(**CONFIGS["opt"] | {"word_embed_proj_dim": 32}))
+    with pytest.raises(InputError, match="OPTForCausalLM has states of width 64 and an embedding or output head of width 32"):
+        FAMILIES[kind].build(checks.SETTINGS[kind], narrow, None)
