@@ -169,13 +169,13 @@ def load_draft(
         InputError: it is neither, is damaged, or was made for another target, tokenizer or chat template; or a device is
             given that this machine lacks, or for a head.
     """
-    folder = locate_artifact(folder)
+    name, folder = folder, locate_artifact(folder)
     if is_artifact := (folder / METADATA_FILE).is_file() or not (folder / "config.json").is_file():
         metadata = read_metadata(folder)
         warnings = check_made_for(metadata, identity, folder, allow_target_mismatch)
     else:
         metadata = untrained_metadata(folder, identity)
-        warnings = [f"the draft {folder} is a model as it was found, not trained by draftsmith for {identity.name}"]
+        warnings = [f"the draft {name} is a model as it was found, not trained by draftsmith for {identity.name}"]
     model: torch.nn.Module
     proposer: Proposer
     if metadata.kind == "draft_lm":

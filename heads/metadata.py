@@ -136,8 +136,10 @@ def untrained_metadata(folder: Path, identity: TargetIdentity) -> Metadata:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        words = f"{folder} holds neither {METADATA_FILE} nor a causal LM with its tokenizer"
-        raise InputError(f"{words}: {first_line(error)}") from error
+        raise InputError(
+            f"{folder} holds neither {METADATA_FILE} nor a causal LM with its tokenizer ({first_line(error)}); "
+            "a draft of another program is made an artifact by scripts/import.py"
+        ) from error
     if hash_tokenizer(tokenizer) != identity.tokenizer_sha256:
         raise InputError(f"{folder} cannot draft for {identity.name}: its tokenizer is another; take a model that shares it")
     return Metadata(

@@ -24,6 +24,7 @@ from heads.artifact import load_draft, read_metadata
 from heads.families.registry import FAMILIES
 from heads.hub import locate_artifact, locate_external
 from heads.target.checkpoint_files import read_weights
+from heads.target.identity import hash_weights
 from heads.target.loading import load_target
 from scripts.publish.card_metadata import read_card
 from tests.support.artifacts import save_artifact
@@ -65,6 +66,13 @@ def test_what_was_pushed_is_loaded_gated_evaluated_and_exported_by_its_name(push
     out = ["--to", "transformers", "--out", str(tmp_path / "out"), "--target", str(release / "target")]
     assert run(ExportConfig, exporting, NAME, *out) == DONE
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.num_assistant_tokens == 3
+
+
+def test_a_model_of_the_hub_that_is_no_artifact_is_loaded_as_a_draft_lm(hub, release, target):
+    upload(hub, NAME, release / "target")
+    draft = load_draft(NAME, target.identity, target.model)
+    assert (draft.metadata.kind, draft.sha256) == ("draft_lm", hash_weights(release / "target"))
+    assert draft.warnings[0].startswith(f"the draft {NAME} is a model as it was found")
 
 
 def test_a_revision_is_loaded_as_it_was_and_by_those_who_may(push, hub, monkeypatch):
