@@ -85,16 +85,18 @@ def assert_commands_exist(text):
     commands = [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.strip()]
     assert commands
     assert [(command, missing_from(command)) for command in commands if missing_from(command)] == []
-    for command in commands:
-        assert_settings_are_known(shlex.split(command, comments=True))
+    configs = [config for command in commands if (config := config_of(shlex.split(command, comments=True))) is not None]
+    asked = max((each.min_prompts for each in configs if isinstance(each, GateConfig)), default=0)
+    sizes = [each.suite.num_prompts for each in configs if isinstance(each, EvalConfig)]
+    assert not asked or [size for size in sizes if size is not None and size < asked] == []
 
 
-def assert_settings_are_known(words):
-    """Load the config that a command line describes."""
-    config = next((word for before, word in itertools.pairwise(words) if before == "--config"), None)
-    schema = PlanHeadsConfig if "scripts/plan.py" in words else SCHEMAS.get(Path(config or "").parent.name)
-    if config is not None and schema is not None:
-        load_config(schema, ROOT / config, [word for word in words if re.match(r"[a-z]\w*(\.\w+)*=", word)])
+def config_of(words):
+    """Return the config that a command line describes, if it has one that the schemas here know."""
+    file = next((word for before, word in itertools.pairwise(words) if before == "--config"), None)
+    schema = PlanHeadsConfig if "scripts/plan.py" in words else SCHEMAS.get(Path(file or "").parent.name)
+    changes = [word for word in words if re.match(r"[a-z]\w*(\.\w+)*=", word)]
+    return None if file is None or schema is None else load_config(schema, ROOT / file, changes)
 
 
 @pytest.mark.parametrize("document", ["first-hour", "training", "decoding"])

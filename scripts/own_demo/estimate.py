@@ -54,7 +54,7 @@ def plan_text(loop: OwnLoop, steps: Iterable[str]) -> str:
     lines += [
         f"   {'not known' if loop.on_gpu else _minutes(total):>12}  in all; every step shows how far it is and the time left",
         "",
-        f"memory: about {memory / GIB + 1:.1f} GiB{_memory_here(loop)}",
+        f"memory: about {memory / GIB + 1:.1f} GiB{' of the GPU' if loop.on_gpu else f' of {_memory_here()} here'}",
         f"disk: about {max(disk / 1e6, 1):,.0f} MB of drafts and checkpoints; a target from the Hub takes its own size besides",
     ]
     if loop.on_gpu:
@@ -78,9 +78,5 @@ def _minutes(seconds: float) -> str:
     return f"{seconds / 60:,.0f} min" if seconds < 5400 else f"{seconds / 3600:,.1f} h"
 
 
-def _memory_here(loop: OwnLoop) -> str:
-    if loop.on_gpu:
-        import torch
-
-        return f", on a GPU with {torch.cuda.mem_get_info()[1] / GIB:.0f}" if torch.cuda.is_available() else ""
-    return f", on a machine with {os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / GIB:.0f}"
+def _memory_here() -> str:
+    return f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / GIB:.0f} GiB"

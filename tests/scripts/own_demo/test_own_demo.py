@@ -104,6 +104,13 @@ def test_the_plan_comes_first_and_a_terminal_is_asked(loop, monkeypatch, capsys)
     assert len(loop("--yes").steps) == 7
 
 
+def test_on_a_gpu_training_is_launched_there_and_no_times_are_guessed(loop, capsys):
+    steps = loop("--device", "cuda").steps
+    assert sum("configs/accelerate/one_gpu.yaml" in each for each in steps) == 2
+    assert not any("configs/accelerate/one_process_cpu.yaml" in each for each in steps)
+    assert "   not known  head: train" in capsys.readouterr().out
+
+
 def test_changed_prompts_are_answered_anew(loop, prompts):
     assert len(loop().steps) == 7
     assert loop().steps == []
@@ -155,7 +162,7 @@ def test_the_mistakes_of_the_first_hour_are_answered_as_its_page_says(tiny_llama
     mistakes = [
         lambda: read_prompts(PromptsConfig(source="file", path="prompts.csv")),
         lambda: target.encode_chat([{"role": "user", "content": "w1"}]),
-        lambda: load_suite(SuiteConfig(path=str(suite), num_prompts=32)),
+        lambda: load_suite(SuiteConfig(path=str(suite), num_prompts=128)),
     ]
     for mistake in mistakes:
         with pytest.raises(InputError) as refused:
