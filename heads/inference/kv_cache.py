@@ -186,11 +186,12 @@ class RowCache(Cache):
         columns = [[*row, *range(len(row), A)] for row in columns]
         if all(column == place for row in columns for place, column in enumerate(row)):
             return
-        device = self.rows[0].keys.device
+        # Layers without attention, or that read the keys and values of others, hold none.
+        filled = [layer for layer in self.rows if layer.is_initialized]
+        device = filled[0].keys.device
         source, goal = _index(starts, torch.tensor(columns, device=device)), _index(starts, torch.arange(A, device=device))
-        for layer in self.rows:
-            if layer.is_initialized:  # layers that read the keys and values of others hold none
-                layer.move(goal, source)
+        for layer in filled:
+            layer.move(goal, source)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Drop all rows but these, in this order."""

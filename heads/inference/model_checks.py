@@ -30,6 +30,7 @@ from heads.inference.causal_lm import (
 from heads.sampling.token_tree import tree_attention
 
 KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
+OWN_WINDOWS = ("window_size", "keep_window_size")  # GPT-Neo, Doge
 DOCUMENTS = ((5, 4), (2, 7))  # lengths of the documents in each row of the probe
 _ROLLS_BACK: WeakSet[PreTrainedModel] = WeakSet()  # models that have passed
 _KEEPS_APART: WeakSet[PreTrainedModel] = WeakSet()
@@ -60,7 +61,7 @@ def check_rolls_back(model: PreTrainedModel) -> None:
             states are not those of one forward over the text (some families derive positions from a plain padding mask).
     """
     name = type(model).__name__
-    if (what := carried_state(model, KNOWN_LAYER_TYPES | {"chunked_attention"})) is not None:
+    if (what := carried_state(model, KNOWN_LAYER_TYPES | {"chunked_attention", "moe"})) is not None:
         raise InputError(f"{name} has {what}: rejected tokens cannot be rolled back, so it cannot be decoded speculatively")
     if model in _ROLLS_BACK:
         return
@@ -204,8 +205,11 @@ def _rollback_error(model: PreTrainedModel, num_rows: int = 1, tree: bool = Fals
         num_rows: each row is one token shorter than the one before.
         tree: read a tree with a rejected draft and keep the path of the others, in place of a chain that is rejected.
     """
-    # A family with a window that is no `sliding_window` has masks of its own (GPT-Neo).
-    P = 6 + (getattr(model.config.get_text_config(), "window_size", None) or 0)
+    config = model.config.get_text_config()
+    # A family with a window that is no `sliding_window` has masks of its own: the probe is longer than that.
+    windows = [getattr(config, name, None) or 0 for name in OWN_WINDOWS]
+    context = getattr(config, "max_position_embeddings", None) or 0
+    P = 6 + 2 * max((window for window in windows if 2 * window + 10 <= context), default=0)
     ids_BT = probe_ids(model, num_rows, P + 4)
     whole_BTD = read_documents(model, ids_BT, None)
     cache = new_cache(model, P + 8)

@@ -15,7 +15,9 @@ from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.decode import generate
 from heads.inference.causal_lm import forward_rows, new_cache, read_documents
+from heads.inference.model_checks import check_rolls_back, check_split
 from heads.proposers.draft_lm import DraftLM
+from heads.sampling.token_tree import tree_attention
 from heads.target.hidden_states import final_norm
 from heads.target.loading import Target, load_with
 
@@ -54,6 +56,7 @@ TABLE = {
         | {"qk_nope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 1},
         {},
     ),
+    "doge": ("DogeConfig", GROUPED | {"keep_window_size": 16}, "other states after a rejected draft"),
     "falcon": ("FalconConfig", BLOCK | {"new_decoder_architecture": False}, {}),
     "gemma2": ("Gemma2Config", GROUPED | SLIDING, {}),
     "gemma3": ("Gemma3TextConfig", GROUPED | SLIDING, {}),
@@ -79,10 +82,16 @@ TABLE = {
         {"vocab_size": 256, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 128},
         {"tree": "drafts of a tree.* tree null"},
     ),
+    "nemotron_h": ("NemotronHConfig", GROUPED | {"layer_types": ["moe", "attention"], "n_routed_experts": 4}, {}),
     "opt": ("OPTConfig", SIZE | {"num_attention_heads": 4, "ffn_dim": 96, "word_embed_proj_dim": 64}, {}),
     "persimmon": ("PersimmonConfig", BLOCK, {}),
     "phi": ("PhiConfig", BLOCK, {}),
     "phi3_longrope": ("Phi3Config", GROUPED | {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 16}, {}),
+    "phimoe_longrope": (
+        "PhimoeConfig",
+        GROUPED | {"rope_parameters": LONG_ROPE | {"short_mscale": 1.0, "long_mscale": 1.2}},
+        {},
+    ),
     "phi3": ("Phi3Config", GROUPED, {}),
     "qwen2_sliding": ("Qwen2Config", GROUPED | SLIDING | {"use_sliding_window": True}, {}),
     "qwen3": ("Qwen3Config", GROUPED, {}),
@@ -120,7 +129,9 @@ def built(name):
     model = load_with(
         "sdpa", lambda kernel: AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=kernel)
     )
-    return changed(model, 0, lambda matrix: matrix.mul_(3.0))
+    changed(model, 0, lambda matrix: matrix.mul_(3.0))
+    check_split(model)
+    return model
 
 
 def target_of(name):
@@ -152,6 +163,18 @@ def test_a_family_decodes_as_transformers_does_or_is_refused(name, way):
         return
     with pytest.raises(InputError, match=reason):
         decoded(name, way)
+
+
+def test_what_a_check_found_wrong_is_refused_wherever_it_is_run():
+    model, cache_ = built("gpt_neo"), new_cache(built("gpt_neo"), 8)
+    check_rolls_back(model)
+    ids_BT = torch.tensor([[1, 2], [3, 4]])
+    forward_rows(model, cache_, ids_BT, [0, 0])
+    with pytest.raises(InputError, match="rows of unequal lengths"):
+        forward_rows(model, cache_, ids_BT, [2, 1])
+    attention = tree_attention(torch.tensor([[0, 0]] * 2), [2, 2])
+    with pytest.raises(InputError, match="drafts of a tree"):
+        forward_rows(model, cache_, torch.tensor([[1, 2, 3]] * 2), [2, 2], attention)
 
 
 def test_a_text_beyond_the_short_rotary_factors_is_refused_with_the_remedy():
