@@ -19,7 +19,7 @@ from configs.runtime.errors import ConfigError, InputError, first_line
 from configs.schema.learning import LoraSettings, StudentConfig
 from distill.student.kept_blocks import keep_layers
 from heads.inference.model_checks import check_rolls_back, check_split
-from heads.target.block_config import per_layer_keys
+from heads.target.block_config import overridden
 from heads.target.identity import hash_tokenizer
 from heads.target.loading import UNREADABLE, Target, move
 
@@ -126,10 +126,8 @@ def _overridden_model(overrides: dict[str, bool | int | float | str], target: Ta
             raise ConfigError(f"student.overrides: the target's config has no {name!r}; the nearest it has is {nearest!r}")
     if "vocab_size" in overrides:
         raise ConfigError("student.overrides: vocab_size is the target's; draft_vocab_size makes the draft say fewer tokens")
-    if "num_hidden_layers" in overrides:
-        values = {name: value for name, value in values.items() if name not in per_layer_keys(config)}  # to be made anew
     try:
-        draft = _from_config(type(config).from_dict(values | overrides), target.model).eval()
+        draft = _from_config(overridden(config, overrides), target.model).eval()
         check_split(draft)  # its probe is a forward: shapes that contradict each other fail here
     except (ValueError, TypeError, RuntimeError, ZeroDivisionError, StrictDataclassError) as error:
         raise ConfigError(f"student.overrides: {overrides} make no model: {' '.join(str(error).split())}") from error

@@ -77,10 +77,10 @@ def _check_same_weights(draft: PreTrainedModel, weights: Mapping[str, Tensor], n
     differing = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
     if differing:
         name = differing[0]
+        here, there = (f"of shape {each[name]}" if name in each else "absent" for each in (expected, found))
         raise InputError(
-            f"student.layers: these blocks of {name_of_class} cannot stand alone: a model of them has {name} of shape "
-            f"{expected.get(name)}, the target there {found.get(name)}, since the kind of a block follows from its place or "
-            f"weights are shared by all blocks; {REMEDY}"
+            f"student.layers: these blocks of {name_of_class} cannot stand alone, since their kind follows from their place or "
+            f"weights are shared by all blocks: {name} is {here} in a model of them and {there} in the target; {REMEDY}"
         )
 
 

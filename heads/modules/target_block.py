@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from configs.runtime.errors import InputError
 from heads.inference.causal_lm import backbone
 from heads.inference.kv_cache import RowCache
-from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
+from heads.inference.model_checks import KNOWN_LAYER_TYPES, check_on_probe, probe_ids, relative_error
 from heads.target.hidden_states import blocks, num_blocks, tapped
 from heads.target.placement import own_copy
 
@@ -73,6 +73,11 @@ class Surroundings:
         config = target.config.get_text_config()
         kinds = getattr(config, "layer_types", None)
         self.kind = None if kinds is None else kinds[number]
+        if self.kind not in (None, *KNOWN_LAYER_TYPES):
+            raise InputError(
+                f"head.init_block: block {number} of {type(target).__name__} is of type {self.kind}; an MTP module has one "
+                f"of {', '.join(sorted(KNOWN_LAYER_TYPES))}: name such a block, or take another head.kind"
+            )
         self.window = None if self.kind == "full_attention" else getattr(config, "sliding_window", None)
         rotary = dict(backbone(target).named_children()).get("rotary_emb")
         if rotary is None:
@@ -124,7 +129,7 @@ class Surroundings:
         causal_11TT = torch.ones(1, 1, T, T, dtype=torch.bool, device=target.device).tril()
         visible_11TT = unrolled_mask(causal_11TT, 0, self.window)
         positions_1T = torch.arange(T, device=target.device).unsqueeze(0)
-        apart_1TD = self.run(blocks(target)[number], seen[number], positions_1T, visible_11TT, None)
+        apart_1TD = self.run(blocks(target)[number], seen[number], positions_1T, visible_11TT, ChainKeys())
         return relative_error(apart_1TD.to(target.device), seen[number + 1])
 
     def _mask(self, visible_B1TS: Tensor, dtype: torch.dtype) -> Tensor:

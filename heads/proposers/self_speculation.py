@@ -67,6 +67,7 @@ class SelfSpeculation:
         check_on_probe(
             model,
             partial(_parts_error, parts=self),
+            fails=f"{type(model).__name__} cannot draft for itself: its blocks do not run in two parts ({{}})",
             differs=f"{type(model).__name__} cannot draft for itself: its blocks, in two parts, are not the whole model; they "
             "differ by {:.2g} of its states",
         )

@@ -8,7 +8,7 @@ caller to check.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
@@ -26,6 +26,18 @@ def per_layer_keys(config: PreTrainedConfig) -> list[str]:
         for name, value in config.to_dict().items()
         if isinstance(value, list) and len(value) == config.num_hidden_layers and not name.endswith(NOT_BY_BLOCK)
     ]
+
+
+def overridden(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> PreTrainedConfig:
+    """Return a copy of a text config with some values replaced; what it says of each block goes with another number of them.
+
+    Raises whatever the config's class does for values that it does not take.
+    """
+    values = config.to_dict()
+    if "num_hidden_layers" in overrides:
+        dropped = {*per_layer_keys(config), "per_layer_config"}
+        values = {name: value for name, value in values.items() if name not in dropped}
+    return type(config).from_dict(values | dict(overrides))
 
 
 def config_of_blocks(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedConfig:

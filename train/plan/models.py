@@ -23,7 +23,7 @@ from distill.student.kept_blocks import keep_layers
 from heads.families.registry import FAMILIES
 from heads.modules.interface import HeadModule
 from heads.proposers.vocabulary import DraftVocabulary
-from heads.target.block_config import per_layer_keys
+from heads.target.block_config import overridden
 from heads.target.demo_model import PREFIX
 from heads.target.loading import UNREADABLE, locate
 
@@ -122,9 +122,7 @@ def _draft_lm(student: StudentConfig, target: PreTrainedModel) -> PreTrainedMode
 def _draft_config(student: StudentConfig, target: PreTrainedModel) -> PreTrainedConfig:
     if student.path is not None:
         return read_model_config(student.path)
-    config = target.config.get_text_config()
-    values = {name: value for name, value in config.to_dict().items() if name not in per_layer_keys(config)}
-    return type(config).from_dict(values | (student.overrides or {}))
+    return overridden(target.config.get_text_config(), student.overrides or {})
 
 
 def _empty(config: PreTrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False) -> PreTrainedModel:

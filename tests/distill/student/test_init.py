@@ -6,6 +6,7 @@ import torch
 from configs.runtime.errors import ConfigError, InputError
 from configs.schema.learning import StudentConfig
 from distill.student.init import initial_draft
+from tests.support.family_configs import tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +63,11 @@ def test_a_fresh_draft_is_the_targets_config_with_some_values_replaced(target):
     assert {name: getattr(draft.config, name) for name in overrides} == overrides
     assert (draft.config.intermediate_size, draft.config.vocab_size) == (64, 64)
     assert all(parameter.requires_grad for parameter in draft.parameters())
+
+
+def test_a_fresh_draft_of_fewer_blocks_has_a_kind_for_each(as_target):
+    draft = initial_draft(StudentConfig(init="fresh", overrides={"num_hidden_layers": 2}), as_target(tiny_model("mellum")))
+    assert [len(draft.config.layer_types), len(draft.config.mlp_layer_types)] == [2, 2]
 
 
 @pytest.mark.parametrize(

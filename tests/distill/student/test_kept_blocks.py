@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, JambaConfig, JambaForCausalLM
 
 from configs.runtime.errors import InputError
 from distill.student.kept_blocks import keep_layers
 from heads.inference.causal_lm import head_logits
 from heads.target.hidden_states import blocks, final_norm
-from tests.support.family_configs import CONFIGS, tiny_model
+from tests.support.family_configs import CONFIGS, NEW, tiny_model
 
 BY_NUMBER = {"diffllama", "minicpm3"}
 IDS_BT = torch.randint(3, 256, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -60,7 +60,16 @@ def test_blocks_that_depend_on_their_number_are_refused(name):
 def test_weights_with_a_part_for_each_block_are_refused(monkeypatch):
     model = tiny_model("llama")
     monkeypatch.setattr(model.model.norm, "weight", torch.nn.Parameter(torch.ones(80)))
-    with pytest.raises(
-        InputError, match=r"cannot stand alone: .* has model.norm.weight of shape \(64,\), the target there \(80,\)"
-    ):
+    words = (
+        r"cannot stand alone, .*: model.norm.weight is of shape \(64,\) in a model of them and of shape \(80,\) in the target"
+    )
+    with pytest.raises(InputError, match=words):
         keep_layers(model, [1, 3])
+
+
+def test_blocks_whose_kind_cannot_be_said_are_refused():
+    jamba = JambaForCausalLM(
+        JambaConfig(**NEW, num_experts=2, attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False)
+    )
+    with pytest.raises(InputError, match=r"cannot stand alone, .* is of shape .* in a model of them and absent in the"):
+        keep_layers(jamba, [1, 3])

@@ -12,9 +12,10 @@ from eval.decoder.decode import decode, generate
 from heads.inference.causal_lm import new_cache
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.self_speculation import SelfSpeculation, early_exit
-from heads.target.hidden_states import blocks, read_states
+from heads.target.hidden_states import blocks, final_norm, read_states
 from tests.support.decoding import requests_for
 from tests.support.family_checks import CONFIGS, PROMPTS, tiny_target
+from tests.support.family_configs import tiny_model
 
 
 def shared(model, num_layers):
@@ -32,6 +33,21 @@ def test_the_draft_is_the_targets_own_modules(name):
     with torch.no_grad():
         early_BTE = read_states(draft, ids_BT, [2]).joined_BTF
         torch.testing.assert_close(early_BTE, read_states(model, ids_BT, [2]).joined_BTF)
+
+
+@pytest.mark.parametrize("name", ["smollm3", "gpt2", "opt", "falcon", "mpt", "deepseek_v3", "mellum", "gemma4_text"])
+def test_the_blocks_of_any_family_are_found(name):
+    model = tiny_model(name)
+    ids_BT = torch.arange(3, 27).unsqueeze(0)  # longer than the windows
+    states = read_states(model, ids_BT, [2])
+    with torch.no_grad():
+        exit_BTE = final_norm(model)(states.joined_BTF)
+    torch.testing.assert_close(read_states(early_exit(model, 2), ids_BT, []).final_BTE, exit_BTE)
+
+
+def test_a_model_that_adds_more_than_its_embedding_before_the_blocks_does_not_share_work():
+    with pytest.raises(InputError, match="GPT2LMHeadModel cannot draft for itself: its blocks do not run in two parts"):
+        shared(tiny_model("gpt2"), 2)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -92,7 +108,7 @@ def test_a_batch_that_broke_off_in_the_middle_of_a_round_leaves_nothing_behind(a
     expected = generate(target, PROMPTS, config, proposer)
     with monkeypatch.context() as patched:
         patched.setattr(proposer, "late", None)  # the draft's blocks run, the others fail
-        with pytest.raises(AttributeError):
+        with pytest.raises(TypeError):
             generate(target, PROMPTS, config, proposer)
         patched.setattr(SelfSpeculation, "forward_states", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
