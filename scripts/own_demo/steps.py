@@ -121,7 +121,7 @@ def own_loop(arguments: argparse.Namespace) -> OwnLoop:
     target = [
         _set("target.name", name),
         *([_set("target.device", arguments.device)] if arguments.device else []),
-        *arguments.set,
+        *_section("target", arguments),
     ]
     known = load_config(DataConfig, None, target).target
     model = read_model_config(name, known.revision, trust_remote_code=known.trust_remote_code).get_text_config()

@@ -68,11 +68,12 @@ def configs_of(steps):
 
 
 def test_every_step_is_for_the_target_and_the_data_step_writes_what_the_next_ones_read(loop, tiny_run, tmp_path, capsys):
-    done = loop("--set", "target.dtype=float32")
+    done = loop("--set", "target.dtype=float32", "prompts.category=mine")
     assert done.code == DONE
     data, distil, heads, draft_eval, head_eval = configs = configs_of(done.steps)
     assert {each.target.name for each in configs} == {str(tiny_run / "target")}
     assert {(each.target.dtype, each.target.device) for each in configs} == {("float32", "cpu")}
+    assert (data.prompts.category, data.prompts.path) == ("mine", str(tmp_path / "prompts.csv"))
     assert distil.student.layers == [0]  # of two blocks
     assert (distil.student.draft_vocab_size, heads.head.draft_vocab_size) == (None, None)  # of 64 tokens
     assert (draft_eval.draft, head_eval.draft) == (f"{distil.output}/artifact", f"{heads.output}/artifact")
