@@ -26,7 +26,7 @@ class TargetConfig(Settings):
     revision: str | None = None  # a Hub revision; only for Hub ids
     dtype: Dtype = "bfloat16"  # of the weights as they are run
     attention: Literal["sdpa", "eager"] = (
-        "sdpa"  # implementation of attention in transformers; eager where a family has no sdpa
+        "sdpa"  # implementation of attention in transformers
     )
     # lean: decode by a forward of draftsmith's own (Llama, Mistral, Qwen2, Qwen3), which packs the weights a second time in the
     # form that a CPU reads fastest. The draft then runs by one too, where it is of such a family.
