@@ -25,9 +25,7 @@ class TargetConfig(Settings):
     name: str = "embedded:smollm2-135m-instruct"  # or a Hub id, a local folder, a .gguf file
     revision: str | None = None  # a Hub revision; only for Hub ids
     dtype: Dtype = "bfloat16"  # of the weights as they are run
-    attention: Literal["sdpa", "eager"] = (
-        "sdpa"  # implementation of attention in transformers
-    )
+    attention: Literal["sdpa", "eager"] = "sdpa"  # implementation of attention in transformers
     # lean: decode by a forward of draftsmith's own (Llama, Mistral, Qwen2, Qwen3), which packs the weights a second time in the
     # form that a CPU reads fastest. The draft then runs by one too, where it is of such a family.
     # compiled: that forward, or transformers' for other families, by torch.compile for fixed shapes: faster by a little after
