@@ -200,7 +200,8 @@ def test_cached_and_online_steps_learn_the_same_and_only_the_online_run_the_targ
     forwards = []
     bench.target.model.base_model.register_forward_hook(lambda *_: forwards.append(1))
     turns = compare_cached(bench)
-    assert len(forwards) == 1 + 3  # one batch makes the cache of six conversations; one step is a warm-up
+    # One batch makes the cache of six conversations, a probe compares each draft's blocks with the target's, one step warms up.
+    assert len(forwards) == 1 + 2 + 3
     cached, online = ([turn.result for (turn,) in turns[name]] for name in (CACHED, ONLINE))
     assert len(cached) == 2
     assert [step.num_tokens for step in cached] == [step.num_tokens for step in online]
