@@ -143,7 +143,9 @@ def test_make_passes_its_arguments_on_and_takes_none_from_the_environment(monkey
     monkeypatch.setenv("DATA", "elsewhere.jsonl")
 
     def line(*arguments):
-        done = subprocess.run(["make", "-n", "demo", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            ["make", "--no-print-directory", "-n", "demo", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+        )
         return done.stdout.splitlines()[-1].split("scripts/")[-1]
 
     assert line() == "demo.py"
