@@ -173,7 +173,7 @@ def check_given(prompts: Sequence[Prompt]) -> None:
 def existing_answers(target: Target, prompts: Sequence[Prompt], max_new_tokens: int) -> Answered:
     """Encode prompts with the answers that they bring (`check_given`), longer ones cut off at `max_new_tokens`.
 
-    A draft learns less from them than from the target's own (METHODS D.3).
+    A draft learns less from them than from the target's own.
 
     Raises:
         InputError: a prompt fills the target's context, or its template refuses the conversation.

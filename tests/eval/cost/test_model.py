@@ -85,7 +85,7 @@ def test_in_a_batch_one_row_that_kept_all_is_enough_for_the_draft_to_read_more(p
 def test_where_memory_limits_a_round_costs_its_weights_whatever_its_rows(profile):
     model = CostModel(RooflineCosts(SWEEP, 1e9, 1e30), profile, ANSWERS, 4)
     long = CostModel(RooflineCosts(SWEEP, 1e9, 1e30), profile, [AnswerLength(num_tokens=5000, room_behind=0, num_answers=1)], 4)
-    # METHODS: tau / (gamma c + 1), c the ratio of the bytes.
+    # tau / (gamma c + 1), c the ratio of the bytes.
     expected = profile.tokens_per_round(4) / (4 * DRAFT_WEIGHTS / WEIGHTS + 1)
     assert long.speedup(4, 1, 64) == pytest.approx(expected, rel=2e-3)
     assert model.break_even_batch(64) is None
