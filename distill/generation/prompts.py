@@ -16,7 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,7 @@ class Split:
     dropped: dict[str, int]
 
 
-def read_prompts(config: PromptsConfig, *, what: str = "prompt file") -> list[Prompt]:
+def read_prompts(config: PromptsConfig) -> list[Prompt]:
     """Return the prompts of `config.path`, a file or a folder of files (`distill.generation.source_files`), in order.
 
     Raises:
@@ -85,7 +85,7 @@ def read_prompts(config: PromptsConfig, *, what: str = "prompt file") -> list[Pr
     prompts: list[Prompt] = []
     seen: dict[str, Prompt] = {}
     formats = Counter[str]()
-    for where, row in read_source(Path(str(config.path)), what):
+    for where, row in read_source(Path(str(config.path)), "prompt file"):
         prompt, format = _read_row(row, config, where)
         first = seen.setdefault(prompt.prompt_id, prompt)
         if first != prompt:
@@ -93,7 +93,7 @@ def read_prompts(config: PromptsConfig, *, what: str = "prompt file") -> list[Pr
         prompts.append(prompt)
         formats[format] += 1
     counts = ", ".join(f"{count:,} as {name}" for name, count in formats.most_common())
-    logger.info("%s %s: read %s", what, config.path, counts)
+    logger.info("prompt file %s: read %s", config.path, counts)
     return prompts
 
 
@@ -107,10 +107,9 @@ def load_dataset_prompts(config: PromptsConfig) -> list[Prompt]:
     rows = load_rows(path, config.subset, config.split, section="prompts")
     if config.format == "auto" and config.field in rows.column_names:
         config = config.model_copy(update={"format": "column"})
-    named = (f"data set {path}, row {number}" for number in count())
     prompts = [
-        _read_row({**row, "question_id": f"row-{number}"}, config, where)[0]
-        for number, (where, row) in enumerate(zip(named, islice(rows, config.num_prompts), strict=False))
+        _read_row({**row, "question_id": f"row-{number}"}, config, f"data set {path}, row {number}")[0]
+        for number, row in enumerate(islice(rows, config.num_prompts))
     ]
     if not prompts:
         raise InputError(f"data set {path}, split {config.split!r}, is empty")
@@ -208,7 +207,7 @@ def parse_row(values: Mapping[str, Any], *, default_category: str, where: str) -
         turns = _parse_turns(values["turns"], where)
     else:
         history, turns, answer = _parse_messages(values["messages"], where)
-    given = values.get("question_id", values.get("id"))
+    given = values.get("question_id")
     if isinstance(given, bool) or not isinstance(given, str | int | None) or given == "":
         raise InputError(f"{where}: question_id must be a text or a whole number, got {given!r}")
     category = values.get("category", default_category)
