@@ -8,7 +8,7 @@ GEMMA := .cache/gemma/gemma-3-270m-q4_k_m.gguf
 given = $(if $(findstring command line,$(origin $(1))), --$(2) "$($(1))")
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench bench-decode sweep bench-distill bench-heads bench-eval bench-scale distribution-check slow-check cluster-check engine-check soak tables serve-check gemma-check clean
+.PHONY: help setup demo test check bench bench-decode sweep bench-distill bench-heads bench-eval bench-scale distribution-check slow-check cluster-check engine-check models-check soak tables serve-check gemma-check clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -64,6 +64,9 @@ cluster-check: setup ## the job files of scripts/cluster, run with one process k
 engine-check: setup ## DDP, FSDP2, ZeRO-1 to 3 and offloading in two processes on the CPU against one process (about 10 minutes)
 	$(PY) -m pytest -m slow -s tests/train/loop/test_engines.py
 	$(PY) scripts/benchmark.py engines
+
+models-check: setup ## a tiny model of every family of transformers through every stage, into docs/results/models.json and docs/models.md (12 minutes)
+	$(PY) scripts/benchmark.py models
 
 soak: setup ## 210 tiny runs killed, stopped and damaged at random, each to end with an undisturbed run's weights (about 15 minutes)
 	$(PY) scripts/benchmark.py soak

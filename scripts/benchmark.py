@@ -28,6 +28,7 @@ from configs.schema.benchmarks import (
     CommitsConfig,
     EngineComparisonSettings,
     ExchangeMemoryConfig,
+    ModelsCheckConfig,
     ResultsTableConfig,
     ServeCheckConfig,
     SoakConfig,
@@ -86,6 +87,12 @@ BENCHMARKS = {
         "scripts.bench.exchange_memory",
         "measure_exchange",
         "the peak memory of exports and imports",
+    ),
+    "models": Benchmark(
+        ModelsCheckConfig,
+        "scripts.models_check.runner",
+        "check_models",
+        "tiny models of every family of transformers through every stage, against transformers (12 minutes)",
     ),
     "serve": Benchmark(
         ServeCheckConfig,

@@ -130,6 +130,16 @@ class SoakConfig(Settings):
     output: str = "docs/results/soak.json"
 
 
+class ModelsCheckConfig(Settings):
+    """`scripts/benchmark.py models`: a tiny model of every family of transformers through every stage."""
+
+    names: list[str] = []  # of transformers' causal-LM mapping, or variants (scripts/models_check/architectures.py); empty: all
+    workers: PositiveInt = 2  # processes, each with one family at a time
+    seconds: PositiveInt = 120  # that one family may take
+    output: str = "docs/results/models.json"
+    document: str | None = "docs/models.md"  # whose table is filled from the results; None: none
+
+
 class EngineComparisonSettings(Settings):
     """`scripts/benchmark.py engines`: two processes under each engine beside one process, on a tiny target."""
 

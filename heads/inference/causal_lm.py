@@ -45,10 +45,12 @@ def head_logits(model: HasOutputHead, hidden_BTD: Tensor) -> Tensor:
     logits_BTV = model.get_output_embeddings()(hidden_BTD) if registered is None else registered.logits(hidden_BTD)
     if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
         logits_BTV = logits_BTV * scale
-    if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite
-        logits_BTV = logits_BTV / divisor
-    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma
-        logits_BTV = cap * torch.tanh(logits_BTV / cap)
+    for name in ("logits_scaling", "logits_mup_width_multiplier"):  # Granite, Inkling
+        if (divisor := getattr(config, name, None)) is not None:
+            logits_BTV = logits_BTV / divisor
+    for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):  # Gemma, RecurrentGemma, xLSTM
+        if (cap := getattr(config, name, None)) is not None:
+            logits_BTV = cap * torch.tanh(logits_BTV / cap)
     return logits_BTV
 
 

@@ -42,14 +42,14 @@ def fill_tables(document: str, results: Path) -> str:
 
 
 def _tables(path: Path) -> str:
-    """Return the ratios, the rows, and where they come from, of one results file."""
+    """Return the summary in a line, the ratios, the rows, and where they come from, of one results file."""
     content = read_json(path, "benchmark results")
     try:
         ratios, rows = _ratios(content["ratios"]), _rows(content["rows"])
         source = f"`{content['command']}` on {_machine(content['hardware'])}, torch {content['versions']['torch']}."
     except (AttributeError, KeyError, TypeError) as error:
         raise InputError(f"benchmark results {path} are not in the form that benchmarks write: {error!r}") from error
-    return "\n\n".join(part for part in (ratios, rows, source) if part)
+    return "\n\n".join(part for part in (content.get("summary"), ratios, rows, source) if part)
 
 
 def _ratios(ratios: Mapping[str, float | None]) -> str:
