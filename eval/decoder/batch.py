@@ -117,8 +117,10 @@ class BatchRun:
         if self.proposer is not None and max(room) > 0:
             with self.clock.phase("draft"):
                 self.proposer.commit([update.num_accepted for update in updates], states)
+        by_lookup = proposal.by_lookup or [False] * len(updates)
         for number, (row, update) in enumerate(zip(self.active, updates, strict=True)):
-            update.apply(row, None if compared is None else compared[number])
+            own = None if compared is None or by_lookup[number] else compared[number]
+            update.apply(row, own, by_lookup=by_lookup[number])
         self._drop_ended()
 
     def _processed(self, logits_BKV: Tensor, proposal: Proposal | None) -> Tensor:

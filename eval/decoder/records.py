@@ -17,6 +17,7 @@ FAILED = UNDECODED | {"non_finite"}
 ENDED = frozenset(("eos", "stop"))  # by what was written, not by a limit
 AUTOREGRESSIVE = "autoregressive"
 SPECULATIVE = "speculative"
+WITH_LOOKUP = "with_prompt_lookup"  # speculative decoding by the same draft, after prompt lookup
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Round:
     distributions: DistributionComparison | None = None  # more of the same comparison
     ranks: tuple[int, ...] | None = None  # of a tree: which child of its parent each accepted draft is, 0 the likeliest
     num_nodes: int | None = None  # of a tree: all its drafts
+    by_lookup: bool = False  # of several drafts: those of this round were looked up in the text
 
     @property
     def num_drafted(self) -> int:
@@ -69,6 +71,7 @@ class Generation:
     rounds: tuple[Round, ...]
     stop_reason: StopReason
     turn: int = 0  # which turn of the prompt is answered; `prompt_tokens` hold the turns before and their plain answers
+    suite: str = ""  # the name of the suite that the prompt is of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,7 @@ class Request:
     category: str
     tokens: tuple[int, ...]
     turn: int = 0
+    suite: str = ""
 
     @property
     def number(self) -> int:
@@ -111,6 +112,7 @@ class BatchRow:
             rounds=tuple(self.rounds),
             stop_reason=self.stop_reason,
             turn=self.request.turn,
+            suite=self.request.suite,
         )
 
 

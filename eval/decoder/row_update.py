@@ -24,7 +24,7 @@ class RowUpdate:
     ranks: tuple[int, ...] | None = None  # of a tree, which child of its parent each draft that stays is, from 0
     num_nodes: int | None = None  # of a tree, its drafts
 
-    def apply(self, row: BatchRow, compared: Sequence[Sequence[float]] | None) -> None:
+    def apply(self, row: BatchRow, compared: Sequence[Sequence[float]] | None, *, by_lookup: bool = False) -> None:
         """Commit the update to its row and record the round; `compared` has a `PositionComparison` by draft, where measured."""
         committed = row.commit([*self.drafted[: self.num_accepted], self.next_token], finite=self.finite)
         overlap, distributions = None, None
@@ -40,6 +40,7 @@ class RowUpdate:
                 distributions=distributions,
                 ranks=None if self.ranks is None else self.ranks[: len(committed)],
                 num_nodes=self.num_nodes,
+                by_lookup=by_lookup and bool(self.drafted),
             )
         )
 

@@ -47,14 +47,14 @@ class Verifier:
         num_drafted_B = _tensor(num_drafted, logits_BKV)
         first_B1 = _tensor(lengths, logits_BKV).unsqueeze(1)
         positions_BK = first_B1 + torch.arange(logits_BKV.shape[1], device=logits_BKV.device)
-        q_BGV, rule = proposal.probs_BGV, RULES.get(self.config.rule)
+        rule = RULES.get(self.config.rule)
+        q_BGV = None if rule is None else _drawn_by(proposal, logits_BKV)
         if rule is None or q_BGV is None:
             return verify_greedy(self.target_tokens(logits_BKV, positions_BK), proposal.tokens_BG, num_drafted_B)
         p_BKV = token_probabilities(logits_BKV, self.config)
         accept_BG = self.rng.uniform(Role.ACCEPT, positions_BK[:, :-1], first_B1)
         residual_B = self.rng.uniform(Role.RESIDUAL, first_B1).squeeze(1)
         bonus_B = self.rng.uniform(Role.TARGET, first_B1 + num_drafted_B.unsqueeze(1)).squeeze(1)
-        q_BGV = _pad_vocabulary(q_BGV, p_BKV)
         return rule(p_BKV, q_BGV, proposal.tokens_BG, num_drafted_B, accept_BG, residual_B, bonus_B)
 
     def tree(
@@ -142,6 +142,22 @@ def rooted(proposal: Proposal) -> tuple[Tensor, Tensor]:
     if proposal.parents_BN is None:
         raise ValueError("the proposal is a chain")
     return functional.pad(proposal.tokens_BG, (1, 0)), functional.pad(proposal.parents_BN, (1, 0), value=-1)
+
+
+def _drawn_by(proposal: Proposal, like_BKV: Tensor) -> Tensor | None:
+    """Return the distribution `[B, G, V]` that each draft of a chain was drawn from; None where all are matched instead.
+
+    Of several drafts, rows that were looked up have point masses. They have them also where all rows were looked up, so that a
+    row is verified alike in any batch.
+    """
+    q_BGV = None if proposal.probs_BGV is None else _pad_vocabulary(proposal.probs_BGV, like_BKV)
+    if proposal.by_lookup is None or not proposal.tokens_BG.shape[1]:
+        return q_BGV
+    points_BGV = torch.zeros_like(like_BKV[:, 1:], dtype=torch.float32)
+    points_BGV = points_BGV.scatter_(-1, proposal.tokens_BG.unsqueeze(-1), 1.0)
+    if q_BGV is None:
+        return points_BGV
+    return torch.where(_tensor(proposal.by_lookup, q_BGV)[:, None, None], points_BGV, q_BGV)
 
 
 def _pad_vocabulary(q_BGV: Tensor, like_BKV: Tensor) -> Tensor:

@@ -41,8 +41,11 @@ class EnumerationResult:
     tokens_per_round: float
 
 
-def random_toy(seed: int, vocab_size: int = 3, num_drafts: int = 3) -> Toy:
-    """Return a toy with random distributions; some probabilities are 0, as after top-k or with a reduced vocabulary."""
+def random_toy(seed: int, vocab_size: int = 3, num_drafts: int = 3, *, looked_up: bool = False) -> Toy:
+    """Return a toy with random distributions; some probabilities are 0, as after top-k or with a reduced vocabulary.
+
+    With `looked_up` the draft names one token after each prefix, as a lookup does: q is a point mass.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def distribution(zero_share: float) -> list[float]:
@@ -51,12 +54,16 @@ def random_toy(seed: int, vocab_size: int = 3, num_drafts: int = 3) -> Toy:
             weights_V[int(torch.randint(vocab_size, (), generator=generator))] = 0
         return (weights_V / weights_V.sum()).tolist()
 
+    def point_mass() -> list[float]:
+        named = int(torch.randint(vocab_size, (), generator=generator))
+        return [float(token == named) for token in range(vocab_size)]
+
     prefixes = [prefix for size in range(num_drafts + 1) for prefix in itertools.product(range(vocab_size), repeat=size)]
     return Toy(
         vocab_size,
         num_drafts,
         {prefix: distribution(0.3) for prefix in prefixes},
-        {prefix: distribution(0.3) for prefix in prefixes},
+        {prefix: point_mass() if looked_up else distribution(0.3) for prefix in prefixes},
     )
 
 

@@ -68,9 +68,10 @@ def _enumerated(config: DecodeConfig) -> list[int]:
 
 
 def _enumerate(rule: str, parents: Sequence[int], seed: int) -> EnumerationResult:
-    """Enumerate a rule on one toy."""
+    """Enumerate a rule on one toy; a rule for chains on one whose draft looks its tokens up, too, and return the worse."""
     if rule in RULES:
-        return enumerate_rule(RULES[rule], random_toy(seed, num_drafts=len(parents)))
+        toys = [random_toy(seed, num_drafts=len(parents), looked_up=looked_up) for looked_up in (False, True)]
+        return max((enumerate_rule(RULES[rule], toy) for toy in toys), key=lambda result: result.total_variation)
     depth = Tree(tuple(parents)).depth
     verify = partial(verify_tree, rule=CANDIDATE_RULES[rule])
     return enumerate_tree(verify, random_toy(seed, num_drafts=depth), [-1, *parents], distribution_of_draws(DRAWS[rule]))

@@ -12,7 +12,6 @@ B batch, T positions, E = D width, F width of a feature, K depths, W draft vocab
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import MtpSettings
 from heads.families.mtp_checkpoint import NativeMtp
 from heads.inference.kv_cache import RowCache
-from heads.modules.autoregressive import ChainModule, FeatureChain, FeatureProposer, PendingFeatures
+from heads.modules.autoregressive import ChainModule, FeatureChain, FeatureProposer
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins, shifted_left
 from heads.modules.layers import DraftHead, HeadBase, LayerShape, causal_mask, shape_like
 from heads.modules.target_block import CacheLayer, ChainKeys, Keys, Surroundings, copy_block, unrolled_mask
@@ -150,6 +149,11 @@ class DepthChain(FeatureProposer):
     module: ChainModule
     _num_depths: int
 
+    @property
+    def _read_again(self) -> int:
+        """The last indices, which may rest on rejected drafts."""
+        return self._num_depths - 1
+
     def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
         super().start(tokens, capacity, states)
         self._num_depths = self.module.num_caches
@@ -171,22 +175,6 @@ class DepthChain(FeatureProposer):
             state_BD = self.module.to_head(states_BTD[rows_B, last_B], depth)
             ids_BX[rows_B, last_B + 1 + depth] = chain.add(head.logits(state_BD))
         return chain.proposal()
-
-    def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
-        """Move the window on: the last indices that may rest on rejected drafts, then those the target has just read."""
-        old, new_BTF = self._pending, self.module.features(states)
-        kept = [min(self._num_depths - 1, count) for count in old.counts]
-        counts = [before + accepted + 1 for before, accepted in zip(kept, num_accepted, strict=True)]
-        both_BSF = torch.cat([old.features_BTF, new_BTF], 1)
-        start_of_new = old.features_BTF.shape[1]
-        columns = [
-            [*range(count - before, count), *range(start_of_new, start_of_new + accepted + 1)]
-            for count, before, accepted in zip(old.counts, kept, num_accepted, strict=True)
-        ]
-        index_BT = torch.tensor([row + [0] * (max(counts) - len(row)) for row in columns], device=self.device)
-        rows_B1 = torch.arange(len(counts), device=self.device).unsqueeze(1)
-        self._pending = PendingFeatures(both_BSF[rows_B1, index_BT], counts)
-        self._pending.first = [end - before for end, before in zip(old.ends, kept, strict=True)]
 
 
 def make_proposer(module: Mtp, device: torch.device) -> Proposer:

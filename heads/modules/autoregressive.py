@@ -41,9 +41,20 @@ class PendingFeatures:
         self.counts = list(counts)
         self.features_BTF = features_BTF[:, : max(counts)]
 
-    def replace(self, features_BTF: Tensor, counts: Sequence[int]) -> None:
-        """Take what follows the features held so far, which have been read."""
-        self.first = self.ends
+    def move_on(self, features_BTF: Tensor, counts: Sequence[int], kept: Sequence[int]) -> None:
+        """Take what follows the features held so far, of which the last `kept[b]` of each row stay before it."""
+        self.first = [end - before for end, before in zip(self.ends, kept, strict=True)]
+        if max(kept) > 0:
+            old, start_of_new = self.counts, self.features_BTF.shape[1]
+            columns = [
+                [*range(count - before, count), *range(start_of_new, start_of_new + new)]
+                for count, before, new in zip(old, kept, counts, strict=True)
+            ]
+            counts = [len(row) for row in columns]
+            padded = [row + [0] * (max(counts) - len(row)) for row in columns]
+            rows_B1 = torch.arange(len(counts), device=features_BTF.device).unsqueeze(1)
+            both_BSF = torch.cat([self.features_BTF, features_BTF], 1)
+            features_BTF = both_BSF[rows_B1, torch.tensor(padded, device=features_BTF.device)]
         self.counts = list(counts)
         self.features_BTF = features_BTF[:, : max(counts)]
 
@@ -117,13 +128,24 @@ class FeatureProposer:
         self._beyond = beyond
         self._cache: RowCache
         self._pending: PendingFeatures
+        self._has_read = False  # the pending features, by a proposal
+
+    @property
+    def _read_again(self) -> int:
+        """How many features of the last proposal the next one has to read once more."""
+        return 0
 
     def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
         self._cache = RowCache(self.module.num_caches, capacity + self._beyond)
         self._pending = PendingFeatures(self.module.features(states), [len(row) - 1 for row in tokens])
+        self._has_read = False
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
-        self._pending.replace(self.module.features(states), [accepted + 1 for accepted in num_accepted])
+        """Take the target's states of a round; where something else had drafted, what was not read stays before them."""
+        held = self._pending.counts
+        kept = [min(self._read_again, count) for count in held] if self._has_read else held
+        self._pending.move_on(self.module.features(states), [accepted + 1 for accepted in num_accepted], kept)
+        self._has_read = False
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         self._cache.keep_rows(rows)
@@ -131,6 +153,7 @@ class FeatureProposer:
 
     def _place(self, starts: Sequence[int], length: int, attention: TreeAttention | None = None) -> Tensor:
         """Place the next forward in the cache; return its positions `[B, length]`."""
+        self._has_read = True
         self._cache.place(starts, length, self.device, attention)
         if attention is not None:
             return attention.positions_BT

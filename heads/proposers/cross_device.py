@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from configs.schema.decoding import SamplingConfig
-from heads.proposers.protocol import Proposal, Tokens, TreeProposer
+from heads.proposers.protocol import CachesDrafts, Proposal, Tokens, TreeProposer
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree
 from heads.target.hidden_states import TargetStates
@@ -51,6 +51,10 @@ class CrossDeviceProposer:
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
         self.draft.commit(num_accepted, states)
+
+    def discard_drafts(self, rows: Sequence[int]) -> None:
+        if isinstance(self.draft, CachesDrafts):
+            self.draft.discard_drafts(rows)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         self.draft.keep_rows(rows)

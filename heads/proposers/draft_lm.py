@@ -3,7 +3,7 @@
 It may have a reduced vocabulary (`heads.proposers.vocabulary`); its proposals are in the target's ids.
 
 After a fully accepted round its cache lacks the last draft, which it never had to read; the next round's first forward reads
-that token and the pending one together, so no round pays an extra forward.
+that token and the pending one together, so no round pays an extra forward. So it does with what others have drafted.
 B batch, T tokens, G drafts, V target vocabulary, W the draft's.
 """
 
@@ -28,7 +28,7 @@ from heads.target.hidden_states import TargetStates
 
 
 class DraftLM:
-    """A draft model as a proposer (`heads.proposers.protocol.TreeProposer`).
+    """A draft model as a proposer (`heads.proposers.protocol.TreeProposer`, `heads.proposers.protocol.CachesDrafts`).
 
     Args:
         model: a causal LM that reads the target's token ids.
@@ -56,6 +56,7 @@ class DraftLM:
         ids_BT = self._ids([row + [0] * (longest - len(row)) for row in prompts])
         forward_rows(self.model, self._cache, ids_BT, [0] * len(prompts))
         self._cached = [len(row) for row in prompts]
+        self._proposed_from = list(self._cached)
 
     def propose(
         self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
@@ -64,13 +65,13 @@ class DraftLM:
         chain = ChainBuilder(
             lengths, sampling, rng, self.model.device, self._target_ids, self._scatter, keep_logits=keep_logits
         )
-        ids_BT, starts = self._uncached(tokens)
+        hidden_BD = self._read_text(tokens)
         for step in range(num_tokens):
-            hidden_BD = forward_rows(self.model, self._cache, ids_BT, starts)[:, -1]
             drafted_B = chain.add(head_logits(self.model, hidden_BD)[:, : self.vocab_size])
-            if chain.finished:
+            if step + 1 == num_tokens or chain.finished:
                 break
-            ids_BT, starts = drafted_B.unsqueeze(1), [length + step for length in lengths]
+            starts = [length + step for length in lengths]
+            hidden_BD = forward_rows(self.model, self._cache, drafted_B.unsqueeze(1), starts)[:, -1]
         self._proposed_from = lengths
         self._cached = [length + step for length in lengths]  # up to the last draft, which was not read
         return chain.proposal()
@@ -81,10 +82,7 @@ class DraftLM:
         lengths = [len(row) for row in tokens]
         builder = tree_builder(tree, lengths, drawn_by, rng, self._target_ids, self._scatter)
         slots = TreeSlots(lengths, self.model.device)
-        ids_BT, starts = self._uncached(tokens)
-        hidden_BTD = forward_rows(self.model, self._cache, ids_BT, starts)
-        last_B = self._tensor([length - start - 1 for length, start in zip(lengths, starts, strict=True)])
-        hidden_BMD = hidden_BTD[torch.arange(len(lengths), device=last_B.device), last_B].unsqueeze(1)
+        hidden_BMD = self._read_text(tokens).unsqueeze(1)
         while frontier := builder.add(head_logits(self.model, hidden_BMD)[..., : self.vocab_size]):
             attention = slots.place(frontier)
             hidden_BMD = forward_rows(self.model, self._cache, frontier.tokens_BM, attention.starts, attention)
@@ -96,22 +94,30 @@ class DraftLM:
     def commit(self, num_accepted: Sequence[int], states: TargetStates | None = None) -> None:
         valid = (start + accepted for start, accepted in zip(self._proposed_from, num_accepted, strict=True))
         self._cached = [min(cached, limit) for cached, limit in zip(self._cached, valid, strict=True)]
+        self._proposed_from = list(self._cached)  # what another draft proposes next is not in the cache
+
+    def discard_drafts(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self._cached[row] = min(self._cached[row], self._proposed_from[row])
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         self._cache.keep_rows(rows)
         self._cached = [self._cached[row] for row in rows]
         self._proposed_from = [self._proposed_from[row] for row in rows]
 
-    def _uncached(self, tokens: Tokens) -> tuple[Tensor, list[int]]:
-        """Return the tokens `[B, T]` that the cache lacks, and the position of each row's first.
+    def _read_text(self, tokens: Tokens) -> Tensor:
+        """Read the tokens that the cache lacks; return the state `[B, D]` after each row's last.
 
-        A row of fewer than T tokens is padded at its end, where its drafts overwrite the padding. After a chain there is no
-        padding: it leaves at most two tokens uncached, and no row has fewer.
+        A row of fewer tokens than another lacks is padded at its end, where its drafts overwrite the padding.
         """
         longest = max(len(row) - cached for row, cached in zip(tokens, self._cached, strict=True))
         # Rows that lag less read a few cached tokens again: the same keys and values at the same places.
         rows = [[*row[-longest:], *[0] * (longest - len(row))] for row in tokens]
-        return self._ids(rows), [max(0, len(row) - longest) for row in tokens]
+        hidden_BTD = forward_rows(self.model, self._cache, self._ids(rows), [max(0, len(row) - longest) for row in tokens])
+        if min(map(len, tokens)) >= longest:
+            return hidden_BTD[:, -1]
+        last_B = self._tensor([min(len(row), longest) - 1 for row in tokens])
+        return hidden_BTD[torch.arange(len(tokens), device=last_B.device), last_B]
 
     def _target_ids(self, drafted_B: Tensor) -> Tensor:
         return drafted_B if self.vocabulary is None else self.vocabulary.token_ids_W[drafted_B]

@@ -1,29 +1,90 @@
-"""Several drafts at once: the trees they propose, merged into one that holds each path once.
+"""Several drafts as one: a lookup before a draft in chains, or the trees of all merged into one that holds each path once.
 
-Each draft proposes the requested tree, or a chain where it has no trees. The target verifies all of them in one forward, and
-`commit` tells every draft the accepted path, whichever had drafted it. Siblings are in the order of the drafts. Trees are not
-drawn, since each token would have to be verified by its own draft's distribution: at a temperature above 0 they are verified by
-sample-and-match. Merging is done on the host and costs a transfer a draft.
+`LookupFirst` drafts by one of the two for each row and round: by the lookup where that has found a match, else by the draft.
+The choice is made by the committed text alone, before anything is drawn, so each round is lossless by the rule that verifies
+its drafts; a lookup's are a point mass.
+
+`MergedDrafts` asks all of them. Each proposes the requested tree, or a chain where it has no trees. The target verifies all of
+them in one forward, and `commit` tells every draft the accepted path, whichever had drafted it. Siblings are in the order of
+the drafts. Trees are not drawn, since each token would have to be verified by its own draft's distribution: at a temperature
+above 0 they are verified by sample-and-match. Merging is done on the host and costs a transfer a draft.
+B batch, G drafts, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import SamplingConfig
-from heads.proposers.protocol import Proposal, Proposer, Tokens, TreeProposer
+from heads.proposers.protocol import CachesDrafts, LearningProposer, Proposal, Proposer, Tokens, TreeProposer
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree
 from heads.target.hidden_states import TargetStates
 
 Nodes = tuple[list[int], list[int]]  # tokens, and the row that each continues
+MOST_BEHIND = 64  # tokens that a draft may have left unread; a text that is copied may go on for thousands
+
+
+class LookupFirst:
+    """A lookup and a draft as one proposer of chains (`heads.proposers.protocol.Proposer`).
+
+    The draft is run in a round where any row needs it. What was committed since it ran last it reads in the forward that
+    drafts, so that a round of the lookup costs it nothing; only from `MOST_BEHIND` tokens on is it run to keep up.
+
+    Args:
+        lookup: a draft without states or distributions, such as prompt lookup; how long a match it needs is its setting.
+        draft: for the same target; neither is used elsewhere while a batch is decoded.
+    """
+
+    def __init__(self, lookup: Proposer, draft: Proposer) -> None:
+        self.lookup, self.draft = lookup, draft
+        self.taps = draft.taps
+        self._read: list[int] = []  # by row: its tokens when the draft was last run
+        self._overruled: list[int] = []  # rows whose drafts of this round were dropped for the lookup's
+
+    def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
+        self.lookup.start(tokens, capacity, states)
+        self.draft.start(tokens, capacity + MOST_BEHIND, states)  # rows that read less are padded beyond their end
+        self._read = [len(row) for row in tokens]
+
+    def propose(
+        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
+    ) -> Proposal:
+        found = self.lookup.propose(tokens, num_tokens, sampling, rng, keep_logits=False)
+        by_lookup = [count > 0 for count in found.num_drafted]
+        behind = max(len(row) - read for row, read in zip(tokens, self._read, strict=True))
+        if all(by_lookup) and behind + num_tokens < MOST_BEHIND:
+            self._overruled = []
+            return replace(found, by_lookup=by_lookup)
+        own = self.draft.propose(tokens, num_tokens, sampling, rng, keep_logits=keep_logits)
+        self._read = [len(row) for row in tokens]
+        self._overruled = [row for row, is_found in enumerate(by_lookup) if is_found]
+        return _chosen(found, own, by_lookup)
+
+    def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
+        if self._overruled and isinstance(self.draft, CachesDrafts):
+            self.draft.discard_drafts(self._overruled)
+        for each in (self.lookup, self.draft):
+            each.commit(num_accepted, states)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        for each in (self.lookup, self.draft):
+            each.keep_rows(rows)
+        self._read = [self._read[row] for row in rows]
+
+    def learn(self, answer: Sequence[int]) -> None:
+        """See `heads.proposers.protocol.LearningProposer`."""
+        _teach([self.lookup], answer)
 
 
 class MergedDrafts:
-    """Several proposers as one (`heads.proposers.protocol.TreeProposer`).
+    """Several proposers as one of trees (`heads.proposers.protocol.TreeProposer`).
 
     Args:
         drafts: two or more, for the same target, not used elsewhere.
@@ -71,6 +132,10 @@ class MergedDrafts:
         for draft in self.drafts:
             draft.keep_rows(rows)
 
+    def learn(self, answer: Sequence[int]) -> None:
+        """See `heads.proposers.protocol.LearningProposer`."""
+        _teach(self.drafts, answer)
+
     def _for(self, draft: Proposer, states: TargetStates) -> TargetStates:
         taps = tuple(states.taps_ABTE[self.taps.index(tap)] for tap in draft.taps)
         return TargetStates(final_BTE=states.final_BTE, taps_ABTE=taps)
@@ -99,6 +164,36 @@ def merge(trees: Sequence[Nodes]) -> Nodes:
                 known[parent, token] = len(tokens)
             rows.append(known[parent, token] if parent >= 0 else -1)
     return tokens, parents
+
+
+def _chosen(found: Proposal, own: Proposal, by_lookup: list[bool]) -> Proposal:
+    """Return the proposal that holds the lookup's drafts in the rows that are its, and the draft's own in the others."""
+    pairs = zip(by_lookup, found.num_drafted, own.num_drafted, strict=True)
+    num_drafted = [one if is_found else other for is_found, one, other in pairs]
+    width, by_lookup_B = max(num_drafted), torch.tensor(by_lookup, device=own.tokens_BG.device)
+
+    def widened(values_BGV: Tensor | None) -> Tensor | None:
+        if values_BGV is None:
+            return None
+        padded_BGV = functional.pad(values_BGV, (0, 0, 0, max(0, width - values_BGV.shape[1])))[:, :width]
+        return padded_BGV.masked_fill(by_lookup_B[:, None, None], 0.0)
+
+    one_BG, other_BG = (
+        functional.pad(each.tokens_BG, (0, max(0, width - each.tokens_BG.shape[1])))[:, :width] for each in (found, own)
+    )
+    return Proposal(
+        tokens_BG=torch.where(by_lookup_B.unsqueeze(1), one_BG, other_BG),
+        num_drafted=num_drafted,
+        probs_BGV=widened(own.probs_BGV),
+        logits_BGV=widened(own.logits_BGV),
+        by_lookup=by_lookup,
+    )
+
+
+def _teach(drafts: Sequence[Proposer], answer: Sequence[int]) -> None:
+    for draft in drafts:
+        if isinstance(draft, LearningProposer):
+            draft.learn(answer)
 
 
 def _most_probable(draft: Proposer, tokens: Tokens, tree: Tree | DynamicTreeSpec, rng: CounterRNG) -> Proposal:

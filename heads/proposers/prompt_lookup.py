@@ -7,6 +7,7 @@ n-grams grows with the text, so a round costs a few dictionary look-ups and no s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle, islice
 
 import torch
 
@@ -20,14 +21,15 @@ class PromptLookup:
     """Prompt lookup as a proposer (`heads.proposers.protocol.Proposer`).
 
     Args:
-        longest: tokens in the longest n-gram looked up; shorter ones down to 1 are tried when it has not occurred.
+        longest, shortest: tokens in the longest n-gram looked up; shorter ones down to `shortest` are tried when it has not
+            occurred.
     """
 
     taps: Sequence[int] = ()
 
-    def __init__(self, device: torch.device, longest: int = 3) -> None:
+    def __init__(self, device: torch.device, longest: int = 3, shortest: int = 1) -> None:
         self.device = device
-        self.longest = longest
+        self.longest, self.shortest = longest, shortest
         self._indices: list[dict[tuple[int, ...], int]] = []  # by row: n-gram -> position after its latest occurrence
         self._indexed: list[int] = []  # by row: positions whose n-grams are in the index
 
@@ -53,10 +55,12 @@ class PromptLookup:
         index = self._indices[number]
         # The n-grams that end with the last token have no successor yet, so they are left for the next round.
         for end in range(self._indexed[number] + 1, len(row)):
-            for size in range(1, min(self.longest, end) + 1):
+            for size in range(self.shortest, min(self.longest, end) + 1):
                 index[tuple(row[end - size : end])] = end
         self._indexed[number] = len(row) - 1
-        for size in range(min(self.longest, len(row)), 0, -1):
+        for size in range(min(self.longest, len(row)), self.shortest - 1, -1):
             if (found := index.get(tuple(row[len(row) - size :]))) is not None:
-                return list(row[found : found + num_tokens])
+                copied = list(row[found : found + num_tokens])
+                # A match that overlaps itself is a text that repeats: it is copied on from what was copied.
+                return list(islice(cycle(copied), num_tokens))
         return []

@@ -36,6 +36,8 @@ class Proposal:
             not count; siblings in the order of their ranks. None: a chain.
         probs_BKV: for a tree, the distribution that the children of each row were drawn from, as its `candidates` say; rows
             without children are not read. None: deterministic.
+        by_lookup: for a chain of several drafts, whether a row's were looked up in a text: each is then a point mass, and the
+            row's `probs_BGV` and `logits_BGV` mean nothing. None: no row's were.
     """
 
     tokens_BG: Tensor
@@ -44,6 +46,7 @@ class Proposal:
     logits_BGV: Tensor | None = None
     parents_BN: Tensor | None = None
     probs_BKV: Tensor | None = None
+    by_lookup: list[bool] | None = None
 
 
 def deterministic_proposal(drafts: Sequence[Sequence[int]], device: torch.device) -> Proposal:
@@ -79,7 +82,10 @@ class Proposer(Protocol):
         """
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
-        """Take note of how many drafts of the last proposal each row accepted; the target then added one token of its own.
+        """Take note of how many drafts each row accepted; the target then added one token of its own.
+
+        They need not be this draft's: another may have drafted for the row (`heads.proposers.merged`), and this one may not
+        have been asked in the round. They are in the tokens of the next `propose`.
 
         Args:
             states: the target's at the once pending token and the drafts, `[B, 1 + G, ...]`; the first 1 + `num_accepted[b]`
@@ -96,6 +102,14 @@ class LearningProposer(Proposer, Protocol):
 
     def learn(self, answer: Sequence[int]) -> None:
         """Add the tokens of a finished answer to its memory. Must not be called while a batch is being decoded."""
+
+
+@runtime_checkable
+class CachesDrafts(Proposer, Protocol):
+    """A draft whose cache holds what it has drafted, and keeps as much as `commit` says was accepted."""
+
+    def discard_drafts(self, rows: Sequence[int]) -> None:
+        """Forget the last proposal in these rows, for which another's drafts were verified. Comes before `commit`."""
 
 
 @runtime_checkable

@@ -48,6 +48,7 @@ class SuffixLookup:
     """Suffix lookup as a proposer (`heads.proposers.protocol.LearningProposer`). The memory is kept from batch to batch.
 
     Args:
+        shortest: tokens that a match needs.
         min_share: a draft ends before the token that makes its probability, by the counts, less than this.
         drafts_per_matched: the most drafts for each token of the match, rounded up: longer matches agree for longer.
         memory_tokens: how many tokens of earlier answers are kept, the newest; 0: none.
@@ -60,12 +61,13 @@ class SuffixLookup:
         self,
         device: torch.device,
         *,
+        shortest: int = 1,
         min_share: float = 0.1,
         drafts_per_matched: float = 2.0,
         memory_tokens: int = 100_000,
         learns_own_answers: bool = True,
     ) -> None:
-        self.device, self.learns_own_answers = device, learns_own_answers
+        self.device, self.shortest, self.learns_own_answers = device, shortest, learns_own_answers
         self.min_share, self.drafts_per_matched, self.memory_tokens = min_share, drafts_per_matched, memory_tokens
         self._memory = SuffixAutomaton()
         self._answers: deque[list[int]] = deque()
@@ -118,6 +120,8 @@ class SuffixLookup:
         return self._walk(row.own, own, num_tokens)
 
     def _walk(self, automaton: SuffixAutomaton, match: Match, num_tokens: int) -> list[int]:
+        if match.length < self.shortest:
+            return []
         drafts: list[int] = []
         share = 1.0
         longest = min(num_tokens, math.ceil(match.length * self.drafts_per_matched))

@@ -15,6 +15,8 @@ from configs.schema.drafting import ConfidenceStopping, StaticTree
 from eval.decoder.decode import Request
 from eval.lossy.decode import decode
 from heads.proposers.draft_lm import DraftLM
+from heads.proposers.merged import LookupFirst
+from heads.proposers.prompt_lookup import PromptLookup
 
 VOCAB, PROMPT, DEPTH = 4, (1, 2), 3
 AT_ONCE = 5_000
@@ -39,6 +41,8 @@ CASES = {
     "tree, k_seq": with_tree("k_seq"),
     "tree, without_replacement, top_p": with_tree(None).model_copy(update={"top_p": 0.6}),
     "tree, top_k": with_tree("top_k"),
+    "lookup or chain, token": SAMPLED.model_copy(update={"verification": "token"}),
+    "lookup or chain, block": SAMPLED,
 }
 
 
@@ -50,13 +54,19 @@ def models(tiny_llama):
     )
 
 
-def sample(target, draft, config, number, prompt_ids="s"):
-    """Count the first `DEPTH` tokens of so many answers; also return the rounds they took."""
+def sample(target, draft, config, number, prompt_ids="s", *, looks_up=False):
+    """Count the first `DEPTH` tokens of so many answers; also return the rounds they took.
+
+    With `looks_up` the draft comes second to prompt lookup, which finds a match in some rows of a batch and not in others.
+    """
     counts, rounds = Counter(), 0
+    proposer = DraftLM(draft, VOCAB)
+    if looks_up:
+        proposer = LookupFirst(PromptLookup(target.device), proposer)
     for start in range(0, number, AT_ONCE):
         size = min(AT_ONCE, number - start)
         requests = [Request(prompt_id=f"{prompt_ids}{start + n}", category="", tokens=PROMPT) for n in range(size)]
-        generations, timing = decode(target, requests, config, DraftLM(draft, VOCAB))
+        generations, timing = decode(target, requests, config, proposer)
         counts.update(generation.tokens[:DEPTH] for generation in generations)
         rounds += timing.num_rounds
     return counts, rounds

@@ -15,8 +15,9 @@ RULES = {"token": verify_tokens, "block": verify_block}
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("num_drafts", [1, 2, 3])
-def test_the_output_follows_the_targets_distribution_exactly(rule, seed, num_drafts):
-    outcome = enumerate_rule(rule, random_toy(seed, num_drafts=num_drafts))
+@pytest.mark.parametrize("looked_up", [False, True])
+def test_the_output_follows_the_targets_distribution_exactly(rule, seed, num_drafts, looked_up):
+    outcome = enumerate_rule(rule, random_toy(seed, num_drafts=num_drafts, looked_up=looked_up))
     assert outcome.total_variation < 1e-12
 
 

@@ -16,7 +16,7 @@ from configs.schema.drafting import DynamicTree, StaticTree
 from eval.decoder.decode import Request, decode
 from heads.families.registry import FAMILIES
 from heads.proposers.draft_lm import DraftLM
-from heads.proposers.merged import MergedDrafts
+from heads.proposers.merged import LookupFirst, MergedDrafts
 from heads.proposers.prompt_lookup import PromptLookup
 from heads.proposers.protocol import TreeProposer
 from heads.proposers.self_speculation import early_exit
@@ -38,9 +38,10 @@ OTHERS = {
     "prompt_lookup": lambda model: PromptLookup(model.device),
     "suffix_lookup": lambda model: SuffixLookup(model.device),
     "self_speculation": lambda model: DraftLM(early_exit(model, 2), 64),
+    "lookup_first": lambda model: LookupFirst(PromptLookup(model.device), DraftLM(early_exit(model, 2), 64)),
     "merged": lambda model: MergedDrafts([PromptLookup(model.device), DraftLM(early_exit(model, 2), 64)], model.device),
 }
-DRAFTS_NO_TREES = {"mtp_by_depth", "peagle", "dflash", "dspark", "prompt_lookup", "suffix_lookup"}
+DRAFTS_NO_TREES = {"mtp_by_depth", "peagle", "dflash", "dspark", "prompt_lookup", "suffix_lookup", "lookup_first"}
 
 
 @cache

@@ -31,7 +31,7 @@ def distribution_of(pair, exact_distribution):
 @pytest.mark.parametrize("name", checks.CASES)
 def test_samples_follow_the_targets_distribution(pair, distribution_of, name):
     config = checks.CASES[name]
-    counts, rounds = checks.sample(*pair, config, QUICK)
+    counts, rounds = checks.sample(*pair, config, QUICK, looks_up=name.startswith("lookup"))
     assert QUICK < rounds < 3.5 * QUICK  # drafts are accepted and rejected
     assert held_against(distribution_of(config), counts).p_value > LEVEL
 
@@ -45,12 +45,19 @@ def test_a_planted_bug_is_found_by_the_quick_test_where_it_is_gross(pair, distri
     assert held_against(distribution_of(checks.SAMPLED), counts).p_value < LEVEL
 
 
+@pytest.mark.parametrize("name", ["lookup or chain, token", "lookup or chain, block"])
+def test_it_is_found_that_looked_up_drafts_are_judged_as_if_the_draft_had_drawn_them(pair, distribution_of, monkeypatch, name):
+    monkeypatch.setattr(verifier, "_drawn_by", lambda proposal, like_BKV: proposal.probs_BGV)
+    counts, _ = checks.sample(*pair, checks.CASES[name], QUICK, looks_up=True)
+    assert held_against(distribution_of(checks.SAMPLED), counts).p_value < LEVEL
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_many_samples_follow_the_targets_distribution(pair, distribution_of, capsys):
     found = {}
     for name, config in checks.CASES.items():
-        counts, rounds = checks.sample(*pair, config, SLOW)
+        counts, rounds = checks.sample(*pair, config, SLOW, looks_up=name.startswith("lookup"))
         found[name] = held_against(distribution_of(config), counts)
         with capsys.disabled():
             cells, p_value = found[name].degrees_of_freedom + 1, found[name].p_value

@@ -13,7 +13,7 @@ from configs.schema.drafting import ConfidenceStopping, DynamicTree, StaticTree
 from eval.decoder.batch import BatchRun
 from eval.decoder.decode import Request
 from heads.proposers.draft_lm import DraftLM
-from heads.proposers.merged import MergedDrafts
+from heads.proposers.merged import LookupFirst, MergedDrafts
 from heads.proposers.prompt_lookup import PromptLookup
 from tests.support import family_checks as checks
 from tests.support.decoding import HEADS, head_proposer
@@ -107,11 +107,13 @@ def target(as_target):
 def proposer_of(name, model):
     if name == "draft_lm":
         return DraftLM(model, 64)
+    if name == "lookup_first":
+        return LookupFirst(PromptLookup(model.device), DraftLM(model, 64))
     return PromptLookup(model.device) if name == "prompt_lookup" else head_proposer(name, model)
 
 
 @pytest.mark.parametrize("sampled", [{}, {"temperature": 1.0, "top_p": 0.9}])
-@pytest.mark.parametrize("name", ["draft_lm", "prompt_lookup", *HEADS])
+@pytest.mark.parametrize("name", ["draft_lm", "prompt_lookup", "lookup_first", *HEADS])
 def test_a_round_of_a_chain_waits_once(target, name, sampled, monkeypatch):
     config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=10, **sampled)
     rounds = waits_by_round(target, config, proposer_of(name, target.model), monkeypatch)

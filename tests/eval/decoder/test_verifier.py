@@ -5,6 +5,7 @@ import json
 from functools import partial
 
 import pytest
+import torch
 
 from configs.runtime.command import DONE, GATE_FAILED
 from configs.schema.decoding import DecodeConfig
@@ -13,11 +14,13 @@ from configs.schema.evaluation import EvalConfig, GateConfig, LosslessConfig, Su
 from configs.schema.target import TargetConfig
 from eval.decoder.batch import BatchRun
 from eval.decoder.decode import Request, decode
-from eval.decoder.verifier import SimulatedVerifier
+from eval.decoder.verifier import SimulatedVerifier, Verifier
 from eval.evaluation import evaluate
 from eval.gate import main
 from eval.report.schema import load_report
 from heads.proposers.draft_lm import DraftLM
+from heads.proposers.protocol import Proposal
+from heads.sampling.counter_rng import CounterRNG
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -59,3 +62,28 @@ def test_only_chains_are_simulated():
     tree = StaticTree(kind="static", branching=[2])
     with pytest.raises(ValueError, match="simulate_acceptance is for lossless chains"):
         EvalConfig(decode=DecodeConfig(tree=tree), simulate_acceptance=[0.5])
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_rows_of_a_batch_are_judged_by_the_distribution_of_whoever_drafted_them(verification):
+    """Row by row the same as alone: a looked-up row by a point mass, whatever stands in its place of the draft's own."""
+    config = DecodeConfig(temperature=1.0, verification=verification)
+    B, G, V = 200, 2, 5
+    generator = torch.Generator().manual_seed(3)
+    logits_BKV = torch.randn(B, G + 1, V, generator=generator)
+    tokens_BG = torch.randint(V, (B, G), generator=generator)
+    q_BGV = torch.rand(B, G, V, generator=generator).softmax(-1)
+    by_lookup = [number % 2 == 0 for number in range(B)]
+
+    def chain(rows, **drawn):
+        verifier = Verifier(config, CounterRNG(0, rows, torch.device("cpu")))
+        proposal = Proposal(tokens_BG=tokens_BG[rows], num_drafted=[G] * len(rows), **drawn)
+        return torch.stack(verifier.chain(logits_BKV[rows], proposal, [G] * len(rows), [7] * len(rows)), 1)
+
+    together = chain(list(range(B)), probs_BGV=q_BGV, by_lookup=by_lookup)
+    points_BGV = torch.nn.functional.one_hot(tokens_BG, V).float()
+    for row in range(B):
+        own_BGV = (points_BGV if by_lookup[row] else q_BGV)[row : row + 1]
+        assert torch.equal(together[row : row + 1], chain([row], probs_BGV=own_BGV))
+        if by_lookup[row]:  # and where the whole batch was looked up, so that the draft was not asked
+            assert torch.equal(together[row : row + 1], chain([row], by_lookup=[True]))

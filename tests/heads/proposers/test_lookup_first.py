@@ -1,0 +1,154 @@
+"""A lookup before a draft: the plain answer whoever drafts, and a draft that has read what the lookup drafted for it."""
+
+import pytest
+import torch
+
+from configs.schema.decoding import DecodeConfig
+from eval.decoder.decode import decode, generate
+from heads.proposers.draft_lm import DraftLM
+from heads.proposers.merged import MOST_BEHIND, LookupFirst
+from heads.proposers.prompt_lookup import PromptLookup
+from heads.proposers.protocol import deterministic_proposal
+from heads.proposers.suffix_lookup import SuffixLookup
+from tests.support import family_checks as checks
+from tests.support.decoding import HEADS, assert_same_alone, head_proposer, requests_for
+
+GREEDY = DecodeConfig(num_speculative_tokens=3, max_new_tokens=24, batch_size=3)
+PROMPTS = [[7, 12, 3, 7, 12], [20, 9, 9, 31, 5, 6, 20, 9], [40, 11, 12, 3]]
+
+
+class Sometimes:
+    """A lookup that knows the answers, right or wrong in its last token, in some rounds of each row."""
+
+    taps = ()
+
+    def __init__(self, texts, device, every=2, wrong=False):
+        self.texts, self.device, self.every, self.wrong = texts, device, every, wrong
+
+    def start(self, tokens, capacity, states):
+        self.rounds = [place for place, _ in enumerate(tokens)]  # rows take turns, so that batches are mixed
+
+    def propose(self, tokens, num_tokens, sampling, rng, *, keep_logits):
+        drafts = []
+        for place, row in enumerate(tokens):
+            self.rounds[place] += 1
+            text = next(text for text in self.texts if text[: len(row)] == list(row))
+            drafted = text[len(row) : len(row) + num_tokens] if self.rounds[place] % self.every else []
+            drafts.append([*drafted[:-1], *((token + 1) % 64 for token in drafted[-1:])] if self.wrong else drafted)
+        return deterministic_proposal(drafts, self.device)
+
+    def commit(self, num_accepted, states):
+        pass
+
+    def keep_rows(self, rows):
+        self.rounds = [self.rounds[row] for row in rows]
+
+
+@pytest.fixture(scope="module")
+def target(as_target):
+    return as_target(checks.tiny_target("llama"))
+
+
+@pytest.fixture(scope="module")
+def texts(target):
+    answers = generate(target, PROMPTS, GREEDY.model_copy(update={"num_speculative_tokens": 0, "max_new_tokens": 40}))
+    return [[*prompt, *answer] for prompt, answer in zip(PROMPTS, answers, strict=True)]
+
+
+def drafts_of(name, target, tiny_llama):
+    return DraftLM(tiny_llama(seed=2), 64) if name == "model" else head_proposer(name, target.model)
+
+
+@pytest.mark.parametrize("name", ["model", *HEADS])
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_drafts_after_a_round_of_the_lookups_are_those_of_a_draft_that_read_the_text_at_once(
+    target, texts, tiny_llama, name, wrong
+):
+    """A fresh proposer that starts from the same text must draft the same, whatever was drafted for it before."""
+    draft = drafts_of(name, target, tiny_llama)
+    fresh = drafts_of(name, target, tiny_llama)
+    seen = []
+    propose = draft.propose
+
+    def watched(tokens, num_tokens, *others, **settings):
+        proposal = propose(tokens, num_tokens, *others, **settings)
+        seen.extend(
+            (list(row), drafted[:count])
+            for row, drafted, count in zip(tokens, proposal.tokens_BG.tolist(), proposal.num_drafted, strict=True)
+        )
+        return proposal
+
+    draft.propose = watched
+    both = LookupFirst(Sometimes(texts, target.device, wrong=wrong), draft)
+    generations, _ = decode(target, requests_for(PROMPTS), GREEDY, both)
+    assert [each.tokens for each in generations] == [
+        tuple(text[len(p) : len(p) + 24]) for text, p in zip(texts, PROMPTS, strict=True)
+    ]
+    assert {round_.by_lookup for each in generations for round_ in each.rounds} == {False, True}
+    assert len(seen) > 6
+    for text, drafted in seen:
+        config = GREEDY.model_copy(update={"max_new_tokens": 5})
+        (again,), _ = decode(target, requests_for([text[:-1]]), config, fresh)
+        assert again.tokens[0] == text[-1]
+        assert list(again.rounds[0].drafted)[: len(drafted)] == drafted[: len(again.rounds[0].drafted)]
+
+
+@pytest.mark.parametrize("lookup", [PromptLookup, SuffixLookup])
+@pytest.mark.parametrize("name", ["model", "eagle3", "medusa", "mtp_by_depth"])
+def test_greedy_answers_are_the_plain_ones(target, texts, tiny_llama, lookup, name):
+    both = LookupFirst(lookup(target.device, shortest=2), drafts_of(name, target, tiny_llama))
+    assert generate(target, PROMPTS, GREEDY, both) == [
+        text[len(prompt) : len(prompt) + 24] for text, prompt in zip(texts, PROMPTS, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("settings", [{}, {"verification": "token"}, {"verification": "match"}])
+def test_a_row_gets_the_same_tokens_in_any_batch_also_where_rows_differ_in_their_source(target, tiny_llama, settings):
+    config = GREEDY.model_copy(update={"temperature": 1.0, **settings})
+    both = LookupFirst(PromptLookup(target.device, shortest=1), DraftLM(tiny_llama(seed=2), 64))
+    together = assert_same_alone(target, config, both, PROMPTS)
+    assert {round_.by_lookup for each in together for round_ in each.rounds} == {False, True}
+
+
+def test_the_draft_is_not_run_in_rounds_of_the_lookup_and_keeps_up_with_a_long_copy(target, tiny_llama):
+    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=100, batch_size=2)
+    prompts = [[7, 12, 3], [20, 9]]
+    answers = generate(target, prompts, config.model_copy(update={"num_speculative_tokens": 0, "max_new_tokens": 120}))
+    texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+    draft, runs = head_proposer("eagle3", target.model), []
+    propose = draft.propose
+
+    def watched(tokens, *others, **settings):
+        runs.append([len(row) for row in tokens])
+        return propose(tokens, *others, **settings)
+
+    draft.propose = watched
+    both = LookupFirst(Sometimes(texts, target.device, every=10**9), draft)
+    generations, _ = decode(target, requests_for(prompts), config, both)
+    assert [list(each.tokens) for each in generations] == [answer[:100] for answer in answers]
+    assert len(runs) == 1
+    assert runs[0][0] >= MOST_BEHIND
+    assert all(round_.by_lookup for each in generations for round_ in each.rounds if round_.drafted)
+
+
+def test_overlap_is_measured_where_the_draft_drafted_and_nowhere_else(target, texts, tiny_llama):
+    both = LookupFirst(Sometimes(texts, target.device), DraftLM(tiny_llama(seed=2), 64))
+    generations, _ = decode(target, requests_for(PROMPTS), GREEDY, both, measure_overlap=True)
+    rounds = [round_ for each in generations for round_ in each.rounds if round_.drafted]
+    assert all((round_.overlap is None) == round_.by_lookup for round_ in rounds)
+
+
+@pytest.mark.parametrize(
+    ("text", "shortest", "drafted"),
+    [
+        ([1, 2, 3, 4, 9, 1, 2], 2, [3, 4, 9]),
+        ([1, 2, 3, 4, 9, 1, 2], 3, []),  # no match is as long
+        ([8, 5, 6, 5, 6, 5], 1, [6, 5, 6]),  # the match runs into the end of the text, which repeats itself
+    ],
+)
+def test_prompt_lookup_copies_from_a_match_that_is_long_enough_and_goes_on_with_what_repeats(text, shortest, drafted):
+    lookup = PromptLookup(torch.device("cpu"), longest=4, shortest=shortest)
+    lookup.start([text], 20, None)
+    proposal = lookup.propose([text], 3, GREEDY, None, keep_logits=False)
+    assert proposal.tokens_BG[0].tolist() == drafted
+    assert proposal.num_drafted == [len(drafted)]
