@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -20,17 +21,17 @@ from configs.runtime.redaction import mask_arguments, mask_secrets
 from configs.runtime.resumable import fingerprint
 from configs.runtime.run_record import describe_git, describe_hardware, describe_versions, write_run_record
 from configs.runtime.terminal import say
-from configs.schema.evaluation import EvalConfig
+from configs.schema.evaluation import EvalConfig, SuiteConfig
 from eval.cost.predict import predict_speed
 from eval.cost.timing_sweep import check_sweep
 from eval.decoder.clock import Laps
 from eval.decoder.decode import check_decodable
-from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE
+from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP
 from eval.lossless.verdict import NOT_LOSSLESS, judge_lossless
-from eval.measure.proposers import EvaluatedDraft, load_evaluated, make_baselines
+from eval.measure.proposers import EvaluatedDraft, add_lookup, load_evaluated, make_baselines
 from eval.measure.record_files import drop_parts
 from eval.measure.shards import measure_share
-from eval.measure.suite import Suite, fit_suite, load_suite, trained_on
+from eval.measure.suite import Suite, fit_suite, load_suites, trained_on
 from eval.measure.turns import Turns
 from eval.metrics.energy import summarise_energy
 from eval.metrics.meters import find_meter
@@ -62,16 +63,20 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     laps = Laps() if laps is None else laps
     output = Path(config.output)
     _check_output(output, config)
-    suite = load_suite(config.suite)
-    quality = Quality(config, suite.prompts)
+    suites = load_suites(config.all_suites)
+    quality = Quality(config, suites[0].prompts)
     previous = None if config.previous_report is None else load_report(report_file(config.previous_report), "previous report")
     state = join_processes(config.target)
     target = load_target(config.target)
     draft = load_evaluated(config, target)
     for warning in draft.warnings:
         log.warning("%s", warning)
-    suite = fit_suite(suite, target, config.suite.on_too_long, config.decode.max_new_tokens)
-    turns = Turns(target, suite.prompts)
+    suites = [
+        fit_suite(suite, target, each.on_too_long, config.decode.max_new_tokens)
+        for suite, each in zip(suites, config.all_suites, strict=True)
+    ]
+    suite_of = {prompt.prompt_id: suite.name for suite in suites for prompt in suite.prompts}
+    turns = Turns(target, [prompt for suite in suites for prompt in suite.prompts], suite_of)
     check_decodable(target, turns.first, config.decode)
     if config.cost is not None:
         check_sweep(target, config.cost)
@@ -80,15 +85,18 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     state.wait_for_everyone()  # the folder is there
     laps.done("loading")
     proposers = {SPECULATIVE: draft.proposer, **make_baselines(config, target)}
+    if config.tries_lookup:
+        proposers[WITH_LOOKUP] = add_lookup(draft, config, target)
     metering = find_meter(target.device, state.num_processes) if config.energy else None
-    meter, job = None if metering is None else metering.meter, _job(config, suite, target, draft, state.num_processes)
-    records = measure_share(target, turns, config, proposers, state, meter, job=job)
-    if records is None:
+    meter, job = None if metering is None else metering.meter, _job(config, suites, target, draft, state.num_processes)
+    tallies = measure_share(target, turns, config, proposers, state, meter, job=job)
+    if tallies is None:
         return DONE
     laps.done("decoding")
-    lossless = _check_lossless(config, target, records)
+    lossless = _check_lossless(config, target, tallies)
     laps.done("losslessness")
-    report = _build_report(config, suite, target, draft, records, lossless, state.num_processes)
+    report = _build_report(config, suites, target, draft, tallies, lossless, state.num_processes)
+    records = tallies[suites[0].name]
     # What follows may fail, in a scorer or out of memory; the measurements must not be lost with it.
     partial = output / "report.partial.json"
     write_report(partial, report)
@@ -129,21 +137,24 @@ def _check_output(output: Path, config: EvalConfig) -> None:
             )
 
 
-def _job(config: EvalConfig, suite: Suite, target: Target, draft: EvaluatedDraft, num_processes: int) -> str:
+def _job(config: EvalConfig, suites: Sequence[Suite], target: Target, draft: EvaluatedDraft, num_processes: int) -> str:
     """Return the fingerprint of all that decides the records, and of the machine on which they are timed."""
-    made_of = [suite.sha256, target.identity.to_dict(), draft.section["sha256"]]
+    made_of = [*(suite.sha256 for suite in suites), target.identity.to_dict(), draft.section["sha256"]]
     machine = [describe_hardware(), describe_versions(), num_processes, torch.get_num_threads()]
     return fingerprint(config.model_dump(mode="json", exclude=AFTERWARDS), made_of, machine)
 
 
-def _check_lossless(config: EvalConfig, target: Target, records: Tally) -> dict[str, Any]:
-    """Return the report's `lossless` section; the check is skipped for simulated runs."""
+def _check_lossless(config: EvalConfig, target: Target, tallies: Mapping[str, Tally]) -> dict[str, Any]:
+    """Return the report's `lossless` section, of the answers to all suites; the check is skipped for simulated runs."""
     if config.simulate_acceptance is not None:
         return {"verdict": NOT_LOSSLESS, "checked_prompts": 0, "divergences": [], "checks": {}, "failed_checks": []}
+    plain, speculative = (
+        [answer for tally in tallies.values() for answer in tally.of(mode)] for mode in (AUTOREGRESSIVE, SPECULATIVE)
+    )
     return judge_lossless(
         target,
-        records.of(AUTOREGRESSIVE),
-        records.of(SPECULATIVE),
+        plain,
+        speculative,
         config.decode,
         config.lossless,
         lambda other: load_evaluated(config, other),
@@ -160,64 +171,33 @@ def _predict(config: EvalConfig, target: Target, draft: EvaluatedDraft, records:
 
 def _build_report(
     config: EvalConfig,
-    suite: Suite,
+    suites: Sequence[Suite],
     target: Target,
     draft: EvaluatedDraft,
-    records: Tally,
+    tallies: Mapping[str, Tally],
     lossless: dict[str, Any],
     num_processes: int,
 ) -> Report:
     """Put the records and everything that says where they come from into the report."""
+    prompts = {suite.name: _prompt_set(suite, draft) for suite in suites}
     warnings = list(draft.warnings)
-    if suite.num_turns_left_out:
-        warnings.append(
-            f"{suite.num_turns_left_out} later turns of the suite's conversations were not asked: suite.max_turns is "
-            f"{config.suite.max_turns}"
-        )
-    for count, outcome in ((suite.num_skipped, "were left out"), (suite.num_truncated, "lost the middle of their first turn")):
-        if count:
-            warnings.append(
-                f"{count} of the suite's prompts {outcome}, because they fill the target's context of {target.max_positions} "
-                f"tokens: suite.on_too_long is {config.suite.on_too_long}"
-            )
-    if records.num_resumed:
-        warnings.append(
-            f"{records.num_resumed} of {len(suite.prompts)} prompts were measured in an earlier session on this machine, which "
-            "was cut off; how fast the machine was may differ between the sessions, as it does for all modes alike"
-        )
+    for suite, settings in zip(suites, config.all_suites, strict=True):
+        found = _suite_warnings(suite, settings, target, prompts[suite.name], tallies[suite.name])
+        warnings += [f"{suite.name}: {warning}" if len(suites) > 1 else warning for warning in found]
     if config.decode.kv_cache is not None:
         warnings.append(
             "the target kept its keys and values in int8, in plain and in speculative decoding: both follow a distribution "
             "that is a little different from the target's own, and are compared with each other"
         )
-    seen = trained_on(suite.prompts, draft.paths)
-    if seen:
-        warnings.append(
-            f"the draft was trained on {len(seen)} of the suite's {len(suite.prompts)} prompts, {', '.join(seen[:3])} among "
-            "them: on them it is measured at what it remembers"
-        )
+    first, *others = prompts
     return build_report(
         target=target.identity.to_dict()
         | {"dtype": config.target.dtype, "num_parameters": sum(each.numel() for each in target.model.parameters())},
         draft=draft.section,
-        decode=config.decode.model_dump(mode="json")
-        | {
-            "dtype": config.target.dtype,
-            "attention": target.model.config._attn_implementation,
-            "forward": config.target.forward,
-            "verification": config.decode.rule,
-            "compile": config.target.forward == "compiled",
-            "warmup_prompts": config.warmup_prompts,
-        },
-        prompts=PromptSet(
-            source=suite.source,
-            sha256=suite.sha256,
-            format=suite.format,
-            num_trained_on=None if seen is None else len(seen),
-            texts={prompt.prompt_id: prompt.turns[0] for prompt in suite.prompts},
-            later_turns={prompt.prompt_id: prompt.turns[1:] for prompt in suite.prompts},
-        ),
-        records=records,
+        decode=_decode_section(config, target),
+        prompts=prompts[first],
+        records=tallies[first],
+        suites={name: (prompts[name], tallies[name]) for name in others},
         lossless=lossless,
         decode_tokens=lambda ids: str(target.tokenizer.decode(list(ids), skip_special_tokens=False)),
         hardware=describe_hardware()
@@ -230,3 +210,52 @@ def _build_report(
         bootstrap_samples=config.bootstrap_samples,
         seed=config.decode.seed,
     )
+
+
+def _prompt_set(suite: Suite, draft: EvaluatedDraft) -> PromptSet:
+    seen = trained_on(suite.prompts, draft.paths)
+    return PromptSet(
+        suite=suite.name,
+        source=suite.source,
+        sha256=suite.sha256,
+        format=suite.format,
+        trained_on=seen,
+        texts={prompt.prompt_id: prompt.turns[0] for prompt in suite.prompts},
+        later_turns={prompt.prompt_id: prompt.turns[1:] for prompt in suite.prompts},
+    )
+
+
+def _suite_warnings(suite: Suite, settings: SuiteConfig, target: Target, prompts: PromptSet, records: Tally) -> Iterator[str]:
+    """Yield what a reader must know of a suite's prompts."""
+    if suite.num_turns_left_out:
+        yield (
+            f"{suite.num_turns_left_out} later turns of the suite's conversations were not asked: suite.max_turns is "
+            f"{settings.max_turns}"
+        )
+    for count, outcome in ((suite.num_skipped, "were left out"), (suite.num_truncated, "lost the middle of their first turn")):
+        if count:
+            yield (
+                f"{count} of the suite's prompts {outcome}, because they fill the target's context of {target.max_positions} "
+                f"tokens: suite.on_too_long is {settings.on_too_long}"
+            )
+    if records.num_resumed:
+        yield (
+            f"{records.num_resumed} of {len(suite.prompts)} prompts were measured in an earlier session on this machine, which "
+            "was cut off; how fast the machine was may differ between the sessions, as it does for all modes alike"
+        )
+    if seen := prompts.trained_on:
+        yield (
+            f"the draft was trained on {len(seen)} of the suite's {len(suite.prompts)} prompts, {', '.join(seen[:3])} among "
+            "them: on them it is measured at what it remembers"
+        )
+
+
+def _decode_section(config: EvalConfig, target: Target) -> dict[str, Any]:
+    return config.decode.model_dump(mode="json") | {
+        "dtype": config.target.dtype,
+        "attention": target.model.config._attn_implementation,
+        "forward": config.target.forward,
+        "verification": config.decode.rule,
+        "compile": config.target.forward == "compiled",
+        "warmup_prompts": config.warmup_prompts,
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -71,6 +72,7 @@ class PredictConfig(Settings):
 class SuiteConfig(Settings):
     """Prompts to evaluate on: a file, or a `datasets` data set. `eval/suites/README.md` says what the formats are."""
 
+    name: str | None = None  # in the report and the gate's rules; None: that of the file or data set
     path: str = "eval/suites/house64.jsonl"  # a file; a data set's folder or Hub id (owner/name)
     format: RowFormat = "auto"  # auto: by the first row
     column: str | None = None  # format column: where the prompt stands, as a text, a list of turns or chat messages
@@ -80,6 +82,11 @@ class SuiteConfig(Settings):
     max_turns: PositiveInt | None = None  # None: all; the report warns of those left out
     # A first turn that fills the target's context ends the run, is left out, or loses its middle; the report warns of how many
     on_too_long: Literal["refuse", "skip", "truncate"] = "refuse"
+
+    @property
+    def label(self) -> str:
+        """Its name, or that of the file or data set."""
+        return self.name or Path(self.path).stem
 
     @model_validator(mode="after")
     def _column_goes_with_its_format(self) -> Self:
@@ -105,6 +112,7 @@ class LosslessConfig(Settings):
 
 
 FreeDraft = Literal["prompt_lookup", "suffix_lookup", "self_speculation"]  # ways of drafting that need no training
+LOOKUPS: tuple[FreeDraft, ...] = ("prompt_lookup", "suffix_lookup")  # those that copy from a text
 
 
 class EvalConfig(Settings):
@@ -112,15 +120,23 @@ class EvalConfig(Settings):
 
     target: TargetConfig = TargetConfig()
     # An artifact, the output folder of its training, or any causal LM with the target's tokenizer: a folder, or
-    # owner/name[@revision] on the Hub. Or a list of them, whose candidates are merged into one tree in the order of the list
+    # owner/name[@revision] on the Hub. Or a list of them, whose candidates are merged into one tree in the order of the list.
+    # With prompt_lookup or suffix_lookup in the list a round takes the lookup where that has a match, and else the artifact;
+    # with decode.tree both are merged
     draft: str | list[str] = "runs/distill/artifact"
+    lookup_match: PositiveInt = 3  # tokens that must have stood in the text before, for a lookup beside a draft to copy
     draft_device: str | None = None  # of draft LMs, such as cuda:1; None: the target's. Not yet run on two devices
     allow_target_mismatch: bool = False  # decode with a draft trained for another target; else it is refused
     suite: SuiteConfig = SuiteConfig()
+    # Further suites, measured in the same run and reported beside it, such as prompts of other kinds than those trained on.
+    # Where `suite` is not given, the first of these stands in its place
+    suites: list[SuiteConfig] = []
     decode: DecodeConfig = DecodeConfig()
     repeats: PositiveInt = 2  # interleaved: plain, speculative, baselines, plain, ...
     warmup_prompts: NonNegativeInt = 1  # decoded before timing starts
     baselines: list[FreeDraft] = ["prompt_lookup"]  # measured beside the draft (`eval.measure.proposers`)
+    # Where prompt lookup is one of the baselines, also measure chains of the draft with it before them: what would it add?
+    try_with_lookup: bool = True
     self_speculation_layers: PositiveInt | None = None  # of the target's blocks, for that baseline; None: a quarter of them
     lossless: LosslessConfig = LosslessConfig()
     cost: CostConfig | None = None  # a timing sweep, from which the speed at other settings is predicted; None: no prediction
@@ -134,6 +150,26 @@ class EvalConfig(Settings):
     output: str = "runs/eval"  # folder: report.json, report.html, report.md, records.jsonl
     overwrite: bool = False  # write over the report of another target, draft or suite in `output`; else that is refused
 
+    @property
+    def all_suites(self) -> list[SuiteConfig]:
+        """The suite that the report is of first, then the further ones."""
+        return [self.suite, *self.suites]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _first_of_the_suites(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "suite" not in values and isinstance(values.get("suites"), list) and values["suites"]:
+            first, *others = values["suites"]
+            return {**values, "suite": first, "suites": others}
+        return values
+
+    @model_validator(mode="after")
+    def _suites_are_told_apart(self) -> Self:
+        names = [suite.label for suite in self.all_suites]
+        if len(set(names)) < len(names):
+            raise ValueError(f"suites must have different names, got {names}: give each its `name`")
+        return self
+
     @model_validator(mode="after")
     def _lossy_answers_are_judged(self) -> Self:
         if self.decode.lossy is not None and self.quality is None:
@@ -146,6 +182,23 @@ class EvalConfig(Settings):
     @property
     def drafts(self) -> list[str]:
         """The artifact folders that `draft` names."""
+        return [each for each in self._named if each not in LOOKUPS]
+
+    @property
+    def lookups(self) -> list[FreeDraft]:
+        """The lookups that `draft` names beside them."""
+        return [each for each in LOOKUPS if each in self._named]
+
+    @property
+    def tries_lookup(self) -> bool:
+        """Whether the draft is also measured with prompt lookup before it."""
+        decode = self.decode
+        fits = decode.num_speculative_tokens > 0 and decode.lossy is None and decode.tree is None
+        alone = len(self._named) == 1 and self.simulate_acceptance is None
+        return self.try_with_lookup and "prompt_lookup" in self.baselines and alone and fits
+
+    @property
+    def _named(self) -> list[str]:
         return [self.draft] if isinstance(self.draft, str) else self.draft
 
     @field_validator("draft", mode="before")
@@ -159,10 +212,19 @@ class EvalConfig(Settings):
     @model_validator(mode="after")
     def _several_drafts_can_be_merged(self) -> Self:
         if not self.drafts:
-            raise ValueError("draft names no artifact folder: give one, or a list of several")
-        if len(set(self.drafts)) < len(self.drafts):
-            raise ValueError(f"draft names the same folder twice, got {self.drafts}; a draft adds nothing to itself")
-        if len(self.drafts) == 1:
+            raise ValueError("draft names no artifact folder: give one, or a list of several; a lookup alone is a baseline")
+        if len(set(self._named)) < len(self._named):
+            raise ValueError(f"draft names the same folder twice, got {self._named}; a draft adds nothing to itself")
+        if self.lookups and self.decode.lossy is not None:
+            raise ValueError(
+                f"decode.lossy is for a trained draft alone: set it to null, or leave {self.lookups[0]} out of draft"
+            )
+        if self.lookups and self.cost is not None:
+            raise ValueError(
+                f"cost predicts one draft's rounds, and those of a lookup are of another kind: set cost to null, or leave "
+                f"{self.lookups[0]} out of draft"
+            )
+        if len(self._named) == 1 or (self.decode.tree is None and len(self.drafts) == len(self.lookups) == 1):
             return self
         if self.decode.tree is None or self.decode.num_speculative_tokens == 0:
             raise ValueError(
@@ -218,6 +280,7 @@ class GateRule(Settings):
     """
 
     metric: str  # dotted path of a number in report.json
+    suite: str | None = None  # name of the suite that the number is of; None: the report's first
     min: float | None = None  # the lowest value that passes; None: no limit
     max: float | None = None  # the highest value that passes; None: no limit
     bound: Literal["point", "confidence"] = "confidence"  # confidence: the interval must clear the threshold

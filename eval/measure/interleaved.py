@@ -18,7 +18,7 @@ from configs.runtime.progress import progress
 from configs.schema.evaluation import EvalConfig
 from eval.decoder.batch import BatchRun
 from eval.decoder.decode import MakeRun, Request, decode
-from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Generation, Timing
+from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP, Generation, Timing
 from eval.decoder.verifier import SimulatedVerifier
 from eval.lossy.decode import start_run
 from eval.measure.turns import undecoded
@@ -94,7 +94,7 @@ class Measurement:
         self.modes: dict[str, Proposer | None] = {AUTOREGRESSIVE: None, **proposers}
         # The baselines draft chains to their full length and without loss, whatever the draft under evaluation does.
         chains = config.decode.model_copy(update={"tree": None, "stopping": None, "lossy": None})
-        self.settings = {mode: config.decode if mode == SPECULATIVE else chains for mode in self.modes}
+        self.settings = {mode: config.decode if mode in (SPECULATIVE, WITH_LOOKUP) else chains for mode in self.modes}
 
     def warm_up(self, batches: Sequence[Sequence[Request]]) -> None:
         """Decode the first `config.warmup_prompts` prompts in every mode: whole batches, whose shapes are those timed.

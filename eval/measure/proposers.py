@@ -1,6 +1,7 @@
 """The proposers of an evaluation: the draft under evaluation (`load_evaluated`), and the baselines (`make_baselines`).
 
-The draft is one artifact, or several whose candidates are merged into one tree (`heads.proposers.merged`). Baselines need no
+The draft is one artifact, or several whose candidates are merged into one tree, or one after a lookup
+(`heads.proposers.merged`). Baselines need no
 training; adding one is a line in `MAKERS` and its name in `configs.schema.evaluation.FreeDraft`. Suffix lookup remembers the
 answers to the prompts that this process measured before; it learns a prompt's answer after the last repeat, and none while
 warming up, so that every repeat is drafted for with the same memory (`eval.measure.interleaved`).
@@ -8,13 +9,13 @@ warming up, so that every repeat is drafted for with the same memory (`eval.meas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from configs.schema.evaluation import EvalConfig, FreeDraft
 from heads.artifact import Draft, hash_together, load_draft
-from heads.proposers.merged import MergedDrafts
+from heads.proposers.merged import LookupFirst, MergedDrafts
 from heads.proposers.prompt_lookup import PromptLookup
 from heads.proposers.protocol import Proposer
 from heads.proposers.self_speculation import SelfSpeculation
@@ -23,6 +24,7 @@ from heads.target.hidden_states import num_blocks
 from heads.target.loading import Target
 
 MERGED = "merged"
+LONGEST_MATCH = 8  # tokens by which prompt lookup beside a draft tells one place of a text from another
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,7 @@ class EvaluatedDraft:
 
     paths: tuple[str, ...]  # the artifact folders
     parts: tuple[Draft, ...]
+    lookups: tuple[str, ...]  # that draft beside them
     proposer: Proposer  # the one part's, or all of them as one
 
     @property
@@ -42,9 +45,10 @@ class EvaluatedDraft:
     def section(self) -> dict[str, Any]:
         """The report's draft section. Several parts are listed under `parts`; their hash is that of all hashes in order."""
         each = [_section(path, part) for path, part in zip(self.paths, self.parts, strict=True)]
+        lookups = {"lookups": list(self.lookups)} if self.lookups else {}
         if len(each) == 1:
-            return each[0]
-        return {
+            return each[0] | lookups
+        return lookups | {
             "kind": MERGED,
             "path": " + ".join(self.paths),
             "sha256": hash_together([part["sha256"] for part in each]),
@@ -64,9 +68,26 @@ def load_evaluated(config: EvalConfig, target: Target) -> EvaluatedDraft:
     parts = tuple(
         load_draft(path, target.identity, target.model, allow_target_mismatch=allowed, device=device) for path in config.drafts
     )
-    proposers = [part.proposer for part in parts]
-    merged = proposers[0] if len(proposers) == 1 else MergedDrafts(proposers, target.device)
-    return EvaluatedDraft(paths=tuple(config.drafts), parts=parts, proposer=merged)
+    proposer = _as_one([part.proposer for part in parts], config.lookups, config, target)
+    return EvaluatedDraft(paths=tuple(config.drafts), parts=parts, lookups=tuple(config.lookups), proposer=proposer)
+
+
+def add_lookup(draft: EvaluatedDraft, config: EvalConfig, target: Target) -> Proposer:
+    """Return the draft with prompt lookup before it; the two may not decode at the same time."""
+    return _as_one([draft.proposer], ["prompt_lookup"], config, target)
+
+
+def _as_one(drafts: Sequence[Proposer], names: Sequence[FreeDraft], config: EvalConfig, target: Target) -> Proposer:
+    least, longest = config.lookup_match, max(config.lookup_match, LONGEST_MATCH)
+    lookups: dict[str, Callable[[], Proposer]] = {
+        "prompt_lookup": lambda: PromptLookup(target.device, longest=longest, shortest=least),
+        "suffix_lookup": lambda: SuffixLookup(target.device, shortest=least, learns_own_answers=False),
+    }
+    found = [lookups[name]() for name in names]
+    if config.decode.tree is None and len(drafts) == len(found) == 1:
+        return LookupFirst(found[0], drafts[0])
+    several = [*drafts, *found]
+    return several[0] if len(several) == 1 else MergedDrafts(several, target.device)
 
 
 def make_baselines(config: EvalConfig, target: Target) -> dict[str, Proposer]:

@@ -161,6 +161,8 @@ def to_values(generation: Generation) -> dict[str, Any]:
     if any(round_.num_nodes is not None for round_ in rounds):
         columns["ranks"] = [round_.ranks for round_ in rounds]
         columns["num_nodes"] = [round_.num_nodes for round_ in rounds]
+    if any(round_.by_lookup for round_ in rounds):
+        columns["by_lookup"] = [round_.by_lookup for round_ in rounds]
     if any(round_.overlap is not None for round_ in rounds):
         columns["overlap"] = [round_.overlap for round_ in rounds]
         columns["laws"] = [
@@ -184,6 +186,7 @@ def from_values(values: dict[str, Any]) -> Generation:
         columns.get("laws", nothing),
         columns.get("ranks", nothing),
         columns.get("num_nodes", nothing),
+        columns.get("by_lookup", [False] * count),
         strict=True,
     )
     rounds = tuple(
@@ -195,7 +198,8 @@ def from_values(values: dict[str, Any]) -> Generation:
             distributions=None if distributions is None else DistributionComparison(*map(tuple, distributions)),
             ranks=None if ranks is None else tuple(ranks),
             num_nodes=num_nodes,
+            by_lookup=by_lookup,
         )
-        for (start, end), drafted, accepted, overlap, distributions, ranks, num_nodes in rows
+        for (start, end), drafted, accepted, overlap, distributions, ranks, num_nodes, by_lookup in rows
     )
     return Generation(**{**values, "prompt_tokens": tuple(values["prompt_tokens"]), "tokens": tokens, "rounds": rounds})

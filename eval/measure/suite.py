@@ -32,6 +32,7 @@ SuiteRow = tuple[str, Mapping[str, Any]]  # its name in error messages, its keys
 class Suite:
     """The prompts chosen from a suite file, in the order in which they are decoded."""
 
+    name: str
     prompts: tuple[Prompt, ...]
     source: str  # the path as it was given
     format: str
@@ -76,12 +77,19 @@ def load_suite(config: SuiteConfig) -> Suite:
     chosen = _choose(prompts, config.num_prompts, path)
     cut = [replace(prompt, turns=prompt.turns[: config.max_turns]) for prompt in chosen]
     return Suite(
+        name=config.label,
         prompts=tuple(cut),
         source=config.path,
         format=format,
         sha256=_hash_prompts(prompts) if is_data_set else sha256_of(path),
         num_turns_left_out=sum(len(prompt.turns) for prompt in chosen) - sum(len(prompt.turns) for prompt in cut),
     )
+
+
+def load_suites(configs: Sequence[SuiteConfig]) -> list[Suite]:
+    """Read several suites of different names; ids of prompts are `name/id` in all but the first, so that none are the same."""
+    first, *others = map(load_suite, configs)
+    return [first, *(replace(suite, prompts=tuple(_renamed(each, suite.name) for each in suite.prompts)) for suite in others)]
 
 
 def trained_on(prompts: Sequence[Prompt], artifacts: Sequence[str]) -> list[str] | None:
@@ -175,6 +183,10 @@ def _hash_prompts(prompts: Iterable[Prompt]) -> str:
     rows = [{name: value for name, value in asdict(prompt).items() if name != "where"} for prompt in prompts]
     content = json.dumps(rows, sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _renamed(prompt: Prompt, suite: str) -> Prompt:
+    return replace(prompt, prompt_id=f"{suite}/{prompt.prompt_id}")
 
 
 def _with_reference(prompt: Prompt, reference: Any) -> Prompt:

@@ -5,7 +5,7 @@ If each mode went on from its own answers, one difference in the first turn woul
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from distill.dataset.conversations import Message
 from distill.generation.prompts import Prompt, encode_prompt
@@ -15,20 +15,23 @@ from heads.target.loading import Target
 
 
 class Turns:
-    """The conversations of a suite's prompts, which have different ids.
+    """The conversations of some suites' prompts, which have different ids.
+
+    Args:
+        target: the target.
+        prompts: of all suites, those of one suite after those of another.
+        suite_of: the name of each prompt's suite, by its id.
 
     Raises:
         InputError: a first turn leaves no room for an answer in the target's context.
     """
 
-    def __init__(self, target: Target, prompts: Sequence[Prompt]) -> None:
+    def __init__(self, target: Target, prompts: Sequence[Prompt], suite_of: Mapping[str, str] | None = None) -> None:
         self.target = target
+        self._suite_of = suite_of or {}
         self._prompts = {prompt.prompt_id: prompt for prompt in prompts}
         self._messages: dict[str, list[Message]] = {prompt.prompt_id: prompt.messages for prompt in prompts}
-        self.first = [
-            Request(prompt_id=prompt.prompt_id, category=prompt.category, tokens=encode_prompt(target, prompt))
-            for prompt in prompts
-        ]
+        self.first = [self._request(prompt, encode_prompt(target, prompt), 0) for prompt in prompts]
 
     def follow(self, answers: Iterable[Generation]) -> tuple[list[Request], list[Generation]]:
         """Take the plain answers to a turn of different prompts; return the next turn's requests, and the turns that are lost.
@@ -44,13 +47,13 @@ class Turns:
                 del self._messages[answer.prompt_id]
                 continue
             if answer.stop_reason in FAILED:
-                lost += _lose(answer, prompt, turn, "after_a_failed_turn")
+                lost += self._lose(answer, prompt, turn, "after_a_failed_turn")
                 continue
             tokens = self._extend(answer, prompt.turns[turn])
             if len(tokens) < self.target.max_positions:
-                requests.append(Request(prompt_id=prompt.prompt_id, category=prompt.category, tokens=tokens, turn=turn))
+                requests.append(self._request(prompt, tokens, turn))
             else:
-                lost += _lose(answer, prompt, turn, "no_room_in_context")
+                lost += self._lose(answer, prompt, turn, "no_room_in_context")
         return requests, lost
 
     def _extend(self, answer: Generation, question: str) -> tuple[int, ...]:
@@ -59,6 +62,18 @@ class Turns:
         messages = self._messages[answer.prompt_id]
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": question}]
         return tuple(self.target.encode_chat(messages))
+
+    def _request(self, prompt: Prompt, tokens: tuple[int, ...], turn: int) -> Request:
+        suite = self._suite_of.get(prompt.prompt_id, "")
+        return Request(prompt_id=prompt.prompt_id, category=prompt.category, tokens=tokens, turn=turn, suite=suite)
+
+    def _lose(self, answer: Generation, prompt: Prompt, turn: int, reason: StopReason) -> list[Generation]:
+        """Return records of a turn that is lost for `reason`, and of the turns after it."""
+        lost = []
+        for number in range(turn, len(prompt.turns)):
+            own_reason: StopReason = reason if number == turn else "after_a_failed_turn"
+            lost.append(undecoded(self._request(prompt, (), number), answer.mode, own_reason))
+        return lost
 
 
 def undecoded(request: Request, mode: str, stop_reason: StopReason) -> Generation:
@@ -72,13 +87,5 @@ def undecoded(request: Request, mode: str, stop_reason: StopReason) -> Generatio
         rounds=(),
         stop_reason=stop_reason,
         turn=request.turn,
+        suite=request.suite,
     )
-
-
-def _lose(answer: Generation, prompt: Prompt, turn: int, reason: StopReason) -> list[Generation]:
-    """Return records of a turn that is lost for `reason`, and of the turns after it."""
-    lost = []
-    for number in range(turn, len(prompt.turns)):
-        request = Request(prompt_id=prompt.prompt_id, category=prompt.category, tokens=(), turn=number)
-        lost.append(undecoded(request, answer.mode, reason if number == turn else "after_a_failed_turn"))
-    return lost

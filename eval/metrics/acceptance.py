@@ -8,6 +8,7 @@ A ratio with nothing to divide by is `None`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,10 @@ from eval.stats.bootstrap import Floats, ratio_interval
 
 BATCH_SIZE = 32  # generations counted together; a call of torchmetrics costs as much as counting many rounds
 # What is kept of each prompt: sums over the rounds of all its turns.
-COLUMNS = ("committed", "rounds", "accepted", "drafted", "compared", "overlap", "kl", "agrees")
+COLUMNS = ("committed", "rounds", "accepted", "drafted", "compared", "overlap", "kl", "agrees", "looked_up", "copied")
+# Then come committed tokens and rounds by class of how many tokens stood before the round, in the context and in the answer.
+CLASSES_FROM = (0, *(2**power for power in range(4, 18)))
+LENGTHS = ("by_context_tokens", "by_answer_tokens")
 # The numbers that are a ratio of two of these, and so have an interval over prompts.
 RATIOS = {
     "tokens_per_target_step": ("committed", "rounds"),
@@ -46,7 +50,7 @@ class Acceptance:
         self.num_positions = num_positions
         self._metrics = acceptance_metrics(num_positions)
         self._metrics.update(tabulate([]))  # torchmetrics warns of one that only merged
-        self._sums: dict[str, Floats] = {}  # prompt id -> [COLUMNS]
+        self._sums: dict[str, Floats] = {}  # prompt id -> [COLUMNS, then LENGTHS x CLASSES_FROM x 2]
         self._waiting: list[Generation] = []
 
     def add(self, generations: Iterable[Generation]) -> None:
@@ -74,12 +78,45 @@ class Acceptance:
         self._count()
         return {prompt_id: [int(sums[0]), int(sums[1])] for prompt_id, sums in sorted(self._sums.items())}
 
+    def lookup_shares(self) -> dict[str, float | None]:
+        """Return the lookup's share of the rounds, and of the drafts that were accepted."""
+        self._count()
+        sums = dict(zip(COLUMNS, self._table.sum(0), strict=False))
+        pairs = {"lookup_rounds_share": ("looked_up", "rounds"), "lookup_tokens_share": ("copied", "accepted")}
+        return {name: float(sums[above] / sums[below]) if sums[below] else None for name, (above, below) in pairs.items()}
+
+    def by_length(self, *, samples: int, seed: int) -> dict[str, list[dict[str, Any]]]:
+        """Return tokens per target step by tokens in the context, and by tokens of the answer, before a round."""
+        self._count()
+        counts_PLC2 = self._table[:, len(COLUMNS) :].reshape(-1, len(LENGTHS), len(CLASSES_FROM), 2)
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in LENGTHS}
+        for (place, name), (number, start) in product(enumerate(LENGTHS), enumerate(CLASSES_FROM)):
+            committed_P, rounds_P = counts_PLC2[:, place, number].T
+            if not rounds_P.any():
+                continue
+            tau = ratio_interval(committed_P, rounds_P, samples=samples, seed=seed)
+            found[name].append(
+                {
+                    "from_tokens": start,
+                    "to_tokens": 2 * start if start else CLASSES_FROM[1],
+                    "num_prompts": int((rounds_P > 0).sum()),
+                    "num_rounds": int(rounds_P.sum()),
+                    "tokens_per_target_step": tau.point,
+                    "tokens_per_target_step_ci": tau.bounds,
+                }
+            )
+        return found
+
+    @property
+    def _table(self) -> Floats:
+        """The sums of all prompts, by id, so that intervals do not depend on the order in which processes finished."""
+        rows = [sums for _, sums in sorted(self._sums.items())]
+        return np.stack(rows) if rows else np.zeros((0, len(COLUMNS) + 2 * len(LENGTHS) * len(CLASSES_FROM)))
+
     def summarise(self, *, samples: int, seed: int) -> dict[str, Any]:
         """Return every number, with intervals from `samples` bootstrap resamples of the prompts."""
         self._count()
-        # By id, so that the intervals do not depend on the order in which processes finished.
-        rows = [sums for _, sums in sorted(self._sums.items())]
-        sums_PF = np.stack(rows) if rows else np.zeros((0, len(COLUMNS)))
+        sums_PF = self._table
         column = {name: sums_PF[:, place] for place, name in enumerate(COLUMNS)}
         decoded = column["rounds"] > 0
         own = column["committed"][decoded] / column["rounds"][decoded]
@@ -195,17 +232,33 @@ class RoundAcceptance(Sums):
 
 
 def _sums_by_prompt(table: RoundTable) -> Floats:
-    """Return the sums of `COLUMNS` by prompt, `[P, COLUMNS]`."""
+    """Return the sums of `COLUMNS`, and of what follows them, by prompt, `[P, COLUMNS + LENGTHS x CLASSES_FROM x 2]`."""
     by_round = {
         "committed": table.committed_R,
         "rounds": torch.ones_like(table.prompt_R),
         "accepted": table.accepted_R,
         "drafted": table.judged_R,
+        "looked_up": table.by_lookup_R,
+        "copied": table.accepted_R * table.by_lookup_R,
     }
     by_draft = {name: table.probs_FN[COMPARED.index(name)].nan_to_num(0.0) for name in ("overlap", "kl", "agrees")}
     by_draft["compared"] = torch.ones_like(by_draft["overlap"])
     sums = {name: table.sum_by_prompt(values_R, table.prompt_R) for name, values_R in by_round.items()}
     prompt_N = table.prompt_R[table.round_N]
     sums |= {name: table.sum_by_prompt(values_N, prompt_N) for name, values_N in by_draft.items()}
-    columns: Floats = torch.stack([sums[name] for name in COLUMNS], 1).numpy()
-    return columns
+    columns_PF = torch.stack([sums[name] for name in COLUMNS], 1)
+    lengths = [_sums_by_class(table, before_R) for before_R in (table.context_R, table.answered_R)]
+    rows: Floats = torch.cat([columns_PF, torch.stack(lengths, 1).flatten(1)], 1).numpy()
+    return rows
+
+
+def _sums_by_class(table: RoundTable, before_R: Tensor) -> Tensor:
+    """Return committed tokens and rounds by prompt and class of the tokens before a round, `[P, CLASSES_FROM, 2]`."""
+    num_classes, num_prompts = len(CLASSES_FROM), len(table.prompt_ids)
+    class_R = torch.bucketize(before_R, torch.tensor(CLASSES_FROM), right=True) - 1
+    place_R = table.prompt_R * num_classes + class_R
+    sums = [
+        torch.bincount(place_R, values_R.double(), minlength=num_prompts * num_classes)
+        for values_R in (table.committed_R, torch.ones_like(place_R))
+    ]
+    return torch.stack(sums, 1).view(num_prompts, num_classes, 2)

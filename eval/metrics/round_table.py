@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from itertools import chain
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -29,6 +29,9 @@ class RoundTable:
     judged_R: Tensor  # of a tree, all its nodes
     accepted_R: Tensor
     committed_R: Tensor
+    context_R: Tensor  # tokens before the round's, the prompt's and the answer's
+    answered_R: Tensor  # tokens of the answer among them
+    by_lookup_R: Tensor  # 1 where the drafts of one of several proposers were looked up
     round_N: Tensor
     position_N: Tensor  # of the draft in its round, from 0
     probs_FN: Tensor  # float64; NaN where a number was not recorded
@@ -64,10 +67,18 @@ def tabulate(generations: Iterable[Generation]) -> RoundTable:
         judged_R=_integers(round_.num_drafted for round_ in rounds),
         accepted_R=_integers(round_.num_accepted for round_ in rounds),
         committed_R=_integers(len(round_.committed) for round_ in rounds),
+        context_R=_integers(len(each.prompt_tokens) + count for each in generations for count in _answered(each)),
+        answered_R=_integers(count for each in generations for count in _answered(each)),
+        by_lookup_R=_integers(round_.by_lookup for round_ in rounds),
         round_N=_integers(number for number, _ in compared).repeat_interleave(lengths_C),
         position_N=torch.arange(int(lengths_C.sum())) - firsts_C.repeat_interleave(lengths_C),
         probs_FN=_distributions([round_ for _, round_ in compared]),
     )
+
+
+def _answered(generation: Generation) -> list[int]:
+    """Return how many tokens of the answer stand before each round's; the first came from the prompt's own forward."""
+    return list(accumulate((len(round_.committed) for round_ in generation.rounds), initial=1))[:-1]
 
 
 def _integers(values: Iterable[int]) -> Tensor:

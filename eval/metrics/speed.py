@@ -86,6 +86,7 @@ def summarise_advantage(
     *,
     samples: int,
     seed: int,
+    ours_mode: str = SPECULATIVE,
 ) -> dict[str, Any]:
     """Return this draft's tokens per target step, and its decode speed, divided by those of `mode`, with intervals.
 
@@ -95,9 +96,10 @@ def summarise_advantage(
         timings: of the run, all modes; a batch counts where both modes were timed on it.
         mode: the other way of decoding.
         samples, seed: of the bootstrap.
+        ours_mode: this draft's.
     """
     tau = _ratio(ours, theirs, samples, seed)
-    ours, theirs = (sums_by_batch(timings, own, "num_tokens", "decode_seconds") for own in (SPECULATIVE, mode))
+    ours, theirs = (sums_by_batch(timings, own, "num_tokens", "decode_seconds") for own in (ours_mode, mode))
     speed = _ratio(ours, theirs, samples, seed)
     return {
         "tokens_per_target_step_ratio": tau.point,

@@ -47,6 +47,7 @@ def judge(report: Report, config: GateConfig, baseline: Report | None = None, ar
         _judge_measured(report),
         _judge_lossless(report, config),
         _judge_prompts(report, config),
+        *(_judge_suite(name, section.prompts) for name, section in report.suites.items()),
         _judge_provenance(report, config, artifact),
         *_judge_intervals(report),
     ]
@@ -130,6 +131,14 @@ def _judge_prompts(report: Report, config: GateConfig) -> Finding:
     required = f"all {prompts.num_asked} asked for, at least {config.min_prompts}"
     required += "" if wanted is None else f", of suite {short(wanted)}"
     return _finding("prompts", float(measured), required, reason)
+
+
+def _judge_suite(name: str, prompts: PromptsSection) -> Finding:
+    """Check that a further suite was answered as a whole, and was not trained on; its numbers are for rules that name it."""
+    reason = _unanswered(prompts)
+    if not reason and prompts.num_trained_on:
+        reason = f"the draft was trained on {prompts.num_trained_on} of them: evaluate on prompts it has not seen"
+    return _finding(f"prompts of {name}", float(prompts.num_prompts), f"all {prompts.num_asked} asked for", reason)
 
 
 def _judge_intervals(report: Report) -> list[Finding]:

@@ -16,7 +16,7 @@ from configs.runtime.errors import InputError
 from configs.schema.evaluation import GateRule
 from eval.release.verdict import Finding, GateOutcome
 from eval.report.paired import compare_reports
-from eval.report.schema import BaselineSection, Report
+from eval.report.schema import BaselineSection, Report, SuiteSection
 from eval.report.sections import ClosedSection
 from eval.stats.bootstrap import Interval
 from eval.stats.paired import Change
@@ -40,12 +40,13 @@ def judge_rule(report: Report, rule: GateRule, baseline: Report | None) -> list[
     """Return what the rule finds: one finding, or one for each category; `baseline` can be compared with the report.
 
     Raises:
-        InputError: no such number, no interval to it, or no baseline report to be relative to.
+        InputError: no such number or suite, no interval to it, or no baseline report to be relative to.
     """
     metrics, own = [rule.metric], rule.metric.removeprefix(EVERY_CATEGORY)
+    section, place = _suite_of(report, rule)
     if own != rule.metric:
-        metrics = [f"by_category.{category}.{own}" for category in report.by_category]
-    return [_judge_metric(report, metric, rule, baseline) for metric in metrics]
+        metrics = [f"by_category.{category}.{own}" for category in section.by_category]
+    return [_judge_metric(report, f"{place}{metric}", rule, baseline) for metric in metrics]
 
 
 def judge_against_free(report: Report, name: str) -> list[Finding]:
@@ -71,6 +72,16 @@ def judge_against_free(report: Report, name: str) -> list[Finding]:
 def is_of_a_machine(rule: GateRule) -> bool:
     """Say whether the rule's number means something on one machine only, as all seconds do."""
     return any(word in rule.metric for word in OF_A_MACHINE)
+
+
+def _suite_of(report: Report, rule: GateRule) -> tuple[Report | SuiteSection, str]:
+    """Return what was measured on the rule's suite, and the beginning of the paths of its numbers."""
+    if rule.suite is None or rule.suite == report.prompts.suite:
+        return report, ""
+    if rule.suite not in report.suites:
+        known = ", ".join([report.prompts.suite or report.prompts.source, *report.suites])
+        raise InputError(f"rules: the report has no suite {rule.suite!r} (it has: {known}); name it in eval's `suites`")
+    return report.suites[rule.suite], f"suites.{rule.suite}."
 
 
 def _judge_metric(report: Report, metric: str, rule: GateRule, baseline: Report | None) -> Finding:
@@ -162,17 +173,22 @@ def _relative(report: Report, baseline: Report, metric: str, rule: GateRule, our
         raise InputError(f"rules: {metric} is {divisor} in the baseline report; a ratio needs a number above 0")
     if ours.point is None:
         return ours
-    change = _paired(report, baseline, metric)
+    change = _paired(report, baseline, metric, rule)
     return _worst_ratio(ours, theirs) if change is None else Interval(change.ratio, *(change.ratio_ci or (None, None)))
 
 
-def _paired(report: Report, baseline: Report, metric: str) -> Change | None:
-    """Return how a number of the whole report changed, prompt by prompt; `None` where the reports do not keep it by prompt."""
-    if metric not in PAIRED:
+def _paired(report: Report, baseline: Report, metric: str, rule: GateRule) -> Change | None:
+    """Return how a number of a whole suite changed, prompt by prompt; `None` where the reports do not keep it by prompt.
+
+    Raises:
+        InputError: the two have other prompts of a further suite.
+    """
+    if rule.metric not in PAIRED:
         return None
-    # The prompts were found to be the same; where our own run left some unanswered, that fails the gate by itself.
-    found = compare_reports(report, baseline, allow_unequal=True)
-    if metric == PAIRED_TAU:
+    suite = rule.suite if metric != rule.metric else None
+    # The first suite's prompts were found to be the same; where our own run left some unanswered, that fails by itself.
+    found = compare_reports(report, baseline, allow_unequal=True, suite=suite)
+    if rule.metric == PAIRED_TAU:
         return found.tokens_per_target_step
     return None if found.batches_left_out else found.decode_speedup
 

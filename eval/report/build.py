@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypedDict
 
-from eval.decoder.records import SPECULATIVE, Divergence, Generation
+from eval.decoder.records import SPECULATIVE, WITH_LOOKUP, Divergence, Generation
 from eval.metrics.acceptance import count_committed, was_cut
 from eval.metrics.speed import compare_speed, summarise_advantage, summarise_speed, timings_within
 from eval.metrics.tally import SAMPLES_A_SIDE, Tally
@@ -19,6 +19,8 @@ from eval.stats.bootstrap import LEVEL
 from eval.stats.power import detectable_percent
 
 Decode = Callable[[Sequence[int]], str]  # token ids -> text, special tokens included
+# Of acceptance, what is kept of other ways than the draft's.
+KEPT = ("tokens_per_target_step", "tokens_per_target_step_ci", "accepted_per_round", "draft_token_yield")
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer gives for the first bytes of an unfinished character
 
 
@@ -36,9 +38,10 @@ class PromptSet:
     source: str
     sha256: str
     texts: Mapping[str, str]  # prompt id -> text of the first turn, for all prompts of the run
+    suite: str | None = None  # its name
     later_turns: Mapping[str, Sequence[str]] = field(default_factory=dict)  # prompt id -> texts of the turns after the first
     format: str | None = None  # of the suite's rows (`eval.measure.suite`)
-    num_trained_on: int | None = None  # prompts that the draft was trained on; None: unknown
+    trained_on: Sequence[str] | None = None  # ids of those that the draft was trained on; None: unknown
 
     @property
     def places(self) -> list[tuple[str, int]]:
@@ -67,6 +70,7 @@ def build_report(
     bootstrap_samples: int = 2000,
     seed: int = 0,
     simulated: bool = False,
+    suites: Mapping[str, tuple[PromptSet, Tally]] | None = None,
 ) -> Report:
     """Compute the report, without the sections that `complete_report` adds.
 
@@ -79,13 +83,13 @@ def build_report(
         warnings: sentences the reader must see, such as an allowed mismatch of the target.
         bootstrap_samples, seed: of all intervals.
         simulated: acceptance was drawn instead of measured.
+        suites: prompts and records of further suites, by name.
 
     Raises:
         ValueError: something was decoded that is not among the prompts.
         InputError: a description lacks a field that `eval.report.schema` requires.
     """
-    if unknown := records.places - set(prompts.places):
-        raise ValueError("prompt {}, turn {} was decoded but is not among the prompts asked for".format(*min(unknown)))
+    bootstrap: Bootstrap = {"samples": bootstrap_samples, "seed": seed}
     divergences = [asdict(each) if isinstance(each, Divergence) else each for each in lossless["divergences"]]
     values = {
         "schema_version": SCHEMA_VERSION,
@@ -99,8 +103,8 @@ def build_report(
         "versions": dict(versions),
         "git": None if git is None else dict(git),
         "statistics": {"bootstrap_samples": bootstrap_samples, "seed": seed, "level": LEVEL},
-        "prompts": _prompts(prompts, records),
-        **_measurements(records, {"samples": bootstrap_samples, "seed": seed}),
+        **_suite(prompts, records, bootstrap),
+        "suites": {name: _suite(*of_suite, bootstrap) for name, of_suite in (suites or {}).items()},
         "lossless": {**lossless, "divergences": divergences},
         "quality": None,
         "energy": None,
@@ -123,9 +127,17 @@ def complete_report(
     return parse_report(values, "the report just completed")
 
 
+def _suite(prompts: PromptSet, records: Tally, bootstrap: Bootstrap) -> dict[str, Any]:
+    """Describe one suite and what was measured on it."""
+    if unknown := records.places - set(prompts.places):
+        raise ValueError("prompt {}, turn {} was decoded but is not among the prompts asked for".format(*min(unknown)))
+    return {"prompts": _prompts(prompts, records), **_measurements(records, bootstrap)}
+
+
 def _prompts(prompts: PromptSet, records: Tally) -> dict[str, Any]:
     """Describe the prompts and which were answered; a prompt counts when all its turns were answered in every mode."""
     return {
+        "suite": prompts.suite,
         "source": prompts.source,
         "format": prompts.format,
         "sha256": prompts.sha256,
@@ -133,7 +145,7 @@ def _prompts(prompts: PromptSet, records: Tally) -> dict[str, Any]:
         "num_asked": len(prompts.texts),
         "num_turns": len(prompts.places),
         "num_prompts": len(records.answered(prompts.places)),
-        "num_trained_on": prompts.num_trained_on,
+        "num_trained_on": None if prompts.trained_on is None else len(prompts.trained_on),
         "categories": records.categories,
         "failed": [
             {name: getattr(each, name) for name in ("prompt_id", "turn", "mode", "stop_reason")} for each in records.failed
@@ -149,12 +161,18 @@ def _measurements(records: Tally, bootstrap: Bootstrap) -> dict[str, Any]:
     return {
         "acceptance": {
             **speculative.summarise(**bootstrap),
+            **speculative.by_length(**bootstrap),
             "detectable_change_percent": detectable_percent([committed], [rounds]),
             "per_prompt": per_prompt,
         },
         "speed": summarise_speed(records.timings, keep_batches=True, **bootstrap),
         "by_category": {category: _category(records, category, bootstrap) for category in records.categories},
-        "baselines": {mode: _baseline(records, mode, per_prompt, bootstrap) for mode in records.modes if mode != SPECULATIVE},
+        "baselines": {
+            mode: _baseline(records, mode, per_prompt, bootstrap)
+            for mode in records.modes
+            if mode not in (SPECULATIVE, WITH_LOOKUP)
+        },
+        "with_lookup": _with_lookup(records, per_prompt, bootstrap) if WITH_LOOKUP in records.modes else None,
     }
 
 
@@ -172,13 +190,25 @@ def _baseline(records: Tally, mode: str, speculative: Mapping[str, Sequence[int]
     own = records.of_mode(mode)
     acceptance = own.summarise(**bootstrap)
     timings = [timing for timing in records.timings if timing.mode == mode]
-    kept = ("tokens_per_target_step", "tokens_per_target_step_ci", "accepted_per_round", "draft_token_yield")
     return {
-        **{name: acceptance[name] for name in kept},
+        **{name: acceptance[name] for name in KEPT},
         "decode_seconds": sum(timing.decode_seconds for timing in timings),
         "decode_tokens": sum(timing.num_tokens for timing in timings),
         **compare_speed(records.timings if timings else [], mode, **bootstrap),
         **summarise_advantage(speculative, own.per_prompt, records.timings, mode, **bootstrap),
+    }
+
+
+def _with_lookup(records: Tally, alone: Mapping[str, Sequence[int]], bootstrap: Bootstrap) -> dict[str, Any]:
+    """Describe the draft after prompt lookup, and its ratios to the draft alone, whose counts by prompt are `alone`."""
+    own = records.of_mode(WITH_LOOKUP)
+    acceptance, timed = own.summarise(**bootstrap), any(timing.mode == WITH_LOOKUP for timing in records.timings)
+    return {
+        "lookup": "prompt_lookup",
+        **{name: acceptance[name] for name in KEPT},
+        **compare_speed(records.timings if timed else [], WITH_LOOKUP, **bootstrap),
+        **summarise_advantage(own.per_prompt, alone, records.timings, SPECULATIVE, ours_mode=WITH_LOOKUP, **bootstrap),
+        **own.lookup_shares(),
     }
 
 

@@ -9,7 +9,7 @@ A token count means something for one target, one set of prompts and one way of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from string import ascii_uppercase
 from typing import Any, Literal
 
@@ -52,6 +52,7 @@ class ComparedReport:
     tau: Change | None = None  # of tokens per target step; needs the same target and the same answered prompts
     speed: Change | None = None  # of the decode speedup; needs the same machine and batches as well
     differences: tuple[Difference, ...] = ()
+    tau_by_suite: Mapping[str, Change] = field(default_factory=dict)  # on further suites of the same prompts
 
 
 def compare(reports: Sequence[tuple[str, Report]], may_differ_in: Sequence[str] = ()) -> list[ComparedReport]:
@@ -91,7 +92,21 @@ def _entry(letter: str, path: str, report: Report, first: Report, may_differ_in:
         tau=None if paired is None else paired.tokens_per_target_step,
         speed=None if paired is None or "machine" in aspects or paired.batches_left_out else paired.decode_speedup,
         differences=found,
+        tau_by_suite={} if paired is None else _by_suite(report, first),
     )
+
+
+def _by_suite(report: Report, first: Report) -> dict[str, Change]:
+    """Return how tau changed on the further suites of which both answered the same prompts."""
+    same = [
+        name
+        for name, section in report.suites.items()
+        if name in first.suites
+        and section.prompts.sha256 == first.suites[name].prompts.sha256
+        and section.acceptance.per_prompt.keys() == first.suites[name].acceptance.per_prompt.keys()
+    ]
+    changes = {name: compare_reports(report, first, suite=name).tokens_per_target_step for name in same}
+    return {name: change for name, change in changes.items() if change is not None}
 
 
 def _paired(report: Report, first: Report, aspects: set[str]) -> PairedReports | None:
@@ -120,6 +135,11 @@ def as_table(entries: Sequence[ComparedReport]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     notes = [
+        one_line(f"{entry.letter} on {name}: τ {number(change.ours)}, {in_words(change)}")
+        for entry in entries
+        for name, change in entry.tau_by_suite.items()
+    ]
+    notes += [
         one_line(f"{entry.letter} differs from A in {difference}") for entry in entries for difference in entry.differences
     ]
     return "\n".join([*lines, *([""] if notes else []), *notes])

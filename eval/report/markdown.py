@@ -6,17 +6,27 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from configs.runtime.terminal import one_line, printable
-from eval.report.schema import Report
-from eval.report.sections import AcceptanceSection, EnergySection, PredictedSection, QualitySection
+from eval.report.schema import BaselineSection, Report, WithLookupSection
+from eval.report.sections import (
+    AcceptanceSection,
+    EnergySection,
+    PredictedSection,
+    QualitySection,
+    WholeAcceptanceSection,
+)
 from eval.report.text import (
     VERDICTS,
+    by_suite,
+    fastest_free,
     headline,
     interval,
+    lookup_gain,
     lossless_detail,
     number,
     percent,
     settings,
     short,
+    speedup_of,
     times,
     warnings,
     weakest_category,
@@ -53,11 +63,14 @@ def render_markdown(report: Report) -> str:
             ],
         ),
         *([] if predicted is None else [_best_settings(predicted)]),
+        *([_suite_table(report)] if report.suites else []),
         f"**{VERDICTS[report.lossless.verdict]}**: {escape(lossless_detail(report))}.",
         table(("category", "prompts", "τ", "95 % interval", "decode speedup"), _category_rows(report)),
         *([escape(weakest)] if (weakest := weakest_category(report)) else []),
         table(("draft position", "given all before", "survival", "overlap α"), _position_rows(acceptance)),
+        table(("tokens before a round", "rounds", "τ", "95 % interval"), _length_rows(acceptance)),
         table(("way of decoding", "τ", "decode speedup", "95 % interval"), _baseline_rows(report)),
+        *([gain] if (gain := lookup_gain(report)) else []),
         *([] if report.quality is None else [_quality_table(report.quality)]),
         *([] if report.energy is None else [_energy_table(report.energy)]),
         f"Target {code(report.target.name)}, draft {code(report.draft.path)} "
@@ -67,7 +80,7 @@ def render_markdown(report: Report) -> str:
 
 
 def _speedup_row(label: str, report: Report, name: str) -> tuple[str, ...]:
-    value, bounds = (None, None) if report.speed is None else report.speed.interval_of(name)
+    value, bounds = speedup_of(report, name)
     return (label, times(value), interval(bounds))
 
 
@@ -102,9 +115,38 @@ def _position_rows(acceptance: AcceptanceSection) -> list[tuple[str, ...]]:
     ]
 
 
+def _length_rows(acceptance: WholeAcceptanceSection) -> Iterator[tuple[str, ...]]:
+    for where, classes in (("context", acceptance.by_context_tokens), ("answer", acceptance.by_answer_tokens)):
+        for each in classes:
+            bounds = interval(each.tokens_per_target_step_ci)
+            span = f"{where}, {each.from_tokens} to {each.to_tokens - 1}"
+            yield (span, str(each.num_rounds), number(each.tokens_per_target_step), bounds)
+
+
+def _suite_table(report: Report) -> str:
+    rows = []
+    for name, section in by_suite(report).items():
+        tau, speed = section.acceptance.interval_of("tokens_per_target_step"), speedup_of(section)
+        free, both = fastest_free(section), section.with_lookup
+        rows.append(
+            (
+                escape(name),
+                str(section.prompts.num_prompts),
+                f"{number(tau[0])} {interval(tau[1])}",
+                f"{times(speed[0])} {interval(speed[1])}",
+                times(None if both is None else both.decode_speedup),
+                "" if free is None else f"{escape(free[0])} {times(free[1].decode_speedup)}",
+            )
+        )
+    return table(("suite", "prompts", "τ", "decode speedup", "with lookup", "fastest without training"), rows)
+
+
 def _baseline_rows(report: Report) -> Iterator[tuple[str, ...]]:
     yield ("this draft", number(report.acceptance.tokens_per_target_step), *_speedup_row("", report, "decode_speedup")[1:])
-    for name, section in report.baselines.items():
+    ways: dict[str, BaselineSection | WithLookupSection] = {**report.baselines}
+    if (both := report.with_lookup) is not None:
+        ways = {f"{both.lookup}, then this draft": both, **ways}
+    for name, section in ways.items():
         speedup = (times(section.decode_speedup), interval(section.decode_speedup_ci))
         yield (escape(name), number(section.tokens_per_target_step), *speedup)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.runtime.errors import InputError
-from eval.report.schema import Report
+from eval.report.schema import Report, SuiteSection
 from eval.report.sections import BatchSection
 from eval.report.text import short
 from eval.stats.paired import Change, Side, compare_sides
@@ -34,26 +34,28 @@ class PairedReports:
     batches_left_out: int  # of both reports, for speed: decoded together with others than in the other report
 
 
-def compare_reports(report: Report, other: Report, *, allow_unequal: bool = False) -> PairedReports:
-    """Compare a report (ours) with another (theirs) on the prompts that both have.
+def compare_reports(report: Report, other: Report, *, allow_unequal: bool = False, suite: str | None = None) -> PairedReports:
+    """Compare a report (ours) with another (theirs) on the prompts that both have, of the first suite or a further one.
 
     The bootstrap's settings are the first's. With `allow_unequal`, prompts that only one of them has are listed, not refused.
 
     Raises:
-        InputError: the prompts come from different files, or are not the same ones, or none is in both.
+        InputError: the prompts come from different files, or are not the same ones, or none is in both; or one of the reports
+            lacks the suite.
     """
-    if report.prompts.sha256 != other.prompts.sha256:
-        files = " and ".join(f"{each.prompts.source} ({short(each.prompts.sha256)})" for each in (report, other))
+    settings = report.statistics
+    one, another = _section(report, suite), _section(other, suite)
+    if one.prompts.sha256 != another.prompts.sha256:
+        files = " and ".join(f"{each.prompts.source} ({short(each.prompts.sha256)})" for each in (one, another))
         raise InputError(f"the reports cannot be paired by prompt: their prompts come from {files}, which differ")
-    ours, theirs = report.acceptance.per_prompt, other.acceptance.per_prompt
+    ours, theirs = one.acceptance.per_prompt, another.acceptance.per_prompt
     common = [prompt_id for prompt_id in ours if prompt_id in theirs]
     only_ours = tuple(each for each in ours if each not in theirs)
     only_theirs = tuple(each for each in theirs if each not in ours)
     if not common or ((only_ours or only_theirs) and not allow_unequal):
         raise InputError(_unequal(len(common), only_ours, only_theirs))
-    batches, other_batches = _batches(report), _batches(other)
+    batches, other_batches = _batches(one), _batches(another)
     common_batches = [batch for batch in batches if batch in other_batches]
-    settings = report.statistics
     bootstrap: dict[str, Any] = {"samples": settings.bootstrap_samples, "seed": settings.seed, "level": settings.level}
     return PairedReports(
         num_prompts=len(common),
@@ -65,6 +67,14 @@ def compare_reports(report: Report, other: Report, *, allow_unequal: bool = Fals
         ),
         batches_left_out=len(batches) + len(other_batches) - 2 * len(common_batches),
     )
+
+
+def _section(report: Report, suite: str | None) -> Report | SuiteSection:
+    if suite is None:
+        return report
+    if suite not in report.suites:
+        raise InputError(f"one of the reports has no suite {suite!r}; evaluate both on the same suites")
+    return report.suites[suite]
 
 
 def _unequal(num_common: int, only_ours: Sequence[str], only_theirs: Sequence[str]) -> str:
@@ -79,8 +89,8 @@ def _unequal(num_common: int, only_ours: Sequence[str], only_theirs: Sequence[st
     )
 
 
-def _batches(report: Report) -> Batches:
-    found = (report.speed.per_batch if report.speed else None) or []
+def _batches(section: Report | SuiteSection) -> Batches:
+    found = (section.speed.per_batch if section.speed else None) or []
     return {tuple(batch.prompt_ids): batch for batch in found}
 
 

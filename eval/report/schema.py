@@ -58,6 +58,7 @@ class DraftSection(OpenSection):
     sha256: str
     target_sha256: str | None = None  # of the target it was made for
     num_parameters: int | None = None
+    lookups: list[str] = []  # that drafted beside it
     measured_sha256: str | None = None  # in a published report: the hash before paths were removed from the metadata
 
 
@@ -94,6 +95,7 @@ class FailedRequest(ClosedSection):
 class PromptsSection(ClosedSection):
     """The prompts, and how many were answered. `num_prompts` counts prompts decoded in every mode without failing."""
 
+    suite: str | None = None  # its name; None in reports of an earlier version
     source: str
     format: str | None = None  # of the suite's rows
     sha256: str
@@ -160,6 +162,33 @@ class BaselineSection(SpeedupSection):
     decode_tokens: Count
 
 
+class WithLookupSection(SpeedupSection):
+    """The draft after a lookup, in the same run; the ratios are its numbers over the draft's alone."""
+
+    lookup: str
+    tokens_per_target_step: Number
+    tokens_per_target_step_ci: Bounds
+    accepted_per_round: Number
+    draft_token_yield: Number
+    tokens_per_target_step_ratio: Number
+    tokens_per_target_step_ratio_ci: Bounds
+    decode_speed_ratio: Number
+    decode_speed_ratio_ci: Bounds
+    lookup_rounds_share: Number  # of all rounds, those in which the lookup drafted
+    lookup_tokens_share: Number  # of all accepted drafts, those of the lookup
+
+
+class SuiteSection(ClosedSection):
+    """What was measured on a further suite, as the report's own sections say it of the first."""
+
+    prompts: PromptsSection
+    acceptance: WholeAcceptanceSection
+    speed: WholeSpeedSection | None
+    by_category: dict[str, CategorySection]
+    baselines: dict[str, BaselineSection]
+    with_lookup: WithLookupSection | None = None
+
+
 class AnswerSpan(ClosedSection):
     """Some text of an answer and where its tokens came from."""
 
@@ -203,6 +232,16 @@ class Report(ClosedSection):
         "the text so far and needs no training. Suffix lookup does so too, and also copies from the answers to the suite's "
         "earlier prompts of the same process, never from that to the current prompt. Self-speculation drafts with the target's "
         "own first blocks. A ratio is this draft's number over theirs, with the same prompts drawn for both."
+    )
+    with_lookup: WithLookupSection | None = Field(
+        None,
+        description="The same draft with prompt lookup before it: a round copies from the text so far where its last tokens "
+        "have stood there before, and asks the draft elsewhere. A ratio is its number over the draft's alone.",
+    )
+    suites: dict[str, SuiteSection] = Field(
+        {},
+        description="Further suites, measured in the same run; every other section is of the first suite, but for the "
+        "losslessness, which was checked on all.",
     )
     lossless: LosslessSection
     quality: QualitySection | None = None  # None: not asked for

@@ -137,6 +137,17 @@ class AcceptanceSection(ClosedSection):
     uncovered_mass_by_position: list[Number] = []
 
 
+class LengthClass(ClosedSection):
+    """Rounds with so many tokens before them."""
+
+    from_tokens: Count
+    to_tokens: Count  # not among them
+    num_prompts: Count
+    num_rounds: Count
+    tokens_per_target_step: Number
+    tokens_per_target_step_ci: Bounds
+
+
 class WholeAcceptanceSection(AcceptanceSection):
     """Acceptance over all prompts, with the counts that a later report is compared by."""
 
@@ -145,6 +156,14 @@ class WholeAcceptanceSection(AcceptanceSection):
         description="The smallest change of tokens per target step that this number of prompts would show in four of five "
         "runs, against a fixed number. A comparison prompt by prompt with another draft detects smaller ones, and states "
         "its own.",
+    )
+    by_context_tokens: list[LengthClass] = Field(
+        [],
+        description="Tokens per target step by how many tokens stood before the round, the prompt's and the answer's. A draft "
+        "trained on short texts falls off where they are longer than those.",
+    )
+    by_answer_tokens: list[LengthClass] = Field(
+        [], description="The same by how many tokens of the answer stood before the round."
     )
     per_prompt: dict[str, CountPair]  # prompt id -> [committed tokens, rounds]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from eval.report.schema import LosslessSection, LosslessVerdict, Report
+from eval.report.schema import BaselineSection, LosslessSection, LosslessVerdict, Report, SuiteSection
 
 NOT_AVAILABLE = "–"
 TOO_LARGE = 1e7
@@ -54,8 +54,9 @@ def settings(report: Report) -> str:
     """Name the decoding settings and the number of prompts."""
     decode, prompts = report.decode, report.prompts
     lossy = f"lossy mode {decode.lossy['kind']}, " if decode.lossy else ""
+    beside = "".join(f"with {name.replace('_', ' ')}, " for name in report.draft.lookups)
     return (
-        f"{lossy}{decode.num_speculative_tokens} speculative tokens, temperature {decode.temperature:g}, "
+        f"{beside}{lossy}{decode.num_speculative_tokens} speculative tokens, temperature {decode.temperature:g}, "
         f"batch size {decode.batch_size}, {prompts.num_prompts} of {prompts.num_asked} prompts"
     )
 
@@ -78,17 +79,58 @@ def headline(report: Report) -> str:
         "lossy_by_design": "with a rule that changes answers by design",
         "inconclusive": "with too few answers to say whether they are unchanged",
     }[report.lossless.verdict]
-    return f"{_speed_in_words(report)}, {unchanged}{_untrained_rival(report)}."
+    elsewhere = "".join(
+        f"; on {name} {times(speedup_of(each)[0])}{_untrained_rival(each, ', where ')}" for name, each in report.suites.items()
+    )
+    return f"{_speed_in_words(report)}, {unchanged}{_untrained_rival(report, '; ')}{elsewhere}."
+
+
+def by_suite(report: Report) -> dict[str, Report | SuiteSection]:
+    """Return what was measured on each suite by its name, the report itself for the first; nothing where there is one."""
+    return {report.prompts.suite or report.prompts.source: report, **report.suites} if report.suites else {}
+
+
+def speedup_of(section: Report | SuiteSection, name: str = "decode_speedup") -> tuple[float | None, list[float] | None]:
+    """Return a speedup and its interval; both None where nothing was timed."""
+    return (None, None) if section.speed is None else section.speed.interval_of(name)
+
+
+def fastest_free(section: Report | SuiteSection) -> tuple[str, BaselineSection] | None:
+    """Return the fastest way of decoding that needs no training, and its name."""
+    ways = {name: each for name, each in section.baselines.items() if name != "autoregressive" and each.decode_speedup}
+    return max(ways.items(), key=lambda way: way[1].decode_speedup or 0, default=None)
 
 
 def weakest_category(report: Report) -> str:
-    """Name the category with the fewest tokens per target step; nothing where there is one category."""
-    found = {name: section.acceptance.tokens_per_target_step for name, section in report.by_category.items()}
+    """Name the category with the fewest tokens per target step, of all suites; nothing where there is one category."""
+    sections = by_suite(report) or {"": report}
+    found = {
+        f"{name} ({suite})" if suite else name: section.acceptance.tokens_per_target_step
+        for suite, each in sections.items()
+        for name, section in each.by_category.items()
+    }
     measured = {name: tau for name, tau in found.items() if tau is not None}
     if len(measured) < 2:
         return ""
     name = min(measured, key=lambda each: measured[each])
     return f"Weakest kind of prompt: {name}, {number(measured[name])} tokens per target step."
+
+
+def lookup_gain(report: Report) -> str:
+    """Say what a lookup before the draft adds to it; nothing where that was not measured."""
+    found = report.with_lookup
+    if found is None:
+        return ""
+    bounds = found.decode_speed_ratio_ci
+    faster = "makes the draft faster" if bounds and bounds[0] > 1 else "makes no difference shown"
+    faster = "slows the draft down" if bounds and bounds[1] < 1 else faster
+    return (
+        f"{found.lookup.replace('_', ' ').capitalize()} before the draft {faster}: "
+        f"{f'{times(found.decode_speed_ratio)} {interval(bounds)}'.rstrip()} of its speed, "
+        f"{times(found.tokens_per_target_step_ratio)} of its tokens per target step. It drafts in "
+        f"{percent(found.lookup_rounds_share)} of the rounds, and {percent(found.lookup_tokens_share)} of the accepted drafts "
+        "are its own."
+    )
 
 
 def lossless_detail(report: Report) -> str:
@@ -119,20 +161,15 @@ def describe_checks(section: LosslessSection, names: Sequence[str]) -> str:
     return ", ".join(described)
 
 
-def _untrained_rival(report: Report) -> str:
+def _untrained_rival(section: Report | SuiteSection, joint: str) -> str:
     """Name the fastest way of decoding in the same run that needs no training, where it is no slower than the draft."""
-    rivals = {
-        name: section
-        for name, section in report.baselines.items()
-        if section.decode_speedup is not None and section.decode_speed_ratio is not None and section.decode_speed_ratio <= 1
-    }
-    rivals.pop("autoregressive", None)
-    if not rivals:
+    free = fastest_free(section)
+    if free is None or free[1].decode_speed_ratio is None or free[1].decode_speed_ratio > 1:
         return ""
-    name, rival = max(rivals.items(), key=lambda each: each[1].decode_speedup or 0)
+    name, rival = free
     slower = rival.decode_speed_ratio_ci is not None and rival.decode_speed_ratio_ci[1] < 1
     words = "is faster" if slower else "is as fast"
-    return f"; {name.replace('_', ' ')}, which needs no training, {words}, at {times(rival.decode_speedup)}"
+    return f"{joint}{name.replace('_', ' ')}, which needs no training, {words}, at {times(rival.decode_speedup)}"
 
 
 def _speed_in_words(report: Report) -> str:

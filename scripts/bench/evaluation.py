@@ -91,6 +91,7 @@ def evaluate_once(config: BenchEvalConfig, laps: Laps) -> tuple[Report, dict[str
         suite=config.suite,
         decode=DecodeConfig(num_speculative_tokens=config.cost.num_speculative_tokens, max_new_tokens=config.max_new_tokens),
         warmup_prompts=0,
+        try_with_lookup=False,
         lossless=LosslessConfig(check_float32_prompts=0),
         cost=config.cost,
         bootstrap_samples=config.bootstrap_samples,

@@ -20,7 +20,7 @@ from configs.runtime.loading import load_config
 from configs.runtime.resumable import fingerprint
 from configs.schema.data import DataConfig
 
-HELD_OUT = 32  # prompts that configs/eval/demo.yaml evaluates on
+HELD_OUT = 32  # prompts that are evaluated on, besides those of configs/eval/demo.yaml's further suite
 MAX_LENGTH = 1024  # tokens of a conversation that are trained on; people's prompts are longer than the target's own
 DRAFT_VOCABULARY = 4096  # as in the demo's recipes, for targets with more
 DEPTH_SHARE = 10  # the draft LM has a block for so many of the target's

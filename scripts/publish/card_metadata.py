@@ -19,7 +19,7 @@ from yaml import YAMLError
 
 from configs.runtime.terminal import one_line
 from configs.schema.release import HUB_ID, PushConfig
-from eval.report.schema import CategorySection, Report
+from eval.report.schema import CategorySection, Report, SuiteSection
 from scripts.publish.publication import Cleaned
 
 TASK = "text-generation"
@@ -104,9 +104,16 @@ def _find_card(name: str, revision: str | None, online: bool) -> Path | None:
 
 
 def _eval_results(report: Report, source_url: str) -> Iterator[EvalResult]:
+    """Yield the numbers of every suite."""
+    suites: list[Report | SuiteSection] = [report, *report.suites.values()]
+    for suite in suites:
+        yield from _suite_results(suite, report.statistics.level, source_url)
+
+
+def _suite_results(suite: Report | SuiteSection, level: float, source_url: str) -> Iterator[EvalResult]:
     """Yield the numbers of all prompts, and of each category, if there are several, as a configuration of the data set."""
-    prompts, categories = report.prompts, report.by_category
-    sections: dict[str | None, Report | CategorySection] = {None: report}
+    prompts, categories = suite.prompts, suite.by_category
+    sections: dict[str | None, Report | SuiteSection | CategorySection] = {None: suite}
     if len(categories) > 1:
         sections.update(categories)
     for category, section in sections.items():
@@ -115,7 +122,6 @@ def _eval_results(report: Report, source_url: str) -> Iterator[EvalResult]:
             value, bounds = (None, None) if numbers is None else numbers.interval_of(key)
             if value is None:
                 continue
-            level = report.statistics.level
             yield EvalResult(
                 task_type=TASK,
                 task_name="Speculative decoding",

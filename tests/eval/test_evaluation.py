@@ -16,7 +16,7 @@ from configs.schema.decoding import ParticleSampling, TypicalAcceptance
 from configs.schema.drafting import StaticTree
 from configs.schema.evaluation import EvalConfig, GateConfig, LosslessConfig
 from eval.decoder.decode import Request, decode
-from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE
+from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP
 from eval.evaluation import evaluate
 from eval.measure.interleaved import measure
 from eval.release.checks import judge
@@ -76,7 +76,7 @@ def test_every_file_is_written_and_the_report_says_what_the_records_say(tiny_run
     assert (folder / "report.md").read_text() in capsys.readouterr().out
     assert json.loads((folder / "run.json").read_text())["config"]["decode"]["batch_size"] == 2
     # Modes take turns on each batch and each repeat.
-    modes, batches = [AUTOREGRESSIVE, SPECULATIVE, "prompt_lookup"], [["q0", "q1"], ["q2", "q3"], ["q4"]]
+    modes, batches = [AUTOREGRESSIVE, SPECULATIVE, "prompt_lookup", WITH_LOOKUP], [["q0", "q1"], ["q2", "q3"], ["q4"]]
     assert [(each["prompt_ids"], each["repeat"], each["mode"]) for each in timings] == [
         (batch, repeat, mode) for batch in batches for repeat in range(2) for mode in modes
     ]

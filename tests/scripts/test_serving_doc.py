@@ -8,7 +8,7 @@ DOC = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
 
 def test_the_library_lines_run(tiny_run, capsys):
     section = DOC.read_text(encoding="utf-8").partition("# As a library")[2]
-    first, second = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    first, with_lookup, second = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     for name, place in {"embedded:smollm2-135m-instruct": "target", "runs/demo/distill/artifact": "artifact"}.items():
         assert name in first
         first = first.replace(name, str(tiny_run / place))
@@ -16,6 +16,8 @@ def test_the_library_lines_run(tiny_run, capsys):
     exec(first, names)  # the document is the project's own
     assert capsys.readouterr().out.strip()
     plain = names["answer"]
+    exec(with_lookup, names)
+    assert names["answer"] == plain
     exec(second, names)
     assert plain
     assert names["answer"] != plain  # an answer of a tiny model repeats itself, which the processors forbid

@@ -10,8 +10,10 @@ from pydantic import ValidationError
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import StaticTree
 from configs.schema.evaluation import EvalConfig, GateConfig
+from eval.decoder.records import WITH_LOOKUP, Generation
 from eval.evaluation import evaluate
 from eval.measure.proposers import load_evaluated
+from eval.measure.record_files import read_records
 from eval.release.artifact_hash import read_shipped
 from eval.release.checks import judge
 from heads.artifact import read_metadata, save_draft_lm
@@ -95,12 +97,49 @@ def test_drafts_may_be_merged_on_a_device_of_their_own(config):
     assert evaluate(config) == 0
 
 
+@pytest.mark.parametrize("lookup", ["prompt_lookup", "suffix_lookup"])
+@pytest.mark.parametrize("decode", [{"tree": None}, {"tree": CHAINS}, {"tree": None, "temperature": 1.0}])
+def test_a_lookup_beside_an_artifact_is_measured_and_judged_as_that_artifact(config, folders, lookup, decode):
+    decode = config.decode.model_copy(update={"max_new_tokens": 24, **decode})
+    both = config.model_copy(update={"draft": [folders[0], lookup], "decode": decode, "lookup_match": 1})
+    assert evaluate(both) == 0
+    report = report_in(config)
+    assert (report.draft.kind, report.draft.path, report.draft.lookups) == ("draft_lm", folders[0], [lookup])
+    assert f"with {lookup.replace('_', ' ')}, 2 speculative" in (Path(config.output) / "report.md").read_text()
+    assert "fail" not in {each["outcome"] for each in report.lossless.checks.values()}
+    findings = judge(report, GateConfig(), artifact=read_shipped([Path(folders[0])])).findings
+    assert next(each.outcome for each in findings if each.check == "provenance") == "pass"
+
+
+@pytest.mark.parametrize("tried", [True, False])
+def test_what_prompt_lookup_adds_to_a_draft_is_measured_beside_it_unless_switched_off(config, folders, tried):
+    decode = config.decode.model_copy(update={"max_new_tokens": 24, "tree": None})
+    others = {"baselines": ["prompt_lookup"], "try_with_lookup": tried, "lookup_match": 1}
+    evaluate(config.model_copy(update={"draft": folders[1], "decode": decode, **others}))
+    report = report_in(config)
+    assert report.baselines.keys() == {"autoregressive", "prompt_lookup"}
+    if not tried:
+        assert report.with_lookup is None
+        return
+    found, alone = report.with_lookup, report.acceptance.tokens_per_target_step
+    assert found.tokens_per_target_step_ratio == pytest.approx(found.tokens_per_target_step / alone)
+    assert 0 < found.lookup_rounds_share < 1
+    assert 0 <= found.lookup_tokens_share <= 1
+    counted = [each for each in read_records(Path(config.output) / "records.jsonl") if getattr(each, "mode", "") == WITH_LOOKUP]
+    rounds = [round_ for each in counted if isinstance(each, Generation) for round_ in each.rounds]
+    assert found.lookup_rounds_share == pytest.approx(sum(each.by_lookup for each in rounds) / len(rounds))
+    assert "prompt_lookup, then this draft" in (Path(config.output) / "report.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
         ({"draft": []}, "draft names no artifact folder"),
         ({"draft": ["a", "b", "a"]}, "names the same folder twice"),
         ({"draft": ["a", "b"]}, "merged into a tree: set decode.tree"),
+        ({"draft": ["a", "b", "prompt_lookup"]}, "merged into a tree: set decode.tree"),
+        ({"draft": "prompt_lookup"}, "a lookup alone is a baseline"),
+        ({"draft": ["a", "prompt_lookup"], "cost": {}}, "set cost to null"),
         ({"draft": ["a", "b"], "decode": {"tree": CHAINS, "num_speculative_tokens": 0}}, "num_speculative_tokens to at least"),
         (
             {"draft": ["a", "b"], "decode": {"tree": CHAINS, "temperature": 1.0}},
@@ -116,3 +155,5 @@ def test_what_cannot_be_merged_is_refused_with_the_reason(changed, reason):
 def test_sampled_answers_of_merged_drafts_are_matched():
     decode = DecodeConfig(tree=CHAINS, temperature=1.0, verification="match")
     assert EvalConfig(draft=["a", "b"], decode=decode).drafts == ["a", "b"]
+    with_lookup = EvalConfig(draft=["a", "prompt_lookup"], decode=decode)
+    assert (with_lookup.drafts, with_lookup.lookups) == (["a"], ["prompt_lookup"])

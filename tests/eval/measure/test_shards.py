@@ -13,12 +13,12 @@ from accelerate import PartialState
 
 import eval.measure.interleaved
 from eval.decoder.decode import decode
-from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Generation, Timing
+from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP, Generation, Timing
 from eval.evaluation import evaluate
 from eval.measure.record_files import read_records
 from tests.support.evaluations import report_in, tiny_evaluation, write_suite
 
-MODES = [AUTOREGRESSIVE, SPECULATIVE, "prompt_lookup"]
+MODES = [AUTOREGRESSIVE, SPECULATIVE, "prompt_lookup", WITH_LOOKUP]
 TIMES = ("seconds", "speed", "shares", "phases")
 
 

@@ -8,7 +8,7 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import EvalConfig
 from distill.generation.prompts import Prompt
 from eval.decoder.decode import decode
-from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Generation
+from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP, Generation
 from eval.evaluation import evaluate
 from eval.measure.interleaved import measure
 from eval.measure.turns import Turns
@@ -135,7 +135,7 @@ def test_a_turn_for_which_the_context_has_no_room_is_listed_and_its_prompt_does_
     prompts = report_in(config).prompts
     assert (prompts.num_asked, prompts.num_turns, prompts.num_prompts) == (2, 3, 1)
     assert [each.model_dump() for each in prompts.failed] == [
-        {"prompt_id": "q0", "turn": 1, "mode": mode, "stop_reason": "no_room_in_context"} for mode in MODES
+        {"prompt_id": "q0", "turn": 1, "mode": mode, "stop_reason": "no_room_in_context"} for mode in [*MODES, WITH_LOOKUP]
     ]
 
 

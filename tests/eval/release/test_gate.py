@@ -340,7 +340,8 @@ def gate(report, tmp_path, monkeypatch, capsys):
     [(1.5, 0, "pass", "0", "0"), (2.5, 1, "fail", "1", "0"), (2.0, 3, "inconclusive", "0", "1")],
 )
 def test_the_exit_code_is_the_verdict_and_gate_json_says_why(gate, threshold, code, word, failures, errors):
-    ended, out, _ = gate("--config", str(ROOT / "configs/gates/demo.yaml"), "--set", f"rules.0.min={threshold}")
+    rules = f"rules=[{{metric: {TAU}, min: {threshold}}}]"
+    ended, out, _ = gate("--config", str(ROOT / "configs/gates/demo.yaml"), "--set", rules)
     assert (ended, out.rstrip().endswith(f"gate: {word}")) == (code, True)
     written = json.loads(Path("gate.json").read_text())
     assert (written["outcome"], written["exit_code"]) == (word, code)
@@ -393,6 +394,19 @@ def test_the_release_gate_needs_its_baseline_and_judges_against_it(report):
     assert verdict.outcome == "pass"
     with pytest.raises(InputError, match="--baseline"):
         judge(report, config)
+
+
+@pytest.mark.parametrize("name", ["demo", "first_release", "release"])
+def test_every_gate_that_comes_along_fails_a_draft_that_prompt_lookup_beats(report, name):
+    config = load_config(GateConfig, str(ROOT / f"configs/gates/{name}.yaml"), ["min_prompts=32"])
+    fields = ("prompts", "acceptance", "speed", "by_category", "baselines")
+    report = changed(report, {"suites": {"house": {field: report.to_dict()[field] for field in fields}}})
+    assert judge(report, config, report).outcome == "pass"
+    lookup = {"tokens_per_target_step_ratio": 0.95, "tokens_per_target_step_ratio_ci": [0.9, 0.99]}
+    beaten = changed(report, {"baselines.prompt_lookup": lookup})
+    failed = [each.check for each in judge(beaten, config, report).findings if each.outcome == "fail"]
+    assert len(failed) == 1
+    assert "prompt_lookup" in failed[0]
 
 
 def test_the_gate_starts_without_torch():
