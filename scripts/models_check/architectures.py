@@ -66,12 +66,18 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("use_mamba_kernels", "use_cuda_kernels"), False),
     **dict.fromkeys(("pad_token_id", "bos_token_id"), 0),
     "eos_token_id": None,
+    # Scales, which are 1 by default in some families.
+    **dict.fromkeys(("logits_scaling", "embedding_multiplier"), 2.0),
+    **dict.fromkeys(("attention_multiplier", "residual_multiplier", "lm_head_multiplier"), 0.5),
     "image_size": 28,
+    **dict.fromkeys(("embed_dim", "out_hidden_size"), 64),
+    "depth": 2,
     "patch_size": 14,
 }
 HYBRID = ["linear_attention", "full_attention"] * 2
 MIXED = ["sliding_attention", "full_attention"] * 2
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+SECTIONS = ROPE | {"mrope_section": [2, 3, 3]}
 # Besides, by family. Windows and states that a family has in few blocks are to stand beside others here.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "blt": {"encoder_hash_byte_group_vocab": VOCAB_SIZE},
@@ -94,7 +100,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "llama4_text": {"moe_layers": [1, 2]},
     "mamba2": {"num_heads": 8},
-    "qwen2_5_vl_text": {"rope_parameters": ROPE | {"mrope_section": [2, 3, 3]}},
+    **{name: {"rope_parameters": SECTIONS} for name in ("qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text")},
     "qwen2_moe": {"mlp_only_layers": [1], "decoder_sparse_step": 1},
     "qwen4_exp_text": {
         **dict.fromkeys(("indexer_n_heads", "indexer_budget"), 8),
@@ -113,7 +119,7 @@ LONG_ROPE = {
     "short_factor": [1.0] * 8,
     "long_factor": [1.0 + place for place in range(8)],
 } | SHORT
-# Name: the family, and what differs.
+# Name: the family, and what differs. The last are known as models that read images, whose text part is checked.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3, longrope": ("phi3", {"rope_parameters": LONG_ROPE}),
     "phimoe, longrope": ("phimoe", {"rope_parameters": LONG_ROPE | {"short_mscale": 1.0, "long_mscale": 1.2}}),
@@ -126,9 +132,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h, attention": ("nemotron_h", {"layers_block_type": ["moe", "attention"] * 2}),
     "deepseek_v3, no q rank": ("deepseek_v3", {"q_lora_rank": None}),
     "opt, narrow embedding": ("opt", {"word_embed_proj_dim": 32, "do_layer_norm_before": False}),
-    "qwen2_5_vl": ("qwen2_5_vl", {}),
-    "qwen3_vl": ("qwen3_vl", {}),
-    "mistral3": ("mistral3", {}),
+    **{
+        name: (name, {})
+        for name in (
+            "qwen2_vl",
+            "qwen2_5_vl",
+            "qwen3_vl",
+            "mistral3",
+            "llava",
+            "internvl",
+            "idefics3",
+            "aya_vision",
+            "glm4v",
+            "kimi_k25",
+        )
+    },
 }
 
 
@@ -198,7 +216,7 @@ def family_of(name: str) -> str:
 
 def _shrunk(default: PreTrainedConfig, changes: Mapping[str, Any]) -> PreTrainedConfig:
     """Return a config like this one of tiny sizes, with `changes`; those of a part of it stand under the part's name."""
-    values, changes = default.to_dict(), OVERRIDES.get(default.model_type, {}) | changes
+    values, changes = default.to_dict(), {**OVERRIDES.get(default.model_type, {}), **changes}
     parts = {name for name in default.sub_configs if isinstance(getattr(default, name, None), PreTrainedConfig)}
     blocks = next(
         (values[name] for name, size in SIZES.items() if size == NUM_BLOCKS and "layer" in name and name in values), 0

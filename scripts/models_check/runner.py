@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import transformers
 from transformers.utils.logging import disable_progress_bar
 
 from configs.runtime.command import DONE, GATE_FAILED
@@ -24,7 +25,8 @@ from configs.schema.benchmarks import ModelsCheckConfig, ResultsTableConfig
 from scripts.bench.harness import write_results
 from scripts.bench.tables import update_tables
 from scripts.models_check.architectures import family_of, names, not_a_decoder
-from scripts.models_check.stages import STAGES, Case, NotMeant, Wrong, open_case
+from scripts.models_check.cases import Case, NotMeant, Wrong, open_case
+from scripts.models_check.stages import STAGES
 from scripts.models_check.workers import STARTED, Check, Outcome, check_all
 
 log = logging.getLogger("draftsmith")
@@ -92,8 +94,10 @@ def summary(rows: Sequence[Mapping[str, Any]], not_built: Mapping[str, str]) -> 
     together = sum(all(row[stage] == "ok" for stage in ("chain", "batch", "eagle3", "distill", "artifact")) for row in rows)
     counts = ", ".join(f"{stage} {count}" for stage, count in passed.items())
     return (
-        f"{len(rows)} architectures built, {len(not_built)} names not. Stages that are ok: {counts}; chain, batch, eagle3, "
-        f"distill and artifact together {together}. Wrong: {failed['wrong']}, errors: {failed['error']}."
+        f"transformers {transformers.__version__}: {len(rows)} architectures built, {len(not_built)} names not (encoders, "
+        f"halves of encoder-decoder models, and what needs another package or model beside it: docs/results/models.json). "
+        f"Ok by stage: {counts}; chain, batch, eagle3, distill and artifact all at once {together}. Wrong: {failed['wrong']}, "
+        f"errors: {failed['error']}."
     )
 
 
@@ -105,14 +109,15 @@ def check_family(name: str, report: Callable[[Outcome], None]) -> None:
     torch.set_num_threads(1)
     with TemporaryDirectory(prefix="models-check-") as folder:
         try:
-            reason = not_a_decoder(family_of(name))
-            case = open_case(name, Path(folder)) if reason is None else None
+            if (reason := not_a_decoder(family_of(name))) is not None:
+                report(Outcome(BUILD, "skipped", reason))
+                return
+            case = open_case(name, Path(folder))
         except Exception as error:  # whatever transformers raises
-            reason = f"transformers cannot build it tiny, or generate with it alone: {described(error)}"
-        if reason is not None:
-            report(Outcome(BUILD, "skipped", reason))
-        else:
-            run_stages(case, report)
+            words = "transformers cannot build it tiny, or generate with it alone"
+            report(Outcome(BUILD, "skipped", f"{words}: {described(error)}"))
+            return
+        run_stages(case, report)
 
 
 def run_stages(case: Case, report: Callable[[Outcome], None]) -> None:

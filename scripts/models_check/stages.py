@@ -1,19 +1,18 @@
 """What a family goes through, stage by stage: loading, each way of decoding, training of heads and drafts, other forwards.
 
-The reference is transformers' own model: its `generate`, its forward over a whole text, its gradients. In some families its
-cached forward differs from the uncached one (Moshi), or `generate` drops the cache at a length (Phi-4 multimodal); ours has to
-agree with one of them throughout. A stage raises `Wrong` where it does not; an `InputError` is a refusal.
+A stage raises `Wrong` where what comes out is not transformers' (`scripts.models_check.cases`); an `InputError` is a refusal.
 T positions, V vocabulary.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
+from typing import cast
+from unittest.mock import patch
 
 import torch
+import torch._dynamo
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -23,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import StaticTree
-from configs.schema.heads import Eagle3Settings, HeadSettings, MtpSettings
+from configs.schema.heads import Eagle3Settings, MtpSettings
 from configs.schema.learning import LossConfig, StudentConfig
 from configs.schema.target import TargetConfig
 from distill.dataset.batches import Example, collate
@@ -34,63 +33,32 @@ from eval.decoder.decode import generate
 from heads.artifact import Metadata, head_metadata, load_draft, save_draft_lm, save_head
 from heads.families.registry import FAMILIES
 from heads.inference.causal_lm import register_forward
+from heads.inference.compiled_forward import make_compiled
 from heads.inference.lean_forward import FAMILIES as LEAN_FAMILIES
 from heads.inference.lean_forward import make_lean
-from heads.proposers.protocol import Proposer
+from heads.modules.interface import HeadModule
 from heads.target.hidden_states import num_blocks, read_states
 from heads.target.loading import Target, load_target
-from scripts.models_check.architectures import VOCAB_SIZE, tiny_model
+from scripts.models_check.architectures import VOCAB_SIZE
+from scripts.models_check.cases import (
+    PROMPTS,
+    ROUNDING,
+    TIE,
+    Case,
+    NotMeant,
+    Wrong,
+    cached_logits,
+    check_answers,
+    distance,
+    names_with_gradient,
+)
 from scripts.models_check.scripted_drafts import ScriptedDrafts
 
-PROMPTS = [list(range(3, 14)), list(range(40, 47)), list(range(90, 96))]
-NEW_TOKENS, SAMPLED_TOKENS = 24, 14
+SAMPLED_TOKENS = 14
 STEPS = 3
 TRAINED = [Example(tuple(range(start, start + 24)), 4) for start in (20, 90)]
 TREE = StaticTree(kind="static", branching=[2, 2, 1])
 KEPT_BLOCKS = ([0, 1, 3], [1, 3], [0, 1])
-TIE = 1e-4  # two logits this close, as a share of the largest, may change places by rounding
-ROUNDING = 1e-3  # of log-probabilities, as a share of their spread
-
-
-class Wrong(Exception):
-    """What came out is not what transformers computes; the message says what differs."""
-
-
-@dataclass
-class Case:
-    """A family on its way through the stages.
-
-    Args:
-        model: built of the tiny config; the reference.
-        folder: where it is saved.
-        target: as loaded from there.
-        answers: what transformers' `generate` continues the prompts by.
-        artifacts: the drafts that were trained and saved.
-    """
-
-    model: PreTrainedModel
-    folder: Path
-    loaded: Target | None = None
-    answers: list[list[int]] = field(default_factory=list)
-    artifacts: list[Path] = field(default_factory=list)
-
-    @property
-    def target(self) -> Target:
-        assert self.loaded is not None
-        return self.loaded
-
-
-def open_case(name: str, folder: Path) -> Case:
-    """Build a family's model, and let transformers answer the prompts."""
-    model = tiny_model(name)
-    return Case(model=model, folder=folder, answers=[reference_answer(model, prompt) for prompt in PROMPTS])
-
-
-def reference_answer(model: PreTrainedModel, prompt: Sequence[int]) -> list[int]:
-    """Return what transformers' `generate` continues a prompt by."""
-    ids_1T = torch.tensor([prompt])
-    text_1T = model.generate(ids_1T, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
-    return text_1T[0, len(prompt) :].tolist()
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
@@ -140,37 +108,6 @@ def tree(case: Case) -> None:
     check_answers(case, range(3), DecodeConfig(tree=TREE, batch_size=3))
 
 
-def check_answers(
-    case: Case, numbers: Sequence[int], settings: DecodeConfig, proposer: Proposer | None = None, target: Target | None = None
-) -> None:
-    """Decode some of the prompts greedily, by default with drafts that are right and wrong in turns, and compare the answers.
-
-    Raises:
-        Wrong: one is not transformers', and not for a near tie.
-    """
-    target = target or case.target
-    texts = [prompt + answer for prompt, answer in zip(PROMPTS, case.answers, strict=True)]
-    if proposer is None and settings.num_speculative_tokens:
-        proposer = ScriptedDrafts(texts, VOCAB_SIZE)
-    settings = settings.model_copy(update={"max_new_tokens": NEW_TOKENS})
-    found = generate(target, [PROMPTS[number] for number in numbers], settings, proposer)
-    for number, answer in zip(numbers, found, strict=True):
-        room = target.max_positions - len(PROMPTS[number])
-        expected = case.answers[number][:room]
-        if answer != expected and not is_likeliest(case.model, PROMPTS[number], answer, min(room, NEW_TOKENS)):
-            place = next((place for place, pair in enumerate(zip(expected, answer, strict=False)) if len(set(pair)) > 1), None)
-            where = f"after {len(answer)} of {len(expected)} tokens" if place is None else f"at token {place}"
-            raise Wrong(f"answer {number} departs from transformers' generate {where}")
-
-
-@torch.no_grad()
-def is_likeliest(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int], length: int) -> bool:
-    """Say whether each token of an answer of this length is the likeliest, up to rounding, by a forward over the whole text."""
-    logits_TV = model(input_ids=torch.tensor([[*prompt, *answer]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
-    behind_T = logits_TV.amax(-1) - logits_TV.gather(-1, torch.tensor(answer).unsqueeze(-1)).squeeze(-1)
-    return len(answer) == length and bool((behind_T < TIE * logits_TV.abs().amax(-1)).all())
-
-
 @torch.no_grad()
 def sampled(case: Case) -> None:
     """Sample at temperature 1: every distribution that drafts are held against is the model's own after that text."""
@@ -191,26 +128,6 @@ def sampled(case: Case) -> None:
             raise Wrong(f"log-probabilities after {len(text)} tokens are off by {error:.2g} of their spread")
 
 
-def distance(found_V: Tensor, expected_V: Tensor) -> float:
-    """Return the largest difference of two log-probabilities, as a share of how far they spread."""
-    difference_V = expected_V.log_softmax(-1) - found_V[: len(expected_V)].log_softmax(-1)
-    return float(difference_V.abs().max() / expected_V.std())
-
-
-def cached_logits(model: PreTrainedModel, text: Sequence[int], num_prompt: int) -> Tensor:
-    """Return the logits `[V]` after a text that `generate` reads token by token from the prompt on."""
-    generated = model.generate(
-        torch.tensor([text[:num_prompt]]),
-        max_new_tokens=len(text) - num_prompt + 1,
-        do_sample=False,
-        pad_token_id=0,
-        prefix_allowed_tokens_fn=lambda _, ids_T: [*text[len(ids_T) : len(ids_T) + 1]] or list(range(VOCAB_SIZE)),
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    return generated.logits[-1][0]
-
-
 # --- training -------------------------------------------------------------------------------------------------------
 
 
@@ -225,10 +142,11 @@ def mtp(case: Case) -> None:
     train_head(case, MtpSettings(kind="mtp", num_depths=3))
 
 
-def train_head(case: Case, settings: HeadSettings) -> None:
+def train_head(case: Case, settings: Eagle3Settings | MtpSettings) -> None:
     target, examples = case.target, collate(TRAINED)
     head = FAMILIES[settings.kind].build(settings, target.model, None).train()
-    states = read_states(target.model, examples.input_ids_BT, head.taps)
+    taps = cast(HeadModule, head).taps
+    states = read_states(target.model, examples.input_ids_BT, taps)
     objective = HeadObjective(head, target, LossConfig())
     # A copied block may have parameters that its family sets by other means than gradients.
     learning = names_with_gradient(case.model, examples.input_ids_BT)
@@ -239,7 +157,7 @@ def train_head(case: Case, settings: HeadSettings) -> None:
     train(objective, lambda: objective(examples, states, examples.loss_mask_BT.sum(), 1).loss, wanted)
     metadata = head_metadata(
         settings,
-        head.taps,
+        taps,
         target.identity,
         None,
         target.vocab_size,
@@ -286,13 +204,6 @@ def kept_draft(target: Target) -> PreTrainedModel:
     raise refusals[0]
 
 
-def names_with_gradient(model: PreTrainedModel, ids_BT: Tensor) -> list[str]:
-    """Return the parameters that a loss on transformers' own logits has a gradient for that is not 0."""
-    own = copy.deepcopy(model).requires_grad_(True)
-    own(input_ids=ids_BT, use_cache=False).logits.logsumexp(-1).sum().backward()
-    return [name for name, parameter in own.named_parameters() if parameter.grad is not None and bool(parameter.grad.any())]
-
-
 def train(module: nn.Module, loss: Callable[[], Tensor], wanted: Sequence[str]) -> None:
     """Take some steps.
 
@@ -335,8 +246,15 @@ def lean(case: Case) -> None:
         register_forward(case.target.model, None)
 
 
-class NotMeant(Exception):
-    """The stage is not for this family."""
+def compiled(case: Case) -> None:
+    """Decode by graphs, captured and run as they are: what the compiler makes of a graph takes half a minute."""
+    try:
+        with patch.object(torch, "compile", partial(torch.compile, backend="eager")):
+            make_compiled(case.target.model)
+            check_answers(case, range(1), DecodeConfig())
+    finally:
+        register_forward(case.target.model, None)
+        torch._dynamo.reset()
 
 
 # In their order; what a stage needs of those before it is there, or it is not reached.
@@ -352,4 +270,5 @@ STAGES: dict[str, Callable[[Case], None]] = {
     "distill": distill,
     "artifact": artifact,
     "lean": lean,
+    "compiled": compiled,
 }

@@ -11,8 +11,9 @@ from configs.schema.benchmarks import ModelsCheckConfig
 from heads.inference.causal_lm import TransformersForward
 from scripts.models_check import runner, stages
 from scripts.models_check.architectures import family_of, names, not_a_decoder
+from scripts.models_check.cases import open_case
 from scripts.models_check.runner import check_models, run_stages
-from scripts.models_check.stages import STAGES, open_case
+from scripts.models_check.stages import STAGES
 from scripts.models_check.workers import check_all
 from tests.support.planted_families import check_planted
 
@@ -48,7 +49,7 @@ def test_refusals_are_a_result_and_go_into_the_table(run):
     assert (passes["chain"], passes["mtp"], passes["reason"]) == ("ok", None, None)
     assert (refused["batch"], refused["tree"]) == ("refused", "refused")
     assert refused["reason"] == "batch, tree: set decode.batch_size to 1"
-    assert "2 architectures built, 1 names not" in document
+    assert "2 architectures built, 1 names not (" in document
     assert "| refused | ok |" in document
 
 
@@ -85,7 +86,7 @@ def test_a_forward_that_goes_wrong_after_some_tokens_is_found_by_every_way_of_de
 
     monkeypatch.setattr(TransformersForward, "hidden", hidden)  # beyond the probes' tokens
     found = results_of("smollm3", tmp_path)
-    assert {stage for stage, outcome in found.items() if outcome.result == "wrong"} == {*DECODING, "artifact"}
+    assert {stage for stage, outcome in found.items() if outcome.result == "wrong"} == {*DECODING, "artifact", "compiled"}
     assert "departs from transformers' generate" in found["chain"].sentence
 
 
