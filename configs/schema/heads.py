@@ -41,7 +41,10 @@ class LayerSettings(Settings):
 class HeadSettings(Settings):
     """Settings of every family."""
 
-    draft_vocab_size: PositiveInt | None = None  # tokens the head can propose, the answers' most frequent; None: all
+    # tokens the head can propose, the answers' most frequent; None: all (draft_vocab_by mass: as many as leave 2 % of it out)
+    draft_vocab_size: PositiveInt | None = None
+    # mass: the tokens of most probability by the target over a sample of the answers, in place of the most frequent ones
+    draft_vocab_by: Literal["mass"] | None = None
     train_head: bool = False  # learn the rows of the output head too; they start as the target's
     depth_decay: PositiveShare = 0.8  # weight in the loss of each depth over the one before it
 
@@ -107,9 +110,12 @@ class HydraSettings(HeadSettings):
 
     @model_validator(mode="after")
     def _options_belong_together(self) -> Self:
-        if self.own_output_heads and (not self.train_head or self.draft_vocab_size is not None):
+        if self.own_output_heads and (
+            not self.train_head or self.draft_vocab_size is not None or self.draft_vocab_by is not None
+        ):
             raise ValueError(
-                "own_output_heads needs train_head true and draft_vocab_size null: such heads have rows for every token"
+                "own_output_heads needs train_head true, draft_vocab_size and draft_vocab_by null: such heads have rows for "
+                "every token"
             )
         if self.prefix_norm and not self.prefix_attention:
             raise ValueError("prefix_norm norms what the prefix layer puts out: set prefix_attention to true, or leave it out")

@@ -53,7 +53,10 @@ class StudentConfig(Settings):
     overrides: dict[str, bool | int | float | str] | None = None
     # A tied embedding is the largest part of a small draft: frozen by default, unless random (config, fresh).
     train_embeddings: bool = False
-    draft_vocab_size: PositiveInt | None = None  # tokens the draft can propose, the answers' most frequent; None: all
+    # tokens the draft can propose, the answers' most frequent; None: all (draft_vocab_by mass: as many as leave 2 % of it out)
+    draft_vocab_size: PositiveInt | None = None
+    # mass: the tokens of most probability by the target over a sample of the answers, in place of the most frequent ones
+    draft_vocab_by: Literal["mass"] | None = None
     lora: LoraSettings | None = None  # None: train the weights themselves
 
     @model_validator(mode="after")

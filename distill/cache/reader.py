@@ -201,10 +201,11 @@ def check_fits(cache: TargetCache, dataset: ConversationDataset, config: Distill
             f"loss.temperature: expected 1, at which top_k cache {cache.folder} was recorded, got {config.loss.temperature}; "
             "a last_hidden cache serves any"
         )
-    if config.student.draft_vocab_size is not None:
+    if config.student.draft_vocab_size is not None or config.student.draft_vocab_by is not None:
         raise ConfigError(
             f"student.draft_vocab_size: expected null with top_k cache {cache.folder}, whose tail cannot be split, got "
-            f"{config.student.draft_vocab_size}; a last_hidden cache serves any"
+            f"{config.student.draft_vocab_size} (draft_vocab_by: {config.student.draft_vocab_by or 'null'}); a last_hidden "
+            "cache serves any"
         )
 
 

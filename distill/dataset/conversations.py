@@ -229,6 +229,7 @@ class DataManifest(BaseModel):
     format_version: Literal[1]
     target: dict[str, Any] | None = None  # heads.target.identity.TargetIdentity
     answers_written_by: str = "target"  # "target", "server" (the target on one), or "dataset"
+    counts: dict[str, Any] = {}  # of each side, by the stem of its file
 
 
 def check_written_for(path: Path, identity: TargetIdentity) -> list[str]:
@@ -253,6 +254,14 @@ def check_written_for(path: Path, identity: TargetIdentity) -> list[str]:
 def is_written_by_target(path: Path) -> bool:
     """Return whether the answers in a conversations file are a target's, here or on a server, by the manifest beside it."""
     return _read_manifest(path).answers_written_by in ("target", "server")
+
+
+def describe_data(path: Path) -> dict[str, Any]:
+    """Return what the manifest beside a conversations file counts in it; nothing where there is no manifest (any more)."""
+    if not (path.parent / MANIFEST).is_file():
+        return {}
+    counts = _read_manifest(path).counts.get(path.stem, {})
+    return dict(counts) if isinstance(counts, dict) else {}
 
 
 def count_answer_tokens(conversations: Iterable[Conversation]) -> int:

@@ -1,21 +1,51 @@
-"""The choice of a reduced draft vocabulary: the most frequent tokens of the answers."""
+"""The choice of a reduced draft vocabulary: by how often tokens stand in the answers, or by the target's own probabilities.
+
+Counts know only the tokens that were chosen; `target_mass` adds up the target's probabilities over the positions before answer
+tokens, so a token counts by how likely it was wherever it could have come. Mass is kept by kind of prompt (`category`).
+C rows of a chunk, E width of the target, V target vocabulary, W draft vocabulary.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from configs.runtime.errors import ConfigError
+from distill.cache.rows import before_labels
+from distill.dataset.batches import ConversationDataset, collate
 from distill.dataset.conversations import Conversation
+from heads.inference.causal_lm import head_logits
+from heads.modules.interface import Batch
 from heads.proposers.vocabulary import DraftVocabulary
 from heads.target.loading import Target
 
 log = logging.getLogger("draftsmith")
 
 ROWS_AT_ONCE = 1024
+BATCH_SIZE = 8  # conversations a forward
+CHUNK_SIZE = 128  # positions whose logits live at one time
+MOST_UNCOVERED = 0.02  # of the target's mass, in a vocabulary of no given size
+WARN_ABOVE = 0.03
+
+Mass = Mapping[str, Tensor]  # by kind of prompt: probabilities summed over positions, float64 [V], on the CPU
+
+
+@dataclass(frozen=True, kw_only=True)
+class MassChoice:
+    """A vocabulary chosen by mass; None: the whole one. `report` holds JSON values, for the artifact and the log."""
+
+    vocabulary: DraftVocabulary | None
+    report: dict[str, Any]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What stands beside the held-out scores of a run."""
+        return {name: self.report[name] for name in ("uncovered_mass",) if name in self.report}
 
 
 def most_frequent_answer_tokens(conversations: Sequence[Conversation], size: int, target: Target) -> DraftVocabulary:
@@ -29,18 +59,116 @@ def most_frequent_answer_tokens(conversations: Sequence[Conversation], size: int
     """
     if not conversations:
         raise ValueError("a draft vocabulary is chosen from conversations, and there are none")
-    ends = list(target.eos_token_ids)
-    if not len(ends) <= size <= target.vocab_size:
-        limits = f"{max(1, len(ends))} (tokens that end an answer) to {target.vocab_size} (the target's vocabulary)"
-        raise ConfigError(f"student.draft_vocab_size: expected {limits}, got {size}")
+    _check_size(size, target)
     counts_V = _count_answer_tokens(conversations, target.vocab_size)
-    total = int(counts_V.sum())
-    priority_V = counts_V.clone()
-    priority_V[ends] = total + 1
-    ids_W = priority_V.argsort(descending=True, stable=True)[:size].sort().values
-    covered = int(counts_V[ids_W].sum()) / total
+    ids_W = _in_order(counts_V, target)[:size].sort().values
+    covered = int(counts_V[ids_W].sum()) / int(counts_V.sum())
     log.info("draft vocabulary: %d of %d tokens, %.2f %% of all answer tokens", size, target.vocab_size, 100 * covered)
     return DraftVocabulary(token_ids_W=ids_W, target_vocab_size=target.vocab_size)
+
+
+@torch.no_grad()
+def target_mass(
+    target: Target, dataset: ConversationDataset, indices: Iterable[int], hidden_of: Callable[[Batch], Tensor]
+) -> dict[str, Tensor]:
+    """Add up the target's next-token probabilities over the positions before answer tokens, by kind of prompt.
+
+    Args:
+        target: brings the output head.
+        dataset: conversations, as they are trained on.
+        indices: which of them.
+        hidden_of: the target's final states `[B, T, E]` of a batch: a forward, or a cache.
+    """
+    by_kind: dict[str, list[int]] = {}
+    for index in sorted(indices, key=lambda index: int(dataset.lengths[index])):
+        kind = dataset.conversations[int(dataset.numbers[index])].category
+        by_kind.setdefault(kind, []).append(index)
+    mass = {kind: torch.zeros(target.vocab_size, dtype=torch.float64) for kind in sorted(by_kind)}
+    for kind, mass_V in mass.items():
+        places = by_kind[kind]
+        for start in range(0, len(places), BATCH_SIZE):
+            batch = collate([dataset[index] for index in places[start : start + BATCH_SIZE]]).to(target.device)
+            for hidden_CE in hidden_of(batch)[before_labels(batch)].split(CHUNK_SIZE):
+                mass_V += _probabilities(target, hidden_CE).sum(0).cpu()
+    return mass
+
+
+def uncovered_curve(order_V: Tensor, mass_V: Tensor) -> Tensor:
+    """Return the share of a mass that the first W tokens of an order leave out, for each W: float64 `[V + 1]`."""
+    covered_V = mass_V[order_V].cumsum(0) / mass_V.sum()
+    return torch.cat([torch.ones(1, dtype=torch.float64), (1 - covered_V).clamp(min=0)])
+
+
+def choose_by_mass(chosen_from: Mass, measured_on: Mass, size: int | None, target: Target) -> MassChoice:
+    """Choose the tokens of most mass, and measure what they leave out on other conversations.
+
+    Args:
+        chosen_from: of training conversations; tokens that end an answer are always taken.
+        measured_on: of held-out conversations.
+        size: how many tokens; None: the fewest that leave at most `MOST_UNCOVERED` out, or the whole vocabulary where those
+            are half of it or more.
+        target: whose tokens they are.
+
+    Raises:
+        ConfigError: see `most_frequent_answer_tokens`.
+    """
+    order_V = _in_order(torch.stack(list(chosen_from.values())).sum(0), target)
+    curve = uncovered_curve(order_V, torch.stack(list(measured_on.values())).sum(0))
+    V, ends = target.vocab_size, len(target.eos_token_ids)
+    if size is None:
+        fewest = max(1, ends, int((curve > MOST_UNCOVERED).sum()))  # the curve falls: those above come first
+        size = fewest if fewest < V / 2 else V
+    _check_size(size, target)
+    kinds = {kind: float(uncovered_curve(order_V, mass_V)[size]) for kind, mass_V in measured_on.items()}
+    shown = sorted({size, *(2**power for power in range(31) if V // 64 <= 2**power < V)})
+    report = {
+        "chosen_by": "mass",
+        "size": size,
+        "uncovered_mass": float(curve[size]),
+        "uncovered_mass_by_kind": kinds,
+        "uncovered_mass_by_size": {str(each): float(curve[each]) for each in shown},
+    }
+    ids_W = order_V[:size].sort().values
+    vocabulary = None if size == V else DraftVocabulary(token_ids_W=ids_W, target_vocab_size=V)
+    return MassChoice(vocabulary=vocabulary, report=report)
+
+
+def log_choice(report: Mapping[str, Any]) -> None:
+    """Log how a vocabulary was chosen, and warn where it leaves much of the target's mass out."""
+    sizes = ", ".join(f"{int(size):,}: {100 * share:.2f} %" for size, share in report["uncovered_mass_by_size"].items())
+    log.info(
+        "draft vocabulary: %d tokens; the target's mass outside of it on held-out prompts, by size: %s", report["size"], sizes
+    )
+    high = {kind: share for kind, share in report["uncovered_mass_by_kind"].items() if share > WARN_ABOVE}
+    if report["uncovered_mass"] > WARN_ABOVE or high:
+        worst = ", ".join(f"{kind} {100 * share:.1f} %" for kind, share in sorted(high.items(), key=lambda each: -each[1])[:5])
+        log.warning(
+            "the draft vocabulary of %d tokens leaves out %.1f %% of the target's mass on held-out prompts%s, which no draft "
+            "can win: raise draft_vocab_size, set it to null, or train on more prompts of these kinds",
+            report["size"],
+            100 * report["uncovered_mass"],
+            f" (most: {worst})" if worst else "",
+        )
+
+
+def _probabilities(target: Target, hidden_CE: Tensor) -> Tensor:
+    """Return the next-token probabilities `[C, V]`, in float32 at least."""
+    logits_CV = head_logits(target.model, hidden_CE)
+    return logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)).softmax(-1)
+
+
+def _in_order(weights_V: Tensor, target: Target) -> Tensor:
+    """Return all tokens, those that end an answer first, then by falling weight, ties by the lower id."""
+    priority_V = weights_V.clone()
+    priority_V[list(target.eos_token_ids)] = weights_V.sum() + 1
+    return priority_V.argsort(descending=True, stable=True)
+
+
+def _check_size(size: int, target: Target) -> None:
+    ends = len(target.eos_token_ids)
+    if not ends <= size <= target.vocab_size:
+        limits = f"{max(1, ends)} (tokens that end an answer) to {target.vocab_size} (the target's vocabulary)"
+        raise ConfigError(f"student.draft_vocab_size: expected {limits}, got {size}")
 
 
 def _count_answer_tokens(conversations: Sequence[Conversation], vocab_size: int) -> Tensor:

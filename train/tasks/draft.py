@@ -25,7 +25,6 @@ from distill.loss.pairs import SparseTarget
 from distill.student.init import initial_draft, merge_adapters
 from distill.student.layer_search import choose_layers
 from distill.student.on_policy import Rewriter
-from distill.student.vocabulary import most_frequent_answer_tokens
 from heads.artifact import Metadata, save_draft_lm
 from heads.inference.model_checks import check_keeps_apart
 from heads.modules.interface import Batch
@@ -36,6 +35,7 @@ from heads.target.loading import Target, move
 from train.loop.checkpoints import Progress
 from train.loop.task import BatchLoss, Prepared, StepPlace
 from train.tasks.held_out import HeldOutDecoding, training_provenance
+from train.tasks.vocabulary import choose_vocabulary
 from train.telemetry.step_clock import StepClock
 
 
@@ -67,8 +67,8 @@ class DraftTask:
         self.clock = StepClock(accelerator.device)
         online: Callable[[Batch], Tensor | SparseTarget] = partial(target_hidden, target)
         self.signal, self.signal_part = (online, "target") if cache is None else (cache.signal, "data")
-        size = student.draft_vocab_size
-        self.vocabulary = None if size is None else most_frequent_answer_tokens(train, size, target)
+        self.choice = choose_vocabulary(self.config, target, train, held_out, accelerator, cache)
+        self.vocabulary = self.choice.vocabulary
         draft = initial_draft(student, target)
         if config.data.packing:
             for model in (draft, *([target.model] if cache is None else [])):
@@ -136,7 +136,7 @@ class DraftTask:
 
     def evaluate(self, module: nn.Module) -> dict[str, float]:
         """Decode held-out prompts with the draft as it stands."""
-        return self.held_out.score(self._proposer(module))
+        return self.held_out.score(self._proposer(module)) | self.choice.metrics
 
     def save(self, module: nn.Module, progress: Progress, metrics: dict[str, float]) -> None:
         """Write the draft, in the target's dtype, as the run's artifact."""
@@ -147,7 +147,7 @@ class DraftTask:
             draft_vocabulary="target" if self.vocabulary is None else "reduced",
             num_speculative_tokens=self.config.num_speculative_tokens,
             training=self.config.model_dump(mode="json"),
-            provenance=training_provenance(progress, metrics),
+            provenance=training_provenance(progress, metrics, self.config.data.train, self.choice.report),
         )
         artifact = Path(self.config.output) / "artifact"
         save_draft_lm(artifact, self._served(module), self.target.tokenizer, metadata, self.vocabulary, self.training_prompts)

@@ -15,7 +15,6 @@ from configs.schema.training import HeadsConfig
 from distill.cache.reader import TargetCache
 from distill.dataset.conversations import Conversation, user_text_hashes
 from distill.loss.head_objective import HeadLoss, HeadObjective
-from distill.student.vocabulary import most_frequent_answer_tokens
 from heads.artifact import head_metadata, save_head
 from heads.families.registry import FAMILIES, serve
 from heads.inference.model_checks import check_keeps_apart, check_rolls_back
@@ -26,6 +25,7 @@ from heads.target.loading import Target
 from train.loop.checkpoints import Progress
 from train.loop.task import BatchLoss, Prepared, StepPlace
 from train.tasks.held_out import HeldOutDecoding, HeldOutPrediction, training_provenance
+from train.tasks.vocabulary import choose_vocabulary
 from train.telemetry.step_clock import StepClock
 
 
@@ -52,20 +52,24 @@ class HeadTask:
         accelerator: Accelerator,
         cache: TargetCache | None = None,
     ) -> None:
-        self.config, self.target, self.cache = config, target, cache
+        self.target, self.cache = target, cache
         self.clock = StepClock(accelerator.device)
         check_rolls_back(target.model)
         if config.data.packing and cache is None:
             check_keeps_apart(target.model)
         self.family = FAMILIES[config.head.kind]
-        size = config.head.draft_vocab_size
-        self.vocabulary = None if size is None else most_frequent_answer_tokens(train, size, target)
+        self.choice = choose_vocabulary(config, target, train, held_out, accelerator, cache)
+        self.vocabulary = self.choice.vocabulary
+        if config.head.draft_vocab_by is not None:
+            size = None if self.vocabulary is None else len(self.vocabulary)
+            config = config.model_copy(update={"head": config.head.model_copy(update={"draft_vocab_size": size})})
         head = self.family.build(config.head, target.model, self.vocabulary).float()
         self.family.start(head, target.model)
         self.taps = cast(HeadModule, head).taps
         check_taps(target.model, self.taps)
         if cache is not None:
             cache.check_keeps(self.taps)
+        self.config = config
         self.module: nn.Module = HeadObjective(head, target, config.loss, self.clock)
         self.training_prompts = user_text_hashes(train)
         self.held_out = HeldOutDecoding(config.held_out, target, held_out, accelerator)
@@ -109,7 +113,7 @@ class HeadTask:
     def evaluate(self, module: nn.Module) -> dict[str, float]:
         """Decode held-out prompts with the head, and predict the result from its agreement with the answers."""
         assert isinstance(module, HeadObjective)
-        return self.held_out.score(self.proposer(module)) | self.prediction.score(module, self.states)
+        return self.held_out.score(self.proposer(module)) | self.prediction.score(module, self.states) | self.choice.metrics
 
     def proposer(self, module: nn.Module) -> Proposer:
         return self.family.propose(serve(self.copy_of(module), self.target.model), self.target.device)
@@ -128,7 +132,7 @@ class HeadTask:
             self.target.vocab_size,
             num_speculative_tokens=self.config.num_speculative_tokens,
             training=self.config.model_dump(mode="json"),
-            provenance=training_provenance(progress, metrics),
+            provenance=training_provenance(progress, metrics, self.config.data.train, self.choice.report),
         )
         save_head(folder, serve(self.copy_of(module), self.target.model), metadata, self.vocabulary, self.training_prompts)
 

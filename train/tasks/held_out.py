@@ -11,7 +11,8 @@ B batch, T positions, K depths, P positions of all rows.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from configs.runtime.redaction import mask_arguments
 from configs.runtime.run_record import describe_git, describe_versions
 from configs.schema.training import HeldOutDecodingConfig
 from distill.dataset.batches import Example, collate
-from distill.dataset.conversations import Conversation
+from distill.dataset.conversations import Conversation, describe_data
 from distill.loss.head_objective import HeadLoss, HeadObjective
 from eval.decoder.decode import Request, check_decodable, decode
 from heads.modules.interface import Batch
@@ -148,9 +149,18 @@ def walk(accepted_T: Sequence[int], start: int, end: int, num_tokens: int) -> tu
     return end - 1 - start, rounds
 
 
-def training_provenance(progress: Progress, metrics: dict[str, float]) -> dict[str, Any]:
-    """Return the provenance of a run for an artifact's metadata."""
+def training_provenance(
+    progress: Progress, metrics: dict[str, float], train: str, vocabulary: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the provenance of a run for an artifact's metadata.
+
+    Args:
+        train: the file of conversations trained on, whose counts (by kind and source of the prompts) are taken over.
+        vocabulary: how the draft vocabulary was chosen; empty where that was by counts.
+    """
     return {
+        "data": describe_data(Path(train)),
+        **({"draft_vocabulary": dict(vocabulary)} if vocabulary else {}),
         "command": mask_arguments(sys.orig_argv),
         "versions": describe_versions(),
         "git": describe_git(),

@@ -1,12 +1,17 @@
-"""The draft vocabulary is made of what the target answers with, and of what ends an answer."""
+"""The draft vocabulary is made of what the target answers with or might have, and of what ends an answer."""
 
 import logging
+from dataclasses import replace
+from functools import partial
 
 import pytest
+import torch
 
 from configs.runtime.errors import ConfigError
-from distill.student.vocabulary import most_frequent_answer_tokens
-from tests.support.caches import conversation
+from distill.dataset.batches import ConversationDataset
+from distill.loss.draft_objective import target_hidden
+from distill.student.vocabulary import choose_by_mass, log_choice, most_frequent_answer_tokens, target_mass, uncovered_curve
+from tests.support.caches import conversation, random_conversations
 
 
 @pytest.fixture
@@ -40,3 +45,68 @@ def test_a_size_that_cannot_be_is_refused_with_what_can(target, size):
 def test_choosing_from_nothing_is_a_mistake_of_the_caller(target):
     with pytest.raises(ValueError, match="there are none"):
         most_frequent_answer_tokens([], 5, target)
+
+
+# --- by mass ------------------------------------------------------------------------------------------------------
+
+
+def rows_of_two_kinds():
+    lengths = [(4, 9), (11, 3), (2, 1), (6, 30), (5, 12), (3, 40), (8, 2), (7, 7), (9, 5), (2, 22), (6, 6)]
+    rows = random_conversations(lengths, 64, seed=0)
+    return [replace(row, category=("code", "chat")[number % 2]) for number, row in enumerate(rows)]
+
+
+def test_mass_is_the_sum_of_the_targets_probabilities_before_answer_tokens(target):
+    rows, max_length = rows_of_two_kinds(), 35
+    naive = {"chat": torch.zeros(64, dtype=torch.float64), "code": torch.zeros(64, dtype=torch.float64)}
+    for row in rows:
+        ids = (row.prompt_ids + row.answer_ids)[:max_length]
+        p_TV = target.model(torch.tensor([ids])).logits[0].detach().double().softmax(-1)
+        for position in range(len(row.prompt_ids), len(ids)):
+            naive[row.category] += p_TV[position - 1]
+    dataset = ConversationDataset(rows, max_length)
+    mass = target_mass(target, dataset, range(len(rows)), partial(target_hidden, target))
+    assert list(mass) == ["chat", "code"]
+    for kind, mass_V in mass.items():
+        torch.testing.assert_close(mass_V, naive[kind], rtol=1e-9, atol=1e-12)
+
+
+def test_the_curve_says_for_each_size_what_is_left_out():
+    mass_V, order_V = torch.tensor([1.0, 5.0, 0.0, 4.0], dtype=torch.float64), torch.tensor([3, 1, 2, 0])
+    torch.testing.assert_close(uncovered_curve(order_V, mass_V), torch.tensor([1.0, 0.6, 0.1, 0.1, 0.0], dtype=torch.float64))
+
+
+def falling_mass(share):
+    """Return mass of which token number k has `share` times as much as the one before it."""
+    return {"chat": share ** torch.arange(64, dtype=torch.float64)}
+
+
+def test_without_a_size_the_fewest_tokens_are_taken_that_leave_two_percent_out(target, caplog):
+    measured = {"chat": falling_mass(0.7)["chat"], "other": falling_mass(0.7)["chat"].flip(0) * 1e-3}
+    choice = choose_by_mass(falling_mass(0.7), measured, None, target)
+    total_V = sum(measured.values())
+    left_out = [1 - float(total_V[:size].sum() / total_V.sum()) for size in range(65)]
+    fewest = next(size for size, share in enumerate(left_out) if share <= 0.02)
+    assert choice.vocabulary.token_ids_W.tolist() == list(range(fewest))
+    assert choice.report["uncovered_mass"] == pytest.approx(left_out[fewest])
+    assert choice.report["uncovered_mass_by_size"]["8"] == pytest.approx(left_out[8])
+    assert choice.report["uncovered_mass_by_kind"]["other"] > 0.9
+    with caplog.at_level(logging.INFO, logger="draftsmith"):
+        log_choice(choice.report)
+    assert "8: 5." in caplog.text
+    assert "leaves out" in caplog.text
+    assert "most: other" in caplog.text
+
+
+def test_a_vocabulary_of_half_the_tokens_or_more_is_taken_whole(target, caplog):
+    choice = choose_by_mass(falling_mass(0.98), falling_mass(0.98), None, target)
+    assert (choice.vocabulary, choice.report["size"], choice.report["uncovered_mass"]) == (None, 64, 0.0)
+    log_choice(choice.report)
+    assert not caplog.records
+
+
+def test_a_given_size_is_kept_and_tokens_that_end_an_answer_are_in_it(target):
+    choice = choose_by_mass({"chat": falling_mass(0.7)["chat"].flip(0)}, falling_mass(0.7), 5, target)
+    assert choice.vocabulary.token_ids_W.tolist() == [1, 2, 61, 62, 63]
+    with pytest.raises(ConfigError, match="got 65"):
+        choose_by_mass(falling_mass(0.7), falling_mass(0.7), 65, target)
