@@ -70,7 +70,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("logits_scaling", "embedding_multiplier"), 2.0),
     **dict.fromkeys(("attention_multiplier", "residual_multiplier", "lm_head_multiplier"), 0.5),
     "image_size": 28,
-    **dict.fromkeys(("embed_dim", "out_hidden_size"), 64),
+    **dict.fromkeys(("embed_dim", "out_hidden_size", "adapter_input_size", "adapter_in_dim", "adapter_out_dim"), 64),
     "depth": 2,
     "patch_size": 14,
 }
@@ -87,7 +87,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"sliding_attention": ROPE, "full_attention": ROPE},
     },
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}, "ffn_config": {"hidden_size": 64}},
-    "dots3_note_text": {"per_layer_config": {}, "head_dim": 32},
+    "dots3_note_text": {
+        "per_layer_config": {},
+        "head_dim": 16,
+        "rope_parameters": {kind: ROPE | {"partial_rotary_factor": 0.5} for kind in ("indexed_attention", "sliding_attention")},
+    },
+    "emu3_vqgan": {"base_channels": 32, "codebook_size": VOCAB_SIZE, "embed_dim": 4},
     "emu3": {"vocabulary_map": {"<image>": 1, "<|extra_200|>": 2}},
     "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
     "falcon_h1": {"mamba_d_ssm": 128},

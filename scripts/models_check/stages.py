@@ -247,7 +247,9 @@ def lean(case: Case) -> None:
 
 
 def compiled(case: Case) -> None:
-    """Decode by graphs, captured and run as they are: what the compiler makes of a graph takes half a minute."""
+    """Decode by the lean forward's graphs, captured and run as they are: what the compiler makes of one takes half a minute."""
+    if not isinstance(case.target.model, LEAN_FAMILIES):
+        raise NotMeant
     try:
         with patch.object(torch, "compile", partial(torch.compile, backend="eager")):
             make_compiled(case.target.model)
