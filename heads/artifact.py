@@ -19,7 +19,7 @@ import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import new_folder, write_json
@@ -49,6 +49,7 @@ from heads.proposers.vocabulary import DraftVocabulary, keep_head_rows, read_dra
 from heads.target.hidden_states import check_taps
 from heads.target.identity import TargetIdentity, hash_weights
 from heads.target.loading import load_with
+from heads.target.quantized import loader_of
 from heads.target.size_limits import check_causal_lm, check_head_sizes, no_larger_than
 
 __all__ = [
@@ -203,17 +204,8 @@ def _load_draft_lm(
 ) -> tuple[PreTrainedModel, DraftLM]:
     try:
         check_causal_lm(folder)
-        model = load_with(
-            target.config._attn_implementation,
-            lambda attention: AutoModelForCausalLM.from_pretrained(
-                folder,
-                dtype=target.dtype,
-                attn_implementation=attention,
-                local_files_only=True,
-                trust_remote_code=False,  # left open, transformers asks on the terminal
-                use_safetensors=True,
-            ),
-        )
+        load = loader_of(folder, target.dtype)
+        model = load_with(target.config._attn_implementation, lambda attention: load(attn_implementation=attention))
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise InputError(f"{folder} is damaged: {first_line(error)}") from error
     torch.nn.Module.to(model, device=_device(device, target), dtype=target.dtype)

@@ -17,11 +17,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from configs.runtime.errors import ConfigError, InputError, first_line
 from configs.schema.learning import LoraSettings, StudentConfig
+from configs.schema.target import TargetConfig
 from distill.student.kept_blocks import keep_layers
 from heads.inference.model_checks import check_rolls_back, check_split
 from heads.target.block_config import overridden
 from heads.target.identity import hash_tokenizer
-from heads.target.loading import UNREADABLE, Target, move
+from heads.target.loading import UNREADABLE, Target, locate, move
+from heads.target.quantized import loader_of
 
 UNTRUSTED = {"trust_remote_code": False}  # otherwise transformers asks on the terminal
 
@@ -95,7 +97,7 @@ def _other_model(path: str, target: Target) -> PreTrainedModel:
     """Load a smaller model; its tokenizer must be the target's, while its embedding may hold more padded rows."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **UNTRUSTED)
-        draft = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, use_safetensors=True, **UNTRUSTED)
+        draft = loader_of(locate(TargetConfig(name=path)), torch.float32)()
     except UNREADABLE as error:
         raise InputError(f"student.path: {path} does not hold a causal LM and its tokenizer: {first_line(error)}") from error
     if hash_tokenizer(tokenizer) != target.identity.tokenizer_sha256:

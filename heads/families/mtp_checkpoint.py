@@ -23,6 +23,7 @@ from torch import Tensor
 from configs.runtime.errors import InputError
 from configs.runtime.files import new_folder, read_json
 from heads.target.checkpoint_files import break_links, files_by_key, link_or_copy, listed
+from heads.target.quantized import quantization_of
 
 PARTS = ("eh_proj", "enorm", "hnorm", "post_norm", "mtp_block")  # of `heads.families.mtp.MtpLayer`
 
@@ -174,13 +175,15 @@ class NativeMtp:
         wanted = {piece.key for pieces in places.values() for piece in pieces}
         prefixes = tuple(self._spelled(self.naming.prefix, number) + "." for number in range(self.num_layers))
         there = {key for key in self._files if key.startswith(prefixes) and not key.endswith(self.naming.borrowed)}
+        quantised = " (it is quantised, and MTP modules are read and written unquantised only)"
+        why = "" if quantization_of(self.folder) is None else quantised
         for words, keys in (
             ("lacks", wanted - self._files.keys()),
             ("has no place in the head for", there - wanted - set(without)),
         ):
             if keys:
                 raise InputError(
-                    f"{self.folder}: its MTP naming is that of {self.naming.families}, but it {words} {listed(keys)}"
+                    f"{self.folder}: its MTP naming is that of {self.naming.families}, but it {words} {listed(keys)}{why}"
                 )
         for name, pieces in places.items():
             for piece in pieces:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -42,6 +42,13 @@ NAMES = {  # dtypes by safetensors' names
     "I32": torch.int32,
     "BOOL": torch.bool,
 }
+PACKED_NAMES = {  # of numbers that mean nothing without the scales beside them
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +64,10 @@ class LazyTensor:
     dtype: torch.dtype
     load: Callable[[], Tensor]
     blocks: Callable[[], Iterator[Tensor]] | None = None
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Read it, as transformers does a tensor of a state dict."""
+        return self.load()[index]
 
     def cast(self, dtype: torch.dtype | None) -> LazyTensor:
         """Return the same values in another floating dtype; None, and tensors of integers or bools, change nothing."""
@@ -111,19 +122,21 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> LazyTensor:
     return LazyTensor(shape=shape, dtype=dtype, load=lambda: torch.zeros(shape, dtype=dtype))
 
 
-def read_weights(folder: Path) -> Weights:
+def read_weights(folder: Path, *, packed: bool = False) -> Weights:
     """Return all tensors of a checkpoint's folder by name.
+
+    Args:
+        packed: read tensors of `PACKED_NAMES` too, for a caller that looks for their scales (`heads.target.quantized`).
 
     Raises:
         InputError: the folder holds no weights in a known format, or they cannot be read.
     """
     if (folder / SINGLE_FILE).is_file() or (folder / INDEX_FILE).is_file():
         paths = sorted({folder / file for file in files_by_key(folder).values()})
-        return {name: stored for path in paths for name, stored in _safetensors(path).items()}
+        return {name: stored for path in paths for name, stored in _safetensors(path, packed=packed).items()}
     for file in (*HEAD_FILES, TORCH_FILES[0]):
         if (folder / file).is_file():
-            read = _torch_file if file in TORCH_FILES else _safetensors
-            return read(folder / file)
+            return _torch_file(folder / file) if file in TORCH_FILES else _safetensors(folder / file)
     raise InputError(f"{folder} holds none of {', '.join((SINGLE_FILE, INDEX_FILE, *HEAD_FILES, TORCH_FILES[0]))}")
 
 
@@ -214,22 +227,23 @@ def _write_tensor(file: BinaryIO, name: str, stored: LazyTensor) -> None:
         raise RuntimeError(f"{name} was to take {wanted} bytes, got {written}")
 
 
-def _safetensors(path: Path) -> Weights:
+def _safetensors(path: Path, *, packed: bool = False) -> Weights:
+    names = NAMES | PACKED_NAMES if packed else NAMES
     try:
         with safe_open(path, "pt") as file:
             slices = {name: file.get_slice(name) for name in list(file.keys())}
             described = {name: (each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()}
     except (OSError, SafetensorError) as error:
         raise InputError(f"{path} cannot be read: {first_line(error)}") from error
-    unknown = sorted({dtype for dtype, _ in described.values()} - NAMES.keys())
+    unknown = sorted({dtype for dtype, _ in described.values()} - names.keys())
     if unknown:
-        raise InputError(f"{path} holds numbers of type {', '.join(unknown)}; known are {', '.join(NAMES)}")
+        raise InputError(f"{path} holds numbers of type {', '.join(unknown)}; known are {', '.join(names)}")
     return {
         name: LazyTensor(
             shape=shape,
-            dtype=NAMES[dtype],
+            dtype=names[dtype],
             load=partial(_read, path, name),
-            blocks=partial(_read_blocks, path, name, shape, NAMES[dtype]) if shape else None,
+            blocks=partial(_read_blocks, path, name, shape, names[dtype]) if shape else None,
         )
         for name, (dtype, shape) in described.items()
     }

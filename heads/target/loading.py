@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate.utils import parse_flag_from_env
@@ -15,7 +16,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from jinja2 import TemplateError
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from configs.runtime.errors import InputError, first_line
@@ -29,6 +30,7 @@ from heads.target.chat_template import set_chat_template
 from heads.target.demo_model import PREFIX, embedded_folder, load_gguf
 from heads.target.identity import TargetIdentity, hash_chat_template, hash_files, hash_tokenizer, hash_weights
 from heads.target.placement import place_parts
+from heads.target.quantized import loader_of, quantization_of
 
 log = logging.getLogger("draftsmith")
 
@@ -209,21 +211,16 @@ def _load_gguf_file(path: Path, config: TargetConfig) -> tuple[PreTrainedModel, 
 
 
 def _load_folder(path: Path, config: TargetConfig, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    spread: dict[str, object] = {}
+    spread: dict[str, Any] = {}
     if config.device_map is not None:
         spread = {"device_map": place_parts(path, config, device), "offload_folder": config.offload_folder}
-    model = load_with(
-        config.attention,
-        lambda attention: AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=getattr(torch, config.dtype),
-            attn_implementation=attention,
-            trust_remote_code=config.trust_remote_code,
-            use_safetensors=True,
-            local_files_only=True,
-            **spread,
-        ),
-    )
+    if config.offload_folder is None and "disk" in spread.get("device_map", {}).values() and quantization_of(path) is not None:
+        raise InputError(
+            f"target.offload_folder: {path} is quantised, and what lies on disk of it is written there dequantised; name "
+            "a folder, or give more of target.max_memory"
+        )
+    load = loader_of(path, getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code)
+    model = load_with(config.attention, lambda attention: load(attn_implementation=attention, **spread))
     return model, AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
 
 

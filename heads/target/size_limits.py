@@ -21,6 +21,7 @@ from configs.runtime.errors import InputError
 from configs.runtime.files import read_json
 from configs.schema.heads import DFlashSettings, DSparkSettings, HeadSettings
 from heads.target.checkpoint_files import read_weights
+from heads.target.quantized import read_float_weights
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -105,7 +106,8 @@ def check_causal_lm(folder: Path) -> None:
         InputError: it does, or it holds no readable weights or config.
         OSError, ValueError, KeyError: transformers knows no such model.
     """
-    shapes, where = stored_shapes(folder), folder / "config.json"
+    shapes = {name: stored.shape for name, stored in read_float_weights(folder).items()}
+    where = folder / "config.json"
     config = read_json(where, "config of the draft")
     check_counts(config if isinstance(config, dict) else {}, shapes, where)
     known = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -77,7 +77,7 @@ def _check_written(layout: ExportLayout, folder: Path, source: Source) -> None:
     Raises:
         RuntimeError: what was written is not what was to be.
     """
-    there = read_weights(folder)
+    there = read_weights(folder, packed=True)  # of a quantised target's, in its own files
     for name, stored in layout.weights.items():
         if name not in there or (there[name].shape, there[name].dtype) != (stored.shape, stored.dtype):
             raise RuntimeError(f"{folder} was written without {name} as planned")

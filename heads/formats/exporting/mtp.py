@@ -19,6 +19,7 @@ from heads.formats.exporting.stitched import stitched
 from heads.formats.layout import ExportLayout, Shapes, decoder_layer, layer_config, renamed
 from heads.formats.names import MTP_PARTS, has_mtp_modules
 from heads.target.checkpoint_files import INDEX_FILE, SINGLE_FILE, Weights, files_by_key, zeros
+from heads.target.quantized import quantization_of
 
 BORROWERS = ("llama",)  # vLLM's MiMo class runs a module on these; tried
 TRANSFORMERS_FAMILIES = ("llama", "qwen3")  # decoded with `use_mtp` after one line; tried
@@ -71,6 +72,11 @@ def transformers(source: Source) -> ExportLayout:
     family = target.config.model_type
     if family not in TRANSFORMERS_FAMILIES:
         raise InputError(f"transformers' use_mtp was tried with {' and '.join(TRANSFORMERS_FAMILIES)} targets, got {family}")
+    if (quantised := quantization_of(target.folder)) is not None:
+        raise InputError(
+            f"{target.folder} is quantised ({quantised['quant_method']}), and transformers would take modules in the dtype of "
+            "training for quantised ones: export for vllm, or train on an unquantised copy"
+        )
     there = sorted(name for name in target.weights if name.startswith("mtp."))
     if there:
         raise InputError(f"{target.folder} has MTP weights of its own ({there[0]}, ...): export for vllm")

@@ -24,6 +24,7 @@ from heads.families.registry import FAMILIES
 from heads.modules.layers import LayerShape, layer_shape, shape_like
 from heads.proposers.vocabulary import DraftVocabulary, read_draft_vocabulary
 from heads.target.checkpoint_files import LazyTensor, Weights, constant, read_weights
+from heads.target.quantized import read_float_weights
 from heads.target.size_limits import check_counts
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -64,8 +65,8 @@ class TargetFolder:
 
     @cached_property
     def weights(self) -> Weights:
-        """Its tensors by name, unread."""
-        return read_weights(self.folder)
+        """Its tensors by name, unread; of a quantised target as they are run."""
+        return read_float_weights(self.folder)
 
     def head(self) -> LazyTensor:
         """Return the weights of its output head; an InputError where the folder keeps them under no known name."""

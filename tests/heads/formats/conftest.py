@@ -53,8 +53,8 @@ def write_head(folder, target, settings, vocabulary=None, num_speculative_tokens
 @pytest.fixture
 def write(tmp_path, float_target):
     """A function that makes a random head of given settings on a tiny target, and writes it."""
-    return lambda settings, family="llama", *args, **options: write_head(
-        tmp_path, float_target(family), settings, *args, **options
+    return lambda settings, family="llama", *args, folder=tmp_path, **options: write_head(
+        folder, float_target(family), settings, *args, **options
     )
 
 

@@ -1,5 +1,7 @@
 """Plans against what they plan: parameters, cache bytes, FLOPs and kept activations of real tiny models."""
 
+import json
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,7 +19,7 @@ from tests.support.caches import random_conversations, write_rows
 from tests.support.tiny_heads import HEADS
 from train.plan import data as plan_data
 from train.plan.data import Workload
-from train.plan.memory import activation_bytes
+from train.plan.memory import activation_bytes, memory_of
 from train.plan.models import count, frozen_copies, plan_models
 from train.plan.plan import make_plan
 from train.plan.work import flops_of
@@ -80,6 +82,15 @@ def test_a_target_is_planned_from_its_config_file_alone(folder):
     nothing = config.model_copy(update={"target": config.target.model_copy(update={"name": str(folder / "nothing")})})
     with pytest.raises(InputError, match=r"target\.name: .*nothing has no model config"):
         plan_models(nothing)
+
+
+def test_a_quantised_target_is_planned_as_it_is_run(folder, tmp_path):
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq", "bits": 4}}))
+    plain, quantised = (
+        memory_of(each, plan_models(each), WORK) for each in (heads(folder, "eagle3"), heads(tmp_path, "eagle3"))
+    )
+    assert plain == quantised
 
 
 @pytest.mark.parametrize("taps", [None, [0, 1, 2]])

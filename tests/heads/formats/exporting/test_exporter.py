@@ -1,6 +1,7 @@
 """An export has the names, ids and offsets that its engine reads, is checked, and refuses what cannot be."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from heads.artifact import METADATA_FILE, WEIGHTS_FILE
 from heads.formats.exporting.exporter import SERVE_FILE, export
 from heads.target.checkpoint_files import read_weights, write_weights
 from tests.support import family_checks as checks
+from tests.support.quantized_checkpoints import Scheme, fp8_blocks, quantise
 
 EAGLE = Eagle3Settings(kind="eagle3", taps=[1, 2, 3])
 DFLASH = DFlashSettings(kind="dflash", taps=[1, 2, 3], block_size=4, mask_token_id=5)
@@ -152,6 +154,22 @@ def test_another_target_is_refused_and_can_be_allowed(write):
     with pytest.raises(InputError, match="are others"):
         export(written.source(), "vllm", written.out)
     export(written.source(), "vllm", written.out, allow_target_mismatch=True)
+
+
+def test_a_quantised_target_lends_its_head_as_it_is_run_and_takes_no_modules_for_transformers(write, tmp_path):
+    written = write(EAGLE)
+    written.target_folder = shutil.copytree(written.target_folder, tmp_path / "quantised")
+    fp8 = {"quant_method": "fp8", "weight_block_size": [24, 24]}
+    meant = quantise(written.target_folder, Scheme(fp8, fp8_blocks(".weight_scale_inv", 24), which=("_proj", "lm_head")))
+    export(written.source(dtype=torch.bfloat16), "sglang", tmp_path / "sglang", allow_target_mismatch=True)
+    head = load_file(tmp_path / "sglang" / WEIGHTS_FILE)["lm_head.weight"]
+    assert torch.equal(head, meant["lm_head.weight"].float().bfloat16())
+    assert "quantization_config" not in config_of(tmp_path / "sglang")
+    (tmp_path / "other").mkdir()
+    mtp = write(MTP, folder=tmp_path / "other")
+    mtp.target_folder = written.target_folder
+    with pytest.raises(InputError, match=r"quantised \(fp8\), and transformers would take modules"):
+        export(mtp.source(), "transformers", mtp.out, allow_target_mismatch=True)
 
 
 def test_a_path_that_vllm_would_misread_is_refused(write, tmp_path):

@@ -14,6 +14,7 @@ from heads.formats.importing.importer import fit
 from heads.formats.importing.reading import read_external
 from heads.target.identity import hash_weights
 from tests.support import mtp_checkpoints as native
+from tests.support.quantized_checkpoints import Scheme, fp8_blocks, quantise
 
 ONE = MtpSettings(kind="mtp", num_depths=2)
 
@@ -52,6 +53,25 @@ def test_a_head_goes_into_the_target_and_comes_back(write_beside_modules, naming
     serve = (written.out / SERVE_FILE).read_text()
     assert f"vllm serve {written.out.resolve()} --speculative-config" in serve
     assert '{"method": "mtp", "num_speculative_tokens": 3}' in serve
+
+
+@pytest.mark.parametrize("left_out", ["mtp", "nothing"])
+def test_unquantised_modules_of_a_quantised_target_are_replaced_and_quantised_ones_refused(write_beside_modules, left_out):
+    written = write_beside_modules(ONE, "qwen3_next")
+    fp8 = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    quantise(written.target_folder, Scheme(fp8, fp8_blocks(".weight_scale_inv", 16), left_out=(left_out,)))
+    before = load_file(written.target_folder / "model.safetensors")
+    if left_out == "nothing":
+        with pytest.raises(
+            InputError, match=r"weight_scale_inv.*it is quantised, and MTP modules are read and written unquant"
+        ):
+            export(written.source(), "vllm", written.out, allow_target_mismatch=True)
+        return
+    export(written.source(), "vllm", written.out, allow_target_mismatch=True)
+    after = load_file(written.out / "model.safetensors")
+    assert {name: value.dtype for name, value in after.items()} == {name: value.dtype for name, value in before.items()}
+    changed = {name for name, value in before.items() if not torch.equal(value.float(), after[name].float())}
+    assert changed == set(native.module_tensors("qwen3_next", written.model)[0])
 
 
 def test_files_without_modules_are_links_and_the_targets_stay_as_they_are(write_beside_modules):
