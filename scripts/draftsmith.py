@@ -10,10 +10,17 @@ from __future__ import annotations
 import re
 import runpy
 import sys
+from pathlib import Path
+
+if not __package__:  # run as a script: the checkout's root takes the place of this folder, which Python put first
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from configs.startup import guard_imports
+
+    guard_imports()
 
 from pydantic import BaseModel
 
-from configs.runtime.command import BAD_INPUT, DONE
+from configs.runtime.command import BAD_INPUT, DONE, exit_code
 from configs.runtime.key_list import list_keys
 from configs.schema.data import CacheConfig, DataConfig
 from configs.schema.evaluation import CompareConfig, EvalConfig, GateConfig
@@ -61,11 +68,14 @@ def main() -> int:
         print(f"error: no command {name!r}; there are {', '.join(COMMANDS)} and completion bash", file=sys.stderr)
         return BAD_INPUT
     sys.argv = [f"draftsmith {name}", *rest]
-    try:
+
+    def run() -> None:
         runpy.run_module(COMMANDS[name][0], run_name="__main__")
+
+    try:
+        return exit_code(run)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else DONE
-    return DONE
 
 
 def complete(words: list[str]) -> list[str]:

@@ -148,6 +148,20 @@ def test_each_entry_runs_from_another_folder_and_answers_an_unknown_key_with_one
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("error", "code", "lines"),
+    [("ModuleNotFoundError('No module named x', name='x')", 2, 1), ("ImportError('undefined symbol')", 70, None)],
+)
+def test_an_entry_whose_imports_fail_does_not_end_like_a_failed_gate(error, code, lines, tmp_path):
+    (tmp_path / "pydantic.py").write_text(f"raise {error}")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    for entry in [*ENTRIES, "scripts/demo.py", "scripts/draftsmith.py"]:
+        command = [sys.executable, str(ROOT / entry), *ENTRIES.get(entry, ())]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == code, entry
+        assert lines is None or done.stderr.count("\n") == lines
+
+
 def test_a_config_is_read_and_checked_without_importing_torch():
     modules = ", ".join(
         f"configs.{name}" for name in ("runtime.command", "runtime.run_record", "schema.training", "schema.evaluation")

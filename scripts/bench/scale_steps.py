@@ -24,6 +24,9 @@ from torch.utils.data import DataLoader
 
 if not __package__:  # run as a script: the checkout's root takes the place of this folder, which Python put first
     sys.path[0] = str(Path(__file__).resolve().parents[2])
+    from configs.startup import guard_imports
+
+    guard_imports()
 
 from configs.runtime.command import run_command
 from configs.runtime.files import write_json
