@@ -5,7 +5,8 @@
 
 The commands one would type: the target writes the data, a draft LM is distilled and a head trained on it, each is evaluated,
 and a gate judges each report. Steps that a run before has finished are skipped, unless their commands, their configs or a step
-before them changed. Ends with the exit code of the first step that fails, or with 0; stopped, it stops the step under way.
+before them changed. It ends with the code of the first step that fails; of two gates with the worse verdict's. Stopped, it
+stops the step under way.
 On a target, prompts or data of one's own (`scripts/own_demo`) it first says what that takes, and on a terminal asks.
 """
 
@@ -25,8 +26,11 @@ from types import FrameType
 
 if not __package__:  # run as a script: the checkout's root takes the place of this folder, which Python put first
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from configs.startup import guard_imports
 
-from configs.runtime.command import EPILOG, FAILED, GATE_FAILED, INTERRUPTED, Parser, exit_code
+    guard_imports()
+
+from configs.runtime.command import DONE, EPILOG, FAILED, GATE_FAILED, INCONCLUSIVE, INTERRUPTED, Parser, exit_code
 from configs.runtime.errors import Stopped
 from configs.runtime.files import CHECKOUT, folder_lock, read_json, write_json
 from configs.runtime.resumable import fingerprint
@@ -39,7 +43,9 @@ RECORD = "finished.json"  # in the run's folder: the fingerprint of each finishe
 GRACE_SECONDS = 60  # for a step to write its checkpoint, once it is asked to stop
 
 LAUNCH = ("-m", "accelerate.commands.launch", "--quiet", "--config_file", "configs/accelerate/one_process_cpu.yaml")
+GATE_ENTRY = "eval/gate.py"
 GATE = ("--config", "configs/gates/demo.yaml")
+SEVERITY = (DONE, INCONCLUSIVE, GATE_FAILED)  # of verdicts
 REPORTS = {"draft LM": RUN / "eval", "head": RUN / "eval_head"}
 
 STEPS = {
@@ -52,8 +58,8 @@ STEPS = {
     "head: train a Hydra head": [*LAUNCH, "train/heads.py", "--config", "configs/heads/demo.yaml"],
     "evaluate: decode with the draft LM": ["eval/run.py", "--config", "configs/eval/demo.yaml"],
     "evaluate: decode with the head": ["eval/run.py", "--config", "configs/eval/demo_head.yaml"],
-    "gate: the draft LM's verdict": ["eval/gate.py", str(REPORTS["draft LM"] / "report.json"), *GATE],
-    "gate: the head's verdict": ["eval/gate.py", str(REPORTS["head"] / "report.json"), *GATE],
+    "gate: the draft LM's verdict": [GATE_ENTRY, str(REPORTS["draft LM"] / "report.json"), *GATE],
+    "gate: the head's verdict": [GATE_ENTRY, str(REPORTS["head"] / "report.json"), *GATE],
 }
 
 
@@ -85,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_steps(folder: Path, steps: Mapping[str, list[str]], made_of: str = "") -> int:
     """Run the steps in order, but for those that a run before has finished; stop at the first that fails, return its code.
 
+    A gate's verdict stops nothing: the worst is returned.
+
     Args:
         folder: of their outputs.
         steps: their commands.
@@ -93,7 +101,7 @@ def run_steps(folder: Path, steps: Mapping[str, list[str]], made_of: str = "") -
     record = folder / RECORD
     finished = read_json(record, "record of the demo") if record.exists() else {}
     seconds: dict[str, float] = {}
-    code, known = 0, made_of
+    code, known = DONE, made_of
     for name, arguments in steps.items():
         configs = [(CHECKOUT / each).read_text(encoding="utf-8") for each in arguments if each.endswith(".yaml")]
         known = fingerprint(known, arguments, configs)
@@ -102,13 +110,17 @@ def run_steps(folder: Path, steps: Mapping[str, list[str]], made_of: str = "") -
             continue
         print(f"\n== {name}\n   {shlex.join(['python', *arguments])}", flush=True)
         started = time.monotonic()
-        code = run_step(arguments)
+        ended = run_step(arguments)
         seconds[name] = time.monotonic() - started
-        if code:
-            print(f"\n== stopped: {name.partition(':')[0]} ended with {code}")
+        if ended == DONE:
+            finished[name] = known
+            write_json(record, finished)
+        elif GATE_ENTRY in arguments and ended in SEVERITY:
+            code = max(code, ended, key=SEVERITY.index)
+        else:
+            code = ended
+            print(f"\n== stopped: {name.partition(':')[0]} ended with {ended}")
             break
-        finished[name] = known
-        write_json(record, finished)
     print("\n== time")
     for name, spent in [*seconds.items(), ("in all", sum(seconds.values()))]:
         print(f"   {spent:7.1f} s  {name}")
@@ -128,7 +140,7 @@ def run_step(arguments: Sequence[str]) -> int:
     except BaseException:
         _end(process)
         raise
-    if code == GATE_FAILED and "eval/gate.py" not in arguments:  # accelerate's launcher ends with 1 whatever happened
+    if code == GATE_FAILED and GATE_ENTRY not in arguments:  # accelerate's launcher ends with 1 whatever happened
         return FAILED
     return code if code >= 0 else 128 - code  # as a shell reports a signal
 

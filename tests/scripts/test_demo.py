@@ -77,6 +77,14 @@ def test_only_a_gate_ends_it_with_the_gates_code(steps, arguments, code):
     assert demo.main([]) == code
 
 
+@pytest.mark.parametrize(("codes", "worst"), [((1, 0), 1), ((0, 3), 3), ((3, 1), 1), ((1, 3), 1), ((1, 2), 2), ((0, 0), 0)])
+def test_both_gates_judge_and_the_worse_verdict_is_the_code(steps, codes, worst, tmp_path):
+    for name, code in zip(steps, codes, strict=True):
+        steps[name] = ["-c", f"{WRITE}; sys.exit({code})", f"runs/demo/{name}", "eval/gate.py"]
+    assert demo.main([]) == worst
+    assert ran(tmp_path) == [1, 1]
+
+
 @pytest.mark.parametrize(("stop", "code"), [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, TERMINATED)])
 def test_stopping_it_stops_what_it_started(tmp_path, stop, code):
     script = (
