@@ -23,11 +23,12 @@ from configs.runtime.command import DONE, GATE_FAILED, INCONCLUSIVE, run_command
 from configs.runtime.errors import InputError
 from configs.runtime.files import sha256_of, write_json, write_text
 from configs.runtime.redaction import mask_secrets
-from configs.runtime.terminal import say
+from configs.runtime.terminal import one_line, say
 from configs.schema.evaluation import GateConfig
 from eval.release.checks import Artifact, judge
 from eval.release.verdict import as_junit, as_markdown, as_table, as_values
 from eval.report.schema import load_report, report_file
+from eval.report.text import headline
 
 EXIT_CODES = {"pass": DONE, "fail": GATE_FAILED, "inconclusive": INCONCLUSIVE}
 
@@ -54,7 +55,7 @@ def main(config: GateConfig, args: argparse.Namespace) -> int:
     write_json(output, record)
     write_text(output.with_suffix(".md"), as_markdown(verdict, report))
     write_text(output.with_suffix(".xml"), as_junit(verdict))
-    say(as_table(verdict))
+    say(f"{one_line(headline(report))}\n\n{as_table(verdict)}")
     return code
 
 

@@ -83,7 +83,7 @@ def as_markdown(verdict: GateVerdict, report: Report) -> str:
     ]
     blocks = [
         f"## {SIGNS[verdict.outcome]}: draft {code(report.draft.path)} ({escape(short(report.draft.sha256))})",
-        headline(report),
+        escape(headline(report)),
         *(f"> **Warning:** {escape(warning)}" for warning in warnings(report)),
         table(("", "check", "measured", "asked", "why not"), rows, numbers=False),
         *(f"Note: {escape(note)}." for note in verdict.notes),

@@ -42,7 +42,7 @@ def render_markdown(report: Report) -> str:
     acceptance, speed = report.acceptance, report.speed
     predicted = None if speed is None else speed.predicted
     blocks = [
-        f"## {headline(report)}",
+        f"## {escape(headline(report))}",
         *(f"> **Warning:** {escape(warning)}" for warning in warnings(report)),
         table(
             ("", "value", "95 % interval"),
@@ -70,7 +70,7 @@ def render_markdown(report: Report) -> str:
         table(("draft position", "given all before", "survival", "overlap α"), _position_rows(acceptance)),
         table(("tokens before a round", "rounds", "τ", "95 % interval"), _length_rows(acceptance)),
         table(("way of decoding", "τ", "decode speedup", "95 % interval"), _baseline_rows(report)),
-        *([gain] if (gain := lookup_gain(report)) else []),
+        *([escape(gain)] if (gain := lookup_gain(report)) else []),
         *([] if report.quality is None else [_quality_table(report.quality)]),
         *([] if report.energy is None else [_energy_table(report.energy)]),
         f"Target {code(report.target.name)}, draft {code(report.draft.path)} "

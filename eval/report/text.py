@@ -122,7 +122,7 @@ def lookup_gain(report: Report) -> str:
     if found is None:
         return ""
     bounds = found.decode_speed_ratio_ci
-    faster = "makes the draft faster" if bounds and bounds[0] > 1 else "makes no difference shown"
+    faster = "makes the draft faster" if bounds and bounds[0] > 1 else "makes no difference that shows"
     faster = "slows the draft down" if bounds and bounds[1] < 1 else faster
     return (
         f"{found.lookup.replace('_', ' ').capitalize()} before the draft {faster}: "
