@@ -6,6 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Literal, Self
 from urllib.parse import urlsplit
 
@@ -62,15 +63,46 @@ class AnswerServerConfig(ServerConfig):
 
 
 RowFormat = Literal[
-    "auto", "turns", "messages", "sharegpt", "humaneval", "gsm8k", "alpaca", "prompt_completion", "text", "column"
+    "auto",
+    "turns",
+    "messages",
+    "request",
+    "batch",
+    "sharegpt",
+    "humaneval",
+    "gsm8k",
+    "alpaca",
+    "prompt_completion",
+    "text",
+    "column",
 ]
 
 
-class PromptsConfig(Settings):
-    """Where prompts come from: the target itself, files, or a `datasets` data set."""
+# What a steered prompt asks for (`distill.generation.steering`).
+PromptKind = Literal[
+    "free",
+    "question",
+    "advice",
+    "writing",
+    "code",
+    "maths",
+    "roleplay",
+    "structured",
+    "sentence",
+    "other_language",
+    "summarise",
+    "extract",
+    "translate",
+    "answer_from",
+    "rewrite",
+    "dialogue",
+]
+
+
+class PromptSettings(Settings):
+    """A place that prompts come from: the target itself, files, or a `datasets` data set."""
 
     source: Literal["self_seeded", "file", "dataset"] = "self_seeded"  # where prompts come from
-    num_prompts: PositiveInt = 500  # self_seeded: prompts to write; file, dataset: prompts to take, the first ones
     # file: JSON lines, a JSON array, CSV, TSV, Parquet or text, .gz or not, or a folder of them; dataset: a Hub id or folder
     path: str | None = None
     format: RowFormat = "auto"  # of the rows, see distill/generation/row_formats.py; auto: by their keys
@@ -84,12 +116,85 @@ class PromptsConfig(Settings):
     max_prompt_tokens: PositiveInt = 96  # self_seeded: a turn that has not ended by then is dropped
     temperature: PositiveFloat = 1.0  # self_seeded
     top_p: PositiveShare = 0.95  # self_seeded
+    # self_seeded: what kinds of prompts the target is led to write, by weight, e.g. {question: 2, code: 1}; the kind is their
+    # category. None: whatever it begins to write
+    kinds: dict[PromptKind, PositiveFloat] | None = None
+    # kinds with a text to work on (summarise, extract, translate, answer_from, rewrite): the longest that the target writes
+    max_text_tokens: PositiveInt = 320
 
     @model_validator(mode="after")
     def _path_goes_with_source(self) -> Self:
         if (self.source == "self_seeded") == (self.path is not None):
             raise ValueError("path is needed for source 'file' and 'dataset', and only there")
+        if self.kinds is not None and (self.source != "self_seeded" or not self.kinds):
+            raise ValueError(f"kinds names at least one kind, and only for source 'self_seeded', got {self.kinds}")
         return self
+
+
+class SourceConfig(PromptSettings):
+    """One of several sources of prompts."""
+
+    name: str  # in counts and prompt ids
+    weight: PositiveFloat = 1.0  # its share of num_prompts is this over the sum of all weights
+    category: str = ""  # of prompts without one; empty: the source's name
+    min_tokens: PositiveInt | None = None  # of a prompt in the chat template; shorter ones are left out
+    max_tokens: PositiveInt | None = None  # of a prompt in the chat template; longer ones are left out
+    max_new_tokens: PositiveInt | None = None  # of an answer; None: answers.max_new_tokens
+
+    @model_validator(mode="after")
+    def _limits_leave_room(self) -> Self:
+        if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens must be at most max_tokens, got {self.min_tokens} and {self.max_tokens}")
+        return self
+
+
+class PromptsConfig(PromptSettings):
+    """Where prompts come from: one source, described here, or several."""
+
+    num_prompts: PositiveInt = 500  # self_seeded: prompts to write; file, dataset: prompts to take, the first ones
+    # Several in place of one: the keys above go into each, and num_prompts is shared out by weight. A prompt that is in two
+    # sources is taken from the first.
+    sources: list[SourceConfig] | None = None
+
+    @model_validator(mode="after")
+    def _one_source_or_several(self) -> Self:
+        if self.sources is None:
+            return self
+        given = [name for name, field in PromptSettings.model_fields.items() if getattr(self, name) != field.default]
+        names = [each.name for each in self.sources]
+        if given:
+            raise ValueError(f"{given[0]} goes into each of sources, where it is needed, and not beside them")
+        if not names or len(set(names)) < len(names) or not all(names):
+            raise ValueError(f"sources need names that differ, at least one, got {names}")
+        return self
+
+    @property
+    def parts(self) -> list[tuple[SourceConfig, PromptsConfig]]:
+        """Each source, and the settings by which it would stand alone; a single one has no name."""
+        shared = list(PromptSettings.model_fields)
+        if self.sources is None:
+            return [(SourceConfig(name="", **{key: getattr(self, key) for key in shared}), self)]
+        shares = shares_of(self.num_prompts, [each.weight for each in self.sources])
+        return [
+            (
+                each,
+                PromptsConfig(
+                    num_prompts=max(1, share),
+                    **{key: getattr(each, key) for key in shared} | {"category": each.category or each.name},
+                ),
+            )
+            for each, share in zip(self.sources, shares, strict=True)
+        ]
+
+
+def shares_of(total: int, weights: Sequence[float]) -> list[int]:
+    """Return whole numbers that add up to `total` and are nearest to the weights' shares of it (largest remainders first)."""
+    exact = [total * weight / sum(weights) for weight in weights]
+    shares = [int(share) for share in exact]
+    order = sorted(range(len(exact)), key=lambda place: shares[place] - exact[place])
+    for place in order[: total - sum(shares)]:
+        shares[place] += 1
+    return shares
 
 
 class AnswersConfig(SamplingConfig):
@@ -113,9 +218,22 @@ class DataConfig(Settings):
     seed: NonNegativeInt = 0  # of sampled prompts and answers
     output: str = "runs/data"  # folder: train.jsonl, held_out.jsonl, manifest.json
 
+    @property
+    def _self_seeds(self) -> bool:
+        return any(each.source == "self_seeded" for each, _ in self.prompts.parts)
+
+    @model_validator(mode="after")
+    def _servers_write_unsteered_prompts(self) -> Self:
+        if self.server is not None and any(each.kinds is not None for each, _ in self.prompts.parts):
+            raise ValueError(
+                "prompts of kinds are written by the local target only: make them with answers.written_by 'target', and let "
+                "the server answer those of its train.jsonl and held_out.jsonl, or leave kinds out"
+            )
+        return self
+
     @model_validator(mode="after")
     def _answers_come_with_prompts(self) -> Self:
-        if self.answers.written_by == "dataset" and self.prompts.source == "self_seeded":
+        if self.answers.written_by == "dataset" and self._self_seeds:
             raise ValueError(
                 "answers.written_by 'dataset' needs prompts that bring answers, and prompts.source 'self_seeded' brings none: "
                 "give source 'file' or 'dataset'"
@@ -129,7 +247,7 @@ class DataConfig(Settings):
                 "answers.written_by 'server' and a section server (url, model) go together: "
                 f"got written_by '{self.answers.written_by}' {'without' if self.server is None else 'with'} a server"
             )
-        if self.server is not None and self.server.answers_as == "text" and self.prompts.source == "self_seeded":
+        if self.server is not None and self.server.answers_as == "text" and self._self_seeds:
             raise ValueError(
                 "server.answers_as 'text' cannot write self-seeded prompts, whose end only token ids show: give "
                 "prompts.source 'file' or 'dataset', or a server that answers with token ids"

@@ -28,8 +28,8 @@ NO_ROOM = "no_room_in_context"  # the conversation so far fills the context of t
 UNREACHED = "turn_after_a_dropped_one"
 NOT_A_CONTINUATION = "answer_does_not_continue_its_prompt"  # the chat template writes the prompt differently before an answer
 
-# Continues prompts of token ids, given the number of each request; a reason where there is no continuation.
-Write = Callable[[Sequence[Sequence[int]], Sequence[int]], Sequence[list[int] | str]]
+# Continues prompts of token ids, given the number and the most new tokens of each; a reason where there is no continuation.
+Write = Callable[[Sequence[Sequence[int]], Sequence[int], Sequence[int]], Sequence[list[int] | str]]
 
 ANSWER_JOURNALS = ".answers.partial-{rank}.jsonl"
 
@@ -115,17 +115,17 @@ def answer_prompts(
         One conversation for each answered turn, and the number of dropped turns by reason.
     """
 
-    def write_here(prompts_ids: Sequence[Sequence[int]], requests: Sequence[int]) -> list[list[int]]:
-        limit = config.max_new_tokens
-        return continue_tokens(target, prompts_ids, config, max_new_tokens=limit, seed=seed, requests=requests)
+    def write_here(ids: Sequence[Sequence[int]], requests: Sequence[int], limits: Sequence[int]) -> list[list[int]]:
+        return continue_tokens(target, ids, config, max_new_tokens=limits, seed=seed, requests=requests)
 
+    default = config.max_new_tokens
     conversations: list[Conversation] = []
     dropped = Counter[str]()
     open_rows = [(prompt, list(prompt.history)) for prompt in prompts]
     turn = 0
     while open_rows:
         messages = [[*said, {"role": "user", "content": prompt.turns[turn]}] for prompt, said in open_rows]
-        answered = _answer_turn(target, [prompt for prompt, _ in open_rows], messages, turn, write or write_here)
+        answered = _answer_turn(target, [prompt for prompt, _ in open_rows], messages, turn, write or write_here, default)
         still_open = []
         for (prompt, _), outcome in zip(open_rows, answered, strict=True):
             num_left = len(prompt.turns) - turn - 1
@@ -141,13 +141,14 @@ def answer_prompts(
 
 
 def _answer_turn(
-    target: Target, prompts: Sequence[Prompt], messages: Sequence[list[Message]], turn: int, write: Write
+    target: Target, prompts: Sequence[Prompt], messages: Sequence[list[Message]], turn: int, write: Write, max_new_tokens: int
 ) -> list[Conversation | str]:
     """Return each prompt's answered turn, or the reason why there is none."""
     encoded = [tuple(target.encode_chat(conversation)) for conversation in messages]
     fitting = [index for index, ids in enumerate(encoded) if len(ids) < target.max_positions]
     requests = [request_number(f"{prompts[index].prompt_id}/{turn}") for index in fitting]
-    answers = write([encoded[index] for index in fitting], requests)
+    limits = [prompts[index].max_new_tokens or max_new_tokens for index in fitting]
+    answers = write([encoded[index] for index in fitting], requests, limits)
     outcomes: list[Conversation | str] = [NO_ROOM] * len(prompts)
     for index, answer_ids in zip(fitting, answers, strict=True):
         if isinstance(answer_ids, str):
@@ -190,7 +191,7 @@ def _encode_existing(target: Target, prompt: Prompt, max_new_tokens: int) -> Con
     whole = target.encode_chat(messages, answer_follows=False)
     if tuple(whole[: len(prompt_ids)]) != prompt_ids:
         return NOT_A_CONTINUATION
-    longest = min(max_new_tokens, target.max_positions - len(prompt_ids))
+    longest = min(prompt.max_new_tokens or max_new_tokens, target.max_positions - len(prompt_ids))
     answer_ids = up_to_end(whole[len(prompt_ids) :], target.eos_token_ids)[:longest]
     return _conversation(target, prompt, 0, messages, prompt_ids, answer_ids)
 

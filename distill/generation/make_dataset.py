@@ -1,4 +1,4 @@
-"""The data set from end to end: prompts, split, answers (the target's or the data set's own), and the output folder.
+"""The data set from end to end: prompts of all sources, split, answers (the target's or the data set's own), the output folder.
 
 Several processes (under `accelerate launch`) share the writing; the main one puts the folder in place. Until then finished work
 is kept in journals in the output folder, so that an interrupted run goes on where it was.
@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +25,28 @@ from configs.runtime.files import drop_leftovers, folder_lock, new_folder, sha25
 from configs.runtime.redaction import mask_secrets
 from configs.runtime.resumable import Journal, fingerprint
 from configs.runtime.run_record import write_run_record
-from configs.schema.data import DataConfig, PromptsConfig
+from configs.schema.data import DataConfig, PromptsConfig, SourceConfig
 from distill.dataset.conversations import FORMAT_VERSION, INDEX_SUFFIX, MANIFEST, WRITTEN_BY, Conversation, count_answer_tokens
 from distill.generation.answers import ANSWER_JOURNALS, Answered, AnswerJob, check_given, existing_answers
 from distill.generation.prompts import (
     TRUNCATED,
+    Admission,
     Prompt,
     Split,
+    dataset_prompts,
     encode_prompt,
+    everything_said,
     fit_prompts,
     load_dataset_prompts,
     read_prompts,
     split_prompts,
 )
-from distill.generation.self_seeding import self_seed
+from distill.generation.self_seeding import WriteTurns, self_seed
 from distill.generation.server_check import check_server
 from distill.generation.server_completions import ServerWriter, server_writer
 from distill.generation.server_jobs import TURN_JOURNALS, server_answer_job, server_turns
+from distill.generation.spread import measure_spread
+from distill.generation.steering import plan_prompt, write_steered
 from distill.server.logprobs import TargetServer
 from heads.target.loading import Target, load_target
 from heads.target.processes import join_processes, naming_lost_processes
@@ -66,9 +72,10 @@ def make_dataset(config: DataConfig) -> None:
     """
     output = Path(config.output)
     check_output(output)
-    listed = list_prompts(config.prompts)  # before the target is loaded: a mistake in the file shows at once
-    if config.answers.written_by == "dataset":
-        check_given(listed or [])
+    # Before the target is loaded: a mistake in a file shows at once.
+    listed = [_list_source(settings, whole=config.prompts.sources is not None) for _, settings in config.prompts.parts]
+    if config.answers.written_by == "dataset" and config.prompts.sources is None:
+        check_given([*(listed[0] or ())])
     with nullcontext() if config.server is None else TargetServer(config.server) as server:
         if server is not None:
             server.check_model()  # before a large target is loaded
@@ -77,7 +84,18 @@ def make_dataset(config: DataConfig) -> None:
             _make_locked(config, listed, state, server)
 
 
-def _make_locked(config: DataConfig, listed: list[Prompt] | None, state: PartialState, server: TargetServer | None) -> None:
+@dataclass
+class _Gathered:
+    """Prompts of all sources, how many were dropped, by reason, and for each of several sources what it gave."""
+
+    prompts: list[Prompt] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+    sources: dict[str, Any] = field(default_factory=dict)
+
+
+def _make_locked(
+    config: DataConfig, listed: Sequence[Iterable[Prompt] | None], state: PartialState, server: TargetServer | None
+) -> None:
     """Do this process's part of the run that holds the folder's lock."""
     output = Path(config.output)
     if state.is_main_process:
@@ -85,17 +103,43 @@ def _make_locked(config: DataConfig, listed: list[Prompt] | None, state: Partial
     state.wait_for_everyone()
     target = load_target(config.target)
     writer = None if server is None else _checked_writer(config, target, server, state)
-    prompts, dropped = (listed, {}) if listed is not None else _self_seed_once(config, target, output, state, writer)
-    if listed is not None:
-        prompts, dropped = fit_prompts(target, prompts, config.prompts.on_too_long, config.answers.max_new_tokens)
-    split = split_prompts(prompts, config.held_out_share)
+    gathered = _gather(config, target, listed, state, writer)
+    split = split_prompts(gathered.prompts, config.held_out_share)
     if config.answers.written_by == "dataset":
+        check_given(gathered.prompts)
         answered = existing_answers(target, [*split.train, *split.held_out], config.answers.max_new_tokens)
     else:
         answered = _write_answers(answer_job(config, target, split, output, writer), state)
     if state.is_main_process:
-        write_dataset(config, target, split, answered, Counter(dropped) + Counter(split.dropped), num_prompts=len(prompts))
+        write_dataset(config, target, split, answered, gathered)
     state.wait_for_everyone()
+
+
+def _gather(
+    config: DataConfig,
+    target: Target,
+    listed: Sequence[Iterable[Prompt] | None],
+    state: PartialState,
+    writer: ServerWriter | None,
+) -> _Gathered:
+    """Take each source's share of the prompts; those that an earlier source gave, or outside its limits, do not count."""
+    gathered, taken = _Gathered(), set[str]()
+    for (source, settings), given in zip(config.prompts.parts, listed, strict=True):
+        several = Admission(target=target, source=source, taken=taken) if source.name else None
+        if given is None:
+            prompts, dropped = _self_seed_once(config, source, settings, target, state, writer, several)
+        elif several is None:
+            prompts, dropped = fit_prompts(target, [*given], settings.on_too_long, config.answers.max_new_tokens)
+        else:
+            prompts, dropped = several.first(given, settings, config.answers.max_new_tokens)
+        if several is not None:
+            if len(prompts) < settings.num_prompts:
+                logger.warning("source %s gave %d prompts of its %d", source.name, len(prompts), settings.num_prompts)
+            gathered.sources[source.name] = {"share": settings.num_prompts, "prompts": len(prompts), "dropped": dict(dropped)}
+            prompts = [several.named(prompt) for prompt in prompts]
+        gathered.prompts += prompts
+        gathered.dropped.update(dropped)
+    return gathered
 
 
 def _checked_writer(config: DataConfig, target: Target, server: TargetServer, state: PartialState) -> ServerWriter:
@@ -142,6 +186,16 @@ def list_prompts(settings: PromptsConfig) -> list[Prompt] | None:
     return prompts[: settings.num_prompts]
 
 
+def _list_source(settings: PromptsConfig, *, whole: bool) -> Iterable[Prompt] | None:
+    """Return a source's prompts, as many as it is to give or, the rest of a data set only when asked for, the whole."""
+    if not whole or settings.source == "self_seeded":
+        return list_prompts(settings)
+    if settings.source == "file":
+        return read_prompts(settings)
+    rows = dataset_prompts(settings)
+    return chain(list(islice(rows, settings.num_prompts)), rows)
+
+
 def answer_job(config: DataConfig, target: Target, split: Split, folder: Path, writer: ServerWriter | None = None) -> AnswerJob:
     """Return the job of answering both sides of a split, by a server or by the target here, once each prompt is known to fit.
 
@@ -150,7 +204,10 @@ def answer_job(config: DataConfig, target: Target, split: Split, folder: Path, w
     """
     prompts = sorted([*split.train, *split.held_out], key=lambda prompt: prompt.prompt_id)
     encoded = [encode_prompt(target, prompt) for prompt in prompts]
-    rows = [[prompt.prompt_id, prompt.category, *prompt.turns, *ids] for prompt, ids in zip(prompts, encoded, strict=True)]
+    rows = [
+        [prompt.prompt_id, prompt.category, *prompt.turns, *ids, *([prompt.max_new_tokens] if prompt.max_new_tokens else [])]
+        for prompt, ids in zip(prompts, encoded, strict=True)
+    ]
     content = fingerprint(rows)
     if writer is not None:
         return server_answer_job(config, prompts, content, folder, writer)
@@ -174,9 +231,7 @@ def _write_answers(job: AnswerJob, state: PartialState) -> Answered:
     return answered
 
 
-def write_dataset(
-    config: DataConfig, target: Target, split: Split, answered: Answered, dropped: Counter[str], *, num_prompts: int
-) -> None:
+def write_dataset(config: DataConfig, target: Target, split: Split, answered: Answered, gathered: _Gathered) -> None:
     """Put the finished folder in place, all of it or nothing.
 
     Raises:
@@ -190,6 +245,8 @@ def write_dataset(
     for name, conversations in rows.items():
         if not conversations:
             raise InputError(f"no answer is left to any of the {len(sides[name])} {name} prompts (dropped: {answered.dropped})")
+    source_of = {prompt.prompt_id: prompt.source for prompt in gathered.prompts}
+    dropped = gathered.dropped + Counter(split.dropped)
     with new_folder(Path(config.output)) as folder:
         for name, conversations in rows.items():
             write_text(folder / f"{name}.jsonl", "".join(row.to_line() for row in conversations))
@@ -200,11 +257,13 @@ def write_dataset(
             **({} if config.server is None else {"server": {"model": config.server.model, "found": list(answered.servers)}}),
             "config": mask_secrets(config.model_dump(mode="json")),
             "counts": {
-                "prompts": num_prompts,
+                "prompts": len(gathered.prompts),
                 "truncated": dropped.pop(TRUNCATED, 0),
                 "dropped": dict(sorted((dropped + Counter(answered.dropped)).items())),
-                **{name: _count(conversations) for name, conversations in rows.items()},
+                **({"sources": gathered.sources} if gathered.sources else {}),
+                **{name: _count(conversations, source_of) for name, conversations in rows.items()},
             },
+            "spread": measure_spread([*rows["train"], *rows["held_out"]], target.vocab_size),
             "sha256": {f"{name}.jsonl": sha256_of(folder / f"{name}.jsonl") for name in rows},
         }
         write_json(folder / MANIFEST, manifest)
@@ -214,29 +273,47 @@ def write_dataset(
 
 
 def _self_seed_once(
-    config: DataConfig, target: Target, folder: Path, state: PartialState, writer: ServerWriter | None
+    config: DataConfig,
+    source: SourceConfig,
+    settings: PromptsConfig,
+    target: Target,
+    state: PartialState,
+    writer: ServerWriter | None,
+    admission: Admission | None,
 ) -> tuple[list[Prompt], dict[str, int]]:
-    """Let the target write the prompts, or take those that an interrupted run of the same settings left."""
+    """Let the target write a source's prompts, or take those that an interrupted run of the same settings left."""
+    folder, name = Path(config.output), source.name
     here = _writer(config, target) if writer is None else writer.fingerprint_parts()
     job = fingerprint(*here, config.prompts.model_dump(), config.answers.batch_size)
     journal = Journal(folder / PROMPT_JOURNAL, job)
-    kept = journal.read().get("prompts")
+    kept = journal.read().get(f"prompts {name}".strip())
     if kept is not None:
         prompts = [Prompt(**{**values, "turns": tuple(values["turns"]), "history": ()}) for values in kept["prompts"]]
+        if admission is not None:
+            admission.taken.update(map(everything_said, prompts))
         return prompts, kept["dropped"]
     rank = state.process_index
+    batch_size, seed, kinds = config.answers.batch_size, config.seed, settings.kinds
+    write: WriteTurns | None = None
+    if writer is not None:
+        write = partial(server_turns, writer, settings, folder, rank, name=name)
+    elif kinds is not None:
+        write = partial(write_steered, target, config=settings, batch_size=batch_size, seed=seed, name=name)
     written, dropped = self_seed(
         target,
-        config.prompts,
-        batch_size=config.answers.batch_size,
-        seed=config.seed,
+        settings,
+        batch_size=batch_size,
+        seed=seed,
+        name=name,
         rank=rank,
         num_processes=state.num_processes,
         exchange=gather_object,
-        write=None if writer is None else partial(server_turns, writer, config.prompts, folder, rank),
+        write=write,
+        kind_of=None if kinds is None else lambda number: plan_prompt(kinds, seed, name, number).kind,
+        admission=admission,
     )
     if state.is_main_process:
-        journal.append("prompts", {"prompts": [asdict(prompt) for prompt in written], "dropped": dropped})
+        journal.append(f"prompts {name}".strip(), {"prompts": [asdict(prompt) for prompt in written], "dropped": dropped})
     return written, dropped
 
 
@@ -246,10 +323,13 @@ def _writer(config: DataConfig, target: Target) -> tuple[Any, ...]:
     return (FORMAT_VERSION, target.identity.to_dict(), settings.dtype, settings.attention, settings.forward, config.seed)
 
 
-def _count(conversations: Sequence[Conversation]) -> dict[str, int]:
+def _count(conversations: Sequence[Conversation], source_of: Mapping[str, str]) -> dict[str, Any]:
+    sources = Counter(source for row in conversations if (source := source_of.get(row.prompt_id)))
     return {
         "prompts": len({row.prompt_id for row in conversations}),
         "conversations": len(conversations),
         "answer_tokens": count_answer_tokens(conversations),
         "cut_off": sum(not row.ended for row in conversations),
+        "by_kind": dict(sorted(Counter(row.category for row in conversations).items())),
+        **({"by_source": dict(sorted(sources.items()))} if sources else {}),
     }

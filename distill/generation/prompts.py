@@ -14,7 +14,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any
 import datasets
 
 from configs.runtime.errors import InputError, first_line
-from configs.schema.data import PromptsConfig
+from configs.schema.data import PromptsConfig, SourceConfig
 from distill.dataset.conversations import Message, folded_text, text_hash
 from distill.generation.row_formats import detect_format, to_turns_or_messages
 from distill.generation.source_files import read_source
@@ -35,6 +35,7 @@ OVERLAP = "overlaps_held_out"
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")  # what a chat template may read
 TOO_LONG = "too_long"
 TRUNCATED = "truncated"
+OUTSIDE_LIMITS = "outside_min_and_max_tokens"
 
 logger = logging.getLogger("draftsmith")
 
@@ -49,6 +50,8 @@ class Prompt:
     history: tuple[Message, ...] = ()  # what went before the first turn: a system message, earlier exchanges
     answer: str | None = field(default=None, compare=False)  # the data set's own, ignored by comparisons
     where: str = field(default="", compare=False)  # file and line, for messages
+    source: str = field(default="", compare=False)  # its name, where there are several
+    max_new_tokens: int | None = field(default=None, compare=False)  # of its answers; None: answers.max_new_tokens
 
     @property
     def messages(self) -> list[Message]:
@@ -97,8 +100,62 @@ def read_prompts(config: PromptsConfig) -> list[Prompt]:
     return prompts
 
 
+@dataclass(frozen=True, kw_only=True)
+class Admission:
+    """Which prompts of one of several sources are taken: those within its limits that no source had before.
+
+    Args:
+        target: in whose chat template they are measured.
+        source: has the limits.
+        taken: the prompts of all sources so far, by everything said; admitted ones are added.
+    """
+
+    target: Target
+    source: SourceConfig
+    taken: set[str]
+
+    def objection(self, prompt: Prompt) -> str | None:
+        """Admit a prompt, or return why it is left out."""
+        least, most = self.source.min_tokens, self.source.max_tokens
+        if least is not None or most is not None:
+            length = len(self.target.encode_chat(prompt.messages))
+            if length < (least or 0) or (most is not None and length > most):
+                return OUTSIDE_LIMITS
+        said = everything_said(prompt)
+        if said in self.taken:
+            return DUPLICATE
+        self.taken.add(said)
+        return None
+
+    def first(
+        self, given: Iterable[Prompt], settings: PromptsConfig, max_new_tokens: int
+    ) -> tuple[list[Prompt], dict[str, int]]:
+        """Return the first prompts that fit and are admitted, as many as the settings say, and how many did not."""
+        prompts: list[Prompt] = []
+        dropped = Counter[str]()
+        for each in given:
+            fitting, changed = fit_prompts(self.target, [each], settings.on_too_long, max_new_tokens)
+            reasons = [reason for reason in map(self.objection, fitting) if reason is not None]
+            dropped.update(changed)
+            dropped.update(reasons)
+            prompts += [] if reasons else fitting
+            if len(prompts) == settings.num_prompts:
+                break
+        return prompts, dict(dropped)
+
+    def named(self, prompt: Prompt) -> Prompt:
+        """Return a prompt under the name of its source, which has ids of its own, with the limit of its answers."""
+        name = self.source.name
+        return replace(prompt, prompt_id=f"{name}/{prompt.prompt_id}", source=name, max_new_tokens=self.source.max_new_tokens)
+
+
 def load_dataset_prompts(config: PromptsConfig) -> list[Prompt]:
-    """Return the first `num_prompts` rows of a data set, whose prompts stand in the column `config.field`, if it has one.
+    """Return the first `num_prompts` rows of a data set; see `dataset_prompts`."""
+    return list(islice(dataset_prompts(config), config.num_prompts))
+
+
+def dataset_prompts(config: PromptsConfig) -> Iterator[Prompt]:
+    """Yield the rows of a data set, whose prompts stand in the column `config.field`, if it has one.
 
     Raises:
         InputError: the data set, its split or the column cannot be had, or a row (named) holds no prompt.
@@ -107,13 +164,10 @@ def load_dataset_prompts(config: PromptsConfig) -> list[Prompt]:
     rows = load_rows(path, config.subset, config.split, section="prompts")
     if config.format == "auto" and config.field in rows.column_names:
         config = config.model_copy(update={"format": "column"})
-    prompts = [
-        _read_row({**row, "question_id": f"row-{number}"}, config, f"data set {path}, row {number}")[0]
-        for number, row in enumerate(islice(rows, config.num_prompts))
-    ]
-    if not prompts:
+    if not len(rows):
         raise InputError(f"data set {path}, split {config.split!r}, is empty")
-    return prompts
+    for number, row in enumerate(rows):
+        yield _read_row({**row, "question_id": f"row-{number}"}, config, f"data set {path}, row {number}")[0]
 
 
 def _read_row(row: Mapping[str, Any], config: PromptsConfig, where: str) -> tuple[Prompt, str]:
@@ -223,7 +277,7 @@ def split_prompts(prompts: Sequence[Prompt], held_out_share: float) -> Split:
     Raises:
         InputError: no prompt is left on one of the sides.
     """
-    distinct = list({_everything_said(prompt): prompt for prompt in reversed(prompts)}.values())[::-1]
+    distinct = list({everything_said(prompt): prompt for prompt in reversed(prompts)}.values())[::-1]
     held_out = [prompt for prompt in distinct if hash_position(prompt.user_text) < held_out_share]
     candidates = [prompt for prompt in distinct if hash_position(prompt.user_text) >= held_out_share]
     known = {gram for prompt in held_out for gram in word_grams(prompt.user_text)}
@@ -288,7 +342,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _everything_said(prompt: Prompt) -> str:
+def everything_said(prompt: Prompt) -> str:
     """Return the text by which prompts count as duplicates: unlike the split, it tells system messages apart."""
     history = [f"{message['role']}: {message['content']}" for message in prompt.history]
     return folded_text("\n".join([*history, *prompt.turns]))

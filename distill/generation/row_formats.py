@@ -1,7 +1,9 @@
 """The forms in which rows hold prompts and conversations, recognised by their keys and brought to `turns` or `messages`.
 
     turns              turns: user messages to be answered one after the other (MT-bench, Spec-Bench)
-    messages           messages: {role, content}, as of OpenAI; the content may be a list of text parts
+    messages           messages: {role, content}, as of OpenAI (a logged request); the content may be a list of text parts
+    request            request: {messages}, a log of requests and responses; the responses are not read
+    batch              body: {messages}, as of OpenAI's batch files
     sharegpt           conversations: {from, value}
     humaneval          task_id, prompt
     gsm8k              question, answer
@@ -25,6 +27,8 @@ from configs.runtime.errors import InputError
 KEYS = {
     "turns": ("turns",),
     "messages": ("messages",),
+    "request": ("request",),
+    "batch": ("body",),
     "sharegpt": ("conversations",),
     "humaneval": ("task_id", "prompt"),
     "gsm8k": ("question", "answer"),
@@ -32,7 +36,7 @@ KEYS = {
     "prompt_completion": ("prompt",),
     "text": ("text",),
 }
-ID_KEYS = ("question_id", "id", "prompt_id", "task_id")
+ID_KEYS = ("question_id", "id", "prompt_id", "task_id", "custom_id")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
 
 
@@ -97,6 +101,11 @@ def _content(row: Mapping[str, Any], format: str, column: str, answer_column: st
             return {"turns": row["turns"]}
         case "messages":
             return {"messages": _plain_messages(row["messages"], where)}
+        case "request" | "batch":
+            asked = row[KEYS[format][0]]
+            if not isinstance(asked, Mapping) or "messages" not in asked:
+                raise InputError(f"{where}: {KEYS[format][0]} must hold the messages of a chat, got {str(asked)[:60]!r}")
+            return {"messages": _plain_messages(asked["messages"], where)}
         case "sharegpt":
             return {"messages": _from_sharegpt(row["conversations"], where)}
         case "humaneval":

@@ -2,7 +2,8 @@
 
 An instruction-tuned model has seen many user turns and writes plausible ones (the idea of Magpie, 2406.08464). The template is
 taken apart by rendering it around a marker text. Turn n is a function of (seed, n), and the prompts are the first usable turns
-by number: neither the batch size nor the number of processes favours short turns, nor changes which turns are drawn.
+by number: neither the batch size nor the number of processes favours short turns, nor changes which turns are drawn. What the
+target is led to write (`prompts.kinds`), and prompts of several turns, are in `distill.generation.steering`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from configs.runtime.errors import InputError
 from configs.runtime.progress import progress
 from configs.schema.data import PromptsConfig
 from configs.schema.decoding import SamplingConfig
-from distill.dataset.conversations import folded_text
+from distill.dataset.conversations import Message, folded_text
 from distill.generation.continuation import TargetSource, TokenRow, continue_rows, request_number
-from distill.generation.prompts import DUPLICATE, Prompt
+from distill.generation.prompts import DUPLICATE, Admission, Prompt
+from distill.generation.spread import NearDuplicates
 from heads.target.loading import Target
 
 SENTINEL = "SELF-SEEDED-TURN-GOES-HERE"
@@ -27,8 +29,10 @@ MIN_TURNS_JUDGED = 256  # the yield is not judged on fewer
 
 UNUSABLE = "self_seeded_turn_unusable"  # not ended in time, with a special token inside, or filling the context
 TOO_SHORT = "self_seeded_turn_too_short"
+NEAR_DUPLICATE = "near_duplicate"
 
-Turn = tuple[int, str | None]  # its number, and its text; None where it is unusable
+# A prompt's number, and what the user says in it, one turn or a list of them; None where it is unusable.
+Turn = tuple[int, str | list[str] | None]
 WriteTurns = Callable[["UserFrame", Sequence[int]], Iterator[Turn]]  # writes the turns of these numbers, in any order
 Exchange = Callable[[list[Turn]], list[Turn]]
 
@@ -48,14 +52,19 @@ def self_seed(
     *,
     batch_size: int,
     seed: int,
+    name: str = "",
     rank: int = 0,
     num_processes: int = 1,
     exchange: Exchange = lambda turns: turns,
     write: WriteTurns | None = None,
+    kind_of: Callable[[int], str] | None = None,
+    admission: Admission | None = None,
 ) -> tuple[list[Prompt], dict[str, int]]:
     """Let the target, or `write` in its place, write `config.num_prompts` distinct user turns, `batch_size` together.
 
-    This process writes the share of its `rank`; `exchange` gathers the turns of all processes, the same everywhere.
+    This process writes the share of its `rank`; `exchange` gathers the turns of all processes, the same everywhere. `name` is
+    the source's, where there are several. Turns of kinds (`kind_of` a number) must also differ in more than a few words;
+    `admission` may refuse further ones.
 
     Returns:
         The prompts, and how many turns were thrown away, by reason. Turns written beyond those needed are not counted.
@@ -64,8 +73,8 @@ def self_seed(
         InputError: the template cannot be taken apart, or hardly any turn is usable.
     """
     frame = find_user_frame(target, config.max_prompt_tokens)
-    chosen: dict[str, Prompt] = {}  # by normalised text
-    dropped = Counter[str]()
+    choice = _Choice(config, kind_of, admission)
+    chosen, dropped = choice.chosen, choice.dropped
     num_written = 0
     with progress("self-seeded prompts", config.num_prompts, "prompts") as advance:
         while len(chosen) < config.num_prompts:
@@ -75,19 +84,19 @@ def self_seed(
             wave = range(num_written, num_written + max(batch_size, num_wanted))
             mine = [number for number in wave if number % num_processes == rank]
             if write is None:
-                turns = write_turns(target, frame, mine, config, batch_size=batch_size, seed=seed)
+                turns = write_turns(target, frame, mine, config, batch_size=batch_size, seed=seed, name=name)
             else:
                 turns = write(frame, mine)
             shown = _with_progress(turns, advance, step=num_processes, room=config.num_prompts - before)
             written = exchange(list(shown))
-            _choose(sorted(written), config, chosen, dropped)
+            choice.add(sorted(written, key=lambda turn: turn[0]))
             num_written = wave.stop
             _check_yield(len(chosen), num_written)
     return list(chosen.values()), dict(sorted(dropped.items()))
 
 
-def find_user_frame(target: Target, max_prompt_tokens: int) -> UserFrame:
-    """Take the chat template apart at a user's text.
+def find_user_frame(target: Target, max_prompt_tokens: int, before: Sequence[Message] = ()) -> UserFrame:
+    """Take the chat template apart at a user's text, which follows the messages `before`.
 
     Raises:
         InputError: there is no template, it does not show a user's text once and unchanged with something before and after
@@ -98,7 +107,7 @@ def find_user_frame(target: Target, max_prompt_tokens: int) -> UserFrame:
         raise InputError(
             f"target {name} has no chat template; self-seeded prompts need one: give prompts.source file or dataset"
         )
-    rendered = str(tokenizer.apply_chat_template([{"role": "user", "content": SENTINEL}], tokenize=False))
+    rendered = str(tokenizer.apply_chat_template([*before, {"role": "user", "content": SENTINEL}], tokenize=False))
     prefix, found, suffix = rendered.partition(SENTINEL)
     # A trailing space would become a token of its own, which ordinary text does not continue.
     prefix, end_text = prefix.rstrip(" "), suffix.strip()
@@ -119,26 +128,38 @@ def find_user_frame(target: Target, max_prompt_tokens: int) -> UserFrame:
 
 
 def write_turns(
-    target: Target, frame: UserFrame, numbers: Sequence[int], config: PromptsConfig, *, batch_size: int, seed: int
+    target: Target,
+    frame: UserFrame,
+    numbers: Sequence[int],
+    config: PromptsConfig,
+    *,
+    batch_size: int,
+    seed: int,
+    name: str = "",
 ) -> Iterator[Turn]:
     """Let the target write the turns of these numbers; yield each as it ends. A turn that has ended makes room for the next."""
     limit = len(frame.prefix_ids) + config.max_prompt_tokens
-    rows = (TokenRow(key=n, prompt_ids=frame.prefix_ids, limit=limit, request=turn_request(n)) for n in numbers)
+    rows = (TokenRow(key=n, prompt_ids=frame.prefix_ids, limit=limit, request=turn_request(n, name)) for n in numbers)
     sampling = SamplingConfig(temperature=config.temperature, top_p=config.top_p)
     source = TargetSource(target, sampling, shared_prompt=True)
+    for row in continue_rows(source, rows, seed=seed, has_ended=turn_ended(target, frame), batch_size=batch_size):
+        yield row.key, read_turn(target, frame, row.written)
+
+
+def turn_ended(target: Target, frame: UserFrame) -> Callable[[TokenRow], bool]:
+    """Return what says, after each token, whether the user's turn that a row writes has ended."""
 
     def has_ended(row: TokenRow) -> bool:
         if row.tokens[-1] in frame.end_ids or row.tokens[-1] in target.eos_token_ids:
             return True
         return not frame.end_ids and frame.end_text in target.tokenizer.decode(row.written)
 
-    for row in continue_rows(source, rows, seed=seed, has_ended=has_ended, batch_size=batch_size):
-        yield row.key, read_turn(target, frame, row.written)
+    return has_ended
 
 
-def turn_request(number: int) -> int:
-    """Return the number that names a turn's random numbers."""
-    return request_number(f"self-{number}")
+def turn_request(number: int, name: str = "") -> int:
+    """Return the number that names a turn's random numbers, of the source of that name."""
+    return request_number(f"{name}/self-{number}" if name else f"self-{number}")
 
 
 def read_turn(target: Target, frame: UserFrame, ids: Sequence[int]) -> str | None:
@@ -167,19 +188,40 @@ def _with_progress(turns: Iterator[Turn], advance: Callable[[int], None], *, ste
         yield number, text
 
 
-def _choose(turns: Sequence[Turn], config: PromptsConfig, chosen: dict[str, Prompt], dropped: Counter[str]) -> None:
-    """Add turns, in the order of their numbers, to the prompts or to the count of those dropped, until there are enough."""
-    for number, text in turns:
-        if len(chosen) == config.num_prompts:
-            return
-        if text is None:
-            dropped[UNUSABLE] += 1
-        elif len(text) < MIN_CHARACTERS:
-            dropped[TOO_SHORT] += 1
-        elif folded_text(text) in chosen:
-            dropped[DUPLICATE] += 1
-        else:
-            chosen[folded_text(text)] = Prompt(prompt_id=f"self-{number}", category=config.category, turns=(text,))
+class _Choice:
+    """The prompts so far, by normalised text, and how many turns were dropped."""
+
+    def __init__(self, config: PromptsConfig, kind_of: Callable[[int], str] | None, admission: Admission | None) -> None:
+        self.config, self.kind_of, self.admission = config, kind_of, admission
+        self.chosen: dict[str, Prompt] = {}
+        self.dropped = Counter[str]()
+        self._near = NearDuplicates()
+
+    def add(self, turns: Sequence[Turn]) -> None:
+        """Add turns, in the order of their numbers, to the prompts or to the count of those dropped, until there are enough."""
+        for number, said in turns:
+            if len(self.chosen) == self.config.num_prompts:
+                return
+            category = self.config.category if self.kind_of is None else self.kind_of(number)
+            texts = (said,) if isinstance(said, str) else tuple(said or ())
+            prompt = Prompt(prompt_id=f"self-{number}", category=category, turns=texts)
+            reason = self._objection(prompt)
+            if reason is None:
+                self.chosen[folded_text(prompt.user_text)] = prompt
+            else:
+                self.dropped[reason] += 1
+
+    def _objection(self, prompt: Prompt) -> str | None:
+        """Return why a prompt is dropped, None where it is not."""
+        if not prompt.turns:
+            return UNUSABLE
+        if len(prompt.user_text) < MIN_CHARACTERS:
+            return TOO_SHORT
+        if folded_text(prompt.user_text) in self.chosen:
+            return DUPLICATE
+        if self.kind_of is not None and not self._near.add(prompt.user_text):
+            return NEAR_DUPLICATE
+        return None if self.admission is None else self.admission.objection(prompt)
 
 
 def _check_yield(num_chosen: int, num_written: int) -> None:

@@ -50,9 +50,8 @@ class ServerAnswerJob(AnswerJob):
     def _answer(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
         states = set[str | None]()
 
-        def write(prompts_ids: Sequence[Sequence[int]], requests: Sequence[int]) -> list[list[int] | str]:
-            limit = self.config.max_new_tokens
-            written = [self.writer.write(ids, request, limit) for ids, request in zip(prompts_ids, requests, strict=True)]
+        def write(ids: Sequence[Sequence[int]], requests: Sequence[int], limits: Sequence[int]) -> list[list[int] | str]:
+            written = [self.writer.write(*each) for each in zip(ids, requests, limits, strict=True)]
             states.update(each.system_fingerprint for each in written)
             return [each.answer for each in written]
 
@@ -82,9 +81,18 @@ def server_answer_job(
 
 
 def server_turns(
-    writer: ServerWriter, config: PromptsConfig, folder: Path, rank: int, frame: UserFrame, numbers: Sequence[int]
+    writer: ServerWriter,
+    config: PromptsConfig,
+    folder: Path,
+    rank: int,
+    frame: UserFrame,
+    numbers: Sequence[int],
+    *,
+    name: str = "",
 ) -> Iterator[Turn]:
     """Return the turns of these numbers in their order, asking a server for those that no journal holds.
+
+    `name` is that of the source of prompts, where there are several.
 
     Raises:
         InputError: the template ends a user's turn by plain text, or see `distill.server.concurrency.ask_all`.
@@ -94,17 +102,17 @@ def server_turns(
             f"the chat template of target {writer.target.identity.name} ends a user's turn by plain text, which a server "
             "cannot be asked to stop at: give prompts.source file or dataset"
         )
-    job = fingerprint(writer.fingerprint_parts(), config.model_dump(exclude={"num_prompts", "category"}))
+    job = fingerprint(writer.fingerprint_parts(), config.model_dump(exclude={"num_prompts", "category"}), name)
     found = read_journals(folder, TURN_JOURNALS, job)
     missing = {str(number): number for number in numbers if str(number) not in found}
     journal = Journal(folder / TURN_JOURNALS.format(rank=rank), job)
     with progress("turns asked for", len(missing), "turns") as advance:
-        _ask_missing(writer, missing, lambda number: _ask_turn(writer, config, frame, number), journal, advance)
+        _ask_missing(writer, missing, lambda number: _ask_turn(writer, config, frame, number, name), journal, advance)
     texts = found | journal.read()
     return ((number, texts[str(number)]) for number in numbers)
 
 
-def _ask_turn(writer: ServerWriter, config: PromptsConfig, frame: UserFrame, number: int) -> str | None:
+def _ask_turn(writer: ServerWriter, config: PromptsConfig, frame: UserFrame, number: int, name: str) -> str | None:
     """Return the text of a turn, None where it is unusable."""
     target, limit = writer.target, config.max_prompt_tokens
     if len(frame.prefix_ids) + limit > writer.max_positions:
@@ -115,7 +123,9 @@ def _ask_turn(writer: ServerWriter, config: PromptsConfig, frame: UserFrame, num
     sampling = SamplingConfig(temperature=config.temperature, top_p=config.top_p)
     end_ids = sorted({*frame.end_ids, *target.eos_token_ids})
     with naming(f"self-seeded turn {number}"):
-        completion = replace(writer, sampling=sampling).ask(frame.prefix_ids, turn_request(number), limit, end_ids=end_ids)
+        completion = replace(writer, sampling=sampling).ask(
+            frame.prefix_ids, turn_request(number, name), limit, end_ids=end_ids
+        )
     return read_turn(target, frame, read_ids(completion, limit, end_ids, target.vocab_size, writer.where))
 
 

@@ -16,6 +16,12 @@ PARTS = {"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "te
 ROWS = {
     "turns": ({"turns": ["Hi", "And?"], "reference": ["a", "b"]}, ("Hi", "And?"), None),
     "messages": ({"messages": [PARTS, ASSISTANT]}, ("Hi",), "Hello"),
+    "request": (
+        {"request": {"model": "m", "messages": [PARTS], "stream": True}, "response": {"id": "r"}, "status": 200},
+        ("Hi",),
+        None,
+    ),
+    "batch": ({"custom_id": "1", "method": "POST", "url": "/v1", "body": {"messages": [USER]}}, ("Hi",), None),
     "sharegpt": ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}, ("Hi",), "Hello"),
     "humaneval": ({"task_id": "HumanEval/3", "prompt": "def f(x):\n", "test": "assert f(1)"}, ("def f(x):\n",), None),
     "gsm8k": ({"question": "How many?", "answer": "#### 4"}, ("How many?",), "#### 4"),
@@ -42,6 +48,11 @@ def test_each_format_is_known_by_its_keys_and_asks_its_prompt(name):
     assert detect_format(row, "row 0", "suite.column") == name
     prompt = parsed({**row, "category": "odd"})
     assert (prompt.turns, prompt.answer, prompt.category) == (turns, answer, "odd")
+
+
+def test_a_request_without_messages_is_refused():
+    with pytest.raises(InputError, match=r"row 0: body must hold the messages of a chat, got \"{'input': 'Hi'}\""):
+        parsed({"custom_id": "1", "body": {"input": "Hi"}})
 
 
 def test_tools_stay_in_the_history():

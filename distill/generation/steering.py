@@ -1,0 +1,227 @@
+"""Steered self-seeding: each prompt is led to a kind of task, drawn by weight, by words that its user's turn begins with.
+
+What prompt number n is led to (`Plan`) is drawn from (seed, n), out of `seeds.yaml`. The target then writes, each step for all
+prompts together and with random numbers named by the prompt's number:
+
+    1. for kinds with a text to work on, that text, as its answer to a request such as "Write a travel guide about tides."
+    2. the rest of the user's turn; nothing where instruction and text are all of it
+    3. for a dialogue, its own answer and the user's next turn, once or twice
+
+A target's texts and questions are often poor. What counts is that they are many and varied: a draft learns from the answers.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from configs.runtime.yaml_reader import parse_yaml
+from configs.schema.data import PromptKind, PromptsConfig
+from configs.schema.decoding import SamplingConfig
+from distill.dataset.conversations import Message
+from distill.generation.continuation import TargetSource, TokenRow, continue_rows, request_number
+from distill.generation.self_seeding import UserFrame, find_user_frame, read_turn, turn_ended
+from heads.target.loading import Target
+
+SEEDS = Path(__file__).with_name("seeds.yaml")
+REGISTER_SHARE = 0.3
+MIN_TEXT = 80  # characters
+ANSWER_TOKENS = 96  # of the answers that a dialogue's next turn follows
+TEMPLATE_ROOM = 32  # tokens of the context left for the template around a further turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a prompt is led to.
+
+    Args:
+        kind: its category.
+        opening: what the user's turn begins with, or the instruction about a text.
+        text_request: asks the target for the text; None for kinds without one.
+        text_share: of the longest text allowed.
+        text_first: the text stands before the instruction.
+        goes_on: the target continues the turn.
+        follow_ups: what each further turn begins with.
+    """
+
+    kind: str
+    opening: str
+    text_request: str | None = None
+    text_share: float = 1.0
+    text_first: bool = False
+    goes_on: bool = True
+    follow_ups: tuple[str, ...] = ()
+
+
+def plan_prompt(weights: Mapping[PromptKind, float], seed: int, name: str, number: int) -> Plan:
+    """Draw what a prompt is led to.
+
+    Args:
+        weights: of the kinds.
+        seed: of the run.
+        name: of the source.
+        number: of the prompt.
+    """
+    draws, seeds = random.Random(f"{seed}/{name}/{number}"), _seeds()
+    kinds = sorted(weights)
+    kind = draws.choices(kinds, [weights[each] for each in kinds])[0]
+    if kind in seeds["instructions"]:
+        return Plan(
+            kind=kind,
+            opening=_filled(draws, seeds["instructions"][kind]),
+            text_request=_filled(draws, seeds["texts"]),
+            text_share=draws.uniform(0.2, 1.0),
+            text_first=draws.random() < 0.5,
+            goes_on=kind == "answer_from",
+        )
+    begins = draws.choice(seeds["dialogues_begin_with"]) if kind == "dialogue" else kind
+    opening = "" if begins == "free" else _filled(draws, seeds["openings"][begins])
+    if begins in seeds["registers_for"] and draws.random() < REGISTER_SHARE:
+        opening = draws.choice(seeds["registers"]) + opening
+    num_further = draws.choice((1, 1, 2)) if kind == "dialogue" else 0
+    return Plan(kind=kind, opening=opening, follow_ups=tuple(draws.choice(seeds["follow_ups"]) for _ in range(num_further)))
+
+
+def write_steered(
+    target: Target,
+    frame: UserFrame,
+    numbers: Sequence[int],
+    config: PromptsConfig,
+    *,
+    batch_size: int,
+    seed: int,
+    name: str = "",
+) -> Iterator[tuple[int, list[str] | None]]:
+    """Let the target write the prompts of these numbers; yield each with its turns, None where it is unusable."""
+    return _Writer(target, frame, config, batch_size, seed, name).write(numbers)
+
+
+@dataclass(frozen=True)
+class _Writer:
+    target: Target
+    frame: UserFrame
+    config: PromptsConfig
+    batch_size: int
+    seed: int
+    name: str
+
+    def write(self, numbers: Sequence[int]) -> Iterator[tuple[int, list[str] | None]]:
+        plans = {number: plan_prompt(self.config.kinds or {}, self.seed, self.name, number) for number in numbers}
+        openings = {number: plan.opening for number, plan in plans.items() if plan.text_request is None}
+        texts = self._texts({number: plan for number, plan in plans.items() if plan.text_request is not None})
+        openings |= {number: _around(plans[number], text) for number, text in texts.items()}
+        turns = {number: [text] for number, text in openings.items() if not plans[number].goes_on and self._fits(text)}
+        goes_on = {number: (self.frame, text) for number, text in openings.items() if plans[number].goes_on}
+        turns |= {number: [text] for number, text in self._user_turns(goes_on, "turn-0").items()}
+        history: dict[int, list[Message]] = {number: [] for number in turns}
+        for further in range(max((len(plan.follow_ups) for plan in plans.values()), default=0)):
+            self._go_on(turns, history, plans, further)
+        for number in numbers:
+            said = turns.get(number)
+            yield number, said if said is None or len(said) > bool(plans[number].follow_ups) else None
+
+    def _go_on(
+        self, turns: dict[int, list[str]], history: dict[int, list[Message]], plans: Mapping[int, Plan], further: int
+    ) -> None:
+        """Append a further turn to the dialogues that are to have one and have all before it."""
+        due = [number for number, said in turns.items() if len(plans[number].follow_ups) > further and len(said) == further + 1]
+        for number in due:
+            history[number].append(_said(turns[number][-1]))
+        asked = {number: self.target.encode_chat(history[number]) for number in due}
+        room = self.target.max_positions - self.config.max_prompt_tokens - TEMPLATE_ROOM
+        frames: dict[int, tuple[UserFrame, str]] = {}
+        for number, ids in self._continue(asked, ANSWER_TOKENS, f"answer-{further}").items():
+            history[number].append({"role": "assistant", "content": self._plain(ids)})
+            if len(asked[number]) + len(ids) < room:
+                frame = find_user_frame(self.target, self.config.max_prompt_tokens, history[number])
+                frames[number] = (frame, plans[number].follow_ups[further])
+        for number, text in self._user_turns(frames, f"turn-{further + 1}").items():
+            turns[number].append(text)
+
+    def _texts(self, plans: Mapping[int, Plan]) -> dict[int, str]:
+        """Return the texts that prompts work on, up to their last whole sentence."""
+        asked = {number: self.target.encode_chat([_said(plan.text_request or "")]) for number, plan in plans.items()}
+        limits = {number: max(1, int(plan.text_share * self.config.max_text_tokens)) for number, plan in plans.items()}
+        texts = {}
+        for number, ids in self._continue(asked, limits, "text").items():
+            text = self._plain(ids)
+            if ids[-1] not in self.target.eos_token_ids:
+                text = text[: 1 + max(text.rfind(mark) for mark in ".!?\n。")]
+            if len(text.strip()) >= MIN_TEXT:
+                texts[number] = text.strip()
+        return texts
+
+    def _user_turns(self, openings: Mapping[int, tuple[UserFrame, str]], stage: str) -> dict[int, str]:
+        """Return the user's turns that begin with these words, where the target ended them after some of its own."""
+        tokenizer = self.target.tokenizer
+        begun = {
+            number: tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+            for number, (_, text) in openings.items()
+        }
+        prefixes = {number: [*frame.prefix_ids, *begun[number]] for number, (frame, _) in openings.items()}
+        texts = {}
+        for number, ids in self._continue(prefixes, self.config.max_prompt_tokens, stage, user=True).items():
+            text = read_turn(self.target, self.frame, [*begun[number], *ids])
+            if text is not None and len(text) > len(openings[number][1].strip()):
+                texts[number] = text
+        return texts
+
+    def _continue(
+        self, prompts: Mapping[int, Sequence[int]], limits: int | Mapping[int, int], stage: str, *, user: bool = False
+    ) -> dict[int, list[int]]:
+        """Continue prompts that leave room in the context, in batches of similar length, up to the end of a turn."""
+        sampling = SamplingConfig(temperature=self.config.temperature, top_p=self.config.top_p)
+        longest = self.target.max_positions
+        fitting = sorted((number for number, ids in prompts.items() if len(ids) < longest), key=lambda each: len(prompts[each]))
+        ended = turn_ended(self.target, self.frame) if user else lambda row: row.tokens[-1] in self.target.eos_token_ids
+        written: dict[int, list[int]] = {}
+        for start in range(0, len(fitting), self.batch_size):
+            rows = [
+                TokenRow(
+                    key=number,
+                    prompt_ids=prompts[number],
+                    limit=min(longest, len(prompts[number]) + (limits if isinstance(limits, int) else limits[number])),
+                    request=request_number(f"{self.name}/{number}/{stage}"),
+                )
+                for number in fitting[start : start + self.batch_size]
+            ]
+            for row in continue_rows(TargetSource(self.target, sampling), rows, seed=self.seed, has_ended=ended):
+                written[row.key] = row.written
+        return written
+
+    def _fits(self, text: str) -> bool:
+        return len(self.target.encode_chat([_said(text)])) < self.target.max_positions
+
+    def _plain(self, ids: Sequence[int]) -> str:
+        return str(self.target.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def _around(plan: Plan, text: str) -> str:
+    """Return a turn about a text, or its beginning."""
+    if plan.goes_on:
+        return f"{plan.opening}\n\n{text}\n\nQuestion:"
+    return f"{text}\n\n{plan.opening}" if plan.text_first else f"{plan.opening}\n\n{text}"
+
+
+def _said(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _filled(draws: random.Random, templates: Sequence[str]) -> str:
+    """Draw a template and words for its slots."""
+    slots = _seeds()["slots"]
+
+    def word(found: re.Match[str]) -> str:
+        return str(draws.randint(2, 97)) if found[1] == "number" else str(draws.choice(slots[found[1]]))
+
+    return re.sub(r"\{(\w+)\}", word, draws.choice(templates))
+
+
+@cache
+def _seeds() -> Any:
+    return parse_yaml(SEEDS.read_text(encoding="utf-8"), str(SEEDS))
