@@ -48,7 +48,7 @@ from heads.proposers.protocol import Proposer
 from heads.proposers.vocabulary import DraftVocabulary, keep_head_rows, read_draft_vocabulary, write_draft_vocabulary
 from heads.target.hidden_states import check_taps
 from heads.target.identity import TargetIdentity, hash_weights
-from heads.target.loading import load_with
+from heads.target.loading import UNREADABLE, load_with
 from heads.target.quantized import loader_of
 from heads.target.size_limits import check_causal_lm, check_head_sizes, no_larger_than
 
@@ -206,7 +206,7 @@ def _load_draft_lm(
         check_causal_lm(folder)
         load = loader_of(folder, target.dtype)
         model = load_with(target.config._attn_implementation, lambda attention: load(attn_implementation=attention))
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except UNREADABLE as error:
         raise InputError(f"{folder} is damaged: {first_line(error)}") from error
     torch.nn.Module.to(model, device=_device(device, target), dtype=target.dtype)
     model.eval().requires_grad_(False)

@@ -18,6 +18,7 @@ from configs.runtime.files import check_readable, read_json
 from heads.hub import METADATA_FILE
 from heads.proposers.vocabulary import DraftVocabulary
 from heads.target.identity import TargetIdentity, hash_files, hash_tokenizer
+from heads.target.loading import UNREADABLE
 
 WEIGHTS_FILE = "model.safetensors"
 VOCABULARY_FILE = "draft_vocabulary.safetensors"
@@ -86,9 +87,16 @@ def read_metadata(folder: Path) -> Metadata:
         InputError: the folder holds none, or it does not follow the format; or something in it is no file.
     """
     path = folder / METADATA_FILE
+    if folder.is_dir():
+        check_readable(folder)
     if not path.is_file():
-        raise InputError(f"{folder} is no artifact: it holds no {METADATA_FILE}")
-    check_readable(folder)
+        words = f"{folder} is no artifact: it holds no {METADATA_FILE}"
+        if (folder / "config.json").is_file():
+            words += (
+                "; eval/run.py and engines take a model as it is, while export, push and a gate's --artifact are for drafts "
+                "that were trained or imported here"
+            )
+        raise InputError(words)
     content = read_json(path, "artifact metadata")
     try:
         return Metadata.model_validate(content)
@@ -135,7 +143,7 @@ def untrained_metadata(folder: Path, identity: TargetIdentity) -> Metadata:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except UNREADABLE as error:
         raise InputError(
             f"{folder} holds neither {METADATA_FILE} nor a causal LM with its tokenizer ({first_line(error)}); "
             "a draft of another program is made an artifact by scripts/import.py"

@@ -12,6 +12,9 @@ from pathlib import Path
 
 if not __package__:  # run as a script: the checkout's root takes the place of this folder, which Python put first
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from configs.startup import guard_imports
+
+    guard_imports()
 
 from configs.runtime.command import run_command
 from configs.runtime.terminal import say
@@ -37,7 +40,8 @@ def main(config: ExportConfig, args: argparse.Namespace) -> None:
     folder = locate(TargetConfig(name=name, revision=None if args.target else known.get("revision")))
     if folder.is_file():
         raise InputError(
-            f"--target: {folder} is a single file; an export needs the target as a folder with config and safetensors"
+            f"--target: {folder} is a single file, and an export needs a folder with config and safetensors, or a Hub id: give "
+            "the checkpoint that the file was made from, with --set allow_target_mismatch=true, as it is not rounded alike"
         )
     target_name = name if not Path(name).exists() and not name.startswith("embedded:") else str(folder.resolve())
     source = read_source(

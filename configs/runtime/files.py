@@ -25,6 +25,8 @@ from configs.runtime.errors import InputError, first_line
 logger = logging.getLogger("draftsmith")
 
 LOCK_FILE = ".lock"
+DESCRIPTIONS = ("config.json", "generation_config.json", "draftsmith.json")
+MAX_DESCRIPTION_BYTES = 10_000_000
 CHECKOUT = Path(__file__).resolve().parents[2]  # or the folder of packages that a wheel was installed into
 
 
@@ -178,7 +180,9 @@ def inside(folder: Path, name: str, what: str) -> Path:
 
 
 def check_readable(folder: Path) -> None:
-    """Refuse a folder in which a name stands for a pipe, a socket or a device, of which reading may never end.
+    """Refuse a folder in which a name stands for a pipe, a socket or a device, or a model's description is a large file.
+
+    Reading the former may never end, and reading the latter takes minutes and gigabytes.
 
     Raises:
         InputError: names the first of them.
@@ -186,6 +190,8 @@ def check_readable(folder: Path) -> None:
     for path in sorted(folder.iterdir()):
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise InputError(f"{path}: expected a file, got a pipe, a socket or a device; remove it from the folder")
+        if path.name in DESCRIPTIONS and path.is_file() and path.stat().st_size > MAX_DESCRIPTION_BYTES:
+            raise InputError(f"{path} has {path.stat().st_size:,} bytes; such a file has some thousand, 10 million at most")
 
 
 def read_text(path: Path, what: str) -> str:

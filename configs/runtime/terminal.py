@@ -12,9 +12,11 @@ from typing import TextIO
 
 from configs.runtime.redaction import redact
 
-# All controls but tab and line feed, line and paragraph separators, directional marks, invisible tags, lone surrogates.
+# All controls but tab and line feed, line and paragraph separators, directional marks, invisible tags, lone surrogates, and
+# characters of no width but the two that join or part letters of some scripts.
 UNSEEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff\U000e0000-\U000e007f]"
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff"
+    "\U000e0000-\U000e007f]"
 )
 
 

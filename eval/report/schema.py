@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from configs.runtime.errors import InputError
-from configs.runtime.files import read_json, write_json
+from configs.runtime.files import check_readable, read_json, write_json
 from eval.report.sections import (
     AcceptanceSection,
     Bounds,
@@ -294,7 +294,11 @@ def load_report(path: Path, what: str = "report") -> Report:
 
 def report_file(path: str | Path) -> Path:
     """Return the report's file; the folder that `eval/run.py` wrote stands for the `report.json` in it."""
-    return Path(path) / "report.json" if Path(path).is_dir() else Path(path)
+    path = Path(path)
+    if not path.is_dir():
+        return path
+    check_readable(path)
+    return path / "report.json"
 
 
 def write_report(path: Path, report: Report) -> None:

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from accelerate.utils import parse_flag_from_env
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, StrictDataclassError
 from jinja2 import TemplateError
 from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from configs.runtime.errors import InputError, first_line
+from configs.runtime.files import check_readable
 from configs.runtime.redaction import redact
 from configs.schema.target import TargetConfig
 from heads.inference.causal_lm import rope_limit
@@ -37,7 +38,16 @@ log = logging.getLogger("draftsmith")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 UNLIMITED = 2**31 - 1  # positions
 # What transformers raises for a file that is missing, damaged, contradictory, or needs a package that is not installed.
-UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError)
+UNREADABLE = (
+    OSError,
+    ValueError,
+    KeyError,
+    RuntimeError,
+    ImportError,
+    AssertionError,
+    SafetensorError,
+    StrictDataclassError,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,21 +85,27 @@ class Target:
         limits = [getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len")]  # the latter: MPT
         return min((limit for limit in (*limits, rope_limit(config)) if limit is not None and limit > 0), default=UNLIMITED)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, answer_follows: bool = True) -> list[int]:
-        """Return the token ids of a conversation in the chat template; `answer_follows` opens the assistant's turn.
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = (), answer_follows: bool = True
+    ) -> list[int]:
+        """Return the token ids of a conversation in the chat template.
+
+        Args:
+            messages: role and content, and what else the template reads.
+            tools: that the assistant may call, as OpenAI describes them, for templates that show them.
+            answer_follows: open the assistant's turn.
 
         Raises:
             InputError: the tokenizer has no chat template, or the template refuses the conversation: some know no system
                 message, some ask that user and assistant take turns.
         """
         if self.tokenizer.chat_template is None:
-            raise InputError(
-                f"target {self.identity.name} has no chat template; conversations cannot be encoded: set target.chat_template "
-                "to a Jinja file or to chatml, or for a base model to plain, the texts alone"
-            )
+            raise InputError(_no_chat_template(self.identity.name))
         conversation = [dict(message) for message in messages]
         try:
-            text = self.tokenizer.apply_chat_template(conversation, add_generation_prompt=answer_follows, tokenize=False)
+            text = self.tokenizer.apply_chat_template(
+                conversation, tools=[dict(tool) for tool in tools] or None, add_generation_prompt=answer_follows, tokenize=False
+            )
         except TemplateError as error:
             roles = ", ".join(message["role"] for message in conversation)
             raise InputError(
@@ -99,25 +115,39 @@ class Target:
         return list(self.tokenizer(str(text), add_special_tokens=False)["input_ids"])
 
 
-def load_target(config: TargetConfig) -> Target:
+def _no_chat_template(name: str) -> str:
+    return (
+        f"target {name} has no chat template; conversations cannot be encoded: set target.chat_template to a Jinja file or to "
+        "chatml, or for a base model to plain, the texts alone"
+    )
+
+
+def load_target(config: TargetConfig, *, for_chats: bool = False) -> Target:
     """Load, freeze and identify a target.
+
+    Args:
+        config: which, and how it runs.
+        for_chats: conversations will be encoded: refuse a tokenizer without a chat template, before weights are read.
 
     Raises:
         InputError: it cannot be found, is no causal LM that draftsmith can split (`heads.inference.model_checks.check_split`),
-            or has no lean forward where one was configured.
+            or has no lean forward where one was configured, or no chat template where one is needed.
     """
     if not sys.stderr.isatty():
         disable_progress_bar()  # in a log, redrawn bars hide the other lines
     path = locate(config)
     device = choose_device(config.device)
+    if path.is_dir():
+        check_readable(path)
     try:
-        model, tokenizer = _load_gguf_file(path, config) if path.suffix == ".gguf" else _load_folder(path, config, device)
+        tokenizer = _load_tokenizer(path, config)
+        if for_chats and tokenizer.chat_template is None:
+            raise InputError(_no_chat_template(redact(config.name)))
+        model = _load_model(path, config, device)
     except InputError:
         raise
     except UNREADABLE as error:
         raise InputError(f"target.name: {path} does not hold a causal LM and its tokenizer: {first_line(error)}") from error
-    if config.chat_template is not None:
-        set_chat_template(tokenizer, config.chat_template)
     weights_sha256 = hash_files([path]) if path.is_file() else hash_weights(path)
     # accelerate's hooks place the weights of a spread target.
     move(model, device if config.device_map is None else None, getattr(torch, config.dtype)).eval().requires_grad_(False)
@@ -205,12 +235,21 @@ def locate(config: TargetConfig) -> Path:
         ) from error
 
 
-def _load_gguf_file(path: Path, config: TargetConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    model = load_with(config.attention, partial(load_gguf, path))
-    return model, AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+def _load_tokenizer(path: Path, config: TargetConfig) -> PreTrainedTokenizerBase:
+    """Return the tokenizer, with the chat template that the config names."""
+    tokenizer: PreTrainedTokenizerBase
+    if path.suffix == ".gguf":
+        tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    if config.chat_template is not None:
+        set_chat_template(tokenizer, config.chat_template)
+    return tokenizer
 
 
-def _load_folder(path: Path, config: TargetConfig, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _load_model(path: Path, config: TargetConfig, device: torch.device) -> PreTrainedModel:
+    if path.suffix == ".gguf":
+        return load_with(config.attention, partial(load_gguf, path))
     spread: dict[str, Any] = {}
     if config.device_map is not None:
         spread = {"device_map": place_parts(path, config, device), "offload_folder": config.offload_folder}
@@ -220,8 +259,7 @@ def _load_folder(path: Path, config: TargetConfig, device: torch.device) -> tupl
             "a folder, or give more of target.max_memory"
         )
     load = loader_of(path, getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code)
-    model = load_with(config.attention, lambda attention: load(attn_implementation=attention, **spread))
-    return model, AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    return load_with(config.attention, lambda attention: load(attn_implementation=attention, **spread))
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -122,6 +122,10 @@ def rewrite(path: Path, **changes) -> None:
         {"intermediate_size": 10**9},
         {"vocab_size": 10**9},
         {"hidden_size": 2**20, "head_dim": 16},
+        {"num_attention_heads": 10**9},
+        {"pad_token_id": 10**9},
+        {"layer_types": ["full_attention"] * 1000},
+        {"note": " " * 11_000_000},
     ],
 )
 def test_a_draft_lm_larger_than_its_weights_is_not_built(strange, target, little_memory, changes):

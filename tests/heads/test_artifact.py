@@ -78,6 +78,11 @@ def test_another_tokenizer_is_refused_whatever_is_allowed(folder, target):
 def test_a_folder_without_metadata_is_no_artifact(tmp_path):
     with pytest.raises(InputError, match="is no artifact"):
         read_metadata(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(
+        InputError, match=r"holds no draftsmith\.json; eval/run\.py and engines take a model as it is, while export"
+    ):
+        read_metadata(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from configs.runtime.command import BAD_INPUT, DONE, run_command
+from configs.runtime.errors import InputError
 from configs.schema.heads import MedusaSettings
 from configs.schema.release import ENGINES, ExportConfig, ImportConfig
 from configs.schema.target import TargetConfig
+from eval.release.artifact_hash import read_shipped
 from heads.artifact import read_metadata
 from heads.families.registry import FAMILIES
 from heads.formats.exporting.table import FORMS
@@ -52,6 +54,17 @@ def import_(folder, *more):
     target = [part for key, value in settings.items() for part in ("--set", f"target.{key}={value}")]
     trial = ["--set", "prompts=[w1 w2 w3]", "--set", "max_new_tokens=64"]
     return run(ImportConfig, importing, folder / "out", "--out", folder / "back", *target, *trial, *more)
+
+
+def test_what_no_engine_is_given_is_refused_with_what_to_do(folder, capsys):
+    (folder / "model.gguf").write_bytes(b"GGUF")
+    out = ["--to", "vllm", "--out", folder / "out"]
+    assert run(ExportConfig, exporting, folder / "artifact", *out, "--target", folder / "model.gguf") == BAD_INPUT
+    assert "give the checkpoint that the file was made from, with --set allow_target_mismatch" in capsys.readouterr().err
+    assert run(ExportConfig, exporting, folder / "target", *out) == BAD_INPUT
+    assert "holds no draftsmith.json; eval/run.py and engines take a model as it is" in capsys.readouterr().err
+    with pytest.raises(InputError, match="a gate's --artifact are for drafts that were trained or imported here"):
+        read_shipped([folder / "target"])
 
 
 def test_there_and_back(folder, capsys):

@@ -14,7 +14,7 @@ from typing import Any
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_json
-from heads.artifact import METADATA_FILE, VOCABULARY_FILE
+from heads.artifact import METADATA_FILE, PROMPTS_FILE, VOCABULARY_FILE
 from heads.formats.exporting.flat import TENSORRT_NOTE, UNTRIED, sglang_command, tensorrt_command, transformers_lines
 from heads.formats.exporting.source import EMBEDDING, HEAD, Source
 from heads.formats.exporting.speculators import vllm_command
@@ -22,7 +22,7 @@ from heads.formats.layout import ExportLayout
 from heads.target.checkpoint_files import SINGLE_FILE, LazyTensor
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
-WRITTEN = {CONFIG, GENERATION, SINGLE_FILE, METADATA_FILE, VOCABULARY_FILE}
+WRITTEN = {CONFIG, GENERATION, SINGLE_FILE, METADATA_FILE, PROMPTS_FILE, VOCABULARY_FILE}
 
 
 def transformers(source: Source) -> ExportLayout:

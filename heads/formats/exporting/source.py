@@ -24,6 +24,7 @@ from heads.families.registry import FAMILIES
 from heads.modules.layers import LayerShape, layer_shape, shape_like
 from heads.proposers.vocabulary import DraftVocabulary, read_draft_vocabulary
 from heads.target.checkpoint_files import LazyTensor, Weights, constant, read_weights
+from heads.target.loading import UNREADABLE
 from heads.target.quantized import read_float_weights
 from heads.target.size_limits import check_counts
 
@@ -44,7 +45,7 @@ class TargetFolder:
             config = AutoConfig.from_pretrained(self.folder, local_files_only=True)
             with torch.device("meta"):
                 model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-        except (OSError, ValueError, KeyError) as error:
+        except UNREADABLE as error:
             raise InputError(f"{self.folder} holds no config of a causal LM: {first_line(error)}") from error
         return model
 

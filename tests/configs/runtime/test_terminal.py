@@ -11,8 +11,8 @@ from configs.runtime.progress import setup_logging
 from configs.runtime.terminal import one_line, printable, say
 from configs.schema.decoding import DecodeConfig
 
-NAME = "a\x1b[2J\x1b]0;title\x07\x9b1A\r\u202eb\u2066\U000e0041"
-SHOWN = r"a\x1b[2J\x1b]0;title\x07\x9b1A\r\u202eb\u2066\U000e0041"
+NAME = "a\x1b[2J\x1b]0;title\x07\x9b1A\r\u202eb\u2066\U000e0041\u200b\u2060"
+SHOWN = r"a\x1b[2J\x1b]0;title\x07\x9b1A\r\u202eb\u2066\U000e0041\u200b\u2060"
 
 
 def test_controls_are_written_out_and_every_other_character_stays():

@@ -1,6 +1,7 @@
 """The gate: bounds and not points, paired with the previous draft, strict about what was measured, honest exit codes."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from configs.schema.evaluation import GateConfig, GateRule
 from eval.gate import add_arguments, main
 from eval.release.artifact_hash import read_shipped
 from eval.release.checks import Artifact, judge
-from eval.report.schema import write_report
+from eval.report.schema import report_file, write_report
 from tests.support.reports import REMOVED, changed
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -38,6 +39,12 @@ def check_of(report, check, artifact=None, **gate):
     """Return what one of the checks that always hold finds."""
     verdict = judge(report, GateConfig(**gate), artifact=artifact)
     return next(finding for finding in verdict.findings if finding.check == check)
+
+
+def test_a_folder_whose_report_is_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "report.json")
+    with pytest.raises(InputError, match="expected a file, got a pipe"):
+        report_file(tmp_path)
 
 
 @pytest.mark.parametrize(

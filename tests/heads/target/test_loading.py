@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 import shutil
 
 import pytest
@@ -33,6 +34,15 @@ def test_a_folder_without_one_of_its_parts_is_named(folder, damaged):
     if damaged == "cut off":
         (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:1000])
     with pytest.raises(InputError, match="does not hold a causal LM and its tokenizer"):
+        load(folder)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_what_is_no_file_is_refused_and_not_waited_for(folder, name):
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(InputError, match=f"{name}: expected a file, got a pipe"):
         load(folder)
 
 

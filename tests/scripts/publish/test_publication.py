@@ -14,7 +14,7 @@ from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED, INCONCLUSIVE
 from configs.schema.heads import MedusaSettings, MtpSettings
 from eval.release.artifact_hash import read_shipped
 from eval.report.schema import load_report, numbers_of
-from heads.artifact import hash_artifact, read_metadata
+from heads.artifact import PROMPTS_FILE, hash_artifact, read_metadata
 from heads.families.registry import FAMILIES
 from tests.scripts.conftest import PLANTED, change, judge
 from tests.support.artifacts import save_artifact
@@ -87,6 +87,13 @@ def test_prompts_and_answers_stay_at_home_unless_asked_for(dry, push, release, t
     assert push("--dry-run", str(tmp_path / "more"), "--set", "samples=true")[0] == DONE
     kept = load_report(tmp_path / "more" / "report.json").samples
     assert kept == load_report(release / "evaluation" / "report.json").samples
+
+
+def test_hashes_of_the_prompts_trained_on_stay_at_home_in_exports_too(dry, release):
+    save_file({"user_texts": torch.zeros(1, dtype=torch.int64)}, release / "artifact" / PROMPTS_FILE)
+    folder = dry("--set", "exports=[transformers]", "--target", str(release / "target"))
+    assert (folder / "transformers" / "model.safetensors").is_file()
+    assert list(folder.rglob(PROMPTS_FILE)) == []
 
 
 def test_a_folder_that_exists_is_not_written_over(dry):
