@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
+import os
 import shutil
+import stat
 from pathlib import Path
 
 import pytest
@@ -241,6 +245,28 @@ def refusal(command, capsys):
 
 
 def test_the_command_evaluates_from_any_folder(command):
+    assert command() == 0
+    assert sorted(path.name for path in Path("evaluation").iterdir()) == FILES
+
+
+@pytest.mark.parametrize("writes", range(8))
+def test_a_full_disk_is_one_sentence_and_leaves_no_report_cut_short(command, writes, monkeypatch, capsys):
+    sync, calls = os.fsync, itertools.count()
+
+    def until_full(descriptor):
+        if next(calls) >= writes:
+            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)  # half of it was written
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", until_full)
+    assert command() == BAD_INPUT
+    complaints = [line for line in capsys.readouterr().err.splitlines() if "No space left" in line]
+    assert len(complaints) == 1
+    assert complaints[0].startswith("error: cannot write evaluation")
+    assert not Path("evaluation/report.json").exists() or report_in(EvalConfig(output="evaluation"))
+    monkeypatch.setattr(os, "fsync", sync)
     assert command() == 0
     assert sorted(path.name for path in Path("evaluation").iterdir()) == FILES
 
