@@ -45,7 +45,7 @@ class Case:
     Args:
         model: built of the tiny config; the reference.
         folder: where it is saved.
-        target: as loaded from there.
+        loaded: the target, as loaded from there, which `target` returns.
         answers: what transformers' `generate` continues the prompts by.
         artifacts: the drafts that were trained and saved.
     """
@@ -76,15 +76,13 @@ def reference_answer(model: PreTrainedModel, prompt: Sequence[int]) -> list[int]
     return list(text_1T[0, len(prompt) :].tolist())
 
 
-def check_answers(
-    case: Case, numbers: Sequence[int], settings: DecodeConfig, proposer: Proposer | None = None, target: Target | None = None
-) -> None:
+def check_answers(case: Case, numbers: Sequence[int], settings: DecodeConfig, proposer: Proposer | None = None) -> None:
     """Decode some of the prompts greedily, by default with drafts that are right and wrong in turns, and compare the answers.
 
     Raises:
         Wrong: one is not transformers', and not for a near tie.
     """
-    target = target or case.target
+    target = case.target
     texts = [prompt + answer for prompt, answer in zip(PROMPTS, case.answers, strict=True)]
     if proposer is None and settings.num_speculative_tokens:
         proposer = ScriptedDrafts(texts, VOCAB_SIZE)

@@ -148,12 +148,13 @@ def train_head(case: Case, settings: Eagle3Settings | MtpSettings) -> None:
     taps = cast(HeadModule, head).taps
     states = read_states(target.model, examples.input_ids_BT, taps)
     objective = HeadObjective(head, target, LossConfig())
-    # A copied block may have parameters that its family sets by other means than gradients.
-    learning = names_with_gradient(case.model, examples.input_ids_BT)
-    set_otherwise = [name for name, _ in case.model.named_parameters() if name not in learning]
-    ends = tuple("." + ".".join(name.split(".")[-2:]) for name in set_otherwise)
-    named = objective.named_parameters()
-    wanted = [name for name, parameter in named if parameter.requires_grad and not name.endswith(ends)]
+    # A block of the family's may have parameters that are set by other means than gradients; they get none in the model either.
+    learning = [f".{name}" for name in names_with_gradient(case.model, examples.input_ids_BT)]
+    wanted = []
+    for name, parameter in objective.named_parameters():
+        _, _, in_block = name.partition("mtp_block")
+        if parameter.requires_grad and (not in_block or any(each.endswith(in_block) for each in learning)):
+            wanted.append(name)
     train(objective, lambda: objective(examples, states, examples.loss_mask_BT.sum(), 1).loss, wanted)
     metadata = head_metadata(
         settings,
