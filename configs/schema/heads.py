@@ -157,7 +157,7 @@ class MtpSettings(HeadSettings):
     # Order of embedding and state where they are joined.
     concat_order: Literal["embedding_first", "hidden_first"] = "embedding_first"
     reads: Literal["post_norm", "pre_norm"] = "post_norm"  # the target's last state after its final norm, or (MiMo) before it
-    init_block: NonNegativeInt | None = None  # start the block from this one of the target's; None: the last one
+    init_block: NonNegativeInt | None = None  # start the block from this one of the target's; None: the last of attention
     init: Literal["scratch", "checkpoint"] = "scratch"  # checkpoint: the MTP weights in the target's own folder
 
     @property

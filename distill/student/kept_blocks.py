@@ -38,7 +38,7 @@ def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMode
     attention, which = model.config._attn_implementation, f"student.layers: blocks {_listed(layers)} of {name_of_class}"
     try:
         draft = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
-    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError) as error:
         raise InputError(f"{which} make no model of their own ({first_line(error)}); {REMEDY}") from error
     weights = _kept_weights(model, draft, layers)
     _check_same_weights(draft, weights, name_of_class)
@@ -60,14 +60,22 @@ def _kept_weights(model: PreTrainedModel, draft: PreTrainedModel, layers: Sequen
     """Return copies of the target's weights under their names in the draft, without those of the blocks left out."""
     prefix, own_prefix = (f"{_name_of(each, blocks(each))}." for each in (model, draft))
     new_index = {str(old): str(new) for new, old in enumerate(layers)}
-    weights = {}
+    weights, own = {}, draft.state_dict()
     for name, tensor in model.state_dict().items():
         index, _, rest = name.removeprefix(prefix).partition(".")
         if not name.startswith(prefix):
-            weights[name] = tensor.clone()
+            weights[name] = _part_for(tensor, own.get(name, tensor).shape, layers, num_blocks(model)).clone()
         elif index in new_index:
             weights[f"{own_prefix}{new_index[index]}.{rest}"] = real_weight(model, name, tensor).clone()
     return weights
+
+
+def _part_for(tensor: Tensor, shape: Sequence[int], layers: Sequence[int], total: int) -> Tensor:
+    """Return the part of a weight outside the blocks that is the kept ones', where it has one for each (Gemma 3n); else all."""
+    for axis, (size, own_size) in enumerate(zip(tensor.shape, shape, strict=False)):
+        if size != own_size and size * len(layers) == own_size * total:
+            return tensor.unflatten(axis, (total, -1)).index_select(axis, torch.tensor(layers)).flatten(axis, axis + 1)
+    return tensor
 
 
 def _check_same_weights(draft: PreTrainedModel, weights: Mapping[str, Tensor], name_of_class: str) -> None:

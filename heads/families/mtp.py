@@ -27,7 +27,15 @@ from heads.inference.kv_cache import RowCache
 from heads.modules.autoregressive import ChainModule, FeatureChain, FeatureProposer
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins, shifted_left
 from heads.modules.layers import DraftHead, HeadBase, LayerShape, causal_mask, shape_like
-from heads.modules.target_block import CacheLayer, ChainKeys, Keys, Surroundings, copy_block, unrolled_mask
+from heads.modules.target_block import (
+    CacheLayer,
+    ChainKeys,
+    Keys,
+    Surroundings,
+    copy_block,
+    last_attention_block,
+    unrolled_mask,
+)
 from heads.proposers.protocol import Proposal, Proposer, Tokens
 from heads.proposers.vocabulary import DraftVocabulary
 from heads.sampling.counter_rng import CounterRNG
@@ -49,7 +57,7 @@ class Mtp(HeadBase):
         last = num_blocks(target)
         self.taps: tuple[int, ...] = (last,) if settings.reads == "pre_norm" else ()
         self.num_caches = 1 if settings.shared_depths else settings.num_depths
-        number = last - 1 if settings.init_block is None else settings.init_block
+        number = last_attention_block(target) if settings.init_block is None else settings.init_block
         self._around = Surroundings(target, number)
         self.layers = nn.ModuleList(
             MtpLayer(target, number, hidden_first=settings.concat_order == "hidden_first") for _ in range(self.num_caches)

@@ -43,11 +43,12 @@ def head_logits(model: HasOutputHead, hidden_BTD: Tensor) -> Tensor:
     config = model.config
     registered = _registered_now(model)
     logits_BTV = model.get_output_embeddings()(hidden_BTD) if registered is None else registered.logits(hidden_BTD)
-    if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
-        logits_BTV = logits_BTV * scale
-    for name in ("logits_scaling", "logits_mup_width_multiplier"):  # Granite, Inkling
+    for name in ("logit_scale", "lm_head_multiplier"):  # Cohere, Falcon-H1
+        if (scale := getattr(config, name, None)) is not None:
+            logits_BTV = logits_BTV * scale
+    for name in ("logits_scaling", "logits_mup_width_multiplier"):  # Granite, Inkling; HyperCLOVA X multiplies
         if (divisor := getattr(config, name, None)) is not None:
-            logits_BTV = logits_BTV / divisor
+            logits_BTV = logits_BTV * divisor if config.model_type == "hyperclovax" else logits_BTV / divisor
     for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):  # Gemma, RecurrentGemma, xLSTM
         if (cap := getattr(config, name, None)) is not None:
             logits_BTV = cap * torch.tanh(logits_BTV / cap)

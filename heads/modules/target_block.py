@@ -26,6 +26,8 @@ from heads.inference.model_checks import KNOWN_LAYER_TYPES, check_on_probe, prob
 from heads.target.hidden_states import blocks, num_blocks, tapped
 from heads.target.placement import own_copy
 
+ROUTING_BIASES = ("e_score_correction_bias", "expert_bias")  # choose experts; no gradient reaches them
+
 
 class Keys(Protocol):
     """What stands in the place of a transformers cache while one block runs."""
@@ -63,8 +65,7 @@ class Surroundings:
     The block's number, from 0, decides the kind of attention where there are several.
 
     Raises:
-        InputError: there is no such block, the target has no rotary embedding that draftsmith knows, or the block gives
-            something else when run apart from the target.
+        InputError: there is no such block, or it gives something else when run apart from the target.
     """
 
     def __init__(self, target: PreTrainedModel, number: int) -> None:
@@ -76,15 +77,11 @@ class Surroundings:
         if self.kind not in (None, *KNOWN_LAYER_TYPES):
             raise InputError(
                 f"head.init_block: block {number} of {type(target).__name__} is of type {self.kind}; an MTP module has one "
-                f"of {', '.join(sorted(KNOWN_LAYER_TYPES))}: name such a block, or take another head.kind"
+                f"of {', '.join(sorted(KNOWN_LAYER_TYPES))}: name such a block, or take another head.kind, eagle3 perhaps"
             )
         self.window = None if self.kind == "full_attention" else getattr(config, "sliding_window", None)
-        rotary = dict(backbone(target).named_children()).get("rotary_emb")
-        if rotary is None:
-            raise InputError(
-                f"{type(target).__name__} has no rotary embedding `rotary_emb`; its blocks cannot be run apart from it"
-            )
-        self._rotary = (rotary,)  # in a tuple, like every module of the target's
+        # In a tuple, like every module of the target's. None: its blocks have one each, or positions in the embedding.
+        self._rotary = (dict(backbone(target).named_children()).get("rotary_emb"),)
         by_kind = isinstance((getattr(config, "rope_parameters", None) or {}).get(self.kind), dict)
         self._rotary_arguments = {"layer_type": self.kind} if by_kind else {}
         parameters = inspect.signature(type(blocks(target)[number]).forward).parameters
@@ -111,13 +108,11 @@ class Surroundings:
             keys: where keys and values go and come from; None: they are those of `states_BTD`.
         """
         (rotary,) = self._rotary
-        output: Any = block(
-            states_BTD,
-            attention_mask=self._mask(visible_B1TS, states_BTD.dtype),
-            position_ids=positions_BT,
-            position_embeddings=rotary(states_BTD, positions_BT, **self._rotary_arguments),
-            **{self._cache_argument: keys},
-        )
+        given: dict[str, Any] = {self._cache_argument: keys}
+        if rotary is not None:
+            given["position_embeddings"] = rotary(states_BTD, positions_BT, **self._rotary_arguments)
+        mask = self._mask(visible_B1TS, states_BTD.dtype)
+        output: Any = block(states_BTD, attention_mask=mask, position_ids=positions_BT, **given)
         return cast(Tensor, output[0] if isinstance(output, tuple) else output)
 
     def _error(self, target: PreTrainedModel, number: int) -> float:
@@ -138,9 +133,18 @@ class Surroundings:
         return torch.zeros_like(visible_B1TS, dtype=dtype).masked_fill(~visible_B1TS, torch.finfo(dtype).min)
 
 
+def last_attention_block(target: PreTrainedModel) -> int:
+    """Return the number of the last block that an MTP module can have; of a target without such blocks that of the last."""
+    kinds = getattr(target.config.get_text_config(), "layer_types", None) or ()
+    return max((number for number, kind in enumerate(kinds) if kind in KNOWN_LAYER_TYPES), default=num_blocks(target) - 1)
+
+
 def copy_block(target: PreTrainedModel, number: int) -> nn.Module:
     """Return a trainable copy of a block of the target's, on the target's device and in its dtype."""
-    return own_copy(blocks(target)[number]).to(target.device).requires_grad_(True)
+    block = own_copy(blocks(target)[number]).to(target.device)
+    for name, parameter in block.named_parameters():
+        parameter.requires_grad_(not name.endswith(ROUTING_BIASES))
+    return block
 
 
 def unrolled_mask(visible_B1TT: Tensor, depth: int, window: int | None) -> Tensor:

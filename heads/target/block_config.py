@@ -14,7 +14,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
-from configs.runtime.errors import InputError, first_line
+from configs.runtime.errors import InputError
 
 NOT_BY_BLOCK = ("_id", "_ids", "architectures")  # endings of keys whose lists may have as many entries by chance
 
@@ -48,7 +48,7 @@ def config_of_blocks(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrai
     """
     kept, values = copy.deepcopy(config), config.to_dict()
     changed: dict[str, Any] = {name: [values[name][layer] for layer in layers] for name in per_layer_keys(config)}
-    changed |= _experts(config, layers)
+    changed |= _mixers(config, layers) | _experts(config, layers)
     if (given := values.get("per_layer_config")) is not None:  # by number, what a block has other than the rest
         given = {int(number): differences for number, differences in given.items()}
         changed["per_layer_config"] = {new: given[layer] for new, layer in enumerate(layers) if layer in given}
@@ -60,8 +60,8 @@ def config_of_blocks(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrai
         return type(config).from_dict(kept.to_dict())  # as it will be read from the draft's folder
     except (ValueError, TypeError, AttributeError, IndexError, NotImplementedError, StrictDataclassError) as error:
         raise InputError(
-            f"blocks {', '.join(map(str, layers))} of a {config.model_type} model cannot be kept: its config cannot describe "
-            f"them ({first_line(error)})"
+            f"student.layers: blocks {', '.join(map(str, layers))} of a {config.model_type} model cannot be kept, since its "
+            f"config cannot describe them ({' '.join(str(error).split())}); keep others, of every kind of block perhaps"
         ) from error
 
 
@@ -84,3 +84,34 @@ def _experts(config: PreTrainedConfig, layers: Sequence[int]) -> dict[str, Any]:
         start, stop = (sparse[0], sparse[-1]) if sparse else (len(layers), len(layers))
         changed |= {"moe_layer_start_index": start, "moe_layer_end_index": stop, "moe_layer_interval": 1}
     return changed
+
+
+def _mixers(config: PreTrainedConfig, layers: Sequence[int]) -> dict[str, Any]:
+    """Return the keys by which blocks of attention and others have their places, where no list says it, for the kept blocks."""
+    changed: dict[str, Any] = {"num_blocks": len(layers)} if hasattr(config, "num_blocks") else {}  # xLSTM: the count again
+    for name in ("attn_layer_indices", "full_attn_idxs", "hybrid_layer_ids"):  # Bamba, LFM2, Zamba 2
+        if (numbers := getattr(config, name, None)) is not None:
+            changed[name] = [new for new, layer in enumerate(layers) if layer in numbers]
+    if shared := getattr(config, "num_kv_shared_layers", None):  # Gemma 3n, Gemma 4: the last ones
+        changed["num_kv_shared_layers"] = sum(layer >= config.num_hidden_layers - shared for layer in layers)
+    if (scale := getattr(config, "scale_depth", None)) is not None:  # MiniCPM 3 divides it by the root of the count
+        changed["scale_depth"] = scale * (len(layers) / config.num_hidden_layers) ** 0.5
+    if isinstance(kinds := getattr(config, "block_types", None), list):  # RecurrentGemma: repeated over the blocks
+        changed["block_types"] = [kinds[layer % len(kinds)] for layer in layers]
+    if (kinds := getattr(config, "attention_layers", None)) is not None:  # GPT-Neo
+        changed["attention_types"] = [[[kinds[layer] for layer in layers], 1]]
+    for kind in ("attn_layer", "expert_layer"):  # Jamba
+        keys = f"{kind}_period", f"{kind}_offset"
+        period, offset = (getattr(config, key, None) for key in keys)
+        if period is not None and offset is not None:
+            changed |= zip(keys, _period([layer % period == offset for layer in layers]), strict=False)
+    return changed
+
+
+def _period(marked: Sequence[bool]) -> tuple[int, ...]:
+    """Return period and offset of the marked places; nothing where they are not at even distances."""
+    for period in range(1, len(marked) + 2):
+        for offset in range(period):
+            if all((place % period == offset) == mark for place, mark in enumerate(marked)):
+                return period, offset
+    return ()

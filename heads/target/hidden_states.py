@@ -104,31 +104,33 @@ def check_taps(model: PreTrainedModel, taps: Sequence[int]) -> None:
             raise InputError(f"head.taps: {tap} is none of the hidden states h_0 (embedding) to h_{last} (last block)")
     if not taps:
         return
+    name, remedy = type(model).__name__, "take a head.kind without taps, medusa, hydra or mtp, or distil a draft LM"
     check_on_probe(
         model,
-        _last_tap_error,
-        differs=f"the tapped states of {type(model).__name__} do not reproduce its logits (the error is {{:.2g}} of them); its "
-        "blocks return something else than the residual stream",
+        partial(_tap_error, taps=taps),
+        fails=f"the blocks of {name} do not all give a state to every text ({{}}); {remedy}",
+        differs=f"the tapped states of {name} do not reproduce its logits (the error is {{:.2g}} of them); its blocks return "
+        f"something else than the residual stream; {remedy}",
     )
 
 
-def _last_tap_error(model: PreTrainedModel) -> float:
-    with tapped(model, [last := num_blocks(model)]) as seen:
+def _tap_error(model: PreTrainedModel, taps: Sequence[int]) -> float:
+    last = num_blocks(model)
+    with tapped(model, [*taps, last]) as seen:
         logits_1TV = model(input_ids=probe_ids(model), use_cache=False).logits
+    if any(seen[tap].shape != seen[last].shape for tap in taps):
+        return float("inf")
     return relative_error(head_logits(model, final_norm(model)(seen[last])), logits_1TV)
 
 
 def final_norm(model: PreTrainedModel) -> nn.Module:
     """Return the norm between the last block and the head: `norm`, or the last one that stands beside the list of blocks.
 
-    Raises:
-        InputError: there is none.
+    Where none does, it is the identity (GPT-1).
     """
     holder, _ = block_list(model)
     norms = {name: module for name, module in holder.named_children() if "norm" in type(module).__name__.lower()}
-    if not norms:
-        raise InputError(f"{type(model).__name__} has no final norm beside its blocks")
-    return norms.get("norm", list(norms.values())[-1])
+    return norms.get("norm", list(norms.values())[-1]) if norms else nn.Identity()
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ from heads.inference.compiled_forward import make_compiled
 from heads.inference.lean_forward import FAMILIES as LEAN_FAMILIES
 from heads.inference.lean_forward import make_lean
 from heads.modules.interface import HeadModule
-from heads.target.hidden_states import num_blocks, read_states
+from heads.target.hidden_states import check_taps, num_blocks, read_states
 from heads.target.loading import Target, load_target
 from scripts.models_check.architectures import VOCAB_SIZE
 from scripts.models_check.cases import (
@@ -146,6 +146,7 @@ def train_head(case: Case, settings: Eagle3Settings | MtpSettings) -> None:
     target, examples = case.target, collate(TRAINED)
     head = FAMILIES[settings.kind].build(settings, target.model, None).train()
     taps = cast(HeadModule, head).taps
+    check_taps(target.model, taps)
     states = read_states(target.model, examples.input_ids_BT, taps)
     objective = HeadObjective(head, target, LossConfig())
     # A block of the family's may have parameters that are set by other means than gradients; they get none in the model either.

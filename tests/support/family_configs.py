@@ -1,4 +1,7 @@
-"""Tiny configs of many families, with what each says of its blocks one by one: 4 blocks, windows shorter than the texts."""
+"""Tiny configs of many families, with what each says of its blocks one by one: 4 blocks, windows shorter than the texts.
+
+`HYBRIDS` are those that carry states: recurrent, linear-attention and convolutional blocks, some of them beside attention.
+"""
 
 from functools import cache
 
@@ -32,6 +35,7 @@ CONFIGS = {
     "gpt2": OLD,
     "gpt_bigcode": OLD,
     "gpt_neox": OLD | {"intermediate_size": 96},
+    "gpt_neo": OLD | {"attention_types": [[["global", "local"], 2]], "window_size": 16},
     "gptj": OLD | {"rotary_dim": 8},
     "codegen": OLD | {"rotary_dim": 8},
     "opt": OLD | {"ffn_dim": 96, "word_embed_proj_dim": 64},
@@ -56,12 +60,46 @@ CONFIGS = {
     "minicpm3": NEW | LATENT | {"num_key_value_heads": 4},
 }
 
+LINEAR = {"layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"]}
+CONV = {"layer_types": ["full_attention", "conv", "conv", "full_attention"]}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 4}
+DELTA = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 4}
+SOLE = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 4, **NO_ENDS}
+HYBRIDS = {
+    "qwen3_next": NEW
+    | EXPERTS
+    | LINEAR
+    | DELTA
+    | {"head_dim": 16, "num_experts": 4, "shared_expert_intermediate_size": 32, "mlp_only_layers": [1]},
+    "qwen3_5_text": NEW | LINEAR | DELTA | {"head_dim": 16},
+    "olmo_hybrid": NEW | LINEAR | DELTA,
+    "kimi_linear": NEW
+    | EXPERTS
+    | LINEAR
+    | LATENT
+    | {"num_key_value_heads": 4, "q_lora_rank": None, "num_local_experts": 4, "linear_head_dim": 16, "linear_num_heads": 4}
+    | {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
+    "granitemoehybrid": NEW | MAMBA | LINEAR | {"num_local_experts": 4, "shared_intermediate_size": 32},
+    "bamba": NEW | MAMBA | {"attn_layer_indices": [0, 3]},
+    "falcon_h1": NEW | MAMBA | {"mamba_d_ssm": 128, "lm_head_multiplier": 0.5},
+    "nemotron_h": {name: value for name, value in NEW.items() if name != "num_hidden_layers"}
+    | {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "n_routed_experts": 4, "head_dim": 16}
+    | {"mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 4}
+    | {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32},
+    "jamba": NEW | {"num_experts": 4, "attn_layer_period": 3, "attn_layer_offset": 0, "mamba_d_state": 8, "mamba_dt_rank": 8},
+    "lfm2": NEW | CONV | {"block_multiple_of": 8},
+    "lfm2_moe": NEW | CONV | EXPERTS | {"num_experts": 4, "num_dense_layers": 1},
+    "mamba": SOLE | {"state_size": 8},
+    "mamba2": SOLE | {"num_heads": 4, "head_dim": 32, "state_size": 8, "n_groups": 1, "chunk_size": 4},
+    "xlstm": SOLE | {"embedding_dim": 64, "num_blocks": 4, "num_heads": 4, "chunk_size": 8},
+}
+
 
 @cache
 def tiny_model(name):
     """Return a random model of a family, float32; only for reading."""
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**CONFIGS[name]), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**(CONFIGS | HYBRIDS)[name]), dtype=torch.float32)
     for parameter in model.parameters():  # the default initialisation is so flat that blocks would hardly differ
         parameter.requires_grad_(False).mul_(3.0 if parameter.ndim >= 2 else 1.0)
     return model.eval()

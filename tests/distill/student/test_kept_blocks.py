@@ -10,9 +10,9 @@ from configs.runtime.errors import InputError
 from distill.student.kept_blocks import keep_layers
 from heads.inference.causal_lm import head_logits
 from heads.target.hidden_states import blocks, final_norm
-from tests.support.family_configs import CONFIGS, NEW, tiny_model
+from tests.support.family_configs import CONFIGS, HYBRIDS, NEW, tiny_model
 
-BY_NUMBER = {"diffllama", "minicpm3"}
+BY_NUMBER = {"diffllama"}
 IDS_BT = torch.randint(3, 256, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
@@ -36,7 +36,7 @@ def run_by_hand(model, layers):
     return head_logits(model, final_norm(model)(states_BTE))
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in BY_NUMBER])
+@pytest.mark.parametrize("name", [name for name in CONFIGS | HYBRIDS if name not in BY_NUMBER])
 @pytest.mark.parametrize("layers", [[1, 3], [0, 2, 3]], ids=str)
 @torch.no_grad()
 def test_kept_blocks_compute_what_they_did_in_the_target(name, layers, tmp_path):
@@ -74,4 +74,8 @@ def test_blocks_whose_kind_cannot_be_said_are_refused():
         JambaConfig(**NEW, num_experts=2, attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False)
     )
     with pytest.raises(InputError, match=r"cannot stand alone, .* is of shape .* in a model of them and absent in the"):
-        keep_layers(jamba, [1, 3])
+        keep_layers(jamba, [0, 1, 3])
+    with pytest.raises(
+        InputError, match=r"cannot be kept, since .* expects at least one 'linear_attention' layer.*keep others"
+    ):
+        keep_layers(tiny_model("olmo_hybrid"), [0, 3])

@@ -21,7 +21,7 @@ OTHERS = ("medusa", "hydra", "peagle", "dflash", "dspark")
     ("kind", "name"),
     [
         *(("eagle3", name) for name in CONFIGS),
-        *((kind, "gpt2") for kind in OTHERS),
+        *((kind, name) for kind in OTHERS for name in ("gpt2",)),
         ("hydra", "gemma4_text"),
     ],
 )
@@ -54,6 +54,8 @@ def test_the_width_of_an_mlp_is_its_modules_where_the_config_has_no_such_key(nam
 def test_an_mtp_module_is_made_where_norms_have_no_weights_and_refused_where_a_block_does_not_run_alone():
     mtp = checks.SETTINGS["mtp"]
     assert not list(FAMILIES["mtp"].build(mtp, tiny_model("olmo"), None).layers[0].enorm.parameters())
+    with pytest.raises(InputError, match=r"block 3 of Mamba2ForCausalLM is of type linear_attention; .* eagle3"):
+        FAMILIES["mtp"].build(mtp, tiny_model("mamba2"), None)
     with pytest.raises(InputError, match=r"block 3 of FalconForCausalLM needs more around it .* take another head.kind"):
         FAMILIES["mtp"].build(mtp, tiny_model("falcon"), None)
     with pytest.raises(InputError, match=r"block 0 of Llama4ForCausalLM is of type chunked_attention"):

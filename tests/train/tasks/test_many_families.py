@@ -1,0 +1,125 @@
+"""Drafts of kept blocks are distilled in any family: gradients reach all of them, and what is saved is a plain causal LM."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from configs.runtime.errors import InputError
+from distill.dataset.batches import Example, collate
+from distill.dataset.conversations import Conversation
+from distill.loss.draft_objective import target_hidden
+from heads.artifact import load_draft
+from heads.inference.causal_lm import head_logits, read_documents
+from heads.inference.model_checks import check_keeps_apart
+from tests.support.family_configs import CONFIGS, HYBRIDS, VOCAB_SIZE, tiny_model
+from tests.support.training_runs import distill_config, draft_task
+from train.loop.checkpoints import Progress
+
+BY_NUMBER = {"diffllama"}  # of which only the first blocks can be kept
+GENERATOR = torch.Generator().manual_seed(1)
+
+
+def conversation(num_read, num_answered):
+    ids = torch.randint(3, VOCAB_SIZE, (num_read + num_answered,), generator=GENERATOR).tolist()
+    messages = ({"role": "user", "content": f"q{num_read}"}, {"role": "assistant", "content": "a"})
+    return Conversation(
+        prompt_id=f"p{num_read}",
+        category="",
+        turn=0,
+        messages=messages,
+        prompt_ids=tuple(ids[:num_read]),
+        answer_ids=tuple(ids[num_read:]),
+        ended=True,
+    )
+
+
+ROWS = [conversation(9, 15), conversation(4, 8), conversation(12, 20)]
+BATCH = collate([Example(row.prompt_ids + row.answer_ids, len(row.prompt_ids)) for row in ROWS])
+
+
+def started(name, as_target, folder, **student):
+    layers = [0, 1] if name in BY_NUMBER else [1, 3]
+    return draft_task(distill_config(folder, {"layers": layers} | student), as_target(tiny_model(name)), ROWS)
+
+
+def loss_of(task):
+    return task.loss(task.module, BATCH, BATCH.loss_mask_BT[:, 1:].sum(), 1).loss
+
+
+def trained(module):
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_draft_trains_and_is_loaded_as_a_plain_causal_lm(name, as_target, tmp_path):
+    task = started(name, as_target, tmp_path, train_embeddings=True)
+    optimizer = torch.optim.AdamW(trained(task.module).values(), lr=1e-3)
+    unreached, losses = set(trained(task.module)), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        (loss := loss_of(task)).backward()
+        gradients = {each: parameter.grad for each, parameter in trained(task.module).items()}
+        assert all(gradient is not None and bool(gradient.isfinite().all()) for gradient in gradients.values())
+        unreached -= {each for each, gradient in gradients.items() if bool(gradient.any())}
+        losses.append(loss.item())
+        optimizer.step()
+    assert not unreached
+    assert losses[0] > losses[1] > losses[2] > 0
+    task.save(task.module, Progress(), {})
+    draft = task.module.draft.eval()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "artifact", attn_implementation=draft.config._attn_implementation)
+    ids_BT = BATCH.input_ids_BT
+    expected_BTV = draft(input_ids=ids_BT, use_cache=False).logits
+    torch.testing.assert_close(loaded(input_ids=ids_BT, use_cache=False).logits, expected_BTV)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma3_text"])
+def test_gradients_are_those_of_finite_differences(name, as_target, tmp_path):
+    task = started(name, as_target, tmp_path)
+    task.module.double().eval()  # without dropout
+    loss_of(task).backward()
+    for each, parameter in trained(task.module).items():
+        gradient, step = parameter.grad.clone(), 1e-3
+        slope = float(gradient.norm())
+        with torch.no_grad():
+            before, direction = parameter.clone(), gradient / slope
+            above, below = (float(loss_of(_moved(task, parameter, before + sign * step * direction))) for sign in (1, -1))
+            parameter.copy_(before)
+        assert (above - below) / (2 * step) == pytest.approx(slope, rel=1e-2, abs=1e-4), each
+
+
+def _moved(task, parameter, value):
+    parameter.copy_(value)
+    return task
+
+
+@pytest.mark.parametrize("name", ["phi", "gptj", "gpt2", "falcon"])
+def test_a_draft_of_few_tokens_has_the_bias_of_their_rows_whether_tied_or_not(name, as_target, tmp_path):
+    model = copy.deepcopy(tiny_model(name))
+    if (bias := model.get_output_embeddings().bias) is not None:
+        torch.nn.init.normal_(bias)
+    target = as_target(model)
+    task = draft_task(distill_config(tmp_path, {"layers": [1, 3], "draft_vocab_size": 16}), target, ROWS)
+    optimizer = torch.optim.AdamW(trained(task.module).values(), lr=1e-3)
+    loss_of(task).backward()
+    optimizer.step()
+    task.save(task.module, Progress(), {})
+    loaded = load_draft(tmp_path / "artifact", target.identity, model).proposer
+    whole_BTV = task.module.draft.eval()(input_ids=BATCH.input_ids_BT, use_cache=False).logits
+    found_BTW = head_logits(loaded.model, read_documents(loaded.model, BATCH.input_ids_BT, None))
+    torch.testing.assert_close(found_BTW, whole_BTV[..., task.vocabulary.token_ids_W])
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+@torch.no_grad()
+def test_padding_does_not_reach_a_rows_states_and_packing_is_refused(name, as_target):
+    target = as_target(tiny_model(name))
+    together_BTE = target_hidden(target, BATCH)
+    for row, states_TE in zip(ROWS, together_BTE, strict=True):
+        ids_T = row.prompt_ids + row.answer_ids
+        alone_1TE = target_hidden(target, collate([Example(ids_T, len(row.prompt_ids))]))
+        torch.testing.assert_close(states_TE[: len(ids_T)], alone_1TE[0], atol=1e-4, rtol=1e-4)
+    with pytest.raises(InputError, match=r"data.packing: .* has (layers of type|a recurrent state).* set data.packing to null"):
+        check_keeps_apart(target.model)
