@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 
 from configs.schema.planning import PlanConfig, PlanHeadsConfig
 from heads.modules.layers import shape_like
-from heads.target.hidden_states import num_blocks
+from heads.target.hidden_states import blocks
 from train.plan.data import Workload
 from train.plan.models import PlannedModels, count, frozen_copies
-from train.plan.step import draft_step
+from train.plan.step import cached_bytes, draft_step
 from train.plan.work import draft_columns, target_columns
 
 GIBIBYTE = 2**30
@@ -190,10 +190,7 @@ def try_engines(config: PlanConfig, models: PlannedModels, memory: Memory) -> li
 
 def target_block_bytes(target: PreTrainedModel) -> int:
     """Return the bytes of the target's largest piece that runs as one: a block, the embedding or the head."""
-    pieces = [*dict(target.base_model.named_children()).values(), target.get_output_embeddings()]
-    lists = [each for each in pieces if isinstance(each, torch.nn.ModuleList)]
-    whole = [each for each in pieces if each is not None and not isinstance(each, torch.nn.ModuleList)]
-    return max(_bytes_of(each) for each in [*whole, *(block for blocks in lists for block in blocks)])
+    return max(map(_bytes_of, [*blocks(target), target.get_input_embeddings(), target.get_output_embeddings()]))
 
 
 def _largest_part(memory: Memory, engine: Sharing, *, head: bool) -> str:
@@ -234,10 +231,12 @@ def _loss_bytes(config: PlanConfig, models: PlannedModels) -> int:
 
 
 def _held_out_bytes(config: PlanConfig, models: PlannedModels) -> int:
-    shape, decode = shape_like(models.target), config.held_out.decode
+    decode = config.held_out.decode
     rows = min(decode.batch_size, config.held_out.num_prompts)
-    a_token = 2 * num_blocks(models.target) * shape.num_key_value_heads * shape.head_width * models.target.dtype.itemsize
-    return int(rows * (config.data.max_length + decode.max_new_tokens) * a_token)
+    a_token, a_state = cached_bytes(models.target)
+    # The states after each token of a round are kept until it is known which of its drafts stay.
+    states = (decode.num_speculative_tokens + 1) * a_state
+    return rows * ((config.data.max_length + decode.max_new_tokens) * a_token + states)
 
 
 def _activation_size(config: PlanConfig) -> int:

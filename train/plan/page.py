@@ -20,7 +20,7 @@ MEMORY_WORDS = {
     "draft_activations": "activations of the draft, longest rows",
     "target_activations": "states and activations of the target",
     "loss_logits": "logits of the chunked loss",
-    "held_out_kv": "target's keys and values in held-out decoding",
+    "held_out_kv": "target's keys, values and states in held-out decoding",
 }
 
 

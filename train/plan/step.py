@@ -7,6 +7,7 @@ for training's `model_flop_utilization` (`eval.cost.operation_counter`): attenti
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -91,14 +92,35 @@ def forward_flops(model: PreTrainedModel, length: float) -> float:
     return counter.flops / T
 
 
+@torch.no_grad()
+def cached_bytes(model: PreTrainedModel) -> tuple[int, int]:
+    """Return the bytes that decoding keeps of a row of text: of each of its tokens, and whatever its length (states)."""
+
+    def after(length: int) -> int:
+        with _Casts(enabled=False), _MixedDevices():
+            output = _run(model, *_row(length), use_cache=True)
+        cache = output.get("past_key_values", output.get("cache_params"))  # the latter: Mamba
+        tensors = [each for layer in getattr(cache, "layers", ()) for each in tree_leaves(list(vars(layer).values()))]
+        return sum(each.nbytes for each in tensors if isinstance(each, Tensor) and each.is_floating_point())  # not counters
+
+    one, two = after(1), after(2)
+    return two - one, 2 * one - two
+
+
 def _row(length: int) -> tuple[Tensor, Tensor]:
     positions_BT = torch.arange(length).unsqueeze(0)
     return torch.zeros_like(positions_BT), positions_BT
 
 
 def _states(model: PreTrainedModel, ids_BT: Tensor, positions_BT: Tensor) -> Tensor:
-    states: Tensor = backbone(model)(input_ids=ids_BT, position_ids=positions_BT, use_cache=False).last_hidden_state
+    states: Tensor = _run(model, ids_BT, positions_BT, use_cache=False).last_hidden_state
     return states
+
+
+def _run(model: PreTrainedModel, ids_BT: Tensor, positions_BT: Tensor, *, use_cache: bool) -> Any:
+    part = backbone(model)
+    given = {"position_ids": positions_BT} if "position_ids" in inspect.signature(part.forward).parameters else {}
+    return part(input_ids=ids_BT, use_cache=use_cache, **given)
 
 
 @contextmanager
@@ -175,4 +197,4 @@ def _attend(
     if enable_gqa:
         key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
     attended: Tensor = FUSED_ATTENTION(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
-    return attended
+    return attended[..., : value.shape[-1]]  # without data the kernel takes values for as wide as keys; those of MLA are not

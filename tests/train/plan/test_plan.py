@@ -4,7 +4,9 @@ import json
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers import MixtralConfig, Qwen3MoeConfig
 
@@ -15,7 +17,10 @@ from distill.dataset.batches import ConversationDataset, collate
 from distill.dataset.conversations import ConversationFile
 from distill.loss.draft_objective import DraftObjective, target_hidden
 from distill.student.init import initial_draft
+from distill.student.kept_blocks import keep_layers
+from heads.inference.causal_lm import backbone
 from tests.support.caches import random_conversations, write_rows
+from tests.support.family_configs import HYBRIDS, tiny_model
 from tests.support.tiny_heads import HEADS
 from train.plan import data as plan_data
 from train.plan.data import Workload
@@ -302,3 +307,32 @@ def test_numbers_of_the_machine_take_the_place_of_the_presets(folder):
 def test_without_data_the_workload_has_to_be_given(folder):
     with pytest.raises(InputError, match=r"data\.train: nowhere does not exist; make it, or give workload\.num_conversations"):
         make_plan(heads(folder, "eagle3", data={"train": "nowhere"}))
+
+
+FAMILIES = ["mpt", "gemma4_text", "deepseek_v3", "qwen3_next", "jamba", "mamba2"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_target_of_any_family_is_planned(tmp_path, name):
+    model = tiny_model(name)
+    model.config.save_pretrained(tmp_path)
+    settings = {
+        "data": {"max_length": 12},
+        "held_out": {"num_prompts": 2, "decode": {"max_new_tokens": 8, "num_speculative_tokens": 3}},
+        "workload": {"num_conversations": 100, "mean_tokens": 10.0, "label_share": 0.5},
+    }
+    plan = make_plan(heads(tmp_path, "eagle3", **settings))
+    assert count(plan.models.target) == count(model)
+    with torch.no_grad():
+        output = backbone(model)(input_ids=torch.ones(1, 12, dtype=torch.int64), use_cache=True)
+    cache = output.get("past_key_values", output.get("cache_params"))
+    leaves = [each for layer in cache.layers for each in tree_leaves(list(vars(layer).values()))]
+    tensors = [each for each in leaves if isinstance(each, Tensor) and each.is_floating_point()]
+    by_token, states = (sum(each.nbytes for each in tensors if (12 in each.shape) == kind) for kind in (True, False))
+    assert plan.memory.held_out_kv == 20 * by_token // 12 + 4 * states
+    assert (by_token > 0) == (name != "mamba2")
+    assert (states > 0) == (name in HYBRIDS)
+    assert plan.flops.target_forward > 0
+    distillation = make_plan(distilled(tmp_path, student={"layers": [0, 1]}, **settings))
+    draft = keep_layers(model, [0, 1])
+    assert count(distillation.models.draft) == count(draft)
