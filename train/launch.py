@@ -25,6 +25,7 @@ from distill.dataset.conversations import (
     Conversation,
     check_held_out,
     check_written_for,
+    describe_data,
     is_written_by_target,
     open_conversations,
 )
@@ -149,6 +150,10 @@ def load_materials(config: DistillConfig | HeadsConfig, accelerator: Accelerator
             )
     if not is_written_by_target(train_path):
         log.warning("%s: answers were written by the data set, not by the target: expect lower acceptance", train_path)
+    for name in ("by_source", "by_kind"):
+        if counts := describe_data(train_path).get(name):
+            shown = ", ".join(f"{key} {count}" for key, count in counts.items())
+            log.info("conversations to train on %s: %s", name.replace("_", " "), shown)
     dataset = ConversationDataset(train_rows, config.data.max_length)
     if dataset.num_dropped:
         log.info(

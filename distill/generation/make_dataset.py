@@ -46,7 +46,7 @@ from distill.generation.server_check import check_server
 from distill.generation.server_completions import ServerWriter, server_writer
 from distill.generation.server_jobs import TURN_JOURNALS, server_answer_job, server_turns
 from distill.generation.spread import measure_spread
-from distill.generation.steering import plan_prompt, write_steered
+from distill.generation.steering import SEEDS, plan_prompt, write_steered
 from distill.server.logprobs import TargetServer
 from heads.target.loading import Target, load_target
 from heads.target.processes import join_processes, naming_lost_processes
@@ -284,7 +284,8 @@ def _self_seed_once(
     """Let the target write a source's prompts, or take those that an interrupted run of the same settings left."""
     folder, name = Path(config.output), source.name
     here = _writer(config, target) if writer is None else writer.fingerprint_parts()
-    job = fingerprint(*here, config.prompts.model_dump(), config.answers.batch_size)
+    seeds = [] if settings.kinds is None else [sha256_of(SEEDS)]
+    job = fingerprint(*here, config.prompts.model_dump(), config.answers.batch_size, *seeds)
     journal = Journal(folder / PROMPT_JOURNAL, job)
     kept = journal.read().get(f"prompts {name}".strip())
     if kept is not None:

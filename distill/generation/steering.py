@@ -117,7 +117,9 @@ class _Writer:
         openings |= {number: _around(plans[number], text) for number, text in texts.items()}
         turns = {number: [text] for number, text in openings.items() if not plans[number].goes_on and self._fits(text)}
         goes_on = {number: (self.frame, text) for number, text in openings.items() if plans[number].goes_on}
-        turns |= {number: [text] for number, text in self._user_turns(goes_on, "turn-0").items()}
+        for number, text in self._user_turns(goes_on, "turn-0").items():
+            about_a_text = plans[number].text_request is not None
+            turns[number] = [_first_line(openings[number], text) if about_a_text else text]
         history: dict[int, list[Message]] = {number: [] for number in turns}
         for further in range(max((len(plan.follow_ups) for plan in plans.values()), default=0)):
             self._go_on(turns, history, plans, further)
@@ -206,6 +208,12 @@ def _around(plan: Plan, text: str) -> str:
     if plan.goes_on:
         return f"{plan.opening}\n\n{text}\n\nQuestion:"
     return f"{text}\n\n{plan.opening}" if plan.text_first else f"{plan.opening}\n\n{text}"
+
+
+def _first_line(opening: str, text: str) -> str:
+    """Return a turn up to the first line after its opening: a question, without the answer that a target may add to it."""
+    added, _, _ = text.removeprefix(opening).strip().partition("\n")
+    return f"{opening} {added}" if text.startswith(opening) else text
 
 
 def _said(text: str) -> Message:

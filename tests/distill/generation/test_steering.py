@@ -70,6 +70,8 @@ def test_turns_begin_with_their_opening_and_hold_the_text_they_are_about(long_ta
             assert plan.opening in said
             assert len(said) > len(plan.opening) + 80
         assert ("\n\nQuestion:" in said) == (plan.kind == "answer_from")
+        if plan.kind == "answer_from":
+            assert "\n" not in said.rpartition("\n\nQuestion: ")[2]
         assert (len(turns) > 1) == (plan.kind == "dialogue")
         if plan.kind == "dialogue":
             assert turns[1].startswith(plan.follow_ups[0])
