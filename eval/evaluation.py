@@ -41,6 +41,7 @@ from eval.report.build import PromptSet, build_report, complete_report
 from eval.report.markdown import render_markdown
 from eval.report.page import render_html
 from eval.report.schema import Report, load_report, report_file, write_report
+from heads.inference.causal_lm import mixers_of
 from heads.target.loading import Target, load_target
 from heads.target.processes import join_processes
 
@@ -188,6 +189,11 @@ def _build_report(
         warnings.append(
             "the target kept its keys and values in int8, in plain and in speculative decoding: both follow a distribution "
             "that is a little different from the target's own, and are compared with each other"
+        )
+    if mixers_of(target.model):
+        warnings.append(
+            "the target has recurrent layers, which here read drafts one at a time, and shorter prompts of a batch twice: the "
+            "measured speed is a lower bound of an engine's, which keeps a state a token; tau carries over"
         )
     first, *others = prompts
     return build_report(

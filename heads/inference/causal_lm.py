@@ -20,11 +20,14 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
-from configs.runtime.errors import InputError
+from configs.runtime.errors import InputError, first_line
 from heads.inference.kv_cache import RowCache, RowLayer
+from heads.inference.recurrent_cache import Place, RecurrentCache, cache_argument, find_mixers
 from heads.sampling.token_tree import TreeAttention
 
 Masks = Tensor | dict[str, Tensor | None] | None
+STATE_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # the last two have keys and values beside a state
+_MIXERS: WeakKeyDictionary[PreTrainedModel, dict[nn.Module, Place]] = WeakKeyDictionary()
 
 
 def backbone(model: PreTrainedModel) -> nn.Module:
@@ -57,8 +60,30 @@ def head_logits(model: HasOutputHead, hidden_BTD: Tensor) -> Tensor:
 
 def new_cache(model: PreTrainedModel, capacity: int, layer: Callable[[int], RowLayer] = RowLayer) -> RowCache:
     """Return an empty cache for `model` that holds at least `capacity` positions a row; `layer` as for `RowCache`."""
-    size = current_forward(model).cache_size(capacity)
-    return RowCache(model.config.get_text_config().num_hidden_layers, size, layer)
+    size, num_layers = current_forward(model).cache_size(capacity), model.config.get_text_config().num_hidden_layers
+    if mixers := mixers_of(model):
+        return RecurrentCache(mixers, num_layers, size, layer)
+    return RowCache(num_layers, size, layer)
+
+
+def mixers_of(model: PreTrainedModel) -> dict[nn.Module, Place]:
+    """Return the modules of a model that carry the past in a state (`heads.inference.recurrent_cache`), searched for once.
+
+    Raises:
+        InputError: it may have some, and does not run on a cache of transformers' form.
+    """
+    if model not in _MIXERS:
+        config = model.config.get_text_config()
+        is_candidate = model._is_stateful or not STATE_LAYERS.isdisjoint(getattr(config, "layer_types", None) or ())
+        try:
+            found = find_mixers(backbone(model), config.num_hidden_layers) if is_candidate else {}
+        except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as failure:
+            raise InputError(
+                f"{type(model).__name__} carries the past in states, and does not run on a cache of transformers' form "
+                f"({first_line(failure)}), so it cannot be decoded here; take a model of another family"
+            ) from failure
+        _MIXERS[model] = found
+    return _MIXERS[model]
 
 
 def forward_rows(
@@ -187,9 +212,9 @@ class TransformersForward(DecodingForward):
         self._backbone, self._head = backbone(model), model.get_output_embeddings()
 
     def hidden(self, ids_BT: Tensor, positions_BT: Tensor, masks: Masks, cache: RowCache) -> Tensor:
-        output = self._backbone(
-            input_ids=ids_BT, position_ids=positions_BT, attention_mask=masks, past_key_values=cache, use_cache=True
-        )
+        stored = {cache_argument(self._backbone): cache}
+        with cache.reading():
+            output = self._backbone(input_ids=ids_BT, position_ids=positions_BT, attention_mask=masks, use_cache=True, **stored)
         hidden_BTD: Tensor = output.last_hidden_state
         return hidden_BTD
 
@@ -290,9 +315,11 @@ def _masks(config: PreTrainedConfig, cache: RowCache, positions_BT: Tensor, star
     """Return masks that show each token exactly what `RowCache.visible` says, or None where the model's own causality does."""
     T = positions_BT.shape[1]
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
-    bounds = {} if window is None else {"sliding_attention": {"window": window}}
+    bounds = {} if window is None else {kind: {"window": window} for kind in ("sliding_attention", "hybrid_sliding")}
     bounds |= {} if chunk is None else {"chunked_attention": {"chunk": chunk}}
     layer_types = set(getattr(config, "layer_types", None) or ({"sliding_attention"} if window is not None else ()))
+    if layer_types and layer_types <= {"linear_attention", "conv"}:
+        return None
     if layer_types.isdisjoint(bounds):
         # From position 0 on the model's own causal mask is right and takes a faster kernel; so is none for one token that
         # sees all.
@@ -300,8 +327,8 @@ def _masks(config: PreTrainedConfig, cache: RowCache, positions_BT: Tensor, star
         return _for_attention(cache.visible(positions_BT) if needed else None, config, dtype)
     masks = {
         kind: _for_attention(cache.visible(positions_BT, **bounds.get(kind, {})), config, dtype)
-        for kind in layer_types & {"full_attention", *bounds}
-    }
+        for kind in layer_types & {"full_attention", "hybrid", *bounds}
+    } | dict.fromkeys(layer_types & {"linear_attention", "conv"})
     return masks if len(layer_types) > 1 else masks.popitem()[1]
 
 

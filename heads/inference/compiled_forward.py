@@ -21,7 +21,14 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
-from heads.inference.causal_lm import DecodingForward, Masks, TransformersForward, register_forward, registered_forward
+from heads.inference.causal_lm import (
+    DecodingForward,
+    Masks,
+    TransformersForward,
+    mixers_of,
+    register_forward,
+    registered_forward,
+)
 from heads.inference.kv_cache import RowCache
 from heads.inference.lean_forward import make_lean
 
@@ -36,7 +43,15 @@ def make_compiled(model: PreTrainedModel) -> None:
     """Let decoding run `model` by a compiled forward from now on; its weights must not change afterwards.
 
     Graphs are compiled when a shape is first met, so the first answers are slow.
+
+    Raises:
+        InputError: its layers have states, which are read token by token.
     """
+    if mixers_of(model):
+        raise InputError(
+            f"{type(model).__name__} has recurrent layers, which read one token after another, and the compiled forward reads "
+            "all at once; set target.forward to transformers"
+        )
     try:
         make_lean(model)
     except InputError as error:

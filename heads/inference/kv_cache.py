@@ -10,6 +10,7 @@ B batch, T new tokens, S cache length, N key-value heads, H head width, A accept
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -118,6 +119,13 @@ class RowCache(Cache):
         for layer in self.rows:
             layer.slots = self._slots
 
+    def reading(self) -> AbstractContextManager[None]:
+        """Return what to enter while a forward reads into the cache."""
+        return nullcontext()
+
+    def hold(self, starts: Sequence[int]) -> None:
+        """Announce that rows may go back as far as to `starts`, until told otherwise; keys and values always can."""
+
     def widen(self, length: int) -> None:
         """Let the current forward write `length` tokens a row and read every slot: the same shapes at every place."""
         slots = self._slots
@@ -188,6 +196,8 @@ class RowCache(Cache):
             return
         # Layers without attention, or that read the keys and values of others, hold none.
         filled = [layer for layer in self.rows if layer.is_initialized]
+        if not filled:
+            return
         device = filled[0].keys.device
         source, goal = _index(starts, torch.tensor(columns, device=device)), _index(starts, torch.arange(A, device=device))
         for layer in filled:

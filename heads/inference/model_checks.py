@@ -23,6 +23,7 @@ from heads.inference.causal_lm import (
     WRONG_STATES,
     forward_rows,
     head_logits,
+    mixers_of,
     new_cache,
     read_documents,
     refuse_forwards,
@@ -57,14 +58,19 @@ def check_rolls_back(model: PreTrainedModel) -> None:
     (`heads.inference.causal_lm.refuse_forwards`), and chains of one text are not.
 
     Raises:
-        InputError: it has recurrent, linear-attention or otherwise unknown layers; or on a probe with a rejected draft its
-            states are not those of one forward over the text (some families derive positions from a plain padding mask).
+        InputError: it has recurrent or otherwise unknown layers whose states are not in transformers' cache; or on a probe
+            with a rejected draft its states are not those of one forward over the text (some families derive positions from
+            a plain padding mask).
     """
     name = type(model).__name__
-    if (what := carried_state(model, KNOWN_LAYER_TYPES | {"chunked_attention", "moe"})) is not None:
-        raise InputError(f"{name} has {what}: rejected tokens cannot be rolled back, so it cannot be decoded speculatively")
     if model in _ROLLS_BACK:
         return
+    what = carried_state(model, KNOWN_LAYER_TYPES | {"chunked_attention", "moe", "mlp"})
+    if what is not None and not mixers_of(model):
+        raise InputError(
+            f"{name} has {what} that transformers' cache does not hold: rejected tokens cannot be rolled back, so it cannot be "
+            "decoded speculatively; take a model of another family"
+        )
     if not _rolls_back(model, num_rows=2, tree=True):
         check_on_probe(
             model,
@@ -217,8 +223,10 @@ def _rollback_error(model: PreTrainedModel, num_rows: int = 1, tree: bool = Fals
     starts = [P - 1 - row for row in range(num_rows)]
     again_B5, expected_B5D = _slices(ids_BT, starts, 5), _slices(whole_BTD, starts, 5)
     if not tree:
-        forward_rows(model, cache, ids_BT[:, :3], [start + 1 for start in starts])
-        return relative_error(forward_rows(model, cache, again_B5, starts), expected_B5D)
+        read_BT = torch.cat([again_B5[:, :1], ids_BT[:, :3]], 1)  # a pending token and drafts, which are rejected
+        pending_B1D = forward_rows(model, cache, read_BT, starts)[:, :1]
+        rest_B4D = forward_rows(model, cache, again_B5[:, 1:], [start + 1 for start in starts])
+        return relative_error(torch.cat([pending_B1D, rest_B4D], 1), expected_B5D)
     attention = tree_attention(torch.tensor([[0, 0, 2]] * num_rows, device=model.device), starts)
     tree_B4D = forward_rows(model, cache, again_B5[:, [0, 0, 1, 2]], attention.starts, attention)
     path = [0, 2, 3]

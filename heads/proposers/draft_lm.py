@@ -108,16 +108,24 @@ class DraftLM:
     def _read_text(self, tokens: Tokens) -> Tensor:
         """Read the tokens that the cache lacks; return the state `[B, D]` after each row's last.
 
-        A row of fewer tokens than another lacks is padded at its end, where its drafts overwrite the padding.
+        A row that lacks fewer than another is padded at its end, where its drafts overwrite the padding. Tokens that were read
+        are not read again: states cannot go back so far (`heads.inference.recurrent_cache`). Padding that does not fit the
+        cache is read in several forwards.
         """
-        longest = max(len(row) - cached for row, cached in zip(tokens, self._cached, strict=True))
-        # Rows that lag less read a few cached tokens again: the same keys and values at the same places.
-        rows = [[*row[-longest:], *[0] * (longest - len(row))] for row in tokens]
-        hidden_BTD = forward_rows(self.model, self._cache, self._ids(rows), [max(0, len(row) - longest) for row in tokens])
-        if min(map(len, tokens)) >= longest:
-            return hidden_BTD[:, -1]
-        last_B = self._tensor([min(len(row), longest) - 1 for row in tokens])
-        return hidden_BTD[torch.arange(len(tokens), device=last_B.device), last_B]
+        lengths, starts = [len(row) for row in tokens], self._cached
+        self._cache.hold(lengths)
+        hidden_BD: Tensor | None = None
+        while (longest := max(length - start for length, start in zip(lengths, starts, strict=True))) > 0:
+            T = min(longest, self._cache.capacity - max(starts))
+            pieces = [row[start : start + T] for row, start in zip(tokens, starts, strict=True)]
+            ids_BT = self._ids([[*piece, *[0] * (T - len(piece))] for piece in pieces])
+            hidden_BTD = forward_rows(self.model, self._cache, ids_BT, starts)
+            counts_B = self._tensor([len(piece) for piece in pieces])
+            last_BD = hidden_BTD[torch.arange(len(pieces), device=counts_B.device), (counts_B - 1).clamp(min=0)]
+            hidden_BD = last_BD if hidden_BD is None else torch.where((counts_B > 0).unsqueeze(1), last_BD, hidden_BD)
+            starts = [start + len(piece) for start, piece in zip(starts, pieces, strict=True)]
+        assert hidden_BD is not None, "the pending token is never in the cache"
+        return hidden_BD
 
     def _target_ids(self, drafted_B: Tensor) -> Tensor:
         return drafted_B if self.vocabulary is None else self.vocabulary.token_ids_W[drafted_B]

@@ -111,6 +111,8 @@ class SelfSpeculation:
             lengths, sampling, rng, self.model.device, lambda ids: ids, lambda values, _: values, keep_logits=keep_logits
         )
         ids_BT = torch.tensor([[row[-1]] for row in tokens], device=self.model.device)
+        if self._cache is not None and (cache := self._cache()) is not None:
+            cache.hold([length - 1 for length in lengths])
         for step in range(num_tokens):
             final_BTE = self._read(ids_BT, [length - 1 + step for length in lengths], self._exits)
             drafted_B = chain.add(head_logits(self.model, final_BTE[:, -1])[:, : self.vocab_size])

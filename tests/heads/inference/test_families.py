@@ -36,6 +36,22 @@ LONG_ROPE = {
     "long_factor": [1.0 + place for place in range(8)],
     "original_max_position_embeddings": 16,
 }
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+LATENT = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+MAMBA2 = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+}
 SHARED = SLIDING | {
     "num_hidden_layers": 4,
     "layer_types": SLIDING["layer_types"] * 2,
@@ -72,10 +88,42 @@ TABLE = {
     "gpt_oss": ("GptOssConfig", GROUPED | SLIDING | {"num_local_experts": 4, "num_experts_per_tok": 2}, {}),
     "gptj": ("GPTJConfig", OLD | {"rotary_dim": 8}, {}),
     "granite4_dense": ("GraniteMoeHybridConfig", GROUPED | {"layer_types": ["attention"] * 2, "num_local_experts": 0}, {}),
-    "lfm2": ("Lfm2Config", GROUPED | {"layer_types": ["conv", "full_attention"]}, "layers of type conv"),
+    "bamba": ("BambaConfig", GROUPED | MAMBA2 | {"attn_layer_indices": [1]}, {}),
+    "falcon_h1": ("FalconH1Config", GROUPED | MAMBA2 | {"mamba_d_ssm": 128, "lm_head_multiplier": 0.5}, {}),
+    "granite4_hybrid": (
+        "GraniteMoeHybridConfig",
+        GROUPED | MAMBA2 | {"layer_types": ["mamba", "attention"], "num_local_experts": 4, "num_experts_per_tok": 2},
+        {},
+    ),
+    "jamba": (
+        "JambaConfig",
+        GROUPED
+        | {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4, "mamba_dt_rank": 8, "use_mamba_kernels": False},
+        {},
+    ),
+    "kimi_linear": (
+        "KimiLinearConfig",
+        MOE
+        | LATENT
+        | {"layer_types": LINEAR["layer_types"], "first_k_dense_replace": 1, "num_key_value_heads": 4}
+        | {"linear_attn_config": {"num_heads": 4, "head_dim": 16, "short_conv_kernel_size": 4}},
+        {},
+    ),
+    "lfm2": ("Lfm2Config", GROUPED | {"layer_types": ["conv", "full_attention"]}, {}),
     "llama": ("LlamaConfig", GROUPED, {}),
     "llama4": ("Llama4TextConfig", GROUPED | {"num_local_experts": 2, "intermediate_size_mlp": 96} | CHUNKED, {}),
-    "mamba": ("MambaConfig", {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2}, "layers of type linear_attention"),
+    "mamba": ("MambaConfig", {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2}, {}),
+    "mamba2": (
+        "Mamba2Config",
+        {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 16, "n_groups": 2}
+        | {"state_size": 16, "chunk_size": 8},
+        {},
+    ),
+    "minimax": (
+        "MiniMaxConfig",
+        GROUPED | {"layer_types": LINEAR["layer_types"]},
+        "carries the past in states.* not run on a cache",
+    ),
     "mistral": ("MistralConfig", GROUPED | {"sliding_window": 16}, {}),
     "mpt": (
         "MptConfig",
@@ -83,6 +131,14 @@ TABLE = {
         {"tree": "drafts of a tree.* tree null"},
     ),
     "nemotron_h": ("NemotronHConfig", GROUPED | {"layer_types": ["moe", "attention"], "n_routed_experts": 4}, {}),
+    "nemotron_h_hybrid": (
+        "NemotronHConfig",
+        GROUPED
+        | {"layer_types": ["mamba", "attention"], "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16}
+        | {"n_groups": 2, "chunk_size": 8},
+        {},
+    ),
+    "olmo_hybrid": ("OlmoHybridConfig", GROUPED | LINEAR | {"linear_num_value_heads": 2}, {}),
     "opt": ("OPTConfig", SIZE | {"num_attention_heads": 4, "ffn_dim": 96, "word_embed_proj_dim": 64}, {}),
     "persimmon": ("PersimmonConfig", BLOCK, {}),
     "phi": ("PhiConfig", BLOCK, {}),
@@ -96,11 +152,10 @@ TABLE = {
     "qwen2_sliding": ("Qwen2Config", GROUPED | SLIDING | {"use_sliding_window": True}, {}),
     "qwen3": ("Qwen3Config", GROUPED, {}),
     "qwen3_moe": ("Qwen3MoeConfig", MOE, {}),
-    "qwen3_next": (
-        "Qwen3NextConfig",
-        MOE | {"layer_types": ["linear_attention", "full_attention"]},
-        "layers of type linear_attention",
-    ),
+    "qwen3_5": ("Qwen3_5TextConfig", GROUPED | LINEAR, {}),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", MOE | LINEAR | {"shared_expert_intermediate_size": 32}, {}),
+    "qwen3_next": ("Qwen3NextConfig", MOE | LINEAR | {"shared_expert_intermediate_size": 32}, {}),
+    "zaya": ("ZayaConfig", GROUPED | {"num_experts": 4, "sliding_window": 16, "layer_types": ["hybrid", "hybrid_sliding"]}, {}),
 }
 PROMPTS = [list(range(3, 14)), list(range(40, 47)), list(range(90, 96))]
 NEW = 20

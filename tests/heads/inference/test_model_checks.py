@@ -57,8 +57,7 @@ BLOOM = BloomConfig(**SMALL, n_layer=2, n_head=4)
             MptConfig(**SMALL, d_model=32, n_layers=1, n_heads=2),
             "(positions of several|see each other).*set data.packing to null",
         ),
-        (check_rolls_back, RWKV, "RwkvForCausalLM has a recurrent state: rejected tokens"),
-        (check_rolls_back, MAMBA, "has layers of type linear_attention: rejected tokens cannot be rolled back"),
+        (check_rolls_back, RWKV, "RwkvForCausalLM has a recurrent state that transformers' cache does not hold"),
         (check_rolls_back, BLOOM, "BloomForCausalLM does not run on a cache whose rows can be rolled back"),
     ],
 )
