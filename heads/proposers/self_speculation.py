@@ -159,10 +159,14 @@ def _part(model: PreTrainedModel, first: int, end: int) -> PreTrainedModel:
 
 
 def _parts_error(model: PreTrainedModel, parts: SelfSpeculation) -> float:
-    """Compare the model's states on a probe with those of its two parts, one after the other."""
+    """Compare the model's states on a probe, read in two pieces, with those of its two parts, one after the other."""
     ids_1T = probe_ids(model)
+    half = ids_1T.shape[1] // 2
     cache = new_cache(model, ids_1T.shape[1])
     parts._cache = ref(cache)
-    exits: list[Tensor] = []
-    parts._read(ids_1T, [0], exits)
-    return relative_error(forward_rows(parts.late, cache, exits[0], [0]), read_documents(model, ids_1T, None))
+    states = []
+    for start in (0, half):
+        exits: list[Tensor] = []
+        parts._read(ids_1T[:, start : start + half], [start], exits)
+        states.append(forward_rows(parts.late, cache, exits[0], [start]))
+    return relative_error(torch.cat(states, 1), read_documents(model, ids_1T, None))
