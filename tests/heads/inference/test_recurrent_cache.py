@@ -1,0 +1,134 @@
+"""States of recurrent layers follow each row's own text: rows go back, leave, are copied and take paths of trees.
+
+Of three kinds: beside attention layers, in one layer with attention, and alone.
+"""
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, FalconH1Config, Mamba2Config, Qwen3_5TextConfig
+
+from configs.runtime.errors import InputError
+from configs.schema.decoding import DecodeConfig
+from eval.decoder.decode import Request, decode
+from heads.inference.causal_lm import forward_rows, mixers_of, new_cache, read_documents
+from heads.inference.compiled_forward import make_compiled
+from heads.proposers.draft_lm import DraftLM
+from heads.sampling.token_tree import tree_attention
+from heads.target.loading import Target
+from tests.support.decoding import samples_against
+
+SIZE = {"vocab_size": 12, "hidden_size": 32, "num_hidden_layers": 2, "bos_token_id": None, "eos_token_id": None}
+BLOCK = SIZE | {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+HEADS = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_d_state": 8, "mamba_n_groups": 1}
+WIDTHS = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+CONFIGS = {
+    "beside": Qwen3_5TextConfig(**BLOCK, **WIDTHS, layer_types=["linear_attention", "full_attention"]),
+    "in_one": FalconH1Config(**BLOCK, **HEADS, mamba_chunk_size=8),
+    "alone": Mamba2Config(**SIZE, pad_token_id=None, num_heads=4, head_dim=16, state_size=8, n_groups=1, chunk_size=8),
+}
+
+
+@cache
+def tiny(name):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.mul_(3.0 if parameter.ndim >= 2 else 1.0)
+    return model
+
+
+class Rows:
+    """Texts read into a cache, each forward of which is held to one over each text alone."""
+
+    def __init__(self, name, length):
+        self.model, self.cache = tiny(name), new_cache(tiny(name), 40)
+        self.texts = torch.randint(12, (3, 30), generator=torch.Generator().manual_seed(1)).tolist()
+        self.read([0, 0, 0], length)
+
+    def read(self, starts, length):
+        ids_BT = torch.tensor([text[start : start + length] for text, start in zip(self.texts, starts, strict=True)])
+        hidden_BTD = forward_rows(self.model, self.cache, ids_BT, starts)
+        for row_TD, text, start in zip(hidden_BTD, self.texts, starts, strict=True):
+            alone_1TD = read_documents(self.model, torch.tensor([text[: start + length]]), None)
+            torch.testing.assert_close(row_TD, alone_1TD[0, start:], atol=1e-4, rtol=1e-4)
+
+    def keep(self, rows):
+        self.cache.keep_rows(rows)
+        self.texts = [list(self.texts[row]) for row in rows]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_rows_go_on_from_their_own_length_leave_and_are_copied(name):
+    rows = Rows(name, 9)
+    rows.read([9, 4, 1], 4)
+    rows.texts[1][6:], rows.texts[2][2:] = [1] * 24, [2] * 28  # two and three of their drafts are rejected
+    rows.read([13, 6, 2], 3)
+    rows.keep([2, 0, 2])
+    rows.texts[0][3:] = [7] * 27
+    rows.read([3, 16, 5], 2)
+    rows.read([5, 18, 7], 1)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_row_goes_back_to_its_prompt_and_to_what_is_held_and_no_further(name):
+    rows = Rows(name, 5)
+    rows.read([5, 5, 3], 1)
+    rows.cache.hold([6, 6, 4])
+    for step in range(4):
+        rows.read([6 + step, 6 + step, 4 + step], 1)
+    rows.read([7, 6, 8], 2)
+    rows.read([9, 5, 10], 2)  # another text of the same prompt takes the place of row 1
+    with pytest.raises(ValueError, match=r"row 0 goes on at 8; states are kept for 9 to 11"):
+        rows.read([8, 7, 12], 1)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tokens_of_a_tree_follow_their_parents_and_rows_go_on_from_their_paths(name):
+    rows = Rows(name, 8)
+    starts, paths = [8, 6, 5], [[0, 2, 4], [0, 1], [0]]
+    parents = [0, 0, 1, 2, 2]  # of drafts 1 to 5
+    for text, start in zip(rows.texts, starts, strict=True):
+        text[start + 1 : start + 3] = [3, 5]
+    attention = tree_attention(torch.tensor([parents] * 3), starts)
+    tree_BK = torch.tensor([[text[start], 3, 4, 5, 6, 7] for text, start in zip(rows.texts, starts, strict=True)])
+    hidden_BKD = forward_rows(rows.model, rows.cache, tree_BK, starts, attention)
+    for row, path in enumerate([[0, 1, 3], [0, 2, 4], [0, 2, 5]]):
+        text = [*rows.texts[row][: starts[row]], *tree_BK[row, path].tolist()]
+        alone_1TD = read_documents(rows.model, torch.tensor([text]), None)
+        torch.testing.assert_close(hidden_BKD[row, path], alone_1TD[0, starts[row] :], atol=1e-4, rtol=1e-4)
+    rows.cache.keep_path(starts, paths)
+    rows.texts[0][9:11] = [4, 6]
+    rows.read([11, 8, 6], 3)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_samples_follow_the_targets_distribution_where_drafts_stay_and_go(name):
+    model = tiny(name)
+    draft = copy.deepcopy(model)
+    torch.manual_seed(1)
+    for parameter in draft.parameters():
+        parameter.add_(0.3 * parameter.std() * torch.randn_like(parameter) if parameter.ndim >= 2 else 0.0)
+    target = Target(model=model, tokenizer=None, identity=None, eos_token_ids=())
+    requests = [Request(prompt_id=f"p{number}", category="c", tokens=(1, 2, 3)) for number in range(600)]
+    config = DecodeConfig(num_speculative_tokens=2, max_new_tokens=3, temperature=1.0, batch_size=len(requests))
+    generations, _ = decode(target, requests, config, DraftLM(draft, 12))
+    accepted = [each.num_accepted for generation in generations for each in generation.rounds]
+    assert 0 < accepted.count(0) < len(accepted)
+    with torch.no_grad():
+        first_V = model(torch.tensor([[1, 2, 3]])).logits[0, -1].softmax(-1)
+        second_VV = model(torch.tensor([[1, 2, 3, token] for token in range(12)])).logits[:, -1].softmax(-1)
+    assert samples_against(first_V.unsqueeze(1) * second_VV, generations).p_value > 1e-4
+
+
+def test_the_modules_with_states_are_found_and_no_others():
+    found = {name: {type(module).__name__ for module in mixers_of(tiny(name))} for name in CONFIGS}
+    assert found == {"beside": {"Qwen3_5GatedDeltaNet"}, "in_one": {"FalconH1Mixer"}, "alone": {"Mamba2Mixer"}}
+    assert [place.layer for place in mixers_of(tiny("in_one")).values()] == [0, 1]
+
+
+def test_a_compiled_forward_is_refused():
+    with pytest.raises(InputError, match=r"recurrent layers, .* set target.forward to transformers"):
+        make_compiled(tiny("alone"))
