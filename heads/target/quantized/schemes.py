@@ -44,13 +44,14 @@ class PackedMatrix:
     Args:
         name, shape: of the floating matrix.
         parts: the names of its tensors, by the argument of `unpack` that each is.
-        unpack: makes it of them, in float32.
+        unpack: makes it of them, in `dtype`.
     """
 
     name: str
     shape: tuple[int, ...]
     parts: Mapping[str, str]
     unpack: Callable[..., Tensor]
+    dtype: torch.dtype = torch.float32
 
     def read_from(self, weights: Weights) -> LazyTensor:
         """Return it as a tensor that is unpacked when it is read."""
@@ -58,7 +59,7 @@ class PackedMatrix:
         def load() -> Tensor:
             return self.unpack(**{role: weights[name].load() for role, name in self.parts.items()})
 
-        return LazyTensor(shape=self.shape, dtype=torch.float32, load=load)
+        return LazyTensor(shape=self.shape, dtype=self.dtype, load=load)
 
 
 def packed_matrices(weights: Weights, settings: Settings) -> list[PackedMatrix]:
@@ -164,7 +165,8 @@ def _mxfp4_matrices(weights: Weights, settings: Settings) -> Iterator[PackedMatr
             name=f"{name}_proj",
             shape=(blocks[0], blocks[2] * blocks[3] * 2, blocks[1]),  # transposed, as gpt-oss multiplies
             parts={part: f"{name}_proj_{part}" for part in ("blocks", "scales")},
-            unpack=partial(convert_moe_packed_tensors, dtype=torch.float32),
+            unpack=partial(convert_moe_packed_tensors, dtype=torch.bfloat16),
+            dtype=torch.bfloat16,  # exact: two significant bits and a power of two
         )
 
 
