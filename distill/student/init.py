@@ -23,6 +23,7 @@ from heads.inference.model_checks import check_rolls_back, check_split
 from heads.target.block_config import overridden
 from heads.target.identity import hash_tokenizer
 from heads.target.loading import UNREADABLE, Target, locate, move
+from heads.target.model_class import auto_class, causal_config
 from heads.target.quantized import loader_of
 
 UNTRUSTED = {"trust_remote_code": False}  # otherwise transformers asks on the terminal
@@ -100,6 +101,8 @@ def _other_model(path: str, target: Target) -> PreTrainedModel:
         draft = loader_of(locate(TargetConfig(name=path)), torch.float32)()
     except UNREADABLE as error:
         raise InputError(f"student.path: {path} does not hold a causal LM and its tokenizer: {first_line(error)}") from error
+    if auto_class(draft.config) is not AutoModelForCausalLM:
+        raise InputError(f"student.path: {path} holds more than a causal LM ({type(draft).__name__}); a draft is a causal LM")
     if hash_tokenizer(tokenizer) != target.identity.tokenizer_sha256:
         raise InputError(
             f"student.path: {path} has another tokenizer than {target.identity.name}; its drafts would mean other tokens"
@@ -144,4 +147,6 @@ def _check_rows(config: PreTrainedConfig, path: str, target: Target) -> None:
 
 
 def _from_config(config: PreTrainedConfig, like: PreTrainedModel) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=like.config._attn_implementation)
+    return AutoModelForCausalLM.from_config(
+        causal_config(config), dtype=torch.float32, attn_implementation=like.config._attn_implementation
+    )

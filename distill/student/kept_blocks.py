@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from configs.runtime.errors import InputError, first_line
-from heads.inference.causal_lm import read_documents
+from heads.inference.causal_lm import backbone, read_documents
 from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
 from heads.target.block_config import config_of_blocks
 from heads.target.hidden_states import blocks, num_blocks
+from heads.target.model_class import causal_config
 from heads.target.placement import real_weight
 
 REMEDY = "choose other student.layers, or give student.init 'fresh', 'model' or 'config'"
@@ -34,7 +35,7 @@ def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMode
     name_of_class, total = type(model).__name__, num_blocks(model)
     if max(layers) >= total:
         raise InputError(f"student.layers: {max(layers)} was asked for, but {name_of_class} has blocks 0 to {total - 1}")
-    config = config_of_blocks(model.config.get_text_config(), layers)
+    config = causal_config(config_of_blocks(model.config.get_text_config(), layers))
     attention, which = model.config._attn_implementation, f"student.layers: blocks {_listed(layers)} of {name_of_class}"
     try:
         draft = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
@@ -59,14 +60,21 @@ def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMode
 def _kept_weights(model: PreTrainedModel, draft: PreTrainedModel, layers: Sequence[int]) -> dict[str, Tensor]:
     """Return copies of the target's weights under their names in the draft, without those of the blocks left out."""
     prefix, own_prefix = (f"{_name_of(each, blocks(each))}." for each in (model, draft))
+    # Of a model that also takes images or sound the text part is copied, under the names of a causal LM.
+    parts = [(backbone(model), backbone(draft)), (model.get_output_embeddings(), draft.get_output_embeddings())]
+    renamed = {f"{_name_of(model, theirs)}.": f"{_name_of(draft, ours)}." for theirs, ours in parts}
+    has_more = model.config.get_text_config() is not model.config
     new_index = {str(old): str(new) for new, old in enumerate(layers)}
     weights, own = {}, draft.state_dict()
     for name, tensor in model.state_dict().items():
         index, _, rest = name.removeprefix(prefix).partition(".")
-        if not name.startswith(prefix):
-            weights[name] = _part_for(tensor, own.get(name, tensor).shape, layers, num_blocks(model)).clone()
-        elif index in new_index:
-            weights[f"{own_prefix}{new_index[index]}.{rest}"] = real_weight(model, name, tensor).clone()
+        part = next((part for part in renamed if name.startswith(part)), None) if has_more else ""
+        if name.startswith(prefix):
+            if index in new_index:
+                weights[f"{own_prefix}{new_index[index]}.{rest}"] = real_weight(model, name, tensor).clone()
+        elif part is not None:
+            own_name = renamed.get(part, "") + name.removeprefix(part)
+            weights[own_name] = _part_for(tensor, own.get(own_name, tensor).shape, layers, num_blocks(model)).clone()
     return weights
 
 

@@ -11,6 +11,7 @@ B batch, T new tokens, S cache length, D width, V vocabulary, W rows of the outp
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -21,18 +22,20 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
 from configs.runtime.errors import InputError, first_line
+from heads.inference.column_positions import by_axis, by_position, counts_columns
 from heads.inference.kv_cache import RowCache, RowLayer
 from heads.inference.recurrent_cache import Place, RecurrentCache, cache_argument, find_mixers
 from heads.sampling.token_tree import TreeAttention
 
+SCALING = ("cohere_compass", "granite4_vision", "granite_docling")  # others with images leave out their text part's logit scale
 Masks = Tensor | dict[str, Tensor | None] | None
 STATE_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # the last two have keys and values beside a state
 _MIXERS: WeakKeyDictionary[PreTrainedModel, dict[nn.Module, Place]] = WeakKeyDictionary()
 
 
 def backbone(model: PreTrainedModel) -> nn.Module:
-    """Return the part of a causal LM that maps token ids to the final, normed hidden states."""
-    base = model.base_model
+    """Return the part of a causal LM, or of a model's text part, that maps token ids to the final, normed hidden states."""
+    base = model.base_model if model.config.get_text_config() is model.config else model.get_decoder()
     if base is not model:
         return base
     # Llama 4 names no part of it as its base: take the one that holds the embedding.
@@ -43,7 +46,7 @@ def backbone(model: PreTrainedModel) -> nn.Module:
 
 def head_logits(model: HasOutputHead, hidden_BTD: Tensor) -> Tensor:
     """Return the next-token logits `[..., V]` of final hidden states `[..., D]`, soft-capped or scaled as the model does."""
-    config = model.config
+    config = model.config if model.config.model_type not in SCALING else model.config.get_text_config()
     registered = _registered_now(model)
     logits_BTV = model.get_output_embeddings()(hidden_BTD) if registered is None else registered.logits(hidden_BTD)
     for name in ("logit_scale", "lm_head_multiplier"):  # Cohere, Falcon-H1
@@ -53,7 +56,7 @@ def head_logits(model: HasOutputHead, hidden_BTD: Tensor) -> Tensor:
         if (divisor := getattr(config, name, None)) is not None:
             logits_BTV = logits_BTV * divisor if config.model_type == "hyperclovax" else logits_BTV / divisor
     for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):  # Gemma, RecurrentGemma, xLSTM
-        if (cap := getattr(config, name, None)) is not None:
+        if (cap := getattr(config.get_text_config(), name, None)) is not None:
             logits_BTV = cap * torch.tanh(logits_BTV / cap)
     return logits_BTV
 
@@ -123,7 +126,7 @@ def read_documents(model: PreTrainedModel, ids_BT: Tensor, packed_positions_BT: 
         model: run without a cache.
         packed_positions_BT: positions from 0 in each document; None: each row is a single one.
     """
-    apart = {} if packed_positions_BT is None else {"position_ids": packed_positions_BT}
+    apart = {} if packed_positions_BT is None else {"position_ids": by_axis(model.config, packed_positions_BT)}
     states_BTD: Tensor = backbone(model)(input_ids=ids_BT, use_cache=False, **apart).last_hidden_state
     return states_BTD
 
@@ -210,10 +213,14 @@ class TransformersForward(DecodingForward):
     def __init__(self, model: PreTrainedModel) -> None:
         # Not the model itself, which `_REGISTERED` must not keep alive.
         self._backbone, self._head = backbone(model), model.get_output_embeddings()
+        self._counts_columns = counts_columns(model.config.get_text_config())
 
     def hidden(self, ids_BT: Tensor, positions_BT: Tensor, masks: Masks, cache: RowCache) -> Tensor:
         stored = {cache_argument(self._backbone): cache}
-        with cache.reading():
+        if self._counts_columns:
+            masks = None
+        masked = by_position(self._backbone, positions_BT, cache) if self._counts_columns else nullcontext()
+        with cache.reading(), masked:
             output = self._backbone(input_ids=ids_BT, position_ids=positions_BT, attention_mask=masks, use_cache=True, **stored)
         hidden_BTD: Tensor = output.last_hidden_state
         return hidden_BTD

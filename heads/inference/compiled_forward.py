@@ -29,6 +29,7 @@ from heads.inference.causal_lm import (
     register_forward,
     registered_forward,
 )
+from heads.inference.column_positions import counts_columns
 from heads.inference.kv_cache import RowCache
 from heads.inference.lean_forward import make_lean
 
@@ -45,13 +46,16 @@ def make_compiled(model: PreTrainedModel) -> None:
     Graphs are compiled when a shape is first met, so the first answers are slow.
 
     Raises:
-        InputError: its layers have states, which are read token by token.
+        InputError: its layers have states, which are read token by token, or its masks are not made before a forward
+                (`heads.inference.column_positions`).
     """
     if mixers_of(model):
         raise InputError(
             f"{type(model).__name__} has recurrent layers, which read one token after another, and the compiled forward reads "
             "all at once; set target.forward to transformers"
         )
+    if counts_columns(model.config.get_text_config()):
+        raise InputError(f"the forward of {type(model).__name__} cannot be compiled; set target.forward to transformers")
     try:
         make_lean(model)
     except InputError as error:

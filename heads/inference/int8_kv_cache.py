@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from heads.inference.kv_cache import RowLayer, beside
+from heads.inference.kv_cache import RowLayer
 
 STEPS = 127
 
@@ -47,12 +47,8 @@ class Int8Layer(RowLayer):
 
     def _write(self, store: Tensor, scales: Tensor, states_BNTH: Tensor) -> None:
         rounded_BNTH, scales_BNT1 = quantise(states_BNTH)
-        for place, new in ((store, rounded_BNTH), (scales, scales_BNT1)):
-            if self.slots.index is None:
-                start = self.slots.starts[0]
-                place[:, :, start : start + new.shape[2]] = new
-            else:
-                place[beside(self.slots.index, place)] = new.transpose(1, 2)
+        self._written(store, rounded_BNTH)
+        self._written(scales, scales_BNT1)
 
 
 def quantise(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -42,6 +42,7 @@ class RowLayer(CacheLayerMixin):
     stored: Sequence[str] = ("keys", "values")  # attributes, `[B, N, capacity, ...]`
     keys: Tensor
     values: Tensor
+    index_keys: Tensor  # where an indexer has given some
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
@@ -58,16 +59,26 @@ class RowLayer(CacheLayerMixin):
         """Write the new states into their slots and return views of everything up to the furthest row's end."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        return self._written(self.keys, key_states), self._written(self.values, value_states)
+
+    def update_index(self, key_states: Tensor) -> Tensor:
+        """Do the same with the keys `[B, 1, T, H]` by which an indexer chooses what attention sees (MiniMax-M3)."""
+        if "index_keys" not in self.stored:
+            self.index_keys = key_states.new_zeros(*key_states.shape[:2], self.capacity, key_states.shape[-1])
+            self.stored = (*self.stored, "index_keys")
+        return self._written(self.index_keys, key_states)
+
+    def update_indexer(self, key_states: Tensor) -> Tensor:
+        """`update_index` for keys `[B, T, H]` (DeepSeek-V3.2)."""
+        return self.update_index(key_states.unsqueeze(1)).squeeze(1)
+
+    def _written(self, stored: Tensor, states: Tensor) -> Tensor:
         end = self.slots.end
         if self.slots.index is None:
-            start = self.slots.starts[0]
-            self.keys[:, :, start:end] = key_states
-            self.values[:, :, start:end] = value_states
+            stored[:, :, self.slots.starts[0] : end] = states
         else:
-            index = beside(self.slots.index, self.keys)
-            self.keys[index] = key_states.transpose(1, 2)
-            self.values[index] = value_states.transpose(1, 2)
-        return self.keys[:, :, :end], self.values[:, :, :end]
+            stored[beside(self.slots.index, stored)] = states.transpose(1, 2)
+        return stored[:, :, :end]
 
     def move(self, goal: tuple[Tensor, slice, Tensor], source: tuple[Tensor, slice, Tensor]) -> None:
         """Copy the contents of the slots `source` to `goal`."""
@@ -160,6 +171,11 @@ class RowCache(Cache):
     def holds_tree(self) -> bool:
         """Whether the tokens of the current forward are those of a tree."""
         return self._slots.attention is not None
+
+    def key_positions(self, device: torch.device) -> Tensor:
+        """Return at which positions in the text the tokens stand whose slots the current forward reads, `[B or 1, S]`."""
+        keys_S = torch.arange(self._slots.end, device=device)
+        return keys_S.unsqueeze(0) if self._slots.attention is None else self._slots.attention.over(keys_S)[1]
 
     def visible(self, positions_BT: Tensor, window: int | None = None, chunk: int | None = None) -> Tensor:
         """Return which slots the tokens of the current forward see, bool `[B, T, S]`.

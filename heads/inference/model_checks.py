@@ -30,7 +30,7 @@ from heads.inference.causal_lm import (
 )
 from heads.sampling.token_tree import tree_attention
 
-KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
+KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention", "indexed_attention"}
 OWN_WINDOWS = ("window_size", "keep_window_size")  # GPT-Neo, Doge
 DOCUMENTS = ((5, 4), (2, 7))  # lengths of the documents in each row of the probe
 _ROLLS_BACK: WeakSet[PreTrainedModel] = WeakSet()  # models that have passed
@@ -41,11 +41,12 @@ def check_split(model: PreTrainedModel) -> None:
     """Refuse a model whose logits are not finite, or are not `head_logits` of its backbone's last hidden state.
 
     Raises:
-        InputError: one of the two, on a probe.
+        InputError: one of the two, or a failure, on a probe.
     """
     check_on_probe(
         model,
         _split_error,
+        fails=f"{type(model).__name__} does not run on text alone ({{}}); take another target",
         differs=f"{type(model).__name__} computes its logits in a way draftsmith does not know: its head applied to its last "
         "hidden state differs by {:.2g} of them",
     )
@@ -65,7 +66,7 @@ def check_rolls_back(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if model in _ROLLS_BACK:
         return
-    what = carried_state(model, KNOWN_LAYER_TYPES | {"chunked_attention", "moe", "mlp"})
+    what = carried_state(model, KNOWN_LAYER_TYPES | {"chunked_attention", "minimax_m3_sparse", "moe", "mlp"})
     if what is not None and not mixers_of(model):
         raise InputError(
             f"{name} has {what} that transformers' cache does not hold: rejected tokens cannot be rolled back, so it cannot be "
@@ -160,7 +161,7 @@ def check_on_probe(
         with _evaluating(model):
             error = error_of(model)
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as failure:
-        if fails is None:
+        if fails is None or isinstance(failure, InputError):
             raise
         raise InputError(fails.format(first_line(failure))) from failure
     if error > max(1e-4, 16 * torch.finfo(model.dtype).eps) or (error != error and not allow_nan):

@@ -29,6 +29,7 @@ from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import TreeAttention
 from heads.target.block_config import config_of_blocks
 from heads.target.hidden_states import TargetStates, block_list, blocks, forward_states, num_blocks, tapped
+from heads.target.model_class import causal_config
 
 
 def early_exit(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
@@ -141,6 +142,10 @@ class SelfSpeculation:
 def _part(model: PreTrainedModel, first: int, end: int) -> PreTrainedModel:
     """Return a causal LM of the model's own blocks `first` to `end - 1` and everything else that it has."""
     config = config_of_blocks(model.config.get_text_config(), range(first, end))
+    if type(causal_config(config)) is not type(config):
+        raise InputError(
+            f"{type(model).__name__} cannot draft for itself: transformers has no causal LM with the blocks that it has"
+        )
     with torch.device("meta"):
         part = AutoModelForCausalLM.from_config(
             config, dtype=model.dtype, attn_implementation=model.config._attn_implementation

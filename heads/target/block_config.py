@@ -28,6 +28,11 @@ def per_layer_keys(config: PreTrainedConfig) -> list[str]:
     ]
 
 
+def attentions_per_block(config: PreTrainedConfig) -> int:
+    """Return how many of a text config's `num_hidden_layers`, each with a place in the cache, make one block."""
+    return 2 if config.model_type == "longcat_flash" else 1
+
+
 def overridden(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> PreTrainedConfig:
     """Return a copy of a text config with some values replaced; what it says of each block goes with another number of them.
 
@@ -54,7 +59,7 @@ def config_of_blocks(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrai
         changed["per_layer_config"] = {new: given[layer] for new, layer in enumerate(layers) if layer in given}
     try:
         kept.per_layer_config = None
-        kept.num_hidden_layers = len(layers)
+        kept.num_hidden_layers = len(layers) * attentions_per_block(config)
         for name, value in changed.items():
             setattr(kept, name, value)
         return type(config).from_dict(kept.to_dict())  # as it will be read from the draft's folder

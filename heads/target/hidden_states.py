@@ -24,6 +24,7 @@ from heads.inference.causal_lm import backbone, current_forward, forward_rows, h
 from heads.inference.kv_cache import RowCache
 from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
 from heads.sampling.token_tree import TreeAttention
+from heads.target.block_config import attentions_per_block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,8 @@ class TargetStates:
 
 def num_blocks(model: PreTrainedModel) -> int:
     """Return how many blocks the target has; taps run from 0 to it."""
-    return int(model.config.get_text_config().num_hidden_layers)
+    config = model.config.get_text_config()
+    return int(config.num_hidden_layers) // attentions_per_block(config)
 
 
 def block_list(model: PreTrainedModel) -> tuple[nn.Module, str]:

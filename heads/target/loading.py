@@ -103,16 +103,26 @@ class Target:
             raise InputError(_no_chat_template(self.identity.name))
         conversation = [dict(message) for message in messages]
         try:
-            text = self.tokenizer.apply_chat_template(
-                conversation, tools=[dict(tool) for tool in tools] or None, add_generation_prompt=answer_follows, tokenize=False
-            )
+            text = self._in_template(conversation, tools, answer_follows)
+            said = conversation[-1].get("content") or ""
+            takes_more = self.model.config.get_text_config() is not self.model.config
+            if takes_more and said.strip() not in text:  # its template may know lists of parts only
+                parts = [each | {"content": [{"type": "text", "text": each.get("content") or ""}]} for each in conversation]
+                text = self._in_template(parts, tools, answer_follows)
         except TemplateError as error:
             roles = ", ".join(message["role"] for message in conversation)
             raise InputError(
                 f"the chat template of target {self.identity.name} refuses a conversation of {roles}: {first_line(error)}"
             ) from error
         # The template brings its own special tokens; the tokenizer must not add another set.
-        return list(self.tokenizer(str(text), add_special_tokens=False)["input_ids"])
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _in_template(self, conversation: list[Any], tools: Sequence[Mapping[str, Any]], answer_follows: bool) -> str:
+        given: Any = [dict(tool) for tool in tools] or None
+        text = self.tokenizer.apply_chat_template(
+            conversation, tools=given, add_generation_prompt=answer_follows, tokenize=False
+        )
+        return str(text)
 
 
 def _no_chat_template(name: str) -> str:

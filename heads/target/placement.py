@@ -18,11 +18,12 @@ import torch
 from accelerate.hooks import AlignDevicesHook
 from accelerate.utils import get_max_memory
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from configs.runtime.errors import ConfigError, InputError, first_line
 from configs.schema.target import TargetConfig
 from heads.target.hidden_states import blocks
+from heads.target.model_class import auto_class
 
 DeviceName = int | str
 MEMORY = "cpu"
@@ -210,7 +211,7 @@ def _name_of(place: DeviceName | torch.device) -> DeviceName:
 def _skeleton(path: Path, config: TargetConfig) -> PreTrainedModel:
     settings = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code, local_files_only=True)
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = auto_class(settings).from_config(
             settings, dtype=getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code
         )
     return model

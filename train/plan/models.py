@@ -12,7 +12,7 @@ from typing import cast
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from configs.runtime.errors import InputError, first_line
 from configs.schema.learning import StudentConfig
@@ -26,6 +26,7 @@ from heads.proposers.vocabulary import DraftVocabulary
 from heads.target.block_config import overridden
 from heads.target.demo_model import PREFIX
 from heads.target.loading import UNREADABLE, locate
+from heads.target.model_class import auto_class
 
 META = torch.device("meta")
 
@@ -128,7 +129,7 @@ def _draft_config(student: StudentConfig, target: PreTrainedModel) -> PreTrained
 def _empty(config: PreTrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False) -> PreTrainedModel:
     try:
         with META:
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+            return auto_class(config).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     except UNREADABLE as error:
         raise InputError(f"target.name: {type(config).__name__} makes no causal LM: {first_line(error)}") from error
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from configs.runtime.errors import InputError, first_line
 from configs.schema.heads import DFlashSettings
@@ -25,10 +25,14 @@ from heads.modules.layers import LayerShape, layer_shape, shape_like
 from heads.proposers.vocabulary import DraftVocabulary, read_draft_vocabulary
 from heads.target.checkpoint_files import LazyTensor, Weights, constant, read_weights
 from heads.target.loading import UNREADABLE
+from heads.target.model_class import auto_class
 from heads.target.quantized import read_float_weights
 from heads.target.size_limits import check_counts
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+# And as models that also take images have them.
+HEADS = (HEAD, "language_model.lm_head.weight")
+EMBEDDINGS = (EMBEDDING, "model.language_model.embed_tokens.weight", "language_model.model.embed_tokens.weight")
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class TargetFolder:
         try:
             config = AutoConfig.from_pretrained(self.folder, local_files_only=True)
             with torch.device("meta"):
-                model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+                model: PreTrainedModel = auto_class(config).from_config(config)
         except UNREADABLE as error:
             raise InputError(f"{self.folder} holds no config of a causal LM: {first_line(error)}") from error
         return model
@@ -71,16 +75,18 @@ class TargetFolder:
 
     def head(self) -> LazyTensor:
         """Return the weights of its output head; an InputError where the folder keeps them under no known name."""
-        for name in (HEAD, EMBEDDING) if self.config.tie_word_embeddings else (HEAD,):
+        tied = self.config.tie_word_embeddings or self.model.config.tie_word_embeddings
+        for name in (*HEADS, *EMBEDDINGS) if tied else HEADS:
             if name in self.weights:
                 return self.weights[name]
         raise InputError(f"{self.folder} holds neither {HEAD} nor, with tied embeddings, {EMBEDDING}")
 
     def embedding(self) -> LazyTensor:
         """Return its embedding; an InputError where the folder keeps it under no known name."""
-        if EMBEDDING not in self.weights:
-            raise InputError(f"{self.folder} holds no {EMBEDDING}")
-        return self.weights[EMBEDDING]
+        for name in EMBEDDINGS:
+            if name in self.weights:
+                return self.weights[name]
+        raise InputError(f"{self.folder} holds no {EMBEDDING}")
 
     def check_plain(self) -> None:
         """Refuse a target with a scaled embedding, or a head with a bias: engines give drafts the weights only."""

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_json
 from heads.target.checkpoint_files import PACKED_NAMES, Weights, listed, read_weights
+from heads.target.model_class import auto_class
 from heads.target.quantized.schemes import FLOAT8, Settings, packed_matrices
 
 log = logging.getLogger("draftsmith")
@@ -73,7 +74,7 @@ def read_float_weights(folder: Path) -> Weights:
 
 
 def loader_of(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Callable[..., PreTrainedModel]:
-    """Return what loads the causal LM in a folder, given further arguments of `from_pretrained`.
+    """Return what loads the model in a folder, by its own class, given further arguments of `from_pretrained`.
 
     One that is quantised is dequantised, and the log says how much memory that takes.
 
@@ -96,7 +97,9 @@ def loader_of(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool = Fal
 
 
 def _load_as_stored(folder: Path, **arguments: Any) -> PreTrainedModel:
-    load: Any = AutoModelForCausalLM.from_pretrained  # which returns a pair where the report is asked for
+    trust_remote_code = arguments["trust_remote_code"]
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    load = auto_class(config).from_pretrained  # which returns a pair where the report is asked for
     model, report = load(folder, use_safetensors=True, local_files_only=True, output_loading_info=True, **arguments)
     read_float_weights(folder)  # refuses numbers without their scales, which transformers casts as they are
     return _whole(model, report, folder)
@@ -108,7 +111,7 @@ def _load_dequantised(folder: Path, weights: Weights, *, trust_remote_code: bool
         if hasattr(part, "quantization_config"):
             del part.quantization_config
     with torch.device("meta"):
-        kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code))
+        kind = type(auto_class(config).from_config(config, trust_remote_code=trust_remote_code))
     generation = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None
     load: Any = kind.from_pretrained
     model, report = load(

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.decode import generate
-from heads.inference.causal_lm import forward_rows, new_cache, read_documents
+from heads.inference.causal_lm import WRONG_STATES, forward_rows, new_cache, read_documents, refuse_forwards
 from heads.inference.model_checks import check_rolls_back, check_split
 from heads.proposers.draft_lm import DraftLM
 from heads.sampling.token_tree import tree_attention
@@ -62,7 +62,7 @@ SHARED = SLIDING | {
 
 # name: config class, its settings, and the refusals: by way of decoding, or of all
 TABLE = {
-    "bloom": ("BloomConfig", {"vocab_size": 256, "hidden_size": 64, "n_layer": 2, "n_head": 4}, "does not run on a cache"),
+    "bloom": ("BloomConfig", {"vocab_size": 256, "hidden_size": 64, "n_layer": 2, "n_head": 4}, {}),
     "codegen": ("CodeGenConfig", OLD | {"rotary_dim": 8}, {}),
     "deepseek_v3": (
         "DeepseekV3Config",
@@ -73,7 +73,16 @@ TABLE = {
         {},
     ),
     "doge": ("DogeConfig", GROUPED | {"keep_window_size": 16}, "other states after a rejected draft"),
+    "deepseek_v32": (
+        "DeepseekV32Config",
+        BLOCK
+        | {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        | {"n_group": 1, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
+        | {"qk_nope_head_dim": 8, "v_head_dim": 16, "index_n_heads": 16, "index_head_dim": 16, "index_topk": 8},
+        {},
+    ),
     "falcon": ("FalconConfig", BLOCK | {"new_decoder_architecture": False}, {}),
+    "falcon_alibi": ("FalconConfig", BLOCK | {"new_decoder_architecture": False, "alibi": True}, {}),
     "gemma2": ("Gemma2Config", GROUPED | SLIDING, {}),
     "gemma3": ("Gemma3TextConfig", GROUPED | SLIDING, {}),
     "gemma3n": ("Gemma3nTextConfig", GROUPED | SHARED | {"laurel_rank": 4, "activation_sparsity_pattern": None}, {}),
@@ -82,7 +91,7 @@ TABLE = {
     "gpt_neo": (
         "GPTNeoConfig",
         SIZE | {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 16},
-        {"batch": "unequal lengths.* batch_size 1", "tree": "drafts of a tree.* tree null"},
+        {},
     ),
     "gpt_neox": ("GPTNeoXConfig", BLOCK, {}),
     "gpt_oss": ("GptOssConfig", GROUPED | SLIDING | {"num_local_experts": 4, "num_experts_per_tok": 2}, {}),
@@ -123,6 +132,22 @@ TABLE = {
         "MiniMaxConfig",
         GROUPED | {"layer_types": LINEAR["layer_types"]},
         "carries the past in states.* not run on a cache",
+    ),
+    "longcat_flash": (
+        "LongcatFlashConfig",
+        {name: value for name, value in BLOCK.items() if name != "num_hidden_layers"}
+        | {"num_layers": 2, "n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2, "expert_ffn_hidden_size": 32}
+        | {"ffn_hidden_size": 96, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "head_dim": 8}
+        | {"qk_nope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4},
+        {},
+    ),
+    "minimax_m3": (
+        "MiniMaxM3VLTextConfig",
+        GROUPED
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "dense_intermediate_size": 96, "index_n_heads": 2}
+        | {"layer_types": ["full_attention", "minimax_m3_sparse"], "index_head_dim": 16, "index_block_size": 4}
+        | {"index_topk_blocks": 2, "index_local_blocks": 1},
+        {"tree": "drafts of a tree.* tree null"},
     ),
     "mistral": ("MistralConfig", GROUPED | {"sliding_window": 16}, {}),
     "mpt": (
@@ -221,15 +246,17 @@ def test_a_family_decodes_as_transformers_does_or_is_refused(name, way):
 
 
 def test_what_a_check_found_wrong_is_refused_wherever_it_is_run():
-    model, cache_ = built("gpt_neo"), new_cache(built("gpt_neo"), 8)
+    model, cache_ = copy.deepcopy(built("mpt")), new_cache(built("mpt"), 8)
     check_rolls_back(model)
     ids_BT = torch.tensor([[1, 2], [3, 4]])
     forward_rows(model, cache_, ids_BT, [0, 0])
-    with pytest.raises(InputError, match="rows of unequal lengths"):
-        forward_rows(model, cache_, ids_BT, [2, 1])
     attention = tree_attention(torch.tensor([[0, 0]] * 2), [2, 2])
     with pytest.raises(InputError, match="drafts of a tree"):
         forward_rows(model, cache_, torch.tensor([[1, 2, 3]] * 2), [2, 2], attention)
+    forward_rows(model, cache_, ids_BT, [2, 1])
+    refuse_forwards(model, frozenset(WRONG_STATES))
+    with pytest.raises(InputError, match="rows of unequal lengths"):
+        forward_rows(model, cache_, ids_BT, [2, 1])
 
 
 def test_a_text_beyond_the_short_rotary_factors_is_refused_with_the_remedy():

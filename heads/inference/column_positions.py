@@ -1,0 +1,86 @@
+"""Families whose attention counts columns of the cache where it means positions: BLOOM, Falcon with ALiBi, GPT-Neo.
+
+Their forwards make biases and windows of a plain padding mask, or of the number of columns. In rows of unequal lengths and in
+trees a column is not a position, so each block is given a mask and a bias by position in place of its model's own.
+B batch, T new tokens, S cache length, N heads.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedConfig
+
+from heads.inference.kv_cache import RowCache
+
+
+def counts_columns(config: PreTrainedConfig) -> bool:
+    """Say whether a model of this text config has to run within `by_position`."""
+    return config.model_type in ("bloom", "gpt_neo") or (config.model_type == "falcon" and config.alibi)
+
+
+def by_axis(config: PreTrainedConfig, positions_BT: Tensor) -> Tensor:
+    """Return packed positions as a model takes them: one that knows the axes of an image has a position for each besides."""
+    knows_axes = "mrope_section" in (getattr(config.get_text_config(), "rope_parameters", None) or {})
+    return positions_BT.expand(4, *positions_BT.shape) if knows_axes else positions_BT
+
+
+@contextmanager
+def by_position(root: nn.Module, positions_BT: Tensor, cache: RowCache) -> Iterator[None]:
+    """Let the blocks of a backbone see what `RowCache.visible` says, with biases by position, while a forward runs.
+
+    Args:
+        root: the backbone; it is called without a mask.
+        positions_BT: of the tokens that are read.
+        cache: placed for them.
+    """
+    model: Any = root
+    config, windows = model.config, {}
+    handles: list[RemovableHandle] = []
+    for block in model.h:
+        if config.model_type == "gpt_neo":
+            attention = block.attn.attention
+            window = config.window_size if attention.attention_type == "local" else None
+            given = {"attention_mask": _additive(cache.visible(positions_BT, window).unsqueeze(1), model.dtype)}
+            windows[attention] = attention.bias  # by column
+            attention.bias = attention.bias.new_ones(()).expand_as(attention.bias)
+        elif not handles:
+            given = _with_alibi(model, cache.visible(positions_BT).unsqueeze(1), cache)
+        handles.append(block.register_forward_pre_hook(partial(_replaced, given), with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for attention, bias in windows.items():
+            attention.bias = bias
+
+
+def _with_alibi(model: Any, visible_B1TS: Tensor, cache: RowCache) -> dict[str, Tensor]:
+    """Return ALiBi as the model makes it, by position, and a mask, in the forms that its family's blocks take."""
+    B, config = len(visible_B1TS), model.config
+    build_alibi = sys.modules[type(model).__module__].__dict__["build_alibi_tensor"]
+    ones_1S = torch.ones(1, cache.end, dtype=torch.long, device=visible_B1TS.device)
+    by_position_NS = build_alibi(ones_1S, config.num_attention_heads, dtype=model.dtype).squeeze(1)
+    alibi_BNS = by_position_NS[:, cache.key_positions(visible_B1TS.device)].transpose(0, 1).expand(B, -1, -1)
+    alibi = alibi_BNS.reshape(-1, 1, cache.end)
+    if config.model_type == "bloom":
+        return {"alibi": alibi, "attention_mask": _additive(visible_B1TS, model.dtype)}
+    scaled_BN1S = alibi_BNS.unsqueeze(2) / math.sqrt(config.hidden_size // config.num_attention_heads)
+    return {"alibi": alibi, "attention_mask": scaled_BN1S.masked_fill(~visible_B1TS, torch.finfo(model.dtype).min)}
+
+
+def _additive(visible_B1TS: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(visible_B1TS, dtype=dtype).masked_fill(~visible_B1TS, torch.finfo(dtype).min)
+
+
+def _replaced(given: dict[str, Tensor], block: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return args, kwargs | given
