@@ -8,7 +8,7 @@ GEMMA := .cache/gemma/gemma-3-270m-q4_k_m.gguf
 given = $(if $(findstring command line,$(origin $(1))), --$(2) "$($(1))")
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench bench-decode sweep bench-distill bench-heads bench-eval bench-scale distribution-check slow-check cluster-check engine-check models-check soak tables serve-check gemma-check clean
+.PHONY: help setup demo test check bench bench-decode sweep bench-distill bench-heads bench-eval bench-scale distribution-check device-check slow-check cluster-check engine-check models-check soak tables serve-check gemma-check clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -60,6 +60,9 @@ slow-check: setup ## a forward compiled by the real compiler, 10,000 prompts cou
 
 cluster-check: setup ## the job files of scripts/cluster, run with one process killed and with stand-ins for Slurm (a minute)
 	$(PY) -m pytest -m 'slow or not slow' -s tests/faults/test_cluster.py
+
+device-check: setup ## decoding and training on a mock device that is not the CPU: the CPU's tokens and losses, waits counted (two minutes)
+	$(PY) -m pytest -m device tests/device
 
 engine-check: setup ## DDP, FSDP2, ZeRO-1 to 3 and offloading in two processes on the CPU against one process (about 10 minutes)
 	$(PY) -m pytest -m slow -s tests/train/loop/test_engines.py

@@ -277,7 +277,11 @@ def _largest(weights_N: Tensor) -> Tensor:
     A weight is one over the count of labels, and under float16 the gradient of a logit times that would underflow before the
     loss scale, which only arrives in the backward, could lift it.
     """
-    return weights_N.abs().max() if weights_N.any() else weights_N.new_ones(())
+    one = weights_N.new_ones(())
+    if not len(weights_N):
+        return one
+    largest = weights_N.abs().max()
+    return torch.where(largest > 0, largest, one)
 
 
 def _draft_ids(labels_N: Tensor | None, draft_token_ids_W: Tensor | None) -> Tensor | None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from heads.device import widest_float
 from heads.sampling.probabilities import draw, values_at
 
 
@@ -78,14 +79,15 @@ def verify_block(
 
     Args: as for `verify_tokens`; `accept_BG[:, i]` decides about the prefix that ends with draft i.
     """
-    ratio_BG = values_at(p_BKV[:, :-1], tokens_BG).double() / values_at(q_BGV, tokens_BG).double()
+    wide = widest_float(p_BKV.device)
+    ratio_BG = values_at(p_BKV[:, :-1], tokens_BG).to(wide) / values_at(q_BGV, tokens_BG).to(wide)
     prefix_BK = [torch.ones_like(ratio_BG[:, 0])]
     for ratio_B in ratio_BG.unbind(1):
         prefix_BK.append((prefix_BK[-1] * ratio_B).clamp(max=1.0))
     P_BK = torch.stack(prefix_BK, 1)
     # R for prefixes 1..G-1, which are followed by another draft; the last column is not used as such.
-    R_BG = (P_BK[:, 1:-1, None] * p_BKV[:, 1:-1] - q_BGV[:, 1:]).clamp(min=0).sum(-1).double()
-    open_BG = R_BG / (R_BG + 1 - P_BK[:, 1:-1]).clamp(min=torch.finfo(torch.float64).tiny)
+    R_BG = (P_BK[:, 1:-1, None] * p_BKV[:, 1:-1] - q_BGV[:, 1:]).clamp(min=0).sum(-1).to(wide)
+    open_BG = R_BG / (R_BG + 1 - P_BK[:, 1:-1]).clamp(min=torch.finfo(wide).tiny)
     keep_BG = torch.cat([open_BG, P_BK[:, -1:]], 1)
     length_G = torch.arange(1, tokens_BG.shape[1] + 1, device=tokens_BG.device)
     whole_BG = length_G == num_drafted_B.unsqueeze(1)

@@ -8,29 +8,43 @@ from contextlib import contextmanager
 
 import torch
 
+from heads.device import has_timed_events, synchronize, timed_event
+
 PHASES = ("prefill", "decode", "draft", "verify", "sample", "measure")
 
 
 class Clock:
     """Seconds by phase of one batch; a subclass may count something else as well.
 
-    On a GPU the queue is drained at both ends of a phase, so that the phase's work is counted in it.
+    At both ends of an outer phase the host waits for the device, so that the phase's work is counted in it. Phases inside it
+    are timed by events queued on the device where it has them, and are counted once the outer one has ended.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
-        self._on_gpu = device.type == "cuda"
+        self._device, self._by_events = device, has_timed_events(device)
+        self._is_inside = False
+        self._spans: list[tuple[str, torch.Event, torch.Event]] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time spent inside the `with` block to a phase; phases may be nested."""
+        if self._is_inside and self._by_events:
+            begun = timed_event(self._device)
+            yield
+            self._spans.append((name, begun, timed_event(self._device)))
+            return
+        outer, self._is_inside = self._is_inside, True
         start = self._now()
         yield
         self.seconds[name] += self._now() - start
+        self._is_inside = outer
+        for inner, begun, ended in self._spans:
+            self.seconds[inner] += begun.elapsed_time(ended) / 1000
+        self._spans.clear()
 
     def _now(self) -> float:
-        if self._on_gpu:
-            torch.cuda.synchronize()
+        synchronize(self._device)
         return time.perf_counter()
 
 

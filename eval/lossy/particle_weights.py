@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from heads.device import widest_float
 from heads.sampling.probabilities import draw, values_at
 
 
@@ -28,7 +29,9 @@ def weigh(
             target's.
     """
     counts_RNG = torch.arange(tokens_RNG.shape[-1], device=tokens_RNG.device) < num_drafted_RN.unsqueeze(-1)
-    log_p_RNG, log_q_RNG = (values_at(probs_RNGV, tokens_RNG).double().log() for probs_RNGV in (p_RNGV, q_RNGV))
+    log_p_RNG, log_q_RNG = (
+        values_at(probs_RNGV, tokens_RNG).to(widest_float(p_RNGV.device)).log() for probs_RNGV in (p_RNGV, q_RNGV)
+    )
     return log_weights_RN + (power * log_p_RNG - log_q_RNG).masked_fill(~counts_RNG, 0.0).sum(-1)
 
 
@@ -40,15 +43,15 @@ def draw_bonus(
     It comes from p^power renormalised, whose normaliser sum_v p^power goes into the weight; that is 1 at power 1. Particles in
     `ended_RN` draw nothing; their token means nothing.
     """
-    raised_RNV = p_RNV.double() ** power
+    raised_RNV = p_RNV.to(widest_float(p_RNV.device)) ** power
     gain_RN = raised_RNV.sum(-1).log() if power != 1 else torch.zeros_like(log_weights_RN)
     return draw(raised_RNV, uniform_RN), log_weights_RN + gain_RN.masked_fill(ended_RN, 0.0)
 
 
 def weight_shares(log_weights_RN: Tensor) -> Tensor:
-    """Return the weights as shares of 1, in float64; equal ones where all particles are impossible under the target."""
+    """Return the weights as shares of 1, as wide as the device has them; equal ones where all particles are impossible."""
     none_R1 = torch.isneginf(log_weights_RN).all(-1, keepdim=True)
-    return log_weights_RN.double().masked_fill(none_R1, 0.0).softmax(-1)
+    return log_weights_RN.to(widest_float(log_weights_RN.device)).masked_fill(none_R1, 0.0).softmax(-1)
 
 
 def effective_sample_size(log_weights_RN: Tensor) -> Tensor:
@@ -77,7 +80,9 @@ def systematic_ancestors(log_weights_RN: Tensor, uniform_R: Tensor) -> Tensor:
     Particle n goes into N w_n places on average, and always into that number rounded down or up.
     """
     num_particles = log_weights_RN.shape[-1]
-    points_RN = (torch.arange(num_particles, device=uniform_R.device) + uniform_R.unsqueeze(-1).double()) / num_particles
+    points_RN = (
+        torch.arange(num_particles, device=uniform_R.device) + uniform_R.unsqueeze(-1).to(widest_float(uniform_R.device))
+    ) / num_particles
     cumulated_RN = weight_shares(log_weights_RN).cumsum(-1)
     found_RN = torch.searchsorted(cumulated_RN, points_RN * cumulated_RN[:, -1:], right=True)
     # A point can round up to the total; the last particle that has weight then stands for it.

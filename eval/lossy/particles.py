@@ -24,6 +24,7 @@ from eval.decoder.records import Round
 from eval.decoder.request import BatchRow, Request
 from eval.decoder.verifier import finite_rows
 from eval.lossy.particle_weights import choose, draw_bonus, resample, weigh
+from heads.device import widest_float
 from heads.inference.causal_lm import head_logits, new_cache
 from heads.inference.int8_kv_cache import LAYERS
 from heads.proposers.protocol import Proposal, Proposer
@@ -84,7 +85,7 @@ class ParticleRun:
             for request in requests
         ]
         self._log_weights_RN = torch.zeros(
-            len(requests), self.settings.num_particles, dtype=torch.float64, device=target.device
+            len(requests), self.settings.num_particles, dtype=widest_float(target.device), device=target.device
         )
         self._request_rng = CounterRNG(config.seed, [request.number for request in requests], target.device)
         self._rng = CounterRNG(config.seed, [n for request in requests for n in self._place_numbers(request)], target.device)

@@ -18,6 +18,7 @@ from configs.schema.decoding import DecodeConfig, TypicalAcceptance
 from eval.decoder.chain_rules import ChainVerification
 from eval.decoder.tree_rules import TreeVerification
 from eval.decoder.verifier import Verifier, rooted
+from heads.device import widest_float
 from heads.proposers.protocol import Proposal
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.probabilities import token_probabilities
@@ -85,7 +86,7 @@ def verify_typical_tree(
     above_BN = parents_BN.clamp(min=0)
     p_of_node_BN = p_BNV[torch.arange(len(p_BNV), device=p_BNV.device).unsqueeze(1), above_BN, tokens_BN]
     plausible_BN = (p_of_node_BN > typical_threshold(p_BNV, epsilon, delta).gather(1, above_BN)) & (parents_BN >= 0)
-    lengths_BN, scores_BN = _paths(plausible_BN, p_of_node_BN.double().log(), above_BN, depth)
+    lengths_BN, scores_BN = _paths(plausible_BN, p_of_node_BN.to(widest_float(p_of_node_BN.device)).log(), above_BN, depth)
     longest_B1 = lengths_BN.amax(1, keepdim=True)
     end_B = scores_BN.masked_fill(lengths_BN < longest_B1, float("-inf")).argmax(1)
     path_BD = _climb(end_B, longest_B1, parents_BN, depth)

@@ -18,6 +18,7 @@ import torch
 
 from configs.runtime.errors import first_line
 from eval.decoder.clock import Clock
+from heads.device import has_nvml
 
 POWERCAP = Path("/sys/class/powercap")
 MICRO, MILLI = 1e-6, 1e-3
@@ -68,10 +69,12 @@ class MeteredClock(Clock):
 
 def find_meter(device: torch.device, num_processes: int = 1, powercap: Path = POWERCAP) -> Metering:
     """Return what can tell the energy of work on a device; processes that share a CPU cannot be told apart."""
-    if device.type == "cuda":
+    if has_nvml(device):
         return _nvml(device)
     if device.type != "cpu":
-        return Metering(reason=f"no energy counter is known for device {device.type}; there is one for cpu and cuda")
+        return Metering(
+            reason=f"no energy counter is known for device {device.type}; there is one for cpu and for NVIDIA's cuda"
+        )
     return Metering(reason=SHARED) if num_processes > 1 else _rapl(powercap)
 
 

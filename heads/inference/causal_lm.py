@@ -144,21 +144,23 @@ def head_rows(model: PreTrainedModel, token_ids_W: Tensor) -> tuple[Tensor, Tens
         raise InputError(
             f"the draft vocabulary holds token {int(token_ids_W[-1])}; the draft's head has {head.out_features} rows"
         )
+    return _rows_of(head, token_ids_W)
+
+
+def _rows_of(head: nn.Linear, token_ids_W: Tensor) -> tuple[Tensor, Tensor | None]:
     return head.weight[token_ids_W], None if head.bias is None else head.bias[token_ids_W]
 
 
 class HeadRows:
     """Some rows of a causal LM's head (`HasOutputHead`); their logits are scaled or capped as the model does.
 
-    The rows are gathered once, differentiably: the gradient of `parameters` flows on into the whole head.
-
-    Raises:
-        InputError: see `head_rows`.
+    The rows are gathered once, differentiably: the gradient of `parameters` flows on into the whole head. They are to be rows
+    that `head_rows` has accepted before: its check makes the host wait for the device.
     """
 
     def __init__(self, model: PreTrainedModel, token_ids_W: Tensor) -> None:
         self.config = model.config
-        self.weight_WD, self.bias_W = head_rows(model, token_ids_W)
+        self.weight_WD, self.bias_W = _rows_of(model.get_output_embeddings(), token_ids_W)
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:

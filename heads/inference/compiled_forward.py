@@ -21,6 +21,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
+from heads.device import has_graphs
 from heads.inference.causal_lm import (
     DecodingForward,
     Masks,
@@ -81,7 +82,7 @@ class CompiledForward:
     def __init__(self, inner: DecodingForward, device: torch.device) -> None:
         self.inner = inner
         self._graphs: dict[tuple[Any, ...], Callable[..., Tensor]] = {}
-        self._on_gpu = device.type == "cuda"
+        self._has_graphs = has_graphs(device)
         self._taps: tuple[int, ...] = ()
         self._seen: dict[int, Tensor] = {}
 
@@ -107,7 +108,7 @@ class CompiledForward:
         slots = cache.end
         cache.widen(W)
         masks = _over_slots(masks, slots, cache.capacity, like_BW=(ids_BW := _padded(ids_BT, W)))
-        if self._on_gpu:
+        if self._has_graphs:
             cache.mark_static()
         hidden_BWD = run(ids_BW, _padded(positions_BT, W), masks, cache)
         for tap in self._taps:
@@ -135,13 +136,13 @@ class CompiledForward:
 
     def _compiled(self) -> Callable[..., Tensor]:
         """Return the inner forward, to be compiled at its first call, with guards of its own."""
-        mode = "reduce-overhead" if self._on_gpu else None
+        mode = "reduce-overhead" if self._has_graphs else None
         apart = {"isolate_recompiles": True, "recompile_limit": 4}  # missing in the type stubs
         return torch.compile(self.inner.hidden, dynamic=False, fullgraph=True, mode=mode, **apart)  # type: ignore[call-overload]
 
     def _own(self, state: Tensor) -> Tensor:
         """Return a state that the next run of a CUDA graph does not overwrite."""
-        return state.clone() if self._on_gpu else state
+        return state.clone() if self._has_graphs else state
 
 
 def _padded(values_BT: Tensor, W: int) -> Tensor:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from heads.device import widest_float
 from heads.modules.interface import Batch, labelled_origins
 from heads.modules.layers import DraftAttention, Rotation
 
@@ -137,7 +138,7 @@ def _drawn(rows_N: Tensor, documents_N: Tensor) -> tuple[Tensor, Tensor]:
     changes_N[1:] = (rows_N[1:] != rows_N[:-1]) | (documents_N[1:] != documents_N[:-1])
     own_N = changes_N.cumsum(0) - 1
     counts_C = torch.bincount(own_N)
-    order_N = (own_N + torch.rand(len(own_N), dtype=torch.float64, device=own_N.device)).argsort()
+    order_N = (own_N + torch.rand(len(own_N), dtype=widest_float(own_N.device), device=own_N.device)).argsort()
     rank_N = torch.empty_like(own_N)
     rank_N[order_N] = torch.arange(len(own_N), device=own_N.device) - (counts_C.cumsum(0) - counts_C)[own_N]
     return rank_N, counts_C[own_N]

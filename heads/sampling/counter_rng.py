@@ -16,6 +16,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from heads.device import widest_float
+
 
 def _signed(x: int) -> int:
     """Return the signed 64-bit integer with the same low 64 bits: torch has no unsigned arithmetic."""
@@ -51,7 +53,7 @@ class CounterRNG:
         self.requests_B = torch.tensor(requests, dtype=torch.int64, device=device)
 
     def uniform(self, role: Role, positions_BT: Tensor, round_B1: Tensor | None = None) -> Tensor:
-        """Return float64 numbers in [0, 1), shaped like `positions_BT`.
+        """Return numbers in [0, 1), in float64 where the device has it, shaped like `positions_BT`.
 
         Args:
             positions_BT: positions of the tokens being decided, int64.
@@ -66,7 +68,7 @@ class CounterRNG:
         elif role in ROLES_OF_A_ROUND:
             raise ValueError(f"numbers for {role.name} belong to a round; say which")
         bits_BT = _mix(state_B1 + (positions_BT + 1) * _GAMMA)
-        return _shift_right(bits_BT, 11).double() * 2.0**-53
+        return _shift_right(bits_BT, 11).to(widest_float(bits_BT.device)) * 2.0**-53
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Drop all rows but these, in this order."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from configs.schema.decoding import SamplingConfig
+from heads.device import widest_float
 
 NUCLEUS_CANDIDATES = 1024
 
@@ -58,10 +59,10 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
 def draw_with_replacement(weights: Tensor, uniform: Tensor) -> Tensor:
     """Draw C independent indices a row from unnormalised `weights` `[..., V]` with `uniform` `[..., C]`.
 
-    Sums are float64 and a token of weight 0 is never drawn. A row that sums to 0 or NaN gives arbitrary indices in range: the
-    caller has to know such rows.
+    Sums are float64 where the device has it, and a token of weight 0 is never drawn. A row that sums to 0 or NaN gives
+    arbitrary indices in range: the caller has to know such rows.
     """
-    cumulated = weights.double().cumsum(-1)
+    cumulated = weights.to(widest_float(weights.device)).cumsum(-1)
     total = cumulated[..., -1:].contiguous()
     drawn = torch.searchsorted(cumulated, (uniform * total).contiguous(), right=True)
     # The product can round up to the total; the last token that has weight then stands for it.

@@ -23,6 +23,7 @@ from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import check_readable
 from configs.runtime.redaction import redact
 from configs.schema.target import TargetConfig
+from heads.device import CPU, default_device
 from heads.inference.causal_lm import rope_limit
 from heads.inference.compiled_forward import make_compiled
 from heads.inference.lean_forward import make_lean
@@ -212,14 +213,14 @@ def move(model: PreTrainedModel, device: torch.device | None, dtype: torch.dtype
 def choose_device(name: str) -> torch.device:
     """Return the device called `name`.
 
-    `auto` is this process's GPU, or the CPU where there is none or `accelerate launch --cpu` asks for it.
+    `auto` is this process's accelerator, or the CPU where there is none or `accelerate launch --cpu` asks for it.
 
     Raises:
         InputError: the name is no device, or the device is not there.
     """
     if name == "auto":
         wants_cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
-        return torch.device("cuda" if torch.cuda.is_available() and not wants_cpu else "cpu")
+        return CPU if wants_cpu else default_device()
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:

@@ -28,6 +28,7 @@ from heads.target.model_class import auto_class
 DeviceName = int | str
 MEMORY = "cpu"
 DISK = "disk"
+NOT_NUMBERED = ("cpu", "mps", "meta")  # by accelerate
 GIBIBYTE = 2**30
 
 
@@ -203,9 +204,9 @@ def _name_of(place: DeviceName | torch.device) -> DeviceName:
         device = torch.device(place)
     except RuntimeError as error:
         raise InputError(f"target.device_map: device {place!r} cannot be used: {first_line(error)}") from error
-    if device.type != "cuda":
+    if device.type in NOT_NUMBERED:
         return str(device)
-    return torch.cuda.current_device() if device.index is None else device.index
+    return torch.accelerator.current_device_index() if device.index is None else device.index
 
 
 def _skeleton(path: Path, config: TargetConfig) -> PreTrainedModel:

@@ -79,6 +79,7 @@ class TrainingEngine:
 
     def prepare(self, task: Task, make: MakeOptimizer) -> tuple[nn.Module, Any, LambdaLR]:
         """Return the task's module as it is to be called, its optimiser, and the schedule of the learning rate."""
+        task.module.to(self.accelerator.device)  # on some devices the parameters are others afterwards
         optimizer, scheduler = make(task.module)
         module, optimizer = self.accelerator.prepare(task.module, optimizer)
         if isinstance(module, DistributedDataParallel):

@@ -32,6 +32,7 @@ from distill.loss.head_objective import HeadLoss, HeadObjective
 from eval.decoder.decode import Request, decode, generate
 from eval.decoder.records import Round
 from heads.artifact import load_draft
+from heads.device import restored_random_state
 from heads.proposers.protocol import Proposer
 from train.loop.checkpoints import Progress
 from train.preflight.parity import Gap, largest_gap
@@ -83,8 +84,7 @@ def check_before_training(task: HeadTask, dataset: ConversationDataset, accelera
         RuntimeError: the head drafts from other logits than in training, or other tokens once it was written and loaded.
     """
     started = time.perf_counter()
-    devices = [accelerator.device] if accelerator.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
+    with restored_random_state(accelerator.device):
         text = choose_text(task, dataset)
         check_reload(task, task.module, text, "untrained")
         head = task.copy_of(task.module).to(accelerator.device, torch.float32)

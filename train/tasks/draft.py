@@ -26,6 +26,7 @@ from distill.student.init import initial_draft, merge_adapters
 from distill.student.layer_search import choose_layers
 from distill.student.on_policy import Rewriter
 from heads.artifact import Metadata, save_draft_lm
+from heads.device import restored_random_state
 from heads.inference.model_checks import check_keeps_apart
 from heads.modules.interface import Batch
 from heads.proposers.draft_lm import DraftLM
@@ -156,8 +157,7 @@ class DraftTask:
         served = self._served(module)
         if self.vocabulary is not None:
             # The new head is made with random weights before it gets its own; the random state of training is restored.
-            devices = [served.device] if served.device.type == "cuda" else []
-            with torch.random.fork_rng(devices):
+            with restored_random_state(served.device):
                 keep_head_rows(served, self.vocabulary)
         return DraftLM(served, self.target.vocab_size, self.vocabulary)
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
-import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
@@ -16,6 +15,7 @@ from distill.cache.reader import TargetCache
 from distill.dataset.conversations import Conversation, user_text_hashes
 from distill.loss.head_objective import HeadLoss, HeadObjective
 from heads.artifact import head_metadata, save_head
+from heads.device import restored_random_state
 from heads.families.registry import FAMILIES, serve
 from heads.inference.model_checks import check_keeps_apart, check_rolls_back
 from heads.modules.interface import Batch, HeadModule, Normalisers
@@ -139,8 +139,7 @@ class HeadTask:
     def copy_of(self, module: nn.Module) -> nn.Module:
         """Return a new head with the trained weights, made as when an artifact is loaded; the random state is restored."""
         assert isinstance(module, HeadObjective)
-        devices = [self.target.device] if self.target.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
+        with restored_random_state(self.target.device):
             head = self.family.build(self.config.head, self.target.model, self.vocabulary)
         head.load_state_dict(module.head.state_dict())
         return head

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import ProfileKwargs
 
 from configs.schema.training import ProfileConfig
+from heads.device import profiler_activity
 from train.telemetry.step_clock import STEP_PARTS, StepClock
 
 log = logging.getLogger("draftsmith")
@@ -32,10 +33,10 @@ class StepProfiler:
 
     def __init__(self, config: ProfileConfig | None, output: Path, accelerator: Accelerator, clock: StepClock) -> None:
         self.config, self.accelerator, self.clock = config, accelerator, clock
-        on_gpu = accelerator.device.type == "cuda"
-        activities = ["cpu", "cuda"] if on_gpu else ["cpu"]
+        activity = profiler_activity(accelerator.device)
+        activities = ["cpu"] if activity is None else ["cpu", activity]
         self.settings = ProfileKwargs(activities=activities, output_trace_dir=str(output / FOLDER))
-        self.order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+        self.order = "self_cpu_time_total" if activity is None else "self_device_time_total"
         self.recording: ExitStack | None = None
         self.is_done = False
 

@@ -1,10 +1,10 @@
-"""Where the seconds of a training run go, by part, at next to no cost and without making a GPU wait.
+"""Where the seconds of a training run go, by part, at next to no cost and without waiting for the device.
 
 Time is charged to the innermost part that is under way, to `other` where there is none, so that the parts add up to the whole.
-On a CPU it is the wall clock's. On CUDA an event is queued at each border and read when the seconds are asked for: it is the
-time of the GPU's own queue. docs/observability.md says what counts as what. The gradient of the draft's head is part of `loss`,
-as `distill.loss.chunked` computes it there; of the gradients' communication only what the backward did not hide is known, and
-only under DDP (`mark_gradient`). Other devices that compute on their own are timed by the wall clock as well.
+On a CPU it is the wall clock's, as on devices without timed events. On others an event is queued at each border and read when
+the seconds are asked for: it is the time of the device's own queue. docs/observability.md says what counts as what. The
+gradient of the draft's head is part of `loss`, as `distill.loss.chunked` computes it there; of the gradients' communication
+only what the backward did not hide is known, and only under DDP (`mark_gradient`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from heads.device import has_timed_events, timed_event
+
 OTHER, BACKWARD, COMMUNICATION = "other", "backward", "communication"
 STEP_PARTS = ("data", "rewriting", "target", "draft", "loss", BACKWARD, COMMUNICATION, "optimizer", OTHER)
 ASIDE = ("evaluation", "checkpoint")
 MOST_MARKS = 10_000  # borders kept before they are turned into seconds
 
-Moment = float | torch.cuda.Event
+Moment = float | torch.Event
 
 
 class StepClock:
@@ -34,7 +36,7 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self.names_parts = False
-        self._on_gpu = device.type == "cuda"
+        self._device, self._by_events = device, has_timed_events(device)
         self._part: str | None = None  # under way; None: not started
         self._since: Moment = 0.0
         self._marks: list[tuple[Moment, str]] = []  # the end of a part and its name, one after another
@@ -93,15 +95,11 @@ class StepClock:
         self._marks.clear()
 
     def _now(self) -> Moment:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return timed_event(self._device) if self._by_events else time.perf_counter()
 
 
 def _between(start: Moment, end: Moment) -> float:
-    """Return seconds from one moment to a later one; of a GPU's queue, once it has come to the later one."""
+    """Return seconds from one moment to a later one; of a device's queue, once it has come to the later one."""
     if isinstance(start, float) or isinstance(end, float):
         assert isinstance(start, float)
         assert isinstance(end, float)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from configs.schema.training import ScheduleConfig
 from eval.cost.operation_counter import WorkCounter
+from heads.device import synchronize
 from heads.modules.interface import Batch
 
 log = logging.getLogger("draftsmith")
@@ -107,11 +108,8 @@ def measure_peak(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _seconds_of_product(matrix: Tensor) -> float:
-    on_gpu = matrix.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.synchronize(matrix.device)
+    synchronize(matrix.device)
     start = time.perf_counter()
     torch.mm(matrix, matrix)
-    if on_gpu:
-        torch.cuda.synchronize(matrix.device)
+    synchronize(matrix.device)
     return time.perf_counter() - start

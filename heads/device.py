@@ -1,0 +1,97 @@
+"""What a device can do, asked of torch by trying, so that nothing else decides by a device's name.
+
+The accelerator is the one of `torch.accelerator`: CUDA (ROCm goes by that name too), XPU, MPS or a backend of another package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+
+CPU = torch.device("cpu")
+# What torch raises where a device or a build of torch has no such thing; MPS answers TypeError for float64.
+MISSING = (RuntimeError, NotImplementedError, TypeError, AttributeError, AssertionError)
+
+
+def default_device() -> torch.device:
+    """Return this process's accelerator, the CPU where there is none."""
+    if not torch.accelerator.is_available():
+        return CPU
+    return torch.accelerator.current_accelerator() or CPU
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the work queued on `device` is done."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+@contextmanager
+def restored_random_state(device: torch.device) -> Iterator[None]:
+    """Restore the random states of the CPU and of `device` after the `with` block."""
+    if device.type == "cpu":
+        with torch.random.fork_rng([]):
+            yield
+        return
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    with torch.random.fork_rng([index], device_type=device.type):
+        yield
+
+
+def memory_peak(device: torch.device) -> int | None:
+    """Return the most bytes of the device's memory that this process has held; None where torch does not count them."""
+    if device.type == "cpu":
+        return None
+    try:
+        return int(torch.accelerator.max_memory_allocated(device))
+    except MISSING:
+        return None
+
+
+@cache
+def has_timed_events(device: torch.device) -> bool:
+    """Return whether events queued on the device tell the time between them."""
+    if device.type == "cpu":
+        return False
+    try:
+        start, end = timed_event(device), timed_event(device)
+        end.synchronize()
+        return start.elapsed_time(end) >= 0
+    except MISSING:
+        return False
+
+
+def timed_event(device: torch.device) -> torch.Event:
+    """Return an event that is queued on the device now."""
+    event = torch.Event(device, enable_timing=True)
+    event.record()
+    return event
+
+
+@cache
+def widest_float(device: torch.device) -> torch.dtype:
+    """Return float64, or float32 where the device has no float64, as MPS."""
+    try:
+        torch.zeros(1, dtype=torch.float64, device=device)
+    except MISSING:
+        return torch.float32
+    return torch.float64
+
+
+def has_graphs(device: torch.device) -> bool:
+    """Return whether torch.compile can record CUDA graphs on the device."""
+    return device.type == "cuda"
+
+
+def has_nvml(device: torch.device) -> bool:
+    """Return whether NVIDIA's management library knows the device."""
+    return device.type == "cuda" and torch.version.cuda is not None
+
+
+def profiler_activity(device: torch.device) -> str | None:
+    """Return torch.profiler's name of the device's kernels; None where it records only what the host does."""
+    known = {activity.name.lower() for activity in torch.profiler.supported_activities()}
+    return device.type if device.type != "cpu" and device.type in known else None
