@@ -108,7 +108,7 @@ def check_keeps_apart(model: PreTrainedModel) -> None:
             one row are not those of each alone (some families derive positions from a padding mask and know no others).
     """
     name, remedy = type(model).__name__, "set data.packing to null"
-    if (what := carried_state(model)) is not None:
+    if (what := carried_state(model, KNOWN_LAYER_TYPES | {"chunked_attention", "moe", "mlp"})) is not None:
         raise InputError(
             f"data.packing: {name} has {what}, which would run on from one conversation of a row into the next; {remedy}"
         )

@@ -11,7 +11,7 @@ from heads.artifact import load_draft
 from heads.families.registry import FAMILIES, serve
 from tests.support import family_checks as checks
 from tests.support.artifacts import save_artifact
-from tests.support.family_configs import CONFIGS, VOCAB_SIZE, tiny_model
+from tests.support.family_configs import CONFIGS, HYBRIDS, VOCAB_SIZE, tiny_model
 
 ROWS = torch.randint(3, VOCAB_SIZE, (2, 24), generator=torch.Generator().manual_seed(1)).tolist()
 OTHERS = ("medusa", "hydra", "peagle", "dflash", "dspark")
@@ -20,9 +20,10 @@ OTHERS = ("medusa", "hydra", "peagle", "dflash", "dspark")
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        *(("eagle3", name) for name in CONFIGS),
-        *((kind, name) for kind in OTHERS for name in ("gpt2",)),
+        *(("eagle3", name) for name in CONFIGS | HYBRIDS if name != "xlstm"),
+        *((kind, name) for kind in OTHERS for name in ("gpt2", "jamba", "mamba2")),
         ("hydra", "gemma4_text"),
+        *(("mtp", name) for name in ("qwen3_next", "granitemoehybrid", "nemotron_h", "jamba", "lfm2")),
     ],
 )
 def test_a_head_trains_and_comes_back(kind, name, as_target, tmp_path):

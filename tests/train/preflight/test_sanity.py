@@ -10,6 +10,7 @@ from configs.runtime.errors import ConfigError, InputError
 from distill.dataset.batches import ConversationDataset
 from heads.families.eagle3 import Eagle3
 from heads.families.registry import FAMILIES
+from tests.support.family_configs import tiny_model
 from tests.support.tiny_heads import HEADS, misled, other_order, place_early, token_before
 from tests.support.training_runs import train_task
 from train.preflight import sanity
@@ -167,3 +168,7 @@ def test_training_is_the_same_to_the_bit_with_and_without_the_gates(head_task, g
         weights.append(train_task(task, greedy_rows)[0])
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
+def test_a_head_of_a_hybrid_target_passes(head_task, as_target, greedy_rows):
+    check(head_task(target=as_target(tiny_model("lfm2"))), greedy_rows)
