@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BloomConfig, MambaConfig, MptConfig, Qwen3NextConfig, RwkvConfig
+from transformers import AutoModelForCausalLM, MambaConfig, MptConfig, OpenAIGPTConfig, Qwen3NextConfig, RwkvConfig
 
 from configs.runtime.errors import InputError
 from heads.inference.causal_lm import backbone, read_documents
@@ -42,7 +42,7 @@ def test_documents_do_not_see_each_other(family, attention):
 MAMBA = MambaConfig(**SMALL, num_hidden_layers=1, state_size=4)
 MIXED = Qwen3NextConfig(**SMALL, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], num_experts=2)
 RWKV = RwkvConfig(**SMALL, num_hidden_layers=2, context_length=32)
-BLOOM = BloomConfig(**SMALL, n_layer=2, n_head=4)
+OPENAI_GPT = OpenAIGPTConfig(vocab_size=64, n_embd=32, n_layer=1, n_head=4)
 
 
 @pytest.mark.parametrize(
@@ -51,14 +51,14 @@ BLOOM = BloomConfig(**SMALL, n_layer=2, n_head=4)
         (check_keeps_apart, MAMBA, "layers of type linear_attention, which would run on .*set data.packing to null"),
         (check_keeps_apart, MIXED, "layers of type linear_attention.*set data.packing to null"),
         (check_keeps_apart, RWKV, "a recurrent state, which would run on .*set data.packing to null"),
-        (check_keeps_apart, BLOOM, "(positions of several|see each other).*set data.packing to null"),
+        (check_keeps_apart, OPENAI_GPT, "(positions of several|see each other).*set data.packing to null"),
         (
             check_keeps_apart,
             MptConfig(**SMALL, d_model=32, n_layers=1, n_heads=2),
             "(positions of several|see each other).*set data.packing to null",
         ),
         (check_rolls_back, RWKV, "RwkvForCausalLM has a recurrent state that transformers' cache does not hold"),
-        (check_rolls_back, BLOOM, "BloomForCausalLM does not run on a cache whose rows can be rolled back"),
+        (check_rolls_back, OPENAI_GPT, "OpenAIGPTLMHeadModel does not run on a cache whose rows can be rolled back"),
     ],
 )
 def test_a_model_that_cannot_keep_documents_apart_or_roll_back_is_refused_with_the_reason(check, config, complaint):
