@@ -9,6 +9,7 @@ numbers are kept.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -17,9 +18,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from configs.runtime.errors import InputError
+from configs.runtime.errors import InputError, first_line
 from configs.runtime.resumable import Journal
 from eval.decoder.records import DistributionComparison, Generation, Round, Timing
+
+log = logging.getLogger("draftsmith")
 
 RECORDS = "records.jsonl"
 PART = ".records.part-{rank}.jsonl"
@@ -86,14 +89,16 @@ class RecordWriter:
         self._journal.append(str(batch), [start, self._file.tell()])
 
     def finished(self, batch: int) -> list[Generation | Timing] | None:
-        """Return the records of a batch; None where it was not written yet, or could not be decoded: it is tried again.
-
-        Raises:
-            InputError: they cannot be read.
+        """Return the records of a batch; None where it was not written yet, was cut off, or could not be decoded: it is tried
+        again.
         """
         if (span := self._spans.get(batch)) is None:
             return None
-        records = [_parse(line, f"records {self.path}, batch {batch}") for line in _bytes_of(span).decode().splitlines()]
+        try:
+            records = [_parse(line, f"records {self.path}, batch {batch}") for line in _bytes_of(span).decode().splitlines()]
+        except (InputError, UnicodeDecodeError) as error:
+            log.info("%s; it is decoded again", first_line(error))
+            return None
         broken = any(isinstance(each, Generation) and each.stop_reason == "error" for each in records)
         return None if broken else records
 

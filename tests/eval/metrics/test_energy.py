@@ -138,6 +138,7 @@ class FakeNvml:
 
 @pytest.fixture
 def one_gpu(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
     return torch.device("cuda", 0)
 

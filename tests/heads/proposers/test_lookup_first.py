@@ -18,15 +18,15 @@ PROMPTS = [[7, 12, 3, 7, 12], [20, 9, 9, 31, 5, 6, 20, 9], [40, 11, 12, 3]]
 
 
 class Sometimes:
-    """A lookup that knows the answers, right or wrong in its last token, in some rounds of each row."""
+    """A lookup that knows the answers, right or wrong in its last token, in some rounds: the same of all rows, or by turns."""
 
     taps = ()
 
-    def __init__(self, texts, device, every=2, wrong=False):
-        self.texts, self.device, self.every, self.wrong = texts, device, every, wrong
+    def __init__(self, texts, device, every=2, wrong=False, by_turns=True):
+        self.texts, self.device, self.every, self.wrong, self.by_turns = texts, device, every, wrong, by_turns
 
     def start(self, tokens, capacity, states):
-        self.rounds = [place for place, _ in enumerate(tokens)]  # rows take turns, so that batches are mixed
+        self.rounds = [place * self.by_turns for place, _ in enumerate(tokens)]
 
     def propose(self, tokens, num_tokens, sampling, rng, *, keep_logits):
         drafts = []
@@ -61,36 +61,40 @@ def drafts_of(name, target, tiny_llama):
 
 @pytest.mark.parametrize("name", ["model", *HEADS])
 @pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize("by_turns", [False, True])
 def test_the_drafts_after_a_round_of_the_lookups_are_those_of_a_draft_that_read_the_text_at_once(
-    target, texts, tiny_llama, name, wrong
+    target, texts, tiny_llama, name, wrong, by_turns
 ):
-    """A fresh proposer that starts from the same text must draft the same, whatever was drafted for it before."""
-    draft = drafts_of(name, target, tiny_llama)
-    fresh = drafts_of(name, target, tiny_llama)
-    seen = []
-    propose = draft.propose
-
-    def watched(tokens, num_tokens, *others, **settings):
-        proposal = propose(tokens, num_tokens, *others, **settings)
-        seen.extend(
-            (list(row), drafted[:count])
-            for row, drafted, count in zip(tokens, proposal.tokens_BG.tolist(), proposal.num_drafted, strict=True)
-        )
-        return proposal
-
-    draft.propose = watched
-    both = LookupFirst(Sometimes(texts, target.device, wrong=wrong), draft)
+    """A fresh proposer that starts from the same text must compute the same, whatever was drafted for it before."""
+    draft, drafted = watched(drafts_of(name, target, tiny_llama))
+    fresh, expected = watched(drafts_of(name, target, tiny_llama))
+    both = LookupFirst(Sometimes(texts, target.device, every=3, wrong=wrong, by_turns=by_turns), draft)
     generations, _ = decode(target, requests_for(PROMPTS), GREEDY, both)
     assert [each.tokens for each in generations] == [
         tuple(text[len(p) : len(p) + 24]) for text, p in zip(texts, PROMPTS, strict=True)
     ]
     assert {round_.by_lookup for each in generations for round_ in each.rounds} == {False, True}
-    assert len(seen) > 6
-    for text, drafted in seen:
-        config = GREEDY.model_copy(update={"max_new_tokens": 5})
-        (again,), _ = decode(target, requests_for([text[:-1]]), config, fresh)
-        assert again.tokens[0] == text[-1]
-        assert list(again.rounds[0].drafted)[: len(drafted)] == drafted[: len(again.rounds[0].drafted)]
+    assert len(drafted) > 3
+    for text, logits in drafted:
+        expected.clear()
+        decode(target, requests_for([text[:-1]]), GREEDY.model_copy(update={"max_new_tokens": 5}), fresh)
+        (again, others), *_ = expected
+        assert again == text
+        torch.testing.assert_close(logits[: len(others)], others[: len(logits)])
+
+
+def watched(draft):
+    """Return a draft, and a list that takes each row's text and logits whenever it proposes."""
+    seen, propose = [], draft.propose
+
+    def proposing(tokens, *others, keep_logits):
+        proposal = propose(tokens, *others, keep_logits=True)
+        rows = zip(tokens, proposal.logits_BGV, proposal.num_drafted, strict=True)
+        seen.extend((list(row), logits_GV[:count].clone()) for row, logits_GV, count in rows if count)
+        return proposal
+
+    draft.propose = proposing
+    return draft, seen
 
 
 @pytest.mark.parametrize("lookup", [PromptLookup, SuffixLookup])

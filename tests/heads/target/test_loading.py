@@ -6,6 +6,7 @@ import os
 import shutil
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, Gemma2Config
 
 from configs.runtime.errors import InputError
@@ -87,7 +88,8 @@ def test_a_device_that_is_not_there_is_named():
 
 @pytest.mark.parametrize(("asked", "device"), [("false", "cuda"), ("true", "cpu")])
 def test_auto_is_the_gpu_unless_the_launcher_was_told_to_use_the_cpu(monkeypatch, asked, device):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setenv("ACCELERATE_USE_CPU", asked)
     assert choose_device("auto").type == device
 

@@ -114,5 +114,5 @@ def test_the_peak_of_memory_is_at_least_what_is_held_now_and_no_more_than_there_
 
 
 def test_on_a_gpu_the_peak_is_that_of_its_memory(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: {"cuda:1": 77}[str(device)])
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: {"cuda:1": 77}[str(device)])
     assert memory_peak(torch.device("cuda:1")) == 77.0
