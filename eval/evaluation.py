@@ -68,7 +68,7 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     quality = Quality(config, suites[0].prompts)
     previous = None if config.previous_report is None else load_report(report_file(config.previous_report), "previous report")
     state = join_processes(config.target)
-    target = load_target(config.target)
+    target = load_target(config.target, for_chats=True)
     draft = load_evaluated(config, target)
     for warning in draft.warnings:
         log.warning("%s", warning)

@@ -39,6 +39,8 @@ def setup_logging() -> None:
 
     Secrets are masked in the log and in the traceback of an uncaught error.
     """
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # other libraries' bars, redrawn, hide the lines of a log; read on import
     handler = _StderrHandler()
     handler.setFormatter(_RedactingFormatter("%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"))
     LOGGER.handlers = [handler]

@@ -108,11 +108,12 @@ class PromptSettings(Settings):
     format: RowFormat = "auto"  # of the rows, see distill/generation/row_formats.py; auto: by their keys
     subset: str | None = None  # dataset: configuration name
     split: str = "train"  # dataset
-    field: str = "prompt"  # format column: where the prompt stands, as a text, a list of turns or chat messages
+    # The column that holds the prompt, as a text, a list of turns or chat messages; of format auto in the rows that have it
+    field: str = "prompt"
     answer_field: str | None = None  # format column: where the answer to it stands, if there is one
     # A prompt that fills the target's context ends the run, is left out, or loses the middle of its last message.
     on_too_long: Literal["refuse", "skip", "truncate"] = "refuse"
-    category: str = "self_seeded"  # of prompts without one
+    category: str = ""  # of prompts without one; empty: self_seeded, or uncategorised where they are read
     max_prompt_tokens: PositiveInt = 96  # self_seeded: a turn that has not ended by then is dropped
     temperature: PositiveFloat = 1.0  # self_seeded
     top_p: PositiveShare = 0.95  # self_seeded

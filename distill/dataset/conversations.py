@@ -35,12 +35,12 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 WRITTEN_BY = "answers_written_by"  # key of the manifest
 
-Message = dict[str, str]  # {"role": ..., "content": ...}
+Message = dict[str, Any]  # {"role": ..., "content": ...}, and of some what a chat template reads besides, such as tool calls
 
 
 def _with_role_and_content(message: Message) -> Message:
-    if not {"role", "content"} <= set(message):
-        raise ValueError("a message needs role and content")
+    if not all(isinstance(message.get(key), str) for key in ("role", "content")):
+        raise ValueError("a message needs role and content, both texts")
     return message
 
 
@@ -64,10 +64,14 @@ class Conversation:
     prompt_ids: TokenIds  # everything the target read, chat template included
     answer_ids: TokenIds  # everything the target wrote, its end-of-text token included
     ended: Annotated[bool, Strict(), Field(description="true or false")]  # False: cut off at the longest length allowed
+    tools: Annotated[tuple[dict[str, Any], ...], Field(description="a list of objects")] = ()  # that the assistant may call
 
     def to_line(self) -> str:
         """Return the row as one line of JSON, all but ASCII escaped: some readers end a line at U+2028."""
-        return json.dumps(asdict(self)) + "\n"
+        values = asdict(self)
+        if not self.tools:
+            del values["tools"]
+        return json.dumps(values) + "\n"
 
     @property
     def user_text(self) -> str:

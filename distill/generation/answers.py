@@ -144,7 +144,8 @@ def _answer_turn(
     target: Target, prompts: Sequence[Prompt], messages: Sequence[list[Message]], turn: int, write: Write, max_new_tokens: int
 ) -> list[Conversation | str]:
     """Return each prompt's answered turn, or the reason why there is none."""
-    encoded = [tuple(target.encode_chat(conversation)) for conversation in messages]
+    tools = [prompt.tools for prompt in prompts]
+    encoded = [tuple(target.encode_chat(said, tools=each)) for said, each in zip(messages, tools, strict=True)]
     fitting = [index for index, ids in enumerate(encoded) if len(ids) < target.max_positions]
     requests = [request_number(f"{prompts[index].prompt_id}/{turn}") for index in fitting]
     limits = [prompts[index].max_new_tokens or max_new_tokens for index in fitting]
@@ -188,7 +189,7 @@ def _encode_existing(target: Target, prompt: Prompt, max_new_tokens: int) -> Con
     """Return a prompt's conversation, or the reason why there is none."""
     prompt_ids = encode_prompt(target, prompt)
     messages = (*prompt.messages, {"role": "assistant", "content": str(prompt.answer)})
-    whole = target.encode_chat(messages, answer_follows=False)
+    whole = target.encode_chat(messages, tools=prompt.tools, answer_follows=False)
     if tuple(whole[: len(prompt_ids)]) != prompt_ids:
         return NOT_A_CONTINUATION
     longest = min(prompt.max_new_tokens or max_new_tokens, target.max_positions - len(prompt_ids))
@@ -213,6 +214,7 @@ def _conversation(
         category=prompt.category,
         turn=turn,
         messages=messages,
+        tools=prompt.tools,
         prompt_ids=prompt_ids,
         answer_ids=tuple(answer_ids),
         ended=ended,

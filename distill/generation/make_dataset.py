@@ -54,6 +54,7 @@ from heads.target.processes import join_processes, naming_lost_processes
 logger = logging.getLogger("draftsmith")
 
 PROMPT_JOURNAL = ".prompts.partial.jsonl"
+FEW_HELD_OUT = 8  # prompts, below which an interval over prompts says little
 SPLIT_FILES = ("train.jsonl", "held_out.jsonl")
 OUTPUTS = (
     *SPLIT_FILES,
@@ -101,9 +102,10 @@ def _make_locked(
     if state.is_main_process:
         drop_leftovers(output)
     state.wait_for_everyone()
-    target = load_target(config.target)
+    target = load_target(config.target, for_chats=True)
     writer = None if server is None else _checked_writer(config, target, server, state)
     gathered = _gather(config, target, listed, state, writer)
+    _warn_of_unread_tools(target, gathered.prompts)
     split = split_prompts(gathered.prompts, config.held_out_share)
     if config.answers.written_by == "dataset":
         check_given(gathered.prompts)
@@ -181,8 +183,9 @@ def list_prompts(settings: PromptsConfig) -> list[Prompt] | None:
     if settings.source == "dataset":
         return load_dataset_prompts(settings)
     prompts = read_prompts(settings)
-    if len(prompts) < settings.num_prompts:
-        logger.info("%s holds %d prompts, fewer than num_prompts = %d", settings.path, len(prompts), settings.num_prompts)
+    if len(prompts) != settings.num_prompts:
+        found = "fewer than" if len(prompts) < settings.num_prompts else "of which the first are taken:"
+        logger.info("%s holds %d prompts, %s num_prompts = %d", settings.path, len(prompts), found, settings.num_prompts)
     return prompts[: settings.num_prompts]
 
 
@@ -270,6 +273,16 @@ def write_dataset(config: DataConfig, target: Target, split: Split, answered: An
         write_run_record(folder, config)
     for name, conversations in rows.items():
         logger.info("%s: %d conversations, %d answer tokens", name, len(conversations), count_answer_tokens(conversations))
+    if (judged_by := len({row.prompt_id for row in rows["held_out"]})) < FEW_HELD_OUT:
+        found = f"{judged_by} of {len(gathered.prompts)} prompts (held_out_share is {config.held_out_share:.2g})"
+        logger.warning("held out: %s, too few to judge a draft by: give more prompts, or raise held_out_share", found)
+
+
+def _warn_of_unread_tools(target: Target, prompts: Sequence[Prompt]) -> None:
+    """Say how many prompts bring tools, where the chat template does not show them to the target."""
+    num_with_tools = sum(bool(prompt.tools) for prompt in prompts)
+    if num_with_tools and "tools" not in str(target.tokenizer.chat_template):
+        logger.warning("%d prompts bring tools, which the chat template of the target does not read", num_with_tools)
 
 
 def _self_seed_once(

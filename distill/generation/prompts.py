@@ -20,16 +20,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import datasets
-
-from configs.runtime.errors import InputError, first_line
+from configs.runtime.errors import InputError
 from configs.schema.data import PromptsConfig, SourceConfig
 from distill.dataset.conversations import Message, folded_text, text_hash
 from distill.generation.row_formats import detect_format, to_turns_or_messages
-from distill.generation.source_files import read_source
+from distill.generation.source_files import load_rows, read_source
 from heads.target.loading import Target
 
 GUARD_WORDS = 13  # the length of overlap that counts as contamination in the GPT-3 report (2005.14165, appendix C)
+UNCATEGORISED = "uncategorised"  # prompts whose rows name no category
 DUPLICATE = "duplicate"
 OVERLAP = "overlaps_held_out"
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")  # what a chat template may read
@@ -48,6 +47,7 @@ class Prompt:
     category: str
     turns: tuple[str, ...]
     history: tuple[Message, ...] = ()  # what went before the first turn: a system message, earlier exchanges
+    tools: tuple[dict[str, Any], ...] = ()  # that the assistant may call, as OpenAI describes them
     answer: str | None = field(default=None, compare=False)  # the data set's own, ignored by comparisons
     where: str = field(default="", compare=False)  # file and line, for messages
     source: str = field(default="", compare=False)  # its name, where there are several
@@ -118,7 +118,7 @@ class Admission:
         """Admit a prompt, or return why it is left out."""
         least, most = self.source.min_tokens, self.source.max_tokens
         if least is not None or most is not None:
-            length = len(self.target.encode_chat(prompt.messages))
+            length = len(self.target.encode_chat(prompt.messages, tools=prompt.tools))
             if length < (least or 0) or (most is not None and length > most):
                 return OUTSIDE_LIMITS
         said = everything_said(prompt)
@@ -173,9 +173,12 @@ def dataset_prompts(config: PromptsConfig) -> Iterator[Prompt]:
 def _read_row(row: Mapping[str, Any], config: PromptsConfig, where: str) -> tuple[Prompt, str]:
     """Return the prompt of a row, and the format it was read in."""
     setting = "prompts.field"
-    format = detect_format(row, where, f"prompts.format=column and {setting}") if config.format == "auto" else config.format
+    format: str = config.format
+    if format == "auto":  # a column that is named goes before what the other keys say
+        named = config.field != "prompt" and config.field in row
+        format = "column" if named else detect_format(row, where, setting)
     values = to_turns_or_messages(row, format, where, column=config.field, answer_column=config.answer_field, setting=setting)
-    return parse_row(values, default_category=config.category, where=where), format
+    return parse_row(values, default_category=config.category or UNCATEGORISED, where=where), format
 
 
 def encode_prompt(target: Target, prompt: Prompt) -> tuple[int, ...]:
@@ -184,7 +187,7 @@ def encode_prompt(target: Target, prompt: Prompt) -> tuple[int, ...]:
     Raises:
         InputError: they leave no room for an answer in the target's context.
     """
-    ids = target.encode_chat(prompt.messages)
+    ids = target.encode_chat(prompt.messages, tools=prompt.tools)
     if len(ids) >= target.max_positions:
         place = f" ({prompt.where})" if prompt.where else ""
         raise InputError(
@@ -215,7 +218,7 @@ def fit_prompts(
     kept: list[Prompt] = []
     changed = Counter[str]()
     for prompt in prompts:
-        excess = len(target.encode_chat(prompt.messages)) - target.max_positions + 1
+        excess = len(target.encode_chat(prompt.messages, tools=prompt.tools)) - target.max_positions + 1
         if excess <= 0:
             kept.append(prompt)
         elif on_too_long == "truncate":
@@ -235,23 +238,6 @@ def _truncated(target: Target, prompt: Prompt, excess: int) -> Prompt:
     return replace(prompt, turns=(" ... ".join(ends), *later))
 
 
-def load_rows(path: str, subset: str | None, split: str, *, section: str) -> datasets.Dataset:
-    """Open a data set saved by `save_to_disk`, a folder of data files, or one of the Hub.
-
-    Raises:
-        InputError: it cannot be had, or has no such split; `section` names the config's section in the complaint.
-    """
-    try:
-        if any((Path(path) / name).is_file() for name in ("state.json", "dataset_dict.json")):
-            loaded = datasets.load_from_disk(path)
-            return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
-        return datasets.load_dataset(path, subset, split=split)
-    except KeyError as error:
-        raise InputError(f"{section}.split: data set {path} has no split {split!r}; it has {', '.join(loaded)}") from error
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise InputError(f"{section}.path: data set {path} could not be loaded: {first_line(error)}") from error
-
-
 def parse_row(values: Mapping[str, Any], *, default_category: str, where: str) -> Prompt:
     """Return the prompt of a row with `turns` or `messages`, or raise `InputError` naming `where`."""
     turns: tuple[str, ...]
@@ -267,8 +253,9 @@ def parse_row(values: Mapping[str, Any], *, default_category: str, where: str) -
     category = values.get("category", default_category)
     if not isinstance(category, str):
         raise InputError(f"{where}: category must be a text, got {category!r}")
-    prompt_id = str(given) if given is not None else _content_id(history, turns)
-    return Prompt(prompt_id=prompt_id, category=category, turns=turns, history=history, answer=answer, where=where)
+    tools = tuple(values.get("tools", ()))
+    prompt_id = str(given) if given is not None else _content_id(history, turns, tools)
+    return Prompt(prompt_id=prompt_id, category=category, turns=turns, history=history, tools=tools, answer=answer, where=where)
 
 
 def split_prompts(prompts: Sequence[Prompt], held_out_share: float) -> Split:
@@ -331,9 +318,9 @@ def _parse_messages(value: Any, where: str) -> tuple[tuple[Message, ...], tuple[
     return tuple(messages[:-1]), (messages[-1]["content"],), answer
 
 
-def _content_id(history: Sequence[Message], turns: Sequence[str]) -> str:
+def _content_id(history: Sequence[Message], turns: Sequence[str], tools: Sequence[Any]) -> str:
     """Name a prompt that brings no id by its content."""
-    content = json.dumps([list(history), list(turns)], ensure_ascii=False)
+    content = json.dumps([list(history), list(turns), *tools], ensure_ascii=False)
     return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
@@ -343,6 +330,6 @@ def _short(value: Any) -> str:
 
 
 def everything_said(prompt: Prompt) -> str:
-    """Return the text by which prompts count as duplicates: unlike the split, it tells system messages apart."""
+    """Return the text by which prompts count as duplicates: unlike the split, it tells system messages and tools apart."""
     history = [f"{message['role']}: {message['content']}" for message in prompt.history]
-    return folded_text("\n".join([*history, *prompt.turns]))
+    return folded_text("\n".join([*map(str, prompt.tools), *history, *prompt.turns]))

@@ -1,10 +1,10 @@
 """The forms in which rows hold prompts and conversations, recognised by their keys and brought to `turns` or `messages`.
 
     turns              turns: user messages to be answered one after the other (MT-bench, Spec-Bench)
-    messages           messages: {role, content}, as of OpenAI (a logged request); the content may be a list of text parts
-    request            request: {messages}, a log of requests and responses; the responses are not read
-    batch              body: {messages}, as of OpenAI's batch files
-    sharegpt           conversations: {from, value}
+    messages           messages: {role, content} [tools], as of OpenAI (a logged request); content may be a list of text parts
+    request            request: {messages [tools]}, a log of requests and responses; the responses are not read
+    batch              body: {messages [tools]}, as of OpenAI's batch files
+    sharegpt           conversations: {from, value} [tools]
     humaneval          task_id, prompt
     gsm8k              question, answer
     alpaca             instruction [input, output]
@@ -18,6 +18,7 @@ the keys named; others are ignored.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,7 +71,7 @@ def to_turns_or_messages(
     answer_column: str | None = None,
     setting: str,
 ) -> dict[str, Any]:
-    """Return a row with its prompt under `turns` or `messages`, its id under `question_id`, and `category`, if any.
+    """Return a row with its prompt under `turns` or `messages`, its id under `question_id`, and `category` and `tools`, if any.
 
     Args:
         row: its keys and values.
@@ -92,6 +93,9 @@ def to_turns_or_messages(
     id_keys = ID_KEYS[:2] if format in ("turns", "messages") else ID_KEYS
     beside = {"category": row.get("category"), "question_id": next((row[key] for key in id_keys if key in row), None)}
     given = {name: value for name, value in beside.items() if value is not None}
+    chat = row[KEYS[format][0]] if format in ("request", "batch") else row if format in ("messages", "sharegpt") else None
+    if isinstance(chat, Mapping) and chat.get("tools"):
+        given["tools"] = _parse_tools(chat["tools"], where)
     return _content(row, format, str(column), answer_column, where) | given
 
 
@@ -127,6 +131,17 @@ def _content(row: Mapping[str, Any], format: str, column: str, answer_column: st
         followed = answer if isinstance(answer, list) else [] if answer is None else [{"role": "assistant", "content": answer}]
         return {"messages": _plain_messages([*prompt, *followed], where)}
     return {"turns": prompt}
+
+
+def _parse_tools(value: Any, where: str) -> list[Any]:
+    """Return the tools of a row: a list of objects, or a text with one in JSON, as some data sets keep it."""
+    try:
+        tools = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        tools = None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise InputError(f"{where}: tools must be a list of objects such as {{type, function}}, got {str(value)[:60]!r}")
+    return tools
 
 
 def _exchange(prompt: Any, answer: Any) -> dict[str, Any]:

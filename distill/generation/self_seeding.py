@@ -27,6 +27,7 @@ MIN_CHARACTERS = 8
 MIN_YIELD = 0.05
 MIN_TURNS_JUDGED = 256  # the yield is not judged on fewer
 
+SELF_SEEDED = "self_seeded"  # the category of prompts that the target wrote itself
 UNUSABLE = "self_seeded_turn_unusable"  # not ended in time, with a special token inside, or filling the context
 TOO_SHORT = "self_seeded_turn_too_short"
 NEAR_DUPLICATE = "near_duplicate"
@@ -202,7 +203,7 @@ class _Choice:
         for number, said in turns:
             if len(self.chosen) == self.config.num_prompts:
                 return
-            category = self.config.category if self.kind_of is None else self.kind_of(number)
+            category = (self.config.category or SELF_SEEDED) if self.kind_of is None else self.kind_of(number)
             texts = (said,) if isinstance(said, str) else tuple(said or ())
             prompt = Prompt(prompt_id=f"self-{number}", category=category, turns=texts)
             reason = self._objection(prompt)

@@ -1,4 +1,4 @@
-"""Rows of the files in which people keep prompts and conversations: JSON lines or an array, CSV, TSV, Parquet, text, `.gz`.
+"""Rows of the files people keep prompts and conversations in: JSON lines or an array, CSV, TSV, Parquet, text; of data sets.
 
 What a row means is decided by `distill.generation.row_formats`.
 """
@@ -15,6 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 
@@ -43,6 +44,23 @@ def read_source(path: Path, what: str) -> Iterator[SourceRow]:
     if first is None:
         raise InputError(f"{what} {path} is empty")
     yield from chain([first], rows)
+
+
+def load_rows(path: str, subset: str | None, split: str, *, section: str) -> datasets.Dataset:
+    """Open a data set saved by `save_to_disk`, a folder of data files, or one of the Hub.
+
+    Raises:
+        InputError: it cannot be had, or has no such split; `section` names the config's section in the complaint.
+    """
+    try:
+        if any((Path(path) / name).is_file() for name in ("state.json", "dataset_dict.json")):
+            loaded = datasets.load_from_disk(path)
+            return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+        return datasets.load_dataset(path, subset, split=split)
+    except KeyError as error:
+        raise InputError(f"{section}.split: data set {path} has no split {split!r}; it has {', '.join(loaded)}") from error
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise InputError(f"{section}.path: data set {path} could not be loaded: {first_line(error)}") from error
 
 
 def _files_of(path: Path, what: str) -> list[Path]:

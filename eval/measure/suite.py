@@ -16,14 +16,11 @@ from configs.runtime.errors import InputError
 from configs.runtime.files import find_shipped, sha256_of
 from configs.schema.evaluation import SuiteConfig
 from distill.dataset.conversations import text_hash
-from distill.generation.prompts import TOO_LONG, TRUNCATED, Prompt, fit_prompts, load_rows, parse_row
+from distill.generation.prompts import TOO_LONG, TRUNCATED, UNCATEGORISED, Prompt, fit_prompts, parse_row
 from distill.generation.row_formats import detect_format, to_turns_or_messages
-from distill.generation.source_files import SUFFIXES, read_source
+from distill.generation.source_files import SUFFIXES, load_rows, read_source
 from heads.artifact import read_training_prompts
 from heads.target.loading import Target
-
-UNCATEGORISED = "uncategorised"
-
 
 SuiteRow = tuple[str, Mapping[str, Any]]  # its name in error messages, its keys and values
 
@@ -180,7 +177,10 @@ def _choose(prompts: Sequence[Prompt], num_prompts: int | None, path: Path) -> S
 
 def _hash_prompts(prompts: Iterable[Prompt]) -> str:
     """Return the SHA-256 of a data set's prompts: its files may be packed anew with the same content."""
-    rows = [{name: value for name, value in asdict(prompt).items() if name != "where"} for prompt in prompts]
+    rows = [
+        {name: value for name, value in asdict(prompt).items() if name != "where" and (value or name != "tools")}
+        for prompt in prompts
+    ]
     content = json.dumps(rows, sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()
 

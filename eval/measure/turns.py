@@ -49,19 +49,19 @@ class Turns:
             if answer.stop_reason in FAILED:
                 lost += self._lose(answer, prompt, turn, "after_a_failed_turn")
                 continue
-            tokens = self._extend(answer, prompt.turns[turn])
+            tokens = self._extend(answer, prompt, turn)
             if len(tokens) < self.target.max_positions:
                 requests.append(self._request(prompt, tokens, turn))
             else:
                 lost += self._lose(answer, prompt, turn, "no_room_in_context")
         return requests, lost
 
-    def _extend(self, answer: Generation, question: str) -> tuple[int, ...]:
+    def _extend(self, answer: Generation, prompt: Prompt, turn: int) -> tuple[int, ...]:
         """Add an answer and the next question to the conversation; return the token ids of all of it."""
         text = str(self.target.tokenizer.decode(list(answer.tokens), skip_special_tokens=True))
         messages = self._messages[answer.prompt_id]
-        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": question}]
-        return tuple(self.target.encode_chat(messages))
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": prompt.turns[turn]}]
+        return tuple(self.target.encode_chat(messages, tools=prompt.tools))
 
     def _request(self, prompt: Prompt, tokens: tuple[int, ...], turn: int) -> Request:
         suite = self._suite_of.get(prompt.prompt_id, "")

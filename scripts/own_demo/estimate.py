@@ -52,7 +52,7 @@ def plan_text(loop: OwnLoop, steps: Iterable[str]) -> str:
     drafts = [plan.models.draft for plan in (distil, head)]
     disk = sum(TRAINED_BYTES * count(each, trained=True) + FROZEN_BYTES * frozen_copies(each) for each in drafts)
     lines += [
-        f"   {'not known' if loop.on_gpu else _minutes(total):>12}  in all; every step shows how far it is and the time left",
+        f"   {'not known' if loop.on_gpu else _minutes(total):>12}  in all, but for loading; each step shows the time left",
         "",
         f"memory: about {memory / GIB + 1:.1f} GiB{' of the GPU' if loop.on_gpu else f' of {_memory_here()} here'}",
         f"disk: about {max(disk / 1e6, 1):,.0f} MB of drafts and checkpoints; a target from the Hub takes its own size besides",

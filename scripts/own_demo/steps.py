@@ -83,7 +83,7 @@ def add_own_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="KEY=VALUE",
-        help="more of target and prompts, e.g. target.chat_template=plain prompts.format=column prompts.field=question",
+        help="more of target and prompts, e.g. target.chat_template=plain prompts.field=question",
     )
     parser.add_argument("--yes", action="store_true", help="do not ask before the first step")
 

@@ -16,6 +16,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from configs.schema.release import HUB_ID, PushConfig
+from distill.generation.self_seeding import SELF_SEEDED
 from eval.release.verdict import Finding, measured
 from eval.report.markdown import code, code_block, escape, render_markdown, table
 from eval.report.text import short
@@ -24,7 +25,6 @@ from scripts.publish.card_metadata import agreed_licence, card_data
 from scripts.publish.publication import NAMELESS, Cleaned
 
 TEMPLATE = Path(__file__).with_name("templates") / "model_card.md.j2"
-SELF_SEEDED = "self_seeded"  # the category of prompts that the target wrote itself (`distill.generation.make_dataset`)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -29,6 +30,12 @@ def _fresh_logger(monkeypatch):
     LOGGER.setLevel(logging.INFO)
     yield
     LOGGER.setLevel(level)
+
+
+def test_in_a_log_other_libraries_draw_no_bars():
+    code = "from configs.runtime.progress import setup_logging; setup_logging(); from tqdm.auto import tqdm; list(tqdm([1]))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
 
 
 def test_lines_come_at_most_every_ten_seconds_with_count_rate_and_time_left(clock, caplog):

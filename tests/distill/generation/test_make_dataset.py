@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,10 +11,14 @@ from pydantic import ValidationError
 
 from configs.runtime.errors import InputError
 from configs.schema.data import DataConfig, PromptsConfig, shares_of
+from configs.schema.evaluation import SuiteConfig
 from distill.dataset.conversations import check_written_for, describe_data, is_written_by_target, read_conversations
 from distill.generation import make_dataset as making
 from distill.generation.make_dataset import make_dataset
+from eval.measure.suite import load_suite
+from eval.measure.turns import Turns
 from heads.target import processes
+from heads.target.loading import load_target
 
 
 @pytest.fixture
@@ -54,6 +59,71 @@ def test_the_folder_holds_both_sides_and_a_manifest_that_counts_and_hashes_them(
     assert manifest["sha256"] == {name: hashlib.sha256(files[name]).hexdigest() for name in ("train.jsonl", "held_out.jsonl")}
     assert check_written_for(folder / "train.jsonl", byte_target.identity) == []
     assert is_written_by_target(folder / "train.jsonl")
+
+
+@pytest.mark.parametrize(("share", "said"), [(0.5, False), (0.1, True)])
+def test_few_held_out_prompts_are_said_with_what_to_do(config, share, said, caplog):
+    with caplog.at_level("WARNING", "draftsmith"):
+        files = made(config, held_out_share=share)
+    count = json.loads(files["manifest.json"])["counts"]["held_out"]["prompts"]
+    sentence = f"held out: {count} of 40 prompts (held_out_share is 0.1), too few to judge a draft by: give more prompts, or"
+    assert (sentence in caplog.text) == said == (count < 8)
+
+
+def test_a_target_without_a_chat_template_is_refused_before_its_weights_are_read(config, byte_target_folder, tmp_path):
+    folder = shutil.copytree(byte_target_folder, tmp_path / "base", ignore=shutil.ignore_patterns("*.jinja", "*.safetensors"))
+    target = config.target.model_copy(update={"name": str(folder)})
+    with pytest.raises(InputError, match=r"target .*base has no chat template; .* for a base model to plain"):
+        made(config, target=target)
+
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
+CALL = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+SHOWING_TOOLS = (
+    "{% for t in tools or [] %}T{{ t.function.name }}{% endfor %}{% for m in messages %}{{ m.content }}|{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("written_by", ["target", "dataset"])
+def test_tools_are_shown_to_the_target_and_kept_for_the_evaluation(config, tmp_path, written_by):
+    (tmp_path / "tools.jinja").write_text(SHOWING_TOOLS)
+    called, result = {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "rain"}
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"hi {number}"},
+                called,
+                result,
+                {"role": "user", "content": "so"},
+                {"role": "assistant", "content": "no"},
+            ],
+            **({"tools": TOOLS} if number % 2 else {}),
+        }
+        for number in range(12)
+    ]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    target = config.target.model_copy(update={"chat_template": str(tmp_path / "tools.jinja")})
+    answers = config.answers.model_copy(update={"written_by": written_by})
+    prompts = config.prompts.model_copy(update={"path": str(path)})
+    made(config, target=target, answers=answers, prompts=prompts, held_out_share=0.5)
+    loaded = load_target(target)
+    kept = [read_conversations(Path(config.output) / name) for name in ("train.jsonl", "held_out.jsonl")]
+    for row in [*kept[0], *kept[1]]:
+        asked = row.messages[0]["content"]
+        assert bool(row.tools) == bool(int(asked.split()[1]) % 2)
+        assert loaded.tokenizer.decode(row.prompt_ids) == f"{'Tweather' if row.tools else ''}{asked}||rain|so|"
+        assert row.messages[1]["tool_calls"] == [CALL]
+    suite = load_suite(SuiteConfig(path=str(Path(config.output) / "held_out.jsonl")))
+    assert [request.tokens for request in Turns(loaded, suite.prompts).first] == [row.prompt_ids for row in kept[1]]
+
+
+def test_tools_that_a_template_does_not_read_are_counted_in_the_log(config, tmp_path, caplog):
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"messages": [{"role": "user", "content": f"hi {n}"}], "tools": json.dumps(TOOLS)} for n in range(20)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made(config)
+    assert "20 prompts bring tools, which the chat template of the target does not read" in caplog.text
 
 
 def test_answers_by_another_forward_are_another_jobs(config, byte_target):

@@ -63,6 +63,13 @@ def test_the_data_sets_own_answer_is_kept_and_no_part_of_the_prompt(write):
     assert (answered.answer, open_.answer) == ("Hello.", None)
 
 
+def test_a_named_column_is_read_where_a_row_has_it_and_other_rows_by_their_keys(write):
+    path = write({"asked": "one", "text": "not this"}, {"messages": [{"role": "user", "content": "two"}]}, {"prompt": "three"})
+    prompts = read_prompts(PromptsConfig(source="file", path=str(path), field="asked"))
+    assert [prompt.turns for prompt in prompts] == [("one",), ("two",), ("three",)]
+    assert {prompt.category for prompt in prompts} == {"uncategorised"}  # not self_seeded, which the model card explains
+
+
 def test_a_prompt_without_an_id_is_named_by_its_content(write):
     one, two, three = read(write({"turns": ["a"]}, {"turns": ["b"]}, {"turns": ["a"]}))
     assert one.prompt_id == three.prompt_id != two.prompt_id
@@ -73,7 +80,7 @@ def test_a_prompt_without_an_id_is_named_by_its_content(write):
     [
         ("{", "not JSON"),
         ("[1]", "expected an object"),
-        ({"question_id": 1}, r"the keys question_id are those of no known format .* with prompts\.format=column and"),
+        ({"question_id": 1}, r"the keys question_id are those of no known format .* with prompts\.field"),
         ({"turns": []}, "turns must be a list of at least one text"),
         ({"turns": "text"}, "turns must be a list of at least one text"),
         ({"turns": ["a", " "]}, "a turn must be a text that is not blank"),

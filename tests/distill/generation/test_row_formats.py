@@ -1,5 +1,7 @@
 """What a row of each format asks, how formats are told apart, and what is refused by name."""
 
+import json
+
 import pytest
 
 from configs.runtime.errors import InputError
@@ -53,6 +55,18 @@ def test_each_format_is_known_by_its_keys_and_asks_its_prompt(name):
 def test_a_request_without_messages_is_refused():
     with pytest.raises(InputError, match=r"row 0: body must hold the messages of a chat, got \"{'input': 'Hi'}\""):
         parsed({"custom_id": "1", "body": {"input": "Hi"}})
+
+
+def test_tools_beside_messages_are_the_prompts():
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    row = {"messages": [USER]}
+    assert parsed(row | {"tools": tools}).tools == parsed(row | {"tools": json.dumps(tools)}).tools == tuple(tools)
+    assert parsed(row | {"tools": tools}).prompt_id != parsed(row).prompt_id
+    assert parsed({"request": row | {"tools": tools}}).tools == parsed({"body": row | {"tools": tools}}).tools == tuple(tools)
+    assert parsed({"turns": ["Hi"], "tools": "hammer"}).tools == ()
+    for wrong in ("hammer", [1], {"f": 1}):
+        with pytest.raises(InputError, match=r"row 0: tools must be a list of objects"):
+            parsed(row | {"tools": wrong})
 
 
 def test_tools_stay_in_the_history():
