@@ -116,6 +116,15 @@ def test_every_file_that_a_document_names_exists(document):
     assert [path for path in linked if not (document.parent / path).is_file()] == []
 
 
+def test_the_readme_says_which_configs_name_a_target():
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    said = (
+        "`target.name` in the configs of data, caches, training, planning and evaluation. (A sweep takes its recipe's; a gate"
+    )
+    assert said in text
+    assert {kind for kind, schema in SCHEMAS.items() if "target" not in schema.model_fields} == {"gates", "sweep"}
+
+
 def missing_from(command: str) -> list[str]:
     """Name the make targets, scripts and config files of a shell command that are not there; outputs under runs/ are exempt."""
     targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))

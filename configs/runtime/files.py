@@ -213,6 +213,14 @@ def read_json(path: Path, what: str) -> Any:
         raise InputError(f"{what} {path} is not JSON: {error}") from error
 
 
+def read_object(path: Path, what: str) -> dict[str, Any]:
+    """Return a JSON file's object; `what` names its role in the error."""
+    value = read_json(path, what)
+    if not isinstance(value, dict):
+        raise InputError(f"{what} {path}: expected an object, got {type(value).__name__}")
+    return value
+
+
 def read_jsonl(path: Path, what: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number from 1, object) for each non-blank line of a JSONL file.
 

@@ -147,7 +147,7 @@ class Scrubber:
         with path.open("rb") as file:
             before = ""
             while piece := file.read(PIECE_BYTES):
-                text = before + piece.decode("latin-1")  # a character a byte
+                text = before + piece.decode("latin-1").replace("\0", "")  # a character a byte, also of UTF-16
                 if self.finds_token(text):
                     return True
                 before = text[-LONGEST:]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import Lfm2Config, Lfm2ForCausalLM, LlamaForCausalLM
 
 from configs.runtime.command import BAD_INPUT, run_command
@@ -19,13 +20,14 @@ from configs.runtime.errors import InputError
 from configs.schema.decoding import ParticleSampling, TypicalAcceptance
 from configs.schema.drafting import StaticTree
 from configs.schema.evaluation import EvalConfig, GateConfig, LosslessConfig
+from distill.dataset.conversations import text_hash
 from eval.decoder.decode import Request, decode
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP
 from eval.evaluation import evaluate
 from eval.measure.interleaved import measure
 from eval.release.checks import judge
 from eval.run import main
-from heads.artifact import METADATA_FILE
+from heads.artifact import METADATA_FILE, PROMPTS_FILE
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.prompt_lookup import PromptLookup
 from tests.support.evaluations import report_in, tiny_evaluation, write_suite
@@ -140,6 +142,16 @@ def test_recurrent_layers_are_lossless_and_the_report_says_what_they_do_to_the_s
     report = report_in(config)
     assert report.lossless.verdict == "lossless"
     assert any("lower bound of an engine's" in warning for warning in report.warnings)
+
+
+def test_a_draft_that_was_trained_on_a_prompt_of_the_suite_is_warned_of_and_fails_the_gate(config, tiny_run, tmp_path):
+    draft = Path(shutil.copytree(tiny_run / "artifact", tmp_path / "trained"))
+    save_file({"user_texts": torch.tensor([text_hash(" W1  w2 w7"), 5])}, draft / PROMPTS_FILE)
+    evaluate(config.model_copy(update={"draft": str(draft)}))
+    report = report_in(config)
+    assert "the draft was trained on 1 of the suite's 3 prompts, q1 among them" in report.warnings[0]
+    (finding,) = (each for each in judge(report, GateConfig()).findings if each.check == "prompts")
+    assert (finding.outcome, finding.reason[:34]) == ("fail", "the draft was trained on 1 of them")
 
 
 @pytest.mark.parametrize(

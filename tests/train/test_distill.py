@@ -16,8 +16,9 @@ from configs.schema.learning import OptimizerConfig, StudentConfig
 from configs.schema.target import TargetConfig
 from configs.schema.training import DistillConfig, ScheduleConfig
 from distill.dataset.batches import ConversationDataset, collate
+from distill.dataset.conversations import text_hash
 from distill.student.init import initial_draft
-from heads.artifact import load_draft
+from heads.artifact import load_draft, read_training_prompts
 from tests.support.training_runs import distil, distill_config, draft_task, train_task
 from train.launch import make_accelerator, run_distillation
 from train.loop.checkpoints import list_checkpoints
@@ -62,6 +63,12 @@ def test_a_run_that_does_not_resume_leaves_no_checkpoint_of_the_one_before(tmp_p
     assert kept_checkpoints(tmp_path) == ["step-00000004"]
     distil(distill_config(tmp_path, **anew), greedy_target, greedy_rows)
     assert kept_checkpoints(tmp_path) == ["step-00000006"]
+
+
+def test_an_artifact_knows_the_prompts_that_it_was_trained_on(tmp_path, greedy_target, greedy_rows):
+    distil(distill_config(tmp_path, max_steps=1), greedy_target, greedy_rows)
+    known = read_training_prompts(tmp_path)
+    assert sorted({text_hash(row.user_text) for row in greedy_rows}) == known.tolist()
 
 
 def test_a_run_is_extended_by_more_steps(tmp_path, greedy_target, greedy_rows, caplog):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.runtime.errors import InputError
-from configs.runtime.files import read_json
+from configs.runtime.files import read_object
 from heads.artifact import METADATA_FILE, PROMPTS_FILE, VOCABULARY_FILE
 from heads.formats.exporting.flat import TENSORRT_NOTE, UNTRIED, sglang_command, tensorrt_command, transformers_lines
 from heads.formats.exporting.source import EMBEDDING, HEAD, Source
@@ -58,7 +58,7 @@ def vocabulary_note(source: Source) -> tuple[str, ...]:
 
 
 def _folder(source: Source, serve: Callable[[str], str], notes: tuple[str, ...]) -> ExportLayout:
-    config = read_json(source.folder / CONFIG, "config of the draft")
+    config = read_object(source.folder / CONFIG, "config of the draft")
     size = config.get("vocab_size")
     if size != source.target.vocab_size:
         raise InputError(f"its vocabulary has {size} rows, the target's {source.target.vocab_size}; engines ask for the same")
@@ -92,7 +92,7 @@ def _others(folder: Path) -> dict[str, Path]:
 
 def _generation(source: Source) -> dict[str, Any]:
     path = source.folder / GENERATION
-    known: dict[str, Any] = read_json(path, "generation config of the draft") if path.is_file() else {}
+    known = read_object(path, "generation config of the draft") if path.is_file() else {}
     return known | {
         "num_assistant_tokens": source.num_speculative_tokens,
         "num_assistant_tokens_schedule": "constant",

@@ -64,6 +64,11 @@ def test_a_secret_in_a_file_that_is_sent_as_it_is_is_refused(dry, release, secre
     assert secret not in outcome[2]
 
 
+def test_a_secret_in_utf_16_is_refused(dry, release):
+    (release / "artifact" / "merges.txt").write_text(PEM, encoding="utf-16")
+    refused(dry(), "merges.txt holds what looks like")
+
+
 def test_a_secret_in_the_header_of_the_weights_is_refused(dry, release):
     artifact = release / "artifact"
     save_file(load_file(artifact / "model.safetensors"), artifact / "model.safetensors", metadata={"format": "pt", "note": PEM})
@@ -77,6 +82,8 @@ def test_a_secret_in_the_header_of_the_weights_is_refused(dry, release):
 def test_a_broken_description_is_one_sentence(dry, release, name):
     (release / "artifact" / name).write_text('{"cut')
     refused(dry(), name, "is not JSON")
+    (release / "artifact" / name).write_text("[1]")
+    refused(dry("--set", "exports=[transformers]", "--target", str(release / "target")), name, "expected an object, got list")
 
 
 def make_socket(path):
