@@ -277,14 +277,16 @@ def test_the_command_evaluates_from_any_folder(command):
 
 @pytest.mark.parametrize("writes", range(8))
 def test_a_full_disk_is_one_sentence_and_leaves_no_report_cut_short(command, writes, monkeypatch, capsys):
-    sync, calls = os.fsync, itertools.count()
+    sync, calls, synced = os.fsync, itertools.count(), dict[int, int]()
 
     def until_full(descriptor):
+        file = os.fstat(descriptor)
         if next(calls) >= writes:
-            if stat.S_ISREG(os.fstat(descriptor).st_mode):
-                os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)  # half of it was written
+            if stat.S_ISREG(file.st_mode):  # half of what is new was written
+                os.ftruncate(descriptor, (synced.get(file.st_ino, 0) + file.st_size) // 2)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         sync(descriptor)
+        synced[file.st_ino] = file.st_size
 
     monkeypatch.setattr(os, "fsync", until_full)
     assert command() == BAD_INPUT
