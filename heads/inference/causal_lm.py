@@ -144,11 +144,8 @@ def head_rows(model: PreTrainedModel, token_ids_W: Tensor) -> tuple[Tensor, Tens
         raise InputError(
             f"the draft vocabulary holds token {int(token_ids_W[-1])}; the draft's head has {head.out_features} rows"
         )
-    return _rows_of(head, token_ids_W)
-
-
-def _rows_of(head: nn.Linear, token_ids_W: Tensor) -> tuple[Tensor, Tensor | None]:
-    return head.weight[token_ids_W], None if head.bias is None else head.bias[token_ids_W]
+    rows = HeadRows(model, token_ids_W)
+    return rows.weight_WD, rows.bias_W
 
 
 class HeadRows:
@@ -160,7 +157,9 @@ class HeadRows:
 
     def __init__(self, model: PreTrainedModel, token_ids_W: Tensor) -> None:
         self.config = model.config
-        self.weight_WD, self.bias_W = _rows_of(model.get_output_embeddings(), token_ids_W)
+        head = model.get_output_embeddings()
+        self.weight_WD = head.weight[token_ids_W]
+        self.bias_W = None if head.bias is None else head.bias[token_ids_W]
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
