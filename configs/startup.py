@@ -8,7 +8,9 @@ from __future__ import annotations
 import sys
 from types import TracebackType
 
-BAD_INPUT, FAILED, INTERRUPTED = 2, 70, 130  # as in `configs.runtime.command`, which needs other packages
+BAD_INPUT = 2
+FAILED = 70  # a run that cannot go on, or an error in draftsmith itself; sysexits.h calls it EX_SOFTWARE
+INTERRUPTED = 130  # what a shell reports for Ctrl-C
 OWN = ("configs", "heads", "distill", "eval", "train", "scripts")
 
 

@@ -41,7 +41,7 @@ def restored_random_state(device: torch.device) -> Iterator[None]:
         yield
 
 
-def memory_peak(device: torch.device) -> int | None:
+def allocated_peak(device: torch.device) -> int | None:
     """Return the most bytes of the device's memory that this process has held; None where torch does not count them."""
     if device.type == "cpu":
         return None

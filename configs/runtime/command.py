@@ -25,13 +25,11 @@ from configs.runtime.loading import load_config
 from configs.runtime.progress import is_main_process, setup_logging
 from configs.runtime.redaction import redact
 from configs.runtime.terminal import one_line, say
+from configs.startup import BAD_INPUT, FAILED, INTERRUPTED
 
 DONE = 0
 GATE_FAILED = 1
-BAD_INPUT = 2
 INCONCLUSIVE = 3
-FAILED = 70  # a run that cannot go on, or an error in draftsmith itself; sysexits.h calls it EX_SOFTWARE
-INTERRUPTED = 130  # what a shell reports for Ctrl-C
 TERMINATED = 143  # what a shell reports for SIGTERM; training has written a checkpoint then
 # Environment variable: a process that ends with TERMINATED adds a line to the file it names.
 STOPPED_FILE = "DRAFTSMITH_STOPPED_FILE"

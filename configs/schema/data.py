@@ -16,6 +16,7 @@ from configs.schema.base import Dtype, NonNegativeInt, PositiveFloat, PositiveIn
 from configs.schema.decoding import SamplingConfig
 from configs.schema.target import TargetConfig
 
+SELF_SEEDED = "self_seeded"  # the category of prompts that the target wrote itself
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 

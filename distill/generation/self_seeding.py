@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from configs.runtime.errors import InputError
 from configs.runtime.progress import progress
-from configs.schema.data import PromptsConfig
+from configs.schema.data import SELF_SEEDED, PromptsConfig
 from configs.schema.decoding import SamplingConfig
 from distill.dataset.conversations import Message, folded_text
 from distill.generation.continuation import TargetSource, TokenRow, continue_rows, request_number
@@ -27,7 +27,6 @@ MIN_CHARACTERS = 8
 MIN_YIELD = 0.05
 MIN_TURNS_JUDGED = 256  # the yield is not judged on fewer
 
-SELF_SEEDED = "self_seeded"  # the category of prompts that the target wrote itself
 UNUSABLE = "self_seeded_turn_unusable"  # not ended in time, with a special token inside, or filling the context
 TOO_SHORT = "self_seeded_turn_too_short"
 NEAR_DUPLICATE = "near_duplicate"

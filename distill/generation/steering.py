@@ -177,7 +177,7 @@ class _Writer:
         self, prompts: Mapping[int, Sequence[int]], limits: int | Mapping[int, int], stage: str, *, user: bool = False
     ) -> dict[int, list[int]]:
         """Continue prompts that leave room in the context, in batches of similar length, up to the end of a turn."""
-        sampling = SamplingConfig(temperature=self.config.temperature, top_p=self.config.top_p)
+        source = TargetSource(self.target, SamplingConfig(temperature=self.config.temperature, top_p=self.config.top_p))
         longest = self.target.max_positions
         fitting = sorted((number for number, ids in prompts.items() if len(ids) < longest), key=lambda each: len(prompts[each]))
         ended = turn_ended(self.target, self.frame) if user else lambda row: row.tokens[-1] in self.target.eos_token_ids
@@ -192,7 +192,7 @@ class _Writer:
                 )
                 for number in fitting[start : start + self.batch_size]
             ]
-            for row in continue_rows(TargetSource(self.target, sampling), rows, seed=self.seed, has_ended=ended):
+            for row in continue_rows(source, rows, seed=self.seed, has_ended=ended):
                 written[row.key] = row.written
         return written
 

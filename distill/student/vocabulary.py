@@ -45,7 +45,7 @@ class MassChoice:
     @property
     def metrics(self) -> dict[str, float]:
         """What stands beside the held-out scores of a run."""
-        return {name: self.report[name] for name in ("uncovered_mass",) if name in self.report}
+        return {"uncovered_mass": self.report["uncovered_mass"]} if self.report else {}
 
 
 def most_frequent_answer_tokens(conversations: Sequence[Conversation], size: int, target: Target) -> DraftVocabulary:

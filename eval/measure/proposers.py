@@ -1,10 +1,10 @@
 """The proposers of an evaluation: the draft under evaluation (`load_evaluated`), and the baselines (`make_baselines`).
 
 The draft is one artifact, or several whose candidates are merged into one tree, or one after a lookup
-(`heads.proposers.merged`). Baselines need no
-training; adding one is a line in `MAKERS` and its name in `configs.schema.evaluation.FreeDraft`. Suffix lookup remembers the
-answers to the prompts that this process measured before; it learns a prompt's answer after the last repeat, and none while
-warming up, so that every repeat is drafted for with the same memory (`eval.measure.interleaved`).
+(`heads.proposers.merged`). Baselines need no training; adding one is a line in `MAKERS` and its name in
+`configs.schema.evaluation.FreeDraft`. Suffix lookup remembers the answers to the prompts that this process measured before; it
+learns a prompt's answer after the last repeat, and none while warming up, so that every repeat is drafted for with the same
+memory (`eval.measure.interleaved`).
 """
 
 from __future__ import annotations

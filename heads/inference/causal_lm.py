@@ -215,11 +215,10 @@ class TransformersForward(DecodingForward):
         # Not the model itself, which `_REGISTERED` must not keep alive.
         self._backbone, self._head = backbone(model), model.get_output_embeddings()
         self._counts_columns = counts_columns(model.config.get_text_config())
+        self._cache_argument = cache_argument(type(self._backbone))
 
     def hidden(self, ids_BT: Tensor, positions_BT: Tensor, masks: Masks, cache: RowCache) -> Tensor:
-        stored = {cache_argument(self._backbone): cache}
-        if self._counts_columns:
-            masks = None
+        stored, masks = {self._cache_argument: cache}, None if self._counts_columns else masks
         masked = by_position(self._backbone, positions_BT, cache) if self._counts_columns else nullcontext()
         with cache.reading(), masked:
             output = self._backbone(input_ids=ids_BT, position_ids=positions_BT, attention_mask=masks, use_cache=True, **stored)

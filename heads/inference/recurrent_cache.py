@@ -213,9 +213,9 @@ class RecurrentCache(RowCache):
         return _stacked(rows)
 
 
-def cache_argument(backbone: nn.Module) -> str:
-    """Return under which name a backbone takes its cache; Mamba ignores the usual one in silence."""
-    return "cache_params" if "cache_params" in inspect.signature(backbone.forward).parameters else "past_key_values"
+def cache_argument(kind: type[nn.Module]) -> str:
+    """Return under which name backbones of a class take their cache; Mamba ignores the usual one in silence."""
+    return "cache_params" if "cache_params" in inspect.signature(kind.forward).parameters else "past_key_values"
 
 
 @torch.no_grad()
@@ -229,7 +229,7 @@ def find_mixers(backbone: nn.Module, num_layers: int) -> dict[nn.Module, Place]:
         handles.append(module.register_forward_pre_hook(lambda module, _: finder.running.append(module)))
         handles.append(module.register_forward_hook(lambda *_: finder.running.pop() and None))
     try:
-        backbone(input_ids=ids_1T, use_cache=True, **{cache_argument(backbone): finder})
+        backbone(input_ids=ids_1T, use_cache=True, **{cache_argument(type(backbone)): finder})
     finally:
         for handle in handles:
             handle.remove()

@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from heads.device import memory_peak as device_memory_peak
+from heads.device import allocated_peak
 from heads.modules.interface import NO_DOCUMENT, Batch
 from train.telemetry.step_clock import STEP_PARTS, StepClock
 from train.telemetry.utilization import FlopMeter
@@ -97,6 +97,6 @@ def memory_peak(device: torch.device) -> float:
     """Return the most bytes that this process has held so far: of the device's memory, or of the machine's where torch does not
     count that.
     """
-    peak = device_memory_peak(device)
+    peak = allocated_peak(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit if peak is None else peak)

@@ -15,10 +15,10 @@ from configs.schema.learning import StudentConfig
 from configs.schema.target import TargetConfig
 from distill.student import initial_draft
 from heads.artifact import load_draft, save_draft_lm
-from heads.metadata import Metadata
 from heads.target.identity import hash_weights
 from heads.target.loading import load_target
 from heads.target.quantized import read_float_weights
+from tests.support.decoding import metadata_of_draft_lm
 from tests.support.quantized_checkpoints import (
     Scheme,
     awq,
@@ -230,15 +230,7 @@ def test_a_draft_is_for_the_quantised_files_and_starts_from_ordinary_blocks(fold
     draft = initial_draft(StudentConfig(init="target_layers", layers=[0]), target)
     name = "model.layers.0.mlp.up_proj.weight"
     assert torch.equal(draft.get_parameter(name), meant[name].float())
-    metadata = Metadata(
-        kind="draft_lm",
-        target=target.identity.to_dict(),
-        draft_vocab_size=64,
-        num_speculative_tokens=3,
-        training={},
-        provenance={},
-    )
-    save_draft_lm(tmp_path / "artifact", draft, tiny_tokenizer, metadata)
+    save_draft_lm(tmp_path / "artifact", draft, tiny_tokenizer, metadata_of_draft_lm(target.identity.to_dict()))
     assert "quantization_config" not in json.loads((tmp_path / "artifact" / "config.json").read_text())
     assert load_draft(tmp_path / "artifact", load(folder).identity, target.model).warnings == []
     twin = load(tiny_run / "target")
