@@ -87,7 +87,7 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     laps.done("loading")
     proposers = {SPECULATIVE: draft.proposer, **make_baselines(config, target)}
     if config.tries_lookup:
-        proposers[WITH_LOOKUP] = add_lookup(draft, config, target)
+        proposers[WITH_LOOKUP] = add_lookup(draft.proposer, config, target)
     metering = find_meter(target.device, state.num_processes) if config.energy else None
     meter, job = None if metering is None else metering.meter, _job(config, suites, target, draft, state.num_processes)
     tallies = measure_share(target, turns, config, proposers, state, meter, job=job)

@@ -44,6 +44,9 @@ class BenchDistillConfig(Settings):
     output: str = "docs/results/distill.json"
 
 
+HOME_SUITE = "home"  # what tables call held-out prompts of the kinds that the drafts were trained on
+
+
 class BenchHeadsConfig(Settings):
     """`scripts/benchmark.py heads`: every head family trained and measured on one target and one set of data."""
 
@@ -61,6 +64,7 @@ class BenchHeadsConfig(Settings):
     draft_models: list[str] = []  # of `train/distill.py`, measured beside the heads
     runs: str = "runs/heads/bench"  # folder: what was trained, kept for the next time
     num_prompts: PositiveInt = 32  # held-out prompts decoded, the last of the file: the first chose the checkpoints
+    suites: list[SuiteConfig] = [SuiteConfig(name="house", num_prompts=32)]  # decoded as well, rows of their own
     max_new_tokens: PositiveInt = 64
     repeats: PositiveInt = 1  # timed runs of every prompt
     lossless: LosslessConfig = LosslessConfig()
@@ -68,6 +72,15 @@ class BenchHeadsConfig(Settings):
     num_batches: PositiveInt = 8  # timed optimiser steps by side of that
     bootstrap_samples: PositiveInt = 2000
     output: str = "docs/results/heads.json"
+
+    @model_validator(mode="after")
+    def _suites_are_told_apart(self) -> Self:
+        names = [HOME_SUITE, *(suite.label for suite in self.suites)]
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"suites must have different names, and none may be {HOME_SUITE!r}, got {names[1:]}: give each a `name`"
+            )
+        return self
 
 
 class BenchDecodeConfig(Settings):

@@ -32,6 +32,7 @@ SEEDS = Path(__file__).with_name("seeds.yaml")
 REGISTER_SHARE = 0.3
 MIN_TEXT = 80  # characters
 ANSWER_TOKENS = 96  # of the answers that a dialogue's next turn follows
+WRITTEN_TOGETHER = 4  # batches: more fill each step better, fewer are heard of sooner
 TEMPLATE_ROOM = 32  # tokens of the context left for the template around a further turn
 
 
@@ -97,8 +98,12 @@ def write_steered(
     seed: int,
     name: str = "",
 ) -> Iterator[tuple[int, list[str] | None]]:
-    """Let the target write the prompts of these numbers; yield each with its turns, None where it is unusable."""
-    return _Writer(target, frame, config, batch_size, seed, name).write(numbers)
+    """Let the target write the prompts of these numbers, `WRITTEN_TOGETHER` batches at a time; yield each with its turns, None
+    where it is unusable.
+    """
+    writer = _Writer(target, frame, config, batch_size, seed, name)
+    for start in range(0, len(numbers), WRITTEN_TOGETHER * batch_size):
+        yield from writer.write(numbers[start : start + WRITTEN_TOGETHER * batch_size])
 
 
 @dataclass(frozen=True)

@@ -72,9 +72,9 @@ def load_evaluated(config: EvalConfig, target: Target) -> EvaluatedDraft:
     return EvaluatedDraft(paths=tuple(config.drafts), parts=parts, lookups=tuple(config.lookups), proposer=proposer)
 
 
-def add_lookup(draft: EvaluatedDraft, config: EvalConfig, target: Target) -> Proposer:
+def add_lookup(draft: Proposer, config: EvalConfig, target: Target) -> Proposer:
     """Return the draft with prompt lookup before it; the two may not decode at the same time."""
-    return _as_one([draft.proposer], ["prompt_lookup"], config, target)
+    return _as_one([draft], ["prompt_lookup"], config, target)
 
 
 def _as_one(drafts: Sequence[Proposer], names: Sequence[FreeDraft], config: EvalConfig, target: Target) -> Proposer:

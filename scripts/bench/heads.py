@@ -1,10 +1,10 @@
 """The head benchmark: recipes in, a table of families out.
 
 Each recipe is trained (`scripts.bench.trained_runs`), and what came out is measured as `eval/run.py` measures: greedy chains
-at batch 1 on held-out prompts that chose no checkpoint, plain decoding in turns with them, losslessness judged. Prompt
-lookup, which needs no training, is measured along with the first. EAGLE-3's training itself is compared with speculators',
-where that is installed (`scripts.bench.eagle3_training`). Data and finished trainings are kept while recipe and data are the
-same, so that only the first run takes hours.
+at batch 1 on held-out prompts that chose no checkpoint ("home") and on the prompts of `suites`, alone and after a prompt
+lookup, plain decoding in turns with them, losslessness judged. Prompt lookup, which needs no training, is measured along with
+the first. EAGLE-3's training itself is compared with speculators', where that is installed (`scripts.bench.eagle3_training`).
+Data and finished trainings are kept while recipe and data are the same, so that only the first run takes hours.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ from safetensors import safe_open
 
 from configs.runtime.command import DONE, GATE_FAILED
 from configs.runtime.loading import load_config
-from configs.schema.benchmarks import BenchHeadsConfig
+from configs.schema.benchmarks import HOME_SUITE, BenchHeadsConfig
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import EvalConfig, LosslessConfig
 from configs.schema.training import HeadsConfig
 from distill.dataset.batches import ConversationDataset
 from distill.dataset.conversations import read_conversations
 from eval.decoder.decode import Request, check_decodable
-from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE
+from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP
 from eval.lossless.verdict import NOT_LOSSLESS, judge_lossless
 from eval.measure.interleaved import Records, measure
+from eval.measure.proposers import add_lookup
+from eval.measure.suite import fit_suite, load_suite
+from eval.measure.turns import Turns
 from eval.metrics.acceptance import summarise_acceptance
 from eval.stats.bootstrap import Interval
 from heads.artifact import WEIGHTS_FILE, Draft, load_draft
@@ -55,9 +58,13 @@ def compare_heads(config: BenchHeadsConfig) -> int:
     runs = train_recipes(config, [] if eagle3 is None else [eagle3])
     recipes = [run.recipe for run in runs]
     num_choosing = max(recipe.held_out.num_prompts for recipe in recipes)
-    requests = first_requests(measured_rows(Path(recipes[0].data.held_out), config.num_prompts, num_choosing))
+    requests = {HOME_SUITE: first_requests(measured_rows(Path(recipes[0].data.held_out), config.num_prompts, num_choosing))}
+    suites = [load_suite(each) for each in config.suites]
     target = load_target(recipes[0].target)
-    check_decodable(target, requests)
+    for suite, each in zip(suites, config.suites, strict=True):
+        requests[suite.name] = Turns(target, fit_suite(suite, target, each.on_too_long, config.max_new_tokens).prompts).first
+    for of_suite in requests.values():
+        check_decodable(target, of_suite)
     training = None
     if eagle3 is not None:
         with TemporaryDirectory(prefix="bench-heads-") as scratch:
@@ -65,7 +72,8 @@ def compare_heads(config: BenchHeadsConfig) -> int:
     rows: list[dict[str, Any]] = []
     for run in runs:
         baselines = {} if rows else {PROMPT_LOOKUP: PromptLookup(target.device)}
-        rows += measure_run(config, target, requests, run, baselines)
+        for name, of_suite in requests.items():
+            rows += measure_run(config, target, of_suite, run, baselines, suite=name)
     rows.sort(key=lambda row: row["family"] == PROMPT_LOOKUP)
     write_results(
         config.output,
@@ -87,14 +95,17 @@ def measure_run(
     requests: Sequence[Request],
     run: TrainingRun,
     baselines: Mapping[str, PromptLookup],
+    *,
+    suite: str,
 ) -> list[dict[str, Any]]:
-    """Decode with a run's draft and the baselines, plain decoding in turns; return a row for each of them."""
+    """Decode with a run's draft, alone and after a lookup, and the baselines, plain decoding in turns; return a row each."""
     draft = load_draft(run.artifact, target.identity, target.model)
     settings = DecodeConfig(
         num_speculative_tokens=draft.metadata.num_speculative_tokens, max_new_tokens=config.max_new_tokens, batch_size=1
     )
     evaluation = EvalConfig(decode=settings, repeats=config.repeats, baselines=[])
-    records = measure(target, requests, evaluation, {SPECULATIVE: draft.proposer, **baselines})
+    both = add_lookup(draft.proposer, evaluation, target)
+    records = measure(target, requests, evaluation, {SPECULATIVE: draft.proposer, WITH_LOOKUP: both, **baselines})
     check_finite(records.generations, f"recipe {run.name}")
 
     def draft_for(other: Target) -> Draft:
@@ -103,12 +114,14 @@ def measure_run(
     def row(family: str, recipe: str | None, mode: str, cost: Mapping[str, Any], lossless: LosslessConfig) -> dict[str, Any]:
         judged = judge_lossless(target, records.of(AUTOREGRESSIVE), records.of(mode), settings, lossless, draft_for)
         figures = summarise(records, mode, settings.num_speculative_tokens, config.bootstrap_samples)
-        return {"family": family, "recipe": recipe, **figures, **cost, "lossless": judged["verdict"]}
+        return {"family": family, "recipe": recipe, "suite": suite, **figures, **cost, "lossless": judged["verdict"]}
 
     only_greedy = config.lossless.model_copy(update={"check_float32_prompts": 0})
-    rows = [row(draft.metadata.kind, run.name, SPECULATIVE, cost_of(run), config.lossless)]
+    kind, cost = draft.metadata.kind, cost_of(run)
+    rows = [row(kind, run.name, SPECULATIVE, cost, config.lossless)]
     found = rows[0]["tau"].point, rows[0]["speedup"].point
-    log.info("%s: %.3f tokens per target step, %.2f times plain decoding's speed", run.name, *found)
+    log.info("%s on %s: %.3f tokens per target step, %.2f times plain decoding's speed", run.name, suite, *found)
+    rows.append(row(f"{PROMPT_LOOKUP} + {kind}", run.name, WITH_LOOKUP, cost, only_greedy))
     return rows + [row(name, None, name, NO_COST, only_greedy) for name in baselines]
 
 

@@ -21,6 +21,7 @@ from distill.dataset.batches import Example, collate
 from distill.dataset.conversations import read_conversations
 from eval.decoder.decode import Request, decode
 from heads.artifact import load_draft
+from heads.proposers.merged import LookupFirst
 from heads.proposers.prompt_lookup import PromptLookup
 from heads.target.loading import load_target
 from scripts.bench import eagle3_training as eagle3_comparison
@@ -46,6 +47,7 @@ from scripts.bench.heads import compare_heads, verdict
 from scripts.bench.peers.speculators_eagle3 import pack, why_not_installed
 from train.launch import make_accelerator, run_distillation, run_heads
 
+ABROAD = ("a b c a b c a b", "what is that", "say it")
 RATIO = "eagle3_tokens_per_second_vs_speculators"
 with_speculators = pytest.mark.skipif(why_not_installed() is not None, reason="speculators is not installed")
 ignoring_its_warnings = pytest.mark.filterwarnings("ignore")
@@ -59,6 +61,7 @@ def folder(tiny_data, recipe, tmp_path_factory):
     train = recipe["data"]["train"]
     cache = {"target": recipe["target"], "data": train, "taps": [0, 1, 2], "max_length": 64, "output": f"{folder}/cache"}
     (folder / "cache.yaml").write_text(json.dumps(cache))
+    (folder / "abroad.jsonl").write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in ABROAD))
     ungated = {"enabled": False}
     special = {
         "medusa": {"head": {"kind": "medusa", "num_depths": 2}, "sanity": ungated},
@@ -86,6 +89,7 @@ def make_config(folder, tmp_path_factory):
             "draft_models": [str(folder / "draft_lm.yaml")],
             "runs": str(output / "runs"),
             "num_prompts": 3,
+            "suites": [{"name": "abroad", "path": str(folder / "abroad.jsonl")}],
             "max_new_tokens": 10,
             "repeats": 1,
             "lossless": {"check_float32_prompts": 1},
@@ -125,19 +129,25 @@ def target(folder):
 # --- rows ---------------------------------------------------------------------------------------------------------
 
 
-def test_there_is_a_row_for_every_draft_and_one_for_prompt_lookup(results, target, recipe):
+def test_every_draft_has_a_row_for_each_suite_alone_and_after_a_lookup(results, target, recipe):
     content, rows = results.content, results.content["rows"]
-    names = [(row["family"], row["recipe"]) for row in rows]
-    assert names == [("medusa", "medusa"), ("eagle3", "eagle3"), ("draft_lm", "draft_lm"), ("prompt_lookup", None)]
+    drafts = [("medusa", "medusa"), ("eagle3", "eagle3"), ("draft_lm", "draft_lm")]
+    pairs = [pair for kind, name in drafts for pair in ((kind, name), (f"prompt_lookup + {kind}", name))]
+    for suite, count in (("home", 3), ("abroad", len(ABROAD))):
+        of_suite = [row for row in rows if row["suite"] == suite]
+        assert [(row["family"], row["recipe"]) for row in of_suite] == [*pairs, ("prompt_lookup", None)]
+        assert {row["prompts"] for row in of_suite} == {count}
     assert results.entries == ["heads.py", "heads.py", "distill.py"]
     assert len({tuple(row) for row in rows}) == 1  # the same columns, for one table
     assert (content["name"], content["ratios"]) == ("heads", {})
-    requests = [
-        Request(prompt_id=row.prompt_id, category="", tokens=row.prompt_ids)
-        for row in read_conversations(Path(recipe["data"]["held_out"]))[-3:]
-    ]
+    at_home = [row.prompt_ids for row in read_conversations(Path(recipe["data"]["held_out"]))[-3:]]
+    abroad = [target.encode_chat([{"role": "user", "content": text}]) for text in ABROAD]
     drafts = [load_draft(run["artifact"], target.identity, target.model).proposer for run in content["runs"]]
-    for proposer, row in zip([*drafts, PromptLookup(target.device)], rows, strict=True):
+    proposers = [each for draft in drafts for each in (draft, LookupFirst(PromptLookup(target.device, shortest=3), draft))]
+    found = {"home": list(at_home), "abroad": abroad}
+    rows_of = sorted(rows, key=lambda row: row["suite"] == "abroad")
+    for proposer, row in zip([*proposers, PromptLookup(target.device)] * 2, rows_of, strict=True):
+        requests = [Request(prompt_id=str(ids), category="", tokens=tuple(ids)) for ids in found[row["suite"]]]
         settings = DecodeConfig(num_speculative_tokens=2, max_new_tokens=10)
         rounds = [each for request in requests for each in decode(target, [request], settings, proposer)[0][0].rounds]
         assert row["tau"] == pytest.approx(sum(len(round_.committed) for round_ in rounds) / len(rounds))
@@ -145,13 +155,14 @@ def test_there_is_a_row_for_every_draft_and_one_for_prompt_lookup(results, targe
         assert row["alpha_by_position"].split(" / ")[0] == (f"{sum(first) / len(first):.2f}" if first else "–")
         assert row["tau_low"] <= row["tau"] <= row["tau_high"]
         assert 0 < row["speedup_low"] <= row["speedup"] <= row["speedup_high"]
-        assert (row["num_speculative_tokens"], row["prompts"], row["lossless"]) == (2, 3, "lossless")
+        assert (row["num_speculative_tokens"], row["lossless"]) == (2, "lossless")
 
 
 def test_costs_are_those_of_the_artifact_the_data_and_the_run(results, recipe):
     answer_tokens = sum(len(row.answer_ids) for row in read_conversations(Path(recipe["data"]["train"])))
     frozen = {"medusa": 0, "eagle3": 32 * 32, "draft_lm": 2 * 64 * 32}  # rows of embedding and output head in the artifact
-    *trained, lookup = results.content["rows"]
+    at_home = [row for row in results.content["rows"] if row["suite"] == "home"]
+    trained, lookup = [row for row in at_home if row["family"] == row["recipe"]], at_home[-1]
     for run, row in zip(results.content["runs"], trained, strict=True):
         tensors = load_file(f"{run['artifact']}/model.safetensors")
         assert row["parameters"] == sum(tensor.numel() for tensor in tensors.values())
