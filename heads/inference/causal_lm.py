@@ -11,7 +11,6 @@ B batch, T new tokens, S cache length, D width, V vocabulary, W rows of the outp
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -22,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
 from configs.runtime.errors import InputError, first_line
-from heads.inference.column_positions import by_axis, by_position, counts_columns
+from heads.inference.column_positions import by_axis, by_position, counts_columns, first_of_equals
 from heads.inference.kv_cache import RowCache, RowLayer
 from heads.inference.recurrent_cache import Place, RecurrentCache, cache_argument, find_mixers
 from heads.sampling.token_tree import TreeAttention
@@ -214,13 +213,15 @@ class TransformersForward(DecodingForward):
     def __init__(self, model: PreTrainedModel) -> None:
         # Not the model itself, which `_REGISTERED` must not keep alive.
         self._backbone, self._head = backbone(model), model.get_output_embeddings()
-        self._counts_columns = counts_columns(model.config.get_text_config())
+        self._config = model.config.get_text_config()
         self._cache_argument = cache_argument(type(self._backbone))
 
     def hidden(self, ids_BT: Tensor, positions_BT: Tensor, masks: Masks, cache: RowCache) -> Tensor:
-        stored, masks = {self._cache_argument: cache}, None if self._counts_columns else masks
-        masked = by_position(self._backbone, positions_BT, cache) if self._counts_columns else nullcontext()
-        with cache.reading(), masked:
+        if own := counts_columns(self._config):
+            masks = None
+        alone = by_position(self._backbone, positions_BT, cache) if own else first_of_equals(self._config)
+        stored = {self._cache_argument: cache}
+        with cache.reading(), alone:
             output = self._backbone(input_ids=ids_BT, position_ids=positions_BT, attention_mask=masks, use_cache=True, **stored)
         hidden_BTD: Tensor = output.last_hidden_state
         return hidden_BTD

@@ -2,6 +2,10 @@
 
 Their forwards make biases and windows of a plain padding mask, or of the number of columns. In rows of unequal lengths and in
 trees a column is not a position, so each block is given a mask and a bias by position in place of its model's own.
+
+Besides, families in which each token sees the keys of the highest scores (DeepSeek-V3.2, Doge). An indexer's score is a sum of
+ReLUs, so several are exactly 0 at times, and which of equal ones `torch.topk` returns depends on how many columns there are:
+`first_of_equals` lets it return the first.
 B batch, T new tokens, S cache length, N heads.
 """
 
@@ -9,17 +13,20 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig
 
 from heads.inference.kv_cache import RowCache
+
+INDEXED = {"indexed_attention", "minimax_m3_sparse", "compressed_sparse_attention"}  # layer types
 
 
 def counts_columns(config: PreTrainedConfig) -> bool:
@@ -31,6 +38,31 @@ def by_axis(config: PreTrainedConfig, positions_BT: Tensor) -> Tensor:
     """Return packed positions as a model takes them: one that knows the axes of an image has a position for each besides."""
     knows_axes = "mrope_section" in (getattr(config.get_text_config(), "rope_parameters", None) or {})
     return positions_BT.expand(4, *positions_BT.shape) if knows_axes else positions_BT
+
+
+def first_of_equals(config: PreTrainedConfig) -> AbstractContextManager[object]:
+    """Return what to enter while a model of this text config runs, so that the first of keys of equal scores are seen.
+
+    The slots of a text, and of a path of a tree, are in the order of its positions, and -inf hides all others: the choice is
+    that of an uncached forward over the text in which the first of equals are taken too.
+    """
+    indexed = hasattr(config, "keep_window_size") or not INDEXED.isdisjoint(getattr(config, "layer_types", None) or ())
+    return _FirstOfEquals() if indexed else nullcontext()
+
+
+class _FirstOfEquals(TorchFunctionMode):
+    """Lets `topk` return the first of equal numbers."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        return (_sorted_topk if func in (torch.topk, Tensor.topk) else func)(*args, **kwargs)
+
+
+def _sorted_topk(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> torch.return_types.topk:
+    values, indices = input.sort(dim=dim, descending=largest, stable=True)
+    return torch.return_types.topk((values.narrow(dim, 0, k), indices.narrow(dim, 0, k)))
 
 
 @contextmanager

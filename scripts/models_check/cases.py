@@ -1,7 +1,8 @@
 """A family on its way through the stages, and what transformers' own model says: the reference.
 
 In some families transformers' cached forward differs from the uncached one (Moshi), or `generate` drops the cache at a length
-(Phi-4 multimodal); ours has to agree with one of them throughout.
+(Phi-4 multimodal); ours has to agree with one of them throughout. Where an indexer gives two keys the same score, the choice
+between them is transformers' sort's, in the cached and in the uncached forward another; the uncached one takes the first here.
 T positions, V vocabulary.
 """
 
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.decode import generate
+from heads.inference.column_positions import first_of_equals
 from heads.proposers.protocol import Proposer
 from heads.target.loading import Target
 from scripts.models_check.architectures import VOCAB_SIZE, tiny_model
@@ -100,9 +102,16 @@ def check_answers(case: Case, numbers: Sequence[int], settings: DecodeConfig, pr
 @torch.no_grad()
 def is_likeliest(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int], length: int) -> bool:
     """Say whether each token of an answer of this length is the likeliest, up to rounding, by a forward over the whole text."""
-    logits_TV = model(input_ids=torch.tensor([[*prompt, *answer]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    logits_TV = uncached_logits(model, [*prompt, *answer])[len(prompt) - 1 : -1]
     behind_T = logits_TV.amax(-1) - logits_TV.gather(-1, torch.tensor(answer).unsqueeze(-1)).squeeze(-1)
     return len(answer) == length and bool((behind_T < TIE * logits_TV.abs().amax(-1)).all())
+
+
+def uncached_logits(model: PreTrainedModel, text: Sequence[int]) -> Tensor:
+    """Return the logits `[T, V]` of one forward over a text, in which indexers take the first of keys of equal scores."""
+    with first_of_equals(model.config.get_text_config()):
+        logits_TV: Tensor = model(input_ids=torch.tensor([text]), use_cache=False).logits[0]
+    return logits_TV
 
 
 def distance(found_V: Tensor, expected_V: Tensor) -> float:

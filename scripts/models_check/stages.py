@@ -51,6 +51,7 @@ from scripts.models_check.cases import (
     check_answers,
     distance,
     names_with_gradient,
+    uncached_logits,
 )
 from scripts.models_check.scripted_drafts import ScriptedDrafts
 
@@ -123,7 +124,7 @@ def sampled(case: Case) -> None:
     for text, scores_V in seen.items():
         if len(text) > case.target.max_positions:
             continue
-        error = distance(scores_V, case.model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1])
+        error = distance(scores_V, uncached_logits(case.model, text)[-1])
         if not error < ROUNDING and not distance(scores_V, cached_logits(case.model, text, len(PROMPTS[0]))) < ROUNDING:
             raise Wrong(f"log-probabilities after {len(text)} tokens are off by {error:.2g} of their spread")
 

@@ -15,6 +15,7 @@ from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.decode import generate
 from heads.inference.causal_lm import WRONG_STATES, forward_rows, new_cache, read_documents, refuse_forwards
+from heads.inference.column_positions import first_of_equals
 from heads.inference.model_checks import check_rolls_back, check_split
 from heads.proposers.draft_lm import DraftLM
 from heads.sampling.token_tree import tree_attention
@@ -59,28 +60,27 @@ SHARED = SLIDING | {
     "vocab_size_per_layer_input": 256,
     "hidden_size_per_layer_input": 8,
 }
+DEEPSEEK = (
+    BLOCK
+    | {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    | {"n_group": 1, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
+    | {"qk_nope_head_dim": 8, "v_head_dim": 16}
+)
+DSA = DEEPSEEK | {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 8}
+NEMOTRON = (
+    GROUPED
+    | {"layer_types": ["mamba", "attention"], "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16}
+    | {"n_groups": 2, "chunk_size": 8}
+)
 
 # name: config class, its settings, and the refusals: by way of decoding, or of all
 TABLE = {
     "bloom": ("BloomConfig", {"vocab_size": 256, "hidden_size": 64, "n_layer": 2, "n_head": 4}, {}),
     "codegen": ("CodeGenConfig", OLD | {"rotary_dim": 8}, {}),
-    "deepseek_v3": (
-        "DeepseekV3Config",
-        BLOCK
-        | {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-        | {"n_group": 1, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
-        | {"qk_nope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 1},
-        {},
-    ),
-    "doge": ("DogeConfig", GROUPED | {"keep_window_size": 16}, "other states after a rejected draft"),
-    "deepseek_v32": (
-        "DeepseekV32Config",
-        BLOCK
-        | {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-        | {"n_group": 1, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
-        | {"qk_nope_head_dim": 8, "v_head_dim": 16, "index_n_heads": 16, "index_head_dim": 16, "index_topk": 8},
-        {},
-    ),
+    "deepseek_v3": ("DeepseekV3Config", DEEPSEEK | {"first_k_dense_replace": 1}, {}),
+    "doge": ("DogeConfig", GROUPED | {"keep_window_size": 16}, {}),
+    "deepseek_v32": ("DeepseekV32Config", DSA, {}),
+    "deepseek_v32_ties": ("DeepseekV32Config", DSA | {"index_n_heads": 1}, {}),
     "falcon": ("FalconConfig", BLOCK | {"new_decoder_architecture": False}, {}),
     "falcon_alibi": ("FalconConfig", BLOCK | {"new_decoder_architecture": False, "alibi": True}, {}),
     "gemma2": ("Gemma2Config", GROUPED | SLIDING, {}),
@@ -156,13 +156,8 @@ TABLE = {
         {"tree": "drafts of a tree.* tree null"},
     ),
     "nemotron_h": ("NemotronHConfig", GROUPED | {"layer_types": ["moe", "attention"], "n_routed_experts": 4}, {}),
-    "nemotron_h_hybrid": (
-        "NemotronHConfig",
-        GROUPED
-        | {"layer_types": ["mamba", "attention"], "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16}
-        | {"n_groups": 2, "chunk_size": 8},
-        {},
-    ),
+    "nemotron_h_hybrid": ("NemotronHConfig", NEMOTRON, {}),
+    "nemotron_h_bounded": ("NemotronHConfig", NEMOTRON | {"time_step_min": 0.5}, {}),  # in transformers' uncached forward only
     "olmo_hybrid": ("OlmoHybridConfig", GROUPED | LINEAR | {"linear_num_value_heads": 2}, {}),
     "opt": ("OPTConfig", SIZE | {"num_attention_heads": 4, "ffn_dim": 96, "word_embed_proj_dim": 64}, {}),
     "persimmon": ("PersimmonConfig", BLOCK, {}),
@@ -229,7 +224,8 @@ def decoded(name, way):
 def plain(name, number):
     """Return what transformers' `generate` answers to a prompt, up to the longest text that the target can have."""
     ids_1T = torch.tensor([PROMPTS[number]])
-    text_1T = built(name).generate(ids_1T, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+    with first_of_equals(built(name).config):
+        text_1T = built(name).generate(ids_1T, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
     return text_1T[0, ids_1T.shape[1] : target_of(name).max_positions].tolist()
 
 
@@ -243,6 +239,21 @@ def test_a_family_decodes_as_transformers_does_or_is_refused(name, way):
         return
     with pytest.raises(InputError, match=reason):
         decoded(name, way)
+
+
+def test_of_keys_of_equal_scores_the_first_are_seen_where_transformers_takes_others_with_a_cache_than_without():
+    scores_BT = torch.tensor([[0.0, 2.0, 0.0, -1.0, 0.0, 0.0], [1.0, 1.0, 0.0, 3.0, 1.0, 1.0]])
+    with first_of_equals(built("deepseek_v32_ties").config):
+        chosen = [scores_BT.topk(3).indices.tolist(), torch.topk(scores_BT, 3, dim=-1).indices.tolist()]
+    naive = [sorted(range(6), key=lambda column: (-row[column], column))[:3] for row in scores_BT.tolist()]
+    assert chosen == [naive, naive]
+    with first_of_equals(built("llama").config):
+        assert not torch.overrides._get_current_function_mode_stack()
+    model, ids_1T = built("deepseek_v32_ties"), torch.tensor([PROMPTS[0]])
+    text_1T = model.generate(ids_1T, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+    uncached = model(input_ids=text_1T, use_cache=False).logits[0, ids_1T.shape[1] - 1 : -1].argmax(-1)
+    assert uncached.tolist() != text_1T[0, ids_1T.shape[1] :].tolist()
+    assert uncached.tolist() != plain("deepseek_v32_ties", 0)
 
 
 def test_what_a_check_found_wrong_is_refused_wherever_it_is_run():
