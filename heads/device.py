@@ -81,6 +81,11 @@ def widest_float(device: torch.device) -> torch.dtype:
     return torch.float64
 
 
+def keeps_small_tensors_near(device: torch.device) -> bool:
+    """Return whether work on small tensors is fast, as they stay in a cache; elsewhere each costs a launch."""
+    return device.type == "cpu"
+
+
 def has_graphs(device: torch.device) -> bool:
     """Return whether torch.compile can record CUDA graphs on the device."""
     return device.type == "cuda"

@@ -56,7 +56,7 @@ class DFlash(HeadBase):
         anchors = choose_anchors(batch, self.settings.num_anchors if self.training else None)
         context_BTD = self.features(states.with_noise(self.settings.tap_noise if self.training else 0.0))
         rotation = self.rotary(context_BTD, batch.position_ids_BT)
-        keys = BlockKeys(context_BTD, rotation, anchors.visible(batch.document_ids_BT))
+        keys = BlockKeys(context_BTD, rotation, anchors.ranges(batch.position_ids_BT))
         pending_BA, first_BA = (each.gather(1, anchors.places_BA) for each in (batch.input_ids_BT, batch.position_ids_BT))
         states_BXD = self.embed(self._block_ids(pending_BA).flatten(1))
         rotation = self.rotary(states_BXD, self._block_positions(first_BA).flatten(1))

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from configs.runtime.errors import InputError
 from configs.schema.heads import Eagle3Settings, EagleSettings
 from heads.inference.kv_cache import RowCache
+from heads.modules.attention import Ranges, causal_ranges, read_ranges
 from heads.modules.autoregressive import FeatureChain
 from heads.modules.initialization import copy_block, pass_last_tap
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins, shifted_left
@@ -33,7 +34,6 @@ from heads.modules.layers import (
     LayerShape,
     Rotary,
     Rotation,
-    causal_mask,
     layer_shape,
     mlp,
     norm,
@@ -106,8 +106,8 @@ class Eagle3(EagleBody):
 
     def forward(self, batch: Batch, states: TargetStates) -> list[Depth]:
         """Unroll the head over `num_depths` depths from every origin at once."""
-        visible_B1TT = causal_mask(batch.document_ids_BT)
-        unrolled = [UnrolledKeys(visible_B1TT) for _ in self.layers]
+        ranges = causal_ranges(batch.position_ids_BT)
+        unrolled = [UnrolledKeys(ranges) for _ in self.layers]
         states_BTD = self.features(states.with_noise(self.settings.tap_noise if self.training else 0.0))
         depths = []
         for depth in range(self.settings.num_depths):
@@ -115,6 +115,7 @@ class Eagle3(EagleBody):
             rotation = self.rotary(embedded_BTD, batch.position_ids_BT + depth)
             for layer, keys in zip(self.layers, unrolled, strict=True):
                 states_BTD = layer(embedded_BTD, states_BTD, rotation, keys)
+            unrolled = [keys.next() for keys in unrolled]
             if self.settings.norm_feedback:
                 states_BTD = self.norm(states_BTD)
             origins_N = labelled_origins(batch, depth)
@@ -157,43 +158,41 @@ class Eagle3Layer(nn.Module):
 
 
 class UnrolledKeys:
-    """Keys and values of one layer over the depths unrolled so far ("training-time test").
+    """Keys and values of one layer at a depth, after those of the depths before ("training-time test").
 
-    Chains start at every origin j at once. At depth k the chain of origin j sees the depth-0 keys of origins up to j
-    (`visible_B1TT`, of `heads.modules.layers.causal_mask`), which are made of the target's states, and of the deeper keys only
-    its own: one causal block and a diagonal for each later depth, in one softmax.
+    Chains start at every origin j at once. At depth k the chain of origin j sees the depth-0 keys of the origins in its range
+    (`heads.modules.attention.causal_ranges`), which are made of the target's states, and of the deeper keys only its own: a
+    causal block and a diagonal for each later depth, in one softmax.
     """
 
-    def __init__(self, visible_B1TT: Tensor) -> None:
-        self.visible_B1TT = visible_B1TT
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
+    def __init__(self, ranges: Ranges, *earlier: tuple[Tensor, Tensor]) -> None:
+        self.ranges, self.earlier = ranges, earlier
+
+    def next(self) -> UnrolledKeys:
+        """Return those of the next depth, once attention has run."""
+        return UnrolledKeys(self.ranges, *self.earlier, self._own)
 
     def attend(self, attention: DraftAttention, states_BTX: Tensor, rotation: Rotation) -> Tensor:
-        """Return the attention output `[B, T, D]` of the next depth, whose keys are added."""
-        k_BMTH, v_BMTH = attention.keys_values(states_BTX, rotation)
-        self._keys.append(k_BMTH)
-        self._values.append(v_BMTH)
+        """Return the attention output `[B, T, D]` of this depth."""
+        self._own = attention.keys_values(states_BTX, rotation)
+        first, *later = *self.earlier, self._own
         q_BNTH = attention.queries(states_BTX, rotation)
-        if len(self._keys) == 1:
-            return attention.attend(q_BNTH, k_BMTH, v_BMTH, self.visible_B1TT)
-        return attention.output(self._mix(q_BNTH))
+        mixed_BNTH, log_sum_BNT = read_ranges(q_BNTH, *first, self.ranges)
+        if later:
+            mixed_BNTH = _with_diagonals(q_BNTH, mixed_BNTH, log_sum_BNT, later)
+        return attention.output(mixed_BNTH)
 
-    def _mix(self, q_BNTH: Tensor) -> Tensor:
-        """Return the values mixed by attention over the causal block and the diagonals, `[B, N, T, H]`."""
-        groups = q_BNTH.shape[1] // self._keys[0].shape[1]
-        keys = [keys.repeat_interleave(groups, 1) for keys in self._keys]
-        values = [values.repeat_interleave(groups, 1) for values in self._values]
-        scale = q_BNTH.shape[-1] ** -0.5
-        block_BNTT = (q_BNTH @ keys[0].transpose(2, 3)).float() * scale
-        block_BNTT = block_BNTT.masked_fill(~self.visible_B1TT, float("-inf"))
-        diagonals_BNTK = torch.stack([(q_BNTH * own).sum(-1).float() * scale for own in keys[1:]], -1)
-        weights = torch.cat([block_BNTT, diagonals_BNTK], -1).softmax(-1).to(values[0].dtype)
-        T = block_BNTT.shape[-1]
-        mixed_BNTH = weights[..., :T] @ values[0]
-        for place, own in enumerate(values[1:]):
-            mixed_BNTH = mixed_BNTH + weights[..., T + place, None] * own
-        return mixed_BNTH
+
+def _with_diagonals(q_BNTH: Tensor, mixed_BNTH: Tensor, log_sum_BNT: Tensor, later: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return the values mixed by attention over the causal block and the diagonals, `[B, N, T, H]`."""
+    q, mixed, log_sum = (each.unflatten(1, (later[0][0].shape[1], -1)) for each in (q_BNTH, mixed_BNTH, log_sum_BNT))
+    scale = q.shape[-1] ** -0.5
+    own = [(q * keys.unsqueeze(2)).sum(-1).to(log_sum.dtype) * scale for keys, _ in later]
+    block_weight, *own_weights = torch.stack([log_sum, *own]).softmax(0).to(mixed.dtype).unsqueeze(-1)
+    mixed = block_weight * mixed
+    for weight, (_, values) in zip(own_weights, later, strict=True):
+        mixed = mixed + weight * values.unsqueeze(2)
+    return mixed.flatten(1, 2)
 
 
 @torch.no_grad()

@@ -25,15 +25,15 @@ from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import HydraSettings
 from heads.families.medusa import HeadsByDepth, ResidualBlocks
 from heads.inference.kv_cache import RowCache
+from heads.modules.attention import causal_ranges
 from heads.modules.autoregressive import FeatureChain
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins
 from heads.modules.layers import (
     CachedKeys,
     DraftHead,
     DraftLayer,
-    MaskedKeys,
     Rotary,
-    causal_mask,
+    RowKeys,
     layer_shape,
     norm,
 )
@@ -72,7 +72,7 @@ class Hydra(HeadsByDepth):
         """Run each depth's blocks at the origins it is trained on, on the text's own tokens."""
         states_BTE = self.features(states)
         if self.prefix_layer is not None:
-            rotation, keys = self.rotary(states_BTE, batch.position_ids_BT), MaskedKeys(causal_mask(batch.document_ids_BT))
+            rotation, keys = self.rotary(states_BTE, batch.position_ids_BT), RowKeys(causal_ranges(batch.position_ids_BT))
             states_BTE = self.prefix_norm(self.prefix_layer(states_BTE, rotation, keys))
         embedded_BTE = self.embed(batch.input_ids_BT)
         depths = []

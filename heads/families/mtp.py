@@ -26,12 +26,13 @@ from heads.families.mtp_checkpoint import NativeMtp
 from heads.inference.kv_cache import RowCache
 from heads.modules.autoregressive import ChainModule, FeatureChain, FeatureProposer
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins, shifted_left
-from heads.modules.layers import DraftHead, HeadBase, LayerShape, causal_mask, shape_like
+from heads.modules.layers import DraftHead, HeadBase, LayerShape, shape_like
 from heads.modules.target_block import (
     CacheLayer,
     ChainKeys,
     Keys,
     Surroundings,
+    causal_mask,
     copy_block,
     last_attention_block,
     unrolled_mask,

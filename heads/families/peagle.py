@@ -26,10 +26,11 @@ from transformers import PreTrainedModel
 from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import PEagleSettings
 from heads.families.eagle3 import EagleBody
+from heads.modules.attention import Ranges, causal_ranges, read_ranges
 from heads.modules.autoregressive import FeatureProposer
 from heads.modules.initialization import mask_token
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins, shifted_left
-from heads.modules.layers import DraftAttention, Rotation, causal_mask
+from heads.modules.layers import DraftAttention, Rotation
 from heads.proposers.protocol import Proposal, Tokens
 from heads.proposers.vocabulary import DraftVocabulary
 from heads.sampling.counter_rng import CounterRNG
@@ -73,7 +74,7 @@ class PEagle(EagleBody):
         states_BUD = torch.cat([self.features(states.with_noise(noise)), mask_BSD], 1)
         ahead_BS = batch.position_ids_BT.gather(1, origins_BS) + chains.depth_S
         rotation = self.rotary(embedded_BUD, torch.cat([batch.position_ids_BT, ahead_BS], 1))
-        keys = ParallelKeys(causal_mask(batch.document_ids_BT), chains)
+        keys = ParallelKeys(causal_ranges(batch.position_ids_BT), chains)
         for layer in self.layers:
             states_BUD = layer(embedded_BUD, states_BUD, rotation, keys)
         return states_BUD
@@ -216,41 +217,38 @@ def make_chains(depths_BT: Tensor, num_depths: int) -> Chains:
 
 
 class ParallelKeys:
-    """The attention of one layer over the depth-0 elements of T positions, which see each other as `visible_B1TT` says
-    (`heads.modules.layers.causal_mask`), and the further ones after them.
+    """The attention of one layer over the depth-0 elements of T positions, which see their `ranges` of each other, and the
+    further ones after them.
     """
 
-    def __init__(self, visible_B1TT: Tensor, chains: Chains) -> None:
-        self.visible_B1TT, self.chains = visible_B1TT, chains
-        T = visible_B1TT.shape[-1]
-        rows_BST = chains.origins_BS.unsqueeze(-1).expand(-1, -1, T)
-        self.visible_B1ST = visible_B1TT.squeeze(1).gather(1, rows_BST).unsqueeze(1)
+    def __init__(self, ranges: Ranges, chains: Chains) -> None:
+        self.ranges, self.chains = ranges, chains
+        self.further = ranges.of(chains.origins_BS)
 
     def attend(self, attention: DraftAttention, states_BUX: Tensor, rotation: Rotation) -> Tensor:
         """Return the attention output `[B, T + S, D]` of all elements."""
-        T, S = self.visible_B1TT.shape[-1], self.visible_B1ST.shape[2]
+        T = self.ranges.first_BX.shape[1]
         k_BGUH, v_BGUH = attention.keys_values(states_BUX, rotation)
         q_BNUH = attention.queries(states_BUX, rotation)
-        read_BTD = attention.attend(q_BNUH[:, :, :T], k_BGUH[:, :, :T], v_BGUH[:, :, :T], self.visible_B1TT)
-        if S == 0:
-            return read_BTD
-        groups = q_BNUH.shape[1] // k_BGUH.shape[1]
-        k_BNUH, v_BNUH = (values.repeat_interleave(groups, 1) for values in (k_BGUH, v_BGUH))
-        mixed_BNSH = self._mix(q_BNUH[:, :, T:], *k_BNUH.split([T, S], 2), *v_BNUH.split([T, S], 2))
-        return torch.cat([read_BTD, attention.output(mixed_BNSH)], 1)
+        row = k_BGUH[:, :, :T], v_BGUH[:, :, :T]
+        mixed_BNUH, _ = read_ranges(q_BNUH[:, :, :T], *row, self.ranges)
+        if q_BNUH.shape[2] > T:
+            further = self._mix(q_BNUH[:, :, T:], row, k_BGUH[:, :, T:], v_BGUH[:, :, T:])
+            mixed_BNUH = torch.cat([mixed_BNUH, further], 2)
+        return attention.output(mixed_BNUH)
 
-    def _mix(self, q_BNSH: Tensor, k_BNTH: Tensor, k_BNSH: Tensor, v_BNTH: Tensor, v_BNSH: Tensor) -> Tensor:
+    def _mix(self, q_BNSH: Tensor, row: tuple[Tensor, Tensor], k_BGSH: Tensor, v_BGSH: Tensor) -> Tensor:
         """Return the values mixed for the further elements, in one softmax over what they read and their own chains."""
-        chains, R, T = self.chains, len(self.chains.widths), k_BNTH.shape[2]
-        scale = q_BNSH.shape[-1] ** -0.5
-        block_BNST = (q_BNSH @ k_BNTH.transpose(2, 3)).float() * scale
-        block_BNST = block_BNST.masked_fill(~self.visible_B1ST, float("-inf"))
-        own_BNMRR = (chains.by_chain(q_BNSH) @ chains.by_chain(k_BNSH).transpose(3, 4)).float() * scale
+        chains, R = self.chains, len(self.chains.widths)
+        mixed_BNSH, log_sum_BNS = read_ranges(q_BNSH, *row, self.further)
+        k_BNSH, v_BNSH = (each.repeat_interleave(q_BNSH.shape[1] // each.shape[1], 1) for each in (k_BGSH, v_BGSH))
+        own_BNMRR = chains.by_chain(q_BNSH) @ chains.by_chain(k_BNSH).transpose(3, 4)
+        own_BNMRR = own_BNMRR.to(log_sum_BNS.dtype) * q_BNSH.shape[-1] ** -0.5
         later_RR = torch.ones(R, R, dtype=torch.bool, device=own_BNMRR.device).triu(1)
         own_BNSR = chains.flat(own_BNMRR.masked_fill(later_RR, float("-inf")))
-        weights = torch.cat([block_BNST, own_BNSR], -1).softmax(-1).to(v_BNTH.dtype)
-        own_BNSH = chains.flat(chains.by_chain(weights[..., T:]) @ chains.by_chain(v_BNSH))
-        return weights[..., :T] @ v_BNTH + own_BNSH
+        weights = torch.cat([log_sum_BNS.unsqueeze(-1), own_BNSR], -1).softmax(-1).to(v_BNSH.dtype)
+        own_BNSH = chains.flat(chains.by_chain(weights[..., 1:]) @ chains.by_chain(v_BNSH))
+        return weights[..., :1] * mixed_BNSH + own_BNSH
 
 
 FAMILY = Family(settings=PEagleSettings, build=PEagle, propose=ParallelDrafts, in_one_forward=True)

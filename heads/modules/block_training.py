@@ -3,8 +3,7 @@
 A block's anchor stands at position a = j + 1 of origin j: the pending token, known but not read by the target. Slot s of the
 block (from 1) predicts x_{a+s}, which is depth s - 1 of origin j (`heads.modules.interface`). Anchors are tokens of the
 target's own, followed by another one. The slots of a block attend to the target's context before the anchor and to all slots
-of their own block, in one softmax, exactly as when drafting; blocks do not see each other. The scores, A * S * (T + S) a head,
-are kept for the backward.
+of their own block, in one softmax, exactly as when drafting; blocks do not see each other.
 B batch, T positions, A blocks (anchors) of a row, S slots of a block, X = A * S, N heads (or anchors of the batch), M key-value
 heads, G = N / M, H head width, C conversations.
 """
@@ -17,11 +16,9 @@ import torch
 from torch import Tensor
 
 from heads.device import widest_float
+from heads.modules.attention import Ranges, read_ranges
 from heads.modules.interface import Batch, labelled_origins
 from heads.modules.layers import DraftAttention, Rotation
-
-# 256 MiB in float32, several of which live at a time. Bounds the memory of a forward without a graph; training keeps them all.
-AT_ONCE = 2**26
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +44,10 @@ class Anchors:
         inside_BA = self.places_BA + slot < T
         return self.valid_BA & inside_BA & together_BA & batch.loss_mask_BT.gather(1, label_BA)
 
-    def visible(self, document_ids_BT: Tensor) -> Tensor:
-        """Return which positions `[B, A, T]` each anchor's block reads the target's states of: those before it, bool."""
-        places_T = torch.arange(document_ids_BT.shape[1], device=document_ids_BT.device)
-        earlier_BAT = places_T < self.places_BA.unsqueeze(-1)
-        return earlier_BAT & (document_ids_BT.unsqueeze(1) == document_ids_BT.gather(1, self.places_BA).unsqueeze(-1))
+    def ranges(self, position_ids_BT: Tensor) -> Ranges:
+        """Return which positions each anchor's block reads the target's states of: those before it in its document."""
+        first_BA = self.places_BA - position_ids_BT.gather(1, self.places_BA)
+        return Ranges(first_BX=first_BA, end_BX=self.places_BA)
 
 
 def choose_anchors(batch: Batch, limit: int | None) -> Anchors:
@@ -77,56 +73,38 @@ def choose_anchors(batch: Batch, limit: int | None) -> Anchors:
 
 
 class BlockKeys:
-    """What blocks see beside themselves: the positions of a context that `visible_BAT` (bool) says, turned by `rotation`."""
+    """What blocks see beside themselves: of a context, turned by `rotation`, their ranges, one for all slots of a block."""
 
-    def __init__(self, context_BTD: Tensor, rotation: Rotation, visible_BAT: Tensor) -> None:
-        self.context_BTD, self.rotation, self.visible_BAT = context_BTD, rotation, visible_BAT
+    def __init__(self, context_BTD: Tensor, rotation: Rotation, ranges: Ranges) -> None:
+        self.context_BTD, self.rotation, self.ranges = context_BTD, rotation, ranges
 
     def attend(self, attention: DraftAttention, states_BXD: Tensor, rotation: Rotation) -> Tensor:
         """Return the attention output `[B, X, D]` of all blocks' slots, block after block."""
         context = attention.keys_values(self.context_BTD, self.rotation)
         own = attention.keys_values(states_BXD, rotation)
-        return attention.output(mix_blocks(attention.queries(states_BXD, rotation), context, own, self.visible_BAT))
+        return attention.output(mix_blocks(attention.queries(states_BXD, rotation), context, own, self.ranges))
 
 
-def mix_blocks(
-    q_BNXH: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], visible_BAT: Tensor, *, at_once: int = AT_ONCE
-) -> Tensor:
+def mix_blocks(q_BNXH: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], ranges: Ranges) -> Tensor:
     """Return mixed values `[B, N, X, H]`.
 
     Args:
         q_BNXH: queries of the slots.
         context: keys and values `[B, M, T, H]` of the row.
         own: keys and values `[B, M, X, H]` of the slots.
-        visible_BAT: bool, which positions of the row each block sees.
-        at_once: scores computed at one time, over the batch and all heads; at least those of one block a row.
+        ranges: of the row, one for each block.
     """
-    A, T = visible_BAT.shape[1:]
-    B, N, X, _ = q_BNXH.shape
-    S = X // A
-    num_blocks = max(1, at_once // (B * N * S * (T + S)))
-    own_parts = zip(*(each.split(num_blocks * S, 2) for each in (q_BNXH, *own)), strict=True)
-    parts = [
-        _mix(q_part, context, (k_part, v_part), visible_part)
-        for (q_part, k_part, v_part), visible_part in zip(own_parts, visible_BAT.split(num_blocks, 1), strict=True)
-    ]
-    return torch.cat(parts, 2)
-
-
-def _mix(q_BNXH: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], visible_BAT: Tensor) -> Tensor:
-    A, T = visible_BAT.shape[1:]
-    k_BMTH, v_BMTH = context
-    k_BMASH, v_BMASH = (each.unflatten(2, (A, -1)) for each in own)
-    q_BMGASH = q_BNXH.unflatten(1, (k_BMTH.shape[1], -1)).unflatten(3, (A, -1))
-    hidden_B11A1T = ~visible_BAT[:, None, None, :, None]
-    to_context = torch.einsum("bmgash,bmth->bmgast", q_BMGASH, k_BMTH).masked_fill(hidden_B11A1T, float("-inf"))
-    to_own = torch.einsum("bmgash,bmarh->bmgasr", q_BMGASH, k_BMASH)
-    scores = torch.cat([to_context, to_own], -1)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * q_BNXH.shape[-1] ** -0.5
-    weights = scores.softmax(-1).to(v_BMTH.dtype)
-    mixed_BMGASH = torch.einsum("bmgast,bmth->bmgash", weights[..., :T], v_BMTH)
-    mixed_BMGASH = mixed_BMGASH + torch.einsum("bmgasr,bmarh->bmgash", weights[..., T:], v_BMASH)
-    return mixed_BMGASH.flatten(3, 4).flatten(1, 2)
+    A = ranges.first_BX.shape[1]
+    S = q_BNXH.shape[2] // A
+    of_slots = Ranges(first_BX=ranges.first_BX.repeat_interleave(S, 1), end_BX=ranges.end_BX.repeat_interleave(S, 1))
+    read_BNXH, log_sum_BNX = read_ranges(q_BNXH, *context, of_slots)
+    k_BMASH, v_BMASH = (each.unflatten(2, (A, S)) for each in own)
+    by_block = (each.unflatten(1, (k_BMASH.shape[1], -1)).unflatten(3, (A, S)) for each in (q_BNXH, read_BNXH, log_sum_BNX))
+    q_BMGASH, read_BMGASH, log_sum_BMGAS = by_block
+    own_BMGASR = torch.einsum("bmgash,bmarh->bmgasr", q_BMGASH, k_BMASH).to(log_sum_BNX.dtype) * q_BNXH.shape[-1] ** -0.5
+    weights = torch.cat([log_sum_BMGAS.unsqueeze(-1), own_BMGASR], -1).softmax(-1).to(v_BMASH.dtype)
+    own_BMGASH = torch.einsum("bmgasr,bmarh->bmgash", weights[..., 1:], v_BMASH)
+    return (weights[..., :1] * read_BMGASH + own_BMGASH).flatten(3, 4).flatten(1, 2)
 
 
 def _drawn(rows_N: Tensor, documents_N: Tensor) -> tuple[Tensor, Tensor]:

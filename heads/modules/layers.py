@@ -1,7 +1,7 @@
 """The layers that heads are built from: Llama's decoder layer in parts, and the output head.
 
 One kind of each whatever the target's family, so that serving engines know it. The decoder layer's input may have any width and
-its keys may come from elsewhere; rotary embedding, norm and MLP are transformers' own. Attention takes a mask from the caller,
+its keys may come from elsewhere; rotary embedding, norm and MLP are transformers' own. What attention reads is the caller's,
 because each family hides other things. The output head is the last step of every family, from a state of the target's width to
 logits over the draft vocabulary. It starts as the target's own head, whole or the rows of a reduced vocabulary. Whole and
 frozen it is the target's head, not a copy, and nothing of it is saved.
@@ -25,6 +25,7 @@ from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import LayerSettings
 from heads.inference.causal_lm import head_logits, head_rows
 from heads.inference.kv_cache import RowCache
+from heads.modules.attention import Ranges, read_ranges
 from heads.modules.interface import Depth
 from heads.modules.target_sizes import check_widths, longest_text, mlp_width, number_of
 from heads.proposers.chain_builder import ChainBuilder
@@ -130,7 +131,7 @@ class DraftAttention(nn.Module):
     def __init__(self, shape: LayerShape, input_width: int, *, norm_heads: bool = False) -> None:
         super().__init__()
         N, M, H = shape.num_heads, shape.num_key_value_heads, shape.head_width
-        self.head_width, self.grouped = H, N != M
+        self.head_width = H
         self.q_proj = nn.Linear(input_width, N * H, bias=False)
         self.k_proj = nn.Linear(input_width, M * H, bias=False)
         self.v_proj = nn.Linear(input_width, M * H, bias=False)
@@ -151,10 +152,12 @@ class DraftAttention(nn.Module):
 
     def attend(self, q_BNTH: Tensor, k_BMSH: Tensor, v_BMSH: Tensor, visible_B1TS: Tensor | None) -> Tensor:
         """Return the layer's output `[B, T, D]`; `visible_B1TS` None lets every query see every key."""
-        out_BNTH = functional.scaled_dot_product_attention(
-            q_BNTH, k_BMSH, v_BMSH, attn_mask=visible_B1TS, enable_gqa=self.grouped
-        )
-        return self.output(out_BNTH)
+        # Heads that share keys as rows: with a mask, kernels that know of such heads are those that hold all scores.
+        G, T = q_BNTH.shape[1] // k_BMSH.shape[1], q_BNTH.shape[2]
+        q_BMXH = q_BNTH.unflatten(1, (-1, G)).flatten(2, 3)
+        visible_B1XS = None if visible_B1TS is None else visible_B1TS.expand(-1, -1, T, -1).repeat(1, 1, G, 1)
+        mixed_BMXH = functional.scaled_dot_product_attention(q_BMXH, k_BMSH, v_BMSH, attn_mask=visible_B1XS)
+        return self.output(mixed_BMXH.unflatten(2, (G, T)).flatten(1, 2))
 
     def output(self, mixed_BNTH: Tensor) -> Tensor:
         """Return mixed values `[B, N, T, H]` projected to `[B, T, D]`."""
@@ -174,14 +177,6 @@ def norm(shape: LayerShape) -> nn.Module:
     return LlamaRMSNorm(shape.width, shape.norm_epsilon)
 
 
-def causal_mask(document_ids_BT: Tensor) -> Tensor:
-    """Return which keys each position sees in training, bool `[B, 1, T, T]`: those before it in its document, and itself."""
-    T = document_ids_BT.shape[1]
-    causal_TT = torch.ones(T, T, dtype=torch.bool, device=document_ids_BT.device).tril()
-    together_BTT = document_ids_BT.unsqueeze(2) == document_ids_BT.unsqueeze(1)
-    return (causal_TT & together_BTT).unsqueeze(1)
-
-
 class LayerKeys(Protocol):
     """What the queries of one layer see."""
 
@@ -189,15 +184,15 @@ class LayerKeys(Protocol):
         """Return the attention output `[B, T, D]` of new positions."""
 
 
-class MaskedKeys:
-    """The keys of the same positions, under a mask."""
+class RowKeys:
+    """The keys of the same positions in training, of which each reads its range."""
 
-    def __init__(self, visible_B1TT: Tensor) -> None:
-        self.visible_B1TT = visible_B1TT
+    def __init__(self, ranges: Ranges) -> None:
+        self.ranges = ranges
 
     def attend(self, attention: DraftAttention, states_BTX: Tensor, rotation: Rotation) -> Tensor:
         k_BMTH, v_BMTH = attention.keys_values(states_BTX, rotation)
-        return attention.attend(attention.queries(states_BTX, rotation), k_BMTH, v_BMTH, self.visible_B1TT)
+        return attention.output(read_ranges(attention.queries(states_BTX, rotation), k_BMTH, v_BMTH, self.ranges)[0])
 
 
 class CachedKeys:

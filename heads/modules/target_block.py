@@ -147,11 +147,19 @@ def copy_block(target: PreTrainedModel, number: int) -> nn.Module:
     return block
 
 
+def causal_mask(document_ids_BT: Tensor) -> Tensor:
+    """Return which keys each position sees in training, bool `[B, 1, T, T]`: those before it in its document, and itself."""
+    T = document_ids_BT.shape[1]
+    causal_TT = torch.ones(T, T, dtype=torch.bool, device=document_ids_BT.device).tril()
+    together_BTT = document_ids_BT.unsqueeze(2) == document_ids_BT.unsqueeze(1)
+    return (causal_TT & together_BTT).unsqueeze(1)
+
+
 def unrolled_mask(visible_B1TT: Tensor, depth: int, window: int | None) -> Tensor:
     """Return which keys the chains see at a depth, bool `[B, 1, T, (depth + 1) * T]`: one square for each depth so far.
 
     Args:
-        visible_B1TT: which depth-0 keys each origin sees at depth 0 (`heads.modules.layers.causal_mask`).
+        visible_B1TT: which depth-0 keys each origin sees at depth 0 (`causal_mask`).
         depth: from 0. The query of origin j stands at position j + depth, the keys of depth d of origin i at i + d.
         window: how many positions a query sees, its own counted; None: all.
     """

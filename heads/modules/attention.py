@@ -1,0 +1,132 @@
+"""Attention of training in memory linear in the length: queries read ranges of a row, some rows of scores at a time.
+
+Scores are made anew in the backward, so that neither pass holds those of all pairs, nor a mask of them. A range is what a
+document leaves of a row: packed documents follow one another, so that all that a query may read lies side by side. With the
+mixed values comes the logarithm of the softmax's sum. To a caller whose queries also have keys of their own (depths unrolled
+before, slots of a block) a whole range is then like one more key, of that score and of the mixed values.
+B batch, X queries, T positions, N heads, M key-value heads, G = N / M, H head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from heads.device import keeps_small_tensors_near
+
+# Scores at one time over batch and heads, several tensors of which live at once: 1 MiB of float32, of a size for a CPU's L2
+# cache (of 2**16 to 2**22, 2**18 was fastest at 256 and 4096 positions), or 256 MiB, enough work for a GPU.
+AT_ONCE_IN_CACHE, AT_ONCE = 2**18, 2**26
+FEWEST_ROWS = 16  # of queries at one time, however long the row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranges:
+    """Which positions of its row each query reads: those from `first_BX` to before `end_BX`, int64.
+
+    in_order: query x is at position x or before it: it reads nothing after x, and the keys after x need no scores.
+    """
+
+    first_BX: Tensor
+    end_BX: Tensor
+    in_order: bool = False
+
+    def of(self, queries_BX: Tensor) -> Ranges:
+        """Return the ranges of some of the queries, or of some several times."""
+        return Ranges(first_BX=self.first_BX.gather(1, queries_BX), end_BX=self.end_BX.gather(1, queries_BX))
+
+
+def causal_ranges(position_ids_BT: Tensor) -> Ranges:
+    """Return the ranges of causal attention: each position reads those before it in its document, and itself."""
+    places_T = torch.arange(position_ids_BT.shape[1], device=position_ids_BT.device)
+    ends_BT = (places_T + 1).expand_as(position_ids_BT)
+    return Ranges(first_BX=places_T - position_ids_BT, end_BX=ends_BT, in_order=True)
+
+
+def read_ranges(
+    q_BNXH: Tensor, k_BMTH: Tensor, v_BMTH: Tensor, ranges: Ranges, *, at_once: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the values that queries mix over their ranges, and the logarithms of the sums that their softmax divides by.
+
+    Products are of the values' dtype, which is autocast's where that is on; the softmax is in float32, or float64 for such
+    values. A query with an empty range gets any values, and the lowest number as its logarithm.
+
+    Args:
+        q_BNXH, k_BMTH, v_BMTH: rotated queries and keys, and values.
+        ranges: of the queries.
+        at_once: scores at one time; None: as many as suit the device.
+
+    Returns:
+        Mixed values `[B, N, X, H]` in the values' dtype; logarithms `[B, N, X]`, scale and maximum included.
+    """
+    if at_once is None:
+        at_once = AT_ONCE_IN_CACHE if keeps_small_tensors_near(q_BNXH.device) else AT_ONCE
+    q, k = q_BNXH.to(v_BMTH.dtype), k_BMTH.to(v_BMTH.dtype)
+    rows = max(FEWEST_ROWS, at_once // (q.shape[0] * q.shape[1] * k.shape[2]))
+    mixed, log_sums = _ReadRanges.apply(q, k, v_BMTH, ranges, rows)
+    return mixed, log_sums
+
+
+class _ReadRanges(torch.autograd.Function):
+    """`read_ranges`, some rows of queries at a time. Heads that share keys lie side by side as rows of one product."""
+
+    @staticmethod
+    def forward(ctx: Any, q_BNXH: Tensor, k_BMTH: Tensor, v_BMTH: Tensor, ranges: Ranges, rows: int) -> tuple[Tensor, Tensor]:
+        q = q_BNXH.unflatten(1, (k_BMTH.shape[1], -1))
+        wide = torch.promote_types(q.dtype, torch.float32)
+        mixed, log_sums = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=wide)
+        for part, seen in _parts(ranges, rows, k_BMTH.shape[2]):
+            scores = _scores(q[:, :, :, part], k_BMTH[:, :, :seen], ranges, part)
+            weights = scores.softmax(-1)
+            log_sums[:, :, :, part] = scores.amax(-1) - weights.amax(-1).log_()
+            mixed[:, :, :, part] = _product(weights.to(q.dtype), v_BMTH[:, :, :seen])
+        ctx.save_for_backward(q_BNXH, k_BMTH, v_BMTH, mixed, log_sums)
+        ctx.ranges, ctx.rows = ranges, rows
+        return mixed.flatten(1, 2), log_sums.flatten(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_mixed_BNXH: Tensor, grad_log_sums_BNX: Tensor) -> tuple[Tensor | None, ...]:
+        q_BNXH, k, v, mixed, log_sums = ctx.saved_tensors
+        q, ahead, ahead_of_sums = (each.unflatten(1, (k.shape[1], -1)) for each in (q_BNXH, grad_mixed_BNXH, grad_log_sums_BNX))
+        # d(log sum)/d(score) = weight, d(mixed)/d(score) = weight * (value - mixed)
+        constant = ahead_of_sums - (ahead.to(log_sums.dtype) * mixed).sum(-1)
+        grad_q = torch.empty_like(q)
+        grad_k, grad_v = (torch.zeros_like(each, dtype=log_sums.dtype) for each in (k, v))
+        for part, seen in _parts(ctx.ranges, ctx.rows, k.shape[2]):
+            q_part, ahead_part = q[:, :, :, part], ahead[:, :, :, part]
+            weights = _scores(q_part, k[:, :, :seen], ctx.ranges, part).sub_(log_sums[:, :, :, part, None]).exp_()
+            grad_v[:, :, :seen] += weights.to(v.dtype).flatten(2, 3).mT @ ahead_part.flatten(2, 3)
+            by_value = _product(ahead_part, v[:, :, :seen].mT).to(weights.dtype)
+            grad_scores = weights.mul_(by_value.add_(constant[:, :, :, part, None])).mul_(q.shape[-1] ** -0.5).to(q.dtype)
+            grad_q[:, :, :, part] = _product(grad_scores, k[:, :, :seen])
+            grad_k[:, :, :seen] += grad_scores.flatten(2, 3).mT @ q_part.flatten(2, 3)
+        return grad_q.flatten(1, 2), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None
+
+
+def _parts(ranges: Ranges, rows: int, T: int) -> Iterator[tuple[slice, int]]:
+    """Yield the queries of each part, and how many of the row's positions they may read."""
+    X = ranges.first_BX.shape[1]
+    for start in range(0, X, rows):
+        end = min(start + rows, X)
+        yield slice(start, end), end if ranges.in_order else T
+
+
+def _scores(q_BMGXH: Tensor, k_BMTH: Tensor, ranges: Ranges, part: slice) -> Tensor:
+    """Return scaled scores `[B, M, G, X, T]` in the softmax's dtype, the lowest number out of range."""
+    scores = _product(q_BMGXH, k_BMTH.mT)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).mul_(q_BMGXH.shape[-1] ** -0.5)
+    first_BX1, end_BX1 = ranges.first_BX[:, part, None], ranges.end_BX[:, part, None]
+    places_T = torch.arange(k_BMTH.shape[2], device=first_BX1.device)
+    outside_B11XT = ((places_T < first_BX1) | (places_T >= end_BX1))[:, None, None]
+    return scores.masked_fill_(outside_B11XT, torch.finfo(scores.dtype).min)
+
+
+def _product(rows_BMGXY: Tensor, each_BMYZ: Tensor) -> Tensor:
+    """Return `[B, M, G, X, Z]`, the rows of G heads times the one matrix they share."""
+    return (rows_BMGXY.flatten(2, 3) @ each_BMYZ).unflatten(2, rows_BMGXY.shape[2:4])

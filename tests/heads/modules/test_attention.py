@@ -1,0 +1,158 @@
+"""Attention over ranges is attention under a dense mask, values and gradients, and holds nothing of all pairs' size."""
+
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from heads.families.eagle3 import UnrolledKeys
+from heads.families.peagle import ParallelKeys, make_chains
+from heads.modules.attention import Ranges, causal_ranges, read_ranges
+from heads.modules.block_training import mix_blocks
+from heads.modules.layers import DraftAttention, LayerShape, Rotary, RowKeys
+
+
+def positions(*rows):
+    """Position ids of rows of documents with these lengths."""
+    return torch.tensor([[place for length in row for place in range(length)] for row in rows])
+
+
+def inputs(B, N, M, X, T, dtype=torch.float64, H=6):
+    torch.manual_seed(0)
+    return [torch.randn(B, heads, length, H).to(dtype).requires_grad_() for heads, length in ((N, X), (M, T), (M, T))]
+
+
+def dense(q, k, v, visible_BXT):
+    """Mixed values and logarithms of sums in float64, each key of its own head written out."""
+    k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1).double() for each in (k, v))
+    scores = (q.double() @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~visible_BXT.unsqueeze(1), -math.inf)
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+def seen(ranges, T):
+    places_T = torch.arange(T)
+    return (places_T >= ranges.first_BX.unsqueeze(-1)) & (places_T < ranges.end_BX.unsqueeze(-1))
+
+
+RAGGED = [((37,), (37,)), ((5, 20, 1, 11), (30, 7)), ((16,), (1,) * 16), ((1,),)]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 2), (6, 1), (3, 3)])
+@pytest.mark.parametrize("rows", RAGGED, ids=["one document", "packed", "documents of one token", "one token"])
+@pytest.mark.parametrize("at_once", [1, 3000, 2**26])
+def test_values_sums_and_gradients_are_those_of_a_dense_causal_mask(heads, kv_heads, rows, at_once):
+    position_ids_BT = positions(*rows)
+    B, T = position_ids_BT.shape
+    parts, ranges = inputs(B, heads, kv_heads, T, T), causal_ranges(position_ids_BT)
+    document_ids_BT = (position_ids_BT == 0).cumsum(1)
+    visible_BTT = (document_ids_BT.unsqueeze(1) == document_ids_BT.unsqueeze(2)) & torch.ones(T, T).tril().bool()
+    found, expected = read_ranges(*parts, ranges, at_once=at_once), dense(*parts, visible_BTT)
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+    ahead = [torch.randn_like(each) for each in expected]  # the sums have gradients of their own
+    gradients = [torch.autograd.grad(each, parts, ahead) for each in (found, expected)]
+    torch.testing.assert_close(*gradients, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("at_once", [1, 2**26])
+def test_queries_in_any_order_read_any_ranges(at_once):
+    B, X, T = 2, 45, 33
+    parts = inputs(B, 4, 2, X, T)
+    first_BX = torch.randint(0, T, (B, X))
+    ranges = Ranges(first_BX=first_BX, end_BX=(first_BX + torch.randint(1, T, (B, X))).clamp(max=T))
+    found, expected = read_ranges(*parts, ranges, at_once=at_once), dense(*parts, seen(ranges, T))
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+    gradients = [torch.autograd.grad([each.sum() for each in pair], parts) for pair in (found, expected)]
+    torch.testing.assert_close(*gradients, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)])
+def test_narrower_dtypes_differ_by_their_rounding(dtype, tolerance):
+    parts, ranges = inputs(2, 4, 2, 64, 64, dtype, H=16), causal_ranges(positions((40, 24), (64,)))
+    (mixed, log_sums), expected = read_ranges(*parts, ranges, at_once=1), dense(*parts, seen(ranges, 64))
+    assert (mixed.dtype, log_sums.dtype) == (dtype, torch.float32)
+    torch.testing.assert_close((mixed.double(), log_sums.double()), expected, atol=tolerance, rtol=tolerance)
+    found, wanted = (
+        torch.autograd.grad([each.square().sum() for each in pair], parts) for pair in ((mixed, log_sums), expected)
+    )
+    for one, other in zip(found, wanted, strict=True):
+        assert (one - other).norm() < tolerance * other.norm()
+
+
+def test_a_query_without_any_position_gives_nothing_to_a_sum_it_has_no_share_in():
+    parts = inputs(1, 2, 1, 3, 5)
+    ranges = Ranges(first_BX=torch.tensor([[0, 2, 4]]), end_BX=torch.tensor([[3, 2, 4]]))
+    mixed, log_sums = read_ranges(*parts, ranges)
+    weights = torch.stack([log_sums, torch.zeros_like(log_sums)]).softmax(0)[0]
+    assert weights[0, :, 1:].tolist() == [[0, 0], [0, 0]]
+    gradients = torch.autograd.grad((weights.unsqueeze(-1) * mixed).sum(), parts)
+    assert gradients[0][:, :, 1:].eq(0).all()
+    assert gradients[1][:, :, 3:].eq(0).all()
+    assert all(bool(each.isfinite().all()) for each in gradients)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the most elements that any operation inside has returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        sizes = [
+            each.untyped_storage().nbytes() // each.element_size() for each in tree_leaves(result) if torch.is_tensor(each)
+        ]
+        self.elements = max(self.elements, *sizes, 0)
+        return result
+
+
+SHAPE = LayerShape(
+    width=16,
+    mlp_width=8,
+    num_heads=4,
+    num_key_value_heads=2,
+    head_width=4,
+    norm_epsilon=1e-6,
+    rope_theta=1e4,
+    max_positions=4096,
+)
+
+
+def one_row(attention, rotary, states_BTD, positions_BT, kind):
+    """Run a family's attention over one row of T positions; return its outputs."""
+    T, rotation, ranges = states_BTD.shape[1], rotary(states_BTD, positions_BT), causal_ranges(positions_BT)
+    if kind == "row":
+        return [RowKeys(ranges).attend(attention, states_BTD, rotation)]
+    if kind == "unrolled":
+        keys, found = UnrolledKeys(ranges), []
+        for _ in range(3):
+            found.append(keys.attend(attention, states_BTD, rotation))
+            keys = keys.next()
+        return found
+    if kind == "parallel":
+        chains = make_chains((3 - torch.arange(T) % 3).unsqueeze(0), 3)
+        origins = torch.cat([torch.arange(T).unsqueeze(0), chains.origins_BS], 1)
+        rotation = tuple(each[0][origins] for each in rotation)
+        return [ParallelKeys(ranges, chains).attend(attention, states_BTD[0][origins], rotation)]
+    keys_values = attention.keys_values(states_BTD, rotation)
+    anchors = ranges.of(torch.arange(0, T, 4).unsqueeze(0))  # blocks of 4
+    return [mix_blocks(attention.queries(states_BTD, rotation), keys_values, keys_values, anchors)]
+
+
+@pytest.mark.parametrize("kind", ["row", "unrolled", "parallel", "blocks"])
+def test_the_largest_tensor_grows_no_faster_than_the_length(kind, monkeypatch):
+    monkeypatch.setattr("heads.modules.attention.AT_ONCE_IN_CACHE", 1)
+    attention, rotary = DraftAttention(SHAPE, SHAPE.width), Rotary(SHAPE)
+
+    def largest(T):
+        states_BTD = torch.randn(1, T, SHAPE.width, requires_grad=True)
+        with LargestTensor() as mode:
+            outputs = one_row(attention, rotary, states_BTD, torch.arange(T).unsqueeze(0), kind)
+            torch.stack([each.sum() for each in outputs]).sum().backward()
+        assert states_BTD.grad.abs().amax(-1).gt(0).any()
+        return mode.elements
+
+    sizes = [largest(T) for T in (512, 1024, 2048)]
+    assert sizes[1] <= 2 * sizes[0]
+    assert sizes[2] <= 2 * sizes[1]
+    assert sizes[2] < SHAPE.num_heads * 2048**2 / 8
