@@ -44,6 +44,8 @@ class BenchDistillConfig(Settings):
     output: str = "docs/results/distill.json"
 
 
+Setting = bool | int | float | str | None
+NAME = re.compile(r"[A-Za-z0-9_-]+")  # part of a folder's name
 HOME_SUITE = "home"  # what tables call held-out prompts of the kinds that the drafts were trained on
 
 
@@ -62,6 +64,8 @@ class BenchHeadsConfig(Settings):
         "configs/heads/dflash.yaml",
     ]
     draft_models: list[str] = []  # of `train/distill.py`, measured beside the heads
+    # Heads by the first recipe but for some keys, dotted or in sections, as {two_layers: {head.num_layers: 2}}; a row each
+    variants: dict[str, dict[str, Setting]] = {}
     runs: str = "runs/heads/bench"  # folder: what was trained, kept for the next time
     num_prompts: PositiveInt = 32  # held-out prompts decoded, the last of the file: the first chose the checkpoints
     suites: list[SuiteConfig] = [SuiteConfig(name="house", num_prompts=32)]  # decoded as well, rows of their own
@@ -72,6 +76,22 @@ class BenchHeadsConfig(Settings):
     num_batches: PositiveInt = 8  # timed optimiser steps by side of that
     bootstrap_samples: PositiveInt = 2000
     output: str = "docs/results/heads.json"
+
+    @field_validator("variants", mode="before")
+    @classmethod
+    def _sections_become_dotted_keys(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {name: dict(_dotted(changes)) if isinstance(changes, dict) else changes for name, changes in value.items()}
+
+    @model_validator(mode="after")
+    def _variants_have_a_recipe_and_names(self) -> Self:
+        if self.variants and not self.recipes:
+            raise ValueError("variants are changes to the first of `recipes`, and there is none: name one")
+        for name in self.variants:
+            if not NAME.fullmatch(name):
+                raise ValueError(f"variants has the name {name!r}; expected letters, digits, - and _ only")
+        return self
 
     @model_validator(mode="after")
     def _suites_are_told_apart(self) -> Self:
@@ -253,8 +273,6 @@ class ServeCheckConfig(Settings):
     output: str = "docs/results/serve.json"
 
 
-Setting = bool | int | float | str | None
-NAME = re.compile(r"[A-Za-z0-9_-]+")  # part of a folder's name
 # Keys of the recipe that the sweep sets itself, and where what is wanted of them is said.
 DECIDED = {
     "loss": "give it under divergences",

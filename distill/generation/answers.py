@@ -45,7 +45,10 @@ class Answered:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerJob:
-    """Prompts to be answered by one or several processes, each of which keeps its finished batches in `folder`."""
+    """Prompts to be answered by one or several processes, each of which keeps its finished batches in `folder`.
+
+    `write` is used in place of the target's plain decoding (`answer_prompts`).
+    """
 
     target: Target
     prompts: Sequence[Prompt]
@@ -53,6 +56,7 @@ class AnswerJob:
     seed: int
     folder: Path
     fingerprint: str
+    write: Write | None = None
 
     def work(self, *, rank: int, num_processes: int) -> None:
         """Answer this process's share of the batches, except those that are finished."""
@@ -94,7 +98,7 @@ class AnswerJob:
         return read_journals(self.folder, ANSWER_JOURNALS, self.fingerprint)
 
     def _answer(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
-        rows, dropped = answer_prompts(self.target, prompts, self.config, seed=self.seed)
+        rows, dropped = answer_prompts(self.target, prompts, self.config, seed=self.seed, write=self.write)
         return {"rows": [asdict(row) for row in rows], "dropped": dropped}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -27,7 +27,7 @@ from configs.runtime.resumable import Journal, fingerprint
 from configs.runtime.run_record import write_run_record
 from configs.schema.data import DataConfig, PromptsConfig, SourceConfig
 from distill.dataset.conversations import FORMAT_VERSION, INDEX_SUFFIX, MANIFEST, WRITTEN_BY, Conversation, count_answer_tokens
-from distill.generation.answers import ANSWER_JOURNALS, Answered, AnswerJob, check_given, existing_answers
+from distill.generation.answers import ANSWER_JOURNALS, Answered, AnswerJob, Write, check_given, existing_answers
 from distill.generation.prompts import (
     TRUNCATED,
     Admission,
@@ -64,8 +64,12 @@ OUTPUTS = (
 )  # training leaves indices beside the data
 
 
-def make_dataset(config: DataConfig) -> None:
+def make_dataset(config: DataConfig, make_write: Callable[[Target], Write] | None = None) -> None:
     """Make `train.jsonl`, `held_out.jsonl`, `manifest.json` and `run.json` in `config.output`.
+
+    Args:
+        config: of the run.
+        make_write: returns what writes the local target's answers, for `config.answers.draft`; None: plain decoding.
 
     Raises:
         InputError: the target, the server or the prompts cannot be loaded, a prompt does not fit the target or brings no answer
@@ -82,7 +86,7 @@ def make_dataset(config: DataConfig) -> None:
             server.check_model()  # before a large target is loaded
         state = join_processes(config.target)
         with naming_lost_processes(), folder_lock(output, beside=True) if state.is_main_process else nullcontext():
-            _make_locked(config, listed, state, server)
+            _make_locked(config, listed, state, server, make_write)
 
 
 @dataclass
@@ -95,7 +99,11 @@ class _Gathered:
 
 
 def _make_locked(
-    config: DataConfig, listed: Sequence[Iterable[Prompt] | None], state: PartialState, server: TargetServer | None
+    config: DataConfig,
+    listed: Sequence[Iterable[Prompt] | None],
+    state: PartialState,
+    server: TargetServer | None,
+    make_write: Callable[[Target], Write] | None,
 ) -> None:
     """Do this process's part of the run that holds the folder's lock."""
     output = Path(config.output)
@@ -104,6 +112,7 @@ def _make_locked(
     state.wait_for_everyone()
     target = load_target(config.target, for_chats=True)
     writer = None if server is None else _checked_writer(config, target, server, state)
+    write = None if make_write is None else make_write(target)  # before the prompts: an artifact for another target is refused
     gathered = _gather(config, target, listed, state, writer)
     _warn_of_unread_tools(target, gathered.prompts)
     split = split_prompts(gathered.prompts, config.held_out_share)
@@ -111,7 +120,7 @@ def _make_locked(
         check_given(gathered.prompts)
         answered = existing_answers(target, [*split.train, *split.held_out], config.answers.max_new_tokens)
     else:
-        answered = _write_answers(answer_job(config, target, split, output, writer), state)
+        answered = _write_answers(answer_job(config, target, split, output, writer, write), state)
     if state.is_main_process:
         write_dataset(config, target, split, answered, gathered)
     state.wait_for_everyone()
@@ -199,7 +208,14 @@ def _list_source(settings: PromptsConfig, *, whole: bool) -> Iterable[Prompt] | 
     return chain(list(islice(rows, settings.num_prompts)), rows)
 
 
-def answer_job(config: DataConfig, target: Target, split: Split, folder: Path, writer: ServerWriter | None = None) -> AnswerJob:
+def answer_job(
+    config: DataConfig,
+    target: Target,
+    split: Split,
+    folder: Path,
+    writer: ServerWriter | None = None,
+    write: Write | None = None,
+) -> AnswerJob:
     """Return the job of answering both sides of a split, by a server or by the target here, once each prompt is known to fit.
 
     Its fingerprint names everything that decides the answers, and nothing else: a new `held_out_share` reuses them where
@@ -221,6 +237,7 @@ def answer_job(config: DataConfig, target: Target, split: Split, folder: Path, w
         seed=config.seed,
         folder=folder,
         fingerprint=fingerprint(*_writer(config, target), config.answers.model_dump(), content),
+        write=write,
     )
 
 

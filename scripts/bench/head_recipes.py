@@ -17,7 +17,7 @@ from configs.schema.data import CacheConfig, DataConfig
 from configs.schema.training import DistillConfig, HeadsConfig
 from distill.cache.format import MANIFEST as CACHE_MANIFEST
 from distill.dataset.conversations import MANIFEST
-from scripts.bench.trained_runs import Recipe, TrainingRun, in_own_folder, train_all
+from scripts.bench.trained_runs import Recipe, TrainingRun, in_own_folder, load_changed, train_all
 
 CACHE_TIME = "cache_time.json"
 
@@ -41,15 +41,18 @@ def train_recipes(config: BenchHeadsConfig, also: Sequence[Recipe] = ()) -> list
 
 
 def read_recipes(config: BenchHeadsConfig) -> dict[str, Recipe]:
-    """Return the recipes by the names of their files, of which each must have its own."""
+    """Return the recipes by the names of their files, of which each must have its own, and the variants by theirs."""
     paths = [Path(path) for path in (*config.recipes, *config.draft_models)]
-    names = [path.stem for path in paths]
+    names = [*(path.stem for path in paths), *config.variants]
     if not names:
         raise ConfigError("recipes: there is none; name at least one file of configs/heads")
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"recipes: two are called {twice[0]}; give each a file name of its own")
-    heads: list[Recipe] = [load_config(HeadsConfig, path) for path in config.recipes]
-    return dict(zip(names, [*heads, *(load_config(DistillConfig, path) for path in config.draft_models)], strict=True))
+    recipes: list[Recipe] = [load_config(HeadsConfig, path) for path in config.recipes]
+    recipes += [load_config(DistillConfig, path) for path in config.draft_models]
+    for name, changes in config.variants.items():
+        recipes.append(load_changed(HeadsConfig, config.recipes[0], changes, f"variants.{name}"))
+    return dict(zip(names, recipes, strict=True))
 
 
 def check_comparable(recipes: Sequence[Recipe]) -> None:

@@ -7,19 +7,22 @@ trained at another commit, that is said. Imports no torch.
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from configs.runtime.command import BAD_INPUT
-from configs.runtime.errors import InputError
+from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.files import CHECKOUT, read_json, sha256_of, write_json
+from configs.runtime.loading import load_config
 from configs.runtime.run_record import describe_git, training_fingerprint
+from configs.schema.benchmarks import Setting
 from configs.schema.training import DistillConfig, HeadsConfig
 
 log = logging.getLogger("draftsmith")
@@ -67,6 +70,17 @@ class TrainingRun:
         metadata = read_json(self.artifact / "draftsmith.json", "artifact metadata")
         git: dict[str, Any] = metadata["provenance"]["git"]
         return git
+
+
+def load_changed(schema: type[R], path: str, changes: Mapping[str, Setting], where: str) -> R:
+    """Return the recipe of a file with other values for some dotted keys; errors name `where` the changes were asked for."""
+    overrides = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in changes.items()]
+    try:
+        return load_config(schema, path, overrides)
+    except ConfigError as error:
+        complaint = str(error)
+        section = f"{where}." if complaint.startswith("--set ") else ""
+        raise ConfigError(section + complaint.removeprefix("--set ")) from error
 
 
 def in_own_folder(recipe: R, parent: Path, name: str) -> R:

@@ -5,17 +5,15 @@ Imports no torch.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from configs.runtime.errors import ConfigError
-from configs.runtime.loading import load_config
 from configs.schema.benchmarks import SweepConfig
 from configs.schema.training import DistillConfig
-from scripts.bench.trained_runs import TrainingRun, in_own_folder
+from scripts.bench.trained_runs import TrainingRun, in_own_folder, load_changed
 
 UNDISTILLED = "undistilled"
 
@@ -42,13 +40,7 @@ def make_cells(config: SweepConfig) -> tuple[Cell, list[Cell]]:
 
 def load_recipe(config: SweepConfig) -> DistillConfig:
     """Return the recipe that all cells share, the sweep's `settings` in it."""
-    overrides = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in config.settings.items()]
-    try:
-        return load_config(DistillConfig, config.distill, overrides)
-    except ConfigError as error:
-        complaint = str(error)
-        where = "settings." if complaint.startswith("--set ") else ""
-        raise ConfigError(where + complaint.removeprefix("--set ")) from error
+    return load_changed(DistillConfig, config.distill, config.settings, "settings")
 
 
 def make_cell(config: SweepConfig, shared: DistillConfig, divergence: str, policy: str) -> Cell:

@@ -255,6 +255,8 @@ def test_data_and_cache_are_made_once_by_their_commands(make_config, folder, tmp
         ({"recipes": [], "draft_models": []}, "recipes: there is none; name at least one file of configs/heads"),
         ({"draft_models": ["{folder}/other/eagle3.yaml"]}, "recipes: two are called eagle3; give each a file name of its own"),
         ({"recipes": ["{folder}/other/medusa.yaml"]}, "recipes: all must have the same data.held_out, got"),
+        ({"variants": {"eagle3": {"head.depth_decay": 1.0}}}, "recipes: two are called eagle3"),
+        ({"variants": {"flat": {"head.depth_decai": 1.0}}}, "variants.flat.head.depth_decai: unknown key"),
         ({"eagle3": "{folder}/medusa.yaml"}, "eagle3: expected the recipe of an eagle3 head, got one of a medusa head"),
     ],
 )
@@ -267,7 +269,7 @@ def test_recipes_that_make_no_table_are_refused(make_config, folder, changes, co
     (folder / "other/medusa.yaml").write_text(json.dumps(recipe))
     config = make_config()
     for key, value in changes.items():
-        filled = [path.format(folder=folder) for path in value] if isinstance(value, list) else value.format(folder=folder)
+        filled = json.loads(json.dumps(value).replace("{folder}", str(folder)))
         config = config.model_copy(update={key: filled})
     with pytest.raises(ConfigError) as caught:
         compare_heads(config)
