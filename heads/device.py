@@ -5,11 +5,12 @@ The accelerator is the one of `torch.accelerator`: CUDA (ROCm goes by that name 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 
 import torch
+from torch import Tensor
 
 CPU = torch.device("cpu")
 # What torch raises where a device or a build of torch has no such thing; MPS answers TypeError for float64.
@@ -39,6 +40,30 @@ def restored_random_state(device: torch.device) -> Iterator[None]:
     index = torch.accelerator.current_device_index() if device.index is None else device.index
     with torch.random.fork_rng([index], device_type=device.type):
         yield
+
+
+def same_device(one: torch.device, other: torch.device) -> bool:
+    """Return whether two names mean one device; a name without an index means any of its kind."""
+    return one.type == other.type and (one.index == other.index or None in (one.index, other.index))
+
+
+@cache
+def can_pin(device: torch.device) -> bool:
+    """Return whether memory of the host can be page-locked for the device, so that a copy from it need not be waited for."""
+    if device.type == "cpu":
+        return False
+    try:
+        return torch.empty(1).pin_memory().is_pinned()
+    except MISSING:
+        return False
+
+
+def to_device(values: Sequence[int], device: torch.device) -> Tensor:
+    """Return integers as a tensor (int64) on a device, for which the host does not wait where that can be."""
+    there = torch.tensor(values, dtype=torch.int64)
+    if device.type == "cpu":
+        return there
+    return (there.pin_memory() if can_pin(device) else there).to(device, non_blocking=True)
 
 
 def allocated_peak(device: torch.device) -> int | None:

@@ -1,7 +1,8 @@
 """A batch under way: the prompts are read once, then each round drafts, verifies and commits.
 
 The target's cache and the rows are kept here; what stays of a proposal is decided in `eval.decoder.verifier`. A round costs
-one transfer to the host; stopping rules, merged drafts and comparing distributions cost more.
+one transfer to the host and one to the device (`heads.sampling.uploads`); rules for stopping, merged drafts, comparing
+distributions and rows that end cost more.
 B batch, G drafted tokens, N drafts of a tree, K = G + 1 or N + 1 target rows, D depth of a tree, V vocabulary.
 """
 
@@ -13,20 +14,24 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
+from eval.decoder.chain_rules import ChainVerification
 from eval.decoder.clock import Clock
 from eval.decoder.distribution_comparison import compare_distributions
 from eval.decoder.logits_processor import Processor, processed
 from eval.decoder.request import BatchRow, Request
 from eval.decoder.row_update import RowUpdate, chain_update, tree_update
+from eval.decoder.tree_rules import TreeVerification
 from eval.decoder.verifier import Verifier, finite_rows
 from heads.inference.causal_lm import head_logits, new_cache
 from heads.inference.int8_kv_cache import LAYERS
 from heads.proposers.protocol import Proposal, Proposer, TargetReader, TreeProposer
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention, tree_attention, tree_from
+from heads.sampling.uploads import RowNumbers, Text, Uploads, on_device, shifted, smaller
 from heads.target.hidden_states import TargetStates, forward_states
 from heads.target.loading import Target
 
@@ -73,54 +78,56 @@ class BatchRun:
 
     def prefill(self) -> None:
         """Read the prompts and commit each row's first token, which becomes pending. The target reads equal prompts once."""
-        lengths = self._lengths
-        prompts = [tuple(row.tokens) for row in self.active]
+        text, prompts = self._text(), [tuple(row.tokens) for row in self.active]
         place_of = {prompt: place for place, prompt in enumerate(dict.fromkeys(prompts))}
-        ids_BT = self._tensor([[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in place_of])
-        states = self._read(ids_BT, [0] * len(place_of))
+        ids, places = text.uploads.rows(list(place_of)), text.uploads.numbers([place_of[prompt] for prompt in prompts])
+        states = self._read(ids.tensor, [0] * len(place_of))
         if len(place_of) < len(prompts):
-            places = [place_of[prompt] for prompt in prompts]
             self.cache.keep_rows(places)
-            states = states.map(lambda state_BTE: state_BTE[places])
-        last_B1D = states.final_BTE[torch.arange(len(lengths)), self._tensor(lengths) - 1].unsqueeze(1)
+            states = states.map(lambda state_BTE: state_BTE[places.tensor_B])
+        lengths_B1 = text.lengths.tensor_B.unsqueeze(1)
+        last_B1D = states.final_BTE[torch.arange(len(text), device=self.target.device).unsqueeze(1), lengths_B1 - 1]
         logits_B1V = head_logits(self.target.model, last_B1D)
         logits_B1V = self._processed(logits_B1V, None)
-        tokens_B1 = self.verifier.target_tokens(logits_B1V, self._tensor(lengths).unsqueeze(1))
-        finite_B = torch.isfinite(logits_B1V.amax((1, 2)))
-        for row, token, finite in zip(self.active, tokens_B1.squeeze(1).tolist(), finite_B.tolist(), strict=True):
-            row.commit([token] if finite else [], finite=finite)
+        tokens_B1 = self.verifier.target_tokens(logits_B1V, lengths_B1)
+        finite_B1 = torch.isfinite(logits_B1V.amax(2))
+        for row, (token, finite) in zip(self.active, torch.cat([tokens_B1, finite_B1.long()], 1).tolist(), strict=True):
+            row.commit([token] if finite else [], finite=bool(finite))
         keep = self._drop_ended()
         if self.proposer is not None and self.active:
-            states = states.map(lambda state_BTE: state_BTE[keep])
-            self.proposer.start([row.tokens for row in self.active], self.capacity, states)
+            if len(keep) < len(text):
+                states = states.map(lambda state_BTE: state_BTE[on_device(keep, self.target.device)])
+            self.proposer.start(self._text(), self.capacity, states)
 
     def round(self) -> None:
         """Run one target step: draft, verify, commit."""
-        room = [row.room for row in self.active]
+        text = self._text()
+        room = text.uploads.numbers([row.room for row in self.active])
         tree = None if self.tree is None else self.tree.cut(max(room))
         if isinstance(tree, DynamicTreeSpec):
-            tree = replace(tree, max_depths=tuple(room))
+            tree = replace(tree, max_depths=room)
         with self.clock.phase("draft"):
-            proposal = self._propose(room, tree)
-        starts = [length - 1 for length in self._lengths]
+            proposal = self._propose(text, room, tree)
+        starts = shifted(text.lengths, -1)
         attention = None if proposal.parents_BN is None else tree_attention(proposal.parents_BN, starts)
         with self.clock.phase("verify"):
-            ids_BK = torch.cat([self._tensor([[row.tokens[-1]] for row in self.active]), proposal.tokens_BG], 1)
+            ids_BK = torch.cat([text.pending_B1, proposal.tokens_BG], 1)
             states = self._read(ids_BK, starts, attention)
             logits_BKV = head_logits(self.target.model, states.final_BTE)
         with self.clock.phase("sample"):
             logits_BKV = self._processed(logits_BKV, proposal)
-            updates = self._verify(logits_BKV, proposal, attention, tree, room)
+            updates, decided = self._verify(logits_BKV, proposal, attention, tree, text, room)
         compared = self._compare(logits_BKV, proposal, updates) if self.measure_overlap else None
         if attention is not None:
-            states = self._keep_paths(starts, updates, states)
+            states = self._keep_paths(starts, updates, cast(TreeVerification, decided).path_BD, states)
         if self.proposer is not None and max(room) > 0:
             with self.clock.phase("draft"):
-                self.proposer.commit([update.num_accepted for update in updates], states)
+                accepted = [update.num_accepted for update in updates]
+                self.proposer.commit(RowNumbers(accepted, self.target.device, lambda: decided.num_accepted_B), states)
         by_lookup = proposal.by_lookup or [False] * len(updates)
         for number, (row, update) in enumerate(zip(self.active, updates, strict=True)):
             own = None if compared is None or by_lookup[number] else compared[number]
-            update.apply(row, own, by_lookup=by_lookup[number])
+            update.apply(row, own, by_lookup=bool(by_lookup[number]))
         self._drop_ended()
 
     def _processed(self, logits_BKV: Tensor, proposal: Proposal | None) -> Tensor:
@@ -136,17 +143,17 @@ class BatchRun:
             return self.proposer.forward_states(self.cache, ids_BT, starts, self.taps, attention)
         return forward_states(self.target.model, self.cache, ids_BT, starts, self.taps, attention)
 
-    def _propose(self, room: Sequence[int], tree: Tree | DynamicTreeSpec | None) -> Proposal:
+    def _propose(self, text: Text, room: Sequence[int], tree: Tree | DynamicTreeSpec | None) -> Proposal:
         """Return as many drafts as the row with the most room can use; none without a proposer or room."""
         num_tokens = min(self.config.num_speculative_tokens, max(room))
         if self.proposer is None or num_tokens == 0:
-            return Proposal(tokens_BG=self._tensor([[] for _ in room]).long(), num_drafted=[0] * len(room))
-        tokens = [row.tokens for row in self.active]
+            nothing = RowNumbers.alike(0, len(room), self.target.device)
+            return Proposal(tokens_BG=text.pending_B1[:, :0], num_drafted=nothing)
         if tree is None:
             sampling = self.config if self.config.draws else self.config.model_copy(update={"temperature": 0.0})
-            return self.proposer.propose(tokens, num_tokens, sampling, self.rng, keep_logits=self.measure_overlap)
+            return self.proposer.propose(text, num_tokens, sampling, self.rng, keep_logits=self.measure_overlap)
         drawn_by = self.config if self.config.draws else None
-        return cast(TreeProposer, self.proposer).propose_tree(tokens, tree, drawn_by, self.rng)
+        return cast(TreeProposer, self.proposer).propose_tree(text, tree, drawn_by, self.rng)
 
     def _verify(
         self,
@@ -154,22 +161,23 @@ class BatchRun:
         proposal: Proposal,
         attention: TreeAttention | None,
         tree: Tree | DynamicTreeSpec | None,
-        room: Sequence[int],
-    ) -> list[RowUpdate]:
-        """Return what the round brings each row, in one transfer from the device."""
+        text: Text,
+        room: RowNumbers,
+    ) -> tuple[list[RowUpdate], ChainVerification | TreeVerification]:
+        """Return what the round brings each row, in one transfer from the device, and the same there."""
         finite_B = finite_rows(logits_BKV, proposal).long()
         if attention is None or tree is None or proposal.parents_BN is None:
-            num_drafted = [min(*pair) for pair in zip(proposal.num_drafted, room, strict=True)]
-            accepted_B, next_B = self.verifier.chain(logits_BKV, proposal, num_drafted, self._lengths)
-            table = torch.cat([torch.stack([accepted_B, next_B, finite_B], 1), proposal.tokens_BG], 1).tolist()
-            return [chain_update(row, drafted) for row, drafted in zip(table, num_drafted, strict=True)]
+            num_drafted = smaller(proposal.num_drafted, room)
+            chain = self.verifier.chain(logits_BKV, proposal, num_drafted, text.lengths)
+            table = torch.cat([torch.stack([*chain, finite_B], 1), proposal.tokens_BG], 1).tolist()
+            return [chain_update(row, drafted) for row, drafted in zip(table, num_drafted, strict=True)], chain
         # Drafts that a row has no room for do not count, so that it is verified as it would be alone.
-        too_deep_BN = attention.depths_BX[:, 1:] > self._tensor(room).unsqueeze(1)
+        too_deep_BN = attention.depths_BX[:, 1:] > room.tensor_B.unsqueeze(1)
         proposal = replace(proposal, parents_BN=proposal.parents_BN.masked_fill(too_deep_BN, -1))
-        path_BD, accepted_B, next_B = self.verifier.tree(logits_BKV, proposal, attention.depths_BX, self._lengths, tree)
-        summary_B3 = torch.stack([accepted_B, next_B, finite_B], 1)
-        table = torch.cat([summary_B3, path_BD, proposal.tokens_BG, cast(Tensor, proposal.parents_BN)], 1).tolist()
-        return [tree_update(row, tree.depth) for row in table]
+        walked = self.verifier.tree(logits_BKV, proposal, attention.depths_BX, text.lengths, tree)
+        summary_B3 = torch.stack([walked.num_accepted_B, walked.next_token_B, finite_B], 1)
+        table = torch.cat([summary_B3, walked.path_BD, proposal.tokens_BG, cast(Tensor, proposal.parents_BN)], 1).tolist()
+        return [tree_update(row, tree.depth) for row in table], walked
 
     def _compare(self, logits_BKV: Tensor, proposal: Proposal, updates: Sequence[RowUpdate]) -> list[list[list[float]]] | None:
         """Return the numbers of `PositionComparison` by row and draft; None for trees and for drafts without logits."""
@@ -183,18 +191,21 @@ class BatchRun:
             )
             return torch.stack(list(compared), -1).tolist()
 
-    def _keep_paths(self, starts: Sequence[int], updates: Sequence[RowUpdate], states: TargetStates) -> TargetStates:
+    def _keep_paths(
+        self, starts: Sequence[int], updates: Sequence[RowUpdate], path_BD: Tensor, states: TargetStates
+    ) -> TargetStates:
         """Move the cache entries along each row's path together; return the states along it."""
         columns = [[0, *update.path] for update in updates]
-        self.cache.keep_path(starts, columns)
-        longest = max(map(len, columns))
-        columns_BA = self._tensor([row + [0] * (longest - len(row)) for row in columns])
+        columns_BA = functional.pad(path_BD, (1, 0))[:, : max(map(len, columns))]  # the pending token's row first
+        own_A = torch.arange(columns_BA.shape[1], device=columns_BA.device)
+        columns_BA = torch.where(columns_BA < 0, own_A, columns_BA)
+        self.cache.keep_path(starts, columns, columns_BA)
         rows_B1 = torch.arange(len(columns), device=columns_BA.device).unsqueeze(1)
         return states.map(lambda state_BTE: state_BTE[rows_B1, columns_BA])
 
     def _drop_ended(self) -> list[int]:
         """Remove rows that have ended from the batch; return the numbers of those that stay."""
-        keep = [number for number, row in enumerate(self.active) if row.stop_reason is None]
+        keep = Uploads(self.target.device).numbers([n for n, row in enumerate(self.active) if row.stop_reason is None])
         if len(keep) == len(self.active):
             return keep
         self.active = [self.active[number] for number in keep]
@@ -206,9 +217,5 @@ class BatchRun:
             self.proposer.keep_rows(keep)
         return keep
 
-    @property
-    def _lengths(self) -> list[int]:
-        return [len(row.tokens) for row in self.active]
-
-    def _tensor(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-        return torch.tensor(values, device=self.target.device)
+    def _text(self) -> Text:
+        return Text([row.tokens for row in self.active], self.target.device)

@@ -21,6 +21,7 @@ from heads.proposers.protocol import Proposal
 from heads.sampling.counter_rng import CounterRNG, Role
 from heads.sampling.probabilities import draw, greedy_token, token_probabilities
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, distinct_positions
+from heads.sampling.uploads import constant, on_device
 
 RULES = {"token": verify_tokens, "block": verify_block}
 
@@ -44,8 +45,8 @@ class Verifier:
             num_drafted: drafts that count, by row.
             lengths: committed tokens by row, the pending one included.
         """
-        num_drafted_B = _tensor(num_drafted, logits_BKV)
-        first_B1 = _tensor(lengths, logits_BKV).unsqueeze(1)
+        num_drafted_B = on_device(num_drafted, logits_BKV.device)
+        first_B1 = on_device(lengths, logits_BKV.device).unsqueeze(1)
         positions_BK = first_B1 + torch.arange(logits_BKV.shape[1], device=logits_BKV.device)
         rule = RULES.get(self.config.rule)
         q_BGV = None if rule is None else _drawn_by(proposal, logits_BKV)
@@ -77,7 +78,8 @@ class Verifier:
         tokens_BK, parents_BK = rooted(proposal)
         if self.config.temperature == 0:
             return match_tree(tokens_of(greedy_token(logits_BKV)), tokens_BK, parents_BK, tree.depth)
-        rows_B, first_B1 = torch.arange(len(tokens_BK), device=tokens_BK.device), _tensor(lengths, logits_BKV).unsqueeze(1)
+        rows_B = torch.arange(len(tokens_BK), device=tokens_BK.device)
+        first_B1 = on_device(lengths, logits_BKV.device).unsqueeze(1)
         rule = CANDIDATE_RULES.get(self.config.rule)
         probs_BKV = None if rule is None else proposal.probs_BKV
         return verify_tree(
@@ -114,13 +116,12 @@ class SimulatedVerifier(Verifier):
         self, logits_BKV: Tensor, proposal: Proposal, num_drafted: Sequence[int], lengths: Sequence[int]
     ) -> ChainVerification:
         verified = super().chain(logits_BKV, proposal, num_drafted, lengths)
-        num_drafts = proposal.tokens_BG.shape[1]
-        rates_G = torch.tensor(
-            [self.rates[min(place, len(self.rates) - 1)] for place in range(num_drafts)], device=logits_BKV.device
-        )
-        first_B1, places_G = _tensor(lengths, logits_BKV).unsqueeze(1), torch.arange(num_drafts, device=logits_BKV.device)
+        num_drafts, device = proposal.tokens_BG.shape[1], logits_BKV.device
+        rates = tuple(self.rates[min(place, len(self.rates) - 1)] for place in range(num_drafts))
+        rates_G = constant(rates, torch.float32, device)
+        first_B1, places_G = on_device(lengths, device).unsqueeze(1), torch.arange(num_drafts, device=device)
         uniform_BG = self.rng.uniform(Role.ACCEPT, first_B1 + places_G, first_B1)
-        stays_BG = (uniform_BG < rates_G) & (places_G < _tensor(num_drafted, logits_BKV).unsqueeze(1))
+        stays_BG = (uniform_BG < rates_G) & (places_G < on_device(num_drafted, device).unsqueeze(1))
         return verified._replace(num_accepted_B=stays_BG.long().cumprod(1).sum(1))
 
 
@@ -157,14 +158,10 @@ def _drawn_by(proposal: Proposal, like_BKV: Tensor) -> Tensor | None:
     points_BGV = points_BGV.scatter_(-1, proposal.tokens_BG.unsqueeze(-1), 1.0)
     if q_BGV is None:
         return points_BGV
-    return torch.where(_tensor(proposal.by_lookup, q_BGV)[:, None, None], points_BGV, q_BGV)
+    return torch.where(on_device(proposal.by_lookup, q_BGV.device).bool()[:, None, None], points_BGV, q_BGV)
 
 
 def _pad_vocabulary(q_BGV: Tensor, like_BKV: Tensor) -> Tensor:
     """Pad distributions over a reduced vocabulary with zeros to the target's."""
     missing = like_BKV.shape[-1] - q_BGV.shape[-1]
     return functional.pad(q_BGV, (0, missing)) if missing else q_BGV
-
-
-def _tensor(values: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(values, device=like.device)

@@ -23,6 +23,7 @@ from heads.proposers.protocol import Proposal
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.probabilities import token_probabilities
 from heads.sampling.token_tree import DynamicTreeSpec, Tree
+from heads.sampling.uploads import on_device
 
 
 class TypicalVerifier(Verifier):
@@ -43,7 +44,7 @@ class TypicalVerifier(Verifier):
     def chain(
         self, logits_BKV: Tensor, proposal: Proposal, num_drafted: Sequence[int], lengths: Sequence[int]
     ) -> ChainVerification:
-        num_drafted_B = torch.tensor(num_drafted, device=logits_BKV.device)
+        num_drafted_B = on_device(num_drafted, logits_BKV.device)
         p_BKV = token_probabilities(logits_BKV, self.config)
         return verify_typical(p_BKV, proposal.tokens_BG, num_drafted_B, *self.limits)
 

@@ -31,6 +31,7 @@ from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.protocol import Proposal, Tokens
 from heads.proposers.vocabulary import DraftVocabulary
 from heads.sampling.counter_rng import CounterRNG
+from heads.sampling.uploads import text_of
 from heads.target.hidden_states import TargetStates
 
 
@@ -120,12 +121,14 @@ class BlockDrafter(FeatureProposer):
     def propose(
         self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
     ) -> Proposal:
+        text = text_of(tokens, self.device)
         head, num_slots = self.module.lm_head, self.module.settings.block_size
-        chain = head.start_chain(tokens, sampling, rng, keep_logits=keep_logits)
-        positions_BT = self._place(self._pending.first, self._pending.features_BTF.shape[1])
-        self.module.read(self._pending.features_BTF, positions_BT, self._cache)
-        positions_BS = self._place(self._pending.ends, num_slots)
-        pending_B = torch.tensor([row[-1] for row in tokens], device=self.device)
+        chain = head.start_chain(text, sampling, rng, keep_logits=keep_logits)
+        window = self._pending.read(text)
+        positions_BT = self._place(window.first, window.features_BTF.shape[1])
+        self.module.read(window.features_BTF, positions_BT, self._cache)
+        positions_BS = self._place(window.ends, num_slots)
+        pending_B = text.pending_B1.squeeze(1)
         states_BSD = self.module.fill(pending_B, positions_BS[:, 0], self._cache)
         self.choose(states_BSD[:, 1 : 1 + num_tokens], pending_B, chain)
         return chain.proposal()

@@ -27,6 +27,7 @@ from heads.proposers.tree_builder import tree_builder
 from heads.proposers.vocabulary import DraftVocabulary
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree
+from heads.sampling.uploads import on_device, text_of
 from heads.target.hidden_states import TargetStates
 
 
@@ -129,7 +130,8 @@ class MedusaDrafts:
         self, tokens: Tokens, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None, rng: CounterRNG
     ) -> Proposal:
         head, tree = self.module.output_head(0), tree.cut(self.module.settings.num_depths)
-        builder = tree_builder(tree, [len(row) for row in tokens], drawn_by, rng, head.target_ids, head.scatter)
+        lengths = text_of(tokens, self.device).lengths
+        builder = tree_builder(tree, lengths, drawn_by, rng, head.target_ids, head.scatter)
         for logits_BW in self.module.draft_logits(self._final_BE, tree.depth):
             builder.add(logits_BW.unsqueeze(1))  # a head's distribution is the same whatever was drafted before
         return builder.proposal()
@@ -138,12 +140,12 @@ class MedusaDrafts:
         self._final_BE = self._columns(states, num_accepted)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        self._final_BE = self._final_BE[torch.tensor(rows, device=self.device)]
+        self._final_BE = self._final_BE[on_device(rows, self.device)]
 
     def _columns(self, states: TargetStates, columns: Sequence[int]) -> Tensor:
         """Return the final state `[B, E]` of each row at its own column."""
         rows_B = torch.arange(len(columns), device=self.device)
-        return states.final_BTE[rows_B, torch.tensor(columns, device=self.device)]
+        return states.final_BTE[rows_B, on_device(columns, self.device)]
 
 
 FAMILY = Family(settings=MedusaSettings, build=Medusa, propose=MedusaDrafts, in_one_forward=True)

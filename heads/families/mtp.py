@@ -40,6 +40,7 @@ from heads.modules.target_block import (
 from heads.proposers.protocol import Proposal, Proposer, Tokens
 from heads.proposers.vocabulary import DraftVocabulary
 from heads.sampling.counter_rng import CounterRNG
+from heads.sampling.uploads import text_of
 from heads.target.hidden_states import TargetStates, final_norm, num_blocks
 from heads.target.placement import own_copy
 
@@ -170,10 +171,10 @@ class DepthChain(FeatureProposer):
     def propose(
         self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
     ) -> Proposal:
-        head, window = self.module.lm_head, self._pending
+        head, text = self.module.lm_head, text_of(tokens, self.device)
         self._num_depths = min(self._num_depths, num_tokens)
-        chain = head.start_chain(tokens, sampling, rng, keep_logits=keep_logits)
-        states_BTD, known_BT = window.features_BTF, window.next_tokens(tokens)
+        chain, window = head.start_chain(text, sampling, rng, keep_logits=keep_logits), self._pending.read(text)
+        states_BTD, known_BT = window.features_BTF, window.next_BT
         B, T = known_BT.shape
         # Row b's window of depth k starts at column k; its k drafts follow its last known token.
         ids_BX = torch.cat([known_BT, known_BT.new_zeros(B, self._num_depths)], 1)

@@ -34,6 +34,7 @@ from heads.modules.layers import DraftAttention, Rotation
 from heads.proposers.protocol import Proposal, Tokens
 from heads.proposers.vocabulary import DraftVocabulary
 from heads.sampling.counter_rng import CounterRNG
+from heads.sampling.uploads import Text, text_of
 from heads.target.hidden_states import TargetStates
 
 
@@ -104,17 +105,17 @@ class ParallelDrafts(FeatureProposer):
     def propose(
         self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
     ) -> Proposal:
-        head = self.module.lm_head
-        chain = head.start_chain(tokens, sampling, rng, keep_logits=keep_logits)
-        states_BGD = self._read(tokens, min(num_tokens, self.module.settings.num_depths))
+        head, text = self.module.lm_head, text_of(tokens, self.device)
+        chain = head.start_chain(text, sampling, rng, keep_logits=keep_logits)
+        states_BGD = self._read(text, min(num_tokens, self.module.settings.num_depths))
         for logits_BW in head.logits(self.module.norm(states_BGD)).unbind(1):
             chain.add(logits_BW)
         return chain.proposal()
 
-    def _read(self, tokens: Tokens, num_drafts: int) -> Tensor:
+    def _read(self, text: Text, num_drafts: int) -> Tensor:
         """Return the states `[B, G, D]` of each row's last position that was read and of the further depths there."""
-        module, pending = self.module, self._pending
-        ids_BT = functional.pad(pending.next_tokens(tokens), (0, num_drafts - 1))
+        module, pending = self.module, self._pending.read(text)
+        ids_BT = functional.pad(pending.next_BT, (0, num_drafts - 1))
         features_BTF = functional.pad(pending.features_BTF, (0, 0, 0, num_drafts - 1))
         columns_T = torch.arange(ids_BT.shape[1], device=self.device)
         is_mask_BT = columns_T > pending.last_B.unsqueeze(1)
@@ -123,7 +124,7 @@ class ParallelDrafts(FeatureProposer):
         positions_BT = self._place(pending.first, len(columns_T))
         states_BTD = module.run_cached(features_BTF, ids_BT, positions_BT, self._cache)
         drafted_BG = pending.last_B.unsqueeze(1) + torch.arange(num_drafts, device=self.device)
-        return states_BTD[torch.arange(len(tokens), device=self.device).unsqueeze(1), drafted_BG]
+        return states_BTD[torch.arange(len(text), device=self.device).unsqueeze(1), drafted_BG]
 
 
 def kept_depths(batch: Batch, shares: Sequence[float]) -> tuple[Tensor, Tensor]:

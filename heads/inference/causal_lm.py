@@ -25,6 +25,7 @@ from heads.inference.column_positions import by_axis, by_position, counts_column
 from heads.inference.kv_cache import RowCache, RowLayer
 from heads.inference.recurrent_cache import Place, RecurrentCache, cache_argument, find_mixers
 from heads.sampling.token_tree import TreeAttention
+from heads.sampling.uploads import on_device
 
 SCALING = ("cohere_compass", "granite4_vision", "granite_docling")  # others with images leave out their text part's logit scale
 Masks = Tensor | dict[str, Tensor | None] | None
@@ -110,7 +111,7 @@ def forward_rows(
     _check_served(model, starts, T, attention)
     cache.place(starts, T, ids_BT.device, attention)
     if attention is None:
-        positions_BT = torch.tensor(starts, device=ids_BT.device).unsqueeze(1) + torch.arange(T, device=ids_BT.device)
+        positions_BT = on_device(starts, ids_BT.device).unsqueeze(1) + torch.arange(T, device=ids_BT.device)
     else:
         positions_BT = attention.positions_BT
     config = model.config.get_text_config()

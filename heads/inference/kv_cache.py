@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from heads.sampling.token_tree import TreeAttention
+from heads.sampling.uploads import on_device
 
 
 @dataclass
@@ -126,7 +128,7 @@ class RowCache(Cache):
         index = None
         if min(starts) != max(starts):
             index = _index(starts, torch.arange(length, device=device))
-        self._slots = _Slots(starts=list(starts), length=length, index=index, attention=attention)
+        self._slots = _Slots(starts=starts, length=length, index=index, attention=attention)
         for layer in self.rows:
             layer.slots = self._slots
 
@@ -198,12 +200,13 @@ class RowCache(Cache):
             visible_BTS = visible_BTS & (key_positions // chunk == positions_BT.unsqueeze(-1) // chunk)
         return visible_BTS if window is None else visible_BTS & (key_positions > positions_BT.unsqueeze(-1) - window)
 
-    def keep_path(self, starts: Sequence[int], columns: Sequence[Sequence[int]]) -> None:
+    def keep_path(self, starts: Sequence[int], columns: Sequence[Sequence[int]], columns_BA: Tensor | None = None) -> None:
         """Move the states of a tree's accepted tokens to consecutive slots, as if they alone had been read.
 
         Args:
             starts: the first slot of the tree, by row.
             columns: by row, the slots to keep, counted from `starts` and rising. Row b keeps as many; rows may differ.
+            columns_BA: the same on the device, shorter rows continued by their own places: 0, 1, 2, ...; None: copied there.
         """
         A = max(map(len, columns))
         # A row that keeps fewer copies the other slots onto themselves.
@@ -215,20 +218,22 @@ class RowCache(Cache):
         if not filled:
             return
         device = filled[0].keys.device
-        source, goal = _index(starts, torch.tensor(columns, device=device)), _index(starts, torch.arange(A, device=device))
+        columns_BA = torch.tensor(columns, device=device) if columns_BA is None else columns_BA.to(device)
+        source, goal = _index(starts, columns_BA), _index(starts, torch.arange(A, device=device))
         for layer in filled:
             layer.move(goal, source)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Drop all rows but these, in this order."""
-        for layer in self.rows:
-            if layer.is_initialized:
-                layer.keep_rows(torch.tensor(rows, device=layer.keys.device))
+        filled = [layer for layer in self.rows if layer.is_initialized]
+        index_B = on_device(rows, filled[0].keys.device) if filled else None
+        for layer in filled:
+            layer.keep_rows(cast(Tensor, index_B).to(layer.keys.device))
 
 
 def _index(starts: Sequence[int], columns: Tensor) -> tuple[Tensor, slice, Tensor]:
     """Return the index of slots `starts[b] + columns` of each row, all heads; `columns` is `[T]` or `[B, T]`."""
-    starts_B1 = torch.tensor(starts, device=columns.device).unsqueeze(1)
+    starts_B1 = on_device(starts, columns.device).unsqueeze(1)
     return torch.arange(len(starts), device=columns.device).unsqueeze(1), slice(None), starts_B1 + columns
 
 

@@ -113,8 +113,8 @@ class RecurrentCache(RowCache):
     def hold(self, starts: Sequence[int]) -> None:
         self._held = list(starts)
 
-    def keep_path(self, starts: Sequence[int], columns: Sequence[Sequence[int]]) -> None:
-        super().keep_path(starts, columns)
+    def keep_path(self, starts: Sequence[int], columns: Sequence[Sequence[int]], columns_BA: Tensor | None = None) -> None:
+        super().keep_path(starts, columns, columns_BA)
         A = max(map(len, columns))
         for history in self._histories.values():
             paths = []

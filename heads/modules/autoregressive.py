@@ -10,6 +10,7 @@ B batch, T positions, F width of a feature, D width of a state, W draft vocabula
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -22,6 +23,7 @@ from heads.proposers.protocol import Proposal, Tokens
 from heads.proposers.tree_builder import TreeSlots, tree_builder
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention
+from heads.sampling.uploads import RowNumbers, Text, on_device, shifted, text_of
 from heads.target.hidden_states import TargetStates
 
 
@@ -37,49 +39,69 @@ class PendingFeatures:
     """
 
     def __init__(self, features_BTF: Tensor, counts: Sequence[int]) -> None:
-        self.first = [0] * len(counts)
-        self.counts = list(counts)
-        self.features_BTF = features_BTF[:, : max(counts)]
+        self._first = [0] * len(counts)
+        self._columns = [list(range(count)) for count in counts]  # of those kept, where each row's stand
+        self._kept_BSF = features_BTF[:, : max(counts)]
+
+    @property
+    def counts(self) -> list[int]:
+        """How many there are, by row."""
+        return [len(row) for row in self._columns]
 
     def move_on(self, features_BTF: Tensor, counts: Sequence[int], kept: Sequence[int]) -> None:
         """Take what follows the features held so far, of which the last `kept[b]` of each row stay before it."""
-        self.first = [end - before for end, before in zip(self.ends, kept, strict=True)]
+        self._first = [first + len(row) - n for first, row, n in zip(self._first, self._columns, kept, strict=True)]
+        features_BTF, begin = features_BTF[:, : max(counts)], 0
         if max(kept) > 0:
-            old, start_of_new = self.counts, self.features_BTF.shape[1]
-            columns = [
-                [*range(count - before, count), *range(start_of_new, start_of_new + new)]
-                for count, before, new in zip(old, kept, counts, strict=True)
-            ]
-            counts = [len(row) for row in columns]
-            padded = [row + [0] * (max(counts) - len(row)) for row in columns]
-            rows_B1 = torch.arange(len(counts), device=features_BTF.device).unsqueeze(1)
-            both_BSF = torch.cat([self.features_BTF, features_BTF], 1)
-            features_BTF = both_BSF[rows_B1, torch.tensor(padded, device=features_BTF.device)]
-        self.counts = list(counts)
-        self.features_BTF = features_BTF[:, : max(counts)]
+            begin = self._kept_BSF.shape[1]
+            features_BTF = torch.cat([self._kept_BSF, features_BTF], 1)
+        self._columns = [
+            [*row[len(row) - before :], *range(begin, begin + new)]
+            for row, before, new in zip(self._columns, kept, counts, strict=True)
+        ]
+        self._kept_BSF = features_BTF
 
-    @property
-    def ends(self) -> list[int]:
-        """The position after the last one, by row."""
-        return [first + count for first, count in zip(self.first, self.counts, strict=True)]
+    def next_tokens(self, tokens: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        """Return the ids of the token after each feature's position, by row."""
+        places = zip(tokens, self._first, self.counts, strict=True)
+        return [row[first + 1 : first + count + 1] for row, first, count in places]
 
-    @property
-    def last_B(self) -> Tensor:
-        """The column of each row's last feature."""
-        return torch.tensor(self.counts, device=self.features_BTF.device) - 1
-
-    def next_tokens(self, tokens: Sequence[Sequence[int]]) -> Tensor:
-        """Return the ids `[B, T]` of the token after each feature's position; 0 on padding."""
-        width = self.features_BTF.shape[1]
-        rows = [list(row[first + 1 : end + 1]) for row, first, end in zip(tokens, self.first, self.ends, strict=True)]
-        padded = [row + [0] * (width - len(row)) for row in rows]
-        return torch.tensor(padded, device=self.features_BTF.device)
+    def read(self, text: Text) -> Window:
+        """Return what a forward reads of the features and of the text, in one upload."""
+        counts, uploads = self.counts, text.uploads
+        ends = [first + count for first, count in zip(self._first, counts, strict=True)]
+        first, ends, sizes = (uploads.numbers(each) for each in (self._first, ends, counts))
+        ids = uploads.rows(self.next_tokens(text))
+        features_BTF = self._kept_BSF[:, : max(counts)]
+        if any(row != list(range(len(row))) for row in self._columns):
+            columns = uploads.rows(self._columns)
+            rows_B1 = torch.arange(len(counts), device=uploads.device).unsqueeze(1)
+            features_BTF = self._kept_BSF[rows_B1, columns.tensor]
+        return Window(features_BTF=features_BTF, next_BT=ids.tensor, first=first, ends=ends, last_B=sizes.tensor_B - 1)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Drop all rows but these, in this order."""
-        self.features_BTF = self.features_BTF[torch.tensor(rows, device=self.features_BTF.device)]
-        self.counts = [self.counts[row] for row in rows]
-        self.first = [self.first[row] for row in rows]
+        self._kept_BSF = self._kept_BSF[on_device(rows, self._kept_BSF.device)]
+        self._columns = [self._columns[row] for row in rows]
+        self._first = [self._first[row] for row in rows]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """Pending features, right-padded, as a forward reads them.
+
+    Args:
+        features_BTF: the features.
+        next_BT: the token after each one's position; 0 on padding.
+        first, ends: the position of each row's first one, and that after its last.
+        last_B: the column of each row's last one.
+    """
+
+    features_BTF: Tensor
+    next_BT: Tensor
+    first: RowNumbers
+    ends: RowNumbers
+    last_B: Tensor
 
 
 class FeatureModule(Protocol):
@@ -157,7 +179,7 @@ class FeatureProposer:
         self._cache.place(starts, length, self.device, attention)
         if attention is not None:
             return attention.positions_BT
-        return torch.tensor(starts, device=self.device).unsqueeze(1) + torch.arange(length, device=self.device)
+        return on_device(starts, self.device).unsqueeze(1) + torch.arange(length, device=self.device)
 
 
 class FeatureChain(FeatureProposer):
@@ -169,23 +191,23 @@ class FeatureChain(FeatureProposer):
     def propose(
         self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
     ) -> Proposal:
-        chain = self.head(0).start_chain(tokens, sampling, rng, keep_logits=keep_logits)
-        state_BD = self._first_state(tokens)
+        text = text_of(tokens, self.device)
+        chain = self.head(0).start_chain(text, sampling, rng, keep_logits=keep_logits)
+        state_BD, ends = self._first_state(text)
         for depth in range(num_tokens):
             drafted_B = chain.add(self.head(depth).logits(self.module.to_head(state_BD, depth)))
             if depth + 1 == num_tokens or chain.finished:
                 break
-            starts = [end + depth for end in self._pending.ends]
-            state_BD = self._read(state_BD.unsqueeze(1), drafted_B.unsqueeze(1), starts, depth + 1)[:, 0]
+            state_BD = self._read(state_BD.unsqueeze(1), drafted_B.unsqueeze(1), shifted(ends, depth), depth + 1)[:, 0]
         return chain.proposal()
 
     def propose_tree(
         self, tokens: Tokens, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None, rng: CounterRNG
     ) -> Proposal:
-        head = self.head(0)
-        builder = tree_builder(tree, [len(row) for row in tokens], drawn_by, rng, head.target_ids, head.scatter)
-        slots = TreeSlots(self._pending.ends, self.device)
-        states_BMD, depth = self._first_state(tokens).unsqueeze(1), 0
+        head, text = self.head(0), text_of(tokens, self.device)
+        builder = tree_builder(tree, text.lengths, drawn_by, rng, head.target_ids, head.scatter)
+        state_BD, ends = self._first_state(text)
+        slots, states_BMD, depth = TreeSlots(ends, self.device), state_BD.unsqueeze(1), 0
         while frontier := builder.add(self.head(depth).logits(self.module.to_head(states_BMD, depth))):
             attention, depth = slots.place(frontier), depth + 1
             states_BMD = frontier.of_origins(states_BMD)
@@ -196,11 +218,11 @@ class FeatureChain(FeatureProposer):
         """Return the output head for the tokens of a depth, counted from 0; all have the same vocabulary."""
         return self.module.lm_head
 
-    def _first_state(self, tokens: Tokens) -> Tensor:
-        """Read the pending features; return the state `[B, D]` that the first draft comes from."""
-        pending = self._pending
-        states_BTD = self._read(pending.features_BTF, pending.next_tokens(tokens), pending.first, 0)
-        return states_BTD[torch.arange(len(tokens), device=self.device), pending.last_B]
+    def _first_state(self, text: Text) -> tuple[Tensor, RowNumbers]:
+        """Read the pending features; return the state `[B, D]` that the first draft comes from, and the positions after it."""
+        window = self._pending.read(text)
+        states_BTD = self._read(window.features_BTF, window.next_BT, window.first, 0)
+        return states_BTD[torch.arange(len(text), device=self.device), window.last_B], window.ends
 
     def _read(
         self,

@@ -30,8 +30,9 @@ from heads.modules.interface import Depth
 from heads.modules.target_sizes import check_widths, longest_text, mlp_width, number_of
 from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.protocol import Tokens
-from heads.proposers.vocabulary import DraftVocabulary
+from heads.proposers.vocabulary import DraftVocabulary, scatter_rows
 from heads.sampling.counter_rng import CounterRNG
+from heads.sampling.uploads import text_of
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, [B, T, H]
 # Kinds of rotary embeddings whose frequencies do not depend on the text's length, which a cache of rotated keys needs.
@@ -304,7 +305,8 @@ class DraftHead(nn.Module):
 
     def start_chain(self, tokens: Tokens, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool) -> ChainBuilder:
         """Return the builder of a chain of drafts after the rows' tokens, made of this head's logits."""
-        lengths, device = [len(row) for row in tokens], self._target[0].device
+        device = self._target[0].device
+        lengths = text_of(tokens, device).lengths
         return ChainBuilder(lengths, sampling, rng, device, self.target_ids, self.scatter, keep_logits=keep_logits)
 
     def target_ids(self, drafted: Tensor) -> Tensor:
@@ -313,8 +315,7 @@ class DraftHead(nn.Module):
 
     def scatter(self, values_BW: Tensor, fill: float) -> Tensor:
         """Return values over the draft vocabulary at their places in the target's, `fill` elsewhere."""
-        vocabulary = self.vocabulary
-        return values_BW if vocabulary is None else vocabulary.scatter(values_BW, fill)
+        return values_BW if self.token_ids is None else scatter_rows(values_BW, self.token_ids, self.vocab_size, fill)
 
     def _weights(self) -> tuple[Tensor, Tensor | None]:
         if self.weight is not None:

@@ -19,6 +19,7 @@ from heads.proposers.draft_length import rule_for, sampling_for_stopping
 from heads.proposers.protocol import Proposal
 from heads.sampling.counter_rng import CounterRNG, Role
 from heads.sampling.probabilities import draw, greedy_token, token_probabilities
+from heads.sampling.uploads import RowNumbers, on_device
 
 Scatter = Callable[[Tensor, float], Tensor]
 
@@ -46,8 +47,7 @@ class ChainBuilder:
     ) -> None:
         self.sampling, self.rng, self.keep_logits = sampling, rng, keep_logits
         self.target_ids, self.scatter = target_ids, scatter
-        self.lengths = list(lengths)
-        self._first_B1 = torch.tensor(self.lengths, device=device).unsqueeze(1)
+        self.lengths, self.device = lengths, device
         self._rule = rule_for(sampling)
         self._open_B = torch.ones(len(self.lengths), dtype=torch.bool, device=device)  # rows that still draft
         self._num_drafted_B = torch.zeros(len(self.lengths), dtype=torch.int64, device=device)
@@ -67,7 +67,8 @@ class ChainBuilder:
         if greedy:
             drafted_B = self.target_ids(greedy_token(logits_BW))
         else:
-            uniform_B = self.rng.uniform(Role.DRAFT, self._first_B1 + step, self._first_B1).squeeze(1)
+            first_B1 = on_device(self.lengths, self.device).unsqueeze(1)
+            uniform_B = self.rng.uniform(Role.DRAFT, first_B1 + step, first_B1).squeeze(1)
             drafted_B = self.target_ids(draw(probs_BW, uniform_B))
             self._distributions.append(self.scatter(probs_BW, 0.0))
         self._drafted.append(drafted_B)
@@ -82,7 +83,9 @@ class ChainBuilder:
 
     def proposal(self) -> Proposal:
         """Return the drafts: a token a row for each call of `add`, fewer where the row stopped."""
-        num_drafted = [len(self._drafted)] * len(self.lengths) if self._rule is None else self._num_drafted_B.tolist()
+        num_drafted = RowNumbers.alike(len(self._drafted), len(self.lengths), self.device)
+        if self._rule is not None:
+            num_drafted = RowNumbers(self._num_drafted_B.tolist(), self.device, lambda: self._num_drafted_B)
         # No wider than the longest draft: the target computes every column, drafted or not.
         width = max(num_drafted)
         return Proposal(

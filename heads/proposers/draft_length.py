@@ -28,6 +28,7 @@ from torch import Tensor
 
 from configs.schema.decoding import DecodeConfig, SamplingConfig
 from configs.schema.drafting import CalibrationPoint, ConfidenceStopping, CostStopping, EntropyStopping
+from heads.sampling.uploads import constant
 
 
 class StopDecision(NamedTuple):
@@ -121,7 +122,8 @@ class CostRule:
         acceptance_B = calibrated(self.costs.calibration, confidence(probs_BV))
         self._alive_B = acceptance_B if self._alive_B is None else self._alive_B * acceptance_B
         gains, costs = self._ahead(self._step)
-        worth_BK = self._alive_B.unsqueeze(-1) * probs_BV.new_tensor(gains) - self.rho * probs_BV.new_tensor(costs)
+        gains_K, costs_K = (constant(tuple(each), probs_BV.dtype, probs_BV.device) for each in (gains, costs))
+        worth_BK = self._alive_B.unsqueeze(-1) * gains_K - self.rho * costs_K
         ahead_B = worth_BK.amax(-1).clamp(min=0)
         row_cost = self.rows[self._step] - self.rows[self._step - 1]
         # Written as negations: a distribution of NaN stops nothing.
@@ -147,8 +149,8 @@ def tokens_per_millisecond(costs: CostStopping, num_drafts: int) -> float:
 
 def calibrated(points: Sequence[CalibrationPoint], confidence_B: Tensor) -> Tensor:
     """Return the acceptance at each confidence, interpolated linearly between the points and constant beyond them."""
-    x = confidence_B.new_tensor([point.confidence for point in points])
-    y = confidence_B.new_tensor([point.acceptance for point in points])
+    pairs = tuple(point.confidence for point in points), tuple(point.acceptance for point in points)
+    x, y = (constant(values, confidence_B.dtype, confidence_B.device) for values in pairs)
     if len(points) == 1:
         return torch.where(confidence_B.isnan(), confidence_B, y)
     right_B = torch.bucketize(confidence_B, x).clamp(1, len(points) - 1)

@@ -24,6 +24,7 @@ from heads.proposers.tree_builder import TreeSlots, tree_builder
 from heads.proposers.vocabulary import DraftVocabulary
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree
+from heads.sampling.uploads import Text, shifted, text_of
 from heads.target.hidden_states import TargetStates
 
 
@@ -53,7 +54,8 @@ class DraftLM:
         self._cache = new_cache(self.model, capacity)
         prompts = [list(row[:-1]) for row in tokens]
         longest = max(map(len, prompts))
-        ids_BT = self._ids([row + [0] * (longest - len(row)) for row in prompts])
+        padded = [row + [0] * (longest - len(row)) for row in prompts]
+        ids_BT = torch.tensor(padded, device=self.model.device).clamp(max=self._last_id)
         forward_rows(self.model, self._cache, ids_BT, [0] * len(prompts))
         self._cached = [len(row) for row in prompts]
         self._proposed_from = list(self._cached)
@@ -61,34 +63,36 @@ class DraftLM:
     def propose(
         self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
     ) -> Proposal:
-        lengths = [len(row) for row in tokens]
+        text = text_of(tokens, self.model.device)
+        lengths = text.lengths
         chain = ChainBuilder(
             lengths, sampling, rng, self.model.device, self._target_ids, self._scatter, keep_logits=keep_logits
         )
-        hidden_BD = self._read_text(tokens)
+        hidden_BD = self._read_text(text)
         for step in range(num_tokens):
             drafted_B = chain.add(head_logits(self.model, hidden_BD)[:, : self.vocab_size])
             if step + 1 == num_tokens or chain.finished:
                 break
-            starts = [length + step for length in lengths]
+            starts = shifted(lengths, step)
             hidden_BD = forward_rows(self.model, self._cache, drafted_B.unsqueeze(1), starts)[:, -1]
-        self._proposed_from = lengths
+        self._proposed_from = list(lengths)
         self._cached = [length + step for length in lengths]  # up to the last draft, which was not read
         return chain.proposal()
 
     def propose_tree(
         self, tokens: Tokens, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None, rng: CounterRNG
     ) -> Proposal:
-        lengths = [len(row) for row in tokens]
+        text = text_of(tokens, self.model.device)
+        lengths = text.lengths
         builder = tree_builder(tree, lengths, drawn_by, rng, self._target_ids, self._scatter)
         slots = TreeSlots(lengths, self.model.device)
-        hidden_BMD = self._read_text(tokens).unsqueeze(1)
+        hidden_BMD = self._read_text(text).unsqueeze(1)
         while frontier := builder.add(head_logits(self.model, hidden_BMD)[..., : self.vocab_size]):
             attention = slots.place(frontier)
             hidden_BMD = forward_rows(self.model, self._cache, frontier.tokens_BM, attention.starts, attention)
         # The accepted path is not looked up in the cache: the next round's first forward reads its tokens again, together with
         # the pending one.
-        self._proposed_from = self._cached = lengths
+        self._proposed_from = self._cached = list(lengths)
         return builder.proposal()
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates | None = None) -> None:
@@ -105,22 +109,26 @@ class DraftLM:
         self._cached = [self._cached[row] for row in rows]
         self._proposed_from = [self._proposed_from[row] for row in rows]
 
-    def _read_text(self, tokens: Tokens) -> Tensor:
+    def _read_text(self, text: Text) -> Tensor:
         """Read the tokens that the cache lacks; return the state `[B, D]` after each row's last.
 
         A row that lacks fewer than another is padded at its end, where its drafts overwrite the padding. Tokens that were read
         are not read again: states cannot go back so far (`heads.inference.recurrent_cache`). Padding that does not fit the
         cache is read in several forwards.
         """
-        lengths, starts = [len(row) for row in tokens], self._cached
+        lengths, starts = text.lengths, self._cached
         self._cache.hold(lengths)
         hidden_BD: Tensor | None = None
         while (longest := max(length - start for length, start in zip(lengths, starts, strict=True))) > 0:
             T = min(longest, self._cache.capacity - max(starts))
-            pieces = [row[start : start + T] for row, start in zip(tokens, starts, strict=True)]
-            ids_BT = self._ids([[*piece, *[0] * (T - len(piece))] for piece in pieces])
-            hidden_BTD = forward_rows(self.model, self._cache, ids_BT, starts)
-            counts_B = self._tensor([len(piece) for piece in pieces])
+            pieces = [row[start : start + T] for row, start in zip(text, starts, strict=True)]
+            ids, counts, begun = (
+                text.uploads.rows(pieces),
+                text.uploads.numbers(list(map(len, pieces))),
+                text.uploads.numbers(starts),
+            )
+            hidden_BTD = forward_rows(self.model, self._cache, ids.tensor.clamp(max=self._last_id), begun)
+            counts_B = counts.tensor_B
             last_BD = hidden_BTD[torch.arange(len(pieces), device=counts_B.device), (counts_B - 1).clamp(min=0)]
             hidden_BD = last_BD if hidden_BD is None else torch.where((counts_B > 0).unsqueeze(1), last_BD, hidden_BD)
             starts = [start + len(piece) for start, piece in zip(starts, pieces, strict=True)]
@@ -132,9 +140,3 @@ class DraftLM:
 
     def _scatter(self, values_BW: Tensor, fill: float) -> Tensor:
         return values_BW if self.vocabulary is None else self.vocabulary.scatter(values_BW, fill)
-
-    def _ids(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        return self._tensor(rows).clamp(max=self._last_id)
-
-    def _tensor(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-        return torch.tensor(values, device=self.model.device)

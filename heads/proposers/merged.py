@@ -7,7 +7,7 @@ its drafts; a lookup's are a point mass.
 `MergedDrafts` asks all of them. Each proposes the requested tree, or a chain where it has no trees. The target verifies all of
 them in one forward, and `commit` tells every draft the accepted path, whichever had drafted it. Siblings are in the order of
 the drafts. Trees are not drawn, since each token would have to be verified by its own draft's distribution: at a temperature
-above 0 they are verified by sample-and-match. Merging is done on the host and costs a transfer a draft.
+above 0 they are verified by sample-and-match. Merging is done on the host and costs a transfer a draft, but none for a lookup.
 B batch, G drafts, V vocabulary.
 """
 
@@ -22,9 +22,19 @@ from torch.nn import functional
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import SamplingConfig
-from heads.proposers.protocol import CachesDrafts, LearningProposer, Proposal, Proposer, Tokens, TreeProposer
+from heads.proposers.protocol import (
+    CachesDrafts,
+    LearningProposer,
+    LooksUp,
+    Proposal,
+    Proposer,
+    Tokens,
+    TreeProposer,
+    deterministic_proposal,
+)
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree
+from heads.sampling.uploads import RowNumbers, on_device, text_of
 from heads.target.hidden_states import TargetStates
 
 Nodes = tuple[list[int], list[int]]  # tokens, and the row that each continues
@@ -38,11 +48,11 @@ class LookupFirst:
     drafts, so that a round of the lookup costs it nothing; only from `MOST_BEHIND` tokens on is it run to keep up.
 
     Args:
-        lookup: a draft without states or distributions, such as prompt lookup; how long a match it needs is its setting.
+        lookup: how long a match it needs is its setting.
         draft: for the same target; neither is used elsewhere while a batch is decoded.
     """
 
-    def __init__(self, lookup: Proposer, draft: Proposer) -> None:
+    def __init__(self, lookup: LooksUp, draft: Proposer) -> None:
         self.lookup, self.draft = lookup, draft
         self.taps = draft.taps
         self._read: list[int] = []  # by row: its tokens when the draft was last run
@@ -56,16 +66,21 @@ class LookupFirst:
     def propose(
         self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
     ) -> Proposal:
-        found = self.lookup.propose(tokens, num_tokens, sampling, rng, keep_logits=False)
-        by_lookup = [count > 0 for count in found.num_drafted]
+        text = text_of(tokens, self.lookup.device)
+        found = self.lookup.look_up(text, num_tokens)
+        by_lookup = [bool(drafts) for drafts in found]
         behind = max(len(row) - read for row, read in zip(tokens, self._read, strict=True))
         if all(by_lookup) and behind + num_tokens < MOST_BEHIND:
             self._overruled = []
-            return replace(found, by_lookup=by_lookup)
-        own = self.draft.propose(tokens, num_tokens, sampling, rng, keep_logits=keep_logits)
+            proposal = deterministic_proposal(found, text.uploads.device, text.uploads)
+            return replace(proposal, by_lookup=text.uploads.numbers(by_lookup))
+        # Added before the draft reads anything, they go to the device along with what it needs.
+        found_ids, found_counts = text.uploads.rows(found), text.uploads.numbers(list(map(len, found)))
+        chosen = text.uploads.numbers(by_lookup)
+        own = self.draft.propose(text, num_tokens, sampling, rng, keep_logits=keep_logits)
         self._read = [len(row) for row in tokens]
         self._overruled = [row for row, is_found in enumerate(by_lookup) if is_found]
-        return _chosen(found, own, by_lookup)
+        return _chosen(found_ids.tensor, found_counts, own, chosen)
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
         if self._overruled and isinstance(self.draft, CachesDrafts):
@@ -114,15 +129,12 @@ class MergedDrafts:
     ) -> Proposal:
         if drawn_by is not None:
             raise InputError("the tokens of several drafts cannot be drawn: set verification to match")
-        proposals = [_most_probable(draft, tokens, tree, rng) for draft in self.drafts]
-        by_row = zip(*map(_nodes, proposals), strict=True)
+        text = text_of(tokens, self.device)
+        by_row = zip(*(_most_probable(draft, text, tree, rng) for draft in self.drafts), strict=True)
         merged = [merge(nodes) for nodes in by_row]
-        width = max(len(ids) for ids, _ in merged)
-        return Proposal(
-            tokens_BG=self._padded([ids for ids, _ in merged], width, 0),
-            num_drafted=[len(ids) for ids, _ in merged],
-            parents_BN=self._padded([parents for _, parents in merged], width, -1),
-        )
+        ids, parents = text.uploads.rows([row for row, _ in merged]), text.uploads.rows([row for _, row in merged], fill=-1)
+        num_drafted = [len(row) for row, _ in merged]
+        return Proposal(tokens_BG=ids.tensor, num_drafted=num_drafted, parents_BN=parents.tensor)
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
         for draft in self.drafts:
@@ -139,10 +151,6 @@ class MergedDrafts:
     def _for(self, draft: Proposer, states: TargetStates) -> TargetStates:
         taps = tuple(states.taps_ABTE[self.taps.index(tap)] for tap in draft.taps)
         return TargetStates(final_BTE=states.final_BTE, taps_ABTE=taps)
-
-    def _padded(self, rows: Sequence[Sequence[int]], width: int, fill: int) -> torch.Tensor:
-        padded = [[*row, *[fill] * (width - len(row))] for row in rows]
-        return torch.tensor(padded, dtype=torch.int64, device=self.device)
 
 
 def merge(trees: Sequence[Nodes]) -> Nodes:
@@ -166,11 +174,16 @@ def merge(trees: Sequence[Nodes]) -> Nodes:
     return tokens, parents
 
 
-def _chosen(found: Proposal, own: Proposal, by_lookup: list[bool]) -> Proposal:
+def _chosen(found_BG: Tensor, found_counts: RowNumbers, own: Proposal, by_lookup: RowNumbers) -> Proposal:
     """Return the proposal that holds the lookup's drafts in the rows that are its, and the draft's own in the others."""
-    pairs = zip(by_lookup, found.num_drafted, own.num_drafted, strict=True)
-    num_drafted = [one if is_found else other for is_found, one, other in pairs]
-    width, by_lookup_B = max(num_drafted), torch.tensor(by_lookup, device=own.tokens_BG.device)
+    device, by_lookup_B = own.tokens_BG.device, by_lookup.tensor_B.bool()
+    pairs = zip(by_lookup, found_counts, own.num_drafted, strict=True)
+    num_drafted = RowNumbers(
+        [one if is_found else other for is_found, one, other in pairs],
+        device,
+        lambda: torch.where(by_lookup_B, found_counts.tensor_B, on_device(own.num_drafted, device)),
+    )
+    width = max(num_drafted)
 
     def widened(values_BGV: Tensor | None) -> Tensor | None:
         if values_BGV is None:
@@ -179,7 +192,7 @@ def _chosen(found: Proposal, own: Proposal, by_lookup: list[bool]) -> Proposal:
         return padded_BGV.masked_fill(by_lookup_B[:, None, None], 0.0)
 
     one_BG, other_BG = (
-        functional.pad(each.tokens_BG, (0, max(0, width - each.tokens_BG.shape[1])))[:, :width] for each in (found, own)
+        functional.pad(ids_BG, (0, max(0, width - ids_BG.shape[1])))[:, :width] for ids_BG in (found_BG, own.tokens_BG)
     )
     return Proposal(
         tokens_BG=torch.where(by_lookup_B.unsqueeze(1), one_BG, other_BG),
@@ -196,14 +209,16 @@ def _teach(drafts: Sequence[Proposer], answer: Sequence[int]) -> None:
             draft.learn(answer)
 
 
-def _most_probable(draft: Proposer, tokens: Tokens, tree: Tree | DynamicTreeSpec, rng: CounterRNG) -> Proposal:
-    """Return a draft's most probable tokens, as a tree where it can propose trees.
+def _most_probable(draft: Proposer, tokens: Tokens, tree: Tree | DynamicTreeSpec, rng: CounterRNG) -> list[Nodes]:
+    """Return a draft's most probable tokens by row, as a tree where it can propose trees.
 
     A draft LM proposes a tree even where that is a chain: its cache then allows for another path's being accepted.
     """
+    if isinstance(draft, LooksUp):
+        return [(row, list(range(len(row)))) for row in draft.look_up(tokens, tree.depth)]
     if isinstance(draft, TreeProposer):
-        return draft.propose_tree(tokens, tree, None, rng)
-    return draft.propose(tokens, tree.depth, SamplingConfig(), rng, keep_logits=False)
+        return _nodes(draft.propose_tree(tokens, tree, None, rng))
+    return _nodes(draft.propose(tokens, tree.depth, SamplingConfig(), rng, keep_logits=False))
 
 
 def _nodes(proposal: Proposal) -> list[Nodes]:

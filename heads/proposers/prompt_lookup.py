@@ -14,11 +14,12 @@ import torch
 from configs.schema.decoding import SamplingConfig
 from heads.proposers.protocol import Proposal, Tokens, deterministic_proposal
 from heads.sampling.counter_rng import CounterRNG
+from heads.sampling.uploads import text_of
 from heads.target.hidden_states import TargetStates
 
 
 class PromptLookup:
-    """Prompt lookup as a proposer (`heads.proposers.protocol.Proposer`).
+    """Prompt lookup as a proposer (`heads.proposers.protocol.LooksUp`).
 
     Args:
         longest, shortest: tokens in the longest n-gram looked up; shorter ones down to `shortest` are tried when it has not
@@ -40,9 +41,11 @@ class PromptLookup:
     def propose(
         self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
     ) -> Proposal:
-        return deterministic_proposal(
-            [self._continue(row, number, num_tokens) for number, row in enumerate(tokens)], self.device
-        )
+        text = text_of(tokens, self.device)
+        return deterministic_proposal(self.look_up(text, num_tokens), self.device, text.uploads)
+
+    def look_up(self, tokens: Tokens, num_tokens: int) -> list[list[int]]:
+        return [self._continue(row, number, num_tokens) for number, row in enumerate(tokens)]
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
         """Do nothing: the index is updated from the committed tokens."""

@@ -18,9 +18,12 @@ from configs.schema.decoding import SamplingConfig
 from heads.inference.kv_cache import RowCache
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention
+from heads.sampling.uploads import Uploads
 from heads.target.hidden_states import TargetStates
 
-Tokens = Sequence[Sequence[int]]  # committed ids by row: prompt and answer so far, the pending token last
+# Committed ids by row: prompt and answer so far, the pending token last. The decoder's are a `heads.sampling.uploads.Text`, by
+# which a draft's numbers reach the device along with the decoder's.
+Tokens = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,25 +39,28 @@ class Proposal:
             not count; siblings in the order of their ranks. None: a chain.
         probs_BKV: for a tree, the distribution that the children of each row were drawn from, as its `candidates` say; rows
             without children are not read. None: deterministic.
-        by_lookup: for a chain of several drafts, whether a row's were looked up in a text: each is then a point mass, and the
+        by_lookup: for a chain of several drafts, 1 where a row's were looked up in a text: each is then a point mass, and the
             row's `probs_BGV` and `logits_BGV` mean nothing. None: no row's were.
     """
 
     tokens_BG: Tensor
-    num_drafted: list[int]
+    num_drafted: Sequence[int]
     probs_BGV: Tensor | None = None
     logits_BGV: Tensor | None = None
     parents_BN: Tensor | None = None
     probs_BKV: Tensor | None = None
-    by_lookup: list[bool] | None = None
+    by_lookup: Sequence[int] | None = None
 
 
-def deterministic_proposal(drafts: Sequence[Sequence[int]], device: torch.device) -> Proposal:
-    """Return a proposal of these ids by row, without distributions, as wide as the longest."""
-    width = max(map(len, drafts))
-    padded = [[*draft, *[0] * (width - len(draft))] for draft in drafts]
-    tokens_BG = torch.tensor(padded, dtype=torch.int64, device=device)
-    return Proposal(tokens_BG=tokens_BG, num_drafted=[len(draft) for draft in drafts])
+def deterministic_proposal(drafts: Sequence[Sequence[int]], device: torch.device, uploads: Uploads | None = None) -> Proposal:
+    """Return a proposal of these ids by row, without distributions, as wide as the longest.
+
+    Args:
+        uploads: of the text that is continued (`heads.sampling.uploads.Text`); None: the ids go to the device by themselves.
+    """
+    uploads = Uploads(device) if uploads is None else uploads
+    num_drafted, tokens = uploads.numbers([len(draft) for draft in drafts]), uploads.rows(drafts)
+    return Proposal(tokens_BG=tokens.tensor, num_drafted=num_drafted)
 
 
 class Proposer(Protocol):
@@ -84,6 +90,8 @@ class Proposer(Protocol):
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
         """Take note of how many drafts each row accepted; the target then added one token of its own.
 
+        The decoder's numbers are on the device too (`heads.sampling.uploads.RowNumbers`), and so are `keep_rows`'s.
+
         They need not be this draft's: another may have drafted for the row (`heads.proposers.merged`), and this one may not
         have been asked in the round. They are in the tokens of the next `propose`.
 
@@ -102,6 +110,16 @@ class LearningProposer(Proposer, Protocol):
 
     def learn(self, answer: Sequence[int]) -> None:
         """Add the tokens of a finished answer to its memory. Must not be called while a batch is being decoded."""
+
+
+@runtime_checkable
+class LooksUp(Proposer, Protocol):
+    """A draft that copies from texts on the host and reads no states."""
+
+    device: torch.device
+
+    def look_up(self, tokens: Tokens, num_tokens: int) -> list[list[int]]:
+        """Return up to `num_tokens` drafts by row, on the host; `propose` returns the same as a proposal."""
 
 
 @runtime_checkable

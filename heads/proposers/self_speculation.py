@@ -27,6 +27,7 @@ from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.protocol import Proposal, Tokens
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import TreeAttention
+from heads.sampling.uploads import shifted, text_of
 from heads.target.block_config import config_of_blocks
 from heads.target.hidden_states import TargetStates, block_list, blocks, forward_states, num_blocks, tapped
 from heads.target.model_class import causal_config
@@ -98,7 +99,7 @@ class SelfSpeculation:
         if not exits:
             return forward_states(self.model, cache, ids_BT, starts, ())
         if len(exits) < ids_BT.shape[1]:  # the last draft, which drafting had no need to read
-            self._read(ids_BT[:, len(exits) :], [start + len(exits) for start in starts], exits)
+            self._read(ids_BT[:, len(exits) :], shifted(starts, len(exits)), exits)
         return TargetStates(final_BTE=forward_rows(self.late, cache, torch.cat(exits, 1), starts))
 
     def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
@@ -107,15 +108,16 @@ class SelfSpeculation:
     def propose(
         self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
     ) -> Proposal:
-        lengths = [len(row) for row in tokens]
+        text = text_of(tokens, self.model.device)
+        starts = shifted(text.lengths, -1)
         chain = ChainBuilder(
-            lengths, sampling, rng, self.model.device, lambda ids: ids, lambda values, _: values, keep_logits=keep_logits
+            text.lengths, sampling, rng, self.model.device, lambda ids: ids, lambda values, _: values, keep_logits=keep_logits
         )
-        ids_BT = torch.tensor([[row[-1]] for row in tokens], device=self.model.device)
+        ids_BT = text.pending_B1
         if self._cache is not None and (cache := self._cache()) is not None:
-            cache.hold([length - 1 for length in lengths])
+            cache.hold(starts)
         for step in range(num_tokens):
-            final_BTE = self._read(ids_BT, [length - 1 + step for length in lengths], self._exits)
+            final_BTE = self._read(ids_BT, shifted(starts, step), self._exits)
             drafted_B = chain.add(head_logits(self.model, final_BTE[:, -1])[:, : self.vocab_size])
             if chain.finished:
                 break

@@ -23,6 +23,7 @@ from configs.schema.decoding import SamplingConfig
 from heads.proposers.protocol import Proposal, Tokens, deterministic_proposal
 from heads.proposers.suffix_automaton import ROOT, Match, SuffixAutomaton
 from heads.sampling.counter_rng import CounterRNG
+from heads.sampling.uploads import text_of
 from heads.target.hidden_states import TargetStates
 
 NOTHING = Match(ROOT, 0)
@@ -45,7 +46,7 @@ class _Row:
 
 
 class SuffixLookup:
-    """Suffix lookup as a proposer (`heads.proposers.protocol.LearningProposer`). The memory is kept from batch to batch.
+    """Suffix lookup as a proposer (`heads.proposers.protocol.LooksUp`). The memory is kept from batch to batch.
 
     Args:
         shortest: tokens that a match needs.
@@ -94,9 +95,13 @@ class SuffixLookup:
     def propose(
         self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
     ) -> Proposal:
+        text = text_of(tokens, self.device)
+        return deterministic_proposal(self.look_up(text, num_tokens), self.device, text.uploads)
+
+    def look_up(self, tokens: Tokens, num_tokens: int) -> list[list[int]]:
         for row, text in zip(self._rows, tokens, strict=True):
             self._read(row, text[len(row.text) :])
-        return deterministic_proposal([self._continue(row, num_tokens) for row in self._rows], self.device)
+        return [self._continue(row, num_tokens) for row in self._rows]
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
         """Do nothing: the accepted tokens are read from the text in the next round."""

@@ -24,6 +24,7 @@ from heads.sampling.counter_rng import CounterRNG, Role
 from heads.sampling.probabilities import greedy_token, token_probabilities
 from heads.sampling.sibling_draws import DRAWS
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention, distinct_positions
+from heads.sampling.uploads import constant, on_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,20 +88,20 @@ class StaticTreeBuilder:
         level = self._levels[len(self._drafted)]
         candidates_BMC = self.target_ids(self._choose(logits_BMW, level))
         candidates_BMC = candidates_BMC.expand(-1, level.num_parents, -1)
-        tokens_BP = candidates_BMC[:, level.origins, level.ranks]
+        tokens_BP = candidates_BMC[:, _constant(level.origins, logits_BMW), _constant(level.ranks, logits_BMW)]
         self._drafted.append(tokens_BP)
         if not level.continued:
             return None
-        origins_M = torch.tensor([level.origins[place] for place in level.continued], device=tokens_BP.device)
-        return Frontier(tokens_BM=tokens_BP[:, level.continued], origins_BM=origins_M.expand(self.num_rows, -1))
+        continued_M = _constant(level.continued, logits_BMW)
+        origins_M = _constant([level.origins[place] for place in level.continued], logits_BMW)
+        return Frontier(tokens_BM=tokens_BP[:, continued_M], origins_BM=origins_M.expand(self.num_rows, -1))
 
     def proposal(self) -> Proposal:
         tokens_BN = torch.cat(self._drafted, 1)
-        parents_N = torch.tensor(self.tree.parents, device=tokens_BN.device)
         return Proposal(
             tokens_BG=tokens_BN,
             num_drafted=[self.tree.num_nodes] * self.num_rows,
-            parents_BN=parents_N.expand_as(tokens_BN),
+            parents_BN=_constant(self.tree.parents, tokens_BN).expand_as(tokens_BN),
             probs_BKV=self._distributions(),
         )
 
@@ -129,7 +130,7 @@ class SampledTreeBuilder(StaticTreeBuilder):
         scatter: Scatter,
     ) -> None:
         super().__init__(tree, len(lengths), target_ids)
-        self.sampling, self.rng, self.scatter, self.lengths = sampling, rng, scatter, list(lengths)
+        self.sampling, self.rng, self.scatter, self.lengths = sampling, rng, scatter, lengths
         self._distributions_by_level: list[Tensor] = []
 
     def _choose(self, logits_BMW: Tensor, level: _Level) -> Tensor:
@@ -137,7 +138,7 @@ class SampledTreeBuilder(StaticTreeBuilder):
         depth, (M, C) = len(self._drafted), (level.num_parents, level.num_children)
         probs_BMW = token_probabilities(logits_BMW, self.sampling).expand(-1, M, -1)
         self._distributions_by_level.append(self.scatter(probs_BMW, 0.0))
-        first_B1 = torch.tensor(self.lengths, device=probs_BMW.device).unsqueeze(1)
+        first_B1 = on_device(self.lengths, probs_BMW.device).unsqueeze(1)
         positions_BP = distinct_positions((first_B1 + depth).expand(-1, M * C))
         uniform_BP = self.rng.uniform(Role.DRAFT, positions_BP, first_B1)
         drawn = DRAWS[self.tree.candidates](probs_BMW.flatten(0, 1), uniform_BP.reshape(-1, C))
@@ -148,7 +149,7 @@ class SampledTreeBuilder(StaticTreeBuilder):
         probs_BRV = torch.cat(self._distributions_by_level, 1)
         rows = sorted(set(self.tree.parents))
         probs_BKV = probs_BRV.new_zeros(self.num_rows, self.tree.num_nodes + 1, probs_BRV.shape[-1])
-        probs_BKV[:, rows] = probs_BRV
+        probs_BKV[:, _constant(rows, probs_BRV)] = probs_BRV
         return probs_BKV
 
 
@@ -192,7 +193,7 @@ class DynamicTreeBuilder:
         num_nodes = min(self.tree.num_nodes, scores_BP.shape[1])
         if self.tree.max_depths is not None:  # candidates beyond a row's limit must not displace others
             depths_P = torch.cat([torch.full_like(each[0], depth) for depth, each in enumerate(self._tokens, start=1)])
-            limits_B1 = torch.tensor(self.tree.max_depths, device=depths_P.device).unsqueeze(1)
+            limits_B1 = on_device(self.tree.max_depths, depths_P.device).unsqueeze(1)
             scores_BP = scores_BP.masked_fill(depths_P > limits_B1, -torch.inf)
         # A stable order keeps parents before children of the same confidence; sorted, they stand depth by depth again.
         kept_BN = scores_BP.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes].sort(1).values
@@ -221,8 +222,9 @@ class TreeSlots:
     """
 
     def __init__(self, roots: Sequence[int], device: torch.device) -> None:
-        self.roots = list(roots)
-        self._depths: list[int] = []  # by slot
+        self.roots = roots
+        self._depths_X = torch.zeros(0, dtype=torch.int64, device=device)  # by slot
+        self._num_frontiers = 0
         self._visible_BMX = torch.zeros(len(self.roots), 1, 0, dtype=torch.bool, device=device)
 
     def place(self, frontier: Frontier) -> TreeAttention:
@@ -230,10 +232,11 @@ class TreeSlots:
         M = frontier.tokens_BM.shape[1]
         own_MM = torch.eye(M, dtype=torch.bool, device=frontier.tokens_BM.device)
         above_BMX = frontier.of_origins(self._visible_BMX)
-        self._depths += [1 + max(self._depths, default=-1)] * M
+        self._depths_X = torch.cat([self._depths_X, self._depths_X.new_full((M,), self._num_frontiers)])
+        self._num_frontiers += 1
         self._visible_BMX = torch.cat([above_BMX, own_MM.expand(len(self.roots), M, M)], -1)
-        depths_X = torch.tensor(self._depths, device=own_MM.device)
-        return TreeAttention(roots=self.roots, depths_BX=depths_X.expand(len(self.roots), -1), visible_BTX=self._visible_BMX)
+        depths_BX = self._depths_X.expand(len(self.roots), -1)
+        return TreeAttention(roots=self.roots, depths_BX=depths_BX, visible_BTX=self._visible_BMX)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,6 +268,10 @@ def _levels(tree: Tree) -> list[_Level]:
             )
         )
     return levels
+
+
+def _constant(values: Sequence[int], like: Tensor) -> Tensor:
+    return constant(tuple(values), torch.int64, like.device)
 
 
 def _check_choice(wanted: int, logits_BMW: Tensor) -> None:

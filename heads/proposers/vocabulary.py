@@ -59,9 +59,14 @@ class DraftVocabulary:
 
     def scatter(self, values_BW: Tensor, fill: float) -> Tensor:
         """Return values `[..., W]` at the ids of their tokens in the target's vocabulary, `[..., V]`, with `fill` elsewhere."""
-        values_BV = values_BW.new_full((*values_BW.shape[:-1], self.target_vocab_size), fill)
-        values_BV[..., self.token_ids_W] = values_BW
-        return values_BV
+        return scatter_rows(values_BW, self.token_ids_W, self.target_vocab_size, fill)
+
+
+def scatter_rows(values_BW: Tensor, token_ids_W: Tensor, target_vocab_size: int, fill: float) -> Tensor:
+    """See `DraftVocabulary.scatter`, whose checks make the host wait for the device."""
+    values_BV = values_BW.new_full((*values_BW.shape[:-1], target_vocab_size), fill)
+    values_BV[..., token_ids_W] = values_BW
+    return values_BV
 
 
 def keep_head_rows(model: PreTrainedModel, vocabulary: DraftVocabulary) -> None:

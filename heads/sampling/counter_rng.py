@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from heads.device import widest_float
+from heads.sampling.uploads import on_device
 
 
 def _signed(x: int) -> int:
@@ -72,7 +73,7 @@ class CounterRNG:
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Drop all rows but these, in this order."""
-        self.requests_B = self.requests_B[torch.tensor(rows, device=self.requests_B.device)]
+        self.requests_B = self.requests_B[on_device(rows, self.requests_B.device)]
 
 
 def _mix(x: Tensor) -> Tensor:

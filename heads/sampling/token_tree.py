@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from configs.schema.drafting import Candidates, DynamicTree, Path, StaticTree
+from heads.sampling.uploads import on_device, shifted
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class DynamicTreeSpec:
     num_nodes: int
     width: int
     depth: int
-    max_depths: tuple[int, ...] | None = None
+    max_depths: Sequence[int] | None = None
 
     @property
     def num_slots(self) -> int:
@@ -158,7 +159,7 @@ class TreeAttention:
     def starts(self) -> list[int]:
         """The first slot of the new tokens, by row."""
         T, X = self.visible_BTX.shape[1:]
-        return [root + X - T for root in self.roots]
+        return shifted(self.roots, X - T)
 
     @property
     def positions_BT(self) -> Tensor:
@@ -177,7 +178,7 @@ class TreeAttention:
 
     @property
     def _roots_B1(self) -> Tensor:
-        return torch.tensor(self.roots, device=self.depths_BX.device).unsqueeze(1)
+        return on_device(self.roots, self.depths_BX.device).unsqueeze(1)
 
 
 def distinct_positions(positions_BX: Tensor) -> Tensor:

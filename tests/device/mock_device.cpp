@@ -241,6 +241,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   TORCH_CHECK(!arguments.device || arguments.host.empty() || indexes, "Expected all tensors to be on the same device in ",
               schema.name(), ": argument ", arguments.host, " is on the CPU");
   if (kWaits.count(schema.name()) > 0 || arguments.mask) seen("wait");
+  if (arguments.device && !arguments.host.empty()) seen("in");  // host indices, which are copied to the device
   const bool outer = in_fallback;
   in_fallback = true;
   try {

@@ -1,17 +1,19 @@
-"""Decoding on a device that is not the CPU: the CPU's tokens to the bit, and one transfer to the host a round."""
+"""Decoding on a device that is not the CPU: the CPU's tokens to the bit, and one transfer each way a round."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 
 from configs.schema.decoding import DecodeConfig
-from configs.schema.drafting import DynamicTree, StaticTree
-from eval.decoder.batch import BatchRun
 from eval.decoder.decode import Request
+from eval.lossy.decode import start_run
 from heads.families.registry import FAMILIES
 from heads.proposers.draft_lm import DraftLM
+from heads.proposers.merged import LookupFirst, MergedDrafts
 from heads.proposers.prompt_lookup import PromptLookup
+from heads.proposers.self_speculation import SelfSpeculation, early_exit
 from heads.proposers.suffix_lookup import SuffixLookup
 from tests.device.mock_device import counted
 from tests.support import family_checks as checks
@@ -20,58 +22,145 @@ from tests.support.decoding import HEADS
 pytestmark = pytest.mark.device
 
 PROMPTS = [[7, 12, 3, 44, 9], [20, 9, 9, 31, 5, 6, 2, 50, 17], [40]]
-SHAPES = {
-    "chain": None,
-    "static": StaticTree(kind="static", paths=[[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0]]),
-    "dynamic": DynamicTree(kind="dynamic", num_nodes=7, width=3),
+DRAFTS = 3
+STATIC = {"kind": "static", "paths": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0]]}
+DYNAMIC = {"kind": "dynamic", "num_nodes": 7, "width": 3}
+COST = {
+    "rule": "cost",
+    "acceptance": 0.6,
+    "calibration": [{"confidence": 0.1, "acceptance": 0.2}, {"confidence": 0.9, "acceptance": 0.9}],
+    "draft_step_milliseconds": 1.0,
+    "target_step_milliseconds": [10.0, 10.2, 10.5, 14.0],
+    "round_milliseconds": 0.5,
 }
-SAMPLING = {"greedy": {}, "drawn": {"temperature": 1.0, "top_p": 0.9}}
-NO_TREES = {"prompt_lookup", "suffix_lookup", "mtp_by_depth", "peagle", "dflash", "dspark"}
-OTHERS = {
-    "draft_lm": lambda model: DraftLM(model, 64),
+DRAWN = {"temperature": 1.0, "top_p": 0.9}
+TYPICAL, LOSSY_DRAWN = ({"lossy": {"kind": "typical", "drafts": drafts}} for drafts in ("likeliest", "drawn"))
+# Every way of decoding, by the shape of a round's drafts and the rule that judges them.
+WAYS = {
+    "chain greedy": {},
+    "chain block": DRAWN,
+    "chain token": DRAWN | {"verification": "token", "top_k": 20},
+    "chain match": DRAWN | {"verification": "match"},
+    "chain typical": DRAWN | TYPICAL,
+    "chain typical drawn": DRAWN | LOSSY_DRAWN,
+    "chain stop strings": DRAWN | {"stop": ["w9 w9"]},
+    "chain int8": {"kv_cache": "int8"},
+    "chain stopped by cost": DRAWN | {"stopping": COST},
+    "chain stopped by confidence": {"stopping": {"rule": "confidence", "threshold": 0.3}},
+    "chain stopped by entropy": DRAWN | {"stopping": {"rule": "entropy", "threshold": 1.0}},
+    "static greedy": {"tree": STATIC},
+    "static without_replacement": DRAWN | {"tree": STATIC},
+    "static with_replacement": DRAWN | {"tree": STATIC | {"candidates": "with_replacement"}},
+    "static k_seq": DRAWN | {"tree": STATIC | {"candidates": "k_seq"}},
+    "static match": DRAWN | {"tree": STATIC, "verification": "match"},
+    "static typical": DRAWN | TYPICAL | {"tree": STATIC},
+    "dynamic greedy": {"tree": DYNAMIC},
+    "dynamic match": DRAWN | {"tree": DYNAMIC, "verification": "match"},
+    "particles": DRAWN | {"lossy": {"kind": "smc", "num_particles": 3}},
+}
+
+
+def head(name, model, vocabulary=None):
+    module = checks.build(HEADS[name], model, vocabulary).to(model.device)
+    return FAMILIES[HEADS[name].kind].propose(module, model.device)
+
+
+def noisy(model):
+    """A draft that is often right: the target with some noise."""
+    draft = copy.deepcopy(model).cpu()
+    torch.manual_seed(7)
+    for parameter in draft.parameters():
+        parameter.add_(0.1 * parameter.std() * torch.randn_like(parameter))
+    return draft.to(model.device)
+
+
+PROPOSERS = {name: partial(head, name) for name in HEADS} | {
+    "draft_lm": lambda model: DraftLM(noisy(model), 64),
+    "early_exit": lambda model: DraftLM(early_exit(model, 3), 64),
+    "self_speculation": lambda model: SelfSpeculation(model, 3, 64),
     "prompt_lookup": lambda model: PromptLookup(model.device),
     "suffix_lookup": lambda model: SuffixLookup(model.device),
+    "draft_lm first lookup": lambda model: LookupFirst(PromptLookup(model.device), DraftLM(noisy(model), 64)),
+    "eagle3 first lookup": lambda model: LookupFirst(
+        SuffixLookup(model.device, learns_own_answers=False), head("eagle3", model)
+    ),
+    "eagle3 some tokens": lambda model: head("eagle3", model, checks.SOME_TOKENS),
+    "medusa some tokens": lambda model: head("medusa", model, checks.SOME_TOKENS),
+    "merged": lambda model: MergedDrafts(
+        [DraftLM(noisy(model), 64), head("medusa", model), PromptLookup(model.device)], model.device
+    ),
 }
+TREES = {"draft_lm", "early_exit", "medusa", "hydra", "eagle3", "mtp", "eagle3 some tokens", "medusa some tokens"}
+LOOKUPS = {"prompt_lookup", "suffix_lookup"}
+FEW = ["chain greedy", "chain block", "static greedy", "static without_replacement", "dynamic greedy"]
+
+
+def ways_of(name):
+    """Every way for a draft LM and one head; two of chains and three of trees for the others."""
+    if name == "merged":
+        return ["static greedy", "static match", "dynamic greedy"]
+    ways = WAYS if name in ("draft_lm", "eagle3 some tokens") else FEW
+    if name == "self_speculation":
+        ways = [*FEW, "chain stopped by confidence"]
+    chains_only = [way for way in ways if WAYS[way].get("tree") is None]
+    return ways if name in TREES else chains_only
 
 
 def decode(target, proposer, config):
-    """Decode a ragged batch; return the rows' tokens, and what each round made the host wait for."""
+    """Decode a ragged batch; return the rows' tokens, and by round what was copied and waited for, and whether rows ended."""
     requests = [Request(prompt_id=str(n), category="", tokens=tuple(prompt)) for n, prompt in enumerate(PROMPTS)]
     rounds = []
     with torch.inference_mode():
-        run = BatchRun(target, requests, config, proposer)
+        run = start_run(target, requests, config, proposer)
         run.prefill()
         with run.clock.phase("decode"):
             while run.active:
+                size = len(run.active)
                 with counted() as counts:
                     run.round()
-                rounds.append({place: times for place, times in counts.items() if place[0] in ("out", "wait")})
+                rounds.append((dict(counts), len(run.active) < size))
     return [row.tokens for row in run.rows], rounds
 
 
-def proposer_of(name, model):
-    if name in OTHERS:
-        return OTHERS[name](model)
-    head = checks.build(HEADS[name], model).to(model.device)
-    return FAMILIES[HEADS[name].kind].propose(head, model.device)
+def most_transfers(name, way, has_ended):
+    """The most copies of a round to the host and from it.
+
+    A rule that may stop a draft asks after each step. The drafts that are merged come to the host one by one, and their tree
+    goes back. Rows that stay where others end are named to the device.
+    """
+    out, into = 1, 1 + has_ended
+    if "stopped" in way:
+        out += DRAFTS + 1
+    if name == "merged":
+        out, into = out + 2, into + 1
+    return out, into
 
 
-CASES = [
-    (name, shape, sampling)
-    for name in (*HEADS, *OTHERS)
-    for shape in SHAPES
-    for sampling in SAMPLING
-    if shape == "chain" or (name not in NO_TREES and (shape, sampling) != ("dynamic", "drawn"))
-]
+def assert_few_transfers(name, way, rounds):
+    for counts, has_ended in rounds:
+        out = {place: times for place, times in counts.items() if place[0] in ("out", "wait")}
+        into = {place: times for place, times in counts.items() if place[0].startswith("in")}
+        most_out, most_into = most_transfers(name, way, has_ended)
+        assert sum(out.values()) <= most_out, out
+        assert sum(into.values()) <= most_into, into
+        assert {place[0] for place in into} <= {"in, not waited for"}, into
 
 
-@pytest.mark.parametrize(("name", "shape", "sampling"), CASES)
-def test_the_tokens_are_the_cpus_and_a_round_waits_once(mock, as_target, name, shape, sampling):
-    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=10, tree=SHAPES[shape], **SAMPLING[sampling])
+@pytest.mark.parametrize(("name", "way"), [(name, way) for name in PROPOSERS for way in ways_of(name)])
+def test_the_tokens_are_the_cpus_and_a_round_copies_once_each_way(mock, as_target, name, way):
+    config = DecodeConfig.model_validate({"num_speculative_tokens": DRAFTS, "max_new_tokens": 10} | WAYS[way])
     model = checks.tiny_target("llama")
     moved = copy.deepcopy(model).to(mock)
-    expected, _ = decode(as_target(model), proposer_of(name, model), config)
-    tokens, rounds = decode(as_target(moved), proposer_of(name, moved), config)
-    assert tokens == expected
-    most = 2 if shape != "chain" and sampling == "drawn" else 1
-    assert all(sum(waits.values()) <= most for waits in rounds), rounds
+    expected, _ = decode(as_target(model), PROPOSERS[name](model), config)
+    target, proposer = as_target(moved), PROPOSERS[name](moved)
+    first, _ = decode(target, proposer, config)  # which puts there what stays: trees, rotary embeddings
+    tokens, rounds = decode(target, proposer, config)
+    assert tokens == first == expected
+    if way != "particles":
+        assert_few_transfers(name, way, rounds)
+
+
+def test_plain_decoding_copies_once_each_way(mock, as_target):
+    config = DecodeConfig(num_speculative_tokens=0, max_new_tokens=6)
+    _, rounds = decode(as_target(copy.deepcopy(checks.tiny_target("llama")).to(mock)), None, config)
+    assert_few_transfers("plain", "greedy", rounds)

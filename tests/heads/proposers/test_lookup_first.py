@@ -8,7 +8,6 @@ from eval.decoder.decode import decode, generate
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.merged import MOST_BEHIND, LookupFirst
 from heads.proposers.prompt_lookup import PromptLookup
-from heads.proposers.protocol import deterministic_proposal
 from heads.proposers.suffix_lookup import SuffixLookup
 from tests.support import family_checks as checks
 from tests.support.decoding import HEADS, assert_same_alone, head_proposer, requests_for
@@ -28,14 +27,14 @@ class Sometimes:
     def start(self, tokens, capacity, states):
         self.rounds = [place * self.by_turns for place, _ in enumerate(tokens)]
 
-    def propose(self, tokens, num_tokens, sampling, rng, *, keep_logits):
+    def look_up(self, tokens, num_tokens):
         drafts = []
         for place, row in enumerate(tokens):
             self.rounds[place] += 1
             text = next(text for text in self.texts if text[: len(row)] == list(row))
             drafted = text[len(row) : len(row) + num_tokens] if self.rounds[place] % self.every else []
             drafts.append([*drafted[:-1], *((token + 1) % 64 for token in drafted[-1:])] if self.wrong else drafted)
-        return deterministic_proposal(drafts, self.device)
+        return drafts
 
     def commit(self, num_accepted, states):
         pass
