@@ -17,7 +17,7 @@ from configs.schema.evaluation import EvalConfig, FreeDraft
 from heads.artifact import Draft, hash_together, load_draft
 from heads.proposers.merged import LookupFirst, MergedDrafts
 from heads.proposers.prompt_lookup import PromptLookup
-from heads.proposers.protocol import Proposer
+from heads.proposers.protocol import LooksUp, Proposer
 from heads.proposers.self_speculation import SelfSpeculation
 from heads.proposers.suffix_lookup import SuffixLookup
 from heads.target.hidden_states import num_blocks
@@ -79,7 +79,7 @@ def add_lookup(draft: Proposer, config: EvalConfig, target: Target) -> Proposer:
 
 def _as_one(drafts: Sequence[Proposer], names: Sequence[FreeDraft], config: EvalConfig, target: Target) -> Proposer:
     least, longest = config.lookup_match, max(config.lookup_match, LONGEST_MATCH)
-    lookups: dict[str, Callable[[], Proposer]] = {
+    lookups: dict[str, Callable[[], LooksUp]] = {
         "prompt_lookup": lambda: PromptLookup(target.device, longest=longest, shortest=least),
         "suffix_lookup": lambda: SuffixLookup(target.device, shortest=least, learns_own_answers=False),
     }

@@ -110,10 +110,8 @@ def forward_rows(
     T = ids_BT.shape[1]
     _check_served(model, starts, T, attention)
     cache.place(starts, T, ids_BT.device, attention)
-    if attention is None:
-        positions_BT = on_device(starts, ids_BT.device).unsqueeze(1) + torch.arange(T, device=ids_BT.device)
-    else:
-        positions_BT = attention.positions_BT
+    text_B1, places_T = on_device(starts, ids_BT.device).unsqueeze(1), torch.arange(T, device=ids_BT.device)
+    positions_BT = text_B1 + places_T if attention is None else attention.positions_BT
     config = model.config.get_text_config()
     masks = _masks(config, cache, positions_BT, starts, model.dtype)
     return current_forward(model).hidden(ids_BT, _within_context(config, positions_BT, max(starts) + T), masks, cache)
