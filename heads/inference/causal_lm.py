@@ -216,10 +216,9 @@ class TransformersForward(DecodingForward):
         self._cache_argument = cache_argument(type(self._backbone))
 
     def hidden(self, ids_BT: Tensor, positions_BT: Tensor, masks: Masks, cache: RowCache) -> Tensor:
-        if own := counts_columns(self._config):
-            masks = None
+        own = counts_columns(self._config)
         alone = by_position(self._backbone, positions_BT, cache) if own else first_of_equals(self._config)
-        stored = {self._cache_argument: cache}
+        stored, masks = {self._cache_argument: cache}, None if own else masks
         with cache.reading(), alone:
             output = self._backbone(input_ids=ids_BT, position_ids=positions_BT, attention_mask=masks, use_cache=True, **stored)
         hidden_BTD: Tensor = output.last_hidden_state
@@ -327,14 +326,15 @@ def _masks(config: PreTrainedConfig, cache: RowCache, positions_BT: Tensor, star
     layer_types = set(getattr(config, "layer_types", None) or ({"sliding_attention"} if window is not None else ()))
     if layer_types and layer_types <= {"linear_attention", "conv"}:
         return None
+    if "hybrid_sliding" in layer_types:  # Inkling's blocks have these names, and its masks those
+        layer_types |= {"full_attention", "sliding_attention", "linear_attention"}
     if layer_types.isdisjoint(bounds):
-        # From position 0 on the model's own causal mask is right and takes a faster kernel; so is none for one token that
-        # sees all.
+        # From position 0 on the model's own causal mask is right and takes a faster kernel; one token that sees all needs none.
         needed = cache.holds_tree or (max(starts) > 0 and (T > 1 or min(starts) != max(starts)))
         return _for_attention(cache.visible(positions_BT) if needed else None, config, dtype)
     masks = {
         kind: _for_attention(cache.visible(positions_BT, **bounds.get(kind, {})), config, dtype)
-        for kind in layer_types & {"full_attention", "hybrid", *bounds}
+        for kind in layer_types - {"linear_attention", "conv"}
     } | dict.fromkeys(layer_types & {"linear_attention", "conv"})
     return masks if len(layer_types) > 1 else masks.popitem()[1]
 

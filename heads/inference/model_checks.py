@@ -83,7 +83,7 @@ def check_rolls_back(model: PreTrainedModel) -> None:
             fails=f"{name} does not run on a cache whose rows can be rolled back ({{}}), so it cannot be decoded here; "
             "take a model of another family",
             differs=f"{name} computes other states after a rejected draft than without it, by {{:.2g}} of them: rejected "
-            "tokens cannot be rolled back, so it cannot be decoded speculatively",
+            "tokens cannot be rolled back, so it cannot be decoded speculatively; take a model of another family",
             allow_nan=True,  # the decoder reports states that are not finite, by request
         )
         alone = {"batches": _rolls_back(model, num_rows=2), "trees": _rolls_back(model, tree=True)}

@@ -26,7 +26,7 @@ from heads.inference.model_checks import KNOWN_LAYER_TYPES, check_on_probe, prob
 from heads.target.hidden_states import blocks, num_blocks, tapped
 from heads.target.placement import own_copy
 
-ROUTING_BIASES = ("e_score_correction_bias", "expert_bias")  # choose experts; no gradient reaches them
+CHOOSING = ("e_score_correction_bias", "expert_bias", ".indexer.")  # parameters that choose experts or keys, without gradients
 
 
 class Keys(Protocol):
@@ -42,11 +42,17 @@ class ChainKeys:
     def __init__(self) -> None:
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
+        self._index_keys: list[Tensor] = []
 
     def update(self, keys_BMTH: Tensor, values_BMTH: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         self._keys.append(keys_BMTH)
         self._values.append(values_BMTH)
         return torch.cat(self._keys, 2), torch.cat(self._values, 2)
+
+    def update_indexer(self, index_keys_BTH: Tensor, layer: int) -> Tensor:
+        """Do the same with the keys by which an indexer chooses those that are seen (DeepSeek-V3.2)."""
+        self._index_keys.append(index_keys_BTH)
+        return torch.cat(self._index_keys, 1)
 
 
 class CacheLayer:
@@ -57,6 +63,9 @@ class CacheLayer:
 
     def update(self, keys_BMTH: Tensor, values_BMTH: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         return self.cache.update(keys_BMTH, values_BMTH, self.number)
+
+    def update_indexer(self, index_keys_BTH: Tensor, layer: int) -> Tensor:
+        return self.cache.update_indexer(index_keys_BTH, self.number)
 
 
 class Surroundings:
@@ -81,11 +90,14 @@ class Surroundings:
             )
         self.window = None if self.kind == "full_attention" else getattr(config, "sliding_window", None)
         # In a tuple, like every module of the target's. None: its blocks have one each, or positions in the embedding.
-        self._rotary = (dict(backbone(target).named_children()).get("rotary_emb"),)
+        parts = dict(backbone(target).named_children())
+        self._rotary = (parts.get("rotary_emb", parts.get("pos_emb")),)
         by_kind = isinstance((getattr(config, "rope_parameters", None) or {}).get(self.kind), dict)
         self._rotary_arguments = {"layer_type": self.kind} if by_kind else {}
         parameters = inspect.signature(type(blocks(target)[number]).forward).parameters
         self._cache_argument = "layer_past" if "layer_past" in parameters else "past_key_values"
+        # Falcon's blocks ask for it where they have none, too.
+        self._without = {"alibi": None} if "alibi" in parameters and not getattr(config, "alibi", True) else {}
         self._additive_masks = config._attn_implementation == "eager"
         if target.device.type != "meta":  # a plan builds heads without any values to compare
             needs_more = f"block {number} of {type(target).__name__} needs more around it than draftsmith knows to give it"
@@ -108,7 +120,7 @@ class Surroundings:
             keys: where keys and values go and come from; None: they are those of `states_BTD`.
         """
         (rotary,) = self._rotary
-        given: dict[str, Any] = {self._cache_argument: keys}
+        given: dict[str, Any] = {self._cache_argument: keys, **self._without}
         if rotary is not None:
             given["position_embeddings"] = rotary(states_BTD, positions_BT, **self._rotary_arguments)
         mask = self._mask(visible_B1TS, states_BTD.dtype)
@@ -143,7 +155,7 @@ def copy_block(target: PreTrainedModel, number: int) -> nn.Module:
     """Return a trainable copy of a block of the target's, on the target's device and in its dtype."""
     block = own_copy(blocks(target)[number]).to(target.device)
     for name, parameter in block.named_parameters():
-        parameter.requires_grad_(not name.endswith(ROUTING_BIASES))
+        parameter.requires_grad_(not any(part in name for part in CHOOSING))
     return block
 
 

@@ -110,18 +110,19 @@ def check_taps(model: PreTrainedModel, taps: Sequence[int]) -> None:
     check_on_probe(
         model,
         partial(_tap_error, taps=taps),
-        fails=f"the blocks of {name} do not all give a state to every text ({{}}); {remedy}",
+        fails=f"the blocks of {name} do not each give one state a token, as taps need ({{}}); {remedy}",
         differs=f"the tapped states of {name} do not reproduce its logits (the error is {{:.2g}} of them); its blocks return "
         f"something else than the residual stream; {remedy}",
     )
 
 
 def _tap_error(model: PreTrainedModel, taps: Sequence[int]) -> float:
-    last = num_blocks(model)
+    last, ids_1T = num_blocks(model), probe_ids(model)
     with tapped(model, [*taps, last]) as seen:
-        logits_1TV = model(input_ids=probe_ids(model), use_cache=False).logits
-    if any(seen[tap].shape != seen[last].shape for tap in taps):
-        return float("inf")
+        logits_1TV = model(input_ids=ids_1T, use_cache=False).logits
+    for tap in (last, *taps):
+        if seen[tap].shape[:2] != ids_1T.shape or seen[tap].shape != seen[last].shape:
+            raise ValueError(f"h_{tap} of a text of {ids_1T.shape[1]} tokens is of shape {tuple(seen[tap].shape)}")
     return relative_error(head_logits(model, final_norm(model)(seen[last])), logits_1TV)
 
 

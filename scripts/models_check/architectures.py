@@ -102,10 +102,17 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": HYBRID},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "longcat_flash": {"zero_expert_num": 2},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    **{name: {"layer_types": ["conv", "full_attention"] * 2} for name in ("lfm2", "lfm2_moe")},
     "llama4_text": {"moe_layers": [1, 2]},
     "mamba2": {"num_heads": 8},
+    "mellum": {"layer_types": MIXED},
     **{name: {"rope_parameters": SECTIONS} for name in ("qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text")},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+        **dict.fromkeys(("index_n_heads", "index_topk_blocks"), 2),
+        "index_block_size": 4,
+    },
+    "olmo_hybrid": {"layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"]},
     "qwen2_moe": {"mlp_only_layers": [1], "decoder_sparse_step": 1},
     "qwen4_exp_text": {
         **dict.fromkeys(("indexer_n_heads", "indexer_budget"), 8),
@@ -115,7 +122,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
     "xlstm": {"qk_dim_factor": 1.0},
-    "zaya": {"num_experts_per_tok": 1},
+    "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid", "hybrid_sliding"] * 2},
 }
 SHORT = {"original_max_position_embeddings": SPAN}
 LONG_ROPE = {

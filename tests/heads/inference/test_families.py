@@ -21,6 +21,7 @@ from heads.proposers.draft_lm import DraftLM
 from heads.sampling.token_tree import tree_attention
 from heads.target.hidden_states import final_norm
 from heads.target.loading import Target, load_with
+from tests.support.family_configs import tiny_model
 
 SIZE = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 128}
 ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -73,7 +74,7 @@ NEMOTRON = (
     | {"n_groups": 2, "chunk_size": 8}
 )
 
-# name: config class, its settings, and the refusals: by way of decoding, or of all
+# name: config class, its settings (None: a name of the models check), and the refusals: by way of decoding, or of all
 TABLE = {
     "bloom": ("BloomConfig", {"vocab_size": 256, "hidden_size": 64, "n_layer": 2, "n_head": 4}, {}),
     "codegen": ("CodeGenConfig", OLD | {"rotary_dim": 8}, {}),
@@ -81,6 +82,7 @@ TABLE = {
     "doge": ("DogeConfig", GROUPED | {"keep_window_size": 16}, {}),
     "deepseek_v32": ("DeepseekV32Config", DSA, {}),
     "deepseek_v32_ties": ("DeepseekV32Config", DSA | {"index_n_heads": 1}, {}),
+    "dots3_note": ("dots3_note_text", None, {}),
     "falcon": ("FalconConfig", BLOCK | {"new_decoder_architecture": False}, {}),
     "falcon_alibi": ("FalconConfig", BLOCK | {"new_decoder_architecture": False, "alibi": True}, {}),
     "gemma2": ("Gemma2Config", GROUPED | SLIDING, {}),
@@ -103,6 +105,11 @@ TABLE = {
         "GraniteMoeHybridConfig",
         GROUPED | MAMBA2 | {"layer_types": ["mamba", "attention"], "num_local_experts": 4, "num_experts_per_tok": 2},
         {},
+    ),
+    "inkling": (
+        "inkling_text",
+        None,
+        {"batch": "rows of unequal lengths.* batch_size 1", "tree": "drafts of a tree.* tree null"},
     ),
     "jamba": (
         "JambaConfig",
@@ -199,6 +206,8 @@ def changed(model, seed, change):
 def built(name):
     """Return a random model of this family, in which few logits are near ties."""
     kind, settings, _ = TABLE[name]
+    if settings is None:
+        return tiny_model(kind)
     config = getattr(transformers, kind)(**settings, **ENDS)
     torch.manual_seed(0)
     model = load_with(
