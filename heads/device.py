@@ -60,10 +60,14 @@ def can_pin(device: torch.device) -> bool:
 
 def to_device(values: Sequence[int], device: torch.device) -> Tensor:
     """Return integers as a tensor (int64) on a device, for which the host does not wait where that can be."""
-    there = torch.tensor(values, dtype=torch.int64)
-    if device.type == "cpu":
-        return there
-    return (there.pin_memory() if can_pin(device) else there).to(device, non_blocking=True)
+    return upload(torch.tensor(values, dtype=torch.int64), device)
+
+
+def upload(values: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device; where it comes from the host, that does not wait for the copy where that can be."""
+    if not values.is_cpu or device.type == "cpu":
+        return values.to(device)
+    return (values.pin_memory() if can_pin(device) else values).to(device, non_blocking=True)
 
 
 def allocated_peak(device: torch.device) -> int | None:

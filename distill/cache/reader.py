@@ -23,6 +23,7 @@ from distill.cache.format import CONVENTION, MANIFEST, REMAKE, CacheManifest, re
 from distill.cache.rows import before_labels, unpack_ids
 from distill.dataset.batches import ConversationDataset
 from distill.loss.pairs import SparseTarget
+from heads.device import upload
 from heads.modules.interface import NO_DOCUMENT, Batch, Normalisers
 from heads.target.hidden_states import TargetStates
 from heads.target.identity import TargetIdentity
@@ -48,7 +49,7 @@ class TargetCache:
         """
         if self.manifest.layout.every_position:
             return self.states(batch).final_BTE
-        before_label_BT = before_labels(batch)
+        before_label_BT = before_labels(batch.on_host)
         kept = self._rows_of(batch, before_label_BT)
         if self.manifest.layout.kind == "top_k":
             return SparseTarget(log_probs=kept["log_probs"], token_ids=kept["token_ids"], log_tail=kept["log_tail"])
@@ -61,7 +62,7 @@ class TargetCache:
             batch: conversations of the cache's data file.
             taps: some of the cache's (`check_keeps`), in the order in which they are wanted.
         """
-        inside_BT = batch.document_ids_BT != NO_DOCUMENT
+        inside_BT = batch.on_host.document_ids_BT != NO_DOCUMENT
         names = ["hidden", *map(tap_name, taps)]
         kept = self._rows_of(batch, inside_BT, names)
         final_BTE, *taps_ABTE = (_placed(kept[name].to(self.dtype), inside_BT) for name in names)
@@ -69,7 +70,7 @@ class TargetCache:
 
     def normalisers(self, batch: Batch) -> Normalisers:
         """Return the normalisers of the target's logits at every position of a batch, on its device; 0 on padding."""
-        inside_BT = batch.document_ids_BT != NO_DOCUMENT
+        inside_BT = batch.on_host.document_ids_BT != NO_DOCUMENT
         kept = self._rows_of(batch, inside_BT, ["log_sum", "top1"])
         log_sum_BT, top1_BT = (_placed(kept[name], inside_BT) for name in ("log_sum", "top1"))
         return Normalisers(log_sum_P=log_sum_BT.flatten(), top1_P=top1_BT.flatten().long())
@@ -120,12 +121,13 @@ class TargetCache:
         return kept
 
     def _rows_of(self, batch: Batch, kept_BT: Tensor, names: Sequence[str] | None = None) -> dict[str, Tensor]:
-        """Return the rows of the positions where `kept_BT` is True, the first ones of each conversation, on its device."""
+        """Return the rows of the positions where `kept_BT` (on the host) is True, the first ones of each conversation."""
+        device, batch = batch.input_ids_BT.device, batch.on_host
         documents_BT = batch.document_ids_BT.clamp(min=0)
         counts_BC = torch.zeros_like(batch.conversations_BC).scatter_add_(1, documents_BT, kept_BT.long())
         there_BC = batch.conversations_BC != NO_DOCUMENT
         kept = self.rows(batch.conversations_BC[there_BC].tolist(), counts_BC[there_BC].tolist(), names)
-        return {name: values.to(kept_BT.device) for name, values in kept.items()}
+        return {name: upload(values, device) for name, values in kept.items()}
 
     def _conversation(self, number: int, length: int, names: Sequence[str]) -> dict[str, Tensor]:
         place = self.manifest.conversations[number]
@@ -210,7 +212,7 @@ def check_fits(cache: TargetCache, dataset: ConversationDataset, config: Distill
 
 
 def _placed(values_N: Tensor, where_BT: Tensor) -> Tensor:
-    """Return values `[B, T, ...]` of the positions where `where_BT` is True, 0 elsewhere."""
+    """Return values `[B, T, ...]` of the positions where `where_BT`, in host memory, is True, 0 elsewhere."""
     placed_BT = values_N.new_zeros(*where_BT.shape, *values_N.shape[1:])
-    placed_BT[where_BT] = values_N
+    placed_BT.flatten(0, 1)[upload(where_BT.flatten().nonzero().squeeze(1), values_N.device)] = values_N
     return placed_BT

@@ -105,8 +105,7 @@ def _states(
         kept |= {tap_name(tap): tap_NE.to(dtype) for tap, tap_NE in zip(layout.taps, taps_ANE, strict=True)}
         # Of the state as it will be read: the sum of a rounded one's probabilities is then still 1.
         read_1NE = kept["hidden"].to(hidden_NE.dtype).unsqueeze(0)
-        everywhere_N = torch.ones(len(hidden_NE), dtype=torch.bool, device=hidden_NE.device)
-        known = normalise(target.model, read_1NE, everywhere_N, chunk_size=chunk_size)
+        known = normalise(target.model, read_1NE, torch.arange(len(hidden_NE)), chunk_size=chunk_size)
         kept |= {"log_sum": known.log_sum_P.float(), "top1": known.top1_P.int()}
     return {name: values.cpu() for name, values in kept.items()}
 

@@ -49,7 +49,7 @@ class LogitHead:
 
 
 class ChunkedLoss(NamedTuple):
-    """A loss and its per-row statistics. Rows of weight 0 were not computed: they hold 0 and False.
+    """A loss and its per-row statistics; rows of weight 0 hold 0 and False.
 
     A tuple, because ZeRO-3 finds the tensors that a module returns, and so the start of its backward, in tuples only.
 
@@ -90,7 +90,9 @@ def chunked_loss(
 ) -> ChunkedLoss:
     """Return the weighted sum of a divergence over positions, differentiable in the draft's hidden states and head.
 
-    A batch of weights 0, or of no rows, yields a loss of 0 that still has a (zero) gradient, so that under DDP a rank
+    Rows of weight 0 count for nothing; but they are computed, since the host does not know which
+    they are, and must be finite. A batch of
+    weights 0, or of no rows, yields a loss of 0 that still has a (zero) gradient, so that under DDP a rank
     without labels takes part in the reduction.
 
     Args:
@@ -99,7 +101,7 @@ def chunked_loss(
         draft_head: its output may have W columns, see `draft_token_ids_W`.
         divergence: a function of `distill.loss.divergences`, or a mix of them.
         weights_N: what each row's value is multiplied with. Where a step has L labels in all micro-batches and processes, and
-            gradients are averaged over R processes, R / L, so that every label weighs the same. Rows of weight 0 are left out.
+            gradients are averaged over R processes, R / L, so that every label weighs the same.
         chunk_size: rows whose logits live at one time, at least 1. Changes memory and speed, never the result.
         temperature: divides both sides' logits in the divergence.
         draft_token_ids_W: int64, the target's id of each draft token (d2t); None where the vocabularies are one.
@@ -116,10 +118,10 @@ def chunked_loss(
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
     draft_labels_N = _draft_ids(labels_N, draft_token_ids_W)
 
-    def compare_chunk(rows_C: Tensor, hidden_CD: Tensor, leaves: list[Tensor], weights_C: Tensor) -> Compared:
+    def compare_chunk(rows: slice, hidden_CD: Tensor, leaves: list[Tensor], weights_C: Tensor) -> Compared:
         with torch.set_grad_enabled(bool(leaves)):
             draft_logits_CW = draft_head.logits_of(hidden_CD)
-        target_chunk = target.at(rows_C)
+        target_chunk = target.at(rows)
         statistics, gradient_CW = compare(
             divergence,
             target_chunk,
@@ -127,7 +129,7 @@ def chunked_loss(
             weights_C if leaves else None,
             temperature=temperature,
             draft_token_ids_W=draft_token_ids_W,
-            labels_C=None if draft_labels_N is None else draft_labels_N[rows_C],
+            labels_C=None if draft_labels_N is None else draft_labels_N[rows],
         )
         if not leaves:
             return statistics, []
@@ -150,7 +152,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        compare_chunk: Callable[[Tensor, Tensor, list[Tensor], Tensor], Compared],
+        compare_chunk: Callable[[slice, Tensor, list[Tensor], Tensor], Compared],
         weights_N: Tensor,
         chunk_size: int,
         parameters: tuple[Tensor, ...],
@@ -167,14 +169,17 @@ class _ChunkedLoss(torch.autograd.Function):
         top1_agrees_N = torch.zeros_like(values_N, dtype=torch.bool)
         grad_hidden_ND = torch.zeros_like(hidden_ND) if wanted[0] else None
         grad_parameters = [torch.zeros_like(parameter, dtype=wide) for parameter in trained]
-        for rows_C in weights_N.nonzero().squeeze(-1).split(chunk_size):
-            hidden_CD = hidden_ND[rows_C].requires_grad_(wanted[0])
+        for start in range(0, max(1, len(hidden_ND)), chunk_size):  # a chunk of no rows, too, leaves gradients of 0
+            rows = slice(start, start + chunk_size)
+            hidden_CD = hidden_ND[rows].detach().requires_grad_(wanted[0])
             leaves = [hidden_CD, *trained] if wanted[0] else trained
-            statistics, gradients = compare_chunk(rows_C, hidden_CD, leaves, weights_N[rows_C] / unit)
-            values_N[rows_C], acceptance_N[rows_C] = statistics.values_C.to(wide), statistics.acceptance_C.to(wide)
-            top1_agrees_N[rows_C] = statistics.top1_agrees_C
+            statistics, gradients = compare_chunk(rows, hidden_CD, leaves, weights_N[rows] / unit)
+            counts_C = weights_N[rows] != 0
+            values_N[rows] = torch.where(counts_C, statistics.values_C.to(wide), 0)
+            acceptance_N[rows] = torch.where(counts_C, statistics.acceptance_C.to(wide), 0)
+            top1_agrees_N[rows] = statistics.top1_agrees_C & counts_C
             if grad_hidden_ND is not None:
-                grad_hidden_ND[rows_C] = gradients.pop(0)
+                grad_hidden_ND[rows] = gradients.pop(0)
             for total, gradient in zip(grad_parameters, gradients, strict=True):
                 total += gradient
         ctx.wanted_dtypes = [t.dtype if wants else None for t, wants in zip((hidden_ND, *parameters), wanted, strict=True)]
@@ -288,10 +293,9 @@ def _draft_ids(labels_N: Tensor | None, draft_token_ids_W: Tensor | None) -> Ten
     """Return the draft's id of each label, -1 for none and for what the draft vocabulary leaves out."""
     if labels_N is None or draft_token_ids_W is None:
         return labels_N
-    highest = torch.cat([labels_N, draft_token_ids_W]).max()
-    draft_ids = labels_N.new_full((int(highest) + 1,), -1)
-    draft_ids[draft_token_ids_W] = torch.arange(len(draft_token_ids_W), device=labels_N.device)
-    return torch.where(labels_N >= 0, draft_ids[labels_N.clamp(min=0)], -1)
+    sorted_W, order_W = draft_token_ids_W.sort()
+    places_N = torch.searchsorted(sorted_W, labels_N).clamp(max=len(sorted_W) - 1)
+    return torch.where(sorted_W[places_N] == labels_N, order_W[places_N], -1)
 
 
 # --- heads --------------------------------------------------------------------------------------------------------

@@ -18,8 +18,9 @@ from configs.schema.learning import LossConfig
 from distill.loss.chunked import ChunkedLoss, LogitHead, chunked_loss, model_head
 from distill.loss.divergences import configured_divergence
 from distill.loss.pairs import HiddenRows, SparseTarget, TargetRows
+from heads.device import upload
 from heads.inference.causal_lm import HeadRows, head_rows, read_documents
-from heads.modules.interface import Batch
+from heads.modules.interface import Batch, before_labels, flat
 from heads.proposers.vocabulary import DraftVocabulary
 from heads.target.loading import Target
 
@@ -68,32 +69,28 @@ class DraftObjective(nn.Module):
 
     def forward(
         self,
-        input_ids_BT: Tensor,
-        loss_mask_BT: Tensor,
+        batch: Batch,
         signal: Tensor | SparseTarget,
         num_labels: Tensor,
         world_size: int,
-        packed_positions_BT: Tensor | None = None,
     ) -> ChunkedLoss:
         """Return the loss over all positions whose next token is a label.
 
         Args:
-            input_ids_BT: token ids.
-            loss_mask_BT: True at label tokens; position t - 1 predicts the label at t.
+            batch: the conversations.
             signal: the target's final hidden states `[B, T, E]`, read before labels only, or a sparse target of the N rows
                 before labels, in the order of the mask.
             num_labels: labels of the whole optimiser step, over all processes and micro-batches, which the sum is divided by.
             world_size: processes whose gradients are averaged afterwards, which this factor undoes.
-            packed_positions_BT: positions from 0 in each document; None: each row is a single one.
         """
         with self._timed("draft"):
-            hidden_BTD = read_documents(self.draft, input_ids_BT, packed_positions_BT)
-        predicts_label_BT = loss_mask_BT[:, 1:]
-        draft_ND = hidden_BTD[:, :-1][predicts_label_BT]
-        labels_N = input_ids_BT[:, 1:][predicts_label_BT] if "cross_entropy" in self._config.weights else None
+            hidden_BTD = read_documents(self.draft, batch.input_ids_BT, batch.packed_positions_BT)
+        places_N = upload(before_labels(batch), hidden_BTD.device)
+        draft_ND = flat(hidden_BTD, places_N)
+        labels_N = flat(batch.input_ids_BT, places_N + 1) if "cross_entropy" in self._config.weights else None
         weights_N = torch.full((len(draft_ND),), float(world_size), device=draft_ND.device) / num_labels
         return chunked_loss(
-            self._target_rows(signal, predicts_label_BT),
+            self._target_rows(signal, places_N),
             draft_ND,
             self._draft_head(),
             self._divergence,
@@ -104,13 +101,13 @@ class DraftObjective(nn.Module):
             labels_N=labels_N,
         )
 
-    def _target_rows(self, signal: Tensor | SparseTarget, predicts_label_BT: Tensor) -> TargetRows:
+    def _target_rows(self, signal: Tensor | SparseTarget, places_N: Tensor) -> TargetRows:
         """Return the target's side of the loss at the rows that have a label."""
         if isinstance(signal, SparseTarget):
             return signal
         (target,) = self._target
         head = self._trimmed(model_head(target.model))
-        return HiddenRows(hidden_NE=signal[:, :-1][predicts_label_BT], logits_of=head.logits_of)
+        return HiddenRows(hidden_NE=flat(signal, places_N), logits_of=head.logits_of)
 
     def _draft_head(self) -> LogitHead:
         """Return the draft's head: whole, or the rows of a reduced vocabulary, gathered once for all chunks of a batch."""

@@ -8,7 +8,7 @@ B batch, T positions, E width of the target, N rows of one depth, K depths, P = 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -20,6 +20,7 @@ from distill.loss.chunked import ChunkedLoss, LogitHead, chunked_loss, model_hea
 from distill.loss.divergences import configured_divergence
 from distill.loss.draft_objective import Timer
 from distill.loss.pairs import HiddenRows, NormalisedRows, TargetRows, normalise
+from heads.device import upload
 from heads.inference.causal_lm import HeadRows
 from heads.modules.interface import Batch, Depth, HeadModule, Normalisers, flat
 from heads.target.hidden_states import TargetStates
@@ -90,7 +91,10 @@ class HeadObjective(nn.Module):
         """
         with self._timed("draft"):
             depths = cast(HeadModule, self.head)(batch, states)
-        target_rows = self._target_rows(batch, states, depths, normalisers)
+        if normalisers is None and self._reads_normalisers:
+            normalisers = self._normalised(states, depths)
+        depths = _on_device(depths, states.final_BTE.device)
+        target_rows = self._target_rows(states, depths, normalisers)
         total_weight = sum(depth.weight for depth in depths)
         results = [
             self._depth_loss(batch, depth, rows, world_size * depth.weight / (total_weight * num_labels))
@@ -119,16 +123,18 @@ class HeadObjective(nn.Module):
         confidence_loss = _confidence_loss(depth, depth.confidence_N, result.acceptance_N, weights_N)
         return result._replace(loss=result.loss + confidence_loss)
 
-    def _target_rows(
-        self, batch: Batch, states: TargetStates, depths: list[Depth], normalisers: Normalisers | None
-    ) -> list[TargetRows]:
+    @property
+    def _reads_normalisers(self) -> bool:
+        whole = cast(HeadModule, self.head).token_ids_W is None
+        return not whole and self._config.temperature == 1 and "cross_entropy" not in self._config.weights
+
+    def _target_rows(self, states: TargetStates, depths: list[Depth], known: Normalisers | None) -> list[TargetRows]:
         """Return the target's side for each depth."""
         (target,) = self._target
         hidden_BTE, token_ids_W = states.final_BTE, cast(HeadModule, self.head).token_ids_W
-        if token_ids_W is None or self._config.temperature != 1 or "cross_entropy" in self._config.weights:
+        if token_ids_W is None or known is None or not self._reads_normalisers:
             logits_of = model_head(target.model).logits_of
             return [HiddenRows(hidden_NE=flat(hidden_BTE, depth.target_places_N), logits_of=logits_of) for depth in depths]
-        known = self._normalised(batch, states, depths) if normalisers is None else normalisers
         head = HeadRows(target.model, token_ids_W)
         return [
             NormalisedRows(
@@ -140,13 +146,18 @@ class HeadObjective(nn.Module):
             for depth in depths
         ]
 
-    def _normalised(self, batch: Batch, states: TargetStates, depths: list[Depth]) -> Normalisers:
+    def _normalised(self, states: TargetStates, depths: list[Depth]) -> Normalisers:
         """Compute the normalisers of every position where a depth is compared, once for all depths."""
         (target,) = self._target
-        wanted_P = torch.zeros_like(batch.loss_mask_BT).flatten()
-        for depth in depths:
-            wanted_P[depth.target_places_N] = True
-        return normalise(target.model, states.final_BTE, wanted_P, chunk_size=self._config.chunk_size)
+        places_N = torch.cat([depth.target_places_N for depth in depths]).unique()
+        return normalise(target.model, states.final_BTE, places_N, chunk_size=self._config.chunk_size)
+
+
+def _on_device(depths: list[Depth], device: torch.device) -> list[Depth]:
+    """Return depths whose places are on a device, all moved in one copy."""
+    places = [places_N for depth in depths for places_N in (depth.origins_N, depth.target_places_N)]
+    moved = iter(upload(torch.cat(places), device).split([len(each) for each in places]))
+    return [replace(depth, origins_N=next(moved), target_places_N=next(moved)) for depth in depths]
 
 
 def _confidence_loss(depth: Depth, confidence_N: Tensor, acceptance_N: Tensor, weights_N: Tensor) -> Tensor:
@@ -178,7 +189,7 @@ def _sums(batch: Batch, depths: list[Depth], results: list[ChunkedLoss]) -> Head
             "joint_agrees_K": joint_agrees_P,
             "reached_K": reached_P,
         }
-        num_labels = result.values_N.new_tensor(len(depth.origins_N))
+        num_labels = torch.full_like(result.loss, len(depth.origins_N), dtype=result.values_N.dtype)
         sums.append({"labels_K": num_labels} | {name: values.float().sum() for name, values in summed.items()})
     return HeadLoss(
         loss=torch.stack([result.loss for result in results]).sum(),

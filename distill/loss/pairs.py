@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from heads.device import upload
 from heads.inference.causal_lm import HeadRows, head_logits
 from heads.modules.interface import Normalisers
 
@@ -77,8 +78,8 @@ class TargetRows(Protocol):
 
     def __len__(self) -> int: ...
 
-    def at(self, rows_C: Tensor) -> TargetChunk:
-        """Return the rows with these indices, int64."""
+    def at(self, rows: slice) -> TargetChunk:
+        """Return these rows."""
 
 
 class TargetChunk(Protocol):
@@ -113,9 +114,9 @@ class HiddenRows:
     def __len__(self) -> int:
         return len(self.hidden_NE)
 
-    def at(self, rows_C: Tensor) -> DenseChunk:
+    def at(self, rows: slice) -> DenseChunk:
         """Compute the logits of these rows."""
-        return DenseChunk(logits_CV=self.logits_of(self.hidden_NE[rows_C]))
+        return DenseChunk(logits_CV=self.logits_of(self.hidden_NE[rows]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,10 +157,10 @@ class NormalisedRows:
     def __len__(self) -> int:
         return len(self.hidden_NE)
 
-    def at(self, rows_C: Tensor) -> NormalisedChunk:
+    def at(self, rows: slice) -> NormalisedChunk:
         """Compute the W logits of these rows."""
-        logits_CW = self.head.logits(self.hidden_NE[rows_C])
-        return NormalisedChunk(logits_CW=logits_CW, log_sum_C=self.log_sum_N[rows_C], top1_C=self.top1_N[rows_C])
+        logits_CW = self.head.logits(self.hidden_NE[rows])
+        return NormalisedChunk(logits_CW=logits_CW, log_sum_C=self.log_sum_N[rows], top1_C=self.top1_N[rows])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,12 +198,12 @@ class NormalisedChunk:
 
 
 @torch.no_grad()
-def normalise(model: PreTrainedModel, hidden_BTE: Tensor, wanted_P: Tensor, *, chunk_size: int) -> Normalisers:
-    """Compute the normalisers of final states at the flat places where `wanted_P` (bool) is True, a few rows at a time."""
+def normalise(model: PreTrainedModel, hidden_BTE: Tensor, places_N: Tensor, *, chunk_size: int) -> Normalisers:
+    """Compute the normalisers of final states at flat places, each named once, a few rows at a time."""
     hidden_PE = hidden_BTE.flatten(0, 1)
     log_sum_P = at_least_float32(hidden_PE.new_zeros(len(hidden_PE)))
     top1_P = torch.zeros(len(hidden_PE), dtype=torch.int64, device=hidden_PE.device)
-    for rows_C in wanted_P.nonzero().squeeze(-1).split(chunk_size):
+    for rows_C in upload(places_N, hidden_PE.device).split(chunk_size):
         logits_CV = head_logits(model, hidden_PE[rows_C])
         for rows_R, logits_RV in zip(rows_C.split(TILE_ROWS), logits_CV.split(TILE_ROWS), strict=True):
             wide_RV = at_least_float32(logits_RV)
@@ -234,8 +235,8 @@ class SparseTarget:
     def top1_C(self) -> Tensor:
         return self.token_ids[:, 0]
 
-    def at(self, rows_C: Tensor | slice) -> SparseTarget:
-        return SparseTarget(log_probs=self.log_probs[rows_C], token_ids=self.token_ids[rows_C], log_tail=self.log_tail[rows_C])
+    def at(self, rows: slice) -> SparseTarget:
+        return SparseTarget(log_probs=self.log_probs[rows], token_ids=self.token_ids[rows], log_tail=self.log_tail[rows])
 
     def part(self, rows: slice) -> SparseTarget:
         return self.at(rows)

@@ -87,7 +87,7 @@ def mean_acceptance(layers: list[int], target: Target, seen: Sequence[tuple[Batc
     draft = move(keep_layers(target.model, layers), target.device, torch.float32)
     objective = DraftObjective(draft.eval(), target, LossConfig())
     one = torch.ones((), device=target.device)
-    results = [objective(batch.input_ids_BT, batch.loss_mask_BT, hidden_BTE, one, 1) for batch, hidden_BTE in seen]
+    results = [objective(batch, hidden_BTE, one, 1) for batch, hidden_BTE in seen]
     return float(torch.cat([result.acceptance_N for result in results]).mean())
 
 

@@ -133,6 +133,7 @@ class DraftSource:
 
 def examples_of(batch: Batch) -> list[Example]:
     """Return the conversations that a batch was collated from."""
+    batch = batch.on_host
     lengths = (batch.document_ids_BT != NO_DOCUMENT).sum(1).tolist()
     answer_starts = batch.loss_mask_BT.int().argmax(1).tolist()
     ids, conversations = batch.input_ids_BT.tolist(), batch.conversations_BC[:, 0].tolist()

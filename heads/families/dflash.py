@@ -20,12 +20,13 @@ from transformers import PreTrainedModel
 
 from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import DFlashSettings
+from heads.device import upload
 from heads.families.eagle3 import default_taps
 from heads.inference.kv_cache import RowCache
 from heads.modules.autoregressive import FeatureProposer
-from heads.modules.block_training import Anchors, BlockKeys, choose_anchors
+from heads.modules.block_training import Anchors, BlockKeys, before_anchors, choose_anchors
 from heads.modules.initialization import mask_token
-from heads.modules.interface import Batch, Depth, Family
+from heads.modules.interface import Batch, Depth, Family, flat
 from heads.modules.layers import CachedKeys, DraftHead, DraftLayer, HeadBase, Rotary, layer_shape, norm
 from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.protocol import Proposal, Tokens
@@ -57,8 +58,9 @@ class DFlash(HeadBase):
         anchors = choose_anchors(batch, self.settings.num_anchors if self.training else None)
         context_BTD = self.features(states.with_noise(self.settings.tap_noise if self.training else 0.0))
         rotation = self.rotary(context_BTD, batch.position_ids_BT)
-        keys = BlockKeys(context_BTD, rotation, anchors.ranges(batch.position_ids_BT))
-        pending_BA, first_BA = (each.gather(1, anchors.places_BA) for each in (batch.input_ids_BT, batch.position_ids_BT))
+        places_BA = upload(anchors.places_BA, batch.input_ids_BT.device)
+        pending_BA, first_BA = (each.gather(1, places_BA) for each in (batch.input_ids_BT, batch.position_ids_BT))
+        keys = BlockKeys(context_BTD, rotation, before_anchors(places_BA, first_BA))
         states_BXD = self.embed(self._block_ids(pending_BA).flatten(1))
         rotation = self.rotary(states_BXD, self._block_positions(first_BA).flatten(1))
         for layer in self.layers:
@@ -90,11 +92,11 @@ class DFlash(HeadBase):
         return self.norm(states_BSD)
 
     def _depth(self, batch: Batch, anchors: Anchors, slot: int, states_BAD: Tensor) -> Depth:
-        labelled_BA = anchors.labelled(batch, slot)
-        rows_N, columns_N = labelled_BA.nonzero(as_tuple=True)
+        rows_N, columns_N = anchors.labelled(batch, slot).nonzero(as_tuple=True)
         origins_N = rows_N * batch.input_ids_BT.shape[1] + anchors.places_BA[rows_N, columns_N] - 1
-        hidden_ND = states_BAD[rows_N, columns_N]
+        hidden_ND = flat(states_BAD, rows_N * anchors.places_BA.shape[1] + columns_N)
         weight, row_weights_N = math.exp(-(slot - 1) / self.settings.position_decay), anchors.weights_BA[rows_N, columns_N]
+        row_weights_N = upload(row_weights_N, hidden_ND.device)
         return self.lm_head.at_depth(slot - 1, hidden_ND, origins_N, weight=weight, row_weights_N=row_weights_N)
 
     def _block_ids(self, pending: Tensor) -> Tensor:

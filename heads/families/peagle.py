@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import PEagleSettings
+from heads.device import upload
 from heads.families.eagle3 import EagleBody
 from heads.modules.attention import Ranges, causal_ranges, read_ranges
 from heads.modules.autoregressive import FeatureProposer
@@ -51,18 +52,18 @@ class PEagle(EagleBody):
         """Run the head over all depths of the origins that are kept; in evaluation mode that is all of them."""
         num_depths = self.settings.num_depths
         depths_BT, row_weights_BK = kept_depths(batch, self._shares() if self.training else [1.0] * num_depths)
-        chains = make_chains(depths_BT, num_depths)
-        states_BUD = self._states(batch, states, chains)
+        chains = make_chains(depths_BT, num_depths)  # on the host, as the places below
+        states_BUD = self._states(batch, states, chains.on(batch.input_ids_BT.device))
         T = batch.input_ids_BT.shape[1]
-        rows_B1 = torch.arange(len(depths_BT), device=depths_BT.device).unsqueeze(1)
-        places_BM = rows_B1 * T + chains.origins_BM
+        places_BM = torch.arange(len(depths_BT)).unsqueeze(1) * T + chains.origins_BM
         origins_N = (depths_BT > 0).flatten().nonzero().squeeze(1)
         depths = [self._depth(flat(states_BUD[:, :T], origins_N), origins_N, row_weights_BK[:, 0], 0, T)]
         parts = states_BUD[:, T:].split(chains.widths, 1)
         for depth, part_BMD in enumerate(parts, start=1):
             kept_BM = chains.kept(depth)
             origins_N, order_N = places_BM[:, : kept_BM.shape[1]][kept_BM].sort()
-            depths.append(self._depth(part_BMD[kept_BM][order_N], origins_N, row_weights_BK[:, depth], depth, T))
+            elements_N = kept_BM.flatten().nonzero().squeeze(1)[order_N]
+            depths.append(self._depth(flat(part_BMD, elements_N), origins_N, row_weights_BK[:, depth], depth, T))
         return depths
 
     def _states(self, batch: Batch, states: TargetStates, chains: Chains) -> Tensor:
@@ -81,7 +82,7 @@ class PEagle(EagleBody):
         return states_BUD
 
     def _depth(self, states_ND: Tensor, origins_N: Tensor, row_weights_B: Tensor, depth: int, T: int) -> Depth:
-        weight, row_weights_N = self.settings.depth_decay**depth, row_weights_B[origins_N // T]
+        weight, row_weights_N = self.settings.depth_decay**depth, upload(row_weights_B[origins_N // T], states_ND.device)
         return self.lm_head.at_depth(depth, self.norm(states_ND), origins_N, weight=weight, row_weights_N=row_weights_N)
 
     def _shares(self) -> list[float]:
@@ -140,11 +141,12 @@ def kept_depths(batch: Batch, shares: Sequence[float]) -> tuple[Tensor, Tensor]:
 
     Returns:
         Number of depths by origin, int64 `[B, T]`, 0 where there is no label at all; and one over the chance that an origin
-        was kept, float `[B, K]`, by row and depth.
+        was kept, float `[B, K]`, by row and depth. Both in host memory.
     """
+    batch = batch.on_host
     labelled_BT = _labelled(batch, 0)
     num_B1 = labelled_BT.sum(1, keepdim=True)
-    kept_BK = (num_B1.double() * torch.tensor(shares, device=num_B1.device, dtype=torch.float64) - 1e-6).ceil()
+    kept_BK = (num_B1.double() * torch.tensor(shares, dtype=torch.float64) - 1e-6).ceil()
     rank_BT = _ranks(labelled_BT) if min(shares) < 1 else torch.zeros_like(batch.input_ids_BT)
     depths_BT = torch.zeros_like(batch.input_ids_BT)
     for depth in range(len(shares)):
@@ -162,7 +164,7 @@ def _labelled(batch: Batch, depth: int) -> Tensor:
 
 def _ranks(labelled_BT: Tensor) -> Tensor:
     """Return the places of labelled origins in a random order of each row's, int64 `[B, T]`; the others come after them."""
-    noise_BT = torch.rand(labelled_BT.shape, device=labelled_BT.device)
+    noise_BT = torch.rand(labelled_BT.shape)
     return (noise_BT + ~labelled_BT).argsort(1).argsort(1)
 
 
@@ -191,8 +193,13 @@ class Chains:
     @property
     def depth_S(self) -> Tensor:
         """The depth of each element, from 1."""
-        widths = torch.tensor(self.widths, device=self.origins_BM.device, dtype=torch.int64)
-        return torch.arange(1, len(self.widths) + 1, device=widths.device).repeat_interleave(widths)
+        widths = torch.tensor(self.widths, dtype=torch.int64)
+        return upload(torch.arange(1, len(self.widths) + 1).repeat_interleave(widths), self.origins_BM.device)
+
+    def on(self, device: torch.device) -> Chains:
+        """Return the same chains with their tensors on a device."""
+        origins_BM, depths_BM = (upload(each_BM, device) for each_BM in (self.origins_BM, self.depths_BM))
+        return Chains(origins_BM=origins_BM, depths_BM=depths_BM, widths=self.widths)
 
     def kept(self, depth: int) -> Tensor:
         """Return which of the elements of a depth (from 1) are trained and no filling, bool `[B, widths[depth - 1]]`."""
@@ -211,7 +218,7 @@ class Chains:
 
 def make_chains(depths_BT: Tensor, num_depths: int) -> Chains:
     """Return the further elements of origins that are kept for so many depths."""
-    further = torch.arange(1, num_depths, device=depths_BT.device)
+    further = torch.arange(1, num_depths)
     widths = (depths_BT.unsqueeze(-1) > further).sum(1).amax(0).tolist()
     origins_BM = depths_BT.argsort(dim=1, descending=True, stable=True)[:, : max(widths, default=0)]
     return Chains(origins_BM=origins_BM, depths_BM=depths_BT.gather(1, origins_BM), widths=tuple(widths))

@@ -23,6 +23,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from configs.runtime.errors import InputError, first_line
 from heads.inference.column_positions import by_axis, by_position, counts_columns, first_of_equals
 from heads.inference.kv_cache import RowCache, RowLayer
+from heads.inference.packed_rows import knowing_packing
 from heads.inference.recurrent_cache import Place, RecurrentCache, cache_argument, find_mixers
 from heads.sampling.token_tree import TreeAttention
 from heads.sampling.uploads import on_device
@@ -121,11 +122,11 @@ def read_documents(model: PreTrainedModel, ids_BT: Tensor, packed_positions_BT: 
     """Return the final, normed hidden states `[B, T, D]` of whole rows; padding stands right, where causality alone masks it.
 
     Args:
-        model: run without a cache.
         packed_positions_BT: positions from 0 in each document; None: each row is a single one.
     """
     apart = {} if packed_positions_BT is None else {"position_ids": by_axis(model.config, packed_positions_BT)}
-    states_BTD: Tensor = backbone(model)(input_ids=ids_BT, use_cache=False, **apart).last_hidden_state
+    with knowing_packing(packed=bool(apart)):
+        states_BTD: Tensor = backbone(model)(input_ids=ids_BT, use_cache=False, **apart).last_hidden_state
     return states_BTD
 
 

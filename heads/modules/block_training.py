@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heads.device import widest_float
 from heads.modules.attention import Ranges, read_ranges
 from heads.modules.interface import Batch, labelled_origins
 from heads.modules.layers import DraftAttention, Rotation
@@ -23,7 +22,7 @@ from heads.modules.layers import DraftAttention, Rotation
 
 @dataclass(frozen=True, kw_only=True)
 class Anchors:
-    """Anchors by row, padded on the right to at least one.
+    """Anchors by row, padded on the right to at least one; in host memory.
 
     Args:
         places_BA: int64, columns of the anchors in their rows, rising; 0 on padding.
@@ -37,17 +36,12 @@ class Anchors:
 
     def labelled(self, batch: Batch, slot: int) -> Tensor:
         """Return the anchors `[B, A]` whose token at `slot` is a label in the same document, bool."""
-        T = batch.input_ids_BT.shape[1]
+        batch, T = batch.on_host, batch.input_ids_BT.shape[1]
         label_BA = (self.places_BA + slot).clamp(max=T - 1)
         documents_BT = batch.document_ids_BT
         together_BA = documents_BT.gather(1, label_BA) == documents_BT.gather(1, self.places_BA)
         inside_BA = self.places_BA + slot < T
         return self.valid_BA & inside_BA & together_BA & batch.loss_mask_BT.gather(1, label_BA)
-
-    def ranges(self, position_ids_BT: Tensor) -> Ranges:
-        """Return which positions each anchor's block reads the target's states of: those before it in its document."""
-        first_BA = self.places_BA - position_ids_BT.gather(1, self.places_BA)
-        return Ranges(first_BX=first_BA, end_BX=self.places_BA)
 
 
 def choose_anchors(batch: Batch, limit: int | None) -> Anchors:
@@ -55,21 +49,31 @@ def choose_anchors(batch: Batch, limit: int | None) -> Anchors:
 
     With their weights, sums over the drawn ones have the mean of sums over all.
     """
-    T = batch.input_ids_BT.shape[1]
+    batch, T = batch.on_host, batch.input_ids_BT.shape[1]
     origins_N = labelled_origins(batch, 0)
     origins_N = origins_N[batch.loss_mask_BT.flatten()[origins_N + 1]]
-    weights_N = torch.ones(len(origins_N), device=origins_N.device)
+    weights_N = torch.ones(len(origins_N))
     if limit is not None:
         rank_N, count_N = _drawn(origins_N // T, batch.document_ids_BT.flatten()[origins_N])
         kept_N = rank_N < limit
         origins_N, weights_N = origins_N[kept_N], (count_N / count_N.clamp(max=limit))[kept_N]
     rows_N, per_row_B = origins_N // T, torch.bincount(origins_N // T, minlength=len(batch.input_ids_BT))
-    column_N = torch.arange(len(rows_N), device=rows_N.device) - (per_row_B.cumsum(0) - per_row_B)[rows_N]
+    column_N = torch.arange(len(rows_N)) - (per_row_B.cumsum(0) - per_row_B)[rows_N]
     places_BA = origins_N.new_zeros(len(per_row_B), max(1, int(per_row_B.max())))
     weights_BA = torch.zeros_like(places_BA, dtype=torch.float32)
     places_BA[rows_N, column_N] = origins_N % T + 1
     weights_BA[rows_N, column_N] = weights_N
     return Anchors(places_BA=places_BA, valid_BA=places_BA > 0, weights_BA=weights_BA)
+
+
+def before_anchors(places_BA: Tensor, positions_BA: Tensor) -> Ranges:
+    """Return which positions blocks read the target's states of: those before their anchors in its document.
+
+    Args:
+        places_BA: columns of the anchors in their rows.
+        positions_BA: theirs in their documents.
+    """
+    return Ranges(first_BX=places_BA - positions_BA, end_BX=places_BA)
 
 
 class BlockKeys:
@@ -116,7 +120,7 @@ def _drawn(rows_N: Tensor, documents_N: Tensor) -> tuple[Tensor, Tensor]:
     changes_N[1:] = (rows_N[1:] != rows_N[:-1]) | (documents_N[1:] != documents_N[:-1])
     own_N = changes_N.cumsum(0) - 1
     counts_C = torch.bincount(own_N)
-    order_N = (own_N + torch.rand(len(own_N), dtype=widest_float(own_N.device), device=own_N.device)).argsort()
+    order_N = (own_N + torch.rand(len(own_N), dtype=torch.float64)).argsort()
     rank_N = torch.empty_like(own_N)
-    rank_N[order_N] = torch.arange(len(own_N), device=own_N.device) - (counts_C.cumsum(0) - counts_C)[own_N]
+    rank_N[order_N] = torch.arange(len(own_N)) - (counts_C.cumsum(0) - counts_C)[own_N]
     return rank_N, counts_C[own_N]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from configs.schema.heads import HeadSettings
+from heads.device import upload
 from heads.proposers.protocol import Proposer
 from heads.proposers.vocabulary import DraftVocabulary
 from heads.target.hidden_states import TargetStates
@@ -27,7 +28,7 @@ NO_DOCUMENT = -1
 
 
 class Batch(NamedTuple):
-    """Right-padded rows, of one conversation each or of several. A tuple, which accelerate and pinned memory handle as any.
+    """Right-padded rows, of one conversation each or of several. A tuple, which accelerate and DDP handle as any.
 
     The loss mask marks the **label**: position t is True where token t was written by the target (end-of-text included), and
     the logits at t - 1 predict it. The first position of a document is never a label.
@@ -38,15 +39,44 @@ class Batch(NamedTuple):
     position_ids_BT: Tensor  # int64, from 0 in each document; runs on over padding
     document_ids_BT: Tensor  # int64; which document of its row a token belongs to, from 0; NO_DOCUMENT on padding
     conversations_BC: Tensor  # int64; which conversation of the data file each document is, from 0; NO_DOCUMENT beyond the last
+    origin: Origin | None = None  # of a batch that was moved from the host to a device
 
     @property
     def packed_positions_BT(self) -> Tensor | None:
         """Position ids for a forward that keeps packed documents apart; None where every row is a single one."""
         return self.position_ids_BT if self.conversations_BC.shape[1] > 1 else None
 
+    @property
+    def on_host(self) -> Batch:
+        """This batch in host memory: places of labels are looked up there, where nothing waits for a device.
+
+        One that was made on a device is copied, for which the host waits.
+        """
+        if self.origin is not None and all(mine is moved for mine, moved in zip(self, self.origin.moved, strict=False)):
+            return self.origin.batch
+        return self._made_of([tensor.cpu() for tensor in self[:5]])
+
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        """Return the batch on a device; the signature is the one that accelerate calls."""
-        return Batch(*(tensor.to(device, non_blocking=non_blocking) for tensor in self))
+        """Return the batch on a device; the signature is the one that accelerate calls. The host does not wait for the copy."""
+        device = torch.device(device)
+        if device.type == "cpu":
+            return self.on_host
+        host = self.on_host
+        moved = [upload(tensor, device) for tensor in host[:5]]
+        return self._made_of(moved, Origin(host, moved))
+
+    @classmethod
+    def _made_of(cls, tensors: Sequence[Tensor], origin: Origin | None = None) -> Batch:
+        ids_BT, mask_BT, positions_BT, documents_BT, conversations_BC = tensors
+        return cls(ids_BT, mask_BT, positions_BT, documents_BT, conversations_BC, origin)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A batch in host memory, and the tensors on a device that it was moved to. No tuple: DDP moves whatever is in those."""
+
+    batch: Batch
+    moved: Sequence[Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +98,8 @@ class Depth:
 
     Args:
         hidden_ND: what `logits_of` turns into logits over the draft vocabulary.
-        origins_N: int64, flat places b * T + j of the origins.
-        target_places_N: int64, flat places of the positions whose target distribution each row is compared with.
+        origins_N: int64 in host memory, flat places b * T + j of the origins.
+        target_places_N: int64 in host memory, flat places of the positions whose target distribution each row is compared with.
         logits_of: the head, `[C, D]` to `[C, W]`, any rows at a time; `parameters` are all tensors it depends on.
         weight: of this depth in the loss, relative to the others.
         row_weights_N: relative weight of single rows; None: all alike.
@@ -131,8 +161,8 @@ class Family:
 
 
 def labelled_origins(batch: Batch, depth: int) -> Tensor:
-    """Return the flat places `[N]` of the origins whose token at `depth` (from 0) is a label in the same document."""
-    ahead = depth + 2
+    """Return the places `[N]`, in host memory, of origins whose token at `depth` (from 0) is a label in the same document."""
+    batch, ahead = batch.on_host, depth + 2
     T = batch.input_ids_BT.shape[1]
     if ahead >= T:
         return batch.input_ids_BT.new_zeros(0)
@@ -141,6 +171,12 @@ def labelled_origins(batch: Batch, depth: int) -> Tensor:
     usable_BT = batch.loss_mask_BT[:, ahead:] & together_BT & (documents_BT[:, :-ahead] >= 0)
     rows_N, places_N = usable_BT.nonzero(as_tuple=True)
     return rows_N * T + places_N
+
+
+def before_labels(batch: Batch) -> Tensor:
+    """Return the flat places `[N]`, in host memory, of the positions that predict a label."""
+    rows_N, places_N = batch.on_host.loss_mask_BT[:, 1:].nonzero(as_tuple=True)
+    return rows_N * batch.loss_mask_BT.shape[1] + places_N
 
 
 def shifted_left(values_BT: Tensor, by: int) -> Tensor:
@@ -152,5 +188,5 @@ def shifted_left(values_BT: Tensor, by: int) -> Tensor:
 
 
 def flat(values_BT: Tensor, places_N: Tensor) -> Tensor:
-    """Return the rows `[N, ...]` of `[B, T, ...]` values at flat places b * T + t."""
-    return values_BT.flatten(0, 1)[places_N]
+    """Return the rows `[N, ...]` of `[B, T, ...]` values at flat places b * T + t, which may lie in host memory."""
+    return values_BT.flatten(0, 1)[upload(places_N, values_BT.device)]

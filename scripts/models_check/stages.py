@@ -181,7 +181,7 @@ def distill(case: Case) -> None:
     wanted = [f"draft.{name}" for name in names_with_gradient(draft, examples.input_ids_BT)]
 
     def loss() -> Tensor:
-        return objective(examples.input_ids_BT, examples.loss_mask_BT, signal, examples.loss_mask_BT.sum(), 1).loss
+        return objective(examples, signal, examples.loss_mask_BT.sum(), 1).loss
 
     train(objective, loss, wanted)
     metadata = Metadata(

@@ -126,8 +126,7 @@ class DraftTask:
     def loss(self, module: nn.Module, batch: Batch, num_labels: Tensor, world_size: int) -> BatchLoss:
         with self.clock(self.signal_part):
             signal = self.signal(batch)
-        places_BT = batch.packed_positions_BT
-        result = module(batch.input_ids_BT, batch.loss_mask_BT, signal, num_labels, world_size, places_BT)
+        result = module(batch, signal, num_labels, world_size)
         sums = {
             "loss": result.values_N.sum(),
             "acceptance": result.acceptance_N.sum(),

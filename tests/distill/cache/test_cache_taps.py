@@ -85,8 +85,7 @@ def test_states_are_those_read_online_to_the_bit(name, dtype, job, tmp_path, dat
         assert torch.equal(found.final_BTE, online.final_BTE)
         assert len(found.taps_ABTE) == len(TAPS)
         assert all(torch.equal(one, other) for one, other in zip(found.taps_ABTE, online.taps_ABTE, strict=True))
-        everywhere_P = torch.ones(batch.input_ids_BT.numel(), dtype=torch.bool)
-        expected = normalise(target.model, online.final_BTE, everywhere_P, chunk_size=128)
+        expected = normalise(target.model, online.final_BTE, torch.arange(batch.input_ids_BT.numel()), chunk_size=128)
         assert torch.equal(cache.normalisers(batch).log_sum_P, expected.log_sum_P.float())
         assert torch.equal(cache.normalisers(batch).top1_P, expected.top1_P)
 

@@ -75,7 +75,7 @@ def objective(byte_target, tiny_llama):
 
 
 def loss_and_gradient(objective, batch, signal):
-    result = objective(batch.input_ids_BT, batch.loss_mask_BT, signal, torch.tensor(7.0), 1)
+    result = objective(batch, signal, torch.tensor(7.0), 1)
     weights = [parameter for parameter in objective.draft.parameters() if parameter.requires_grad]
     return result, torch.autograd.grad(result.loss, weights)
 

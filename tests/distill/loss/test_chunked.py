@@ -257,25 +257,20 @@ def test_target_hidden_states_from_inference_mode_are_accepted():
     torch.testing.assert_close(gradients(inputs.chunked(forward_kl, 2).loss, inputs.trained), expected)
 
 
-# --- what is skipped ----------------------------------------------------------------------------------------------
+# --- what counts for nothing --------------------------------------------------------------------------------------
 
 
-def test_rows_without_weight_never_reach_a_head():
-    inputs, seen = Inputs(), []
-    inputs.draft_hidden_ND.data[[1, 4]] = torch.nan
-    inputs.target_hidden_NE[[1, 4]] = torch.nan
-
-    def logits_of(hidden_CD):
-        seen.append(len(hidden_CD))
-        return F.linear(hidden_CD, inputs.draft_weight_WD)
-
-    head = LogitHead(logits_of=logits_of, parameters=(inputs.draft_weight_WD,))
-    found = inputs.chunked(forward_kl, 3, head=head)
-    (gradient_ND,) = torch.autograd.grad(found.loss, inputs.draft_hidden_ND)
-    assert seen == [3, 2]
-    assert torch.isfinite(gradient_ND).all()
-    assert not gradient_ND[[1, 4]].any()
-    assert found.values_N[[1, 4]].tolist() == found.acceptance_N[[1, 4]].tolist() == [0, 0]
+def test_rows_without_weight_change_neither_loss_nor_gradients_and_have_no_statistics():
+    inputs = Inputs()
+    found = inputs.chunked(forward_kl, 3)
+    expected = gradients(found.loss, inputs.trained)
+    inputs.draft_hidden_ND.data[[1, 4]] = 3.0
+    inputs.target_hidden_NE[[1, 4]] = -2.0
+    other = inputs.chunked(forward_kl, 3)
+    assert other.loss.item() == found.loss.item()
+    assert all(torch.equal(one, two) for one, two in zip(gradients(other.loss, inputs.trained), expected, strict=True))
+    assert other.values_N[[1, 4]].tolist() == other.acceptance_N[[1, 4]].tolist() == [0, 0]
+    assert not other.top1_agrees_N[[1, 4]].any()
 
 
 @pytest.mark.parametrize("num_rows", [0, ROWS])
@@ -301,7 +296,7 @@ def test_without_gradients_the_same_loss_comes_out_and_no_graph_is_built_for_a_t
     with torch.no_grad():
         head = LogitHead(logits_of=logits_of, parameters=inputs.trained[1:])
         found = inputs.chunked(forward_kl, 3, head=head)
-    assert tracked == [False, False]
+    assert tracked == [False] * 3
     assert not found.loss.requires_grad
     torch.testing.assert_close(found.loss, inputs.chunked(forward_kl, 3).loss.detach())
 

@@ -29,7 +29,7 @@ def batch():
 
 def loss_of(objective, target, batch, num_labels=1.0):
     hidden = target_hidden(target, batch)
-    return objective(batch.input_ids_BT, batch.loss_mask_BT, hidden, torch.tensor(num_labels), 1)
+    return objective(batch, hidden, torch.tensor(num_labels), 1)
 
 
 def test_it_is_the_forward_kl_at_the_positions_before_each_label(target, tiny_llama, batch):

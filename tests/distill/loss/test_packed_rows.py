@@ -91,8 +91,7 @@ def test_a_head_learns_the_same_from_packed_rows(as_target, name, family):
 
 def draft_loss(objective, target, batch, signal):
     labels = batch.loss_mask_BT[:, 1:].sum()
-    places_BT = batch.packed_positions_BT
-    return objective(batch.input_ids_BT, batch.loss_mask_BT, signal(target, batch), labels, 1, places_BT).loss
+    return objective(batch, signal(target, batch), labels, 1).loss
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt_neox"])

@@ -179,7 +179,7 @@ def test_a_draft_lms_flops_are_those_that_torch_counts(folder, greedy_target, ba
 
     def step():
         signal = target_hidden(greedy_target, batch)
-        objective(batch.input_ids_BT, batch.loss_mask_BT, signal, torch.tensor(128), 1).loss.backward()
+        objective(batch, signal, torch.tensor(128), 1).loss.backward()
 
     planned = flops_of(config, plan_models(config), WORK).total * batch.input_ids_BT.numel()
     assert counted(step) == pytest.approx(planned, rel=0.02)
@@ -233,7 +233,7 @@ def test_what_a_draft_lm_keeps_for_its_backward_is_planned(folder, greedy_target
     config = distilled(folder, student={"layers": [0, 1]})
     objective = DraftObjective(initial_draft(config.student, greedy_target), greedy_target, config.loss)
     signal = target_hidden(greedy_target, batch)
-    kept = kept_bytes(lambda: objective(batch.input_ids_BT, batch.loss_mask_BT, signal, torch.tensor(128), 1))
+    kept = kept_bytes(lambda: objective(batch, signal, torch.tensor(128), 1))
     planned = activation_bytes(config, plan_models(config), length=40, label_share=0.8) * batch.input_ids_BT.numel()
     assert 0.9 < kept / planned < 1.1
 
