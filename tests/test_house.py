@@ -17,7 +17,7 @@ import pytest
 
 from configs.runtime.loading import load_config
 from configs.runtime.yaml_reader import parse_yaml
-from configs.schema.benchmarks import ServeCheckConfig, SweepConfig
+from configs.schema.benchmarks import BenchHeadsConfig, ServeCheckConfig, SweepConfig
 from configs.schema.data import CacheConfig, DataConfig
 from configs.schema.evaluation import EvalConfig, GateConfig
 from configs.schema.planning import PlanHeadsConfig
@@ -25,6 +25,7 @@ from configs.schema.training import DistillConfig, HeadsConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMAS = {
+    "bench": BenchHeadsConfig,
     "cache": CacheConfig,
     "data": DataConfig,
     "distill": DistillConfig,
@@ -119,10 +120,11 @@ def test_every_file_that_a_document_names_exists(document):
 def test_the_readme_says_which_configs_name_a_target():
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     said = (
-        "`target.name` in the configs of data, caches, training, planning and evaluation. (A sweep takes its recipe's; a gate"
+        "`target.name` in the configs of data, caches, training, planning and evaluation. (Sweeps and benchmarks take their "
+        "recipes'; a gate"
     )
     assert said in text
-    assert {kind for kind, schema in SCHEMAS.items() if "target" not in schema.model_fields} == {"gates", "sweep"}
+    assert {kind for kind, schema in SCHEMAS.items() if "target" not in schema.model_fields} == {"bench", "gates", "sweep"}
 
 
 def missing_from(command: str) -> list[str]:
