@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt scripts/setup.sh
 	sh scripts/setup.sh
 	@touch $@
 
-demo: setup ## data, distil, decode, report, gate on the embedded model; yours: TARGET=... [PROMPTS=file | DATA=train.jsonl] [DEVICE=cpu|cuda]
+demo: setup ## data, distil, decode, report, gate on the embedded model; yours: TARGET=... [PROMPTS=file | DATA=train.jsonl] [DEVICE=cpu|NAME]
 	$(PY) scripts/demo.py$(call given,TARGET,target)$(call given,PROMPTS,prompts)$(call given,DATA,data)$(call given,DEVICE,device)
 
 test: setup ## the test suite
@@ -61,7 +61,7 @@ slow-check: setup ## a forward compiled by the real compiler, 10,000 prompts cou
 cluster-check: setup ## the job files of scripts/cluster, run with one process killed and with stand-ins for Slurm (a minute)
 	$(PY) -m pytest -m 'slow or not slow' -s tests/faults/test_cluster.py
 
-device-check: setup ## decoding and training on a mock device that is not the CPU: the CPU's tokens and losses, waits counted (two minutes)
+device-check: setup ## decoding, evaluation, export and training on a mock device that is not the CPU: the CPU's results, waits counted (three minutes)
 	$(PY) -m pytest -m device tests/device
 
 engine-check: setup ## DDP, FSDP2, ZeRO-1 to 3 and offloading in two processes on the CPU against one process (about 10 minutes)

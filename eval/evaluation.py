@@ -27,6 +27,7 @@ from eval.cost.timing_sweep import check_sweep
 from eval.decoder.clock import Laps
 from eval.decoder.decode import check_decodable
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP
+from eval.lossless.sampled import INCONCLUSIVE
 from eval.lossless.verdict import NOT_LOSSLESS, judge_lossless
 from eval.measure.proposers import EvaluatedDraft, add_lookup, load_evaluated, make_baselines
 from eval.measure.record_files import drop_parts
@@ -48,6 +49,7 @@ from heads.target.processes import join_processes
 log = logging.getLogger("draftsmith")
 # What comes after the measurement, or says where it goes: a run that was cut off goes on with other ones of these.
 AFTERWARDS = {"lossless", "cost", "quality", "bootstrap_samples", "previous_report", "output", "overwrite"}
+UNCHECKED = {"verdict": INCONCLUSIVE, "checked_prompts": 0, "divergences": [], "checks": {}, "failed_checks": []}
 SUBJECT = ("target.name", "target.revision", "draft", "suite.path", "suite.subset", "suite.split")  # what a report is of
 
 
@@ -94,13 +96,15 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     if tallies is None:
         return DONE
     laps.done("decoding")
-    lossless = _check_lossless(config, target, tallies)
-    laps.done("losslessness")
-    report = _build_report(config, suites, target, draft, tallies, lossless, state.num_processes)
+    report = _build_report(config, suites, target, draft, tallies, state.num_processes)
     records = tallies[suites[0].name]
-    # What follows may fail, in a scorer or out of memory; the measurements must not be lost with it.
+    # What follows may fail, out of memory or in a scorer; the measurements must not be lost with it.
     partial = output / "report.partial.json"
     write_report(partial, report)
+    laps.done("report")
+    report = complete_report(report, lossless=_check_lossless(config, target, tallies))
+    write_report(partial, report)
+    laps.done("losslessness")
     scores = quality.judge(target, records)
     energy = None if metering is None else summarise_energy(records.timings, metering, config)
     laps.done("report")
@@ -148,7 +152,7 @@ def _job(config: EvalConfig, suites: Sequence[Suite], target: Target, draft: Eva
 def _check_lossless(config: EvalConfig, target: Target, tallies: Mapping[str, Tally]) -> dict[str, Any]:
     """Return the report's `lossless` section, of the answers to all suites; the check is skipped for simulated runs."""
     if config.simulate_acceptance is not None:
-        return {"verdict": NOT_LOSSLESS, "checked_prompts": 0, "divergences": [], "checks": {}, "failed_checks": []}
+        return UNCHECKED | {"verdict": NOT_LOSSLESS}
     plain, speculative = (
         [answer for tally in tallies.values() for answer in tally.of(mode)] for mode in (AUTOREGRESSIVE, SPECULATIVE)
     )
@@ -176,10 +180,9 @@ def _build_report(
     target: Target,
     draft: EvaluatedDraft,
     tallies: Mapping[str, Tally],
-    lossless: dict[str, Any],
     num_processes: int,
 ) -> Report:
-    """Put the records and everything that says where they come from into the report."""
+    """Put the records and everything that says where they come from into the report; losslessness is checked afterwards."""
     prompts = {suite.name: _prompt_set(suite, draft) for suite in suites}
     warnings = list(draft.warnings)
     for suite, settings in zip(suites, config.all_suites, strict=True):
@@ -204,7 +207,7 @@ def _build_report(
         prompts=prompts[first],
         records=tallies[first],
         suites={name: (prompts[name], tallies[name]) for name in others},
-        lossless=lossless,
+        lossless=UNCHECKED,
         decode_tokens=lambda ids: str(target.tokenizer.decode(list(ids), skip_special_tokens=False)),
         hardware=describe_hardware()
         | {"device": str(target.device), "threads": torch.get_num_threads(), "processes": num_processes},

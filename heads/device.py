@@ -80,6 +80,18 @@ def allocated_peak(device: torch.device) -> int | None:
         return None
 
 
+def free_memory(device: torch.device) -> int | None:
+    """Return how many bytes of the device's memory are free, those that torch keeps for itself included; None where it cannot
+    tell, and for the CPU, whose memory is the machine's."""
+    if device.type == "cpu":
+        return None
+    try:
+        kept = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+        return int(torch.accelerator.get_memory_info(device)[0]) + kept
+    except MISSING:
+        return None
+
+
 @cache
 def has_timed_events(device: torch.device) -> bool:
     """Return whether events queued on the device tell the time between them."""
@@ -116,13 +128,18 @@ def keeps_small_tensors_near(device: torch.device) -> bool:
 
 
 def has_graphs(device: torch.device) -> bool:
-    """Return whether torch.compile can record CUDA graphs on the device."""
+    """Return whether torch.compile can record CUDA graphs on the device; peers' CUDA kernels run there too."""
     return device.type == "cuda"
 
 
 def has_nvml(device: torch.device) -> bool:
     """Return whether NVIDIA's management library knows the device."""
     return device.type == "cuda" and torch.version.cuda is not None
+
+
+def nvml_uuid(device: torch.device) -> str:
+    """Return NVIDIA's name of a device that `has_nvml`."""
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 def profiler_activity(device: torch.device) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import os
 import re
@@ -249,6 +250,29 @@ def test_a_cuda_build_is_taken_where_there_is_a_gpu_or_where_it_is_asked_for(bar
     assert done.returncode == 0, done.stderr
     assert installs[-1] == THE_REST
     assert ("--dry-run" in installs[0]) is asked_first
+
+
+def test_no_device_decides_by_its_name_outside_one_module():
+    """What differs on CUDA is asked of `heads.device`; what is NVIDIA's own, as NVML, is asked there too."""
+    files = [
+        path for folder in ("configs", "heads", "distill", "eval", "train", "scripts") for path in (ROOT / folder).rglob("*.py")
+    ]
+    named = [path.relative_to(ROOT).as_posix() for path in files if names_cuda(path.read_text(encoding="utf-8"))]
+    assert named == ["heads/device.py"]
+
+
+@pytest.mark.parametrize("line", ["x.type == 'cuda'", "torch.cuda.synchronize()", "x.to('cuda:1')", "x.is_cuda", "x.cuda()"])
+def test_a_device_named_in_a_decision_is_seen(line):
+    assert names_cuda(line)
+    assert not names_cuda("raise ValueError('cuda has no such thing')  # cuda")
+
+
+def names_cuda(source: str) -> bool:
+    """Say whether code names CUDA: as a string that is a device, or as a part of torch."""
+    nodes = list(ast.walk(ast.parse(source)))
+    strings = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    parts = [node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node) != "torch.version.cuda"]
+    return any(re.fullmatch(r"cuda(:\d+)?", each) for each in strings) or not {"cuda", "is_cuda"}.isdisjoint(parts)
 
 
 def test_every_dependency_of_the_project_is_pinned():

@@ -184,7 +184,7 @@ def _distributions_after(target: Target, text: Prefix, prefixes: Sequence[Prefix
     for start in range(0, len(prefixes), AT_ONCE):
         ids_PT = torch.tensor([[*text, *prefix] for prefix in prefixes[start : start + AT_ONCE]], device=target.device)
         hidden_PTD = backbone(target.model)(input_ids=ids_PT, use_cache=False).last_hidden_state
-        probs_PV = token_probabilities(head_logits(target.model, hidden_PTD[:, -1]), sampling).double().cpu()
+        probs_PV = token_probabilities(head_logits(target.model, hidden_PTD[:, -1]), sampling).cpu().double()
         distributions += list(probs_PV / probs_PV.sum(-1, keepdim=True))
     return distributions
 

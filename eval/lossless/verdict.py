@@ -9,11 +9,13 @@ proved (`eval.lossless.rule_proof`) and the answers are tested (`eval.lossless.s
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import LosslessConfig
@@ -22,12 +24,16 @@ from eval.decoder.records import UNDECODED, Divergence, Generation
 from eval.lossless.rule_proof import check_rule
 from eval.lossless.sampled import FAIL, INCONCLUSIVE, PASS, check_samples
 from eval.metrics.likelihood import answer_logits, pair_answers
+from heads.device import CPU, free_memory, widest_float
 from heads.inference.compiled_forward import run_alike
 from heads.proposers.protocol import Proposer
 from heads.target.loading import Target, load_target, move
 
+log = logging.getLogger("draftsmith")
+
 LOSSLESS, UP_TO_TIES, NOT_LOSSLESS, LOSSY = "lossless", "lossless_up_to_ties", "not_lossless", "lossy_by_design"
 COMPARED_TOKENS = 32  # the likeliest tokens, whose logits' rounding error is measured
+FILLED = 0.9  # of the free memory, by a copy of the target; what it computes takes some too
 NO_TIE = float(torch.finfo(torch.float32).max)  # the gap reported where no two tokens can be compared; JSON has no infinity
 
 
@@ -167,7 +173,7 @@ def _first_difference(
 
 
 def widened(target: Target) -> Target:
-    """Return the target in the next wider dtype, the measure of its rounding: float32 for half precision, else float64."""
+    """Return the target copied in the next wider dtype, the measure of its rounding: float32 for 16 bits, else float64."""
     dtype = target.model.dtype
     wider = torch.float32 if dtype in (torch.bfloat16, torch.float16) else torch.float64
     return target if dtype == wider else _copied(target, wider)
@@ -176,18 +182,38 @@ def widened(target: Target) -> Target:
 def _copied(target: Target, dtype: torch.dtype) -> Target:
     if target.spread_by is not None:  # a target that is spread over devices is loaded anew
         return load_target(target.spread_by.model_copy(update={"dtype": str(dtype).removeprefix("torch.")}))
-    return replace(target, model=move(copy.deepcopy(target.model), target.device, dtype))
+    home = _home_for_copy(target, dtype)
+    # Each weight is copied straight to where it goes: a whole copy in the old dtype would take half as much again beside it.
+    weights = [each for each in target.model.parameters() if each.is_floating_point()]
+    copies: dict[int, Any] = {id(each): nn.Parameter(each.detach().to(home, dtype, copy=True), False) for each in weights}
+    return replace(target, model=move(copy.deepcopy(target.model, copies), home, dtype))
+
+
+def _home_for_copy(target: Target, dtype: torch.dtype) -> torch.device:
+    """Return the target's device, or the CPU where that has no room for a copy in `dtype` or no such dtype."""
+    needed, free = sum(each.numel() for each in target.model.parameters()) * dtype.itemsize, free_memory(target.device)
+    if dtype == torch.float64 and widest_float(target.device) != dtype:
+        return CPU
+    if free is None or needed <= FILLED * free:
+        return target.device
+    log.warning(
+        "losslessness is checked with a copy of the target in %s, %.1f GB, and %s has %.1f GB free: the copy runs on the CPU, "
+        "which may take long; lossless.check_float32_prompts says how many prompts it decodes",
+        *(str(dtype).removeprefix("torch."), needed / 1e9, target.device, free / 1e9),
+    )
+    return CPU
 
 
 def _gap_and_error(target: Target, exact: Target, prefix: Sequence[int], one: int, other: int) -> tuple[float, float]:
     """Return how far the worse of two tokens is from the exact best one, and the rounding error of the target's logits there.
 
     The error is the largest among the likeliest tokens, and at least the dtype's relative precision of the best logit.
-    Both come from one plain forward over the prefix, not from the decoder.
+    Both come from one plain forward over the prefix, not from the decoder, whose mistakes must not pass for rounding. Its
+    forwards, over fewer rows, may run other kernels, whose errors `tie_noise` has to cover too.
     """
-    exact_V = answer_logits(exact, prefix, (one,))[0].double()
+    exact_V, own_V = (answer_logits(each, prefix, (one,))[0].cpu().double() for each in (exact, target))
     best_V = exact_V.topk(min(COMPARED_TOKENS, len(exact_V))).indices
-    error = float((answer_logits(target, prefix, (one,))[0].double() - exact_V)[best_V].abs().max())
+    error = float((own_V - exact_V)[best_V].abs().max())
     least = torch.finfo(target.model.dtype).eps * abs(float(exact_V.max()))
     return float(exact_V.max() - torch.minimum(exact_V[one], exact_V[other])), max(error, least)
 
@@ -201,7 +227,8 @@ def _check_in_float32(
 ) -> list[Divergence]:
     """Decode requests greedily both ways in float32 and return the differences."""
     in_float32 = _copied(target, torch.float32)
-    run_alike(in_float32.model, target.model)
+    if in_float32.device == target.device:
+        run_alike(in_float32.model, target.model)
     proposer = draft_for(in_float32).proposer
     greedy = decode_config.model_copy(update={"temperature": 0.0})
     plain, speculative = [], []

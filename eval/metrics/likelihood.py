@@ -32,7 +32,7 @@ def mean_log_likelihood(target: Target, answer: Generation, temperature: float) 
     """Return the target's mean log-probability of an answer's tokens, in nats, at a temperature above 0."""
     logits_TV = answer_logits(target, answer.prompt_tokens, answer.tokens).float() / temperature
     tokens_T = torch.tensor(answer.tokens, device=logits_TV.device)
-    return float(logits_TV.log_softmax(-1).gather(1, tokens_T.unsqueeze(1)).double().mean())
+    return float(logits_TV.log_softmax(-1).gather(1, tokens_T.unsqueeze(1)).cpu().double().mean())
 
 
 @torch.inference_mode()

@@ -18,7 +18,7 @@ import torch
 
 from configs.runtime.errors import first_line
 from eval.decoder.clock import Clock
-from heads.device import has_nvml
+from heads.device import has_nvml, nvml_uuid
 
 POWERCAP = Path("/sys/class/powercap")
 MICRO, MILLI = 1e-6, 1e-3
@@ -156,7 +156,7 @@ def _nvml(device: torch.device) -> Metering:
     except ImportError:
         return Metering(reason="reading a GPU's energy counter needs pynvml: pip install nvidia-ml-py")
     try:
-        meter = NvmlMeter(nvml, f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        meter = NvmlMeter(nvml, nvml_uuid(device))
         meter.read()
     except nvml.NVMLError as error:
         return Metering(reason=f"the GPU's energy counter cannot be read: {first_line(error)}")

@@ -90,7 +90,6 @@ def build_report(
         InputError: a description lacks a field that `eval.report.schema` requires.
     """
     bootstrap: Bootstrap = {"samples": bootstrap_samples, "seed": seed}
-    divergences = [asdict(each) if isinstance(each, Divergence) else each for each in lossless["divergences"]]
     values = {
         "schema_version": SCHEMA_VERSION,
         "simulated": simulated,
@@ -105,7 +104,7 @@ def build_report(
         "statistics": {"bootstrap_samples": bootstrap_samples, "seed": seed, "level": LEVEL},
         **_suite(prompts, records, bootstrap),
         "suites": {name: _suite(*of_suite, bootstrap) for name, of_suite in (suites or {}).items()},
-        "lossless": {**lossless, "divergences": divergences},
+        "lossless": _lossless(lossless),
         "quality": None,
         "energy": None,
         "samples": _samples(records, prompts, decode_tokens),
@@ -116,15 +115,23 @@ def build_report(
 def complete_report(
     report: Report,
     *,
+    lossless: Mapping[str, Any] | None = None,
     quality: Mapping[str, Any] | None = None,
     energy: Mapping[str, Any] | None = None,
     speed: Mapping[str, Any] | None = None,
 ) -> Report:
     """Return a report with the sections that only some runs ask for, and with more fields of the speed section."""
     values = {**report.to_dict(), "quality": quality, "energy": energy}
+    if lossless is not None:
+        values["lossless"] = _lossless(lossless)
     if speed:
         values["speed"] |= speed
     return parse_report(values, "the report just completed")
+
+
+def _lossless(section: Mapping[str, Any]) -> dict[str, Any]:
+    divergences = [asdict(each) if isinstance(each, Divergence) else each for each in section["divergences"]]
+    return {**section, "divergences": divergences}
 
 
 def _suite(prompts: PromptSet, records: Tally, bootstrap: Bootstrap) -> dict[str, Any]:

@@ -40,7 +40,8 @@ PROBE_TOKENS = 12
 def make_lean(model: PreTrainedModel) -> None:
     """Let decoding run `model` by a lean forward from now on.
 
-    Its weights must not change afterwards: on a CPU the forward keeps a packed copy of them, which takes as much memory again.
+    Its weights must not change afterwards: on a CPU the forward keeps a packed copy of them, which takes as much memory again;
+    elsewhere those of joined layers become views of the joined ones.
     The model's own stay: outside of decoding transformers' forward still runs, and heads and wider copies are made of them.
 
     Raises:

@@ -3,7 +3,8 @@
 Decoding reads every weight once for a handful of rows, so its time is that of reading them. oneDNN's blocked form of a weight
 is read at nearly twice the speed of plain rows (SmolLM2's blocks in bfloat16, one thread, 1 to 4 rows: 8.5 ms against 16.8).
 PyTorch builds it for `torch.compile`; it is reached here through the same two operators. It is a second copy beside the model's
-own. Where oneDNN has no such form (another device or dtype) the layers are joined in plain rows, or one alone is used as it is.
+own. Where oneDNN has no such form (another device or dtype) the layers are joined in plain rows, of which their own weights are
+views from then on, or one alone is used as it is: nothing is held twice.
 No weight is rounded.
 O outputs of all layers, I inputs.
 """
@@ -41,6 +42,9 @@ class PackedLinear:
         self.is_packed = can_pack(self.weight_OI)
         if self.is_packed:
             self.weight_OI = torch.ops.mkldnn._reorder_linear_weight(self.weight_OI.contiguous(), ROWS)
+        elif len(weights) > 1:
+            for layer, rows in zip(layers, self.weight_OI.split([len(weight) for weight in weights]), strict=True):
+                layer.weight.data = rows
 
     def __call__(self, input_: Tensor) -> Tensor:
         if self.is_packed and torch.compiler.is_compiling():

@@ -77,7 +77,9 @@ def add_own_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--prompts", metavar="FILE", help="prompts that the target answers: JSONL, CSV, Parquet, text, ...")
     source.add_argument("--data", metavar="FILE", help="train.jsonl made for the target before, held_out.jsonl beside it")
     parser.add_argument("--num-prompts", metavar="N", type=int, help="of the file, or that the target writes (default: 520)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU where there is one")
+    parser.add_argument(
+        "--device", metavar="NAME", help="cpu, or torch's name of an accelerator; default: the one that is there"
+    )
     parser.add_argument(
         "--set",
         nargs="+",
@@ -108,15 +110,14 @@ def own_loop(arguments: argparse.Namespace) -> OwnLoop:
     Raises:
         InputError: target, prompts or data are not there or cannot be read, or a setting is not one of the target's.
     """
-    import torch
-
+    from heads.device import CPU, default_device
     from train.plan.models import read_model_config
 
     if others := [each for each in arguments.set if not each.startswith(("target.", "prompts."))]:
         raise InputError(f"--set {others[0]}: the demo takes settings of target and prompts only, as target.dtype=float32")
     if arguments.num_prompts is not None and arguments.num_prompts < 4:
         raise InputError(f"--num-prompts must be at least 4, got {arguments.num_prompts}: some to train on, some to judge by")
-    on_gpu = torch.cuda.is_available() if arguments.device is None else arguments.device == "cuda"
+    on_gpu = (default_device().type if arguments.device is None else arguments.device) != CPU.type
     name = _absolute(arguments.target) if arguments.target else DataConfig().target.name
     target = [
         _set("target.name", name),

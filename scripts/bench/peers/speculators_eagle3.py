@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from configs.runtime.errors import first_line
 from configs.schema.heads import Eagle3Settings
+from heads.device import has_graphs
 from heads.families.eagle3 import Eagle3
 from heads.inference.causal_lm import head_rows
 from heads.modules.interface import Batch
@@ -121,8 +122,7 @@ class Eagle3Peer(nn.Module):
         missing, unexpected = self.model.load_state_dict(_weights(head, target), strict=False)
         if unexpected or set(missing) - BORROWED:
             raise RuntimeError(f"speculators' module has other weights than ours: {[*missing, *unexpected]}")
-        on_gpu = target.device.type == "cuda"
-        self.loss_config = losses.resolve_loss_config("kl_div", "fused" if on_gpu else "eager")
+        self.loss_config = losses.resolve_loss_config("kl_div", "fused" if has_graphs(target.device) else "eager")
 
     def forward(self, row: PackedRow) -> Tensor:
         """Return the loss: over depths the sum, weighed by `depth_decay`, of the mean over labels of the KL, in nats."""
@@ -141,7 +141,7 @@ class Eagle3Peer(nn.Module):
         settings = head.settings
         layer = shape_like(target.model).llama_config()
         layer.vocab_size, layer.num_hidden_layers = target.vocab_size, settings.num_layers
-        layer._attn_implementation = "simple_flex_attention" if target.device.type == "cuda" else "sdpa"
+        layer._attn_implementation = "simple_flex_attention" if has_graphs(target.device) else "sdpa"
         return package.Eagle3SpeculatorConfig(
             transformer_layer_config=layer,
             draft_vocab_size=target.vocab_size if vocabulary is None else len(vocabulary),

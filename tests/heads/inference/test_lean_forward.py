@@ -203,3 +203,13 @@ def test_a_model_of_a_known_family_that_computes_otherwise_is_refused(part, monk
 def _without_turning(like):
     cos_BT1H = like.new_ones(*like.shape[:2], 1, 8)
     return cos_BT1H, torch.zeros_like(cos_BT1H)
+
+
+def test_weights_that_are_not_packed_are_held_once():
+    model = deepcopy(model_of("qwen2", torch.float64))  # oneDNN packs no float64, as it packs nothing off the CPU
+    before = {name: each.clone() for name, each in model.named_parameters()}
+    make_lean(model)
+    block, attention = registered_forward(model)._blocks[0], model.model.layers[0].self_attn
+    for joined, layer in ((block.qkv, attention.q_proj), (block.qkv, attention.v_proj), (block.out, attention.o_proj)):
+        assert joined.weight_OI.untyped_storage().data_ptr() == layer.weight.untyped_storage().data_ptr()
+    assert all(each.equal(before[name]) for name, each in model.named_parameters())
