@@ -132,7 +132,9 @@ class Surroundings:
         ids_1T = probe_ids(target)
         with tapped(target, [number, number + 1]) as seen:
             target(input_ids=ids_1T, use_cache=False)
-        T = ids_1T.shape[1]
+        T, width = ids_1T.shape[1], target.config.get_text_config().hidden_size
+        if seen[number].shape[-1] != width:
+            raise ValueError(f"it reads states of width {seen[number].shape[-1]}, and the model's are of {width}")
         causal_11TT = torch.ones(1, 1, T, T, dtype=torch.bool, device=target.device).tril()
         visible_11TT = unrolled_mask(causal_11TT, 0, self.window)
         positions_1T = torch.arange(T, device=target.device).unsqueeze(0)

@@ -61,6 +61,8 @@ def test_an_mtp_module_is_made_where_norms_have_no_weights_and_refused_where_a_b
         FAMILIES["mtp"].build(mtp, tiny_model("mamba2"), None)
     with pytest.raises(InputError, match=r"block 3 of MptForCausalLM needs more around it .* take another head.kind"):
         FAMILIES["mtp"].build(mtp, tiny_model("mpt"), None)
+    with pytest.raises(InputError, match=r"reads states of width 256, and the model's are of 64.* another head.kind"):
+        FAMILIES["mtp"].build(mtp, tiny_model("qwen4_exp_text"), None)
     with pytest.raises(InputError, match=r"block 0 of Llama4ForCausalLM is of type chunked_attention"):
         FAMILIES["mtp"].build(mtp.model_copy(update={"init_block": 0}), tiny_model("llama4_text"), None)
     with pytest.raises(InputError, match=r"block 3 of Llama4ForCausalLM needs more around it"):
