@@ -74,6 +74,8 @@ class BenchHeadsConfig(Settings):
     lossless: LosslessConfig = LosslessConfig()
     eagle3: str | None = "configs/heads/eagle3.yaml"  # trained beside speculators' module, if that is installed; None: not
     num_batches: PositiveInt = 8  # timed optimiser steps by side of that
+    # positions a row of EAGLE-3's attention, beside one that holds all scores (on Linux, which tells memory); []: not measured
+    attention_lengths: list[PositiveInt] = [256, 4096]
     bootstrap_samples: PositiveInt = 2000
     output: str = "docs/results/heads.json"
 

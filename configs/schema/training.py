@@ -60,6 +60,8 @@ class ScheduleConfig(Settings):
     epochs: PositiveInt = 1  # passes over the training data
     max_steps: PositiveInt | None = None  # in place of epochs, fewer steps or more
     mixed_precision: Literal["no", "bf16", "fp16"] = "bf16"  # dtype of matrix products in training; no: the weights'
+    # Each layer of the draft keeps its input alone for the backward, and runs again in it: less memory, slower steps.
+    activation_checkpointing: Literal[True] | None = None
     log_every_steps: PositiveInt = 10  # steps between log lines
     eval_every_steps: PositiveInt | None = None  # None: only at the end
     checkpoint_every_steps: PositiveInt | None = None  # None: only at the end

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 
 from distill.loss.divergences import Divergence, acceptance, closed_form
 from distill.loss.pairs import TargetChunk, TargetRows, at_least_float32
+from heads.device import keeps_small_tensors_near
 from heads.inference.causal_lm import head_logits
 
 # Bytes of a float32 tensor over the vocabulary, about ten of which are in use at a time: they should stay in the cache.
@@ -271,7 +272,7 @@ def _tiles(draft_logits_CW: Tensor, target: TargetChunk) -> Iterator[slice]:
     """Yield the rows of each tile; on a GPU all of them at once, since small tensors would only add launches."""
     num_rows, num_columns = draft_logits_CW.shape
     bytes_per_row = 4 * max(num_columns, target.num_columns)
-    size = max(1, TILE_BYTES // bytes_per_row if draft_logits_CW.device.type == "cpu" else num_rows)
+    size = max(1, TILE_BYTES // bytes_per_row if keeps_small_tensors_near(draft_logits_CW.device) else num_rows)
     for start in range(0, max(1, num_rows), size):  # a chunk of no rows is a tile, too
         yield slice(start, start + size)
 

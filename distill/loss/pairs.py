@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from heads.device import upload
+from heads.device import keeps_small_tensors_near, upload
 from heads.inference.causal_lm import HeadRows, head_logits
 from heads.modules.interface import Normalisers
 
@@ -205,7 +205,8 @@ def normalise(model: PreTrainedModel, hidden_BTE: Tensor, places_N: Tensor, *, c
     top1_P = torch.zeros(len(hidden_PE), dtype=torch.int64, device=hidden_PE.device)
     for rows_C in upload(places_N, hidden_PE.device).split(chunk_size):
         logits_CV = head_logits(model, hidden_PE[rows_C])
-        for rows_R, logits_RV in zip(rows_C.split(TILE_ROWS), logits_CV.split(TILE_ROWS), strict=True):
+        tile = TILE_ROWS if keeps_small_tensors_near(logits_CV.device) else chunk_size
+        for rows_R, logits_RV in zip(rows_C.split(tile), logits_CV.split(tile), strict=True):
             wide_RV = at_least_float32(logits_RV)
             log_sum_P[rows_R] = wide_RV.logsumexp(-1)
             top1_P[rows_R] = wide_RV.argmax(-1)

@@ -23,6 +23,7 @@ from configs.schema.heads import Eagle3Settings, EagleSettings
 from heads.inference.kv_cache import RowCache
 from heads.modules.attention import Ranges, causal_ranges, read_ranges
 from heads.modules.autoregressive import FeatureChain
+from heads.modules.checkpointing import HeadLayer
 from heads.modules.initialization import copy_block, pass_last_tap
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins, shifted_left
 from heads.modules.layers import (
@@ -133,7 +134,7 @@ class Eagle3(EagleBody):
         return states_BD if self.settings.norm_feedback else self.norm(states_BD)
 
 
-class Eagle3Layer(nn.Module):
+class Eagle3Layer(HeadLayer):
     """A Llama layer; the first one's attention reads the embedding beside the state."""
 
     def __init__(self, shape: LayerShape, settings: EagleSettings, *, first: bool) -> None:

@@ -27,6 +27,7 @@ from heads.families.medusa import HeadsByDepth, ResidualBlocks
 from heads.inference.kv_cache import RowCache
 from heads.modules.attention import causal_ranges
 from heads.modules.autoregressive import FeatureChain
+from heads.modules.checkpointing import HeadLayer
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins
 from heads.modules.layers import (
     CachedKeys,
@@ -100,7 +101,7 @@ class Hydra(HeadsByDepth):
         return cast(Tensor, self.blocks[depth](states_BD))
 
 
-class GroundedBlocks(nn.Module):
+class GroundedBlocks(HeadLayer):
     """R z + SiLU(W z + b) of `num_parts` side by side, a state and embeddings, then residual blocks."""
 
     def __init__(self, width: int, num_parts: int, num_layers: int) -> None:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import HydraSettings, MedusaSettings
+from heads.modules.checkpointing import HeadLayer
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins
 from heads.modules.layers import DraftHead, HeadBase
 from heads.proposers.protocol import Proposal, Tokens
@@ -85,7 +86,7 @@ class Medusa(HeadsByDepth):
         return self.lm_head.logits(torch.stack(states, 1)).unbind(1)
 
 
-class ResidualBlocks(nn.Module):
+class ResidualBlocks(HeadLayer):
     """Blocks x + SiLU(W x + b) one after another, the identity before training."""
 
     def __init__(self, width: int, num_layers: int) -> None:

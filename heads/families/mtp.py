@@ -25,6 +25,7 @@ from configs.schema.heads import MtpSettings
 from heads.families.mtp_checkpoint import NativeMtp
 from heads.inference.kv_cache import RowCache
 from heads.modules.autoregressive import ChainModule, FeatureChain, FeatureProposer
+from heads.modules.checkpointing import HeadLayer
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins, shifted_left
 from heads.modules.layers import DraftHead, HeadBase, LayerShape, shape_like
 from heads.modules.target_block import (
@@ -82,6 +83,7 @@ class Mtp(HeadBase):
                 unrolled_mask(visible_B1TT, steps, self._around.window),
                 chain,
             )
+            chain = None if chain is None else chain.next()
             origins_N = labelled_origins(batch, depth)
             hidden_ND = flat(states_BTD, origins_N)
             depths.append(self.lm_head.at_depth(depth, hidden_ND, origins_N, weight=self.settings.depth_decay**depth))
@@ -107,7 +109,7 @@ class Mtp(HeadBase):
         return self.layers[0 if self.settings.shared_depths else depth]
 
 
-class MtpLayer(nn.Module):
+class MtpLayer(HeadLayer):
     """One module: two norms, a projection, a block of the target's family, a norm that starts as the target's final one."""
 
     def __init__(self, target: PreTrainedModel, number: int, *, hidden_first: bool) -> None:

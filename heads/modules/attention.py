@@ -9,6 +9,7 @@ B batch, X queries, T positions, N heads, M key-value heads, G = N / M, H head w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from heads.device import keeps_small_tensors_near
 # cache (of 2**16 to 2**22, 2**18 was fastest at 256 and 4096 positions), or 256 MiB, enough work for a GPU.
 AT_ONCE_IN_CACHE, AT_ONCE = 2**18, 2**26
 FEWEST_ROWS = 16  # of queries at one time, however long the row
+NUM_SIZES = 16  # of products over parts of a row: libraries make code or plans for each size, and keep them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,11 +112,12 @@ class _ReadRanges(torch.autograd.Function):
 
 
 def _parts(ranges: Ranges, rows: int, T: int) -> Iterator[tuple[slice, int]]:
-    """Yield the queries of each part, and how many of the row's positions they may read."""
+    """Yield the queries of each part, and the number of positions that its products are over: all that it may read."""
     X = ranges.first_BX.shape[1]
+    step = rows * math.ceil(T / rows / NUM_SIZES)
     for start in range(0, X, rows):
         end = min(start + rows, X)
-        yield slice(start, end), end if ranges.in_order else T
+        yield slice(start, end), min(T, step * math.ceil(end / step)) if ranges.in_order else T
 
 
 def _scores(q_BMGXH: Tensor, k_BMTH: Tensor, ranges: Ranges, part: slice) -> Tensor:

@@ -26,6 +26,7 @@ from configs.schema.heads import LayerSettings
 from heads.inference.causal_lm import head_logits, head_rows
 from heads.inference.kv_cache import RowCache
 from heads.modules.attention import Ranges, read_ranges
+from heads.modules.checkpointing import HeadLayer
 from heads.modules.interface import Depth
 from heads.modules.target_sizes import check_widths, longest_text, mlp_width, number_of
 from heads.proposers.chain_builder import ChainBuilder
@@ -207,7 +208,7 @@ class CachedKeys:
         return attention.attend(attention.queries(states_BTX, rotation), k_BMSH, v_BMSH, self.visible_B1TS)
 
 
-class DraftLayer(nn.Module):
+class DraftLayer(HeadLayer):
     """A Llama layer, or with `norm_heads` one as Qwen3's."""
 
     def __init__(self, shape: LayerShape, *, norm_heads: bool = False) -> None:

@@ -37,22 +37,23 @@ class Keys(Protocol):
 
 
 class ChainKeys:
-    """Keys and values of all depths so far, side by side, with their gradients."""
+    """Keys and values of a depth after those of the depths before, side by side, with their gradients."""
 
-    def __init__(self) -> None:
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
-        self._index_keys: list[Tensor] = []
+    def __init__(self, *earlier: ChainKeys) -> None:
+        self.depths = *earlier, self
+
+    def next(self) -> ChainKeys:
+        """Return those of the next depth, once the block has run."""
+        return ChainKeys(*self.depths)
 
     def update(self, keys_BMTH: Tensor, values_BMTH: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        self._keys.append(keys_BMTH)
-        self._values.append(values_BMTH)
-        return torch.cat(self._keys, 2), torch.cat(self._values, 2)
+        self._keys, self._values = keys_BMTH, values_BMTH
+        return torch.cat([each._keys for each in self.depths], 2), torch.cat([each._values for each in self.depths], 2)
 
     def update_indexer(self, index_keys_BTH: Tensor, layer: int) -> Tensor:
         """Do the same with the keys by which an indexer chooses those that are seen (DeepSeek-V3.2)."""
-        self._index_keys.append(index_keys_BTH)
-        return torch.cat(self._index_keys, 1)
+        self._index_keys = index_keys_BTH
+        return torch.cat([each._index_keys for each in self.depths], 1)
 
 
 class CacheLayer:

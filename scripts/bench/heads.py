@@ -3,8 +3,9 @@
 Each recipe is trained (`scripts.bench.trained_runs`), and what came out is measured as `eval/run.py` measures: greedy chains
 at batch 1 on held-out prompts that chose no checkpoint ("home") and on the prompts of `suites`, alone and after a prompt
 lookup, plain decoding in turns with them, losslessness judged. Prompt lookup, which needs no training, is measured along with
-the first. EAGLE-3's training itself is compared with speculators', where that is installed (`scripts.bench.eagle3_training`).
-Data and finished trainings are kept while recipe and data are the same, so that only the first run takes hours.
+the first. EAGLE-3's training itself is compared with speculators', where that is installed (`scripts.bench.eagle3_training`),
+and its attention with a dense one (`scripts.bench.peers.dense_attention`). Data and finished trainings are kept while recipe
+and data are the same, so that only the first run takes hours.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from heads.target.loading import Target, load_target
 from scripts.bench.eagle3_training import TrainingComparison, compare_eagle3
 from scripts.bench.harness import SEED, check_finite, first_requests, measured_rows, speedup, write_results
 from scripts.bench.head_recipes import read_cache_seconds, train_recipes
+from scripts.bench.peers.dense_attention import attention_ratios, attention_rows, compare_attention
 from scripts.bench.tables import NOT_AVAILABLE
 from scripts.bench.trained_runs import TrainingRun
 
@@ -69,6 +71,8 @@ def compare_heads(config: BenchHeadsConfig) -> int:
     if eagle3 is not None:
         with TemporaryDirectory(prefix="bench-heads-") as scratch:
             training = compare_eagle3(config, target, eagle3, Path(scratch))
+    attention = compare_attention(config.attention_lengths)
+    ratios = {} if training is None else training.ratios(config.bootstrap_samples)
     rows: list[dict[str, Any]] = []
     for run in runs:
         baselines = {} if rows else {PROMPT_LOOKUP: PromptLookup(target.device)}
@@ -79,8 +83,8 @@ def compare_heads(config: BenchHeadsConfig) -> int:
         config.output,
         "heads",
         config,
-        rows=[*rows, *(training.rows() if training is not None else [])],
-        ratios=training.ratios(config.bootstrap_samples) if training is not None else {},
+        rows=[*rows, *(training.rows() if training is not None else []), *attention_rows(attention)],
+        ratios=ratios | attention_ratios(attention, config.bootstrap_samples),
         runs=[{"recipe": run.name, "artifact": str(run.artifact), "git": run.read_git()} for run in runs],
         cache_seconds=read_cache_seconds(config),
         device=str(target.device),

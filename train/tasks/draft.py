@@ -28,6 +28,7 @@ from distill.student.on_policy import Rewriter
 from heads.artifact import Metadata, save_draft_lm
 from heads.device import restored_random_state
 from heads.inference.model_checks import check_keeps_apart
+from heads.modules.checkpointing import checkpoint_activations
 from heads.modules.interface import Batch
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.vocabulary import keep_head_rows
@@ -74,6 +75,8 @@ class DraftTask:
         if config.data.packing:
             for model in (draft, *([target.model] if cache is None else [])):
                 check_keeps_apart(model)
+        if config.schedule.activation_checkpointing:
+            checkpoint_activations(draft)
         self.module: nn.Module = DraftObjective(draft, target, config.loss, self.vocabulary, self.clock)
         self.rewriter = Rewriter(config, target) if config.policy.rewrites else None
         self.training_prompts = user_text_hashes(train)

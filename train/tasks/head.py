@@ -18,6 +18,7 @@ from heads.artifact import head_metadata, save_head
 from heads.device import restored_random_state
 from heads.families.registry import FAMILIES, serve
 from heads.inference.model_checks import check_keeps_apart, check_rolls_back
+from heads.modules.checkpointing import checkpoint_activations
 from heads.modules.interface import Batch, HeadModule, Normalisers
 from heads.proposers.protocol import Proposer
 from heads.target.hidden_states import TargetStates, check_taps, read_states
@@ -69,6 +70,8 @@ class HeadTask:
         check_taps(target.model, self.taps)
         if cache is not None:
             cache.check_keeps(self.taps)
+        if config.schedule.activation_checkpointing:
+            checkpoint_activations(head)
         self.config = config
         self.module: nn.Module = HeadObjective(head, target, config.loss, self.clock)
         self.training_prompts = user_text_hashes(train)

@@ -44,6 +44,7 @@ from scripts.bench.eagle3_training import (
 from scripts.bench.harness import TrainingStep, Turn
 from scripts.bench.head_recipes import make_cache, make_data, read_cache_seconds, with_cache
 from scripts.bench.heads import compare_heads, verdict
+from scripts.bench.peers import dense_attention
 from scripts.bench.peers.speculators_eagle3 import pack, why_not_installed
 from train.launch import make_accelerator, run_distillation, run_heads
 
@@ -95,6 +96,7 @@ def make_config(folder, tmp_path_factory):
             "lossless": {"check_float32_prompts": 1},
             "eagle3": str(folder / "eagle3.yaml"),
             "num_batches": 2,
+            "attention_lengths": [],
             "bootstrap_samples": 50,
             "output": str(output / "heads.json"),
         }
@@ -276,7 +278,25 @@ def test_recipes_that_make_no_table_are_refused(make_config, folder, changes, co
     assert str(caught.value).startswith(complaint)
 
 
-# --- beside speculators --------------------------------------------------------------------------------------------
+# --- beside dense attention, and speculators --------------------------------------------------------------------------
+
+
+def test_attention_and_the_dense_one_compute_the_same_and_are_measured_by_turns(monkeypatch):
+    monkeypatch.setattr(dense_attention, "in_fresh_process", lambda work, *arguments: work(*arguments))
+    monkeypatch.setattr(dense_attention, "BATCH", 64)
+    passes = dense_attention.compare_attention([16, 33])
+    assert [(row["attention"], row["positions"], row["rows"]) for row in dense_attention.attention_rows(passes)] == [
+        *((f"eagle3, {side}", positions, rows) for positions, rows in ((16, 4), (33, 1)) for side in ("ranges", "dense"))
+    ]
+    taken = {"ranges": [dense_attention.Pass(10.0, 2.0, 1.0)] * 2, "dense": [dense_attention.Pass(100.0, 4.0, 1.0)] * 2}
+    ratios = dense_attention.attention_ratios({256: taken, 4096: taken}, 20)
+    name = "eagle3_attention_{}_vs_dense"
+    assert {key: ratio.point for key, ratio in ratios.items()} == pytest.approx(
+        {f"{name.format(what)}{at}": value for what, value in (("memory", 0.1), ("time", 0.5)) for at in ("_at_256", "")}
+    )
+    monkeypatch.setattr(dense_attention.DenseKeys, "next", lambda keys: type(keys)(keys.ranges, keys._own))
+    with pytest.raises(RuntimeError, match=r"attention over 16 positions gives .*, and dense "):
+        dense_attention.compare_attention([16])
 
 
 def test_ratios_and_rows_are_tokens_by_seconds():

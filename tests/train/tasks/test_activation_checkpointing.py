@@ -1,0 +1,73 @@
+"""Activation checkpointing changes what a step keeps, and nothing else."""
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from configs.runtime.errors import ConfigError
+from distill.dataset.batches import Example, collate
+from heads.modules.checkpointing import checkpoint_activations
+from heads.modules.layers import HeadBase
+from tests.support.tiny_heads import HEADS
+from tests.support.training_runs import distill_config, draft_task, train_task
+
+CHECKPOINTED = {"schedule": {"batch_size": 4, "max_steps": 4, "mixed_precision": "no", "activation_checkpointing": True}}
+PLAIN = {"schedule": CHECKPOINTED["schedule"] | {"activation_checkpointing": None}}
+
+
+@pytest.fixture
+def make_task(head_task, greedy_target, greedy_rows, tmp_path):
+    def make(kind, settings, folder):
+        torch.manual_seed(0)
+        if kind == "draft_lm":
+            return draft_task(distill_config(tmp_path / folder, settings=settings), greedy_target, greedy_rows)
+        return head_task(kind, output=str(tmp_path / folder), **settings)
+
+    return make
+
+
+def kept_bytes(task, rows):
+    """The bytes that the forward of a batch keeps for its backward."""
+    batch = collate([Example(row.prompt_ids + row.answer_ids, len(row.prompt_ids)) for row in rows])
+    kept = {}
+
+    def note(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        task.loss(task.module.train(), batch, torch.tensor(10), 1)
+    parameters = {each.untyped_storage().data_ptr() for each in (*task.module.parameters(), *task.target.model.parameters())}
+    return sum(each.untyped_storage().nbytes() for place, each in kept.items() if place not in parameters)
+
+
+def seeded(run, *arguments):
+    torch.manual_seed(0)  # some families draw what they train
+    return run(*arguments)
+
+
+@pytest.mark.parametrize("kind", [*HEADS, "draft_lm"])
+def test_the_losses_are_the_same_and_less_is_kept(kind, make_task, greedy_rows):
+    plain, checkpointed = (make_task(kind, settings, name) for settings, name in ((PLAIN, "plain"), (CHECKPOINTED, "again")))
+    assert seeded(kept_bytes, checkpointed, greedy_rows) < 0.9 * seeded(kept_bytes, plain, greedy_rows)
+    (weights, losses), (other_weights, other_losses) = (seeded(train_task, each, greedy_rows) for each in (plain, checkpointed))
+    assert other_losses == pytest.approx(losses, rel=1e-6)
+    torch.testing.assert_close(other_weights, weights, atol=1e-5, rtol=1e-4)
+
+
+def test_the_layers_of_a_head_run_twice(make_task, greedy_rows, monkeypatch):
+    task, calls, embed = make_task("eagle3", CHECKPOINTED, "run"), [], HeadBase.embed
+    plain = type(task.module.head.layers[0].self_attn).output
+    monkeypatch.setattr(HeadBase, "embed", lambda *args: calls.append("depth") or embed(*args))
+    monkeypatch.setattr(
+        type(task.module.head.layers[0].self_attn), "output", lambda *args: calls.append("layer") or plain(*args)
+    )
+    batch = collate([Example(row.prompt_ids + row.answer_ids, len(row.prompt_ids)) for row in greedy_rows])
+    task.loss(task.module, batch, torch.tensor(10), 1).loss.backward()
+    assert (calls.count("depth"), calls.count("layer")) == (3, 6)
+
+
+def test_a_draft_lm_that_cannot_is_refused(greedy_target, monkeypatch):
+    monkeypatch.setattr(type(greedy_target.model), "supports_gradient_checkpointing", False)
+    with pytest.raises(ConfigError, match=r"schedule\.activation_checkpointing: LlamaForCausalLM has none; set it to null"):
+        checkpoint_activations(greedy_target.model)
