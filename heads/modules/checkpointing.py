@@ -6,7 +6,9 @@ Keys that a layer hands on to later depths are its output too, and are kept. Wha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +20,8 @@ from configs.runtime.errors import ConfigError
 
 class HeadLayer(GradientCheckpointingLayer):
     """A part of a head that runs as one under activation checkpointing."""
+
+    _gradient_checkpointing_func: Callable[..., Any]
 
 
 def checkpoint_activations(draft: nn.Module) -> None:

@@ -40,20 +40,21 @@ class ChainKeys:
     """Keys and values of a depth after those of the depths before, side by side, with their gradients."""
 
     def __init__(self, *earlier: ChainKeys) -> None:
-        self.depths = *earlier, self
+        self.earlier = earlier
 
     def next(self) -> ChainKeys:
         """Return those of the next depth, once the block has run."""
-        return ChainKeys(*self.depths)
+        return ChainKeys(*self.earlier, self)
 
     def update(self, keys_BMTH: Tensor, values_BMTH: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         self._keys, self._values = keys_BMTH, values_BMTH
-        return torch.cat([each._keys for each in self.depths], 2), torch.cat([each._values for each in self.depths], 2)
+        depths = *self.earlier, self
+        return torch.cat([each._keys for each in depths], 2), torch.cat([each._values for each in depths], 2)
 
     def update_indexer(self, index_keys_BTH: Tensor, layer: int) -> Tensor:
         """Do the same with the keys by which an indexer chooses those that are seen (DeepSeek-V3.2)."""
         self._index_keys = index_keys_BTH
-        return torch.cat([each._index_keys for each in self.depths], 1)
+        return torch.cat([each._index_keys for each in (*self.earlier, self)], 1)
 
 
 class CacheLayer:

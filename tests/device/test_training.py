@@ -10,6 +10,7 @@ from configs.schema.training import HeadsConfig
 from distill.dataset.batches import Example, collate
 from distill.dataset.packing import collate_packed
 from heads.artifact import load_draft
+from heads.modules.checkpointing import checkpoint_activations
 from tests.device.mock_device import counted
 from tests.support.caches import conversation
 from tests.support.tiny_heads import HEADS
@@ -73,6 +74,21 @@ def test_the_losses_are_the_cpus_and_the_artifact_loads(kind, on, rows, tmp_path
 def waits(counts):
     """Return what made the host wait, by line."""
     return {place: times for place, times in counts.items() if place[0] in WAITING}
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "draft_lm"])
+def test_layers_that_run_again_in_the_backward_never_wait(kind, on, rows, tmp_path):
+    task = task_of(kind, on("mock"), rows, tmp_path / "run")
+    checkpoint_activations(next(task.module.children()))
+    batch = collate([Example(row.prompt_ids + row.answer_ids, len(row.prompt_ids)) for row in rows[:4]]).to(
+        torch.device("mock")
+    )
+    task.module.to(batch.input_ids_BT.device)
+    labels = batch.loss_mask_BT[:, 1:].sum()
+    task.loss(task.module, batch, labels, 1).loss.backward()
+    with counted() as counts:
+        task.loss(task.module, batch, labels, 1).loss.backward()
+    assert not waits(counts), waits(counts)
 
 
 @pytest.mark.parametrize("draft_vocab_size", [None, 32], ids=["whole", "reduced"])

@@ -4,8 +4,8 @@ Operations of matrix products and attention are counted where torch dispatches t
 first micro-batches and then ever more rarely; in between they follow from a micro-batch's shape by least squares,
 flops = a BT + b BT^2 + c N, which is exact where products are linear in positions or labels and attention is quadratic.
 
-The utilisation is that of PaLM (2204.02311, appendix B), except that attention counts all T^2 pairs, masked ones as well, and
-that what is computed a second time is counted a second time. Answers that a data policy lets the draft write are left out.
+The utilisation is that of PaLM (2204.02311, appendix B), except that attention counts all pairs computed, masked ones as well,
+and that what is computed a second time is counted a second time. Answers that a data policy lets the draft write are left out.
 B rows, T positions, N labels.
 """
 
