@@ -7,7 +7,6 @@ import pytest
 
 from configs.runtime.files import CHECKOUT
 
-
 PART = "eagle3- or draft_lm- or eagle3] or draft_lm] or full"  # by the tests' names
 
 

@@ -125,7 +125,7 @@ class EvalConfig(Settings):
     # with decode.tree both are merged
     draft: str | list[str] = "runs/distill/artifact"
     lookup_match: PositiveInt = 3  # tokens that must have stood in the text before, for a lookup beside a draft to copy
-    draft_device: str | None = None  # of draft LMs, such as cuda:1; None: the target's. Not yet run on two devices
+    draft_device: str | None = None  # of draft LMs, such as cuda:1; None: the target's. Not yet run on two accelerators
     allow_target_mismatch: bool = False  # decode with a draft trained for another target; else it is refused
     suite: SuiteConfig = SuiteConfig()
     # Further suites, measured in the same run and reported beside it, such as prompts of other kinds than those trained on.

@@ -30,6 +30,7 @@ from heads.inference.int8_kv_cache import LAYERS
 from heads.proposers.protocol import Proposal, Proposer
 from heads.sampling.counter_rng import CounterRNG, Role
 from heads.sampling.probabilities import draw, token_probabilities
+from heads.sampling.uploads import Text, Uploads, constant, shifted
 from heads.target.hidden_states import forward_states
 from heads.target.loading import Target
 
@@ -109,8 +110,9 @@ class ParticleRun:
         longest = max(map(len, prompts))
         ids_RT = self._tensor([row + [0] * (longest - len(row)) for row in prompts])
         states = forward_states(self.target.model, self.cache, ids_RT, [0] * len(prompts), self.taps)
-        last_R = self._tensor([len(row) - 1 for row in prompts])
-        logits_RV = head_logits(self.target.model, states.final_BTE[torch.arange(len(prompts)), last_R])
+        last_R = self._tensor([[len(row) - 1] for row in prompts]).squeeze(1)
+        rows_R = torch.arange(len(prompts), device=self.target.device)
+        logits_RV = head_logits(self.target.model, states.final_BTE[rows_R, last_R])
         N = self.settings.num_particles
         uniform_B1 = self._rng.uniform(Role.TARGET, (last_R + 1).repeat_interleave(N).unsqueeze(1))
         tokens_B = draw(token_probabilities(logits_RV, self.config).repeat_interleave(N, 0), uniform_B1.squeeze(1))
@@ -132,17 +134,17 @@ class ParticleRun:
         """Run one cycle: draft, weigh, add the target's token, choose where all has ended, resample the others."""
         # Where resampling left copies of ended texts only, a cycle without drafts follows, after which one of them is chosen.
         room = [max((each.row.room for each in places if not each.ended), default=0) for places in self._particles]
+        text = Text([particle.tokens for particle in self.active], self.target.device)
+        live = text.uploads.numbers([not particle.ended for particle in self.active])
         with self.clock.phase("draft"):
-            proposal = self._propose(max(room))
-        counts = self._counts(proposal, room)
-        starts = [len(particle.tokens) - 1 for particle in self.active]
+            proposal = self._propose(text, max(room))
+        counts = text.uploads.numbers(self._counts(proposal, room))
         with self.clock.phase("verify"):
-            pending_B1 = self._tensor([[particle.tokens[-1]] for particle in self.active])
-            ids_BK = torch.cat([pending_B1, proposal.tokens_BG], 1)
+            ids_BK, starts = torch.cat([text.pending_B1, proposal.tokens_BG], 1), shifted(text.lengths, -1)
             states = forward_states(self.target.model, self.cache, ids_BK, starts, self.taps)
             logits_BKV = head_logits(self.target.model, states.final_BTE)
         with self.clock.phase("sample"):
-            table = self._weigh(logits_BKV, proposal, counts, starts)
+            table = self._weigh(logits_BKV, proposal, counts.tensor_B, text.lengths.tensor_B, live.tensor_B.bool())
         if max(room) > 0:
             with self.clock.phase("draft"):
                 self.proposer.commit(counts, states)
@@ -152,12 +154,11 @@ class ParticleRun:
             num_requests = len(self._particles)
             self._resample(self._choose_ended(), num_requests)
 
-    def _propose(self, room: int) -> Proposal:
+    def _propose(self, text: Text, room: int) -> Proposal:
         num_tokens = min(self.config.num_speculative_tokens, room)
         if num_tokens == 0:
-            return Proposal(tokens_BG=self._tensor([[] for _ in self.active]).long(), num_drafted=[0] * len(self.active))
-        tokens = [particle.tokens for particle in self.active]
-        proposal = self.proposer.propose(tokens, num_tokens, self.config, self._rng, keep_logits=False)
+            return Proposal(tokens_BG=text.pending_B1[:, :0], num_drafted=[0] * len(text))
+        proposal = self.proposer.propose(text, num_tokens, self.config, self._rng, keep_logits=False)
         if proposal.probs_BGV is None:
             name = type(self.proposer).__name__
             raise InputError(
@@ -171,10 +172,11 @@ class ParticleRun:
         fewest = [min(proposal.num_drafted[start : start + N]) for start in range(0, len(proposal.num_drafted), N)]
         return [min(pair) for pair in zip(fewest, room, strict=True) for _ in range(N)]
 
-    def _weigh(self, logits_BKV: Tensor, proposal: Proposal, counts: Sequence[int], starts: Sequence[int]) -> list[list[int]]:
+    def _weigh(
+        self, logits_BKV: Tensor, proposal: Proposal, counts_B: Tensor, lengths_B: Tensor, live_B: Tensor
+    ) -> list[list[int]]:
         """Weigh all places and draw their next tokens; return `[finite, token, drafts...]` by place, in one transfer."""
-        (R, N), counts_B = self._log_weights_RN.shape, self._tensor(counts)
-        live_B = self._tensor([not particle.ended for particle in self.active])
+        R, N = self._log_weights_RN.shape
         p_BKV = token_probabilities(logits_BKV, self.config)
         read_B, ends_B = self._read_before_the_end(proposal.tokens_BG, counts_B * live_B)
         log_weights_RN = self._log_weights_RN
@@ -183,8 +185,8 @@ class ParticleRun:
             p_RNGV, q_RNGV = (distribution.unflatten(0, (R, N)) for distribution in (p_BKV[:, : q_BGV.shape[1]], q_BGV))
             tokens_RNG, read_RN = proposal.tokens_BG.unflatten(0, (R, N)), read_B.unflatten(0, (R, N))
             log_weights_RN = weigh(log_weights_RN, p_RNGV, q_RNGV, tokens_RNG, read_RN)
-        after_RNV = p_BKV[torch.arange(R * N), counts_B].unflatten(0, (R, N))
-        positions_B1 = (self._tensor(starts) + 1 + counts_B).unsqueeze(1)
+        after_RNV = p_BKV[torch.arange(R * N, device=counts_B.device), counts_B].unflatten(0, (R, N))
+        positions_B1 = (lengths_B + counts_B).unsqueeze(1)
         uniform_RN = self._rng.uniform(Role.TARGET, positions_B1).reshape(R, N)
         ended_RN = (ends_B | ~live_B).unflatten(0, (R, N))
         next_RN, self._log_weights_RN = draw_bonus(log_weights_RN, after_RNV, uniform_RN, ended_RN)
@@ -194,7 +196,7 @@ class ParticleRun:
 
     def _read_before_the_end(self, tokens_BG: Tensor, counts_B: Tensor) -> tuple[Tensor, Tensor]:
         """Return how many drafts count up to and with the first end of text, and whether there is one."""
-        ends = torch.tensor(self.target.eos_token_ids, dtype=torch.int64, device=tokens_BG.device)
+        ends = constant(tuple(self.target.eos_token_ids), torch.int64, tokens_BG.device)
         places_G = torch.arange(tokens_BG.shape[1], device=tokens_BG.device)
         ends_BG = torch.isin(tokens_BG, ends) & (places_G < counts_B.unsqueeze(1))
         first_B = torch.where(ends_BG, places_G + 1, tokens_BG.shape[1]).amin(1) if len(places_G) else counts_B
@@ -216,10 +218,10 @@ class ParticleRun:
                 under_way.append(index)
         self._numbers = [self._numbers[index] for index in under_way]
         self._particles = [self._particles[index] for index in under_way]
-        if under_way:
-            N = self.settings.num_particles
-            self._log_weights_RN = self._log_weights_RN[under_way]
-            self._request_rng.keep_rows(under_way)
+        if 0 < len(under_way) < len(chosen_R):
+            N, kept = self.settings.num_particles, Uploads(self.target.device).numbers(under_way)
+            self._log_weights_RN = self._log_weights_RN[kept.tensor_B]
+            self._request_rng.keep_rows(kept)
             self._rng.keep_rows([index * N + place for index in under_way for place in range(N)])
         return under_way
 
@@ -231,7 +233,8 @@ class ParticleRun:
         uniform_R = self._request_rng.uniform(Role.RESIDUAL, lengths_R1).squeeze(1)
         ancestors_RN, self._log_weights_RN = resample(self._log_weights_RN, uniform_R, self.settings.resample_below)
         ancestors, N = ancestors_RN.tolist(), self.settings.num_particles
-        kept = [index * N + place for index, row in zip(under_way, ancestors, strict=True) for place in row]
+        places = [index * N + place for index, row in zip(under_way, ancestors, strict=True) for place in row]
+        kept = Uploads(self.target.device).numbers(places)
         if kept != list(range(num_requests * N)):
             self.cache.keep_rows(kept)
             self.proposer.keep_rows(kept)
@@ -245,8 +248,8 @@ class ParticleRun:
         places = range(self.settings.num_particles)
         return [replace(request, prompt_id=f"{request.prompt_id}\0{place}").number for place in places]
 
-    def _tensor(self, values: Sequence[int] | Sequence[Sequence[int]] | Sequence[bool]) -> Tensor:
-        return torch.tensor(values, device=self.target.device)
+    def _tensor(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        return Uploads(self.target.device).rows(rows).tensor
 
 
 def _extend(particle: Particle, drafts: list[int], bonus: int, *, finite: bool) -> None:

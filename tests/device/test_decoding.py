@@ -10,6 +10,7 @@ from configs.schema.decoding import DecodeConfig
 from eval.decoder.decode import Request
 from eval.lossy.decode import start_run
 from heads.families.registry import FAMILIES
+from heads.proposers.cross_device import CrossDeviceProposer
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.merged import LookupFirst, MergedDrafts
 from heads.proposers.prompt_lookup import PromptLookup
@@ -126,11 +127,13 @@ def most_transfers(name, way, has_ended):
     """The most copies of a round to the host and from it.
 
     A rule that may stop a draft asks after each step. The drafts that are merged come to the host one by one, and their tree
-    goes back. Rows that stay where others end are named to the device.
+    goes back. Particles choose texts that have ended, and resample. Rows that stay where others end are named to the device.
     """
     out, into = 1, 1 + has_ended
     if "stopped" in way:
         out += DRAFTS + 1
+    if way == "particles":
+        out, into = out + 2, into + 4 + has_ended
     if name == "merged":
         out, into = out + 2, into + 1
     return out, into
@@ -156,11 +159,24 @@ def test_the_tokens_are_the_cpus_and_a_round_copies_once_each_way(mock, as_targe
     first, _ = decode(target, proposer, config)  # which puts there what stays: trees, rotary embeddings
     tokens, rounds = decode(target, proposer, config)
     assert tokens == first == expected
-    if way != "particles":
-        assert_few_transfers(name, way, rounds)
+    assert_few_transfers(name, way, rounds)
 
 
 def test_plain_decoding_copies_once_each_way(mock, as_target):
     config = DecodeConfig(num_speculative_tokens=0, max_new_tokens=6)
     _, rounds = decode(as_target(copy.deepcopy(checks.tiny_target("llama")).to(mock)), None, config)
     assert_few_transfers("plain", "greedy", rounds)
+
+
+@pytest.mark.parametrize("way", ["chain block", "chain stopped by cost", "static greedy", "static without_replacement"])
+def test_a_draft_on_another_device_than_the_target_drafts_what_it_drafts_at_home(mock, as_target, way):
+    config = DecodeConfig.model_validate({"num_speculative_tokens": DRAFTS, "max_new_tokens": 10} | WAYS[way])
+    model = checks.tiny_target("llama")
+    draft = DraftLM(noisy(model), 64)
+    expected, _ = decode(as_target(model), draft, config)
+    away = CrossDeviceProposer(draft, torch.device("cpu"), mock)
+    tokens, rounds = decode(as_target(copy.deepcopy(model).to(mock)), away, config)
+    assert tokens == expected
+    # The numbers of the requests go to the draft, its proposal comes back, a tensor a copy.
+    out = [sum(times for (kind, _), times in counts.items() if kind in ("out", "wait")) for counts, _ in rounds]
+    assert max(out) <= 2, rounds
