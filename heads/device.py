@@ -67,7 +67,8 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device; where it comes from the host, that does not wait for the copy where that can be."""
     if not values.is_cpu or device.type == "cpu":
         return values.to(device)
-    return (values.pin_memory() if can_pin(device) else values).to(device, non_blocking=True)
+    pinned = can_pin(device)
+    return (values.pin_memory() if pinned else values).to(device, non_blocking=pinned)
 
 
 def allocated_peak(device: torch.device) -> int | None:
