@@ -107,8 +107,9 @@ def test_an_artifact_changed_after_it_was_measured_is_caught(config, tmp_path):
     assert (code, list(found)) == (GATE_FAILED, ["provenance"])
 
 
-def test_what_was_decoded_is_reported_even_where_judging_its_worth_breaks_off(config, monkeypatch):
-    monkeypatch.setattr("eval.metrics.quality.Quality.judge", lambda *_: 1 / 0)
+@pytest.mark.parametrize("judges", ["eval.evaluation.judge_lossless", "eval.metrics.quality.Quality.judge"])
+def test_what_was_decoded_is_reported_even_where_judging_its_worth_breaks_off(config, monkeypatch, judges):
+    monkeypatch.setattr(judges, lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         evaluate(config)
     report = load_report(Path(config.output) / "report.partial.json")
