@@ -14,6 +14,7 @@ import re
 import resource
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -94,10 +95,13 @@ def answers(target, prompts):
 
 @pytest.fixture(scope="module")
 def data(target, prompts, answers, tmp_path_factory):
-    """A folder with the short conversations, as `scripts/make_data.py` writes them."""
-    rows = [conversation(*row, f"p{n}") for n, row in enumerate(zip(prompts[:-1], answers[:-1], strict=True))]
+    """A folder with the short conversations, as `scripts/make_data.py` writes them; held out are ends of the same answers."""
     folder = tmp_path_factory.mktemp("data")
-    for name in ("train", "held_out"):
+    for name, told in (("train", 0), ("held_out", 4)):
+        rows = []
+        for number, (prompt, answer) in enumerate(zip(prompts[:-1], answers[:-1], strict=True)):
+            row = conversation([*prompt, *answer[:told]], answer[told:], f"p{number}")
+            rows.append(replace(row, messages=({"role": "user", "content": target.tokenizer.decode(row.prompt_ids)},)))
         write_rows(folder / f"{name}.jsonl", rows)
     (folder / MANIFEST).write_text(json.dumps({"format_version": FORMAT_VERSION, "target": target.identity.to_dict()}))
     return folder
