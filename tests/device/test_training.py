@@ -7,15 +7,17 @@ import torch
 from accelerate.state import AcceleratorState
 
 from configs.schema.training import HeadsConfig
+from distill.cache.reader import open_cache
 from distill.dataset.batches import Example, collate
 from distill.dataset.packing import collate_packed
 from heads.artifact import load_draft
 from heads.modules.checkpointing import checkpoint_activations
 from tests.device.mock_device import counted
-from tests.support.caches import conversation
+from tests.support.caches import cache_job, conversation, run, write_rows
 from tests.support.tiny_heads import HEADS
 from tests.support.training_runs import distill_config, draft_task, train_task
 from train.launch import make_accelerator
+from train.loop import loop
 from train.tasks.head import HeadTask
 
 pytestmark = pytest.mark.device
@@ -48,13 +50,13 @@ def rows():
     return [conversation(row[:6], row[6 : 14 + number % 6], f"p{number}") for number, row in enumerate(ids)]
 
 
-def task_of(kind, target, rows, folder, **changes):
+def task_of(kind, target, rows, folder, cache=None, **changes):
     if kind == "draft_lm":
         settings = {"schedule": HEAD_SETTINGS["schedule"], "held_out": HEAD_SETTINGS["held_out"]}
-        return draft_task(distill_config(folder, student={"layers": [0, 2]} | changes, settings=settings), target, rows)
+        return draft_task(distill_config(folder, student={"layers": [0, 2]} | changes, settings=settings), target, rows, cache)
     head = HEADS["dflash"] | {"kind": "dspark", "markov_rank": 4} if kind == "dspark" else HEADS[kind]
     config = HeadsConfig.model_validate(HEAD_SETTINGS | {"head": head | changes, "output": str(folder)})
-    return HeadTask(config, target, rows, rows[:3], make_accelerator(config.schedule, Path(config.output)))
+    return HeadTask(config, target, rows, rows[:3], make_accelerator(config.schedule, Path(config.output)), cache)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -105,3 +107,25 @@ def test_forward_and_backward_of_a_micro_batch_never_wait(kind, packed, draft_vo
     with counted() as counts:
         task.loss(task.module, batch, labels, 1).loss.backward()
     assert not waits(counts), waits(counts)
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["online", "cached"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_waits_once_for_losses_and_stop_requests(kind, cached, on, rows, tmp_path, monkeypatch):
+    target, cache, steps = on("mock"), None, []
+    if cached:
+        file = write_rows(tmp_path / "rows.jsonl", rows)
+        run(cache_job(target, file, rows, tmp_path / "cache", kind="last_hidden", taps=[1, 2, 3]))
+        cache = open_cache(tmp_path / "cache", file, target)
+    task = task_of(kind, target, rows, tmp_path / "run", cache)
+    plain = loop._Training._step
+
+    def step(*arguments):
+        with counted() as counts:
+            labels = plain(*arguments)
+        steps.append(waits(counts))
+        return labels
+
+    monkeypatch.setattr(loop._Training, "_step", step)
+    train_task(task, rows)
+    assert [sum(each.values()) for each in steps[1:]] == [1, 1], steps  # the first one moves tables to the device

@@ -21,14 +21,14 @@ def train_task(task, rows, stop_after=None, max_length=64):
         if len(losses) == stop_after:
             raise KeyboardInterrupt
         result = plain(*arguments)
-        losses.append(float(result.loss.detach()))
+        losses.append(result.loss.detach())  # read at the end: that waits for the device
         return result
 
     task.loss = loss
     config, accelerator = task.config, task.held_out.accelerator
     loader = make_loader(ConversationDataset(rows, max_length), config.schedule.batch_size, seed=config.schedule.seed)
     train(task, loader, config.optimizer, config.schedule, accelerator, Path(config.output), config.model_dump(mode="json"))
-    return {name: tensor.clone() for name, tensor in task.module.state_dict().items()}, losses
+    return {name: tensor.clone() for name, tensor in task.module.state_dict().items()}, list(map(float, losses))
 
 
 def distill_config(folder, student=None, *, settings=None, **schedule):

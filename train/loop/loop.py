@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,13 @@ from torch.utils.data import DataLoader
 from configs.runtime.errors import RunFailed, Stopped
 from configs.schema.learning import OptimizerConfig
 from configs.schema.training import ScheduleConfig
+from heads.device import to_device
 from heads.modules.interface import Batch
 from train.loop.checkpoints import Checkpoints, Progress, writing
 from train.loop.engines import choose_engine
 from train.loop.lineage import Lineage
 from train.loop.optimizer import make_optimizer
+from train.loop.read_ahead import Window, windows
 from train.loop.task import StepPlace, Task
 from train.loop.termination import StopRequest, noting_sigterm
 from train.telemetry.files import MetricsFile
@@ -136,8 +137,8 @@ class _Training:
             self._evaluate_and_save()
         labels = 0
         while self.progress.step < self.num_steps:
-            for window in self._windows():
-                labels += self._step(window)
+            for window, known in self._windows():
+                labels += self._step(window, known)
                 self._after_step()
                 if self.progress.step >= self.num_steps:
                     break
@@ -177,61 +178,77 @@ class _Training:
             earlier = max(self.history.earlier_seconds, self.metrics_file.earlier_seconds)
             self.history.earlier_seconds = self.metrics_file.earlier_seconds = earlier
 
-    def _windows(self) -> Iterator[list[Batch]]:
-        """Yield the micro-batches of each remaining optimiser step of this epoch."""
+    def _windows(self) -> Iterator[tuple[Window, Iterator[Any]]]:
+        """Yield the micro-batches of each remaining optimiser step of this epoch, and what the task reads for them."""
         accumulate = self.schedule.gradient_accumulation_steps
         self.loader.set_epoch(self.progress.epoch)
         done = self.progress.steps_in_epoch * accumulate
         batches = iter(self.accelerator.skip_first_batches(self.loader, done) if done else self.loader)
-        while window := self._next(batches, accumulate):
-            yield window
+        remaining = windows(batches, accumulate, self.task.read, self.accelerator.device)
+        while (found := self._next(remaining)) is not None:
+            yield found
 
-    def _next(self, batches: Iterator[Batch], num_batches: int) -> list[Batch]:
+    def _next(self, remaining: Iterator[tuple[Window, Iterator[Any]]]) -> tuple[Window, Iterator[Any]] | None:
         self.profiler.before_step(self.progress.step + 1)
         with self.clock("data"):
-            return list(islice(batches, num_batches))
+            return next(remaining, None)
 
-    def _step(self, window: list[Batch]) -> int:
-        """Take one optimiser step over the micro-batches in `window`; return the number of this process's labels."""
+    def _step(self, window: Window, known: Iterator[Any]) -> int:
+        """Take one optimiser step over the micro-batches in `window`; return the number of this process's labels.
+
+        The host waits for the device once, for losses and stop requests, before the last backward; under fp16 once more, for
+        the loss scaler to see whether the gradients are finite.
+        """
         place = StepPlace(step=self.progress.step, num_steps=self.num_steps)
         with self.clock("rewriting"), self.engine.while_training(self.module, self.task) as unwrapped:
             prepared = self.task.prepare(unwrapped, window, place)
         window = prepared.batches
         self.metrics.add(prepared.sums)
-        own_labels = torch.stack([batch.loss_mask_BT[:, 1:].sum() for batch in window]).sum()
+        own_labels = sum(int(batch.on_host.loss_mask_BT[:, 1:].sum()) for batch in window)
         # A stop request to one process stops all: they learn of it with the labels, at no cost, and end after this step.
-        table = torch.stack([own_labels, torch.full_like(own_labels, self.request.made)])
+        table = to_device([own_labels, self.request.made], self.accelerator.device)
         with self.clock("communication"):
             all_labels, stops = self.accelerator.reduce(table, "sum")
-        num_labels, self.stopping = all_labels.clamp(min=1), bool(stops)
+        num_labels, losses = all_labels.clamp(min=1), []
         for number, batch in enumerate(window):
             last = number == len(window) - 1
+            with self.clock("data"):
+                read = next(known)
             with self.engine.micro_batch(self.module, last=last), self.metrics.flops.micro_batch(batch):
                 with self.accelerator.autocast(), self.clock("loss"):
-                    outcome = self.task.loss(self.module, batch, num_labels, self.accelerator.num_processes)
-                self._refuse_non_finite(outcome.loss, number, batch)
+                    outcome = self.task.loss(self.module, batch, num_labels, self.accelerator.num_processes, read)
+                losses.append(outcome.loss.detach())
+                if last:
+                    self._look_at(losses, stops, window)
                 with self.clock("backward"):
                     self.engine.backward(outcome.loss)
             self.metrics.add(outcome.sums, outcome.counts)
         with self.clock("optimizer"):
             norm = self.engine.clip(self.module, self.max_grad_norm)
             self.optimizer.step()
-            self.scheduler.step()
+            skipped = self.accelerator.optimizer_step_was_skipped  # under fp16, where a gradient was not finite
+            if not skipped:
+                self.scheduler.step()
             self.optimizer.zero_grad()
-        self.metrics.close_step(window, own_labels, norm)
+        self.metrics.close_step(window, own_labels, None if skipped else norm)
         self.progress.step += 1
         self.progress.steps_in_epoch += 1
-        return int(own_labels)
+        return own_labels
 
-    def _refuse_non_finite(self, loss: Tensor, number: int, batch: Batch) -> None:
-        if not torch.isfinite(loss):
-            progress = self.progress
-            where = f"step {progress.step + 1} (epoch {progress.epoch}, step {progress.steps_in_epoch + 1} of it)"
-            rows = ", ".join(map(str, batch.conversations_BC[batch.conversations_BC >= 0].tolist()))
-            raise RunFailed(
-                f"the loss is {loss.item()} in {where}, micro-batch {number + 1}, conversations {rows} of data.train, counted "
-                "from 0; the step was not taken, the last checkpoint stands"
-            )
+    def _look_at(self, losses: list[Tensor], stops: Tensor, window: Window) -> None:
+        """Note a stop request, and refuse losses that are not finite: of all micro-batches in one transfer."""
+        *values, num_stops = torch.stack([*losses, stops.to(losses[0].dtype)]).tolist()
+        self.stopping = num_stops > 0
+        number = next((number for number, value in enumerate(values) if not math.isfinite(value)), None)
+        if number is None:
+            return
+        progress, conversations_BC = self.progress, window[number].on_host.conversations_BC
+        where = f"step {progress.step + 1} (epoch {progress.epoch}, step {progress.steps_in_epoch + 1} of it)"
+        rows = ", ".join(map(str, conversations_BC[conversations_BC >= 0].tolist()))
+        raise RunFailed(
+            f"the loss is {values[number]} in {where}, micro-batch {number + 1}, conversations {rows} of data.train, counted "
+            "from 0; the step was not taken, the last checkpoint stands"
+        )
 
     def _after_step(self) -> None:
         """Log, evaluate and write a checkpoint, each where it is due; or stop where that was requested."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -53,8 +53,11 @@ class Task(Protocol):
     def prepare(self, module: nn.Module, window: list[Batch], place: StepPlace) -> Prepared:
         """Return the micro-batches to train on in place of those of the data, changing neither module nor random state."""
 
-    def loss(self, module: nn.Module, batch: Batch, num_labels: Tensor, world_size: int) -> BatchLoss:
-        """Return the loss of a micro-batch under the (wrapped) module."""
+    def read(self, batch: Batch) -> Any:
+        """Return what the loss of a batch of the data takes from disk, on its device; another thread may call this."""
+
+    def loss(self, module: nn.Module, batch: Batch, num_labels: Tensor, world_size: int, known: Any = None) -> BatchLoss:
+        """Return the loss of a micro-batch under the (wrapped) module; `known` is what `read` returned for it."""
 
     def evaluate(self, module: nn.Module) -> dict[str, float]:
         """Return metrics on held-out prompts; `tokens_per_target_step` among them chooses what is kept."""

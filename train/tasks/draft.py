@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -67,8 +66,7 @@ class DraftTask:
         self.config = config.model_copy(update={"student": student})
         self.target, self.accelerator = target, accelerator
         self.clock = StepClock(accelerator.device)
-        online: Callable[[Batch], Tensor | SparseTarget] = partial(target_hidden, target)
-        self.signal, self.signal_part = (online, "target") if cache is None else (cache.signal, "data")
+        self.cache = cache
         self.choice = choose_vocabulary(self.config, target, train, held_out, accelerator, cache)
         self.vocabulary = self.choice.vocabulary
         draft = initial_draft(student, target)
@@ -126,9 +124,14 @@ class DraftTask:
             batches, written = [batch for batch, _ in pairs], [count for _, count in pairs]
         return Prepared(batches=batches, sums={"rewritten_share": torch.tensor(sum(written), device=self.accelerator.device)})
 
-    def loss(self, module: nn.Module, batch: Batch, num_labels: Tensor, world_size: int) -> BatchLoss:
-        with self.clock(self.signal_part):
-            signal = self.signal(batch)
+    def read(self, batch: Batch) -> Tensor | SparseTarget | None:
+        """Return the target's side of a batch's loss where a cache keeps it."""
+        return None if self.cache is None else self.cache.signal(batch)
+
+    def loss(self, module: nn.Module, batch: Batch, num_labels: Tensor, world_size: int, known: Any = None) -> BatchLoss:
+        with self.clock("target" if self.cache is None else "data"):
+            known = self.read(batch) if known is None else known
+            signal = target_hidden(self.target, batch) if known is None else known
         result = module(batch, signal, num_labels, world_size)
         sums = {
             "loss": result.values_N.sum(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from accelerate import Accelerator
 from torch import Tensor, nn
@@ -96,18 +96,20 @@ class HeadTask:
         """Heads are trained on the data as it is."""
         return Prepared(batches=window, sums={})
 
-    def loss(self, module: nn.Module, batch: Batch, num_labels: Tensor, world_size: int) -> BatchLoss:
+    def read(self, batch: Batch) -> tuple[TargetStates, Normalisers] | None:
+        """Return the target's states and normalisers over a batch where a cache keeps them."""
+        return None if self.cache is None else (self.cache.states(batch, self.taps), self.cache.normalisers(batch))
+
+    def loss(self, module: nn.Module, batch: Batch, num_labels: Tensor, world_size: int, known: Any = None) -> BatchLoss:
         with self.clock("target" if self.cache is None else "data"):
-            states, normalisers = self.training_states(batch)
+            states, normalisers = self.training_states(batch) if known is None else known
         result: HeadLoss = module(batch, states, num_labels, world_size, normalisers)
         sums, counts = _metrics(result)
         return BatchLoss(loss=result.loss, sums=sums, counts=counts)
 
     def training_states(self, batch: Batch) -> tuple[TargetStates, Normalisers | None]:
         """Return the target's states over a batch of the training conversations, and normalisers where a cache keeps them."""
-        if self.cache is None:
-            return self.states(batch), None
-        return self.cache.states(batch, self.taps), self.cache.normalisers(batch)
+        return self.read(batch) or (self.states(batch), None)
 
     def states(self, batch: Batch) -> TargetStates:
         """Return the target's states over a batch of any conversations, computed now."""

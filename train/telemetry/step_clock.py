@@ -65,8 +65,12 @@ class StepClock:
 
     def mark_gradient(self, _: Tensor | None = None) -> None:
         """Say that a gradient of this process is there; after the last one, what is left of a backward is communication."""
-        if self._part == BACKWARD:
+        if self._part != BACKWARD:
+            return
+        if self._gradient is None or isinstance(self._gradient, float):
             self._gradient = self._now()
+        else:
+            self._gradient.record()  # the same event anew: only the last gradient's moment counts
 
     def follow_gradients(self, module: nn.Module) -> None:
         """Mark each gradient of `module` from now on."""
@@ -89,6 +93,8 @@ class StepClock:
             self._count()
 
     def _count(self) -> None:
+        if self._marks and not isinstance(last := self._marks[-1][0], float):
+            last.synchronize()  # the queue is in order: all before it have come, too
         for moment, part in self._marks:
             self._seconds[part] += _between(self._since, moment)
             self._since = moment
@@ -99,10 +105,9 @@ class StepClock:
 
 
 def _between(start: Moment, end: Moment) -> float:
-    """Return seconds from one moment to a later one; of a device's queue, once it has come to the later one."""
+    """Return seconds from one moment to a later one, both of which have come."""
     if isinstance(start, float) or isinstance(end, float):
         assert isinstance(start, float)
         assert isinstance(end, float)
         return end - start
-    end.synchronize()
     return start.elapsed_time(end) / 1000

@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from heads.device import allocated_peak
+from heads.device import allocated_peak, upload
 from heads.modules.interface import NO_DOCUMENT, Batch
 from train.telemetry.step_clock import STEP_PARTS, StepClock
 from train.telemetry.utilization import FlopMeter
@@ -33,7 +33,7 @@ class StepMetrics:
 
     def __init__(self, accelerator: Accelerator, clock: StepClock, peak: float) -> None:
         self.accelerator, self.clock, self.peak = accelerator, clock, peak
-        self.flops = FlopMeter(accelerator.device)
+        self.flops = FlopMeter()
         self._clear()
 
     def add(self, sums: Mapping[str, Tensor], counts: Mapping[str, Tensor] | None = None) -> None:
@@ -46,22 +46,24 @@ class StepMetrics:
         for name, value in (counts or {}).items():
             self.counts[name] += value.detach()
 
-    def close_step(self, window: Sequence[Batch], labels: Tensor, norm: Tensor | float | None) -> None:
+    def close_step(self, window: Sequence[Batch], labels: int, norm: Tensor | float | None) -> None:
         """Add a step's micro-batches and labels in this process, and the norm of its gradient."""
         self.labels += labels
-        self.tokens += torch.stack([(batch.document_ids_BT != NO_DOCUMENT).sum() for batch in window]).sum()
+        self.tokens += sum(int((batch.on_host.document_ids_BT != NO_DOCUMENT).sum()) for batch in window)
         if norm is not None:
             self.norms.append(norm)
 
     def report(self) -> dict[str, float]:
         """Return averages since the last report and the cost of the steps, and start anew."""
         names = sorted(self.sums)
-        counts = [self.counts.get(name, self.labels) for name in names]
-        table = torch.stack([self.labels, *(self.sums[name] for name in names), *counts])
+        own_labels = torch.full((), float(self.labels), device=self.accelerator.device)
+        counts = [self.counts.get(name, own_labels) for name in names]
+        table = torch.stack([own_labels, *(self.sums[name] for name in names), *counts])
         labels, *totals = self.accelerator.reduce(table, "sum").tolist()
         pairs = zip(totals[: len(names)], totals[len(names) :], strict=True)
         report = {name: value / max(count, 1) for name, (value, count) in zip(names, pairs, strict=True)}
-        report["gradient_norm"] = float(sum(map(float, self.norms)) / max(len(self.norms), 1))
+        norms = [torch.as_tensor(norm, device=table.device) for norm in self.norms]
+        report["gradient_norm"] = sum(torch.stack(norms).tolist()) / len(norms) if norms else 0.0
         report |= self._costs(labels)
         self._clear()
         return report
@@ -72,7 +74,7 @@ class StepMetrics:
         own_seconds = [now[part] - self.seconds_before[part] for part in STEP_PARTS]
         possible = self.peak * sum(own_seconds)
         own = [memory_peak(device), float(self.tokens), self.flops.take(), possible, *own_seconds]
-        rows = self.accelerator.gather(torch.tensor([own], device=device))
+        rows = self.accelerator.gather(upload(torch.tensor([own]), device)).cpu()
         tokens, flops, possible, *seconds = rows[:, 1:].sum(0).tolist()
         whole = sum(seconds)
         elapsed = whole / len(rows)
@@ -87,8 +89,7 @@ class StepMetrics:
     def _clear(self) -> None:
         self.sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.accelerator.device))
         self.counts: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.accelerator.device))
-        self.labels = torch.zeros((), device=self.accelerator.device)
-        self.tokens = torch.zeros((), device=self.accelerator.device)
+        self.labels = self.tokens = 0
         self.norms: list[Tensor | float] = []
         self.seconds_before = self.clock.seconds()
 

@@ -38,18 +38,17 @@ TRIES = 3
 class FlopMeter:
     """Floating-point operations of this process's micro-batches."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
         self._num_seen = 0
         self._shapes: list[list[float]] = []  # of counted micro-batches: BT, BT^2, N
         self._flops: list[float] = []  # theirs
-        self._positions = self._pairs = 0  # BT and BT^2 since the last look
-        self._labels = torch.zeros((), device=device)  # N since then, on the device: no synchronisation
+        self._positions = self._pairs = self._labels = 0  # BT, BT^2 and N since the last look
 
     @contextmanager
     def micro_batch(self, batch: Batch) -> Iterator[None]:
         """Take the `with` block's operations for those of training on `batch`."""
         B, T = batch.input_ids_BT.shape
-        labels = batch.loss_mask_BT[:, 1:].sum()
+        labels = int(batch.on_host.loss_mask_BT[:, 1:].sum())
         self._positions, self._pairs, self._labels = self._positions + B * T, self._pairs + B * T * T, self._labels + labels
         self._num_seen += 1
         if not _is_counted(self._num_seen):
@@ -57,14 +56,13 @@ class FlopMeter:
             return
         with WorkCounter() as counter:
             yield
-        self._shapes.append([B * T, B * T * T, float(labels)])
+        self._shapes.append([B * T, B * T * T, labels])
         self._flops.append(counter.flops)
 
     def take(self) -> float:
         """Return the operations since the last call."""
-        flops = self._fitted([self._positions, self._pairs, float(self._labels)]) if self._positions else 0.0
-        self._positions = self._pairs = 0
-        self._labels = torch.zeros_like(self._labels)
+        flops = self._fitted([self._positions, self._pairs, self._labels]) if self._positions else 0.0
+        self._positions = self._pairs = self._labels = 0
         return flops
 
     def _fitted(self, shape: list[float]) -> float:

@@ -34,7 +34,10 @@ class Task:
         self.steps_left = None if self.steps_left is None else self.steps_left - 1
         return Prepared(batches=window, sums={})
 
-    def loss(self, module, batch, num_labels, world_size):
+    def read(self, batch):
+        return None
+
+    def loss(self, module, batch, num_labels, world_size, known):
         loss = module(torch.ones(1, 1)).square().sum()
         return BatchLoss(loss=loss, sums={"loss": loss})
 

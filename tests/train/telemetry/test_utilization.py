@@ -64,7 +64,7 @@ def test_the_operations_of_a_draft_are_those_on_paper(draft):
 
 def learnt(task):
     """A meter that has counted, and then sees batches of which it does not."""
-    meter = FlopMeter(CPU)
+    meter = FlopMeter()
     for lengths in ([12, 14], [30, 22], [17], [40, 9, 11]):
         with meter.micro_batch(batch := batch_of(lengths)):
             train_on(task, batch)
@@ -97,7 +97,7 @@ def test_ever_fewer_micro_batches_are_counted(monkeypatch):
     entered = []
     monkeypatch.setattr(WorkCounter, "__enter__", lambda counter: entered.append(1) or counter)
     monkeypatch.setattr(WorkCounter, "__exit__", lambda *_: None)
-    meter, numbers = FlopMeter(CPU), []
+    meter, numbers = FlopMeter(), []
     for number in range(1, 40):
         with meter.micro_batch(batch_of([8])):
             pass
