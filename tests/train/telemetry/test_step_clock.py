@@ -13,7 +13,7 @@ class Time:
     """A wall clock, and a GPU that is done with its queue some seconds after the CPU filled it."""
 
     def __init__(self, monkeypatch):
-        self.now, self.gpu_busy_until, self.waits = 100.0, 100.0, 0
+        self.now, self.gpu_busy_until, self.waits, self.events = 100.0, 100.0, 0, 0
         monkeypatch.setattr(step_clock.time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(step_clock, "has_timed_events", lambda device: device.type == "cuda")
         monkeypatch.setattr(step_clock, "timed_event", lambda device: Event(self))
@@ -28,6 +28,10 @@ class Time:
 class Event:
     def __init__(self, time):
         self.time = time
+        self.time.events += 1
+        self.record()
+
+    def record(self):
         self.moment = max(self.time.now, self.time.gpu_busy_until)
 
     def synchronize(self):
@@ -118,3 +122,17 @@ def test_many_borders_are_counted_as_they_come(clock, time, monkeypatch):
             time.wait(1)
         assert len(clock._marks) < 3
     assert counted(clock) == {"data": 10}
+
+
+def test_all_gradients_of_a_backward_share_one_event_which_marks_the_last(time):
+    clock = StepClock(torch.device("cuda"))
+    clock.start()
+    with clock("backward"):
+        before = time.events
+        for _ in range(5):
+            time.wait(1)
+            clock.mark_gradient()
+        assert time.events == before + 1
+        time.wait(2)
+    assert counted(clock) == {"backward": 5, "communication": 2}
+    assert time.waits == 1
