@@ -27,7 +27,8 @@ from heads.modules.autoregressive import FeatureProposer
 from heads.modules.block_training import Anchors, BlockKeys, before_anchors, choose_anchors
 from heads.modules.initialization import mask_token
 from heads.modules.interface import Batch, Depth, Family, flat
-from heads.modules.layers import CachedKeys, DraftHead, DraftLayer, HeadBase, Rotary, layer_shape, norm
+from heads.modules.layers import CachedKeys, DraftLayer, Rotary, layer_shape, norm
+from heads.modules.output_head import DraftHead, HeadBase
 from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.protocol import Proposal, Tokens
 from heads.proposers.vocabulary import DraftVocabulary

@@ -29,8 +29,6 @@ from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins
 from heads.modules.layers import (
     CachedKeys,
     DraftAttention,
-    DraftHead,
-    HeadBase,
     LayerKeys,
     LayerShape,
     Rotary,
@@ -39,6 +37,7 @@ from heads.modules.layers import (
     mlp,
     norm,
 )
+from heads.modules.output_head import DraftHead, HeadBase
 from heads.proposers.vocabulary import DraftVocabulary
 from heads.target.hidden_states import TargetStates, final_norm_scale, num_blocks
 

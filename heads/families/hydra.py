@@ -31,13 +31,13 @@ from heads.modules.checkpointing import HeadLayer
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins
 from heads.modules.layers import (
     CachedKeys,
-    DraftHead,
     DraftLayer,
     Rotary,
     RowKeys,
     layer_shape,
     norm,
 )
+from heads.modules.output_head import DraftHead
 from heads.proposers.protocol import Proposal, Tokens
 from heads.proposers.vocabulary import DraftVocabulary
 from heads.sampling.counter_rng import CounterRNG

@@ -22,7 +22,7 @@ from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import HydraSettings, MedusaSettings
 from heads.modules.checkpointing import HeadLayer
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins
-from heads.modules.layers import DraftHead, HeadBase
+from heads.modules.output_head import DraftHead, HeadBase
 from heads.proposers.protocol import Proposal, Tokens
 from heads.proposers.tree_builder import tree_builder
 from heads.proposers.vocabulary import DraftVocabulary

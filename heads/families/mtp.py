@@ -27,7 +27,8 @@ from heads.inference.kv_cache import RowCache
 from heads.modules.autoregressive import ChainModule, FeatureChain, FeatureProposer
 from heads.modules.checkpointing import HeadLayer
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins, shifted_left
-from heads.modules.layers import DraftHead, HeadBase, LayerShape, shape_like
+from heads.modules.layers import LayerShape, shape_like
+from heads.modules.output_head import DraftHead, HeadBase
 from heads.modules.target_block import (
     CacheLayer,
     ChainKeys,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from configs.schema.decoding import SamplingConfig
 from heads.inference.kv_cache import RowCache
-from heads.modules.layers import DraftHead
+from heads.modules.output_head import DraftHead
 from heads.proposers.protocol import Proposal, Tokens
 from heads.proposers.tree_builder import TreeSlots, tree_builder
 from heads.sampling.counter_rng import CounterRNG

@@ -4,10 +4,12 @@ import copy
 
 import pytest
 import torch
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from configs.runtime.errors import InputError
 from heads.inference.causal_lm import head_logits
-from heads.modules.layers import DraftHead
+from heads.modules.output_head import DraftHead
 from heads.proposers.vocabulary import DraftVocabulary
 from tests.support import family_checks as checks
 from tests.support.family_configs import tiny_model
@@ -68,6 +70,37 @@ def test_a_trained_copy_is_kept_in_float32_and_leaves_the_target_alone(tiny_llam
     frozen = DraftHead(model, SOME_TOKENS, trainable=False)
     assert frozen.weight.dtype == torch.bfloat16
     assert frozen.logits(torch.zeros(1, 32)).dtype == torch.bfloat16
+
+
+def test_a_frozen_weight_is_cast_for_autocast_once_and_anew_where_it_changed(tiny_llama):
+    head = DraftHead(tiny_llama(), SOME_TOKENS, trainable=False).float()
+    states_ND = torch.randn(3, 32)
+
+    def logits():
+        with torch.autocast("cpu", torch.bfloat16), CountedCasts() as casts:
+            return head.logits(states_ND), casts.of_weights
+
+    plain = functional.linear(states_ND.bfloat16(), head.weight.bfloat16())
+    first, once = logits()
+    again, no_more = logits()
+    assert torch.equal(first, plain)
+    assert torch.equal(again, plain)
+    assert (once, no_more) == (1, 0)
+    with torch.inference_mode():
+        assert torch.equal(logits()[0], plain)
+    head.weight.mul_(2)
+    assert torch.equal(logits()[0], 2 * plain)
+    assert head.logits(states_ND).dtype == torch.float32  # without autocast
+
+
+class CountedCasts(TorchDispatchMode):
+    """Counts the casts of matrices with a row for each of `SOME_TOKENS`."""
+
+    of_weights = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.of_weights += func is torch.ops.aten._to_copy.default and len(args[0]) == len(IDS_W)
+        return func(*args, **(kwargs or {}))
 
 
 @WAY

@@ -7,7 +7,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from configs.runtime.errors import ConfigError
 from distill.dataset.batches import Example, collate
 from heads.modules.checkpointing import checkpoint_activations
-from heads.modules.layers import HeadBase
+from heads.modules.output_head import HeadBase
 from tests.support.tiny_heads import HEADS
 from tests.support.training_runs import distill_config, draft_task, train_task
 

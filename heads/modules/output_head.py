@@ -1,0 +1,169 @@
+"""The output head of every head family, and what all families share.
+
+The output head is the last step, from a state of the target's width to logits over the draft vocabulary. It starts as the
+target's own head, whole or the rows of a reduced vocabulary. Whole and frozen it is the target's head, not a copy, and nothing
+of it is saved.
+B batch, N rows, D width, W draft vocabulary, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from configs.schema.decoding import SamplingConfig
+from heads.inference.causal_lm import head_logits, head_rows
+from heads.modules.interface import Depth
+from heads.modules.target_sizes import check_widths
+from heads.proposers.chain_builder import ChainBuilder
+from heads.proposers.protocol import Tokens
+from heads.proposers.vocabulary import DraftVocabulary, scatter_rows
+from heads.sampling.counter_rng import CounterRNG
+from heads.sampling.uploads import text_of
+
+
+class DraftHead(nn.Module):
+    """A linear head, soft-capped or scaled as the target's.
+
+    Args:
+        target: whose head it starts from.
+        vocabulary: the tokens it can propose; None: all of the target's. Kept as the buffer `token_ids` (d2t).
+        trainable: learn it, apart from the target's.
+        with_bias: a trainable head has a bias even where the target's has none; it starts at 0.
+
+    Raises:
+        InputError: the target's head is no plain linear layer (`heads.inference.causal_lm.head_rows`).
+    """
+
+    weight: nn.Parameter | Tensor | None
+    bias: nn.Parameter | Tensor | None
+    token_ids: Tensor | None
+
+    def __init__(
+        self, target: PreTrainedModel, vocabulary: DraftVocabulary | None, *, trainable: bool, with_bias: bool = False
+    ) -> None:
+        super().__init__()
+        self._target = (target,)  # in a tuple: neither trained nor saved with the head
+        self._cast: tuple[object, Tensor] | None = None  # the frozen weight in autocast's dtype, and what it was made of
+        self.vocab_size = target.config.get_text_config().vocab_size
+        ids_W = None if vocabulary is None else vocabulary.token_ids_W.to(target.device)
+        self.register_buffer("token_ids", ids_W, persistent=False)  # the artifact has a file for it
+        shared = vocabulary is None and not trainable
+        wanted_W = torch.arange(1 if shared else self.vocab_size, device=target.device) if ids_W is None else ids_W
+        weight_WD, bias_W = head_rows(target, wanted_W)  # also where nothing is copied: it refuses heads that are not linear
+        if with_bias and bias_W is None:
+            bias_W = weight_WD.new_zeros(len(wanted_W))
+        dtype = torch.float32 if trainable else weight_WD.dtype
+        for name, value in (("weight", weight_WD), ("bias", bias_W)):
+            if shared or value is None:
+                setattr(self, name, None)
+            elif trainable:
+                self.register_parameter(name, nn.Parameter(value.detach().to(dtype).clone()))
+            else:
+                self.register_buffer(name, value.detach().clone())
+
+    @property
+    def parameters_used(self) -> tuple[Tensor, ...]:
+        """Every tensor that the logits depend on."""
+        weight_WD, bias_W = self._weights()
+        return (weight_WD,) if bias_W is None else (weight_WD, bias_W)
+
+    @property
+    def vocabulary(self) -> DraftVocabulary | None:
+        """The tokens it can propose; None: all of the target's."""
+        if self.token_ids is None:
+            return None
+        return DraftVocabulary(token_ids_W=self.token_ids, target_vocab_size=self.vocab_size)
+
+    @property
+    def config(self) -> object:
+        """The target's, for `heads.inference.causal_lm.head_logits`."""
+        return self._target[0].config
+
+    def get_output_embeddings(self) -> Callable[[Tensor], Tensor]:
+        """Return what makes raw logits, for `heads.inference.causal_lm.head_logits`."""
+        weight_WD, bias_W = self._weights()
+        weight_WD = self._as_autocast(weight_WD)
+        return lambda hidden: functional.linear(hidden.to(weight_WD.dtype), weight_WD, bias_W)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits `[..., W]` of final states `[..., D]`."""
+        return head_logits(self, hidden)
+
+    def at_depth(
+        self, depth: int, hidden_ND: Tensor, origins_N: Tensor, *, weight: float, row_weights_N: Tensor | None = None
+    ) -> Depth:
+        """Return the `Depth` of the tokens at a depth, counted from 0, from final states at these origins."""
+        return Depth(
+            hidden_ND=hidden_ND,
+            origins_N=origins_N,
+            target_places_N=origins_N + depth + 1,
+            logits_of=self.logits,
+            parameters=self.parameters_used,
+            weight=weight,
+            row_weights_N=row_weights_N,
+        )
+
+    def start_chain(self, tokens: Tokens, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool) -> ChainBuilder:
+        """Return the builder of a chain of drafts after the rows' tokens, made of this head's logits."""
+        device = self._target[0].device
+        lengths = text_of(tokens, device).lengths
+        return ChainBuilder(lengths, sampling, rng, device, self.target_ids, self.scatter, keep_logits=keep_logits)
+
+    def target_ids(self, drafted: Tensor) -> Tensor:
+        """Return the target's ids of draft tokens."""
+        return drafted if self.token_ids is None else self.token_ids[drafted]
+
+    def scatter(self, values_BW: Tensor, fill: float) -> Tensor:
+        """Return values over the draft vocabulary at their places in the target's, `fill` elsewhere."""
+        return values_BW if self.token_ids is None else scatter_rows(values_BW, self.token_ids, self.vocab_size, fill)
+
+    def _as_autocast(self, weight_WD: Tensor) -> Tensor:
+        """Return a frozen weight in autocast's dtype, cast once: autocast keeps its casts of trained weights only, and a loss
+        asks for logits some rows at a time.
+        """
+        kind = weight_WD.device.type
+        if weight_WD.requires_grad or weight_WD.dtype != torch.float32 or not torch.is_autocast_enabled(kind):
+            return weight_WD
+        dtype = torch.get_autocast_dtype(kind)
+        made_of = weight_WD.data_ptr(), weight_WD._version, dtype
+        if self._cast is None or self._cast[0] != made_of:
+            with torch.inference_mode(mode=False):
+                self._cast = made_of, weight_WD.to(dtype)
+        return self._cast[1]
+
+    def _weights(self) -> tuple[Tensor, Tensor | None]:
+        if self.weight is not None:
+            return self.weight, self.bias
+        head = cast(nn.Linear, self._target[0].get_output_embeddings())
+        return head.weight, head.bias
+
+
+class HeadBase(nn.Module):
+    """What heads share: a target, in a tuple so that it is neither trained nor saved with the head, and an output head."""
+
+    lm_head: DraftHead
+
+    def __init__(self, target: PreTrainedModel) -> None:
+        super().__init__()
+        check_widths(target)
+        self._target = (target,)
+
+    @property
+    def token_ids_W(self) -> Tensor | None:
+        """The target's id of each draft token; None for the whole vocabulary."""
+        return self.lm_head.token_ids
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the head's parameters."""
+        return next(self.parameters()).dtype
+
+    def embed(self, ids_BT: Tensor) -> Tensor:
+        """Return the target's embeddings `[B, T, D]` in the head's dtype."""
+        return self._target[0].get_input_embeddings()(ids_BT).to(self.dtype)
