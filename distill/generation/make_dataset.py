@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +32,16 @@ from distill.generation.prompts import (
     Admission,
     Prompt,
     Split,
-    dataset_prompts,
     encode_prompt,
     everything_said,
     fit_prompts,
-    load_dataset_prompts,
-    read_prompts,
     split_prompts,
 )
 from distill.generation.self_seeding import WriteTurns, self_seed
 from distill.generation.server_check import check_server
 from distill.generation.server_completions import ServerWriter, server_writer
 from distill.generation.server_jobs import TURN_JOURNALS, server_answer_job, server_turns
+from distill.generation.sources import list_source
 from distill.generation.spread import measure_spread
 from distill.generation.steering import SEEDS, plan_prompt, write_steered
 from distill.server.logprobs import TargetServer
@@ -78,7 +75,7 @@ def make_dataset(config: DataConfig, make_write: Callable[[Target], Write] | Non
     output = Path(config.output)
     check_output(output)
     # Before the target is loaded: a mistake in a file shows at once.
-    listed = [_list_source(settings, whole=config.prompts.sources is not None) for _, settings in config.prompts.parts]
+    listed = [list_source(settings, whole=config.prompts.sources is not None) for _, settings in config.prompts.parts]
     if config.answers.written_by == "dataset" and config.prompts.sources is None:
         check_given([*(listed[0] or ())])
     with nullcontext() if config.server is None else TargetServer(config.server) as server:
@@ -183,29 +180,6 @@ def check_output(output: Path) -> None:
             pass
     except OSError as error:
         raise InputError(f"output: {above} cannot be written: {error.strerror or error}") from error
-
-
-def list_prompts(settings: PromptsConfig) -> list[Prompt] | None:
-    """Return the first `num_prompts` prompts of a file or data set; None where the target is to write them."""
-    if settings.source == "self_seeded":
-        return None
-    if settings.source == "dataset":
-        return load_dataset_prompts(settings)
-    prompts = read_prompts(settings)
-    if len(prompts) != settings.num_prompts:
-        found = "fewer than" if len(prompts) < settings.num_prompts else "of which the first are taken:"
-        logger.info("%s holds %d prompts, %s num_prompts = %d", settings.path, len(prompts), found, settings.num_prompts)
-    return prompts[: settings.num_prompts]
-
-
-def _list_source(settings: PromptsConfig, *, whole: bool) -> Iterable[Prompt] | None:
-    """Return a source's prompts, as many as it is to give or, the rest of a data set only when asked for, the whole."""
-    if not whole or settings.source == "self_seeded":
-        return list_prompts(settings)
-    if settings.source == "file":
-        return read_prompts(settings)
-    rows = dataset_prompts(settings)
-    return chain(list(islice(rows, settings.num_prompts)), rows)
 
 
 def answer_job(

@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from configs.runtime.errors import ConfigError
 from configs.runtime.loading import load_config
-from configs.schema.benchmarks import SweepConfig
+from configs.schema.sweep import SweepConfig
 
 AXES = {
     "divergences": {"a": {}, "b": {"divergence": "jsd"}},

@@ -21,6 +21,7 @@ from distill.generation.prompts import split_prompts
 from distill.generation.self_seeding import find_user_frame, read_turn
 from distill.generation.server_completions import server_writer
 from distill.generation.server_jobs import server_turns
+from distill.generation.sources import list_prompts
 from distill.server.logprobs import TargetServer
 
 SIDES = ("train.jsonl", "held_out.jsonl")
@@ -140,7 +141,7 @@ def test_a_prompt_that_always_fails_is_named_when_all_others_are_answered(config
 
 def test_two_processes_share_the_prompts_and_a_third_run_finds_nothing_to_do(config, api, byte_target, tmp_path):
     settings = config()
-    prompts = making.list_prompts(settings.prompts)
+    prompts = list_prompts(settings.prompts)
     with TargetServer(settings.server) as server:
         writer = server_writer(settings, byte_target, server)
         job = answer_job(settings, byte_target, split_prompts(prompts, 0.3), tmp_path / "pieces", writer)
@@ -173,7 +174,7 @@ def test_answers_of_another_model_or_seed_are_not_gone_on_with(config, api, byte
     api.respond = lambda *_: (200, {}, {"data": [{"id": name} for name in ("tiny", "other")]})
     for settings in (config(), config(answers={"top_k": 3}), config(model="other"), config(concurrency=1)):
         with TargetServer(settings.server) as server:
-            split = split_prompts(making.list_prompts(settings.prompts), 0.3)
+            split = split_prompts(list_prompts(settings.prompts), 0.3)
             writer = server_writer(settings, byte_target, server)
             prints.append(answer_job(settings, byte_target, split, tmp_path, writer).fingerprint)
     assert len(set(prints)) == 3
