@@ -20,12 +20,13 @@ from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
 from configs.schema.heads import Eagle3Settings, EagleSettings
+from heads.device import upload
 from heads.inference.kv_cache import RowCache
 from heads.modules.attention import Ranges, causal_ranges, read_ranges
 from heads.modules.autoregressive import FeatureChain
 from heads.modules.checkpointing import HeadLayer
 from heads.modules.initialization import copy_block, pass_last_tap
-from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins, shifted_left
+from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins, origins_of_any_depth, shifted_left
 from heads.modules.layers import (
     CachedKeys,
     DraftAttention,
@@ -105,21 +106,30 @@ class Eagle3(EagleBody):
         self.settings = settings.model_copy(update={"taps": list(self.taps)})
 
     def forward(self, batch: Batch, states: TargetStates) -> list[Depth]:
-        """Unroll the head over `num_depths` depths from every origin at once."""
-        ranges = causal_ranges(batch.position_ids_BT)
+        """Unroll the head over `num_depths` depths from every origin at once.
+
+        Depth 0 runs at every position, since its keys are what the others read; the rest at origins with labels alone.
+        """
+        origins_BX, chosen_places_P = origins_of_any_depth(batch, self.settings.num_depths)
+        origins_BX = upload(origins_BX, batch.input_ids_BT.device)
+        positions_BT, ranges = batch.position_ids_BT, causal_ranges(batch.position_ids_BT)
         unrolled = [UnrolledKeys(ranges) for _ in self.layers]
         states_BTD = self.features(states.with_noise(self.settings.tap_noise if self.training else 0.0))
         depths = []
         for depth in range(self.settings.num_depths):
-            embedded_BTD = self.embed(shifted_left(batch.input_ids_BT, depth + 1))
-            rotation = self.rotary(embedded_BTD, batch.position_ids_BT + depth)
+            ids_BT = shifted_left(batch.input_ids_BT, depth + 1)
+            embedded_BTD = self.embed(ids_BT if depth == 0 else ids_BT.gather(1, origins_BX))
+            rotation = self.rotary(embedded_BTD, positions_BT + depth)
             for layer, keys in zip(self.layers, unrolled, strict=True):
                 states_BTD = layer(embedded_BTD, states_BTD, rotation, keys)
-            unrolled = [keys.next() for keys in unrolled]
+            if depth == 0:
+                states_BTD = torch.take_along_dim(states_BTD, origins_BX.unsqueeze(-1), 1)
+                positions_BT, ranges = positions_BT.gather(1, origins_BX), ranges.of(origins_BX)
+            unrolled = [keys.next(ranges) for keys in unrolled]
             if self.settings.norm_feedback:
                 states_BTD = self.norm(states_BTD)
             origins_N = labelled_origins(batch, depth)
-            hidden_ND = self.to_head(flat(states_BTD, origins_N), depth)
+            hidden_ND = self.to_head(flat(states_BTD, chosen_places_P[origins_N]), depth)
             depths.append(self.lm_head.at_depth(depth, hidden_ND, origins_N, weight=self.settings.depth_decay**depth))
         return depths
 
@@ -160,7 +170,7 @@ class Eagle3Layer(HeadLayer):
 class UnrolledKeys:
     """Keys and values of one layer at a depth, after those of the depths before ("training-time test").
 
-    Chains start at every origin j at once. At depth k the chain of origin j sees the depth-0 keys of the origins in its range
+    Chains start at many origins j at once. At depth k the chain of origin j sees the depth-0 keys of the positions in its range
     (`heads.modules.attention.causal_ranges`), which are made of the target's states, and of the deeper keys only its own: a
     causal block and a diagonal for each later depth, in one softmax.
     """
@@ -168,9 +178,9 @@ class UnrolledKeys:
     def __init__(self, ranges: Ranges, *earlier: tuple[Tensor, Tensor]) -> None:
         self.ranges, self.earlier = ranges, earlier
 
-    def next(self) -> UnrolledKeys:
-        """Return those of the next depth, once attention has run."""
-        return UnrolledKeys(self.ranges, *self.earlier, self._own)
+    def next(self, ranges: Ranges) -> UnrolledKeys:
+        """Return those of the next depth, once attention has run, for chains of these ranges."""
+        return UnrolledKeys(ranges, *self.earlier, self._own)
 
     def attend(self, attention: DraftAttention, states_BTX: Tensor, rotation: Rotation) -> Tensor:
         """Return the attention output `[B, T, D]` of this depth."""

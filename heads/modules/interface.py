@@ -173,6 +173,29 @@ def labelled_origins(batch: Batch, depth: int) -> Tensor:
     return rows_N * T + places_N
 
 
+def origins_of_any_depth(batch: Batch, num_depths: int) -> tuple[Tensor, Tensor]:
+    """Return which origins of each row have a label at one of the first depths, and where each of them is found again.
+
+    Both lie in host memory.
+
+    Returns:
+        Places `[B, X]` in the row, in order; X, at least 1, is the largest number of a row. Rows of fewer end in position 0.
+        For each flat place b * T + j of such an origin its flat place b * X + x in there, `[B * T]`; 0 for others.
+    """
+    num_rows, T = batch.on_host.input_ids_BT.shape
+    is_origin_P = torch.zeros(num_rows * T, dtype=torch.bool)
+    for depth in range(num_depths):
+        is_origin_P[labelled_origins(batch, depth)] = True
+    is_origin_BT = is_origin_P.unflatten(0, (num_rows, T))
+    found, places = is_origin_BT.nonzero(as_tuple=True)
+    order_BT = is_origin_BT.cumsum(1) - 1
+    num_chosen = max(1, int(order_BT.max()) + 1)
+    origins_BX = order_BT.new_zeros(num_rows, num_chosen)
+    origins_BX[found, order_BT[found, places]] = places
+    chosen_places_P = torch.where(is_origin_BT, order_BT + num_chosen * torch.arange(num_rows).unsqueeze(1), 0).flatten()
+    return origins_BX, chosen_places_P
+
+
 def before_labels(batch: Batch) -> Tensor:
     """Return the flat places `[N]`, in host memory, of the positions that predict a label."""
     rows_N, places_N = batch.on_host.loss_mask_BT[:, 1:].nonzero(as_tuple=True)

@@ -50,8 +50,8 @@ class DenseKeys(UnrolledKeys):
         visible_BTT = (places_T >= ranges.first_BX.unsqueeze(-1)) & (places_T < ranges.end_BX.unsqueeze(-1))
         self.visible_B1TT = visible_BTT.unsqueeze(1)
 
-    def next(self) -> DenseKeys:
-        return DenseKeys(self.ranges, *self.earlier, self._own)
+    def next(self, ranges: Ranges) -> DenseKeys:
+        return DenseKeys(ranges, *self.earlier, self._own)
 
     def attend(self, attention: DraftAttention, states_BTX: Tensor, rotation: Rotation) -> Tensor:
         self._own = attention.keys_values(states_BTX, rotation)
@@ -158,11 +158,12 @@ def _forward_backward(attention: DraftAttention, rotary: Rotary, make: type[Unro
     states_KBTD = states_KBTD.detach().requires_grad_()
     _, B, T, _ = states_KBTD.shape
     positions_BT = torch.arange(T).expand(B, T)
-    keys, outputs = make(causal_ranges(positions_BT)), []
+    ranges = causal_ranges(positions_BT)
+    keys, outputs = make(ranges), []
     with torch.autocast("cpu", torch.bfloat16):
         for depth, states_BTD in enumerate(states_KBTD):
             outputs.append(keys.attend(attention, states_BTD, rotary(states_BTD, positions_BT + depth)))
-            keys = keys.next()
+            keys = keys.next(ranges)
     loss = torch.stack([each.float().square().sum() for each in outputs]).sum()
     loss.backward()
     return loss.item()

@@ -11,6 +11,7 @@ from heads.families.eagle3 import Eagle3, UnrolledKeys, default_taps
 from heads.families.registry import serve
 from heads.modules.attention import causal_ranges
 from heads.modules.initialization import copy_block
+from heads.modules.interface import labelled_origins
 from heads.modules.layers import DraftAttention, LayerShape, Rotary
 from heads.modules.target_block import causal_mask
 from heads.target.hidden_states import blocks, final_norm
@@ -63,6 +64,26 @@ def naive_chains(head, model, taps_ATE, prompt):
             chains[origin].append(number)
             states.append(state)
     return expected
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle3, all options"])
+@torch.no_grad()
+def test_later_depths_run_where_a_label_follows_alone_and_give_the_same_there(name, model):
+    head = checks.build(checks.SETTINGS[name], model)
+    batch, states = checks.inputs_of(model, checks.PROMPTS, head.taps)
+    mask_BT = batch.loss_mask_BT.clone()
+    mask_BT[:, :4] = mask_BT[:, 6:8] = mask_BT[1] = False  # a turn between two answers, and a row without any
+    widths = []
+    head.layers[0].mlp.register_forward_hook(lambda module, args, output: widths.append(output.shape[1]))
+    for depth, (some, whole) in enumerate(
+        zip(head(batch._replace(loss_mask_BT=mask_BT), states), head(batch, states), strict=True)
+    ):
+        assert torch.equal(some.origins_N, labelled_origins(batch._replace(loss_mask_BT=mask_BT), depth))
+        kept_N = torch.isin(whole.origins_N, some.origins_N)
+        torch.testing.assert_close(some.hidden_ND, whole.hidden_ND[kept_N], atol=1e-6, rtol=1e-6)
+    in_depths = widths[: head.settings.num_depths]
+    assert in_depths[0] == mask_BT.shape[1]
+    assert all(width < mask_BT.shape[1] - 2 for width in in_depths[1:])
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -166,12 +187,13 @@ def test_outputs_and_gradients_of_every_depth_are_those_under_a_dense_mask(num_k
     states_KBTD = (torch.randn(num_depths, B, T, 24, dtype=torch.float64) * 3).requires_grad_()
     positions_BT = torch.tensor([[0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6]])
     rotations = [rotary(states_KBTD, positions_BT + depth) for depth in range(num_depths)]
-    unrolled, causal_B1TT = UnrolledKeys(causal_ranges(positions_BT)), causal_mask(documents_BT)
+    ranges, causal_B1TT = causal_ranges(positions_BT), causal_mask(documents_BT)
+    unrolled = UnrolledKeys(ranges)
     own_B1TT = torch.eye(T, dtype=torch.bool).expand(B, 1, T, T)
     found, expected = [], []
     for depth in range(num_depths):
         found.append(unrolled.attend(attention, states_KBTD[depth], rotations[depth]))
-        unrolled = unrolled.next()
+        unrolled = unrolled.next(ranges)
         pairs = [attention.keys_values(*each) for each in zip(states_KBTD[: depth + 1], rotations, strict=False)]
         keys, values = (torch.cat(each, 2) for each in zip(*pairs, strict=True))
         visible_B1TS = torch.cat([causal_B1TT, *[own_B1TT] * depth], -1)

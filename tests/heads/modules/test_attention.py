@@ -127,7 +127,7 @@ def one_row(attention, rotary, states_BTD, positions_BT, kind):
         keys, found = UnrolledKeys(ranges), []
         for _ in range(3):
             found.append(keys.attend(attention, states_BTD, rotation))
-            keys = keys.next()
+            keys = keys.next(ranges)
         return found
     if kind == "parallel":
         chains = make_chains((3 - torch.arange(T) % 3).unsqueeze(0), 3)
