@@ -18,7 +18,6 @@ if not __package__:  # run as a script: the checkout's root takes the place of t
     guard_imports()
 
 from configs.runtime.command import run_command
-from configs.runtime.errors import RunFailed
 from configs.schema.data import DataConfig
 
 if TYPE_CHECKING:
@@ -41,6 +40,7 @@ def speculative_writer(config: DataConfig, target: Target) -> Write:
         InputError: see `heads.artifact.load_draft`.
     """
     from configs.schema.decoding import DecodeConfig
+    from distill.generation.continuation import not_finite
     from eval.decoder.decode import Request, decode
     from eval.decoder.records import FAILED
     from heads.artifact import load_draft
@@ -61,7 +61,7 @@ def speculative_writer(config: DataConfig, target: Target) -> Write:
         batch = [Request(prompt_id=str(name), category="", tokens=tuple(row)) for name, row in zip(requests, ids, strict=True)]
         written = decode(target, batch, settings, proposer)[0]
         if any(answer.stop_reason in FAILED for answer in written):
-            raise RunFailed("the target's logits are not finite: its weights or its dtype are at fault, see target.dtype")
+            raise not_finite(target)
         return [list(answer.tokens[:limit]) for answer, limit in zip(written, limits, strict=True)]
 
     return write

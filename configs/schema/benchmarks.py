@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from configs.schema.base import NonNegativeInt, PositiveFloat, PositiveInt, Settings, Share
 from configs.schema.evaluation import CostConfig, LosslessConfig, SuiteConfig
-from configs.schema.sweep import NAME, Setting, dotted
+from configs.schema.sweep import Setting, check_names, dotted
 from configs.schema.target import TargetConfig
 from configs.schema.training import HeadsConfig
 
@@ -85,9 +85,7 @@ class BenchHeadsConfig(Settings):
     def _variants_have_a_recipe_and_names(self) -> Self:
         if self.variants and not self.recipes:
             raise ValueError("variants are changes to the first of `recipes`, and there is none: name one")
-        for name in self.variants:
-            if not NAME.fullmatch(name):
-                raise ValueError(f"variants has the name {name!r}; expected letters, digits, - and _ only")
+        check_names("variants", self.variants)
         return self
 
     @model_validator(mode="after")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from typing import Any, Literal, Self
 
@@ -66,9 +66,7 @@ class SweepConfig(Settings):
         for axis, names in (("divergences", self.divergences), ("policies", self.policies)):
             if not names:
                 raise ValueError(f"{axis} is empty, so that there is no cell to train; give at least one by name")
-            for name in names:
-                if not NAME.fullmatch(name):
-                    raise ValueError(f"{axis} has the name {name!r}; expected letters, digits, - and _ only")
+            check_names(axis, names)
         if not self.temperatures or len(set(self.temperatures)) != len(self.temperatures):
             raise ValueError(f"temperatures must be at least one and each another, got {self.temperatures}")
         return self
@@ -80,6 +78,13 @@ class SweepConfig(Settings):
             return list(product(self.divergences, self.policies))
         divergences, policies = list(self.divergences), list(self.policies)
         return [*product(divergences, policies[:1]), *product(divergences[:1], policies[1:])]
+
+
+def check_names(where: str, names: Iterable[str]) -> None:
+    """Raise `ValueError` where a name cannot be part of a folder's."""
+    for name in names:
+        if not NAME.fullmatch(name):
+            raise ValueError(f"{where} has the name {name!r}; expected letters, digits, - and _ only")
 
 
 def dotted(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

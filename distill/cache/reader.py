@@ -20,11 +20,11 @@ from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.files import inside, sha256_of
 from configs.schema.training import DistillConfig, HeadsConfig
 from distill.cache.format import CONVENTION, MANIFEST, REMAKE, CacheManifest, read_manifest, tap_name
-from distill.cache.rows import before_labels, unpack_ids
+from distill.cache.rows import unpack_ids
 from distill.dataset.batches import ConversationDataset
 from distill.loss.pairs import SparseTarget
 from heads.device import upload
-from heads.modules.interface import NO_DOCUMENT, Batch, Normalisers
+from heads.modules.interface import NO_DOCUMENT, Batch, Normalisers, before_labels
 from heads.target.hidden_states import TargetStates
 from heads.target.identity import TargetIdentity
 from heads.target.loading import Target

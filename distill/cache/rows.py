@@ -16,7 +16,7 @@ from distill.cache.format import RowLayout, tap_name
 from distill.dataset.batches import Example, collate
 from distill.loss.pairs import LOG_ZERO, normalise
 from heads.inference.causal_lm import head_logits
-from heads.modules.interface import NO_DOCUMENT, Batch
+from heads.modules.interface import NO_DOCUMENT, Batch, before_labels
 from heads.target.hidden_states import read_states
 from heads.target.loading import Target
 
@@ -42,13 +42,6 @@ def local_rows(
 def kept_positions(layout: RowLayout, batch: Batch) -> Tensor:
     """Return which positions of a batch have a row, bool `[B, T]`."""
     return batch.document_ids_BT != NO_DOCUMENT if layout.every_position else before_labels(batch)
-
-
-def before_labels(batch: Batch) -> Tensor:
-    """Return which positions predict a label, bool `[B, T]`."""
-    before_label_BT = torch.zeros_like(batch.loss_mask_BT)
-    before_label_BT[:, :-1] = batch.loss_mask_BT[:, 1:]
-    return before_label_BT
 
 
 @torch.no_grad()

@@ -144,8 +144,7 @@ class TargetSource:
             hidden_BD = forward_rows(self.target.model, self._cache, ids_B1, [len(row.tokens) - 1 for row in rows])[:, 0]
         logits_BV = head_logits(self.target.model, hidden_BD)
         if not bool(torch.isfinite(logits_BV.amax())):
-            dtype = self.target.model.dtype
-            raise RunFailed(f"the target's logits are not finite in {dtype}; try another target.dtype")
+            raise not_finite(self.target)
         if self.sampling.temperature == 0:
             return logits_BV.argmax(-1, keepdim=True).tolist()
         positions_B1 = torch.tensor([[len(row.tokens)] for row in rows], device=self.device)
@@ -160,6 +159,11 @@ class TargetSource:
         longest = max(map(len, prompts))
         padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
         return forward_rows(self.target.model, self._cache, torch.tensor(padded, device=self.device), [0] * len(prompts))
+
+
+def not_finite(target: Target) -> RunFailed:
+    """Return the error of a target whose logits are not finite."""
+    return RunFailed(f"the target's logits are not finite in {target.model.dtype}; try another target.dtype")
 
 
 def continue_tokens(

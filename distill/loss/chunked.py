@@ -31,6 +31,7 @@ from distill.loss.divergences import Divergence, acceptance, closed_form
 from distill.loss.pairs import TargetChunk, TargetRows, at_least_float32
 from heads.device import keeps_small_tensors_near
 from heads.inference.causal_lm import head_logits
+from heads.modules.output_head import cast_anew
 
 # Bytes of a float32 tensor over the vocabulary, about ten of which are in use at a time: they should stay in the cache.
 # Of 0.6 to 80 MB, 1 to 2 were fastest on one core with 1 MiB of L2 and 32 MiB of shared L3 cache.
@@ -91,10 +92,9 @@ def chunked_loss(
 ) -> ChunkedLoss:
     """Return the weighted sum of a divergence over positions, differentiable in the draft's hidden states and head.
 
-    Rows of weight 0 count for nothing; but they are computed, since the host does not know which
-    they are, and must be finite. A batch of
-    weights 0, or of no rows, yields a loss of 0 that still has a (zero) gradient, so that under DDP a rank
-    without labels takes part in the reduction.
+    Rows of weight 0 count for nothing, but are computed, since the host does not know which they are: they must be finite. A
+    batch of weights 0, or of no rows, yields a loss of 0 that still has a (zero) gradient, so that under DDP a rank without
+    labels takes part in the reduction.
 
     Args:
         target: the target's distributions at the same positions, without gradient.
@@ -321,11 +321,8 @@ class _CachedHead:
     @cached_property
     def _cast_weights(self) -> dict[str, Tensor]:
         """The weights that autocast would cast again for each chunk, in its dtype."""
-        return {
-            name: weight.to(torch.get_autocast_dtype(weight.device.type))
-            for name, weight in self._head.named_parameters()
-            if torch.is_autocast_enabled(weight.device.type) and weight.dtype == torch.float32 and not weight.requires_grad
-        }
+        dtypes = {name: cast_anew(weight) for name, weight in self._head.named_parameters()}
+        return {name: self._head.get_parameter(name).to(dtype) for name, dtype in dtypes.items() if dtype is not None}
 
     def get_output_embeddings(self) -> Callable[[Tensor], Tensor]:
         if type(self._head) is not nn.Linear:

@@ -85,7 +85,7 @@ class DraftObjective(nn.Module):
         """
         with self._timed("draft"):
             hidden_BTD = read_documents(self.draft, batch.input_ids_BT, batch.packed_positions_BT)
-        places_N = upload(before_labels(batch), hidden_BTD.device)
+        places_N = upload(before_labels(batch.on_host).flatten().nonzero().squeeze(1), hidden_BTD.device)
         draft_ND = flat(hidden_BTD, places_N)
         labels_N = flat(batch.input_ids_BT, places_N + 1) if "cross_entropy" in self._config.weights else None
         weights_N = torch.full((len(draft_ND),), float(world_size), device=draft_ND.device) / num_labels

@@ -22,7 +22,7 @@ from distill.loss.draft_objective import Timer
 from distill.loss.pairs import HiddenRows, NormalisedRows, TargetRows, normalise
 from heads.device import upload
 from heads.inference.causal_lm import HeadRows
-from heads.modules.interface import Batch, Depth, HeadModule, Normalisers, flat
+from heads.modules.interface import Batch, Depth, HeadModule, Normalisers, before_labels, flat
 from heads.target.hidden_states import TargetStates
 from heads.target.loading import Target
 
@@ -91,7 +91,9 @@ class HeadObjective(nn.Module):
         """
         with self._timed("draft"):
             depths = cast(HeadModule, self.head)(batch, states)
-        if normalisers is None and self._reads_normalisers:
+        if not self._reads_normalisers:
+            normalisers = None
+        elif normalisers is None:
             normalisers = self._normalised(states, depths)
         depths = _on_device(depths, states.final_BTE.device)
         target_rows = self._target_rows(states, depths, normalisers)
@@ -129,10 +131,10 @@ class HeadObjective(nn.Module):
         return not whole and self._config.temperature == 1 and "cross_entropy" not in self._config.weights
 
     def _target_rows(self, states: TargetStates, depths: list[Depth], known: Normalisers | None) -> list[TargetRows]:
-        """Return the target's side for each depth."""
+        """Return the target's side for each depth, of the draft's tokens alone where the normalisers are known."""
         (target,) = self._target
         hidden_BTE, token_ids_W = states.final_BTE, cast(HeadModule, self.head).token_ids_W
-        if token_ids_W is None or known is None or not self._reads_normalisers:
+        if token_ids_W is None or known is None:
             logits_of = model_head(target.model).logits_of
             return [HiddenRows(hidden_NE=flat(hidden_BTE, depth.target_places_N), logits_of=logits_of) for depth in depths]
         head = HeadRows(target.model, token_ids_W)
@@ -169,9 +171,7 @@ def _confidence_loss(depth: Depth, confidence_N: Tensor, acceptance_N: Tensor, w
 
 def _sums(batch: Batch, depths: list[Depth], results: list[ChunkedLoss]) -> HeadLoss:
     """Sum each depth's statistics, alone and along the chains from the origins that drafting would start from."""
-    drafted_from_P = torch.zeros_like(batch.loss_mask_BT)
-    drafted_from_P[:, :-1] = batch.loss_mask_BT[:, 1:]
-    alive_P = drafted_from_P.flatten()
+    alive_P = before_labels(batch).flatten()
     joint_P, joint_agrees_P, accepted_P = alive_P.float(), alive_P.clone(), torch.zeros_like(alive_P, dtype=torch.long)
     sums: list[dict[str, Tensor]] = []
     for depth, result in zip(depths, results, strict=True):

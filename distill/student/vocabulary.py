@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from configs.runtime.errors import ConfigError
-from distill.cache.rows import before_labels
 from distill.dataset.batches import ConversationDataset, collate
 from distill.dataset.conversations import Conversation
 from heads.inference.causal_lm import head_logits
-from heads.modules.interface import Batch
+from heads.modules.interface import Batch, before_labels
 from heads.proposers.vocabulary import DraftVocabulary
 from heads.target.loading import Target
 

@@ -47,6 +47,11 @@ class Batch(NamedTuple):
         return self.position_ids_BT if self.conversations_BC.shape[1] > 1 else None
 
     @property
+    def num_labels(self) -> int:
+        """How many labels there are, counted in host memory."""
+        return int(self.on_host.loss_mask_BT[:, 1:].sum())
+
+    @property
     def on_host(self) -> Batch:
         """This batch in host memory: places of labels are looked up there, where nothing waits for a device.
 
@@ -197,9 +202,10 @@ def origins_of_any_depth(batch: Batch, num_depths: int) -> tuple[Tensor, Tensor]
 
 
 def before_labels(batch: Batch) -> Tensor:
-    """Return the flat places `[N]`, in host memory, of the positions that predict a label."""
-    rows_N, places_N = batch.on_host.loss_mask_BT[:, 1:].nonzero(as_tuple=True)
-    return rows_N * batch.loss_mask_BT.shape[1] + places_N
+    """Return which positions predict a label, bool `[B, T]`."""
+    before_label_BT = torch.zeros_like(batch.loss_mask_BT)
+    before_label_BT[:, :-1] = batch.loss_mask_BT[:, 1:]
+    return before_label_BT
 
 
 def shifted_left(values_BT: Tensor, by: int) -> Tensor:

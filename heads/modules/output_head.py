@@ -124,13 +124,10 @@ class DraftHead(nn.Module):
         return values_BW if self.token_ids is None else scatter_rows(values_BW, self.token_ids, self.vocab_size, fill)
 
     def _as_autocast(self, weight_WD: Tensor) -> Tensor:
-        """Return a frozen weight in autocast's dtype, cast once: autocast keeps its casts of trained weights only, and a loss
-        asks for logits some rows at a time.
-        """
-        kind = weight_WD.device.type
-        if weight_WD.requires_grad or weight_WD.dtype != torch.float32 or not torch.is_autocast_enabled(kind):
+        """Return a frozen weight in autocast's dtype, cast once: a loss asks for logits some rows at a time."""
+        dtype = cast_anew(weight_WD)
+        if dtype is None:
             return weight_WD
-        dtype = torch.get_autocast_dtype(kind)
         made_of = weight_WD.data_ptr(), weight_WD._version, dtype
         if self._cast is None or self._cast[0] != made_of:
             with torch.inference_mode(mode=False):
@@ -142,6 +139,16 @@ class DraftHead(nn.Module):
             return self.weight, self.bias
         head = cast(nn.Linear, self._target[0].get_output_embeddings())
         return head.weight, head.bias
+
+
+def cast_anew(weight: Tensor) -> torch.dtype | None:
+    """Return the dtype that autocast casts a weight to at every use; None where it does not, or keeps the cast.
+
+    It keeps those of trained weights only.
+    """
+    kind = weight.device.type
+    is_cast = weight.dtype == torch.float32 and not weight.requires_grad and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if is_cast else None
 
 
 class HeadBase(nn.Module):

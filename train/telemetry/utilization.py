@@ -48,7 +48,7 @@ class FlopMeter:
     def micro_batch(self, batch: Batch) -> Iterator[None]:
         """Take the `with` block's operations for those of training on `batch`."""
         B, T = batch.input_ids_BT.shape
-        labels = int(batch.on_host.loss_mask_BT[:, 1:].sum())
+        labels = batch.num_labels
         self._positions, self._pairs, self._labels = self._positions + B * T, self._pairs + B * T * T, self._labels + labels
         self._num_seen += 1
         if not _is_counted(self._num_seen):
