@@ -5,7 +5,7 @@ at batch 1 on held-out prompts that chose no checkpoint ("home") and on the prom
 lookup, plain decoding in turns with them, losslessness judged. Prompt lookup, which needs no training, is measured along with
 the first. EAGLE-3's training itself is compared with speculators', where that is installed (`scripts.bench.eagle3_training`),
 and its attention with a dense one (`scripts.bench.peers.dense_attention`). Data and finished trainings are kept while recipe
-and data are the same, so that only the first run takes hours.
+and data are the same, so that only the first run takes hours. The rows of heads trained on other data stay in the file.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from safetensors import safe_open
 
 from configs.runtime.command import DONE, GATE_FAILED
+from configs.runtime.files import read_json
 from configs.runtime.loading import load_config
 from configs.schema.benchmarks import HOME_SUITE, BenchHeadsConfig
 from configs.schema.decoding import DecodeConfig
@@ -79,18 +80,32 @@ def compare_heads(config: BenchHeadsConfig) -> int:
         for name, of_suite in requests.items():
             rows += measure_run(config, target, of_suite, run, baselines, suite=name)
     rows.sort(key=lambda row: row["family"] == PROMPT_LOOKUP)
+    earlier = on_other_data(Path(config.output), rows[0]["data"])
     write_results(
         config.output,
         "heads",
         config,
-        rows=[*rows, *(training.rows() if training is not None else []), *attention_rows(attention)],
+        rows=[*earlier["rows"], *rows, *(training.rows() if training is not None else []), *attention_rows(attention)],
         ratios=ratios | attention_ratios(attention, config.bootstrap_samples),
         runs=[{"recipe": run.name, "artifact": str(run.artifact), "git": run.read_git()} for run in runs],
         cache_seconds=read_cache_seconds(config),
         device=str(target.device),
         threads=torch.get_num_threads(),
+        on_other_data=earlier["runs"],
     )
     return verdict(rows, training)
+
+
+def on_other_data(path: Path, data: str) -> dict[str, list[dict[str, Any]]]:
+    """Return what a results file holds of heads trained on other data: their `rows`, and the `runs` that measured them."""
+    if not path.is_file():
+        return {"rows": [], "runs": []}
+    results = read_json(path, "benchmark results")
+    rows = [row for row in results["rows"] if row.get("data", data) != data]
+    known = {each["data"]: each for each in results.get("on_other_data", [])}
+    written = {name: results[name] for name in ("command", "config", "hardware", "versions", "git", "runs")}
+    runs = [known.get(name, {"data": name} | written) for name in dict.fromkeys(row["data"] for row in rows)]
+    return {"rows": rows, "runs": runs}
 
 
 def measure_run(
@@ -118,7 +133,8 @@ def measure_run(
     def row(family: str, recipe: str | None, mode: str, cost: Mapping[str, Any], lossless: LosslessConfig) -> dict[str, Any]:
         judged = judge_lossless(target, records.of(AUTOREGRESSIVE), records.of(mode), settings, lossless, draft_for)
         figures = summarise(records, mode, settings.num_speculative_tokens, config.bootstrap_samples)
-        return {"family": family, "recipe": recipe, "suite": suite, **figures, **cost, "lossless": judged["verdict"]}
+        names = {"family": family, "recipe": recipe, "data": Path(config.data or run.recipe.data.train).stem, "suite": suite}
+        return {**names, **figures, **cost, "lossless": judged["verdict"]}
 
     only_greedy = config.lossless.model_copy(update={"check_float32_prompts": 0})
     kind, cost = draft.metadata.kind, cost_of(run)

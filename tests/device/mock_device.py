@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from torch.utils.cpp_extension import load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,12 +27,14 @@ def register_mock_device():
     """Build the extension where that was not done (about a minute), and make `mock` the accelerator of this process."""
     BUILD.mkdir(parents=True, exist_ok=True)
     torch.utils.rename_privateuse1_backend(NAME)
-    extension = load(
-        "draftsmith_mock_device",
-        [str(Path(__file__).with_name("mock_device.cpp"))],
-        build_directory=str(BUILD),
-        extra_cflags=["-O1"],
-    )
+    with FileLock(BUILD.with_suffix(".lock")):
+        (BUILD / "lock").unlink(missing_ok=True)  # torch's own, which a build that was killed leaves and the next waits for
+        extension = load(
+            "draftsmith_mock_device",
+            [str(Path(__file__).with_name("mock_device.cpp"))],
+            build_directory=str(BUILD),
+            extra_cflags=["-O1"],
+        )
     module = types.ModuleType(f"torch.{NAME}")
     module.is_available = module.is_initialized = lambda: True
     module._is_in_bad_fork = lambda: False

@@ -43,7 +43,7 @@ from scripts.bench.eagle3_training import (
 )
 from scripts.bench.harness import TrainingStep, Turn
 from scripts.bench.head_recipes import make_cache, make_data, read_cache_seconds, with_cache
-from scripts.bench.heads import compare_heads, verdict
+from scripts.bench.heads import compare_heads, on_other_data, verdict
 from scripts.bench.peers import dense_attention
 from scripts.bench.peers.speculators_eagle3 import pack, why_not_installed
 from train.launch import make_accelerator, run_distillation, run_heads
@@ -158,6 +158,22 @@ def test_every_draft_has_a_row_for_each_suite_alone_and_after_a_lookup(results, 
         assert row["tau_low"] <= row["tau"] <= row["tau_high"]
         assert 0 < row["speedup_low"] <= row["speedup"] <= row["speedup_high"]
         assert (row["num_speculative_tokens"], row["lossless"]) == (2, "lossless")
+
+
+def test_rows_of_heads_trained_on_other_data_stay_in_the_file(results, tmp_path):
+    path, rows = tmp_path / "heads.json", results.content["rows"]
+    assert {row["data"] for row in rows} == {"data"}  # the stem of its config
+    assert on_other_data(path, "data") == {"rows": [], "runs": []}
+    path.write_text(json.dumps(results.content))
+    assert on_other_data(path, "data") == {"rows": [], "runs": []}
+    earlier = on_other_data(path, "prompts")
+    assert earlier["rows"] == rows
+    assert [(run["data"], run["git"]) for run in earlier["runs"]] == [("data", results.content["git"])]
+    theirs = [row | {"data": "prompts"} for row in rows]
+    both = results.content | {"rows": [*rows, *theirs], "git": {}, "on_other_data": earlier["runs"]}
+    path.write_text(json.dumps(both))
+    assert on_other_data(path, "prompts") == earlier  # who measured them stays what it was
+    assert [run["git"] for run in on_other_data(path, "data")["runs"]] == [{}]
 
 
 def test_costs_are_those_of_the_artifact_the_data_and_the_run(results, recipe):
@@ -294,7 +310,7 @@ def test_attention_and_the_dense_one_compute_the_same_and_are_measured_by_turns(
     assert {key: ratio.point for key, ratio in ratios.items()} == pytest.approx(
         {f"{name.format(what)}{at}": value for what, value in (("memory", 0.1), ("time", 0.5)) for at in ("_at_256", "")}
     )
-    monkeypatch.setattr(dense_attention.DenseKeys, "next", lambda keys: type(keys)(keys.ranges, keys._own))
+    monkeypatch.setattr(dense_attention.DenseKeys, "next", lambda keys, ranges: type(keys)(ranges, keys._own))
     with pytest.raises(RuntimeError, match=r"attention over 16 positions gives .*, and dense "):
         dense_attention.compare_attention([16])
 
