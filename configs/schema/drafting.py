@@ -96,11 +96,17 @@ def check_paths(paths: Sequence[Sequence[int]]) -> None:
             raise ValueError(f"paths must take siblings in their order: {list(path)} is there, {before} is not")
 
 
+# What a rule takes for a draft's confidence: the largest probability of its distribution, or a head's own estimate of its
+# acceptance (dspark).
+ConfidenceBy = Literal["distribution", "estimate"]
+
+
 class ConfidenceStopping(Settings):
     """The token drawn from a distribution less confident than this is the round's last."""
 
     rule: Literal["confidence"]
-    threshold: Share = 0.4  # the draft's highest probability
+    threshold: Share = 0.4  # the draft's highest probability, or its estimate
+    by: ConfidenceBy = "distribution"  # estimate: the draft's own estimate of its acceptance, of a head that makes one (dspark)
 
 
 class EntropyStopping(Settings):
@@ -129,6 +135,7 @@ class CostStopping(Settings):
         default_factory=lambda: [CalibrationPoint(confidence=end, acceptance=end) for end in (0.0, 1.0)]
     )
     acceptance: Annotated[float, Field(ge=0, lt=1)] = 0.6  # expected of a draft whose distribution is not known yet
+    by: ConfidenceBy = "distribution"  # what is calibrated; estimate: the draft's own estimate of its acceptance (dspark)
     tokens_per_second: PositiveFloat | None = None  # what time is worth; None: the best fixed length's, at that acceptance
 
     @model_validator(mode="after")

@@ -194,16 +194,22 @@ class DFlashSettings(TappedSettings):
 
     kind: Literal["dflash"]
     num_layers: PositiveInt = 2  # decoder layers of the head
-    block_size: Annotated[int, Field(ge=2)] = 8  # the pending token and block_size - 1 drafts
+    block_size: Annotated[int, Field(ge=2)] = 8  # slots: the pending token's and masks
     num_anchors: PositiveInt = 64  # blocks a conversation and step, drawn at random
-    position_decay: PositiveFloat = 4.0  # slot s weighs exp(-(s - 1) / position_decay)
-    depth_decay: Annotated[float, Field(ge=1, le=1)] = 1.0  # fixed: position_decay says what a slot weighs
+    position_decay: PositiveFloat = 4.0  # depth k, from 1, weighs exp(-(k - 1) / position_decay)
+    depth_decay: Annotated[float, Field(ge=1, le=1)] = 1.0  # fixed: position_decay says what a depth weighs
     mask_token_id: NonNegativeInt | None = None  # None: the padding or the first end-of-text id
+    sample_from_anchor: bool = False  # the pending token's slot drafts too, the token after it, and each slot one further
+
+    @property
+    def first_slot(self) -> int:
+        """The slot of the first draft."""
+        return 0 if self.sample_from_anchor else 1
 
     @property
     def longest_draft(self) -> int:
-        """The slots after the pending token's."""
-        return self.block_size - 1
+        """The slots after the pending token's, and that one where it drafts too."""
+        return self.block_size - self.first_slot
 
 
 class DSparkSettings(DFlashSettings):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import SamplingConfig
-from configs.schema.drafting import CalibrationPoint, CostStopping
+from configs.schema.drafting import CalibrationPoint, ConfidenceBy, CostStopping
 from eval.metrics.distributions import class_sums, describe_classes
 from eval.report.schema import Report
 from eval.report.sections import WholeSpeedSection
@@ -83,10 +83,12 @@ def fit_stopping(
     return settings.model_copy(update={"tokens_per_second": 1000 * price})
 
 
-def stopping_from_report(report: Report) -> CostStopping:
+def stopping_from_report(report: Report, by: ConfidenceBy | None = None) -> CostStopping:
     """Return the cost rule's settings for the draft, target and machine of a report.
 
-    Target steps between one row (plain decoding) and as many as were verified are taken to lie on a straight line.
+    The rule is calibrated `by` the largest probability of the draft's distributions or its own estimate of its acceptance;
+    None: the estimate, of a draft that makes one. Target steps between one row (plain decoding) and as many as were verified
+    are taken to lie on a straight line.
 
     Raises:
         InputError: the report's rounds or times do not suffice; the message says why.
@@ -103,7 +105,12 @@ def stopping_from_report(report: Report) -> CostStopping:
         draft_step, besides = 0.0, besides + 1000 * phases.draft_seconds / rounds
     else:
         draft_step = 1000 * phases.draft_seconds / drafts
-    classes = [each.model_dump() for each in acceptance.stopping_reliability if each.num_drafts]
+    if by is None:
+        by = "estimate" if acceptance.estimate_reliability else "distribution"
+    elif by == "estimate" and not acceptance.estimate_reliability:
+        raise InputError(f"the report's draft ({report.draft.kind}) makes no estimate of its acceptance: fit by distribution")
+    by_class = acceptance.estimate_reliability if by == "estimate" else acceptance.stopping_reliability
+    classes = [each.model_dump() for each in by_class if each.num_drafts]
     accepted = sum(each["accepted"] * each["num_drafts"] for each in classes)
     return CostStopping(
         rule="cost",
@@ -112,6 +119,7 @@ def stopping_from_report(report: Report) -> CostStopping:
         round_milliseconds=max(0.0, besides),
         calibration=calibration_points(classes),
         acceptance=min(accepted / sum(each["num_drafts"] for each in classes), LARGEST_ACCEPTANCE),
+        by=by,
     )
 
 

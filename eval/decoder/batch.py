@@ -180,7 +180,9 @@ class BatchRun:
         return [tree_update(row, tree.depth) for row in table], walked
 
     def _compare(self, logits_BKV: Tensor, proposal: Proposal, updates: Sequence[RowUpdate]) -> list[list[list[float]]] | None:
-        """Return the numbers of `PositionComparison` by row and draft; None for trees and for drafts without logits."""
+        """Return the numbers of `PositionComparison` by row and draft, after them the draft's estimate if it makes one; None
+        for trees and for drafts without logits.
+        """
         if proposal.logits_BGV is None or not any(update.drafted for update in updates):
             return None
         with self.clock.phase("measure"):
@@ -189,7 +191,8 @@ class BatchRun:
             compared = compare_distributions(
                 logits_BKV[:, :J], proposal.logits_BGV[:, :J], proposal.tokens_BG[:, :J], self.config
             )
-            return torch.stack(list(compared), -1).tolist()
+            estimates = [] if proposal.estimates_BG is None else [proposal.estimates_BG[:, :J].float()]
+            return torch.stack([*compared, *estimates], -1).tolist()
 
     def _keep_paths(
         self, starts: Sequence[int], updates: Sequence[RowUpdate], path_BD: Tensor, states: TargetStates

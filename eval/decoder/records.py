@@ -24,7 +24,7 @@ WITH_LOOKUP = "with_prompt_lookup"  # speculative decoding by the same draft, af
 class DistributionComparison:
     """Target's and draft's distributions compared at the positions for which a round has an overlap.
 
-    The fields are those of `eval.decoder.distribution_comparison.PositionComparison`.
+    The fields are those of `eval.decoder.distribution_comparison.PositionComparison`, and the draft's estimate.
     """
 
     kl: tuple[float, ...]  # nats
@@ -33,6 +33,7 @@ class DistributionComparison:
     confidence: tuple[float, ...]
     target_probability: tuple[float, ...]
     distribution_confidence: tuple[float, ...] = ()  # empty in older records
+    estimate: tuple[float, ...] = ()  # the draft's own of its acceptance; empty where it makes none
 
 
 @dataclass(frozen=True, kw_only=True)

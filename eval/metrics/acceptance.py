@@ -17,7 +17,14 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from eval.decoder.records import Generation, Round
-from eval.metrics.distributions import Calibration, DistributionAgreement, StoppingCalibration, Sums, ratio
+from eval.metrics.distributions import (
+    Calibration,
+    DistributionAgreement,
+    EstimateCalibration,
+    StoppingCalibration,
+    Sums,
+    ratio,
+)
 from eval.metrics.round_table import COMPARED, RoundTable, tabulate
 from eval.stats.bootstrap import Floats, ratio_interval
 
@@ -179,6 +186,7 @@ def acceptance_metrics(num_positions: int) -> MetricCollection:
         DistributionAgreement(num_positions),
         Calibration(),
         StoppingCalibration(),
+        EstimateCalibration(),
     ]
     return MetricCollection(metrics, compute_groups=False)
 

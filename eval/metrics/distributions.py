@@ -120,6 +120,42 @@ class StoppingCalibration(Sums):
         }
 
 
+class EstimateCalibration(Sums):
+    """Calibration of a draft's own estimate of its acceptance, of the same drafts against the same outcome.
+
+    Beside the error, how well the estimate tells drafts that stay from those that do not: the area under the ROC curve, the
+    chance that one that stays has the higher estimate of the two, equal ones counted half. Of classes as narrow as `FINE`.
+    """
+
+    FINE = 1000
+    sums_FC: Tensor
+    fine_FC: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(
+            sums_FC=torch.zeros((3, NUM_CLASSES), dtype=torch.float64),
+            fine_FC=torch.zeros((3, self.FINE), dtype=torch.float64),
+        )
+
+    def update(self, table: RoundTable) -> None:
+        estimate_N = table.probs_FN[COMPARED.index("estimate")]
+        known_N = ~estimate_N.isnan()
+        estimate_N, kept_N = estimate_N[known_N], table.kept_N[known_N]
+        self.sums_FC += class_sums(estimate_N, kept_N).to(self.sums_FC)
+        self.fine_FC += class_sums(estimate_N, kept_N, num_classes=self.FINE).to(self.fine_FC)
+
+    def compute(self) -> dict[str, Any]:
+        """Return `estimate_calibration_error`, `estimate_auroc` and `estimate_reliability`, one dict a class."""
+        kept_C = self.fine_FC[2]
+        refused_C = self.fine_FC[0] - kept_C
+        below_C = refused_C.cumsum(0) - refused_C / 2
+        return {
+            "estimate_calibration_error": mean_gap(self.sums_FC, 2),
+            "estimate_auroc": ratio((kept_C * below_C).sum(), kept_C.sum() * refused_C.sum()),
+            "estimate_reliability": describe_classes(self.sums_FC, ("accepted",)) if self.sums_FC[0].any() else [],
+        }
+
+
 # --- sums by class of confidence ----------------------------------------------------------------------------------
 
 

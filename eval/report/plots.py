@@ -202,6 +202,10 @@ def draw_stopping(report: Report) -> str | None:
     if report.decode.stopping is None:
         return None
     lines = (("share kept", "accepted", SECOND),)
+    if report.decode.stopping.get("by") == "estimate":
+        return _draw_classes(
+            report.acceptance.estimate_reliability, lines, "the draft's estimate of its acceptance", "stopping"
+        )
     return _draw_classes(report.acceptance.stopping_reliability, lines, "the distribution's largest probability", "stopping")
 
 

@@ -118,6 +118,20 @@ class AcceptanceSection(ClosedSection):
         description="How far that confidence lies from the share accepted, by class, averaged over all drafts. A cost rule "
         "corrects for it.",
     )
+    estimate_reliability: list[StoppingClass] = Field(
+        [],
+        description="The same by the draft's own estimate of its acceptance, of drafts that make one.",
+    )
+    estimate_calibration_error: Number = Field(
+        None,
+        description="How far the draft's own estimate of its acceptance lies from the share accepted, by class, averaged over "
+        "all drafts.",
+    )
+    estimate_auroc: Number = Field(
+        None,
+        description="The chance that of two drafts, one accepted and one refused, the accepted one has the higher estimate: 1 "
+        "where the estimate tells them apart, 0.5 where it says nothing.",
+    )
     position_conditional: list[Number] = Field(
         description="Of the rounds in which every draft before this position was accepted, the share in which this one was "
         "too. A draft behind an accepted end of text was never judged and is not counted."

@@ -3,7 +3,8 @@
 arXiv 2602.06036. The context of position t is norm(fc(taps)) there. A block stands at the pending token x_a: its slot 0 holds
 that token's embedding, slots 1 to S - 1 the mask token's, at positions a to a + S - 1. In every layer the slots see the
 context before a and, in both directions, each other; slot s then predicts x_{a+s}. As a slot's output depends on how many
-masks follow, the whole block is always run. Tensor names are those that serving engines know.
+masks follow, the whole block is always run. With `sample_from_anchor` slot s, from 0, predicts x_{a+s+1}. Tensor names are
+those that serving engines know.
 
 Departures: trained on the target's distribution, not on the token of the text; drafts are drawn. Left out: sliding layers.
 B batch, T positions, A anchors of a row, S slots of a block, X = A * S, G drafts, D width, F taps side by side.
@@ -27,7 +28,7 @@ from heads.modules.autoregressive import FeatureProposer
 from heads.modules.block_training import Anchors, BlockKeys, before_anchors, choose_anchors
 from heads.modules.initialization import mask_token
 from heads.modules.interface import Batch, Depth, Family, flat
-from heads.modules.layers import CachedKeys, DraftLayer, Rotary, layer_shape, norm
+from heads.modules.layers import CachedKeys, DraftLayer, LayerShape, Rotary, layer_shape, norm
 from heads.modules.output_head import DraftHead, HeadBase
 from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.protocol import Proposal, Tokens
@@ -49,10 +50,14 @@ class DFlash(HeadBase):
         shape = layer_shape(target, settings.layer)
         self.fc = nn.Linear(len(self.taps) * shape.width, shape.width, bias=False)
         self.hidden_norm = norm(shape)
-        self.layers = nn.ModuleList(DraftLayer(shape, norm_heads=True) for _ in range(settings.num_layers))
+        self.layers = nn.ModuleList(self.new_layer(shape) for _ in range(settings.num_layers))
         self.norm = norm(shape)
         self.lm_head = DraftHead(target, vocabulary, trainable=settings.train_head)
         self.rotary = Rotary(shape)
+
+    def new_layer(self, shape: LayerShape) -> DraftLayer:
+        """Return a new layer."""
+        return DraftLayer(shape, norm_heads=True)
 
     def forward(self, batch: Batch, states: TargetStates) -> list[Depth]:
         """Fill a block at each of some anchors drawn at random, or at every possible one when not training."""
@@ -66,8 +71,12 @@ class DFlash(HeadBase):
         rotation = self.rotary(states_BXD, self._block_positions(first_BA).flatten(1))
         for layer in self.layers:
             states_BXD = layer(states_BXD, rotation, keys)
-        states_BASD = self.norm(states_BXD).unflatten(1, (-1, self.settings.block_size))
-        return [self._depth(batch, anchors, slot, states_BASD[:, :, slot]) for slot in range(1, self.settings.block_size)]
+        return self.depths(batch, anchors, self.norm(states_BXD).unflatten(1, (-1, self.settings.block_size)))
+
+    def depths(self, batch: Batch, anchors: Anchors, states_BASD: Tensor) -> list[Depth]:
+        """Return every depth, from the final, normed states of the blocks' slots, or what else its logits are made of."""
+        drafting_BAGD = states_BASD[:, :, self.settings.first_slot :]
+        return [self.depth(batch, anchors, number, each) for number, each in enumerate(drafting_BAGD.unbind(2))]
 
     def features(self, states: TargetStates) -> Tensor:
         """Return what every layer makes keys and values of, `[B, T, D]`."""
@@ -92,13 +101,14 @@ class DFlash(HeadBase):
             states_BSD = layer(states_BSD, rotation, CachedKeys(cache, number, visible_B11S))
         return self.norm(states_BSD)
 
-    def _depth(self, batch: Batch, anchors: Anchors, slot: int, states_BAD: Tensor) -> Depth:
-        rows_N, columns_N = anchors.labelled(batch, slot).nonzero(as_tuple=True)
+    def depth(self, batch: Batch, anchors: Anchors, number: int, states_BAD: Tensor) -> Depth:
+        """Return a depth, counted from 0, from the states of its slot."""
+        rows_N, columns_N = anchors.labelled(batch, number + 1).nonzero(as_tuple=True)
         origins_N = rows_N * batch.input_ids_BT.shape[1] + anchors.places_BA[rows_N, columns_N] - 1
         hidden_ND = flat(states_BAD, rows_N * anchors.places_BA.shape[1] + columns_N)
-        weight, row_weights_N = math.exp(-(slot - 1) / self.settings.position_decay), anchors.weights_BA[rows_N, columns_N]
+        weight, row_weights_N = math.exp(-number / self.settings.position_decay), anchors.weights_BA[rows_N, columns_N]
         row_weights_N = upload(row_weights_N, hidden_ND.device)
-        return self.lm_head.at_depth(slot - 1, hidden_ND, origins_N, weight=weight, row_weights_N=row_weights_N)
+        return self.lm_head.at_depth(number, hidden_ND, origins_N, weight=weight, row_weights_N=row_weights_N)
 
     def _block_ids(self, pending: Tensor) -> Tensor:
         """Return the ids `[..., S]` in the slots of blocks."""
@@ -110,7 +120,7 @@ class DFlash(HeadBase):
 
 
 class BlockDrafter(FeatureProposer):
-    """A DFlash head as a proposer (`heads.proposers.protocol.Proposer`); drafts at most block_size - 1 tokens.
+    """A DFlash head as a proposer (`heads.proposers.protocol.Proposer`); drafts at most as many tokens as there are slots.
 
     The cache holds the context; a block's own keys and values lie after it for one round, and the next context is written over
     them.
@@ -133,12 +143,13 @@ class BlockDrafter(FeatureProposer):
         positions_BS = self._place(window.ends, num_slots)
         pending_B = text.pending_B1.squeeze(1)
         states_BSD = self.module.fill(pending_B, positions_BS[:, 0], self._cache)
-        self.choose(states_BSD[:, 1 : 1 + num_tokens], pending_B, chain)
+        first, longest = self.module.settings.first_slot, self.module.settings.longest_draft
+        self.choose(states_BSD, slice(first, first + min(num_tokens, longest)), pending_B, chain)
         return chain.proposal()
 
-    def choose(self, states_BGD: Tensor, pending_B: Tensor, chain: ChainBuilder) -> None:
-        """Choose a draft for each of the slots; one product with the output head serves all of them."""
-        for logits_BW in self.module.lm_head.logits(states_BGD).unbind(1):
+    def choose(self, states_BSD: Tensor, slots: slice, pending_B: Tensor, chain: ChainBuilder) -> None:
+        """Choose a draft for each of these slots; one product with the output head serves all of them."""
+        for logits_BW in self.module.lm_head.logits(states_BSD[:, slots]).unbind(1):
             chain.add(logits_BW)
 
 

@@ -3,8 +3,10 @@
 To the logits of slot s comes W2 W1[x_{a+s-1}], a Markov bias of low rank: in training the text's own token, when drafting the
 one just drafted. The layers run once for the block all the same; only the choice of tokens goes slot by slot. A confidence
 head reads the slot's final state beside W1[x_{a+s-1}] and is trained, by binary cross-entropy, to predict the slot's
-acceptance 1 - TV(p, q). Tensor names are those that serving engines know. Left out: the gated and the recurrent bias, and
-drafting from slot 0.
+acceptance 1 - TV(p, q). When drafting it is the proposal's estimate, by which a rule may end the round early
+(`decode.stopping` with `by: estimate`): the later slots then cost the target no rows. It depends on the context and on the
+tokens drafted before the slot, so the output's distribution stays (`heads.proposers.draft_length`). Tensor names are those
+that serving engines know. Left out: the gated and the recurrent bias.
 B batch, N rows of one depth, G drafts, D width, R rank of the bias, W draft vocabulary.
 """
 
@@ -46,9 +48,9 @@ class DSpark(DFlash):
         width = self.fc.out_features
         return self.lm_head.logits(joined_ND[:, :width]) + self.markov_head.markov_w2(joined_ND[:, width:])
 
-    def _depth(self, batch: Batch, anchors: Anchors, slot: int, states_BAD: Tensor) -> Depth:
-        depth = super()._depth(batch, anchors, slot, states_BAD)
-        joined_ND = self.joined(depth.hidden_ND, flat(batch.input_ids_BT, depth.origins_N + slot))
+    def depth(self, batch: Batch, anchors: Anchors, number: int, states_BAD: Tensor) -> Depth:
+        depth = super().depth(batch, anchors, number, states_BAD)
+        joined_ND = self.joined(depth.hidden_ND, flat(batch.input_ids_BT, depth.origins_N + number + 1))
         return replace(
             depth,
             hidden_ND=joined_ND,
@@ -82,28 +84,21 @@ class Confidence(nn.Module):
 
 
 class MarkovDrafter(BlockDrafter):
-    """A DSpark head as a proposer.
-
-    Attributes:
-        confidences_BG: the head's estimate of the probability that each draft of the last proposal is accepted, given that
-            those before it are.
-    """
+    """A DSpark head as a proposer, whose estimates are its confidence head's."""
 
     module: DSpark
-    confidences_BG: Tensor
 
-    def choose(self, states_BGD: Tensor, pending_B: Tensor, chain: ChainBuilder) -> None:
+    def choose(self, states_BSD: Tensor, slots: slice, pending_B: Tensor, chain: ChainBuilder) -> None:
         """Choose the drafts one after another, each with the bias of the one before."""
-        before_B, confidences = pending_B, []
+        before_B, states_BGD = pending_B, states_BSD[:, slots]
         without_bias_BGW = self.module.lm_head.logits(states_BGD)
         for state_BD, logits_BW in zip(states_BGD.unbind(1), without_bias_BGW.unbind(1), strict=True):
             joined_BD = self.module.joined(state_BD, before_B)
-            confidences.append(self.module.confidence_head(joined_BD))
             bias_BW = self.module.markov_head.markov_w2(joined_BD[:, state_BD.shape[-1] :])
-            before_B = chain.add(logits_BW + bias_BW)
+            estimate_B = self.module.confidence_head(joined_BD).float().sigmoid()
+            before_B = chain.add(logits_BW + bias_BW, estimate_B)
             if chain.finished:
                 break
-        self.confidences_BG = torch.stack(confidences, 1).float().sigmoid()
 
 
 FAMILY = Family(settings=DSparkSettings, build=DSpark, propose=MarkovDrafter, in_one_forward=True)

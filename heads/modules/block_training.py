@@ -1,7 +1,8 @@
 """Training of block drafters (`heads.families.dflash`): where their blocks start, and attention of many blocks at once.
 
 A block's anchor stands at position a = j + 1 of origin j: the pending token, known but not read by the target. Slot s of the
-block (from 1) predicts x_{a+s}, which is depth s - 1 of origin j (`heads.modules.interface`). Anchors are tokens of the
+block (from 1) predicts x_{a+s}, which is depth s - 1 of origin j (`heads.modules.interface`), or, where the anchor's own slot
+drafts too, x_{a+s+1}. Anchors are tokens of the
 target's own, followed by another one. The slots of a block attend to the target's context before the anchor and to all slots
 of their own block, in one softmax, exactly as when drafting; blocks do not see each other.
 B batch, T positions, A blocks (anchors) of a row, S slots of a block, X = A * S, N heads (or anchors of the batch), M key-value
@@ -34,13 +35,13 @@ class Anchors:
     valid_BA: Tensor
     weights_BA: Tensor
 
-    def labelled(self, batch: Batch, slot: int) -> Tensor:
-        """Return the anchors `[B, A]` whose token at `slot` is a label in the same document, bool."""
+    def labelled(self, batch: Batch, ahead: int) -> Tensor:
+        """Return the anchors `[B, A]` for which the token so many places on is a label in the same document, bool."""
         batch, T = batch.on_host, batch.input_ids_BT.shape[1]
-        label_BA = (self.places_BA + slot).clamp(max=T - 1)
+        label_BA = (self.places_BA + ahead).clamp(max=T - 1)
         documents_BT = batch.document_ids_BT
         together_BA = documents_BT.gather(1, label_BA) == documents_BT.gather(1, self.places_BA)
-        inside_BA = self.places_BA + slot < T
+        inside_BA = self.places_BA + ahead < T
         return self.valid_BA & inside_BA & together_BA & batch.loss_mask_BT.gather(1, label_BA)
 
 

@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from configs.runtime.errors import InputError
 from configs.schema.decoding import SamplingConfig
-from heads.proposers.draft_length import rule_for, sampling_for_stopping
+from heads.proposers.draft_length import reads_estimate, rule_for, sampling_for_stopping
 from heads.proposers.protocol import Proposal
 from heads.sampling.counter_rng import CounterRNG, Role
 from heads.sampling.probabilities import draw, greedy_token, token_probabilities
@@ -48,32 +49,40 @@ class ChainBuilder:
         self.sampling, self.rng, self.keep_logits = sampling, rng, keep_logits
         self.target_ids, self.scatter = target_ids, scatter
         self.lengths, self.device = lengths, device
-        self._rule = rule_for(sampling)
+        self._rule, self._by_estimate = rule_for(sampling), reads_estimate(sampling)
         self._open_B = torch.ones(len(self.lengths), dtype=torch.bool, device=device)  # rows that still draft
         self._num_drafted_B = torch.zeros(len(self.lengths), dtype=torch.int64, device=device)
         self._drafted: list[Tensor] = []
         self._distributions: list[Tensor] = []
         self._logits: list[Tensor] = []
+        self._estimates: list[Tensor] = []
 
-    def add(self, logits_BW: Tensor) -> Tensor:
+    def add(self, logits_BW: Tensor, estimate_B: Tensor | None = None) -> Tensor:
         """Choose the next draft of every row from its logits; return the target's ids `[B]`.
 
         Rows that have stopped get one too, which does not count.
+
+        Args:
+            logits_BW: of the draft's vocabulary.
+            estimate_B: the draft's own estimate of its acceptance (`Proposal.estimates_BG`); None: it makes none.
+
+        Raises:
+            InputError: the stopping rule reads the draft's estimate, and there is none.
         """
         step, greedy = len(self._drafted), self.sampling.temperature == 0
         if not greedy or self._rule is not None:
             probs_BW = token_probabilities(logits_BW, sampling_for_stopping(self.sampling))
-            self._decide(probs_BW)
+            self._decide(probs_BW, estimate_B)
         if greedy:
             drafted_B = self.target_ids(greedy_token(logits_BW))
         else:
-            first_B1 = on_device(self.lengths, self.device).unsqueeze(1)
-            uniform_B = self.rng.uniform(Role.DRAFT, first_B1 + step, first_B1).squeeze(1)
-            drafted_B = self.target_ids(draw(probs_BW, uniform_B))
+            drafted_B = self._drawn(step, probs_BW)
             self._distributions.append(self.scatter(probs_BW, 0.0))
         self._drafted.append(drafted_B)
         if self.keep_logits:
             self._logits.append(self.scatter(logits_BW, float("-inf")))
+        if estimate_B is not None:
+            self._estimates.append(estimate_B)
         return drafted_B
 
     @property
@@ -93,11 +102,24 @@ class ChainBuilder:
             num_drafted=num_drafted,
             probs_BGV=torch.stack(self._distributions[:width], 1) if self._distributions[:width] else None,
             logits_BGV=torch.stack(self._logits[:width], 1) if self._logits[:width] else None,
+            estimates_BG=torch.stack(self._estimates[:width], 1) if self._estimates[:width] else None,
         )
 
-    def _decide(self, probs_BW: Tensor) -> None:
+    def _drawn(self, step: int, probs_BW: Tensor) -> Tensor:
+        first_B1 = on_device(self.lengths, self.device).unsqueeze(1)
+        uniform_B = self.rng.uniform(Role.DRAFT, first_B1 + step, first_B1).squeeze(1)
+        return self.target_ids(draw(probs_BW, uniform_B))
+
+    def _decide(self, probs_BW: Tensor, estimate_B: Tensor | None) -> None:
         if self._rule is None:
             return
+        if self._by_estimate:
+            if estimate_B is None:
+                raise InputError(
+                    "decode.stopping.by is estimate, and this draft makes no estimate of its acceptance (dspark does): set it "
+                    "to distribution"
+                )
+            probs_BW = estimate_B.unsqueeze(-1)  # rules read the largest value
         drafts_B, continues_B = self._rule.decide(probs_BW)
         self._num_drafted_B += self._open_B & drafts_B
         self._open_B &= continues_B

@@ -1,6 +1,7 @@
 """How many tokens to draft: rules that end a round's draft early, row by row, and leave the output's distribution alone.
 
-A rule sees each distribution before a token is drawn from it, and never the token. It says whether a token of this distribution
+A rule sees each distribution before a token is drawn from it, or what the draft by then expects of its acceptance (an estimate
+that a head makes of its own state and the tokens before), and never the token. It says whether a token of this distribution
 is worth one of the target's rows, and whether a further draft step after it is worth its time. Why never the token: let p = q
 put 1/2 on each of a and b, and let b be dropped when it is drawn. Then a comes out with probability 1/2 + 1/2 * 1/2 = 3/4. A
 token once drawn therefore stays in the block, whatever its own probability. A rule may depend on the tokens drafted before:
@@ -53,6 +54,11 @@ def rule_for(sampling: SamplingConfig) -> ThresholdRule | CostRule | None:
     if isinstance(sampling, DecodeConfig) and isinstance(stopping, CostStopping):
         return CostRule(stopping, sampling.num_speculative_tokens)
     return None
+
+
+def reads_estimate(sampling: SamplingConfig) -> bool:
+    """Return whether the rule in force reads the draft's own estimate of its acceptance in place of the distribution."""
+    return isinstance(sampling, DecodeConfig) and getattr(sampling.stopping, "by", None) == "estimate"
 
 
 def sampling_for_stopping(sampling: SamplingConfig) -> SamplingConfig:

@@ -39,6 +39,8 @@ class Proposal:
             not count; siblings in the order of their ranks. None: a chain.
         probs_BKV: for a tree, the distribution that the children of each row were drawn from, as its `candidates` say; rows
             without children are not read. None: deterministic.
+        estimates_BG: for a chain, the draft's own estimate of the chance that each token is accepted where those before it
+            are, made before the token was drawn; None: it makes none.
         by_lookup: for a chain of several drafts, 1 where a row's were looked up in a text: each is then a point mass, and the
             row's `probs_BGV` and `logits_BGV` mean nothing. None: no row's were.
     """
@@ -49,6 +51,7 @@ class Proposal:
     logits_BGV: Tensor | None = None
     parents_BN: Tensor | None = None
     probs_BKV: Tensor | None = None
+    estimates_BG: Tensor | None = None
     by_lookup: Sequence[int] | None = None
 
 

@@ -96,6 +96,7 @@ SETTINGS = {
     "peagle, all options": PEagleSettings(kind="peagle", **TAPS | {"num_depths": 4}, num_layers=3, mask_token_id=2, **OPTIONS),
     "dflash": DFlashSettings(kind="dflash", **BLOCK),
     "dspark": DSparkSettings(kind="dspark", **BLOCK, markov_rank=6),
+    "dspark, from the anchor": DSparkSettings(kind="dspark", **BLOCK, markov_rank=6, sample_from_anchor=True),
     "mtp": MtpSettings(kind="mtp", num_depths=3),
     "mtp, a module a depth": MtpSettings(kind="mtp", num_depths=3, shared_depths=False),
 }

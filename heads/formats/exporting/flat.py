@@ -138,6 +138,7 @@ def _offsets(source: Source) -> Weights:
 
 def sglang_dflash(source: Source) -> ExportLayout:
     """Return DFlash in z-lab's form for SGLang."""
+    source.check_drafts_after_the_anchor("SGLang")
     settings = source.settings
     config = _dflash_config(source, "qwen3") | {
         "architectures": ["DFlashDraftModel"],
@@ -159,6 +160,7 @@ def sglang_dflash(source: Source) -> ExportLayout:
 
 def transformers_dflash(source: Source) -> ExportLayout:
     """Return DFlash as transformers 5.23 decodes it natively."""
+    source.check_drafts_after_the_anchor("transformers")
     settings, last = source.settings, num_blocks(source.target.model)
     if last in (settings.taps or ()):
         raise InputError(f"it reads h_{last}, the last block's state, and transformers hands that out after the final norm")

@@ -170,6 +170,11 @@ class Source:
             f"draft with the {self.draft_vocab_size} it was trained for, so acceptance may differ a little.",
         )
 
+    def check_drafts_after_the_anchor(self, engine: str) -> None:
+        """Refuse a block that drafts from the pending token's slot, for an engine that does not."""
+        if self.settings.sample_from_anchor:
+            raise InputError(f"it drafts from the pending token's slot too (head.sample_from_anchor), and {engine} does not")
+
     def check_head_is_the_targets(self, engine: str) -> None:
         """Refuse a draft whose output head was trained, for an engine that would replace it by the target's."""
         if self.settings.train_head:
@@ -207,7 +212,7 @@ def read_source(
     if longest is not None and wanted > longest:
         raise InputError(f"num_speculative_tokens {wanted}: {folder} drafts at most {longest} tokens a round")
     if isinstance(settings, DFlashSettings):
-        wanted = _whole_block(folder, settings.block_size - 1, num_speculative_tokens)
+        wanted = _whole_block(folder, settings.longest_draft, num_speculative_tokens)
     return Source(
         folder=folder,
         metadata=metadata,

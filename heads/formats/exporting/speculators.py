@@ -1,4 +1,4 @@
-"""The form of the speculators library, which vLLM loads: EAGLE-3, P-EAGLE, DFlash, and MTP for the library itself.
+"""The form of the speculators library, which vLLM loads: EAGLE-3, P-EAGLE, block drafters, and MTP for the library itself.
 
 Config keys and tensor names are those of speculators 0.9, read by vLLM 0.32. Ids of hidden states are ours: i is the residual
 stream after block i. Our EAGLE and DFlash tensors have these names already; added are the offsets of a reduced
@@ -16,11 +16,19 @@ from typing import Any
 
 from configs.runtime.errors import InputError
 from configs.schema.heads import DFlashSettings, EagleSettings
+from heads.formats.exporting import blocks
 from heads.formats.exporting.source import Source
 from heads.formats.layout import ExportLayout, Shapes, decoder_layer, layer_config, renamed
 from heads.formats.names import MTP_PARTS
 
 VERSION = "0.9.0"
+ARCHITECTURES = {
+    "eagle3": "Eagle3DraftModel",
+    "peagle": "PEagleDraftModel",
+    "dflash": "DFlashDraftModel",
+    "dspark": "DSparkDraftModel",
+    "mtp": "MTPDraftModel",
+}
 
 
 def eagle(source: Source) -> ExportLayout:
@@ -85,28 +93,43 @@ def eagle_shapes(source: Source) -> Shapes:
     return shapes
 
 
-def dflash(source: Source) -> ExportLayout:
-    """Return DFlash."""
+def block_drafter(source: Source) -> ExportLayout:
+    """Return DFlash, or a family made of it."""
     source.target.check_plain()
     settings: DFlashSettings = source.settings
+    kind = source.metadata.kind
     layers = layer_config(source.shape, "qwen3", settings.num_layers, source.target.vocab_size)
     layers |= {"layer_types": ["full_attention"] * settings.num_layers, "use_sliding_window": False, "sliding_window": None}
-    config = _config(source, "dflash", layers) | {
+    config = _config(source, kind, layers) | {
         "block_size": settings.block_size,
         "aux_hidden_state_layer_ids": list(settings.taps or ()),
         "mask_token_id": settings.mask_token_id,
-        "sample_from_anchor": False,
+        "sample_from_anchor": settings.sample_from_anchor,
         "sliding_window_non_causal": True,
     }
+    options, shapes = blocks.PARTS[kind](source)
     return ExportLayout(
-        config=config,
+        config=config | options,
         weights=source.weights | source.offsets(),
-        expected=dflash_shapes(source) | _vocabulary_shapes(source),
-        serve=vllm_command(source, "dflash"),
+        expected=dflash_shapes(source) | shapes | _vocabulary_shapes(source),
+        serve=vllm_command(source, kind),
         notes=(
             f"A block was trained with {source.num_speculative_tokens} drafts; another number changes what each slot says.",
         ),
     )
+
+
+def vllm_dflash(source: Source) -> ExportLayout:
+    """Return DFlash for vLLM, whose first model runner drafts nothing from the pending token's slot."""
+    source.check_drafts_after_the_anchor("vLLM")
+    return block_drafter(source)
+
+
+def untried_in_vllm(source: Source) -> ExportLayout:
+    """Return a family that vLLM decodes with its second model runner."""
+    layout = block_drafter(source)
+    note = "Format-checked only: vLLM 0.32 decodes it with its second model runner, which needs Triton; it was not run."
+    return replace(layout, notes=(note, *layout.notes))
 
 
 def dflash_shapes(source: Source) -> Shapes:
@@ -184,11 +207,10 @@ def vllm_command(source: Source, method: str, *options: str, stitched: bool = Fa
 
 def _config(source: Source, kind: str, layers: dict[str, Any]) -> dict[str, Any]:
     tokens = source.num_speculative_tokens
-    names = {"eagle3": "Eagle3DraftModel", "peagle": "PEagleDraftModel", "dflash": "DFlashDraftModel", "mtp": "MTPDraftModel"}
     return {
         "speculators_model_type": kind,
         "speculators_version": VERSION,
-        "architectures": [names[kind]],
+        "architectures": [ARCHITECTURES[kind]],
         "dtype": source.dtype_name,
         "tie_word_embeddings": False,
         "draft_vocab_size": source.draft_vocab_size,

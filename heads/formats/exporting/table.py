@@ -18,13 +18,15 @@ FORMS: dict[str, dict[str, Form]] = {
         "medusa": medusa.vllm_medusa,
         "eagle3": speculators.eagle,
         "peagle": speculators.eagle,
-        "dflash": speculators.dflash,
+        "dflash": speculators.vllm_dflash,
+        "dspark": speculators.untried_in_vllm,
         "mtp": mtp.vllm,
     },
     "speculators": {
         "eagle3": speculators.eagle_complete,
         "peagle": speculators.eagle_complete,
-        "dflash": speculators.dflash,
+        "dflash": speculators.block_drafter,
+        "dspark": speculators.block_drafter,
         "mtp": speculators.mtp,
     },
     "sglang": {"draft_lm": draft_lm.sglang, "eagle3": flat.sglang_eagle, "dflash": flat.sglang_dflash},
@@ -40,7 +42,6 @@ REASONS = {
     ("transformers", "eagle3"): "transformers 5.23 decodes no EAGLE heads",
     ("transformers", "peagle"): "transformers 5.23 decodes no EAGLE heads",
     ("transformers", "medusa"): "transformers 5.23 decodes no Medusa heads",
-    ("vllm", "dspark"): "vLLM 0.32 decodes DSpark with its second model runner only, which was not at hand to try",
 }
 # Words in the path of a draft's folder that vLLM 0.32 takes for the method, whatever the config says.
 PATH_WORDS = ("eagle-", "eagle3", "dflash", "dspark")
@@ -58,7 +59,7 @@ def form_of(engine: str, kind: str) -> Form:
 
 def check_path(engine: str, kind: str, path: str) -> None:
     """Refuse a folder whose path has a word in it that makes vLLM load the draft as something else."""
-    if engine != "vllm" or kind in ("eagle3", "peagle", "dflash"):
+    if engine != "vllm" or kind in ("eagle3", "peagle", "dflash", "dspark"):
         return
     found = [word for word in PATH_WORDS if word in path.lower()]
     if found:

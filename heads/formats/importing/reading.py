@@ -25,8 +25,9 @@ from heads.target.checkpoint_files import Weights, read_weights, zeros
 from heads.target.size_limits import check_counts
 
 KNOWN = (
-    "speculators eagle3, peagle, dflash and mtp; flat EAGLE-3 (architecture ...Eagle3); Medusa (medusa_num_heads); Hydra "
-    "(hydra_num_heads); DFlash (architecture DFlashDraftModel or MuseGlimmerAssistantModel); a checkpoint with MTP modules"
+    "speculators eagle3, peagle, dflash, dspark and mtp; flat EAGLE-3 (architecture ...Eagle3); Medusa (medusa_num_heads); "
+    "Hydra (hydra_num_heads); DFlash (architecture DFlashDraftModel or MuseGlimmerAssistantModel); a checkpoint with MTP "
+    "modules"
 )
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 OLD_MEDUSA = re.compile(r"^(?:medusa_heads?\.)?(\d+)\.(\d+)\.(?:(linear)\.)?(weight|bias)$")
@@ -78,6 +79,10 @@ def _speculators(config: dict[str, Any], weights: Weights, layer_ids: LayerIds, 
     kind, layer = config["speculators_model_type"], config["transformer_layer_config"]
     if not isinstance(layer, dict):
         raise InputError(f"expected transformer_layer_config to be a section, got {layer!r}")
+
+    def block_taps() -> list[int] | None:
+        return _taps(config["aux_hidden_state_layer_ids"], layer_ids)
+
     readers: dict[str, Callable[[], dict[str, Any]]] = {
         "eagle3": lambda: (
             _eagle_settings(config, layer, layer_ids, normed_by_default=True)
@@ -86,14 +91,15 @@ def _speculators(config: dict[str, Any], weights: Weights, layer_ids: LayerIds, 
         "peagle": lambda: (
             _eagle_settings(config, layer, layer_ids, normed_by_default=False) | {"mask_token_id": config["mask_token_id"]}
         ),
-        "dflash": lambda: _dflash_settings(config, layer, _taps(config["aux_hidden_state_layer_ids"], layer_ids)),
+        "dflash": lambda: _dflash_settings(config, layer, block_taps()),
+        "dspark": lambda: _dflash_settings(config, layer, block_taps()) | _markov_settings(config),
         "mtp": lambda: {"shared_depths": True, "reads": reads},
     }
     if kind not in readers:
         raise InputError(f"speculators_model_type {kind!r} is none of {', '.join(readers)}")
     tokens = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
     settings = readers[kind]()
-    if kind != "dflash":
+    if kind in ("eagle3", "peagle", "mtp"):
         settings["num_depths"] = tokens
     if kind == "mtp":
         weights = renamed(weights, [(theirs, ours) for ours, theirs in MTP_PARTS])
@@ -158,14 +164,24 @@ def _dflash(config: dict[str, Any], options: dict[str, Any], weights: Weights, l
     )
 
 
+def _markov_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    kind = config.get("markov_head_type", "vanilla")
+    if kind != "vanilla":
+        raise InputError(f"its bias is of the kind {kind} (markov_head_type), draftsmith's DSpark has the vanilla one")
+    for key in ("enable_confidence_head", "confidence_head_with_markov"):
+        if not config.get(key, True):
+            raise InputError(f"{key} is false: draftsmith's DSpark has a confidence head, which reads the token before too")
+    from_anchor = config.get("sample_from_anchor", True)  # where it is missing, what speculators takes
+    return {"markov_rank": config.get("markov_rank", 256), "sample_from_anchor": from_anchor}
+
+
 def _dflash_settings(options: Mapping[str, Any], layer: Mapping[str, Any], taps: list[int] | None) -> dict[str, Any]:
-    if options.get("sample_from_anchor"):
-        raise InputError("it drafts from the pending token's slot too (sample_from_anchor), draftsmith's DFlash does not")
     return {
         "taps": taps,
         "num_layers": layer["num_hidden_layers"],
         "block_size": options["block_size"],
         "mask_token_id": options["mask_token_id"],
+        "sample_from_anchor": options.get("sample_from_anchor") or False,
     }
 
 

@@ -5,14 +5,18 @@ import copy
 import pytest
 import torch
 
+from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import ConfidenceStopping, CostStopping, EntropyStopping
 from eval.decoder.chain_rules import verify_block, verify_tokens
 from eval.decoder.decode import decode, generate
 from eval.lossless.enumeration import enumerate_rule, random_toy
+from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.draft_length import rule_for
 from heads.proposers.draft_lm import DraftLM
-from tests.support.decoding import PROMPTS, assert_same_alone, requests_for
+from heads.sampling.counter_rng import CounterRNG
+from tests.support import family_checks
+from tests.support.decoding import PROMPTS, assert_same_alone, head_proposer, requests_for
 
 RULES = {"token": verify_tokens, "block": verify_block}
 STOPPING = {
@@ -76,6 +80,67 @@ def test_a_token_may_end_the_round_it_was_drawn_in_and_must_not_be_dropped_from_
 
     assert with_length(lambda q, tokens: (sure_tokens(q, tokens) + 1).clamp(max=tokens.shape[1])) < 1e-12
     assert with_length(sure_tokens) > 1e-3
+
+
+ESTIMATES = {name: STOPPING[name].model_copy(update={"by": "estimate"}) for name in ("confidence", "cost", "cost_of_dear_rows")}
+
+
+def own_lengths(stopping, tokens_BG, tokens_seen):
+    """How many tokens each row drafts when the draft's estimate is a function of the first tokens of its draft."""
+    config = DecodeConfig(num_speculative_tokens=tokens_BG.shape[1], stopping=stopping)
+    chain = ChainBuilder(
+        [1] * len(tokens_BG),
+        config,
+        CounterRNG(0, range(len(tokens_BG)), torch.device("cpu")),
+        torch.device("cpu"),
+        lambda ids_B: ids_B,
+        lambda values_BW, _: values_BW,
+        keep_logits=False,
+    )
+    for position in range(tokens_BG.shape[1]):
+        seen_BS = tokens_BG[:, : position + tokens_seen]
+        said_B = 0.95 - (seen_BS * torch.arange(3, 3 + seen_BS.shape[1])).sum(1) % 5 / 5
+        chain.add(torch.zeros(len(tokens_BG), 2), said_B)
+    return torch.tensor(list(chain.proposal().num_drafted))
+
+
+@pytest.mark.parametrize("name", ESTIMATES)
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_an_estimate_may_depend_on_the_tokens_before_and_not_on_the_one_it_is_of(rule, name):
+    seen = set()
+
+    def far(tokens_seen):
+        def stopped(p, q, tokens, num_drafted, accept, residual, bonus):
+            num_drafted = own_lengths(ESTIMATES[name], tokens, tokens_seen)
+            seen.update(num_drafted.tolist())
+            return rule(p, q, tokens, num_drafted, accept, residual, bonus)
+
+        return max(enumerate_rule(stopped, random_toy(seed)).total_variation for seed in range(2))
+
+    assert far(0) < 1e-12
+    assert len(seen) > 1
+    if name == "cost_of_dear_rows":  # which drops tokens that were drawn
+        assert far(1) > 1e-3
+
+
+@torch.no_grad()
+def test_a_head_stops_by_its_own_estimate_and_its_greedy_output_is_plain(as_target):
+    target = as_target(family_checks.tiny_target("llama"))
+    head = head_proposer("dspark", target.model)
+    stopping = ConfidenceStopping(rule="confidence", threshold=0.5, by="estimate")
+    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=24, stopping=stopping)
+    generations, _ = decode(target, requests_for(PROMPTS), config, head, measure_overlap=True)
+    plain = generate(target, PROMPTS, DecodeConfig(num_speculative_tokens=0, max_new_tokens=24))
+    assert [list(generation.tokens) for generation in generations] == plain
+    rounds = [round_ for generation in generations for round_ in generation.rounds if round_.distributions is not None]
+    assert {len(round_.drafted) for round_ in rounds} > {1}
+    for round_ in rounds:
+        estimate = round_.distributions.estimate
+        assert len(estimate) == len(round_.overlap)
+        stops = [place for place, said in enumerate(estimate) if said < 0.5]
+        assert not stops or len(round_.drafted) <= stops[0] + 1
+    with pytest.raises(InputError, match="this draft makes no estimate"):
+        decode(target, requests_for(PROMPTS), config, head_proposer("dflash", target.model))
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 many."""
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from configs.schema.decoding import SamplingConfig
 from eval.decoder.distribution_comparison import compare_distributions
 from eval.decoder.records import DistributionComparison
 from eval.metrics.acceptance import acceptance_metrics
-from eval.metrics.distributions import NUM_CLASSES, Calibration, DistributionAgreement, StoppingCalibration
+from eval.metrics.distributions import NUM_CLASSES, Calibration, DistributionAgreement, EstimateCalibration, StoppingCalibration
 from eval.metrics.round_table import tabulate
 
 T1 = SamplingConfig(temperature=1.0)
@@ -96,7 +96,7 @@ def drafts_of(generations):
     """Return (position, kept, overlap and distributions by name) of every compared draft, by plain loops."""
     rounds = [round_ for generation in generations for round_ in generation.rounds if round_.distributions]
     return [
-        (place, place < round_.num_accepted, {name: values[place] for name, values in asdict(round_.distributions).items()})
+        (place, place < round_.num_accepted, {name: each[place] for name, each in asdict(round_.distributions).items() if each})
         for round_ in rounds
         for place in range(len(round_.overlap))
     ]
@@ -136,6 +136,30 @@ def test_a_reliability_curve_equals_counting_in_plain_python(random_generations,
             assert (each[outcome], each["accepted"]) == pytest.approx((means[outcome], means["accepted"]))
             error += len(own) / len(drafts) * abs(means[confidence] - means[outcome])
     assert fields[f"{prefix}calibration_error"] == pytest.approx(error)
+
+
+def test_an_estimate_is_judged_by_its_gap_and_by_all_pairs_of_a_kept_and_a_refused_draft(random_generations):
+    metric = EstimateCalibration()
+    metric.update(tabulate(random_generations))
+    assert metric.compute() == {"estimate_calibration_error": None, "estimate_auroc": None, "estimate_reliability": []}
+    said = [replace(each, rounds=tuple(map(with_estimate, each.rounds))) for each in random_generations]
+    metric.update(tabulate(said))
+    drafts, fields = drafts_of(said), metric.compute()
+    kept, refused = ([numbers["estimate"] for _, stays, numbers in drafts if stays is wanted] for wanted in (True, False))
+    wins = sum((one > other) + (one == other) / 2 for one in kept for other in refused)
+    assert fields["estimate_auroc"] == pytest.approx(wins / (len(kept) * len(refused)))
+    assert sum(each["num_drafts"] for each in fields["estimate_reliability"]) == len(drafts)
+    classes = [each for each in fields["estimate_reliability"] if each["num_drafts"]]
+    error = sum(each["num_drafts"] * abs(each["confidence"] - each["accepted"]) for each in classes)
+    assert fields["estimate_calibration_error"] == pytest.approx(error / len(drafts))
+
+
+def with_estimate(round_):
+    """Let the draft estimate its acceptance by its own probability, in steps of 0.01."""
+    if round_.distributions is None:
+        return round_
+    estimate = tuple(int(100 * sure) / 100 for sure in round_.distributions.confidence)
+    return replace(round_, distributions=replace(round_.distributions, estimate=estimate))
 
 
 def test_records_of_before_the_distributions_confidence_was_kept_give_no_stopping_curve(make_round, make_generation):

@@ -64,7 +64,7 @@ def naive_estimate_loss(head, model, batch, states):
 
 
 @torch.no_grad()
-def test_the_estimates_of_a_proposal_are_kept_with_the_proposer():
+def test_the_estimates_of_a_proposal_are_those_of_the_training_forward():
     model = tiny_target("llama")
     head = build(DSPARK, model)
     proposer = FAMILIES["dspark"].propose(head, model.device)
@@ -76,4 +76,4 @@ def test_the_estimates_of_a_proposal_are_kept_with_the_proposer():
     depths = head(*inputs_of(model, texts, head.taps))[:3]
     places = [row * len(texts[0]) + len(PROMPTS[0]) - 1 for row in range(2)]
     logits_BG = torch.stack([torch.cat([depth.confidence_N[depth.origins_N == at] for depth in depths]) for at in places])
-    torch.testing.assert_close(proposer.confidences_BG, logits_BG.sigmoid(), check_dtype=False)
+    torch.testing.assert_close(proposal.estimates_BG, logits_BG.sigmoid(), check_dtype=False)

@@ -9,7 +9,7 @@ import importlib
 import pytest
 import torch
 
-from configs.schema.heads import DFlashSettings, Eagle3Settings, LayerSettings, MtpSettings, PEagleSettings
+from configs.schema.heads import DFlashSettings, DSparkSettings, Eagle3Settings, LayerSettings, MtpSettings, PEagleSettings
 from heads.formats.exporting.exporter import export
 from heads.target.hidden_states import num_blocks, read_states
 from tests.support import family_checks as checks
@@ -19,6 +19,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # speculators' own
     pytest.mark.parametrize("vocabulary", [None, checks.SOME_TOKENS], ids=["whole", "reduced"]),
 ]
+BLOCK = {"taps": [1, 2, 3], "block_size": 4, "mask_token_id": 5}
+BLOCKS = {
+    "dflash": DFlashSettings(kind="dflash", **BLOCK),
+    "dspark": DSparkSettings(kind="dspark", **BLOCK, markov_rank=6),
+    "dspark, from the anchor": DSparkSettings(kind="dspark", **BLOCK, markov_rank=6, sample_from_anchor=True),
+}
 TOLERANCE = {"atol": 2e-4, "rtol": 2e-4}
 
 
@@ -102,13 +108,16 @@ def test_peagle(write, text_ids, vocabulary, monkeypatch):
         torch.testing.assert_close(seen["logits"][0, places], ours.logits_of(ours.hidden_ND)[rows], **TOLERANCE)
 
 
+@pytest.mark.parametrize("settings", BLOCKS.values(), ids=BLOCKS)
 @torch.no_grad()
-def test_dflash(write, text_ids, vocabulary):
-    settings = DFlashSettings(kind="dflash", taps=[1, 2, 3], block_size=4, mask_token_id=5)
+def test_block_drafters(write, text_ids, vocabulary, settings, monkeypatch):
     written = write(settings, vocabulary=vocabulary)
     export(written.source(), "speculators", written.out)
     module = loaded(written.out)
     outputs, anchor, T = caught(module), 9, text_ids.shape[1]
+    core = importlib.import_module(f"speculators.models.{settings.kind}.core")
+    if settings.kind != "dflash":  # what they add to the output head's logits is seen where the loss gets it
+        monkeypatch.setattr(core, "compute_metrics", lambda logits, *_, **__: (outputs.append(logits.detach()), {}))
     module(
         input_ids=text_ids,
         hidden_states=read_states(written.model, text_ids, written.head.taps).joined_BTF,
@@ -118,9 +127,9 @@ def test_dflash(write, text_ids, vocabulary):
         max_anchors=1,
         loss_config=importlib.import_module("speculators.losses").resolve_loss_config("kl_div", "eager"),
     )
-    for slot, ours in enumerate(own_depths(written, text_ids), start=1):
+    for slot, ours in enumerate(own_depths(written, text_ids), start=settings.first_slot):
         hidden_1D = ours.hidden_ND[ours.origins_N == anchor - 1]
-        torch.testing.assert_close(outputs[0][:, slot], ours.logits_of(hidden_1D), **TOLERANCE)
+        torch.testing.assert_close(outputs[-1][:, slot], ours.logits_of(hidden_1D), **TOLERANCE)
 
 
 @pytest.mark.parametrize("order", ["embedding_first", "hidden_first"])

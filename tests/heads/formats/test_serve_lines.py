@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from configs.schema.heads import DFlashSettings, Eagle3Settings, MedusaSettings, MtpSettings, PEagleSettings
+from configs.schema.heads import DFlashSettings, DSparkSettings, Eagle3Settings, MedusaSettings, MtpSettings, PEagleSettings
 from heads.formats.exporting.exporter import SERVE_FILE, export
 from heads.formats.exporting.source import TargetFolder, read_source
 from heads.formats.exporting.table import FORMS
@@ -17,6 +17,7 @@ SETTINGS = {
     "eagle3": Eagle3Settings(kind="eagle3", taps=[1, 2, 3]),
     "peagle": PEagleSettings(kind="peagle", taps=[1, 2, 3], num_layers=1, mask_token_id=5),
     "dflash": DFlashSettings(kind="dflash", taps=[1, 2, 3], block_size=4, mask_token_id=5),
+    "dspark": DSparkSettings(kind="dspark", taps=[1, 2, 3], block_size=4, mask_token_id=5, markov_rank=6),
     "medusa": MedusaSettings(kind="medusa", num_depths=3),
     "mtp": MtpSettings(kind="mtp"),
 }

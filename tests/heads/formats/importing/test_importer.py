@@ -7,7 +7,15 @@ import torch
 from safetensors.torch import load_file
 
 from configs.runtime.errors import InputError
-from configs.schema.heads import DFlashSettings, Eagle3Settings, LayerSettings, MedusaSettings, MtpSettings, PEagleSettings
+from configs.schema.heads import (
+    DFlashSettings,
+    DSparkSettings,
+    Eagle3Settings,
+    LayerSettings,
+    MedusaSettings,
+    MtpSettings,
+    PEagleSettings,
+)
 from heads.artifact import WEIGHTS_FILE, load_draft
 from heads.formats.exporting.exporter import export
 from heads.formats.exporting.source import TargetFolder, read_source
@@ -18,6 +26,8 @@ from tests.support import family_checks as checks
 EAGLE = Eagle3Settings(kind="eagle3", taps=[1, 2, 3], num_depths=3)
 PEAGLE = PEagleSettings(kind="peagle", taps=[1, 2, 3], num_layers=2, num_depths=3, mask_token_id=5)
 DFLASH = DFlashSettings(kind="dflash", taps=[1, 2, 3], num_layers=2, block_size=4, mask_token_id=5)
+BLOCK = {"taps": [1, 2, 3], "num_layers": 2, "block_size": 4, "mask_token_id": 5}
+DSPARK = DSparkSettings(kind="dspark", **BLOCK, markov_rank=6)
 MEDUSA = MedusaSettings(kind="medusa", num_depths=3, num_layers=2)
 MTP = MtpSettings(kind="mtp", num_depths=3)
 HIDDEN_FIRST = {"concat_order": "hidden_first"}
@@ -38,6 +48,8 @@ TRIPS = [
     (DFLASH, {}, "llama", "vllm"),
     (DFLASH, {"layer": OWN_LAYER}, "llama", "transformers"),
     (DFLASH, {}, "llama", "sglang"),
+    (DSPARK, {}, "llama", "vllm"),
+    (DSPARK, {"sample_from_anchor": True}, "llama", "speculators"),
     (MEDUSA, {}, "llama", "vllm"),
     (MEDUSA, checks.OWN_HEADS, "llama", "vllm"),
     (MEDUSA, checks.OWN_HEADS, "llama", "tensorrt_llm"),
