@@ -75,6 +75,7 @@ RowFormat = Literal[
     "alpaca",
     "prompt_completion",
     "text",
+    "ids",
     "column",
 ]
 

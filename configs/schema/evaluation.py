@@ -257,6 +257,12 @@ class EvalConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _guided_targets_draft_not_for_themselves(self) -> Self:
+        if self.target.guidance is not None and "self_speculation" in self.baselines:
+            raise ValueError("self_speculation has no guidance: leave it out of baselines, or set target.guidance to null")
+        return self
+
+    @model_validator(mode="after")
     def _costs_are_those_of_whole_chains(self) -> Self:
         if self.cost is not None and (self.decode.tree is not None or self.decode.stopping is not None):
             name = "tree" if self.decode.tree is not None else "stopping"

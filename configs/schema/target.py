@@ -10,13 +10,34 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from configs.schema.base import Dtype, Settings
+from configs.schema.base import Dtype, NonNegativeInt, PositiveFloat, Settings
 
 DeviceMap = Literal["auto", "balanced", "sequential"] | dict[str, int | str] | None
 MaxMemory = dict[int | str, int | str] | None
 
 PLACE = re.compile(r"cpu|disk|[a-z]+:\d+")
 BYTES = re.compile(r"\d+(\.\d+)?\s*[KMGT]i?B", re.IGNORECASE)
+
+
+class GuidanceConfig(Settings):
+    """Classifier-free guidance: the target's logits are uncond + scale (cond - uncond), of the text with and without condition.
+
+    A target with guidance counts as another one than without, and each scale as another: what it computes is another.
+    """
+
+    scale: PositiveFloat  # 1: none
+    # First and last of the token ids that make up the condition: classes, or the tokens of a text that is drawn or spoken
+    condition: tuple[NonNegativeInt, NonNegativeInt]
+    null: NonNegativeInt  # the token that stands in the place of each of them in the text without condition
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> Self:
+        if self.condition[0] > self.condition[1] or self.condition[0] <= self.null <= self.condition[1]:
+            raise ValueError(
+                f"condition must be the first and the last of some token ids, null none of them; got {self.condition} and "
+                f"{self.null}"
+            )
+        return self
 
 
 class TargetConfig(Settings):
@@ -32,15 +53,34 @@ class TargetConfig(Settings):
     # half a minute or more for each shape, so for long runs. The draft runs the same way.
     forward: Literal["transformers", "lean", "compiled"] = "transformers"
     device: str = "auto"  # auto takes the GPU where there is one
+    # ids: the tokens are no text but codes of pictures or sound, called by their numbers; no tokenizer is read
+    tokens: Literal["text", "ids"] = "text"
     trust_remote_code: bool = False  # run Python code that comes with the model
     # In place of the tokenizer's own: a Jinja file; chatml; or plain, the texts alone, for base models
     chat_template: str | None = None
+    guidance: GuidanceConfig | None = None  # classifier-free guidance, in data, training, decoding and checks alike; None: none
     # For a target larger than one GPU: its blocks are spread over this process's GPUs, then the CPU's memory, then the disk;
     # embedding, final norm and head stay on `device`. auto and balanced: as even as can be; sequential: fill one after another;
     # a map of module names (model.layers.0: 1; also cpu, disk): by hand, what it does not name stays on `device`.
     device_map: DeviceMap = None
     max_memory: MaxMemory = None  # by GPU's number or cpu, as 0: 60GiB; None: what is free there
     offload_folder: str | None = None  # with disk: for weights that are kept otherwise than they run, as of most MoE models
+
+    @model_validator(mode="after")
+    def _ids_have_no_template(self) -> Self:
+        if self.tokens == "ids" and (self.chat_template is not None or self.name.endswith(".gguf")):
+            raise ValueError(
+                "tokens ids takes a folder or Hub id, and prompts as they are: set chat_template to null, or tokens to text"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _guidance_is_not_compiled(self) -> Self:
+        if self.guidance is not None and self.forward == "compiled":
+            raise ValueError(
+                "guidance reads each row twice, which no compiled forward does: set forward to transformers or lean"
+            )
+        return self
 
     @model_validator(mode="after")
     def _device_map_goes_with_the_rest(self) -> Self:

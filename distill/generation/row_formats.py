@@ -10,6 +10,7 @@
     alpaca             instruction [input, output]
     prompt_completion  prompt [completion or response]
     text               text
+    ids                prompt_ids [sample, answer_ids], token ids; several rows of one prompt are told apart by `sample`
     column             a column that the config names: a text, a list of turns, or messages [a second one with the answer]
 
 A conversation that ends with the assistant brings the answer to its last user message. `category` and an id may stand beside
@@ -36,6 +37,7 @@ KEYS = {
     "alpaca": ("instruction",),
     "prompt_completion": ("prompt",),
     "text": ("text",),
+    "ids": ("prompt_ids",),
 }
 ID_KEYS = ("question_id", "id", "prompt_id", "task_id", "custom_id")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
@@ -123,6 +125,11 @@ def _content(row: Mapping[str, Any], format: str, column: str, answer_column: st
             prompt, answer = row["prompt"], row.get("completion", row.get("response"))
         case "text":
             prompt, answer = row["text"], None
+        case "ids":
+            sample = f" #{row['sample']}" if "sample" in row else ""
+            answer_ids = row.get("answer_ids")
+            prompt = _spelled(row["prompt_ids"], "prompt_ids", where) + sample
+            answer = None if answer_ids is None else _spelled(answer_ids, "answer_ids", where)
         case _:
             prompt, answer = row[column], None if answer_column is None else row[answer_column]
     if isinstance(prompt, str):
@@ -142,6 +149,13 @@ def _parse_tools(value: Any, where: str) -> list[Any]:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise InputError(f"{where}: tools must be a list of objects such as {{type, function}}, got {str(value)[:60]!r}")
     return tools
+
+
+def _spelled(ids: Any, key: str, where: str) -> str:
+    """Return token ids as the text that `heads.target.id_tokens` reads."""
+    if not isinstance(ids, list) or not ids or not all(type(token) is int and token >= 0 for token in ids):
+        raise InputError(f"{where}: {key} must be a list of token ids, at least one, got {str(ids)[:60]!r}")
+    return " ".join(map(str, ids))
 
 
 def _exchange(prompt: Any, answer: Any) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from configs.runtime.errors import InputError, first_line
 from heads.inference.causal_lm import backbone, read_documents
+from heads.inference.guidance import unguided
 from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
 from heads.target.block_config import config_of_blocks
 from heads.target.hidden_states import blocks, num_blocks
@@ -119,7 +120,7 @@ def _return_input(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _kept_error(model: PreTrainedModel, draft: PreTrainedModel, layers: Sequence[int]) -> float:
     ids_1T = probe_ids(model)
-    with _passed_over(model, layers):
+    with _passed_over(model, layers), unguided(model):
         expected_1TE = read_documents(model, ids_1T, None)
     return relative_error(read_documents(draft, ids_1T, None), expected_1TE)
 

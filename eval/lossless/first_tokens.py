@@ -22,7 +22,7 @@ from eval.decoder.records import FAILED, Generation
 from eval.decoder.request import Request
 from eval.metrics.likelihood import answer_logits
 from eval.stats.significance import g_test
-from heads.inference.causal_lm import backbone, head_logits
+from heads.inference.causal_lm import head_logits, read_documents
 from heads.proposers.protocol import Proposer
 from heads.sampling.probabilities import token_probabilities
 from heads.target.loading import Target
@@ -183,7 +183,7 @@ def _distributions_after(target: Target, text: Prefix, prefixes: Sequence[Prefix
     distributions: list[Tensor] = []
     for start in range(0, len(prefixes), AT_ONCE):
         ids_PT = torch.tensor([[*text, *prefix] for prefix in prefixes[start : start + AT_ONCE]], device=target.device)
-        hidden_PTD = backbone(target.model)(input_ids=ids_PT, use_cache=False).last_hidden_state
+        hidden_PTD = read_documents(target.model, ids_PT, None)
         probs_PV = token_probabilities(head_logits(target.model, hidden_PTD[:, -1]), sampling).cpu().double()
         distributions += list(probs_PV / probs_PV.sum(-1, keepdim=True))
     return distributions

@@ -26,6 +26,7 @@ from eval.lossless.sampled import FAIL, INCONCLUSIVE, PASS, check_samples
 from eval.metrics.likelihood import answer_logits, pair_answers
 from heads.device import CPU, free_memory, widest_float
 from heads.inference.compiled_forward import run_alike
+from heads.inference.guidance import guidance_of, guide
 from heads.proposers.protocol import Proposer
 from heads.target.loading import Target, load_target, move
 
@@ -186,7 +187,10 @@ def _copied(target: Target, dtype: torch.dtype) -> Target:
     # Each weight is copied straight to where it goes: a whole copy in the old dtype would take half as much again beside it.
     weights = [each for each in target.model.parameters() if each.is_floating_point()]
     copies: dict[int, Any] = {id(each): nn.Parameter(each.detach().to(home, dtype, copy=True), False) for each in weights}
-    return replace(target, model=move(copy.deepcopy(target.model, copies), home, dtype))
+    copied = move(copy.deepcopy(target.model, copies), home, dtype)
+    if (guidance := guidance_of(target.model)) is not None:
+        guide(copied, guidance.config)
+    return replace(target, model=copied)
 
 
 def _home_for_copy(target: Target, dtype: torch.dtype) -> torch.device:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from eval.decoder.records import Generation
-from heads.inference.causal_lm import backbone, head_logits
+from heads.inference.causal_lm import head_logits, read_documents
 from heads.target.loading import Target
 
 
@@ -39,5 +39,5 @@ def mean_log_likelihood(target: Target, answer: Generation, temperature: float) 
 def answer_logits(target: Target, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
     """Return the logits `[T, V]` from which each token of an answer came; row t is after `answer[:t]`."""
     ids_1T = torch.tensor([[*prompt, *answer[:-1]]], device=target.device)
-    hidden_1TD = backbone(target.model)(input_ids=ids_1T, use_cache=False).last_hidden_state
+    hidden_1TD = read_documents(target.model, ids_1T, None)
     return head_logits(target.model, hidden_1TD[0, len(prompt) - 1 :])

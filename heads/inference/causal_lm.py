@@ -11,7 +11,7 @@ B batch, T new tokens, S cache length, D width, V vocabulary, W rows of the outp
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
 from configs.runtime.errors import InputError, first_line
-from heads.inference.column_positions import by_axis, by_position, counts_columns, first_of_equals
+from heads.inference.column_positions import by_axis, by_position, counts_columns, first_of_equals, rope_limit
+from heads.inference.guidance import guidance_of, twice
 from heads.inference.kv_cache import RowCache, RowLayer
 from heads.inference.packed_rows import knowing_packing
 from heads.inference.recurrent_cache import Place, RecurrentCache, cache_argument, find_mixers
@@ -67,7 +68,7 @@ def new_cache(model: PreTrainedModel, capacity: int, layer: Callable[[int], RowL
     size, num_layers = current_forward(model).cache_size(capacity), model.config.get_text_config().num_hidden_layers
     if mixers := mixers_of(model):
         return RecurrentCache(mixers, num_layers, size, layer)
-    return RowCache(num_layers, size, layer)
+    return RowCache(num_layers, size, layer, copies=1 if guidance_of(model) is None else 2)
 
 
 def mixers_of(model: PreTrainedModel) -> dict[nn.Module, Place]:
@@ -115,7 +116,15 @@ def forward_rows(
     positions_BT = text_B1 + places_T if attention is None else attention.positions_BT
     config = model.config.get_text_config()
     masks = _masks(config, cache, positions_BT, starts, model.dtype)
-    return current_forward(model).hidden(ids_BT, _within_context(config, positions_BT, max(starts) + T), masks, cache)
+    positions_BT, guidance, run = (
+        _within_context(config, positions_BT, max(starts) + T),
+        guidance_of(model),
+        current_forward(model),
+    )
+    if guidance is None:
+        return run.hidden(ids_BT, positions_BT, masks, cache)
+    positions, masks = cast(Tensor, twice(positions_BT, len(ids_BT))), twice(masks, len(ids_BT))
+    return guidance.mixed(run.hidden(guidance.doubled_ids(ids_BT), positions, masks, cache))
 
 
 def read_documents(model: PreTrainedModel, ids_BT: Tensor, packed_positions_BT: Tensor | None) -> Tensor:
@@ -124,10 +133,14 @@ def read_documents(model: PreTrainedModel, ids_BT: Tensor, packed_positions_BT: 
     Args:
         packed_positions_BT: positions from 0 in each document; None: each row is a single one.
     """
+    guidance = guidance_of(model)
+    if guidance is not None:
+        packed_positions_BT = cast(Tensor | None, twice(packed_positions_BT, len(ids_BT)))
+        ids_BT = guidance.doubled_ids(ids_BT)
     apart = {} if packed_positions_BT is None else {"position_ids": by_axis(model.config, packed_positions_BT)}
     with knowing_packing(packed=bool(apart)):
         states_BTD: Tensor = backbone(model)(input_ids=ids_BT, use_cache=False, **apart).last_hidden_state
-    return states_BTD
+    return states_BTD if guidance is None else guidance.mixed(states_BTD)
 
 
 def head_rows(model: PreTrainedModel, token_ids_W: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -279,22 +292,6 @@ def check_forwards(model: PreTrainedModel, *, batches: bool, trees: bool) -> Non
     for kind in _REFUSED.get(model, ()):
         if trees if kind == "trees" else batches:
             raise InputError(f"{type(model).__name__} computes other states {WRONG_STATES[kind]}")
-
-
-def rope_limit(config: PreTrainedConfig) -> int | None:
-    """Return after how many positions a model changes the rotary embedding of the whole text; None: it does not.
-
-    transformers chooses the factors of "longrope" by a forward's highest position; cached keys keep those that they had.
-    """
-    parameters = getattr(config, "rope_parameters", None) or {}
-    by_type = [each for each in parameters.values() if isinstance(each, dict)] or [parameters]
-    limits = [
-        int(limit)
-        for each in by_type
-        if each.get("rope_type") == "longrope" and each.get("short_factor") != each.get("long_factor")
-        if (limit := each.get("original_max_position_embeddings")) is not None
-    ]
-    return min(limits, default=None)
 
 
 def _check_served(model: PreTrainedModel, starts: Sequence[int], T: int, attention: TreeAttention | None) -> None:

@@ -116,3 +116,19 @@ def _additive(visible_B1TS: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _replaced(given: dict[str, Tensor], block: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     return args, kwargs | given
+
+
+def rope_limit(config: PreTrainedConfig) -> int | None:
+    """Return after how many positions a model changes the rotary embedding of the whole text; None: it does not.
+
+    transformers chooses the factors of "longrope" by a forward's highest position; cached keys keep those that they had.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_type = [each for each in parameters.values() if isinstance(each, dict)] or [parameters]
+    limits = [
+        int(limit)
+        for each in by_type
+        if each.get("rope_type") == "longrope" and each.get("short_factor") != each.get("long_factor")
+        if (limit := each.get("original_max_position_embeddings")) is not None
+    ]
+    return min(limits, default=None)

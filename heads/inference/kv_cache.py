@@ -106,10 +106,12 @@ class RowLayer(CacheLayerMixin):
 class RowCache(Cache):
     """Keys and values of `num_layers` layers for up to `capacity` positions a row; see the module's docstring.
 
-    `layer` makes one layer's storage of the capacity.
+    `layer` makes one layer's storage of the capacity. Each row of a guided model is read in two `copies`, the second ones
+    behind all first ones (`heads.inference.guidance`); callers count the rows once.
     """
 
-    def __init__(self, num_layers: int, capacity: int, layer: Callable[[int], RowLayer] = RowLayer) -> None:
+    def __init__(self, num_layers: int, capacity: int, layer: Callable[[int], RowLayer] = RowLayer, *, copies: int = 1) -> None:
+        self.copies = copies
         self.rows = [layer(capacity) for _ in range(num_layers)]
         super().__init__(layers=list(self.rows))
         self.capacity = capacity
@@ -127,7 +129,7 @@ class RowCache(Cache):
             raise ValueError(f"positions up to {max(starts) + length} do not fit a cache of {self.capacity}")
         index = None
         if min(starts) != max(starts):
-            index = _index(starts, torch.arange(length, device=device))
+            index = _index([*starts] * self.copies if self.copies > 1 else starts, torch.arange(length, device=device))
         self._slots = _Slots(starts=starts, length=length, index=index, attention=attention)
         for layer in self.rows:
             layer.slots = self._slots
@@ -219,6 +221,8 @@ class RowCache(Cache):
             return
         device = filled[0].keys.device
         columns_BA = torch.tensor(columns, device=device) if columns_BA is None else columns_BA.to(device)
+        if self.copies > 1:
+            starts, columns_BA = [*starts] * self.copies, columns_BA.repeat(self.copies, 1)
         source, goal = _index(starts, columns_BA), _index(starts, torch.arange(A, device=device))
         for layer in filled:
             layer.move(goal, source)
@@ -227,6 +231,9 @@ class RowCache(Cache):
         """Drop all rows but these, in this order."""
         filled = [layer for layer in self.rows if layer.is_initialized]
         index_B = on_device(rows, filled[0].keys.device) if filled else None
+        if index_B is not None and self.copies > 1:
+            num_rows = len(filled[0].keys) // self.copies
+            index_B = torch.cat([index_B + number * num_rows for number in range(self.copies)])
         for layer in filled:
             layer.keep_rows(cast(Tensor, index_B).to(layer.keys.device))
 

@@ -178,10 +178,13 @@ def forward_states(
     taps: Sequence[int],
     attention: TreeAttention | None = None,
 ) -> TargetStates:
-    """Return the target's states at tokens that continue each row (`heads.inference.causal_lm.forward_rows`)."""
+    """Return the target's states at tokens that continue each row (`heads.inference.causal_lm.forward_rows`).
+
+    Of a guided target the final state is the guided one, and taps are those of the text with its condition, which comes first.
+    """
     with tapped(model, taps) as seen:
         final_BTE = forward_rows(model, cache, ids_BT, starts, attention)
-    return TargetStates(final_BTE=final_BTE, taps_ABTE=tuple(seen[tap] for tap in taps))
+    return TargetStates(final_BTE=final_BTE, taps_ABTE=tuple(seen[tap][: len(ids_BT)] for tap in taps))
 
 
 @torch.no_grad()
@@ -191,7 +194,7 @@ def read_states(
     """Return the target's states over whole rows (`heads.inference.causal_lm.read_documents`)."""
     with torch.autocast(model.device.type, enabled=False), tapped(model, taps) as seen:
         final_BTE = read_documents(model, ids_BT, packed_positions_BT)
-    return TargetStates(final_BTE=final_BTE, taps_ABTE=tuple(seen[tap] for tap in taps))
+    return TargetStates(final_BTE=final_BTE, taps_ABTE=tuple(seen[tap][: len(ids_BT)] for tap in taps))
 
 
 def _noisy(tap_BTE: Tensor, half_width: float) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, StrictDataclassError
 from jinja2 import TemplateError
 from safetensors import SafetensorError
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from configs.runtime.errors import InputError, first_line
@@ -24,12 +25,15 @@ from configs.runtime.files import check_readable
 from configs.runtime.redaction import redact
 from configs.schema.target import TargetConfig
 from heads.device import CPU, default_device
-from heads.inference.causal_lm import rope_limit
+from heads.inference.causal_lm import mixers_of
+from heads.inference.column_positions import rope_limit
 from heads.inference.compiled_forward import make_compiled
+from heads.inference.guidance import guide
 from heads.inference.lean_forward import make_lean
 from heads.inference.model_checks import check_split
 from heads.target.chat_template import set_chat_template
 from heads.target.demo_model import PREFIX, embedded_folder, load_gguf
+from heads.target.id_tokens import id_tokenizer
 from heads.target.identity import TargetIdentity, hash_chat_template, hash_files, hash_tokenizer, hash_weights
 from heads.target.placement import place_parts
 from heads.target.quantized import loader_of, quantization_of
@@ -116,7 +120,13 @@ class Target:
                 f"the chat template of target {self.identity.name} refuses a conversation of {roles}: {first_line(error)}"
             ) from error
         # The template brings its own special tokens; the tokenizer must not add another set.
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        try:
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        except Exception as error:  # tokenizers raises no narrower one
+            raise InputError(
+                f"target {self.identity.name} has no token for some of the prompt {text[:60]!r}: {first_line(error)}; with "
+                f"target.tokens ids a prompt is numbers from 0 to {self.vocab_size - 1}"
+            ) from error
 
     def _in_template(self, conversation: list[Any], tools: Sequence[Mapping[str, Any]], answer_follows: bool) -> str:
         given: Any = [dict(tool) for tool in tools] or None
@@ -158,7 +168,10 @@ def load_target(config: TargetConfig, *, for_chats: bool = False) -> Target:
     except InputError:
         raise
     except UNREADABLE as error:
-        raise InputError(f"target.name: {path} does not hold a causal LM and its tokenizer: {first_line(error)}") from error
+        raise InputError(
+            f"target.name: {path} does not hold a causal LM and its tokenizer: {first_line(error)} (where its tokens are no "
+            "text, set target.tokens to ids)"
+        ) from error
     weights_sha256 = hash_files([path]) if path.is_file() else hash_weights(path)
     # accelerate's hooks place the weights of a spread target.
     move(model, device if config.device_map is None else None, getattr(torch, config.dtype)).eval().requires_grad_(False)
@@ -174,6 +187,11 @@ def load_target(config: TargetConfig, *, for_chats: bool = False) -> Target:
         make_lean(model)
     elif config.forward == "compiled":
         make_compiled(model)
+    if config.guidance is not None:
+        if mixers_of(model):
+            raise InputError(f"target.guidance: {type(model).__name__} has recurrent layers; set guidance to null")
+        guide(model, config.guidance)
+        weights_sha256 = hashlib.sha256(f"{weights_sha256} {config.guidance.model_dump_json()}".encode()).hexdigest()
     identity = TargetIdentity(
         name=redact(config.name),  # the identity is written into everything
         revision=None if config.revision is None else redact(config.revision),
@@ -249,6 +267,9 @@ def locate(config: TargetConfig) -> Path:
 def _load_tokenizer(path: Path, config: TargetConfig) -> PreTrainedTokenizerBase:
     """Return the tokenizer, with the chat template that the config names."""
     tokenizer: PreTrainedTokenizerBase
+    if config.tokens == "ids":
+        described = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        return id_tokenizer(described.get_text_config().vocab_size)
     if path.suffix == ".gguf":
         tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
     else:
