@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -20,6 +21,7 @@ from configs.runtime.run_record import write_run_record
 from configs.schema.training import DistillConfig, HeadsConfig, ScheduleConfig
 from distill.cache.format import MANIFEST
 from distill.cache.reader import TargetCache, check_fits, open_cache
+from distill.cache.storage import Folder
 from distill.dataset.batches import ConversationDataset, make_loader
 from distill.dataset.conversations import (
     Conversation,
@@ -170,7 +172,7 @@ def hash_materials(config: DistillConfig | HeadsConfig, target: Target) -> dict[
     """
     hashes = {name: sha256_of(Path(getattr(config.data, name))) for name in ("train", "held_out")}
     if config.data.cache is not None:
-        hashes["cache"] = sha256_of(Path(config.data.cache) / MANIFEST)
+        hashes["cache"] = hashlib.sha256(Folder(config.data.cache).read(MANIFEST) or b"").hexdigest()
     return hashes | {"target": target.identity.weights_sha256 or "unknown"}
 
 
@@ -184,7 +186,7 @@ def open_training_cache(
     """
     if config.data.cache is None:
         return None
-    cache = open_cache(Path(config.data.cache), Path(config.data.train), target)
+    cache = open_cache(config.data.cache, Path(config.data.train), target)
     check_fits(cache, dataset, config)
     return cache
 

@@ -268,6 +268,9 @@ class DataConfig(Settings):
         return self
 
 
+CacheDtype = Dtype | Literal["float8_e4m3fn"]
+
+
 class CacheConfig(Settings):
     """`scripts/make_cache.py`: the target's outputs on training conversations, computed once and kept."""
 
@@ -279,12 +282,20 @@ class CacheConfig(Settings):
     # last_hidden, for heads: the states after these blocks too (h_0 is the embedding output), all at every position and not
     # only before labels. [] for heads that read the final state alone; None: a cache for distillation
     taps: list[NonNegativeInt] | None = None
-    dtype: Dtype | None = None  # None: bfloat16 for hidden states, float16 for log-probabilities
+    # None: bfloat16 for hidden states, float16 for log-probabilities. float8_e4m3fn, for taps: 8 bits and a scale for each row
+    # of theirs; the final state, of which the target's distribution is computed, then stays in bfloat16
+    dtype: CacheDtype | None = None
     batch_size: PositiveInt = 8  # conversations a forward of the target
     chunk_size: PositiveInt = 128  # top_k, taps: positions whose logits live at one time
     shard_megabytes: PositiveFloat = 64.0  # size of a file; a cut-off run loses the files under way
+    # Several starts of this command, on any nodes, with or without a launcher, share the work: each takes files that no other
+    # is making. Always so where output is a URL. False: one start at a time, of one or several processes
+    shared: bool = False
+    claim_seconds: PositiveFloat = 900.0  # a file that was begun and not finished for so long is begun anew by another process
+    process_timeout_seconds: PositiveInt = 7200  # how long processes of one start wait for each other before the first file
     server: ServerConfig | None = None  # top_k: runs the target in place of the local one, which then only checks the server
-    output: str = "runs/cache"  # folder: manifest.json, shard-00000.safetensors, ...
+    # Folder, or a URL that fsspec knows (s3://bucket/cache): manifest.json, shard-00000.safetensors, ...
+    output: str = "runs/cache"
 
     @model_validator(mode="after")
     def _servers_give_log_probabilities_only(self) -> Self:
@@ -296,5 +307,7 @@ class CacheConfig(Settings):
     def _taps_are_hidden_states(self) -> Self:
         if self.taps is not None and self.kind != "last_hidden":
             raise ValueError(f"kind must be last_hidden with taps, got {self.kind}")
+        if self.dtype == "float8_e4m3fn" and self.taps is None:
+            raise ValueError("dtype float8_e4m3fn is for taps, and taps is null: name them, or give bfloat16")
         check_rising("taps", self.taps, "state")
         return self

@@ -1,7 +1,8 @@
-"""The target cache on disk: the tensors kept of each position, the shards that hold them, and the manifest.
+"""The target cache in its folder: the tensors kept of each position, the shards that hold them, the index and the manifest.
 
-A cache is a folder: `manifest.json` and `shard-00000.safetensors`, ... Its rows are the positions whose **next** token is a
-label: row j of a conversation is position `len(prompt_ids) - 1 + j` and predicts the answer token j. Two kinds:
+A cache is a folder: `manifest.json`, `index-00000.safetensors`, ... and `shard-00000.safetensors`, ... Its rows are the
+positions whose **next** token is a label: row j of a conversation is position `len(prompt_ids) - 1 + j` and predicts the answer
+token j. Two kinds:
 
     last_hidden   `hidden [N, E]`: the target's final, normed hidden state; its head computes the exact logits from it.
     top_k         `log_probs [N, K]` at temperature 1, most likely first, `log_tail [N]`, the log mass of all other tokens, and
@@ -10,37 +11,68 @@ label: row j of a conversation is position `len(prompt_ids) - 1 + j` and predict
 For heads, which read **every** position, a last_hidden cache has taps, possibly none but the final state, and row j is position
 j. Beside `hidden` there are `h_2 [N, E]`, ... for each tap (`heads.target.hidden_states` has the convention), `log_sum [N]`,
 float32, the log of the sum of exp(logits) over all rows of the target's head, and `top1 [N]`, int32, the most likely token.
-`shard-00000.json` beside a shard tells an interrupted run that it is finished. N rows, E width, K kept tokens, V tokens.
+Taps in 8 bits have `h_2_scale [N]`, float32, by which a row is multiplied; `hidden`, of which logits are made, is bfloat16.
+
+A shard also has `offsets [C]`, the first row of each of its conversations, and `checksums [C, tensors]`, CRC-32 of that
+conversation's bytes in each tensor, in the order of `RowLayout.tensors`. The index has a conversation's `shard`, `offset` and
+`length`, in the order of the data file, in pieces of `INDEX_PIECE` conversations. Caches of format version 1 have both in the
+manifest, and a SHA-256 of each shard. N rows, E width, K kept tokens, V tokens, C conversations.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import shutil
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field, ValidationError, model_validator
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
 
 from configs.runtime.errors import InputError
-from configs.runtime.files import LOCK_FILE, read_json
-from configs.schema.base import Dtype, NonNegativeInt, PositiveInt, Settings
+from configs.runtime.files import LOCK_FILE, json_object
+from configs.schema.base import NonNegativeInt, PositiveInt, Settings
+from configs.schema.data import CacheDtype
+from distill.cache.storage import Folder
 from heads.artifact import HiddenStates
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 SHARD = "shard-{number:05d}.safetensors"
-RECORD = "shard-{number:05d}.json"  # marks the shard beside it as finished
+INDEX = "index-{number:05d}.safetensors"
+CLAIM = "claim-{number:05d}"  # of the process that is making a shard
+JOB = "job.json"  # what the shards beside it are made of
+INDEX_PIECE = 2**20
+OFFSETS, CHECKSUMS = "offsets", "checksums"
+FP8 = "float8_e4m3fn"
 REMAKE = "make the cache again with scripts/make_cache.py"
 CONVENTION = str(HiddenStates.model_fields["convention"].default)  # what a tap's number means, here and in artifacts
 
 # File patterns that a run may leave behind (scratch files of a killed one among them) and may delete.
-DISPOSABLE = (MANIFEST, "shard-[0-9]*.safetensors", "shard-[0-9]*.json", ".shard-[0-9]*", f".{MANIFEST}.*", ".run.json.*")
+DISPOSABLE = (
+    MANIFEST,
+    JOB,
+    "shard-[0-9]*.safetensors",
+    "shard-[0-9]*.json",  # of format version 1
+    "index-[0-9]*.safetensors",
+    "claim-[0-9]*",
+    ".shard-[0-9]*",
+    ".index-[0-9]*",
+    f".{MANIFEST}.*",
+    f".{JOB}.*",
+    ".run.json.*",
+)
 OURS = (*DISPOSABLE, "run.json", LOCK_FILE)
 
 # Plain file names only, so that no manifest can name a file outside its folder.
 ShardName = Annotated[str, Field(pattern=r"^shard-[0-9]+\.safetensors$")]
+IndexName = Annotated[str, Field(pattern=r"^index-[0-9]+\.safetensors$")]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -48,7 +80,7 @@ class RowLayout(Settings):
     """The tensors that are kept of each row."""
 
     kind: Literal["last_hidden", "top_k"]
-    dtype: Dtype  # of hidden states, or of log-probabilities
+    dtype: CacheDtype  # of hidden states, or of log-probabilities; in 8 bits only taps are kept
     width: PositiveInt  # last_hidden: E; top_k: K
     vocab_size: PositiveInt  # tokens the target's distribution is over: V without padded rows that no token has
     taps: list[NonNegativeInt] | None = None  # last_hidden: states kept beside the final one; None: rows before labels only
@@ -61,6 +93,8 @@ class RowLayout(Settings):
             raise ValueError(f"{self.width} tokens cannot be kept of a vocabulary of {self.vocab_size}")
         if self.kind == "top_k" and self.taps is not None:
             raise ValueError("a top_k cache keeps no hidden states, so it has no taps")
+        if self.dtype == FP8 and self.taps is None:
+            raise ValueError(f"only taps can be kept in {FP8}, and this cache has none")
         if len({value is None for value in (self.taps, self.convention, self.target_dtype)}) > 1:
             raise ValueError("taps, their convention and the target's dtype go together")
         return self
@@ -73,6 +107,11 @@ class RowLayout(Settings):
     def num_rows(self, length: int, answer_start: int) -> int:
         """Return how many rows a conversation of `length` tokens has: one a label, or one a token."""
         return length - (0 if self.every_position else answer_start)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether taps are kept in 8 bits, each row with a scale."""
+        return self.dtype == FP8
 
     @property
     def bits(self) -> int:
@@ -88,9 +127,11 @@ class RowLayout(Settings):
         """Return the shape and type of each tensor of a shard."""
         dtype = getattr(torch, self.dtype)
         if self.kind == "last_hidden":
-            states = ["hidden", *map(tap_name, self.taps or [])]
+            kept = {"hidden": ([num_rows, self.width], torch.bfloat16 if self.scaled else dtype)}
+            kept |= {tap_name(tap): ([num_rows, self.width], dtype) for tap in self.taps or []}
+            kept |= {scale_name(tap): ([num_rows], torch.float32) for tap in self.taps or [] if self.scaled}
             normalisers = {"log_sum": ([num_rows], torch.float32), "top1": ([num_rows], torch.int32)}
-            return {name: ([num_rows, self.width], dtype) for name in states} | (normalisers if self.every_position else {})
+            return kept | (normalisers if self.every_position else {})
         return {
             "log_probs": ([num_rows, self.width], dtype),
             "log_tail": ([num_rows], dtype),
@@ -103,22 +144,9 @@ def tap_name(tap: int) -> str:
     return f"h_{tap}"
 
 
-class Shard(Settings):
-    """One file of rows."""
-
-    file: ShardName
-    sha256: Sha256
-    num_rows: PositiveInt
-
-
-class ConversationRows(Settings):
-    """Where a conversation's rows lie. One without an answer within `max_length` has none: length 0."""
-
-    prompt_id: str
-    turn: NonNegativeInt
-    shard: NonNegativeInt
-    offset: NonNegativeInt
-    length: NonNegativeInt
+def scale_name(tap: int) -> str:
+    """Return the name of the tensor by which the rows of a tap in 8 bits are multiplied."""
+    return f"h_{tap}_scale"
 
 
 class Server(Settings):
@@ -128,18 +156,60 @@ class Server(Settings):
     model: str
 
 
-class CacheManifest(Settings):
-    """The contents of a cache, and the data and target that it was made of."""
+class CacheOrigin(Settings):
+    """The content of a cache, and the data and target that it was made of."""
 
-    format_version: PositiveInt = FORMAT_VERSION
     layout: RowLayout
     target: dict[str, str | None]  # heads.target.identity.TargetIdentity
     server: Server | None = None  # None: the target itself wrote it
     data_file: str
     data_sha256: Sha256
     max_length: PositiveInt  # tokens that conversations were cut at
-    shards: list[Shard]
+
+
+class IndexPiece(Settings):
+    """A file of the index."""
+
+    file: IndexName
+    sha256: Sha256
+
+
+class CacheManifest(CacheOrigin):
+    """The content of `manifest.json`."""
+
+    format_version: Literal[2] = 2
+    num_shards: NonNegativeInt
+    index: list[IndexPiece]
+
+
+class FirstShard(Settings):
+    """One file of rows of a cache of format version 1."""
+
+    file: ShardName
+    sha256: Sha256
+    num_rows: PositiveInt
+
+
+class ConversationRows(Settings):
+    """Where a conversation's rows lie in a cache of format version 1. One without an answer in reach has none: length 0."""
+
+    prompt_id: str
+    turn: NonNegativeInt
+    shard: NonNegativeInt
+    offset: NonNegativeInt
+    length: NonNegativeInt
+
+
+class FirstManifest(CacheOrigin):
+    """The content of `manifest.json` in format version 1."""
+
+    format_version: Literal[1] = 1
+    shards: list[FirstShard]
     conversations: list[ConversationRows]  # in the order of the data file
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.shards)
 
     @model_validator(mode="after")
     def _rows_lie_in_their_shards(self) -> Self:
@@ -150,33 +220,93 @@ class CacheManifest(Settings):
         return self
 
 
-def read_manifest(folder: Path) -> CacheManifest:
+Manifest = CacheManifest | FirstManifest
+
+
+class Places(NamedTuple):
+    """Where each conversation's rows lie, by its place in the data file; int32 `[C]`. One without rows has length 0."""
+
+    shard_C: Tensor
+    offset_C: Tensor
+    length_C: Tensor
+
+
+def read_manifest(folder: Folder | Path) -> Manifest:
     """Return a cache's manifest.
 
     Raises:
         InputError: there is none, it is of another format version, or it cannot be right.
     """
-    path = folder / MANIFEST
-    if folder.is_dir() and not path.exists():
-        raise InputError(f"target cache {folder} has no {MANIFEST}, so making it was cut off; run scripts/make_cache.py again")
-    content = read_json(path, "target cache manifest")
-    version = content.get("format_version") if isinstance(content, dict) else None
-    if version != FORMAT_VERSION:
-        raise InputError(f"target cache {path}: format_version must be {FORMAT_VERSION}, got {version!r}; {REMAKE}")
+    folder = Folder(folder) if isinstance(folder, Path) else folder
+    where, content = f"target cache {folder.place(MANIFEST)}", folder.read(MANIFEST)
+    if content is None:
+        cut_off = f"target cache {folder} has no {MANIFEST}, so making it was cut off; run scripts/make_cache.py again"
+        raise InputError(cut_off if folder.names() else f"target cache not found: {folder}")
+    value = json_object(content, where)
+    version = value.get("format_version")
+    if version not in (1, FORMAT_VERSION) or isinstance(version, bool):
+        raise InputError(f"{where}: format_version must be 1 or {FORMAT_VERSION}, got {version!r}; {REMAKE}")
+    kind: type[Manifest] = CacheManifest if version == FORMAT_VERSION else FirstManifest
     try:
-        return CacheManifest.model_validate(content)
+        return kind.model_validate(value)
     except ValidationError as error:
         finding = error.errors()[0]
         key = ".".join(str(part) for part in finding["loc"])
-        raise InputError(f"target cache {path}: {key or 'rows'}: {finding['msg']}; {REMAKE}") from error
+        raise InputError(f"{where}: {key or 'rows'}: {finding['msg']}; {REMAKE}") from error
 
 
-def check_folder(folder: Path) -> None:
+def read_places(folder: Folder, manifest: Manifest) -> Places:
+    """Return where the rows of all conversations lie.
+
+    Raises:
+        InputError: a piece of the index is missing, damaged, or names a shard that is not there.
+    """
+    if isinstance(manifest, FirstManifest):
+        rows = [(place.shard, place.offset, place.length) for place in manifest.conversations]
+        return Places(*torch.tensor(rows, dtype=torch.int32).reshape(-1, 3).unbind(1))
+    pieces: list[dict[str, Tensor]] = []
+    for piece in manifest.index:
+        content = folder.read(piece.file)
+        if content is None or hashlib.sha256(content).hexdigest() != piece.sha256:
+            state = "missing" if content is None else "damaged"
+            raise InputError(f"target cache {folder.place(piece.file)} is {state}; {REMAKE}")
+        try:
+            pieces.append(load(content))
+        except SafetensorError as error:
+            raise InputError(f"target cache {folder.place(piece.file)} cannot be read: {error}; {REMAKE}") from error
+    empty = {name: torch.empty(0, dtype=torch.int32) for name in ("shard", "offset", "length")}
+    places = Places(*(torch.cat([piece[name] for piece in pieces] or [empty[name]]) for name in empty))
+    if len(places.shard_C) and not 0 <= int(places.shard_C.min()) <= int(places.shard_C.max()) < max(1, manifest.num_shards):
+        raise InputError(f"target cache {folder.place(MANIFEST)}: the index names shards that are not there; {REMAKE}")
+    return places
+
+
+def index_pieces(places: Places) -> dict[str, bytes]:
+    """Return the files of an index, by name."""
+    columns = zip(*(column.split(INDEX_PIECE) for column in places), strict=True)
+    names = ("shard", "offset", "length")
+    return {
+        INDEX.format(number=number): save({name: part.contiguous() for name, part in zip(names, parts, strict=True)})
+        for number, parts in enumerate(columns)
+    }
+
+
+def as_json(value: Any) -> bytes:
+    """Return the bytes of an indented JSON file."""
+    return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def ours(names: set[str], patterns: tuple[str, ...] = OURS) -> set[str]:
+    """Return those of a folder's names that a cache may have."""
+    return {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
+
+
+def check_folder(folder: Folder) -> None:
     """Raise `InputError` for a file, or a folder that holds anything but a cache: what lies there may be overwritten."""
-    if folder.exists() and not folder.is_dir():
+    if folder.path is not None and folder.path.exists() and not folder.path.is_dir():
         raise InputError(f"output: {folder} is a file; name a folder that is new or holds a target cache")
-    ours = {path.name for pattern in OURS for path in folder.glob(pattern)}
-    others = sorted({path.name for path in folder.glob("*")} - ours)
+    names = folder.names()
+    others = sorted(names - ours(names))
     if others:
         raise InputError(f"output: {folder} holds {others[0]}, which is no part of a target cache; name a folder of its own")
 

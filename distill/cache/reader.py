@@ -1,8 +1,8 @@
-"""Reading a target cache: the target's outputs for a batch, from memory-mapped shards instead of a forward.
+"""Reading a target cache: the target's outputs for a batch, from shards (`distill.cache.shards`) instead of a forward.
 
-A cache is opened for one data file and one target, and refused for any other; each shard is checked against its checksum when
-it is first needed. Hidden states in the target's own dtype are those of the online forward up to rounding by batch shape.
-Conversations are known by their number in the data file, so rows that a policy rewrites cannot be served.
+A cache is opened for one data file and one target, and refused for any other. Hidden states in the target's own dtype are
+those of the online forward up to rounding by batch shape. Conversations are known by their number in the data file, so rows
+that a policy rewrites cannot be served.
 B batch, T positions, C documents of a row at most, P = B * T flat places, N kept positions of a batch, E width of the target.
 """
 
@@ -10,20 +10,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from configs.runtime.errors import ConfigError, InputError
-from configs.runtime.files import inside, sha256_of
+from configs.runtime.files import sha256_of
 from configs.schema.training import DistillConfig, HeadsConfig
-from distill.cache.format import CONVENTION, MANIFEST, REMAKE, CacheManifest, read_manifest, tap_name
+from distill.cache.format import (
+    CONVENTION,
+    MANIFEST,
+    REMAKE,
+    Manifest,
+    Places,
+    read_manifest,
+    read_places,
+    scale_name,
+    tap_name,
+)
 from distill.cache.rows import unpack_ids
+from distill.cache.shards import Shards, Wanted
+from distill.cache.storage import Folder
 from distill.dataset.batches import ConversationDataset
 from distill.loss.pairs import SparseTarget
-from heads.device import upload
+from heads.device import can_pin, upload
 from heads.modules.interface import NO_DOCUMENT, Batch, Normalisers, before_labels
 from heads.target.hidden_states import TargetStates
 from heads.target.identity import TargetIdentity
@@ -36,9 +46,9 @@ class TargetCache:
     Every method that reads rows raises `InputError` where a shard is damaged.
     """
 
-    def __init__(self, folder: Path, manifest: CacheManifest, dtype: torch.dtype) -> None:
-        self.folder, self.manifest, self.dtype = folder, manifest, dtype
-        self._open: dict[int, Any] = {}  # safetensors files by number of the shard, once their checksums were right
+    def __init__(self, folder: Folder, manifest: Manifest, places: Places, dtype: torch.dtype) -> None:
+        self.folder, self.manifest, self.places, self.dtype = folder, manifest, places, dtype
+        self._shards = Shards(folder, manifest)
 
     def signal(self, batch: Batch) -> Tensor | SparseTarget:
         """Return the target's side of the distillation loss for a batch, on its device.
@@ -64,7 +74,10 @@ class TargetCache:
         """
         inside_BT = batch.on_host.document_ids_BT != NO_DOCUMENT
         names = ["hidden", *map(tap_name, taps)]
-        kept = self._rows_of(batch, inside_BT, names)
+        scales = dict(zip(names[1:], map(scale_name, taps), strict=True)) if self.manifest.layout.scaled else {}
+        kept = self._rows_of(batch, inside_BT, [*names, *scales.values()])
+        for name, scale in scales.items():
+            kept[name] = kept[name].float() * kept[scale].unsqueeze(1)
         final_BTE, *taps_ABTE = (_placed(kept[name].to(self.dtype), inside_BT) for name in names)
         return TargetStates(final_BTE=final_BTE, taps_ABTE=tuple(taps_ABTE))
 
@@ -104,18 +117,22 @@ class TargetCache:
                 f"here: their logits differ; set target.dtype to {layout.target_dtype}, or {REMAKE}"
             )
 
-    def rows(self, numbers: Sequence[int], lengths: Sequence[int], names: Sequence[str] | None = None) -> dict[str, Tensor]:
+    def rows(
+        self, numbers: Sequence[int], lengths: Sequence[int], names: Sequence[str] | None = None, *, pinned: bool = False
+    ) -> dict[str, Tensor]:
         """Return the first `lengths` rows of conversations, one after the other, by name; token ids unpacked.
 
         Args:
             numbers: places of the conversations in the data file, from 0.
             lengths: rows wanted of each, at most as many as it has (`ValueError`).
             names: tensors wanted; None: all.
+            pinned: give them in page-locked memory.
         """
         layout = self.manifest.layout
-        wanted = list(layout.tensors(0)) if names is None else names
-        parts = [self._conversation(number, length, wanted) for number, length in zip(numbers, lengths, strict=True)]
-        kept = {name: torch.cat([part[name] for part in parts]) for name in wanted}
+        wanted = [self._wanted(number, length) for number, length in zip(numbers, lengths, strict=True)]
+        kept = self._shards.rows(
+            [each for each in wanted if each.length], list(layout.tensors(0)) if names is None else names, pinned=pinned
+        )
         if "token_ids" in kept:
             kept["token_ids"] = unpack_ids(kept["token_ids"], layout.width, layout.bits)
         return kept
@@ -126,50 +143,27 @@ class TargetCache:
         documents_BT = batch.document_ids_BT.clamp(min=0)
         counts_BC = torch.zeros_like(batch.conversations_BC).scatter_add_(1, documents_BT, kept_BT.long())
         there_BC = batch.conversations_BC != NO_DOCUMENT
-        kept = self.rows(batch.conversations_BC[there_BC].tolist(), counts_BC[there_BC].tolist(), names)
+        numbers, counts = batch.conversations_BC[there_BC].tolist(), counts_BC[there_BC].tolist()
+        kept = self.rows(numbers, counts, names, pinned=can_pin(device))
         return {name: upload(values, device) for name, values in kept.items()}
 
-    def _conversation(self, number: int, length: int, names: Sequence[str]) -> dict[str, Tensor]:
-        place = self.manifest.conversations[number]
-        if length > place.length:
-            raise ValueError(f"conversation {number} has {place.length} cached rows, asked for {length}")
-        shard = self._shard(place.shard)
-        rows = slice(place.offset, place.offset + length)
-        return {name: shard.get_slice(name)[rows] for name in names}
-
-    def _shard(self, number: int) -> Any:
-        """Return a shard's open file, checked at its first use."""
-        if number not in self._open:
-            shard = self.manifest.shards[number]
-            path = inside(self.folder, shard.file, f"target cache {MANIFEST}")
-            if not path.is_file():
-                raise InputError(f"target cache shard {path} is missing; {REMAKE}")
-            if sha256_of(path) != shard.sha256:
-                raise InputError(f"target cache shard {path} is damaged: its checksum is not that of {MANIFEST}; {REMAKE}")
-            self._open[number] = self._opened(path, shard.num_rows)
-        return self._open[number]
-
-    def _opened(self, path: Path, num_rows: int) -> Any:
-        try:
-            file = safe_open(path, framework="pt")
-            for name, (shape, dtype) in self.manifest.layout.tensors(num_rows).items():
-                part = file.get_slice(name)
-                if part.get_shape() != shape or part[:0].dtype != dtype:
-                    raise InputError(f"target cache shard {path}: {name} is not {dtype} of shape {shape}; {REMAKE}")
-        except SafetensorError as error:
-            raise InputError(f"target cache shard {path} cannot be read: {error}; {REMAKE}") from error
-        return file
+    def _wanted(self, number: int, length: int) -> Wanted:
+        shard, offset, kept = (int(column[number]) for column in self.places)
+        if length > kept:
+            raise ValueError(f"conversation {number} has {kept} cached rows, asked for {length}")
+        return Wanted(shard=shard, offset=offset, kept=kept, length=length)
 
 
-def open_cache(folder: Path, data_file: Path, target: Target) -> TargetCache:
-    """Open a cache for a data file and a target.
+def open_cache(name: str | Path, data_file: Path, target: Target) -> TargetCache:
+    """Open a cache, by its folder or URL, for a data file and a target.
 
     Raises:
         InputError: there is no whole cache of this format version, or it was made of another data file or by a target of
             other weights, tokenizer or chat template.
     """
+    folder = Folder(name)
     manifest = read_manifest(folder)
-    writer = TargetIdentity.from_dict(dict(manifest.target), str(folder / MANIFEST))
+    writer = TargetIdentity.from_dict(dict(manifest.target), folder.place(MANIFEST))
     if differences := writer.differences(target.identity):
         raise InputError(
             f"target cache {folder} was made by {writer.name}, which differs from target {target.identity.name} in "
@@ -180,7 +174,7 @@ def open_cache(folder: Path, data_file: Path, target: Target) -> TargetCache:
     width = target.model.config.get_text_config().hidden_size
     if manifest.layout.kind == "last_hidden" and manifest.layout.width != width:
         raise InputError(f"target cache {folder} keeps hidden states of width {manifest.layout.width}, not {width}; {REMAKE}")
-    return TargetCache(folder, manifest, target.model.dtype)
+    return TargetCache(folder, manifest, read_places(folder, manifest), target.model.dtype)
 
 
 def check_fits(cache: TargetCache, dataset: ConversationDataset, config: DistillConfig | HeadsConfig) -> None:
@@ -190,12 +184,12 @@ def check_fits(cache: TargetCache, dataset: ConversationDataset, config: Distill
         ConfigError: conversations are longer than those of the cache, or a top-k cache is asked for what it cannot answer.
     """
     manifest = cache.manifest
-    for number, length, start in zip(dataset.numbers, dataset.lengths, dataset.answer_starts, strict=True):
-        if manifest.layout.num_rows(length, start) > manifest.conversations[number].length:
-            raise ConfigError(
-                f"data.max_length: expected at most {manifest.max_length}, which target cache {cache.folder} was made with, "
-                f"got {config.data.max_length}"
-            )
+    needed_N = dataset.lengths - (0 if manifest.layout.every_position else dataset.answer_starts)
+    if bool((needed_N > cache.places.length_C.numpy()[dataset.numbers]).any()):
+        raise ConfigError(
+            f"data.max_length: expected at most {manifest.max_length}, which target cache {cache.folder} was made with, "
+            f"got {config.data.max_length}"
+        )
     if manifest.layout.kind == "last_hidden" or isinstance(config, HeadsConfig):
         return
     if config.loss.temperature != 1:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from configs.runtime.errors import InputError
-from distill.cache.format import RowLayout, tap_name
+from distill.cache.format import RowLayout, scale_name, tap_name
 from distill.dataset.batches import Example, collate
 from distill.loss.pairs import LOG_ZERO, normalise
 from heads.inference.causal_lm import head_logits
@@ -58,7 +58,8 @@ def encode(
         chunks = [_top_k(target, layout, hidden_CE) for hidden_CE in hidden_NE.split(chunk_size)]
         kept = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
     for name, values in kept.items():
-        if values.is_floating_point() and not bool(values.isfinite().all()):
+        # 8-bit numbers know no infinity, and torch cannot ask them for it.
+        if values.is_floating_point() and not bool((values if values.itemsize > 1 else values.float()).isfinite().all()):
             raise InputError(
                 f"dtype: the target's {name} is not finite in {layout.dtype}; try bfloat16, or another target.dtype"
             )
@@ -93,14 +94,24 @@ def _states(
     target: Target, layout: RowLayout, hidden_NE: Tensor, chunk_size: int, taps_ANE: Sequence[Tensor]
 ) -> dict[str, Tensor]:
     dtype = getattr(torch, layout.dtype)
-    kept = {"hidden": hidden_NE.to(dtype)}
+    kept = {"hidden": hidden_NE.to(torch.bfloat16 if layout.scaled else dtype)}
     if layout.taps is not None:
-        kept |= {tap_name(tap): tap_NE.to(dtype) for tap, tap_NE in zip(layout.taps, taps_ANE, strict=True)}
+        for tap, tap_NE in zip(layout.taps, taps_ANE, strict=True):
+            if layout.scaled:
+                tap_NE, kept[scale_name(tap)] = in_8_bits(tap_NE)
+            kept[tap_name(tap)] = tap_NE.to(dtype)
         # Of the state as it will be read: the sum of a rounded one's probabilities is then still 1.
         read_1NE = kept["hidden"].to(hidden_NE.dtype).unsqueeze(0)
         known = normalise(target.model, read_1NE, torch.arange(len(hidden_NE)), chunk_size=chunk_size)
         kept |= {"log_sum": known.log_sum_P.float(), "top1": known.top1_P.int()}
     return {name: values.cpu() for name, values in kept.items()}
+
+
+def in_8_bits(states_NE: Tensor) -> tuple[Tensor, Tensor]:
+    """Return states divided by a scale for each row, by which float8_e4m3fn reaches its largest value, and the scales `[N]`."""
+    scale_N = states_NE.float().abs().amax(-1) / torch.finfo(torch.float8_e4m3fn).max
+    scale_N = scale_N.where(scale_N > 0, torch.ones_like(scale_N))
+    return states_NE.float() / scale_N.unsqueeze(1), scale_N
 
 
 def _top_k(target: Target, layout: RowLayout, hidden_CE: Tensor) -> dict[str, Tensor]:

@@ -1,14 +1,17 @@
-"""Making a target cache: one forward of the target, here or on a server, over each training conversation, kept on disk.
+"""Making a target cache: one forward of the target, here or on a server, over each training conversation, kept in a folder.
 
 Conversations are assigned to shards by length alone, and the batches of a shard are made of its own conversations, so a shard's
-bytes are the same however many processes share the work and however often it was interrupted (a server chooses its own batches
-and may round otherwise). A finished shard has a record beside it and is kept. The manifest is written last.
+bytes are the same whoever makes it and however often that was interrupted (a server chooses its own batches and may round
+otherwise). Processes take shards by `distill.cache.dealing` and wait for each other only before the first. A shard that is
+there is finished, and kept by later starts of the same job. The manifest is written last.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import tempfile
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,34 +23,42 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from configs.runtime.errors import ConfigError
-from configs.runtime.files import folder_lock, read_json, sha256_of, write_bytes, write_json
+from configs.runtime.errors import ConfigError, InputError
+from configs.runtime.files import folder_lock, sha256_of
 from configs.runtime.progress import progress
 from configs.runtime.resumable import fingerprint
 from configs.runtime.run_record import write_run_record
 from configs.schema.data import CacheConfig
+from distill.cache.dealing import Dealing
 from distill.cache.format import (
+    CHECKSUMS,
     CONVENTION,
     DISPOSABLE,
+    FORMAT_VERSION,
+    JOB,
     MANIFEST,
-    RECORD,
+    OFFSETS,
     SHARD,
     CacheManifest,
-    ConversationRows,
+    IndexPiece,
+    Places,
     RowLayout,
     Server,
-    Shard,
+    as_json,
     check_folder,
     check_room,
+    index_pieces,
+    ours,
 )
 from distill.cache.rows import local_rows
 from distill.cache.server_rows import check_serves, server_rows
+from distill.cache.storage import Folder
 from distill.dataset.batches import ConversationDataset, Example
 from distill.dataset.conversations import Conversation, check_written_for, open_conversations
 from distill.server.logprobs import TargetServer
 from heads.target.hidden_states import check_taps, num_blocks
 from heads.target.loading import Target, load_target
-from heads.target.processes import join_processes
+from heads.target.processes import join_processes, naming_lost_processes
 
 logger = logging.getLogger("draftsmith")
 
@@ -59,29 +70,28 @@ def make_cache(config: CacheConfig) -> None:
         InputError: the data, the target or the server cannot be had or do not go together, or the output folder cannot be
             written, holds something else, or lies on a disk without room.
     """
-    folder, data_file = Path(config.output), Path(config.data)
+    folder, data_file = Folder(config.output), Path(config.data)
     with ExitStack() as stack:
         server = None if config.server is None else stack.enter_context(TargetServer(config.server))
         if server is not None:
             server.check_model()  # before a large target is loaded
         check_folder(folder)
         conversations = open_conversations(data_file)
-        state = join_processes(config.target)
-        if state.is_main_process:
-            stack.enter_context(folder_lock(folder))
-        target = load_target(config.target)
-        for difference in check_written_for(data_file, target.identity):
-            logger.warning("%s was written by a target with other %s", data_file, difference)
-        data_sha256 = sha256_of(data_file)
-        job = CacheJob(target=target, conversations=conversations, config=config, data_sha256=data_sha256, server=server)
-        if state.is_main_process:
-            job.prepare()
-        state.wait_for_everyone()
+        state = join_processes(config.target, timeout_seconds=config.process_timeout_seconds)
+        if state.is_main_process and folder.path is not None and not config.shared:
+            stack.enter_context(folder_lock(folder.path))
+        with naming_lost_processes():
+            target = load_target(config.target)
+            for difference in check_written_for(data_file, target.identity):
+                logger.warning("%s was written by a target with other %s", data_file, difference)
+            data_sha256 = sha256_of(data_file)
+            job = CacheJob(target=target, conversations=conversations, config=config, data_sha256=data_sha256, server=server)
+            if state.is_main_process:
+                job.prepare()
+            state.wait_for_everyone()
         job.work(rank=state.process_index, num_processes=state.num_processes)
-        state.wait_for_everyone()
         if state.is_main_process:
             job.finish()
-        state.wait_for_everyone()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,58 +105,69 @@ class CacheJob:
     server: TargetServer | None = None
 
     def prepare(self) -> None:
-        """Delete shards that cannot be used and check that there is room for the rest. Called by one process.
+        """Delete files of another job and check that there is room for the rest. Called by one process of each start.
 
         Raises:
             ConfigError: `k` is larger than the vocabulary, or a tap lies behind the last block.
             InputError: the folder cannot be written, the disk has too little room, the target's taps do not lead to its
-                logits, or the server does not serve the target.
+                logits, the server does not serve the target, or others are making another cache there.
         """
         check_taps(self.target.model, self.layout.taps or ())
-        finished = {
-            number: shard for number, shard in self.finished().items() if sha256_of(self._folder / shard.file) == shard.sha256
-        }
+        names = self._folder.names()
+        goes_on, finished = self._goes_on(), self.finished()
+        claims = sorted(ours(names, ("claim-[0-9]*",)))
+        if goes_on and not self._shared:  # nobody else is at work
+            self._folder.delete(claims)
+        elif self._shared and not goes_on:
+            held = (self._folder.read(claim) for claim in claims)
+            if any(content is not None and self._dealing(0).is_alive(content) for content in held):
+                raise InputError(
+                    f"output: other processes are making a cache of other settings in {self._folder}; wait until they have "
+                    "ended, or name another output"
+                )
         sizes = [self.layout.bytes_per_row * self._num_rows(number) for number in range(len(self._plan))]
         logger.info("target cache: %d bytes a token, %.1f MB in all", self.layout.bytes_per_row, sum(sizes) / 1e6)
         if finished:
             logger.info("%d of %d shards were finished by an earlier run", len(finished), len(self._plan))
-        check_room(self._folder, sum(size for number, size in enumerate(sizes) if number not in finished))
+        if self._folder.path is not None:
+            check_room(self._folder.path, sum(size for number, size in enumerate(sizes) if number not in finished))
         if self.server is not None:
             check_serves(self.server, self.target, self.layout, self._dataset[0])
-        kept = {name for number in finished for name in (SHARD.format(number=number), RECORD.format(number=number))}
-        for path in [path for pattern in DISPOSABLE for path in self._folder.glob(pattern) if path.name not in kept]:
-            path.unlink()
-        write_run_record(self._folder, self.config)
+        if goes_on:
+            self._folder.delete(name for name in names if name.startswith(".") and name in ours(names, DISPOSABLE))
+        else:
+            self._folder.delete(ours(names, DISPOSABLE))
+            self._folder.write(JOB, as_json({"job": self.digest}))
+        with tempfile.TemporaryDirectory() as scratch:
+            self._folder.write("run.json", write_run_record(Path(scratch), self.config).read_bytes())
 
     def work(self, *, rank: int, num_processes: int) -> None:
-        """Write this process's share of the shards, all but those finished before.
+        """Write shards, those that no other process writes, until all are there.
 
         Raises:
             InputError: a value is not finite, the server fails, or a shard cannot be written.
         """
-        mine = range(rank, len(self._plan), num_processes)
-        finished = self.finished()
-        with progress("target cache", sum(map(self._num_rows, mine)), "tokens") as advance:
-            for number in mine:
-                if number not in finished:
-                    self._write_shard(number)
+        with progress("target cache", sum(self._lengths), "tokens") as advance:
+            advance(sum(map(self._num_rows, self.finished())))
+            for number in self._dealing(rank * len(self._plan) // num_processes).shards():
+                self._write_shard(number)
                 advance(self._num_rows(number))
 
-    def finished(self) -> dict[int, Shard]:
-        """Return this job's shards on disk, by number, whichever process wrote them."""
-        noted = {number: self._noted(number) for number in range(len(self._plan))}
-        return {number: shard for number, shard in noted.items() if shard is not None}
+    def finished(self) -> set[int]:
+        """Return this job's shards that are there, whoever made them."""
+        return set(range(len(self._plan))).difference(self._dealing(0).missing()) if self._goes_on() else set()
 
     def finish(self) -> CacheManifest:
-        """Write the manifest, which completes the cache. Called by one process.
+        """Write index and manifest, which complete the cache.
 
         Raises:
-            RuntimeError: a shard is missing, so a process has not finished.
+            RuntimeError: a shard is missing.
         """
-        finished = self.finished()
-        missing = [number for number in range(len(self._plan)) if number not in finished]
-        if missing:
+        if missing := self._dealing(0).missing():
             raise RuntimeError(f"{len(missing)} shards are missing in {self._folder}, the first is {missing[0]}")
+        pieces = index_pieces(self._places())
+        for name, content in pieces.items():
+            self._folder.write(name, content)
         manifest = CacheManifest(
             layout=self.layout,
             target=self.target.identity.to_dict(),
@@ -154,10 +175,10 @@ class CacheJob:
             data_file=self.config.data,
             data_sha256=self.data_sha256,
             max_length=self.config.max_length,
-            shards=[finished[number] for number in range(len(self._plan))],
-            conversations=self._places(),
+            num_shards=len(self._plan),
+            index=[IndexPiece(file=name, sha256=hashlib.sha256(content).hexdigest()) for name, content in pieces.items()],
         )
-        write_json(self._folder / MANIFEST, manifest.model_dump(mode="json"))
+        self._folder.write(MANIFEST, as_json(manifest.model_dump(mode="json")))
         return manifest
 
     @cached_property
@@ -174,6 +195,7 @@ class CacheJob:
         # target.forward does not count: only decoding runs another than transformers' (`heads.inference.causal_lm`).
         writer = [] if self.server is None else [["server", self.server.config.model]]
         return fingerprint(
+            FORMAT_VERSION,
             self.layout.model_dump(),
             self.target.identity.to_dict(),
             [settings.dtype, settings.attention],
@@ -199,30 +221,40 @@ class CacheJob:
         rows_per_shard = int(self.config.shard_megabytes * 1e6 / self.layout.bytes_per_row)
         return list(plan_shards(self._lengths, rows_per_shard))
 
+    @cached_property
+    def _folder(self) -> Folder:
+        return Folder(self.config.output)
+
     @property
-    def _folder(self) -> Path:
-        return Path(self.config.output)
+    def _shared(self) -> bool:
+        """Whether other starts of this job may be at work."""
+        return self.config.shared or self._folder.path is None
+
+    def _dealing(self, start: int) -> Dealing:
+        return Dealing(
+            folder=self._folder,
+            num_shards=len(self._plan),
+            claim_seconds=self.config.claim_seconds,
+            start=start,
+            warn=logger.warning,
+        )
 
     def _num_rows(self, number: int) -> int:
         """Return how many rows a shard has."""
         return sum(self._lengths[index] for index in self._plan[number])
 
-    def _noted(self, number: int) -> Shard | None:
-        """Return a finished shard by its record; None where this job has not finished it."""
-        record = self._folder / RECORD.format(number=number)
-        if not (record.is_file() and (self._folder / SHARD.format(number=number)).is_file()):
-            return None
-        noted = read_json(record, "record of a target cache's shard")
-        if not isinstance(noted, dict) or noted.get("job") != self.digest or not isinstance(noted.get("sha256"), str):
-            return None
-        return Shard(file=SHARD.format(number=number), sha256=noted["sha256"], num_rows=self._num_rows(number))
+    def _goes_on(self) -> bool:
+        """Return whether the shards in the folder are this job's."""
+        return self._folder.read(JOB) == as_json({"job": self.digest})
 
     def _write_shard(self, number: int) -> None:
-        """Write one shard, then its record, which marks it as finished."""
-        content = save(self._shard_tensors([self._dataset[index] for index in self._plan[number]]))
-        write_bytes(self._folder / SHARD.format(number=number), content)
-        record = {"job": self.digest, "sha256": hashlib.sha256(content).hexdigest()}
-        write_json(self._folder / RECORD.format(number=number), record)
+        examples = [self._dataset[index] for index in self._plan[number]]
+        tensors = self._shard_tensors(examples)
+        lengths = [self.layout.num_rows(len(each.input_ids), each.answer_start) for each in examples]
+        parts = {name: values.split(lengths) for name, values in tensors.items()}
+        sums = [[_crc32(parts[name][place]) for name in self.layout.tensors(0)] for place in range(len(lengths))]
+        offsets_C = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
+        self._folder.write(SHARD.format(number=number), save(tensors | {OFFSETS: offsets_C, CHECKSUMS: torch.tensor(sums)}))
 
     def _shard_tensors(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         """Return the rows of a shard's conversations, one conversation after the other."""
@@ -245,20 +277,20 @@ class CacheJob:
         config = self.config
         return local_rows(self.target, self.layout, examples, batch_size=config.batch_size, chunk_size=config.chunk_size)
 
-    def _places(self) -> list[ConversationRows]:
+    def _places(self) -> Places:
         """Return where each conversation of the data file lies."""
-        rows: dict[int, tuple[int, int, int]] = {}
+        places = Places(*torch.zeros(3, len(self.conversations), dtype=torch.int32).unbind())
+        lengths = torch.tensor(self._lengths, dtype=torch.int32)
         for number, indices in enumerate(self._plan):
-            offset = 0
-            for index in indices:
-                length = self._lengths[index]
-                rows[int(self._dataset.numbers[index])] = (number, offset, length)
-                offset += length
-        places = []
-        for index, row in enumerate(self.conversations):
-            shard, offset, length = rows.get(index, (0, 0, 0))
-            places.append(ConversationRows(prompt_id=row.prompt_id, turn=row.turn, shard=shard, offset=offset, length=length))
+            rows = torch.from_numpy(self._dataset.numbers[indices.start : indices.stop])
+            own = lengths[indices.start : indices.stop]
+            places.shard_C[rows], places.length_C[rows] = number, own
+            places.offset_C[rows] = (own.cumsum(0) - own).int()
         return places
+
+
+def _crc32(values: Tensor) -> int:
+    return zlib.crc32(values.contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 def layout_of(config: CacheConfig, target: PreTrainedModel, vocab_size: int) -> RowLayout:

@@ -16,6 +16,7 @@ from configs.schema.benchmarks import BenchHeadsConfig
 from configs.schema.data import CacheConfig, DataConfig
 from configs.schema.training import DistillConfig, HeadsConfig
 from distill.cache.format import MANIFEST as CACHE_MANIFEST
+from distill.cache.storage import Folder
 from distill.dataset.conversations import MANIFEST
 from scripts.bench.trained_runs import Recipe, TrainingRun, in_own_folder, load_changed, train_all
 
@@ -76,7 +77,7 @@ def make_data(config: BenchHeadsConfig) -> None:
 
 def make_cache(config: BenchHeadsConfig) -> None:
     """Make the cache of the target's states in a process of its own, where it is not there, and note how long that took."""
-    if config.cache is None or (Path(load_config(CacheConfig, config.cache).output) / CACHE_MANIFEST).is_file():
+    if config.cache is None or Folder(load_config(CacheConfig, config.cache).output).has(CACHE_MANIFEST):
         return
     started = time.perf_counter()
     _run_script("make_cache", config.cache)

@@ -10,8 +10,8 @@ import pytest
 from configs.runtime import files
 from configs.runtime.command import BAD_INPUT, DONE, FAILED
 from configs.runtime.files import folder_lock
-from distill.cache import writer as cache_making
-from distill.cache.writer import make_cache
+from distill.cache.storage import Folder
+from distill.cache.writer import CacheJob, make_cache
 from distill.generation.answers import AnswerJob
 from distill.generation.make_dataset import make_dataset
 from tests.faults.conftest import content, kill_at_call, start_pair
@@ -62,12 +62,12 @@ def test_one_of_two_processes_that_dies_among_the_answers_ends_the_other_and_not
 @pytest.mark.parametrize(
     "plant",
     [
-        kill_at_call(cache_making, "write_bytes", 3),
-        kill_at_call(os, "fsync", 6),
-        kill_at_call(cache_making, "write_json", 3),
-        kill_at_call(cache_making.CacheJob, "finish", 1),
+        kill_at_call(Folder, "write", 5),
+        kill_at_call(os, "fsync", 8),
+        kill_at_call(Folder, "delete", 5),
+        kill_at_call(CacheJob, "finish", 1),
     ],
-    ids=["before a shard", "as a file is written", "before a shard's record", "before the manifest"],
+    ids=["before a shard", "as a file is written", "before a claim is given up", "before the manifest"],
 )
 def test_a_cache_whose_making_was_killed_ends_with_the_same_bytes(project, undisturbed, tmp_path, start, plant):
     config = project.cache(tmp_path / "cache")

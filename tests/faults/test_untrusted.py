@@ -13,8 +13,9 @@ from configs.runtime.errors import InputError
 from configs.schema.heads import MedusaSettings
 from configs.schema.learning import StudentConfig
 from configs.schema.target import TargetConfig
-from distill.cache.format import read_manifest
+from distill.cache.format import read_manifest, read_places
 from distill.cache.reader import TargetCache
+from distill.cache.storage import Folder
 from distill.student.init import initial_draft
 from heads.artifact import load_draft
 from heads.families.registry import FAMILIES
@@ -92,7 +93,9 @@ def test_a_shard_that_is_a_link_to_elsewhere_is_refused(undisturbed, tmp_path):
     shard = tmp_path / "cache" / "shard-00000.safetensors"
     shard.replace(tmp_path / "elsewhere")
     shard.symlink_to(tmp_path / "elsewhere")
-    cache = TargetCache(tmp_path / "cache", read_manifest(tmp_path / "cache"), torch.float32)
+    folder = Folder(tmp_path / "cache")
+    manifest = read_manifest(folder)
+    cache = TargetCache(folder, manifest, read_places(folder, manifest), torch.float32)
     with pytest.raises(InputError, match=r"expected the name of a file in .*shard-00000\.safetensors', which leads out of it"):
         cache.rows([0], [1])
 

@@ -34,7 +34,7 @@ def test_data_become_a_cache_that_opens_for_them_and_their_target(tmp_path, tiny
     target = load_target(TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu"))
     cache = open_cache(tmp_path / "made", data / "train.jsonl", target)
     rows = read_conversations(data / "train.jsonl")
-    assert sum(place.length for place in cache.manifest.conversations) == count_answer_tokens(rows)
+    assert int(cache.places.length_C.sum()) == count_answer_tokens(rows)
     assert json.loads((tmp_path / "made" / "run.json").read_text())["config"]["k"] == 4
 
 

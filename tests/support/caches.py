@@ -4,7 +4,7 @@ import torch
 
 from configs.runtime.files import sha256_of
 from configs.schema.data import CacheConfig
-from distill.cache import writer
+from distill.cache.storage import Folder
 from distill.cache.writer import CacheJob
 from distill.dataset.batches import ConversationDataset, collate
 from distill.dataset.conversations import Conversation
@@ -61,17 +61,18 @@ def run(job):
 
 def interrupt_after(monkeypatch, num_writes):
     """Interrupt the making of caches after so many shards; returns the list of their names, which later runs extend."""
-    write_bytes, written = writer.write_bytes, []
+    write_file, written = Folder.write, []
 
-    def write(path, content):
-        if len(written) == num_writes and not write.interrupted:
-            write.interrupted = True
-            raise KeyboardInterrupt
-        written.append(path.name)
-        write_bytes(path, content)
+    def write(folder, file, content):
+        if file.startswith("shard-"):
+            if len(written) == num_writes and not write.interrupted:
+                write.interrupted = True
+                raise KeyboardInterrupt
+            written.append(file)
+        write_file(folder, file, content)
 
     write.interrupted = False
-    monkeypatch.setattr(writer, "write_bytes", write)
+    monkeypatch.setattr(Folder, "write", write)
     return written
 
 

@@ -155,17 +155,35 @@ def test_the_size_told_and_checked_before_is_that_on_disk(job, tmp_path, convers
     assert f"target cache: {row} bytes a token, {tokens * row / 1e6:.1f} MB in all" in caplog.text
     assert checked == [tokens * row]
     on_disk = 0
-    for shard in manifest.shards:
-        content = (tmp_path / "cache" / shard.file).read_bytes()
+    for number in range(manifest.num_shards):
+        content = (tmp_path / "cache" / f"shard-{number:05d}.safetensors").read_bytes()
         header = 8 + int.from_bytes(content[:8], "little")
-        assert header < 600
+        assert header < 800
         on_disk += len(content) - header
-    assert on_disk == tokens * row
+    num_tensors = len(manifest.layout.tensors(0))
+    assert on_disk == tokens * row + len(conversations) * 8 * (1 + num_tensors)  # offsets and checksums
 
 
 def test_a_shard_holds_each_state_under_its_name(cache):
-    with safe_open(cache.folder / "shard-00000.safetensors", framework="pt") as file:
-        assert set(file.keys()) == {"hidden", "h_0", "h_2", "h_4", "log_sum", "top1"}
+    with safe_open(cache.folder.path / "shard-00000.safetensors", framework="pt") as file:
+        assert set(file.keys()) == {"hidden", "h_0", "h_2", "h_4", "log_sum", "top1", "offsets", "checksums"}
+
+
+def test_taps_in_8_bits_are_right_to_a_sixteenth_and_the_target_s_distribution_is_untouched(
+    job, tmp_path, data_file, conversations, target
+):
+    run(job("exact", dtype="float32"))
+    run(job("halves", dtype="bfloat16"))
+    small = run(job("small", dtype="float8_e4m3fn"))
+    assert small.layout.bytes_per_row == 2 * WIDTH + 3 * (WIDTH + 4) + 8
+    batch = batch_of(conversations, [7, 0, 3])
+    exact, halves, found = (open_cache(tmp_path / name, data_file, target) for name in ("exact", "halves", "small"))
+    assert torch.equal(found.states(batch).final_BTE, halves.states(batch).final_BTE)
+    assert torch.equal(found.normalisers(batch).log_sum_P, halves.normalisers(batch).log_sum_P)
+    for ours, theirs in zip(found.states(batch, TAPS).taps_ABTE, exact.states(batch, TAPS).taps_ABTE, strict=True):
+        largest = theirs.abs().amax(-1, keepdim=True)
+        assert bool(((ours - theirs).abs() <= theirs.abs() / 16 + largest / 448 * 2**-9).all())
+        assert not torch.equal(ours, theirs)
 
 
 # --- refusals -----------------------------------------------------------------------------------------------------
@@ -186,16 +204,16 @@ def test_a_head_of_taps_that_are_not_kept_is_refused_and_one_of_fewer_is_not(cac
 
 
 def test_taps_of_another_convention_are_refused_with_both_named(cache, data_file, target):
-    change_layout(cache.folder, convention="h_i is what block i reads")
-    other = open_cache(cache.folder, data_file, target)
+    change_layout(cache.folder.path, convention="h_i is what block i reads")
+    other = open_cache(cache.folder.path, data_file, target)
     with pytest.raises(InputError, match=r"there, h_i is what block i reads; here, h_0 is the embedding output"):
         other.check_keeps(TAPS)
 
 
 def test_normalisers_of_a_target_in_another_dtype_are_refused_with_both_named(cache, data_file, target):
-    change_layout(cache.folder, target_dtype="bfloat16")
+    change_layout(cache.folder.path, target_dtype="bfloat16")
     with pytest.raises(InputError, match=r"made with target\.dtype bfloat16, and the target is in float64 here"):
-        open_cache(cache.folder, data_file, target).check_keeps(TAPS)
+        open_cache(cache.folder.path, data_file, target).check_keeps(TAPS)
 
 
 @pytest.mark.parametrize("settings", [{"kind": "last_hidden"}, {"kind": "top_k", "k": 4}])
@@ -208,9 +226,9 @@ def test_a_cache_for_distillation_is_refused_by_heads(job, tmp_path, data_file, 
 
 @pytest.mark.parametrize("changes", [{"convention": None}, {"taps": None}, {"target_dtype": None}, {"kind": "top_k"}])
 def test_a_manifest_that_names_half_of_it_is_refused(cache, changes):
-    change_layout(cache.folder, **changes)
+    change_layout(cache.folder.path, **changes)
     with pytest.raises(InputError, match="layout"):
-        read_manifest(cache.folder)
+        read_manifest(cache.folder.path)
 
 
 def test_taps_behind_the_last_block_are_refused_before_anything_is_written(job, tmp_path):

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import shutil
+import threading
 from collections import namedtuple
 
 import pytest
@@ -13,10 +14,11 @@ from torch.nn import functional as F
 from configs.runtime.errors import ConfigError, InputError
 from configs.schema.learning import LossConfig
 from configs.schema.training import DistillConfig, HeadsConfig
-from distill.cache.format import RowLayout, check_folder
+from distill.cache.format import RowLayout, check_folder, read_places
 from distill.cache.reader import check_fits, open_cache
 from distill.cache.rows import encode, pack_ids, unpack_ids
-from distill.cache.writer import plan_shards
+from distill.cache.storage import Folder
+from distill.cache.writer import CacheJob, plan_shards
 from distill.dataset.batches import ConversationDataset
 from distill.loss.draft_objective import DraftObjective, target_hidden
 from tests.support.caches import (
@@ -176,7 +178,7 @@ def test_conversations_fill_shards_in_order_up_to_their_size():
 @pytest.mark.parametrize("settings", [{}, {"taps": [0, 2]}], ids=["rows before labels", "taps"])
 def test_a_cut_off_run_goes_on_to_the_same_bytes(job, tmp_path, monkeypatch, settings):
     whole = run(job("whole", shard_megabytes=0.003, **settings))
-    assert len(whole.shards) >= 4
+    assert whole.num_shards >= 4
     written = interrupt_after(monkeypatch, 2)
     parts = job("parts", shard_megabytes=0.003, **settings)
     with pytest.raises(KeyboardInterrupt):
@@ -184,9 +186,9 @@ def test_a_cut_off_run_goes_on_to_the_same_bytes(job, tmp_path, monkeypatch, set
     assert not (tmp_path / "parts" / "manifest.json").exists()
     (tmp_path / "parts" / ".shard-00002.safetensors.0badf00d").write_bytes(b"half of one")
     run(parts)
-    assert written == [shard.file for shard in whole.shards]
+    assert written == [f"shard-{number:05d}.safetensors" for number in range(whole.num_shards)]
     assert shard_files(tmp_path / "parts") == shard_files(tmp_path / "whole")
-    flip_a_bit(tmp_path / "parts" / "shard-00001.safetensors")  # a finished one that was damaged since
+    (tmp_path / "parts" / "shard-00001.safetensors").unlink()  # as the complaint of a damaged one asks for
     run(parts)
     assert shard_files(tmp_path / "parts") == shard_files(tmp_path / "whole")
 
@@ -207,15 +209,27 @@ def test_shards_of_another_job_are_not_taken_for_ones_own(job, tmp_path, wanted,
     assert shard_files(tmp_path / "cache") == shard_files(tmp_path / "fresh")
 
 
-def test_two_processes_write_what_one_writes(job, tmp_path):
+def test_two_processes_write_what_one_writes(job, tmp_path, monkeypatch):
     run(job("one", shard_megabytes=0.003))
     shared = job("two", shard_megabytes=0.003)
     shared.prepare()
-    shared.work(rank=1, num_processes=2)
     with pytest.raises(RuntimeError, match="the first is 0"):
         shared.finish()
-    shared.work(rank=0, num_processes=2)
-    shared.finish()
+    made, write_shard = {0: [], 1: []}, CacheJob._write_shard
+
+    def write(job, number):
+        made[int(threading.current_thread().name)].append(number)
+        write_shard(job, number)
+
+    monkeypatch.setattr(CacheJob, "_write_shard", write)
+    workers = [threading.Thread(target=shared.work, kwargs={"rank": rank, "num_processes": 2}, name=str(rank)) for rank in made]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert sorted(made[0] + made[1]) == list(range(shared.finish().num_shards))
+    assert made[0][0] == 0
+    assert made[1][0] > 0
     assert shard_files(tmp_path / "two") == shard_files(tmp_path / "one")
 
 
@@ -240,16 +254,16 @@ def test_hidden_states_too_large_for_their_type_are_refused(byte_target):
 def test_a_folder_that_holds_something_else_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("\\dots")
     with pytest.raises(InputError, match=r"holds thesis\.tex, which is no part of a target cache"):
-        check_folder(tmp_path)
+        check_folder(Folder(tmp_path))
     with pytest.raises(InputError, match="is a file"):
-        check_folder(tmp_path / "thesis.tex")
+        check_folder(Folder(tmp_path / "thesis.tex"))
 
 
 def test_what_a_killed_run_leaves_behind_is_no_obstacle(job, tmp_path):
     run(job())
     for name in (".manifest.json.0badf00d", ".run.json.0badf00d", ".shard-00000.json.0badf00d"):
         (tmp_path / "cache" / name).write_text("{")
-    check_folder(tmp_path / "cache")
+    check_folder(Folder(tmp_path / "cache"))
     run(job())
     assert [path.name for path in (tmp_path / "cache").glob(".*")] == []
 
@@ -263,23 +277,24 @@ def test_what_a_killed_run_leaves_behind_is_no_obstacle(job, tmp_path):
     ids=["bit flipped", "missing"],
 )
 def test_a_damaged_shard_is_found_when_it_is_needed_and_named(cache, conversations, damage, complaint):
-    damage(cache.folder / "shard-00001.safetensors")
-    first = cache.manifest.conversations.index(next(p for p in cache.manifest.conversations if p.shard == 1))
+    damage(cache.folder.path / "shard-00001.safetensors")
+    last = int((cache.places.shard_C == 1).nonzero().max())
     cache.signal(batch_of(conversations, [0]))
     with pytest.raises(InputError, match=rf"shard-00001\.safetensors {complaint}"):
-        cache.signal(batch_of(conversations, [0, first]))
+        cache.signal(batch_of(conversations, [0, last]))
 
 
-def test_a_shard_is_checked_once_and_read_without_loading_it(cache, conversations, monkeypatch):
-    batch = batch_of(conversations, range(12))
-    expected = cache.signal(batch)
-    monkeypatch.setattr("distill.cache.reader.sha256_of", lambda path: pytest.fail("checked again"))
-    assert torch.equal(cache.signal(batch), expected)
+def test_a_shard_that_changes_under_a_run_is_found_however_often_it_was_read(cache, conversations):
+    last = int((cache.places.shard_C == 1).nonzero().max())
+    cache.signal(batch_of(conversations, [last]))
+    flip_a_bit(cache.folder.path / "shard-00001.safetensors")
+    with pytest.raises(InputError, match=r"was changed since the cache was made: its rows .* delete it and run scripts/make_"):
+        cache.signal(batch_of(conversations, [last]))
 
 
 def test_a_shard_of_other_tensors_than_the_manifest_says_is_refused(cache, conversations, data_file, byte_target):
-    change_manifest(cache.folder, lambda content: content["layout"].update(dtype="float16"))
-    reopened = open_cache(cache.folder, data_file, byte_target)
+    change_manifest(cache.folder.path, lambda content: content["layout"].update(dtype="float16"))
+    reopened = open_cache(cache.folder.path, data_file, byte_target)
     with pytest.raises(InputError, match=r"shard-00000\.safetensors: hidden is not torch\.float16"):
         reopened.signal(batch_of(conversations, [0]))
 
@@ -302,39 +317,39 @@ def change_manifest(folder, change):
 def test_a_cache_of_another_target_is_refused_with_what_differs(cache, data_file, byte_target, field, words):
     other = dataclasses.replace(byte_target, identity=dataclasses.replace(byte_target.identity, **{field: "f" * 64}))
     with pytest.raises(InputError, match=f"differs from target .* in {words};"):
-        open_cache(cache.folder, data_file, other)
+        open_cache(cache.folder.path, data_file, other)
 
 
 def test_a_cache_of_other_data_is_refused(cache, data_file, byte_target):
     data_file.write_text(data_file.read_text() + "\n")
     with pytest.raises(InputError, match="is not that file"):
-        open_cache(cache.folder, data_file, byte_target)
+        open_cache(cache.folder.path, data_file, byte_target)
 
 
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (lambda content: content.update(format_version=2), "format_version must be 1, got 2"),
-        (lambda content: content["shards"][0].update(file="../shard-00000.safetensors"), r"shards\.0\.file"),
-        (lambda content: content["shards"][0].update(file="/etc/passwd"), r"shards\.0\.file"),
-        (lambda content: content["conversations"][0].update(offset=10_000), "conversation 0 lies outside shard 0"),
-        (lambda content: content["conversations"][0].update(shard=99), "conversation 0 lies outside shard 99"),
-        (lambda content: content["conversations"][0].update(length=-1), r"conversations\.0\.length"),
+        (lambda content: content.update(format_version=3), "format_version must be 1 or 2, got 3"),
+        (lambda content: content["index"][0].update(file="../index-00000.safetensors"), r"index\.0\.file"),
+        (lambda content: content["index"][0].update(file="/etc/passwd"), r"index\.0\.file"),
+        (lambda content: content["index"][0].update(file="index-00001.safetensors"), "index-00001.safetensors is missing"),
+        (lambda content: content["index"][0].update(sha256="0" * 64), "index-00000.safetensors is damaged"),
+        (lambda content: content.update(num_shards=1), "the index names shards that are not there"),
         (lambda content: content["layout"].update(kind="logits"), r"layout\.kind"),
         (lambda content: content.pop("data_sha256"), "data_sha256"),
         (lambda content: content["layout"].update(width=33), "hidden states of width 33, not 32"),
     ],
 )
 def test_a_manifest_that_cannot_be_right_is_refused(cache, data_file, byte_target, change, complaint):
-    change_manifest(cache.folder, change)
+    change_manifest(cache.folder.path, change)
     with pytest.raises(InputError, match=complaint):
-        open_cache(cache.folder, data_file, byte_target)
+        open_cache(cache.folder.path, data_file, byte_target)
 
 
 def test_an_unfinished_cache_is_none(cache, data_file, byte_target, tmp_path):
-    (cache.folder / "manifest.json").unlink()
+    (cache.folder.path / "manifest.json").unlink()
     with pytest.raises(InputError, match="making it was cut off"):
-        open_cache(cache.folder, data_file, byte_target)
+        open_cache(cache.folder.path, data_file, byte_target)
     with pytest.raises(InputError, match="not found"):
         open_cache(tmp_path / "nowhere", data_file, byte_target)
 
@@ -366,8 +381,7 @@ def test_a_top_k_cache_is_refused_where_it_cannot_answer_and_hidden_states_are_n
         check_fits(open_cache(tmp_path / "top", data_file, byte_target), dataset, config)
 
 
-def test_a_conversation_without_an_answer_in_reach_takes_no_rows(job, conversations):
-    manifest = run(job(max_length=6))
-    lengths = [place.length for place in manifest.conversations]
+def test_a_conversation_without_an_answer_in_reach_takes_no_rows(job, tmp_path, conversations):
+    lengths = read_places(Folder(tmp_path / "cache"), run(job(max_length=6))).length_C.tolist()
     assert lengths == [max(0, min(len(row.answer_ids), 6 - len(row.prompt_ids))) for row in conversations]
     assert 0 in lengths

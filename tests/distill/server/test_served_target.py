@@ -97,8 +97,8 @@ def caches(engine, target, data_file, tmp_path_factory):
 
 
 def rows_of(cache):
-    places = cache.manifest.conversations
-    return cache.rows(range(len(places)), [place.length for place in places])
+    lengths = cache.places.length_C.tolist()
+    return cache.rows(range(len(lengths)), lengths)
 
 
 class Agreement(NamedTuple):

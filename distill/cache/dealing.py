@@ -1,0 +1,93 @@
+"""Which process makes which shard: each claims one by a file of its own, so that nobody waits for anybody else.
+
+A claim that its process did not follow up, because it died, is taken over: at once where that process ran on this machine,
+else after `claim_seconds`. Shards are the same whoever makes them, so that two at the same one (clocks that differ, a store
+that lets both claim) cost time and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from distill.cache.format import CLAIM, SHARD
+from distill.cache.storage import Folder
+
+POLL_SECONDS = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dealing:
+    """The shards of a job that are dealt to this process.
+
+    Args:
+        start: the first one it asks for; those after it follow, then those before.
+        warn: called with a sentence on a claim that was taken over.
+    """
+
+    folder: Folder
+    num_shards: int
+    claim_seconds: float
+    start: int
+    warn: Callable[[str], None]
+
+    def missing(self) -> list[int]:
+        """Return the shards that are not made."""
+        names = self.folder.names()
+        return [number for number in range(self.num_shards) if SHARD.format(number=number) not in names]
+
+    def shards(self) -> Iterator[int]:
+        """Yield shards to be made now, each claimed until the next is asked for, until all of them are there."""
+        while missing := deque(self.missing()):
+            missing.rotate(-sum(number < self.start for number in missing))
+            waiting = True
+            while missing:
+                number = missing.popleft()
+                if not self._take(number):
+                    missing.rotate(-random.randrange(max(1, len(missing))))  # away from those who ask in the same order
+                    continue
+                if not self.folder.has(SHARD.format(number=number)):  # else it was finished since the folder was listed
+                    yield number
+                    waiting = False
+                self.folder.delete([CLAIM.format(number=number)])
+            if waiting:
+                time.sleep(POLL_SECONDS)
+
+    def _take(self, number: int) -> bool:
+        """Claim a shard; return whether this process may make it."""
+        file = CLAIM.format(number=number)
+        claim = json.dumps({"host": platform.node(), "process": os.getpid(), "time": time.time()}).encode()
+        if self.folder.create(file, claim):
+            return True
+        if (content := self.folder.read(file)) is None or self.is_alive(content):
+            return False
+        self.warn(f"shard {number} of {self.folder} was begun by a process that has ended or is too slow; it is begun anew")
+        self.folder.delete([file])
+        return self.folder.create(file, claim)
+
+    def is_alive(self, content: bytes) -> bool:
+        """Return whether the process that wrote a claim may still be at work."""
+        try:
+            claim = json.loads(content)
+            host, process, begun = str(claim["host"]), int(claim["process"]), float(claim["time"])
+        except (ValueError, KeyError, TypeError, OverflowError):
+            return True  # being written; a claim that stays so is removed when the job is started again
+        here = host == platform.node()
+        return time.time() - begun < self.claim_seconds and not (here and process != os.getpid() and not _runs(process))
+
+
+def _runs(process: int) -> bool:
+    """Return whether a process of this machine runs."""
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,0 +1,95 @@
+"""Shards are dealt by claims: a dead process's is taken over, a living one's is not, and other settings are refused."""
+
+import json
+import platform
+import subprocess
+import sys
+import time
+
+import pytest
+
+from configs.runtime.errors import InputError
+from distill.cache import dealing
+from distill.cache.dealing import Dealing
+from distill.cache.storage import Folder
+from tests.support.caches import cache_job, random_conversations, run, shard_files, write_rows
+
+HERE, ELSEWHERE = platform.node(), "another-node"
+
+
+@pytest.fixture
+def ended():
+    """The number of a process that has ended."""
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    return child.pid
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return Folder(tmp_path / "cache")
+
+
+@pytest.fixture
+def deal(folder, monkeypatch):
+    """A function that takes all shards of three; one that waits fails the test."""
+    monkeypatch.setattr(dealing.time, "sleep", lambda seconds: (_ for _ in ()).throw(TimeoutError))
+    warnings = []
+
+    def take(start=0):
+        found = Dealing(folder=folder, num_shards=3, claim_seconds=60, start=start, warn=warnings.append)
+        for number in found.shards():
+            assert folder.has(f"claim-{number:05d}")
+            yield number
+            folder.write(f"shard-{number:05d}.safetensors", b"")
+
+    take.warnings = warnings
+    return take
+
+
+def claim(host, process, age):
+    return json.dumps({"host": host, "process": process, "time": time.time() - age}).encode()
+
+
+@pytest.mark.parametrize(("start", "order"), [(0, [0, 1, 2]), (2, [2, 0, 1])])
+def test_each_shard_is_dealt_once_from_the_start_on_and_no_claim_is_left(deal, folder, start, order):
+    assert list(deal(start)) == order
+    assert not [name for name in folder.names() if name.startswith("claim")]
+
+
+def test_claims_of_the_dead_are_taken_over(deal, folder, ended):
+    folder.write("claim-00001", claim(HERE, ended, age=1))
+    folder.write("claim-00002", claim(ELSEWHERE, 1, age=61))
+    assert sorted(deal()) == [0, 1, 2]
+    assert len(deal.warnings) == 2
+
+
+@pytest.mark.parametrize("held", [claim(ELSEWHERE, 1, age=0), claim(HERE, 1, age=0), b""], ids=["elsewhere", "here", "torn"])
+def test_claims_of_the_living_are_waited_for(deal, folder, held):
+    folder.write("claim-00001", held)
+    found = []
+    with pytest.raises(TimeoutError):
+        found.extend(found.append(number) for number in deal())
+    assert [number for number in found if number is not None] == [0, 2]
+
+
+def test_starts_that_share_a_folder_agree_on_the_settings(tmp_path, byte_target):
+    rows = random_conversations([(3, 4 + number) for number in range(4)], 258, seed=5)
+    data_file = write_rows(tmp_path / "train.jsonl", rows)
+
+    def job(output="cache", **settings):
+        return cache_job(byte_target, data_file, rows, tmp_path / output, shared=True, shard_megabytes=0.0005, **settings)
+
+    run(job("alone"))
+    first, second = job(), job()
+    first.prepare()
+    dealt = first._dealing(0).shards()
+    first._write_shard(next(dealt))  # and claimed as long as no other is asked for
+    second.prepare()
+    assert second.finished() == {0}
+    with pytest.raises(InputError, match="other processes are making a cache of other settings"):
+        job(max_length=9).prepare()
+    dealt.close()
+    second.work(rank=0, num_processes=1)
+    second.finish()
+    assert shard_files(tmp_path / "cache").keys() - {"claim-00000"} == shard_files(tmp_path / "alone").keys()
