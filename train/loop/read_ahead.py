@@ -1,8 +1,7 @@
 """The batches of each optimiser step, and what a loss reads from disk for them, fetched by a thread one batch ahead.
 
-Page-locked memory lets the thread send both to the device without waiting for it. On a CPU, and on devices that have none, all
-is fetched when it is asked for. Order and number of batches are the same; an error of the thread is raised where its batch is
-asked for.
+So a step does not wait for a disk or a store; page-locked memory lets the thread send both to the device without waiting for
+it. Order and number of batches are those without it; an error of the thread is raised where its batch is asked for.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 
-from heads.device import can_pin
 from heads.modules.interface import Batch
 
 Read = Callable[[Batch], Any]
@@ -27,14 +25,6 @@ def windows(batches: Iterator[Batch], size: int, read: Read, device: torch.devic
 
     Beside those in use there is at most one of each. An iterator is to be used up before the next window is asked for.
     """
-    if can_pin(device):
-        yield from _ahead(batches, size, read, device)
-        return
-    while window := list(islice(batches, size)):
-        yield window, map(read, window)
-
-
-def _ahead(batches: Iterator[Batch], size: int, read: Read, device: torch.device) -> Iterator[tuple[Window, Iterator[Any]]]:
     following: Future[tuple[Window, Any]] | None = None
 
     def collect() -> tuple[Window, Any]:
@@ -58,5 +48,5 @@ def _ahead(batches: Iterator[Batch], size: int, read: Read, device: torch.device
 
 
 def _use(device: torch.device) -> None:
-    if device.index is not None:
+    if device.type != "cpu" and device.index is not None:
         torch.accelerator.set_device_index(device.index)
