@@ -220,7 +220,31 @@ class DSparkSettings(DFlashSettings):
     confidence_weight: NonNegativeFloat = 1.0  # of the confidence head's loss
 
 
+class DFlash2Settings(DFlashSettings):
+    """DFlash with convolutions over the slots of a block, whose likeliest tokens are scored by the token before."""
+
+    kind: Literal["dflash2"]  # type: ignore[assignment]
+    conv_kernel_size: PositiveInt = 2  # slots that a convolution reads: its own and those before it
+    conv_group_size: PositiveInt = 16  # channels that share a kernel; divides the width
+    selector_rank: PositiveInt = 128  # of the product that scores a candidate by the token before it and the slot's state
+    selector_top_k: PositiveInt = 16  # candidates: the likeliest tokens before the selector
+    unary_weight: NonNegativeFloat = 1.0  # of the loss of the logits before the selector, beside that of those after it
+
+    @model_validator(mode="after")
+    def _kernel_fits_the_block(self) -> Self:
+        if self.conv_kernel_size > self.block_size:
+            raise ValueError(f"conv_kernel_size must be at most block_size {self.block_size}, got {self.conv_kernel_size}")
+        return self
+
+
 HeadConfig = Annotated[
-    MedusaSettings | HydraSettings | Eagle3Settings | MtpSettings | PEagleSettings | DFlashSettings | DSparkSettings,
+    MedusaSettings
+    | HydraSettings
+    | Eagle3Settings
+    | MtpSettings
+    | PEagleSettings
+    | DFlashSettings
+    | DSparkSettings
+    | DFlash2Settings,
     Field(discriminator="kind"),
 ]

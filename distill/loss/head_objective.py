@@ -22,6 +22,7 @@ from distill.loss.draft_objective import Timer
 from distill.loss.pairs import HiddenRows, NormalisedRows, TargetRows, normalise
 from heads.device import upload
 from heads.inference.causal_lm import HeadRows
+from heads.modules.auxiliary import AssistedDepth, Auxiliary
 from heads.modules.interface import Batch, Depth, HeadModule, Normalisers, before_labels, flat
 from heads.target.hidden_states import TargetStates
 from heads.target.loading import Target
@@ -109,10 +110,22 @@ class HeadObjective(nn.Module):
         if depth.row_weights_N is not None:
             weights_N = weights_N * depth.row_weights_N
         labels_N = flat(batch.input_ids_BT, depth.target_places_N + 1) if "cross_entropy" in self._config.weights else None
-        result = chunked_loss(
+        result = self._compared(rows, depth, weights_N, labels_N)
+        if isinstance(depth, AssistedDepth):
+            others = [self._compared(rows, each, weights_N * each.weight, labels_N).loss for each in depth.auxiliaries]
+            result = result._replace(loss=torch.stack([result.loss, *others]).sum())
+        if depth.confidence_N is None:
+            return result
+        confidence_loss = _confidence_loss(depth, depth.confidence_N, result.acceptance_N, weights_N)
+        return result._replace(loss=result.loss + confidence_loss)
+
+    def _compared(
+        self, rows: TargetRows, predicted: Depth | Auxiliary, weights_N: Tensor, labels_N: Tensor | None
+    ) -> ChunkedLoss:
+        return chunked_loss(
             rows,
-            depth.hidden_ND,
-            LogitHead(logits_of=depth.logits_of, parameters=depth.parameters),
+            predicted.hidden_ND,
+            LogitHead(logits_of=predicted.logits_of, parameters=predicted.parameters),
             self._divergence,
             weights_N,
             chunk_size=self._config.chunk_size,
@@ -120,10 +133,6 @@ class HeadObjective(nn.Module):
             draft_token_ids_W=cast(HeadModule, self.head).token_ids_W,
             labels_N=labels_N,
         )
-        if depth.confidence_N is None:
-            return result
-        confidence_loss = _confidence_loss(depth, depth.confidence_N, result.acceptance_N, weights_N)
-        return result._replace(loss=result.loss + confidence_loss)
 
     @property
     def _reads_normalisers(self) -> bool:

@@ -14,6 +14,8 @@ MTP_PARTS = (
 )
 # Prefixes of DFlash tensors: ours, and those of transformers' own class.
 TRANSFORMERS_DFLASH = (("fc.", "encoder.fc."), ("hidden_norm.", "encoder.output_norm_enc."))
+# Keys of a DFlash2 config that are settings of ours.
+DFLASH2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 MTP_SIGNS = ("mtp", "eh_proj")
 
 

@@ -19,13 +19,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_json
-from configs.schema.heads import DFlashSettings, DSparkSettings, HeadSettings
+from configs.schema.heads import DFlashSettings, HeadSettings
 from heads.target.checkpoint_files import read_weights
 from heads.target.quantized import read_float_weights
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 COUNTS = re.compile(r"(layers?|depths|(medusa|hydra)_num_heads)$")
+RANKS = ("markov_rank", "selector_rank")  # settings of some families, each a side of a matrix
 USUAL = 256  # layers or depths that settings may name whatever the number of tensors: some layers share theirs
 SLACK = 4  # numbers built for one stored: tied matrices are built twice, and joined ones apart
 
@@ -68,7 +69,7 @@ def check_head_sizes(settings: HeadSettings, shapes: Shapes, width: int, where: 
     if isinstance(settings, DFlashSettings) and settings.block_size > USUAL:
         raise InputError(f"{where}: block_size is {settings.block_size}, drafted in one forward; expected at most {USUAL}")
     layer = getattr(settings, "layer", None)
-    sizes = {"markov_rank": settings.markov_rank} if isinstance(settings, DSparkSettings) else {}
+    sizes = {name: size for name in RANKS if (size := getattr(settings, name, None)) is not None}
     if layer is not None:
         heads = max(layer.num_heads or 1, layer.num_key_value_heads or 1)
         sizes |= {"layer.mlp_width": layer.mlp_width or 1, "layer.num_heads x head_width": heads * (layer.head_width or 1)}

@@ -5,6 +5,7 @@ from collections import Counter
 import torch
 
 from configs.schema.heads import (
+    DFlash2Settings,
     DFlashSettings,
     DSparkSettings,
     Eagle3Settings,
@@ -33,6 +34,9 @@ HEADS = {
     "peagle": PEagleSettings(kind="peagle", num_depths=4, num_layers=2, taps=[1, 2, 3], mask_token_id=0),
     "dflash": DFlashSettings(kind="dflash", block_size=5, taps=[1, 2, 3], mask_token_id=0),
     "dspark": DSparkSettings(kind="dspark", block_size=4, taps=[1, 2, 3], mask_token_id=0, markov_rank=8),
+    "dflash2": DFlash2Settings(
+        kind="dflash2", block_size=4, taps=[1, 2, 3], mask_token_id=0, conv_group_size=8, selector_rank=4, selector_top_k=6
+    ),
 }
 
 

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPTNeoXConfig, 
 
 from configs.schema.decoding import DecodeConfig, SamplingConfig
 from configs.schema.heads import (
+    DFlash2Settings,
     DFlashSettings,
     DSparkSettings,
     Eagle3Settings,
@@ -97,6 +98,7 @@ SETTINGS = {
     "dflash": DFlashSettings(kind="dflash", **BLOCK),
     "dspark": DSparkSettings(kind="dspark", **BLOCK, markov_rank=6),
     "dspark, from the anchor": DSparkSettings(kind="dspark", **BLOCK, markov_rank=6, sample_from_anchor=True),
+    "dflash2": DFlash2Settings(kind="dflash2", **BLOCK, conv_group_size=8, selector_rank=6, selector_top_k=5),
     "mtp": MtpSettings(kind="mtp", num_depths=3),
     "mtp, a module a depth": MtpSettings(kind="mtp", num_depths=3, shared_depths=False),
 }

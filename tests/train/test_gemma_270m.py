@@ -56,6 +56,7 @@ HEADS = {
     "peagle": {"num_depths": NUM_DRAFTS, "num_layers": 2},
     "dflash": {"block_size": NUM_DRAFTS + 1},
     "dspark": {"block_size": NUM_DRAFTS + 1},
+    "dflash2": {"block_size": NUM_DRAFTS + 1},
 }
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from configs.schema.heads import DSparkSettings
+from configs.runtime.errors import InputError
+from configs.schema.heads import DFlash2Settings, DSparkSettings
 from heads.formats.exporting.source import Source
 from heads.formats.layout import Shapes
+from heads.formats.names import DFLASH2_KEYS
 
 Parts = tuple[dict[str, Any], Shapes]
 
@@ -30,4 +32,21 @@ def dspark(source: Source) -> Parts:
     }
 
 
-PARTS: dict[str, Callable[[Source], Parts]] = {"dflash": lambda _: ({}, {}), "dspark": dspark}
+def dflash2(source: Source) -> Parts:
+    """Return DFlash2's: the convolutions of each layer, and the selector."""
+    settings: DFlash2Settings = source.settings
+    if source.vocabulary is not None:
+        raise InputError("its draft vocabulary is reduced, and the form's selector has a code for every token of the target's")
+    width, size, rank = source.shape.width, settings.conv_kernel_size, settings.selector_rank
+    shapes: Shapes = {
+        "candidate_selector.predecessor_codebook": (source.target.vocab_size, rank),
+        "candidate_selector.successor_codebook": (source.target.vocab_size, rank),
+        "candidate_selector.hidden_projection.weight": (rank, width),
+    }
+    for prefix in (f"layers.{n}.{part}_conv." for n in range(settings.num_layers) for part in ("attention", "mlp")):
+        shapes[f"{prefix}base_kernel"] = (2, size, width)
+        shapes[f"{prefix}kernel_projection.weight"] = (2 * size * (width // settings.conv_group_size), width)
+    return {key: getattr(settings, key) for key in DFLASH2_KEYS}, shapes
+
+
+PARTS: dict[str, Callable[[Source], Parts]] = {"dflash": lambda _: ({}, {}), "dspark": dspark, "dflash2": dflash2}

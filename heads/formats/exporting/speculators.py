@@ -22,11 +22,13 @@ from heads.formats.layout import ExportLayout, Shapes, decoder_layer, layer_conf
 from heads.formats.names import MTP_PARTS
 
 VERSION = "0.9.0"
+VLLM_METHODS = {"dflash2": "dflash"}  # the others bear the family's name
 ARCHITECTURES = {
     "eagle3": "Eagle3DraftModel",
     "peagle": "PEagleDraftModel",
     "dflash": "DFlashDraftModel",
     "dspark": "DSparkDraftModel",
+    "dflash2": "DFlash2DraftModel",
     "mtp": "MTPDraftModel",
 }
 
@@ -112,7 +114,7 @@ def block_drafter(source: Source) -> ExportLayout:
         config=config | options,
         weights=source.weights | source.offsets(),
         expected=dflash_shapes(source) | shapes | _vocabulary_shapes(source),
-        serve=vllm_command(source, kind),
+        serve=vllm_command(source, VLLM_METHODS.get(kind, kind)),
         notes=(
             f"A block was trained with {source.num_speculative_tokens} drafts; another number changes what each slot says.",
         ),

@@ -20,6 +20,7 @@ FORMS: dict[str, dict[str, Form]] = {
         "peagle": speculators.eagle,
         "dflash": speculators.vllm_dflash,
         "dspark": speculators.untried_in_vllm,
+        "dflash2": speculators.untried_in_vllm,
         "mtp": mtp.vllm,
     },
     "speculators": {
@@ -27,6 +28,7 @@ FORMS: dict[str, dict[str, Form]] = {
         "peagle": speculators.eagle_complete,
         "dflash": speculators.block_drafter,
         "dspark": speculators.block_drafter,
+        "dflash2": speculators.block_drafter,
         "mtp": speculators.mtp,
     },
     "sglang": {"draft_lm": draft_lm.sglang, "eagle3": flat.sglang_eagle, "dflash": flat.sglang_dflash},
@@ -59,7 +61,7 @@ def form_of(engine: str, kind: str) -> Form:
 
 def check_path(engine: str, kind: str, path: str) -> None:
     """Refuse a folder whose path has a word in it that makes vLLM load the draft as something else."""
-    if engine != "vllm" or kind in ("eagle3", "peagle", "dflash", "dspark"):
+    if engine != "vllm" or kind in ("eagle3", "peagle", "dflash", "dspark", "dflash2"):
         return
     found = [word for word in PATH_WORDS if word in path.lower()]
     if found:

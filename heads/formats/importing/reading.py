@@ -20,14 +20,14 @@ from heads.formats.importing.external import ExternalDraft
 from heads.formats.importing.hydra import read_hydra
 from heads.formats.importing.mtp import read_native
 from heads.formats.layout import renamed
-from heads.formats.names import MTP_PARTS, TRANSFORMERS_DFLASH, has_mtp_modules
+from heads.formats.names import DFLASH2_KEYS, MTP_PARTS, TRANSFORMERS_DFLASH, has_mtp_modules
 from heads.target.checkpoint_files import Weights, read_weights, zeros
 from heads.target.size_limits import check_counts
 
 KNOWN = (
-    "speculators eagle3, peagle, dflash, dspark and mtp; flat EAGLE-3 (architecture ...Eagle3); Medusa (medusa_num_heads); "
-    "Hydra (hydra_num_heads); DFlash (architecture DFlashDraftModel or MuseGlimmerAssistantModel); a checkpoint with MTP "
-    "modules"
+    "speculators eagle3, peagle, dflash, dspark, dflash2 and mtp; flat EAGLE-3 (architecture ...Eagle3); Medusa "
+    "(medusa_num_heads); Hydra (hydra_num_heads); DFlash (architecture DFlashDraftModel or MuseGlimmerAssistantModel); a "
+    "checkpoint with MTP modules"
 )
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 OLD_MEDUSA = re.compile(r"^(?:medusa_heads?\.)?(\d+)\.(\d+)\.(?:(linear)\.)?(weight|bias)$")
@@ -93,6 +93,9 @@ def _speculators(config: dict[str, Any], weights: Weights, layer_ids: LayerIds, 
         ),
         "dflash": lambda: _dflash_settings(config, layer, block_taps()),
         "dspark": lambda: _dflash_settings(config, layer, block_taps()) | _markov_settings(config),
+        "dflash2": lambda: (
+            _dflash_settings(config, layer, block_taps()) | {key: config[key] for key in DFLASH2_KEYS if key in config}
+        ),
         "mtp": lambda: {"shared_depths": True, "reads": reads},
     }
     if kind not in readers:

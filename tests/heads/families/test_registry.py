@@ -97,6 +97,7 @@ LAYER = ATTENTION | MLP | weights("input_layernorm", "post_attention_layernorm")
 GROUNDED = linear("linear", "res_connection", "blocks.layers.0")
 BLOCKS = weights("fc", "hidden_norm", "norm") | numbered("layers", 2, LAYER | weights("self_attn.q_norm", "self_attn.k_norm"))
 MODULE = weights("enorm", "hnorm", "eh_proj", "post_norm") | {f"mtp_block.{name}" for name in LAYER}
+CONVOLUTION = ("base_kernel", "kernel_projection.weight")
 EAGLE = weights("fc", "norm", "layers.0.hidden_norm")
 # Engines and earlier artifacts know the tensors by these names.
 NAMES = {
@@ -110,6 +111,9 @@ NAMES = {
     "peagle": EAGLE | {"mask_hidden"} | numbered("layers", 2, LAYER),
     "dflash": BLOCKS,
     "dspark": BLOCKS | weights("markov_head.markov_w1", "markov_head.markov_w2") | linear("confidence_head.proj"),
+    "dflash2": BLOCKS
+    | {f"layers.{n}.{conv}.{name}" for n in range(2) for conv in ("attention_conv", "mlp_conv") for name in CONVOLUTION}
+    | {f"candidate_selector.{name}" for name in ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")},
     "mtp": numbered("layers", 1, MODULE),
     "mtp, a module a depth": numbered("layers", 3, MODULE),
 }
@@ -127,7 +131,16 @@ def test_it_comes_back_from_its_artifact_under_the_names_that_engines_know(tmp_p
 
 @pytest.mark.parametrize(
     ("name", "longest"),
-    [("medusa", 3), ("hydra", 3), ("peagle", 3), ("dflash", 4), ("dspark", 4), ("mtp, a module a depth", 3), ("mtp", 9)],
+    [
+        ("medusa", 3),
+        ("hydra", 3),
+        ("peagle", 3),
+        ("dflash", 4),
+        ("dspark", 4),
+        ("dflash2", 4),
+        ("mtp, a module a depth", 3),
+        ("mtp", 9),
+    ],
 )
 @torch.no_grad()
 def test_it_drafts_no_more_than_it_can_and_the_same_whatever_it_is_asked_for(name, longest):

@@ -9,7 +9,16 @@ import importlib
 import pytest
 import torch
 
-from configs.schema.heads import DFlashSettings, DSparkSettings, Eagle3Settings, LayerSettings, MtpSettings, PEagleSettings
+from configs.runtime.errors import InputError
+from configs.schema.heads import (
+    DFlash2Settings,
+    DFlashSettings,
+    DSparkSettings,
+    Eagle3Settings,
+    LayerSettings,
+    MtpSettings,
+    PEagleSettings,
+)
 from heads.formats.exporting.exporter import export
 from heads.target.hidden_states import num_blocks, read_states
 from tests.support import family_checks as checks
@@ -108,16 +117,9 @@ def test_peagle(write, text_ids, vocabulary, monkeypatch):
         torch.testing.assert_close(seen["logits"][0, places], ours.logits_of(ours.hidden_ND)[rows], **TOLERANCE)
 
 
-@pytest.mark.parametrize("settings", BLOCKS.values(), ids=BLOCKS)
-@torch.no_grad()
-def test_block_drafters(write, text_ids, vocabulary, settings, monkeypatch):
-    written = write(settings, vocabulary=vocabulary)
-    export(written.source(), "speculators", written.out)
-    module = loaded(written.out)
-    outputs, anchor, T = caught(module), 9, text_ids.shape[1]
-    core = importlib.import_module(f"speculators.models.{settings.kind}.core")
-    if settings.kind != "dflash":  # what they add to the output head's logits is seen where the loss gets it
-        monkeypatch.setattr(core, "compute_metrics", lambda logits, *_, **__: (outputs.append(logits.detach()), {}))
+def run_block(module, written, text_ids, anchor):
+    """Let speculators' module fill the one block that starts at this token of the text."""
+    T = text_ids.shape[1]
     module(
         input_ids=text_ids,
         hidden_states=read_states(written.model, text_ids, written.head.taps).joined_BTF,
@@ -127,9 +129,48 @@ def test_block_drafters(write, text_ids, vocabulary, settings, monkeypatch):
         max_anchors=1,
         loss_config=importlib.import_module("speculators.losses").resolve_loss_config("kl_div", "eager"),
     )
+
+
+@pytest.mark.parametrize("settings", BLOCKS.values(), ids=BLOCKS)
+@torch.no_grad()
+def test_block_drafters(write, text_ids, vocabulary, settings, monkeypatch):
+    written = write(settings, vocabulary=vocabulary)
+    export(written.source(), "speculators", written.out)
+    module = loaded(written.out)
+    outputs, anchor = caught(module), 9
+    core = importlib.import_module(f"speculators.models.{settings.kind}.core")
+    if settings.kind == "dspark":  # what it adds to the output head's logits is seen where the loss gets it
+        monkeypatch.setattr(core, "compute_metrics", lambda logits, *_, **__: (outputs.append(logits.detach()), {}))
+    run_block(module, written, text_ids, anchor)
     for slot, ours in enumerate(own_depths(written, text_ids), start=settings.first_slot):
         hidden_1D = ours.hidden_ND[ours.origins_N == anchor - 1]
         torch.testing.assert_close(outputs[-1][:, slot], ours.logits_of(hidden_1D), **TOLERANCE)
+
+
+@torch.no_grad()
+def test_dflash2(write, text_ids, vocabulary, monkeypatch):
+    settings = DFlash2Settings(
+        kind="dflash2", **BLOCK, conv_kernel_size=3, conv_group_size=8, selector_rank=6, selector_top_k=5
+    )
+    written = write(settings, vocabulary=vocabulary)
+    if vocabulary is not None:
+        with pytest.raises(InputError, match="its draft vocabulary is reduced"):
+            export(written.source(), "speculators", written.out)
+        return
+    export(written.source(), "speculators", written.out)
+    module, seen = loaded(written.out), {}
+    core = importlib.import_module("speculators.models.dflash2.core")
+    monkeypatch.setattr(core, "compute_metrics", lambda **values: (seen.update(values), {}))
+    anchor = 9
+    run_block(module, written, text_ids, anchor)
+    for slot, ours in enumerate(own_depths(written, text_ids), start=1):
+        hidden_1D = ours.hidden_ND[ours.origins_N == anchor - 1]
+        unary_1V = written.head.lm_head.logits(hidden_1D[:, :32])
+        torch.testing.assert_close(seen["unary_logits"][:, slot], unary_1V, **TOLERANCE)
+        candidates_K = seen["training_candidate_ids"][0, slot, :-1]  # in place of the last one stands the label
+        scores_K = ours.logits_of(hidden_1D)[0, candidates_K]
+        theirs_K = seen["candidate_logits"][0, slot, :-1]
+        torch.testing.assert_close(theirs_K - theirs_K[0], scores_K - scores_K[0], **TOLERANCE)  # up to a constant
 
 
 @pytest.mark.parametrize("order", ["embedding_first", "hidden_first"])

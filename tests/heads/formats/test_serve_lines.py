@@ -8,7 +8,15 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from configs.schema.heads import DFlashSettings, DSparkSettings, Eagle3Settings, MedusaSettings, MtpSettings, PEagleSettings
+from configs.schema.heads import (
+    DFlash2Settings,
+    DFlashSettings,
+    DSparkSettings,
+    Eagle3Settings,
+    MedusaSettings,
+    MtpSettings,
+    PEagleSettings,
+)
 from heads.formats.exporting.exporter import SERVE_FILE, export
 from heads.formats.exporting.source import TargetFolder, read_source
 from heads.formats.exporting.table import FORMS
@@ -18,10 +26,11 @@ SETTINGS = {
     "peagle": PEagleSettings(kind="peagle", taps=[1, 2, 3], num_layers=1, mask_token_id=5),
     "dflash": DFlashSettings(kind="dflash", taps=[1, 2, 3], block_size=4, mask_token_id=5),
     "dspark": DSparkSettings(kind="dspark", taps=[1, 2, 3], block_size=4, mask_token_id=5, markov_rank=6),
+    "dflash2": DFlash2Settings(kind="dflash2", taps=[1, 2, 3], block_size=4, mask_token_id=5),
     "medusa": MedusaSettings(kind="medusa", num_depths=3),
     "mtp": MtpSettings(kind="mtp"),
 }
-VLLM_METHODS = {"draft_lm": "draft_model", "peagle": "eagle3"}  # the others bear the family's name
+VLLM_METHODS = {"draft_lm": "draft_model", "peagle": "eagle3", "dflash2": "dflash"}  # the others bear the family's name
 SGLANG_ALGORITHMS = {"draft_lm": "STANDALONE", "eagle3": "EAGLE3", "dflash": "DFLASH"}
 TARGET = "a target's name"
 TENSORRT_TYPES = {"draft_lm": "Draft_Target", "eagle3": "Eagle3"}

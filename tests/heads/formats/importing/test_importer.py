@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from configs.runtime.errors import InputError
 from configs.schema.heads import (
+    DFlash2Settings,
     DFlashSettings,
     DSparkSettings,
     Eagle3Settings,
@@ -28,6 +29,7 @@ PEAGLE = PEagleSettings(kind="peagle", taps=[1, 2, 3], num_layers=2, num_depths=
 DFLASH = DFlashSettings(kind="dflash", taps=[1, 2, 3], num_layers=2, block_size=4, mask_token_id=5)
 BLOCK = {"taps": [1, 2, 3], "num_layers": 2, "block_size": 4, "mask_token_id": 5}
 DSPARK = DSparkSettings(kind="dspark", **BLOCK, markov_rank=6)
+DFLASH2 = DFlash2Settings(kind="dflash2", **BLOCK, conv_kernel_size=3, conv_group_size=8, selector_rank=6, selector_top_k=5)
 MEDUSA = MedusaSettings(kind="medusa", num_depths=3, num_layers=2)
 MTP = MtpSettings(kind="mtp", num_depths=3)
 HIDDEN_FIRST = {"concat_order": "hidden_first"}
@@ -50,6 +52,7 @@ TRIPS = [
     (DFLASH, {}, "llama", "sglang"),
     (DSPARK, {}, "llama", "vllm"),
     (DSPARK, {"sample_from_anchor": True}, "llama", "speculators"),
+    (DFLASH2, {}, "llama", "speculators"),
     (MEDUSA, {}, "llama", "vllm"),
     (MEDUSA, checks.OWN_HEADS, "llama", "vllm"),
     (MEDUSA, checks.OWN_HEADS, "llama", "tensorrt_llm"),
@@ -59,10 +62,12 @@ TRIPS = [
     (MTP, HIDDEN_FIRST, "llama", "vllm"),
     (MTP, {"shared_depths": False}, "qwen3", "transformers"),
 ]
+WHOLE_ONLY = ("dflash2",)  # whose form has no place for a reduced vocabulary
 WITH_VOCABULARY = [
     pytest.param(*trip, vocabulary, id="-".join([trip[0].kind, *trip[1], trip[3], "reduced" if vocabulary else "whole"]))
     for trip in TRIPS
     for vocabulary in (None, checks.SOME_TOKENS)
+    if vocabulary is None or trip[0].kind not in WHOLE_ONLY
 ]
 
 
