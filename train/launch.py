@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from contextlib import closing, nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -33,6 +33,7 @@ from distill.dataset.conversations import (
 )
 from distill.dataset.packing import make_packed_loader
 from distill.dataset.workers import Workers
+from distill.server.engine import EngineStates
 from heads.modules.interface import Batch
 from heads.target.loading import Target, load_target
 from heads.target.processes import join_processes, naming_lost_processes
@@ -90,6 +91,17 @@ def _run_alone(config: DistillConfig | HeadsConfig, make_task: Callable[..., Tas
     output = Path(config.output)
     accelerator = make_accelerator(config.schedule, output)
     materials = load_materials(config, accelerator)
+    with nullcontext() if materials.target.states_from is None else closing(materials.target.states_from):
+        return _train(config, make_task, accelerator, materials, output)
+
+
+def _train(
+    config: DistillConfig | HeadsConfig,
+    make_task: Callable[..., Task],
+    accelerator: Accelerator,
+    materials: Materials,
+    output: Path,
+) -> int:
     workers = make_workers(config.schedule)
     loader = make_training_loader(config, materials.dataset, workers)
     cache = open_training_cache(config, materials.dataset, materials.target)
@@ -144,7 +156,9 @@ def load_materials(config: DistillConfig | HeadsConfig, accelerator: Accelerator
     train_path, held_out_path = Path(config.data.train), Path(config.data.held_out)
     train_rows, held_out_rows = open_conversations(train_path), open_conversations(held_out_path)
     check_held_out(train_rows, held_out_rows)
-    target = load_target(config.target.model_copy(update={"device": str(accelerator.device)}))
+    target = load_target(config.target.model_copy(update={"device": str(accelerator.device)}), takes_states=True)
+    if config.target.states is not None:
+        target = replace(target, states_from=EngineStates(config.target.states, target))
     for path in (train_path, held_out_path):
         for difference in check_written_for(path, target.identity):
             log.warning(

@@ -74,12 +74,15 @@ def deciding_settings(config: Mapping[str, Any], contents: Mapping[str, str]) ->
     The decoding of held-out prompts belongs to it: scores got in another way cannot be compared with the best so far. Options
     that are off (None) do not: one that the schema gains later leaves the hashes of today's runs as they are.
 
+    Nor do the servers that run the target: a run that is started again may find them elsewhere.
+
     Args:
         config: a training's, as JSON values.
         contents: hashes of what the config's paths hold, and whatever else decides the weights, by key.
     """
     relevant = {name: value for name, value in config.items() if name not in ("output", "sanity", "schedule")}
     relevant["schedule"] = {name: value for name, value in config["schedule"].items() if name not in QUIET}
+    relevant["target"] = {name: value for name, value in config.get("target", {}).items() if name != "states"}
     relevant["contents"] = dict(contents)
     return dict(_without_none(relevant))
 

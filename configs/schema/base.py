@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -30,3 +31,17 @@ def check_rising(name: str, values: Sequence[int] | None, what: str) -> None:
     """
     if values is not None and sorted(set(values)) != list(values):
         raise ValueError(f"{name} must rise and name each {what} once, got {values}")
+
+
+def check_plain_url(url: str, key: str, instead: str = "") -> None:
+    """Refuse what is no address of an API, and secrets in one: it is written beside what the server gave.
+
+    Args:
+        key: names the setting in the error.
+        instead: ends the sentence on secrets, with where they belong.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+        raise ValueError(f"{key} must be that of an API, such as http://host:8000/v1")
+    if parts.username or parts.password or parts.query or parts.fragment:  # which stay out of this sentence, too
+        raise ValueError(f"{key} must hold no user, password or query{instead}")

@@ -8,11 +8,20 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from typing import Literal, Self
-from urllib.parse import urlsplit
 
 from pydantic import model_validator
 
-from configs.schema.base import Dtype, NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Settings, Share, check_rising
+from configs.schema.base import (
+    Dtype,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+    Settings,
+    Share,
+    check_plain_url,
+    check_rising,
+)
 from configs.schema.decoding import SamplingConfig
 from configs.schema.target import TargetConfig
 
@@ -35,12 +44,7 @@ class ServerConfig(Settings):
 
     @model_validator(mode="after")
     def _url_is_plain(self) -> Self:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
-            raise ValueError("url must be that of an API, such as http://host:8000/v1")
-        # The url is written beside what the server gave; what is secret stays out of it, and out of this sentence.
-        if parts.username or parts.password or parts.query or parts.fragment:
-            raise ValueError("url must hold no user, password or query; name the variable with the key in api_key_variable")
+        check_plain_url(self.url, "url", "; name the variable with the key in api_key_variable")
         return self
 
     @model_validator(mode="after")
@@ -301,6 +305,12 @@ class CacheConfig(Settings):
     def _servers_give_log_probabilities_only(self) -> Self:
         if self.server is not None and self.kind != "top_k":
             raise ValueError(f"kind must be top_k with a server, which returns no hidden states, got {self.kind}")
+        return self
+
+    @model_validator(mode="after")
+    def _one_kind_of_server(self) -> Self:
+        if self.server is not None and self.target.states is not None:
+            raise ValueError("server gives log-probabilities and target.states hidden states: leave one of the two out")
         return self
 
     @model_validator(mode="after")

@@ -1,6 +1,6 @@
-"""The target: which model, how it runs, and over which devices its blocks are spread. Imports no torch.
+"""The target: which model, how it runs, over which devices its blocks are spread, which servers run it. Imports no torch.
 
-The device map is made and checked against the model in `heads.target.placement`.
+The device map is made and checked against the model in `heads.target.placement`, the servers in `distill.server.states`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from configs.schema.base import Dtype, NonNegativeInt, PositiveFloat, Settings
+from configs.schema.base import Dtype, NonNegativeInt, PositiveFloat, PositiveInt, Settings, check_plain_url
 
 DeviceMap = Literal["auto", "balanced", "sequential"] | dict[str, int | str] | None
 MaxMemory = dict[int | str, int | str] | None
@@ -40,6 +40,39 @@ class GuidanceConfig(Settings):
         return self
 
 
+class EngineStatesConfig(Settings):
+    """Servers that run the target and hand out its hidden states, in place of a forward here."""
+
+    kind: Literal["vllm"] = "vllm"  # vLLM from 0.32 on, started by the lines that scripts/serve_states.py prints
+    urls: list[str]  # of their APIs, as http://node1:8000/v1; work goes to whichever has time
+    path: str  # a folder that servers and training share; files in it are deleted once read
+    # requests in flight at each server, of one process; a list: a number for each of urls
+    concurrency: PositiveInt | list[PositiveInt] = 16
+    # micro-batches whose states are requested ahead, and wait in memory; scripts/make_cache.py requests those of a shard
+    prefetch: PositiveInt = 4
+    timeout_seconds: PositiveFloat = 120.0  # of a request, and of waiting for its file
+    retries: NonNegativeInt = 2  # further attempts after a failed connection or timeout; a server that fails them is left out
+    # Nats: how far a server's log-probabilities after a probe may lie from those that norm and head here make of its last state
+    probe_tolerance: PositiveFloat = 0.1
+
+    @model_validator(mode="after")
+    def _servers_are_named_once(self) -> Self:
+        for url in self.urls:
+            check_plain_url(url, "urls")
+        if not self.urls or len({url.rstrip("/") for url in self.urls}) < len(self.urls):
+            raise ValueError(f"urls must name at least one server, and each once, got {self.urls}")
+        if isinstance(self.concurrency, list) and len(self.concurrency) != len(self.urls):
+            raise ValueError(
+                f"concurrency has {len(self.concurrency)} numbers for {len(self.urls)} urls: give one for each, or one"
+            )
+        return self
+
+    @property
+    def limits(self) -> list[int]:
+        """How many requests each server gets at a time."""
+        return self.concurrency if isinstance(self.concurrency, list) else [self.concurrency] * len(self.urls)
+
+
 class TargetConfig(Settings):
     """The language model that is to become faster."""
 
@@ -65,6 +98,8 @@ class TargetConfig(Settings):
     device_map: DeviceMap = None
     max_memory: MaxMemory = None  # by GPU's number or cpu, as 0: 60GiB; None: what is free there
     offload_folder: str | None = None  # with disk: for weights that are kept otherwise than they run, as of most MoE models
+    # Hidden states from servers: then only embedding, final norm and head are loaded, and blocks where device_map places them
+    states: EngineStatesConfig | None = None
 
     @model_validator(mode="after")
     def _ids_have_no_template(self) -> Self:
@@ -79,6 +114,17 @@ class TargetConfig(Settings):
         if self.guidance is not None and self.forward == "compiled":
             raise ValueError(
                 "guidance reads each row twice, which no compiled forward does: set forward to transformers or lean"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _servers_run_plain_targets(self) -> Self:
+        if self.states is not None and self.guidance is not None:
+            raise ValueError("states are of each text alone, and guidance reads two: set one of the two to null")
+        if self.states is not None and (self.forward != "transformers" or self.name.endswith(".gguf")):
+            raise ValueError(
+                "states: servers run the target, so forward must be transformers, and name one of safetensors, got "
+                f"{self.forward} and {self.name}"
             )
         return self
 

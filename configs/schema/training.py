@@ -91,6 +91,14 @@ class HeldOutDecodingConfig(Settings):
         return self
 
 
+def check_served(target: TargetConfig, held_out: HeldOutDecodingConfig) -> None:
+    """Refuse what cannot be had of a target that servers run."""
+    if target.states is not None and held_out.decode.tree is not None:
+        raise ValueError(
+            "held_out.decode.tree: target.states gives the states of texts, and drafts of a tree are none; set it to null"
+        )
+
+
 class DistillConfig(Settings):
     """`train/distill.py`: distil the target into a small draft model."""
 
@@ -104,6 +112,16 @@ class DistillConfig(Settings):
     held_out: HeldOutDecodingConfig = HeldOutDecodingConfig()
     num_speculative_tokens: PositiveInt = 3  # written into the artifact as its default
     output: str = "runs/distill"  # folder of artifact, checkpoints and metrics
+
+    @model_validator(mode="after")
+    def _blocks_are_here_where_they_are_copied(self) -> Self:
+        check_served(self.target, self.held_out)
+        if self.target.states is not None and self.target.device_map is None and self.student.init == "target_layers":
+            raise ValueError(
+                "student.init target_layers copies the target's blocks, and with target.states they are not loaded: give init "
+                "model, config or fresh, or a target.device_map such as {model.layers: disk}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _loss_and_cache_can_follow_the_policy(self) -> Self:
@@ -148,6 +166,17 @@ class HeadsConfig(Settings):
     sanity: SanityConfig = SanityConfig()
     num_speculative_tokens: PositiveInt = 3  # written into the artifact as its default
     output: str = "runs/heads"  # folder of artifact, checkpoints and metrics
+
+    @model_validator(mode="after")
+    def _blocks_are_here_where_they_are_copied(self) -> Self:
+        check_served(self.target, self.held_out)
+        copies = self.head.kind == "mtp" or getattr(self.head, "init_block", None) is not None
+        if self.target.states is not None and self.target.device_map is None and copies:
+            raise ValueError(
+                f"head: this {self.head.kind} head is made from a block of the target, and with target.states none is loaded: "
+                "take a head without one, or give a target.device_map such as {model.layers: disk}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _the_head_can_draft_that_many(self) -> Self:

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from configs.runtime.errors import InputError
 from distill.cache.format import RowLayout
-from distill.cache.rows import as_kept
+from distill.cache.rows import as_kept, encode
 from distill.dataset.batches import Example, collate
 from distill.loss.draft_objective import target_hidden
+from distill.server.engine import EngineStates
 from distill.server.logprobs import TargetServer
 from distill.server.responses import TopK
 from heads.inference.causal_lm import head_logits
@@ -34,6 +35,18 @@ def server_rows(server: TargetServer, layout: RowLayout, examples: Sequence[Exam
     """Yield what is kept of each example, by name, on the CPU; for errors see `distill.server.logprobs.TargetServer.top_k`."""
     for found in server.top_k(examples, layout.width, layout.vocab_size):
         yield as_kept(layout, found.log_probs_NK, found.token_ids_NK, log_tail(found.log_probs_NK, layout.vocab_size))
+
+
+def engine_rows(
+    target: Target, layout: RowLayout, examples: Sequence[Example], *, chunk_size: int
+) -> Iterator[dict[str, Tensor]]:
+    """Yield what is kept of each example, by name, on the CPU, from servers of hidden states; for errors see `encode`."""
+    assert isinstance(target.states_from, EngineStates)
+    texts = [example.input_ids for example in examples]
+    for example, states in zip(examples, target.states_from.of_each(texts, layout.taps or ()), strict=True):
+        kept_T = slice(None) if layout.every_position else slice(example.answer_start - 1, -1)
+        taps_ANE = [tap_1TE[0, kept_T] for tap_1TE in states.taps_ABTE]
+        yield encode(target, layout, states.final_BTE[0, kept_T], chunk_size, taps_ANE)
 
 
 def log_tail(log_probs_NK: Tensor, vocab_size: int) -> Tensor:

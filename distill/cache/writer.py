@@ -13,8 +13,8 @@ import logging
 import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -51,10 +51,11 @@ from distill.cache.format import (
     ours,
 )
 from distill.cache.rows import local_rows
-from distill.cache.server_rows import check_serves, server_rows
+from distill.cache.server_rows import check_serves, engine_rows, server_rows
 from distill.cache.storage import Folder
 from distill.dataset.batches import ConversationDataset, Example
 from distill.dataset.conversations import Conversation, check_written_for, open_conversations
+from distill.server.engine import EngineStates
 from distill.server.logprobs import TargetServer
 from heads.target.hidden_states import check_taps, num_blocks
 from heads.target.loading import Target, load_target
@@ -81,7 +82,11 @@ def make_cache(config: CacheConfig) -> None:
         if state.is_main_process and folder.path is not None and not config.shared:
             stack.enter_context(folder_lock(folder.path))
         with naming_lost_processes():
-            target = load_target(config.target)
+            target = load_target(config.target, takes_states=True)
+            if config.target.states is not None:
+                engine = stack.enter_context(closing(EngineStates(config.target.states, target)))
+                engine.serve(config.taps or ())
+                target = replace(target, states_from=engine)
             for difference in check_written_for(data_file, target.identity):
                 logger.warning("%s was written by a target with other %s", data_file, difference)
             data_sha256 = sha256_of(data_file)
@@ -270,11 +275,14 @@ class CacheJob:
         return tensors
 
     def _rows(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
-        """Yield indices of examples, and their rows, from the server or the local target."""
+        """Yield indices of examples, and their rows, from a server or the local target."""
         if self.server is not None:
             rows = server_rows(self.server, self.layout, examples)
             return (([index], kept) for index, kept in enumerate(rows))
         config = self.config
+        if self.target.states_from is not None:
+            kept = engine_rows(self.target, self.layout, examples, chunk_size=config.chunk_size)
+            return (([index], rows) for index, rows in enumerate(kept))
         return local_rows(self.target, self.layout, examples, batch_size=config.batch_size, chunk_size=config.chunk_size)
 
     def _places(self) -> Places:

@@ -30,6 +30,8 @@ Timer = Callable[[str], AbstractContextManager[Any]]
 @torch.no_grad()
 def target_hidden(target: Target, batch: Batch) -> Tensor:
     """Return the target's final hidden states `[B, T, E]`, each document's as if it stood alone."""
+    if target.states_from is not None:
+        return target.states_from.states(batch).final_BTE
     with torch.autocast(target.device.type, enabled=False):
         return read_documents(target.model, batch.input_ids_BT, batch.packed_positions_BT)
 

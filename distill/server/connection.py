@@ -39,16 +39,19 @@ class GaveUp(InputError):
 class Refused(InputError):
     """The server refuses a request; another attempt would not help."""
 
-    def __init__(self, url: str, status: int, complaint: str) -> None:
-        super().__init__(f"server.url: {url} refuses a request (status {status}): {complaint}")
+    def __init__(self, key: str, url: str, status: int, complaint: str) -> None:
+        super().__init__(f"{key}: {url} refuses a request (status {status}): {complaint}")
         self.status, self.complaint = status, complaint
 
 
 class Connection:
-    """The HTTP client of one server, for several threads at once; `InputError` where the key's variable is not set."""
+    """The HTTP client of one server, for several threads at once; `InputError` where the key's variable is not set.
 
-    def __init__(self, config: ServerConfig) -> None:
-        self.config = config
+    `named_in` is the setting that names the server, for errors; what else they advise to change stands beside it.
+    """
+
+    def __init__(self, config: ServerConfig, named_in: str = "server.url") -> None:
+        self.config, self.named_in = config, named_in
         key = _read_key(config.api_key_variable)
         self._stopping = Event()
         self._client = httpx2.Client(
@@ -97,8 +100,9 @@ class Connection:
             wait = max(mean * random.uniform(1 - SPREAD, 1 + SPREAD), asked_wait)
             logger.warning("server %s %s; trying again in %.1f s", self.config.url, failure, wait)
             pause(self._stopping, wait)
-        tried = f"{attempt} attempts (server.retries, server.timeout_seconds)"
-        raise GaveUp(f"server.url: {self.config.url} {failure}; gave up after {tried}")
+        section = self.named_in.rpartition(".")[0]
+        tried = f"{attempt} attempts ({section}.retries, {section}.timeout_seconds)"
+        raise GaveUp(f"{self.named_in}: {self.config.url} {failure}; gave up after {tried}")
 
     def version(self) -> str | None:
         """Return the version that the server names as vLLM does, beside its API; None where it names none."""
@@ -115,10 +119,10 @@ class Connection:
         """Return the error for a status that another attempt would not change."""
         status = response.status_code
         if status not in (httpx2.codes.UNAUTHORIZED, httpx2.codes.FORBIDDEN):
-            return Refused(self.config.url, status, self._complaint(response))
+            return Refused(self.named_in, self.config.url, status, self._complaint(response))
         key = self.config.api_key_variable
         sent = f"the key in {key}" if key else "requests without a key; name its variable in server.api_key_variable"
-        return InputError(f"server.url: {self.config.url} refuses {sent} (status {status})")
+        return InputError(f"{self.named_in}: {self.config.url} refuses {sent} (status {status})")
 
     def _complaint(self, response: httpx2.Response) -> str:
         """Return the server's error message on one line, shortened, without the key."""

@@ -32,7 +32,7 @@ from heads.sampling.uploads import on_device
 SCALING = ("cohere_compass", "granite4_vision", "granite_docling")  # others with images leave out their text part's logit scale
 Masks = Tensor | dict[str, Tensor | None] | None
 STATE_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # the last two have keys and values beside a state
-_MIXERS: WeakKeyDictionary[PreTrainedModel, dict[nn.Module, Place]] = WeakKeyDictionary()
+MIXERS: WeakKeyDictionary[PreTrainedModel, dict[nn.Module, Place]] = WeakKeyDictionary()  # as `mixers_of` found them
 
 
 def backbone(model: PreTrainedModel) -> nn.Module:
@@ -77,7 +77,7 @@ def mixers_of(model: PreTrainedModel) -> dict[nn.Module, Place]:
     Raises:
         InputError: it may have some, and does not run on a cache of transformers' form.
     """
-    if model not in _MIXERS:
+    if model not in MIXERS:
         config = model.config.get_text_config()
         is_candidate = model._is_stateful or not STATE_LAYERS.isdisjoint(getattr(config, "layer_types", None) or ())
         try:
@@ -87,8 +87,8 @@ def mixers_of(model: PreTrainedModel) -> dict[nn.Module, Place]:
                 f"{type(model).__name__} carries the past in states, and does not run on a cache of transformers' form "
                 f"({first_line(failure)}), so it cannot be decoded here; take a model of another family"
             ) from failure
-        _MIXERS[model] = found
-    return _MIXERS[model]
+        MIXERS[model] = found
+    return MIXERS[model]
 
 
 def forward_rows(

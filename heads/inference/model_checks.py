@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError, first_line
 from heads.inference.causal_lm import (
+    MIXERS,
     WRONG_STATES,
     backbone,
     forward_rows,
@@ -39,6 +40,7 @@ OWN_WINDOWS = ("window_size", "keep_window_size")  # GPT-Neo, Doge
 DOCUMENTS = ((5, 4), (2, 7))  # lengths of the documents in each row of the probe
 _ROLLS_BACK: WeakSet[PreTrainedModel] = WeakSet()  # models that have passed
 _KEEPS_APART: WeakSet[PreTrainedModel] = WeakSet()
+_TAKEN: WeakSet[PreTrainedModel] = WeakSet()  # models that are not run here
 
 
 def check_split(model: PreTrainedModel) -> None:
@@ -91,6 +93,13 @@ def check_rolls_back(model: PreTrainedModel) -> None:
     _ROLLS_BACK.add(model)
 
 
+def take_as_checked(model: PreTrainedModel) -> None:
+    """Pass a model by every check here that has no weights to be checked: servers run it, and read each text anew."""
+    _TAKEN.add(model)
+    _ROLLS_BACK.add(model)
+    MIXERS[model] = {}
+
+
 def _rolls_back(model: PreTrainedModel, num_rows: int = 1, tree: bool = False) -> bool:
     try:
         error_of = partial(_rollback_error, num_rows=num_rows, tree=tree)
@@ -112,7 +121,8 @@ def check_keeps_apart(model: PreTrainedModel) -> None:
             one row are not those of each alone (some families derive positions from a padding mask and know no others).
     """
     name, remedy = type(model).__name__, "set data.packing to null"
-    if (what := carried_state(model, KNOWN_LAYER_TYPES | {"chunked_attention", "moe", "mlp"})) is not None:
+    what = carried_state(model, KNOWN_LAYER_TYPES | {"chunked_attention", "moe", "mlp"})
+    if what is not None and model not in _TAKEN:
         raise InputError(
             f"data.packing: {name} has {what}, which would run on from one conversation of a row into the next; {remedy}"
         )
@@ -159,7 +169,7 @@ def check_on_probe(
     Raises:
         InputError: with one of these two messages.
     """
-    if passed is not None and model in passed:
+    if model in _TAKEN or (passed is not None and model in passed):
         return
     try:
         with _evaluating(model):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate.utils import parse_flag_from_env
@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from configs.runtime.errors import InputError, first_line
+from configs.runtime.errors import ConfigError, InputError, first_line
 from configs.runtime.files import check_readable
 from configs.runtime.redaction import redact
 from configs.schema.target import TargetConfig
@@ -33,6 +33,8 @@ from heads.inference.lean_forward import make_lean
 from heads.inference.model_checks import check_split
 from heads.target.chat_template import set_chat_template
 from heads.target.demo_model import PREFIX, embedded_folder, load_gguf
+from heads.target.ends import load_ends
+from heads.target.hidden_states import TargetStates
 from heads.target.id_tokens import id_tokenizer
 from heads.target.identity import TargetIdentity, hash_chat_template, hash_files, hash_tokenizer, hash_weights
 from heads.target.placement import place_parts
@@ -55,6 +57,22 @@ UNREADABLE = (
 )
 
 
+class StateSource(Protocol):
+    """Who computes a target's states in place of its blocks here; raises `InputError` where they are not to be had."""
+
+    def ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches, each after the states of the next ones were requested."""
+
+    def states(self, batch: Any, taps: Sequence[int] = ()) -> TargetStates:
+        """Return the states over a `heads.modules.interface.Batch`, on its device."""
+
+    def serve(self, taps: Sequence[int]) -> None:
+        """Check that it has these states."""
+
+    def close(self) -> None:
+        """End all requests."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Target:
     """A frozen target, ready to run, with its tokenizer and its identity.
@@ -62,6 +80,7 @@ class Target:
     Args:
         eos_token_ids: every id that ends an answer.
         spread_by: the settings by which its blocks were spread over devices (`heads.target.placement`); None: it is on one.
+        states_from: servers that run it (`distill.server.engine`); None: it is run here.
     """
 
     model: PreTrainedModel
@@ -69,6 +88,7 @@ class Target:
     identity: TargetIdentity
     eos_token_ids: tuple[int, ...]
     spread_by: TargetConfig | None = None
+    states_from: StateSource | None = None
 
     @property
     def device(self) -> torch.device:
@@ -143,17 +163,22 @@ def _no_chat_template(name: str) -> str:
     )
 
 
-def load_target(config: TargetConfig, *, for_chats: bool = False) -> Target:
+def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: bool = False) -> Target:
     """Load, freeze and identify a target.
 
     Args:
         config: which, and how it runs.
         for_chats: conversations will be encoded: refuse a tokenizer without a chat template, before weights are read.
+        takes_states: the caller has its states from servers where the config names some (`distill.server.engine`).
 
     Raises:
         InputError: it cannot be found, is no causal LM that draftsmith can split (`heads.inference.model_checks.check_split`),
             or has no lean forward where one was configured, or no chat template where one is needed.
     """
+    if config.states is not None and not takes_states:
+        raise ConfigError(
+            "target.states is for training and scripts/make_cache.py; this command runs the target itself: set it to null"
+        )
     if not sys.stderr.isatty():
         disable_progress_bar()  # in a log, redrawn bars hide the other lines
     path = locate(config)
@@ -173,8 +198,9 @@ def load_target(config: TargetConfig, *, for_chats: bool = False) -> Target:
             "text, set target.tokens to ids)"
         ) from error
     weights_sha256 = hash_files([path]) if path.is_file() else hash_weights(path)
-    # accelerate's hooks place the weights of a spread target.
-    move(model, device if config.device_map is None else None, getattr(torch, config.dtype)).eval().requires_grad_(False)
+    # accelerate's hooks place the weights of a spread target, and blocks that servers run have none.
+    placed = config.device_map is not None or config.states is not None
+    move(model, None if placed else device, getattr(torch, config.dtype)).eval().requires_grad_(False)
     check_split(model)
     if (limit := rope_limit(model.config.get_text_config())) is not None:
         log.warning(
@@ -282,6 +308,8 @@ def _load_tokenizer(path: Path, config: TargetConfig) -> PreTrainedTokenizerBase
 def _load_model(path: Path, config: TargetConfig, device: torch.device) -> PreTrainedModel:
     if path.suffix == ".gguf":
         return load_with(config.attention, partial(load_gguf, path))
+    if config.states is not None and config.device_map is None:
+        return load_ends(path, config, device)
     spread: dict[str, Any] = {}
     if config.device_map is not None:
         spread = {"device_map": place_parts(path, config, device), "offload_folder": config.offload_folder}

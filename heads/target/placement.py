@@ -45,10 +45,10 @@ def place_parts(path: Path, config: TargetConfig, device: torch.device) -> dict[
         ConfigError: the map names no part of it, part of a block, or another device for what is no block; or several
             processes would choose the same devices.
     """
-    skeleton, home = _skeleton(path, config), _name_of(device)
+    skeleton, home = make_skeleton(path, config), _name_of(device)
     layers = blocks(skeleton)
     prefix = next(name for name, module in skeleton.named_modules() if module is layers)
-    outside = _parts_outside(skeleton, layers)
+    outside = parts_outside(skeleton, layers)
     given = config.device_map
     if isinstance(given, dict):
         places = _by_hand(given, prefix, len(layers), outside, home)
@@ -209,7 +209,8 @@ def _name_of(place: DeviceName | torch.device) -> DeviceName:
     return torch.accelerator.current_device_index() if device.index is None else device.index
 
 
-def _skeleton(path: Path, config: TargetConfig) -> PreTrainedModel:
+def make_skeleton(path: Path, config: TargetConfig) -> PreTrainedModel:
+    """Return the model in a folder without weights, on torch's meta device."""
     settings = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code, local_files_only=True)
     with torch.device("meta"):
         model: PreTrainedModel = auto_class(settings).from_config(
@@ -218,7 +219,7 @@ def _skeleton(path: Path, config: TargetConfig) -> PreTrainedModel:
     return model
 
 
-def _parts_outside(skeleton: PreTrainedModel, layers: nn.ModuleList) -> list[str]:
+def parts_outside(skeleton: PreTrainedModel, layers: nn.ModuleList) -> list[str]:
     """Return the names of the largest modules, and of single tensors, that have no block in them and are in none."""
     found: list[str] = []
     pending: list[tuple[str, nn.Module]] = [("", skeleton)]

@@ -184,7 +184,7 @@ class _Training:
         self.loader.set_epoch(self.progress.epoch)
         done = self.progress.steps_in_epoch * accumulate
         batches = iter(self.accelerator.skip_first_batches(self.loader, done) if done else self.loader)
-        remaining = windows(batches, accumulate, self.task.read, self.accelerator.device)
+        remaining = windows(self.task.ahead(batches), accumulate, self.task.read, self.accelerator.device)
         while (found := self._next(remaining)) is not None:
             yield found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -53,8 +53,11 @@ class Task(Protocol):
     def prepare(self, module: nn.Module, window: list[Batch], place: StepPlace) -> Prepared:
         """Return the micro-batches to train on in place of those of the data, changing neither module nor random state."""
 
+    def ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield the batches of the data as they come, each some time after what `read` returns for it was requested."""
+
     def read(self, batch: Batch) -> Any:
-        """Return what the loss of a batch of the data takes from disk, on its device; another thread may call this."""
+        """Return what the loss of a batch takes from disk or servers, on its device; another thread may call this."""
 
     def loss(self, module: nn.Module, batch: Batch, num_labels: Tensor, world_size: int, known: Any = None) -> BatchLoss:
         """Return the loss of a micro-batch under the (wrapped) module; `known` is what `read` returned for it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -124,9 +124,16 @@ class DraftTask:
             batches, written = [batch for batch, _ in pairs], [count for _, count in pairs]
         return Prepared(batches=batches, sums={"rewritten_share": torch.tensor(sum(written), device=self.accelerator.device)})
 
+    def ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Let servers that run the target compute ahead what no cache has."""
+        servers = self.target.states_from
+        return batches if servers is None or self.cache is not None or self.rewriter is not None else servers.ahead(batches)
+
     def read(self, batch: Batch) -> Tensor | SparseTarget | None:
-        """Return the target's side of a batch's loss where a cache keeps it."""
-        return None if self.cache is None else self.cache.signal(batch)
+        """Return the target's side of a batch's loss where a cache or servers have it and the draft writes nothing in it."""
+        if self.cache is not None:
+            return self.cache.signal(batch)
+        return None if self.target.states_from is None or self.rewriter is not None else target_hidden(self.target, batch)
 
     def loss(self, module: nn.Module, batch: Batch, num_labels: Tensor, world_size: int, known: Any = None) -> BatchLoss:
         with self.clock("target" if self.cache is None else "data"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -68,6 +68,8 @@ class HeadTask:
         self.family.start(head, target.model)
         self.taps = cast(HeadModule, head).taps
         check_taps(target.model, self.taps)
+        if target.states_from is not None:
+            target.states_from.serve(self.taps)  # held-out decoding asks for them where a cache has those of the data, too
         if cache is not None:
             cache.check_keeps(self.taps)
         if config.schedule.activation_checkpointing:
@@ -96,9 +98,16 @@ class HeadTask:
         """Heads are trained on the data as it is."""
         return Prepared(batches=window, sums={})
 
-    def read(self, batch: Batch) -> tuple[TargetStates, Normalisers] | None:
-        """Return the target's states and normalisers over a batch where a cache keeps them."""
-        return None if self.cache is None else (self.cache.states(batch, self.taps), self.cache.normalisers(batch))
+    def ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Let servers that run the target compute ahead what no cache has."""
+        servers = self.target.states_from
+        return batches if servers is None or self.cache is not None else servers.ahead(batches)
+
+    def read(self, batch: Batch) -> tuple[TargetStates, Normalisers | None] | None:
+        """Return the target's states over a batch where a cache or servers have them, and normalisers where a cache has."""
+        if self.cache is not None:
+            return self.cache.states(batch, self.taps), self.cache.normalisers(batch)
+        return None if self.target.states_from is None else (self.states(batch), None)
 
     def loss(self, module: nn.Module, batch: Batch, num_labels: Tensor, world_size: int, known: Any = None) -> BatchLoss:
         with self.clock("target" if self.cache is None else "data"):
@@ -112,7 +121,9 @@ class HeadTask:
         return self.read(batch) or (self.states(batch), None)
 
     def states(self, batch: Batch) -> TargetStates:
-        """Return the target's states over a batch of any conversations, computed now."""
+        """Return the target's states over a batch of any conversations, computed now, here or by servers."""
+        if self.target.states_from is not None:
+            return self.target.states_from.states(batch, self.taps)
         return read_states(self.target.model, batch.input_ids_BT, self.taps, batch.packed_positions_BT)
 
     def evaluate(self, module: nn.Module) -> dict[str, float]:

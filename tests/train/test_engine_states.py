@@ -1,0 +1,269 @@
+"""Training on states that servers compute: the run is that on the local target, of which the ends alone are loaded."""
+
+import json
+import logging
+from contextlib import ExitStack, closing
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from configs.runtime.errors import ConfigError, InputError
+from configs.schema.data import CacheConfig
+from configs.schema.target import EngineStatesConfig, TargetConfig
+from configs.schema.training import DistillConfig, HeadsConfig
+from distill.cache.reader import open_cache
+from distill.cache.writer import make_cache
+from distill.dataset.batches import ConversationDataset, collate
+from distill.dataset.conversations import FORMAT_VERSION, MANIFEST
+from distill.dataset.packing import make_packed_loader
+from distill.server.engine import EngineStates, texts
+from heads.inference.causal_lm import head_logits
+from heads.target.hidden_states import blocks, final_norm, read_states
+from heads.target.loading import load_target
+from tests.support.caches import write_rows
+from tests.support.states_server import states_served
+from train.launch import run_distillation, run_heads
+
+TAPS = [1, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tiny_llama, tiny_tokenizer):
+    """A folder with a target of three blocks."""
+    folder = tmp_path_factory.mktemp("target")
+    tiny_llama(seed=1, dtype=torch.float32, layers=3).save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    return load_target(TargetConfig(name=str(folder), dtype="float32", device="cpu"))
+
+
+@pytest.fixture
+def disk(tmp_path):
+    (tmp_path / "states").mkdir()
+    return tmp_path / "states"
+
+
+@pytest.fixture
+def servers(whole, disk):
+    """Two servers of the target's states."""
+    with states_served(whole, TAPS, disk) as first, states_served(whole, TAPS, disk) as second:
+        yield first, second
+
+
+@pytest.fixture
+def settings(folder, disk, servers):
+    """The target's settings for training from these servers."""
+    states = {"urls": [each.url for each in servers], "path": str(disk), "concurrency": [1, 2], "retries": 0}
+    return {"name": str(folder), "dtype": "float32", "device": "cpu", "states": states}
+
+
+@pytest.fixture
+def opened(settings):
+    """A function that loads the target's ends and connects it with the servers; further settings are of `states`."""
+    with ExitStack() as stack:
+
+        def open_target(**changed):
+            config = TargetConfig.model_validate(settings | {"states": settings["states"] | changed})
+            target = load_target(config, takes_states=True)
+            return replace(target, states_from=stack.enter_context(closing(EngineStates(config.states, target))))
+
+        yield open_target
+
+
+@pytest.fixture
+def data(tmp_path, whole, greedy_rows):
+    """The files of a training, as settings of its section data."""
+    write_rows(tmp_path / "train.jsonl", greedy_rows)
+    others = [replace(row, messages=({"role": "user", "content": f"other {row.prompt_id}"},)) for row in greedy_rows[:4]]
+    write_rows(tmp_path / "held_out.jsonl", others)
+    (tmp_path / MANIFEST).write_text(json.dumps({"format_version": FORMAT_VERSION, "target": whole.identity.to_dict()}))
+    return {"train": str(tmp_path / "train.jsonl"), "held_out": str(tmp_path / "held_out.jsonl"), "max_length": 64}
+
+
+SCHEDULE = {"batch_size": 4, "max_steps": 6, "mixed_precision": "no", "trackers": [], "log_every_steps": 3}
+HELD_OUT = {"num_prompts": 4, "decode": {"num_speculative_tokens": 3, "max_new_tokens": 10, "batch_size": 2}}
+
+
+def heads_config(target, data, output, **more):
+    head = {"kind": "eagle3", "taps": TAPS, "num_depths": 3}
+    common = {"schedule": SCHEDULE, "held_out": HELD_OUT, "sanity": {"learning_rate": 1e-2}}
+    return HeadsConfig.model_validate(
+        {"target": target, "data": data, "head": head, "num_speculative_tokens": 3, "output": str(output)} | common | more
+    )
+
+
+def outcome(output):
+    kept = json.loads((output / "outcome.json").read_text())
+    return load_file(output / "artifact" / "model.safetensors"), kept["best_score"]
+
+
+def test_a_head_trained_from_servers_is_the_one_trained_from_the_local_target(tmp_path, settings, data, servers, disk):
+    local = {name: value for name, value in settings.items() if name != "states"}
+    for name, target in (("local", local), ("served", settings)):
+        torch.manual_seed(0)
+        assert run_heads(heads_config(target, data, tmp_path / name)) == 0
+    (expected, tau), (found, served_tau) = outcome(tmp_path / "local"), outcome(tmp_path / "served")
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert served_tau == tau > 1
+    assert all(server.asked for server in servers)
+    assert list(disk.iterdir()) == []
+    assert max(server.most_files for server in servers) <= 3
+
+
+def test_the_target_is_not_run_here(tmp_path, settings, data, monkeypatch):
+    monkeypatch.setattr("train.tasks.head.read_states", lambda *_: pytest.fail("the target was run"))
+    decode = {"num_speculative_tokens": 2, "max_new_tokens": 6}
+    more = {"head": {"kind": "medusa", "num_depths": 2}, "num_speculative_tokens": 2, "held_out": {"decode": decode}}
+    assert run_heads(heads_config(settings, data, tmp_path / "served", **more)) == 0
+
+
+@pytest.mark.parametrize("device_map", [None, {"model.layers": "disk"}], ids=["ends", "blocks on disk"])
+def test_states_of_a_batch_are_the_targets_whatever_the_rows_hold(opened, settings, whole, greedy_rows, device_map):
+    settings["device_map"] = device_map
+    target = opened(prefetch=2)
+    assert all(each.is_meta for each in blocks(target.model).parameters())
+    (batch, *_) = make_packed_loader(ConversationDataset(greedy_rows, 64), 2, pack_length=60, seed=0)
+    assert len(list(texts(batch))) > 3
+    found = target.states_from.states(batch, [3, 1])
+    expected = read_states(whole.model, batch.input_ids_BT, [3, 1], batch.packed_positions_BT)
+    there_BT = batch.document_ids_BT >= 0
+    for one, other in zip((found.final_BTE, *found.taps_ABTE), (expected.final_BTE, *expected.taps_ABTE), strict=True):
+        torch.testing.assert_close(one[there_BT], other[there_BT], rtol=1e-4, atol=1e-5)
+
+
+def test_a_draft_is_distilled_from_servers_as_from_the_local_target(tmp_path, settings, data):
+    local = {name: value for name, value in settings.items() if name != "states"}
+    losses = {}
+    for name, target in (("local", local), ("served", settings)):
+        config = {"target": target, "data": data, "schedule": SCHEDULE, "held_out": HELD_OUT, "output": str(tmp_path / name)}
+        student = {"init": "fresh", "overrides": {"num_hidden_layers": 1}}
+        assert run_distillation(DistillConfig.model_validate(config | {"student": student})) == 0
+        losses[name] = [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+    assert losses["served"] == pytest.approx(losses["local"], rel=1e-5)
+
+
+@pytest.mark.parametrize("kept", [{"taps": TAPS, "dtype": "float32"}, {"kind": "top_k", "k": 8, "dtype": "float32"}, {}])
+def test_a_cache_made_by_servers_holds_what_the_local_target_would_write(tmp_path, settings, whole, data, disk, kept):
+    caches = []
+    for name in ("served", "local"):
+        target = settings if name == "served" else settings | {"states": None}
+        made = {"data": data["train"], "max_length": 64, "shard_megabytes": 0.002, "output": str(tmp_path / name)}
+        config = CacheConfig.model_validate({"target": target} | made | kept)
+        make_cache(config)
+        caches.append(open_cache(tmp_path / name, tmp_path / "train.jsonl", whole))
+    assert caches[0].manifest.num_shards > 3
+    lengths = caches[0].places.length_C.tolist()
+    numbers = range(len(lengths))
+    served, local = (cache.rows(numbers, lengths) for cache in caches)
+    torch.testing.assert_close(served, local, rtol=1e-2 if not kept else 1e-4, atol=1e-4)
+    assert list(disk.iterdir()) == []
+
+
+def test_a_server_that_dies_is_left_out_and_its_work_done_elsewhere(
+    opened, servers, whole, greedy_rows, disk, caplog, monkeypatch
+):
+    monkeypatch.setattr("distill.server.state_files.UNWRITTEN_SECONDS", 0.2)
+    target = opened()
+    batches = [collate(list(ConversationDataset(greedy_rows, 64))[start : start + 4]) for start in (0, 4, 8, 12)]
+    dead, alive = servers
+    dead.troubles = ["reset"] * 9
+    with caplog.at_level(logging.WARNING, "draftsmith"):
+        coming = target.states_from.ahead(iter(batches))
+        found = [target.states_from.states(batch, TAPS) for batch in coming]
+    (said,) = (record.message for record in caplog.records if "left out" in record.message)
+    assert said.startswith(f"server {dead.url} is left out from now on: ")
+    assert said.endswith("1 of 2 are left")
+    assert len(alive.asked) == 1 + len(greedy_rows)
+    for batch, states in zip(batches, found, strict=True):
+        expected = read_states(whole.model, batch.input_ids_BT, TAPS)
+        there_BT = batch.document_ids_BT >= 0
+        torch.testing.assert_close(states.joined_BTF[there_BT], expected.joined_BTF[there_BT], rtol=1e-4, atol=1e-5)
+    alive.file_troubles = ["lost"] * 9
+    with pytest.raises(InputError, match=f"no server is left, the last to fail was {alive.url}: its file .* is not"):
+        target.states_from.states(batches[0], TAPS)
+    target.states_from.close()
+    assert list(disk.iterdir()) == []
+
+
+def test_batches_that_were_requested_and_not_trained_on_are_let_go(opened, greedy_rows, disk):
+    target = opened(prefetch=2, concurrency=1)
+    batches = [collate([example]) for example in ConversationDataset(greedy_rows, 64)]
+    coming = target.states_from.ahead(iter(batches))
+    next(coming)
+    coming.close()
+    target.states_from.close()
+    assert list(disk.iterdir()) == []
+    assert target.states_from._asked.keys() <= {next(texts(batches[0]))}
+
+
+def test_ends_of_a_mixture_of_experts_are_loaded_without_its_blocks(tmp_path, tiny_tokenizer):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=4)).eval()
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    states = EngineStatesConfig(urls=["http://localhost:1/v1"], path=str(tmp_path))
+    config = TargetConfig(name=str(tmp_path), dtype="float32", device="cpu", states=states)
+    target = load_target(config, takes_states=True)
+    loaded = [name for name, each in target.model.named_parameters() if not each.is_meta]
+    assert loaded == ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+    hidden = torch.randn(2, 3, 32)
+    torch.testing.assert_close(
+        head_logits(target.model, final_norm(target.model)(hidden)), head_logits(model, final_norm(model)(hidden))
+    )
+
+
+def test_what_cannot_be_had_is_said_in_one_sentence(
+    tmp_path, opened, settings, servers, whole, tiny_llama, as_target, disk, data, greedy_rows
+):
+    def refused(match, **changed):
+        with pytest.raises(InputError, match=match) as caught:
+            opened(**changed)
+        assert "\n" not in str(caught.value)
+
+    other = as_target(tiny_llama(seed=2, dtype=torch.float32, layers=3))
+    with states_served(other, TAPS, disk) as wrong, states_served(whole, [1, 2], disk) as fewer:
+        refused(
+            "does not serve target .*: the log-probabilities that it gives after a probe differ",
+            urls=[wrong.url],
+            concurrency=1,
+        )
+        refused("gives the states of taps \\[1, 2\\], and \\[3\\] are needed", urls=[fewer.url], concurrency=1)
+        refused("gives states-1-2-3 and .* states-1-2; start all alike", urls=[servers[0].url, fewer.url], concurrency=1)
+    refused("http://127.0.0.1:9/v1 cannot be reached", urls=["http://127.0.0.1:9/v1"], concurrency=1)
+    refused("path: .*nowhere is no folder here", path=str(tmp_path / "nowhere"))
+    servers[0].file_troubles = ["cut"]
+    refused("is not whole in target.states.path", timeout_seconds=0.2)
+    servers[0].name = "llama"
+    refused("serves llama, and no name says which states it gives", urls=[servers[0].url], concurrency=1)
+    servers[0].name = "states-1-2-3"
+    with pytest.raises(InputError, match=r"taps .* and \[0, 3\] are needed: \[0\] are missing"):
+        opened().states_from.serve([0])
+    with pytest.raises(ConfigError, match=r"target\.states is for training and scripts/make_cache.py"):
+        load_target(TargetConfig.model_validate(settings))
+    for changed, match in (
+        ({"head": {"kind": "mtp", "num_depths": 3}}, "head: this mtp head is made from a block"),
+        ({"held_out": {"decode": {"tree": {"widths": [2, 2]}}}}, "held_out.decode.tree"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            heads_config(settings, data, tmp_path / "out", **changed)
+    with pytest.raises(ValueError, match=r"student\.init target_layers copies the target's blocks"):
+        DistillConfig.model_validate({"target": settings, "data": data})
+
+
+def test_a_full_disk_is_named(opened, servers, greedy_rows, monkeypatch):
+    target = opened()
+    for server in servers:
+        server.file_troubles = ["lost"] * 9
+    usage = type("Usage", (), {"free": 10})
+    monkeypatch.setattr("distill.server.state_files.shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("distill.server.state_files.UNWRITTEN_SECONDS", 0.05)
+    with pytest.raises(InputError, match=r"the disk of .* is full"):
+        target.states_from.states(collate(list(ConversationDataset(greedy_rows, 64))[:2]))
