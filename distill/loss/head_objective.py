@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from configs.runtime.errors import ConfigError
 from configs.schema.learning import LossConfig
 from distill.loss.chunked import ChunkedLoss, LogitHead, chunked_loss, model_head
+from distill.loss.columns import Columns, ColumnSampler
 from distill.loss.divergences import configured_divergence
 from distill.loss.draft_objective import Timer
 from distill.loss.pairs import HiddenRows, NormalisedRows, TargetRows, normalise
@@ -61,15 +63,24 @@ class HeadLoss:
 class HeadObjective(nn.Module):
     """A head and its loss in one module, so that wrappers (DDP, FSDP, DeepSpeed) see every use of its parameters.
 
-    `head` is an `nn.Module` that follows `heads.modules.interface.HeadModule`; for `timed` see `DraftObjective`.
+    `head` is an `nn.Module` that follows `heads.modules.interface.HeadModule`; for `timed` see `DraftObjective`, and for
+    `sampler` `distill.loss.columns`; None: the loss is over the whole draft vocabulary.
     """
 
-    def __init__(self, head: nn.Module, target: Target, config: LossConfig, timed: Timer = nullcontext) -> None:
+    def __init__(
+        self,
+        head: nn.Module,
+        target: Target,
+        config: LossConfig,
+        timed: Timer = nullcontext,
+        sampler: ColumnSampler | None = None,
+    ) -> None:
         super().__init__()
         self.head = head
         self._timed = timed
         self._divergence = configured_divergence(config)
         self._config = config
+        self._sampler = sampler
         # In a tuple, so that the target does not become a submodule and is neither trained nor saved.
         self._target = (target,)
 
@@ -96,23 +107,25 @@ class HeadObjective(nn.Module):
             normalisers = None
         elif normalisers is None:
             normalisers = self._normalised(states, depths)
-        depths = _on_device(depths, states.final_BTE.device)
-        target_rows = self._target_rows(states, depths, normalisers)
+        device = states.final_BTE.device
+        depths = _on_device(depths, device)
+        columns = None if self._sampler is None else self._sampler.draw(batch).to(device)
+        target_rows = self._target_rows(states, depths, normalisers, columns)
         total_weight = sum(depth.weight for depth in depths)
         results = [
-            self._depth_loss(batch, depth, rows, world_size * depth.weight / (total_weight * num_labels))
+            self._depth_loss(batch, depth, rows, world_size * depth.weight / (total_weight * num_labels), columns)
             for depth, rows in zip(depths, target_rows, strict=True)
         ]
         return _sums(batch, depths, results)
 
-    def _depth_loss(self, batch: Batch, depth: Depth, rows: TargetRows, weight: Tensor) -> ChunkedLoss:
+    def _depth_loss(self, batch: Batch, depth: Depth, rows: TargetRows, weight: Tensor, columns: Columns | None) -> ChunkedLoss:
         weights_N = weight.expand(len(depth.origins_N))
         if depth.row_weights_N is not None:
             weights_N = weights_N * depth.row_weights_N
         labels_N = flat(batch.input_ids_BT, depth.target_places_N + 1) if "cross_entropy" in self._config.weights else None
-        result = self._compared(rows, depth, weights_N, labels_N)
+        result = self._compared(rows, depth, weights_N, labels_N, columns)
         if isinstance(depth, AssistedDepth):
-            others = [self._compared(rows, each, weights_N * each.weight, labels_N).loss for each in depth.auxiliaries]
+            others = [self._compared(rows, each, weights_N * each.weight, labels_N, columns).loss for each in depth.auxiliaries]
             result = result._replace(loss=torch.stack([result.loss, *others]).sum())
         if depth.confidence_N is None:
             return result
@@ -120,29 +133,45 @@ class HeadObjective(nn.Module):
         return result._replace(loss=result.loss + confidence_loss)
 
     def _compared(
-        self, rows: TargetRows, predicted: Depth | Auxiliary, weights_N: Tensor, labels_N: Tensor | None
+        self,
+        rows: TargetRows,
+        predicted: Depth | Auxiliary,
+        weights_N: Tensor,
+        labels_N: Tensor | None,
+        columns: Columns | None,
     ) -> ChunkedLoss:
+        head = cast(HeadModule, self.head)
+        logits_of, parameters, token_ids_W = predicted.logits_of, predicted.parameters, head.token_ids_W
+        if columns is not None:
+            if not isinstance(predicted, Depth) or predicted.columns_of is None:
+                kind = type(self.head).__name__
+                raise ConfigError(f"loss.sampled_tokens: the output head of {kind} is more than a matrix; set it to null")
+            (logits_of, parameters), token_ids_W = predicted.columns_of(columns.places_S), columns.token_ids_S
         return chunked_loss(
             rows,
             predicted.hidden_ND,
-            LogitHead(logits_of=predicted.logits_of, parameters=predicted.parameters),
+            LogitHead(logits_of=logits_of, parameters=parameters),
             self._divergence,
             weights_N,
             chunk_size=self._config.chunk_size,
             temperature=self._config.temperature,
-            draft_token_ids_W=cast(HeadModule, self.head).token_ids_W,
+            draft_token_ids_W=token_ids_W,
             labels_N=labels_N,
         )
 
     @property
     def _reads_normalisers(self) -> bool:
-        whole = cast(HeadModule, self.head).token_ids_W is None
+        whole = cast(HeadModule, self.head).token_ids_W is None and self._sampler is None
         return not whole and self._config.temperature == 1 and "cross_entropy" not in self._config.weights
 
-    def _target_rows(self, states: TargetStates, depths: list[Depth], known: Normalisers | None) -> list[TargetRows]:
+    def _target_rows(
+        self, states: TargetStates, depths: list[Depth], known: Normalisers | None, columns: Columns | None
+    ) -> list[TargetRows]:
         """Return the target's side for each depth, of the draft's tokens alone where the normalisers are known."""
         (target,) = self._target
         hidden_BTE, token_ids_W = states.final_BTE, cast(HeadModule, self.head).token_ids_W
+        if columns is not None:
+            token_ids_W = columns.token_ids_S
         if token_ids_W is None or known is None:
             logits_of = model_head(target.model).logits_of
             return [HiddenRows(hidden_NE=flat(hidden_BTE, depth.target_places_N), logits_of=logits_of) for depth in depths]
@@ -153,6 +182,7 @@ class HeadObjective(nn.Module):
                 head=head,
                 log_sum_N=known.log_sum_P[depth.target_places_N],
                 top1_N=known.top1_P[depth.target_places_N],
+                log_weights_W=None if columns is None else columns.log_weights_S,
             )
             for depth in depths
         ]

@@ -10,7 +10,7 @@ X buckets (V, W or K + 1); `...` any leading dims.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Protocol, Required, TypedDict, Unpack
 
@@ -146,13 +146,15 @@ class NormalisedRows:
     """Final hidden states `[N, E]` with the normaliser of their logits over all V tokens, for a reduced draft vocabulary.
 
     A divergence needs W of the target's V logits, and the others only through their sum. With that sum computed once a
-    position (`normalise`), each depth of a head costs a matrix product of W rows. Exact, at temperature 1.
+    position (`normalise`), each depth of a head costs a matrix product of W rows. Exact, at temperature 1. Where the W tokens
+    are a sample, `log_weights_W` says how many each stands for, of both sides; None: itself.
     """
 
     hidden_NE: Tensor
     head: HeadRows
     log_sum_N: Tensor
     top1_N: Tensor
+    log_weights_W: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.hidden_NE)
@@ -160,7 +162,12 @@ class NormalisedRows:
     def at(self, rows: slice) -> NormalisedChunk:
         """Compute the W logits of these rows."""
         logits_CW = self.head.logits(self.hidden_NE[rows])
-        return NormalisedChunk(logits_CW=logits_CW, log_sum_C=self.log_sum_N[rows], top1_C=self.top1_N[rows])
+        return NormalisedChunk(
+            logits_CW=logits_CW,
+            log_sum_C=self.log_sum_N[rows],
+            top1_C=self.top1_N[rows],
+            log_weights_W=self.log_weights_W,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +177,7 @@ class NormalisedChunk:
     logits_CW: Tensor
     log_sum_C: Tensor
     top1_C: Tensor
+    log_weights_W: Tensor | None = None
     is_dense: ClassVar[bool] = True
 
     @property
@@ -178,7 +186,7 @@ class NormalisedChunk:
 
     def part(self, rows: slice) -> NormalisedChunk:
         logits_RW = at_least_float32(self.logits_CW[rows])
-        return NormalisedChunk(logits_CW=logits_RW, log_sum_C=self.log_sum_C[rows], top1_C=self.top1_C[rows])
+        return replace(self, logits_CW=logits_RW, log_sum_C=self.log_sum_C[rows], top1_C=self.top1_C[rows])
 
     def pair(self, draft_logits_CW: Tensor, **options: Unpack[PairOptions]) -> Pair:
         """Pair the rows with the draft's logits over the same W tokens.
@@ -189,10 +197,13 @@ class NormalisedChunk:
         if options["temperature"] != 1 or options.get("labels") is not None:
             raise ValueError("normalised rows are for temperature 1 and without labels")
         log_p_CW = at_least_float32(self.logits_CW) - self.log_sum_C.unsqueeze(-1)
+        draft_CW = at_least_float32(draft_logits_CW)
+        if self.log_weights_W is not None:
+            log_p_CW, draft_CW = log_p_CW + self.log_weights_W, draft_CW + self.log_weights_W
         log_reach_C = log_p_CW.logsumexp(-1).clamp(min=LOG_ZERO)
         return Pair(
             log_p=log_p_CW.clamp_(min=LOG_ZERO),
-            log_q=at_least_float32(draft_logits_CW).log_softmax(-1).clamp(min=LOG_ZERO),
+            log_q=draft_CW.log_softmax(-1).clamp(min=LOG_ZERO),
             log_reach=log_reach_C,
         )
 

@@ -55,6 +55,7 @@ class DSpark(DFlash):
             depth,
             hidden_ND=joined_ND,
             logits_of=self.logits,
+            columns_of=None,
             parameters=(*depth.parameters, self.markov_head.markov_w2.weight),
             confidence_N=self.confidence_head(joined_ND),
             confidence_weight=self.settings.confidence_weight,

@@ -108,12 +108,13 @@ class Eagle3(EagleBody):
     def forward(self, batch: Batch, states: TargetStates) -> list[Depth]:
         """Unroll the head over `num_depths` depths from every origin at once.
 
-        Depth 0 runs at every position, since its keys are what the others read; the rest at origins with labels alone.
+        Keys of depth 0 are those of every position, since all may read them; the rest runs at origins with labels alone.
         """
         origins_BX, chosen_places_P = origins_of_any_depth(batch, self.settings.num_depths)
         origins_BX = upload(origins_BX, batch.input_ids_BT.device)
         positions_BT, ranges = batch.position_ids_BT, causal_ranges(batch.position_ids_BT)
-        unrolled = [UnrolledKeys(ranges) for _ in self.layers]
+        last = len(self.layers) - 1
+        unrolled = [UnrolledKeys(ranges, origins_BX=origins_BX if number == last else None) for number in range(last + 1)]
         states_BTD = self.features(states.with_noise(self.settings.tap_noise if self.training else 0.0))
         depths = []
         for depth in range(self.settings.num_depths):
@@ -123,7 +124,6 @@ class Eagle3(EagleBody):
             for layer, keys in zip(self.layers, unrolled, strict=True):
                 states_BTD = layer(embedded_BTD, states_BTD, rotation, keys)
             if depth == 0:
-                states_BTD = torch.take_along_dim(states_BTD, origins_BX.unsqueeze(-1), 1)
                 positions_BT, ranges = positions_BT.gather(1, origins_BX), ranges.of(origins_BX)
             unrolled = [keys.next(ranges) for keys in unrolled]
             if self.settings.norm_feedback:
@@ -163,7 +163,7 @@ class Eagle3Layer(HeadLayer):
             residual_BTD = normed_BTD if self.norm_before_residual else states_BTD
         else:
             read_BTX, residual_BTD = self.input_layernorm(states_BTD), states_BTD
-        states_BTD = residual_BTD + keys.attend(self.self_attn, read_BTX, rotation)
+        states_BTD = keys.of_queries(residual_BTD) + keys.attend(self.self_attn, read_BTX, rotation)
         return states_BTD + self.mlp(self.post_attention_layernorm(states_BTD))
 
 
@@ -173,21 +173,32 @@ class UnrolledKeys:
     Chains start at many origins j at once. At depth k the chain of origin j sees the depth-0 keys of the positions in its range
     (`heads.modules.attention.causal_ranges`), which are made of the target's states, and of the deeper keys only its own: a
     causal block and a diagonal for each later depth, in one softmax.
+
+    Args:
+        ranges: of the queries' positions, or of all positions with `origins_BX`.
+        earlier: keys and values of the depths before.
+        origins_BX: at depth 0, the positions whose queries are wanted; None: all.
     """
 
-    def __init__(self, ranges: Ranges, *earlier: tuple[Tensor, Tensor]) -> None:
-        self.ranges, self.earlier = ranges, earlier
+    def __init__(self, ranges: Ranges, *earlier: tuple[Tensor, Tensor], origins_BX: Tensor | None = None) -> None:
+        self.ranges, self.earlier, self.origins_BX = ranges, earlier, origins_BX
 
     def next(self, ranges: Ranges) -> UnrolledKeys:
         """Return those of the next depth, once attention has run, for chains of these ranges."""
         return UnrolledKeys(ranges, *self.earlier, self._own)
 
+    def of_queries(self, values_BTX: Tensor) -> Tensor:
+        """See `heads.modules.layers.LayerKeys`."""
+        return values_BTX if self.origins_BX is None else torch.take_along_dim(values_BTX, self.origins_BX.unsqueeze(-1), 1)
+
     def attend(self, attention: DraftAttention, states_BTX: Tensor, rotation: Rotation) -> Tensor:
         """Return the attention output `[B, T, D]` of this depth."""
         self._own = attention.keys_values(states_BTX, rotation)
         first, *later = *self.earlier, self._own
-        q_BNTH = attention.queries(states_BTX, rotation)
-        mixed_BNTH, log_sum_BNT = read_ranges(q_BNTH, *first, self.ranges)
+        cos_BTH, sin_BTH = map(self.of_queries, rotation)
+        q_BNTH = attention.queries(self.of_queries(states_BTX), (cos_BTH, sin_BTH))
+        ranges = self.ranges if self.origins_BX is None else self.ranges.of(self.origins_BX)
+        mixed_BNTH, log_sum_BNT = read_ranges(q_BNTH, *first, ranges)
         if later:
             mixed_BNTH = _with_diagonals(q_BNTH, mixed_BNTH, log_sum_BNT, later)
         return attention.output(mixed_BNTH)

@@ -31,7 +31,7 @@ from heads.modules.attention import Ranges, causal_ranges, read_ranges
 from heads.modules.autoregressive import FeatureProposer
 from heads.modules.initialization import mask_token
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins, shifted_left
-from heads.modules.layers import DraftAttention, Rotation
+from heads.modules.layers import DraftAttention, LayerKeys, Rotation
 from heads.proposers.protocol import Proposal, Tokens
 from heads.proposers.vocabulary import DraftVocabulary
 from heads.sampling.counter_rng import CounterRNG
@@ -224,7 +224,7 @@ def make_chains(depths_BT: Tensor, num_depths: int) -> Chains:
     return Chains(origins_BM=origins_BM, depths_BM=depths_BT.gather(1, origins_BM), widths=tuple(widths))
 
 
-class ParallelKeys:
+class ParallelKeys(LayerKeys):
     """The attention of one layer over the depth-0 elements of T positions, which see their `ranges` of each other, and the
     further ones after them.
     """

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from heads.modules.attention import Ranges, read_ranges
 from heads.modules.interface import Batch, labelled_origins
-from heads.modules.layers import DraftAttention, Rotation
+from heads.modules.layers import DraftAttention, LayerKeys, Rotation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ def before_anchors(places_BA: Tensor, positions_BA: Tensor) -> Ranges:
     return Ranges(first_BX=places_BA - positions_BA, end_BX=places_BA)
 
 
-class BlockKeys:
+class BlockKeys(LayerKeys):
     """What blocks see beside themselves: of a context, turned by `rotation`, their ranges, one for all slots of a block."""
 
     def __init__(self, context_BTD: Tensor, rotation: Rotation, ranges: Ranges) -> None:

@@ -171,11 +171,15 @@ def norm(shape: LayerShape) -> nn.Module:
 class LayerKeys(Protocol):
     """What the queries of one layer see."""
 
+    def of_queries(self, values_BTX: Tensor) -> Tensor:
+        """Return the values of those positions that have queries: all."""
+        return values_BTX
+
     def attend(self, attention: DraftAttention, states_BTX: Tensor, rotation: Rotation) -> Tensor:
         """Return the attention output `[B, T, D]` of new positions."""
 
 
-class RowKeys:
+class RowKeys(LayerKeys):
     """The keys of the same positions in training, of which each reads its range."""
 
     def __init__(self, ranges: Ranges) -> None:
@@ -186,7 +190,7 @@ class RowKeys:
         return attention.output(read_ranges(attention.queries(states_BTX, rotation), k_BMTH, v_BMTH, self.ranges)[0])
 
 
-class CachedKeys:
+class CachedKeys(LayerKeys):
     """Keys and values of one layer in a cache, for drafting; those of the placed positions are added."""
 
     def __init__(self, cache: RowCache, layer: int, visible_B1TS: Tensor) -> None:

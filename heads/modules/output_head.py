@@ -9,7 +9,7 @@ B batch, N rows, D width, W draft vocabulary, V target vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -107,7 +107,14 @@ class DraftHead(nn.Module):
             parameters=self.parameters_used,
             weight=weight,
             row_weights_N=row_weights_N,
+            columns_of=self.columns,
         )
+
+    def columns(self, places_S: Tensor) -> tuple[Callable[[Tensor], Tensor], tuple[Tensor, ...]]:
+        """Return what makes the logits `[..., S]` of some draft tokens, and the tensors that these depend on."""
+        weight_WD, bias_W = self._weights()
+        some = _Columns(self.config, self._as_autocast(weight_WD)[places_S], None if bias_W is None else bias_W[places_S])
+        return some.logits, some.parameters
 
     def start_chain(self, tokens: Tokens, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool) -> ChainBuilder:
         """Return the builder of a chain of drafts after the rows' tokens, made of this head's logits."""
@@ -139,6 +146,24 @@ class DraftHead(nn.Module):
             return self.weight, self.bias
         head = cast(nn.Linear, self._target[0].get_output_embeddings())
         return head.weight, head.bias
+
+
+class _Columns(NamedTuple):
+    """Some rows of the weight of a `DraftHead`, gathered differentiably, as a head of their own."""
+
+    config: object
+    weight_SD: Tensor
+    bias_S: Tensor | None
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        return (self.weight_SD,) if self.bias_S is None else (self.weight_SD, self.bias_S)
+
+    def get_output_embeddings(self) -> Callable[[Tensor], Tensor]:
+        return lambda hidden: functional.linear(hidden.to(self.weight_SD.dtype), self.weight_SD, self.bias_S)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return head_logits(self, hidden)
 
 
 def cast_anew(weight: Tensor) -> torch.dtype | None:
