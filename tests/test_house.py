@@ -47,6 +47,7 @@ ENTRIES = {
     "eval/gate.py": ["report.json"],
     "eval/compare.py": ["one.json", "other.json"],
     "eval/predict.py": ["report.json"],
+    "eval/neighbours.py": ["--set", "codebook=codes.npy", "--set", "vocab_size=64"],
     "scripts/make_cache.py": [],
     "scripts/make_data.py": [],
     "scripts/plan.py": [],

@@ -13,7 +13,9 @@ from pydantic import Field, model_validator
 from configs.schema.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Settings, Share
 from configs.schema.drafting import CostStopping, DynamicTree, StaticTree, StoppingConfig, TreeConfig
 
-Rule = Literal["greedy", "match", "token", "block", "without_replacement", "with_replacement", "k_seq", "typical", "smc"]
+Rule = Literal[
+    "greedy", "match", "token", "block", "without_replacement", "with_replacement", "k_seq", "typical", "smc", "neighbourhood"
+]
 Verification = Literal["token", "block", "match"]
 LEAST_TEMPERATURE = 1e-4
 
@@ -53,7 +55,30 @@ class ParticleSampling(Settings):
     resample_below: Share = 0.5  # of num_particles: with fewer effective ones they are resampled; 0: never
 
 
-LossyConfig = Annotated[TypicalAcceptance | ParticleSampling | None, Field(discriminator="kind")]
+class NeighbourhoodAcceptance(Settings):
+    """Move probability to a draft from the codes nearest to it, then judge without loss (LANTERN, 2410.03355)."""
+
+    kind: Literal["neighbourhood"]
+    k: PositiveInt = 8  # nearest codes of each that may give
+    delta: Share = 0.2  # the most probability that is moved; 0 is lossless
+    # What delta bounds. step: the distance (total variation) of a token's distribution from the target's. draft: that of the
+    # distribution by which one draft is judged, as in the paper; the token's own may lie further away. For chains only
+    bound: Literal["step", "draft"] = "step"
+    table: str  # of nearest codes, written by eval/neighbours.py
+
+
+class NeighboursConfig(Settings):
+    """`eval/neighbours.py`: the table of each code's nearest ones, by the distances of their vectors."""
+
+    codebook: str  # the vectors [codes, width]: a .npy file, or one of safetensors
+    tensor: str | None = None  # safetensors: which one; None: the only one
+    first_id: NonNegativeInt = 0  # token id of the first code; the others follow
+    vocab_size: PositiveInt  # of the target; tokens that are no codes have no neighbours
+    k: PositiveInt = 64  # neighbours of each code, the nearest first; decoding may take fewer
+    output: str = "runs/neighbours.safetensors"
+
+
+LossyConfig = Annotated[TypicalAcceptance | ParticleSampling | NeighbourhoodAcceptance | None, Field(discriminator="kind")]
 
 
 class DecodeConfig(SamplingConfig):
@@ -140,6 +165,13 @@ class DecodeConfig(SamplingConfig):
         if isinstance(lossy, ParticleSampling):
             if self.tree is not None or self.stopping is not None:
                 raise ValueError("lossy smc drafts chains of one length: set tree and stopping to null")
+            return self
+        if isinstance(lossy, NeighbourhoodAcceptance):
+            if self.tree is not None and (lossy.bound == "draft" or self.tree.drawn_candidates == "top_k"):
+                raise ValueError(
+                    "lossy neighbourhood judges drafts that were drawn, in trees by the bound of a step: set tree to null, or "
+                    "lossy.bound to step and tree to a static one whose candidates are drawn"
+                )
             return self
         if isinstance(self.tree, DynamicTree) and lossy.drafts == "drawn":
             raise ValueError(

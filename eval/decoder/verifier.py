@@ -7,7 +7,7 @@ B batch, G drafts of a chain, N of a tree, K = G + 1 or N + 1 target rows, D dep
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -23,7 +23,7 @@ from heads.sampling.probabilities import draw, greedy_token, token_probabilities
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, distinct_positions
 from heads.sampling.uploads import constant, on_device
 
-RULES = {"token": verify_tokens, "block": verify_block}
+RULES: dict[str, Callable[..., ChainVerification]] = {"token": verify_tokens, "block": verify_block}
 
 
 class Verifier:
@@ -33,6 +33,8 @@ class Verifier:
 
     def __init__(self, config: DecodeConfig, rng: CounterRNG) -> None:
         self.config, self.rng = config, rng
+        # None: drafts are matched with the target's own tokens.
+        self.chain_rule, self.candidate_rule = RULES.get(config.rule), CANDIDATE_RULES.get(config.rule)
 
     def chain(
         self, logits_BKV: Tensor, proposal: Proposal, num_drafted: Sequence[int], lengths: Sequence[int]
@@ -48,7 +50,7 @@ class Verifier:
         num_drafted_B = on_device(num_drafted, logits_BKV.device)
         first_B1 = on_device(lengths, logits_BKV.device).unsqueeze(1)
         positions_BK = first_B1 + torch.arange(logits_BKV.shape[1], device=logits_BKV.device)
-        rule = RULES.get(self.config.rule)
+        rule = self.chain_rule
         q_BGV = None if rule is None else _drawn_by(proposal, logits_BKV)
         if rule is None or q_BGV is None:
             return verify_greedy(self.target_tokens(logits_BKV, positions_BK), proposal.tokens_BG, num_drafted_B)
@@ -80,7 +82,7 @@ class Verifier:
             return match_tree(tokens_of(greedy_token(logits_BKV)), tokens_BK, parents_BK, tree.depth)
         rows_B = torch.arange(len(tokens_BK), device=tokens_BK.device)
         first_B1 = on_device(lengths, logits_BKV.device).unsqueeze(1)
-        rule = CANDIDATE_RULES.get(self.config.rule)
+        rule = self.candidate_rule
         probs_BKV = None if rule is None else proposal.probs_BKV
         return verify_tree(
             lambda node_B: token_probabilities(logits_BKV[rows_B, node_B], self.config),

@@ -16,6 +16,7 @@ from eval.decoder.decode import decode as decode_by
 from eval.decoder.decode import generate as generate_by
 from eval.decoder.request import Request
 from eval.decoder.verifier import Verifier
+from eval.lossy.neighbourhood import NeighbourhoodVerifier
 from eval.lossy.particles import ParticleRun
 from eval.lossy.typical import TypicalVerifier
 from heads.proposers.protocol import Proposer
@@ -39,7 +40,7 @@ def start_run(
 
 def verifier_for(config: DecodeConfig) -> type[Verifier]:
     """Return the verifier of the rule in force."""
-    return TypicalVerifier if config.rule == "typical" else Verifier
+    return {"typical": TypicalVerifier, "neighbourhood": NeighbourhoodVerifier}.get(config.rule, Verifier)
 
 
 decode = partial(decode_by, make_run=start_run)

@@ -1,0 +1,225 @@
+"""Acceptance by neighbourhoods (LANTERN, 2410.03355): codes that look or sound alike may stand for each other. LOSSY.
+
+Many codes of pictures and of sound are interchangeable, and a target that spreads its probability over them refuses drafts that
+are as good as its own. Before a lossless rule judges a draft, probability is moved to it from the codes nearest to it, at most
+`delta` in all, so that the output follows p' in place of p with TV(p', p) <= delta.
+
+`relaxed` bounds that for a whole step: p' is one distribution, made of p and q alone, and the output's own distance from p is
+at most delta. `relaxed_for_drafts` is the paper's: each draft is judged by a p' of its own. Its bound is on each of these, and
+the output, which mixes them, may lie further from p.
+G drafts, K = G + 1, V vocabulary, N neighbours of a token; `...` any leading dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from configs.runtime.errors import InputError, first_line
+from configs.runtime.files import write_bytes
+from configs.runtime.terminal import say
+from configs.schema.decoding import DecodeConfig, NeighbourhoodAcceptance, NeighboursConfig
+from eval.decoder.chain_rules import ChainVerification
+from eval.decoder.tree_rules import CANDIDATE_RULES, CandidateChoice, CandidateRule
+from eval.decoder.verifier import RULES, Verifier
+from heads.sampling.counter_rng import CounterRNG
+
+TENSOR = "neighbours"  # of the table's file: token ids [V, N], the nearest first; a token that has none names itself
+ChainRule = Callable[..., ChainVerification]  # as in `eval.decoder.chain_rules`
+AT_ONCE = 4096  # codes whose distances to all others are held at a time
+
+
+class NeighbourhoodVerifier(Verifier):
+    """Verifies by the lossless rule of the settings without `lossy`, after moving probability to the drafts.
+
+    Drafts that were not drawn from a distribution, such as a lookup's beside another draft's, are judged without loss.
+
+    Raises:
+        ValueError: `config.lossy` is not by neighbourhoods.
+        InputError: the table cannot be read, or has fewer than k neighbours.
+    """
+
+    rules: ClassVar[frozenset[str]] = frozenset(("neighbourhood",))
+
+    def __init__(self, config: DecodeConfig, rng: CounterRNG) -> None:
+        super().__init__(config, rng)
+        lossy = config.lossy
+        if not isinstance(lossy, NeighbourhoodAcceptance):
+            raise ValueError(f"lossy must be set to neighbourhood, got {lossy}")
+        strict = config.model_copy(update={"lossy": None}).rule
+        neighbours_VN = _read_table(lossy.table, lossy.k, rng.requests_B.device)
+        if lossy.bound == "draft":
+            self.chain_rule = paper_rule(neighbours_VN, lossy.delta)
+        elif strict in RULES:
+            self.chain_rule = step_rule(RULES[strict], neighbours_VN, lossy.delta)
+        else:
+            self.candidate_rule = step_candidates(CANDIDATE_RULES[strict], neighbours_VN, lossy.delta)
+
+
+def relaxed(p: Tensor, q: Tensor, neighbours_VN: Tensor, delta: float) -> Tensor:
+    """Return p' `[..., V]`: p with probability moved from tokens that q drafts too rarely to near ones it drafts too often.
+
+    The nearest give first. A token gives no more than p - q and takes no more than q - p, so what is moved in all is TV(p', p);
+    where that comes to more than delta, every transfer is scaled down alike.
+
+    Args:
+        p: the target's distributions `[..., V]`.
+        q: those that the drafts were drawn from.
+        neighbours_VN: the nearest tokens of each.
+        delta: the most that is moved, 0 to 1. With 0, p' is p to the bit.
+    """
+    spare, wanted, change = (p - q).clamp(min=0), (q - p).clamp(min=0), torch.zeros_like(p)
+    for giver_V in _fitting(neighbours_VN, p).unbind(1):
+        # What each would like of its neighbour, which may be that of several; they share what it has.
+        asked = torch.minimum(wanted, spare[..., giver_V])
+        asked_of = torch.zeros_like(p).index_add_(-1, giver_V, asked)
+        share = (spare / asked_of.clamp(min=torch.finfo(p.dtype).tiny)).clamp(max=1.0)
+        taken, given = asked * share[..., giver_V], asked_of * share
+        spare, wanted, change = (spare - given).clamp(min=0), wanted - taken, change + taken - given
+    moved = change.clamp(min=0).sum(-1, keepdim=True)
+    scale = (delta / moved.clamp(min=torch.finfo(p.dtype).tiny)).clamp(max=1.0)
+    return (p + scale * change).clamp(min=0)
+
+
+def relaxed_for_drafts(p: Tensor, tokens: Tensor, neighbours_VN: Tensor, delta: float) -> Tensor:
+    """Return for each draft `[...]` the p' `[..., V]` that it is judged by: its nearest tokens' probability is its own.
+
+    They are taken in order while their sum is at most delta (LANTERN, equations 3 and 4).
+    """
+    near = _fitting(neighbours_VN, p)[tokens]
+    lent = p.gather(-1, near).masked_fill(near == tokens.unsqueeze(-1), 0.0)
+    lent = lent.masked_fill(lent.cumsum(-1) > delta, 0.0)
+    return p.scatter_add(-1, near, -lent).scatter_add(-1, tokens.unsqueeze(-1), lent.sum(-1, keepdim=True)).clamp(min=0)
+
+
+def step_rule(rule: ChainRule, neighbours_VN: Tensor, delta: float) -> ChainRule:
+    """Return a rule for chains with `relaxed` before it."""
+
+    def verify(p_BKV: Tensor, q_BGV: Tensor, tokens_BG: Tensor, num_drafted_B: Tensor, *uniforms: Tensor) -> ChainVerification:
+        p_BKV = _where_drafted(p_BKV, relaxed(p_BKV[:, :-1], q_BGV, neighbours_VN, delta), num_drafted_B)
+        return rule(p_BKV, q_BGV, tokens_BG, num_drafted_B, *uniforms)
+
+    return verify
+
+
+def paper_rule(neighbours_VN: Tensor, delta: float) -> ChainRule:
+    """Return token-wise rejection with `relaxed_for_drafts` before it."""
+
+    def verify(p_BKV: Tensor, q_BGV: Tensor, tokens_BG: Tensor, num_drafted_B: Tensor, *uniforms: Tensor) -> ChainVerification:
+        p_BKV = _where_drafted(p_BKV, relaxed_for_drafts(p_BKV[:, :-1], tokens_BG, neighbours_VN, delta), num_drafted_B)
+        return RULES["token"](p_BKV, q_BGV, tokens_BG, num_drafted_B, *uniforms)
+
+    return verify
+
+
+def step_candidates(rule: CandidateRule, neighbours_VN: Tensor, delta: float) -> CandidateRule:
+    """Return a rule for several candidates with `relaxed` before it; rows without a candidate keep their p."""
+
+    def choose(p_BV: Tensor, q_BV: Tensor, tokens_BC: Tensor, num_candidates_B: Tensor, accept_BC: Tensor) -> CandidateChoice:
+        judged_B1 = (num_candidates_B > 0).unsqueeze(1)
+        p_BV = torch.where(judged_B1, relaxed(p_BV, q_BV, neighbours_VN, delta), p_BV)
+        return rule(p_BV, q_BV, tokens_BC, num_candidates_B, accept_BC)
+
+    return choose
+
+
+def nearest_codes(codebook_CE: Tensor, num_neighbours: int, *, first_id: int, vocab_size: int) -> Tensor:
+    """Return the token ids of the codes nearest to each token's, `[V, N]`, the nearest first; tokens that are no codes name
+    themselves.
+
+    Args:
+        codebook_CE: the codes' vectors; code c is token `first_id + c`.
+        num_neighbours: N, less than there are codes.
+        first_id: token id of the first code.
+        vocab_size: V.
+    """
+    table_VN = torch.arange(vocab_size).unsqueeze(1).repeat(1, num_neighbours)
+    codebook_CE = codebook_CE.double()
+    for start in range(0, len(codebook_CE), AT_ONCE):
+        part_PE = codebook_CE[start : start + AT_ONCE]
+        distances_PC = torch.cdist(part_PE, codebook_CE)
+        own_P = torch.arange(start, start + len(part_PE))
+        distances_PC[torch.arange(len(part_PE)), own_P] = float("inf")
+        nearest_PN = distances_PC.topk(num_neighbours, largest=False).indices
+        table_VN[first_id + own_P] = first_id + nearest_PN
+    return table_VN
+
+
+def _where_drafted(p_BKV: Tensor, changed_BGV: Tensor, num_drafted_B: Tensor) -> Tensor:
+    """Return p with the rows of drafts that count replaced; the bonus token comes from p."""
+    drafted_BG1 = (torch.arange(changed_BGV.shape[1], device=p_BKV.device) < num_drafted_B.unsqueeze(1)).unsqueeze(2)
+    return torch.cat([torch.where(drafted_BG1, changed_BGV, p_BKV[:, :-1]), p_BKV[:, -1:]], 1)
+
+
+def _fitting(neighbours_VN: Tensor, p: Tensor) -> Tensor:
+    """Return the table with rows for the padding behind the vocabulary, if the target has some; refuse one of another size."""
+    missing = p.shape[-1] - len(neighbours_VN)
+    if missing < 0:
+        raise InputError(
+            f"decode.lossy.table names the neighbours of {len(neighbours_VN)} tokens, and the target has {p.shape[-1]}; make "
+            "it with the target's vocab_size"
+        )
+    if not missing:
+        return neighbours_VN
+    own_M1 = torch.arange(len(neighbours_VN), p.shape[-1], device=p.device).unsqueeze(1)
+    return torch.cat([neighbours_VN, own_M1.expand(-1, neighbours_VN.shape[1])])
+
+
+@lru_cache(maxsize=8)
+def _read_table(path: str, k: int, device: torch.device) -> Tensor:
+    remedy = "make one with eval/neighbours.py"
+    try:
+        table_VN = load_file(path)[TENSOR]
+    except (OSError, SafetensorError, KeyError) as error:
+        raise InputError(f"decode.lossy.table: {path} holds no table of neighbours: {first_line(error)}; {remedy}") from error
+    if table_VN.ndim != 2 or table_VN.dtype != torch.int64 or not ((table_VN >= 0) & (table_VN < len(table_VN))).all():
+        raise InputError(f"decode.lossy.table: {Path(path).name} must hold token ids [vocabulary, neighbours]; {remedy}")
+    if k > table_VN.shape[1]:
+        raise InputError(f"decode.lossy.k is {k}, and {path} has {table_VN.shape[1]} neighbours of each token; {remedy}")
+    return table_VN[:, :k].to(device)
+
+
+# --- making the table ---------------------------------------------------------------------------------------------
+
+
+def write_table(config: NeighboursConfig) -> None:
+    """Write the table that `eval/neighbours.py` was asked for.
+
+    Raises:
+        InputError: the codebook cannot be read, does not fit the vocabulary, or has too few codes.
+    """
+    codebook_CE = _read_codebook(config)
+    if config.first_id + len(codebook_CE) > config.vocab_size:
+        raise InputError(
+            f"vocab_size is {config.vocab_size}, and {len(codebook_CE)} codes from token {config.first_id} on do not fit"
+        )
+    if config.k >= len(codebook_CE):
+        raise InputError(f"k must be less than the codebook's {len(codebook_CE)} codes, got {config.k}")
+    table_VN = nearest_codes(codebook_CE, config.k, first_id=config.first_id, vocab_size=config.vocab_size)
+    write_bytes(Path(config.output), save({TENSOR: table_VN}))
+    say(f"the {config.k} nearest of {len(codebook_CE)} codes: {config.output}")
+
+
+def _read_codebook(config: NeighboursConfig) -> Tensor:
+    path = Path(config.codebook)
+    try:
+        if path.suffix == ".npy":
+            codebook = torch.from_numpy(np.load(path, allow_pickle=False))
+        else:
+            tensors = load_file(path)
+            codebook = tensors[next(iter(tensors)) if config.tensor is None and len(tensors) == 1 else str(config.tensor)]
+    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
+        raise InputError(
+            f"codebook: {path} holds no vectors as .npy or safetensors (tensor is {config.tensor}): {first_line(error)}"
+        ) from error
+    if codebook.ndim != 2 or not codebook.is_floating_point() or not torch.isfinite(codebook).all():
+        raise InputError(f"codebook: {path} must hold finite numbers [codes, width], got {tuple(codebook.shape)}")
+    return codebook

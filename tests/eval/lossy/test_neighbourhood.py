@@ -1,0 +1,148 @@
+"""Acceptance by neighbourhoods: what the output's distance from the target comes to, exactly, and the table it goes by."""
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file
+
+from configs.runtime.errors import InputError
+from configs.schema.decoding import DecodeConfig, NeighbourhoodAcceptance, NeighboursConfig
+from configs.schema.drafting import DynamicTree, StaticTree
+from eval.decoder.chain_rules import verify_block, verify_tokens
+from eval.decoder.decode import decode as decode_without_loss
+from eval.decoder.tree_rules import CANDIDATE_RULES, verify_tree
+from eval.lossless.enumeration import Toy, enumerate_rule, random_toy
+from eval.lossless.tree_enumeration import distribution_of_draws, enumerate_tree
+from eval.lossy.decode import decode
+from eval.lossy.neighbourhood import TENSOR, paper_rule, relaxed, step_candidates, step_rule, write_table
+from heads.proposers.draft_lm import DraftLM
+from heads.sampling.sibling_draws import DRAWS
+from tests.support.decoding import requests_for
+
+PROMPTS = [(7, 12, 3), (20, 9, 9, 31, 5, 6), (40,)]
+DELTAS = (0.0, 0.05, 0.3, 1.0)
+
+
+def table_of(vocab_size, k, seed=0):
+    """Each token's neighbours, in random order."""
+    generator = torch.Generator().manual_seed(seed)
+    others = [[other for other in range(vocab_size) if other != token] for token in range(vocab_size)]
+    return torch.tensor([[row[n] for n in torch.randperm(len(row), generator=generator)[:k]] for row in others])
+
+
+@pytest.mark.parametrize("delta", DELTAS)
+@pytest.mark.parametrize(("vocab_size", "num_drafts"), [(12, 1), (4, 2)])
+def test_no_steps_distribution_lies_further_than_delta_from_the_targets(vocab_size, num_drafts, delta):
+    near = table_of(vocab_size, 3)
+    for seed in range(3):
+        toy = random_toy(seed, vocab_size, num_drafts)
+        for strict in (verify_block, verify_tokens):
+            found, lossless = (enumerate_rule(rule, toy) for rule in (step_rule(strict, near, delta), strict))
+            assert found.total_variation <= 1 - (1 - delta) ** num_drafts + 1e-12
+            assert found.tokens_per_round >= lossless.tokens_per_round - 1e-12
+        if delta == 0.3:
+            assert found.total_variation > 0.1
+            assert found.tokens_per_round > lossless.tokens_per_round + 0.1
+
+
+@pytest.mark.parametrize("name", CANDIDATE_RULES)
+def test_the_same_holds_for_siblings_of_a_tree(name):
+    for seed, delta in enumerate(DELTAS):
+        rule = step_candidates(CANDIDATE_RULES[name], table_of(4, 2), delta)
+
+        def verify(*values, rule=rule, **settings):
+            return verify_tree(*values, **settings, rule=rule)
+
+        found = enumerate_tree(verify, random_toy(seed, 4, 1), [-1, 0, 0], distribution_of_draws(DRAWS[name]))
+        assert found.total_variation <= delta + 1e-10
+
+
+def test_what_is_moved_is_what_neighbours_can_give_and_never_more_than_delta():
+    p, q = torch.tensor([0.5, 0.3, 0.1, 0.1], dtype=torch.float64), torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+    near = torch.tensor([[1], [0], [0], [0]])  # tokens 2 and 3 share token 0; token 1 could give 0.1 and is nobody's
+    torch.testing.assert_close(relaxed(p, q, near, 1.0), torch.tensor([0.1, 0.3, 0.26, 0.34], dtype=torch.float64))
+    torch.testing.assert_close(relaxed(p, q, near, 0.2), torch.tensor([0.3, 0.3, 0.18, 0.22], dtype=torch.float64))
+    itself = torch.arange(4).unsqueeze(1)
+    assert torch.equal(relaxed(p, q, itself, 1.0), p)
+
+
+def test_the_papers_rule_keeps_a_draft_by_its_neighbours_and_its_output_may_lie_beyond_delta():
+    even = [float(token % 2 == 0) / 6 for token in range(12)]
+    toy = Toy(12, 1, {(): [1 / 12] * 12} | {(token,): [1 / 12] * 12 for token in range(12)}, {(): even})
+    near = torch.tensor([[token + 1 - 2 * (token % 2), (token + 2) % 12] for token in range(12)])
+    found = enumerate_rule(paper_rule(near, 0.1), toy)
+    assert found.tokens_per_round == pytest.approx(2)  # every draft has its neighbour's 1/12 beside its own
+    assert found.total_variation == pytest.approx(0.5)
+    assert enumerate_rule(paper_rule(near, 0.08), toy).total_variation == pytest.approx(0)  # less than a neighbour has
+    assert enumerate_rule(step_rule(verify_tokens, near, 0.1), toy).total_variation == pytest.approx(0.1)
+
+
+# --- in the decoder -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def target(tiny_llama, as_target):
+    return as_target(tiny_llama(seed=1))
+
+
+@pytest.fixture
+def draft(tiny_llama):
+    return DraftLM(tiny_llama(seed=2, spread=3.0), 64)
+
+
+@pytest.fixture
+def table(tmp_path):
+    np.save(tmp_path / "codes.npy", np.random.default_rng(0).normal(size=(64, 3)))
+    path = tmp_path / "table.safetensors"
+    write_table(NeighboursConfig(codebook=str(tmp_path / "codes.npy"), vocab_size=64, k=16, output=str(path)))
+    return str(path)
+
+
+def sampled(table, delta, **others):
+    lossy = None if delta is None else {"kind": "neighbourhood", "delta": delta, "table": table, "k": 16}
+    tree = others.pop("tree", None)
+    bound = {"bound": others.pop("bound")} if "bound" in others else {}
+    lossy = lossy and NeighbourhoodAcceptance.model_validate(lossy | bound)
+    return DecodeConfig(num_speculative_tokens=3, max_new_tokens=24, temperature=2.5, lossy=lossy, tree=tree, batch_size=3)
+
+
+@pytest.mark.parametrize("tree", [None, StaticTree(kind="static", branching=[2, 2, 1])])
+def test_delta_0_is_lossless_to_the_bit_and_more_keeps_more(target, draft, table, tree):
+    answers = {
+        delta: decode(target, requests_for(PROMPTS * 2), sampled(table, delta, tree=tree), draft)[0] for delta in (None, 0, 0.5)
+    }
+    assert [each.rounds for each in answers[0]] == [each.rounds for each in answers[None]]
+    rounds = {delta: sum(len(each.rounds) for each in rows) for delta, rows in answers.items()}
+    assert rounds[0.5] < rounds[0]
+
+
+@pytest.mark.parametrize("bound", ["step", "draft"])
+def test_a_request_gets_the_same_tokens_in_any_batch(target, draft, table, bound):
+    config = sampled(table, 0.4, bound=bound)
+    together, _ = decode(target, requests_for(PROMPTS), config, draft)
+    alone = [decode(target, [request], config, draft)[0][0] for request in requests_for(PROMPTS)]
+    assert [each.tokens for each in together] == [each.tokens for each in alone]
+
+
+def test_the_table_names_the_nearest_codes_and_tokens_that_are_none_name_themselves(tmp_path):
+    np.save(tmp_path / "codes.npy", np.array([[0.0], [1.0], [3.0], [3.5]]))
+    config = NeighboursConfig(codebook=str(tmp_path / "codes.npy"), first_id=2, vocab_size=7, k=2, output=str(tmp_path / "t"))
+    write_table(config)
+    table = load_file(tmp_path / "t")[TENSOR].tolist()
+    assert table == [[0, 0], [1, 1], [3, 4], [2, 4], [5, 3], [4, 3], [6, 6]]
+    for change, said in (({"vocab_size": 5}, "do not fit"), ({"k": 4}, "less than"), ({"codebook": "x"}, "no vectors")):
+        with pytest.raises(InputError, match=said):
+            write_table(config.model_copy(update=change))
+
+
+def test_what_does_not_fit_is_refused(target, draft, table, tmp_path):
+    request = requests_for(PROMPTS[:1])
+    with pytest.raises(InputError, match=r"has no rule neighbourhood; decode with eval\.lossy\.decode"):
+        decode_without_loss(target, request, sampled(table, 0.1), draft)
+    with pytest.raises(InputError, match=r"holds no table of neighbours.*eval/neighbours\.py"):
+        decode(target, request, sampled(str(tmp_path / "none"), 0.1), draft)
+    with pytest.raises(ValidationError, match="drafts that were drawn"):
+        sampled(table, 0.1, tree=DynamicTree(kind="dynamic"))
+    with pytest.raises(ValidationError, match="bound to step"):
+        sampled(table, 0.1, bound="draft", tree=StaticTree(kind="static", branching=[2]))
