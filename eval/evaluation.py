@@ -37,6 +37,7 @@ from eval.measure.turns import Turns
 from eval.metrics.energy import summarise_energy
 from eval.metrics.meters import find_meter
 from eval.metrics.quality import Quality
+from eval.metrics.rendering import Rendering
 from eval.metrics.tally import Tally
 from eval.report.build import PromptSet, build_report, complete_report
 from eval.report.markdown import render_markdown
@@ -48,7 +49,17 @@ from heads.target.processes import join_processes
 
 log = logging.getLogger("draftsmith")
 # What comes after the measurement, or says where it goes: a run that was cut off goes on with other ones of these.
-AFTERWARDS = {"lossless", "cost", "quality", "bootstrap_samples", "previous_report", "output", "overwrite"}
+AFTERWARDS = {
+    "lossless",
+    "cost",
+    "quality",
+    "render",
+    "num_rendered",
+    "bootstrap_samples",
+    "previous_report",
+    "output",
+    "overwrite",
+}
 UNCHECKED = {"verdict": INCONCLUSIVE, "checked_prompts": 0, "divergences": [], "checks": {}, "failed_checks": []}
 SUBJECT = ("target.name", "target.revision", "draft", "suite.path", "suite.subset", "suite.split")  # what a report is of
 
@@ -67,7 +78,7 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     output = Path(config.output)
     _check_output(output, config)
     suites = load_suites(config.all_suites)
-    quality = Quality(config, suites[0].prompts)
+    quality, rendering = Quality(config, suites[0].prompts), Rendering(config)
     previous = None if config.previous_report is None else load_report(report_file(config.previous_report), "previous report")
     state = join_processes(config.target)
     target = load_target(config.target, for_chats=True)
@@ -106,11 +117,12 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     write_report(partial, report)
     laps.done("losslessness")
     scores = quality.judge(target, records)
+    rendered = rendering.of(target, records, {prompt.prompt_id: prompt.turns[0] for prompt in suites[0].prompts})
     energy = None if metering is None else summarise_energy(records.timings, metering, config)
     laps.done("report")
     speed = _predict(config, target, draft, records, report)
     laps.done("timing sweep")
-    report = complete_report(report, quality=scores, energy=energy, speed=speed)
+    report = complete_report(report, quality=scores, energy=energy, speed=speed, rendered=rendered)
     write_report(output / "report.json", report)
     partial.unlink()
     drop_parts(output)

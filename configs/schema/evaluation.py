@@ -13,6 +13,13 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.target import TargetConfig
 
 
+def dotted(path: str, what: str) -> str:
+    """Return the path of a function of the user's, which has the form package.module.function."""
+    if "." not in path or not all(part.isidentifier() for part in path.split(".")):
+        raise ValueError(f"{what} is named as package.module.function, got {path!r}")
+    return path
+
+
 class QualityConfig(Settings):
     """Score plain and speculative answers to the same prompts, and compare them prompt by prompt."""
 
@@ -22,13 +29,20 @@ class QualityConfig(Settings):
     # Functions of your own, as package.module.function: (prompt, answer, reference or None) -> number, larger is better.
     # Importable from the checkout's root, from PYTHONPATH, or installed.
     scorers: list[str] = []
+    # A function of your own: answer -> numbers, as many for each. The Fréchet distance between plain and speculative answers in
+    # their space, and of both from the references, where every prompt of the suite has one. Not for answers with several turns
+    features: str | None = None
+
+    @field_validator("features")
+    @classmethod
+    def _features_are_dotted(cls, path: str | None) -> str | None:
+        return None if path is None else dotted(path, "a function")
 
     @field_validator("scorers")
     @classmethod
     def _are_dotted_and_different(cls, paths: list[str]) -> list[str]:
         for path in paths:
-            if "." not in path or not all(part.isidentifier() for part in path.split(".")):
-                raise ValueError(f"a scorer is named as package.module.function, got {path!r}")
+            dotted(path, "a scorer")
         if len(set(paths)) < len(paths):
             raise ValueError(
                 f"scorers are listed twice: {', '.join(sorted({each for each in paths if paths.count(each) > 1}))}"
@@ -37,8 +51,10 @@ class QualityConfig(Settings):
 
     @model_validator(mode="after")
     def _judges_something(self) -> Self:
-        if not self.perplexity and self.exact_match is None and not self.scorers:
-            raise ValueError("quality judges nothing: turn perplexity on, or give exact_match or scorers; null turns it off")
+        if not self.perplexity and self.exact_match is None and not self.scorers and self.features is None:
+            raise ValueError(
+                "quality judges nothing: turn perplexity on, or give exact_match, scorers or features; null turns it off"
+            )
         return self
 
 
@@ -144,6 +160,10 @@ class EvalConfig(Settings):
     # Acceptance by position, drawn at these rates in place of verification, the last one holding beyond: the speed of a draft
     # that does not exist yet. The report says that it is simulated, and no gate accepts it. None: not simulated
     simulate_acceptance: Annotated[list[Share], Field(min_length=1)] | None = None
+    # A function of your own, as package.module.function: answer -> data URL of a picture (PNG, JPEG, WebP, SVG) or of sound
+    # (WAV, MP3, Ogg), for the first answers of the suite. The answer is a text; with target.tokens ids, of numbers
+    render: str | None = None
+    num_rendered: PositiveInt = 10  # prompts whose answers are rendered
     energy: bool = False  # joules per token, by the machine's own counters where they can be read
     bootstrap_samples: PositiveInt = 2000  # of prompts, for each interval
     previous_report: str | None = None  # of the draft before, shown beside this one on the page; the gate takes --baseline
@@ -255,6 +275,11 @@ class EvalConfig(Settings):
         if len(set(self.baselines)) < len(self.baselines):
             raise ValueError(f"baselines must name each way once, got {self.baselines}")
         return self
+
+    @field_validator("render")
+    @classmethod
+    def _render_is_dotted(cls, path: str | None) -> str | None:
+        return None if path is None else dotted(path, "a function")
 
     @model_validator(mode="after")
     def _guided_targets_draft_not_for_themselves(self) -> Self:

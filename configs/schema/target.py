@@ -6,9 +6,9 @@ The device map is made and checked against the model in `heads.target.placement`
 from __future__ import annotations
 
 import re
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from configs.schema.base import Dtype, NonNegativeInt, PositiveFloat, PositiveInt, Settings, check_plain_url
 
@@ -27,7 +27,7 @@ class GuidanceConfig(Settings):
 
     scale: PositiveFloat  # 1: none
     # First and last of the token ids that make up the condition: classes, or the tokens of a text that is drawn or spoken
-    condition: tuple[NonNegativeInt, NonNegativeInt]
+    condition: Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
     null: NonNegativeInt  # the token that stands in the place of each of them in the text without condition
 
     @model_validator(mode="after")

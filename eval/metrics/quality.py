@@ -8,15 +8,16 @@ no score. The free baselines' answers are not scored: they are as lossless as th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from configs.schema.evaluation import EvalConfig, QualityConfig
 from distill.generation.prompts import Prompt
 from eval.decoder.records import AUTOREGRESSIVE, ENDED, FAILED, SPECULATIVE, Generation
+from eval.metrics.feature_distance import featurised, frechet_distance
 from eval.metrics.likelihood import mean_log_likelihood, pair_answers
-from eval.metrics.scorers import Scorer, load_scorers, reference_of
+from eval.metrics.scorers import Scorer, import_function, load_scorers, reference_of
 from eval.metrics.tally import Tally
 from eval.stats.bootstrap import LEVEL, Floats, Interval, statistic_interval
 from heads.target.loading import Target
@@ -39,6 +40,8 @@ class Quality:
         self.bootstrap = {"samples": config.bootstrap_samples, "seed": config.decode.seed}
         self.prompts = {prompt.prompt_id: prompt for prompt in prompts}
         self.scorers = {} if config.quality is None else load_scorers(config.quality, prompts)
+        name = None if config.quality is None else config.quality.features
+        self.features: Callable[..., Any] | None = None if name is None else import_function(name, "quality.features")
 
     def judge(self, target: Target, records: Tally) -> dict[str, Any] | None:
         """Return the report's `quality` section; `None` where it is not asked for."""
@@ -53,6 +56,7 @@ class Quality:
             "num_cut": sum(any(answer.stop_reason not in ENDED for answer in pair) for pair in complete),
             "perplexity": self._perplexity(target, complete) if self.asked.perplexity and complete else None,
             "scores": {name: self._scores(target, complete, name) for name in self.scorers} if complete else {},
+            "feature_distance": self._distances(target, complete) if self.features is not None and len(complete) > 1 else None,
         }
 
     def _perplexity(self, target: Target, pairs: Sequence[Pair]) -> dict[str, Any]:
@@ -86,9 +90,24 @@ class Quality:
             section["difference_ci"] = unseen_change(len(columns[0]), [score for scores in scored for score in scores])
         return {**section, "num_changed": num_changed}
 
+    def _distances(self, target: Target, pairs: Sequence[Pair]) -> dict[str, Any]:
+        """Return the Fréchet distances between the answers of both modes, and of each from the references."""
+        name, function = str(cast(QualityConfig, self.asked).features), cast(Callable[..., Any], self.features)
+        plain_NF, speculative_NF = (
+            featurised(name, function, [_text(target, pair[side]) for pair in pairs]) for side in (0, 1)
+        )
+        references = [reference_of(self.prompts[plain.prompt_id], plain.turn) for plain, _ in pairs]
+        known = [reference for reference in references if reference is not None]
+        own = featurised(name, function, known) if len(known) == len(pairs) else None
+        return {
+            "autoregressive": None if own is None else frechet_distance(own, plain_NF),
+            "speculative": None if own is None else frechet_distance(own, speculative_NF),
+            "between": frechet_distance(plain_NF, speculative_NF),
+        }
+
     def _score_pair(self, target: Target, pair: Pair, scorer: Scorer) -> tuple[float, float]:
         prompt, turn = self.prompts[pair[0].prompt_id], pair[0].turn
-        texts = [str(target.tokenizer.decode(list(answer.tokens), skip_special_tokens=True)) for answer in pair]
+        texts = [_text(target, answer) for answer in pair]
         plain, speculative = (scorer(prompt.turns[turn], text, reference_of(prompt, turn)) for text in texts)
         return plain, speculative
 
@@ -99,6 +118,10 @@ class Quality:
             found: Interval = statistic_interval(statistic, *columns, **self.bootstrap)
             section |= {name: found.point, f"{name}_ci": found.bounds}
         return section
+
+
+def _text(target: Target, answer: Generation) -> str:
+    return str(target.tokenizer.decode(list(answer.tokens), skip_special_tokens=True))
 
 
 def nats_of(target: Target, answer: Generation) -> float:

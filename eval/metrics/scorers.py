@@ -46,7 +46,7 @@ def load_scorers(config: QualityConfig, prompts: Sequence[Prompt]) -> dict[str, 
     Raises:
         InputError: one cannot be imported, fails, or returns no number.
     """
-    functions: dict[str, Callable[..., Any]] = {path: _import(path) for path in config.scorers}
+    functions: dict[str, Callable[..., Any]] = {path: import_function(path, "quality.scorers") for path in config.scorers}
     if config.exact_match is not None:
         functions = {config.exact_match: exact_match, **functions}
     scorers: dict[str, Scorer] = {name: partial(_score, name, function) for name, function in functions.items()}
@@ -61,17 +61,22 @@ def reference_of(prompt: Prompt, turn: int) -> str | None:
     return prompt.answer if turn == 0 else None
 
 
-def _import(path: str) -> Callable[..., Any]:
+def import_function(path: str, key: str) -> Callable[..., Any]:
+    """Return the user's function of this import path; `key` names the config key that holds it.
+
+    Raises:
+        InputError: it cannot be imported, or is no function.
+    """
     module, _, name = path.rpartition(".")
     try:
         function = getattr(importlib.import_module(module), name)
     except Exception as error:  # importing runs the user's file, which may fail in any way
         raise InputError(
-            f"quality.scorers: {path} cannot be imported: {type(error).__name__}: {first_line(error)}; it must be a function "
+            f"{key}: {path} cannot be imported: {type(error).__name__}: {first_line(error)}; it must be a function "
             "in an installed module, or in one found from the checkout's root or PYTHONPATH"
         ) from error
     if not callable(function):
-        raise InputError(f"quality.scorers: {path} is a {type(function).__name__}, not a function")
+        raise InputError(f"{key}: {path} is a {type(function).__name__}, not a function")
     return function
 
 

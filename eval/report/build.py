@@ -119,6 +119,7 @@ def complete_report(
     quality: Mapping[str, Any] | None = None,
     energy: Mapping[str, Any] | None = None,
     speed: Mapping[str, Any] | None = None,
+    rendered: Sequence[Mapping[str, str]] = (),
 ) -> Report:
     """Return a report with the sections that only some runs ask for, and with more fields of the speed section."""
     values = {**report.to_dict(), "quality": quality, "energy": energy}
@@ -126,6 +127,8 @@ def complete_report(
         values["lossless"] = _lossless(lossless)
     if speed:
         values["speed"] |= speed
+    if rendered:
+        values["rendered"] = list(rendered)
     return parse_report(values, "the report just completed")
 
 

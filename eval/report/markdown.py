@@ -6,14 +6,9 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from configs.runtime.terminal import one_line, printable
+from eval.report.answer_sections import EnergySection, QualitySection
 from eval.report.schema import BaselineSection, Report, WithLookupSection
-from eval.report.sections import (
-    AcceptanceSection,
-    EnergySection,
-    PredictedSection,
-    QualitySection,
-    WholeAcceptanceSection,
-)
+from eval.report.sections import AcceptanceSection, PredictedSection, WholeAcceptanceSection
 from eval.report.text import (
     VERDICTS,
     by_suite,
@@ -159,6 +154,11 @@ def _quality_table(quality: QualitySection) -> str:
     for name, score in quality.scores.items():
         scores = (number(each, 3) for each in (score.autoregressive, score.speculative, score.difference))
         rows.append((escape(name), *scores, interval(score.difference_ci, 3)))
+    if (distance := quality.feature_distance) is not None:
+        rows.append(
+            ("Fréchet distance from the references", number(distance.autoregressive), number(distance.speculative), "", "")
+        )
+        rows.append(("Fréchet distance from plain answers", "", number(distance.between), "", ""))
     return table(("quality", "plain", "speculative", "change", "95 % interval"), rows)
 
 

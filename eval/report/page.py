@@ -73,8 +73,31 @@ def render_comparison(entries: Sequence[ComparedReport]) -> str:
         categories=list(dict.fromkeys(name for report in reports.values() for name in report.by_category)),
         baselines=list(dict.fromkeys(name for report in reports.values() for name in report.baselines)),
         differing=_differing(list(reports.values())),
+        answers=_beside(list(reports.values())),
+        **_worth(list(reports.values())),
         plots=_markup(rows=plots.draw_rows(reports, "rows"), survival=plots.draw_survival(reports)),
     )
+
+
+def _beside(reports: Sequence[Report]) -> list[tuple[str, list[str]]]:
+    """Return the prompts that all reports have rendered answers to, each with the plain one and that of every report."""
+    by_prompt = [{each.prompt_id: each for each in report.rendered} for report in reports]
+    shared = [prompt_id for prompt_id in by_prompt[0] if all(prompt_id in each for each in by_prompt)]
+    return [
+        (by_prompt[0][name].prompt, [by_prompt[0][name].autoregressive, *(each[name].speculative for each in by_prompt)])
+        for name in shared
+    ]
+
+
+def _worth(reports: Sequence[Report]) -> dict[str, Any]:
+    """Return the scorers that all reports have, and their distances from the references where all have one."""
+    judged = [report.quality for report in reports if report.quality is not None]
+    if len(judged) < len(reports):
+        return {"quality": [], "distances": []}
+    distances = [each.feature_distance for each in judged if each.feature_distance is not None]
+    known = len(distances) == len(judged) and all(each.autoregressive is not None for each in distances)
+    shared = [name for name in judged[0].scores if all(name in each.scores for each in judged)]
+    return {"quality": shared, "distances": distances if known else []}
 
 
 def _render(template: str, **values: Any) -> str:

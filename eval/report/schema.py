@@ -16,14 +16,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import check_readable, read_json, write_json
+from eval.report.answer_sections import EnergySection, QualitySection, RenderedAnswer
 from eval.report.sections import (
     AcceptanceSection,
     Bounds,
     ClosedSection,
     Count,
-    EnergySection,
     Number,
-    QualitySection,
     SpeedSection,
     SpeedupSection,
     WholeAcceptanceSection,
@@ -252,6 +251,7 @@ class Report(ClosedSection):
         "excluded. The ratio is speculative over plain; below 1 the draft saves energy.",
     )
     samples: dict[Literal["worst", "best"], list[AnswerSample]]
+    rendered: list[RenderedAnswer] = []  # the first prompts' answers, where the run names a function that renders them
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values: the fields that were given, and no defaults of those that were not."""

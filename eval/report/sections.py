@@ -1,4 +1,4 @@
-"""The measured sections of a report, as pydantic models: acceptance, speed, quality, energy.
+"""The measured sections of a report, as pydantic models: acceptance and speed; `eval.report.answer_sections` has the others.
 
 A field's `description` says what its number means; the page shows it beside the number (`eval.report.schema.definitions`).
 A field with a default is missing from reports of an earlier version, or of runs that did not ask for it. Torch-free.
@@ -302,63 +302,3 @@ class WholeSpeedSection(SpeedSection):
         "measured one stands beside it.",
     )
     per_batch: list[BatchSection] | None = None
-
-
-# --- quality and energy: for runs that ask for them ---------------------------------------------------------------
-
-
-class PerplexitySection(ClosedSection):
-    """The target's perplexity on its own answers; `ratio` is speculative over plain, 1 where the answers are as likely."""
-
-    autoregressive: Number
-    autoregressive_ci: Bounds
-    speculative: Number
-    speculative_ci: Bounds
-    ratio: Number
-    ratio_ci: Bounds
-
-
-class ScoreSection(ClosedSection):
-    """One scorer's mean over all answers of both modes; `difference` is speculative - plain."""
-
-    autoregressive: float
-    autoregressive_ci: Bounds
-    speculative: float
-    speculative_ci: Bounds
-    difference: float
-    difference_ci: Bounds
-    num_changed: Count  # answers whose score differs between the modes
-
-
-class QualitySection(ClosedSection):
-    """The quality of the answers, on the requests answered in both modes without failing."""
-
-    num_answers: Count
-    num_identical: Count  # token for token
-    num_failed: Count  # requests that failed in one of the modes, and have no score
-    num_cut: Count  # answers that reached the limit of their length in one of the modes
-    perplexity: PerplexitySection | None = Field(
-        description="exp of the mean negative log-probability that the target itself, at temperature 1 and without top-k or "
-        "top-p, gives the tokens of an answer; pooled over all answers. The change is speculative over plain: above 1, the "
-        "draft made the answers less likely to the target."
-    )
-    scores: dict[str, ScoreSection] = Field(
-        description="The mean over all answers of what a scorer gives each; for exact match, the share whose number is the "
-        "reference's. The change is speculative minus plain, prompt by prompt. Where no score changed, its interval is that of "
-        "a share of which none was seen."
-    )
-
-
-class EnergySection(ClosedSection):
-    """Energy of the decode phases; without `source` there are no numbers, and `reason` says why."""
-
-    source: str | None
-    reason: str | None
-    decode_joules_autoregressive: Number
-    decode_joules_speculative: Number
-    joules_per_token_autoregressive: Number
-    joules_per_token_autoregressive_ci: Bounds
-    joules_per_token_speculative: Number
-    joules_per_token_speculative_ci: Bounds
-    joules_per_token_ratio: Number  # speculative over plain; below 1 saves energy
-    joules_per_token_ratio_ci: Bounds

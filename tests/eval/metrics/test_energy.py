@@ -16,9 +16,9 @@ from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Timing
 from eval.measure.interleaved import Measurement
 from eval.metrics.energy import summarise_energy
 from eval.metrics.meters import MeteredClock, Metering, find_meter
+from eval.report.answer_sections import EnergySection
 from eval.report.markdown import render_markdown
 from eval.report.page import render_html
-from eval.report.sections import EnergySection
 from heads.proposers.draft_lm import DraftLM
 from tests.support.reports import changed
 

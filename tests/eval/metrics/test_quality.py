@@ -15,8 +15,8 @@ from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Generation
 from eval.evaluation import evaluate
 from eval.metrics.quality import Quality, sums_by_prompt, unseen_change
 from eval.metrics.tally import Tally
+from eval.report.answer_sections import QualitySection
 from eval.report.schema import load_report
-from eval.report.sections import QualitySection
 from tests.support.reports import REMOVED, changed
 
 

@@ -20,7 +20,7 @@ from heads.sampling.probabilities import draw, token_probabilities
 from heads.target.hidden_states import read_states
 from tests.support.decoding import head_proposer
 
-GUIDANCE = GuidanceConfig(scale=2.5, condition=(8, 10), null=11)
+GUIDANCE = GuidanceConfig(scale=2.5, condition=[8, 10], null=11)
 END = 4  # rows end at different rounds
 PROMPTS = [[8, 1], [9], [10, 3, 3, 7, 1], [9, 8, 2]]
 CHAIN = DecodeConfig(num_speculative_tokens=3, max_new_tokens=12, batch_size=4)
