@@ -80,8 +80,8 @@ tables: setup ## fill the documents' tables from docs/results/
 	$(PY) scripts/benchmark.py tables --set document=docs/scaling.md
 	$(PY) scripts/benchmark.py tables --set document=docs/models.md
 
-serve-check: setup $(VLLM_STAMP) $(LLAMA_CPP_STAMP) ## a vLLM server as target and writer; drafts in vLLM, transformers, llama.cpp, into docs/results/serve.json (after make demo bench-heads)
-	$(PY) -m pytest -m slow -s tests/distill/server/test_served_target.py tests/distill/server/test_served_answers.py tests/heads/formats/test_in_llama_cpp.py
+serve-check: setup $(VLLM_STAMP) $(LLAMA_CPP_STAMP) ## a vLLM server as target, writer and source of hidden states; drafts in vLLM, transformers, llama.cpp, into docs/results/serve.json (after make demo bench-heads)
+	$(PY) -m pytest -m slow -s tests/distill/server/test_served_target.py tests/distill/server/test_served_answers.py tests/distill/server/test_served_states.py tests/heads/formats/test_in_llama_cpp.py
 	$(PY) scripts/benchmark.py serve --config configs/serve/smollm2.yaml
 
 $(VLLM_STAMP): scripts/setup_vllm.sh scripts/vllm_pins.txt

@@ -28,6 +28,7 @@ from configs.schema.benchmarks import (
     BenchEvalConfig,
     BenchHeadsConfig,
     BenchScaleConfig,
+    BenchStatesConfig,
     CommitsConfig,
     EngineComparisonSettings,
     ExchangeMemoryConfig,
@@ -78,6 +79,12 @@ BENCHMARKS = {
         "scripts.bench.scale",
         "compare_scale",
         "two processes beside one, padding, checkpoints, waiting for data (after heads)",
+    ),
+    "states": Benchmark(
+        BenchStatesConfig,
+        "scripts.engine_states.measure",
+        "compare_states",
+        "training from servers of hidden states beside training from a cache (after scale, with servers at work)",
     ),
     "engines": Benchmark(
         EngineComparisonSettings,

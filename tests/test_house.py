@@ -51,6 +51,7 @@ ENTRIES = {
     "scripts/make_cache.py": [],
     "scripts/make_data.py": [],
     "scripts/plan.py": [],
+    "scripts/serve_states.py": [],
     "scripts/benchmark.py": ["decode"],
     "scripts/export.py": ["artifact", "--to", "vllm", "--out", "out"],
     "scripts/import.py": ["draft", "--out", "out"],

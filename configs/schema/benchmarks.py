@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from configs.schema.base import NonNegativeInt, PositiveFloat, PositiveInt, Settings, Share
 from configs.schema.evaluation import CostConfig, LosslessConfig, SuiteConfig
 from configs.schema.sweep import Setting, check_names, dotted
-from configs.schema.target import TargetConfig
+from configs.schema.target import EngineStatesConfig, TargetConfig
 from configs.schema.training import HeadsConfig
 
 
@@ -220,6 +220,20 @@ class BenchScaleConfig(Settings):
     engines: bool = True  # add the rows of `scripts/benchmark.py engines`
     bootstrap_samples: PositiveInt = 2000
     output: str = "docs/results/scale.json"
+
+
+class BenchStatesConfig(Settings):
+    """`scripts/benchmark.py states`: training from servers of hidden states beside training from a cache."""
+
+    recipe: str = "configs/heads/eagle3.yaml"  # of `train/heads.py`
+    states: EngineStatesConfig | None = None  # the servers; None: those of the recipe's target.states
+    cache: str = "runs/heads/cache"  # of the recipe's data
+    num_compared: PositiveInt = 8  # conversations whose states are compared with the local target's
+    steps: PositiveInt = 24  # timed optimiser steps a run
+    warmup_steps: NonNegativeInt = 8  # before them, in which the servers' prefetched states come in
+    repeats: PositiveInt = 5  # runs of each side, in turns
+    bootstrap_samples: PositiveInt = 2000
+    output: str = "docs/results/scale.json"  # a file of `scripts/benchmark.py scale`, which the ratios are added to
 
 
 class ScaleStepsConfig(Settings):

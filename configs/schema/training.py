@@ -114,13 +114,8 @@ class DistillConfig(Settings):
     output: str = "runs/distill"  # folder of artifact, checkpoints and metrics
 
     @model_validator(mode="after")
-    def _blocks_are_here_where_they_are_copied(self) -> Self:
+    def _servers_read_what_is_decoded(self) -> Self:
         check_served(self.target, self.held_out)
-        if self.target.states is not None and self.target.device_map is None and self.student.init == "target_layers":
-            raise ValueError(
-                "student.init target_layers copies the target's blocks, and with target.states they are not loaded: give init "
-                "model, config or fresh, or a target.device_map such as {model.layers: disk}"
-            )
         return self
 
     @model_validator(mode="after")
@@ -168,14 +163,8 @@ class HeadsConfig(Settings):
     output: str = "runs/heads"  # folder of artifact, checkpoints and metrics
 
     @model_validator(mode="after")
-    def _blocks_are_here_where_they_are_copied(self) -> Self:
+    def _servers_read_what_is_decoded(self) -> Self:
         check_served(self.target, self.held_out)
-        copies = self.head.kind == "mtp" or getattr(self.head, "init_block", None) is not None
-        if self.target.states is not None and self.target.device_map is None and copies:
-            raise ValueError(
-                f"head: this {self.head.kind} head is made from a block of the target, and with target.states none is loaded: "
-                "take a head without one, or give a target.device_map such as {model.layers: disk}"
-            )
         return self
 
     @model_validator(mode="after")

@@ -1,13 +1,15 @@
 """A target of which only the ends are loaded: embedding, final norm, output head, and whatever else is no block.
 
 That is what a draft is trained with where servers run the target. The blocks keep their shapes and have no weights (torch's
-meta device), so that sizes and taps are known as ever; a forward through them fails. transformers loads a model of the first
-block alone, which brings the checkpoint's names, its quantisation and buffers in order, and its ends are taken over.
+meta device), so that sizes and taps are known as ever; a forward through them fails, and a draft that is made from one reads it
+from the checkpoint (`heads.target.placement.real_weight`). transformers loads a model of the first block alone, which brings
+the checkpoint's names, its quantisation and buffers in order, and its ends are taken over.
 """
 
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,9 @@ from configs.runtime.errors import InputError
 from configs.schema.target import TargetConfig
 from heads.inference.model_checks import take_as_checked
 from heads.target.block_config import config_of_blocks
+from heads.target.checkpoint_files import Weights
 from heads.target.hidden_states import blocks
-from heads.target.placement import make_skeleton, parts_outside
+from heads.target.placement import READ, make_skeleton, parts_outside
 from heads.target.quantized import read_float_weights
 
 
@@ -33,10 +36,11 @@ def load_ends(path: Path, config: TargetConfig, device: torch.device) -> PreTrai
     layers = blocks(model)
     prefix = next(name for name, module in model.named_modules() if module is layers)
     whole = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code, local_files_only=True)
-    stored = {name: each for name, each in read_float_weights(path).items() if not _is_of_later_block(name, prefix)}
+    stored = read_float_weights(path)
+    kept = {name: each for name, each in stored.items() if not _is_of_later_block(name, prefix)}
     load: Any = type(model).from_pretrained
     first, report = load(
-        None, config=_of_first_block(whole), state_dict=stored, dtype=getattr(torch, config.dtype), output_loading_info=True
+        None, config=_of_first_block(whole), state_dict=kept, dtype=getattr(torch, config.dtype), output_loading_info=True
     )
     first.to(device)
     outside = parts_outside(model, layers)
@@ -45,6 +49,8 @@ def load_ends(path: Path, config: TargetConfig, device: torch.device) -> PreTrai
         raise InputError(f"target.name: {path} holds no values for {missing[0]}")
     for name in outside:
         _take_over(model, first, name)
+    for number, block in enumerate(layers):
+        block.__dict__[READ] = partial(_read, stored, f"{prefix}.{number}.")
     take_as_checked(model)
     if (path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
@@ -64,6 +70,16 @@ def _of_first_block(whole: PreTrainedConfig) -> PreTrainedConfig:
         if hasattr(part, "quantization_config"):
             del part.quantization_config
     return cut
+
+
+def _read(stored: Weights, block: str, name: str) -> torch.Tensor:
+    """Return a weight of a block from the checkpoint."""
+    if block + name not in stored:
+        raise InputError(
+            f"target.states: {block}{name} is kept otherwise than it runs, so no draft can be made from this block alone; make "
+            "it from none, or place the blocks by target.device_map ({model.layers: disk}) and target.offload_folder"
+        )
+    return stored[block + name][...]
 
 
 def _is_of_later_block(name: str, prefix: str) -> bool:

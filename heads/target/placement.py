@@ -13,6 +13,7 @@ import copy
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 from accelerate.hooks import AlignDevicesHook
@@ -30,6 +31,7 @@ MEMORY = "cpu"
 DISK = "disk"
 NOT_NUMBERED = ("cpu", "mps", "meta")  # by accelerate
 GIBIBYTE = 2**30
+READ = "_read_weight"  # attribute of a block that was not loaded: returns a weight of it by name
 
 
 def place_parts(path: Path, config: TargetConfig, device: torch.device) -> dict[str, DeviceName]:
@@ -102,10 +104,19 @@ def real_weight(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
     Args:
         name: the tensor's in its state dict.
         tensor: as the state dict has it.
+
+    Raises:
+        InputError: it is of a block that was not loaded (`heads.target.ends`), and cannot be read alone.
     """
     path, _, own = name.rpartition(".")
     hook = module.get_submodule(path).__dict__.get("_hf_hook")
-    if not tensor.is_meta or not isinstance(hook, AlignDevicesHook):
+    if not tensor.is_meta:
+        return tensor
+    if not isinstance(hook, AlignDevicesHook):
+        steps = name.split(".")
+        for cut in range(len(steps)):
+            if (read := module.get_submodule(".".join(steps[:cut])).__dict__.get(READ)) is not None:
+                return cast(Tensor, read(".".join(steps[cut:]))).to(tensor.dtype)
         return tensor
     weight: Tensor = hook.weights_map[own]
     return weight.to(tensor.dtype)
@@ -119,12 +130,13 @@ def real_weights(module: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def own_copy(module: nn.Module) -> nn.Module:
     """Return a copy of one of the target's modules that holds its own weights, without accelerate's hooks."""
-    hooks = [each.__dict__["_hf_hook"] for each in module.modules() if "_hf_hook" in each.__dict__]
+    hooks = [each.__dict__[name] for each in module.modules() for name in ("_hf_hook", READ) if name in each.__dict__]
     if not hooks:
         return copy.deepcopy(module)
     weights = {name: tensor.clone() for name, tensor in real_weights(module).items()}
     # The hooks are not copied: they refer to the other offloaded weights.
     copied = copy.deepcopy(module, {id(hook): hook for hook in hooks})
+    copied.__dict__.pop(READ, None)
     for part in copied.modules():
         if part.__dict__.pop("_hf_hook", None) is not None:
             del part.__dict__["_old_forward"], part.__dict__["forward"]

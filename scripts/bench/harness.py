@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel
 
 from configs.runtime.errors import InputError
-from configs.runtime.files import write_json
+from configs.runtime.files import read_json, write_json
 from configs.runtime.progress import progress
 from configs.runtime.redaction import mask_arguments, mask_secrets
 from configs.runtime.run_record import describe_git, describe_hardware, describe_versions
@@ -184,6 +184,25 @@ def write_results(
         "rows": [flat(row) for row in rows],
         "ratios": flat(ratios),
         **extra,
+    }
+    write_json(Path(path), value)
+    log.info("results in %s", path)
+
+
+def add_ratios(path: str | Path, name: str, config: BaseModel, ratios: Mapping[str, Interval | float | None]) -> None:
+    """Add ratios to a results file that another benchmark wrote, and under `name` how they were measured.
+
+    Raises:
+        InputError: there is no such file.
+    """
+    value = read_json(Path(path), "results file")
+    value["ratios"] |= flat(ratios)
+    value[name] = {
+        "command": shlex.join(["python", "scripts/benchmark.py", *mask_arguments(sys.argv[1:])]),
+        "config": mask_secrets(config.model_dump(mode="json")),
+        "hardware": describe_hardware(),
+        "versions": describe_versions(),
+        "git": describe_git(),
     }
     write_json(Path(path), value)
     log.info("results in %s", path)

@@ -54,8 +54,8 @@ def compare_scale(config: BenchScaleConfig) -> int:
         config,
         rows=compare_engines(EngineComparisonSettings()) if config.engines else [],
         ratios={
-            name: _speed(each_its_own, alone, samples),
-            f"{name}_same_global_batch": _speed(shared, alone, samples),
+            name: tokens_a_second(each_its_own, alone, samples),
+            f"{name}_same_global_batch": tokens_a_second(shared, alone, samples),
             **tokens_among_positions(recipe),
             "checkpoint_share": checkpoint_share(alone, config.checkpoint_every_steps, samples),
             "input_share": input_share(alone, samples),
@@ -187,7 +187,7 @@ def plan_beside_run(recipe: HeadsConfig, run: Steps) -> dict[str, float]:
     }
 
 
-def _speed(runs: Sequence[Steps], others: Sequence[Steps], samples: int) -> Interval:
+def tokens_a_second(runs: Sequence[Steps], others: Sequence[Steps], samples: int) -> Interval:
     """Return how many tokens a second the runs had, over the others'; what is drawn is the run."""
     ours, theirs = ([[Turn(run, run.seconds)] for run in side] for side in (runs, others))
     return speed_ratio(ours, theirs, lambda run: run.tokens, samples=samples)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -69,11 +69,14 @@ class Steps:
 
 
 class Clocked:
-    """Batches of a prepared loader without end, its epochs one after another, and how long they were waited for."""
+    """Batches of a prepared loader without end, its epochs one after another, and how long they were waited for.
 
-    def __init__(self, loader: DataLoader[Batch]) -> None:
+    `ahead` is the task's.
+    """
+
+    def __init__(self, loader: DataLoader[Batch], ahead: Callable[[Iterator[Batch]], Iterator[Batch]]) -> None:
         self.seconds = 0.0
-        self._batches = self._endless(loader)
+        self._batches = ahead(self._endless(loader))
 
     def next(self) -> Batch:
         """Return the next batch, on the device."""
@@ -106,7 +109,7 @@ class HeadTrainer:
         num_labels = accelerator.reduce(batch.loss_mask_BT[:, 1:].sum(), "sum").clamp(min=1)
         started = time.perf_counter()
         states, normalisers = self.task.training_states(batch)
-        if self.task.cache is not None:
+        if self.task.cache is not None or self.task.target.states_from is not None:
             self.reading_seconds += time.perf_counter() - started
         with accelerator.autocast():
             result: HeadLoss = self.module(batch, states, num_labels, accelerator.num_processes, normalisers)
@@ -128,7 +131,7 @@ def measure_steps(config: ScaleStepsConfig) -> None:
     cache = open_training_cache(recipe, materials.dataset, materials.target)
     task = HeadTask(recipe, materials.target, materials.train, materials.held_out, accelerator, cache)
     trainer = HeadTrainer(recipe, task, accelerator, config.warmup_steps + config.steps)
-    batches = Clocked(accelerator.prepare(make_training_loader(recipe, materials.dataset)))
+    batches = Clocked(accelerator.prepare(make_training_loader(recipe, materials.dataset)), task.ahead)
     with watching() if config.watch_memory else nullcontext([0]) as peak:
         for _ in range(config.warmup_steps):
             trainer.step(batches.next())

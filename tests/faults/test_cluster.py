@@ -64,10 +64,11 @@ def write_tools(folder, **texts):
         (folder / name).chmod(0o755)
 
 
-def run_slurm_job(folder, tools, *command, **more):
+def run_slurm_job(folder, tools, *command, script="slurm.sbatch", **more):
     """Run the job as Slurm does: a copy of the script, in the folder of the submission."""
-    script = folder / "spooled"
-    script.write_text((CLUSTER / "slurm.sbatch").read_text())
+    text, script = (CLUSTER / script).read_text(), folder / "spooled"
+    # The batch shell's own number, for the stand-ins: Slurm knows whom to signal.
+    script.write_text(text.replace("set -euo pipefail", "set -euo pipefail; export JOB=$$"))
     for name in ("scripts", "train"):
         if not (folder / name).exists():
             (folder / name).symlink_to(ROOT / name)
@@ -137,6 +138,59 @@ def test_only_a_stop_that_training_has_written_a_checkpoint_for_is_requeued(tmp_
     assert (tmp_path / "requeued").exists() == (code == TERMINATED)
     assert ("no checkpoint was written" in ended.stderr) == (code in (1, 137))
     assert list((tmp_path / "scratch").iterdir()) == []
+
+
+# Runs a step as Slurm would, and notes what was asked for and by which process.
+STEP = """#!/usr/bin/env bash
+while [[ "$1" == -* ]]; do [[ "$1" == --nodelist=* ]] && nodes="${1#*=}"; shift; done
+export SLURM_PROCID=0
+"$@" &
+echo $! > "step-$nodes"
+trap 'kill $!' TERM
+wait $!
+"""
+SCANCEL = """#!/usr/bin/env bash
+echo "$@" > stopped
+kill -TERM "$(cat step-three)"
+"""
+# Prints the line of a server where it is asked for one; elsewhere it stands for the launcher, and has the job asked to stop.
+LINE_OR_LAUNCHER = """#!/usr/bin/env bash
+if [[ "$1" == scripts/serve_states.py ]]; then
+    echo "$@" > asked
+    echo "sleep 60; #"
+    exit
+fi
+echo "$@" > trained
+trap 'told=yes' TERM
+kill -TERM "$JOB"
+for _ in {1..500}; do [[ -n "${told:-}" ]] && break; sleep 0.02; done
+echo "a checkpoint is there" >> "$DRAFTSMITH_STOPPED_FILE"
+exit 1
+"""
+
+
+def test_a_job_with_servers_gives_training_their_addresses_and_asks_training_alone_to_stop(tmp_path):
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    hosts = SCONTROL.replace("localhost\\nnever-asked", "one\\ntwo\\nthree")
+    write_tools(tools, srun=STEP, scontrol=hosts, curl="#!/bin/sh\n", scancel=SCANCEL, python=LINE_OR_LAUNCHER)
+    told = {"SERVER_NODES": "2", "STATES": str(tmp_path / "states"), "SERVER_SETUP": "true", "PYTHON": str(tools / "python")}
+    job = partial(run_slurm_job, tmp_path, tools, "train/heads.py", "--config", "a.yaml", script="slurm_states.sbatch")
+    ended = job(**told, SLURM_JOB_NUM_NODES="3")
+    assert ended.returncode == TERMINATED, ended.stderr
+    assert (tmp_path / "requeued").read_text() == "77\n"
+    assert (tmp_path / "stopped").read_text() == "--signal=TERM 77.1\n"
+    given = (
+        f"--config a.yaml --set target.states.urls=[http://one:8000/v1,http://two:8000/v1] target.states.path={tmp_path}/states"
+    )
+    assert (tmp_path / "asked").read_text() == f"scripts/serve_states.py {given}\n"
+    assert (tmp_path / "trained").read_text().endswith(f"train/heads.py {given}\n")
+    for nodes in ("one,two", "three"):
+        assert not Path(f"/proc/{(tmp_path / f'step-{nodes}').read_text().strip()}").exists()
+    assert not (tmp_path / "states").exists()
+    alone = job(**told | {"SERVER_NODES": "3"})
+    assert alone.returncode == 2
+    assert "SERVER_NODES=3 leaves none of 3 nodes for training" in alone.stderr
 
 
 def test_an_elastic_launch_refuses_a_recipe_that_it_inherits(tmp_path):

@@ -16,14 +16,16 @@ START_SECONDS = 600
 
 
 @contextmanager
-def vllm_serving(target, folder, *, dtype, flags=()):
-    """Run vLLM on a target while the block lasts; gives the address of its API, where the model is called `smollm2`.
+def vllm_serving(target, folder, *, dtype, flags=(), name="smollm2", variables=None):
+    """Run vLLM on a target while the block lasts; gives the address of its API.
 
     Args:
         target: saved to `folder`.
         folder: takes the model and the engine's log.
         dtype: the engine's.
         flags: more of its command line.
+        name: what the model is called there.
+        variables: more of its environment.
     """
     if not ENGINE.exists():
         pytest.fail(f"{ENGINE} is missing; make serve-check installs it")
@@ -40,7 +42,7 @@ def vllm_serving(target, folder, *, dtype, flags=()):
         "--model",
         folder / "target",
         "--served-model-name",
-        "smollm2",
+        name,
     ]
     command += ["--host", "127.0.0.1", "--port", port, "--dtype", dtype, "--max-model-len", 512, "--max-num-seqs", 4]
     command += ["--enforce-eager", *flags]
@@ -49,7 +51,7 @@ def vllm_serving(target, folder, *, dtype, flags=()):
         process = subprocess.Popen(
             [str(part) for part in command],
             cwd=folder,
-            env={**os.environ, **settings},
+            env={**os.environ, **settings, **(variables or {})},
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -20,9 +20,11 @@ from distill.dataset.batches import ConversationDataset, collate
 from distill.dataset.conversations import FORMAT_VERSION, MANIFEST
 from distill.dataset.packing import make_packed_loader
 from distill.server.engine import EngineStates, texts
+from heads.families.registry import FAMILIES
 from heads.inference.causal_lm import head_logits
 from heads.target.hidden_states import blocks, final_norm, read_states
 from heads.target.loading import load_target
+from heads.target.placement import own_copy
 from tests.support.caches import write_rows
 from tests.support.states_server import states_served
 from train.launch import run_distillation, run_heads
@@ -117,6 +119,18 @@ def test_a_head_trained_from_servers_is_the_one_trained_from_the_local_target(tm
     assert max(server.most_files for server in servers) <= 3
 
 
+@pytest.mark.parametrize(("kind", "head"), [("mtp", {"num_depths": 3}), ("eagle3", {"taps": TAPS, "init_block": 1})])
+def test_a_head_made_from_a_block_reads_that_block_alone(opened, whole, kind, head):
+    target, family = opened(), FAMILIES[kind]
+    made = []
+    for each in (target, whole):
+        torch.manual_seed(0)
+        settings = family.settings.model_validate({"kind": kind} | head)
+        made.append(family.build(settings, each.model, None).state_dict())
+    torch.testing.assert_close(*made, rtol=0, atol=0)
+    assert all(each.is_meta for each in blocks(target.model).parameters())
+
+
 def test_the_target_is_not_run_here(tmp_path, settings, data, monkeypatch):
     monkeypatch.setattr("train.tasks.head.read_states", lambda *_: pytest.fail("the target was run"))
     decode = {"num_speculative_tokens": 2, "max_new_tokens": 6}
@@ -138,12 +152,12 @@ def test_states_of_a_batch_are_the_targets_whatever_the_rows_hold(opened, settin
         torch.testing.assert_close(one[there_BT], other[there_BT], rtol=1e-4, atol=1e-5)
 
 
-def test_a_draft_is_distilled_from_servers_as_from_the_local_target(tmp_path, settings, data):
+@pytest.mark.parametrize("student", [{"init": "fresh", "overrides": {"num_hidden_layers": 1}}, {"layers": [0, 2]}])
+def test_a_draft_is_distilled_from_servers_as_from_the_local_target(tmp_path, settings, data, student):
     local = {name: value for name, value in settings.items() if name != "states"}
     losses = {}
     for name, target in (("local", local), ("served", settings)):
         config = {"target": target, "data": data, "schedule": SCHEDULE, "held_out": HELD_OUT, "output": str(tmp_path / name)}
-        student = {"init": "fresh", "overrides": {"num_hidden_layers": 1}}
         assert run_distillation(DistillConfig.model_validate(config | {"student": student})) == 0
         losses[name] = [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
     assert losses["served"] == pytest.approx(losses["local"], rel=1e-5)
@@ -212,6 +226,8 @@ def test_ends_of_a_mixture_of_experts_are_loaded_without_its_blocks(tmp_path, ti
     states = EngineStatesConfig(urls=["http://localhost:1/v1"], path=str(tmp_path))
     config = TargetConfig(name=str(tmp_path), dtype="float32", device="cpu", states=states)
     target = load_target(config, takes_states=True)
+    with pytest.raises(InputError, match=r"layers\.1\.mlp\..* is kept otherwise than it runs"):
+        own_copy(blocks(target.model)[1])
     loaded = [name for name, each in target.model.named_parameters() if not each.is_meta]
     assert loaded == ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
     hidden = torch.randn(2, 3, 32)
@@ -248,14 +264,8 @@ def test_what_cannot_be_had_is_said_in_one_sentence(
         opened().states_from.serve([0])
     with pytest.raises(ConfigError, match=r"target\.states is for training and scripts/make_cache.py"):
         load_target(TargetConfig.model_validate(settings))
-    for changed, match in (
-        ({"head": {"kind": "mtp", "num_depths": 3}}, "head: this mtp head is made from a block"),
-        ({"held_out": {"decode": {"tree": {"widths": [2, 2]}}}}, "held_out.decode.tree"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            heads_config(settings, data, tmp_path / "out", **changed)
-    with pytest.raises(ValueError, match=r"student\.init target_layers copies the target's blocks"):
-        DistillConfig.model_validate({"target": settings, "data": data})
+    with pytest.raises(ValueError, match=r"held_out\.decode\.tree: target.states gives the states of texts"):
+        heads_config(settings, data, tmp_path / "out", held_out={"decode": {"tree": {"kind": "static", "branching": [2, 2]}}})
 
 
 def test_a_full_disk_is_named(opened, servers, greedy_rows, monkeypatch):

@@ -1,0 +1,66 @@
+"""The command line of `vllm serve` that gives the states a recipe's training reads.
+
+vLLM calls the method by which it keeps hidden states a speculative one, with the taps as those of a draft. The states' numbers
+stand in the name under which the model is served too, where training finds them.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from configs.runtime.errors import ConfigError
+from configs.schema.planning import PlanConfig
+from configs.schema.target import TargetConfig
+from distill.server.states import SERVED_AS
+from heads.target.demo_model import PREFIX
+from heads.target.hidden_states import num_blocks
+from heads.target.loading import locate
+from train.plan.models import plan_models
+
+CONNECTOR = Path(__file__).resolve().with_name("vllm_cpu_connector.py")
+
+
+def serve_lines(config: PlanConfig, *, cpu: bool = False) -> list[str]:
+    """Return a line for each port that the recipe's servers listen on.
+
+    Raises:
+        ConfigError: the recipe names no servers.
+        InputError: the target's config is not to be had.
+    """
+    states = config.target.states
+    if states is None:
+        raise ConfigError("target.states: the recipe names no servers; give urls and path there")
+    models = plan_models(config)
+    taps = sorted({*(models.taps or ()), num_blocks(models.target)})
+    decode = config.held_out.decode
+    # A text, its answer and drafts, and the token that every request generates.
+    longest = config.data.max_length + decode.max_new_tokens + decode.num_speculative_tokens + 1
+    command = [*serve_command(config.target, taps, states.path, cpu=cpu), "--max-model-len", str(longest)]
+    ports = dict.fromkeys(urlsplit(url).port or 80 for url in states.urls)
+    return [shlex.join([*command, "--host", "0.0.0.0", "--port", str(port)]) for port in ports]
+
+
+def serve_command(target: TargetConfig, taps: Sequence[int], path: str, *, cpu: bool) -> list[str]:
+    """Return the command without what depends on a server's place and the texts' lengths."""
+    name = str(locate(target)) if target.name.startswith(PREFIX) else target.name
+    where = ["env", f"PYTHONPATH={CONNECTOR.parent}"] if cpu else []
+    # vLLM's own command asks for a package called vllm, which the one for CPUs is not; this is what it runs.
+    program = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", name] if cpu else ["vllm", "serve", name]
+    revision = [] if target.revision is None else ["--revision", target.revision]
+    served = SERVED_AS.format(taps="-".join(map(str, taps)))
+    options = [*revision, "--served-model-name", served, "--dtype", target.dtype]
+    return [*where, *program, *options, *states_options(taps, path, cpu=cpu)]
+
+
+def states_options(taps: Sequence[int], path: str, *, cpu: bool) -> list[str]:
+    """Return the options by which vLLM keeps these states and writes them to a folder."""
+    kept = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(taps)}}
+    method = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": kept}
+    own = {"kv_connector": "CpuHiddenStatesConnector", "kv_connector_module_path": CONNECTOR.stem}
+    common = {"kv_role": "kv_producer", "kv_connector_extra_config": {"shared_storage_path": path}}
+    transfer = common | (own if cpu else {"kv_connector": "ExampleHiddenStatesConnector"})
+    return ["--speculative-config", json.dumps(method), "--kv-transfer-config", json.dumps(transfer)]

@@ -1,0 +1,83 @@
+"""The command that prints how to start servers of hidden states."""
+
+import itertools
+import json
+import shlex
+
+import pytest
+
+from configs.runtime.command import BAD_INPUT, DONE, run_command
+from configs.schema.benchmarks import BenchStatesConfig
+from configs.schema.target import EngineStatesConfig
+from configs.schema.training import HeadsConfig
+from heads.target.loading import load_target
+from scripts.bench.harness import add_ratios
+from scripts.engine_states.line import CONNECTOR
+from scripts.engine_states.measure import relative_difference
+from scripts.plan import schema_of
+from scripts.serve_states import add_arguments, main
+from tests.support.caches import random_conversations, write_rows
+from tests.support.states_server import states_served
+
+STATES = "target.states={urls: [http://a:8000/v1, http://b:8000/v1, http://b:8001/v1], path: /shared/of us}"
+
+
+def run(*argv):
+    return run_command(schema_of(list(argv)), main, description="", argv=list(argv), add_arguments=add_arguments)
+
+
+def options(line):
+    words = shlex.split(line)
+    return words, {word: after for word, after in itertools.pairwise(words) if word.startswith("--")}
+
+
+def test_a_line_for_each_port_serves_the_taps_of_the_recipes_head(tmp_path, tiny_run, capsys):
+    head = "head={kind: eagle3, taps: [0, 1]}"
+    named = ["--set", STATES, f"target.name={tiny_run / 'target'}", "target.dtype=float32", "data.max_length=100", head]
+    assert run(*named, "held_out.decode.max_new_tokens=10") == DONE
+    lines = capsys.readouterr().out.splitlines()
+    (words, first), (_, second) = map(options, lines)
+    assert words[:3] == ["vllm", "serve", str(tiny_run / "target")]
+    assert (first["--port"], second["--port"]) == ("8000", "8001")
+    assert first["--served-model-name"] == "states-0-1-2"  # the last block's, too
+    assert first["--dtype"] == "float32"
+    assert int(first["--max-model-len"]) == 100 + 10 + 3 + 1
+    kept = json.loads(first["--speculative-config"])
+    assert kept["method"] == "extract_hidden_states"
+    assert kept["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
+    transfer = json.loads(first["--kv-transfer-config"])
+    assert transfer["kv_connector"] == "ExampleHiddenStatesConnector"
+    assert transfer["kv_connector_extra_config"]["shared_storage_path"] == "/shared/of us"
+
+
+def test_on_a_cpu_the_connector_of_this_project_is_named(tiny_run, capsys):
+    assert run("--cpu", "--set", STATES, f"target.name={tiny_run / 'target'}", "head={kind: medusa}") == DONE
+    words, given = options(capsys.readouterr().out.splitlines()[0])
+    transfer = json.loads(given["--kv-transfer-config"])
+    assert given["--served-model-name"] == "states-2"
+    assert f"PYTHONPATH={CONNECTOR.parent}" in words
+    assert (CONNECTOR.parent / f"{transfer['kv_connector_module_path']}.py").is_file()
+    assert f"class {transfer['kv_connector']}(" in CONNECTOR.read_text()
+
+
+def test_a_recipe_without_servers_is_refused_in_one_sentence(tiny_run, capsys):
+    assert run("--set", f"target.name={tiny_run / 'target'}") == BAD_INPUT
+    assert "target.states: the recipe names no servers; give urls and path there" in capsys.readouterr().err
+
+
+def test_the_benchmark_finds_states_that_differ_and_adds_its_ratios(tmp_path, tiny_run):
+    target = {"name": str(tiny_run / "target"), "dtype": "float32", "device": "cpu"}
+    write_rows(tmp_path / "train.jsonl", random_conversations([(5, 6), (4, 9)], 64, seed=0))
+    config = HeadsConfig.model_validate({"target": target, "data": {"train": str(tmp_path / "train.jsonl")}})
+    whole = load_target(config.target)
+    with states_served(whole, [1, 2], tmp_path) as served:
+        states = EngineStatesConfig(urls=[served.url], path=str(tmp_path))
+        recipe = config.model_copy(update={"target": config.target.model_copy(update={"states": states})})
+        assert relative_difference(BenchStatesConfig(), recipe) < 1e-6
+        served.scale = 1.01
+        assert relative_difference(BenchStatesConfig(), recipe) == pytest.approx(0.01, rel=0.01)
+    (tmp_path / "scale.json").write_text(json.dumps({"ratios": {"input_share": 0.1}}))
+    add_ratios(tmp_path / "scale.json", "states", BenchStatesConfig(), {"engine_states_relative_difference": 1e-7})
+    written = json.loads((tmp_path / "scale.json").read_text())
+    assert written["ratios"] == {"input_share": 0.1, "engine_states_relative_difference": 1e-7}
+    assert written["states"]["config"]["num_compared"] == 8
