@@ -10,8 +10,9 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from configs.runtime.errors import InputError
 
@@ -21,6 +22,22 @@ logger = logging.getLogger("draftsmith")
 def fingerprint(*parts: Any) -> str:
     """Return a hash of JSON values, which should be all that decides a job's pieces."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def fingerprint_of(values: Iterable[Any]) -> str:
+    """Return `fingerprint` of a list of JSON values, of which one at a time is in memory."""
+    total = hashlib.sha256(b"[[")
+    for number, value in enumerate(values):
+        total.update((", " if number else "").encode() + json.dumps(value, sort_keys=True).encode())
+    total.update(b"]]")
+    return total.hexdigest()
+
+
+class Place(NamedTuple):
+    """Where a piece lies in a journal, in bytes."""
+
+    start: int
+    length: int
 
 
 class Journal:
@@ -38,18 +55,44 @@ class Journal:
 
     def read(self) -> dict[str, Any]:
         """Return the finished pieces; none where there is no file or it is another job's."""
-        pieces, self._length = self._scan()
-        return pieces
+        return {key: piece for key, _, piece in self.scan()}
+
+    def scan(self) -> Iterator[tuple[str, Place, Any]]:
+        """Yield the finished pieces, each with its key and its place; of equal keys the last counts."""
+        length = 0
+        if self.path.exists():
+            with self.path.open("rb") as file:
+                length = len(self._header) if file.readline() == self._header else 0
+                for line in file if length else ():
+                    entry = _parse_piece(line)
+                    if entry is None:
+                        break
+                    yield entry["key"], Place(length, len(line)), entry["piece"]
+                    length += len(line)
+        self._length = length
+
+    def piece(self, place: Place) -> Any:
+        """Return the piece at a place."""
+        with self.path.open("rb") as file:
+            file.seek(place.start)
+            return json.loads(file.read(place.length))["piece"]
 
     def append(self, key: str, piece: Any) -> None:
-        """Keep a finished piece; it is on the disk when this returns.
+        """Keep a finished piece; see `extend`."""
+        self.extend({key: piece})
+
+    def extend(self, pieces: Mapping[str, Any]) -> None:
+        """Keep finished pieces; they are on the disk when this returns.
 
         Raises:
             InputError: the file cannot be written.
         """
-        length = self._scan()[1] if self._length is None else self._length
-        line = json.dumps({"key": key, "piece": piece}).encode() + b"\n"
-        new = line if length else self._header + line
+        if self._length is None:
+            for _ in self.scan():
+                pass
+        length = self._length or 0
+        lines = b"".join(json.dumps({"key": key, "piece": piece}).encode() + b"\n" for key, piece in pieces.items())
+        new = lines if length else self._header + lines
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("r+b" if self.path.exists() else "wb") as file:
@@ -63,21 +106,6 @@ class Journal:
         except OSError as error:
             raise InputError(f"cannot write {self.path}: {error.strerror or error}") from error
         self._length = length + len(new)
-
-    def _scan(self) -> tuple[dict[str, Any], int]:
-        """Return the whole pieces, and how many bytes the file has up to the end of the last one."""
-        content = self.path.read_bytes() if self.path.exists() else b""
-        if not content.startswith(self._header):
-            return {}, 0
-        pieces: dict[str, Any] = {}
-        length = len(self._header)
-        for line in content[length:].splitlines(keepends=True):
-            entry = _parse_piece(line)
-            if entry is None:
-                break
-            pieces[entry["key"]] = entry["piece"]
-            length += len(line)
-        return pieces, length
 
 
 def _parse_piece(line: bytes) -> dict[str, Any] | None:

@@ -233,6 +233,7 @@ class DataConfig(Settings):
     server: AnswerServerConfig | None = None  # answers.written_by server; self-seeded prompts are then its own too
     held_out_share: Share = 0.1  # decided by a hash of the prompt, so that it never moves between runs
     seed: NonNegativeInt = 0  # of sampled prompts and answers
+    process_timeout_seconds: PositiveInt = 86_400  # how long several processes wait for one that is still at its share
     output: str = "runs/data"  # folder: train.jsonl, held_out.jsonl, manifest.json
 
     @property

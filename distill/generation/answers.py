@@ -1,24 +1,27 @@
 """Prompts to conversations: answers written turn by turn, or taken from the data set.
 
-`answer_prompts` lets a writer (the target here, or a server) answer a batch of prompts; an `AnswerJob` shares the batches of a
-data set between processes and resumes them. Batches are formed from all prompts before any process takes its part, so the rows
-depend neither on the number of processes nor on interruptions.
+An `AnswerJob` shares the prompts of a data set between processes. Locally the target continues `batch_size` rows at a time, and
+the next turn or prompt takes the place of an answer that has ended. What is answered is kept in journals, from which a job goes
+on and its conversations are read one prompt at a time: none are held in memory.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from configs.runtime.errors import InputError
 from configs.runtime.progress import progress
-from configs.runtime.resumable import Journal
+from configs.runtime.resumable import Journal, Place
 from configs.schema.data import AnswersConfig
 from distill.dataset.conversations import Conversation, Message
-from distill.generation.continuation import continue_tokens, request_number, up_to_end
+from distill.generation.continuation import TargetSource, TokenRow, continue_rows, request_number, up_to_end
 from distill.generation.prompts import Prompt, encode_prompt
 from heads.target.loading import Target
 
@@ -31,23 +34,94 @@ NOT_A_CONTINUATION = "answer_does_not_continue_its_prompt"  # the chat template 
 # Continues prompts of token ids, given the number and the most new tokens of each; a reason where there is no continuation.
 Write = Callable[[Sequence[Sequence[int]], Sequence[int], Sequence[int]], Sequence[list[int] | str]]
 
+TEMPLATE_TOKENS = 64  # about what a chat template puts around two messages
 ANSWER_JOURNALS = ".answers.partial-{rank}.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
-    """Conversations in the order of their prompts, the number of dropped turns by reason, and the servers that answered."""
+    """What was answered.
 
-    conversations: tuple[Conversation, ...]
-    dropped: dict[str, int]
-    servers: tuple[dict[str, Any], ...] = ()  # each of them once, as the manifest describes it
+    Args:
+        rows_of: reads a prompt's conversations, in the order of its turns; to be asked once for each prompt.
+        dropped: dropped turns by reason, complete once all prompts were asked for.
+        servers: that answered, each of them once, as the manifest describes it.
+    """
+
+    rows_of: Callable[[Prompt], Sequence[Conversation]]
+    dropped: Mapping[str, int]
+    servers: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(kw_only=True)
+class Dialogue:
+    """A prompt whose turns are being answered, each after the answers to those before."""
+
+    number: int  # of the prompt in its job
+    prompt: Prompt
+    said: list[Message] = field(init=False)
+    rows: list[Conversation] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+    encoded: tuple[int, ...] = ()  # up to the turn that is to be answered
+
+    def __post_init__(self) -> None:
+        self.said = list(self.prompt.history)
+
+    @property
+    def turn(self) -> int:
+        return len(self.rows)
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.dropped) or self.turn == len(self.prompt.turns)
+
+    @property
+    def request(self) -> int:
+        """The number of the turn's random numbers."""
+        return request_number(f"{self.prompt.prompt_id}/{self.turn}")
+
+    @property
+    def piece(self) -> dict[str, Any]:
+        """What a journal keeps of it."""
+        return {"rows": [asdict(row) for row in self.rows], "dropped": dict(self.dropped)}
+
+    def ask(self, target: Target) -> bool:
+        """Encode the next turn; return whether there is one that fits the target's context."""
+        if self.is_over:
+            return False
+        self.said = [*self.said, {"role": "user", "content": self.prompt.turns[self.turn]}]
+        self.encoded = tuple(target.encode_chat(self.said, tools=self.prompt.tools))
+        if len(self.encoded) >= target.max_positions:
+            self._drop(NO_ROOM)
+        return not self.is_over
+
+    def settle(self, target: Target, answer: list[int] | str) -> None:
+        """Take the turn's answer, or the reason why there is none."""
+        if isinstance(answer, str):
+            self._drop(answer)
+            return
+        text = str(target.tokenizer.decode(answer, skip_special_tokens=True))
+        said = (*self.said, {"role": "assistant", "content": text})
+        outcome = _conversation(target, self.prompt, self.turn, said, self.encoded, answer)
+        if isinstance(outcome, str):
+            self._drop(outcome)
+        else:
+            self.said = list(said)
+            self.rows.append(outcome)
+
+    def _drop(self, reason: str) -> None:
+        self.dropped.update({reason: 1})
+        if num_left := len(self.prompt.turns) - self.turn - 1:
+            self.dropped.update({UNREACHED: num_left})
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerJob:
-    """Prompts to be answered by one or several processes, each of which keeps its finished batches in `folder`.
+    """Prompts to be answered by one or several processes, each of which keeps what is finished in `folder`.
 
-    `write` is used in place of the target's plain decoding (`answer_prompts`).
+    Args:
+        lengths: tokens of each prompt; without them its characters are taken.
+        write: used in place of the target's plain decoding, for `batch_size` prompts at a time.
     """
 
     target: Target
@@ -56,50 +130,80 @@ class AnswerJob:
     seed: int
     folder: Path
     fingerprint: str
+    lengths: Sequence[int] = ()
     write: Write | None = None
 
     def work(self, *, rank: int, num_processes: int) -> None:
-        """Answer this process's share of the batches, except those that are finished."""
-        batches = self._batches()
-        mine = range(rank, len(batches), num_processes)
-        done = self._finished()
+        """Answer this process's share of the prompts, except those that are answered."""
+        needs = [self._room(number) for number in range(len(self.prompts))]
+        order = sorted(range(len(needs)), key=lambda number: (-needs[number], number))  # those who take most room first
+        own, finished = order[rank::num_processes], self.finished()
+        missing = [number for number in own if not finished[number]]
         journal = Journal(self.folder / ANSWER_JOURNALS.format(rank=rank), self.fingerprint)
-        with progress("answers", sum(len(batches[number]) for number in mine), "prompts") as advance:
-            for number in mine:
-                if str(number) not in done:
-                    journal.append(str(number), self._answer(batches[number]))
-                advance(len(batches[number]))
+        with progress("answers", len(own), "prompts") as advance:
+            advance(len(own) - len(missing))
+            dialogues = (Dialogue(number=number, prompt=self.prompts[number]) for number in missing)
+            capacity = min(self.target.max_positions, needs[missing[0]]) if missing else 0
+            # A write to the disk waits for it: several at a time.
+            for group in _in_groups(self._answered(dialogues, capacity), self.config.batch_size):
+                journal.extend({str(each.number): each.piece for each in group})
+                advance(len(group))
+
+    def finished(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Return which prompts were answered, by any process."""
+        found = np.zeros(len(self.prompts), bool)
+        for _, key, _, _ in self._pieces():
+            found[int(key)] = True
+        return found
 
     def collect(self) -> Answered:
         """Return what all processes wrote; `RuntimeError` where one has not finished."""
-        finished = self._finished()
-        missing = [number for number in range(len(self._batches())) if str(number) not in finished]
-        if missing:
-            raise RuntimeError(f"{len(missing)} batches of answers are missing in {self.folder}, the first is {missing[0]}")
-        order = {prompt.prompt_id: place for place, prompt in enumerate(self.prompts)}
-        rows = [Conversation.from_dict(row, "a finished batch") for batch in finished.values() for row in batch["rows"]]
-        dropped = Counter[str]()
-        for batch in finished.values():
-            dropped.update(batch["dropped"])
-        servers = {str(server): server for batch in finished.values() for server in batch.get("servers", ())}
-        return Answered(
-            conversations=tuple(sorted(rows, key=lambda row: (order[row.prompt_id], row.turn))),
-            dropped=dict(sorted(dropped.items())),
-            servers=tuple(servers[each] for each in sorted(servers)),
-        )
+        journals: list[Journal] = []
+        places = np.full((len(self.prompts), 3), -1)  # of the journal, and in it
+        dropped, servers = Counter[str](), dict[str, dict[str, Any]]()
+        for journal, key, place, piece in self._pieces():
+            if journal not in journals:
+                journals.append(journal)
+            places[int(key)] = (journals.index(journal), *place)
+            dropped.update(piece["dropped"])
+            servers.update({str(server): server for server in piece.get("servers", ())})
+        missing = np.flatnonzero(places[:, 0] < 0)
+        if len(missing):
+            raise RuntimeError(f"answers to {len(missing)} prompts are missing in {self.folder}, the first is {missing[0]}")
+        numbers = {prompt.prompt_id: number for number, prompt in enumerate(self.prompts)}
 
-    def _batches(self) -> list[list[Prompt]]:
-        """Return the prompts in batches of similar length: less padding, and rows that end at similar times."""
-        by_length = sorted(self.prompts, key=lambda prompt: (len(prompt.user_text), prompt.prompt_id))
-        size = self.config.batch_size
-        return [by_length[start : start + size] for start in range(0, len(by_length), size)]
+        def rows_of(prompt: Prompt) -> list[Conversation]:
+            which, *place = places[numbers[prompt.prompt_id]].tolist()
+            return [Conversation.from_dict(row, "a finished piece") for row in journals[which].piece(Place(*place))["rows"]]
 
-    def _finished(self) -> dict[str, Any]:
-        return read_journals(self.folder, ANSWER_JOURNALS, self.fingerprint)
+        return Answered(rows_of=rows_of, dropped=dropped, servers=tuple(servers[each] for each in sorted(servers)))
 
-    def _answer(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
-        rows, dropped = answer_prompts(self.target, prompts, self.config, seed=self.seed, write=self.write)
-        return {"rows": [asdict(row) for row in rows], "dropped": dropped}
+    def _room(self, number: int) -> int:
+        """Return about how many positions a prompt's turns take, their answers at their longest."""
+        prompt = self.prompts[number]
+        length = self.lengths[number] if self.lengths else len(prompt.user_text)
+        longest = prompt.max_new_tokens or self.config.max_new_tokens
+        return length + longest + sum(len(turn) + TEMPLATE_TOKENS + longest for turn in prompt.turns[1:])
+
+    def _pieces(self) -> Iterator[tuple[Journal, str, Place, Any]]:
+        for path in sorted(self.folder.glob(ANSWER_JOURNALS.format(rank="*"))):
+            journal = Journal(path, self.fingerprint)
+            for found in journal.scan():
+                yield journal, *found
+
+    def _answered(self, dialogues: Iterator[Dialogue], capacity: int) -> Iterator[Dialogue]:
+        """Yield dialogues as they are over."""
+        if self.write is None:
+            yield from refilled(self.target, dialogues, self.config, seed=self.seed, capacity=capacity)
+            return
+        for group in _in_groups(dialogues, self.config.batch_size):
+            answer_together(self.target, group, self.config.max_new_tokens, self.write)
+            yield from group
+
+
+def _in_groups(items: Iterator[Dialogue], size: int) -> Iterator[list[Dialogue]]:
+    while group := list(islice(items, size)):
+        yield group
 
 
 def read_journals(folder: Path, name: str, job: str) -> dict[str, Any]:
@@ -111,58 +215,87 @@ def read_journals(folder: Path, name: str, job: str) -> dict[str, Any]:
 def answer_prompts(
     target: Target, prompts: Sequence[Prompt], config: AnswersConfig, *, seed: int, write: Write | None = None
 ) -> tuple[list[Conversation], dict[str, int]]:
-    """Answer a batch of prompts turn by turn, each later turn after the answers to those before.
+    """Answer prompts turn by turn, each later turn after the answers to those before.
 
     `write` is used in place of the target, whose template and end-of-text tokens count; for `seed` see `continue_tokens`.
 
     Returns:
         One conversation for each answered turn, and the number of dropped turns by reason.
     """
-
-    def write_here(ids: Sequence[Sequence[int]], requests: Sequence[int], limits: Sequence[int]) -> list[list[int]]:
-        return continue_tokens(target, ids, config, max_new_tokens=limits, seed=seed, requests=requests)
-
-    default = config.max_new_tokens
-    conversations: list[Conversation] = []
-    dropped = Counter[str]()
-    open_rows = [(prompt, list(prompt.history)) for prompt in prompts]
-    turn = 0
-    while open_rows:
-        messages = [[*said, {"role": "user", "content": prompt.turns[turn]}] for prompt, said in open_rows]
-        answered = _answer_turn(target, [prompt for prompt, _ in open_rows], messages, turn, write or write_here, default)
-        still_open = []
-        for (prompt, _), outcome in zip(open_rows, answered, strict=True):
-            num_left = len(prompt.turns) - turn - 1
-            if isinstance(outcome, str):
-                dropped.update({outcome: 1, UNREACHED: num_left})
-                continue
-            conversations.append(outcome)
-            if num_left:
-                still_open.append((prompt, list(outcome.messages)))
-        open_rows = still_open
-        turn += 1
-    return conversations, {reason: count for reason, count in dropped.items() if count}
+    dialogues = [Dialogue(number=number, prompt=prompt) for number, prompt in enumerate(prompts)]
+    if write is not None:
+        answer_together(target, dialogues, config.max_new_tokens, write)
+    else:
+        for _ in refilled(target, iter(dialogues), config, seed=seed):
+            pass
+    dropped = sum((each.dropped for each in dialogues), Counter[str]())
+    return [row for each in dialogues for row in each.rows], dict(dropped)
 
 
-def _answer_turn(
-    target: Target, prompts: Sequence[Prompt], messages: Sequence[list[Message]], turn: int, write: Write, max_new_tokens: int
-) -> list[Conversation | str]:
-    """Return each prompt's answered turn, or the reason why there is none."""
-    tools = [prompt.tools for prompt in prompts]
-    encoded = [tuple(target.encode_chat(said, tools=each)) for said, each in zip(messages, tools, strict=True)]
-    fitting = [index for index, ids in enumerate(encoded) if len(ids) < target.max_positions]
-    requests = [request_number(f"{prompts[index].prompt_id}/{turn}") for index in fitting]
-    limits = [prompts[index].max_new_tokens or max_new_tokens for index in fitting]
-    answers = write([encoded[index] for index in fitting], requests, limits)
-    outcomes: list[Conversation | str] = [NO_ROOM] * len(prompts)
-    for index, answer_ids in zip(fitting, answers, strict=True):
-        if isinstance(answer_ids, str):
-            outcomes[index] = answer_ids
-            continue
-        text = str(target.tokenizer.decode(answer_ids, skip_special_tokens=True))
-        answered = (*messages[index], {"role": "assistant", "content": text})
-        outcomes[index] = _conversation(target, prompts[index], turn, answered, encoded[index], answer_ids)
-    return outcomes
+def answer_together(target: Target, dialogues: Sequence[Dialogue], max_new_tokens: int, write: Write) -> None:
+    """Let `write` answer all dialogues' first turns, then all second ones, and so on."""
+    while asked := [each for each in dialogues if each.ask(target)]:
+        limits = [each.prompt.max_new_tokens or max_new_tokens for each in asked]
+        answers = write([each.encoded for each in asked], [each.request for each in asked], limits)
+        for each, answer in zip(asked, answers, strict=True):
+            each.settle(target, answer)
+
+
+def refilled(
+    target: Target, dialogues: Iterator[Dialogue], config: AnswersConfig, *, seed: int, capacity: int | None = None
+) -> Iterator[Dialogue]:
+    """Let the target answer dialogues, `config.batch_size` rows at a time, and yield each as it is over.
+
+    `capacity` is that of `TargetSource`.
+    """
+    waiting = _Waiting(target, dialogues, config.max_new_tokens)
+    source = TargetSource(target, config, capacity=capacity)
+    rows = continue_rows(
+        source,
+        waiting,
+        seed=seed,
+        has_ended=lambda row: row.tokens[-1] in target.eos_token_ids,
+        batch_size=config.batch_size,
+    )
+    for row in rows:
+        dialogue = waiting.under_way.pop(row.key)
+        dialogue.settle(target, row.written)
+        waiting.put_back(dialogue)
+        yield from waiting.take_over()
+    yield from waiting.take_over()
+
+
+class _Waiting(Iterator[TokenRow]):
+    """The rows that a target is to continue: later turns of dialogues under way, then the first ones of new dialogues."""
+
+    def __init__(self, target: Target, dialogues: Iterator[Dialogue], max_new_tokens: int) -> None:
+        self.target, self.dialogues, self.max_new_tokens = target, dialogues, max_new_tokens
+        self.under_way: dict[int, Dialogue] = {}  # by number
+        self._back = deque[Dialogue]()
+        self._over = deque[Dialogue]()
+
+    def __next__(self) -> TokenRow:
+        while (dialogue := self._back.popleft() if self._back else next(self.dialogues, None)) is not None:
+            if dialogue.ask(self.target):
+                self.under_way[dialogue.number] = dialogue
+                limit = len(dialogue.encoded) + (dialogue.prompt.max_new_tokens or self.max_new_tokens)
+                return TokenRow(
+                    key=dialogue.number,
+                    prompt_ids=dialogue.encoded,
+                    limit=min(limit, self.target.max_positions),
+                    request=dialogue.request,
+                )
+            self._over.append(dialogue)
+        raise StopIteration
+
+    def put_back(self, dialogue: Dialogue) -> None:
+        """Take a dialogue whose turn was answered."""
+        (self._over if dialogue.is_over else self._back).append(dialogue)
+
+    def take_over(self) -> Iterator[Dialogue]:
+        """Yield the dialogues that are over, each once."""
+        while self._over:
+            yield self._over.popleft()
 
 
 def check_given(prompts: Sequence[Prompt]) -> None:
@@ -176,17 +309,22 @@ def check_given(prompts: Sequence[Prompt]) -> None:
         )
 
 
-def existing_answers(target: Target, prompts: Sequence[Prompt], max_new_tokens: int) -> Answered:
+def existing_answers(target: Target, max_new_tokens: int) -> Answered:
     """Encode prompts with the answers that they bring (`check_given`), longer ones cut off at `max_new_tokens`.
 
-    A draft learns less from them than from the target's own.
-
-    Raises:
-        InputError: a prompt fills the target's context, or its template refuses the conversation.
+    A draft learns less from them than from the target's own. Reading a prompt's rows raises `InputError` where it fills the
+    target's context, or its template refuses the conversation.
     """
-    outcomes = [_encode_existing(target, prompt, max_new_tokens) for prompt in prompts]
-    dropped = Counter(sorted(outcome for outcome in outcomes if isinstance(outcome, str)))
-    return Answered(conversations=tuple(outcome for outcome in outcomes if not isinstance(outcome, str)), dropped=dict(dropped))
+    dropped = Counter[str]()
+
+    def rows_of(prompt: Prompt) -> list[Conversation]:
+        outcome = _encode_existing(target, prompt, max_new_tokens)
+        if isinstance(outcome, str):
+            dropped.update([outcome])
+            return []
+        return [outcome]
+
+    return Answered(rows_of=rows_of, dropped=dropped)
 
 
 def _encode_existing(target: Target, prompt: Prompt, max_new_tokens: int) -> Conversation | str:

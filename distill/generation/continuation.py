@@ -69,6 +69,12 @@ class TokenSource(Protocol):
     def keep_rows(self, places: Sequence[int]) -> None:
         """Drop all rows of the batch but these, in this order."""
 
+    def has_room(self, row: TokenRow) -> bool:
+        """Return whether a row can take the place of one that has ended."""
+
+    def put_rows(self, places: Sequence[int], rows: Sequence[TokenRow]) -> None:
+        """Read the prompts of rows, each of which takes the place of one that has ended."""
+
 
 @torch.inference_mode()
 def continue_rows(
@@ -83,54 +89,66 @@ def continue_rows(
 
     Args:
         source: draws the tokens.
-        rows: what to continue.
+        rows: what to continue; asked for another one only after a row that has ended was yielded.
         seed: of the random numbers.
         has_ended: called after each token; a row also ends at its limit.
-        batch_size: rows at a time; another takes the place of one that has ended, if the source knows that all rows share one
-            prompt. None: all rows at once.
+        batch_size: rows at a time; another takes the place of one that has ended, where the source has room for it, and a new
+            batch is begun where it has none. None: all rows at once.
     """
     waiting = iter(rows)
-    active = list(islice(waiting, batch_size))
-    if not active:
-        return
-    rng = CounterRNG(seed, [row.request for row in active], source.device)
-    source.start(active)
-    while active:
-        kept = []
-        for place, (row, tokens) in enumerate(zip(active, source.draw(active, rng), strict=True)):
-            if not _append(row, tokens, has_ended):
-                kept.append(place)
-                continue
-            yield row
-            successor = next(waiting, None)
-            if successor is not None:
-                active[place] = successor
-                rng.requests_B[place] = successor.request
-                kept.append(place)
-        if 0 < len(kept) < len(active):
-            source.keep_rows(kept)
-            rng.keep_rows(kept)
-        active = [active[place] for place in kept]
+    held: list[TokenRow] = []  # that the batch under way has no room for
+    while active := [*held, *islice(waiting, None if batch_size is None else batch_size - len(held))]:
+        held.clear()
+        rng = CounterRNG(seed, [row.request for row in active], source.device)
+        source.start(active)
+        while active:
+            kept, new = [], []
+            for place, (row, tokens) in enumerate(zip(active, source.draw(active, rng), strict=True)):
+                if not _append(row, tokens, has_ended):
+                    kept.append(place)
+                    continue
+                yield row
+                successor = None if held or batch_size is None else next(waiting, None)
+                if successor is not None and source.has_room(successor):
+                    active[place], rng.requests_B[place] = successor, successor.request
+                    kept.append(place)
+                    new.append(place)
+                elif successor is not None:
+                    held.append(successor)
+            if new:
+                source.put_rows(new, [active[place] for place in new])
+            if 0 < len(kept) < len(active):
+                source.keep_rows(kept)
+                rng.keep_rows(kept)
+            active = [active[place] for place in kept]
 
 
 class TargetSource:
-    """Draws tokens from the target; with `shared_prompt` (all rows have one) a row may take another's place in the cache."""
+    """Draws tokens from the target.
 
-    def __init__(self, target: Target, sampling: SamplingConfig, *, shared_prompt: bool = False) -> None:
+    Args:
+        shared_prompt: all rows have one, which is read once.
+        capacity: positions a row that the cache is to have at least; None: as many as the first rows may take.
+    """
+
+    def __init__(
+        self, target: Target, sampling: SamplingConfig, *, shared_prompt: bool = False, capacity: int | None = None
+    ) -> None:
         check_rolls_back(target.model)
-        self.target, self.sampling, self.shared_prompt = target, sampling, shared_prompt
+        self.target, self.sampling, self.shared_prompt, self.capacity = target, sampling, shared_prompt, capacity or 0
         self.device = target.device
         self._cache: RowCache
         self._hidden_BD: Tensor | None = None  # of the prompts' last tokens, where they have been read
 
     def start(self, rows: Sequence[TokenRow]) -> None:
-        self._cache = new_cache(self.target.model, max(row.limit for row in rows))
+        self._cache = new_cache(self.target.model, max(self.capacity, *(row.limit for row in rows)))
         if not self.shared_prompt:
             lengths_B = torch.tensor([len(row.tokens) for row in rows], device=self.device)
-            hidden_BTD = self._read_prompts([row.tokens for row in rows])
+            hidden_BTD = self._read_prompts(self._cache, [row.tokens for row in rows])
             self._hidden_BD = hidden_BTD[torch.arange(len(rows), device=self.device), lengths_B - 1]
         elif len(rows[0].tokens) > 1:
-            self._read_prompts([row.tokens[:-1] for row in rows])  # the last token is read anew for each row in a place
+            # The last token is read anew for each row in a place.
+            self._read_prompts(self._cache, [row.tokens[:-1] for row in rows])
 
     def draw(self, rows: Sequence[TokenRow], rng: CounterRNG) -> list[list[int]]:
         """Return each row's next token: the greedy choice, or a draw by the row's own random number for that position.
@@ -154,11 +172,23 @@ class TargetSource:
     def keep_rows(self, places: Sequence[int]) -> None:
         self._cache.keep_rows(places)
 
-    def _read_prompts(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Put prompts into the cache, and return the hidden states `[B, T, D]`."""
+    def has_room(self, row: TokenRow) -> bool:
+        return self.shared_prompt or (self._cache.takes_rows and row.limit <= self._cache.capacity)
+
+    def put_rows(self, places: Sequence[int], rows: Sequence[TokenRow]) -> None:
+        # All but the last token, which the next draw reads with those of the other rows.
+        prompts = [row.tokens[:-1] for row in rows]
+        if self.shared_prompt or not any(prompts):
+            return
+        read = new_cache(self.target.model, max(map(len, prompts)))
+        self._read_prompts(read, prompts)
+        self._cache.put_rows(places, read)
+
+    def _read_prompts(self, cache: RowCache, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Put prompts into a cache, and return the hidden states `[B, T, D]`."""
         longest = max(map(len, prompts))
         padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
-        return forward_rows(self.target.model, self._cache, torch.tensor(padded, device=self.device), [0] * len(prompts))
+        return forward_rows(self.target.model, cache, torch.tensor(padded, device=self.device), [0] * len(prompts))
 
 
 def not_finite(target: Target) -> RunFailed:

@@ -1,7 +1,8 @@
 """The data set from end to end: prompts of all sources, split, answers (the target's or the data set's own), the output folder.
 
 Several processes (under `accelerate launch`) share the writing; the main one puts the folder in place. Until then finished work
-is kept in journals in the output folder, so that an interrupted run goes on where it was.
+is kept in journals in the output folder, so that an interrupted run goes on where it was. Prompts are held in memory, their
+answers are not.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -20,12 +21,12 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 
 from configs.runtime.errors import InputError
-from configs.runtime.files import drop_leftovers, folder_lock, new_folder, sha256_of, write_json, write_text
+from configs.runtime.files import drop_leftovers, folder_lock, new_folder, sha256_of, write_json
 from configs.runtime.redaction import mask_secrets
-from configs.runtime.resumable import Journal, fingerprint
+from configs.runtime.resumable import Journal, fingerprint, fingerprint_of
 from configs.runtime.run_record import write_run_record
 from configs.schema.data import DataConfig, PromptsConfig, SourceConfig
-from distill.dataset.conversations import FORMAT_VERSION, INDEX_SUFFIX, MANIFEST, WRITTEN_BY, Conversation, count_answer_tokens
+from distill.dataset.conversations import FORMAT_VERSION, INDEX_SUFFIX, MANIFEST, WRITTEN_BY, Conversation
 from distill.generation.answers import ANSWER_JOURNALS, Answered, AnswerJob, Write, check_given, existing_answers
 from distill.generation.prompts import (
     TRUNCATED,
@@ -42,7 +43,7 @@ from distill.generation.server_check import check_server
 from distill.generation.server_completions import ServerWriter, server_writer
 from distill.generation.server_jobs import TURN_JOURNALS, server_answer_job, server_turns
 from distill.generation.sources import list_source
-from distill.generation.spread import measure_spread
+from distill.generation.spread import MOST_MEASURED, measure_spread
 from distill.generation.steering import SEEDS, plan_prompt, write_steered
 from distill.server.logprobs import TargetServer
 from heads.target.loading import Target, load_target
@@ -81,7 +82,7 @@ def make_dataset(config: DataConfig, make_write: Callable[[Target], Write] | Non
     with nullcontext() if config.server is None else TargetServer(config.server) as server:
         if server is not None:
             server.check_model()  # before a large target is loaded
-        state = join_processes(config.target)
+        state = join_processes(config.target, timeout_seconds=config.process_timeout_seconds)
         with naming_lost_processes(), folder_lock(output, beside=True) if state.is_main_process else nullcontext():
             _make_locked(config, listed, state, server, make_write)
 
@@ -115,11 +116,14 @@ def _make_locked(
     split = split_prompts(gathered.prompts, config.held_out_share)
     if config.answers.written_by == "dataset":
         check_given(gathered.prompts)
-        answered = existing_answers(target, [*split.train, *split.held_out], config.answers.max_new_tokens)
+        answers: Callable[[], Answered] = partial(existing_answers, target, config.answers.max_new_tokens)
     else:
-        answered = _write_answers(answer_job(config, target, split, output, writer, write), state)
+        job = answer_job(config, target, split, output, writer, write)
+        job.work(rank=state.process_index, num_processes=state.num_processes)
+        state.wait_for_everyone()
+        answers = job.collect
     if state.is_main_process:
-        write_dataset(config, target, split, answered, gathered)
+        write_dataset(config, target, split, answers(), gathered)
     state.wait_for_everyone()
 
 
@@ -196,12 +200,16 @@ def answer_job(
     the prompts stay the same.
     """
     prompts = sorted([*split.train, *split.held_out], key=lambda prompt: prompt.prompt_id)
-    encoded = [encode_prompt(target, prompt) for prompt in prompts]
-    rows = [
-        [prompt.prompt_id, prompt.category, *prompt.turns, *ids, *([prompt.max_new_tokens] if prompt.max_new_tokens else [])]
-        for prompt, ids in zip(prompts, encoded, strict=True)
-    ]
-    content = fingerprint(rows)
+    lengths: list[int] = []
+
+    def rows() -> Iterator[list[Any]]:
+        for prompt in prompts:
+            ids = encode_prompt(target, prompt)
+            lengths.append(len(ids))
+            limit = [prompt.max_new_tokens] if prompt.max_new_tokens else []
+            yield [prompt.prompt_id, prompt.category, *prompt.turns, *ids, *limit]
+
+    content = fingerprint_of(rows())
     if writer is not None:
         return server_answer_job(config, prompts, content, folder, writer)
     return AnswerJob(
@@ -210,40 +218,29 @@ def answer_job(
         config=config.answers,
         seed=config.seed,
         folder=folder,
-        fingerprint=fingerprint(*_writer(config, target), config.answers.model_dump(), content),
+        fingerprint=fingerprint(*_writer(config, target), config.answers.model_dump(), content, "by prompt"),
+        lengths=lengths,
         write=write,
     )
 
 
-def _write_answers(job: AnswerJob, state: PartialState) -> Answered:
-    """Let all processes answer their shares, and return what they wrote together."""
-    job.work(rank=state.process_index, num_processes=state.num_processes)
-    state.wait_for_everyone()
-    answered = job.collect()
-    # Every process has read the journals before the main one replaces the folder that holds them.
-    state.wait_for_everyone()
-    return answered
-
-
 def write_dataset(config: DataConfig, target: Target, split: Split, answered: Answered, gathered: _Gathered) -> None:
-    """Put the finished folder in place, all of it or nothing.
+    """Put the finished folder in place, all of it or nothing; one prompt's conversations are in memory at a time.
 
     Raises:
         InputError: no answer is left on one of the sides, or the folder cannot be written.
     """
-    by_prompt: dict[str, list[Conversation]] = {}
-    for conversation in answered.conversations:
-        by_prompt.setdefault(conversation.prompt_id, []).append(conversation)
     sides = {"train": split.train, "held_out": split.held_out}
-    rows = {name: [row for prompt in side for row in by_prompt.get(prompt.prompt_id, [])] for name, side in sides.items()}
-    for name, conversations in rows.items():
-        if not conversations:
-            raise InputError(f"no answer is left to any of the {len(sides[name])} {name} prompts (dropped: {answered.dropped})")
-    source_of = {prompt.prompt_id: prompt.source for prompt in gathered.prompts}
+    sample: list[Conversation] = []  # the first ones
+    counts: dict[str, dict[str, Any]] = {}
     dropped = gathered.dropped + Counter(split.dropped)
     with new_folder(Path(config.output)) as folder:
-        for name, conversations in rows.items():
-            write_text(folder / f"{name}.jsonl", "".join(row.to_line() for row in conversations))
+        for name, side in sides.items():
+            counts[name] = _write_side(folder / f"{name}.jsonl", side, answered, sample)
+            if not counts[name]["conversations"]:
+                raise InputError(
+                    f"no answer is left to any of the {len(side)} {name} prompts (dropped: {dict(answered.dropped)})"
+                )
         manifest = {
             "format_version": FORMAT_VERSION,
             "target": target.identity.to_dict(),
@@ -255,16 +252,16 @@ def write_dataset(config: DataConfig, target: Target, split: Split, answered: An
                 "truncated": dropped.pop(TRUNCATED, 0),
                 "dropped": dict(sorted((dropped + Counter(answered.dropped)).items())),
                 **({"sources": gathered.sources} if gathered.sources else {}),
-                **{name: _count(conversations, source_of) for name, conversations in rows.items()},
+                **counts,
             },
-            "spread": measure_spread([*rows["train"], *rows["held_out"]], target.vocab_size),
-            "sha256": {f"{name}.jsonl": sha256_of(folder / f"{name}.jsonl") for name in rows},
+            "spread": measure_spread(sample, target.vocab_size),
+            "sha256": {f"{name}.jsonl": sha256_of(folder / f"{name}.jsonl") for name in sides},
         }
         write_json(folder / MANIFEST, manifest)
         write_run_record(folder, config)
-    for name, conversations in rows.items():
-        logger.info("%s: %d conversations, %d answer tokens", name, len(conversations), count_answer_tokens(conversations))
-    if (judged_by := len({row.prompt_id for row in rows["held_out"]})) < FEW_HELD_OUT:
+    for name, count in counts.items():
+        logger.info("%s: %d conversations, %d answer tokens", name, count["conversations"], count["answer_tokens"])
+    if (judged_by := counts["held_out"]["prompts"]) < FEW_HELD_OUT:
         found = f"{judged_by} of {len(gathered.prompts)} prompts (held_out_share is {config.held_out_share:.2g})"
         logger.warning("held out: %s, too few to judge a draft by: give more prompts, or raise held_out_share", found)
 
@@ -328,13 +325,22 @@ def _writer(config: DataConfig, target: Target) -> tuple[Any, ...]:
     return (FORMAT_VERSION, target.identity.to_dict(), settings.dtype, settings.attention, settings.forward, config.seed)
 
 
-def _count(conversations: Sequence[Conversation], source_of: Mapping[str, str]) -> dict[str, Any]:
-    sources = Counter(source for row in conversations if (source := source_of.get(row.prompt_id)))
+def _write_side(path: Path, prompts: Sequence[Prompt], answered: Answered, sample: list[Conversation]) -> dict[str, Any]:
+    """Write the conversations of a side's prompts; return what the manifest counts, and add to `sample` up to its size."""
+    total, kinds, sources = Counter[str](), Counter[str](), Counter[str]()
+    with path.open("w", encoding="utf-8") as file:
+        for prompt in prompts:
+            rows = answered.rows_of(prompt)
+            total["prompts"] += bool(rows)
+            for row in rows:
+                file.write(row.to_line())
+                total.update(conversations=1, answer_tokens=len(row.answer_ids), cut_off=not row.ended)
+                kinds[row.category] += 1
+            if rows and prompt.source:
+                sources[prompt.source] += len(rows)
+            sample += rows[: max(0, MOST_MEASURED - len(sample))]
     return {
-        "prompts": len({row.prompt_id for row in conversations}),
-        "conversations": len(conversations),
-        "answer_tokens": count_answer_tokens(conversations),
-        "cut_off": sum(not row.ended for row in conversations),
-        "by_kind": dict(sorted(Counter(row.category for row in conversations).items())),
+        **{name: total[name] for name in ("prompts", "conversations", "answer_tokens", "cut_off")},
+        "by_kind": dict(sorted(kinds.items())),
         **({"by_source": dict(sorted(sources.items()))} if sources else {}),
     }

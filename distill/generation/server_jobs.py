@@ -7,7 +7,7 @@ ids, since text does not show special tokens, and a chat template that ends a us
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from configs.runtime.progress import progress
 from configs.runtime.resumable import Journal, fingerprint
 from configs.schema.data import DataConfig, PromptsConfig
 from configs.schema.decoding import SamplingConfig
-from distill.generation.answers import ANSWER_JOURNALS, AnswerJob, answer_prompts, read_journals
+from distill.generation.answers import ANSWER_JOURNALS, AnswerJob, Dialogue, answer_together, read_journals
 from distill.generation.prompts import Prompt
 from distill.generation.self_seeding import Turn, UserFrame, read_turn, turn_request
 from distill.generation.server_completions import ServerWriter, read_ids
@@ -36,18 +36,14 @@ class ServerAnswerJob(AnswerJob):
 
     def work(self, *, rank: int, num_processes: int) -> None:
         """Ask for this process's share of the prompts that are not answered; see `distill.server.concurrency.ask_all`."""
-        mine = {str(number): prompt for number, prompt in enumerate(self.prompts) if number % num_processes == rank}
-        done = self._finished()
-        missing = {key: prompt for key, prompt in mine.items() if key not in done}
+        mine, finished = range(rank, len(self.prompts), num_processes), self.finished()
+        missing = {str(number): self.prompts[number] for number in mine if not finished[number]}
         journal = Journal(self.folder / ANSWER_JOURNALS.format(rank=rank), self.fingerprint)
         with progress("answers", len(mine), "prompts") as advance:
             advance(len(mine) - len(missing))
-            _ask_missing(self.writer, missing, lambda prompt: self._answer([prompt]), journal, advance)
+            _ask_missing(self.writer, missing, self._answer, journal, advance)
 
-    def _batches(self) -> list[list[Prompt]]:
-        return [[prompt] for prompt in self.prompts]
-
-    def _answer(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    def _answer(self, prompt: Prompt) -> dict[str, Any]:
         states = set[str | None]()
 
         def write(ids: Sequence[Sequence[int]], requests: Sequence[int], limits: Sequence[int]) -> list[list[int] | str]:
@@ -55,10 +51,11 @@ class ServerAnswerJob(AnswerJob):
             states.update(each.system_fingerprint for each in written)
             return [each.answer for each in written]
 
-        with naming(f"prompt {prompts[0].prompt_id}"):
-            rows, dropped = answer_prompts(self.target, prompts, self.config, seed=self.seed, write=write)
+        dialogue = Dialogue(number=0, prompt=prompt)
+        with naming(f"prompt {prompt.prompt_id}"):
+            answer_together(self.target, [dialogue], self.config.max_new_tokens, write)
         servers = [{"version": self.version, "system_fingerprint": state} for state in sorted(states, key=str)]
-        return {"rows": [asdict(row) for row in rows], "dropped": dropped, "servers": servers}
+        return dialogue.piece | {"servers": servers}
 
 
 def server_answer_job(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from configs.runtime.errors import InputError
 from distill.server.connection import Connection, GaveUp
@@ -42,16 +42,15 @@ def ask_all(
         InputError: an item was given up (the others were sent), too many were in a row, or `ask` or `keep` raised it. Requests
             under way are finished, and their answers kept.
     """
-    pool = ThreadPoolExecutor(max_workers=connection.config.concurrency)
-    futures = {pool.submit(ask, item): name for name, item in items.items()}
+    under_way = _UnderWay(items, ask, connection.config.concurrency)
     try:
-        given_up = _keep_all(futures, keep, failures_in_a_row)
+        given_up = _keep_all(under_way, keep, failures_in_a_row)
     except BaseException:
         connection.stop()
         raise
     finally:
-        pool.shutdown(cancel_futures=True)
-        for future, name in futures.items():
+        under_way.pool.shutdown(cancel_futures=True)
+        for future, name in under_way.names.items():
             if not future.cancelled() and future.exception() is None:
                 keep(name, future.result())
     if given_up:
@@ -67,16 +66,39 @@ def naming(what: str) -> Iterator[None]:
         raise GaveUp(f"{what}: {error}") from error
 
 
-def _keep_all(futures: dict[Future[Answer], str], keep: Callable[[str, Answer], None], failures_in_a_row: int) -> list[GaveUp]:
-    """Take answers out of `futures` as they arrive, and keep them; return the failures."""
+class _UnderWay(Generic[Item, Answer]):
+    """Requests handed to the threads, two for each, so that neither they nor their answers pile up."""
+
+    def __init__(self, items: Mapping[str, Item], ask: Callable[[Item], Answer], concurrency: int) -> None:
+        self.pool = ThreadPoolExecutor(max_workers=concurrency)
+        self.names: dict[Future[Answer], str] = {}
+        self._ask, self._waiting = ask, iter(items.items())
+        self._finished = SimpleQueue[Future[Answer]]()  # in the order of time, which `as_completed` does not keep
+        for _ in range(2 * concurrency):
+            self._submit()
+
+    def _submit(self) -> None:
+        found = next(self._waiting, None)
+        if found is not None:
+            future = self.pool.submit(self._ask, found[1])
+            self.names[future] = found[0]
+            future.add_done_callback(self._finished.put)
+
+    def next(self) -> tuple[str, Future[Answer]] | None:
+        """Return the next one that has ended; None where there is no other."""
+        if not self.names:
+            return None
+        future = self._finished.get()
+        self._submit()
+        return self.names.pop(future), future
+
+
+def _keep_all(under_way: _UnderWay[Item, Answer], keep: Callable[[str, Answer], None], failures_in_a_row: int) -> list[GaveUp]:
+    """Take answers as they arrive, and keep them; return the failures."""
     given_up: list[GaveUp] = []
     in_a_row = 0
-    finished = SimpleQueue[Future[Answer]]()  # in the order of time, which `as_completed` does not keep
-    for future in list(futures):
-        future.add_done_callback(finished.put)
-    while futures:
-        future = finished.get()
-        name = futures.pop(future)
+    while (found := under_way.next()) is not None:
+        name, future = found
         try:
             answer = future.result()
         except GaveUp as error:

@@ -130,6 +130,12 @@ class DraftSource:
     def keep_rows(self, places: Sequence[int]) -> None:
         self.draft.keep_rows(places)
 
+    def has_room(self, row: TokenRow) -> bool:
+        return False
+
+    def put_rows(self, places: Sequence[int], rows: Sequence[TokenRow]) -> None:
+        raise NotImplementedError("rows that the draft writes start together")
+
 
 def examples_of(batch: Batch) -> list[Example]:
     """Return the conversations that a batch was collated from."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -93,6 +92,11 @@ class RowLayer(CacheLayerMixin):
         for name in self.stored:
             setattr(self, name, getattr(self, name)[index_B])
 
+    def put_rows(self, index_B: Tensor, other: RowLayer) -> None:
+        for name in other.stored:
+            states = getattr(other, name)
+            getattr(self, name)[index_B, :, : states.shape[2]] = states[:, :, : self.capacity]
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.slots.end, 0
 
@@ -109,6 +113,8 @@ class RowCache(Cache):
     `layer` makes one layer's storage of the capacity. Each row of a guided model is read in two `copies`, the second ones
     behind all first ones (`heads.inference.guidance`); callers count the rows once.
     """
+
+    takes_rows = True  # `put_rows` is to be had
 
     def __init__(self, num_layers: int, capacity: int, layer: Callable[[int], RowLayer] = RowLayer, *, copies: int = 1) -> None:
         self.copies = copies
@@ -229,13 +235,24 @@ class RowCache(Cache):
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Drop all rows but these, in this order."""
+        for layer, index_B in self._places(rows):
+            layer.keep_rows(index_B)
+
+    def put_rows(self, places: Sequence[int], other: RowCache) -> None:
+        """Put what another cache of the same model holds of its rows, from the first position on, in place of these rows."""
+        others = {id(layer): other.rows[number] for number, layer in enumerate(self.rows)}
+        for layer, index_B in self._places(places):
+            layer.put_rows(index_B, others[id(layer)])
+
+    def _places(self, rows: Sequence[int]) -> list[tuple[RowLayer, Tensor]]:
+        """Return the layers that hold anything, each with the places of rows, all their copies, on its device."""
         filled = [layer for layer in self.rows if layer.is_initialized]
-        index_B = on_device(rows, filled[0].keys.device) if filled else None
-        if index_B is not None and self.copies > 1:
-            num_rows = len(filled[0].keys) // self.copies
-            index_B = torch.cat([index_B + number * num_rows for number in range(self.copies)])
-        for layer in filled:
-            layer.keep_rows(cast(Tensor, index_B).to(layer.keys.device))
+        if not filled:
+            return []
+        index_B = on_device(rows, filled[0].keys.device)
+        num_rows = len(filled[0].keys) // self.copies
+        index_B = torch.cat([index_B + number * num_rows for number in range(self.copies)])
+        return [(layer, index_B.to(layer.keys.device)) for layer in filled]
 
 
 def _index(starts: Sequence[int], columns: Tensor) -> tuple[Tensor, slice, Tensor]:

@@ -73,6 +73,8 @@ class RecurrentCache(RowCache):
     where it went on after its prompt.
     """
 
+    takes_rows = False  # the histories of a batch begin together
+
     def __init__(
         self, mixers: dict[nn.Module, Place], num_layers: int, capacity: int, layer: Callable[[int], RowLayer] = RowLayer
     ) -> None:

@@ -10,9 +10,9 @@ import pytest
 from configs.runtime import files
 from configs.runtime.command import BAD_INPUT, DONE, FAILED
 from configs.runtime.files import folder_lock
+from configs.runtime.resumable import Journal
 from distill.cache.storage import Folder
 from distill.cache.writer import CacheJob, make_cache
-from distill.generation.answers import AnswerJob
 from distill.generation.make_dataset import make_dataset
 from tests.faults.conftest import content, kill_at_call, start_pair
 
@@ -25,11 +25,11 @@ def made(folder):
 @pytest.mark.parametrize(
     ("plant", "then"),
     [
-        (kill_at_call(AnswerJob, "_answer", 3), None),
+        (kill_at_call(Journal, "extend", 3), None),
         (kill_at_call(os, "fsync", 3), None),
         (kill_at_call(files, "sync_folder", 1), None),
         # Moved out of the way, and the new one not yet there: no answer may be asked for again.
-        (kill_at_call(Path, "replace", 5, after=True), kill_at_call(AnswerJob, "_answer", 1)),
+        (kill_at_call(Path, "replace", 3, after=True), kill_at_call(Journal, "extend", 1)),
     ],
     ids=["among the answers", "as a piece is written", "before the folder takes its place", "as the old one has gone"],
 )
@@ -48,14 +48,14 @@ def test_one_of_two_processes_that_dies_among_the_answers_ends_the_other_and_not
 ):
     config = project.data(tmp_path / "data")
     started = time.monotonic()
-    main, other = start_pair(start, make_dataset, config, before=kill_at_call(AnswerJob, "_answer", 3))
+    main, other = start_pair(start, make_dataset, config, before=kill_at_call(Journal, "extend", 3))
     assert main.end(60) == FAILED, main.said
     assert time.monotonic() - started < 60
     assert "another process of this run has ended or does not answer" in main.said
     assert other.end() == -signal.SIGKILL
     kept = [path.read_bytes() for path in sorted((tmp_path / "data").glob(".answers.partial-*"))]
-    assert [piece.count(b"\n") - 1 for piece in kept] == [6, 2]  # of twelve batches, six each
-    assert start(make_dataset, config, before=kill_at_call(AnswerJob, "_answer", 5)).end() == DONE  # alone, the four missing
+    assert [piece.count(b"\n") - 1 for piece in kept] == [24, 8]  # of 48 prompts, half each, by four
+    assert start(make_dataset, config, before=kill_at_call(Journal, "extend", 5)).end() == DONE  # alone, the 16 missing
     assert made(tmp_path / "data") == made(undisturbed["data"])
 
 

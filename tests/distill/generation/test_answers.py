@@ -1,6 +1,7 @@
 """Answers: the target's own tokens, the same in any batch, on any number of processes and after any interruption."""
 
 import json
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,8 +22,10 @@ from distill.generation.answers import (
     check_given,
     existing_answers,
 )
+from distill.generation.continuation import TargetSource
 from distill.generation.make_dataset import make_dataset
-from distill.generation.prompts import Prompt
+from distill.generation.prompts import Prompt, encode_prompt
+from heads.inference.kv_cache import RowCache
 
 SAMPLED = AnswersConfig(temperature=0.9, top_k=200, max_new_tokens=20, batch_size=4)
 GREEDY = AnswersConfig(max_new_tokens=12, batch_size=4)
@@ -41,6 +44,11 @@ def job(byte_target, make_prompts, tmp_path):
         )
 
     return make
+
+
+def rows_in(job):
+    answered = job.collect()
+    return [row for prompt in job.prompts for row in answered.rows_of(prompt)]
 
 
 def naive_greedy(target, ids, max_new_tokens):
@@ -67,6 +75,64 @@ def test_a_sampled_answer_does_not_depend_on_its_batch(byte_target, make_prompts
     alone = [answer_prompts(byte_target, [prompt], SAMPLED, seed=1)[0][0] for prompt in make_prompts(7)]
     assert together == alone
     assert answer_prompts(byte_target, make_prompts(7), SAMPLED, seed=2)[0] != together
+
+
+@pytest.mark.parametrize("takes_rows", [True, False])
+def test_the_next_turn_or_prompt_takes_the_place_of_an_answer_that_has_ended(byte_target, tmp_path, monkeypatch, takes_rows):
+    monkeypatch.setattr(RowCache, "takes_rows", takes_rows)
+    batches, starts, draw, start = [], [], TargetSource.draw, TargetSource.start
+    monkeypatch.setattr(TargetSource, "draw", lambda self, rows, rng: batches.append(len(rows)) or draw(self, rows, rng))
+    monkeypatch.setattr(TargetSource, "start", lambda self, rows: starts.append(len(rows)) or start(self, rows))
+    prompts = [
+        Prompt(prompt_id=f"p{n}", category="c", turns=("x" * (n % 5), "and?")[: 1 + n % 2], max_new_tokens=1 + 7 * (n % 3))
+        for n in range(13)
+    ]
+    config = SAMPLED.model_copy(update={"batch_size": 4})
+    lengths = [len(encode_prompt(byte_target, prompt)) for prompt in prompts]
+    settings = {"folder": tmp_path, "fingerprint": "job", "lengths": lengths}
+    job = AnswerJob(target=byte_target, prompts=prompts, config=config, seed=1, **settings)
+    job.work(rank=0, num_processes=1)
+    together, dropped = rows_in(job), job.collect().dropped
+    if takes_rows:
+        assert len(starts) == 1
+        full = batches.index(next(size for size in batches if size < 4))
+        assert sum(batches[full:]) <= 4 * 15  # only the last answers are written in fewer rows
+    else:
+        assert len(starts) > 2
+    found = {row.prompt_id: [] for row in together}
+    for row in together:
+        found[row.prompt_id].append(row)
+    for prompt in prompts:
+        alone, _ = answer_prompts(byte_target, [prompt], config, seed=1)
+        assert found.get(prompt.prompt_id, []) == alone
+    assert len(together) + sum(dropped.values()) == sum(len(prompt.turns) for prompt in prompts)
+
+
+def test_memory_does_not_grow_with_the_answers(byte_target, make_prompts, tmp_path, monkeypatch):
+    monkeypatch.setattr(making, "MOST_MEASURED", 10)
+
+    def peak(count):
+        job = AnswerJob(
+            target=byte_target,
+            prompts=make_prompts(count),
+            config=SAMPLED,
+            seed=5,
+            folder=tmp_path / str(count),
+            fingerprint="job",
+            write=lambda ids, requests, limits: [[65] * 2000 for _ in ids],
+        )
+        tracemalloc.start()
+        job.work(rank=0, num_processes=1)
+        job.work(rank=0, num_processes=1)  # finds all of them answered
+        counts = making._write_side(tmp_path / f"{count}.jsonl", job.prompts, job.collect(), [])
+        assert counts["answer_tokens"] == count * 2000
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return most
+
+    peak(8)
+    few, many = peak(25), peak(250)
+    assert many - few < 225 * 1000  # of answers that take 8 bytes a token alone
 
 
 def test_the_checkpoints_own_generation_settings_do_not_leak_in(byte_target, make_prompts, monkeypatch):
@@ -103,8 +169,8 @@ def test_two_processes_write_what_one_writes(job):
     alone.work(rank=0, num_processes=1)
     for rank in (1, 0):
         shared.work(rank=rank, num_processes=2)
-    assert shared.collect() == alone.collect()
-    assert [row.prompt_id for row in alone.collect().conversations] == [prompt.prompt_id for prompt in alone.prompts]
+    assert rows_in(shared) == rows_in(alone)
+    assert [row.prompt_id for row in rows_in(alone)] == [prompt.prompt_id for prompt in alone.prompts]
 
 
 def test_a_run_cut_off_in_the_middle_of_a_line_ends_like_an_undisturbed_one(job):
@@ -115,12 +181,13 @@ def test_a_run_cut_off_in_the_middle_of_a_line_ends_like_an_undisturbed_one(job)
     resumed.folder.mkdir()
     (resumed.folder / whole.name).write_bytes(content[: len(content) * 2 // 3])
     resumed.work(rank=0, num_processes=1)
-    assert (resumed.folder / whole.name).read_bytes() == content
+    assert rows_in(resumed) == rows_in(undisturbed)
+    assert (resumed.folder / whole.name).read_bytes().startswith(content[: len(content) * 2 // 3].rpartition(b"\n")[0])
 
 
 def test_answers_of_another_job_are_written_again(job):
     job(fingerprint="other").work(rank=0, num_processes=1)
-    with pytest.raises(RuntimeError, match="4 batches of answers are missing"):
+    with pytest.raises(RuntimeError, match="answers to 14 prompts are missing"):
         job().collect()
 
 
@@ -132,8 +199,9 @@ def prompt(answer, text="hi"):
 
 
 def one(target, answer, max_new_tokens=100, text="hi"):
-    answered = existing_answers(target, [prompt(answer, text)], max_new_tokens)
-    return answered.conversations[0] if answered.conversations else answered.dropped
+    answered = existing_answers(target, max_new_tokens)
+    rows = answered.rows_of(prompt(answer, text))
+    return rows[0] if rows else answered.dropped
 
 
 def test_an_answer_is_what_the_target_would_have_had_to_write(byte_target):

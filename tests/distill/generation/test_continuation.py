@@ -14,7 +14,7 @@ class Counting:
     device = torch.device("cpu")
 
     def __init__(self, stride):
-        self.stride, self.steps, self.batch = stride, [], None
+        self.stride, self.steps, self.batch, self.room, self.put = stride, [], None, 99, []
 
     def start(self, rows):
         self.batch = len(rows)
@@ -27,6 +27,12 @@ class Counting:
 
     def keep_rows(self, places):
         self.batch = len(places)
+
+    def has_room(self, row):
+        return row.limit < self.room
+
+    def put_rows(self, places, rows):
+        self.put.append((list(places), [row.key for row in rows]))
 
 
 def rows_of(*limits):
@@ -48,6 +54,16 @@ def test_waiting_rows_take_the_places_of_those_that_have_ended():
     ended = [row.key for row in continue_rows(source, rows_of(9, 3, 4, 3), seed=0, has_ended=ends_with_3, batch_size=2)]
     assert ended == [1, 0, 2, 3]
     assert source.steps == [[0, 1], [0, 2], [0, 2], [3]]
+    assert source.put == [([1], [2]), ([0], [3])]
+
+
+def test_a_row_that_the_batch_has_no_room_for_begins_the_next_one_and_none_is_lost():
+    source = Counting(1)
+    source.room = 5
+    ended = [row.key for row in continue_rows(source, rows_of(9, 3, 8, 4), seed=0, has_ended=ends_with_3, batch_size=2)]
+    assert ended == [1, 0, 3, 2]
+    assert source.steps == [[0, 1], [0], [0], [2, 3], [2, 3], [2]]
+    assert source.put == []
 
 
 def test_without_rows_nothing_is_started():

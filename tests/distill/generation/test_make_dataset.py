@@ -10,6 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from configs.runtime.errors import InputError
+from configs.runtime.resumable import Journal
 from configs.schema.data import DataConfig, PromptsConfig, shares_of
 from configs.schema.evaluation import SuiteConfig
 from distill.dataset.conversations import check_written_for, describe_data, is_written_by_target, read_conversations
@@ -136,21 +137,22 @@ def test_answers_by_another_forward_are_another_jobs(config, byte_target):
 
 def test_an_interrupted_run_goes_on_and_ends_like_an_undisturbed_one(config, tmp_path, monkeypatch):
     undisturbed = made(config, output=str(tmp_path / "undisturbed"))
-    answer, calls = making.AnswerJob._answer, []
+    extend, kept = Journal.extend, []
 
-    def answer_twice_then_stop(job, prompts):
-        calls.append(prompts)
-        if len(calls) == 3:
+    def keep_twice_then_stop(journal, pieces):
+        if len(kept) == 16 and not keep_twice_then_stop.stopped:
+            keep_twice_then_stop.stopped = True
             raise KeyboardInterrupt
-        return answer(job, prompts)
+        kept.extend(pieces)
+        extend(journal, pieces)
 
-    monkeypatch.setattr(making.AnswerJob, "_answer", answer_twice_then_stop)
+    keep_twice_then_stop.stopped = False
+    monkeypatch.setattr(Journal, "extend", keep_twice_then_stop)
     with pytest.raises(KeyboardInterrupt):
         made(config)
     assert not (Path(config.output) / "train.jsonl").exists()
     resumed = made(config)
-    num_batches = 5
-    assert len(calls) == num_batches + 1
+    assert sorted(map(int, kept)) == list(range(38))  # none of them twice
     assert [resumed[name] for name in ("train.jsonl", "held_out.jsonl")] == [
         undisturbed["train.jsonl"],
         undisturbed["held_out.jsonl"],
@@ -269,7 +271,7 @@ def test_an_output_that_is_a_file_or_below_one_is_refused_before_the_target_is_l
 
 
 def test_a_side_left_without_answers_is_refused_and_nothing_is_put_in_place(config, monkeypatch):
-    nothing = making.Answered(conversations=(), dropped={"empty_answer": 38})
+    nothing = making.Answered(rows_of=lambda prompt: [], dropped={"empty_answer": 38})
     monkeypatch.setattr(making.AnswerJob, "collect", lambda job: nothing)
     with pytest.raises(InputError, match=r"no answer is left to any of the \d+ train prompts"):
         make_dataset(config)
@@ -278,6 +280,6 @@ def test_a_side_left_without_answers_is_refused_and_nothing_is_put_in_place(conf
 
 def test_processes_that_do_not_know_of_one_another_are_refused(config, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(processes, "PartialState", lambda cpu: SimpleNamespace(num_processes=1))
+    monkeypatch.setattr(processes, "PartialState", lambda cpu, timeout: SimpleNamespace(num_processes=1))
     with pytest.raises(RuntimeError, match="2 processes were launched, but accelerate sees 1"):
         make_dataset(config)

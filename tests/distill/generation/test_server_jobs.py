@@ -150,7 +150,8 @@ def test_two_processes_share_the_prompts_and_a_third_run_finds_nothing_to_do(con
         asked = len(api.asked)
         job.work(rank=0, num_processes=1)
         assert len(api.asked) == asked == NUM_TURNS
-        rows = job.collect().conversations
+        answered = job.collect()
+        rows = [row for prompt in job.prompts for row in answered.rows_of(prompt)]
     assert [row.prompt_id for row in rows] == sorted(row.prompt_id for row in rows)
     local = made(config("local", written_by="target"))
     assert {row.to_line() for row in rows} == {line + "\n" for side in sides(local) for line in side.decode().splitlines()}
