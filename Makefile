@@ -64,8 +64,8 @@ cluster-check: setup ## the job files of scripts/cluster, run with one process k
 device-check: setup ## decoding, evaluation, export and training on a mock device that is not the CPU: the CPU's results, waits counted (three minutes)
 	$(PY) -m pytest -m device tests/device
 
-engine-check: setup ## DDP, FSDP2, ZeRO-1 to 3 and offloading in two processes on the CPU against one process (about 10 minutes)
-	$(PY) -m pytest -m slow -s tests/train/loop/test_engines.py
+engine-check: setup ## DDP, FSDP2, ZeRO-1 to 3, offloading and split targets in processes on the CPU against one (about 15 minutes)
+	$(PY) -m pytest -m slow -s tests/train/loop/test_engines.py tests/train/test_split_target.py
 	$(PY) scripts/benchmark.py engines
 
 models-check: setup ## a tiny model of every family of transformers through every stage, into docs/results/models.json and docs/models.md (12 minutes)

@@ -106,6 +106,10 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     tallies = measure_share(target, turns, config, proposers, state, meter, job=job)
     if tallies is None:
         return DONE
+    if not state.is_main_process:  # the checks below run the target, and load it anew, which all of its groups must do
+        _check_lossless(config, target, tallies)
+        quality.judge(target, tallies[suites[0].name])
+        return DONE
     laps.done("decoding")
     report = _build_report(config, suites, target, draft, tallies, state.num_processes)
     records = tallies[suites[0].name]

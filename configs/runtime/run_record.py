@@ -74,7 +74,7 @@ def deciding_settings(config: Mapping[str, Any], contents: Mapping[str, str]) ->
     The decoding of held-out prompts belongs to it: scores got in another way cannot be compared with the best so far. Options
     that are off (None) do not: one that the schema gains later leaves the hashes of today's runs as they are.
 
-    Nor do the servers that run the target: a run that is started again may find them elsewhere.
+    Nor do the servers or the groups of processes that run the target: a run that is started again may have others.
 
     Args:
         config: a training's, as JSON values.
@@ -82,7 +82,7 @@ def deciding_settings(config: Mapping[str, Any], contents: Mapping[str, str]) ->
     """
     relevant = {name: value for name, value in config.items() if name not in ("output", "sanity", "schedule")}
     relevant["schedule"] = {name: value for name, value in config["schedule"].items() if name not in QUIET}
-    relevant["target"] = {name: value for name, value in config.get("target", {}).items() if name != "states"}
+    relevant["target"] = {name: value for name, value in config.get("target", {}).items() if name not in ("states", "parallel")}
     relevant["contents"] = dict(contents)
     return dict(_without_none(relevant))
 

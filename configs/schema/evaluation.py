@@ -292,6 +292,8 @@ class EvalConfig(Settings):
         if self.cost is not None and (self.decode.tree is not None or self.decode.stopping is not None):
             name = "tree" if self.decode.tree is not None else "stopping"
             raise ValueError(f"cost predicts chains of a fixed length only: set it to null, or decode.{name} to null")
+        if self.cost is not None and self.target.parallel is not None and self.target.parallel.kind is not None:
+            raise ValueError("cost times a target that is whole in its process: set it to null, or target.parallel to null")
         if self.cost is not None and self.decode.rule == "smc":
             raise ValueError("cost predicts rounds of verification, which lossy smc has none of: set one of the two to null")
         return self

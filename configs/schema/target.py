@@ -1,6 +1,7 @@
-"""The target: which model, how it runs, over which devices its blocks are spread, which servers run it. Imports no torch.
+"""The target: which model, how it runs, over which devices or processes it is spread, which servers run it. Imports no torch.
 
-The device map is made and checked against the model in `heads.target.placement`, the servers in `distill.server.states`.
+The device map is made and checked against the model in `heads.target.placement`, the split in `heads.target.split`, the servers
+in `distill.server.states`.
 """
 
 from __future__ import annotations
@@ -73,6 +74,37 @@ class EngineStatesConfig(Settings):
         return self.concurrency if isinstance(self.concurrency, list) else [self.concurrency] * len(self.urls)
 
 
+class ParallelConfig(Settings):
+    """Over how many processes of a group each target is split, and by what: one kind at a time."""
+
+    tensor: PositiveInt = 1  # parts of every matrix, by the family's plan in transformers; must divide its attention heads
+    shard: PositiveInt = 1  # shares of every block's weights, gathered while the block runs (FSDP2); any family
+    pipeline: PositiveInt = 1  # stages of whole blocks, which run one after another; any family
+    expert: PositiveInt = 1  # shares of the experts of a mixture of experts; the rest is whole in every process
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The kinds that split, and into how many parts."""
+        return {name: size for name, size in self if size > 1}
+
+    @property
+    def kind(self) -> str | None:
+        """What splits the target; None: nothing does."""
+        return next(iter(self.sizes), None)
+
+    @property
+    def size(self) -> int:
+        """How many processes share one target."""
+        return max(self.sizes.values(), default=1)
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if len(self.sizes) > 1:
+            found = " and ".join(f"{name} {size}" for name, size in self.sizes.items())
+            raise ValueError(f"{found} cannot be combined; give one of them, and leave the others at 1")
+        return self
+
+
 class TargetConfig(Settings):
     """The language model that is to become faster."""
 
@@ -100,6 +132,26 @@ class TargetConfig(Settings):
     offload_folder: str | None = None  # with disk: for weights that are kept otherwise than they run, as of most MoE models
     # Hidden states from servers: then only embedding, final norm and head are loaded, and blocks where device_map places them
     states: EngineStatesConfig | None = None
+    # For a target larger than one GPU, and several processes: those of a group split it between them and run it together, each
+    # training the draft on batches of its own. Embedding, final norm and head are whole in every process.
+    parallel: ParallelConfig | None = None
+
+    @model_validator(mode="after")
+    def _parallel_goes_with_the_rest(self) -> Self:
+        if self.parallel is None or self.parallel.kind is None:
+            return self
+        others = {"device_map": "spreads it over the devices of one", "states": "has it run by servers"}
+        for name, what in others.items():
+            if getattr(self, name) is not None:
+                raise ValueError(f"parallel: processes split the target, and {name} {what}; set one of the two to null")
+        if self.forward != "transformers":
+            raise ValueError(
+                f"parallel: forward {self.forward} packs all weights on one device; set forward to transformers, or parallel "
+                "to null"
+            )
+        if self.name.endswith(".gguf"):
+            raise ValueError(f"parallel: {self.name} is unpacked whole; give a folder of safetensors, or set parallel to null")
+        return self
 
     @model_validator(mode="after")
     def _ids_have_no_template(self) -> Self:
@@ -131,7 +183,8 @@ class TargetConfig(Settings):
     @model_validator(mode="after")
     def _device_map_goes_with_the_rest(self) -> Self:
         if self.device_map is None:
-            for name, value in (("max_memory", self.max_memory), ("offload_folder", self.offload_folder)):
+            staged = self.parallel is not None and self.parallel.kind == "pipeline"  # writes what other stages hold there
+            for name, value in (("max_memory", self.max_memory), ("offload_folder", None if staged else self.offload_folder)):
                 if value is not None:
                     raise ValueError(
                         f"{name} says how a target is spread, and device_map is null: give auto there, or drop {name}"

@@ -60,6 +60,7 @@ from distill.server.logprobs import TargetServer
 from heads.target.hidden_states import check_taps, num_blocks
 from heads.target.loading import Target, load_target
 from heads.target.processes import join_processes, naming_lost_processes
+from heads.target.split.groups import from_first, share_of
 
 logger = logging.getLogger("draftsmith")
 
@@ -91,10 +92,13 @@ def make_cache(config: CacheConfig) -> None:
                 logger.warning("%s was written by a target with other %s", data_file, difference)
             data_sha256 = sha256_of(data_file)
             job = CacheJob(target=target, conversations=conversations, config=config, data_sha256=data_sha256, server=server)
+            share = share_of(target.group, state)
             if state.is_main_process:
                 job.prepare()
+            elif share.number == 0:  # holds a part of the main process's target, which `prepare` runs
+                check_taps(target.model, job.layout.taps or ())
             state.wait_for_everyone()
-        job.work(rank=state.process_index, num_processes=state.num_processes)
+        job.work(rank=share.number, num_processes=share.count, writes=share.writes)
         if state.is_main_process:
             job.finish()
 
@@ -146,16 +150,21 @@ class CacheJob:
         with tempfile.TemporaryDirectory() as scratch:
             self._folder.write("run.json", write_run_record(Path(scratch), self.config).read_bytes())
 
-    def work(self, *, rank: int, num_processes: int) -> None:
+    def work(self, *, rank: int, num_processes: int, writes: bool = True) -> None:
         """Write shards, those that no other process writes, until all are there.
+
+        Without `writes` this process only computes what the first one of the target's group writes.
 
         Raises:
             InputError: a value is not finite, the server fails, or a shard cannot be written.
         """
         with progress("target cache", sum(self._lengths), "tokens") as advance:
             advance(sum(map(self._num_rows, self.finished())))
-            for number in self._dealing(rank * len(self._plan) // num_processes).shards():
-                self._write_shard(number)
+            for number in from_first(self.target.group, self._dealing(rank * len(self._plan) // num_processes).shards()):
+                if writes:
+                    self._write_shard(number)
+                else:
+                    self._shard_tensors([self._dataset[index] for index in self._plan[number]])
                 advance(self._num_rows(number))
 
     def finished(self) -> set[int]:

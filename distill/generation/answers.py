@@ -133,8 +133,8 @@ class AnswerJob:
     lengths: Sequence[int] = ()
     write: Write | None = None
 
-    def work(self, *, rank: int, num_processes: int) -> None:
-        """Answer this process's share of the prompts, except those that are answered."""
+    def work(self, *, rank: int, num_processes: int, writes: bool = True) -> None:
+        """Answer this process's share of the prompts, except those that are answered; without `writes` only compute them."""
         needs = [self._room(number) for number in range(len(self.prompts))]
         order = sorted(range(len(needs)), key=lambda number: (-needs[number], number))  # those who take most room first
         own, finished = order[rank::num_processes], self.finished()
@@ -146,7 +146,8 @@ class AnswerJob:
             capacity = min(self.target.max_positions, needs[missing[0]]) if missing else 0
             # A write to the disk waits for it: several at a time.
             for group in _in_groups(self._answered(dialogues, capacity), self.config.batch_size):
-                journal.extend({str(each.number): each.piece for each in group})
+                if writes:
+                    journal.extend({str(each.number): each.piece for each in group})
                 advance(len(group))
 
     def finished(self) -> np.ndarray[Any, np.dtype[np.bool_]]:

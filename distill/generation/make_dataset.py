@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
-from accelerate.utils import gather_object
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import drop_leftovers, folder_lock, new_folder, sha256_of, write_json
@@ -48,6 +47,7 @@ from distill.generation.steering import SEEDS, plan_prompt, write_steered
 from distill.server.logprobs import TargetServer
 from heads.target.loading import Target, load_target
 from heads.target.processes import join_processes, naming_lost_processes
+from heads.target.split.groups import share_of
 
 logger = logging.getLogger("draftsmith")
 
@@ -119,7 +119,8 @@ def _make_locked(
         answers: Callable[[], Answered] = partial(existing_answers, target, config.answers.max_new_tokens)
     else:
         job = answer_job(config, target, split, output, writer, write)
-        job.work(rank=state.process_index, num_processes=state.num_processes)
+        share = share_of(target.group, state)
+        job.work(rank=share.number, num_processes=share.count, writes=share.writes)
         state.wait_for_everyone()
         answers = job.collect
     if state.is_main_process:
@@ -294,7 +295,8 @@ def _self_seed_once(
         if admission is not None:
             admission.taken.update(map(everything_said, prompts))
         return prompts, kept["dropped"]
-    rank = state.process_index
+    share = share_of(target.group, state)
+    rank = share.number
     batch_size, seed, kinds = config.answers.batch_size, config.seed, settings.kinds
     write: WriteTurns | None = None
     if writer is not None:
@@ -308,8 +310,8 @@ def _self_seed_once(
         seed=seed,
         name=name,
         rank=rank,
-        num_processes=state.num_processes,
-        exchange=gather_object,
+        num_processes=share.count,
+        exchange=share.gather,
         write=write,
         kind_of=None if kinds is None else lambda number: plan_prompt(kinds, seed, name, number).kind,
         admission=admission,

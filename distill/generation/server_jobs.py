@@ -34,8 +34,10 @@ class ServerAnswerJob(AnswerJob):
     writer: ServerWriter
     version: str | None  # of the server, where it reports one
 
-    def work(self, *, rank: int, num_processes: int) -> None:
+    def work(self, *, rank: int, num_processes: int, writes: bool = True) -> None:
         """Ask for this process's share of the prompts that are not answered; see `distill.server.concurrency.ask_all`."""
+        if not writes:
+            return
         mine, finished = range(rank, len(self.prompts), num_processes), self.finished()
         missing = {str(number): self.prompts[number] for number in mine if not finished[number]}
         journal = Journal(self.folder / ANSWER_JOURNALS.format(rank=rank), self.fingerprint)

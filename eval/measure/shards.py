@@ -12,18 +12,18 @@ from itertools import groupby
 from pathlib import Path
 
 from accelerate import PartialState
-from accelerate.utils import gather_object
 
 from configs.runtime.errors import RunFailed
 from configs.runtime.progress import progress
 from configs.schema.evaluation import EvalConfig
 from eval.measure.interleaved import Measurement, in_batches
-from eval.measure.record_files import RecordSpan, RecordWriter, join_parts
+from eval.measure.record_files import RecordWriter, join_parts
 from eval.measure.turns import Turns
 from eval.metrics.meters import Meter
 from eval.metrics.tally import Tally
 from heads.proposers.protocol import Proposer
 from heads.target.loading import Target
+from heads.target.split.groups import share_of
 
 
 def measure_share(
@@ -37,7 +37,7 @@ def measure_share(
     job: str,
 ) -> dict[str, Tally] | None:
     """Decode this process's share of the prompts; return what all processes measured, by suite, in the main one, and None in
-    the others.
+    the others. Where processes share the target, all have it.
 
     Writes `records.jsonl` into `config.output`, which exists, and leaves there what a run with the same `job` resumes from
     (`eval.measure.record_files.drop_parts`).
@@ -48,7 +48,8 @@ def measure_share(
     """
     by_suite = [list(requests) for _, requests in groupby(turns.first, key=lambda request: request.suite)]
     batches = [batch for requests in by_suite for batch in in_batches(requests, config.decode.batch_size)]
-    mine = range(state.process_index, len(batches), state.num_processes)
+    share = share_of(target.group, state)
+    mine = range(share.number, len(batches), share.count)
     measurement = Measurement(target, config, proposers, turns.follow, meter)
     tallies = {requests[0].suite: Tally(config.decode.num_speculative_tokens) for requests in by_suite}
     with (
@@ -56,9 +57,11 @@ def measure_share(
         progress("decoding", sum(len(batches[number]) for number in mine), "prompts") as advance,
     ):
         measurement.warm_up([batches[number] for number in mine])
+        finished = share.in_all(number for number in mine if writer.finished(number) is not None)
         for number in mine:
             tally = tallies[batches[number][0].suite]
-            if (kept := writer.finished(number)) is None:
+            kept = writer.finished(number) if number in finished else None
+            if kept is None:
                 measured = measurement.measure_batch(batches[number])
                 writer.write(number, measured.generations, measured.timings)
             else:
@@ -66,18 +69,19 @@ def measure_share(
                 tally.num_resumed += len(batches[number])
             tally.add(measured.generations, measured.timings)
             advance(len(batches[number]))
-    shares = gather_object([(tallies, writer.spans)])
-    return _put_together(shares, turns, Path(config.output)) if state.is_main_process else None
+    shares = share.gather([(tallies, writer.spans)])
+    if state.is_main_process:
+        join_parts(Path(config.output), [span for _, spans in shares for span in spans])
+    elif target.group is None:
+        return None
+    return _put_together([tallies for tallies, _ in shares], turns)
 
 
-def _put_together(
-    shares: Sequence[tuple[dict[str, Tally], Sequence[RecordSpan]]], turns: Turns, output: Path
-) -> dict[str, Tally]:
-    """Merge the processes' tallies and record files, in the order of the prompts."""
-    join_parts(output, [span for _, spans in shares for span in spans])
-    (whole, _), *others = shares
+def _put_together(tallies: Sequence[dict[str, Tally]], turns: Turns) -> dict[str, Tally]:
+    """Merge the processes' tallies, in the order of the prompts."""
+    whole, *others = tallies
     for suite, tally in whole.items():
-        for other, _ in others:
+        for other in others:
             tally.merge(other[suite])
         tally.sort([request.prompt_id for request in turns.first])
     if turns.first and not any(tally.timings for tally in whole.values()):

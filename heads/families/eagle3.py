@@ -189,7 +189,10 @@ class UnrolledKeys:
 
     def of_queries(self, values_BTX: Tensor) -> Tensor:
         """See `heads.modules.layers.LayerKeys`."""
-        return values_BTX if self.origins_BX is None else torch.take_along_dim(values_BTX, self.origins_BX.unsqueeze(-1), 1)
+        if self.origins_BX is None:
+            return values_BTX
+        places_BX1 = self.origins_BX.to(values_BTX.device).unsqueeze(-1)  # a plan's values are on no device
+        return torch.take_along_dim(values_BTX, places_BX1, 1)
 
     def attend(self, attention: DraftAttention, states_BTX: Tensor, rotation: Rotation) -> Tensor:
         """Return the attention output `[B, T, D]` of this depth."""

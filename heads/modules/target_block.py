@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 from functools import partial
 from typing import Any, Protocol, cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,9 @@ from heads.target.hidden_states import blocks, num_blocks, tapped
 from heads.target.placement import own_copy
 
 CHOOSING = ("e_score_correction_bias", "expert_bias", ".indexer.")  # parameters that choose experts or keys, without gradients
+
+# By block, the targets that have passed. One process makes a module again to write it, and alone it runs no shared target.
+_RUNS_APART: dict[int, WeakSet[PreTrainedModel]] = {}
 
 
 class Keys(Protocol):
@@ -108,6 +112,7 @@ class Surroundings:
                 partial(self._error, number=number),
                 fails=f"{needs_more}: it does not run apart from the target ({{}}); take another head.kind than mtp",
                 differs=f"{needs_more}: run apart from the target its states differ by {{:.2g}} of them",
+                passed=_RUNS_APART.setdefault(number, WeakSet()),
             )
 
     def run(

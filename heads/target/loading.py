@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from accelerate.utils import parse_flag_from_env
+from accelerate.utils import parse_flag_from_env, patch_environment
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, StrictDataclassError
 from jinja2 import TemplateError
@@ -39,6 +39,8 @@ from heads.target.id_tokens import id_tokenizer
 from heads.target.identity import TargetIdentity, hash_chat_template, hash_files, hash_tokenizer, hash_weights
 from heads.target.placement import place_parts
 from heads.target.quantized import loader_of, quantization_of
+from heads.target.split.groups import TargetGroup
+from heads.target.split.parts import join_group, split_arguments
 
 log = logging.getLogger("draftsmith")
 
@@ -79,7 +81,9 @@ class Target:
 
     Args:
         eos_token_ids: every id that ends an answer.
-        spread_by: the settings by which its blocks were spread over devices (`heads.target.placement`); None: it is on one.
+        spread_by: the settings by which its blocks were spread over devices (`heads.target.placement`) or processes; None: it
+            is on one.
+        group: the processes that it is split over (`heads.target.split`); None: each has a target of its own.
         states_from: servers that run it (`distill.server.engine`); None: it is run here.
     """
 
@@ -88,6 +92,7 @@ class Target:
     identity: TargetIdentity
     eos_token_ids: tuple[int, ...]
     spread_by: TargetConfig | None = None
+    group: TargetGroup | None = None
     states_from: StateSource | None = None
 
     @property
@@ -189,7 +194,8 @@ def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: 
         tokenizer = _load_tokenizer(path, config)
         if for_chats and tokenizer.chat_template is None:
             raise InputError(_no_chat_template(redact(config.name)))
-        model = _load_model(path, config, device)
+        with patch_environment(ACCELERATE_USE_FSDP="false"):  # else transformers takes the target for what is to be sharded
+            model = _load_model(path, config, device)
     except InputError:
         raise
     except UNREADABLE as error:
@@ -198,9 +204,11 @@ def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: 
             "text, set target.tokens to ids)"
         ) from error
     weights_sha256 = hash_files([path]) if path.is_file() else hash_weights(path)
-    # accelerate's hooks place the weights of a spread target, and blocks that servers run have none.
-    placed = config.device_map is not None or config.states is not None
+    kind = None if config.parallel is None else config.parallel.kind
+    # accelerate's hooks place the weights of a spread target, and blocks that servers or other stages run have none.
+    placed = config.device_map is not None or config.states is not None or kind == "pipeline"
     move(model, None if placed else device, getattr(torch, config.dtype)).eval().requires_grad_(False)
+    group = None if kind is None else join_group(model, config, device)
     check_split(model)
     if (limit := rope_limit(model.config.get_text_config())) is not None:
         log.warning(
@@ -230,7 +238,8 @@ def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: 
         tokenizer=tokenizer,
         identity=identity,
         eos_token_ids=_eos_token_ids(model, tokenizer),
-        spread_by=None if config.device_map is None else config,
+        spread_by=None if config.device_map is None and group is None else config,
+        group=group,
     )
 
 
@@ -311,7 +320,9 @@ def _load_model(path: Path, config: TargetConfig, device: torch.device) -> PreTr
     if config.states is not None and config.device_map is None:
         return load_ends(path, config, device)
     spread: dict[str, Any] = {}
-    if config.device_map is not None:
+    if config.parallel is not None and config.parallel.kind is not None:
+        spread = split_arguments(path, config, device)
+    elif config.device_map is not None:
         spread = {"device_map": place_parts(path, config, device), "offload_folder": config.offload_folder}
     if config.offload_folder is None and "disk" in spread.get("device_map", {}).values() and quantization_of(path) is not None:
         raise InputError(

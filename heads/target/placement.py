@@ -3,8 +3,8 @@
 Embedding, final norm and output head stay on the one device that computes, and hidden states come back to it; only blocks are
 spread, and run one after another. accelerate's hooks move the states and load offloaded weights for as long as they run. (Its
 `infer_auto_device_map` places all parts in the model's order.) Between two runs an offloaded module's weights
-are on torch's meta device, so code that starts from a block reads them by `real_weight` or copies it by `own_copy`.
-Left out on purpose: a target split over processes, which must all run equally many forwards; decoding does not.
+are on torch's meta device, so code that starts from a block reads them by `real_weight` or copies it by `own_copy`. The same
+two read the blocks of a target that is split over processes (`heads.target.split`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
+from weakref import WeakKeyDictionary
 
 import torch
 from accelerate.hooks import AlignDevicesHook
 from accelerate.utils import get_max_memory
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
 
 from configs.runtime.errors import ConfigError, InputError, first_line
@@ -32,6 +34,9 @@ DISK = "disk"
 NOT_NUMBERED = ("cpu", "mps", "meta")  # by accelerate
 GIBIBYTE = 2**30
 READ = "_read_weight"  # attribute of a block that was not loaded: returns a weight of it by name
+# Blocks of a target that is split over processes -> the same without weights, as they were before they were split.
+UNSPLIT: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+_COPIED: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
 
 
 def place_parts(path: Path, config: TargetConfig, device: torch.device) -> dict[str, DeviceName]:
@@ -48,8 +53,7 @@ def place_parts(path: Path, config: TargetConfig, device: torch.device) -> dict[
             processes would choose the same devices.
     """
     skeleton, home = make_skeleton(path, config), _name_of(device)
-    layers = blocks(skeleton)
-    prefix = next(name for name, module in skeleton.named_modules() if module is layers)
+    layers, prefix = blocks(skeleton), blocks_name(skeleton)
     outside = parts_outside(skeleton, layers)
     given = config.device_map
     if isinstance(given, dict):
@@ -101,6 +105,8 @@ def spread_blocks(
 def real_weight(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
     """Return a tensor of a module's state dict with its values, read from memory or disk where they are offloaded.
 
+    Of a target that is split over processes all of a group must call this.
+
     Args:
         name: the tensor's in its state dict.
         tensor: as the state dict has it.
@@ -108,6 +114,9 @@ def real_weight(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
     Raises:
         InputError: it is of a block that was not loaded (`heads.target.ends`), and cannot be read alone.
     """
+    if isinstance(tensor, DTensor):
+        whole: Tensor = tensor.full_tensor()
+        return whole.detach()
     path, _, own = name.rpartition(".")
     hook = module.get_submodule(path).__dict__.get("_hf_hook")
     if not tensor.is_meta:
@@ -129,7 +138,14 @@ def real_weights(module: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def own_copy(module: nn.Module) -> nn.Module:
-    """Return a copy of one of the target's modules that holds its own weights, without accelerate's hooks."""
+    """Return a copy of one of the target's modules that holds its own weights, without accelerate's hooks.
+
+    Where the target is split over processes, all of a group must ask for the first copy of a block; later ones are made of it.
+    """
+    if module in UNSPLIT:
+        if module not in _COPIED:
+            _COPIED[module] = _joined_block(module, UNSPLIT[module])
+        return copy.deepcopy(_COPIED[module])
     hooks = [each.__dict__[name] for each in module.modules() for name in ("_hf_hook", READ) if name in each.__dict__]
     if not hooks:
         return copy.deepcopy(module)
@@ -142,6 +158,16 @@ def own_copy(module: nn.Module) -> nn.Module:
             del part.__dict__["_old_forward"], part.__dict__["forward"]
     copied.load_state_dict(weights, assign=True)
     return copied
+
+
+def _joined_block(block: nn.Module, unsplit: nn.Module) -> nn.Module:
+    """Return a block in the CPU's memory with the weights of all parts of one that is split."""
+    whole = copy.deepcopy(unsplit)
+    whole.load_state_dict({name: weight.to(MEMORY, copy=True) for name, weight in real_weights(block).items()}, assign=True)
+    for name, buffer in block.named_buffers():
+        path, _, own = name.rpartition(".")
+        setattr(whole.get_submodule(path), own, buffer.to(MEMORY, copy=True))
+    return whole.eval().requires_grad_(False)
 
 
 def _fill(sizes: Sequence[int], limits: Mapping[DeviceName, int]) -> list[DeviceName]:
@@ -219,6 +245,12 @@ def _name_of(place: DeviceName | torch.device) -> DeviceName:
     if device.type in NOT_NUMBERED:
         return str(device)
     return torch.accelerator.current_device_index() if device.index is None else device.index
+
+
+def blocks_name(model: PreTrainedModel) -> str:
+    """Return the name of the list of a model's blocks."""
+    layers = blocks(model)
+    return next(name for name, module in model.named_modules() if module is layers)
 
 
 def make_skeleton(path: Path, config: TargetConfig) -> PreTrainedModel:

@@ -46,7 +46,9 @@ def test_the_page_says_what_fits_and_what_does_not(capsys):
     page = capsys.readouterr().out
     assert "70,553,706,496 parameters" in page  # Llama-3-70B's
     assert re.search(r"\| ddp_gpus \| [\d.]+ GiB \| no: .* the largest part that is not split is the target's weights", page)
-    assert "recipe: take one_gpu with target.device_map" in page
+    assert re.search(r"\| ddp_gpus with target.parallel.tensor=2 \| [\d.]+ GiB \| no: ", page)
+    assert "| one_gpu --gpu_ids all with target.device_map |" in page
+    assert "recipe: take ddp_gpus with target.parallel.tensor=4" in page
     assert "| 1,024 |" in page
 
 

@@ -3,8 +3,9 @@
 Weights, gradients and optimiser states are counted exactly, what a step of the draft keeps for its backward by running it
 without weights (`train.plan.step`). Sharing follows ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054, section 5): stage 1 splits
 the optimiser's states, 2 the gradients too, 3 and FSDP2 the weights too; a head's weights stay whole (`Sharing.keeps_whole`).
-They split what is trained; a target that is too large is spread over the accelerators of a node by `target.device_map`, for one
-process. The allocator's fragments, the engines' buffers except DDP's, and what interpreter and libraries take are left out.
+They split what is trained; a target that is too large is split over the processes of a group by `target.parallel`, or spread
+over the accelerators of a node by `target.device_map`, for one process. The allocator's fragments, the engines' buffers except
+DDP's, and what interpreter and libraries take are left out.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class Sharing:
     spreads_target: one process a node holds the frozen target on all of its accelerators, and the rest on one of them.
     several_nodes: for several nodes; False: for one; None: for any number.
     offloads_states: the optimiser's states and the float32 weights that it steps lie in the host's memory.
+    group: how many processes share a target by `target.parallel`: its blocks, while the rest is whole in each.
+    kind: by what they share it, `tensor` or `shard`.
     """
 
     recipe: str
@@ -50,11 +53,16 @@ class Sharing:
     spreads_target: bool = False
     several_nodes: bool | None = None
     offloads_states: bool = False
+    group: int = 1
+    kind: str = ""
 
     @property
     def name(self) -> str:
-        """The recipe, and whether the target is spread beside it."""
-        return self.recipe + (" with target.device_map" if self.spreads_target else "")
+        """The recipe, and whether the target is split or spread beside it."""
+        if self.group > 1:
+            return f"{self.recipe} with target.parallel.{self.kind}={self.group}"
+        alone = " --gpu_ids all" if self.several_nodes is False else ""  # the recipe's own hides all but the first
+        return f"{self.recipe}{alone} with target.device_map" if self.spreads_target else self.recipe
 
     @property
     def splits_weights(self) -> bool:
@@ -80,6 +88,8 @@ ENGINES = (
     Sharing(recipe=FSDP2, stage=3),
     Sharing(recipe="zero3", stage=3),
     Sharing(recipe="zero3_offload", several=None, stage=3, offloads_states=True),
+)
+SPREADING = (
     Sharing(recipe="one_gpu", spreads_target=True, several_nodes=False),
     Sharing(recipe="ddp_gpus", spreads_target=True, several_nodes=True),
 )
@@ -131,13 +141,16 @@ def needed_bytes(
     num_accelerators: int,
     *,
     target_block: int,
+    target_outside: int = 0,
     accelerators_per_node: int = 8,
     head: bool = False,
 ) -> int:
     """Return the bytes on one accelerator, of a spread target the one that holds the rest as well.
 
     Args:
-        target_block: bytes of the target's largest block, by which the shares of a spread target differ.
+        target_block: bytes of the target's largest block, by which the shares of a spread target differ; of one that is shared
+            by `shard` one block is whole while it runs.
+        target_outside: bytes of its embedding, final norm and head, which each process of a group holds.
         head: whether the draft is a head; see `Sharing.keeps_whole`.
     """
     n = 1 if engine.several is False else num_accelerators
@@ -147,7 +160,9 @@ def needed_bytes(
     whole_weights, whole_gradients = engine.keeps_whole(head=head)
     gradients = memory.gradients / (1 if whole_gradients else n)
     weights = memory.draft_weights / (1 if whole_weights else n)
-    target = memory.target_weights / held_by + (target_block if held_by > 1 else 0)
+    target = memory.target_weights / held_by + (target_block if held_by > 1 or engine.kind == "shard" else 0)
+    if engine.group > 1:
+        target += (target_outside - memory.target_weights) * (1 - 1 / engine.group)
     if engine.offloads_states:
         states, weights = 0.0, weights / 2  # what stays is the bfloat16 copy that runs
     # DDP and ZeRO copy gradients into buckets to send them; what is split is sent from where it lies.
@@ -170,14 +185,23 @@ def try_engines(config: PlanConfig, models: PlannedModels, memory: Memory) -> li
     hardware, machine = config.hardware, config.hardware.machine
     room = machine.memory_gib * GIBIBYTE * HEADROOM
     block = target_block_bytes(models.target)
+    outside = memory.target_weights - sum(map(_bytes_of, blocks(models.target)))
     several, per_node = hardware.num_accelerators > 1, hardware.accelerators_per_node
     several_nodes, head = hardware.num_accelerators > per_node, isinstance(config, PlanHeadsConfig)
-    fits = []
-    for engine in ENGINES:
+    fits: list[Fit] = []
+    for engine in (*ENGINES, *_groups(config, models), *SPREADING):
         if engine.several not in (None, several) or engine.several_nodes not in (None, several_nodes):
             continue
+        if engine.group > 1 and any(fit.engine.group > 1 and fit.complaint is None for fit in fits):
+            continue  # a smaller group does
         needed = needed_bytes(
-            memory, engine, hardware.num_accelerators, target_block=block, accelerators_per_node=per_node, head=head
+            memory,
+            engine,
+            hardware.num_accelerators,
+            target_block=block,
+            target_outside=outside,
+            accelerators_per_node=per_node,
+            head=head,
         )
         complaint = None
         if needed > room:
@@ -186,6 +210,20 @@ def try_engines(config: PlanConfig, models: PlannedModels, memory: Memory) -> li
             complaint = f"the host's {machine.host_memory_gib:g} GiB for each accelerator do not hold the optimiser's states"
         fits.append(Fit(engine=engine, num_bytes=needed, complaint=complaint))
     return fits
+
+
+def _groups(config: PlanConfig, models: PlannedModels) -> list[Sharing]:
+    """Return the ways of sharing a target by the processes of a node, or the one that the config gives."""
+    given, text = config.target.parallel, models.target.config.get_text_config()
+    if given is not None and given.kind is not None:
+        return [Sharing(recipe="ddp_gpus", on_cpu="ddp_cpu", group=given.size, kind=given.kind)]
+    n, per_node = config.hardware.num_accelerators, config.hardware.accelerators_per_node
+    sizes = [size for size in range(2, min(n, per_node) + 1) if per_node % size == 0 and n % size == 0]
+    heads = [text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads]
+    kinds = ["shard" if any(each % size for each in heads) or not models.target.tp_plan else "tensor" for size in sizes]
+    return [
+        Sharing(recipe="ddp_gpus", on_cpu="ddp_cpu", group=size, kind=kind) for size, kind in zip(sizes, kinds, strict=True)
+    ]
 
 
 def target_block_bytes(target: PreTrainedModel) -> int:

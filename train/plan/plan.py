@@ -9,7 +9,7 @@ from configs.schema.planning import PlanConfig
 from train.plan.data import CacheSize, Workload, cache_size, measure_workload, open_dataset
 from train.plan.memory import Fit, Memory, memory_of, try_engines
 from train.plan.models import PlannedModels, plan_models
-from train.plan.scaling import DDP, ONE_A_NODE, REPLICATED, SIZES, SPLIT, SPREAD, ZERO2, Scaled, scale
+from train.plan.scaling import DDP, ONE_A_NODE, REPLICATED, SHARED, SIZES, SPLIT, SPREAD, ZERO2, Scaled, scale
 from train.plan.work import Flops, Times, flops_of, step_times
 
 
@@ -46,7 +46,7 @@ class Plan:
         if n == 1:
             return self.times.total
         wanted = (DDP, REPLICATED) if self.fitting is None else _kind(self.fitting)
-        rows = self._rows(n)
+        rows = self._rows(n, self.fits)
         return next(row.step_seconds_high for row in rows if (row.engine, row.target) == wanted)
 
     @property
@@ -65,12 +65,15 @@ class Plan:
         for n in sizes:
             hardware = self.config.hardware.model_copy(update={"num_accelerators": n})
             config = self.config.model_copy(update={"hardware": hardware})
-            possible = {_kind(fit) for fit in try_engines(config, self.models, self.memory) if fit.complaint is None}
-            rows += [row for row in self._rows(n) if (row.engine, row.target) in possible]
+            fits = [fit for fit in try_engines(config, self.models, self.memory) if fit.complaint is None]
+            possible = {_kind(fit) for fit in fits}
+            rows += [row for row in self._rows(n, fits) if (row.engine, row.target) in possible]
         return rows
 
-    def _rows(self, num_accelerators: int) -> list[Scaled]:
-        return scale(self.config, self.models, self.times, tokens_per_step=self.tokens_per_step, n=num_accelerators)
+    def _rows(self, num_accelerators: int, fits: list[Fit]) -> list[Scaled]:
+        groups = [fit.engine for fit in fits if fit.engine.group > 1]
+        tokens = self.tokens_per_step
+        return scale(self.config, self.models, self.times, tokens_per_step=tokens, n=num_accelerators, groups=groups)
 
 
 def _simplest(fits: list[Fit]) -> Fit | None:
@@ -87,6 +90,8 @@ def _kind(fit: Fit) -> tuple[str, str]:
     """Return which row of the scaling table a way of sharing is."""
     if fit.engine.spreads_target:
         return ONE_A_NODE, SPREAD
+    if fit.engine.group > 1:
+        return DDP, SHARED.format(kind=fit.engine.kind, group=fit.engine.group)
     return {2: ZERO2, 3: SPLIT}.get(fit.engine.stage, DDP), REPLICATED
 
 

@@ -8,6 +8,12 @@ and Yuan 2009; Rajbhandari et al. 2020, arXiv 1910.02054, section 7):
     ZeRO-3, FSDP2            3 A (n - 1) / n * 4 D        weights gathered forward and backward, gradients split
     the same, of a head      2 A (n - 1) / n * 4 D        its weights stay whole after the forward; ZeRO-3 sends less: A + 1
 
+A target that the g processes of a group share by `target.parallel` is run by all of them at a time, so that each does the work
+of one target; beside the draft's gradients each sends, in a micro-batch of S bytes a state, for L blocks of W bytes in all,
+
+    tensor                   g 2 L 2 (g - 1) / g S        two all-reduces a block, for the micro-batch of each process
+    shard                    (g - 1) / g W                every block gathered once, for the micro-batches of all
+
 A target that is spread over the g accelerators of a node by `target.device_map` belongs to one process, whose accelerators run
 its blocks one after another: a node does the work of one accelerator. In each micro-batch each hands the states on to the next,
 and the last, like every tap, back to the first; between nodes the processes go by DDP.
@@ -23,12 +29,14 @@ Stragglers, failures, the input pipeline and hierarchical collectives are left o
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
 from configs.schema.planning import HardwareConfig, PlanConfig, PlanHeadsConfig
-from train.plan.memory import WIDE
+from heads.target.hidden_states import blocks
+from train.plan.memory import WIDE, Sharing
 from train.plan.models import PlannedModels, count
 from train.plan.work import GIGA, Times
 
@@ -37,6 +45,7 @@ MICRO = 1e-6
 DDP, ZERO2, SPLIT = "ddp, zero1", "zero2", "fsdp2, zero3"
 REPLICATED = "whole on each"
 ONE_A_NODE, SPREAD = "one process a node", "spread over the node"
+SHARED = "{kind} {group}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +81,21 @@ def passes_of(engine: str, num_micro_batches: int, *, head: bool) -> int:
     return {DDP: 2, ZERO2: num_micro_batches + 1, SPLIT: a_micro_batch * num_micro_batches}[engine]
 
 
-def scale(config: PlanConfig, models: PlannedModels, times: Times, *, tokens_per_step: float, n: int) -> list[Scaled]:
+def scale(
+    config: PlanConfig,
+    models: PlannedModels,
+    times: Times,
+    *,
+    tokens_per_step: float,
+    n: int,
+    groups: Sequence[Sharing] = (),
+) -> list[Scaled]:
     """Return a row for each engine and way of holding the target on n accelerators, whatever number the config gives.
 
     Args:
         models, times: of one accelerator's work.
         tokens_per_step: of one accelerator.
+        groups: ways of sharing a target by the processes of a group.
     """
     rows, head = [], isinstance(config, PlanHeadsConfig)
     accumulated, trained = config.schedule.gradient_accumulation_steps, WIDE * count(models.draft, trained=True)
@@ -87,6 +105,7 @@ def scale(config: PlanConfig, models: PlannedModels, times: Times, *, tokens_per
         sent = ring_bytes(trained, n, passes)
         talking = communication_seconds(sent, hardware, _num_messages(models, n, passes))
         rows.append(_scaled(n, n, engine, REPLICATED, sent, talking, times, tokens_per_step))
+    rows += [_shared(config, models, hardware, trained, times, tokens_per_step, group) for group in groups]
     return [*rows, _spread(config, models, hardware, trained, times, tokens_per_step)]
 
 
@@ -99,6 +118,31 @@ def communication_seconds(num_bytes: float, hardware: HardwareConfig, num_messag
     machine = hardware.machine
     rate = machine.interconnect_gb_per_second if within else machine.network_gb_per_second
     return num_bytes / (rate * GIGA) + num_messages * hardware.latency_microseconds * MICRO
+
+
+def _shared(
+    config: PlanConfig,
+    models: PlannedModels,
+    hardware: HardwareConfig,
+    trained: int,
+    times: Times,
+    tokens_per_step: float,
+    group: Sharing,
+) -> Scaled:
+    """Return the step of processes that share the target in groups, each within a node."""
+    n, g, layers = hardware.num_accelerators, group.group, blocks(models.target)
+    if group.kind == "tensor":
+        passed, gathers = g * 2 * len(layers) * ring_bytes(_state_bytes(config, models), g, 2), g * 4 * len(layers)
+    else:
+        weights = sum(each.numel() * each.element_size() for each in layers.parameters())
+        passed, gathers = ring_bytes(weights, g, 1), len(layers)
+    micro_batches = config.schedule.gradient_accumulation_steps if config.data.cache is None else 0
+    passed, gathers = passed * micro_batches, gathers * micro_batches * math.ceil(math.log2(g))
+    gradients = ring_bytes(trained, n, 2)
+    talking = communication_seconds(passed, hardware.model_copy(update={"num_accelerators": g}), gathers)
+    talking += communication_seconds(gradients, hardware, _num_messages(models, n, 2))
+    target = SHARED.format(kind=group.kind, group=g)
+    return _scaled(n, n, DDP, target, passed + gradients, talking, times, tokens_per_step)
 
 
 def _spread(

@@ -138,7 +138,7 @@ class DraftTask:
     def loss(self, module: nn.Module, batch: Batch, num_labels: Tensor, world_size: int, known: Any = None) -> BatchLoss:
         with self.clock("target" if self.cache is None else "data"):
             known = self.read(batch) if known is None else known
-            signal = target_hidden(self.target, batch) if known is None else known
+            signal = target_hidden(self.target, batch, own=True) if known is None else known
         result = module(batch, signal, num_labels, world_size)
         sums = {
             "loss": result.values_N.sum(),

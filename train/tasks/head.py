@@ -26,6 +26,7 @@ from heads.modules.interface import Batch, HeadModule, Normalisers
 from heads.proposers.protocol import Proposer
 from heads.target.hidden_states import TargetStates, check_taps, read_states
 from heads.target.loading import Target
+from heads.target.split.groups import in_turns
 from train.loop.checkpoints import Progress
 from train.loop.task import BatchLoss, Prepared, StepPlace
 from train.tasks.held_out import HeldOutDecoding, HeldOutPrediction, training_provenance
@@ -82,7 +83,7 @@ class HeadTask:
         self.module: nn.Module = HeadObjective(head, target, config.loss, self.clock, sampler)
         self.training_prompts = user_text_hashes(train)
         self.held_out = HeldOutDecoding(config.held_out, target, held_out, accelerator)
-        self.prediction = HeldOutPrediction(config.held_out, held_out, accelerator)
+        self.prediction = HeldOutPrediction(config.held_out, target, held_out, accelerator)
 
     @property
     def drafts_while_training(self) -> bool:
@@ -122,13 +123,20 @@ class HeadTask:
 
     def training_states(self, batch: Batch) -> tuple[TargetStates, Normalisers | None]:
         """Return the target's states over a batch of the training conversations, and normalisers where a cache keeps them."""
-        return self.read(batch) or (self.states(batch), None)
+        return self.read(batch) or (self.states(batch, own=True), None)
 
-    def states(self, batch: Batch) -> TargetStates:
-        """Return the target's states over a batch of any conversations, computed now, here or by servers."""
+    def states(self, batch: Batch, *, own: bool = False) -> TargetStates:
+        """Return the target's states over a batch of any conversations, computed now, here or by servers.
+
+        Where processes share the target, all bring the same batch, or with `own` each one of its own (`heads.target.split`).
+        """
         if self.target.states_from is not None:
             return self.target.states_from.states(batch, self.taps)
-        return read_states(self.target.model, batch.input_ids_BT, self.taps, batch.packed_positions_BT)
+
+        def read(ids_BT: Tensor, packed_positions_BT: Tensor | None) -> TargetStates:
+            return read_states(self.target.model, ids_BT, self.taps, packed_positions_BT)
+
+        return in_turns(self.target.group if own else None, batch.input_ids_BT, batch.packed_positions_BT, read)
 
     def evaluate(self, module: nn.Module) -> dict[str, float]:
         """Decode held-out prompts with the head, and predict the result from its agreement with the answers."""

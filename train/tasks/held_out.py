@@ -30,6 +30,7 @@ from heads.modules.interface import Batch
 from heads.proposers.protocol import Proposer
 from heads.target.hidden_states import TargetStates
 from heads.target.loading import Target
+from heads.target.split.groups import share_of
 from train.loop.checkpoints import Progress
 
 
@@ -48,6 +49,7 @@ class HeldOutDecoding:
         accelerator: Accelerator,
     ) -> None:
         self.config, self.target, self.accelerator = config, target, accelerator
+        self.share = share_of(target.group, accelerator.state)
         self.requests = [
             Request(prompt_id=f"{row.prompt_id}/{row.turn}", category=row.category, tokens=row.prompt_ids)
             for row in conversations[: config.num_prompts]
@@ -57,7 +59,7 @@ class HeldOutDecoding:
     def score(self, proposer: Proposer) -> dict[str, float]:
         """Decode the prompts, each process its share; return metrics over all of them."""
         settings = self.config.decode
-        own = self.requests[self.accelerator.process_index :: self.accelerator.num_processes]
+        own = self.requests[self.share.number :: self.share.count]
         counts = torch.zeros(4, device=self.accelerator.device)
         for start in range(0, len(own), settings.batch_size):
             generations, _ = decode(self.target, own[start : start + settings.batch_size], settings, proposer)
@@ -66,15 +68,22 @@ class HeldOutDecoding:
             accepted = sum(round_.num_accepted for round_ in rounds)
             drafted = sum(len(round_.drafted) for round_ in rounds)
             counts += torch.tensor([committed, len(rounds), accepted, drafted], device=counts.device)
-        committed, num_rounds, accepted, drafted = self.accelerator.reduce(counts, "sum").tolist()
+        committed, num_rounds, accepted, drafted = self.accelerator.reduce(counts * self.share.writes, "sum").tolist()
         return {"tokens_per_target_step": committed / max(num_rounds, 1), "draft_token_yield": accepted / max(drafted, 1)}
 
 
 class HeldOutPrediction:
     """Predicts what decoding yields on the conversations of `HeldOutDecoding`, each as far as it is decoded."""
 
-    def __init__(self, config: HeldOutDecodingConfig, conversations: Sequence[Conversation], accelerator: Accelerator) -> None:
+    def __init__(
+        self,
+        config: HeldOutDecodingConfig,
+        target: Target,
+        conversations: Sequence[Conversation],
+        accelerator: Accelerator,
+    ) -> None:
         self.decode, self.accelerator = config.decode, accelerator
+        self.share = share_of(target.group, accelerator.state)
         self.examples = [
             Example(row.prompt_ids + row.answer_ids[: self.decode.max_new_tokens], len(row.prompt_ids))
             for row in conversations[: config.num_prompts]
@@ -110,12 +119,12 @@ class HeldOutPrediction:
 
     def _counts(self, objective: HeadObjective, states_of: Callable[[Batch], TargetStates]) -> Tensor:
         """Return tokens and rounds of the walks, then three counts by depth: all agree, all before agree, all positions."""
-        own = self.examples[self.accelerator.process_index :: self.accelerator.num_processes]
+        own = self.examples[self.share.number :: self.share.count]
         # A process without conversations takes part in the sum all the same.
         examples, size = own or self.examples[:1], self.decode.batch_size
         batches = [examples[start : start + size] for start in range(0, len(examples), size)]
         counts = torch.stack([self._batch_counts(objective, states_of, batch) for batch in batches]).sum(0)
-        return self.accelerator.reduce(counts if own else torch.zeros_like(counts), "sum")
+        return self.accelerator.reduce(counts if own and self.share.writes else torch.zeros_like(counts), "sum")
 
     def _batch_counts(
         self, objective: HeadObjective, states_of: Callable[[Batch], TargetStates], examples: Sequence[Example]

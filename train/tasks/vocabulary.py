@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from configs.runtime.resumable import Journal, fingerprint
@@ -29,6 +29,7 @@ from distill.student.vocabulary import MassChoice, choose_by_mass, log_choice, m
 from heads.modules.interface import Batch
 from heads.proposers.vocabulary import DraftVocabulary
 from heads.target.loading import Target
+from heads.target.split.groups import share_of
 
 TRAIN_SAMPLE, HELD_OUT_SAMPLE = 512, 256  # conversations, evenly spaced
 JOURNAL, KEY = "draft_vocabulary.jsonl", "choice"
@@ -86,8 +87,8 @@ def _mass(
     """Return the mass of a sample of conversations, each process reading its share."""
     dataset = ConversationDataset(rows, max_length)
     sample = np.linspace(0, len(dataset) - 1, min(most, len(dataset))).astype(int).tolist()
-    own = target_mass(target, dataset, sample[accelerator.process_index :: accelerator.num_processes], hidden_of)
-    parts: list[dict[str, Tensor]] = gather_object([own])
+    share = share_of(target.group, accelerator.state)
+    parts = share.gather([target_mass(target, dataset, sample[share.number :: share.count], hidden_of)])
     kinds = sorted({kind for part in parts for kind in part})
     return {kind: torch.stack([part[kind] for part in parts if kind in part]).sum(0) for kind in kinds}
 

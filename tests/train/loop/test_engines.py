@@ -89,9 +89,9 @@ def environment_of(recipe: Path) -> dict[str, str]:
 class Runs:
     """Runs of the entries' work, each done once; see the module's fixture."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **project: int) -> None:
         self.folder, self.children, self.done = folder, [], {}
-        self.project = TinyProject(folder)
+        self.project = TinyProject(folder, **project)
         self.project.create()
         AcceleratorState._reset_state()
         PartialState._reset_state()
@@ -105,14 +105,14 @@ class Runs:
             config = config.model_copy(update={"head": config.head.model_copy(update={"tap_noise": 0.0})})
         return type(config).model_validate(config.model_dump() | (changes or {}))
 
-    def start(self, config, recipe, num_processes=2, before=None):
+    def start(self, config, recipe, num_processes=2, before=None, main=None):
         """Start a run's processes; `recipe` None: one, without a launcher."""
         environment = {}
         if recipe is not None:
             address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
             split = split_everything(ROOT / "configs" / "accelerate" / f"{recipe}.yaml", self.folder)
             environment = environment_of(split) | address
-        main = run_distillation if type(config).__name__ == "DistillConfig" else run_heads
+        main = main or (run_distillation if type(config).__name__ == "DistillConfig" else run_heads)
         started = []
         for rank in range(num_processes):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_processes, "LOCAL_WORLD_SIZE": num_processes}

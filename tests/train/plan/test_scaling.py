@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from configs.schema.planning import PlanHeadsConfig
-from train.plan.memory import ENGINES, GIBIBYTE, HEADROOM, Memory, needed_bytes
+from train.plan.memory import ENGINES, GIBIBYTE, HEADROOM, SPREADING, Memory, Sharing, needed_bytes
 from train.plan.plan import make_plan
 from train.plan.scaling import DDP, ONE_A_NODE, REPLICATED, SPLIT, SPREAD, ZERO2, passes_of, ring_bytes, scale
 
@@ -57,7 +57,7 @@ def test_an_all_reduce_by_a_ring_adds_up_and_sends_that_many_numbers(n):
 
 
 def named(name):
-    (engine,) = [each for each in ENGINES if each.name == name]
+    (engine,) = [each for each in (*ENGINES, *SPREADING) if each.name == name]
     return engine
 
 
@@ -71,7 +71,7 @@ def test_each_stage_splits_one_part_more():
     assert needed("zero1") == whole + 400 - 600
     assert needed("zero2") == whole + 400 - 600 - 300
     assert needed("zero3") == needed("fsdp2") == whole - 600 - 300 - 300
-    assert needed("one_gpu with target.device_map") == whole - 750 + 30  # one process: no buckets
+    assert needed("one_gpu --gpu_ids all with target.device_map") == whole - 750 + 30  # one process: no buckets
     assert needed("zero3_offload") == needed("zero3") - 200 - 50  # the states, and half of each weight
 
 
@@ -79,6 +79,28 @@ def test_processes_of_several_nodes_share_gradients_and_each_spreads_its_target(
     engine = named("ddp_gpus with target.device_map")
     needed = needed_bytes(MEMORY, engine, 16, target_block=30, accelerators_per_node=4)
     assert needed == sum(vars(MEMORY).values()) - 750 + 30 + 400
+
+
+def test_processes_of_a_group_hold_their_part_of_the_blocks_and_all_of_the_rest():
+    for kind, while_it_runs in (("tensor", 0), ("shard", 30)):
+        engine = Sharing(recipe="ddp_gpus", group=4, kind=kind)
+        needed = needed_bytes(MEMORY, engine, 8, target_block=30, target_outside=200)
+        assert needed == sum(vars(MEMORY).values()) - 1000 + (200 + 800 / 4) + while_it_runs + 400
+
+
+def test_a_group_sums_states_twice_a_block_or_gathers_its_weights(plan):
+    made = plan(num_accelerators=4)
+    groups = [Sharing(recipe="ddp_gpus", group=2, kind=kind) for kind in ("tensor", "shard")]
+    rows = scale(made.config, made.models, made.times, tokens_per_step=made.tokens_per_step, n=4, groups=groups)
+    sent = {row.target: row.sent_bytes for row in rows if row.engine == DDP}
+    model, config = made.models.target, made.config
+    row = config.data.row_length or config.data.max_length
+    state = config.schedule.batch_size * row * model.config.hidden_size * model.dtype.itemsize
+    layers = model.model.layers
+    sums = 2 * len(layers) * 2  # of attention and MLP, in each block, for the micro-batches of two processes
+    assert sent["tensor 2"] - sent[REPLICATED] == pytest.approx(sums * state)  # a ring of two sends half of it twice
+    weights = sum(each.numel() * each.element_size() for each in layers.parameters())
+    assert sent["shard 2"] - sent[REPLICATED] == pytest.approx(weights / 2)
 
 
 def test_a_heads_weights_stay_whole_and_under_fsdp2_its_gradients_too():
@@ -136,7 +158,7 @@ def test_one_accelerator_sends_nothing_and_loses_nothing(plan):
 
 def test_more_accelerators_do_more_and_each_of_them_less(plan):
     rows = {(row.num_accelerators, row.engine, row.target): row for row in plan(preset="h100_80gb").scaled((8, 64, 1024))}
-    ways = [*((engine, REPLICATED) for engine in (DDP, ZERO2, SPLIT)), (ONE_A_NODE, SPREAD)]
+    ways = [*((engine, REPLICATED) for engine in (DDP, ZERO2, SPLIT)), (DDP, "tensor 2"), (ONE_A_NODE, SPREAD)]
     assert rows.keys() == {(n, *way) for n in (8, 64, 1024) for way in ways}
     for way in ways:
         for fewer, more in pairwise(rows[n, *way] for n in (8, 64, 1024)):

@@ -78,7 +78,9 @@ def test_the_batch_size_and_the_mode_change_nothing(head_task, greedy_rows):
     assert torch.equal(torch.get_rng_state(), state)
     settings = task.config.held_out.model_dump()
     settings["decode"]["batch_size"] = 5
-    whole = HeldOutPrediction(HeldOutDecodingConfig.model_validate(settings), greedy_rows, task.held_out.accelerator)
+    whole = HeldOutPrediction(
+        HeldOutDecodingConfig.model_validate(settings), task.target, greedy_rows, task.held_out.accelerator
+    )
     assert whole.score(task.module.eval(), task.states) == pytest.approx(metrics, abs=1e-6)
     assert not task.module.training
 
@@ -87,7 +89,7 @@ def test_sampled_decoding_has_no_prediction(head_task, greedy_rows):
     decode = {"num_speculative_tokens": 2, "max_new_tokens": 8, "temperature": 1.0}
     task = head_task("medusa")
     settings = HeldOutDecodingConfig.model_validate({"num_prompts": 3, "decode": decode})
-    metrics = HeldOutPrediction(settings, greedy_rows, task.held_out.accelerator).score(task.module, task.states)
+    metrics = HeldOutPrediction(settings, task.target, greedy_rows, task.held_out.accelerator).score(task.module, task.states)
     assert "predicted_tau" not in metrics
     assert "joint_2" in metrics
     assert "joint_3" not in metrics

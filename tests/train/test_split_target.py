@@ -1,0 +1,220 @@
+"""Training, data, caches and evaluation on a target that processes share: the results of one process that holds all of it.
+
+Groups of two and four processes over gloo on the CPU, float32.
+"""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig, MixtralConfig
+
+from configs.runtime.command import DONE
+from configs.schema.data import CacheConfig, DataConfig
+from configs.schema.evaluation import EvalConfig
+from distill.cache.writer import make_cache
+from distill.generation.make_dataset import make_dataset
+from eval.evaluation import evaluate
+from heads.target.loading import load_target
+from heads.target.processes import join_processes
+from heads.target.split.parts import held_bytes
+from scripts.bench.engines import largest_difference, read_losses, read_metric
+from tests.faults.conftest import die_at_step
+from tests.train.loop.test_engines import NEEDS_DEEPSPEED, Runs
+
+STEPS, TOLERANCE = 20, 1e-5
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+FAMILIES = {
+    "mixtral": (MixtralConfig, {"num_local_experts": 4, "tie_word_embeddings": False}),
+    "gemma": (Gemma3TextConfig, {"head_dim": 8, "sliding_window": 8}),
+}
+
+
+class SplitRuns(Runs):
+    """Runs that share a target, beside those of one process."""
+
+    def target(self, family):
+        """Return the settings of a tiny target of this family; the project's own is a Llama."""
+        own = self.project.target
+        if family == "llama":
+            return own
+        folder = self.folder / family
+        if not folder.exists():
+            tokenizer = AutoTokenizer.from_pretrained(own["name"])
+            kind, more = FAMILIES[family]
+            torch.manual_seed(0)
+            AutoModelForCausalLM.from_config(kind(vocab_size=len(tokenizer), **SHAPE, **more)).save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+        return own | {"name": str(folder)}
+
+    def settings(self, name, task, num_processes, family="llama", parallel=None, **changes):
+        """Return a config whose step takes four conversations, one in each micro-batch."""
+        target = self.target(family) | ({} if parallel is None else {"parallel": parallel})
+        rhythm = {"batch_size": 1, "gradient_accumulation_steps": 4 // num_processes, "max_steps": STEPS}
+        rhythm |= {"eval_every_steps": 10, "checkpoint_every_steps": 5, "process_timeout_seconds": 60}
+        return self.config(name, task, num_processes, {"target": target} | changes, **rhythm)
+
+    def alone(self, task, family="llama", **changes):
+        """Return the output of one process that holds the whole target."""
+        key = f"alone-{task}-{family}-{json.dumps(changes)}"
+        if key not in self.done:
+            config = self.settings(f"alone-{len(self.done)}", task, 1, family, **changes)
+            (child,) = self.start(config, None, 1)
+            assert child.end() == DONE, child.said[-3000:]
+            self.done[key] = Path(config.output)
+        return self.done[key]
+
+    def together(self, task, num_processes, recipe, parallel, family="llama", **changes):
+        """Return the output of processes that share the target."""
+        name = f"{task}-{family}-{num_processes}-{recipe}-{len(self.children)}"
+        config = self.settings(name, task, num_processes, family, parallel, **changes)
+        ended(self.start(config, recipe, num_processes))
+        return Path(config.output)
+
+
+def ended(children):
+    codes = [child.end(100) for child in children]
+    assert codes == [DONE] * len(children), [child.said[-3000:] for child in children]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    runs = SplitRuns(tmp_path_factory.mktemp("split"), num_prompts=120)  # all steps within an epoch
+    yield runs
+    for child in runs.children:
+        child.kill()
+
+
+def assert_same(found: Path, expected: Path) -> None:
+    """Two runs had the same losses, gradients and scores, and the same weights in the end."""
+    losses = read_losses(expected)
+    assert len(set(losses)) == STEPS
+    for name in ("loss", "gradient_norm"):
+        assert largest_difference(read_metric(found, name), read_metric(expected, name)) < TOLERANCE, name
+    files = (folder / "artifact" / "model.safetensors" for folder in (found, expected))
+    torch.testing.assert_close(*map(load_file, files), rtol=0, atol=TOLERANCE)
+    scores = [
+        [json.loads(line)["tokens_per_target_step"] for line in (folder / "history.jsonl").read_text().splitlines()]
+        for folder in (found, expected)
+    ]
+    assert scores[0] == scores[1]
+    assert len(scores[0]) == 2
+
+
+MTP = {"head": {"kind": "mtp"}}  # its module starts as a copy of one of the target's blocks
+slow = pytest.mark.slow
+CASES = [
+    pytest.param("heads", 2, "ddp_cpu", {"tensor": 2}, "llama", {}, id="tensor 2"),
+    pytest.param("heads", 2, "ddp_cpu", {"shard": 2}, "llama", {}, id="shard 2", marks=slow),
+    pytest.param("heads", 2, "ddp_cpu", {"pipeline": 2}, "llama", {}, id="pipeline 2", marks=slow),
+    pytest.param("heads", 4, "ddp_cpu", {"tensor": 2}, "llama", {}, id="tensor 2 x data 2", marks=slow),
+    pytest.param("heads", 4, "fsdp2", {"shard": 2}, "llama", {}, id="shard 2 x data 2 under FSDP2", marks=slow),
+    pytest.param("heads", 2, "zero2", {"shard": 2}, "llama", {}, id="shard 2 x ZeRO-2", marks=[slow, NEEDS_DEEPSPEED]),
+    pytest.param("distill", 2, "zero3", {"tensor": 2}, "llama", {}, id="tensor 2 x ZeRO-3", marks=[slow, NEEDS_DEEPSPEED]),
+    pytest.param("distill", 4, "ddp_cpu", {"shard": 4}, "llama", {}, id="shard 4", marks=slow),
+    pytest.param("distill", 2, "fsdp2", {"pipeline": 2}, "gemma", {}, id="Gemma, pipeline 2", marks=slow),
+    pytest.param("heads", 2, "ddp_cpu", {"tensor": 2}, "gemma", {}, id="Gemma, tensor 2", marks=slow),
+    pytest.param("heads", 2, "ddp_cpu", {"tensor": 2}, "mixtral", {}, id="MoE, tensor 2", marks=slow),
+    pytest.param("heads", 2, "ddp_cpu", {"expert": 2}, "mixtral", {}, id="MoE, expert 2", marks=slow),
+    pytest.param("heads", 4, "ddp_cpu", {"shard": 4}, "mixtral", {}, id="MoE, shard 4", marks=slow),
+    pytest.param("heads", 2, "ddp_cpu", {"tensor": 2}, "llama", MTP, id="MTP from tensor 2", marks=slow),
+    pytest.param("heads", 2, "ddp_cpu", {"shard": 2}, "llama", MTP, id="MTP from shard 2", marks=slow),
+    pytest.param("heads", 2, "ddp_cpu", {"pipeline": 2}, "llama", MTP, id="MTP from pipeline 2", marks=slow),
+]
+
+
+@pytest.mark.parametrize(("task", "num_processes", "recipe", "parallel", "family", "changes"), CASES)
+def test_processes_that_share_the_target_have_the_losses_the_weights_and_the_scores_of_one(
+    runs, task, num_processes, recipe, parallel, family, changes
+):
+    together = runs.together(task, num_processes, recipe, parallel, family, **changes)
+    assert_same(together, runs.alone(task, family, **changes))
+
+
+@pytest.mark.parametrize(
+    "parallel", [pytest.param({"tensor": 2}, marks=slow), pytest.param({"shard": 2}, marks=slow), {"pipeline": 2}], ids=str
+)
+def test_a_killed_group_goes_on_to_what_one_process_ends_with(runs, parallel):
+    config = runs.settings(f"killed-{next(iter(parallel))}", "distill", 2, parallel=parallel)
+    killed = runs.start(config, "ddp_cpu", before=die_at_step(13))
+    assert [child.end() for child in killed] == [-signal.SIGKILL] * 2
+    again = runs.start(config, "ddp_cpu")
+    ended(again)
+    assert "resumed from" in again[0].said
+    assert_same(Path(config.output), runs.alone("distill"))
+
+
+def making(config):
+    """Make what this config is of."""
+    if isinstance(config, EvalConfig):
+        return evaluate(config)
+    (make_dataset if isinstance(config, DataConfig) else make_cache)(config)
+    return DONE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"shard": 2}, {"pipeline": 2}], ids=str)
+def test_groups_make_the_data_the_caches_and_the_reports_of_one_process(runs, parallel):
+    results = []
+    draft = str(runs.alone("heads") / "artifact")
+    for num_processes, split in ((1, None), (4, parallel)):
+        folder = runs.folder / f"made-{num_processes}-{next(iter(parallel))}"
+        target = runs.target("llama") | {"parallel": split}
+        cache = runs.project.cache(folder / "cache").model_dump() | {"taps": [1, 3], "dtype": "float32"}
+        evaluated = {
+            "draft": draft,
+            "suite": {"path": str(runs.folder / "prompts.jsonl"), "num_prompts": 6},
+            "decode": {"max_new_tokens": 12, "num_speculative_tokens": 3, "batch_size": 2, "temperature": 0.8},
+            "repeats": 1,
+            "lossless": {"check_float32_prompts": 4},
+            "output": str(folder / "report"),
+        }
+        configs = (
+            DataConfig.model_validate(runs.project.data(folder / "data").model_dump() | {"target": target}),
+            CacheConfig.model_validate(cache | {"target": target}),
+            EvalConfig.model_validate(evaluated | {"target": target}),
+        )
+        for config in configs:
+            ended(runs.start(config, None if split is None else "ddp_cpu", num_processes, main=making))
+        results.append(folder)
+    texts = [(folder / "data" / "train.jsonl").read_text() for folder in results]
+    assert texts[0] == texts[1]
+    shards = [sorted((folder / "cache").glob("*.safetensors")) for folder in results]
+    assert len(shards[0]) == len(shards[1]) > 1
+    for pair in zip(*shards, strict=True):
+        rows = [{name: values for name, values in load_file(file).items() if name != "checksums"} for file in pair]
+        torch.testing.assert_close(*rows, rtol=0, atol=1e-4)
+    first, second = (json.loads((folder / "report" / "report.json").read_text()) for folder in results)
+    for section in ("acceptance", "lossless"):
+        assert first[section] == second[section]
+
+
+def test_a_process_holds_its_share_of_the_weights(runs, tmp_path):
+    def counting(config):
+        place = join_processes(config.target).process_index
+        held = held_bytes(load_target(config.target).model)
+        (tmp_path / f"{place}.json").write_text(json.dumps(held))
+        return DONE
+
+    config = runs.settings("counted", "heads", 4, "mixtral", {"shard": 4})
+    ended(runs.start(config, "ddp_cpu", 4, main=counting))
+    held = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("*.json"))]
+    assert len(held) == 4
+    assert all(each["held"] <= 0.4 * each["whole"] for each in held)
+    config = runs.settings("counted", "heads", 2, "mixtral", {"tensor": 2})
+    ended(runs.start(config, "ddp_cpu", 2, main=counting))
+    held = [json.loads((tmp_path / f"{place}.json").read_text()) for place in range(2)]
+    assert all(each["held"] <= 0.6 * each["whole"] for each in held)
