@@ -23,8 +23,10 @@ from configs.schema.evaluation import EvalConfig
 def main(config: EvalConfig) -> int:
     """Evaluate. What needs torch is imported here, so that a typo in the config is reported at once."""
     from eval.evaluation import evaluate
+    from heads.target.processes import naming_lost_processes
 
-    return evaluate(config)
+    with naming_lost_processes():
+        return evaluate(config)
 
 
 if __name__ == "__main__":

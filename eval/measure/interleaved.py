@@ -136,6 +136,8 @@ class Measurement:
             try:
                 generations, timing = self._decode(batch, mode, repeat)
             except RuntimeError:  # raised by torch where memory runs out or a kernel fails
+                if self.target.group is not None:
+                    raise  # the others that share the target are in the middle of that forward
                 log.exception("%s decoding of the batch of prompt %s failed", mode, batch[0].prompt_id)
                 gave_up.add(mode)
                 continue

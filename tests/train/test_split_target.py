@@ -4,6 +4,7 @@ Groups of two and four processes over gloo on the CPU, float32.
 """
 
 import json
+import os
 import signal
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig, MixtralConfig
 
-from configs.runtime.command import DONE
+from configs.runtime.command import DONE, FAILED
 from configs.schema.data import CacheConfig, DataConfig
 from configs.schema.evaluation import EvalConfig
 from distill.cache.writer import make_cache
@@ -155,6 +156,18 @@ def test_a_killed_group_goes_on_to_what_one_process_ends_with(runs, parallel):
     ended(again)
     assert "resumed from" in again[0].said
     assert_same(Path(config.output), runs.alone("distill"))
+
+
+@pytest.mark.slow
+def test_where_one_of_a_group_dies_the_others_say_so(runs):
+    def second_dies():
+        if os.environ["RANK"] == "1":
+            die_at_step(5)()
+
+    config = runs.settings("left", "distill", 2, parallel={"tensor": 2})
+    first, second = runs.start(config, "ddp_cpu", before=second_dies)
+    assert (first.end(), second.end()) == (FAILED, -signal.SIGKILL)
+    assert "another process of this run has ended or does not answer" in first.said
 
 
 def making(config):
