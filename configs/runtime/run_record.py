@@ -39,6 +39,7 @@ QUIET = {
     "peak_tflops",
     "gradient_accumulation_steps",
     "process_timeout_seconds",
+    "evaluation_timeout_seconds",
     "loader_workers",
 }
 

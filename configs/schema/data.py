@@ -58,6 +58,8 @@ class ServerConfig(Settings):
 class AnswerServerConfig(ServerConfig):
     """An OpenAI-compatible API that writes the target's answers."""
 
+    concurrency: PositiveInt = 64  # requests in flight, a process; a server that has no room for more lets them wait
+
     # token_ids: the server returns the tokens it wrote (vLLM: return_token_ids). text: it returns text only, which is tokenized
     # again; the tokens may then differ from those written.
     answers_as: Literal["token_ids", "text"] = "token_ids"

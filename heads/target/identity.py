@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import filelock
 from transformers import PreTrainedTokenizerBase
 
 from configs.runtime.errors import InputError
+from configs.runtime.files import downloads_folder, sha256_of, write_text
+from configs.runtime.resumable import fingerprint
 
+REMEMBERED_BYTES = 2**27  # smaller files are hashed in a blink
+START_BYTES = 2**20
+SHA256 = re.compile("[0-9a-f]{64}")
 WEIGHT_PATTERNS = ("*.safetensors", "*.gguf")
 
 
@@ -63,12 +70,41 @@ class TargetIdentity:
 
 
 def hash_files(paths: Iterable[Path]) -> str:
-    """Return one hash over the contents of files, in the order of their names."""
+    """Return one hash over the contents of files, in the order of their names; for large files see `remembered_sha256`."""
     total = hashlib.sha256()
     for path in sorted(paths, key=lambda path: path.name):
-        with path.open("rb") as file:
-            total.update(hashlib.file_digest(file, "sha256").digest())
+        total.update(bytes.fromhex(remembered_sha256(path)))
     return total.hexdigest()
+
+
+def remembered_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, in hex; a large one is read once a machine, while the other processes wait for it.
+
+    It is known again by its path, size, time of change and first bytes, which in safetensors and GGUF files name the tensors.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    try:
+        path, state = path.resolve(), path.stat()
+        if state.st_size < REMEMBERED_BYTES:
+            return sha256_of(path)
+        with path.open("rb") as file:
+            start = hashlib.sha256(file.read(START_BYTES)).hexdigest()
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+    folder = downloads_folder() / "hashes"
+    known = folder / fingerprint(str(path), state.st_size, state.st_mtime_ns, start)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(known.with_suffix(".lock")):
+            if known.is_file() and SHA256.fullmatch(found := known.read_text(encoding="utf-8")):
+                return found
+            found = sha256_of(path)
+            write_text(known, found)
+            return found
+    except (OSError, InputError):  # a folder that cannot be written, or locked
+        return sha256_of(path)
 
 
 def hash_weights(folder: Path) -> str:

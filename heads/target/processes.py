@@ -7,9 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
+import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 from torch.distributed import DistError
@@ -60,6 +62,22 @@ def _keep_deepspeed_from_compiling() -> None:
         import deepspeed.ops
 
         deepspeed.ops.__compatible_ops__ = defaultdict(bool)
+
+
+def wait_patiently(seconds: int) -> None:
+    """Return once all processes have come here, which may take longer than other waits; one that ends is noticed at once.
+
+    Raises:
+        RuntimeError: see `naming_lost_processes`; or one did not come within `seconds`.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier(_patient_group(dist.group.WORLD, seconds))
+
+
+@cache
+def _patient_group(everyone: Any, seconds: int) -> Any:
+    """Return a group of the same processes over gloo, whose waits keep no device busy, with a limit of its own."""
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
 
 
 @contextmanager

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -169,4 +170,5 @@ def kill_at_call(owner, name: str, number: int, *, after: bool = False):
 
 
 def die_at_step(number: int):
-    return kill_at_call(DraftTask, "loss", number)
+    """Return a fault: the process is killed in a step, when the checkpoint before is written."""
+    return at_call(DraftTask, "loss", number, lambda: (time.sleep(1), kill_here()))

@@ -1,8 +1,11 @@
 """Checkpoints: what is not whole or another run's is passed over by name, and nothing is read that may run code."""
 
+import errno
 import json
+import os
 import pickle
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from configs.runtime.errors import InputError
 from configs.runtime.files import sha256_of
 from configs.runtime.run_record import training_fingerprint
+from train.loop import checkpoints
+from train.loop.background import host_copy
 from train.loop.checkpoints import MANIFEST, Checkpoints, Progress, list_checkpoints, read_manifest
 from train.loop.lineage import Lineage
 
@@ -38,7 +43,7 @@ class Run:
             progress=Progress(),
         )
 
-    def take(self, count, best_step=None):
+    def take(self, count, best_step=None, *, save=True, wait=True):
         """Take steps and write a checkpoint after each; return the weights after each."""
         weights = []
         for _ in range(count):
@@ -47,7 +52,8 @@ class Run:
             self.checkpoints.scheduler.step()
             self.checkpoints.progress.step += 1
             self.checkpoints.progress.best_step = best_step
-            self.checkpoints.save()
+            if save:
+                self.checkpoints.save(wait=wait)
             weights.append(self.module.weight.detach().clone())
         return weights
 
@@ -66,6 +72,64 @@ def test_the_newest_and_the_best_are_kept_and_weights_schedule_and_place_come_ba
     assert torch.equal(again.module.weight, weights[-1])
     assert again.checkpoints.progress == run.checkpoints.progress
     assert again.checkpoints.scheduler.state_dict() == run.checkpoints.scheduler.state_dict()
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """An event without which no model or optimiser is written."""
+    event, write = threading.Event(), checkpoints.write_state
+
+    def write_later(*args, **settings):
+        assert event.wait(10)
+        write(*args, **settings)
+
+    monkeypatch.setattr(checkpoints, "write_state", write_later)
+    yield event
+    event.set()
+
+
+def test_training_goes_on_while_a_checkpoint_of_the_state_before_is_written(folder, held):
+    run = Run(folder)
+    [weights] = run.take(1, wait=False)
+    run.take(1, save=False)
+    assert not torch.equal(run.module.weight, weights)
+    assert list_checkpoints(folder) == []  # a crash now would leave what was there before
+    held.set()
+    run.checkpoints.finish()
+    again = Run(folder)
+    assert again.checkpoints.resume() == folder / "step-00000001"
+    assert torch.equal(again.module.weight, weights)
+    assert again.checkpoints.progress.step == 1
+    assert again.checkpoints.scheduler.last_epoch == 1
+    assert again.optimizer.state_dict()["state"][0]["step"] == 1
+
+
+def test_the_next_checkpoint_waits_for_the_last_one(folder, held):
+    run = Run(folder)
+    run.take(1, wait=False)
+    threading.Timer(0.2, held.set).start()
+    run.take(1)
+    assert [path.name for path in list_checkpoints(folder)] == ["step-00000001", "step-00000002"]
+
+
+def test_a_disk_that_fills_behind_the_run_is_a_sentence_and_the_checkpoint_before_stands(folder, monkeypatch):
+    run = Run(folder)
+    run.take(1)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(checkpoints, "write_state", lambda *args, **settings: (_ for _ in ()).throw(full))
+    run.take(1, wait=False)
+    with pytest.raises(InputError, match=r"cannot write .*step-00000002: .*No space left .* what was written before stands"):
+        run.take(1)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000001"]
+
+
+def test_copies_of_tied_weights_are_tied():
+    weight = torch.ones(2, 3)
+    copy = host_copy({"a": weight, "b": [weight, weight[:1]], "n": 3})
+    weight.zero_()
+    assert copy["a"] is copy["b"][0]
+    assert bool((copy["a"] == 1).all() and (copy["b"][1] == 1).all())
+    assert copy["n"] == 3
 
 
 def cut(path):

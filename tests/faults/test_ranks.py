@@ -12,6 +12,7 @@ from tests.faults.conftest import at_call, die_at_step, send_here, start_pair
 from train.launch import run_distillation
 from train.loop.checkpoints import list_checkpoints, read_manifest
 from train.tasks.draft import DraftTask
+from train.tasks.held_out import HeldOutDecoding
 from train.telemetry.files import METRICS_FILE, read_metrics
 from train.telemetry.step_metrics import SHARE
 
@@ -39,6 +40,12 @@ def test_the_other_process_ends_with_the_reason(tmp_path, start_two, fault):
     other.kill()
     assert [read_manifest(path).step for path in list_checkpoints(tmp_path / "run" / "checkpoints")] == [3]
     assert [each.end() for each in start_two()] == [DONE, DONE]
+
+
+def test_an_evaluation_may_take_longer_than_other_waits(start_two):
+    late = at_call(HeldOutDecoding, "score", 1, lambda: time.sleep(12))
+    children = start_two(before=late, process_timeout_seconds=8, max_steps=2)
+    assert [child.end(60) for child in children] == [DONE, DONE], [child.said for child in children]
 
 
 def slow_and_then_told_to_stop():

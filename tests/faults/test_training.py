@@ -5,10 +5,8 @@ import os
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
-from accelerate import Accelerator
 
 from configs.runtime.command import BAD_INPUT, FAILED, TERMINATED
 from scripts.fault_injection.setup import EVERY, STEPS
@@ -22,7 +20,7 @@ from train.tasks.draft import DraftTask
 def die_in_the_second_checkpoint(where: str):
     """Return a fault: the process is killed in its second checkpoint, half-way, before the rename, or after it."""
     owner, name = {
-        "half-way": (Accelerator, "save_state"),
+        "half-way": (checkpoints, "write_state"),
         "before the rename": (checkpoints, "_drop"),
         "after the rename": (checkpoints.Checkpoints, "_drop_others"),
     }[where]
@@ -30,12 +28,12 @@ def die_in_the_second_checkpoint(where: str):
     def plant() -> None:
         plain, calls = getattr(owner, name), itertools.count(1)
 
-        def deadly(*args):
-            if next(calls) == 1:
-                return plain(*args)
+        def deadly(*args, **settings):
+            if next(calls) < (4 if where == "half-way" else 2):  # two files a checkpoint
+                return plain(*args, **settings)
             if where == "half-way":
-                plain(*args)
-                os.truncate(Path(args[1]) / "optimizer.bin", 100)
+                plain(*args, **settings)
+                os.truncate(args[1], 100)
             return kill_here()
 
         setattr(owner, name, deadly)

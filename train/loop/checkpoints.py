@@ -1,8 +1,10 @@
 """Checkpoints: everything a run needs to resume as if it had not stopped, written to a scratch folder, synced and renamed.
 
-accelerate writes model, optimiser and random states; `progress.json` adds the place in the data, the best score and the
-schedule. `checkpoint.json` comes last: it names every file with its SHA-256 and the run they belong to. A checkpoint that is
-cut short, damaged or another run's is passed over with a warning, and the one before it is taken.
+A thread writes model and optimiser from a copy in host memory while training goes on, in accelerate's format; sharded ones
+accelerate writes itself, before training goes on, and the thread hashes and syncs them. `progress.json` adds the place in the
+data, the best score and the schedule. `checkpoint.json` comes last: it names every file with its SHA-256 and the run they
+belong to. A checkpoint that is cut short, damaged or another run's is passed over with a warning, and the one before it is
+taken.
 
 Files are JSON, safetensors, or loaded with `weights_only`, so they cannot run code (accelerate's `register_for_checkpointing`
 could). Only DeepSpeed and FSDP read their own files in their own ways: resume from theirs only where you trust who wrote them.
@@ -10,18 +12,22 @@ could). Only DeepSpeed and FSDP read their own files in their own ways: resume f
 
 from __future__ import annotations
 
+import copy
 import logging
 import pickle
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import RNG_STATE_NAME, broadcast_object_list, load
+from accelerate.checkpointing import save_accelerator_state
+from accelerate.utils import OPTIMIZER_NAME, RNG_STATE_NAME, SAFE_WEIGHTS_NAME, broadcast_object_list, load
+from accelerate.utils import save as write_state
 from pydantic import Field, ValidationError
 from safetensors import SafetensorError
 from torch.optim.lr_scheduler import LambdaLR
@@ -29,7 +35,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import inside, read_json, sha256_of, sync, sync_folder, write_json
 from configs.schema.base import NonNegativeInt, Settings
-from train.loop.lineage import Lineage
+from train.loop.background import BackgroundWrite, host_copy
+from train.loop.lineage import REPLICATED, Lineage, engine_name
 
 NAME = re.compile(r"step-(\d{8})")
 UNFINISHED = ".step-*"  # being written, or being dropped
@@ -93,16 +100,21 @@ class Checkpoints:
     lineage: Lineage
     keep: int
     progress: Progress = field(default_factory=Progress)
+    _background: BackgroundWrite = field(default_factory=BackgroundWrite, init=False)
 
-    def save(self) -> None:
-        """Write a checkpoint, then drop those that are no longer kept.
+    def save(self, *, wait: bool = True) -> None:
+        """Write a checkpoint, then drop those that are no longer kept; the state is that of now, `wait` or not.
 
         Those of later steps were left by a run that this one does not resume, or are damaged: they are dropped as well, as they
         would be taken for the newest.
 
+        Args:
+            wait: return when it counts, else while it is being written; the next one waits for it.
+
         Raises:
-            InputError: it cannot be written, as on a full disk; those before stay as they are.
+            InputError: it, or the one before, cannot be written, as on a full disk; those before stay as they are.
         """
+        self.finish()
         final = self.folder / f"step-{self.progress.step:08d}"
         scratch = self.folder / f".{final.name}.partial"
         with writing(final, scratch):
@@ -110,15 +122,48 @@ class Checkpoints:
                 shutil.rmtree(scratch, ignore_errors=True)
                 scratch.mkdir(parents=True)
             self.accelerator.wait_for_everyone()
-            self.accelerator.save_state(str(scratch))
+            rest = self._write(scratch)
             self.accelerator.wait_for_everyone()
-            if self.accelerator.is_main_process:
-                self._seal(scratch)
-                _drop(final)
-                scratch.replace(final)
-                sync(self.folder)
-                self._drop_others(final)
-        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            progress, schedule = replace(self.progress), copy.deepcopy(self.scheduler.state_dict())
+            self._background.start(partial(self._complete, scratch, final, rest, progress, schedule))
+        if wait:
+            self.finish()
+            self.accelerator.wait_for_everyone()
+
+    def finish(self) -> None:
+        """Return once the last checkpoint is written; for errors see `save`."""
+        self._background.wait()
+
+    def _write(self, scratch: Path) -> list[Callable[[], None]]:
+        """Write what must be written now; return what a thread of the main process may write later."""
+        accelerator = self.accelerator
+        if engine_name(accelerator) != REPLICATED:
+            accelerator.save_state(str(scratch))
+            return []
+        # As `Accelerator.save_state` does, but for the states that are large.
+        save_accelerator_state(str(scratch), [], [], [], [], accelerator.process_index, accelerator.step, accelerator.scaler)
+        if not accelerator.is_main_process:
+            return []
+        [model], [optimizer] = accelerator._models, accelerator._optimizers
+        weights = host_copy(accelerator.get_state_dict(model, unwrap=False))
+        return [
+            partial(write_state, weights, scratch / SAFE_WEIGHTS_NAME, safe_serialization=True),
+            partial(write_state, host_copy(optimizer.state_dict()), scratch / f"{OPTIMIZER_NAME}.bin"),
+        ]
+
+    def _complete(
+        self, scratch: Path, final: Path, rest: list[Callable[[], None]], progress: Progress, schedule: dict[str, Any]
+    ) -> None:
+        """Write the rest of a checkpoint, and put it in place."""
+        with writing(final, scratch):
+            for write in rest:
+                write()
+            self._seal(scratch, progress, schedule)
+            _drop(final)
+            scratch.replace(final)
+            sync(self.folder)
+            self._drop_others(final, progress)
 
     def resume(self) -> Path | None:
         """Restore the newest usable checkpoint; return it, None where there is none at all.
@@ -137,20 +182,20 @@ class Checkpoints:
             self._load(path)
         return path
 
-    def _seal(self, scratch: Path) -> None:
+    def _seal(self, scratch: Path, progress: Progress, schedule: dict[str, Any]) -> None:
         """Write what accelerate does not, and the manifest over all files; synced when this returns."""
-        saved = SavedProgress(**asdict(self.progress))
-        write_json(scratch / PROGRESS, {"progress": saved.model_dump(by_alias=True), "schedule": self.scheduler.state_dict()})
+        saved = SavedProgress(**asdict(progress))
+        write_json(scratch / PROGRESS, {"progress": saved.model_dump(by_alias=True), "schedule": schedule})
         hashes = {name: sha256_of(scratch / name) for name in sorted(_files(scratch))}
-        manifest = CheckpointManifest(step=self.progress.step, lineage=self.lineage, sha256=hashes)
+        manifest = CheckpointManifest(step=progress.step, lineage=self.lineage, sha256=hashes)
         write_json(scratch / MANIFEST, manifest.model_dump(mode="json"))
         sync_folder(scratch)
 
-    def _drop_others(self, newest: Path) -> None:
+    def _drop_others(self, newest: Path, progress: Progress) -> None:
         found = list_checkpoints(self.folder)
         place = found.index(newest) + 1
         for other in [*found[: max(0, place - self.keep)], *found[place:]]:
-            if other.name != f"step-{self.progress.best_step or 0:08d}":
+            if other.name != f"step-{progress.best_step or 0:08d}":
                 _drop(other)
 
     def _clear_up(self) -> None:

@@ -85,7 +85,10 @@ def train(
         lineage = Lineage.of(accelerator, schedule, config, contents or {})
         training = _Training(task, loader, optimizer_config, schedule, accelerator, output, lineage, request)
         start_trackers(accelerator, output, config)
-        return training.run()
+        try:
+            return training.run()
+        finally:
+            training.checkpoints.finish()
 
 
 class _Training:
@@ -299,7 +302,7 @@ class _Training:
         self.progress.evaluated = True
         if last or _due(step, self.schedule.checkpoint_every_steps):
             with self.clock("checkpoint"):
-                self.checkpoints.save()
+                self.checkpoints.save(wait=last)
 
     def _evaluate(self, unwrapped: nn.Module) -> dict[str, float]:
         """Evaluate the unsharded module, and keep it if it is the best so far; return the metrics."""

@@ -78,7 +78,9 @@ class DraftTask:
         self.module: nn.Module = DraftObjective(draft, target, config.loss, self.vocabulary, self.clock)
         self.rewriter = Rewriter(config, target) if config.policy.rewrites else None
         self.training_prompts = user_text_hashes(train)
-        self.held_out = HeldOutDecoding(config.held_out, target, held_out, accelerator)
+        self.held_out = HeldOutDecoding(
+            config.held_out, target, held_out, accelerator, config.schedule.evaluation_timeout_seconds
+        )
 
     @property
     def drafts_while_training(self) -> bool:

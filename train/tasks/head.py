@@ -82,7 +82,8 @@ class HeadTask:
         sampler = _column_sampler(config, head, target, train)
         self.module: nn.Module = HeadObjective(head, target, config.loss, self.clock, sampler)
         self.training_prompts = user_text_hashes(train)
-        self.held_out = HeldOutDecoding(config.held_out, target, held_out, accelerator)
+        patience = config.schedule.evaluation_timeout_seconds
+        self.held_out = HeldOutDecoding(config.held_out, target, held_out, accelerator, patience)
         self.prediction = HeldOutPrediction(config.held_out, target, held_out, accelerator)
 
     @property

@@ -30,12 +30,16 @@ from heads.modules.interface import Batch
 from heads.proposers.protocol import Proposer
 from heads.target.hidden_states import TargetStates
 from heads.target.loading import Target
+from heads.target.processes import wait_patiently
 from heads.target.split.groups import share_of
 from train.loop.checkpoints import Progress
 
 
 class HeldOutDecoding:
     """Decodes the prompts of the first `config.num_prompts` held-out conversations.
+
+    Args:
+        timeout_seconds: how long a process waits for the others to have decoded theirs.
 
     Raises:
         InputError: a prompt cannot be decoded.
@@ -47,8 +51,9 @@ class HeldOutDecoding:
         target: Target,
         conversations: Sequence[Conversation],
         accelerator: Accelerator,
+        timeout_seconds: int,
     ) -> None:
-        self.config, self.target, self.accelerator = config, target, accelerator
+        self.config, self.target, self.accelerator, self.timeout_seconds = config, target, accelerator, timeout_seconds
         self.share = share_of(target.group, accelerator.state)
         self.requests = [
             Request(prompt_id=f"{row.prompt_id}/{row.turn}", category=row.category, tokens=row.prompt_ids)
@@ -68,6 +73,7 @@ class HeldOutDecoding:
             accepted = sum(round_.num_accepted for round_ in rounds)
             drafted = sum(len(round_.drafted) for round_ in rounds)
             counts += torch.tensor([committed, len(rounds), accepted, drafted], device=counts.device)
+        wait_patiently(self.timeout_seconds)  # some processes have fewer prompts, or none
         committed, num_rounds, accepted, drafted = self.accelerator.reduce(counts * self.share.writes, "sum").tolist()
         return {"tokens_per_target_step": committed / max(num_rounds, 1), "draft_token_yield": accepted / max(drafted, 1)}
 
