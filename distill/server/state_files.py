@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import shutil
 import time
-from contextlib import suppress
 from pathlib import Path
 from threading import Event
 
@@ -73,15 +72,23 @@ def take_states(folder: Path, name: str, timeout_seconds: float, stopping: Event
                     missing_since = (missing_since or now) if held is not None else None
                 except (SafetensorError, KeyError):
                     problem = "is not whole"
+                except OSError as error:
+                    raise InputError(f"target.states.path: {path} cannot be read ({error.strerror})") from error
             over = now > deadline or (missing_since is not None and now - missing_since > UNWRITTEN_SECONDS)
             if over or stopping.is_set():
                 raise _complaint(folder, path, problem)
             stopping.wait(wait)
             wait = min(2 * wait, LONGEST_WAIT_SECONDS)
     finally:
-        for each in (path, lock):
-            with suppress(FileNotFoundError):
-                each.unlink()
+        _delete(path, lock)
+
+
+def _delete(*paths: Path) -> None:
+    for path in paths:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise InputError(f"target.states.path: {path} cannot be deleted ({error.strerror})") from error
 
 
 def _is_held(lock: Path) -> bool | None:

@@ -31,7 +31,7 @@ RELATIVE_DIFFERENCE = 1e-5
 def model_folder(tmp_path_factory, tiny_llama, tiny_tokenizer):
     """A target of three blocks, with heads as wide as vLLM's attention on a CPU wants them."""
     folder = tmp_path_factory.mktemp("target")
-    tiny_llama(seed=1, dtype=torch.float32, layers=3, head_dim=32).save_pretrained(folder)
+    tiny_llama(seed=1, dtype=torch.float32, layers=3, head_dim=32, max_position_embeddings=512).save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
     return folder
 
