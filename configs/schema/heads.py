@@ -53,6 +53,11 @@ class HeadSettings(Settings):
         """How many tokens the head can draft in a round; None: any number."""
         return None
 
+    @property
+    def drafted_as_trained(self) -> int | None:
+        """How many drafts of a round, from the first, are made of the logits that training has for them; None: all."""
+        return None
+
 
 class TappedSettings(HeadSettings):
     """A family that reads the residual stream after some of the target's blocks."""
@@ -237,6 +242,24 @@ class DFlash2Settings(DFlashSettings):
         return self
 
 
+class XPressSettings(DFlashSettings):
+    """DFlash with a causal refiner over the slots of a block, which drafting applies to the whole block again and again."""
+
+    kind: Literal["xpress"]  # type: ignore[assignment]
+    xpress_rank: PositiveInt = 128  # width of the refiner
+    xpress_mlp_ratio: PositiveInt = 2  # of its MLP's inner width to that
+    num_jacobi_passes: PositiveInt = 6  # of the refiner over a block in drafting; no more than drafts are made
+    # training: passes over the head's own likeliest tokens, for drafting with fewer passes than drafts; others need none
+    consistency_passes: NonNegativeInt = 3
+    consistency_weight: NonNegativeFloat = 0.3  # of the mean loss of these, beside that of the text's tokens
+    base_weight: NonNegativeFloat = 0.6  # of the loss of the logits before the refiner
+
+    @property
+    def drafted_as_trained(self) -> int:
+        """Each pass settles one more draft."""
+        return self.num_jacobi_passes
+
+
 HeadConfig = Annotated[
     MedusaSettings
     | HydraSettings
@@ -245,6 +268,7 @@ HeadConfig = Annotated[
     | PEagleSettings
     | DFlashSettings
     | DSparkSettings
-    | DFlash2Settings,
+    | DFlash2Settings
+    | XPressSettings,
     Field(discriminator="kind"),
 ]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from heads.device import upload
 from heads.modules.attention import Ranges, read_ranges
 from heads.modules.interface import Batch, labelled_origins
 from heads.modules.layers import DraftAttention, LayerKeys, Rotation
@@ -43,6 +44,13 @@ class Anchors:
         together_BA = documents_BT.gather(1, label_BA) == documents_BT.gather(1, self.places_BA)
         inside_BA = self.places_BA + ahead < T
         return self.valid_BA & inside_BA & together_BA & batch.loss_mask_BT.gather(1, label_BA)
+
+    def tokens(self, batch: Batch, first: int, count: int) -> Tensor:
+        """Return the ids `[B, A, count]` from `first` places behind the anchors on; past a row's edge its outermost token."""
+        T = batch.input_ids_BT.shape[1]
+        columns = (self.places_BA.unsqueeze(-1) + torch.arange(first, first + count)).clamp(0, T - 1)
+        columns = upload(columns, batch.input_ids_BT.device)
+        return batch.input_ids_BT.gather(1, columns.flatten(1)).unflatten(1, (-1, count))
 
 
 def choose_anchors(batch: Batch, limit: int | None) -> Anchors:

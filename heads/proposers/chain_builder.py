@@ -85,6 +85,13 @@ class ChainBuilder:
             self._estimates.append(estimate_B)
         return drafted_B
 
+    def foresee(self, logits_BGW: Tensor) -> Tensor:
+        """Return the target's ids `[B, G]` that `add` would choose from these logits for the first G drafts; adds none."""
+        if self.sampling.temperature == 0:
+            return self.target_ids(greedy_token(logits_BGW))
+        probs_BGW = token_probabilities(logits_BGW, self.sampling)
+        return torch.stack([self._drawn(step, probs_BW) for step, probs_BW in enumerate(probs_BGW.unbind(1))], 1)
+
     @property
     def finished(self) -> bool:
         """Whether every row has stopped. With a stopping rule this waits for the device."""

@@ -13,6 +13,7 @@ from configs.schema.heads import (
     MedusaSettings,
     MtpSettings,
     PEagleSettings,
+    XPressSettings,
 )
 from eval.decoder.decode import Request
 from eval.lossy.decode import decode
@@ -35,8 +36,10 @@ HEADS = {
     "dflash": DFlashSettings(kind="dflash", block_size=5, taps=[1, 2, 3], mask_token_id=0),
     "dspark": DSparkSettings(kind="dspark", block_size=4, taps=[1, 2, 3], mask_token_id=0, markov_rank=8),
     "dflash2": DFlash2Settings(
-        kind="dflash2", block_size=4, taps=[1, 2, 3], mask_token_id=0, conv_group_size=8, selector_rank=4, selector_top_k=6
+        kind="dflash2", block_size=4, taps=[1, 2, 3], mask_token_id=0, conv_group_size=8, selector_rank=4, selector_top_k=2
     ),
+    # With fewer passes than drafts, the last drafts rest on tokens of an earlier pass.
+    "xpress": XPressSettings(kind="xpress", block_size=4, taps=[1, 2, 3], mask_token_id=0, xpress_rank=8, num_jacobi_passes=1),
 }
 
 

@@ -20,6 +20,7 @@ from configs.schema.heads import (
     MedusaSettings,
     MtpSettings,
     PEagleSettings,
+    XPressSettings,
 )
 from configs.schema.learning import LossConfig
 from distill.loss.head_objective import HeadObjective
@@ -99,6 +100,8 @@ SETTINGS = {
     "dspark": DSparkSettings(kind="dspark", **BLOCK, markov_rank=6),
     "dspark, from the anchor": DSparkSettings(kind="dspark", **BLOCK, markov_rank=6, sample_from_anchor=True),
     "dflash2": DFlash2Settings(kind="dflash2", **BLOCK, conv_group_size=8, selector_rank=6, selector_top_k=5),
+    "xpress": XPressSettings(kind="xpress", **BLOCK, xpress_rank=6),
+    "xpress, from the anchor": XPressSettings(kind="xpress", **BLOCK, xpress_rank=6, sample_from_anchor=True),
     "mtp": MtpSettings(kind="mtp", num_depths=3),
     "mtp, a module a depth": MtpSettings(kind="mtp", num_depths=3, shared_depths=False),
 }

@@ -57,6 +57,7 @@ HEADS = {
     "dflash": {"block_size": NUM_DRAFTS + 1},
     "dspark": {"block_size": NUM_DRAFTS + 1},
     "dflash2": {"block_size": NUM_DRAFTS + 1},
+    "xpress": {"block_size": NUM_DRAFTS + 1},
 }
 
 

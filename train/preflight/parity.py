@@ -76,7 +76,8 @@ def _round_gaps(task: HeadTask, head: nn.Module, tokens: Sequence[int], start: i
     origin = len(tokens) - 2  # the last position that the target had read; the pending token comes after it
     token_ids_W = cast(HeadModule, head).token_ids_W
     gaps = []
-    for depth, drafted_V in zip(depths, cast(Tensor, proposal.logits_BGV)[0], strict=False):
+    as_trained = depths[: cast(HeadModule, head).settings.drafted_as_trained]
+    for depth, drafted_V in zip(as_trained, cast(Tensor, proposal.logits_BGV)[0], strict=False):
         trained_W = depth.logits_of(depth.hidden_ND[depth.origins_N == origin])[0].float()
         drafted_W = (drafted_V if token_ids_W is None else drafted_V[token_ids_W]).float()
         gaps.append(float((drafted_W - trained_W).norm() / (trained_W - trained_W.mean()).norm()))

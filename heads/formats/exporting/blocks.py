@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from configs.runtime.errors import InputError
-from configs.schema.heads import DFlash2Settings, DSparkSettings
+from configs.schema.heads import DFlash2Settings, DSparkSettings, XPressSettings
 from heads.formats.exporting.source import Source
 from heads.formats.layout import Shapes
-from heads.formats.names import DFLASH2_KEYS
+from heads.formats.names import DFLASH2_KEYS, XPRESS_KEYS
 
 Parts = tuple[dict[str, Any], Shapes]
 
@@ -49,4 +49,29 @@ def dflash2(source: Source) -> Parts:
     return {key: getattr(settings, key) for key in DFLASH2_KEYS}, shapes
 
 
-PARTS: dict[str, Callable[[Source], Parts]] = {"dflash": lambda _: ({}, {}), "dspark": dspark, "dflash2": dflash2}
+def xpress(source: Source) -> Parts:
+    """Return XPress's refiner."""
+    settings: XPressSettings = source.settings
+    width, rank, slots = source.shape.width, settings.xpress_rank, settings.block_size
+    inner = rank * settings.xpress_mlp_ratio
+    shapes: Shapes = {
+        "token_embed.weight": (source.target.vocab_size, rank),
+        "down_h.weight": (rank, width),
+        "down_g.weight": (rank, width),
+        "in_proj.weight": (rank, 3 * rank),
+        "mix_l": (rank, slots, slots),
+        "mlp_gate.weight": (inner, rank),
+        "mlp_up.weight": (inner, rank),
+        "mlp_down.weight": (rank, inner),
+        "readout.weight": (source.draft_vocab_size, rank),
+    }
+    options = {key: getattr(settings, key) for key in XPRESS_KEYS}
+    return options, {f"refiner_head.{name}": size for name, size in shapes.items()}
+
+
+PARTS: dict[str, Callable[[Source], Parts]] = {
+    "dflash": lambda _: ({}, {}),
+    "dspark": dspark,
+    "dflash2": dflash2,
+    "xpress": xpress,
+}

@@ -29,6 +29,7 @@ ARCHITECTURES = {
     "dflash": "DFlashDraftModel",
     "dspark": "DSparkDraftModel",
     "dflash2": "DFlash2DraftModel",
+    "xpress": "XPressSpeculator",
     "mtp": "MTPDraftModel",
 }
 
@@ -114,7 +115,7 @@ def block_drafter(source: Source) -> ExportLayout:
         config=config | options,
         weights=source.weights | source.offsets(),
         expected=dflash_shapes(source) | shapes | _vocabulary_shapes(source),
-        serve=vllm_command(source, VLLM_METHODS.get(kind, kind)),
+        serve=_load if kind == "xpress" else vllm_command(source, VLLM_METHODS.get(kind, kind)),
         notes=(
             f"A block was trained with {source.num_speculative_tokens} drafts; another number changes what each slot says.",
         ),

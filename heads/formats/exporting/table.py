@@ -29,6 +29,7 @@ FORMS: dict[str, dict[str, Form]] = {
         "dflash": speculators.block_drafter,
         "dspark": speculators.block_drafter,
         "dflash2": speculators.block_drafter,
+        "xpress": speculators.block_drafter,
         "mtp": speculators.mtp,
     },
     "sglang": {"draft_lm": draft_lm.sglang, "eagle3": flat.sglang_eagle, "dflash": flat.sglang_dflash},

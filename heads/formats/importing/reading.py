@@ -9,7 +9,7 @@ feature that our families lack is refused here; whether the tensors fit the targ
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,14 @@ from heads.formats.importing.external import ExternalDraft
 from heads.formats.importing.hydra import read_hydra
 from heads.formats.importing.mtp import read_native
 from heads.formats.layout import renamed
-from heads.formats.names import DFLASH2_KEYS, MTP_PARTS, TRANSFORMERS_DFLASH, has_mtp_modules
+from heads.formats.names import DFLASH2_KEYS, MTP_PARTS, TRANSFORMERS_DFLASH, XPRESS_KEYS, has_mtp_modules
 from heads.target.checkpoint_files import Weights, read_weights, zeros
 from heads.target.size_limits import check_counts
 
 KNOWN = (
-    "speculators eagle3, peagle, dflash, dspark, dflash2 and mtp; flat EAGLE-3 (architecture ...Eagle3); Medusa "
-    "(medusa_num_heads); Hydra (hydra_num_heads); DFlash (architecture DFlashDraftModel or MuseGlimmerAssistantModel); a "
-    "checkpoint with MTP modules"
+    "speculators eagle3, peagle, dflash, dspark, dflash2, xpress and mtp; flat EAGLE-3 (architecture ...Eagle3); "
+    "Medusa (medusa_num_heads); Hydra (hydra_num_heads); DFlash (architecture DFlashDraftModel or "
+    "MuseGlimmerAssistantModel); a checkpoint with MTP modules"
 )
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 OLD_MEDUSA = re.compile(r"^(?:medusa_heads?\.)?(\d+)\.(\d+)\.(?:(linear)\.)?(weight|bias)$")
@@ -93,9 +93,8 @@ def _speculators(config: dict[str, Any], weights: Weights, layer_ids: LayerIds, 
         ),
         "dflash": lambda: _dflash_settings(config, layer, block_taps()),
         "dspark": lambda: _dflash_settings(config, layer, block_taps()) | _markov_settings(config),
-        "dflash2": lambda: (
-            _dflash_settings(config, layer, block_taps()) | {key: config[key] for key in DFLASH2_KEYS if key in config}
-        ),
+        "dflash2": lambda: _dflash_settings(config, layer, block_taps()) | _known(config, DFLASH2_KEYS),
+        "xpress": lambda: _dflash_settings(config, layer, block_taps()) | _known(config, XPRESS_KEYS),
         "mtp": lambda: {"shared_depths": True, "reads": reads},
     }
     if kind not in readers:
@@ -165,6 +164,11 @@ def _dflash(config: dict[str, Any], options: dict[str, Any], weights: Weights, l
         num_speculative_tokens=options["block_size"] - 1,
         layer_ids=layer_ids,
     )
+
+
+def _known(config: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """Return these keys of a config, all of which speculators writes."""
+    return {key: config[key] for key in keys}
 
 
 def _markov_settings(config: Mapping[str, Any]) -> dict[str, Any]:

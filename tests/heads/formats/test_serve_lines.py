@@ -16,6 +16,7 @@ from configs.schema.heads import (
     MedusaSettings,
     MtpSettings,
     PEagleSettings,
+    XPressSettings,
 )
 from heads.formats.exporting.exporter import SERVE_FILE, export
 from heads.formats.exporting.source import TargetFolder, read_source
@@ -27,6 +28,7 @@ SETTINGS = {
     "dflash": DFlashSettings(kind="dflash", taps=[1, 2, 3], block_size=4, mask_token_id=5),
     "dspark": DSparkSettings(kind="dspark", taps=[1, 2, 3], block_size=4, mask_token_id=5, markov_rank=6),
     "dflash2": DFlash2Settings(kind="dflash2", taps=[1, 2, 3], block_size=4, mask_token_id=5),
+    "xpress": XPressSettings(kind="xpress", taps=[1, 2, 3], block_size=4, mask_token_id=5),
     "medusa": MedusaSettings(kind="medusa", num_depths=3),
     "mtp": MtpSettings(kind="mtp"),
 }

@@ -16,6 +16,7 @@ from configs.schema.heads import (
     MedusaSettings,
     MtpSettings,
     PEagleSettings,
+    XPressSettings,
 )
 from heads.artifact import WEIGHTS_FILE, load_draft
 from heads.formats.exporting.exporter import export
@@ -30,6 +31,7 @@ DFLASH = DFlashSettings(kind="dflash", taps=[1, 2, 3], num_layers=2, block_size=
 BLOCK = {"taps": [1, 2, 3], "num_layers": 2, "block_size": 4, "mask_token_id": 5}
 DSPARK = DSparkSettings(kind="dspark", **BLOCK, markov_rank=6)
 DFLASH2 = DFlash2Settings(kind="dflash2", **BLOCK, conv_kernel_size=3, conv_group_size=8, selector_rank=6, selector_top_k=5)
+XPRESS = XPressSettings(kind="xpress", **BLOCK, xpress_rank=6, num_jacobi_passes=2)
 MEDUSA = MedusaSettings(kind="medusa", num_depths=3, num_layers=2)
 MTP = MtpSettings(kind="mtp", num_depths=3)
 HIDDEN_FIRST = {"concat_order": "hidden_first"}
@@ -53,6 +55,7 @@ TRIPS = [
     (DSPARK, {}, "llama", "vllm"),
     (DSPARK, {"sample_from_anchor": True}, "llama", "speculators"),
     (DFLASH2, {}, "llama", "speculators"),
+    (XPRESS, {}, "llama", "speculators"),
     (MEDUSA, {}, "llama", "vllm"),
     (MEDUSA, checks.OWN_HEADS, "llama", "vllm"),
     (MEDUSA, checks.OWN_HEADS, "llama", "tensorrt_llm"),

@@ -1,0 +1,163 @@
+"""XPress: a DFlash block whose logits a small causal refiner corrects, in passes over all slots at once.
+
+To the logits of slot s the refiner adds a bias made of the tokens before the slots up to s, of these slots' final states and
+of the block's mean state. In training the tokens are the text's own. When drafting they are those of the pass before: the
+first pass reads what the logits without bias give, and each pass settles one more draft, whose tokens before it no longer
+change. After as many passes as drafts the block is what drafting token by token would have given; with fewer, the last drafts
+rest on tokens of an earlier pass.
+
+A slot has one random number, for all passes, and the drafts are drawn from the last pass's logits. What slot s reads depends on
+the numbers of the slots before it and not on its own, so that, whatever came before, its draft follows the distribution that
+it is judged by: the output keeps the target's distribution after any number of passes (`heads.proposers.draft_length` on what
+a draft may depend on). Tensor names are those of the speculators library.
+B batch, A anchors of a row, S slots, G drafts, D width, R width of the refiner, W draft vocabulary, N rows.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from configs.schema.decoding import SamplingConfig
+from configs.schema.heads import XPressSettings
+from heads.families.dflash import BlockDrafter, DFlash
+from heads.modules.auxiliary import AssistedDepth, Auxiliary
+from heads.modules.block_training import Anchors
+from heads.modules.interface import Batch, Depth, Family
+from heads.proposers.chain_builder import ChainBuilder
+from heads.proposers.protocol import Proposal, Tokens
+from heads.proposers.vocabulary import DraftVocabulary
+from heads.sampling.counter_rng import CounterRNG
+from heads.sampling.uploads import Upload, text_of
+
+CHUNK = 512  # slots whose logits live at one time, where only the likeliest tokens are wanted
+
+
+class XPress(DFlash):
+    """An XPress head on a frozen target; what its output head reads is the final state and the refiner's, joined."""
+
+    settings: XPressSettings
+
+    def __init__(self, settings: XPressSettings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
+        super().__init__(settings, target, vocabulary)
+        vocab_size = self.lm_head.vocab_size
+        num_drafted = vocab_size if vocabulary is None else len(vocabulary)
+        self.refiner_head = Refiner(vocab_size, num_drafted, self.fc.out_features, settings)
+
+    def logits(self, joined: Tensor) -> Tensor:
+        """Return the logits `[..., W]` of final states and refiner's states, joined."""
+        width = self.fc.out_features
+        return self.lm_head.logits(joined[..., :width]) + self.refiner_head.readout(joined[..., width:])
+
+    def depths(self, batch: Batch, anchors: Anchors, states_BASD: Tensor) -> list[Depth]:
+        first, num_slots = self.settings.first_slot, self.settings.block_size
+        features = self.refiner_head.features(states_BASD)
+        text_BAS = anchors.tokens(batch, -first, num_slots)
+        refined = [self.refiner_head(features, text_BAS)]
+        if self.training and self.settings.consistency_weight > 0:
+            for number in range(self.settings.consistency_passes):
+                drafted_BAS = self._likeliest(states_BASD, refined[-1] if number else None)
+                before_BAS = torch.cat([text_BAS[..., : first + 1], drafted_BAS[..., first:-1]], -1)
+                refined.append(self.refiner_head(features, before_BAS))
+        return super().depths(batch, anchors, torch.cat([states_BASD, *refined], -1))
+
+    def depth(self, batch: Batch, anchors: Anchors, number: int, states_BAD: Tensor) -> Depth:
+        depth = super().depth(batch, anchors, number, states_BAD)
+        width, settings = self.fc.out_features, self.settings
+        state_ND = depth.hidden_ND[:, :width]
+        refined_ND, *own = (
+            torch.cat([state_ND, each], 1) for each in depth.hidden_ND[:, width:].split(settings.xpress_rank, 1)
+        )
+        parameters = (*depth.parameters, self.refiner_head.readout.weight)
+        weight = settings.consistency_weight / max(1, len(own))
+        others = [Auxiliary(hidden_ND=each, logits_of=self.logits, parameters=parameters, weight=weight) for each in own]
+        if self.training and settings.base_weight > 0:
+            others.append(
+                Auxiliary(
+                    hidden_ND=state_ND,
+                    logits_of=depth.logits_of,
+                    parameters=depth.parameters,
+                    weight=settings.base_weight,
+                )
+            )
+        refined = {"hidden_ND": refined_ND, "logits_of": self.logits, "parameters": parameters}
+        return AssistedDepth(**vars(depth) | refined | {"auxiliaries": tuple(others)})
+
+    @torch.no_grad()
+    def _likeliest(self, states: Tensor, refined: Tensor | None = None) -> Tensor:
+        """Return the likeliest tokens of slots, the target's ids `[...]`; without the refiner's states, those before it."""
+        joined = states if refined is None else torch.cat([states, refined], -1)
+        logits_of = self.lm_head.logits if refined is None else self.logits
+        rows = joined.flatten(0, -2).split(CHUNK)
+        return torch.cat([self.lm_head.target_ids(logits_of(each).argmax(-1)) for each in rows]).view(joined.shape[:-1])
+
+
+class Refiner(nn.Module):
+    """The refiner: a causal mix over the slots for each of R channels, and an MLP."""
+
+    def __init__(self, vocab_size: int, draft_vocab_size: int, width: int, settings: XPressSettings) -> None:
+        super().__init__()
+        rank, inner = settings.xpress_rank, settings.xpress_rank * settings.xpress_mlp_ratio
+        self.token_embed = nn.Embedding(vocab_size, rank)
+        self.down_h = nn.Linear(width, rank, bias=False)
+        self.down_g = nn.Linear(width, rank, bias=False)
+        self.in_proj = nn.Linear(3 * rank, rank, bias=False)
+        self.mix_l = nn.Parameter(torch.zeros(rank, settings.block_size, settings.block_size))
+        self.mlp_gate = nn.Linear(rank, inner, bias=False)
+        self.mlp_up = nn.Linear(rank, inner, bias=False)
+        self.mlp_down = nn.Linear(inner, rank, bias=False)
+        self.readout = nn.Linear(rank, draft_vocab_size, bias=False)
+        for layer in self.children():
+            nn.init.normal_(cast(Tensor, layer.weight), std=0.02)
+
+    def features(self, states: Tensor) -> Tensor:
+        """Return what all passes read of a block's final states `[..., S, D]`, `[..., S, 2R]`."""
+        own, mean = self.down_h(states), self.down_g(states.mean(-2, keepdim=True))
+        return torch.cat([own, mean.expand_as(own)], -1)
+
+    def forward(self, features: Tensor, before: Tensor) -> Tensor:
+        """Return the refiner's states `[..., S, R]` of the first S slots.
+
+        Args:
+            features: theirs.
+            before: the token before each slot's, `[..., S]`.
+        """
+        num_slots = before.shape[-1]
+        read = self.in_proj(torch.cat([features, self.token_embed(before).to(features.dtype)], -1))
+        mix_RSS = self.mix_l[:, :num_slots, :num_slots].tril().to(read.dtype)
+        mixed = read + torch.einsum("rst,...tr->...sr", mix_RSS, read)
+        return mixed + self.mlp_down(functional.silu(self.mlp_gate(mixed)) * self.mlp_up(mixed))
+
+
+class RefinedDrafter(BlockDrafter):
+    """An XPress head as a proposer."""
+
+    module: XPress
+    _before: Upload  # the token before the pending one, by row
+
+    def propose(
+        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
+    ) -> Proposal:
+        text = text_of(tokens, self.device)
+        self._before = text.uploads.rows([row[-2:-1] for row in text])
+        return super().propose(text, num_tokens, sampling, rng, keep_logits=keep_logits)
+
+    def choose(self, states_BSD: Tensor, slots: slice, pending_B: Tensor, chain: ChainBuilder) -> None:
+        """Choose the drafts of all slots in passes."""
+        refiner, num_drafts = self.module.refiner_head, slots.stop - slots.start
+        features = refiner.features(states_BSD)[:, : slots.stop]
+        known_BK = torch.cat([self._before.tensor, pending_B.unsqueeze(1)], 1)[:, 1 - slots.start :]
+        base_BGW = self.module.lm_head.logits(states_BSD[:, slots])
+        logits_BGW = base_BGW
+        for _ in range(min(self.module.settings.num_jacobi_passes, num_drafts)):
+            before_BS = torch.cat([known_BK, chain.foresee(logits_BGW)[:, :-1]], 1)
+            logits_BGW = base_BGW + refiner.readout(refiner(features, before_BS)[:, slots])
+        for logits_BW in logits_BGW.unbind(1):
+            chain.add(logits_BW)
+
+
+FAMILY = Family(settings=XPressSettings, build=XPress, propose=RefinedDrafter, in_one_forward=True)
