@@ -43,6 +43,7 @@ from train.loop.task import Task
 from train.preflight.sanity import check_before_training
 from train.tasks.draft import DraftTask
 from train.tasks.head import HeadTask
+from train.tasks.initial_head import hash_initial_head
 from train.telemetry.trackers import FOLDER, check_installed
 
 log = logging.getLogger("draftsmith")
@@ -187,6 +188,8 @@ def hash_materials(config: DistillConfig | HeadsConfig, target: Target) -> dict[
     hashes = {name: sha256_of(Path(getattr(config.data, name))) for name in ("train", "held_out")}
     if config.data.cache is not None:
         hashes["cache"] = hashlib.sha256(Folder(config.data.cache).read(MANIFEST) or b"").hexdigest()
+    if isinstance(config, HeadsConfig) and config.init is not None:
+        hashes["init"] = hash_initial_head(config.init)
     return hashes | {"target": target.identity.weights_sha256 or "unknown"}
 
 

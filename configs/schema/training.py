@@ -155,6 +155,9 @@ class HeadsConfig(Settings):
     target: TargetConfig = TargetConfig()
     data: TrainingDataConfig = TrainingDataConfig()
     head: HeadConfig = Eagle3Settings(kind="eagle3")  # the family and its settings
+    # An artifact of the same family and sizes, whose weights and draft vocabulary the head starts from; None: new weights.
+    # A draft LM starts from one by student.init model and student.path
+    init: str | None = None
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()

@@ -191,7 +191,7 @@ def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: 
     if path.is_dir():
         check_readable(path)
     try:
-        tokenizer = _load_tokenizer(path, config)
+        tokenizer = load_tokenizer(path, config)
         if for_chats and tokenizer.chat_template is None:
             raise InputError(_no_chat_template(redact(config.name)))
         with patch_environment(ACCELERATE_USE_FSDP="false"):  # else transformers takes the target for what is to be sharded
@@ -299,7 +299,7 @@ def locate(config: TargetConfig) -> Path:
         ) from error
 
 
-def _load_tokenizer(path: Path, config: TargetConfig) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: Path, config: TargetConfig) -> PreTrainedTokenizerBase:
     """Return the tokenizer, with the chat template that the config names."""
     tokenizer: PreTrainedTokenizerBase
     if config.tokens == "ids":

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
@@ -184,3 +185,36 @@ def test_more_drafts_than_a_head_has_depths_are_refused(run_folder, tiny_run, tm
     wanted = {"num_speculative_tokens": 4, "held_out": {"decode": {"num_speculative_tokens": 4}}}
     with pytest.raises(ValueError, match=f"{where}.* must be at most 3, what a peagle head of this size can draft, got 4"):
         config_for(run_folder, tiny_run, tmp_path, head=head, **{where: wanted[where]})
+
+
+def test_a_head_starts_from_an_artifact_with_its_vocabulary_and_goes_on_from_its_score(head_task, greedy_rows, tmp_path):
+    head = {"draft_vocab_size": 30, "train_head": True}
+    first = head_task(head=head)
+    train_task(first, greedy_rows)
+    artifact = Path(first.config.output) / "artifact"
+    recorded = json.loads((artifact / "draftsmith.json").read_text())["provenance"]["held_out"]
+    train = {"schedule": {"batch_size": 4, "max_steps": 1, "mixed_precision": "no", "trackers": []}}
+    other = head_task(head=head | {"draft_vocab_size": 20}, init=str(artifact), output=str(tmp_path / "next"), **train)
+    assert torch.equal(other.vocabulary.token_ids_W, load_file(artifact / "draft_vocabulary.safetensors")["d2t"])
+    again = other.evaluate(other.module)
+    assert again["tokens_per_target_step"] == recorded["tokens_per_target_step"]
+    train_task(other, greedy_rows)
+    written = load_file(tmp_path / "next" / "artifact" / "model.safetensors")
+    before = load_file(artifact / "model.safetensors")
+    assert written.keys() == before.keys()
+    assert all(written[name].shape == before[name].shape for name in before)
+
+
+@pytest.mark.parametrize(
+    ("kind", "head", "said"),
+    [
+        ("eagle3", {"taps": [0, 1, 2]}, r"taps \[1, 2\], and head\.taps is \[0, 1, 2\]"),
+        ("medusa", {}, r"kind eagle3, and head\.kind is medusa"),
+        ("eagle3", {"taps": [1, 2], "layer": {"mlp_width": 48}}, "layer"),
+    ],
+)
+def test_an_artifact_of_another_head_is_refused_in_one_sentence(head_task, greedy_rows, tmp_path, kind, head, said):
+    task = head_task(head={"taps": [1, 2]})
+    train_task(task, greedy_rows)
+    with pytest.raises(InputError, match=rf"init: .* is a head with {said}.*: give head what the artifact has, or set init to"):
+        head_task(kind, head=head, init=str(Path(task.config.output) / "artifact"), output=str(tmp_path / "next"))

@@ -16,7 +16,7 @@ from distill.cache.reader import TargetCache
 from distill.dataset.conversations import Conversation, user_text_hashes
 from distill.loss.columns import ColumnSampler
 from distill.loss.head_objective import HeadLoss, HeadObjective
-from distill.student.vocabulary import frequent_answer_tokens
+from distill.student.vocabulary import MassChoice, frequent_answer_tokens
 from heads.artifact import head_metadata, save_head
 from heads.device import restored_random_state
 from heads.families.registry import FAMILIES, serve
@@ -30,6 +30,7 @@ from heads.target.split.groups import in_turns
 from train.loop.checkpoints import Progress
 from train.loop.task import BatchLoss, Prepared, StepPlace
 from train.tasks.held_out import HeldOutDecoding, HeldOutPrediction, training_provenance
+from train.tasks.initial_head import read_initial_head
 from train.tasks.vocabulary import choose_vocabulary
 from train.telemetry.step_clock import StepClock
 
@@ -63,13 +64,19 @@ class HeadTask:
         if config.data.packing and cache is None:
             check_keeps_apart(target.model)
         self.family = FAMILIES[config.head.kind]
-        self.choice = choose_vocabulary(config, target, train, held_out, accelerator, cache)
+        start = None if config.init is None else read_initial_head(config.init, target)
+        if start is None:
+            self.choice = choose_vocabulary(config, target, train, held_out, accelerator, cache)
+        else:
+            self.choice = MassChoice(vocabulary=start.vocabulary, report={})
         self.vocabulary = self.choice.vocabulary
-        if config.head.draft_vocab_by is not None:
+        if start is not None or config.head.draft_vocab_by is not None:
             size = None if self.vocabulary is None else len(self.vocabulary)
             config = config.model_copy(update={"head": config.head.model_copy(update={"draft_vocab_size": size})})
         head = self.family.build(config.head, target.model, self.vocabulary).float()
         self.family.start(head, target.model)
+        if start is not None:
+            start.fill(head)
         self.taps = cast(HeadModule, head).taps
         check_taps(target.model, self.taps)
         if target.states_from is not None:
