@@ -8,6 +8,7 @@ T positions, A taps, E width of the target.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import re
 import time
@@ -158,6 +159,7 @@ class StateServers:
         self._threads = [Thread(target=self._work, args=(server,), daemon=True) for server, _ in threads]
         for thread in self._threads:
             thread.start()
+        atexit.register(self.close)  # a thread at work while Python ends would abort the process
 
     def ask(self, ids: Sequence[int]) -> Future[ServedStates]:
         """Return the states of a text, once a server has given them; its error is an `InputError`."""
@@ -171,6 +173,7 @@ class StateServers:
 
     def close(self) -> None:
         """End the work: what is under way is finished where it takes seconds, and the rest is dropped."""
+        atexit.unregister(self.close)
         self._end("the servers of hidden states were closed")
         for server in self.servers:
             server.connection.stop()
