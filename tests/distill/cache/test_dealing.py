@@ -64,9 +64,9 @@ def test_claims_of_the_dead_are_taken_over(deal, folder, ended):
     assert len(deal.warnings) == 2
 
 
-@pytest.mark.parametrize("held", [claim(ELSEWHERE, 1, age=0), claim(HERE, 1, age=0), b""], ids=["elsewhere", "here", "torn"])
-def test_claims_of_the_living_are_waited_for(deal, folder, held):
-    folder.write("claim-00001", held)
+@pytest.mark.parametrize("host", [ELSEWHERE, HERE, None])  # None: a claim that is being written
+def test_claims_of_the_living_are_waited_for(deal, folder, host):
+    folder.write("claim-00001", claim(host, 1, age=0) if host else b"")
     found = []
     with pytest.raises(TimeoutError):
         found.extend(found.append(number) for number in deal())
