@@ -260,6 +260,15 @@ class XPressSettings(DFlashSettings):
         return self.num_jacobi_passes
 
 
+class DominoSettings(DFlashSettings):
+    """DFlash whose logits are corrected by a recurrent state of the tokens before each slot."""
+
+    kind: Literal["domino"]  # type: ignore[assignment]
+    gru_hidden_dim: PositiveInt = 256  # width of the recurrent state
+    emb_dim: PositiveInt = 128  # inner width of the correction
+    base_weight: NonNegativeFloat = 0.5  # of the loss of the logits without correction, beside that of those with it
+
+
 HeadConfig = Annotated[
     MedusaSettings
     | HydraSettings
@@ -269,6 +278,7 @@ HeadConfig = Annotated[
     | DFlashSettings
     | DSparkSettings
     | DFlash2Settings
-    | XPressSettings,
+    | XPressSettings
+    | DominoSettings,
     Field(discriminator="kind"),
 ]

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from heads.modules.interface import Family
 
-NAMES = ("medusa", "hydra", "eagle3", "peagle", "dflash", "dspark", "dflash2", "xpress", "mtp")
+NAMES = ("medusa", "hydra", "eagle3", "peagle", "dflash", "dspark", "dflash2", "xpress", "domino", "mtp")
 
 FAMILIES: dict[str, Family] = {name: import_module(f"heads.families.{name}").FAMILY for name in NAMES}
 

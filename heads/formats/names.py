@@ -14,9 +14,10 @@ MTP_PARTS = (
 )
 # Prefixes of DFlash tensors: ours, and those of transformers' own class.
 TRANSFORMERS_DFLASH = (("fc.", "encoder.fc."), ("hidden_norm.", "encoder.output_norm_enc."))
-# Keys of DFlash2's and XPress's configs that are settings of ours.
+# Keys of DFlash2's, XPress's and Domino's configs that are settings of ours.
 DFLASH2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 XPRESS_KEYS = ("xpress_rank", "xpress_mlp_ratio", "num_jacobi_passes")
+DOMINO_KEYS = ("gru_hidden_dim", "emb_dim")
 MTP_SIGNS = ("mtp", "eh_proj")
 
 

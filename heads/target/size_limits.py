@@ -26,7 +26,13 @@ from heads.target.quantized import read_float_weights
 Shapes = Mapping[str, tuple[int, ...]]
 
 COUNTS = re.compile(r"(layers?|depths|(medusa|hydra)_num_heads)$")
-RANKS = ("markov_rank", "selector_rank", "xpress_rank")  # settings of some families, each a side of a matrix
+RANKS = (
+    "markov_rank",
+    "selector_rank",
+    "xpress_rank",
+    "gru_hidden_dim",
+    "emb_dim",
+)  # settings of some families, each a side of a matrix
 USUAL = 256  # layers or depths that settings may name whatever the number of tensors: some layers share theirs
 SLACK = 4  # numbers built for one stored: tied matrices are built twice, and joined ones apart
 

@@ -7,6 +7,7 @@ import torch
 from configs.schema.heads import (
     DFlash2Settings,
     DFlashSettings,
+    DominoSettings,
     DSparkSettings,
     Eagle3Settings,
     HydraSettings,
@@ -39,6 +40,7 @@ HEADS = {
         kind="dflash2", block_size=4, taps=[1, 2, 3], mask_token_id=0, conv_group_size=8, selector_rank=4, selector_top_k=2
     ),
     # With fewer passes than drafts, the last drafts rest on tokens of an earlier pass.
+    "domino": DominoSettings(kind="domino", block_size=4, taps=[1, 2, 3], mask_token_id=0, gru_hidden_dim=8, emb_dim=4),
     "xpress": XPressSettings(kind="xpress", block_size=4, taps=[1, 2, 3], mask_token_id=0, xpress_rank=8, num_jacobi_passes=1),
 }
 

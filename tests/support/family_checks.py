@@ -13,6 +13,7 @@ from configs.schema.decoding import DecodeConfig, SamplingConfig
 from configs.schema.heads import (
     DFlash2Settings,
     DFlashSettings,
+    DominoSettings,
     DSparkSettings,
     Eagle3Settings,
     HydraSettings,
@@ -102,6 +103,7 @@ SETTINGS = {
     "dflash2": DFlash2Settings(kind="dflash2", **BLOCK, conv_group_size=8, selector_rank=6, selector_top_k=5),
     "xpress": XPressSettings(kind="xpress", **BLOCK, xpress_rank=6),
     "xpress, from the anchor": XPressSettings(kind="xpress", **BLOCK, xpress_rank=6, sample_from_anchor=True),
+    "domino": DominoSettings(kind="domino", **BLOCK, gru_hidden_dim=10, emb_dim=6),
     "mtp": MtpSettings(kind="mtp", num_depths=3),
     "mtp, a module a depth": MtpSettings(kind="mtp", num_depths=3, shared_depths=False),
 }

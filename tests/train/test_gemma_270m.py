@@ -58,6 +58,7 @@ HEADS = {
     "dspark": {"block_size": NUM_DRAFTS + 1},
     "dflash2": {"block_size": NUM_DRAFTS + 1},
     "xpress": {"block_size": NUM_DRAFTS + 1},
+    "domino": {"block_size": NUM_DRAFTS + 1},
 }
 
 

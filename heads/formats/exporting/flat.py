@@ -139,6 +139,10 @@ def _offsets(source: Source) -> Weights:
 def sglang_dflash(source: Source) -> ExportLayout:
     """Return DFlash in z-lab's form for SGLang."""
     source.check_drafts_after_the_anchor("SGLang")
+    return _sglang_block(source)
+
+
+def _sglang_block(source: Source) -> ExportLayout:
     settings = source.settings
     config = _dflash_config(source, "qwen3") | {
         "architectures": ["DFlashDraftModel"],
@@ -156,6 +160,25 @@ def sglang_dflash(source: Source) -> ExportLayout:
         serve=sglang_command(source, "DFLASH", None),  # a block has its own length
         notes=(UNTRIED, *_whole_vocabulary(source, "SGLang")),
     )
+
+
+def sglang_domino(source: Source) -> ExportLayout:
+    """Return Domino in SpecForge's form for SGLang, whose correction has a row for every token of the target's."""
+    if source.vocabulary is not None:
+        raise InputError("its draft vocabulary is reduced, and the form's correction has a row for every token of the target's")
+    layout, settings, width = _sglang_block(source), source.settings, source.shape.width
+    sizes = {"emb_dim": settings.emb_dim, "gru_hidden_dim": settings.gru_hidden_dim}
+    more = {"projector_type": "domino", "pure_draft_prefix_len": 1, "shift_label": settings.sample_from_anchor} | sizes
+    gates = 3 * settings.gru_hidden_dim
+    shapes: Shapes = {
+        "prefix_gru.weight_ih_l0": (gates, width),
+        "prefix_gru.weight_hh_l0": (gates, settings.gru_hidden_dim),
+        "embed_proj.0.weight": (settings.emb_dim, width + settings.gru_hidden_dim),
+        "embed_proj.2.weight": (source.target.vocab_size, settings.emb_dim),
+    }
+    config = {**layout.config, "architectures": ["DominoDraftModel"]}
+    config["dflash_config"] = config["dflash_config"] | more
+    return replace(layout, config=config, expected=layout.expected | shapes)
 
 
 def transformers_dflash(source: Source) -> ExportLayout:

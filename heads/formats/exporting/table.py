@@ -32,7 +32,12 @@ FORMS: dict[str, dict[str, Form]] = {
         "xpress": speculators.block_drafter,
         "mtp": speculators.mtp,
     },
-    "sglang": {"draft_lm": draft_lm.sglang, "eagle3": flat.sglang_eagle, "dflash": flat.sglang_dflash},
+    "sglang": {
+        "draft_lm": draft_lm.sglang,
+        "eagle3": flat.sglang_eagle,
+        "dflash": flat.sglang_dflash,
+        "domino": flat.sglang_domino,
+    },
     "tensorrt_llm": {
         "draft_lm": draft_lm.tensorrt,
         "medusa": medusa.tensorrt_medusa,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,14 @@ from heads.formats.importing.external import ExternalDraft
 from heads.formats.importing.hydra import read_hydra
 from heads.formats.importing.mtp import read_native
 from heads.formats.layout import renamed
-from heads.formats.names import DFLASH2_KEYS, MTP_PARTS, TRANSFORMERS_DFLASH, XPRESS_KEYS, has_mtp_modules
+from heads.formats.names import DFLASH2_KEYS, DOMINO_KEYS, MTP_PARTS, TRANSFORMERS_DFLASH, XPRESS_KEYS, has_mtp_modules
 from heads.target.checkpoint_files import Weights, read_weights, zeros
 from heads.target.size_limits import check_counts
 
 KNOWN = (
     "speculators eagle3, peagle, dflash, dspark, dflash2, xpress and mtp; flat EAGLE-3 (architecture ...Eagle3); "
     "Medusa (medusa_num_heads); Hydra (hydra_num_heads); DFlash (architecture DFlashDraftModel or "
-    "MuseGlimmerAssistantModel); a checkpoint with MTP modules"
+    "MuseGlimmerAssistantModel); Domino (architecture DominoDraftModel); a checkpoint with MTP modules"
 )
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 OLD_MEDUSA = re.compile(r"^(?:medusa_heads?\.)?(\d+)\.(\d+)\.(?:(linear)\.)?(weight|bias)$")
@@ -61,8 +62,10 @@ def read_external(folder: Path, *, layer_ids: LayerIds | None = None, reads: str
         if "MuseGlimmerAssistant" in architectures:
             weights = renamed(weights, [(new, old) for old, new in TRANSFORMERS_DFLASH])
             return _dflash(config, config, weights, layer_ids or "block_output", "transformers DFlash")
+        options = config | (config.get("dflash_config") or {})
+        if "DominoDraftModel" in architectures:
+            return _domino(config, options, weights, layer_ids or "block_output")
         if "DFlashDraftModel" in architectures:
-            options = config | (config.get("dflash_config") or {})
             return _dflash(config, options, weights, layer_ids or "block_output", "z-lab DFlash")
         if "Eagle3" in architectures or "PEagle" in architectures:
             return _flat_eagle(config, weights, layer_ids or "block_output")
@@ -180,6 +183,14 @@ def _markov_settings(config: Mapping[str, Any]) -> dict[str, Any]:
             raise InputError(f"{key} is false: draftsmith's DSpark has a confidence head, which reads the token before too")
     from_anchor = config.get("sample_from_anchor", True)  # where it is missing, what speculators takes
     return {"markov_rank": config.get("markov_rank", 256), "sample_from_anchor": from_anchor}
+
+
+def _domino(config: dict[str, Any], options: dict[str, Any], weights: Weights, layer_ids: LayerIds) -> ExternalDraft:
+    if (prefix := options.get("pure_draft_prefix_len", 0)) != 1:
+        raise InputError(f"it leaves {prefix} drafts uncorrected (pure_draft_prefix_len), draftsmith's Domino the first alone")
+    draft = _dflash(config, options, weights, layer_ids, "flat Domino")
+    own = {"sample_from_anchor": options.get("shift_label", False)} | _known(options, DOMINO_KEYS)
+    return replace(draft, kind="domino", settings=dict(draft.settings) | own)
 
 
 def _dflash_settings(options: Mapping[str, Any], layer: Mapping[str, Any], taps: list[int] | None) -> dict[str, Any]:

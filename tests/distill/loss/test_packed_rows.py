@@ -21,6 +21,7 @@ SETTINGS = HEADS | {
     "mtp-by-depth": HEADS["mtp"] | {"shared_depths": False},
     "dspark": HEADS["dflash"] | {"kind": "dspark", "markov_rank": 4},
     "dflash2": HEADS["dflash"] | {"kind": "dflash2", "selector_rank": 4},
+    "domino": HEADS["dflash"] | {"kind": "domino", "gru_hidden_dim": 6, "emb_dim": 4},
     "xpress": HEADS["dflash"] | {"kind": "xpress", "xpress_rank": 4},
 }
 CASES = [(name, "llama") for name in SETTINGS] + [("mtp", "gemma3"), ("eagle3", "gemma3"), ("dflash", "gemma3")]

@@ -41,7 +41,7 @@ OTHERS = {
     "lookup_first": lambda model: LookupFirst(PromptLookup(model.device), DraftLM(early_exit(model, 2), 64)),
     "merged": lambda model: MergedDrafts([PromptLookup(model.device), DraftLM(early_exit(model, 2), 64)], model.device),
 }
-BLOCKS = {"dflash", "dspark", "dflash2", "xpress"}
+BLOCKS = {"dflash", "dspark", "dflash2", "xpress", "domino"}
 DRAFTS_NO_TREES = {"mtp_by_depth", "peagle", "prompt_lookup", "suffix_lookup", "lookup_first"} | BLOCKS
 
 

@@ -117,6 +117,7 @@ NAMES = {
     | {f"layers.{n}.{conv}.{name}" for n in range(2) for conv in ("attention_conv", "mlp_conv") for name in CONVOLUTION}
     | {f"candidate_selector.{name}" for name in ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")},
     "xpress": BLOCKS | {"refiner_head.mix_l"} | weights(*(f"refiner_head.{name}" for name in REFINER)),
+    "domino": BLOCKS | {"prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0"} | weights("embed_proj.0", "embed_proj.2"),
     "mtp": numbered("layers", 1, MODULE),
     "mtp, a module a depth": numbered("layers", 3, MODULE),
 }
@@ -142,6 +143,7 @@ def test_it_comes_back_from_its_artifact_under_the_names_that_engines_know(tmp_p
         ("dspark", 4),
         ("dflash2", 4),
         ("xpress", 4),
+        ("domino", 4),
         ("mtp, a module a depth", 3),
         ("mtp", 9),
     ],

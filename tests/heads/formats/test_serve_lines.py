@@ -11,6 +11,7 @@ import yaml
 from configs.schema.heads import (
     DFlash2Settings,
     DFlashSettings,
+    DominoSettings,
     DSparkSettings,
     Eagle3Settings,
     MedusaSettings,
@@ -29,11 +30,12 @@ SETTINGS = {
     "dspark": DSparkSettings(kind="dspark", taps=[1, 2, 3], block_size=4, mask_token_id=5, markov_rank=6),
     "dflash2": DFlash2Settings(kind="dflash2", taps=[1, 2, 3], block_size=4, mask_token_id=5),
     "xpress": XPressSettings(kind="xpress", taps=[1, 2, 3], block_size=4, mask_token_id=5),
+    "domino": DominoSettings(kind="domino", taps=[1, 2, 3], block_size=4, mask_token_id=5),
     "medusa": MedusaSettings(kind="medusa", num_depths=3),
     "mtp": MtpSettings(kind="mtp"),
 }
 VLLM_METHODS = {"draft_lm": "draft_model", "peagle": "eagle3", "dflash2": "dflash"}  # the others bear the family's name
-SGLANG_ALGORITHMS = {"draft_lm": "STANDALONE", "eagle3": "EAGLE3", "dflash": "DFLASH"}
+SGLANG_ALGORITHMS = {"draft_lm": "STANDALONE", "eagle3": "EAGLE3", "dflash": "DFLASH", "domino": "DFLASH"}
 TARGET = "a target's name"
 TENSORRT_TYPES = {"draft_lm": "Draft_Target", "eagle3": "Eagle3"}
 
@@ -94,7 +96,7 @@ def test_sglang(serve_lines, kind):
         "--model-path": TARGET,
         "--speculative-algorithm": SGLANG_ALGORITHMS[kind],
         "--speculative-draft-model-path": str(out),
-    } | ({} if kind == "dflash" else chain)  # a block has its own length
+    } | ({} if kind in ("dflash", "domino") else chain)  # a block has its own length
 
 
 @pytest.mark.parametrize("kind", FORMS["tensorrt_llm"])

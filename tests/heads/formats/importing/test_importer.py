@@ -10,6 +10,7 @@ from configs.runtime.errors import InputError
 from configs.schema.heads import (
     DFlash2Settings,
     DFlashSettings,
+    DominoSettings,
     DSparkSettings,
     Eagle3Settings,
     LayerSettings,
@@ -32,6 +33,7 @@ BLOCK = {"taps": [1, 2, 3], "num_layers": 2, "block_size": 4, "mask_token_id": 5
 DSPARK = DSparkSettings(kind="dspark", **BLOCK, markov_rank=6)
 DFLASH2 = DFlash2Settings(kind="dflash2", **BLOCK, conv_kernel_size=3, conv_group_size=8, selector_rank=6, selector_top_k=5)
 XPRESS = XPressSettings(kind="xpress", **BLOCK, xpress_rank=6, num_jacobi_passes=2)
+DOMINO = DominoSettings(kind="domino", **BLOCK, gru_hidden_dim=10, emb_dim=6)
 MEDUSA = MedusaSettings(kind="medusa", num_depths=3, num_layers=2)
 MTP = MtpSettings(kind="mtp", num_depths=3)
 HIDDEN_FIRST = {"concat_order": "hidden_first"}
@@ -56,6 +58,8 @@ TRIPS = [
     (DSPARK, {"sample_from_anchor": True}, "llama", "speculators"),
     (DFLASH2, {}, "llama", "speculators"),
     (XPRESS, {}, "llama", "speculators"),
+    (DOMINO, {}, "llama", "sglang"),
+    (DOMINO, {"sample_from_anchor": True}, "llama", "sglang"),
     (MEDUSA, {}, "llama", "vllm"),
     (MEDUSA, checks.OWN_HEADS, "llama", "vllm"),
     (MEDUSA, checks.OWN_HEADS, "llama", "tensorrt_llm"),
@@ -65,7 +69,7 @@ TRIPS = [
     (MTP, HIDDEN_FIRST, "llama", "vllm"),
     (MTP, {"shared_depths": False}, "qwen3", "transformers"),
 ]
-WHOLE_ONLY = ("dflash2",)  # whose form has no place for a reduced vocabulary
+WHOLE_ONLY = ("dflash2", "domino")  # whose form has no place for a reduced vocabulary
 WITH_VOCABULARY = [
     pytest.param(*trip, vocabulary, id="-".join([trip[0].kind, *trip[1], trip[3], "reduced" if vocabulary else "whole"]))
     for trip in TRIPS
