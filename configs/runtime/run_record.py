@@ -83,7 +83,10 @@ def deciding_settings(config: Mapping[str, Any], contents: Mapping[str, str]) ->
     """
     relevant = {name: value for name, value in config.items() if name not in ("output", "sanity", "schedule")}
     relevant["schedule"] = {name: value for name, value in config["schedule"].items() if name not in QUIET}
-    relevant["target"] = {name: value for name, value in config.get("target", {}).items() if name not in ("states", "parallel")}
+    target = {name: value for name, value in config.get("target", {}).items() if name not in ("states", "parallel")}
+    if target.get("tokens") == "text":  # what all targets had before there was such a key
+        del target["tokens"]
+    relevant["target"] = target
     relevant["contents"] = dict(contents)
     return dict(_without_none(relevant))
 
