@@ -85,6 +85,10 @@ class Clocked:
         self.seconds += time.perf_counter() - started
         return batch
 
+    def close(self) -> None:
+        """Let go of the batches that were read ahead."""
+        self._batches = iter(())
+
     def _endless(self, loader: Any) -> Iterator[Batch]:
         epoch = 0
         while True:
@@ -155,6 +159,9 @@ def measure_steps(config: ScaleStepsConfig) -> None:
     if accelerator.is_main_process:
         write_json(Path(config.result), asdict(measured))
     accelerator.end_training()
+    batches.close()
+    if materials.target.states_from is not None:
+        materials.target.states_from.close()
 
 
 def own_bytes() -> int:
