@@ -109,6 +109,7 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     if not state.is_main_process:  # the checks below run the target, and load it anew, which all of its groups must do
         _check_lossless(config, target, tallies)
         quality.judge(target, tallies[suites[0].name])
+        state.wait_for_everyone()
         return DONE
     laps.done("decoding")
     report = _build_report(config, suites, target, draft, tallies, state.num_processes)
@@ -121,6 +122,8 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     write_report(partial, report)
     laps.done("losslessness")
     scores = quality.judge(target, records)
+    if target.group is not None:
+        state.wait_for_everyone()  # the first process is the one that the others meet at
     rendered = rendering.of(target, records, {prompt.prompt_id: prompt.turns[0] for prompt in suites[0].prompts})
     energy = None if metering is None else summarise_energy(records.timings, metering, config)
     laps.done("report")
