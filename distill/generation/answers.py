@@ -145,7 +145,8 @@ class AnswerJob:
             dialogues = (Dialogue(number=number, prompt=self.prompts[number]) for number in missing)
             capacity = min(self.target.max_positions, needs[missing[0]]) if missing else 0
             # A write to the disk waits for it: several at a time.
-            for group in _in_groups(self._answered(dialogues, capacity), self.config.batch_size):
+            answered = self._answered(dialogues, capacity)
+            while group := list(islice(answered, self.config.batch_size)):
                 if writes:
                     journal.extend({str(each.number): each.piece for each in group})
                 advance(len(group))
@@ -197,20 +198,9 @@ class AnswerJob:
         if self.write is None:
             yield from refilled(self.target, dialogues, self.config, seed=self.seed, capacity=capacity)
             return
-        for group in _in_groups(dialogues, self.config.batch_size):
+        while group := list(islice(dialogues, self.config.batch_size)):
             answer_together(self.target, group, self.config.max_new_tokens, self.write)
             yield from group
-
-
-def _in_groups(items: Iterator[Dialogue], size: int) -> Iterator[list[Dialogue]]:
-    while group := list(islice(items, size)):
-        yield group
-
-
-def read_journals(folder: Path, name: str, job: str) -> dict[str, Any]:
-    """Return the entries of a job that all processes have written; `name` is the journals' name with a place for the rank."""
-    paths = sorted(folder.glob(name.format(rank="*")))
-    return {key: entry for path in paths for key, entry in Journal(path, job).read().items()}
 
 
 def answer_prompts(
@@ -251,14 +241,7 @@ def refilled(
     """
     waiting = _Waiting(target, dialogues, config.max_new_tokens)
     source = TargetSource(target, config, capacity=capacity)
-    rows = continue_rows(
-        source,
-        waiting,
-        seed=seed,
-        has_ended=lambda row: row.tokens[-1] in target.eos_token_ids,
-        batch_size=config.batch_size,
-    )
-    for row in rows:
+    for row in continue_rows(source, waiting, seed=seed, has_ended=waiting.has_ended, batch_size=config.batch_size):
         dialogue = waiting.under_way.pop(row.key)
         dialogue.settle(target, row.written)
         waiting.put_back(dialogue)
@@ -288,6 +271,9 @@ class _Waiting(Iterator[TokenRow]):
                 )
             self._over.append(dialogue)
         raise StopIteration
+
+    def has_ended(self, row: TokenRow) -> bool:
+        return row.tokens[-1] in self.target.eos_token_ids
 
     def put_back(self, dialogue: Dialogue) -> None:
         """Take a dialogue whose turn was answered."""

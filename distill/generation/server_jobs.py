@@ -16,7 +16,7 @@ from configs.runtime.progress import progress
 from configs.runtime.resumable import Journal, fingerprint
 from configs.schema.data import DataConfig, PromptsConfig
 from configs.schema.decoding import SamplingConfig
-from distill.generation.answers import ANSWER_JOURNALS, AnswerJob, Dialogue, answer_together, read_journals
+from distill.generation.answers import ANSWER_JOURNALS, AnswerJob, Dialogue, answer_together
 from distill.generation.prompts import Prompt
 from distill.generation.self_seeding import Turn, UserFrame, read_turn, turn_request
 from distill.generation.server_completions import ServerWriter, read_ids
@@ -102,13 +102,19 @@ def server_turns(
             "cannot be asked to stop at: give prompts.source file or dataset"
         )
     job = fingerprint(writer.fingerprint_parts(), config.model_dump(exclude={"num_prompts", "category"}), name)
-    found = read_journals(folder, TURN_JOURNALS, job)
+    found = _read_journals(folder, TURN_JOURNALS, job)
     missing = {str(number): number for number in numbers if str(number) not in found}
     journal = Journal(folder / TURN_JOURNALS.format(rank=rank), job)
     with progress("turns asked for", len(missing), "turns") as advance:
         _ask_missing(writer, missing, lambda number: _ask_turn(writer, config, frame, number, name), journal, advance)
     texts = found | journal.read()
     return ((number, texts[str(number)]) for number in numbers)
+
+
+def _read_journals(folder: Path, name: str, job: str) -> dict[str, Any]:
+    """Return the entries of a job that all processes have written; `name` is the journals' name with a place for the rank."""
+    paths = sorted(folder.glob(name.format(rank="*")))
+    return {key: entry for path in paths for key, entry in Journal(path, job).read().items()}
 
 
 def _ask_turn(writer: ServerWriter, config: PromptsConfig, frame: UserFrame, number: int, name: str) -> str | None:
