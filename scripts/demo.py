@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not arguments.yes and sys.stdin.isatty() and input("\ngo on? [y/N] ").strip().lower() not in ("y", "yes"):
                 print("nothing was run")
                 return INTERRUPTED
-        signal.signal(signal.SIGTERM, _stop)
+        signal.signal(signal.SIGTERM, stop)
         with folder_lock(ROOT / folder, beside=True):
             if arguments.fresh:
                 shutil.rmtree(ROOT / folder, ignore_errors=True)
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code(run)
 
 
-def run_steps(folder: Path, steps: Mapping[str, list[str]], made_of: str = "") -> int:
+def run_steps(folder: Path, steps: Mapping[str, list[str]], made_of: str = "", pages: Mapping[str, Path] | None = None) -> int:
     """Run the steps in order, but for those that a run before has finished; stop at the first that fails, return its code.
 
     A gate's verdict stops nothing: the worst is returned.
@@ -97,6 +97,7 @@ def run_steps(folder: Path, steps: Mapping[str, list[str]], made_of: str = "") -
         folder: of their outputs.
         steps: their commands.
         made_of: a fingerprint of what they read besides configs.
+        pages: of the reports, to be named at the end; None: those of this demo.
     """
     record = folder / RECORD
     finished = read_json(record, "record of the demo") if record.exists() else {}
@@ -125,9 +126,9 @@ def run_steps(folder: Path, steps: Mapping[str, list[str]], made_of: str = "") -
     for name, spent in [*seconds.items(), ("in all", sum(seconds.values()))]:
         print(f"   {spent:7.1f} s  {name}")
     print()
-    for name, place in REPORTS.items():
-        page = folder / place.name / "report.html"
-        print(f"report of the {name}: {os.path.relpath(page, ROOT) if page.exists() else 'none'}")
+    own = {f"report of the {name}": folder / place.name / "report.html" for name, place in REPORTS.items()}
+    for name, page in (own if pages is None else pages).items():
+        print(f"{name}: {os.path.relpath(ROOT / page, ROOT) if (ROOT / page).exists() else 'none'}")
     print(f"exit code: {code}")
     return code
 
@@ -159,7 +160,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
+def stop(number: int, frame: FrameType | None) -> None:
+    """Raise what a step under way is stopped by."""
     raise Stopped("stopped by SIGTERM; run it again to go on")
 
 

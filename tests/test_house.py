@@ -104,7 +104,7 @@ def config_of(words):
     return None if file is None or schema is None else load_config(schema, ROOT / file, changes)
 
 
-@pytest.mark.parametrize("document", ["first-hour", "training", "decoding"])
+@pytest.mark.parametrize("document", ["first-hour", "training", "decoding", "modalities"])
 def test_every_command_in_a_document_exists(document):
     assert_commands_exist((ROOT / "docs" / f"{document}.md").read_text(encoding="utf-8"))
 
