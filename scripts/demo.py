@@ -133,15 +133,21 @@ def run_steps(folder: Path, steps: Mapping[str, list[str]], made_of: str = "", p
     return code
 
 
-def run_step(arguments: Sequence[str]) -> int:
-    """Run a step in a session of its own and return its exit code; end all of its processes if this one is stopped."""
-    process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, start_new_session=True)
+def run_step(arguments: Sequence[str], folder: Path | None = None) -> int:
+    """Run a step in a session of its own and return its exit code; end all of its processes if this one is stopped.
+
+    Args:
+        arguments: of Python.
+        folder: where it runs; None: the checkout.
+    """
+    process = subprocess.Popen([sys.executable, *arguments], cwd=folder or ROOT, start_new_session=True)
     try:
         code = process.wait()
     except BaseException:
         _end(process)
         raise
-    if code == GATE_FAILED and GATE_ENTRY not in arguments:  # accelerate's launcher ends with 1 whatever happened
+    judged = any(each.endswith(GATE_ENTRY) for each in arguments)
+    if code == GATE_FAILED and not judged:  # accelerate's launcher ends with 1 whatever happened
         return FAILED
     return code if code >= 0 else 128 - code  # as a shell reports a signal
 

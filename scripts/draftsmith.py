@@ -25,6 +25,7 @@ from configs.runtime.key_list import list_keys
 from configs.schema.data import CacheConfig, DataConfig
 from configs.schema.evaluation import CompareConfig, EvalConfig, GateConfig
 from configs.schema.planning import PlanHeadsConfig
+from configs.schema.refreshing import RefreshConfig
 from configs.schema.release import ExportConfig, ImportConfig, PushConfig
 from configs.schema.training import DistillConfig, HeadsConfig
 
@@ -39,6 +40,7 @@ COMMANDS: dict[str, tuple[str, type[BaseModel] | None]] = {
     "eval": ("eval.run", EvalConfig),
     "compare": ("eval.compare", CompareConfig),
     "gate": ("eval.gate", GateConfig),
+    "refresh": ("scripts.refresh", RefreshConfig),
     "export": ("scripts.export", ExportConfig),
     "import": ("scripts.import", ImportConfig),
     "push": ("scripts.push", PushConfig),

@@ -22,6 +22,7 @@ from configs.schema.benchmarks import BenchHeadsConfig, ServeCheckConfig
 from configs.schema.data import CacheConfig, DataConfig
 from configs.schema.evaluation import EvalConfig, GateConfig
 from configs.schema.planning import PlanHeadsConfig
+from configs.schema.refreshing import RefreshConfig
 from configs.schema.sweep import SweepConfig
 from configs.schema.training import DistillConfig, HeadsConfig
 
@@ -35,6 +36,7 @@ SCHEMAS = {
     "gates": GateConfig,
     "heads": HeadsConfig,
     "plan": PlanHeadsConfig,
+    "refresh": RefreshConfig,
     "serve": ServeCheckConfig,
     "sweep": SweepConfig,
 }
@@ -56,6 +58,7 @@ ENTRIES = {
     "scripts/export.py": ["artifact", "--to", "vllm", "--out", "out"],
     "scripts/import.py": ["draft", "--out", "out"],
     "scripts/push.py": ["artifact", "--report", "report.json", "--repo-id", "name"],
+    "scripts/refresh.py": [],
     "scripts/stitch_mtp.py": ["artifact", "--target", "target", "--out", "out"],
     "scripts/sweep.py": [],
 }
@@ -104,7 +107,7 @@ def config_of(words):
     return None if file is None or schema is None else load_config(schema, ROOT / file, changes)
 
 
-@pytest.mark.parametrize("document", ["first-hour", "training", "decoding", "modalities"])
+@pytest.mark.parametrize("document", ["first-hour", "training", "decoding", "refresh", "modalities"])
 def test_every_command_in_a_document_exists(document):
     assert_commands_exist((ROOT / "docs" / f"{document}.md").read_text(encoding="utf-8"))
 

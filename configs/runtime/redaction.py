@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,9 @@ ASSIGNED = re.compile(
     r"(?:(?P<quote>[\"'])(?:\\.|(?!(?P=quote)).)*|[^\s\"',;&{}\[\]]+)",
     re.IGNORECASE,
 )
+# Bounded, so that a long text without an @ costs no more than its length. It also takes git@host and the like.
+EMAIL = re.compile(r"[\w.%+-]{1,64}@(?:[A-Za-z0-9-]{1,63}\.)+[A-Za-z]{2,24}")
+PRIVATE_KEY = re.compile(r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY")
 # Paths are known by their form.
 PART = r"[^\s/\\'\"`,;:|<>()\[\]{}]+"
 POSIX_PATH = re.compile(rf"(?<![\w./~\\-])(?:~[\w-]*|\.\.)?/(?!/)(?:{PART}/)+({PART})?|(?<![\w./~\\-])~[\w-]*/({PART})")
@@ -66,14 +70,40 @@ def hide(secret: str) -> None:
 
 def redact(text: str) -> str:
     """Return a text without what has the form of a secret, or is one that this process knows."""
+    text = LOGIN.sub(MASK, FORMS.sub(MASK, _without_known(text)))
+    for pattern in (HEADER, BEARER):
+        text = pattern.sub(rf"\g<1>{MASK}", text)
+    return ASSIGNED.sub(lambda found: found[1] + (found["quote"] or "") + MASK, text)
+
+
+def mask_counting(text: str, found: Counter[str]) -> str:
+    """Return a text that somebody wrote without secrets and e-mail addresses, and add to `found` how many of each kind it had.
+
+    The kinds are known (to this process), login (in a URL), token (by its form, a private key too), header, assigned (as in
+    password=...) and email.
+    """
+    kept = _without_known(text)
+    found["known"] += kept != text
+    forms: tuple[tuple[str, re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
+        ("login", LOGIN, MASK),
+        ("token", FORMS, MASK),
+        ("header", HEADER, rf"\g<1>{MASK}"),
+        ("header", BEARER, rf"\g<1>{MASK}"),
+        ("assigned", ASSIGNED, lambda match: match[1] + (match["quote"] or "") + MASK),
+        ("email", EMAIL, MASK),
+    )
+    for kind, pattern, masked in forms:
+        kept, count = pattern.subn(masked, kept)
+        found[kind] += count
+    return kept
+
+
+def _without_known(text: str) -> str:
     known = {value for name, value in os.environ.items() if SECRET_VARIABLE.search(name) and not _is_path(value)}
     for secret in sorted(known | _hidden, key=len, reverse=True):
         if len(secret) >= SHORTEST:
             text = text.replace(secret, MASK)
-    text = LOGIN.sub(MASK, FORMS.sub(MASK, text))
-    for pattern in (HEADER, BEARER):
-        text = pattern.sub(rf"\g<1>{MASK}", text)
-    return ASSIGNED.sub(lambda found: found[1] + (found["quote"] or "") + MASK, text)
+    return text
 
 
 def mask_arguments(arguments: list[str]) -> list[str]:

@@ -36,6 +36,7 @@ from heads.target.loading import Target, move
 from train.loop.checkpoints import Progress
 from train.loop.task import BatchLoss, Prepared, StepPlace
 from train.tasks.held_out import HeldOutDecoding, training_provenance
+from train.tasks.initial_head import add_earlier_prompts
 from train.tasks.vocabulary import choose_vocabulary
 from train.telemetry.step_clock import StepClock
 
@@ -77,7 +78,7 @@ class DraftTask:
             checkpoint_activations(draft)
         self.module: nn.Module = DraftObjective(draft, target, config.loss, self.vocabulary, self.clock)
         self.rewriter = Rewriter(config, target) if config.policy.rewrites else None
-        self.training_prompts = user_text_hashes(train)
+        self.training_prompts = add_earlier_prompts(user_text_hashes(train), student.path)
         self.held_out = HeldOutDecoding(
             config.held_out, target, held_out, accelerator, config.schedule.evaluation_timeout_seconds
         )

@@ -30,7 +30,7 @@ from heads.target.split.groups import in_turns
 from train.loop.checkpoints import Progress
 from train.loop.task import BatchLoss, Prepared, StepPlace
 from train.tasks.held_out import HeldOutDecoding, HeldOutPrediction, training_provenance
-from train.tasks.initial_head import read_initial_head
+from train.tasks.initial_head import add_earlier_prompts, read_initial_head
 from train.tasks.vocabulary import choose_vocabulary
 from train.telemetry.step_clock import StepClock
 
@@ -88,7 +88,7 @@ class HeadTask:
         self.config = config
         sampler = _column_sampler(config, head, target, train)
         self.module: nn.Module = HeadObjective(head, target, config.loss, self.clock, sampler)
-        self.training_prompts = user_text_hashes(train)
+        self.training_prompts = add_earlier_prompts(user_text_hashes(train), config.init)
         patience = config.schedule.evaluation_timeout_seconds
         self.held_out = HeldOutDecoding(config.held_out, target, held_out, accelerator, patience)
         self.prediction = HeldOutPrediction(config.held_out, target, held_out, accelerator)

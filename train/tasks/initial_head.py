@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from configs.runtime.errors import ConfigError, InputError, first_line
+from heads.artifact import read_training_prompts
 from heads.hub import locate_artifact
 from heads.metadata import VOCABULARY_FILE, WEIGHTS_FILE, Metadata, check_made_for, hash_artifact, read_metadata
 from heads.modules.interface import HeadModule
@@ -99,3 +101,14 @@ def hash_initial_head(name: str) -> str:
     """
     folder = locate_artifact(name)
     return hash_artifact(folder, read_metadata(folder))
+
+
+def add_earlier_prompts(hashes: np.ndarray, start: str | None) -> np.ndarray:
+    """Return hashes of the prompts trained on, int64 `[N]`, with those that the artifact started from was trained on.
+
+    Args:
+        hashes: of this run.
+        start: the artifact, or a model in a folder, which does not say; None: the run started from none.
+    """
+    earlier = None if start is None or not Path(start).is_dir() else read_training_prompts(start)
+    return hashes if earlier is None else np.concatenate([hashes, earlier])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from pydantic import BaseModel
 
 from configs.runtime.command import BAD_INPUT, run_command
 from configs.runtime.errors import InputError
-from configs.runtime.redaction import Scrubber, hide, mask_arguments, mask_secrets, redact
+from configs.runtime.redaction import PRIVATE_KEY, Scrubber, hide, mask_arguments, mask_counting, mask_secrets, redact
 from configs.runtime.run_record import write_run_record
 from scripts.publish.publication import public_name
 
@@ -200,3 +201,33 @@ def test_a_folder_is_not_taken_for_a_name_on_the_hub(tmp_path, monkeypatch):
     assert public_name(str(tmp_path / "models" / "llama"), scrubber) == "llama"
     assert public_name("meta/llama", scrubber) == "meta/llama"
     assert public_name("embedded:small", scrubber) == "embedded:small"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("write to ann.b+c@mail.example.com.", "email"),
+        ("use sk-" + "aB3" * 8 + " for it", "token"),
+        ("hf_" + "Q" * 30, "token"),
+        ("git clone https://ann:pw@host/repo", "login"),
+        ("curl -H 'Authorization: Bearer abc.def.ghi'", "header"),
+        ("set PASSWORD=hunter22 first", "assigned"),
+    ],
+)
+def test_secrets_in_texts_that_people_wrote_are_masked_and_counted(text, kind):
+    found = Counter()
+    masked = mask_counting(text, found)
+    assert masked != text
+    assert "***" in masked
+    assert +found == Counter({kind: 1})
+    assert mask_counting(masked, Counter()) == masked
+
+
+@pytest.mark.parametrize(
+    "text", ["a @ b and @decorator", "max_new_tokens: 3", "the password is lost", "a sk-ip, 3@4", "x = a@b"]
+)
+def test_texts_without_secrets_stay_as_they_are(text):
+    found = Counter()
+    assert mask_counting(text, found) == text
+    assert not any(found.values())
+    assert PRIVATE_KEY.search(text) is None

@@ -1,0 +1,109 @@
+"""What is trained on, the traffic's conversations with some of the old ones, and what is measured.
+
+Of the held-out prompts of the traffic every fourth chooses the checkpoint during training; the others are measured, so that
+the verdict is not on prompts that chose what it judges.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from configs.runtime.errors import InputError
+from configs.runtime.files import new_folder, read_object, write_json, write_text
+from configs.schema.evaluation import SuiteConfig
+from distill.dataset.conversations import (
+    MANIFEST,
+    Conversation,
+    check_written_for,
+    open_conversations,
+    text_hash,
+    user_text_hashes,
+)
+from eval.measure.suite import load_suite
+from heads.target.identity import TargetIdentity
+
+log = logging.getLogger("draftsmith")
+CHOOSING = 4  # of so many held-out prompts, one
+
+
+def mix(
+    data: Path,
+    replay: Path | None,
+    folder: Path,
+    *,
+    old_suite: SuiteConfig,
+    share: float,
+    most_measured: int,
+    seed: int,
+) -> None:
+    """Write `train.jsonl`, `held_out.jsonl`, their manifest, and `suite.jsonl`, the prompts to be measured on.
+
+    Args:
+        data: the folder of the traffic's data.
+        replay: a train.jsonl; None: nothing is replayed.
+        folder: to write.
+        old_suite: on whose prompts nothing may be trained.
+        share: of the replayed conversations among all that are trained on.
+        most_measured: prompts.
+        seed: of their choice.
+
+    Raises:
+        InputError: the replayed data cannot be read or is of another tokenizer, or one held-out prompt is all there is.
+    """
+    manifest = read_object(data / MANIFEST, "data manifest")
+    own, held_out = open_conversations(data / "train.jsonl"), open_conversations(data / "held_out.jsonl")
+    choosing, measured = deal(held_out, most_measured)
+    asked = {text_hash(text) for prompt in load_suite(old_suite).prompts for text in prompt.user_texts}
+    fresh = [row for row in own if text_hash(row.user_text) not in asked]
+    if not fresh:
+        raise InputError(
+            f"old_suite: {old_suite.path} holds every prompt that could be trained on; name another, or more traffic"
+        )
+    replayed: list[Conversation] = []
+    if replay is not None and share > 0:
+        identity = TargetIdentity.from_dict(manifest["target"], str(data / MANIFEST))
+        for difference in check_written_for(replay, identity):
+            log.warning("%s, which is replayed, was written by a target with other %s", replay, difference)
+        old, held = open_conversations(replay), asked | set(user_text_hashes(held_out).tolist())
+        places = [place for place, text in enumerate(user_text_hashes(old).tolist()) if text not in held]
+        wanted = round(len(fresh) * share / (1 - share))
+        if wanted > len(places):
+            log.warning("%s has %d conversations to replay, of the %d wanted", replay, len(places), wanted)
+        chosen = sorted(random.Random(seed).sample(places, min(wanted, len(places))))
+        replayed = [old[place] for place in chosen]
+    counts: dict[str, Any] = {
+        "train": {
+            "conversations": len(fresh) + len(replayed),
+            "by_source": {"traffic": len(fresh), "replay": len(replayed)},
+            "left_out_of_old_suite": len(own) - len(fresh),
+        },
+        "held_out": {"conversations": len(choosing)},
+    }
+    with new_folder(folder) as scratch:
+        write_text(scratch / "train.jsonl", "".join(row.to_line() for row in [*fresh, *replayed]))
+        write_text(scratch / "held_out.jsonl", "".join(row.to_line() for row in choosing))
+        write_text(scratch / "suite.jsonl", "".join(row.to_line() for row in measured))
+        write_json(scratch / MANIFEST, {**manifest, "counts": counts, "sha256": {}, "spread": {}})
+    log.info("training on %d conversations of the traffic and %d of the old data", len(fresh), len(replayed))
+
+
+def deal(held_out: Sequence[Conversation], most_measured: int) -> tuple[list[Conversation], list[Conversation]]:
+    """Return the conversations of prompts that choose a checkpoint, and the first turns of those that are measured.
+
+    Raises:
+        InputError: there are fewer than two prompts.
+    """
+    prompts = list(dict.fromkeys(row.prompt_id for row in held_out))
+    if len(prompts) < 2:
+        raise InputError(
+            f"held_out_share: {len(prompts)} prompt of the traffic is held out, and two are needed, to choose a "
+            "checkpoint and to measure: raise it, or give a longer log"
+        )
+    chosen_by = set(prompts[::CHOOSING])
+    measured = [each for each in prompts if each not in chosen_by][:most_measured]
+    firsts = {row.prompt_id: row for row in held_out if row.turn == 0 and row.prompt_id in measured}
+    return [row for row in held_out if row.prompt_id in chosen_by], list(firsts.values())

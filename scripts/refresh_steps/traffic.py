@@ -1,0 +1,178 @@
+"""Prompts of served conversations, without secrets and duplicates; what was removed is counted.
+
+A conversation with a private key is dropped. What else has the form of a secret, and e-mail addresses, are masked in every
+text; ids that a log gives its rows are not kept, because they may name people. Answers are not kept either: the target writes
+them anew.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from configs.runtime.errors import InputError
+from configs.runtime.files import new_folder, write_json, write_text
+from configs.runtime.redaction import PRIVATE_KEY, mask_counting
+from configs.schema.refreshing import LogConfig, RefreshConfig
+from distill.generation.prompts import UNCATEGORISED, Prompt, everything_said, parse_row
+from distill.generation.row_formats import detect_format, to_turns_or_messages
+from distill.generation.spread import NearDuplicates
+from scripts.refresh_steps.log_rows import log_rows, served_at
+
+log = logging.getLogger("draftsmith")
+PROMPTS, MANIFEST = "prompts.jsonl", "manifest.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedPrompt:
+    """What a conversation asked, secrets masked, and when it was served, where the log says."""
+
+    prompt: Prompt
+    time: datetime | None
+
+    def to_line(self) -> str:
+        """Return it as a line of JSON that prompts and suites are read from."""
+        prompt = self.prompt
+        asked: dict[str, Any] = {"turns": prompt.turns} if len(prompt.turns) > 1 else {"messages": prompt.messages}
+        if prompt.tools:
+            asked["tools"] = prompt.tools
+        return json.dumps({**asked, "category": prompt.category}) + "\n"
+
+
+@dataclass
+class Traffic:
+    """What was read of a log, in the order of time where every row has one, and what was removed."""
+
+    rows: list[ServedPrompt] = field(default_factory=list)
+    num_rows: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    masked: Counter[str] = field(default_factory=Counter)
+    num_masked_rows: int = 0
+    first_without_time: str | None = None
+    num_without_time: int = 0
+
+    def counts(self) -> dict[str, Any]:
+        """Return the counts as JSON values."""
+        return {
+            "rows": self.num_rows,
+            "dropped": {name: count for name, count in sorted(self.dropped.items()) if count},
+            "masked": {name: count for name, count in sorted(self.masked.items()) if count},
+            "conversations_with_masks": self.num_masked_rows,
+            "without_time": self.num_without_time,
+        }
+
+
+def write_traffic(config: RefreshConfig, folder: Path) -> None:
+    """Write the newest conversations of the log as prompts, and what was counted.
+
+    Raises:
+        InputError: the log cannot be read, or nothing of it is left.
+    """
+    traffic = read_traffic(config)
+    rows = newest(traffic, traffic.rows, config.log, config.log.num_conversations)
+    times = [row.time for row in rows if row.time is not None]
+    span = {"from": min(times).isoformat(), "to": max(times).isoformat()} if times else {}
+    with new_folder(folder) as scratch:
+        write_text(scratch / PROMPTS, "".join(row.to_line() for row in rows))
+        write_json(
+            scratch / MANIFEST, {"format_version": 1, "log": config.log.path, "kept": len(rows), **traffic.counts(), **span}
+        )
+    removed = ", ".join(f"{count} {name}" for name, count in [*traffic.dropped.items(), *traffic.masked.items()] if count)
+    log.info("log %s: %d conversations of %d (%s)", config.log.path, len(rows), traffic.num_rows, removed or "nothing removed")
+
+
+def read_traffic(config: RefreshConfig) -> Traffic:
+    """Read the log and remove secrets.
+
+    Raises:
+        InputError: it cannot be read, or no conversation of it.
+    """
+    traffic, complaint = Traffic(), ""
+    for where, row in log_rows(config.log, config.target):
+        traffic.num_rows += 1
+        try:
+            prompt = _prompt(row, config.log, where)
+        except InputError as error:
+            traffic.dropped["unreadable"] += 1
+            complaint = complaint or mask_counting(str(error), Counter())
+            continue
+        if PRIVATE_KEY.search(json.dumps([prompt.turns, prompt.history, prompt.tools], ensure_ascii=False)):
+            traffic.dropped["private_key"] += 1
+            continue
+        time = served_at(row, config.log.time_field)
+        if time is None:
+            traffic.num_without_time += 1
+            traffic.first_without_time = traffic.first_without_time or where
+        traffic.rows.append(ServedPrompt(prompt=_masked(prompt, traffic), time=time))
+    if not traffic.rows:
+        why = f"the first that is not: {complaint}" if complaint else "each holds a private key"
+        raise InputError(f"log.path: {config.log.path} has {traffic.num_rows} rows, of which none can be taken; {why}")
+    if complaint:
+        log.warning("log %s: %d rows were left out; the first: %s", config.log.path, traffic.dropped["unreadable"], complaint)
+    if not traffic.num_without_time:
+        traffic.rows.sort(key=lambda row: row.time or datetime.min)
+    return traffic
+
+
+def newest(traffic: Traffic, rows: Sequence[ServedPrompt], settings: LogConfig, most: int) -> list[ServedPrompt]:
+    """Return the last of some rows that are no duplicates of later ones, in their order; the others are counted."""
+    kept: list[ServedPrompt] = []
+    seen, near = set[str](), NearDuplicates()
+    for number, row in enumerate(reversed(rows)):
+        if len(kept) == most:
+            traffic.dropped["older"] += len(rows) - number
+            break
+        said = everything_said(row.prompt)
+        if said in seen:
+            traffic.dropped["duplicate"] += 1
+        elif settings.near_duplicates == "drop" and not near.add(row.prompt.user_text):
+            traffic.dropped["near_duplicate"] += 1
+        else:
+            kept.append(row)
+        seen.add(said)
+    return kept[::-1]
+
+
+def _prompt(row: dict[str, Any], settings: LogConfig, where: str) -> Prompt:
+    if "prompt_text" in row:
+        raise InputError(f"{where}: the prompt is no conversation in the target's chat template (cut off, or of another model)")
+    format: str = settings.format
+    if format == "auto":
+        format = detect_format(row, where, "log.field")
+    values = to_turns_or_messages(row, format, where, column=settings.field, setting="log.field")
+    values.pop("question_id", None)
+    return parse_row(values, default_category=UNCATEGORISED, where=where)
+
+
+def _masked(prompt: Prompt, traffic: Traffic) -> Prompt:
+    found = Counter[str]()
+
+    def mask(text: str) -> str:
+        return mask_counting(text, found)
+
+    masked = replace(
+        prompt,
+        turns=tuple(map(mask, prompt.turns)),
+        history=tuple(_walk(message, mask) for message in prompt.history),
+        tools=tuple(_walk(tool, mask) for tool in prompt.tools),
+        category=mask(prompt.category),
+        prompt_id="",
+        answer=None,
+    )
+    traffic.masked.update(found)
+    traffic.num_masked_rows += any(found.values())
+    return masked
+
+
+def _walk(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, dict):
+        return {key: _walk(inner, change) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_walk(each, change) for each in value]
+    return change(value) if isinstance(value, str) else value

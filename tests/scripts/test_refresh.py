@@ -1,0 +1,246 @@
+"""`scripts/refresh.py` on the tiny target: from a log to a verdict, resumed, without secrets; drift by week."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+from configs.runtime.command import BAD_INPUT, DONE, run_command
+from configs.runtime.files import CHECKOUT
+from configs.schema.data import DataConfig
+from configs.schema.evaluation import EvalConfig, GateConfig
+from configs.schema.refreshing import RefreshConfig
+from configs.schema.training import DistillConfig, HeadsConfig
+from scripts import demo, refresh
+from train.launch import run_heads
+
+SCHEMAS = {
+    "scripts.make_data": DataConfig,
+    "train.distill": DistillConfig,
+    "train.heads": HeadsConfig,
+    "eval.run": EvalConfig,
+    "eval.gate": GateConfig,
+}
+STEPS = ["scripts.make_data", "eval.run", "train.heads", "eval.run", "eval.gate"]
+KEY, MAIL = "sk-" + "a1B2" * 8, "ann@example.com"
+PEM = "-----BEGIN RSA PRIVATE KEY-----\\nMIIEow\\n-----END RSA PRIVATE KEY-----"
+
+
+def asked(number):
+    return " ".join(f"w{(7 * number + 3 * place) % 59}" for place in range(3 + number % 5))
+
+
+def log_lines(num=30):
+    """Requests of three weeks, a day apart, with two secrets, a duplicate, a private key and a row that no format fits."""
+    rows = [
+        {"id": f"user-{number}", "time": 1_790_000_000 + 43_200 * number, "request": {"messages": [user(asked(number))]}}
+        for number in range(num)
+    ]
+    rows[3]["request"]["messages"] = [{"role": "system", "content": f"w5 {MAIL}"}, user(f"w9 w8 key {KEY} w1")]
+    rows[4] = {"time": "2026-09-24T12:00:00Z", "request": {"messages": [user(PEM)]}}
+    rows[6] = {**rows[6], "id": MAIL, "request": rows[5]["request"]}
+    rows.append({"time": 1_790_000_000, "what": "ever"})
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def lines_of(path):
+    return Path(path).read_text().splitlines()
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+@pytest.fixture(scope="module")
+def head(recipe, tmp_path_factory):
+    """A head trained on the tiny data, by a recipe that its artifact holds."""
+    output = tmp_path_factory.mktemp("head")
+    settings = {"head": {"kind": "medusa", "num_depths": 2}, "sanity": {"enabled": False}, "output": str(output)}
+    assert run_heads(HeadsConfig.model_validate(recipe | settings)) == DONE
+    return output / "artifact"
+
+
+@pytest.fixture
+def run(tiny_run, tiny_data, head, tmp_path, monkeypatch):
+    """A function that runs the command, its steps in this process; `run.ran` is which of them were started."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("eval.evaluation.render_html", lambda report, previous: "")
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)
+    ran = []
+
+    def call(arguments, folder=None):
+        name = ".".join(Path(arguments[0]).relative_to(CHECKOUT).with_suffix("").parts)
+        ran.append(name)
+        entry = importlib.import_module(name)
+        more = {"add_arguments": entry.add_arguments} if name == "eval.gate" else {}
+        return run_command(SCHEMAS[name], entry.main, description="", argv=arguments[1:], **more)
+
+    monkeypatch.setattr(demo, "run_step", call)
+
+    def start(*arguments, **settings):
+        values = {
+            "target": {"name": str(tiny_run / "target"), "dtype": "float32", "device": "cpu"},
+            "served": str(head),
+            "log": {"path": "log.jsonl"},
+            "answers": {"max_new_tokens": 8},
+            "held_out_share": 0.4,
+            "training": {"schedule": {"max_steps": 2}},
+            "decode": {"num_speculative_tokens": 2, "max_new_tokens": 6},
+            "old_suite": {"path": f"{tiny_data.output}/held_out.jsonl", "num_prompts": 4},
+            "lossless": {"check_float32_prompts": 0, "first_token_samples": 64},
+            "bootstrap_samples": 200,
+            "drift": {"min_prompts": 2, "prompts_per_week": 3},
+            "gate": {"rules": []},
+            "output": "out",
+        }
+        Path("config.json").write_text(json.dumps(values | settings))
+        argv = ["--config", "config.json", *arguments]
+        return run_command(RefreshConfig, refresh.main, description="", argv=argv, add_arguments=refresh.add_arguments)
+
+    start.ran = ran
+    return start
+
+
+def test_a_log_becomes_a_judged_draft_without_its_secrets_and_a_second_run_repeats_nothing(run, head):
+    Path("log.jsonl").write_text(log_lines())
+    assert run() == DONE
+    assert run.ran == STEPS
+    manifest = json.loads(Path("out/traffic/manifest.json").read_text())
+    assert manifest["dropped"] == {"duplicate": 1, "private_key": 1, "unreadable": 1}
+    assert manifest["masked"] == {"email": 1, "token": 1}
+    assert manifest["kept"] == 28
+    written = [path for path in Path("out").rglob("*") if path.is_file() and path.suffix in (".json", ".jsonl", ".md")]
+    assert [path for path in written if any(each in path.read_text() for each in (KEY, MAIL, "MIIEow", "user-7"))] == []
+    trained = json.loads(Path("out/train/artifact/draftsmith.json").read_text())
+    assert trained["training"]["init"] == str(head)
+    found = json.loads(Path("out/refresh.json").read_text())
+    assert found["verdict"] == "pass"
+    new, replayed = found["trained_on"]["traffic"], found["trained_on"]["replay"]
+    assert replayed == round(new * 0.3 / 0.7)
+    assert found["tokens_per_target_step"]["old"]["num_prompts"] == 4
+    low, high = found["tokens_per_target_step"]["traffic"]["ratio_ci"]
+    assert low <= found["tokens_per_target_step"]["traffic"]["ratio"] <= high
+    assert run() == DONE
+    assert run.ran == [*STEPS, "eval.gate"]
+
+
+def test_what_chooses_the_checkpoint_is_not_what_is_measured(run):
+    Path("log.jsonl").write_text(log_lines())
+    assert run() == DONE
+    texts = [
+        {json.dumps(json.loads(line)["messages"][:-1]) for line in lines_of(f"out/training_data/{name}.jsonl")}
+        for name in ("train", "held_out", "suite")
+    ]
+    assert all(texts)
+    assert texts[0].isdisjoint(texts[1] | texts[2])
+    assert texts[1].isdisjoint(texts[2])
+
+
+def test_a_run_killed_between_its_steps_goes_on_with_the_log_it_had_read_and_the_next_takes_the_new_one(run, monkeypatch):
+    Path("log.jsonl").write_text(log_lines())
+    whole = demo.run_step
+
+    def killed(arguments, folder=None):
+        if arguments[0].endswith("heads.py"):
+            raise KeyboardInterrupt
+        return whole(arguments, folder)
+
+    monkeypatch.setattr(demo, "run_step", killed)
+    assert run() != DONE
+    before = Path("out/traffic/prompts.jsonl").read_text()
+    Path("log.jsonl").write_text(log_lines(31))
+    monkeypatch.setattr(demo, "run_step", whole)
+    assert run() == DONE
+    assert run.ran == STEPS
+    assert Path("out/traffic/prompts.jsonl").read_text() == before
+    assert run() == DONE
+    assert run.ran == [*STEPS, *STEPS]
+    assert Path("out/traffic/prompts.jsonl").read_text() != before
+
+
+def test_a_gate_that_fails_is_the_commands_code_and_nothing_is_exported(run):
+    Path("log.jsonl").write_text(log_lines())
+    rule = {"metric": "acceptance.tokens_per_target_step", "suite": "old", "min": 9, "relative_to_baseline": True}
+    assert run(gate={"rules": [rule]}, exports=["vllm"]) == 1
+    assert json.loads(Path("out/refresh.json").read_text())["verdict"] == "fail"
+    assert "scripts.export" not in run.ran
+
+
+def test_a_draft_lm_is_trained_on_from_its_own_weights(run, recipe, tiny_run):
+    Path("log.jsonl").write_text(log_lines())
+    Path("recipe.json").write_text(json.dumps(recipe | {"output": "unused", "student": {"layers": [0]}}))
+    assert run(served=str(tiny_run / "artifact"), recipe="recipe.json", training={"optimizer.learning_rate": 1e-9}) == DONE
+    found = json.loads(Path("out/refresh.json").read_text())["tokens_per_target_step"]["old"]
+    assert found["ours"] == pytest.approx(found["theirs"])
+    assert found["theirs"] > 1.2  # so it is not a new draft that is as bad
+
+
+def test_drift_is_tau_by_week_and_trains_nothing(run):
+    Path("log.jsonl").write_text(log_lines() + json.dumps({"messages": [user("w40 w41 w42")]}) + "\n")
+    assert run("--drift") == DONE
+    assert run.ran == ["eval.run"]
+    found = json.loads(Path("out/drift.json").read_text())
+    assert [each["week"] for each in found["weeks"]] == ["2026-W39", "2026-W40", "2026-W41"]
+    assert all(each["tau_ci"][0] <= each["tau"] <= each["tau_ci"][1] for each in found["weeks"])
+    assert all(each["num_prompts"] == 3 for each in found["weeks"])
+    assert found["traffic"]["without_time"] == 1
+    assert "| 2026-W40 | 3 |" in Path("out/drift.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "said"),
+    [
+        ("", {}, "log log.jsonl is empty"),
+        (
+            '{"what": 1}\n',
+            {},
+            "log.path: log.jsonl has 1 rows, of which none can be taken; the first that is not: log log.jsonl",
+        ),
+        (json.dumps({"messages": [user("w1")]}), {}, "1 of 1 rows do not say when they were served, log log.jsonl, line 1"),
+        (None, {"path": "nowhere"}, "log not found: nowhere"),
+        ("INFO: started\n", {"path": "server.log"}, "log server.log holds no request with its prompt, as vLLM prints it"),
+    ],
+)
+def test_a_log_that_cannot_be_used_is_one_sentence(run, capsys, text, settings, said):
+    if text is not None:
+        Path(settings.get("path", "log.jsonl")).write_text(text)
+    assert run("--drift", log={"path": "log.jsonl"} | settings) == BAD_INPUT
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert said in line
+
+
+def test_a_served_draft_of_another_target_and_one_in_the_output_are_one_sentence_each(
+    run, head, tiny_llama, tiny_tokenizer, capsys
+):
+    Path("log.jsonl").write_text(log_lines())
+    tiny_llama(seed=7).save_pretrained("other")
+    tiny_tokenizer.save_pretrained("other")
+    assert run(target={"name": "other", "device": "cpu"}) == BAD_INPUT
+    assert "target.name other has other weights: name the target that it serves" in capsys.readouterr().err
+    assert run(output=str(head.parent)) == BAD_INPUT
+    assert "lies in output, which a refresh replaces" in capsys.readouterr().err
+    assert run.ran == []
+
+
+def test_what_vllm_prints_becomes_the_conversations_that_were_served(run, tiny_tokenizer):
+    chats = [[user(asked(number))] for number in range(12)]
+    chats += [[{"role": "system", "content": "w3 w4"}, user("w1 w30 w31"), {"role": "assistant", "content": "w2"}, user("w7")]]
+    texts = [tiny_tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
+    lines = [
+        f"INFO 11-0{number + 1} 10:00:00 [logger.py:43] Received request cmpl-{number}: prompt: {text!r}, params: Sampling()"
+        for number, text in enumerate(texts[:6])
+    ]
+    lines += [
+        f"(APIServer pid=9) DEBUG 11-09 10:00:00 [logger.py:49] Request chat-{number} details: prompt: None, "
+        f"prompt_token_ids: {tiny_tokenizer(text)['input_ids']}, prompt_embeds shape: None."
+        for number, text in enumerate(texts[6:])
+    ]
+    lines.append(
+        "INFO 11-09 10:00:00 [logger.py:43] Received request cmpl-x: prompt: '<user> w1 w2', params: SamplingParams(n=1)"
+    )
+    Path("server.log").write_text("\n".join(["INFO: started", *lines]))
+    assert run(log={"path": "server.log", "near_duplicates": "keep"}) == DONE
+    rows = [json.loads(line)["messages"] for line in lines_of("out/traffic/prompts.jsonl")]
+    assert sorted(map(str, rows)) == sorted(map(str, chats))
+    assert json.loads(Path("out/traffic/manifest.json").read_text())["dropped"] == {"unreadable": 1}
