@@ -59,7 +59,7 @@ ENTRIES = {
     "scripts/import.py": ["draft", "--out", "out"],
     "scripts/push.py": ["artifact", "--report", "report.json", "--repo-id", "name"],
     "scripts/refresh.py": [],
-    "scripts/stitch_mtp.py": ["artifact", "--target", "target", "--out", "out"],
+    "scripts/exchange/stitch_mtp.py": ["artifact", "--target", "target", "--out", "out"],
     "scripts/sweep.py": [],
 }
 

@@ -187,6 +187,6 @@ class HeadsConfig(Settings):
 
 
 class StitchConfig(Settings):
-    """`scripts/stitch_mtp.py`: put trained MTP modules into a copy of the target they were trained for."""
+    """`scripts/exchange/stitch_mtp.py`: put trained MTP modules into a copy of the target they were trained for."""
 
     allow_target_mismatch: bool = False  # the folder's weights may be others than those of the target trained for

@@ -25,7 +25,7 @@ from heads.inference.model_checks import probe_ids, relative_error, rounding
 from heads.modules.interface import NO_DOCUMENT, Batch
 from heads.target.hidden_states import TargetStates, final_norm, num_blocks, read_states
 from heads.target.loading import Target
-from heads.target.served_forward import ServedForward
+from heads.target.served.forward import ServedForward
 
 logger = logging.getLogger("draftsmith")
 

@@ -33,7 +33,7 @@ from heads.inference.lean_forward import make_lean
 from heads.inference.model_checks import check_split
 from heads.target.chat_template import set_chat_template
 from heads.target.demo_model import PREFIX, embedded_folder, load_gguf
-from heads.target.ends import load_ends
+from heads.target.served.ends import load_ends
 from heads.target.hidden_states import TargetStates
 from heads.target.id_tokens import id_tokenizer
 from heads.target.identity import TargetIdentity, hash_chat_template, hash_files, hash_tokenizer, hash_weights

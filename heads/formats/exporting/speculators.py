@@ -169,7 +169,7 @@ def mtp(source: Source) -> ExportLayout:
         expected=expected,
         serve=_load,
         notes=(
-            "vLLM does not load this form; for it, stitch into the target (scripts/stitch_mtp.py).",
+            "vLLM does not load this form; for it, stitch into the target (scripts/exchange/stitch_mtp.py).",
             f"The head was trained on states of the kind {source.settings.reads}.",
             "From the second depth on, speculators attends to that depth's states, draftsmith and vLLM to the first depth's.",
         ),

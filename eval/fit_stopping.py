@@ -1,4 +1,4 @@
-"""Fit a rule for when to stop drafting to a report: `python scripts/fit_stopping.py REPORT --out FILE`.
+"""Fit a rule for when to stop drafting to a report: `python eval/fit_stopping.py REPORT --out FILE`.
 
 Prints the settings; with `--out`, writes them as `decode.stopping` of a YAML file for `eval/run.py --config`. Compare before
 and after by `eval/compare.py`, or with the report as the gate's baseline.

@@ -1,4 +1,4 @@
-"""`scripts/stitch_mtp.py`: a head trained from a checkpoint's own MTP weights goes back there, and only there."""
+"""`scripts/exchange/stitch_mtp.py`: a head trained from a checkpoint's own MTP weights goes back there, and only there."""
 
 import json
 
@@ -13,7 +13,7 @@ from configs.schema.training import StitchConfig
 from heads.artifact import METADATA_FILE
 from heads.families.registry import FAMILIES
 from heads.target.loading import load_target
-from scripts.stitch_mtp import add_arguments, main
+from scripts.exchange.stitch_mtp import add_arguments, main
 from tests.support.artifacts import save_artifact
 
 NAMES = ("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "norm.weight", "fc.weight")

@@ -1,4 +1,4 @@
-"""Write trained MTP modules into a copy of their target: `python scripts/stitch_mtp.py ARTIFACT --target FOLDER --out DIR`.
+"""Write trained MTP modules into a copy of their target: `python scripts/exchange/stitch_mtp.py ARTIFACT --target FOLDER --out DIR`.
 
 In the copy only the MTP tensors differ, for engines that load them from the target's checkpoint; `run.json` is written beside
 them. The target must have MTP weights of its own; for others there is scripts/export.py.
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 if not __package__:  # run as a script: the checkout's root takes the place of this folder, which Python put first
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
     from configs.startup import guard_imports
 
     guard_imports()
