@@ -33,12 +33,12 @@ from heads.inference.lean_forward import make_lean
 from heads.inference.model_checks import check_split
 from heads.target.chat_template import set_chat_template
 from heads.target.demo_model import PREFIX, embedded_folder, load_gguf
-from heads.target.served.ends import load_ends
 from heads.target.hidden_states import TargetStates
 from heads.target.id_tokens import id_tokenizer
 from heads.target.identity import TargetIdentity, hash_chat_template, hash_files, hash_tokenizer, hash_weights
 from heads.target.placement import place_parts
 from heads.target.quantized import loader_of, quantization_of
+from heads.target.served.ends import load_ends
 from heads.target.split.groups import TargetGroup
 from heads.target.split.parts import join_group, split_arguments
 

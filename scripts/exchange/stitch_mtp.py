@@ -1,4 +1,6 @@
-"""Write trained MTP modules into a copy of their target: `python scripts/exchange/stitch_mtp.py ARTIFACT --target FOLDER --out DIR`.
+"""Write trained MTP modules into a copy of their target.
+
+`python scripts/exchange/stitch_mtp.py ARTIFACT --target FOLDER --out DIR`
 
 In the copy only the MTP tensors differ, for engines that load them from the target's checkpoint; `run.json` is written beside
 them. The target must have MTP weights of its own; for others there is scripts/export.py.

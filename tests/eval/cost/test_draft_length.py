@@ -22,12 +22,12 @@ from eval.cost.draft_length import (
 )
 from eval.decoder.decode import decode
 from eval.evaluation import evaluate
+from eval.fit_stopping import add_arguments, main
 from eval.metrics.distributions import class_sums, describe_classes
 from eval.report.schema import write_report
 from heads.proposers.draft_length import CostRule, calibrated, tokens_per_millisecond
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.prompt_lookup import PromptLookup
-from eval.fit_stopping import add_arguments, main
 from tests.support.decoding import PROMPTS, requests_for
 from tests.support.evaluations import report_in, tiny_evaluation
 from tests.support.reports import REMOVED, changed
