@@ -5,14 +5,15 @@ at batch 1 on held-out prompts that chose no checkpoint ("home") and on the prom
 lookup, plain decoding in turns with them, losslessness judged. Prompt lookup, which needs no training, is measured along with
 the first. EAGLE-3's training itself is compared with speculators', where that is installed (`scripts.bench.eagle3_training`),
 and its attention with a dense one (`scripts.bench.peers.dense_attention`). Data and finished trainings are kept while recipe
-and data are the same, so that only the first run takes hours. The rows of heads trained on other data stay in the file.
+and data are the same, so that only the first run takes hours. Rows of heads trained on other data stay in the
+file, and comparisons that this run leaves out.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -80,32 +81,43 @@ def compare_heads(config: BenchHeadsConfig) -> int:
         for name, of_suite in requests.items():
             rows += measure_run(config, target, of_suite, run, baselines, suite=name)
     rows.sort(key=lambda row: row["family"] == PROMPT_LOOKUP)
-    earlier = on_other_data(Path(config.output), rows[0]["data"])
+    comparisons = [*(training.rows() if training is not None else []), *attention_rows(attention)]
+    kept = keep_results(Path(config.output), rows[0]["data"], {next(iter(row)) for row in comparisons})
     write_results(
         config.output,
         "heads",
         config,
-        rows=[*earlier["rows"], *rows, *(training.rows() if training is not None else []), *attention_rows(attention)],
-        ratios=ratios | attention_ratios(attention, config.bootstrap_samples),
+        rows=[*kept["rows"], *rows, *kept["comparisons"], *comparisons],
+        ratios=kept["ratios"] | ratios | attention_ratios(attention, config.bootstrap_samples),
         runs=[{"recipe": run.name, "artifact": str(run.artifact), "git": run.read_git()} for run in runs],
         cache_seconds=read_cache_seconds(config),
         device=str(target.device),
         threads=torch.get_num_threads(),
-        on_other_data=earlier["runs"],
+        on_other_data=kept["runs"],
     )
     return verdict(rows, training)
 
 
-def on_other_data(path: Path, data: str) -> dict[str, list[dict[str, Any]]]:
-    """Return what a results file holds of heads trained on other data: their `rows`, and the `runs` that measured them."""
+def keep_results(path: Path, data: str, measured: Collection[str]) -> dict[str, Any]:
+    """Return what a results file holds that was not measured anew.
+
+    Args:
+        path: of the file; there may be none.
+        data: whose heads were measured.
+        measured: the first keys of the comparisons' rows that were made.
+
+    Returns:
+        `rows` of heads trained on other data, and the `runs` that measured them; rows of other `comparisons`; all `ratios`.
+    """
     if not path.is_file():
-        return {"rows": [], "runs": []}
+        return {"rows": [], "comparisons": [], "ratios": {}, "runs": []}
     results = read_json(path, "benchmark results")
     rows = [row for row in results["rows"] if row.get("data", data) != data]
+    comparisons = [row for row in results["rows"] if "data" not in row and next(iter(row)) not in measured]
     known = {each["data"]: each for each in results.get("on_other_data", [])}
     written = {name: results[name] for name in ("command", "config", "hardware", "versions", "git", "runs")}
     runs = [known.get(name, {"data": name} | written) for name in dict.fromkeys(row["data"] for row in rows)]
-    return {"rows": rows, "runs": runs}
+    return {"rows": rows, "comparisons": comparisons, "ratios": results["ratios"], "runs": runs}
 
 
 def measure_run(

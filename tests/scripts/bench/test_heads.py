@@ -43,7 +43,7 @@ from scripts.bench.eagle3_training import (
 )
 from scripts.bench.harness import TrainingStep, Turn
 from scripts.bench.head_recipes import make_cache, make_data, read_cache_seconds, with_cache
-from scripts.bench.heads import compare_heads, on_other_data, verdict
+from scripts.bench.heads import compare_heads, keep_results, verdict
 from scripts.bench.peers import dense_attention
 from scripts.bench.peers.speculators_eagle3 import pack, why_not_installed
 from train.launch import make_accelerator, run_distillation, run_heads
@@ -163,17 +163,17 @@ def test_every_draft_has_a_row_for_each_suite_alone_and_after_a_lookup(results, 
 def test_rows_of_heads_trained_on_other_data_stay_in_the_file(results, tmp_path):
     path, rows = tmp_path / "heads.json", results.content["rows"]
     assert {row["data"] for row in rows} == {"data"}  # the stem of its config
-    assert on_other_data(path, "data") == {"rows": [], "runs": []}
-    path.write_text(json.dumps(results.content))
-    assert on_other_data(path, "data") == {"rows": [], "runs": []}
-    earlier = on_other_data(path, "prompts")
-    assert earlier["rows"] == rows
-    assert [(run["data"], run["git"]) for run in earlier["runs"]] == [("data", results.content["git"])]
+    assert keep_results(path, "data", []) == {"rows": [], "comparisons": [], "ratios": {}, "runs": []}
+    compared, ratios = [{"training": "ours", "steps": 2}, {"attention": "ours", "positions": 8}], {"speed": 2.0}
+    path.write_text(json.dumps(results.content | {"rows": [*rows, *compared], "ratios": ratios}))
+    assert keep_results(path, "data", []) == {"rows": [], "comparisons": compared, "ratios": ratios, "runs": []}
+    kept = keep_results(path, "prompts", ["attention"])
+    assert (kept["rows"], kept["comparisons"], kept["ratios"]) == (rows, compared[:1], ratios)
+    assert [(run["data"], run["git"]) for run in kept["runs"]] == [("data", results.content["git"])]
     theirs = [row | {"data": "prompts"} for row in rows]
-    both = results.content | {"rows": [*rows, *theirs], "git": {}, "on_other_data": earlier["runs"]}
-    path.write_text(json.dumps(both))
-    assert on_other_data(path, "prompts") == earlier  # who measured them stays what it was
-    assert [run["git"] for run in on_other_data(path, "data")["runs"]] == [{}]
+    path.write_text(json.dumps(results.content | {"rows": [*rows, *theirs], "git": {}, "on_other_data": kept["runs"]}))
+    assert keep_results(path, "prompts", [])["runs"] == kept["runs"]  # who measured them stays what it was
+    assert [run["git"] for run in keep_results(path, "data", [])["runs"]] == [{}]
 
 
 def test_costs_are_those_of_the_artifact_the_data_and_the_run(results, recipe):
