@@ -116,8 +116,8 @@ def hash_artifact(folder: Path, metadata: Metadata) -> str:
     files = names if metadata.draft_vocabulary == "target" else [*names, VOCABULARY_FILE]
     try:
         return hash_files([folder / name for name in files])
-    except OSError as error:
-        raise InputError(f"{folder} is damaged: cannot read {error.filename}: {error.strerror}") from error
+    except InputError as error:
+        raise InputError(f"{folder} is damaged: {error}") from error
 
 
 def hash_together(hashes: Sequence[str]) -> str:

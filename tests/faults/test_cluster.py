@@ -186,11 +186,19 @@ def test_a_job_with_servers_gives_training_their_addresses_and_asks_training_alo
     assert (tmp_path / "asked").read_text() == f"scripts/serve_states.py {given}\n"
     assert (tmp_path / "trained").read_text().endswith(f"train/heads.py {given}\n")
     for nodes in ("one,two", "three"):
-        assert not Path(f"/proc/{(tmp_path / f'step-{nodes}').read_text().strip()}").exists()
+        assert_ends(int((tmp_path / f"step-{nodes}").read_text()))
     assert not (tmp_path / "states").exists()
     alone = job(**told | {"SERVER_NODES": "3"})
     assert alone.returncode == 2
     assert "SERVER_NODES=3 leaves none of 3 nodes for training" in alone.stderr
+
+
+def assert_ends(pid, seconds=10):
+    """A process is gone within some seconds."""
+    until = time.monotonic() + seconds
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < until, f"process {pid} is still there"
+        time.sleep(0.05)
 
 
 def test_an_elastic_launch_refuses_a_recipe_that_it_inherits(tmp_path):

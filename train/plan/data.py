@@ -37,7 +37,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSize:
-    """What a target cache for a recipe takes on disk, the files' headers apart.
+    """What a target cache for a recipe takes on disk, apart from the files' headers and some bytes a conversation.
 
     bytes_per_row: as in `scripts/make_cache.py`.
     rows: counted where the data exist, else estimated.

@@ -219,8 +219,10 @@ def _groups(config: PlanConfig, models: PlannedModels) -> list[Sharing]:
         return [Sharing(recipe="ddp_gpus", on_cpu="ddp_cpu", group=given.size, kind=given.kind)]
     n, per_node = config.hardware.num_accelerators, config.hardware.accelerators_per_node
     sizes = [size for size in range(2, min(n, per_node) + 1) if per_node % size == 0 and n % size == 0]
-    heads = [text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads]
-    kinds = ["shard" if any(each % size for each in heads) or not models.target.tp_plan else "tensor" for size in sizes]
+    heads = [getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
+    counts = [count for count in heads if count is not None]  # recurrent targets have none
+    splits = bool(counts and models.target.tp_plan)
+    kinds = ["tensor" if splits and not any(count % size for count in counts) else "shard" for size in sizes]
     return [
         Sharing(recipe="ddp_gpus", on_cpu="ddp_cpu", group=size, kind=kind) for size, kind in zip(sizes, kinds, strict=True)
     ]

@@ -159,7 +159,7 @@ def test_waiting_is_what_the_loader_takes_and_epochs_follow_one_another():
             self.epochs = (*self.epochs, epoch)
 
     loader = Loader(["a", "b"])
-    batches = Clocked(loader)
+    batches = Clocked(loader, lambda batches: batches)
     assert [batches.next() for _ in range(5)] == ["a", "b", "a", "b", "a"]
     assert loader.epochs == (0, 1, 2)
     assert batches.seconds > 0

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -110,10 +111,12 @@ def test_the_bytes_of_a_cache_are_those_that_are_written(folder, tmp_path, greed
     models = plan_models(config)
     dataset = plan_data.open_dataset(config)
     planned = plan_data.cache_size(config, models, plan_data.measure_workload(config, dataset), dataset)
-    shards = list(cache.glob("*.safetensors"))
+    shards = list(cache.glob("shard-*.safetensors"))
     assert len(shards) > 1
-    headers = [8 + int.from_bytes(shard.read_bytes()[:8], "little") for shard in shards]
-    assert planned.num_bytes == sum(shard.stat().st_size for shard in shards) - sum(headers)
+    tensors = [pair for shard in shards for pair in load_file(shard).items()]
+    places = {"offsets", "checksums"}  # some bytes a conversation, counted with the headers
+    assert places < dict(tensors).keys()
+    assert planned.num_bytes == sum(value.nbytes for name, value in tensors if name not in places)
 
 
 def batch_of(rows, length, labels):
@@ -271,7 +274,8 @@ def test_packed_rows_hold_several_conversations_and_keep_as_many_positions(folde
     assert padded.tokens_per_step == 4 * 40
     assert packed.steps == 3 * 1000 // (4 * 10)  # ten conversations of 40 tokens a row of 400
     assert packed.memory.target_activations == 4 * padded.memory.target_activations
-    assert packed.memory.draft_activations == 4 * padded.memory.draft_activations  # no scores of longer rows
+    # No scores of longer rows; and fewer states, where a row's labels are not those of its longest conversation alone.
+    assert packed.memory.draft_activations == pytest.approx(4 * padded.memory.draft_activations, rel=0.03)
     assert packed.memory.held_out_kv == padded.memory.held_out_kv
 
 
