@@ -1,4 +1,7 @@
-"""The head families by name. A new family is one file in this folder and its name in `NAMES` (docs/adding-a-head-family.md)."""
+"""The head families by name.
+
+A new family is one file in this folder and its name in `NAMES` (docs/adding-a-head-family.md).
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,20 @@ from transformers import PreTrainedModel
 
 from heads.modules.interface import Family
 
-NAMES = ("medusa", "hydra", "eagle3", "peagle", "dflash", "dspark", "dflash2", "xpress", "domino", "mtp")
+NAMES = (
+    "medusa",
+    "hydra",
+    "eagle3",
+    "peagle",
+    "block.dflash",
+    "block.dspark",
+    "block.dflash2",
+    "block.xpress",
+    "block.domino",
+    "mtp",
+)
 
-FAMILIES: dict[str, Family] = {name: import_module(f"heads.families.{name}").FAMILY for name in NAMES}
+FAMILIES: dict[str, Family] = {name.rpartition(".")[2]: import_module(f"heads.families.{name}").FAMILY for name in NAMES}
 
 
 def serve(head: nn.Module, target: PreTrainedModel) -> nn.Module:

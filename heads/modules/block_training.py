@@ -1,4 +1,4 @@
-"""Training of block drafters (`heads.families.dflash`): where their blocks start, and attention of many blocks at once.
+"""Training of block drafters (`heads.families.block.dflash`): where their blocks start, and attention of many blocks at once.
 
 A block's anchor stands at position a = j + 1 of origin j: the pending token, known but not read by the target. Slot s of the
 block (from 1) predicts x_{a+s}, which is depth s - 1 of origin j (`heads.modules.interface`), or, where the anchor's own slot

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import XPressSettings
-from heads.families.dflash import BlockDrafter, DFlash
+from heads.families.block.dflash import BlockDrafter, DFlash
 from heads.modules.auxiliary import AssistedDepth, Auxiliary
 from heads.modules.block_training import Anchors
 from heads.modules.interface import Batch, Depth, Family

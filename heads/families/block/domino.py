@@ -21,7 +21,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from configs.schema.heads import DominoSettings
-from heads.families.dflash import BlockDrafter, DFlash
+from heads.families.block.dflash import BlockDrafter, DFlash
 from heads.modules.auxiliary import AssistedDepth, Auxiliary
 from heads.modules.block_training import Anchors
 from heads.modules.interface import Batch, Depth, Family

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
 from configs.schema.heads import DFlash2Settings
-from heads.families.dflash import BlockDrafter, DFlash
+from heads.families.block.dflash import BlockDrafter, DFlash
 from heads.modules.auxiliary import AssistedDepth, Auxiliary
 from heads.modules.block_training import Anchors
 from heads.modules.interface import Batch, Depth, Family, flat

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from configs.schema.heads import DSparkSettings
-from heads.families.dflash import BlockDrafter, DFlash
+from heads.families.block.dflash import BlockDrafter, DFlash
 from heads.modules.block_training import Anchors
 from heads.modules.interface import Batch, Depth, Family, flat
 from heads.proposers.chain_builder import ChainBuilder
