@@ -18,7 +18,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from configs.runtime.errors import InputError, first_line
-from configs.schema.release import TORCH_FILES
+from configs.schema.commands.release import TORCH_FILES
 
 METADATA_FILE = "draftsmith.json"
 DATA_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")

@@ -22,7 +22,7 @@ if not __package__:  # run as a script: the checkout's root takes the place of t
 
 from configs.runtime.command import run_command
 from configs.schema.base import Settings
-from configs.schema.benchmarks import (
+from configs.schema.commands.benchmarks import (
     BenchDecodeConfig,
     BenchDistillConfig,
     BenchEvalConfig,

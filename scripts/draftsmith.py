@@ -22,11 +22,11 @@ from pydantic import BaseModel
 
 from configs.runtime.command import BAD_INPUT, DONE, exit_code
 from configs.runtime.key_list import list_keys
+from configs.schema.commands.planning import PlanHeadsConfig
+from configs.schema.commands.refreshing import RefreshConfig
+from configs.schema.commands.release import ExportConfig, ImportConfig, PushConfig
 from configs.schema.data import CacheConfig, DataConfig
 from configs.schema.evaluation import CompareConfig, EvalConfig, GateConfig
-from configs.schema.planning import PlanHeadsConfig
-from configs.schema.refreshing import RefreshConfig
-from configs.schema.release import ExportConfig, ImportConfig, PushConfig
 from configs.schema.training import DistillConfig, HeadsConfig
 
 # Command -> the module it runs and the schema of its config, if it takes one.

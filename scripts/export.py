@@ -18,7 +18,7 @@ if not __package__:  # run as a script: the checkout's root takes the place of t
 
 from configs.runtime.command import run_command
 from configs.runtime.terminal import say
-from configs.schema.release import ENGINES, ExportConfig
+from configs.schema.commands.release import ENGINES, ExportConfig
 
 
 def main(config: ExportConfig, args: argparse.Namespace) -> None:

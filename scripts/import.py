@@ -21,7 +21,7 @@ if not __package__:  # run as a script: the checkout's root takes the place of t
 from configs.runtime.command import run_command
 from configs.runtime.errors import InputError
 from configs.runtime.terminal import say
-from configs.schema.release import ImportConfig
+from configs.schema.commands.release import ImportConfig
 
 
 def main(config: ImportConfig, args: argparse.Namespace) -> None:

@@ -5,10 +5,10 @@
 
 Reads a recipe of `train/heads.py` or `train/distill.py` as it stands, and of the target nothing but its config: memory by part,
 the target cache, FLOPs, tokens a second, hours, which of configs/accelerate fits and why the simpler ones do not. The sections
-`hardware` and `workload` (configs/schema/planning.py) come on top, by --set or in the file; `--hardware FILE` takes the first
-from a file of its own. A recipe with a section `head` is one of heads, any other of distillation. `--scaling` adds the step
-on 8, 64 and 1,024 accelerators. Where `data.train` does not exist yet, `workload` says how much there will be. How far plans
-were from measured runs is in docs/scaling.md. Writes nothing but the data file's index, beside it.
+`hardware` and `workload` (configs/schema/commands/planning.py) come on top, by --set or in the file; `--hardware FILE` takes
+the first from a file of its own. A recipe with a section `head` is one of heads, any other of distillation. `--scaling` adds
+the step on 8, 64 and 1,024 accelerators. Where `data.train` does not exist yet, `workload` says how much there will be. How
+far plans were from measured runs is in docs/scaling.md. Writes nothing but the data file's index, beside it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from configs.runtime.command import run_command
 from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.loading import load_config
 from configs.runtime.yaml_reader import parse_yaml
-from configs.schema.planning import HardwareConfig, PlanConfig, PlanDistillConfig, PlanHeadsConfig
+from configs.schema.commands.planning import HardwareConfig, PlanConfig, PlanDistillConfig, PlanHeadsConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -18,7 +18,7 @@ if not __package__:  # run as a script: the checkout's root takes the place of t
     guard_imports()
 
 from configs.runtime.command import run_command
-from configs.schema.release import PushConfig
+from configs.schema.commands.release import PushConfig
 
 
 def main(config: PushConfig, args: argparse.Namespace) -> int:

@@ -23,7 +23,7 @@ if not __package__:  # run as a script: the checkout's root takes the place of t
 from configs.runtime.command import run_command
 from configs.runtime.errors import Stopped
 from configs.runtime.files import folder_lock
-from configs.schema.refreshing import RefreshConfig
+from configs.schema.commands.refreshing import RefreshConfig
 
 
 def main(config: RefreshConfig, args: argparse.Namespace) -> int:

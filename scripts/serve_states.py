@@ -21,7 +21,7 @@ if not __package__:  # run as a script: the checkout's root takes the place of t
     guard_imports()
 
 from configs.runtime.command import run_command
-from configs.schema.planning import PlanConfig
+from configs.schema.commands.planning import PlanConfig
 from scripts.plan import schema_of
 
 

@@ -19,7 +19,7 @@ if not __package__:  # run as a script: the checkout's root takes the place of t
     guard_imports()
 
 from configs.runtime.command import run_command
-from configs.schema.sweep import SweepConfig
+from configs.schema.commands.sweep import SweepConfig
 
 
 def main(config: SweepConfig) -> None:

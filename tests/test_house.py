@@ -18,12 +18,12 @@ import pytest
 
 from configs.runtime.loading import load_config
 from configs.runtime.yaml_reader import parse_yaml
-from configs.schema.benchmarks import BenchHeadsConfig, ServeCheckConfig
+from configs.schema.commands.benchmarks import BenchHeadsConfig, ServeCheckConfig
+from configs.schema.commands.planning import PlanHeadsConfig
+from configs.schema.commands.refreshing import RefreshConfig
+from configs.schema.commands.sweep import SweepConfig
 from configs.schema.data import CacheConfig, DataConfig
 from configs.schema.evaluation import EvalConfig, GateConfig
-from configs.schema.planning import PlanHeadsConfig
-from configs.schema.refreshing import RefreshConfig
-from configs.schema.sweep import SweepConfig
 from configs.schema.training import DistillConfig, HeadsConfig
 
 ROOT = Path(__file__).resolve().parent.parent

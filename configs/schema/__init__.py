@@ -3,6 +3,7 @@
 A command's config is the class that names it, such as `EvalConfig` for `eval/run.py`; `configs.runtime.load_config` reads one.
 """
 
+from configs.schema.commands.release import ExportConfig, ImportConfig, PushConfig
 from configs.schema.data import AnswersConfig, AnswerServerConfig, CacheConfig, DataConfig, PromptsConfig, ServerConfig
 from configs.schema.decoding import DecodeConfig, SamplingConfig
 from configs.schema.evaluation import (
@@ -16,7 +17,6 @@ from configs.schema.evaluation import (
     SuiteConfig,
 )
 from configs.schema.learning import LossConfig, OptimizerConfig, PolicyConfig, StudentConfig
-from configs.schema.release import ExportConfig, ImportConfig, PushConfig
 from configs.schema.target import TargetConfig
 from configs.schema.training import DistillConfig, HeadsConfig, ScheduleConfig, TrainingDataConfig
 

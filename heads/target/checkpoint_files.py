@@ -26,7 +26,7 @@ from torch import Tensor
 
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import read_json
-from configs.schema.release import TORCH_FILES
+from configs.schema.commands.release import TORCH_FILES
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"

@@ -20,7 +20,7 @@ from typing import Any
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import CHECKOUT, read_jsonl
-from configs.schema.benchmarks import CommitsConfig
+from configs.schema.commands.benchmarks import CommitsConfig
 from eval.stats.bootstrap import Interval, ratio_interval
 from scripts.bench.harness import SEED, flat, take_turns, write_results
 

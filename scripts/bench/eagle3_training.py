@@ -24,7 +24,7 @@ from accelerate.utils import set_seed
 from torch import Tensor, nn
 
 from configs.runtime.errors import ConfigError
-from configs.schema.benchmarks import BenchHeadsConfig
+from configs.schema.commands.benchmarks import BenchHeadsConfig
 from configs.schema.heads import Eagle3Settings
 from configs.schema.learning import LossConfig
 from configs.schema.training import HeadsConfig

@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 
 from configs.runtime.command import DONE, GATE_FAILED
 from configs.runtime.files import CHECKOUT
-from configs.schema.benchmarks import EngineComparisonSettings
+from configs.schema.commands.benchmarks import EngineComparisonSettings
 from scripts.fault_injection.setup import TinyProject
 
 log = logging.getLogger("draftsmith")

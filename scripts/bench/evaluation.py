@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from configs.runtime.command import DONE
-from configs.schema.benchmarks import BenchEvalConfig
+from configs.schema.commands.benchmarks import BenchEvalConfig
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import EvalConfig, LosslessConfig
 from eval.cost.model import CostModel

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from configs.runtime.command import DONE, GATE_FAILED
-from configs.schema.benchmarks import ExchangeMemoryConfig
+from configs.schema.commands.benchmarks import ExchangeMemoryConfig
 from configs.schema.heads import Eagle3Settings
 from heads.artifact import head_metadata, save_head
 from heads.families.registry import FAMILIES

@@ -12,7 +12,7 @@ from configs.runtime.command import BAD_INPUT
 from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.files import CHECKOUT, read_json, write_json
 from configs.runtime.loading import load_config
-from configs.schema.benchmarks import BenchHeadsConfig
+from configs.schema.commands.benchmarks import BenchHeadsConfig
 from configs.schema.data import CacheConfig, DataConfig
 from configs.schema.training import DistillConfig, HeadsConfig
 from distill.cache.format import MANIFEST as CACHE_MANIFEST

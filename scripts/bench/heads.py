@@ -24,7 +24,7 @@ from safetensors import safe_open
 from configs.runtime.command import DONE, GATE_FAILED
 from configs.runtime.files import read_json
 from configs.runtime.loading import load_config
-from configs.schema.benchmarks import HOME_SUITE, BenchHeadsConfig
+from configs.schema.commands.benchmarks import HOME_SUITE, BenchHeadsConfig
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import EvalConfig, LosslessConfig
 from configs.schema.training import HeadsConfig

@@ -22,8 +22,8 @@ from configs.runtime.command import BAD_INPUT, DONE
 from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.files import read_json, write_json
 from configs.runtime.loading import load_config
-from configs.schema.benchmarks import BenchScaleConfig, EngineComparisonSettings, ScaleStepsConfig
-from configs.schema.planning import PlanHeadsConfig
+from configs.schema.commands.benchmarks import BenchScaleConfig, EngineComparisonSettings, ScaleStepsConfig
+from configs.schema.commands.planning import PlanHeadsConfig
 from configs.schema.training import HeadsConfig
 from distill.dataset.batches import BucketedBatchSampler, ConversationDataset
 from distill.dataset.conversations import read_conversations

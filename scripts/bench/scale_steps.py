@@ -30,7 +30,7 @@ if not __package__:  # run as a script: the checkout's root takes the place of t
 
 from configs.runtime.command import run_command
 from configs.runtime.files import write_json
-from configs.schema.benchmarks import ScaleStepsConfig
+from configs.schema.commands.benchmarks import ScaleStepsConfig
 from configs.schema.training import HeadsConfig
 from distill.loss.head_objective import HeadLoss
 from heads.modules.interface import NO_DOCUMENT, Batch

@@ -14,7 +14,7 @@ from typing import Any
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_json, read_text, write_text
-from configs.schema.benchmarks import ResultsTableConfig
+from configs.schema.commands.benchmarks import ResultsTableConfig
 
 OPENING = re.compile(r"<!-- table: ([\w-]+) -->")
 TABLE = re.compile(OPENING.pattern + r"\n.*?(?=<!-- end -->)", re.DOTALL)

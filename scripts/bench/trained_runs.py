@@ -22,7 +22,7 @@ from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.files import CHECKOUT, read_json, sha256_of, write_json
 from configs.runtime.loading import load_config
 from configs.runtime.run_record import describe_git, training_fingerprint
-from configs.schema.sweep import Setting
+from configs.schema.commands.sweep import Setting
 from configs.schema.training import DistillConfig, HeadsConfig
 
 log = logging.getLogger("draftsmith")

@@ -20,7 +20,7 @@ import torch
 
 from configs.runtime.command import DONE, GATE_FAILED
 from configs.runtime.errors import InputError
-from configs.schema.benchmarks import CheckedEngine, ServeCase, ServeCheckConfig
+from configs.schema.commands.benchmarks import CheckedEngine, ServeCase, ServeCheckConfig
 from eval.decoder.decode import check_decodable
 from eval.decoder.records import Generation
 from eval.lossless.verdict import find_divergences, is_tie

@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from configs.runtime.errors import ConfigError
-from configs.schema.planning import PlanConfig
+from configs.schema.commands.planning import PlanConfig
 from configs.schema.target import TargetConfig
 from distill.server.states import SERVED_AS
 from heads.target.demo_model import PREFIX

@@ -18,7 +18,7 @@ import torch
 from configs.runtime.command import DONE
 from configs.runtime.errors import ConfigError
 from configs.runtime.loading import load_config
-from configs.schema.benchmarks import BenchScaleConfig, BenchStatesConfig
+from configs.schema.commands.benchmarks import BenchScaleConfig, BenchStatesConfig
 from configs.schema.training import HeadsConfig
 from distill.dataset.batches import ConversationDataset
 from distill.dataset.conversations import open_conversations

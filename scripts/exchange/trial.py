@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import cast
 
 from configs.runtime.errors import InputError
+from configs.schema.commands.release import TAP_OF_ID, ImportConfig, LayerIds
 from configs.schema.decoding import DecodeConfig
-from configs.schema.release import TAP_OF_ID, ImportConfig, LayerIds
 from eval.decoder.decode import Request, decode
 from heads.families.registry import FAMILIES, serve
 from heads.formats.importing.importer import Fitted

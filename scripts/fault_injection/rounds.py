@@ -22,7 +22,7 @@ from accelerate.state import AcceleratorState, PartialState
 
 from configs.runtime.command import DONE, GATE_FAILED, TERMINATED
 from configs.runtime.progress import track
-from configs.schema.benchmarks import SoakConfig
+from configs.schema.commands.benchmarks import SoakConfig
 from distill.cache.writer import make_cache
 from distill.generation.make_dataset import make_dataset
 from scripts.bench.harness import write_results

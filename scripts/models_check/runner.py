@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from configs.runtime.command import DONE, GATE_FAILED
 from configs.runtime.errors import InputError, first_line
-from configs.schema.benchmarks import ModelsCheckConfig, ResultsTableConfig
+from configs.schema.commands.benchmarks import ModelsCheckConfig, ResultsTableConfig
 from scripts.bench.harness import write_results
 from scripts.bench.tables import update_tables
 from scripts.models_check.architectures import family_of, names, not_a_decoder

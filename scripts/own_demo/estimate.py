@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable
 
 from configs.runtime.loading import load_config
-from configs.schema.planning import PlanConfig, PlanDistillConfig, PlanHeadsConfig
+from configs.schema.commands.planning import PlanConfig, PlanDistillConfig, PlanHeadsConfig
 from scripts.own_demo.steps import HELD_OUT, OwnLoop
 
 GIB = 2**30

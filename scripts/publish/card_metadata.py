@@ -18,7 +18,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from yaml import YAMLError
 
 from configs.runtime.terminal import one_line
-from configs.schema.release import HUB_ID, PushConfig
+from configs.schema.commands.release import HUB_ID, PushConfig
 from eval.report.schema import CategorySection, Report, SuiteSection
 from scripts.publish.publication import Cleaned
 

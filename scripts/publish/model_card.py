@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
+from configs.schema.commands.release import HUB_ID, PushConfig
 from configs.schema.data import SELF_SEEDED
-from configs.schema.release import HUB_ID, PushConfig
 from eval.release.verdict import Finding, measured
 from eval.report.markdown import code, code_block, escape, render_markdown, table
 from eval.report.text import short

@@ -21,7 +21,7 @@ from configs.runtime.errors import InputError
 from configs.runtime.files import new_folder, read_json, read_text, sha256_of
 from configs.runtime.redaction import Scrubber
 from configs.runtime.run_record import describe_git, describe_versions
-from configs.schema.release import HUB_ID, PushConfig
+from configs.schema.commands.release import HUB_ID, PushConfig
 from eval.release.verdict import as_values
 from eval.report.page import render_html
 from eval.report.schema import Report, parse_report

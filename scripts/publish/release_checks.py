@@ -14,8 +14,8 @@ from typing import Any
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_json, sha256_of
 from configs.runtime.loading import load_config
+from configs.schema.commands.release import PushConfig
 from configs.schema.evaluation import GateConfig
-from configs.schema.release import PushConfig
 from eval.release.artifact_hash import read_shipped
 from eval.release.checks import judge
 from eval.release.verdict import Finding, GateVerdict

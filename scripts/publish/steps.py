@@ -15,7 +15,7 @@ from configs.runtime.command import DONE, GATE_FAILED, INCONCLUSIVE
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.redaction import Scrubber
 from configs.runtime.terminal import one_line, say
-from configs.schema.release import HUB_ID, PushConfig
+from configs.schema.commands.release import HUB_ID, PushConfig
 from configs.schema.target import TargetConfig
 from eval.release.verdict import as_table
 from heads.formats.exporting.exporter import SERVE_FILE, export

@@ -30,7 +30,7 @@ from huggingface_hub.utils._http import default_client_factory
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import read_json, sha256_of, write_json
 from configs.runtime.terminal import say
-from configs.schema.release import PushConfig
+from configs.schema.commands.release import PushConfig
 from heads.artifact import METADATA_FILE
 from scripts.publish.publication import MANIFEST, Content, Publication
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from configs.runtime.errors import ConfigError
-from configs.schema.sweep import SweepConfig
+from configs.schema.commands.sweep import SweepConfig
 from configs.schema.training import DistillConfig
 from scripts.bench.trained_runs import TrainingRun, in_own_folder, load_changed
 

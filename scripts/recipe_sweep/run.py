@@ -18,8 +18,8 @@ from accelerate.utils import set_seed
 
 from configs.runtime.command import DONE
 from configs.runtime.files import read_json, write_json
+from configs.schema.commands.sweep import SweepConfig
 from configs.schema.decoding import DecodeConfig
-from configs.schema.sweep import SweepConfig
 from configs.schema.training import DistillConfig
 from distill.dataset.conversations import read_conversations
 from eval.decoder.decode import check_decodable

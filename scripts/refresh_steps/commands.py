@@ -11,9 +11,9 @@ from configs.runtime.command import DONE
 from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.files import CHECKOUT, find_shipped, write_json
 from configs.runtime.loading import load_config
+from configs.schema.commands.refreshing import OLD, TRAFFIC, RefreshConfig
 from configs.schema.data import DataConfig, PromptsConfig
 from configs.schema.evaluation import EvalConfig, SuiteConfig
-from configs.schema.refreshing import OLD, TRAFFIC, RefreshConfig
 from configs.schema.training import DistillConfig, HeadsConfig
 from heads.metadata import Metadata
 from scripts import demo

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import new_folder, read_object, write_json, write_text
+from configs.schema.commands.refreshing import RefreshConfig
 from configs.schema.evaluation import SuiteConfig
-from configs.schema.refreshing import RefreshConfig
 from distill.dataset.conversations import text_hash
 from heads.artifact import read_training_prompts
 from scripts.refresh_steps.commands import call_with, plain_eval

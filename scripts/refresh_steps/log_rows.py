@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import read_text
-from configs.schema.refreshing import LogConfig
+from configs.schema.commands.refreshing import LogConfig
 from configs.schema.target import TargetConfig
 from distill.generation.row_formats import KEYS
 from distill.generation.source_files import SUFFIXES, read_source

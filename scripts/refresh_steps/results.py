@@ -10,7 +10,7 @@ from typing import Any
 from configs.runtime.command import DONE, GATE_FAILED
 from configs.runtime.files import read_object, write_json, write_text
 from configs.runtime.terminal import say
-from configs.schema.refreshing import OLD, TRAFFIC
+from configs.schema.commands.refreshing import OLD, TRAFFIC
 from eval.report.markdown import table
 from eval.report.paired import compare_reports
 from eval.report.schema import Report, load_report

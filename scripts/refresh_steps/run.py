@@ -7,7 +7,7 @@ from pathlib import Path
 
 from configs.runtime.command import DONE, GATE_FAILED, INCONCLUSIVE
 from configs.runtime.errors import ConfigError, InputError
-from configs.schema.refreshing import RefreshConfig
+from configs.schema.commands.refreshing import RefreshConfig
 from heads.artifact import hash_artifact, read_metadata
 from heads.hub import locate_artifact
 from heads.metadata import Metadata

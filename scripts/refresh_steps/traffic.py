@@ -19,7 +19,7 @@ from typing import Any
 from configs.runtime.errors import InputError
 from configs.runtime.files import new_folder, write_json, write_text
 from configs.runtime.redaction import PRIVATE_KEY, mask_counting
-from configs.schema.refreshing import LogConfig, RefreshConfig
+from configs.schema.commands.refreshing import LogConfig, RefreshConfig
 from distill.generation.prompts import UNCATEGORISED, Prompt, everything_said, parse_row
 from distill.generation.row_formats import detect_format, to_turns_or_messages
 from distill.generation.spread import NearDuplicates

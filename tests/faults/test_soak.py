@@ -5,7 +5,7 @@ import json
 import pytest
 
 from configs.runtime.command import DONE, GATE_FAILED
-from configs.schema.benchmarks import SoakConfig
+from configs.schema.commands.benchmarks import SoakConfig
 from scripts.fault_injection import rounds as soak_rounds
 from scripts.fault_injection.rounds import FAULTS, soak
 

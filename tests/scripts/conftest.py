@@ -10,10 +10,10 @@ from huggingface_hub import constants
 from huggingface_hub.utils import close_session
 
 from configs.runtime.command import run_command
+from configs.schema.commands.release import PushConfig
 from configs.schema.data import DataConfig
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import EvalConfig, GateConfig, LosslessConfig, SuiteConfig
-from configs.schema.release import PushConfig
 from configs.schema.target import TargetConfig
 from distill.generation.make_dataset import make_dataset
 from eval import evaluation, gate

@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 
 from configs.runtime.command import BAD_INPUT, DONE, run_command
 from configs.runtime.errors import InputError
+from configs.schema.commands.release import ENGINES, ExportConfig, ImportConfig
 from configs.schema.heads import MedusaSettings
-from configs.schema.release import ENGINES, ExportConfig, ImportConfig
 from configs.schema.target import TargetConfig
 from eval.release.artifact_hash import read_shipped
 from heads.artifact import read_metadata

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from configs.runtime.command import BAD_INPUT, DONE, run_command
 from configs.runtime.errors import InputError
+from configs.schema.commands.release import TORCH_FILES, ExportConfig, ImportConfig
 from configs.schema.evaluation import EvalConfig, GateConfig
 from configs.schema.heads import MedusaSettings
 from configs.schema.learning import StudentConfig
-from configs.schema.release import TORCH_FILES, ExportConfig, ImportConfig
 from configs.schema.target import TargetConfig
 from distill.student.init import initial_draft
 from eval import gate

@@ -7,7 +7,7 @@ import pytest
 
 from configs.runtime.command import BAD_INPUT, DONE, run_command
 from configs.runtime.loading import load_config
-from configs.schema.planning import PlanDistillConfig, PlanHeadsConfig
+from configs.schema.commands.planning import PlanDistillConfig, PlanHeadsConfig
 from scripts.plan import add_arguments, main, schema_of
 from train.plan.page import scaling_table
 from train.plan.plan import make_plan

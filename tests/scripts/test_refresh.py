@@ -8,9 +8,9 @@ import pytest
 
 from configs.runtime.command import BAD_INPUT, DONE, run_command
 from configs.runtime.files import CHECKOUT
+from configs.schema.commands.refreshing import RefreshConfig
 from configs.schema.data import DataConfig
 from configs.schema.evaluation import EvalConfig, GateConfig
-from configs.schema.refreshing import RefreshConfig
 from configs.schema.training import DistillConfig, HeadsConfig
 from scripts import demo, refresh
 from train.launch import run_heads

@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from configs.runtime.command import BAD_INPUT, DONE, run_command
-from configs.schema.benchmarks import BenchStatesConfig
+from configs.schema.commands.benchmarks import BenchStatesConfig
 from configs.schema.target import EngineStatesConfig
 from configs.schema.training import HeadsConfig
 from heads.target.loading import load_target

@@ -8,8 +8,8 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
+from configs.schema.commands.planning import PlanConfig
 from configs.schema.data import CacheConfig
-from configs.schema.planning import PlanConfig
 from distill.cache.format import RowLayout
 from distill.cache.writer import layout_of
 from distill.dataset.batches import ConversationDataset

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from configs.schema.planning import PlanConfig, PlanHeadsConfig
+from configs.schema.commands.planning import PlanConfig, PlanHeadsConfig
 from heads.modules.layers import shape_like
 from heads.target.hidden_states import blocks
 from train.plan.data import Workload

@@ -15,8 +15,8 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from configs.runtime.errors import InputError, first_line
+from configs.schema.commands.planning import PlanConfig, PlanHeadsConfig
 from configs.schema.learning import StudentConfig
-from configs.schema.planning import PlanConfig, PlanHeadsConfig
 from configs.schema.target import TargetConfig
 from distill.student.init import add_adapters
 from distill.student.kept_blocks import keep_layers

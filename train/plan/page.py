@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from configs.schema.planning import PlanConfig
+from configs.schema.commands.planning import PlanConfig
 from train.plan.memory import GIBIBYTE, Fit
 from train.plan.models import count, frozen_copies
 from train.plan.plan import Plan, make_plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from configs.schema.planning import PlanConfig
+from configs.schema.commands.planning import PlanConfig
 from train.plan.data import CacheSize, Workload, cache_size, measure_workload, open_dataset
 from train.plan.memory import Fit, Memory, memory_of, try_engines
 from train.plan.models import PlannedModels, plan_models

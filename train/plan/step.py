@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
-from configs.schema.planning import PlanConfig
+from configs.schema.commands.planning import PlanConfig
 from eval.cost.operation_counter import WorkCounter
 from heads.inference.causal_lm import backbone
 from heads.modules.interface import Batch

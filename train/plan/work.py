@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 from transformers import PreTrainedModel
 
-from configs.schema.planning import PlanConfig, PlanHeadsConfig
+from configs.schema.commands.planning import PlanConfig, PlanHeadsConfig
 from train.plan.data import Workload
 from train.plan.models import PlannedModels, count
 from train.plan.step import draft_step, forward_flops

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from configs.runtime.errors import InputError
-from configs.schema.release import LayerIds
+from configs.schema.commands.release import LayerIds
 from heads.families.registry import FAMILIES
 from heads.formats.layout import Shapes
 from heads.target.checkpoint_files import Weights

@@ -16,7 +16,7 @@ from typing import Any
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_json
-from configs.schema.release import TAP_OF_ID, LayerIds
+from configs.schema.commands.release import TAP_OF_ID, LayerIds
 from heads.formats.importing.external import ExternalDraft
 from heads.formats.importing.hydra import read_hydra
 from heads.formats.importing.mtp import read_native
@@ -39,8 +39,8 @@ def read_external(folder: Path, *, layer_ids: LayerIds | None = None, reads: str
 
     Args:
         folder: with `config.json` and weights.
-        layer_ids: what ids of hidden states in its config mean (`configs.schema.release.ImportConfig`); None: what they mean to
-            those who write the form.
+        layer_ids: what ids of hidden states in its config mean (`configs.schema.commands.release.ImportConfig`);
+            None: what they mean to those who write the form.
         reads: which state an MTP head was trained on; None: what is usual where it comes from.
 
     Raises:

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from configs.runtime.command import DONE, GATE_FAILED
-from configs.schema.benchmarks import BenchDecodeConfig
+from configs.schema.commands.benchmarks import BenchDecodeConfig
 from configs.schema.evaluation import LosslessConfig
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Timing
 from eval.lossless.verdict import NOT_LOSSLESS, find_divergences, is_tie

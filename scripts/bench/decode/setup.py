@@ -13,7 +13,7 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from configs.runtime.errors import InputError
-from configs.schema.benchmarks import BenchDecodeConfig
+from configs.schema.commands.benchmarks import BenchDecodeConfig
 from configs.schema.decoding import DecodeConfig
 from distill.dataset.conversations import read_conversations
 from eval.decoder.decode import Request, check_decodable

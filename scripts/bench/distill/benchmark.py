@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from configs.runtime.command import DONE, GATE_FAILED
 from configs.runtime.errors import InputError
-from configs.schema.benchmarks import BenchDistillConfig
+from configs.schema.commands.benchmarks import BenchDistillConfig
 from configs.schema.decoding import DecodeConfig
 from configs.schema.training import DistillConfig
 from distill.dataset.conversations import read_conversations

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from configs.runtime.errors import InputError
-from configs.schema.benchmarks import BenchLossConfig
+from configs.schema.commands.benchmarks import BenchLossConfig
 from distill.loss.chunked import LogitHead, chunked_loss
 from distill.loss.divergences import jsd
 from distill.loss.pairs import HiddenRows

@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from configs.runtime.files import sha256_of, write_text
-from configs.schema.benchmarks import BenchDistillConfig
+from configs.schema.commands.benchmarks import BenchDistillConfig
 from configs.schema.data import CacheConfig
 from configs.schema.training import DistillConfig, LossConfig
 from distill.cache.reader import TargetCache, check_fits, open_cache

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from configs.runtime.errors import InputError
-from configs.schema.benchmarks import CommitsConfig
+from configs.schema.commands.benchmarks import CommitsConfig
 from scripts.bench.commits import compare_commits, count_equal, read_evaluation, read_training
 
 

@@ -10,7 +10,7 @@ import torch
 
 from configs.runtime.command import DONE, GATE_FAILED
 from configs.runtime.errors import InputError
-from configs.schema.benchmarks import BenchDecodeConfig, BenchHeadsConfig
+from configs.schema.commands.benchmarks import BenchDecodeConfig, BenchHeadsConfig
 from configs.schema.target import TargetConfig
 from eval.decoder.decode import decode
 from scripts.bench.decode import benchmark as decode_benchmark

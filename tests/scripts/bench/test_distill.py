@@ -9,7 +9,7 @@ import torch
 
 from configs.runtime.command import DONE, GATE_FAILED
 from configs.runtime.errors import InputError
-from configs.schema.benchmarks import BenchDistillConfig, BenchLossConfig
+from configs.schema.commands.benchmarks import BenchDistillConfig, BenchLossConfig
 from configs.schema.decoding import DecodeConfig
 from configs.schema.training import DistillConfig
 from distill.dataset.batches import Example, collate

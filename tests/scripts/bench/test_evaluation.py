@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from configs.runtime.command import DONE
-from configs.schema.benchmarks import BenchEvalConfig
+from configs.schema.commands.benchmarks import BenchEvalConfig
 from configs.schema.evaluation import CostConfig, SuiteConfig
 from configs.schema.target import TargetConfig
 from eval.decoder.clock import Laps

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from configs.runtime.command import DONE
-from configs.schema.benchmarks import ExchangeMemoryConfig
+from configs.schema.commands.benchmarks import ExchangeMemoryConfig
 from scripts.bench.exchange_memory import measure_exchange
 from scripts.fault_injection.children import Child
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from configs.schema.benchmarks import BenchDecodeConfig
+from configs.schema.commands.benchmarks import BenchDecodeConfig
 from scripts.bench import harness as benchmarks
 from scripts.bench.harness import Turn, in_fresh_process, speed_ratio, take_turns, write_results
 

@@ -14,7 +14,7 @@ from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED
 from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.files import CHECKOUT
 from configs.runtime.loading import load_config
-from configs.schema.benchmarks import BenchHeadsConfig
+from configs.schema.commands.benchmarks import BenchHeadsConfig
 from configs.schema.decoding import DecodeConfig
 from configs.schema.training import DistillConfig, HeadsConfig
 from distill.dataset.batches import Example, collate

@@ -10,7 +10,7 @@ import pytest
 
 from configs.runtime.command import DONE
 from configs.runtime.errors import ConfigError, InputError
-from configs.schema.benchmarks import BenchScaleConfig, ScaleStepsConfig
+from configs.schema.commands.benchmarks import BenchScaleConfig, ScaleStepsConfig
 from scripts.bench import scale as scale_comparison
 from scripts.bench.scale import (
     check_shares,

@@ -11,7 +11,7 @@ import torch
 
 from configs.runtime.command import DONE, GATE_FAILED
 from configs.runtime.errors import InputError
-from configs.schema.benchmarks import ServeCheckConfig
+from configs.schema.commands.benchmarks import ServeCheckConfig
 from configs.schema.heads import DFlashSettings, MtpSettings
 from heads.formats.exporting.speculators import vllm_command
 from heads.formats.exporting.table import FORMS

@@ -12,8 +12,8 @@ import torch
 
 from configs.runtime.command import BAD_INPUT, DONE, run_command
 from configs.runtime.errors import InputError
+from configs.schema.commands.release import ImportConfig
 from configs.schema.heads import Eagle3Settings
-from configs.schema.release import ImportConfig
 from heads.families.registry import FAMILIES
 from heads.formats.exporting.exporter import export
 from heads.formats.exporting.source import TargetFolder, read_source

@@ -7,7 +7,7 @@ import torch
 
 from configs.runtime.command import DONE, GATE_FAILED
 from configs.runtime.errors import InputError
-from configs.schema.benchmarks import ModelsCheckConfig
+from configs.schema.commands.benchmarks import ModelsCheckConfig
 from heads.inference.causal_lm import TransformersForward
 from scripts.models_check import runner, stages
 from scripts.models_check.architectures import family_of, names, not_a_decoder

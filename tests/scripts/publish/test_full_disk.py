@@ -7,7 +7,7 @@ import os
 import pytest
 
 from configs.runtime.command import BAD_INPUT, run_command
-from configs.schema.release import ExportConfig
+from configs.schema.commands.release import ExportConfig
 
 exporting = importlib.import_module("scripts.export")
 

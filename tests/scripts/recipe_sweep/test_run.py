@@ -11,7 +11,7 @@ from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED
 from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.files import CHECKOUT
 from configs.runtime.loading import load_config
-from configs.schema.sweep import SweepConfig
+from configs.schema.commands.sweep import SweepConfig
 from configs.schema.target import TargetConfig
 from configs.schema.training import DistillConfig
 from distill.dataset.conversations import read_conversations

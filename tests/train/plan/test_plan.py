@@ -12,8 +12,8 @@ from torch.utils.flop_counter import flop_registry
 from transformers import MixtralConfig, Qwen3MoeConfig
 
 from configs.runtime.errors import InputError
+from configs.schema.commands.planning import PRESETS, HardwareConfig, PlanDistillConfig, PlanHeadsConfig
 from configs.schema.learning import StudentConfig
-from configs.schema.planning import PRESETS, HardwareConfig, PlanDistillConfig, PlanHeadsConfig
 from distill.dataset.batches import ConversationDataset, collate
 from distill.dataset.conversations import ConversationFile
 from distill.loss.draft_objective import DraftObjective, target_hidden

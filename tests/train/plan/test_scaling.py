@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from configs.schema.planning import PlanHeadsConfig
+from configs.schema.commands.planning import PlanHeadsConfig
 from train.plan.memory import ENGINES, GIBIBYTE, HEADROOM, SPREADING, Memory, Sharing, needed_bytes
 from train.plan.plan import make_plan
 from train.plan.scaling import DDP, ONE_A_NODE, REPLICATED, SPLIT, SPREAD, ZERO2, passes_of, ring_bytes, scale

@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from configs.schema.base import NonNegativeInt, PositiveInt, Settings
+from configs.schema.commands.sweep import Setting, dotted
 from configs.schema.data import AnswersConfig, AnswerServerConfig, RowFormat
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import GateConfig, GateRule, LosslessConfig, SuiteConfig
-from configs.schema.sweep import Setting, dotted
 from configs.schema.target import TargetConfig
 
 TAU = "acceptance.tokens_per_target_step"

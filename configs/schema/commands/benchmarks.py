@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from configs.schema.base import NonNegativeInt, PositiveFloat, PositiveInt, Settings, Share
+from configs.schema.commands.sweep import Setting, check_names, dotted
 from configs.schema.evaluation import CostConfig, LosslessConfig, SuiteConfig
-from configs.schema.sweep import Setting, check_names, dotted
 from configs.schema.target import EngineStatesConfig, TargetConfig
 from configs.schema.training import HeadsConfig
 
