@@ -123,7 +123,7 @@ class DraftObjective(nn.Module):
         """Return the draft's head: whole, or the rows of a reduced vocabulary, gathered once for all chunks of a batch."""
         if self.token_ids_W is None:
             return self._trimmed(model_head(self.draft))
-        rows = HeadRows(self.draft, self.token_ids_W)
+        rows = HeadRows.of(self.draft, self.token_ids_W)
         return LogitHead(logits_of=rows.logits, parameters=rows.parameters)
 
     def _trimmed(self, head: LogitHead) -> LogitHead:

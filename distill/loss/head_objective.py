@@ -175,7 +175,7 @@ class HeadObjective(nn.Module):
         if token_ids_W is None or known is None:
             logits_of = model_head(target.model).logits_of
             return [HiddenRows(hidden_NE=flat(hidden_BTE, depth.target_places_N), logits_of=logits_of) for depth in depths]
-        head = HeadRows(target.model, token_ids_W)
+        head = HeadRows.of(target.model, token_ids_W)
         return [
             NormalisedRows(
                 hidden_NE=flat(hidden_BTE, depth.target_places_N),

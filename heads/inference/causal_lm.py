@@ -156,22 +156,26 @@ def head_rows(model: PreTrainedModel, token_ids_W: Tensor) -> tuple[Tensor, Tens
         raise InputError(
             f"the draft vocabulary holds token {int(token_ids_W[-1])}; the draft's head has {head.out_features} rows"
         )
-    rows = HeadRows(model, token_ids_W)
+    rows = HeadRows.of(model, token_ids_W)
     return rows.weight_WD, rows.bias_W
 
 
 class HeadRows:
     """Some rows of a causal LM's head (`HasOutputHead`); their logits are scaled or capped as the model does.
 
-    The rows are gathered once, differentiably: the gradient of `parameters` flows on into the whole head. They are to be rows
-    that `head_rows` has accepted before: its check makes the host wait for the device.
+    Args:
+        config: the model's.
+        weight_WD, bias_W: the rows, gathered differentiably: the gradient of `parameters` flows on into the whole head.
     """
 
-    def __init__(self, model: PreTrainedModel, token_ids_W: Tensor) -> None:
-        self.config = model.config
+    def __init__(self, config: object, weight_WD: Tensor, bias_W: Tensor | None) -> None:
+        self.config, self.weight_WD, self.bias_W = config, weight_WD, bias_W
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, token_ids_W: Tensor) -> HeadRows:
+        """Gather rows that `head_rows` has accepted before: its check makes the host wait for the device."""
         head = model.get_output_embeddings()
-        self.weight_WD = head.weight[token_ids_W]
-        self.bias_W = None if head.bias is None else head.bias[token_ids_W]
+        return cls(model.config, head.weight[token_ids_W], None if head.bias is None else head.bias[token_ids_W])
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
@@ -180,7 +184,7 @@ class HeadRows:
 
     def get_output_embeddings(self) -> Callable[[Tensor], Tensor]:
         """Return the linear map from hidden states `[..., D]` to raw logits `[..., W]`."""
-        return lambda hidden: functional.linear(hidden, self.weight_WD, self.bias_W)
+        return lambda hidden: functional.linear(hidden.to(self.weight_WD.dtype), self.weight_WD, self.bias_W)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits `[..., W]` of final hidden states `[..., D]`."""

@@ -33,3 +33,16 @@ class AssistedDepth(Depth):
     """A depth whose loss has further predictions in it."""
 
     auxiliaries: tuple[Auxiliary, ...] = ()
+
+
+def assisted(
+    depth: Depth,
+    *,
+    hidden_ND: Tensor,
+    logits_of: Callable[[Tensor], Tensor],
+    parameters: tuple[Tensor, ...],
+    auxiliaries: tuple[Auxiliary, ...] = (),
+) -> AssistedDepth:
+    """Return a depth with other logits, which are no longer the output head's alone: some columns of them cannot be had."""
+    changed = {"hidden_ND": hidden_ND, "logits_of": logits_of, "parameters": parameters, "columns_of": None}
+    return AssistedDepth(**vars(depth) | changed, auxiliaries=auxiliaries)

@@ -9,7 +9,7 @@ B batch, N rows, D width, W draft vocabulary, V target vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from configs.schema.decoding import SamplingConfig
-from heads.inference.causal_lm import head_logits, head_rows
+from heads.inference.causal_lm import HeadRows, head_logits, head_rows
 from heads.modules.interface import Depth
 from heads.modules.target_sizes import check_widths
 from heads.proposers.chain_builder import ChainBuilder
@@ -113,7 +113,7 @@ class DraftHead(nn.Module):
     def columns(self, places_S: Tensor) -> tuple[Callable[[Tensor], Tensor], tuple[Tensor, ...]]:
         """Return what makes the logits `[..., S]` of some draft tokens, and the tensors that these depend on."""
         weight_WD, bias_W = self._weights()
-        some = _Columns(self.config, self._as_autocast(weight_WD)[places_S], None if bias_W is None else bias_W[places_S])
+        some = HeadRows(self.config, self._as_autocast(weight_WD)[places_S], None if bias_W is None else bias_W[places_S])
         return some.logits, some.parameters
 
     def start_chain(self, tokens: Tokens, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool) -> ChainBuilder:
@@ -146,24 +146,6 @@ class DraftHead(nn.Module):
             return self.weight, self.bias
         head = cast(nn.Linear, self._target[0].get_output_embeddings())
         return head.weight, head.bias
-
-
-class _Columns(NamedTuple):
-    """Some rows of the weight of a `DraftHead`, gathered differentiably, as a head of their own."""
-
-    config: object
-    weight_SD: Tensor
-    bias_S: Tensor | None
-
-    @property
-    def parameters(self) -> tuple[Tensor, ...]:
-        return (self.weight_SD,) if self.bias_S is None else (self.weight_SD, self.bias_S)
-
-    def get_output_embeddings(self) -> Callable[[Tensor], Tensor]:
-        return lambda hidden: functional.linear(hidden.to(self.weight_SD.dtype), self.weight_SD, self.bias_S)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return head_logits(self, hidden)
 
 
 def cast_anew(weight: Tensor) -> torch.dtype | None:

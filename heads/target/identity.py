@@ -107,15 +107,15 @@ def remembered_sha256(path: Path) -> str:
         return sha256_of(path)
 
 
-def hash_weights(folder: Path) -> str:
-    """Return the hash of a model folder's weight files.
+def hash_weights(path: Path) -> str:
+    """Return the hash of a model folder's weight files, or of a model that is one file.
 
     Raises:
         InputError: the folder holds none.
     """
-    found = [path for pattern in WEIGHT_PATTERNS for path in folder.glob(pattern)]
+    found = [path] if path.is_file() else [each for pattern in WEIGHT_PATTERNS for each in path.glob(pattern)]
     if not found:
-        raise InputError(f"{folder} holds no weights ({' or '.join(WEIGHT_PATTERNS)})")
+        raise InputError(f"{path} holds no weights ({' or '.join(WEIGHT_PATTERNS)})")
     return hash_files(found)
 
 

@@ -35,7 +35,7 @@ from heads.target.chat_template import set_chat_template
 from heads.target.demo_model import PREFIX, embedded_folder, load_gguf
 from heads.target.hidden_states import TargetStates
 from heads.target.id_tokens import id_tokenizer
-from heads.target.identity import TargetIdentity, hash_chat_template, hash_files, hash_tokenizer, hash_weights
+from heads.target.identity import TargetIdentity, hash_chat_template, hash_tokenizer, hash_weights
 from heads.target.placement import place_parts
 from heads.target.quantized import loader_of, quantization_of
 from heads.target.served.ends import load_ends
@@ -203,7 +203,7 @@ def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: 
             f"target.name: {path} does not hold a causal LM and its tokenizer: {first_line(error)} (where its tokens are no "
             "text, set target.tokens to ids)"
         ) from error
-    weights_sha256 = hash_files([path]) if path.is_file() else hash_weights(path)
+    weights_sha256 = hash_weights(path)
     kind = None if config.parallel is None else config.parallel.kind
     # accelerate's hooks place the weights of a spread target, and blocks that servers or other stages run have none.
     placed = config.device_map is not None or config.states is not None or kind == "pipeline"

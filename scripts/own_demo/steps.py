@@ -17,7 +17,7 @@ from typing import Any
 from configs.runtime.errors import InputError
 from configs.runtime.files import CHECKOUT
 from configs.runtime.loading import load_config
-from configs.runtime.resumable import fingerprint
+from configs.runtime.resumable import files_fingerprint
 from configs.schema.data import DataConfig
 
 HELD_OUT = 32  # prompts that are evaluated on, besides those of configs/eval/demo.yaml's further suite
@@ -51,9 +51,8 @@ class OwnLoop:
 
     def made_of(self) -> str:
         """Return a fingerprint of the files given, by size and time, for steps to be run again after they changed."""
-        given = [Path(each) for each in (self.target, self.prompts, self.data) if each is not None and Path(each).exists()]
-        files = [each for path in given for each in (sorted(path.rglob("*")) if path.is_dir() else [path])]
-        return fingerprint([(str(each), each.stat().st_size, each.stat().st_mtime_ns) for each in files if each.is_file()])
+        given = (Path(each) for each in (self.target, self.prompts, self.data) if each is not None)
+        return files_fingerprint(given)
 
     def steps(self, demo: Mapping[str, list[str]]) -> dict[str, list[str]]:
         """Return the demo's steps for this target, but for those that fetch the demo's or write data made before."""

@@ -18,6 +18,7 @@ from configs.schema.training import DistillConfig, HeadsConfig
 from heads.metadata import Metadata
 from scripts import demo
 
+Config = DataConfig | DistillConfig | HeadsConfig | EvalConfig
 ENTRIES: dict[type[BaseModel], str] = {
     DataConfig: "scripts/make_data.py",
     DistillConfig: "train/distill.py",
@@ -33,7 +34,7 @@ def call(entry: str, *arguments: str, launcher: str | None = None) -> int:
     return demo.run_step([*launch, str(CHECKOUT / entry), *arguments], Path.cwd())
 
 
-def call_with(config: BaseModel, name: str, output: Path, launcher: str | None = None) -> int:
+def call_with(config: Config, name: str, output: Path, launcher: str | None = None) -> int:
     """Write a command's config as `output/configs/name.json` and run the command that it is for."""
     path = output / "configs" / f"{name}.json"
     write_json(path, config.model_dump(mode="json"))

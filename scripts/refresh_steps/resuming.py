@@ -17,7 +17,7 @@ from typing import Any
 from configs.runtime.command import BAD_INPUT, DONE
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_object, write_json
-from configs.runtime.resumable import fingerprint
+from configs.runtime.resumable import files_fingerprint, fingerprint
 
 log = logging.getLogger("draftsmith")
 RECORD = "steps.json"
@@ -40,12 +40,6 @@ class Step:
     run: Callable[[], int]
 
 
-def files_of(paths: Sequence[Path]) -> str:
-    """Return a fingerprint of files, and of the files in folders, by name, size and time."""
-    files = [each for path in paths for each in (sorted(path.rglob("*")) if path.is_dir() else [path])]
-    return fingerprint([(str(each), each.stat().st_size, each.stat().st_mtime_ns) for each in files if each.is_file()])
-
-
 def run_steps(output: Path, steps: Sequence[Step], inputs: Sequence[Path]) -> int:
     """Run what is not finished; return the code of the first step that does not end with 0.
 
@@ -56,7 +50,7 @@ def run_steps(output: Path, steps: Sequence[Step], inputs: Sequence[Path]) -> in
     """
     record = read_object(output / RECORD, "record of the steps") if (output / RECORD).is_file() else {}
     if record.get("ended", True):
-        record = {**record, "inputs": files_of(inputs), "ended": False}
+        record = {**record, "inputs": files_fingerprint(inputs), "ended": False}
     known, finished = record["inputs"], dict(record.get("finished", {}))
     for step in steps:
         known = fingerprint(known, step.name, step.decided_by)

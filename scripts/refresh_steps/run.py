@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 from configs.runtime.command import DONE, GATE_FAILED, INCONCLUSIVE
@@ -11,7 +10,7 @@ from configs.schema.commands.refreshing import RefreshConfig
 from heads.artifact import hash_artifact, read_metadata
 from heads.hub import locate_artifact
 from heads.metadata import Metadata
-from heads.target.identity import hash_files, hash_weights
+from heads.target.identity import hash_weights
 from heads.target.loading import locate
 from scripts.refresh_steps import commands
 from scripts.refresh_steps.drift import measure_drift
@@ -45,7 +44,6 @@ def refresh(config: RefreshConfig) -> int:
     train = commands.training_config(config, recipe, served, mixed, trained)
     evaluate_served = commands.eval_config(config, served, mixed / "suite.jsonl", measured_served)
     evaluate = commands.eval_config(config, artifact, mixed / "suite.jsonl", measured)
-    call = partial(commands.call_with, output=output)
 
     def clean() -> int:
         write_traffic(config, traffic)
@@ -63,36 +61,16 @@ def refresh(config: RefreshConfig) -> int:
             decided_by=[config.log.model_dump(), hash_artifact(served, metadata)],
             run=clean,
         ),
-        Step(
-            name="let the target answer",
-            folder=data,
-            decided_by=make_data.model_dump(mode="json"),
-            run=lambda: call(make_data, "data"),
-        ),
+        _command("let the target answer", make_data, "data", output),
         Step(
             name="mix with the old data",
             folder=mixed,
             decided_by=[str(replay), config.old_suite.model_dump(), config.replay_share, config.max_suite_prompts, config.seed],
             run=mix_data,
         ),
-        Step(
-            name="measure the served draft",
-            folder=measured_served,
-            decided_by=evaluate_served.model_dump(mode="json"),
-            run=lambda: call(evaluate_served, "eval_served"),
-        ),
-        Step(
-            name="train on",
-            folder=trained,
-            decided_by=train.model_dump(mode="json"),
-            run=lambda: call(train, "train", launcher=config.accelerate),
-        ),
-        Step(
-            name="measure the new draft",
-            folder=measured,
-            decided_by=evaluate.model_dump(mode="json"),
-            run=lambda: call(evaluate, "eval_refreshed"),
-        ),
+        _command("measure the served draft", evaluate_served, "eval_served", output),
+        _command("train on", train, "train", output, launcher=config.accelerate),
+        _command("measure the new draft", evaluate, "eval_refreshed", output),
     ]
     code = run_steps(output, steps, [Path(config.log.path), *([] if replay is None else [replay])])
     if code != DONE:
@@ -118,8 +96,7 @@ def find_served(config: RefreshConfig) -> tuple[Path, Metadata]:
     metadata = read_metadata(served)
     _check_outside(config, "served", served)
     made_for = metadata.target.get("weights_sha256")
-    path = locate(config.target)
-    if config.target.guidance is None and made_for != (hash_files([path]) if path.is_file() else hash_weights(path)):
+    if config.target.guidance is None and made_for != hash_weights(locate(config.target)):
         raise InputError(
             f"served: {served} was made for {metadata.target.get('name')}, and target.name {config.target.name} has other "
             "weights: name the target that it serves, or train a new draft for this one"
@@ -140,6 +117,16 @@ def find_replay(config: RefreshConfig, recipe_data: str) -> Path | None:
         raise InputError(f"replay: {replay} is not there; name the train.jsonl of the served draft, or set replay_share to 0")
     _check_outside(config, "replay", replay)
     return replay
+
+
+def _command(name: str, config: commands.Config, file: str, output: Path, launcher: str | None = None) -> Step:
+    """Return the step that runs a command, whose folder is the config's output, with `output/configs/FILE.json`."""
+    return Step(
+        name=name,
+        folder=Path(config.output),
+        decided_by=config.model_dump(mode="json"),
+        run=lambda: commands.call_with(config, file, output, launcher),
+    )
 
 
 def _check_outside(config: RefreshConfig, key: str, path: Path) -> None:

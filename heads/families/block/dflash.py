@@ -13,7 +13,7 @@ B batch, T positions, A anchors of a row, S slots of a block, X = A * S, G draft
 from __future__ import annotations
 
 import math
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -151,6 +151,39 @@ class BlockDrafter(FeatureProposer):
         """Choose a draft for each of these slots; one product with the output head serves all of them."""
         for logits_BW in self.module.lm_head.logits(states_BSD[:, slots]).unbind(1):
             chain.add(logits_BW)
+
+
+class DraftStep(NamedTuple):
+    """What a draft is chosen by: its logits, the head's estimate of its acceptance, and what the next step is given."""
+
+    logits_BW: Tensor
+    estimate_B: Tensor | None = None
+    carried: Tensor | None = None
+
+
+class StepwiseDrafter(BlockDrafter):
+    """Chooses the drafts of a block one after another, each by logits that depend on those before."""
+
+    def choose(self, states_BSD: Tensor, slots: slice, pending_B: Tensor, chain: ChainBuilder) -> None:
+        """Choose a draft for each of these slots until the chain is finished."""
+        before_B, carried, states_BGD = pending_B, None, states_BSD[:, slots]
+        logits_BGW = self.module.lm_head.logits(states_BGD)
+        for state_BD, logits_BW in zip(states_BGD.unbind(1), logits_BGW.unbind(1), strict=True):
+            step = self.step(logits_BW, state_BD, before_B, carried)
+            before_B, carried = chain.add(step.logits_BW, step.estimate_B), step.carried
+            if chain.finished:
+                break
+
+    def step(self, logits_BW: Tensor, state_BD: Tensor, before_B: Tensor, carried: Tensor | None) -> DraftStep:
+        """Return what a slot's draft is chosen by.
+
+        Args:
+            logits_BW: the output head's of the slot's state.
+            state_BD: final, normed.
+            before_B: the token before, the target's id.
+            carried: by the step before; None at the first.
+        """
+        raise NotImplementedError
 
 
 def resolved(settings: DFlashSettings, target: PreTrainedModel) -> DFlashSettings:

@@ -23,12 +23,11 @@ from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
 from configs.schema.heads import DFlash2Settings
-from heads.families.block.dflash import BlockDrafter, DFlash
-from heads.modules.auxiliary import AssistedDepth, Auxiliary
+from heads.families.block.dflash import DFlash, DraftStep, StepwiseDrafter
+from heads.modules.auxiliary import Auxiliary, assisted
 from heads.modules.block_training import Anchors
 from heads.modules.interface import Batch, Depth, Family, flat
 from heads.modules.layers import DraftLayer, LayerKeys, LayerShape, Rotation
-from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.vocabulary import DraftVocabulary
 
 
@@ -73,13 +72,13 @@ class DFlash2(DFlash):
             parameters=depth.parameters,
             weight=self.settings.unary_weight,
         )
-        selected = {
-            "hidden_ND": self.joined(depth.hidden_ND, flat(batch.input_ids_BT, depth.origins_N + number + 1)),
-            "logits_of": self.logits,
-            "parameters": (*depth.parameters, self.candidate_selector.successor_codebook),
-            "auxiliaries": (unary,) if self.training and unary.weight > 0 else (),
-        }
-        return AssistedDepth(**vars(depth) | selected)
+        return assisted(
+            depth,
+            hidden_ND=self.joined(depth.hidden_ND, flat(batch.input_ids_BT, depth.origins_N + number + 1)),
+            logits_of=self.logits,
+            parameters=(*depth.parameters, self.candidate_selector.successor_codebook),
+            auxiliaries=(unary,) if self.training and unary.weight > 0 else (),
+        )
 
 
 class CandidateSelector(nn.Module):
@@ -151,20 +150,15 @@ class SlotConvolution(nn.Module):
         return mixed_BXD
 
 
-class SelectedDrafter(BlockDrafter):
+class SelectedDrafter(StepwiseDrafter):
     """A DFlash2 head as a proposer."""
 
     module: DFlash2
 
-    def choose(self, states_BSD: Tensor, slots: slice, pending_B: Tensor, chain: ChainBuilder) -> None:
-        """Choose the drafts one after another, each among candidates scored by the one before."""
-        before_B, states_BGD = pending_B, states_BSD[:, slots]
-        unary_BGW = self.module.lm_head.logits(states_BGD)
-        for state_BD, unary_BW in zip(states_BGD.unbind(1), unary_BGW.unbind(1), strict=True):
-            context_BR = self.module.candidate_selector.context(state_BD, before_B)
-            before_B = chain.add(self.module.selected(unary_BW, context_BR))
-            if chain.finished:
-                break
+    def step(self, logits_BW: Tensor, state_BD: Tensor, before_B: Tensor, carried: Tensor | None) -> DraftStep:
+        """Score the candidates by the draft before."""
+        context_BR = self.module.candidate_selector.context(state_BD, before_B)
+        return DraftStep(self.module.selected(logits_BW, context_BR))
 
 
 FAMILY = Family(settings=DFlash2Settings, build=DFlash2, propose=SelectedDrafter, in_one_forward=True)

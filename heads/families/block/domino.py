@@ -21,11 +21,10 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from configs.schema.heads import DominoSettings
-from heads.families.block.dflash import BlockDrafter, DFlash
-from heads.modules.auxiliary import AssistedDepth, Auxiliary
+from heads.families.block.dflash import DFlash, DraftStep, StepwiseDrafter
+from heads.modules.auxiliary import Auxiliary, assisted
 from heads.modules.block_training import Anchors
 from heads.modules.interface import Batch, Depth, Family
-from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.vocabulary import DraftVocabulary
 
 
@@ -70,13 +69,13 @@ class Domino(DFlash):
             parameters=depth.parameters,
             weight=self.settings.base_weight,
         )
-        corrected = {
-            "hidden_ND": joined_NX,
-            "logits_of": self.logits,
-            "parameters": (*depth.parameters, *self.embed_proj.parameters()),
-            "auxiliaries": (base,) if self.training and base.weight > 0 else (),
-        }
-        return AssistedDepth(**vars(depth) | corrected)
+        return assisted(
+            depth,
+            hidden_ND=joined_NX,
+            logits_of=self.logits,
+            parameters=(*depth.parameters, *self.embed_proj.parameters()),
+            auxiliaries=(base,) if self.training and base.weight > 0 else (),
+        )
 
 
 class PrefixGru(nn.Module):
@@ -101,23 +100,18 @@ class PrefixGru(nn.Module):
         return torch.lerp((new_in + reset * new_state).tanh(), state.to(update.dtype), update)
 
 
-class CorrectedDrafter(BlockDrafter):
+class CorrectedDrafter(StepwiseDrafter):
     """A Domino head as a proposer."""
 
     module: Domino
 
-    def choose(self, states_BSD: Tensor, slots: slice, pending_B: Tensor, chain: ChainBuilder) -> None:
-        """Choose the drafts one after another, each corrected by those before."""
-        module, before_B, states_BGD = self.module, pending_B, states_BSD[:, slots]
-        base_BGW, gru_BR = module.lm_head.logits(states_BGD), None
-        for number, (state_BD, logits_BW) in enumerate(zip(states_BGD.unbind(1), base_BGW.unbind(1), strict=True)):
-            embedded_BD = module.embed(before_B)
-            gru_BR = module.prefix_gru(embedded_BD, module.prefix_gru.initial(embedded_BD) if gru_BR is None else gru_BR)
-            if number > 0:
-                logits_BW = logits_BW + module.embed_proj(torch.cat([state_BD, gru_BR.to(state_BD.dtype)], -1))
-            before_B = chain.add(logits_BW)
-            if chain.finished:
-                break
+    def step(self, logits_BW: Tensor, state_BD: Tensor, before_B: Tensor, carried: Tensor | None) -> DraftStep:
+        """Correct every draft but the first by the GRU's state, which is what is carried on."""
+        module, embedded_BD = self.module, self.module.embed(before_B)
+        gru_BR = module.prefix_gru(embedded_BD, module.prefix_gru.initial(embedded_BD) if carried is None else carried)
+        if carried is not None:
+            logits_BW = logits_BW + module.embed_proj(torch.cat([state_BD, gru_BR.to(state_BD.dtype)], -1))
+        return DraftStep(logits_BW, carried=gru_BR)
 
 
 FAMILY = Family(settings=DominoSettings, build=Domino, propose=CorrectedDrafter, in_one_forward=True)

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from configs.schema.heads import DSparkSettings
-from heads.families.block.dflash import BlockDrafter, DFlash
+from heads.families.block.dflash import DFlash, DraftStep, StepwiseDrafter
+from heads.modules.auxiliary import assisted
 from heads.modules.block_training import Anchors
 from heads.modules.interface import Batch, Depth, Family, flat
-from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.vocabulary import DraftVocabulary
 
 
@@ -51,12 +51,9 @@ class DSpark(DFlash):
     def depth(self, batch: Batch, anchors: Anchors, number: int, states_BAD: Tensor) -> Depth:
         depth = super().depth(batch, anchors, number, states_BAD)
         joined_ND = self.joined(depth.hidden_ND, flat(batch.input_ids_BT, depth.origins_N + number + 1))
+        parameters = (*depth.parameters, self.markov_head.markov_w2.weight)
         return replace(
-            depth,
-            hidden_ND=joined_ND,
-            logits_of=self.logits,
-            columns_of=None,
-            parameters=(*depth.parameters, self.markov_head.markov_w2.weight),
+            assisted(depth, hidden_ND=joined_ND, logits_of=self.logits, parameters=parameters),
             confidence_N=self.confidence_head(joined_ND),
             confidence_weight=self.settings.confidence_weight,
         )
@@ -84,22 +81,16 @@ class Confidence(nn.Module):
         return cast(Tensor, self.proj(joined).squeeze(-1))
 
 
-class MarkovDrafter(BlockDrafter):
+class MarkovDrafter(StepwiseDrafter):
     """A DSpark head as a proposer, whose estimates are its confidence head's."""
 
     module: DSpark
 
-    def choose(self, states_BSD: Tensor, slots: slice, pending_B: Tensor, chain: ChainBuilder) -> None:
-        """Choose the drafts one after another, each with the bias of the one before."""
-        before_B, states_BGD = pending_B, states_BSD[:, slots]
-        without_bias_BGW = self.module.lm_head.logits(states_BGD)
-        for state_BD, logits_BW in zip(states_BGD.unbind(1), without_bias_BGW.unbind(1), strict=True):
-            joined_BD = self.module.joined(state_BD, before_B)
-            bias_BW = self.module.markov_head.markov_w2(joined_BD[:, state_BD.shape[-1] :])
-            estimate_B = self.module.confidence_head(joined_BD).float().sigmoid()
-            before_B = chain.add(logits_BW + bias_BW, estimate_B)
-            if chain.finished:
-                break
+    def step(self, logits_BW: Tensor, state_BD: Tensor, before_B: Tensor, carried: Tensor | None) -> DraftStep:
+        """Add the bias of the draft before."""
+        joined_BD = self.module.joined(state_BD, before_B)
+        bias_BW = self.module.markov_head.markov_w2(joined_BD[:, state_BD.shape[-1] :])
+        return DraftStep(logits_BW + bias_BW, self.module.confidence_head(joined_BD).float().sigmoid())
 
 
 FAMILY = Family(settings=DSparkSettings, build=DSpark, propose=MarkovDrafter, in_one_forward=True)

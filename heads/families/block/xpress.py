@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import XPressSettings
 from heads.families.block.dflash import BlockDrafter, DFlash
-from heads.modules.auxiliary import AssistedDepth, Auxiliary
+from heads.modules.auxiliary import Auxiliary, assisted
 from heads.modules.block_training import Anchors
 from heads.modules.interface import Batch, Depth, Family
 from heads.proposers.chain_builder import ChainBuilder
@@ -84,8 +84,7 @@ class XPress(DFlash):
                     weight=settings.base_weight,
                 )
             )
-        refined = {"hidden_ND": refined_ND, "logits_of": self.logits, "parameters": parameters}
-        return AssistedDepth(**vars(depth) | refined | {"auxiliaries": tuple(others)})
+        return assisted(depth, hidden_ND=refined_ND, logits_of=self.logits, parameters=parameters, auxiliaries=tuple(others))
 
     @torch.no_grad()
     def _likeliest(self, states: Tensor, refined: Tensor | None = None) -> Tensor:

@@ -60,10 +60,14 @@ def test_over_all_columns_the_loss_and_gradient_are_the_whole_ones(kind, vocabul
 def test_what_cannot_be_sampled_is_refused():
     with pytest.raises(ValueError, match="sampled_tokens is for temperature 1"):
         LossConfig(sampled_tokens=8, temperature=2.0)
+
+
+@pytest.mark.parametrize("kind", ["dspark", "dflash2", "xpress", "domino"])
+def test_heads_whose_logits_are_more_than_a_matrix_are_refused(kind):
     model = checks.tiny_target("llama")
-    head = checks.build(checks.SETTINGS["dspark"], model)
+    head = checks.build(checks.SETTINGS[kind], model)
     sampler = ColumnSampler(torch.arange(model.config.vocab_size), torch.tensor([1]), 8)
-    with pytest.raises(ConfigError, match=r"loss.sampled_tokens: the output head of DSpark"):
+    with pytest.raises(ConfigError, match=rf"loss.sampled_tokens: the output head of {type(head).__name__} is more"):
         HeadObjective(head, SimpleNamespace(model=model), LossConfig(), sampler=sampler)(
             *small_batch(model, head.taps), torch.tensor(6.0), 1
         )

@@ -21,7 +21,7 @@ def rows_of(model):
     known = normalise(model, HIDDEN_BTE, WANTED_N, chunk_size=3)
     return NormalisedRows(
         hidden_NE=HIDDEN_BTE.flatten(0, 1)[WANTED_N],
-        head=HeadRows(model, IDS_W),
+        head=HeadRows.of(model, IDS_W),
         log_sum_N=known.log_sum_P[WANTED_N],
         top1_N=known.top1_P[WANTED_N],
     )

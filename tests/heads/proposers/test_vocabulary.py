@@ -51,7 +51,7 @@ def test_a_cut_head_keeps_its_bias_and_the_soft_cap_of_its_architecture(tiny_lla
     model.set_output_embeddings(head)
     hidden = torch.randn(3, 32, dtype=torch.float64)
     whole = head_logits(model, hidden)
-    torch.testing.assert_close(HeadRows(model, torch.tensor(IDS)).logits(hidden), whole[..., IDS], rtol=0, atol=1e-12)
+    torch.testing.assert_close(HeadRows.of(model, torch.tensor(IDS)).logits(hidden), whole[..., IDS], rtol=0, atol=1e-12)
     keep_head_rows(model, vocabulary_of(IDS))
     torch.testing.assert_close(head_logits(model, hidden), whole[..., IDS], rtol=0, atol=1e-12)
 
