@@ -122,6 +122,24 @@ class DraftHead(nn.Module):
         lengths = text_of(tokens, device).lengths
         return ChainBuilder(lengths, sampling, rng, device, self.target_ids, self.scatter, keep_logits=keep_logits)
 
+    @property
+    def num_tokens(self) -> int:
+        """The size of the draft vocabulary, W."""
+        return self._weights()[0].shape[0]
+
+    def keep(self, token_ids: Tensor) -> None:
+        """Leave only these of the target's ids, each now in the vocabulary, in place. What the head was trained to say of
+        each stays: rows are independent. Exact in decoding; the head is not for training any more.
+        """
+        ids_W = torch.arange(self.num_tokens, device=self._target[0].device) if self.token_ids is None else self.token_ids
+        weight_WD, bias_W = self._weights()
+        places_S = torch.isin(ids_W, token_ids.to(ids_W.device)).nonzero().squeeze(1)
+        for name, value in (("weight", weight_WD), ("bias", bias_W)):
+            if value is not None:
+                delattr(self, name)
+                self.register_buffer(name, value.detach()[places_S].clone())
+        self.token_ids, self._cast = ids_W[places_S], None
+
     def target_ids(self, drafted: Tensor) -> Tensor:
         """Return the target's ids of draft tokens."""
         return drafted if self.token_ids is None else self.token_ids[drafted]

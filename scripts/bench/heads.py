@@ -3,10 +3,12 @@
 Each recipe is trained (`scripts.bench.trained_runs`), and what came out is measured as `eval/run.py` measures: greedy chains
 at batch 1 on held-out prompts that chose no checkpoint ("home") and on the prompts of `suites`, alone and after a prompt
 lookup, plain decoding in turns with them, losslessness judged. Prompt lookup, which needs no training, is measured along with
-the first. EAGLE-3's training itself is compared with speculators', where that is installed (`scripts.bench.eagle3_training`),
-and its attention with a dense one (`scripts.bench.peers.dense_attention`). Data and finished trainings are kept while recipe
-and data are the same, so that only the first run takes hours. Rows of heads trained on other data stay in the
-file, and comparisons that this run leaves out.
+the first. With `draft_vocab_sizes` each head is measured with fewer draft tokens as well: the rows of its output head stand
+for themselves, so those of the answers' most frequent tokens are kept and the others left out, without further training.
+EAGLE-3's training itself is compared with speculators', where that is installed (`scripts.bench.eagle3_training`), and its
+attention with a dense one (`scripts.bench.peers.dense_attention`). Data and finished trainings are kept while recipe and data
+are the same, so that only the first run takes hours. Rows of heads trained on other data stay in the file, and comparisons
+that this run leaves out.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import torch
 from safetensors import safe_open
 
 from configs.runtime.command import DONE, GATE_FAILED
+from configs.runtime.errors import ConfigError
 from configs.runtime.files import read_json
 from configs.runtime.loading import load_config
 from configs.schema.commands.benchmarks import HOME_SUITE, BenchHeadsConfig
@@ -30,8 +33,9 @@ from configs.schema.evaluation import EvalConfig, LosslessConfig
 from configs.schema.training import HeadsConfig
 from distill.dataset.batches import ConversationDataset
 from distill.dataset.conversations import read_conversations
+from distill.student.vocabulary import frequent_answer_tokens
 from eval.decoder.decode import Request, check_decodable
-from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP
+from eval.decoder.records import AUTOREGRESSIVE, WITH_LOOKUP
 from eval.lossless.verdict import NOT_LOSSLESS, judge_lossless
 from eval.measure.interleaved import Records, measure
 from eval.measure.proposers import add_lookup
@@ -40,7 +44,9 @@ from eval.measure.turns import Turns
 from eval.metrics.acceptance import summarise_acceptance
 from eval.stats.bootstrap import Interval
 from heads.artifact import WEIGHTS_FILE, Draft, load_draft
+from heads.modules.output_head import DraftHead
 from heads.proposers.prompt_lookup import PromptLookup
+from heads.proposers.protocol import Proposer
 from heads.target.loading import Target, load_target
 from scripts.bench.eagle3_training import TrainingComparison, compare_eagle3
 from scripts.bench.harness import SEED, check_finite, first_requests, measured_rows, speedup, write_results
@@ -130,13 +136,19 @@ def measure_run(
     suite: str,
 ) -> list[dict[str, Any]]:
     """Decode with a run's draft, alone and after a lookup, and the baselines, plain decoding in turns; return a row each."""
-    draft = load_draft(run.artifact, target.identity, target.model)
+    drafts = {run.name: load_draft(run.artifact, target.identity, target.model)}
+    draft, cost = drafts[run.name], {run.name: cost_of(run)}
+    for size in config.draft_vocab_sizes:
+        name = f"{run.name}, {size} draft tokens"
+        drafts[name], left_out = load_smaller(run, target, size)
+        cost[name] = cost[run.name] | {"parameters": cost[run.name]["parameters"] - left_out}
     settings = DecodeConfig(
         num_speculative_tokens=draft.metadata.num_speculative_tokens, max_new_tokens=config.max_new_tokens, batch_size=1
     )
     evaluation = EvalConfig(decode=settings, repeats=config.repeats, baselines=[])
-    both = add_lookup(draft.proposer, evaluation, target)
-    records = measure(target, requests, evaluation, {SPECULATIVE: draft.proposer, WITH_LOOKUP: both, **baselines})
+    proposers: dict[str, Proposer] = {name: each.proposer for name, each in drafts.items()}
+    after_lookup = {f"{name} {WITH_LOOKUP}": add_lookup(each, evaluation, target) for name, each in proposers.items()}
+    records = measure(target, requests, evaluation, proposers | after_lookup | dict(baselines))
     check_finite(records.generations, f"recipe {run.name}")
 
     def draft_for(other: Target) -> Draft:
@@ -149,12 +161,31 @@ def measure_run(
         return {**names, **figures, **cost, "lossless": judged["verdict"]}
 
     only_greedy = config.lossless.model_copy(update={"check_float32_prompts": 0})
-    kind, cost = draft.metadata.kind, cost_of(run)
-    rows = [row(kind, run.name, SPECULATIVE, cost, config.lossless)]
-    found = rows[0]["tau"].point, rows[0]["speedup"].point
-    log.info("%s on %s: %.3f tokens per target step, %.2f times plain decoding's speed", run.name, suite, *found)
-    rows.append(row(f"{PROMPT_LOOKUP} + {kind}", run.name, WITH_LOOKUP, cost, only_greedy))
+    kind, rows = draft.metadata.kind, []
+    for name in drafts:
+        rows.append(row(kind, name, name, cost[name], config.lossless if name == run.name else only_greedy))
+        found = rows[-1]["tau"].point, rows[-1]["speedup"].point
+        log.info("%s on %s: %.3f tokens per target step, %.2f times plain decoding's speed", name, suite, *found)
+        rows.append(row(f"{PROMPT_LOOKUP} + {kind}", name, f"{name} {WITH_LOOKUP}", cost[name], only_greedy))
     return rows + [row(name, None, name, NO_COST, only_greedy) for name in baselines]
+
+
+def load_smaller(run: TrainingRun, target: Target, size: int) -> tuple[Draft, int]:
+    """Return a run's head with those of its draft tokens that are among the answers' `size` most frequent, and how many weights
+    it lost.
+
+    Raises:
+        ConfigError: the draft is no head, or proposes no more tokens than that.
+    """
+    draft = load_draft(run.artifact, target.identity, target.model)
+    head = getattr(getattr(draft.proposer, "module", None), "lm_head", None)
+    if not isinstance(head, DraftHead):
+        raise ConfigError(f"draft_vocab_sizes: {run.name} is a {draft.metadata.kind}; only heads on the target can be cut")
+    before = head.num_tokens
+    if size >= before:
+        raise ConfigError(f"draft_vocab_sizes: {run.name} proposes {before} tokens, so fewer are asked for, got {size}")
+    head.keep(frequent_answer_tokens(read_conversations(Path(run.recipe.data.train)), size, target))
+    return draft, (before - head.num_tokens) * head.parameters_used[0].shape[1]
 
 
 def summarise(records: Records, mode: str, num_speculative_tokens: int, samples: int) -> dict[str, Any]:

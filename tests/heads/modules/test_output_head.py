@@ -47,6 +47,22 @@ def test_the_bias_of_a_targets_head_is_kept(name, vocabulary, trainable):
     torch.testing.assert_close(logits_BW, expected_BV if some is None else expected_BV[:, IDS_W])
 
 
+@pytest.mark.parametrize("name", ["llama", "phi"])  # without a bias and with one
+@WAY
+def test_fewer_tokens_have_the_logits_they_had(name, vocabulary, trainable):
+    model = copy.deepcopy(tiny_model(name))
+    head = DraftHead(model, vocabulary, trainable=trainable)
+    if trainable:
+        torch.nn.init.normal_(head.weight)
+    states_BD = torch.randn(3, head.parameters_used[0].shape[1])
+    before_BV = head.scatter(head.logits(states_BD), -torch.inf)
+    head.keep(torch.tensor([6, 63, 40, 7]))
+    kept = [6, 7, 40, 63] if vocabulary is None else [6, 40, 63]
+    assert (head.token_ids.tolist(), head.num_tokens) == (kept, len(kept))
+    assert head.target_ids(torch.tensor([0, 2])).tolist() == [kept[0], kept[2]]
+    torch.testing.assert_close(head.logits(states_BD), before_BV[:, kept])
+
+
 @WAY
 def test_what_is_borrowed_is_neither_saved_nor_trained(vocabulary, trainable):
     model = checks.tiny_target("llama")
