@@ -269,6 +269,16 @@ class DominoSettings(DFlashSettings):
     base_weight: NonNegativeFloat = 0.5  # of the loss of the logits without correction, beside that of those with it
 
 
+class EarlyExitSettings(TappedSettings):
+    """An adapter of one attention layer after the target's first blocks, which draft (Kangaroo, arXiv 2404.18911)."""
+
+    kind: Literal["early_exit"]
+    # the one state h_k that it reads: blocks 1 to k run for every draft. None: after a quarter of the blocks
+    taps: Annotated[list[PositiveInt], Field(min_length=1, max_length=1)] | None = None  # type: ignore[assignment]
+    num_depths: PositiveInt = 4  # tokens that held-out predictions tell; one function drafts all, and trains as the first
+    depth_decay: Annotated[float, Field(ge=1, le=1)] = 1.0  # fixed: one depth is trained
+
+
 HeadConfig = Annotated[
     MedusaSettings
     | HydraSettings
@@ -279,6 +289,7 @@ HeadConfig = Annotated[
     | DSparkSettings
     | DFlash2Settings
     | XPressSettings
-    | DominoSettings,
+    | DominoSettings
+    | EarlyExitSettings,
     Field(discriminator="kind"),
 ]

@@ -23,6 +23,7 @@ NAMES = (
     "block.xpress",
     "block.domino",
     "mtp",
+    "early_exit",
 )
 
 FAMILIES: dict[str, Family] = {name.rpartition(".")[2]: import_module(f"heads.families.{name}").FAMILY for name in NAMES}

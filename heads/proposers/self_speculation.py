@@ -1,9 +1,10 @@
 """Self-speculation: the target's own first blocks draft for it, with its final norm and head (early exit, as in LayerSkip).
 
 Nothing is trained or copied. `early_exit` returns a causal LM for `heads.proposers.draft_lm.DraftLM`, which has a cache of its
-own. `SelfSpeculation` writes into the target's cache, and verification continues from what the draft has computed
+own. `SharedBlocks` write into the target's cache, and verification continues from what drafting has computed
 (`heads.proposers.protocol.TargetReader`): the prompt is read once, and a round of G drafts takes G + 1 rows through the first
-blocks in place of 2 G + 1. Left out on purpose: a norm or head trained for the exit, blocks skipped in the middle.
+blocks in place of 2 G + 1. `SelfSpeculation` drafts with them; what is trained for the exit is in `heads.families.early_exit`.
+Left out on purpose: blocks skipped in the middle.
 B batch, T tokens, G drafts, K = G + 1, E width of the target, V vocabulary.
 """
 
@@ -46,21 +47,18 @@ def early_exit(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     return _part(model, 0, num_layers)
 
 
-class SelfSpeculation:
-    """The target's first blocks as a proposer (`heads.proposers.protocol.TargetReader`).
+class SharedBlocks:
+    """The target in two parts on its own cache: the first blocks draft, verification goes on from the states after them.
 
     Args:
         num_layers: how many of its blocks draft.
-        vocab_size: the target's; padded rows of its head are cut off.
 
     Raises:
         InputError: see `early_exit`; or the two parts, one after the other, are not the model.
     """
 
-    taps: Sequence[int] = ()
-
-    def __init__(self, model: PreTrainedModel, num_layers: int, vocab_size: int) -> None:
-        self.model, self.num_layers, self.vocab_size = model, num_layers, vocab_size
+    def __init__(self, model: PreTrainedModel, num_layers: int) -> None:
+        self.model, self.num_layers = model, num_layers
         self.early = early_exit(model, num_layers)
         self.late = _part(model, num_layers, num_blocks(model))
         self.late.set_input_embeddings(nn.Identity())  # its inputs are states already
@@ -86,21 +84,61 @@ class SelfSpeculation:
 
         Args:
             ids_BT: the prompts; or in a round, each row's pending token and its drafts.
+            taps: none, or the state after the first blocks.
             attention: None; only chains are drafted.
 
         Raises:
-            ValueError: taps or a tree are asked for.
+            ValueError: other taps or a tree are asked for.
         """
-        if taps or attention is not None:
-            raise ValueError(f"self-speculation reads chains and no taps, got {list(taps)}, {attention}")
+        if list(taps) not in ([], [self.num_layers]) or attention is not None:
+            raise ValueError(
+                f"self-speculation reads chains and no taps but h_{self.num_layers}, got {list(taps)}, {attention}"
+            )
         if self._cache is None or cache is not self._cache():
             self._cache, self._exits = ref(cache), []  # another batch; one that was interrupted may have left states
         exits, self._exits = self._exits[: ids_BT.shape[1]], []
         if not exits:
-            return forward_states(self.model, cache, ids_BT, starts, ())
+            return forward_states(self.model, cache, ids_BT, starts, taps)
         if len(exits) < ids_BT.shape[1]:  # the last draft, which drafting had no need to read
             self._read(ids_BT[:, len(exits) :], shifted(starts, len(exits)), exits)
-        return TargetStates(final_BTE=forward_rows(self.late, cache, torch.cat(exits, 1), starts))
+        exits_BTE = torch.cat(exits, 1)
+        return TargetStates(final_BTE=forward_rows(self.late, cache, exits_BTE, starts), taps_ABTE=(exits_BTE,) * len(taps))
+
+    def hold(self, starts: Sequence[int]) -> None:
+        """Announce where drafting starts, to which rows may go back; comes before the first `read` of a round."""
+        if self._cache is not None and (cache := self._cache()) is not None:
+            cache.hold(starts)
+
+    def read(self, ids_BT: Tensor, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Run the first blocks on the next drafted tokens; return the states that the target's head reads, and those before
+        its final norm, `[B, T, E]` each.
+        """
+        return self._read(ids_BT, starts, self._exits), self._exits[-1]
+
+    def _read(self, ids_BT: Tensor, starts: Sequence[int], exits: list[Tensor]) -> Tensor:
+        """Run the first blocks; append the states after them to `exits`, return those that the head reads, `[B, T, E]`."""
+        cache = None if self._cache is None else self._cache()
+        if cache is None:
+            raise ValueError("the target's first blocks draft into its cache: read the prompts by forward_states first")
+        with tapped(self.early, [self.num_layers]) as seen:
+            final_BTE = forward_rows(self.early, cache, ids_BT, starts)
+        exits.append(seen[self.num_layers])
+        return final_BTE
+
+
+class SelfSpeculation(SharedBlocks):
+    """The target's first blocks as a proposer (`heads.proposers.protocol.TargetReader`), by its own norm and head.
+
+    Args:
+        model, num_layers: see `SharedBlocks`.
+        vocab_size: the target's; padded rows of its head are cut off.
+    """
+
+    taps: Sequence[int] = ()
+
+    def __init__(self, model: PreTrainedModel, num_layers: int, vocab_size: int) -> None:
+        super().__init__(model, num_layers)
+        self.vocab_size = vocab_size
 
     def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
         """Do nothing: the prompts' keys and values are in the target's cache."""
@@ -114,10 +152,9 @@ class SelfSpeculation:
             text.lengths, sampling, rng, self.model.device, lambda ids: ids, lambda values, _: values, keep_logits=keep_logits
         )
         ids_BT = text.pending_B1
-        if self._cache is not None and (cache := self._cache()) is not None:
-            cache.hold(starts)
+        self.hold(starts)
         for step in range(num_tokens):
-            final_BTE = self._read(ids_BT, shifted(starts, step), self._exits)
+            final_BTE, _ = self.read(ids_BT, shifted(starts, step))
             drafted_B = chain.add(head_logits(self.model, final_BTE[:, -1])[:, : self.vocab_size])
             if chain.finished:
                 break
@@ -129,16 +166,6 @@ class SelfSpeculation:
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Do nothing: the decoder drops the rows of the target's cache, and no states are kept between rounds."""
-
-    def _read(self, ids_BT: Tensor, starts: Sequence[int], exits: list[Tensor]) -> Tensor:
-        """Run the first blocks; append the states after them to `exits`, return those that the head reads, `[B, T, E]`."""
-        cache = None if self._cache is None else self._cache()
-        if cache is None:
-            raise ValueError("the target's first blocks draft into its cache: read the prompts by forward_states first")
-        with tapped(self.early, [self.num_layers]) as seen:
-            final_BTE = forward_rows(self.early, cache, ids_BT, starts)
-        exits.append(seen[self.num_layers])
-        return final_BTE
 
 
 def _part(model: PreTrainedModel, first: int, end: int) -> PreTrainedModel:
@@ -165,7 +192,7 @@ def _part(model: PreTrainedModel, first: int, end: int) -> PreTrainedModel:
     return part
 
 
-def _parts_error(model: PreTrainedModel, parts: SelfSpeculation) -> float:
+def _parts_error(model: PreTrainedModel, parts: SharedBlocks) -> float:
     """Compare the model's states on a probe, read in two pieces, with those of its two parts, one after the other."""
     ids_1T = probe_ids(model)
     half = ids_1T.shape[1] // 2

@@ -10,6 +10,7 @@ from configs.schema.heads import (
     DominoSettings,
     DSparkSettings,
     Eagle3Settings,
+    EarlyExitSettings,
     HydraSettings,
     MedusaSettings,
     MtpSettings,
@@ -42,6 +43,7 @@ HEADS = {
     # With fewer passes than drafts, the last drafts rest on tokens of an earlier pass.
     "domino": DominoSettings(kind="domino", block_size=4, taps=[1, 2, 3], mask_token_id=0, gru_hidden_dim=8, emb_dim=4),
     "xpress": XPressSettings(kind="xpress", block_size=4, taps=[1, 2, 3], mask_token_id=0, xpress_rank=8, num_jacobi_passes=1),
+    "early_exit": EarlyExitSettings(kind="early_exit", taps=[2], num_depths=4),
 }
 
 

@@ -16,6 +16,7 @@ from configs.schema.heads import (
     DominoSettings,
     DSparkSettings,
     Eagle3Settings,
+    EarlyExitSettings,
     HydraSettings,
     LayerSettings,
     MedusaSettings,
@@ -106,6 +107,7 @@ SETTINGS = {
     "domino": DominoSettings(kind="domino", **BLOCK, gru_hidden_dim=10, emb_dim=6),
     "mtp": MtpSettings(kind="mtp", num_depths=3),
     "mtp, a module a depth": MtpSettings(kind="mtp", num_depths=3, shared_depths=False),
+    "early_exit": EarlyExitSettings(kind="early_exit", taps=[2], num_depths=3),
 }
 SOME_TOKENS = DraftVocabulary(token_ids_W=torch.arange(1, VOCAB_SIZE, 2), target_vocab_size=VOCAB_SIZE)
 PROMPTS = [[7, 12, 3, 44, 9], [20, 9, 9, 31, 5, 6, 2, 50, 17], [40, 11, 12]]

@@ -49,16 +49,20 @@ class NaiveBody:
 
     def after(self, layer, residual, read, position, seen):
         """Return the state after a layer of an element that sees these keys and values."""
-        attention, mixed = layer.self_attn, []
+        state = self.attended(layer.self_attn, residual, read, position, seen)
+        read = self.norm(layer.post_attention_layernorm.weight, state)
+        gate, up, down = (each.weight for each in (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj))
+        return state + down @ (functional.silu(gate @ read) * (up @ read))
+
+    def attended(self, attention, residual, read, position, seen):
+        """Return the state after the attention of a layer alone."""
+        mixed = []
         for number, query in enumerate(self.heads(attention.q_proj.weight @ read, attention.q_norm)):
             group = number * self.shape.num_key_value_heads // self.shape.num_heads
             turned = self.rotated(query, position)
             scores = torch.stack([turned @ keys[group] for keys, _ in seen]) / math.sqrt(self.shape.head_width)
             mixed.append(sum(weight * values[group] for weight, (_, values) in zip(scores.softmax(0), seen, strict=True)))
-        state = residual + attention.o_proj.weight @ torch.cat(mixed)
-        read = self.norm(layer.post_attention_layernorm.weight, state)
-        gate, up, down = (each.weight for each in (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj))
-        return state + down @ (functional.silu(gate @ read) * (up @ read))
+        return residual + attention.o_proj.weight @ torch.cat(mixed)
 
     def heads(self, projected, norm=None):
         vectors = projected.split(self.shape.head_width)

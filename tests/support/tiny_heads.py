@@ -9,6 +9,7 @@ HEADS = {
     "mtp": {"kind": "mtp", "num_depths": 3},
     "peagle": {"kind": "peagle", "taps": [1, 2, 3], "num_depths": 3, "num_layers": 1, "mask_token_id": 0},
     "dflash": {"kind": "dflash", "taps": [1, 2, 3], "block_size": 4, "mask_token_id": 0},
+    "early_exit": {"kind": "early_exit", "taps": [1], "num_depths": 3},
 }
 
 

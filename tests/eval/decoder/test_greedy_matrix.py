@@ -42,7 +42,7 @@ OTHERS = {
     "merged": lambda model: MergedDrafts([PromptLookup(model.device), DraftLM(early_exit(model, 2), 64)], model.device),
 }
 BLOCKS = {"dflash", "dspark", "dflash2", "xpress", "domino"}
-DRAFTS_NO_TREES = {"mtp_by_depth", "peagle", "prompt_lookup", "suffix_lookup", "lookup_first"} | BLOCKS
+DRAFTS_NO_TREES = {"mtp_by_depth", "peagle", "prompt_lookup", "suffix_lookup", "lookup_first", "early_exit"} | BLOCKS
 
 
 @cache

@@ -13,7 +13,7 @@ from tests.support.artifacts import save_artifact
 from tests.support.family_configs import HYBRIDS, STATELESS, VOCAB_SIZE, tiny_model
 
 ROWS = torch.randint(3, VOCAB_SIZE, (2, 24), generator=torch.Generator().manual_seed(1)).tolist()
-OTHERS = ("medusa", "hydra", "peagle", "dflash", "dspark", "dflash2", "xpress", "domino")
+OTHERS = ("medusa", "hydra", "peagle", "dflash", "dspark", "dflash2", "xpress", "domino", "early_exit")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,210 @@
+"""Early exit: the target's first blocks draft, with a small adapter trained for the exit, and its other blocks verify.
+
+Kangaroo (Liu et al. 2024, arXiv 2404.18911): at every position the state h_k after block k goes through an attention layer over
+the states before it, a norm, and an output head. Drafted tokens pass through blocks 1 to k, so that every draft of a round is
+the same function of the text before it: training compares one depth alone, on the text. As in LayerSkip (arXiv 2404.16710)
+blocks 1 to k draft into the target's cache and verification runs the other blocks only (`heads.proposers.self_speculation`).
+Kangaroo's second exit, to stop drafting where the draft is unsure, is `decode.stopping` by confidence.
+
+Where something stands between decoder and draft (a lookup before it, merged drafts), or the target's blocks do not run in two
+parts, the first blocks have a cache of their own and verification runs the whole target.
+Departures: the output projection of the attention starts at 0 and the norm as the target's final one, so that an untrained
+exit gives what `SelfSpeculation` gives.
+B batch, T positions, E = D width, N rows of a depth.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from configs.runtime.errors import InputError
+from configs.schema.decoding import SamplingConfig
+from configs.schema.heads import EarlyExitSettings
+from heads.inference.causal_lm import new_cache, registered_forward
+from heads.inference.guidance import guidance_of
+from heads.inference.kv_cache import RowCache
+from heads.modules.attention import causal_ranges
+from heads.modules.autoregressive import FeatureProposer, Window
+from heads.modules.checkpointing import HeadLayer
+from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins
+from heads.modules.layers import CachedKeys, DraftAttention, LayerKeys, LayerShape, Rotary, Rotation, RowKeys, layer_shape, norm
+from heads.modules.output_head import DraftHead, HeadBase
+from heads.proposers.protocol import Proposal, Tokens
+from heads.proposers.self_speculation import SharedBlocks, early_exit
+from heads.proposers.vocabulary import DraftVocabulary
+from heads.sampling.counter_rng import CounterRNG
+from heads.sampling.token_tree import TreeAttention
+from heads.sampling.uploads import Text, shifted, text_of
+from heads.target.hidden_states import TargetStates, final_norm, forward_states, num_blocks
+from heads.target.placement import own_copy
+from heads.target.served.forward import ServedForward
+
+log = logging.getLogger("draftsmith")
+
+
+class EarlyExit(HeadBase):
+    """An adapter after the target's first blocks (`heads.modules.interface.HeadModule`).
+
+    Raises:
+        InputError: `taps` is no state with blocks both before and after it.
+    """
+
+    num_caches = 1
+
+    def __init__(self, settings: EarlyExitSettings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
+        super().__init__(target)
+        last = num_blocks(target)
+        self.taps: Sequence[int] = [max(1, last // 4)] if settings.taps is None else list(settings.taps)
+        if self.taps[0] >= last:
+            raise InputError(
+                f"head.taps: an early exit leaves blocks of the target to verify: expected one of 1 to {last - 1}, got "
+                f"{self.taps[0]} of its {last} blocks"
+            )
+        self.settings = settings.model_copy(update={"taps": list(self.taps)})
+        shape = layer_shape(target, settings.layer)
+        self.layer = ExitLayer(shape)
+        self.norm = own_copy(final_norm(target)).requires_grad_(True)
+        self.lm_head = DraftHead(target, vocabulary, trainable=settings.train_head)
+        self.rotary = Rotary(shape)
+
+    @property
+    def target(self) -> PreTrainedModel:
+        """The frozen target."""
+        return self._target[0]
+
+    def forward(self, batch: Batch, states: TargetStates) -> list[Depth]:
+        """Run the adapter over every position. In training the first depth alone is returned: it has all others' rows."""
+        states_BTD = self.features(states.with_noise(self.settings.tap_noise if self.training else 0.0))
+        rotation, keys = self.rotary(states_BTD, batch.position_ids_BT), RowKeys(causal_ranges(batch.position_ids_BT))
+        states_BTD = self.layer(states_BTD, rotation, keys)
+        depths = []
+        for depth in range(1 if self.training else self.settings.num_depths):
+            origins_N = labelled_origins(batch, depth)
+            hidden_ND = self.norm(flat(states_BTD, origins_N + 1 + depth))
+            depths.append(self.lm_head.at_depth(depth, hidden_ND, origins_N, weight=1.0))
+        return depths
+
+    def features(self, states: TargetStates) -> Tensor:
+        """Return the states after the first blocks `[B, T, E]` in the head's dtype."""
+        return states.taps_ABTE[0].to(self.dtype)
+
+
+class ExitLayer(HeadLayer):
+    """A decoder layer without its MLP, the identity before training."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        self.input_layernorm = norm(shape)
+        self.self_attn = DraftAttention(shape, shape.width)
+        nn.init.zeros_(self.self_attn.o_proj.weight)
+
+    def forward(self, states_BTD: Tensor, rotation: Rotation, keys: LayerKeys) -> Tensor:
+        """Return the states after this layer."""
+        return states_BTD + keys.attend(self.self_attn, self.input_layernorm(states_BTD), rotation)
+
+
+class EarlyExitChain(FeatureProposer):
+    """An early exit as a proposer of chains (`heads.proposers.protocol.TargetReader`).
+
+    The features that are pending are states of committed tokens, of which the adapter has not kept keys; the pending token's
+    state is made in the round.
+    """
+
+    module: EarlyExit
+
+    def __init__(self, module: EarlyExit, device: torch.device) -> None:
+        super().__init__(module, device, beyond=1)
+        model, (num_layers,) = module.target, module.taps
+        # Where the first blocks are not here, or read texts twice, the whole target is asked for the states after them.
+        whole = isinstance(registered_forward(model), ServedForward) or guidance_of(model) is not None
+        self._reader = model if whole else early_exit(model, num_layers)
+        self._shared = None if whole else shared_blocks(model, num_layers)
+        self._lent = False  # the target's cache, for the batch that `start` will begin
+        self._own: RowCache | None = None  # of the first blocks, where the target's is not lent
+
+    def forward_states(
+        self,
+        cache: RowCache,
+        ids_BT: Tensor,
+        starts: Sequence[int],
+        taps: Sequence[int],
+        attention: TreeAttention | None = None,
+    ) -> TargetStates:
+        """See `heads.proposers.protocol.TargetReader`."""
+        if self._shared is None:
+            return forward_states(self.module.target, cache, ids_BT, starts, taps, attention)
+        self._lent = max(starts) == 0  # prompts, of the batch that begins
+        return self._shared.forward_states(cache, ids_BT, starts, taps, attention)
+
+    def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
+        super().start(tokens, capacity, states)
+        self._own, lent, self._lent = None, self._lent, False
+        if not lent:
+            self._own = new_cache(self._reader, capacity + self._beyond)
+            first = text_of(tokens, self.device).uploads.rows([row[:1] for row in tokens])
+            self._read_alone(self._own, first.tensor, [0] * len(tokens))  # the others are tokens after a pending feature
+
+    def propose(
+        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
+    ) -> Proposal:
+        text, head = text_of(tokens, self.device), self.module.lm_head
+        chain, window = head.start_chain(text, sampling, rng, keep_logits=keep_logits), self._pending.read(text)
+        self._adapt(window.features_BTF, window.first)
+        exits_B1E = self._read_pending(text, window)
+        for depth in range(num_tokens):
+            states_B1D = self._adapt(exits_B1E, shifted(window.ends, depth))
+            drafted_B = chain.add(head.logits(self.module.norm(states_B1D[:, 0])))
+            if depth + 1 == num_tokens or chain.finished:
+                break
+            exits_B1E = self._read(drafted_B.unsqueeze(1), shifted(window.ends, depth + 1))
+        return chain.proposal()
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        super().keep_rows(rows)
+        if self._own is not None:
+            self._own.keep_rows(rows)
+
+    def _adapt(self, exits_BTE: Tensor, starts: Sequence[int]) -> Tensor:
+        """Return the adapter's states `[B, T, D]` at the next positions, whose keys and values are added."""
+        positions_BT = self._place(starts, exits_BTE.shape[1])
+        exits_BTE = exits_BTE.to(self.module.dtype)
+        keys = CachedKeys(self._cache, 0, self._cache.visible(positions_BT).unsqueeze(1))
+        states_BTD: Tensor = self.module.layer(exits_BTE, self.module.rotary(exits_BTE, positions_BT), keys)
+        return states_BTD
+
+    def _read_pending(self, text: Text, window: Window) -> Tensor:
+        """Return the state after the first blocks of each row's pending token, `[B, 1, E]`."""
+        if self._own is None:
+            if self._shared is not None:
+                self._shared.hold(window.ends)
+            return self._read(text.pending_B1, window.ends)
+        self._own.hold(text.lengths)
+        exits_BTE = self._read_alone(self._own, window.next_BT, shifted(window.first, 1))
+        return exits_BTE[torch.arange(len(text), device=self.device), window.last_B].unsqueeze(1)
+
+    def _read(self, ids_B1: Tensor, starts: Sequence[int]) -> Tensor:
+        """Return the states `[B, 1, E]` after the first blocks of tokens that are read now."""
+        if self._own is not None:
+            return self._read_alone(self._own, ids_B1, starts)
+        assert self._shared is not None, "without shared blocks there is a cache of one's own"
+        return self._shared.read(ids_B1, starts)[1]
+
+    def _read_alone(self, cache: RowCache, ids_BT: Tensor, starts: Sequence[int]) -> Tensor:
+        return forward_states(self._reader, cache, ids_BT, starts, self.module.taps).taps_ABTE[0]
+
+
+def shared_blocks(model: PreTrainedModel, num_layers: int) -> SharedBlocks | None:
+    """Return the target in two parts on its own cache; None where its blocks do not run in two parts."""
+    try:
+        return SharedBlocks(model, num_layers)
+    except InputError as error:
+        log.info("the first %d blocks draft with a cache of their own: %s", num_layers, error)
+        return None
+
+
+FAMILY = Family(settings=EarlyExitSettings, build=EarlyExit, propose=EarlyExitChain)

@@ -1,0 +1,113 @@
+"""An early exit drafts with the target's first blocks: untrained as self-speculation, on the target's cache, and losslessly."""
+
+import pytest
+import torch
+
+from configs.runtime.errors import InputError
+from configs.schema.decoding import DecodeConfig
+from configs.schema.drafting import ConfidenceStopping
+from configs.schema.heads import EarlyExitSettings
+from eval.decoder.decode import decode
+from heads.families.registry import FAMILIES, serve
+from heads.proposers.merged import LookupFirst
+from heads.proposers.prompt_lookup import PromptLookup
+from heads.proposers.self_speculation import SelfSpeculation
+from heads.target.hidden_states import blocks, final_norm
+from tests.support import family_checks as checks
+from tests.support.decoding import requests_for
+from tests.support.family_configs import tiny_model
+from tests.support.naive_layers import NaiveBody
+
+SETTINGS = checks.SETTINGS["early_exit"]
+FAMILY = FAMILIES["early_exit"]
+
+
+def proposer_of(model, stir=0.2):
+    return FAMILY.propose(serve(checks.build(SETTINGS, model, stir=stir), model), model.device)
+
+
+def rounds_of(target, config, proposer):
+    return [generation.rounds for generation in decode(target, requests_for(checks.PROMPTS), config, proposer)[0]]
+
+
+@pytest.mark.parametrize("name", checks.CONFIGS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_untrained_it_drafts_as_self_speculation_does(name, temperature, as_target):
+    target = as_target(checks.tiny_target(name))
+    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=16, temperature=temperature)
+    expected = rounds_of(target, config, SelfSpeculation(target.model, 2, 64))
+    assert rounds_of(target, config, proposer_of(target.model, stir=0.0)) == expected
+    assert len({each.num_accepted for rounds in expected for each in rounds}) > 1
+
+
+@pytest.mark.parametrize("stopping", [None, ConfidenceStopping(rule="confidence", threshold=0.3)], ids=["fixed", "stopping"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rounds_on_the_targets_cache_are_those_of_a_cache_of_its_own(stopping, temperature, as_target, monkeypatch):
+    target = as_target(checks.tiny_target("llama"))
+    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=16, temperature=temperature, stopping=stopping)
+    together = rounds_of(target, config, proposer_of(target.model))
+    with monkeypatch.context() as patched:
+        patched.setattr("heads.families.early_exit.shared_blocks", lambda *_: None)
+        apart = rounds_of(target, config, proposer_of(target.model))
+    assert together == apart
+    assert len({len(each.drafted) for rounds in together for each in rounds}) > 1
+
+
+def test_no_token_goes_twice_through_the_blocks_that_draft_in_one_round(as_target):
+    target, seen = as_target(checks.tiny_target("llama")), []
+    handle = blocks(target.model)[0].register_forward_hook(lambda _, args, output: seen.append(args[0].shape[1]))
+    proposer = proposer_of(target.model)
+    seen.clear()  # of the probe
+    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=16)
+    (generation,), _ = decode(target, requests_for(checks.PROMPTS[:1]), config, proposer)
+    handle.remove()
+    assert sum(seen) == len(checks.PROMPTS[0]) + sum(1 + len(each.drafted) for each in generation.rounds)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])  # the blocks of GPT-2 do not run in two parts
+def test_after_a_lookup_it_has_a_cache_of_its_own_and_loses_nothing(name, as_target):
+    target = as_target(checks.tiny_target(name) if name in checks.CONFIGS else tiny_model(name))
+    proposer = proposer_of(target.model)
+    plain = DecodeConfig(num_speculative_tokens=0, max_new_tokens=16)
+    prompts = requests_for([[*prompt, 9, *prompt] for prompt in checks.PROMPTS])
+    expected = [generation.tokens for generation in decode(target, prompts, plain)[0]]
+    config = plain.model_copy(update={"num_speculative_tokens": 3})
+    for draft in (proposer, LookupFirst(PromptLookup(target.device), proposer), proposer):
+        assert [generation.tokens for generation in decode(target, prompts, config, draft)[0]] == expected
+
+
+def test_the_forward_is_an_attention_layer_after_the_blocks_and_every_depth_the_same_function():
+    model = checks.tiny_target("llama")
+    head = checks.build(SETTINGS, model)
+
+    def written_out(head, model, taps, prompt):
+        body, attention, seen, found = NaiveBody(head, model, []), head.layer.self_attn, [], []
+        for position, exit_E in enumerate(taps[0][: len(prompt)]):
+            read_E = body.norm(head.layer.input_layernorm.weight, exit_E)
+            seen.append(body.keys_values(attention, read_E, position))
+            state_E = body.attended(attention, exit_E, read_E, position, seen)
+            found.append(body.norm(head.norm.weight, state_E))
+        return [found[1 + depth :] for depth in range(SETTINGS.num_depths)]
+
+    batch, depths = checks.depths_as_written_out(head, model, written_out)
+    assert len(depths) == 3
+    (trained,) = head.train()(batch, checks.inputs_of(model, checks.PROMPTS, head.taps)[1])
+    labels = [set((depth.origins_N + 2 + number).tolist()) for number, depth in enumerate(depths)]
+    assert set((trained.origins_N + 2).tolist()) == labels[0] > labels[1] > labels[2]
+
+
+@pytest.mark.parametrize("taps", [[4], [9]])
+def test_an_exit_that_leaves_no_block_to_verify_is_refused(taps):
+    settings = EarlyExitSettings(kind="early_exit", taps=taps)
+    with pytest.raises(InputError, match=f"head.taps: .* one of 1 to 3, got {taps[0]} of its 4 blocks"):
+        FAMILY.build(settings, checks.tiny_target("llama"), None)
+    assert FAMILY.build(EarlyExitSettings(kind="early_exit"), checks.tiny_target("llama"), None).taps == [1]
+
+
+@torch.no_grad()
+def test_its_norm_starts_as_the_targets_own_and_is_learnt():
+    model = checks.tiny_target("gemma3")
+    head = checks.build(SETTINGS, model, stir=0.0)
+    states_TE = torch.randn(3, 32, dtype=torch.float64)
+    torch.testing.assert_close(head.norm(states_TE), final_norm(model)(states_TE))
+    assert all(parameter.requires_grad for parameter in head.norm.parameters())
