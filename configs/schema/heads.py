@@ -274,7 +274,7 @@ class EarlyExitSettings(TappedSettings):
 
     kind: Literal["early_exit"]
     # the one state h_k that it reads: blocks 1 to k run for every draft. None: after a quarter of the blocks
-    taps: Annotated[list[PositiveInt], Field(min_length=1, max_length=1)] | None = None  # type: ignore[assignment]
+    taps: Annotated[list[PositiveInt], Field(min_length=1, max_length=1)] | None = None
     num_depths: PositiveInt = 4  # tokens that held-out predictions tell; one function drafts all, and trains as the first
     depth_decay: Annotated[float, Field(ge=1, le=1)] = 1.0  # fixed: one depth is trained
 

@@ -187,6 +187,17 @@ class DataPhase(Settings):
         return self.on_policy + self.draft_states > 0
 
 
+class HeadPolicyConfig(Settings):
+    """Whose drafts stand before the tokens that a head's depths are trained on: the text's, or in some steps the head's own.
+
+    In those steps a depth counts at origins where the head itself drafts the answer's tokens of all depths before it.
+    """
+
+    on_policy: Share = 0.0  # of the optimiser steps, in which the drafts before a depth are the head's own
+    from_share: Share = 0.0  # of the run's optimiser steps, before which they are the text's
+    temperature: NonNegativeFloat = 0.0  # of these drafts; 0 is greedy
+
+
 class PolicyConfig(Settings):
     """The phases of a run, and how the draft samples in them. By default it writes nothing."""
 

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from configs.schema.base import PositiveFloat, PositiveInt, Settings
 from configs.schema.decoding import DecodeConfig
 from configs.schema.heads import Eagle3Settings, HeadConfig
-from configs.schema.learning import LossConfig, OptimizerConfig, PolicyConfig, StudentConfig
+from configs.schema.learning import HeadPolicyConfig, LossConfig, OptimizerConfig, PolicyConfig, StudentConfig
 from configs.schema.target import TargetConfig
 
 
@@ -158,6 +158,7 @@ class HeadsConfig(Settings):
     # An artifact of the same family and sizes, whose weights and draft vocabulary the head starts from; None: new weights.
     # A draft LM starts from one by student.init model and student.path
     init: str | None = None
+    policy: HeadPolicyConfig = HeadPolicyConfig()
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
@@ -169,6 +170,18 @@ class HeadsConfig(Settings):
     @model_validator(mode="after")
     def _servers_read_what_is_decoded(self) -> Self:
         check_served(self.target, self.held_out)
+        return self
+
+    @model_validator(mode="after")
+    def _depths_can_follow_drafts(self) -> Self:
+        if not self.policy.on_policy:
+            return self
+        if self.loss.sampled_tokens is not None:
+            raise ValueError(
+                "policy.on_policy drafts over all tokens: set loss.sampled_tokens to null, or policy.on_policy to 0"
+            )
+        if self.head.kind == "early_exit":
+            raise ValueError("policy.on_policy is for depths after the first, and early_exit trains one: set it to 0")
         return self
 
     @model_validator(mode="after")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 import torch
+from transformers import PreTrainedModel
 
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import ConfidenceStopping, StaticTree
@@ -55,12 +56,12 @@ def models(tiny_llama):
 
 
 def sample(target, draft, config, number, prompt_ids="s", *, looks_up=False):
-    """Count the first `DEPTH` tokens of so many answers; also return the rounds they took.
+    """Count the first `DEPTH` tokens of so many answers; also return the rounds they took. The draft is a model or a proposer.
 
     With `looks_up` the draft comes second to prompt lookup, which finds a match in some rows of a batch and not in others.
     """
     counts, rounds = Counter(), 0
-    proposer = DraftLM(draft, VOCAB)
+    proposer = DraftLM(draft, VOCAB) if isinstance(draft, PreTrainedModel) else draft
     if looks_up:
         proposer = LookupFirst(PromptLookup(target.device), proposer)
     for start in range(0, number, AT_ONCE):

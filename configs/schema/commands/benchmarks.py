@@ -61,6 +61,8 @@ class BenchHeadsConfig(Settings):
         "configs/heads/dflash2.yaml",
         "configs/heads/xpress.yaml",
         "configs/heads/domino.yaml",
+        "configs/heads/early_exit.yaml",
+        "configs/heads/eagle3_on_policy.yaml",
     ]
     draft_models: list[str] = []  # of `train/distill.py`, measured beside the heads
     # Heads by the first recipe but for some keys, dotted or in sections, as {two_layers: {head.num_layers: 2}}; a row each

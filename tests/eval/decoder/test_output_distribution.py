@@ -6,11 +6,14 @@ hundred shows.
 
 import pytest
 
+from configs.schema.heads import EarlyExitSettings
 from eval.decoder import tree_rules as candidates
 from eval.decoder import verifier
 from eval.stats.significance import holm
+from heads.families.registry import FAMILIES, serve
 from tests.support import distribution_checks as checks
 from tests.support.decoding import held_against
+from tests.support.family_checks import build
 
 QUICK, SLOW = 2_000, 100_000
 LEVEL = 1e-3
@@ -33,6 +36,16 @@ def test_samples_follow_the_targets_distribution(pair, distribution_of, name):
     config = checks.CASES[name]
     counts, rounds = checks.sample(*pair, config, QUICK, looks_up=name.startswith("lookup"))
     assert QUICK < rounds < 3.5 * QUICK  # drafts are accepted and rejected
+    assert held_against(distribution_of(config), counts).p_value > LEVEL
+
+
+@pytest.mark.parametrize("name", ["chain, token", "chain, block", "lookup or chain, block"])
+def test_samples_follow_it_where_the_targets_first_block_drafts(pair, distribution_of, name):
+    target, config = pair[0], checks.CASES[name]
+    head = serve(build(EarlyExitSettings(kind="early_exit", taps=[1]), target.model, stir=0.5), target.model)
+    proposer = FAMILIES["early_exit"].propose(head, target.device)
+    counts, rounds = checks.sample(target, proposer, config, QUICK, looks_up=name.startswith("lookup"))
+    assert QUICK < rounds < 3.5 * QUICK
     assert held_against(distribution_of(config), counts).p_value > LEVEL
 
 
