@@ -21,6 +21,7 @@ from distill.dataset.conversations import Conversation
 from heads.inference.causal_lm import head_logits
 from heads.modules.interface import Batch, before_labels
 from heads.proposers.vocabulary import DraftVocabulary
+from heads.target.hidden_states import num_blocks
 from heads.target.loading import Target
 
 log = logging.getLogger("draftsmith")
@@ -28,8 +29,8 @@ log = logging.getLogger("draftsmith")
 ROWS_AT_ONCE = 1024
 BATCH_SIZE = 8  # conversations a forward
 CHUNK_SIZE = 128  # positions whose logits live at one time
-MOST_UNCOVERED = 0.02  # of the target's mass, in a vocabulary of no given size
-WARN_ABOVE = 0.03
+TYPICAL_ACCEPTANCE = 0.5  # of a token that the draft vocabulary has, where the size of the vocabulary is to be chosen
+WARN_ABOVE = 0.2
 
 Mass = Mapping[str, Tensor]  # by kind of prompt: probabilities summed over positions, float64 [V], on the CPU
 
@@ -103,15 +104,40 @@ def uncovered_curve(order_V: Tensor, mass_V: Tensor) -> Tensor:
     return torch.cat([torch.ones(1, dtype=torch.float64), (1 - covered_V).clamp(min=0)])
 
 
-def choose_by_mass(chosen_from: Mass, measured_on: Mass, size: int | None, target: Target) -> MassChoice:
+def fastest_size(curve: Tensor, target: Target, num_speculative_tokens: int) -> int:
+    """Return the size of draft vocabulary at which a typical draft is expected to decode fastest.
+
+    A draft of one block, and of a row of the output head for each of its tokens, takes as much of a plain step as it has of the
+    weights that the target's step reads, experts counted whole. It is accepted with probability `TYPICAL_ACCEPTANCE` times the
+    mass that the vocabulary covers. Ties go to the smallest.
+
+    Args:
+        curve: `uncovered_curve` of held-out conversations.
+        num_speculative_tokens: drafts a round.
+    """
+    model = target.model
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    weights = sum(each.numel() for each in model.parameters())
+    if embedding.weight is not head.weight:
+        weights -= embedding.weight.numel()  # a step reads few of its rows
+    rows_share = torch.arange(len(curve), dtype=torch.float64) * head.weight.shape[1] / weights
+    draft_cost = 1 / num_blocks(model) + rows_share
+    acceptance = TYPICAL_ACCEPTANCE * (1 - curve)
+    tau = sum(acceptance**drafts for drafts in range(num_speculative_tokens + 1))
+    return int((tau / (1 + num_speculative_tokens * draft_cost)).argmax())
+
+
+def choose_by_mass(
+    chosen_from: Mass, measured_on: Mass, size: int | None, target: Target, num_speculative_tokens: int
+) -> MassChoice:
     """Choose the tokens of most mass, and measure what they leave out on other conversations.
 
     Args:
         chosen_from: of training conversations; tokens that end an answer are always taken.
         measured_on: of held-out conversations.
-        size: how many tokens; None: the fewest that leave at most `MOST_UNCOVERED` out, or the whole vocabulary where those
-            are half of it or more.
+        size: how many tokens; None: `fastest_size`, or the whole vocabulary where that is half of it or more.
         target: whose tokens they are.
+        num_speculative_tokens: drafts a round.
 
     Raises:
         ConfigError: see `most_frequent_answer_tokens`.
@@ -120,8 +146,8 @@ def choose_by_mass(chosen_from: Mass, measured_on: Mass, size: int | None, targe
     curve = uncovered_curve(order_V, torch.stack(list(measured_on.values())).sum(0))
     V, ends = target.vocab_size, len(target.eos_token_ids)
     if size is None:
-        fewest = max(1, ends, int((curve > MOST_UNCOVERED).sum()))  # the curve falls: those above come first
-        size = fewest if fewest < V / 2 else V
+        fastest = max(1, ends, fastest_size(curve, target, num_speculative_tokens))
+        size = fastest if fastest < V / 2 else V
     _check_size(size, target)
     kinds = {kind: float(uncovered_curve(order_V, mass_V)[size]) for kind, mass_V in measured_on.items()}
     shown = sorted({size, *(2**power for power in range(31) if V // 64 <= 2**power < V)})

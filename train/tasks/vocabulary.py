@@ -54,7 +54,14 @@ def choose_vocabulary(
     if section.draft_vocab_by is None:
         return MassChoice(vocabulary=None if size is None else most_frequent_answer_tokens(train, size, target), report={})
     length = config.data.max_length
-    job = fingerprint(size, length, target.identity.to_dict(), _digest(train), _digest(held_out))
+    job = fingerprint(
+        size,
+        config.num_speculative_tokens if size is None else None,
+        length,
+        target.identity.to_dict(),
+        _digest(train),
+        _digest(held_out),
+    )
     journal = Journal(Path(config.output) / JOURNAL, job)
     (kept,) = broadcast_object_list([journal.read().get(KEY) if accelerator.is_main_process else None])
     if kept is None:
@@ -64,7 +71,7 @@ def choose_vocabulary(
         )
         chosen_from = _mass(target, train, TRAIN_SAMPLE, length, known, accelerator)
         measured_on = _mass(target, held_out, HELD_OUT_SAMPLE, length, forward, accelerator)
-        choice = choose_by_mass(chosen_from, measured_on, size, target)
+        choice = choose_by_mass(chosen_from, measured_on, size, target, config.num_speculative_tokens)
         ids = None if choice.vocabulary is None else choice.vocabulary.token_ids_W.tolist()
         kept = {"report": choice.report, "token_ids": ids}
         if accelerator.is_main_process:

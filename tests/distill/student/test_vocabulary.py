@@ -81,15 +81,23 @@ def falling_mass(share):
     return {"chat": share ** torch.arange(64, dtype=torch.float64)}
 
 
-def test_without_a_size_the_fewest_tokens_are_taken_that_leave_two_percent_out(target, caplog):
+def test_without_a_size_as_many_tokens_are_taken_as_decode_fastest(tiny_llama, as_target, caplog):
     measured = {"chat": falling_mass(0.7)["chat"], "other": falling_mass(0.7)["chat"].flip(0) * 1e-3}
-    choice = choose_by_mass(falling_mass(0.7), measured, None, target)
-    total_V = sum(measured.values())
-    left_out = [1 - float(total_V[:size].sum() / total_V.sum()) for size in range(65)]
-    fewest = next(size for size, share in enumerate(left_out) if share <= 0.02)
-    assert choice.vocabulary.token_ids_W.tolist() == list(range(fewest))
-    assert choice.report["uncovered_mass"] == pytest.approx(left_out[fewest])
-    assert choice.report["uncovered_mass_by_size"]["8"] == pytest.approx(left_out[8])
+    total_V, sizes = sum(measured.values()), {}
+    for layers in (2, 12):
+        target = as_target(tiny_llama(layers=layers), eos=(1, 2))
+        model, best = target.model, None
+        read = sum(each.numel() for each in model.parameters()) - model.get_input_embeddings().weight.numel()
+        for size in range(65):
+            alpha = 0.5 * float(total_V[:size].sum() / total_V.sum())
+            expected = (1 + alpha + alpha**2 + alpha**3) / (1 + 3 * (1 / layers + size * model.config.hidden_size / read))
+            best = max(best or (0, 0), (expected, size), key=lambda each: each[0])
+        choice = choose_by_mass(falling_mass(0.7), measured, None, target, 3)
+        assert choice.vocabulary.token_ids_W.tolist() == list(range(best[1]))
+        sizes[layers] = best[1]
+    assert sizes[12] > sizes[2]  # a row of the head counts less beside a larger target
+    assert choice.report["uncovered_mass"] == pytest.approx(1 - float(total_V[: sizes[12]].sum() / total_V.sum()))
+    assert choice.report["uncovered_mass_by_size"]["8"] == pytest.approx(1 - float(total_V[:8].sum() / total_V.sum()))
     assert choice.report["uncovered_mass_by_kind"]["other"] > 0.9
     with caplog.at_level(logging.INFO, logger="draftsmith"):
         log_choice(choice.report)
@@ -98,15 +106,17 @@ def test_without_a_size_the_fewest_tokens_are_taken_that_leave_two_percent_out(t
     assert "most: other" in caplog.text
 
 
-def test_a_vocabulary_of_half_the_tokens_or_more_is_taken_whole(target, caplog):
-    choice = choose_by_mass(falling_mass(0.98), falling_mass(0.98), None, target)
+def test_a_vocabulary_of_half_the_tokens_or_more_is_taken_whole(tiny_llama, as_target, caplog):
+    target = as_target(tiny_llama(layers=12), eos=(1, 2))
+    flat = falling_mass(1.0)
+    choice = choose_by_mass(flat, flat, None, target, 3)
     assert (choice.vocabulary, choice.report["size"], choice.report["uncovered_mass"]) == (None, 64, 0.0)
     log_choice(choice.report)
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
 def test_a_given_size_is_kept_and_tokens_that_end_an_answer_are_in_it(target):
-    choice = choose_by_mass({"chat": falling_mass(0.7)["chat"].flip(0)}, falling_mass(0.7), 5, target)
+    choice = choose_by_mass({"chat": falling_mass(0.7)["chat"].flip(0)}, falling_mass(0.7), 5, target, 3)
     assert choice.vocabulary.token_ids_W.tolist() == [1, 2, 61, 62, 63]
     with pytest.raises(ConfigError, match="got 65"):
-        choose_by_mass(falling_mass(0.7), falling_mass(0.7), 65, target)
+        choose_by_mass(falling_mass(0.7), falling_mass(0.7), 65, target, 3)
