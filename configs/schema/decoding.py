@@ -14,7 +14,17 @@ from configs.schema.base import NonNegativeFloat, NonNegativeInt, PositiveFloat,
 from configs.schema.drafting import CostStopping, DynamicTree, StaticTree, StoppingConfig, TreeConfig
 
 Rule = Literal[
-    "greedy", "match", "token", "block", "without_replacement", "with_replacement", "k_seq", "typical", "smc", "neighbourhood"
+    "greedy",
+    "match",
+    "token",
+    "block",
+    "without_replacement",
+    "with_replacement",
+    "k_seq",
+    "typical",
+    "smc",
+    "neighbourhood",
+    "tolerance",
 ]
 Verification = Literal["token", "block", "match"]
 LEAST_TEMPERATURE = 1e-4
@@ -67,6 +77,27 @@ class NeighbourhoodAcceptance(Settings):
     table: str  # of nearest codes, written by eval/neighbours.py
 
 
+class TolerantAcceptance(Settings):
+    """Keep a draft where one of several draws of the target's is that token or one near it (2410.21951)."""
+
+    kind: Literal["tolerance"]
+    samples: PositiveInt = 2  # draws of the target's; with 1 and no table it is lossless
+    k: NonNegativeInt = 0  # nearest codes of a draft that pass for it; 0: only itself, as in the paper
+    table: str | None = None  # of nearest codes, written by eval/neighbours.py; needed for k above 0
+    delta: Share = 1.0  # the most probability that is moved in a step; 1: no limit, as in the paper; 0 is lossless
+    # Which of the draft's tokens are offered; the paper's are the likeliest. These are for chains only.
+    drafts: Literal["likeliest", "drawn"] = "drawn"
+
+    @model_validator(mode="after")
+    def _near_codes_have_a_table(self) -> Self:
+        if (self.k > 0) != (self.table is not None):
+            raise ValueError(
+                f"lossy.k is {self.k} and lossy.table {self.table}: set a table by eval/neighbours.py and k above 0, or "
+                "null and 0"
+            )
+        return self
+
+
 class NeighboursConfig(Settings):
     """`eval/neighbours.py`: the table of each code's nearest ones, by the distances of their vectors."""
 
@@ -78,7 +109,9 @@ class NeighboursConfig(Settings):
     output: str = "runs/neighbours.safetensors"
 
 
-LossyConfig = Annotated[TypicalAcceptance | ParticleSampling | NeighbourhoodAcceptance | None, Field(discriminator="kind")]
+LossyConfig = Annotated[
+    TypicalAcceptance | ParticleSampling | NeighbourhoodAcceptance | TolerantAcceptance | None, Field(discriminator="kind")
+]
 
 
 class DecodeConfig(SamplingConfig):
@@ -119,7 +152,7 @@ class DecodeConfig(SamplingConfig):
         """Whether drafts are drawn from the draft's distribution; else they are its likeliest tokens."""
         if self.temperature == 0 or (self.tree is not None and self.tree.drawn_candidates == "top_k"):
             return False
-        if isinstance(self.lossy, TypicalAcceptance):
+        if isinstance(self.lossy, TypicalAcceptance | TolerantAcceptance):
             return self.lossy.drafts == "drawn"
         return self.verification != "match"
 
@@ -166,11 +199,12 @@ class DecodeConfig(SamplingConfig):
             if self.tree is not None or self.stopping is not None:
                 raise ValueError("lossy smc drafts chains of one length: set tree and stopping to null")
             return self
-        if isinstance(lossy, NeighbourhoodAcceptance):
-            if self.tree is not None and (lossy.bound == "draft" or self.tree.drawn_candidates == "top_k"):
+        if isinstance(lossy, NeighbourhoodAcceptance | TolerantAcceptance):
+            setting, value = ("bound", "step") if isinstance(lossy, NeighbourhoodAcceptance) else ("drafts", "drawn")
+            if self.tree is not None and (getattr(lossy, setting) != value or self.tree.drawn_candidates == "top_k"):
                 raise ValueError(
-                    "lossy neighbourhood judges drafts that were drawn, in trees by the bound of a step: set tree to null, or "
-                    "lossy.bound to step and tree to a static one whose candidates are drawn"
+                    f"lossy {lossy.kind} judges drafts that were drawn in trees, with lossy.{setting} {value}: set tree to "
+                    f"null, or lossy.{setting} to {value} and tree to a static one whose candidates are drawn"
                 )
             return self
         if isinstance(self.tree, DynamicTree) and lossy.drafts == "drawn":

@@ -18,6 +18,7 @@ from eval.decoder.request import Request
 from eval.decoder.verifier import Verifier
 from eval.lossy.neighbourhood import NeighbourhoodVerifier
 from eval.lossy.particles import ParticleRun
+from eval.lossy.tolerance import TolerantVerifier
 from eval.lossy.typical import TypicalVerifier
 from heads.proposers.protocol import Proposer
 from heads.target.loading import Target
@@ -40,7 +41,8 @@ def start_run(
 
 def verifier_for(config: DecodeConfig) -> type[Verifier]:
     """Return the verifier of the rule in force."""
-    return {"typical": TypicalVerifier, "neighbourhood": NeighbourhoodVerifier}.get(config.rule, Verifier)
+    verifiers = {"typical": TypicalVerifier, "neighbourhood": NeighbourhoodVerifier, "tolerance": TolerantVerifier}
+    return verifiers.get(config.rule, Verifier)
 
 
 decode = partial(decode_by, make_run=start_run)

@@ -34,6 +34,7 @@ from heads.sampling.counter_rng import CounterRNG
 
 TENSOR = "neighbours"  # of the table's file: token ids [V, N], the nearest first; a token that has none names itself
 ChainRule = Callable[..., ChainVerification]  # as in `eval.decoder.chain_rules`
+Move = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # as `relaxed`
 AT_ONCE = 4096  # codes whose distances to all others are held at a time
 
 
@@ -55,7 +56,7 @@ class NeighbourhoodVerifier(Verifier):
         if not isinstance(lossy, NeighbourhoodAcceptance):
             raise ValueError(f"lossy must be set to neighbourhood, got {lossy}")
         strict = config.model_copy(update={"lossy": None}).rule
-        neighbours_VN = _read_table(lossy.table, lossy.k, rng.requests_B.device)
+        neighbours_VN = read_table(lossy.table, lossy.k, rng.requests_B.device)
         if lossy.bound == "draft":
             self.chain_rule = paper_rule(neighbours_VN, lossy.delta)
         elif strict in RULES:
@@ -77,7 +78,7 @@ def relaxed(p: Tensor, q: Tensor, neighbours_VN: Tensor, delta: float) -> Tensor
         delta: the most that is moved, 0 to 1. With 0, p' is p to the bit.
     """
     spare, wanted, change = (p - q).clamp(min=0), (q - p).clamp(min=0), torch.zeros_like(p)
-    for giver_V in _fitting(neighbours_VN, p).unbind(1):
+    for giver_V in fitting(neighbours_VN, p).unbind(1):
         # What each would like of its neighbour, which may be that of several; they share what it has.
         asked = torch.minimum(wanted, spare[..., giver_V])
         asked_of = torch.zeros_like(p).index_add_(-1, giver_V, asked)
@@ -94,17 +95,17 @@ def relaxed_for_drafts(p: Tensor, tokens: Tensor, neighbours_VN: Tensor, delta: 
 
     They are taken in order while their sum is at most delta (LANTERN, equations 3 and 4).
     """
-    near = _fitting(neighbours_VN, p)[tokens]
+    near = fitting(neighbours_VN, p)[tokens]
     lent = p.gather(-1, near).masked_fill(near == tokens.unsqueeze(-1), 0.0)
     lent = lent.masked_fill(lent.cumsum(-1) > delta, 0.0)
     return p.scatter_add(-1, near, -lent).scatter_add(-1, tokens.unsqueeze(-1), lent.sum(-1, keepdim=True)).clamp(min=0)
 
 
-def step_rule(rule: ChainRule, neighbours_VN: Tensor, delta: float) -> ChainRule:
-    """Return a rule for chains with `relaxed` before it."""
+def step_rule(rule: ChainRule, neighbours_VN: Tensor, delta: float, move: Move = relaxed) -> ChainRule:
+    """Return a rule for chains with `move` before it."""
 
     def verify(p_BKV: Tensor, q_BGV: Tensor, tokens_BG: Tensor, num_drafted_B: Tensor, *uniforms: Tensor) -> ChainVerification:
-        p_BKV = _where_drafted(p_BKV, relaxed(p_BKV[:, :-1], q_BGV, neighbours_VN, delta), num_drafted_B)
+        p_BKV = _where_drafted(p_BKV, move(p_BKV[:, :-1], q_BGV, neighbours_VN, delta), num_drafted_B)
         return rule(p_BKV, q_BGV, tokens_BG, num_drafted_B, *uniforms)
 
     return verify
@@ -120,12 +121,12 @@ def paper_rule(neighbours_VN: Tensor, delta: float) -> ChainRule:
     return verify
 
 
-def step_candidates(rule: CandidateRule, neighbours_VN: Tensor, delta: float) -> CandidateRule:
-    """Return a rule for several candidates with `relaxed` before it; rows without a candidate keep their p."""
+def step_candidates(rule: CandidateRule, neighbours_VN: Tensor, delta: float, move: Move = relaxed) -> CandidateRule:
+    """Return a rule for several candidates with `move` before it; rows without a candidate keep their p."""
 
     def choose(p_BV: Tensor, q_BV: Tensor, tokens_BC: Tensor, num_candidates_B: Tensor, accept_BC: Tensor) -> CandidateChoice:
         judged_B1 = (num_candidates_B > 0).unsqueeze(1)
-        p_BV = torch.where(judged_B1, relaxed(p_BV, q_BV, neighbours_VN, delta), p_BV)
+        p_BV = torch.where(judged_B1, move(p_BV, q_BV, neighbours_VN, delta), p_BV)
         return rule(p_BV, q_BV, tokens_BC, num_candidates_B, accept_BC)
 
     return choose
@@ -159,7 +160,7 @@ def _where_drafted(p_BKV: Tensor, changed_BGV: Tensor, num_drafted_B: Tensor) ->
     return torch.cat([torch.where(drafted_BG1, changed_BGV, p_BKV[:, :-1]), p_BKV[:, -1:]], 1)
 
 
-def _fitting(neighbours_VN: Tensor, p: Tensor) -> Tensor:
+def fitting(neighbours_VN: Tensor, p: Tensor) -> Tensor:
     """Return the table with rows for the padding behind the vocabulary, if the target has some; refuse one of another size."""
     missing = p.shape[-1] - len(neighbours_VN)
     if missing < 0:
@@ -174,7 +175,8 @@ def _fitting(neighbours_VN: Tensor, p: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def _read_table(path: str, k: int, device: torch.device) -> Tensor:
+def read_table(path: str, k: int, device: torch.device) -> Tensor:
+    """Return the k nearest of each token in a table's file, `[V, k]`."""
     remedy = "make one with eval/neighbours.py"
     try:
         table_VN = load_file(path)[TENSOR]
