@@ -8,7 +8,7 @@ GEMMA := .cache/gemma/gemma-3-270m-q4_k_m.gguf
 given = $(if $(findstring command line,$(origin $(1))), --$(2) "$($(1))")
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-images test check bench bench-decode sweep bench-distill bench-heads bench-eval bench-scale distribution-check device-check slow-check cluster-check engine-check models-check soak tables serve-check gemma-check clean
+.PHONY: help setup demo demo-images demo-speech test check bench bench-decode sweep bench-distill bench-heads bench-eval bench-scale distribution-check device-check slow-check cluster-check engine-check models-check soak tables serve-check gemma-check clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -24,7 +24,10 @@ demo: setup ## data, distil, decode, report, gate on the embedded model; yours: 
 	$(PY) scripts/demo.py$(call given,TARGET,target)$(call given,PROMPTS,prompts)$(call given,DATA,data)$(call given,DEVICE,device)
 
 demo-images: setup ## pictures of digits: a target of image codes trained in minutes, strict and relaxed decoding side by side, gate
-	$(PY) scripts/modalities/demo.py
+	$(PY) scripts/modalities/demo.py images
+
+demo-speech: setup ## likewise words, of your recordings: WAVS=folder of WAV files named WORD_....wav
+	$(PY) scripts/modalities/demo.py speech$(call given,WAVS,wavs)
 
 test: setup ## the test suite
 	$(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder

@@ -1,1 +1,1 @@
-"""A target whose tokens are no text, of real data, trained in minutes: `make demo-images`."""
+"""Targets whose tokens are no text, of real data, trained in minutes: `make demo-images`, `make demo-speech`."""

@@ -1,4 +1,4 @@
-"""What the demo fits with scikit-learn: a codebook by k-means, and a classifier whose hidden units are a space of features."""
+"""What the demos fit with scikit-learn: a codebook by k-means, and a classifier whose hidden units are a space of features."""
 
 from __future__ import annotations
 
