@@ -38,6 +38,7 @@ from heads.modules.interface import Batch
 from heads.target.loading import Target, load_target
 from heads.target.processes import join_processes, naming_lost_processes
 from train.loop.engines import check_engine
+from train.loop.lineage import accumulating
 from train.loop.loop import train
 from train.loop.task import Task
 from train.preflight.sanity import check_before_training
@@ -83,6 +84,7 @@ def run_heads(config: HeadsConfig) -> int:
 def _run(config: DistillConfig | HeadsConfig, make_task: Callable[..., Task]) -> int:
     # Before the accelerator, which would take each of several processes on a CPU for the only one.
     state = join_processes(config.target, timeout_seconds=config.schedule.process_timeout_seconds)
+    config = config.model_copy(update={"schedule": accumulating(config.schedule, state.num_processes)})
     with folder_lock(Path(config.output)) if state.is_main_process else nullcontext(), naming_lost_processes():
         return _run_alone(config, make_task)
 
@@ -104,7 +106,8 @@ def _train(
     output: Path,
 ) -> int:
     workers = make_workers(config.schedule)
-    loader = make_training_loader(config, materials.dataset, workers)
+    in_all = accelerator.num_processes * config.schedule.gradient_accumulation_steps
+    loader = make_training_loader(config, materials.dataset, workers, num_batches=in_all)
     cache = open_training_cache(config, materials.dataset, materials.target)
     task = make_task(config, materials.target, materials.train, materials.held_out, accelerator, cache)
     if isinstance(task, HeadTask) and task.config.sanity.enabled:
@@ -135,11 +138,12 @@ def make_workers(schedule: ScheduleConfig) -> Workers | None:
 
 
 def make_training_loader(
-    config: DistillConfig | HeadsConfig, dataset: ConversationDataset, workers: Workers | None = None
+    config: DistillConfig | HeadsConfig, dataset: ConversationDataset, workers: Workers | None = None, *, num_batches: int = 1
 ) -> DataLoader[Batch]:
+    """Return the loader of a run's batches, of which an optimiser step has `num_batches` over all processes."""
     batch_size, seed, length = config.schedule.batch_size, config.schedule.seed, config.data.row_length
     if length is None:
-        return make_loader(dataset, batch_size, seed=seed, workers=workers)
+        return make_loader(dataset, batch_size, seed=seed, workers=workers, num_batches=num_batches)
     return make_packed_loader(dataset, batch_size, pack_length=length, seed=seed, workers=workers)
 
 

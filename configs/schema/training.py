@@ -55,8 +55,13 @@ class ProfileConfig(Settings):
 class ScheduleConfig(Settings):
     """Batches, length and intervals of a training run; intervals are in optimiser steps."""
 
-    batch_size: PositiveInt = 8  # conversations (data.packing: rows of them) a process and micro-step
-    gradient_accumulation_steps: PositiveInt = 1  # micro-batches of an optimiser step
+    # Conversations (data.packing: rows of them) a process and micro-step. Where a step has several micro-batches over all
+    # processes, that is their mean: those of longer conversations have fewer, so that all take about as long
+    batch_size: PositiveInt = 8
+    gradient_accumulation_steps: PositiveInt = 1  # micro-batches of an optimiser step, in each process
+    # Micro-batches of an optimiser step over all processes, in place of gradient_accumulation_steps, which then follows from
+    # their number: for runs that lose and gain processes. A multiple of each number that there may be
+    micro_batches_per_step: PositiveInt | None = None
     epochs: PositiveInt = 1  # passes over the training data
     max_steps: PositiveInt | None = None  # in place of epochs, fewer steps or more
     mixed_precision: Literal["no", "bf16", "fp16"] = "bf16"  # dtype of matrix products in training; no: the weights'
@@ -77,6 +82,15 @@ class ScheduleConfig(Settings):
     # None: what a matrix product reaches when the run starts
     peak_tflops: PositiveFloat | None = None
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # numpy, which is seeded as well, takes no larger one
+
+    @model_validator(mode="after")
+    def _micro_batches_are_counted_once(self) -> Self:
+        if self.micro_batches_per_step is not None and self.gradient_accumulation_steps != 1:
+            raise ValueError(
+                f"micro_batches_per_step {self.micro_batches_per_step} and gradient_accumulation_steps "
+                f"{self.gradient_accumulation_steps} both say how many micro-batches a step has: give one of them"
+            )
+        return self
 
 
 class HeldOutDecodingConfig(Settings):

@@ -1,15 +1,18 @@
 """Conversations as training batches: token ids, which of them are labels, positions, and documents.
 
 The order of an epoch depends on (seed, epoch) alone, so that a resumed run sees the batches of an uninterrupted one, whatever
-the number of processes and of loader workers. To reduce padding, conversations of similar length share a batch;
+the number of processes and of loader workers. To reduce padding, conversations of similar length share a batch; those of a step
+of several are dealt anew, so that each takes about as long as the others (`deal`), and no process waits for one with long rows.
 `distill.dataset.packing` puts several into one row, for models that keep the documents of a row apart.
 B batch, T positions, C conversations of a row at most, N conversations.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -110,26 +113,46 @@ class EpochSampler(Sampler[list[Item]]):
 
 
 class BucketedBatchSampler(EpochSampler[int]):
-    """Batches of indices: shuffled, sorted by length within windows of `window` batches, and shuffled as batches."""
+    """Batches of indices: shuffled, sorted by length within windows of `window` batches, and shuffled as batches.
 
-    def __init__(self, lengths: Sequence[int] | np.ndarray, batch_size: int, *, seed: int, window: int = 16) -> None:
+    Args:
+        rows: of a batch; with several batches a step, on average.
+        num_batches: of an optimiser step, over all processes.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int] | np.ndarray, rows: int, *, seed: int, window: int = 16, num_batches: int = 1
+    ) -> None:
         super().__init__(seed)
         self.lengths_N = torch.as_tensor(lengths, dtype=torch.int32)
-        self.batch_size = batch_size
+        self.rows = rows  # not called `batch_size`: accelerate would make all batches that large
         self.window = window
+        self.num_batches = num_batches
 
     def __len__(self) -> int:
-        return -(-len(self.lengths_N) // self.batch_size)
+        whole, left = divmod(len(self.lengths_N), self.num_batches * self.rows)
+        return whole * self.num_batches + min(self.num_batches, left)
 
     def __iter__(self) -> Iterator[list[int]]:
+        if self.num_batches == 1:
+            return self._buckets()
+        return self._dealt()
+
+    def _dealt(self) -> Iterator[list[int]]:
+        """Yield the batches of each step, of the conversations that are in as many buckets."""
+        buckets = self._buckets()
+        while step := [index for bucket in islice(buckets, self.num_batches) for index in bucket]:
+            yield from deal(step, self.lengths_N[step].tolist(), self.num_batches)
+
+    def _buckets(self) -> Iterator[list[int]]:
         generator = self.random_numbers()
         order_N = torch.randperm(len(self.lengths_N), generator=generator)
-        num_full = len(order_N) // self.batch_size
-        full_N, rest_N = order_N.split([num_full * self.batch_size, len(order_N) - num_full * self.batch_size])
-        for part_N in full_N.split(self.window * self.batch_size):
+        num_full = len(order_N) // self.rows
+        full_N, rest_N = order_N.split([num_full * self.rows, len(order_N) - num_full * self.rows])
+        for part_N in full_N.split(self.window * self.rows):
             part_N.copy_(part_N[self.lengths_N[part_N].argsort(stable=True)])
         for number in torch.randperm(num_full, generator=generator).numpy():  # a tensor would become a list of tensors
-            yield full_N[number * self.batch_size : (number + 1) * self.batch_size].tolist()
+            yield full_N[number * self.rows : (number + 1) * self.rows].tolist()
         if len(rest_N):
             yield rest_N.tolist()
 
@@ -140,14 +163,39 @@ class BucketedBatchSampler(EpochSampler[int]):
         return Lengths(num_batches=len(self), num_tokens=tokens, num_padding=positions - tokens)
 
 
+def deal(rows: Sequence[int], lengths: Sequence[int], num_batches: int) -> list[list[int]]:
+    """Return the rows as so many batches (fewer where there are fewer rows) of about as many positions each.
+
+    Rows of similar length share a batch, so that it has more of the shorter ones; the largest number of positions is the least
+    that batches of neighbours in the order of lengths can have.
+    """
+    order = sorted(range(len(rows)), key=lambda place: -lengths[place])
+    rows, lengths = [rows[place] for place in order], [lengths[place] for place in order]
+    num_batches = min(num_batches, len(rows))
+
+    def sizes(limit: int) -> list[int]:
+        """Return how many rows each batch takes under a limit of positions, and at the end how many are left."""
+        taken, done = [], 0
+        for left in range(num_batches - 1, -1, -1):
+            taken.append(min(limit // lengths[done], len(rows) - done - left))
+            done += taken[-1]
+        return [*taken, len(rows) - done]
+
+    limits = range(lengths[0], lengths[0] * len(rows) + 1)
+    limit = limits[bisect_left(limits, True, key=lambda each: sizes(each)[-1] == 0)]
+    taken = iter(rows)
+    return [list(islice(taken, size)) for size in sizes(limit)[:-1]]
+
+
 def make_loader(
-    dataset: ConversationDataset, batch_size: int, *, seed: int, workers: Workers | None = None
+    dataset: ConversationDataset, batch_size: int, *, seed: int, workers: Workers | None = None, num_batches: int = 1
 ) -> DataLoader[Batch]:
     """Return a loader that accelerate can prepare; call `set_epoch` on its `batch_sampler` (or on the prepared loader).
 
-    Without `workers` batches are made in this process.
+    Without `workers` batches are made in this process; `num_batches` are those of an optimiser step, over all processes.
     """
-    return loader_of(dataset, BucketedBatchSampler(dataset.lengths, batch_size, seed=seed), collate, workers)
+    sampler = BucketedBatchSampler(dataset.lengths, batch_size, seed=seed, num_batches=num_batches)
+    return loader_of(dataset, sampler, collate, workers)
 
 
 def loader_of(

@@ -104,6 +104,7 @@ class Eagle3(EagleBody):
     def __init__(self, settings: Eagle3Settings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
         super().__init__(settings, target, vocabulary)
         self.settings = settings.model_copy(update={"taps": list(self.taps)})
+        self.unrolls_layers = settings.num_depths > 1
 
     def forward(self, batch: Batch, states: TargetStates) -> list[Depth]:
         """Unroll the head over `num_depths` depths from every origin at once.

@@ -61,6 +61,7 @@ class Mtp(HeadBase):
         last = num_blocks(target)
         self.taps: tuple[int, ...] = (last,) if settings.reads == "pre_norm" else ()
         self.num_caches = 1 if settings.shared_depths else settings.num_depths
+        self.unrolls_layers = settings.shared_depths
         number = last_attention_block(target) if settings.init_block is None else settings.init_block
         self._around = Surroundings(target, number)
         self.layers = nn.ModuleList(

@@ -19,7 +19,7 @@ from configs.runtime.errors import ConfigError
 
 
 class HeadLayer(GradientCheckpointingLayer):
-    """A part of a head that runs as one under activation checkpointing."""
+    """A part of a head that runs as one under activation checkpointing, and a unit of FSDP2."""
 
     _gradient_checkpointing_func: Callable[..., Any]
 

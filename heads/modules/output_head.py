@@ -180,6 +180,7 @@ class HeadBase(nn.Module):
     """What heads share: a target, in a tuple so that it is neither trained nor saved with the head, and an output head."""
 
     lm_head: DraftHead
+    unrolls_layers = False  # whether a forward in training runs a layer several times
 
     def __init__(self, target: PreTrainedModel) -> None:
         super().__init__()

@@ -135,7 +135,9 @@ def measure_steps(config: ScaleStepsConfig) -> None:
     cache = open_training_cache(recipe, materials.dataset, materials.target)
     task = HeadTask(recipe, materials.target, materials.train, materials.held_out, accelerator, cache)
     trainer = HeadTrainer(recipe, task, accelerator, config.warmup_steps + config.steps)
-    batches = Clocked(accelerator.prepare(make_training_loader(recipe, materials.dataset)), task.ahead)
+    batches = Clocked(
+        accelerator.prepare(make_training_loader(recipe, materials.dataset, num_batches=accelerator.num_processes)), task.ahead
+    )
     with watching() if config.watch_memory else nullcontext([0]) as peak:
         for _ in range(config.warmup_steps):
             trainer.step(batches.next())

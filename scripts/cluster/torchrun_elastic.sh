@@ -2,9 +2,10 @@
 # On each node: MAIN_HOST=node0 scripts/cluster/torchrun_elastic.sh train/heads.py --config configs/heads/eagle3.yaml
 #
 # DDP that survives the death of a process or a node: where one dies, torchrun ends the others, waits until between MIN_NODES and
-# MAX_NODES nodes are there, starts all processes again, and training goes on from its last checkpoint. How many processes share
-# a step is part of a run (training says so and refuses another number), so leave MIN_NODES and MAX_NODES equal: a lost node is
-# then waited for. What is lost is what was done since the last checkpoint, so write them: schedule.checkpoint_every_steps.
+# MAX_NODES nodes are there, starts all processes again, and training goes on from its last checkpoint. With MAX_NODES above
+# MIN_NODES, give schedule.micro_batches_per_step, a multiple of each number of processes that there may be: a step is then the
+# same whatever their number. Without it a step belongs to a number of processes, and a lost node has to be waited for. What is
+# lost is what was done since the last checkpoint, so write them: schedule.checkpoint_every_steps.
 
 # --- placeholders -----------------------------------------------------------------------------------------------------
 MIN_NODES="${MIN_NODES:-1}"

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
@@ -110,7 +110,10 @@ class TrainingEngine:
 
 
 class Fsdp2Engine(TrainingEngine):
-    """Each process holds its share of every weight; a unit of the module is unsharded while it runs."""
+    """Each process holds its share of every weight; a unit of the module is unsharded while it runs.
+
+    Between the micro-batches of a step gradients are unsharded, as weights are in the forward: then they are sent once a step.
+    """
 
     def prepare(self, task: Task, make: MakeOptimizer) -> tuple[nn.Module, Any, LambdaLR]:
         task = _shardable(task)
@@ -126,7 +129,8 @@ class Fsdp2Engine(TrainingEngine):
         return task.module, self.optimizer, scheduler
 
     def micro_batch(self, module: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-        return nullcontext()  # reduced after every micro-batch: no process has room for unsharded gradients
+        cast(FSDPModule, module).set_requires_gradient_sync(last)
+        return nullcontext()
 
     def clip(self, module: nn.Module, max_norm: float) -> Tensor | float | None:
         norm = super().clip(module, max_norm)

@@ -1,10 +1,11 @@
 """The run that a checkpoint belongs to, and whether another run may resume from it.
 
 The number of processes may change where checkpoints are unsharded (replicated weights, and FSDP2) and a step has as many
-micro-batches in all as before: `gradient_accumulation_steps` makes up for missing processes. Micro-batches are then dealt out
-in the same order, so the run takes the same steps up to rounding, except for the last step of an epoch, which accelerate fills
-up so that all processes have equally many. Random streams of new processes begin at the seed. DeepSpeed's checkpoints are not
-resharded.
+micro-batches in all as before: `gradient_accumulation_steps` makes up for missing processes, by itself where
+`micro_batches_per_step` is given. Micro-batches are then dealt out in the same order, so the run takes the same steps up to
+rounding, except for the last step of an epoch where it has fewer conversations (or `packing`'s rows) than micro-batches, which
+accelerate fills up so that all processes have equally many. Random streams of new processes begin at the seed. DeepSpeed's
+checkpoints are not resharded.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, parse_flag_from_env
 from pydantic import Field
 
+from configs.runtime.errors import ConfigError
 from configs.runtime.redaction import mask_secrets
 from configs.runtime.run_record import deciding_settings, training_fingerprint
 from configs.schema.base import PositiveInt, Settings
@@ -64,7 +66,8 @@ class Lineage(Settings):
             return (
                 f"had steps of {then.micro_batches_per_step} micro-batches over {then.num_processes} processes, this run has "
                 f"steps of {self.micro_batches_per_step} over {self.num_processes}: choose "
-                "schedule.gradient_accumulation_steps so that its product with the processes is the same"
+                "schedule.gradient_accumulation_steps so that its product with the processes is the same, or give that product "
+                "as schedule.micro_batches_per_step"
             )
         return None
 
@@ -88,6 +91,24 @@ class Lineage(Settings):
         if refused:
             return f"belongs to a run with another config or other data ({found}), which would give other weights"
         return f"belongs to a longer run ({found}), whose learning rate fell over more steps"
+
+
+def accumulating(schedule: ScheduleConfig, num_processes: int) -> ScheduleConfig:
+    """Return the schedule of a run of so many processes, with the micro-batches of a step that each of them has.
+
+    Raises:
+        ConfigError: `micro_batches_per_step` is no multiple of the processes.
+    """
+    in_all = schedule.micro_batches_per_step
+    if in_all is None:
+        return schedule
+    if in_all % num_processes:
+        raise ConfigError(
+            f"schedule.micro_batches_per_step: {in_all} cannot be shared evenly by {num_processes} processes; give a "
+            "multiple of each number of processes that the run may have"
+        )
+    own = {"gradient_accumulation_steps": in_all // num_processes, "micro_batches_per_step": None}
+    return schedule.model_copy(update=own)
 
 
 def engine_name(accelerator: Accelerator) -> str:

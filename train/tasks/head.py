@@ -23,8 +23,9 @@ from heads.artifact import head_metadata, save_head
 from heads.device import restored_random_state
 from heads.families.registry import FAMILIES, serve
 from heads.inference.model_checks import check_keeps_apart, check_rolls_back
-from heads.modules.checkpointing import checkpoint_activations
+from heads.modules.checkpointing import HeadLayer, checkpoint_activations
 from heads.modules.interface import Batch, HeadModule, Normalisers
+from heads.modules.output_head import HeadBase
 from heads.proposers.protocol import Proposer
 from heads.target.hidden_states import TargetStates, check_taps, read_states
 from heads.target.loading import Target
@@ -105,7 +106,11 @@ class HeadTask:
         return copy.deepcopy(self.module, {id(each): each for each in shared})
 
     def units(self) -> Sequence[nn.Module]:
-        return []  # families read the weights of their parts directly, so the whole head is one unit
+        """Return the layers that run once a forward; a family may read its other weights directly, which are one unit."""
+        head = cast(HeadObjective, self.module).head
+        if not isinstance(head, HeadBase) or head.unrolls_layers:
+            return []
+        return [each for each in head.modules() if isinstance(each, HeadLayer)][::-1]  # a layer in another one before it
 
     def read_from_outside(self) -> Sequence[nn.Parameter] | None:
         return None  # that depends on the family

@@ -1,11 +1,13 @@
 """Batches: which tokens are labels, in what order conversations come, and what padding costs."""
 
+import itertools
+
 import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
 
 from configs.runtime.errors import InputError
-from distill.dataset.batches import BucketedBatchSampler, ConversationDataset, collate, make_loader
+from distill.dataset.batches import BucketedBatchSampler, ConversationDataset, collate, deal, make_loader
 from heads.modules.interface import NO_DOCUMENT
 from tests.support.caches import conversation
 
@@ -88,3 +90,51 @@ def test_two_processes_share_an_epoch_and_both_follow_its_number(dataset):
         alternating = [batch for pair in zip(epoch_of(0, epoch), epoch_of(1, epoch), strict=True) for batch in pair]
         assert alternating[:10] == first_ids(whole)[:10]
         assert {first for batch in alternating for first in batch} == set(range(1, 84))
+
+
+def test_the_batches_of_a_step_are_dealt_so_that_no_process_waits_for_a_longer_one():
+    """Four processes, lengths drawn widely: the positions of a step's largest batch over the mean, before and after."""
+    lengths = torch.randn(640, generator=torch.Generator().manual_seed(1)).mul(0.8).add(4.5).exp().int().clamp(8, 512)
+
+    def spread(batches):
+        sizes = torch.tensor([len(batch) * int(lengths[batch].max()) for batch in batches]).view(-1, 4)
+        return float((sizes.amax(1) / sizes.double().mean(1)).mean()), int(sizes.amax(1).sum())
+
+    before, dealt = (list(BucketedBatchSampler(lengths, 8, seed=0, num_batches=n)) for n in (1, 4))
+    for at in range(0, 80, 4):
+        assert {*itertools.chain(*dealt[at : at + 4])} == {*itertools.chain(*before[at : at + 4])}
+    (old_spread, old_time), (new_spread, new_time) = spread(before), spread(dealt)
+    assert old_spread > 1.8
+    assert new_spread < 1.1
+    assert new_time < 0.65 * old_time
+    assert dealt == list(BucketedBatchSampler(lengths, 8, seed=0, num_batches=4))
+
+
+def test_no_dealing_of_neighbours_has_a_smaller_largest_batch():
+    generator = torch.Generator().manual_seed(2)
+    for num_rows in range(3, 9):
+        lengths = torch.randint(1, 30, (num_rows,), generator=generator).tolist()
+        ordered = sorted(lengths, reverse=True)
+        cuts = itertools.combinations(range(1, num_rows), 2)
+        best = min(max(a * ordered[0], (b - a) * ordered[a], (num_rows - b) * ordered[b]) for a, b in cuts)
+        dealt = deal(range(num_rows), lengths, 3)
+        assert sorted(itertools.chain(*dealt)) == list(range(num_rows))
+        assert max(len(batch) * max(lengths[row] for row in batch) for batch in dealt) == best
+
+
+@pytest.mark.parametrize(("num_processes", "num_batches"), [(2, 2), (2, 4), (3, 6), (4, 4)])
+def test_processes_share_an_epoch_of_dealt_steps_without_repeating_a_conversation(dataset, num_processes, num_batches):
+    shares = [
+        list(
+            prepare_data_loader(
+                make_loader(dataset, 8, seed=0, num_batches=num_batches),
+                num_processes=num_processes,
+                process_index=rank,
+                put_on_device=False,
+            )
+        )
+        for rank in range(num_processes)
+    ]
+    assert len({len(share) for share in shares}) == 1
+    rows = [first for share in shares for batch in first_ids(share) for first in batch]
+    assert sorted(rows) == list(range(1, 84))
