@@ -12,7 +12,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ from distill.generation.server_jobs import TURN_JOURNALS, server_answer_job, ser
 from distill.generation.sources import list_source
 from distill.generation.spread import MOST_MEASURED, measure_spread
 from distill.generation.steering import SEEDS, plan_prompt, write_steered
-from distill.server.logprobs import TargetServer
+from distill.server.several import AnswerServers
 from heads.target.loading import Target, load_target
 from heads.target.processes import join_processes, naming_lost_processes
 from heads.target.split.groups import share_of
@@ -79,7 +79,7 @@ def make_dataset(config: DataConfig, make_write: Callable[[Target], Write] | Non
     listed = [list_source(settings, whole=config.prompts.sources is not None) for _, settings in config.prompts.parts]
     if config.answers.written_by == "dataset" and config.prompts.sources is None:
         check_given([*(listed[0] or ())])
-    with nullcontext() if config.server is None else TargetServer(config.server) as server:
+    with nullcontext() if config.server is None else AnswerServers(config.server) as server:
         if server is not None:
             server.check_model()  # before a large target is loaded
         state = join_processes(config.target, timeout_seconds=config.process_timeout_seconds)
@@ -100,7 +100,7 @@ def _make_locked(
     config: DataConfig,
     listed: Sequence[Iterable[Prompt] | None],
     state: PartialState,
-    server: TargetServer | None,
+    server: AnswerServers | None,
     make_write: Callable[[Target], Write] | None,
 ) -> None:
     """Do this process's part of the run that holds the folder's lock."""
@@ -155,11 +155,13 @@ def _gather(
     return gathered
 
 
-def _checked_writer(config: DataConfig, target: Target, server: TargetServer, state: PartialState) -> ServerWriter:
-    """Return the writer for the server, once the main process has checked that it serves the target."""
+def _checked_writer(config: DataConfig, target: Target, server: AnswerServers, state: PartialState) -> ServerWriter:
+    """Return the writer for the servers, once the main process has checked that each serves the target."""
     writer = server_writer(config, target, server)
     if state.is_main_process:
-        check_server(writer)
+        for each in server.each:
+            own = writer.config.model_copy(update={"url": each.config.url, "more_urls": []})
+            check_server(replace(writer, server=each, config=own))
     state.wait_for_everyone()
     return writer
 
