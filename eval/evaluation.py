@@ -24,6 +24,7 @@ from configs.runtime.terminal import say
 from configs.schema.evaluation import EvalConfig, SuiteConfig
 from eval.cost.predict import predict_speed
 from eval.cost.timing_sweep import check_sweep
+from eval.cost.tree_choice import find_tree
 from eval.decoder.clock import Laps
 from eval.decoder.decode import check_decodable
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP
@@ -97,6 +98,9 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     if state.is_main_process:
         write_run_record(output, config, processes=state.num_processes)
     state.wait_for_everyone()  # the folder is there
+    asked = _job(config, suites, target, draft, state.num_processes)
+    decode, how_chosen = find_tree(config, suites[0], target, draft.proposer, state, asked)
+    config = config.model_copy(update={"decode": decode})
     laps.done("loading")
     proposers = {SPECULATIVE: draft.proposer, **make_baselines(config, target)}
     if config.tries_lookup:
@@ -112,7 +116,7 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
         state.wait_for_everyone()
         return DONE
     laps.done("decoding")
-    report = _build_report(config, suites, target, draft, tallies, state.num_processes)
+    report = _build_report(config, suites, target, draft, tallies, state.num_processes, how_chosen)
     records = tallies[suites[0].name]
     # What follows may fail, out of memory or in a scorer; the measurements must not be lost with it.
     partial = output / "report.partial.json"
@@ -200,10 +204,11 @@ def _build_report(
     draft: EvaluatedDraft,
     tallies: Mapping[str, Tally],
     num_processes: int,
+    how_chosen: str | None,
 ) -> Report:
     """Put the records and everything that says where they come from into the report; losslessness is checked afterwards."""
     prompts = {suite.name: _prompt_set(suite, draft) for suite in suites}
-    warnings = list(draft.warnings)
+    warnings = [*draft.warnings, *([] if how_chosen is None else [how_chosen])]
     for suite, settings in zip(suites, config.all_suites, strict=True):
         found = _suite_warnings(suite, settings, target, prompts[suite.name], tallies[suite.name])
         warnings += [f"{suite.name}: {warning}" if len(suites) > 1 else warning for warning in found]

@@ -6,12 +6,12 @@ drafts are chosen: a rule is lossless only for drafts chosen the way it expects.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from configs.schema.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Settings, Share
-from configs.schema.drafting import CostStopping, DynamicTree, StaticTree, StoppingConfig, TreeConfig
+from configs.schema.drafting import CostStopping, DynamicTree, StoppingConfig, TreeConfig
 
 Rule = Literal[
     "greedy",
@@ -131,6 +131,7 @@ class DecodeConfig(SamplingConfig):
     kv_cache: Literal["int8"] | None = None
     # Several candidates for each position, down to num_speculative_tokens; None: a chain. At a temperature above 0, `token`
     # judges siblings as `tree.candidates` says, `match` takes the draft's likeliest, as a dynamic tree always does.
+    # `fastest` stands for a section of that kind.
     tree: TreeConfig = None
     # Above temperature 0: give up the target's distribution for speed; needs the quality measured beside it. None: lossless
     lossy: LossyConfig = None
@@ -156,11 +157,20 @@ class DecodeConfig(SamplingConfig):
             return self.lossy.drafts == "drawn"
         return self.verification != "match"
 
+    @field_validator("tree", mode="before")
+    @classmethod
+    def _tree_may_be_a_name(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        if value != "fastest":
+            raise ValueError(f"tree must be null, fastest, or a section of kind static, dynamic or fastest, got {value!r}")
+        return {"kind": value}
+
     @model_validator(mode="after")
     def _tree_goes_with_the_rest(self) -> Self:
         if self.tree is None or self.num_speculative_tokens == 0:
             return self
-        if self.tree.kind == "static" and self.tree.depth > self.num_speculative_tokens:
+        if not isinstance(self.tree, DynamicTree) and self.tree.depth > self.num_speculative_tokens:
             raise ValueError(
                 f"tree is {self.tree.depth} tokens deep, and num_speculative_tokens allows {self.num_speculative_tokens}; "
                 "raise that, or cut the tree"
@@ -176,7 +186,7 @@ class DecodeConfig(SamplingConfig):
                 "a dynamic tree leaves out drafts for their probability, so they cannot be drawn at a temperature above 0: "
                 "set verification to match, or tree to a static one"
             )
-        candidates = self.tree.candidates if isinstance(self.tree, StaticTree) else None
+        candidates = None if isinstance(self.tree, DynamicTree) else self.tree.candidates
         if self.verification == "match" and candidates not in (None, "top_k"):
             raise ValueError(
                 f"tree.candidates {candidates} are drawn, and verification match judges the draft's likeliest: set one of the "
@@ -211,7 +221,7 @@ class DecodeConfig(SamplingConfig):
             raise ValueError(
                 "a dynamic tree takes the likeliest drafts: set lossy.drafts to likeliest, or tree to a static one"
             )
-        candidates = self.tree.candidates if isinstance(self.tree, StaticTree) else None
+        candidates = None if self.tree is None or isinstance(self.tree, DynamicTree) else self.tree.candidates
         if candidates is not None and (candidates == "top_k") != (lossy.drafts == "likeliest"):
             raise ValueError(
                 f"tree.candidates {candidates} and lossy.drafts {lossy.drafts} contradict each other: set tree.candidates to "

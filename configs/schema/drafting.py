@@ -16,12 +16,13 @@ from pydantic import Field, model_validator
 from configs.schema.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings, Share
 
 Path = tuple[int, ...]
+WIDE = (4, 3, 2)  # children by depth, of trees that acceptance by rank is measured with
 Candidates = Literal["without_replacement", "with_replacement", "k_seq", "top_k"]
 
 
 class StaticTree(Settings):
     """The same tree in every round: a drafted token is named by the ranks that lead to it, `[0, 2]` being the third child of
-    the first. Give the tokens, or how many children each token of a depth has. `eval.cost.tree_shapes` finds good ones."""
+    the first. Give the tokens, or how many children each token of a depth has."""
 
     kind: Literal["static"]
     paths: list[list[NonNegativeInt]] | None = None  # every drafted token by the ranks that lead to it
@@ -74,7 +75,35 @@ class DynamicTree(Settings):
         return "top_k"
 
 
-TreeConfig = Annotated[StaticTree | DynamicTree | None, Field(discriminator="kind")]
+class FastestTree(Settings):
+    """The static tree with the most tokens a second (`eval.cost.tree_choice`), which `eval/run.py` finds before it measures: by
+    how often the target accepts each rank at each depth, and by what forwards take on this machine, a prompt at a time."""
+
+    kind: Literal["fastest"]
+    num_prompts: PositiveInt = 8  # that decide: of the suite's prompts, some of those that suite.num_prompts leaves out
+    num_nodes: PositiveInt = 16  # drafted tokens of the tree at most
+    # Of the tree that acceptance is measured with, and of which the chosen one is a part. None: [4, 3, 2], from there on 1 a
+    # depth, down to num_speculative_tokens
+    branching: Annotated[list[PositiveInt], Field(min_length=1)] | None = None
+    candidates: Candidates | None = None  # as for a static tree
+
+    def measured(self, depth: int) -> StaticTree:
+        """Return the tree that acceptance is measured with, where drafts may be so many tokens deep."""
+        branching = self.branching or [*WIDE, *[1] * depth][:depth]
+        return StaticTree(kind="static", branching=branching, candidates=self.candidates)
+
+    @property
+    def drawn_candidates(self) -> Candidates:
+        """As of a static tree."""
+        return self.candidates or "without_replacement"
+
+    @property
+    def depth(self) -> int:
+        """Tokens on its longest path, as far as they are set."""
+        return len(self.branching or ())
+
+
+TreeConfig = Annotated[StaticTree | DynamicTree | FastestTree | None, Field(discriminator="kind")]
 
 
 def check_paths(paths: Sequence[Sequence[int]]) -> None:

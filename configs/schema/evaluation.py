@@ -251,6 +251,8 @@ class EvalConfig(Settings):
                 "several drafts are merged into a tree: set decode.tree, for instance to a static one with branching "
                 "[1, 1, 1], and decode.num_speculative_tokens to at least its depth"
             )
+        if self.decode.tree.kind == "fastest":
+            raise ValueError("decode.tree fastest is found for one draft: give a static tree, into which several are merged")
         if self.decode.draws:
             raise ValueError(
                 f"tokens of several drafts cannot be drawn from one distribution, as rule {self.decode.rule} asks for: set "
@@ -292,8 +294,11 @@ class EvalConfig(Settings):
         if self.cost is not None and (self.decode.tree is not None or self.decode.stopping is not None):
             name = "tree" if self.decode.tree is not None else "stopping"
             raise ValueError(f"cost predicts chains of a fixed length only: set it to null, or decode.{name} to null")
-        if self.cost is not None and self.target.parallel is not None and self.target.parallel.kind is not None:
+        is_split = self.target.parallel is not None and self.target.parallel.kind is not None
+        if self.cost is not None and is_split:
             raise ValueError("cost times a target that is whole in its process: set it to null, or target.parallel to null")
+        if is_split and self.decode.tree is not None and self.decode.tree.kind == "fastest":
+            raise ValueError("decode.tree fastest times a target that is whole in its process: give a static tree")
         if self.cost is not None and self.decode.rule == "smc":
             raise ValueError("cost predicts rounds of verification, which lossy smc has none of: set one of the two to null")
         return self

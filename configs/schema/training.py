@@ -103,6 +103,8 @@ class HeldOutDecodingConfig(Settings):
     def _acceptance_is_that_of_a_lossless_rule(self) -> Self:
         if self.decode.lossy is not None:
             raise ValueError("decode.lossy must be null: a lossy rule keeps drafts that the target would not have written")
+        if self.decode.tree is not None and self.decode.tree.kind == "fastest":
+            raise ValueError("decode.tree fastest is found by eval/run.py: give its paths in a tree of kind static, or null")
         return self
 
 

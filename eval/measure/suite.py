@@ -38,6 +38,7 @@ class Suite:
     num_turns_left_out: int  # of the prompts chosen, behind `max_turns`
     num_skipped: int = 0  # prompts that fill the target's context, and are left out
     num_truncated: int = 0  # or lost the middle of their first turn
+    left_out: tuple[Prompt, ...] = ()  # prompts of the file that `num_prompts` leaves out, spread over the categories
 
     @property
     def ids(self) -> list[str]:
@@ -73,6 +74,8 @@ def load_suite(config: SuiteConfig) -> Suite:
     _check_ids(prompts, rows, path)
     chosen = _choose(prompts, config.num_prompts, path)
     cut = [replace(prompt, turns=prompt.turns[: config.max_turns]) for prompt in chosen]
+    ids = {prompt.prompt_id for prompt in chosen}
+    others = [prompt for prompt in prompts if prompt.prompt_id not in ids]
     return Suite(
         name=config.label,
         prompts=tuple(cut),
@@ -80,6 +83,7 @@ def load_suite(config: SuiteConfig) -> Suite:
         format=format,
         sha256=_hash_prompts(prompts) if is_data_set else sha256_of(path),
         num_turns_left_out=sum(len(prompt.turns) for prompt in chosen) - sum(len(prompt.turns) for prompt in cut),
+        left_out=tuple(spread_over_categories(others, len(others))),
     )
 
 

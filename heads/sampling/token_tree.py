@@ -15,7 +15,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from configs.schema.drafting import Candidates, DynamicTree, Path, StaticTree
+from configs.runtime.errors import ConfigError
+from configs.schema.drafting import Candidates, DynamicTree, FastestTree, Path, StaticTree
 from heads.sampling.uploads import on_device, shifted
 
 
@@ -102,8 +103,14 @@ class DynamicTreeSpec:
         return replace(self, depth=min(depth, self.depth))
 
 
-def tree_from(settings: StaticTree | DynamicTree, depth: int) -> Tree | DynamicTreeSpec:
-    """Return the tree of these settings, no deeper than `depth`."""
+def tree_from(settings: StaticTree | DynamicTree | FastestTree, depth: int) -> Tree | DynamicTreeSpec:
+    """Return the tree of these settings, no deeper than `depth`.
+
+    Raises:
+        ConfigError: which tree is the fastest has not been found.
+    """
+    if settings.kind == "fastest":
+        raise ConfigError("tree: fastest is found by eval/run.py; give the paths in its report, in a tree of kind static")
     if settings.kind == "static":
         return Tree.of(settings.all_paths(), settings.drawn_candidates).cut(depth)
     return DynamicTreeSpec(num_nodes=settings.num_nodes, width=settings.width, depth=depth)

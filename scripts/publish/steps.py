@@ -20,6 +20,7 @@ from configs.schema.target import TargetConfig
 from eval.release.verdict import as_table
 from heads.formats.exporting.exporter import SERVE_FILE, export
 from heads.formats.exporting.source import TargetFolder, read_source
+from heads.formats.exporting.table import TREES
 from heads.target.loading import HUB_FILES, locate
 from scripts.publish.card_metadata import agreed_licence, initial_model, read_card
 from scripts.publish.model_card import make_card
@@ -91,9 +92,13 @@ def _make(
     if config.exports:
         folder = _locate_target(name, revision, online)
         source = read_source(release.folder, TargetFolder(folder, name_for_engines(cleaned, config)))
+        tree = release.report.decode.static_tree
+        in_tree = source if tree is None else source.with_tree(tree)
         for engine in config.exports:
             exports[engine] = scratch / engine
-            layout = export(source, engine, exports[engine], served_from=f"{repo_id.split('/')[-1]}/{engine}")
+            served_from = f"{repo_id.split('/')[-1]}/{engine}"
+            takes_tree = source.metadata.kind in TREES.get(engine, ())
+            layout = export(in_tree if takes_tree else source, engine, exports[engine], served_from=served_from)
             if layout.holds_target and not config.allow_target_files:
                 raise InputError(
                     f"exports: the one for {engine} holds all weights of the target {name} beside the draft's, and "

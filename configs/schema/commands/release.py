@@ -36,7 +36,16 @@ class ExportConfig(Settings):
 
     dtype: Dtype | None = None  # of the weights; None: as they are in the artifact
     num_speculative_tokens: PositiveInt | None = None  # drafts a round; None: what the artifact says, of DFlash a whole block
+    # A report of this draft with a static tree (decode.tree): that tree is what the engine is to draft, where it takes one
+    # (tensorrt_llm: eagle3, medusa). None: a chain
+    report: str | None = None
     allow_target_mismatch: bool = False  # the target's weights may be others than those of the target trained for
+
+    @model_validator(mode="after")
+    def _a_tree_has_its_depth(self) -> Self:
+        if self.report is not None and self.num_speculative_tokens is not None:
+            raise ValueError("the report's tree says how deep drafts go: set num_speculative_tokens or report to null")
+        return self
 
 
 class ImportConfig(Settings):

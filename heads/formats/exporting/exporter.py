@@ -9,7 +9,7 @@ import torch
 from configs.runtime.errors import InputError
 from configs.runtime.files import new_folder, write_json, write_text
 from heads.formats.exporting.source import Source
-from heads.formats.exporting.table import check_path, form_of
+from heads.formats.exporting.table import check_path, check_tree, form_of
 from heads.formats.layout import ExportLayout, check_names
 from heads.target.checkpoint_files import SINGLE_FILE, Weights, link_or_copy, read_weights, write_weights
 from heads.target.identity import hash_weights
@@ -38,6 +38,8 @@ def export(
         raise InputError(f"{out} exists already; give a new folder")
     place = str(out.resolve()) if served_from is None else served_from
     check_path(engine, source.metadata.kind, place)
+    if source.tree is not None:
+        check_tree(engine, source.metadata.kind)
     known = source.metadata.target
     if not allow_target_mismatch and hash_weights(source.target.folder) != known.get("weights_sha256"):
         raise InputError(

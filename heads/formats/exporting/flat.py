@@ -24,6 +24,7 @@ from heads.target.hidden_states import num_blocks
 
 UNTRIED = "Format-checked only: names, shapes and ids were compared with what the engine reads; it was not run."
 MIDLAYER = (("layers.0.", "midlayer."),)
+TREE_NOTE = "TensorRT-LLM 1.3 drafts static trees with the draft as a model of its own only, and says that 1.4 will not."
 TENSORRT_NOTE = "Older releases of TensorRT-LLM call the key speculative_model_dir."
 
 
@@ -42,9 +43,13 @@ def sglang_eagle(source: Source) -> ExportLayout:
 
 def tensorrt_eagle(source: Source) -> ExportLayout:
     """Return EAGLE-3 for TensorRT-LLM's PyTorch backend, which reads the same folder."""
-    serve = tensorrt_command(source, {"decoding_type": "Eagle3", "eagle3_layers_to_capture": block_ids(source)})
-    layout = _flat_eagle(source, serve)
-    return replace(layout, notes=(*layout.notes, TENSORRT_NOTE))
+    method: dict[str, Any] = {"decoding_type": "Eagle3", "eagle3_layers_to_capture": block_ids(source)}
+    notes = [TENSORRT_NOTE]
+    if source.tree is not None:
+        method |= {"eagle_choices": source.tree, "eagle3_one_model": False}
+        notes.append(TREE_NOTE)
+    layout = _flat_eagle(source, tensorrt_command(source, method))
+    return replace(layout, notes=(*layout.notes, *notes))
 
 
 def sglang_command(source: Source, algorithm: str, tokens: int | None) -> Callable[[str], str]:

@@ -7,6 +7,7 @@ was not trained for is accepted less.
 
 from __future__ import annotations
 
+import json
 import shlex
 
 from configs.schema.heads import MedusaSettings
@@ -56,6 +57,10 @@ def tensorrt_medusa(source: Source) -> ExportLayout:
     for head in range(settings.num_depths):
         own = f"lm_heads.{head}.weight" if settings.own_output_heads else "lm_head.weight"
         weights[f"{head}.{settings.num_layers}.weight"] = heads[own]
+    run: list[str] = []
+    if source.tree is not None:
+        tokenizer, choices = shlex.quote(source.target.name), shlex.quote(json.dumps(source.tree))
+        run = [f"python run.py --engine_dir ENGINE --tokenizer_dir {tokenizer} --medusa_choices {choices}"]
     outputs: Shapes = {f"{head}.{settings.num_layers}.weight": (vocab_size, width) for head in range(settings.num_depths)}
     return ExportLayout(
         config={"medusa_num_heads": settings.num_depths, "medusa_num_layers": settings.num_layers, "hidden_size": width},
@@ -67,9 +72,10 @@ def tensorrt_medusa(source: Source) -> ExportLayout:
                 f"--medusa_model_dir {shlex.quote(out)} --output_dir CHECKPOINT "
                 f"--dtype {source.dtype_name} --num_medusa_heads {settings.num_depths}",
                 "trtllm-build --checkpoint_dir CHECKPOINT --output_dir ENGINE --speculative_decoding_mode medusa",
+                *run,
             ]
         ),
-        notes=(UNTRIED, "convert_checkpoint.py lies in TensorRT-LLM's examples/medusa."),
+        notes=(UNTRIED, "convert_checkpoint.py lies in TensorRT-LLM's examples/medusa, run.py in examples."),
         weights_file=MEDUSA_FILE,
     )
 

@@ -7,7 +7,7 @@ W draft vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,9 @@ class Source:
         weights: its tensors, in the dtype to be written.
         vocabulary: the tokens it can propose; None: all of the target's.
         target: what it was trained for.
-        num_speculative_tokens: how many tokens an engine is to draft a round; of DFlash a whole block, as it was trained.
+        num_speculative_tokens: how many tokens an engine is to draft a round; of DFlash a whole block, as it was trained; of
+            a tree its depth.
+        tree: the static tree to draft, by its paths (`configs.schema.drafting.StaticTree`); None: a chain.
     """
 
     folder: Path
@@ -119,6 +121,11 @@ class Source:
     vocabulary: DraftVocabulary | None
     target: TargetFolder
     num_speculative_tokens: int
+    tree: list[list[int]] | None = None
+
+    def with_tree(self, tree: list[list[int]]) -> Source:
+        """Return the same artifact with a static tree to draft."""
+        return replace(self, tree=tree, num_speculative_tokens=max(map(len, tree)))
 
     @property
     def dtype(self) -> torch.dtype:

@@ -51,6 +51,8 @@ REASONS = {
     ("transformers", "peagle"): "transformers 5.23 decodes no EAGLE heads",
     ("transformers", "medusa"): "transformers 5.23 decodes no Medusa heads",
 }
+# The kinds of which an engine drafts a given static tree; all others are drafted in chains, or in trees of the engine's own.
+TREES = {"tensorrt_llm": ("eagle3", "medusa")}
 # Words in the path of a draft's folder that vLLM 0.32 takes for the method, whatever the config says.
 PATH_WORDS = ("eagle-", "eagle3", "dflash", "dspark")
 
@@ -63,6 +65,13 @@ def form_of(engine: str, kind: str) -> Form:
     others = [name for name, known in FORMS.items() if kind in known]
     reason = REASONS.get((engine, kind), f"{engine} has no form for {kind}")
     raise InputError(f"{reason}; {kind} goes to {', '.join(others) or 'no engine yet'}, {engine} takes {', '.join(forms)}")
+
+
+def check_tree(engine: str, kind: str) -> None:
+    """Refuse an engine that drafts no given tree."""
+    if kind not in TREES.get(engine, ()):
+        taken = "; ".join(f"{name} takes one of {' and '.join(kinds)}" for name, kinds in TREES.items())
+        raise InputError(f"{engine} drafts no static tree of {kind}: export without the report ({taken})")
 
 
 def check_path(engine: str, kind: str, path: str) -> None:

@@ -8,40 +8,30 @@ rows (`eval.cost.tree_shapes`). Left out: rules for trees other than the draft L
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import Any
 
-import torch
-
 from configs.schema.decoding import DecodeConfig, ParticleSampling, TypicalAcceptance, Verification
-from configs.schema.drafting import Candidates, DynamicTree, Path, StaticTree
+from configs.schema.drafting import WIDE, Candidates, DynamicTree, Path, StaticTree
 from eval.cost.draft_length import ConfidenceProbe, fit_stopping
-from eval.cost.tree_shapes import fastest_tree, measure_profile
-from eval.decoder.decode import Request
-from eval.decoder.records import SPECULATIVE
+from eval.cost.tree_choice import choose_tree, row_seconds
 from eval.lossy.decode import decode
 from heads.artifact import Draft
 from heads.families.registry import FAMILIES
-from heads.inference.causal_lm import head_logits, new_cache
 from heads.proposers.merged import MergedDrafts
 from heads.proposers.prompt_lookup import PromptLookup
 from heads.proposers.protocol import Proposer, TreeProposer
 from heads.proposers.self_speculation import SelfSpeculation
 from heads.proposers.suffix_lookup import SuffixLookup
-from heads.target.hidden_states import forward_states, num_blocks
-from heads.target.loading import Target
+from heads.target.hidden_states import num_blocks
 from scripts.bench.decode.setup import DRAFT_LM, DecodeSetup
 
 log = logging.getLogger("draftsmith")
 
-WIDE = [4, 3, 2]  # children by depth of the tree that shows how often each rank is accepted
 MERGED = "hydra"  # whose chain is merged with suffix lookup's
 LONGEST_CHAIN = 8  # that the cost rule may draft
 MOST_ROWS = 17  # of a target forward, whose time bounds a tree
-TIMED_FORWARDS = 9  # by number of rows
 CHAIN_RULES: tuple[Verification, ...] = ("token", "block", "match")
 TREE_CANDIDATES: tuple[Candidates, ...] = ("without_replacement", "with_replacement", "k_seq", "top_k")
 LOSSY: tuple[TypicalAcceptance | ParticleSampling, ...] = (TypicalAcceptance(kind="typical"), ParticleSampling(kind="smc"))
@@ -83,7 +73,9 @@ def list_ways(setup: DecodeSetup) -> list[Way]:
     for name, loaded in setup.drafts.items():
         draft = loaded.proposer
         if isinstance(draft, TreeProposer):
-            paths = choose_paths(setup.fastest_target, draft, setup.choosing, settings)
+            wide = StaticTree(kind="static", branching=list(WIDE))
+            asked = settings.model_copy(update={"tree": wide, "num_speculative_tokens": wide.depth})
+            paths = choose_tree(setup.fastest_target, draft, setup.choosing, asked, MOST_ROWS - 1).paths
             log.info("%s: the fastest tree drafts %d tokens, %s", name, len(paths), paths)
             ways += tree_ways(name, draft, settings, paths)
             if name == DRAFT_LM:
@@ -173,37 +165,6 @@ def _stopped(setup: DecodeSetup, draft: Proposer, settings: DecodeConfig) -> Way
     stopping = fit_stopping(
         probe.rounds,
         draft_step_milliseconds=1000 * seconds,
-        target_step_milliseconds=[1000 * each for each in _row_seconds(setup.fastest_target, setup.choosing[0])],
+        target_step_milliseconds=[1000 * each for each in row_seconds(setup.fastest_target, setup.choosing[0], MOST_ROWS)],
     )
     return _greedy("chain, stopped by cost", DRAFT_LM, draft, longest, stopping=stopping)
-
-
-def choose_paths(target: Target, draft: TreeProposer, requests: Sequence[Request], settings: DecodeConfig) -> list[Path]:
-    """Return the tree with the most tokens a second by what the draft shows on prompts apart from those measured."""
-    wide = StaticTree(kind="static", branching=WIDE)
-    asked = settings.model_copy(update={"tree": wide, "num_speculative_tokens": len(WIDE)})
-    generations, seconds, rounds = [], 0.0, 0
-    for request in requests:
-        decoded, timing = decode(target, [request], asked, draft, mode=SPECULATIVE)
-        generations += decoded
-        seconds, rounds = seconds + timing.draft_seconds, rounds + timing.num_rounds
-    profile = measure_profile(generations, wide.all_paths())
-    return fastest_tree(profile, _row_seconds(target, requests[0]), seconds / max(rounds, 1) / len(WIDE)).paths
-
-
-@torch.inference_mode()
-def _row_seconds(target: Target, request: Request) -> list[float]:
-    """Return the median seconds of the target's forward over 1, 2, ... rows that follow a prompt."""
-    length = len(request.tokens)
-    cache = new_cache(target.model, length + MOST_ROWS)
-    ids_1T = torch.tensor([request.tokens], device=target.device)
-    forward_states(target.model, cache, ids_1T, [0], ())
-    seconds: list[list[float]] = [[] for _ in range(MOST_ROWS)]
-    for _ in range(TIMED_FORWARDS):
-        for rows in range(1, MOST_ROWS + 1):
-            ids_1K = ids_1T[:, -1:].expand(1, rows)
-            started = time.perf_counter()
-            states = forward_states(target.model, cache, ids_1K, [length], ())
-            float(head_logits(target.model, states.final_BTE).amax())  # waits for the device
-            seconds[rows - 1].append(time.perf_counter() - started)
-    return [median(each) for each in seconds]

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
+from configs.runtime.errors import InputError
 from configs.schema.heads import (
     DFlash2Settings,
     DFlashSettings,
@@ -44,13 +45,14 @@ TENSORRT_TYPES = {"draft_lm": "Draft_Target", "eagle3": "Eagle3"}
 def serve_lines(write, tiny_run, tmp_path):
     """A function that exports a draft of a kind; gives the lines that serve it, and its folder."""
 
-    def make(engine, kind):
+    def make(engine, kind, tree=None):
         out = tmp_path / 'it\'s {served} "well" $HOME'  # to be quoted
         if kind == "draft_lm":
             source = read_source(tiny_run / "artifact", TargetFolder(tiny_run / "target", TARGET))
         else:
             written = write(SETTINGS[kind], "qwen3" if (engine, kind) == ("speculators", "mtp") else "llama")
             source = replace(written.source(), target=TargetFolder(written.target_folder, TARGET))
+        source = source if tree is None else source.with_tree(tree)
         export(source, engine, out)
         title, _, rest = (out / SERVE_FILE).read_text().partition("\n\n")
         assert title == f"Serve with {engine}:"
@@ -118,6 +120,27 @@ def test_tensorrt_llm(serve_lines, kind):
         "speculative_model": str(out),
         "max_draft_len": source.num_speculative_tokens,
     } | ({"eagle3_layers_to_capture": [0, 1, 2]} if kind == "eagle3" else {})
+
+
+def test_a_static_tree_goes_to_the_engines_that_draft_it(serve_lines, tmp_path):
+    tree = [[0], [1], [0, 0]]
+    lines, _, source = serve_lines("tensorrt_llm", "medusa", tree)
+    command, flags = parsed(lines.splitlines()[-1])
+    assert command == ["python", "run.py"]
+    assert json.loads(flags["--medusa_choices"]) == tree
+    with pytest.raises(InputError, match=r"vllm drafts no static tree of medusa.*tensorrt_llm takes one of eagle3 and medusa"):
+        export(source, "vllm", tmp_path / "other")
+
+
+def test_a_static_tree_of_eagle3_is_read_with_the_draft_as_a_model_of_its_own(serve_lines):
+    tree = [[0], [1], [0, 0]]
+    lines, _, _ = serve_lines("tensorrt_llm", "eagle3", tree)
+    options = yaml.safe_load(lines.partition("\n")[2])["speculative_config"]
+    assert {key: options[key] for key in ("eagle_choices", "eagle3_one_model", "max_draft_len")} == {
+        "eagle_choices": tree,
+        "eagle3_one_model": False,
+        "max_draft_len": 2,
+    }
 
 
 @pytest.mark.parametrize("kind", FORMS["transformers"])

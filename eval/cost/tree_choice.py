@@ -1,0 +1,128 @@
+"""The static tree that is the fastest for a draft here, by what it shows on prompts that are not judged.
+
+Decoding them with a wide tree gives how often each rank is accepted at each depth, and the time of drafting a depth; the
+target's time by rows is that of forwards after one of the prompts. `eval.cost.tree_shapes` finds the tree by these.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+
+from configs.runtime.errors import InputError
+from configs.runtime.resumable import Journal
+from configs.schema.decoding import DecodeConfig
+from configs.schema.drafting import FastestTree, StaticTree
+from configs.schema.evaluation import EvalConfig
+from distill.generation.prompts import fit_prompts
+from eval.cost.tree_shapes import ChosenTree, fastest_tree, measure_profile
+from eval.decoder.decode import Request
+from eval.decoder.records import SPECULATIVE
+from eval.lossy.decode import decode
+from eval.measure.record_files import JOURNAL
+from eval.measure.suite import Suite
+from eval.measure.turns import Turns
+from heads.inference.causal_lm import head_logits, new_cache
+from heads.proposers.protocol import Proposer
+from heads.target.hidden_states import forward_states
+from heads.target.loading import Target
+
+log = logging.getLogger("draftsmith")
+
+KEY = "tree"
+TIMED_FORWARDS = 9  # by number of rows
+
+
+def find_tree(
+    config: EvalConfig, suite: Suite, target: Target, draft: Proposer, state: PartialState, job: str
+) -> tuple[DecodeConfig, str | None]:
+    """Return the settings of decoding with the tree that `decode.tree: fastest` asks for, and a sentence on how it was found.
+
+    Other settings are returned as they are, with None. All processes must call this; the main one's tree is everyone's. A run
+    that was cut off goes on with the tree that it had.
+
+    Args:
+        config: of the evaluation.
+        suite: its first suite.
+        target, draft: what decodes.
+        state: of the processes.
+        job: fingerprint of the evaluation.
+
+    Raises:
+        InputError: the suite has no prompts that are left to choose by, or the draft drafts no trees.
+    """
+    decode_by, asked = config.decode, config.decode.tree
+    if not isinstance(asked, FastestTree) or decode_by.num_speculative_tokens == 0:
+        return decode_by, None
+    left = suite.left_out[: asked.num_prompts]
+    prompts, _ = fit_prompts(target, left, "skip", decode_by.max_new_tokens)
+    if not prompts:
+        raise InputError(
+            f"decode.tree fastest: no prompt of suite {suite.source} is left to choose the tree by, as all are measured; set "
+            f"suite.num_prompts to less than {len(suite.prompts)}, or give a static tree"
+        )
+    journal = Journal(Path(config.output) / JOURNAL.format(rank=KEY), job)
+    (known,) = broadcast_object_list([journal.read().get(KEY) if state.is_main_process else None])
+    if known is None:
+        wide = decode_by.model_copy(update={"tree": asked.measured(decode_by.num_speculative_tokens)})
+        chosen = choose_tree(target, draft, Turns(target, prompts).first, wide, asked.num_nodes)
+        (known,) = broadcast_object_list([{"paths": chosen.paths, "expected": chosen.tokens_per_round}])
+        if state.is_main_process:
+            journal.append(KEY, known)
+    tree = StaticTree(kind="static", paths=[list(path) for path in known["paths"]], candidates=asked.candidates)
+    log.info("decode.tree: the fastest is %s", tree.paths)
+    return decode_by.model_copy(update={"tree": tree}), (
+        f"decode.tree was chosen for this machine, by {len(prompts)} of the suite's prompts that are not measured: size "
+        f"{len(tree.all_paths())}, depth {tree.depth}, {known['expected']:.2f} tokens a round expected"
+    )
+
+
+def choose_tree(
+    target: Target, draft: Proposer, requests: Sequence[Request], settings: DecodeConfig, num_nodes: int
+) -> ChosenTree:
+    """Return the tree of at most so many tokens with the most tokens a second.
+
+    Args:
+        target, draft: what decodes.
+        requests: to decode, one at a time.
+        settings: with the static tree that acceptance is measured with.
+        num_nodes: the most tokens of the tree.
+
+    Raises:
+        InputError: the draft drafts no trees.
+    """
+    if not isinstance(settings.tree, StaticTree):
+        raise ValueError(f"acceptance is measured with a static tree, got {settings.tree}")
+    generations, seconds, rounds = [], 0.0, 0
+    for request in requests:
+        decoded, timing = decode(target, [request], settings, draft, mode=SPECULATIVE)
+        generations += decoded
+        seconds, rounds = seconds + timing.draft_seconds, rounds + timing.num_rounds
+    profile = measure_profile(generations, settings.tree.all_paths())
+    step_seconds = seconds / max(rounds, 1) / settings.tree.depth
+    return fastest_tree(profile, row_seconds(target, requests[0], num_nodes + 1), step_seconds)
+
+
+@torch.inference_mode()
+def row_seconds(target: Target, request: Request, most: int) -> list[float]:
+    """Return the median seconds of the target's forward over 1, 2, ... `most` rows that follow a prompt."""
+    length = len(request.tokens)
+    cache = new_cache(target.model, length + most)
+    ids_1T = torch.tensor([request.tokens], device=target.device)
+    forward_states(target.model, cache, ids_1T, [0], ())
+    seconds: list[list[float]] = [[] for _ in range(most)]
+    for _ in range(TIMED_FORWARDS):
+        for rows in range(1, most + 1):
+            ids_1K = ids_1T[:, -1:].expand(1, rows)
+            started = time.perf_counter()
+            states = forward_states(target.model, cache, ids_1K, [length], ())
+            float(head_logits(target.model, states.final_BTE).amax())  # waits for the device
+            seconds[rows - 1].append(time.perf_counter() - started)
+    return [median(each) for each in seconds]

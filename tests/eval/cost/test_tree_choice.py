@@ -1,0 +1,92 @@
+"""`decode.tree: fastest`: chosen by prompts that are not measured, decoded by, reported, and kept by a run that goes on."""
+
+from itertools import combinations
+
+import pytest
+
+from configs.runtime.errors import ConfigError, InputError
+from configs.runtime.loading import load_config
+from configs.schema.drafting import check_paths
+from configs.schema.evaluation import EvalConfig
+from configs.schema.training import DistillConfig
+from eval import evaluation
+from eval.cost import tree_choice
+from eval.cost.tree_shapes import expected_tokens, measure_profile
+from eval.decoder.records import SPECULATIVE, Generation
+from eval.evaluation import evaluate
+from eval.measure.record_files import read_records
+from tests.support.evaluations import report_in, tiny_evaluation
+
+WIDE = [(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)]
+FASTEST = {"kind": "fastest", "num_prompts": 4, "num_nodes": 3, "branching": [2, 2]}
+
+
+def is_tree(paths):
+    try:
+        check_paths(paths)
+    except ValueError:
+        return False
+    return True
+
+
+def test_an_evaluation_drafts_the_fastest_tree_by_prompts_that_it_does_not_measure(tiny_run, tmp_path, monkeypatch):
+    shown, decode = [], tree_choice.decode
+
+    def watched(*arguments, **settings):
+        generations, timing = decode(*arguments, **settings)
+        shown.extend(generations)
+        return generations, timing
+
+    def cut_off(*arguments, **settings):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tree_choice, "decode", watched)
+    monkeypatch.setattr(tree_choice, "row_seconds", lambda target, request, most: [1000.0] * most)  # only tokens count
+    config = tiny_evaluation(tiny_run, tmp_path / "out", num_prompts=3, decode={"tree": FASTEST})
+    measure_share = evaluation.measure_share
+    monkeypatch.setattr(evaluation, "measure_share", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(config)
+    monkeypatch.setattr(evaluation, "measure_share", measure_share)
+    monkeypatch.setattr(tree_choice, "choose_tree", cut_off)  # the run that goes on has the tree already
+    assert evaluate(config) == 0
+
+    profile = measure_profile(shown, WIDE)
+    trees = [each for size in (1, 2, 3) for each in combinations(WIDE, size) if is_tree(each)]
+    most = max(expected_tokens(each, profile) for each in trees)
+    report = report_in(config)
+    paths = [tuple(path) for path in report.decode.static_tree]
+    assert len(paths) <= 3
+    assert expected_tokens(paths, profile) == pytest.approx(most, abs=1e-9)
+    assert most > 1.5
+    assert report.lossless.verdict in ("lossless", "lossless_up_to_ties")
+    (said,) = (each for each in report.warnings if each.startswith("decode.tree was chosen"))
+    assert f"size {len(paths)}, depth {max(map(len, paths))}, {most:.2f} tokens a round expected" in said
+    records = [each for each in read_records(tmp_path / "out" / "records.jsonl") if isinstance(each, Generation)]
+    drafted = [round_ for each in records if each.mode == SPECULATIVE for round_ in each.rounds if round_.drafted]
+    assert max(round_.num_nodes for round_ in drafted) == len(paths)
+    assert {round_.ranks for round_ in drafted} <= {(), *paths}
+    assert len({each.prompt_id for each in shown}) == 4
+    assert {each.prompt_id for each in shown}.isdisjoint(each.prompt_id for each in records)
+    assert not list((tmp_path / "out").glob(".*tree*"))
+
+
+def test_where_no_prompt_is_left_to_choose_by_the_evaluation_says_so(tiny_run, tmp_path):
+    config = tiny_evaluation(tiny_run, tmp_path / "out", decode={"tree": "fastest"})
+    assert config.decode.tree.measured(5).branching == [4, 3, 2, 1, 1]
+    with pytest.raises(InputError, match=r"decode.tree fastest: no prompt of suite .* is left .* less than 17"):
+        evaluate(config)
+
+
+@pytest.mark.parametrize(
+    ("schema", "changes", "words"),
+    [
+        (EvalConfig, ["decode.tree=fast"], r"tree must be null, fastest, or a section .*got 'fast'"),
+        (EvalConfig, ["draft=[a, b]", "decode.tree=fastest"], "fastest is found for one draft: give a static tree"),
+        (EvalConfig, ["decode.tree={kind: fastest, branching: [2, 2, 2, 2]}"], "tree is 4 tokens deep"),
+        (DistillConfig, ["held_out.decode.tree=fastest"], "fastest is found by eval/run.py"),
+    ],
+)
+def test_a_tree_that_cannot_be_found_is_one_sentence(schema, changes, words):
+    with pytest.raises(ConfigError, match=words):
+        load_config(schema, None, changes)
