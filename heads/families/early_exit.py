@@ -144,7 +144,7 @@ class EarlyExitChain(FeatureProposer):
     def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
         super().start(tokens, capacity, states)
         self._own, lent, self._lent = None, self._lent, False
-        if not lent:
+        if self._shared is None or not (lent and self._shared.has_cache):  # a batch may end with its prompts
             self._own = new_cache(self._reader, capacity + self._beyond)
             first = text_of(tokens, self.device).uploads.rows([row[:1] for row in tokens])
             self._read_alone(self._own, first.tensor, [0] * len(tokens))  # the others are tokens after a pending feature

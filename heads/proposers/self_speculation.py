@@ -104,6 +104,11 @@ class SharedBlocks:
         exits_BTE = torch.cat(exits, 1)
         return TargetStates(final_BTE=forward_rows(self.late, cache, exits_BTE, starts), taps_ABTE=(exits_BTE,) * len(taps))
 
+    @property
+    def has_cache(self) -> bool:
+        """Whether the batch whose prompts were read last is still under way."""
+        return self._cache is not None and self._cache() is not None
+
     def hold(self, starts: Sequence[int]) -> None:
         """Announce where drafting starts, to which rows may go back; comes before the first `read` of a round."""
         if self._cache is not None and (cache := self._cache()) is not None:

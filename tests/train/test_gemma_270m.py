@@ -59,6 +59,7 @@ HEADS = {
     "dflash2": {"block_size": NUM_DRAFTS + 1},
     "xpress": {"block_size": NUM_DRAFTS + 1},
     "domino": {"block_size": NUM_DRAFTS + 1},
+    "early_exit": {},
 }
 
 
