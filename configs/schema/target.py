@@ -41,6 +41,16 @@ class GuidanceConfig(Settings):
         return self
 
 
+class ImagesConfig(Settings):
+    """How the images of prompts are read, by a target that reads images."""
+
+    folder: str | None = None  # of relative paths, out of which none may lead; None: they stand in the working folder
+    allow_urls: bool = False  # fetch images that a prompt names by http:// or https://
+    max_bytes: PositiveInt = 20_000_000  # of a file, a data URL or a download
+    max_pixels: PositiveInt = 50_000_000  # width times height, before the processor makes an image smaller
+    timeout_seconds: PositiveFloat = 20.0  # of reading one image
+
+
 class EngineStatesConfig(Settings):
     """Servers that run the target and hand out its hidden states, in place of a forward here."""
 
@@ -124,6 +134,9 @@ class TargetConfig(Settings):
     # In place of the tokenizer's own: a Jinja file; chatml; or plain, the texts alone, for base models
     chat_template: str | None = None
     guidance: GuidanceConfig | None = None  # classifier-free guidance, in data, training, decoding and checks alike; None: none
+    images: ImagesConfig | None = (
+        None  # for targets that read images, prompts with images; {}: with these defaults. None: text alone
+    )
     # For a target larger than one GPU: its blocks are spread over this process's GPUs, then the CPU's memory, then the disk;
     # embedding, final norm and head stay on `device`. auto and balanced: as even as can be; sequential: fill one after another;
     # a map of module names (model.layers.0: 1; also cpu, disk): by hand, what it does not name stays on `device`.
@@ -151,6 +164,16 @@ class TargetConfig(Settings):
             )
         if self.name.endswith(".gguf"):
             raise ValueError(f"parallel: {self.name} is unpacked whole; give a folder of safetensors, or set parallel to null")
+        return self
+
+    @model_validator(mode="after")
+    def _images_are_read_by_plain_targets(self) -> Self:
+        others = ("guidance", "device_map", "states", "parallel")
+        found = [f"{name} null" for name in others if self.images is not None and getattr(self, name) is not None]
+        if self.images is not None and (self.forward, self.tokens) != ("transformers", "text"):
+            found.append("forward transformers and tokens text")
+        if found:
+            raise ValueError(f"images are read by a whole target of this process: set {', '.join(found)}, or images to null")
         return self
 
     @model_validator(mode="after")

@@ -23,6 +23,7 @@ from safetensors.numpy import save
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import json_object, read_json, sha256_of, write_bytes
+from heads.inference.image_inputs import ImagePrompt
 from heads.target.identity import TargetIdentity
 
 log = logging.getLogger("draftsmith")
@@ -65,18 +66,19 @@ class Conversation:
     answer_ids: TokenIds  # everything the target wrote, its end-of-text token included
     ended: Annotated[bool, Strict(), Field(description="true or false")]  # False: cut off at the longest length allowed
     tools: Annotated[tuple[dict[str, Any], ...], Field(description="a list of objects")] = ()  # that the assistant may call
+    # Of a prompt with images, whose places are in `prompt_ids`
+    image_prompt: Annotated[ImagePrompt | None, Field(description="an object of text and images")] = None
 
     def to_line(self) -> str:
         """Return the row as one line of JSON, all but ASCII escaped: some readers end a line at U+2028."""
-        values = asdict(self)
-        if not self.tools:
-            del values["tools"]
+        values = {name: value for name, value in asdict(self).items() if value or name not in ("tools", "image_prompt")}
         return json.dumps(values) + "\n"
 
     @property
     def user_text(self) -> str:
-        """Everything the user says, one message a line."""
-        return "\n".join(message["content"] for message in self.messages if message["role"] == "user")
+        """Everything the user says, one message a line, and after it the names of the images that are shown."""
+        said = [message["content"] for message in self.messages if message["role"] == "user"]
+        return "\n".join([*said, *image_names(() if self.image_prompt is None else self.image_prompt.images)])
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str) -> Conversation:
@@ -199,6 +201,11 @@ def user_text_hashes(conversations: Sequence[Conversation]) -> np.ndarray:
     if isinstance(conversations, ConversationFile):
         return conversations.places.user_texts
     return np.fromiter((text_hash(row.user_text) for row in conversations), np.int64, len(conversations))
+
+
+def image_names(images: Iterable[str]) -> list[str]:
+    """Return a short name of each image, by its reference."""
+    return [f"image {text_hash(reference) % 2**64:x}" for reference in images]
 
 
 def check_held_out(train: Sequence[Conversation], held_out: Sequence[Conversation]) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from configs.runtime.errors import InputError
 from distill.dataset.batches import ConversationDataset, EpochSampler, Example, Lengths, loader_of
 from distill.dataset.workers import Workers
 from heads.modules.interface import NO_DOCUMENT, Batch
@@ -107,6 +108,8 @@ def collate_packed(rows: Sequence[Sequence[Example]]) -> Batch:
 def _fill(batch: Batch, row: int, examples: Sequence[Example]) -> None:
     start = 0
     for document, example in enumerate(examples):
+        if example.image_prompt is not None:
+            raise InputError(f"data.packing: conversation {example.conversation} brings images; set data.packing to null")
         if example.answer_start < 1:
             raise ValueError(f"conversation {example.conversation} has no prompt: its first token cannot be a label")
         end = start + len(example.input_ids)

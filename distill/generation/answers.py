@@ -16,19 +16,20 @@ from typing import Any
 
 import numpy as np
 
-from configs.runtime.errors import InputError
 from configs.runtime.progress import progress
 from configs.runtime.resumable import Journal, Place
 from configs.schema.data import AnswersConfig
 from distill.dataset.conversations import Conversation, Message
 from distill.generation.continuation import TargetSource, TokenRow, continue_rows, request_number, up_to_end
 from distill.generation.prompts import Prompt, encode_prompt
+from heads.inference.image_inputs import placeholder_of
 from heads.target.loading import Target
 
 # Why a turn has no answer.
 EMPTY = "empty_answer"  # it ended at once
 NO_ROOM = "no_room_in_context"  # the conversation so far fills the context of the target, or the shorter one of the server
 UNREACHED = "turn_after_a_dropped_one"
+HOLDS_A_PLACEHOLDER = "answer_holds_an_image_token"  # in the place of an image there is none in an answer
 NOT_A_CONTINUATION = "answer_does_not_continue_its_prompt"  # the chat template writes the prompt differently before an answer
 
 # Continues prompts of token ids, given the number and the most new tokens of each; a reason where there is no continuation.
@@ -90,7 +91,7 @@ class Dialogue:
         if self.is_over:
             return False
         self.said = [*self.said, {"role": "user", "content": self.prompt.turns[self.turn]}]
-        self.encoded = tuple(target.encode_chat(self.said, tools=self.prompt.tools))
+        self.encoded = tuple(target.encode_chat(self.said, tools=self.prompt.tools, images=self.prompt.images))
         if len(self.encoded) >= target.max_positions:
             self._drop(NO_ROOM)
         return not self.is_over
@@ -261,13 +262,14 @@ class _Waiting(Iterator[TokenRow]):
     def __next__(self) -> TokenRow:
         while (dialogue := self._back.popleft() if self._back else next(self.dialogues, None)) is not None:
             if dialogue.ask(self.target):
-                self.under_way[dialogue.number] = dialogue
-                limit = len(dialogue.encoded) + (dialogue.prompt.max_new_tokens or self.max_new_tokens)
+                self.under_way[dialogue.number], prompt = dialogue, dialogue.prompt
+                limit = len(dialogue.encoded) + (prompt.max_new_tokens or self.max_new_tokens)
                 return TokenRow(
                     key=dialogue.number,
                     prompt_ids=dialogue.encoded,
                     limit=min(limit, self.target.max_positions),
                     request=dialogue.request,
+                    image_prompt=self.target.image_prompt(dialogue.said, prompt.images, tools=prompt.tools),
                 )
             self._over.append(dialogue)
         raise StopIteration
@@ -283,17 +285,6 @@ class _Waiting(Iterator[TokenRow]):
         """Yield the dialogues that are over, each once."""
         while self._over:
             yield self._over.popleft()
-
-
-def check_given(prompts: Sequence[Prompt]) -> None:
-    """Raise `InputError` where a prompt, which is named, brings no answer."""
-    without = [prompt.prompt_id for prompt in prompts if prompt.answer is None]
-    if without:
-        raise InputError(
-            f"answers.written_by is 'dataset', and {len(without)} of {len(prompts)} prompts bring no answer, the first is "
-            f"{without[0]}: expected chat messages that end with one by the assistant; correct or leave out those rows, or set "
-            "answers.written_by=target"
-        )
 
 
 def existing_answers(target: Target, max_new_tokens: int) -> Answered:
@@ -318,7 +309,7 @@ def _encode_existing(target: Target, prompt: Prompt, max_new_tokens: int) -> Con
     """Return a prompt's conversation, or the reason why there is none."""
     prompt_ids = encode_prompt(target, prompt)
     messages = (*prompt.messages, {"role": "assistant", "content": str(prompt.answer)})
-    whole = target.encode_chat(messages, tools=prompt.tools, answer_follows=False)
+    whole = target.encode_chat(messages, tools=prompt.tools, answer_follows=False, images=prompt.images)
     if tuple(whole[: len(prompt_ids)]) != prompt_ids:
         return NOT_A_CONTINUATION
     longest = min(prompt.max_new_tokens or max_new_tokens, target.max_positions - len(prompt_ids))
@@ -338,6 +329,8 @@ def _conversation(
     ended = bool(answer_ids) and answer_ids[-1] in target.eos_token_ids
     if len(answer_ids) == ended:
         return EMPTY
+    if placeholder_of(target.model) in answer_ids:
+        return HOLDS_A_PLACEHOLDER
     return Conversation(
         prompt_id=prompt.prompt_id,
         category=prompt.category,
@@ -347,4 +340,5 @@ def _conversation(
         prompt_ids=prompt_ids,
         answer_ids=tuple(answer_ids),
         ended=ended,
+        image_prompt=target.image_prompt(messages[:-1], prompt.images, tools=prompt.tools),
     )

@@ -20,6 +20,7 @@ from torch import Tensor
 from configs.runtime.errors import RunFailed
 from configs.schema.decoding import SamplingConfig
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache
+from heads.inference.image_inputs import ImagePrompt
 from heads.inference.kv_cache import RowCache
 from heads.inference.model_checks import check_rolls_back
 from heads.sampling.counter_rng import CounterRNG, Role
@@ -36,12 +37,14 @@ class TokenRow:
         prompt_ids: its first tokens, at least one.
         limit: the most tokens it may have, those of the prompt included; more than the prompt has.
         request: names its random numbers (`heads.sampling.counter_rng`), which depend on nothing else but the seed.
+        image_prompt: of a prompt with images; None: it has none.
     """
 
     key: int
     prompt_ids: Sequence[int]
     limit: int
     request: int
+    image_prompt: ImagePrompt | None = None
     tokens: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -144,11 +147,11 @@ class TargetSource:
         self._cache = new_cache(self.target.model, max(self.capacity, *(row.limit for row in rows)))
         if not self.shared_prompt:
             lengths_B = torch.tensor([len(row.tokens) for row in rows], device=self.device)
-            hidden_BTD = self._read_prompts(self._cache, [row.tokens for row in rows])
+            hidden_BTD = self._read_prompts(self._cache, [row.tokens for row in rows], rows)
             self._hidden_BD = hidden_BTD[torch.arange(len(rows), device=self.device), lengths_B - 1]
         elif len(rows[0].tokens) > 1:
             # The last token is read anew for each row in a place.
-            self._read_prompts(self._cache, [row.tokens[:-1] for row in rows])
+            self._read_prompts(self._cache, [row.tokens[:-1] for row in rows], rows)
 
     def draw(self, rows: Sequence[TokenRow], rng: CounterRNG) -> list[list[int]]:
         """Return each row's next token: the greedy choice, or a draw by the row's own random number for that position.
@@ -181,14 +184,16 @@ class TargetSource:
         if self.shared_prompt or not any(prompts):
             return
         read = new_cache(self.target.model, max(map(len, prompts)))
-        self._read_prompts(read, prompts)
+        self._read_prompts(read, prompts, rows)
         self._cache.put_rows(places, read)
 
-    def _read_prompts(self, cache: RowCache, prompts: Sequence[Sequence[int]]) -> Tensor:
+    def _read_prompts(self, cache: RowCache, prompts: Sequence[Sequence[int]], rows: Sequence[TokenRow]) -> Tensor:
         """Put prompts into a cache, and return the hidden states `[B, T, D]`."""
         longest = max(map(len, prompts))
         padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
-        return forward_rows(self.target.model, cache, torch.tensor(padded, device=self.device), [0] * len(prompts))
+        images = self.target.image_inputs([row.image_prompt for row in rows], prompts)
+        ids_BT = torch.tensor(padded, device=self.device)
+        return forward_rows(self.target.model, cache, ids_BT, [0] * len(prompts), images=images)
 
 
 def not_finite(target: Target) -> RunFailed:

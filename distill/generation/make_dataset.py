@@ -26,7 +26,7 @@ from configs.runtime.resumable import Journal, fingerprint, fingerprint_of
 from configs.runtime.run_record import write_run_record
 from configs.schema.data import DataConfig, PromptsConfig, SourceConfig
 from distill.dataset.conversations import FORMAT_VERSION, INDEX_SUFFIX, MANIFEST, WRITTEN_BY, Conversation
-from distill.generation.answers import ANSWER_JOURNALS, Answered, AnswerJob, Write, check_given, existing_answers
+from distill.generation.answers import ANSWER_JOURNALS, Answered, AnswerJob, Write, existing_answers
 from distill.generation.prompts import (
     TRUNCATED,
     Admission,
@@ -41,7 +41,7 @@ from distill.generation.self_seeding import WriteTurns, self_seed
 from distill.generation.server_check import check_server
 from distill.generation.server_completions import ServerWriter, server_writer
 from distill.generation.server_jobs import TURN_JOURNALS, server_answer_job, server_turns
-from distill.generation.sources import list_source
+from distill.generation.sources import check_given, check_readable, list_source
 from distill.generation.spread import MOST_MEASURED, measure_spread
 from distill.generation.steering import SEEDS, plan_prompt, write_steered
 from distill.server.several import AnswerServers
@@ -112,7 +112,7 @@ def _make_locked(
     writer = None if server is None else _checked_writer(config, target, server, state)
     write = None if make_write is None else make_write(target)  # before the prompts: an artifact for another target is refused
     gathered = _gather(config, target, listed, state, writer)
-    _warn_of_unread_tools(target, gathered.prompts)
+    check_readable(target, gathered.prompts, written_here=writer is None and write is None)
     split = split_prompts(gathered.prompts, config.held_out_share)
     if config.answers.written_by == "dataset":
         check_given(gathered.prompts)
@@ -210,7 +210,7 @@ def answer_job(
             ids = encode_prompt(target, prompt)
             lengths.append(len(ids))
             limit = [prompt.max_new_tokens] if prompt.max_new_tokens else []
-            yield [prompt.prompt_id, prompt.category, *prompt.turns, *ids, *limit]
+            yield [prompt.prompt_id, prompt.category, *prompt.turns, *ids, *limit, *prompt.images]
 
     content = fingerprint_of(rows())
     if writer is not None:
@@ -269,13 +269,6 @@ def write_dataset(config: DataConfig, target: Target, split: Split, answered: An
         logger.warning("held out: %s, too few to judge a draft by: give more prompts, or raise held_out_share", found)
 
 
-def _warn_of_unread_tools(target: Target, prompts: Sequence[Prompt]) -> None:
-    """Say how many prompts bring tools, where the chat template does not show them to the target."""
-    num_with_tools = sum(bool(prompt.tools) for prompt in prompts)
-    if num_with_tools and "tools" not in str(target.tokenizer.chat_template):
-        logger.warning("%d prompts bring tools, which the chat template of the target does not read", num_with_tools)
-
-
 def _self_seed_once(
     config: DataConfig,
     source: SourceConfig,
@@ -293,7 +286,9 @@ def _self_seed_once(
     journal = Journal(folder / PROMPT_JOURNAL, job)
     kept = journal.read().get(f"prompts {name}".strip())
     if kept is not None:
-        prompts = [Prompt(**{**values, "turns": tuple(values["turns"]), "history": ()}) for values in kept["prompts"]]
+        prompts = [
+            Prompt(**{**values, "turns": tuple(values["turns"]), "history": (), "images": ()}) for values in kept["prompts"]
+        ]
         if admission is not None:
             admission.taken.update(map(everything_said, prompts))
         return prompts, kept["dropped"]

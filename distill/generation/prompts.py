@@ -22,7 +22,7 @@ from typing import Any
 
 from configs.runtime.errors import InputError
 from configs.schema.data import PromptsConfig, SourceConfig
-from distill.dataset.conversations import Message, folded_text, text_hash
+from distill.dataset.conversations import Message, folded_text, image_names, text_hash
 from distill.generation.row_formats import detect_format, to_turns_or_messages
 from distill.generation.source_files import load_rows, read_source
 from heads.target.loading import Target
@@ -48,6 +48,7 @@ class Prompt:
     turns: tuple[str, ...]
     history: tuple[Message, ...] = ()  # what went before the first turn: a system message, earlier exchanges
     tools: tuple[dict[str, Any], ...] = ()  # that the assistant may call, as OpenAI describes them
+    images: tuple[str, ...] = ()  # paths, data URLs or URLs, in the order of their places in the texts
     answer: str | None = field(default=None, compare=False)  # the data set's own, ignored by comparisons
     where: str = field(default="", compare=False)  # file and line, for messages
     source: str = field(default="", compare=False)  # its name, where there are several
@@ -67,7 +68,12 @@ class Prompt:
     def user_texts(self) -> list[str]:
         """What the user has said at each turn, one message a line: `Conversation.user_text` of the rows made of it."""
         said = [message["content"] for message in self.history if message["role"] == "user"]
-        return ["\n".join([*said, *self.turns[: number + 1]]) for number in range(len(self.turns))]
+        images = image_names(self.images)
+        return ["\n".join([*said, *self.turns[: number + 1], *images]) for number in range(len(self.turns))]
+
+    def encoded(self, target: Target) -> list[int]:
+        """Return the token ids of its first turn in the target's chat template, the assistant's turn opened."""
+        return target.encode_chat(self.messages, tools=self.tools, images=self.images)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +124,7 @@ class Admission:
         """Admit a prompt, or return why it is left out."""
         least, most = self.source.min_tokens, self.source.max_tokens
         if least is not None or most is not None:
-            length = len(self.target.encode_chat(prompt.messages, tools=prompt.tools))
+            length = len(prompt.encoded(self.target))
             if length < (least or 0) or (most is not None and length > most):
                 return OUTSIDE_LIMITS
         said = everything_said(prompt)
@@ -187,7 +193,7 @@ def encode_prompt(target: Target, prompt: Prompt) -> tuple[int, ...]:
     Raises:
         InputError: they leave no room for an answer in the target's context.
     """
-    ids = target.encode_chat(prompt.messages, tools=prompt.tools)
+    ids = prompt.encoded(target)
     if len(ids) >= target.max_positions:
         place = f" ({prompt.where})" if prompt.where else ""
         raise InputError(
@@ -218,10 +224,10 @@ def fit_prompts(
     kept: list[Prompt] = []
     changed = Counter[str]()
     for prompt in prompts:
-        excess = len(target.encode_chat(prompt.messages, tools=prompt.tools)) - target.max_positions + 1
+        excess = len(prompt.encoded(target)) - target.max_positions + 1
         if excess <= 0:
             kept.append(prompt)
-        elif on_too_long == "truncate":
+        elif on_too_long == "truncate" and not prompt.images:
             kept.append(_truncated(target, prompt, excess + min(max_new_tokens, target.max_positions // 2)))
             changed[TRUNCATED] += 1
         else:
@@ -254,8 +260,12 @@ def parse_row(values: Mapping[str, Any], *, default_category: str, where: str) -
     if not isinstance(category, str):
         raise InputError(f"{where}: category must be a text, got {category!r}")
     tools = tuple(values.get("tools", ()))
-    prompt_id = str(given) if given is not None else _content_id(history, turns, tools)
-    return Prompt(prompt_id=prompt_id, category=category, turns=turns, history=history, tools=tools, answer=answer, where=where)
+    images = tuple(image for message in values.get("messages", ()) for image in message.get("images", ()))
+    prompt_id = str(given) if given is not None else _content_id(history, turns, [*tools, *images])
+    prompt = Prompt(
+        prompt_id=prompt_id, category=category, turns=turns, history=history, tools=tools, answer=answer, where=where
+    )
+    return replace(prompt, images=images) if images else prompt
 
 
 def split_prompts(prompts: Sequence[Prompt], held_out_share: float) -> Split:
@@ -267,12 +277,12 @@ def split_prompts(prompts: Sequence[Prompt], held_out_share: float) -> Split:
     distinct = list({everything_said(prompt): prompt for prompt in reversed(prompts)}.values())[::-1]
     held_out = [prompt for prompt in distinct if hash_position(prompt.user_text) < held_out_share]
     candidates = [prompt for prompt in distinct if hash_position(prompt.user_text) >= held_out_share]
-    known = {gram for prompt in held_out for gram in word_grams(prompt.user_text)}
+    known = {gram for prompt in held_out for gram in _guarded(prompt)}
     asked = {text_hash(text) for prompt in held_out for text in prompt.user_texts}
     train = [
         prompt
         for prompt in candidates
-        if known.isdisjoint(word_grams(prompt.user_text)) and asked.isdisjoint(map(text_hash, prompt.user_texts))
+        if known.isdisjoint(_guarded(prompt)) and asked.isdisjoint(map(text_hash, prompt.user_texts))
     ]
     dropped = {DUPLICATE: len(prompts) - len(distinct), OVERLAP: len(candidates) - len(train)}
     if not train or not held_out:
@@ -282,6 +292,11 @@ def split_prompts(prompts: Sequence[Prompt], held_out_share: float) -> Split:
             f"change held_out_share, which is {held_out_share}, or give more prompts"
         )
     return Split(train=tuple(train), held_out=tuple(held_out), dropped=dropped)
+
+
+def _guarded(prompt: Prompt) -> Iterable[tuple[str, ...]]:
+    """Return what no prompt to train on may share with a held-out one: runs of words, or of prompts with images the images."""
+    return [(name,) for name in image_names(prompt.images)] if prompt.images else word_grams(prompt.user_text)
 
 
 def hash_position(text: str) -> float:
@@ -332,4 +347,4 @@ def _short(value: Any) -> str:
 def everything_said(prompt: Prompt) -> str:
     """Return the text by which prompts count as duplicates: unlike the split, it tells system messages and tools apart."""
     history = [f"{message['role']}: {message['content']}" for message in prompt.history]
-    return folded_text("\n".join([*map(str, prompt.tools), *history, *prompt.turns]))
+    return folded_text("\n".join([*map(str, prompt.tools), *image_names(prompt.images), *history, *prompt.turns]))

@@ -1,7 +1,7 @@
 """The forms in which rows hold prompts and conversations, recognised by their keys and brought to `turns` or `messages`.
 
     turns              turns: user messages to be answered one after the other (MT-bench, Spec-Bench)
-    messages           messages: {role, content} [tools], as of OpenAI (a logged request); content may be a list of text parts
+    messages           messages: {role, content} [tools], as of OpenAI (a logged request); content may be a list of parts
     request            request: {messages [tools]}, a log of requests and responses; the responses are not read
     batch              body: {messages [tools]}, as of OpenAI's batch files
     sharegpt           conversations: {from, value} [tools]
@@ -12,6 +12,9 @@
     text               text
     ids                prompt_ids [sample, answer_ids], token ids; several rows of one prompt are told apart by `sample`
     column             a column that the config names: a text, a list of turns, or messages [a second one with the answer]
+
+Parts are texts and, in what the user says, images: {type: image_url, image_url: {url}} as of OpenAI, or {type: image} with url,
+path or image. The content then has an `OBJECT` in each one's place, and the message their references as `images`.
 
 A conversation that ends with the assistant brings the answer to its last user message. `category` and an id may stand beside
 the keys named; others are ignored.
@@ -24,6 +27,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from configs.runtime.errors import InputError
+from heads.target.chat_template import OBJECT
 
 # Format -> the keys by which it is recognised, tried in this order.
 KEYS = {
@@ -184,7 +188,27 @@ def _plain_message(message: dict[str, Any], where: str) -> dict[str, Any]:
         return {**message, "content": ""}
     if not isinstance(content, list):
         return message
-    others = {part.get("type") if isinstance(part, dict) else type(part).__name__ for part in content} - {"text"}
-    if others:
-        raise InputError(f"{where}: a message has a part of type {', '.join(sorted(map(str, others)))}; only text is accepted")
-    return {**message, "content": "".join(str(part.get("text", "")) for part in content)}
+    texts, images = [], []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind == "text":
+            texts.append(str(part.get("text", "")))
+        elif kind in ("image", "image_url") and message.get("role") == "user":
+            texts.append(OBJECT)
+            images.append(_reference(part, where))
+        else:
+            raise InputError(
+                f"{where}: a message of {message.get('role')} has a part of type {kind}; texts are accepted, and images of "
+                "the user"
+            )
+    if images and any(OBJECT in text for text in texts if text != OBJECT):
+        raise InputError(f"{where}: a text beside images holds U+FFFC, which marks the place of one: leave it out")
+    return {**message, "content": "".join(texts)} | ({"images": images} if images else {})
+
+
+def _reference(part: Mapping[str, Any], where: str) -> str:
+    given = next((part[key] for key in ("image_url", "url", "path", "image") if part.get(key)), None)
+    reference = given.get("url") if isinstance(given, Mapping) else given
+    if not isinstance(reference, str) or not reference:
+        raise InputError(f"{where}: an image must be named by a path, a data URL or a URL, got {str(given)[:60]!r}")
+    return reference

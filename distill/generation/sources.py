@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 
+from configs.runtime.errors import InputError
 from configs.schema.data import PromptsConfig
 from distill.generation.prompts import Prompt, dataset_prompts, load_dataset_prompts, read_prompts
+from heads.target.loading import Target
 
 logger = logging.getLogger("draftsmith")
 
@@ -33,3 +35,31 @@ def list_source(settings: PromptsConfig, *, whole: bool) -> Iterable[Prompt] | N
         return read_prompts(settings)
     rows = dataset_prompts(settings)
     return chain(list(islice(rows, settings.num_prompts)), rows)
+
+
+def check_readable(target: Target, prompts: Sequence[Prompt], *, written_here: bool) -> None:
+    """Refuse images where others than the local target's plain decoding write the answers; warn of tools that nothing reads.
+
+    Raises:
+        InputError: a prompt, which is named, brings images.
+    """
+    pictured = next((prompt for prompt in prompts if prompt.images), None)
+    if pictured is not None and not written_here:
+        raise InputError(
+            f"prompt {pictured.prompt_id} brings images, which the local target alone reads, without a draft: set "
+            "answers.written_by to target and answers.draft to null"
+        )
+    num_with_tools = sum(bool(prompt.tools) for prompt in prompts)
+    if num_with_tools and "tools" not in str(target.tokenizer.chat_template):
+        logger.warning("%d prompts bring tools, which the chat template of the target does not read", num_with_tools)
+
+
+def check_given(prompts: Sequence[Prompt]) -> None:
+    """Raise `InputError` where a prompt, which is named, brings no answer."""
+    without = [prompt.prompt_id for prompt in prompts if prompt.answer is None]
+    if without:
+        raise InputError(
+            f"answers.written_by is 'dataset', and {len(without)} of {len(prompts)} prompts bring no answer, the first is "
+            f"{without[0]}: expected chat messages that end with one by the assistant; correct or leave out those rows, or set "
+            "answers.written_by=target"
+        )

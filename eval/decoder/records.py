@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from heads.inference.image_inputs import ImagePrompt
+
 # stop: a stop string is complete; context: the target's context is full;
 # non_finite: target or draft computed NaN or infinity; error: decoding raised, e.g. out of memory;
 # no_room_in_context: a later turn with all before it does not fit; after_a_failed_turn: the turn before it has no answer.
@@ -73,6 +75,7 @@ class Generation:
     stop_reason: StopReason
     turn: int = 0  # which turn of the prompt is answered; `prompt_tokens` hold the turns before and their plain answers
     suite: str = ""  # the name of the suite that the prompt is of
+    image_prompt: ImagePrompt | None = None  # of a prompt with images
 
 
 @dataclass(frozen=True, kw_only=True)

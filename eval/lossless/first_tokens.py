@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from eval.decoder.request import Request
 from eval.metrics.likelihood import answer_logits
 from eval.stats.significance import g_test
 from heads.inference.causal_lm import head_logits, read_documents
+from heads.inference.image_inputs import ImagePrompt
 from heads.proposers.protocol import Proposer
 from heads.sampling.probabilities import token_probabilities
 from heads.target.loading import Target
@@ -43,6 +45,7 @@ class Start(NamedTuple):
     turn: int
     text: Prefix
     num_answered: int
+    image_prompt: ImagePrompt | None = None
 
 
 @dataclass
@@ -88,7 +91,7 @@ def check_first_tokens(
     start = choose_start(target, plain, config)
     if start is None:
         return {"p_value": None, "reason": "no_answer_to_start_from", "num_samples": 0}
-    cells = find_cells(target, start.text, config, num_samples)
+    cells = find_cells(target, start.text, config, num_samples, start.image_prompt)
     answers = list(_sample(target, proposer, start, config, num_samples))
     complete = [tokens for tokens in answers if tokens is not None]
     counts = [0] * len(cells.probabilities)
@@ -123,27 +126,34 @@ def choose_start(target: Target, plain: Sequence[Generation], config: DecodeConf
         size = min(len(answer.tokens) - 1, LATEST_START, room)
         if size < 1:
             continue
-        probs_TV = token_probabilities(answer_logits(target, answer.prompt_tokens, answer.tokens[: size + 1]), config)
+        probs_TV = token_probabilities(_logits_of(target, answer, size + 1), config)
         own_T1 = probs_TV[:-1].gather(1, torch.tensor(answer.tokens[:size], device=probs_TV.device).unsqueeze(1))
         open_T = own_T1.squeeze(1) * (1 - probs_TV[1:].square().sum(-1))
         if float(open_T.max()) > most:
             position, most = int(open_T.argmax()), float(open_T.max())
             text = (*answer.prompt_tokens, *answer.tokens[:position])
-            best = Start(answer.prompt_id, answer.turn, text, position)
+            best = Start(answer.prompt_id, answer.turn, text, position, answer.image_prompt)
     return best
 
 
-def find_cells(target: Target, text: Prefix, sampling: SamplingConfig, num_samples: int) -> Cells:
+def _logits_of(target: Target, answer: Generation, size: int) -> Tensor:
+    return answer_logits(target, answer.prompt_tokens, answer.tokens[:size], answer.image_prompt)
+
+
+def find_cells(
+    target: Target, text: Prefix, sampling: SamplingConfig, num_samples: int, image_prompt: ImagePrompt | None = None
+) -> Cells:
     """Partition the answers to `text` by their first `DEPTH` tokens into cells that expect at least `LEAST_EXPECTED` samples.
 
     What is pooled over the whole tree becomes one cell, or joins the smallest.
     """
     cells, worth = Cells(), LEAST_EXPECTED / num_samples
+    after = partial(_distributions_after, target, text, sampling=sampling, image_prompt=image_prompt)
     level: dict[Prefix, float] = {(): 1.0}
     small: list[Prefix] = []
     for depth in range(1, DEPTH + 1):
         deeper: dict[Prefix, float] = {}
-        for prefix, probs_V in zip(level, _distributions_after(target, text, list(level), sampling), strict=True):
+        for prefix, probs_V in zip(level, after(list(level)), strict=True):
             reached_V = level[prefix] * probs_V
             kept = torch.nonzero(reached_V >= worth).flatten().tolist()
             for token in kept:
@@ -178,12 +188,19 @@ def _pool(cells: Cells, small: Sequence[Prefix], worth: float) -> None:
 
 
 @torch.inference_mode()
-def _distributions_after(target: Target, text: Prefix, prefixes: Sequence[Prefix], sampling: SamplingConfig) -> list[Tensor]:
+def _distributions_after(
+    target: Target,
+    text: Prefix,
+    prefixes: Sequence[Prefix],
+    sampling: SamplingConfig,
+    image_prompt: ImagePrompt | None = None,
+) -> list[Tensor]:
     """Return the next token's distribution `[V]` (float64) after the text and each prefix; the prefixes are equally long."""
     distributions: list[Tensor] = []
     for start in range(0, len(prefixes), AT_ONCE):
-        ids_PT = torch.tensor([[*text, *prefix] for prefix in prefixes[start : start + AT_ONCE]], device=target.device)
-        hidden_PTD = read_documents(target.model, ids_PT, None)
+        rows = [[*text, *prefix] for prefix in prefixes[start : start + AT_ONCE]]
+        images = target.image_inputs([image_prompt] * len(rows), rows)
+        hidden_PTD = read_documents(target.model, torch.tensor(rows, device=target.device), None, images)
         probs_PV = token_probabilities(head_logits(target.model, hidden_PTD[:, -1]), sampling).cpu().double()
         distributions += list(probs_PV / probs_PV.sum(-1, keepdim=True))
     return distributions
@@ -195,7 +212,10 @@ def _sample(
 ) -> Iterator[list[int] | None]:
     """Yield the first tokens of each sample, `DEPTH` or more unless the answer ended; `None` for one that failed."""
     settings = config.model_copy(update={"max_new_tokens": _answer_length(config), "stop": None})
-    requests = [Request(prompt_id=f"{start.prompt_id}/sample {n}", category="", tokens=start.text) for n in range(num_samples)]
+    requests = [
+        Request(prompt_id=f"{start.prompt_id}/sample {n}", category="", tokens=start.text, image_prompt=start.image_prompt)
+        for n in range(num_samples)
+    ]
     with progress("sampling first tokens", num_samples, "samples") as advance:
         for first in range(0, num_samples, AT_ONCE):
             run = BatchRun(target, requests[first : first + AT_ONCE], settings, proposer)

@@ -116,7 +116,11 @@ def _decoded(plain: Sequence[Generation], speculative: Sequence[Generation]) -> 
 
 def _request(generation: Generation) -> Request:
     return Request(
-        prompt_id=generation.prompt_id, category=generation.category, tokens=generation.prompt_tokens, turn=generation.turn
+        prompt_id=generation.prompt_id,
+        category=generation.category,
+        tokens=generation.prompt_tokens,
+        turn=generation.turn,
+        image_prompt=generation.image_prompt,
     )
 
 
@@ -161,7 +165,7 @@ def _first_difference(
         gap, error = NO_TIE, 0.0
     else:
         one, other = plain.tokens[position], speculative.tokens[position]
-        gap, error = _gap_and_error(target, exact, (*plain.prompt_tokens, *plain.tokens[:position]), one, other)
+        gap, error = _gap_and_error(target, exact, plain, position, one, other)
     return Divergence(
         prompt_id=plain.prompt_id,
         turn=plain.turn,
@@ -190,7 +194,8 @@ def _copied(target: Target, dtype: torch.dtype) -> Target:
     copied = move(copy.deepcopy(target.model, copies), home, dtype)
     if (guidance := guidance_of(target.model)) is not None:
         guide(copied, guidance.config)
-    return replace(target, model=copied)
+    images = None if target.images is None else replace(target.images, model=copied)
+    return replace(target, model=copied, images=images)
 
 
 def _home_for_copy(target: Target, dtype: torch.dtype) -> torch.device:
@@ -208,14 +213,19 @@ def _home_for_copy(target: Target, dtype: torch.dtype) -> torch.device:
     return CPU
 
 
-def _gap_and_error(target: Target, exact: Target, prefix: Sequence[int], one: int, other: int) -> tuple[float, float]:
+def _gap_and_error(
+    target: Target, exact: Target, answer: Generation, position: int, one: int, other: int
+) -> tuple[float, float]:
     """Return how far the worse of two tokens is from the exact best one, and the rounding error of the target's logits there.
+
+    `position` is the place in the answer.
 
     The error is the largest among the likeliest tokens, and at least the dtype's relative precision of the best logit.
     Both come from one plain forward over the prefix, not from the decoder, whose mistakes must not pass for rounding. Its
     forwards, over fewer rows, may run other kernels, whose errors `tie_noise` has to cover too.
     """
-    exact_V, own_V = (answer_logits(each, prefix, (one,))[0].cpu().double() for each in (exact, target))
+    prefix = (*answer.prompt_tokens, *answer.tokens[:position])
+    exact_V, own_V = (answer_logits(each, prefix, (one,), answer.image_prompt)[0].cpu().double() for each in (exact, target))
     best_V = exact_V.topk(min(COMPARED_TOKENS, len(exact_V))).indices
     error = float((own_V - exact_V)[best_V].abs().max())
     least = torch.finfo(target.model.dtype).eps * abs(float(exact_V.max()))

@@ -21,6 +21,7 @@ from typing import IO, Any, Self
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.resumable import Journal
 from eval.decoder.records import DistributionComparison, Generation, Round, Timing
+from heads.inference.image_inputs import ImagePrompt
 
 log = logging.getLogger("draftsmith")
 
@@ -173,8 +174,9 @@ def to_values(generation: Generation) -> dict[str, Any]:
         columns["laws"] = [
             None if round_.distributions is None else list(vars(round_.distributions).values()) for round_ in rounds
         ]
-    values = {name: value for name, value in vars(generation).items() if name != "rounds"}
-    return values | {"rounds": columns}
+    values = {name: value for name, value in vars(generation).items() if name not in ("rounds", "image_prompt")}
+    pictured = {} if generation.image_prompt is None else {"image_prompt": vars(generation.image_prompt)}
+    return values | pictured | {"rounds": columns}
 
 
 def from_values(values: dict[str, Any]) -> Generation:
@@ -207,4 +209,7 @@ def from_values(values: dict[str, Any]) -> Generation:
         )
         for (start, end), drafted, accepted, overlap, distributions, ranks, num_nodes, by_lookup in rows
     )
-    return Generation(**{**values, "prompt_tokens": tuple(values["prompt_tokens"]), "tokens": tokens, "rounds": rounds})
+    given: dict[str, Any] = {"prompt_tokens": tuple(values["prompt_tokens"]), "tokens": tokens, "rounds": rounds}
+    if (pictured := values.get("image_prompt")) is not None:
+        given["image_prompt"] = ImagePrompt(text=pictured["text"], images=tuple(pictured["images"]))
+    return Generation(**{**values, **given})

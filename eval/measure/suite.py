@@ -22,6 +22,7 @@ from distill.generation.source_files import SUFFIXES, load_rows, read_source
 from heads.artifact import read_training_prompts
 from heads.target.loading import Target
 
+OPTIONAL = ("tools", "images")  # of a prompt
 SuiteRow = tuple[str, Mapping[str, Any]]  # its name in error messages, its keys and values
 
 
@@ -182,7 +183,11 @@ def _choose(prompts: Sequence[Prompt], num_prompts: int | None, path: Path) -> S
 def _hash_prompts(prompts: Iterable[Prompt]) -> str:
     """Return the SHA-256 of a data set's prompts: its files may be packed anew with the same content."""
     rows = [
-        {name: value for name, value in asdict(prompt).items() if name != "where" and (value or name != "tools")}
+        {
+            name: value
+            for name, value in asdict(prompt).items()
+            if name != "where" and (value or name not in ("tools", "images"))
+        }
         for prompt in prompts
     ]
     content = json.dumps(rows, sort_keys=True)

@@ -61,11 +61,17 @@ class Turns:
         text = str(self.target.tokenizer.decode(list(answer.tokens), skip_special_tokens=True))
         messages = self._messages[answer.prompt_id]
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": prompt.turns[turn]}]
-        return tuple(self.target.encode_chat(messages, tools=prompt.tools))
+        return tuple(self.target.encode_chat(messages, tools=prompt.tools, images=prompt.images))
 
     def _request(self, prompt: Prompt, tokens: tuple[int, ...], turn: int) -> Request:
-        suite = self._suite_of.get(prompt.prompt_id, "")
-        return Request(prompt_id=prompt.prompt_id, category=prompt.category, tokens=tokens, turn=turn, suite=suite)
+        return Request(
+            prompt_id=prompt.prompt_id,
+            category=prompt.category,
+            tokens=tokens,
+            turn=turn,
+            suite=self._suite_of.get(prompt.prompt_id, ""),
+            image_prompt=self.target.image_prompt(self._messages[prompt.prompt_id], prompt.images, tools=prompt.tools),
+        )
 
     def _lose(self, answer: Generation, prompt: Prompt, turn: int, reason: StopReason) -> list[Generation]:
         """Return records of a turn that is lost for `reason`, and of the turns after it."""

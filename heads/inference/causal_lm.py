@@ -18,11 +18,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
-from transformers.configuration_utils import PreTrainedConfig
 
 from configs.runtime.errors import InputError, first_line
-from heads.inference.column_positions import by_axis, by_position, counts_columns, first_of_equals, rope_limit
+from heads.inference.attention_masks import Masks, masks_of
+from heads.inference.column_positions import (
+    by_axis,
+    by_position,
+    counts_columns,
+    first_of_equals,
+    rope_limit,
+    within_context,
+)
 from heads.inference.guidance import guidance_of, twice
+from heads.inference.image_inputs import ImageInputs, check_text, read_with_images
 from heads.inference.kv_cache import RowCache, RowLayer
 from heads.inference.packed_rows import knowing_packing
 from heads.inference.recurrent_cache import Place, RecurrentCache, cache_argument, find_mixers
@@ -30,7 +38,6 @@ from heads.sampling.token_tree import TreeAttention
 from heads.sampling.uploads import on_device
 
 SCALING = ("cohere_compass", "granite4_vision", "granite_docling")  # others with images leave out their text part's logit scale
-Masks = Tensor | dict[str, Tensor | None] | None
 STATE_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # the last two have keys and values beside a state
 MIXERS: WeakKeyDictionary[PreTrainedModel, dict[nn.Module, Place]] = WeakKeyDictionary()  # as `mixers_of` found them
 
@@ -92,7 +99,12 @@ def mixers_of(model: PreTrainedModel) -> dict[nn.Module, Place]:
 
 
 def forward_rows(
-    model: PreTrainedModel, cache: RowCache, ids_BT: Tensor, starts: Sequence[int], attention: TreeAttention | None = None
+    model: PreTrainedModel,
+    cache: RowCache,
+    ids_BT: Tensor,
+    starts: Sequence[int],
+    attention: TreeAttention | None = None,
+    images: ImageInputs | None = None,
 ) -> Tensor:
     """Run a causal LM's backbone on tokens that continue each row at its own position.
 
@@ -101,6 +113,7 @@ def forward_rows(
         ids_BT: token ids; column t of row b stands at position `starts[b] + t`.
         starts: first position by row. Anything cached at or after it is overwritten or masked.
         attention: the tokens are those of a tree, whose first slots are `starts`.
+        images: of the rows, all of which are read from position 0; None: they bring none.
 
     Returns:
         The final, normed hidden states `[B, T, D]`; position t predicts t + 1 (`head_logits`).
@@ -112,27 +125,34 @@ def forward_rows(
     T = ids_BT.shape[1]
     _check_served(model, starts, T, attention)
     cache.place(starts, T, ids_BT.device, attention)
+    if images is not None:
+        states_BTD, cache.offsets_B = read_with_images(model, ids_BT, images, cache)
+        return states_BTD
+    check_text(model, ids_BT, starts)
     text_B1, places_T = on_device(starts, ids_BT.device).unsqueeze(1), torch.arange(T, device=ids_BT.device)
     positions_BT = text_B1 + places_T if attention is None else attention.positions_BT
     config = model.config.get_text_config()
-    masks = _masks(config, cache, positions_BT, starts, model.dtype)
-    positions_BT, guidance, run = (
-        _within_context(config, positions_BT, max(starts) + T),
-        guidance_of(model),
-        current_forward(model),
-    )
+    masks = masks_of(config, cache, positions_BT, starts, model.dtype)
+    positions_BT = cache.moved(within_context(config, positions_BT, max(starts) + T))
+    guidance, run = guidance_of(model), current_forward(model)
     if guidance is None:
         return run.hidden(ids_BT, positions_BT, masks, cache)
     positions, masks = cast(Tensor, twice(positions_BT, len(ids_BT))), twice(masks, len(ids_BT))
     return guidance.mixed(run.hidden(guidance.doubled_ids(ids_BT), positions, masks, cache))
 
 
-def read_documents(model: PreTrainedModel, ids_BT: Tensor, packed_positions_BT: Tensor | None) -> Tensor:
+def read_documents(
+    model: PreTrainedModel, ids_BT: Tensor, packed_positions_BT: Tensor | None, images: ImageInputs | None = None
+) -> Tensor:
     """Return the final, normed hidden states `[B, T, D]` of whole rows; padding stands right, where causality alone masks it.
 
     Args:
         packed_positions_BT: positions from 0 in each document; None: each row is a single one.
+        images: of the rows, which are then not packed; None: they bring none.
     """
+    if images is not None:
+        return read_with_images(model, ids_BT, images)[0]
+    check_text(model, ids_BT)
     guidance = guidance_of(model)
     if guidance is not None:
         packed_positions_BT = cast(Tensor | None, twice(packed_positions_BT, len(ids_BT)))
@@ -307,45 +327,3 @@ def _check_served(model: PreTrainedModel, starts: Sequence[int], T: int, attenti
             f"one has {T}; keep prompt and answer within {limit}, or, for one embedding at every length, set short_factor to "
             "the values of long_factor in its config.json"
         )
-
-
-def _within_context(config: PreTrainedConfig, positions_BT: Tensor, end: int) -> Tensor:
-    """Return positions before `end` with those beyond the context moved to its last position.
-
-    Only a row's padding stands there while a neighbour in the batch has room, but a learned position table has no such row.
-    """
-    limits = (rope_limit(config), getattr(config, "max_position_embeddings", None))
-    context = min((limit for limit in limits if limit is not None), default=None)
-    return positions_BT if context is None or end <= context else positions_BT.clamp(max=context - 1)
-
-
-def _masks(config: PreTrainedConfig, cache: RowCache, positions_BT: Tensor, starts: Sequence[int], dtype: torch.dtype) -> Masks:
-    """Return masks that show each token exactly what `RowCache.visible` says, or None where the model's own causality does."""
-    T = positions_BT.shape[1]
-    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
-    bounds = {} if window is None else {kind: {"window": window} for kind in ("sliding_attention", "hybrid_sliding")}
-    bounds |= {} if chunk is None else {"chunked_attention": {"chunk": chunk}}
-    layer_types = set(getattr(config, "layer_types", None) or ({"sliding_attention"} if window is not None else ()))
-    if layer_types and layer_types <= {"linear_attention", "conv"}:
-        return None
-    if "hybrid_sliding" in layer_types:  # Inkling's blocks have these names, and its masks those
-        layer_types |= {"full_attention", "sliding_attention", "linear_attention"}
-    if layer_types.isdisjoint(bounds):
-        # From position 0 on the model's own causal mask is right and takes a faster kernel; one token that sees all needs none.
-        needed = cache.holds_tree or (max(starts) > 0 and (T > 1 or min(starts) != max(starts)))
-        return _for_attention(cache.visible(positions_BT) if needed else None, config, dtype)
-    masks = {
-        kind: _for_attention(cache.visible(positions_BT, **bounds.get(kind, {})), config, dtype)
-        for kind in layer_types - {"linear_attention", "conv"}
-    } | dict.fromkeys(layer_types & {"linear_attention", "conv"})
-    return masks if len(layer_types) > 1 else masks.popitem()[1]
-
-
-def _for_attention(visible_BTS: Tensor | None, config: PreTrainedConfig, dtype: torch.dtype) -> Tensor | None:
-    """Turn a boolean mask into the 4-D form of the attention in use: boolean for sdpa, additive for eager."""
-    if visible_BTS is None:
-        return None
-    visible_B1TS = visible_BTS.unsqueeze(1)
-    if config._attn_implementation != "eager":
-        return visible_B1TS
-    return torch.zeros_like(visible_B1TS, dtype=dtype).masked_fill(~visible_B1TS, torch.finfo(dtype).min)

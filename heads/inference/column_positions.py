@@ -132,3 +132,13 @@ def rope_limit(config: PreTrainedConfig) -> int | None:
         if (limit := each.get("original_max_position_embeddings")) is not None
     ]
     return min(limits, default=None)
+
+
+def within_context(config: PreTrainedConfig, positions_BT: Tensor, end: int) -> Tensor:
+    """Return positions before `end` with those beyond the context moved to its last position.
+
+    Only a row's padding stands there while a neighbour in the batch has room, but a learned position table has no such row.
+    """
+    limits = (rope_limit(config), getattr(config, "max_position_embeddings", None))
+    context = min((limit for limit in limits if limit is not None), default=None)
+    return positions_BT if context is None or end <= context else positions_BT.clamp(max=context - 1)

@@ -121,7 +121,12 @@ class RowCache(Cache):
         self.rows = [layer(capacity) for _ in range(num_layers)]
         super().__init__(layers=list(self.rows))
         self.capacity = capacity
+        self.offsets_B: Tensor | None = None  # by which positions after images are moved (`heads.inference.image_inputs`)
         self._slots = _Slots(starts=[0], length=0, index=None)
+
+    def moved(self, positions_BT: Tensor) -> Tensor:
+        """Return the rotary positions of tokens at these places of the rows."""
+        return positions_BT if self.offsets_B is None else positions_BT + self.offsets_B.unsqueeze(1)
 
     def place(self, starts: Sequence[int], length: int, device: torch.device, attention: TreeAttention | None = None) -> None:
         """Set where the next forward writes: `length` tokens a row, row b from position `starts[b]` on.
@@ -237,12 +242,20 @@ class RowCache(Cache):
         """Drop all rows but these, in this order."""
         for layer, index_B in self._places(rows):
             layer.keep_rows(index_B)
+        if self.offsets_B is not None:
+            self.offsets_B = self.offsets_B[on_device(rows, self.offsets_B.device)]
 
     def put_rows(self, places: Sequence[int], other: RowCache) -> None:
         """Put what another cache of the same model holds of its rows, from the first position on, in place of these rows."""
         others = {id(layer): other.rows[number] for number, layer in enumerate(self.rows)}
         for layer, index_B in self._places(places):
             layer.put_rows(index_B, others[id(layer)])
+        if self.offsets_B is not None or other.offsets_B is not None:
+            (layer, index_B), *_ = self._places(places)
+            offsets_B = layer.keys.new_zeros(len(layer.keys), dtype=torch.long) if self.offsets_B is None else self.offsets_B
+            self.offsets_B = offsets_B.index_put(
+                (index_B,), offsets_B.new_zeros(1) if other.offsets_B is None else other.offsets_B
+            )
 
     def _places(self, rows: Sequence[int]) -> list[tuple[RowLayer, Tensor]]:
         """Return the layers that hold anything, each with the places of rows, all their copies, on its device."""

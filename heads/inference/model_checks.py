@@ -32,6 +32,7 @@ from heads.inference.causal_lm import (
     refuse_forwards,
 )
 from heads.inference.column_positions import first_of_equals
+from heads.inference.image_inputs import placeholder_of
 from heads.inference.recurrent_cache import cache_argument
 from heads.sampling.token_tree import tree_attention
 
@@ -192,7 +193,9 @@ def rounding(model: PreTrainedModel) -> float:
 def probe_ids(model: PreTrainedModel, num_rows: int = 1, length: int = 8) -> Tensor:
     """Return different token ids `[num_rows, length]` of the model's vocabulary, on its device."""
     ids = torch.arange(1, num_rows * length + 1, device=model.device) * 7919  # a prime: neighbours in a row are far apart
-    return (ids % model.config.get_text_config().vocab_size).view(num_rows, length)
+    ids = (ids % model.config.get_text_config().vocab_size).view(num_rows, length)
+    placeholder = placeholder_of(model)
+    return ids if placeholder is None else ids.masked_fill(ids == placeholder, 1)
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from configs.schema.decoding import SamplingConfig
+from heads.inference.image_inputs import ImageInputs
 from heads.inference.kv_cache import RowCache
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention
@@ -144,6 +145,7 @@ class TargetReader(Proposer, Protocol):
         starts: Sequence[int],
         taps: Sequence[int],
         attention: TreeAttention | None = None,
+        images: ImageInputs | None = None,
     ) -> TargetStates:
         """Run the target on the prompts, then on each round's pending tokens and drafts; see
         `heads.target.hidden_states.forward_states`."""

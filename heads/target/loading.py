@@ -15,7 +15,6 @@ import torch
 from accelerate.utils import parse_flag_from_env, patch_environment
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, StrictDataclassError
-from jinja2 import TemplateError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
@@ -29,13 +28,16 @@ from heads.inference.causal_lm import mixers_of
 from heads.inference.column_positions import rope_limit
 from heads.inference.compiled_forward import make_compiled
 from heads.inference.guidance import guide
+from heads.inference.image_inputs import ImageInputs, ImagePrompt
 from heads.inference.lean_forward import make_lean
 from heads.inference.model_checks import check_split
-from heads.target.chat_template import set_chat_template
+from heads.target.chat_template import in_template, no_chat_template, set_chat_template
 from heads.target.demo_model import PREFIX, embedded_folder, load_gguf
 from heads.target.hidden_states import TargetStates
 from heads.target.id_tokens import id_tokenizer
 from heads.target.identity import TargetIdentity, hash_chat_template, hash_tokenizer, hash_weights
+from heads.target.images.processor import ImageReader, load_reader
+from heads.target.images.reading import shown
 from heads.target.placement import place_parts
 from heads.target.quantized import loader_of, quantization_of
 from heads.target.served.ends import load_ends
@@ -85,6 +87,7 @@ class Target:
             is on one.
         group: the processes that it is split over (`heads.target.split`); None: each has a target of its own.
         states_from: servers that run it (`distill.server.engine`); None: it is run here.
+        images: makes its inputs of the images of prompts; None: it reads text alone.
     """
 
     model: PreTrainedModel
@@ -94,6 +97,7 @@ class Target:
     spread_by: TargetConfig | None = None
     group: TargetGroup | None = None
     states_from: StateSource | None = None
+    images: ImageReader | None = None
 
     @property
     def device(self) -> torch.device:
@@ -116,34 +120,27 @@ class Target:
         return min((limit for limit in (*limits, rope_limit(config)) if limit is not None and limit > 0), default=UNLIMITED)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = (), answer_follows: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        answer_follows: bool = True,
+        images: Sequence[str] = (),
     ) -> list[int]:
         """Return the token ids of a conversation in the chat template.
 
         Args:
-            messages: role and content, and what else the template reads.
-            tools: that the assistant may call, as OpenAI describes them, for templates that show them.
-            answer_follows: open the assistant's turn.
+            messages, tools, answer_follows: as for `heads.target.chat_template.in_template`.
+            images: references to the images of its user's texts, in order (`heads.target.images`).
 
         Raises:
-            InputError: the tokenizer has no chat template, or the template refuses the conversation: some know no system
-                message, some ask that user and assistant take turns.
+            InputError: as for `in_template`; or a text has no tokens, or an image cannot be read.
         """
-        if self.tokenizer.chat_template is None:
-            raise InputError(_no_chat_template(self.identity.name))
-        conversation = [dict(message) for message in messages]
-        try:
-            text = self._in_template(conversation, tools, answer_follows)
-            said = conversation[-1].get("content") or ""
-            takes_more = self.model.config.get_text_config() is not self.model.config
-            if takes_more and said.strip() not in text:  # its template may know lists of parts only
-                parts = [each | {"content": [{"type": "text", "text": each.get("content") or ""}]} for each in conversation]
-                text = self._in_template(parts, tools, answer_follows)
-        except TemplateError as error:
-            roles = ", ".join(message["role"] for message in conversation)
-            raise InputError(
-                f"the chat template of target {self.identity.name} refuses a conversation of {roles}: {first_line(error)}"
-            ) from error
+        prompt = self.image_prompt(messages, images, tools=tools, answer_follows=answer_follows)
+        if prompt is not None:
+            return self._reader(prompt).ids(prompt)
+        takes_parts = self.model.config.get_text_config() is not self.model.config
+        text = in_template(self, messages, tools=tools, answer_follows=answer_follows, in_parts=takes_parts)
         # The template brings its own special tokens; the tokenizer must not add another set.
         try:
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -153,19 +150,24 @@ class Target:
                 f"target.tokens ids a prompt is numbers from 0 to {self.vocab_size - 1}"
             ) from error
 
-    def _in_template(self, conversation: list[Any], tools: Sequence[Mapping[str, Any]], answer_follows: bool) -> str:
-        given: Any = [dict(tool) for tool in tools] or None
-        text = self.tokenizer.apply_chat_template(
-            conversation, tools=given, add_generation_prompt=answer_follows, tokenize=False
-        )
-        return str(text)
+    def image_prompt(self, messages: Sequence[Mapping[str, Any]], images: Sequence[str], **settings: Any) -> ImagePrompt | None:
+        """Return what a conversation's images are read by, None where it has none; arguments are those of `encode_chat`."""
+        if not images:
+            return None
+        return ImagePrompt(text=in_template(self, messages, images=len(images), **settings), images=tuple(images))
 
+    def image_inputs(self, prompts: Sequence[ImagePrompt | None], ids: Sequence[Sequence[int]]) -> ImageInputs | None:
+        """Return what the model reads beside the ids of rows that begin with these prompts; None where none has images."""
+        first = next((prompt for prompt in prompts if prompt is not None), None)
+        return None if first is None else self._reader(first).inputs(prompts, ids)
 
-def _no_chat_template(name: str) -> str:
-    return (
-        f"target {name} has no chat template; conversations cannot be encoded: set target.chat_template to a Jinja file or to "
-        "chatml, or for a base model to plain, the texts alone"
-    )
+    def _reader(self, prompt: ImagePrompt) -> ImageReader:
+        if self.images is None:
+            raise InputError(
+                f"a prompt brings images, the first is {shown(prompt.images[0])}, and target.images is null: give {{}} there "
+                "for a target that reads images, or leave the prompt out"
+            )
+        return self.images
 
 
 def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: bool = False) -> Target:
@@ -193,7 +195,7 @@ def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: 
     try:
         tokenizer = load_tokenizer(path, config)
         if for_chats and tokenizer.chat_template is None:
-            raise InputError(_no_chat_template(redact(config.name)))
+            raise InputError(no_chat_template(redact(config.name)))
         with patch_environment(ACCELERATE_USE_FSDP="false"):  # else transformers takes the target for what is to be sharded
             model = _load_model(path, config, device)
     except InputError:
@@ -240,6 +242,7 @@ def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: 
         eos_token_ids=_eos_token_ids(model, tokenizer),
         spread_by=None if config.device_map is None and group is None else config,
         group=group,
+        images=load_reader(path, config, model),
     )
 
 

@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from heads.target.loading import load_with
+from scripts.models_check.image_models import PICTURED
 
 VOCAB_SIZE = 256
 NUM_BLOCKS = 4
@@ -190,7 +191,7 @@ def default_config(name: str) -> PreTrainedConfig:
 def tiny_config(name: str) -> PreTrainedConfig:
     """Return the tiny config of a name of `names`."""
     family, changes = VARIANTS.get(name, (name, {}))
-    return _shrunk(default_config(family), changes)
+    return _shrunk(default_config(family), PICTURED[name].changes if name in PICTURED else changes)
 
 
 def tiny_model(name: str, seed: int = 3) -> PreTrainedModel:

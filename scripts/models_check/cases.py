@@ -50,6 +50,7 @@ class Case:
         loaded: the target, as loaded from there, which `target` returns.
         answers: what transformers' `generate` continues the prompts by.
         artifacts: the drafts that were trained and saved.
+        name: of the family, as in `scripts.models_check.architectures.names`.
     """
 
     model: PreTrainedModel
@@ -57,6 +58,7 @@ class Case:
     loaded: Target | None = None
     answers: list[list[int]] = field(default_factory=list)
     artifacts: list[Path] = field(default_factory=list)
+    name: str = ""
 
     @property
     def target(self) -> Target:
@@ -67,7 +69,7 @@ class Case:
 def open_case(name: str, folder: Path) -> Case:
     """Build a family's model, and let transformers answer the prompts."""
     model = tiny_model(name)
-    return Case(model=model, folder=folder, answers=[reference_answer(model, prompt) for prompt in PROMPTS])
+    return Case(name=name, model=model, folder=folder, answers=[reference_answer(model, prompt) for prompt in PROMPTS])
 
 
 def reference_answer(model: PreTrainedModel, prompt: Sequence[int]) -> list[int]:

@@ -58,20 +58,21 @@ def largest_gap(task: HeadTask, module: nn.Module, text: Example, num_drafts: in
     head = serve(task.copy_of(module), task.target.model)
     recording = _RecordingProposer(task.family.propose(head, task.target.device))
     length = len(text.input_ids) - text.answer_start + MORE_TOKENS
-    request = Request(prompt_id="parity", category="", tokens=text.input_ids[: text.answer_start])
+    prompt = text.input_ids[: text.answer_start]
+    request = Request(prompt_id="parity", category="", tokens=prompt, image_prompt=text.image_prompt)
     decode(task.target, [request], DecodeConfig(num_speculative_tokens=num_drafts, max_new_tokens=length), recording)
     tolerance = TOLERANCES.get(task.target.model.dtype, TOLERANCES[torch.float32])
     gaps = [
         Gap(size=size, draft=draft, round=number, tolerance=tolerance)
         for number, (tokens, proposal) in enumerate(recording.rounds, 1)
-        for draft, size in enumerate(_round_gaps(task, head, tokens, text.answer_start, proposal), 1)
+        for draft, size in enumerate(_round_gaps(task, head, tokens, text, proposal), 1)
     ]
     return max(gaps, key=lambda gap: gap.size)
 
 
-def _round_gaps(task: HeadTask, head: nn.Module, tokens: Sequence[int], start: int, proposal: Proposal) -> list[float]:
+def _round_gaps(task: HeadTask, head: nn.Module, tokens: Sequence[int], text: Example, proposal: Proposal) -> list[float]:
     ids = (*tokens, *proposal.tokens_BG[0].tolist())
-    batch = collate([Example(ids, start)]).to(task.target.device)
+    batch = collate([text._replace(input_ids=ids)]).to(task.target.device)
     depths: list[Depth] = head(batch, task.states(batch))
     origin = len(tokens) - 2  # the last position that the target had read; the pending token comes after it
     token_ids_W = cast(HeadModule, head).token_ids_W

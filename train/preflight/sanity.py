@@ -29,7 +29,7 @@ from configs.runtime.errors import ConfigError, InputError
 from configs.schema.decoding import DecodeConfig
 from distill.dataset.batches import ConversationDataset, Example, collate
 from distill.loss.head_objective import HeadLoss, HeadObjective
-from eval.decoder.decode import Request, decode, generate
+from eval.decoder.decode import Request, decode
 from eval.decoder.records import Round
 from heads.artifact import load_draft
 from heads.device import restored_random_state
@@ -123,7 +123,7 @@ def choose_text(task: HeadTask, dataset: ConversationDataset) -> Example:
             "head.draft_vocab_size, or set sanity.enabled to false"
         )
     start = example.answer_start
-    return Example((*example.input_ids[:start], *answer), start, example.conversation)
+    return example._replace(input_ids=(*example.input_ids[:start], *answer))
 
 
 def check_reload(task: HeadTask, module: nn.Module, text: Example, state: str) -> None:
@@ -196,18 +196,24 @@ def overfit(task: HeadTask, objective: HeadObjective, text: Example, accelerator
 
 
 def _decode(task: HeadTask, text: Example, proposer: Proposer, num_drafts: int) -> Sequence[Round]:
-    request = Request(prompt_id="sanity", category="", tokens=text.input_ids[: text.answer_start])
+    request = _request(text)
     # One token more than the text has, so that there is room for the target's own after a block that ends the text.
     config = DecodeConfig(num_speculative_tokens=num_drafts, max_new_tokens=len(text.input_ids) - text.answer_start + 1)
     (generation,), _ = decode(task.target, [request], config, proposer)
     return generation.rounds
 
 
+def _request(text: Example) -> Request:
+    tokens = text.input_ids[: text.answer_start]
+    return Request(prompt_id="sanity", category="", tokens=tokens, image_prompt=text.image_prompt)
+
+
 def _own_answer(task: HeadTask, example: Example) -> Sequence[int]:
     """Return the target's answer up to the first token that the draft cannot say; the very first is not drafted."""
     longest = max(LONGEST_ANSWER, 2 * task.config.num_speculative_tokens)
     config = DecodeConfig(num_speculative_tokens=0, max_new_tokens=longest)
-    (answer,) = generate(task.target, [example.input_ids[: example.answer_start]], config)
+    (generation,), _ = decode(task.target, [_request(example)], config)
+    answer = generation.tokens
     if task.vocabulary is None:
         return answer
     known = set(task.vocabulary.token_ids_W.tolist())

@@ -56,7 +56,12 @@ class HeldOutDecoding:
         self.config, self.target, self.accelerator, self.timeout_seconds = config, target, accelerator, timeout_seconds
         self.share = share_of(target.group, accelerator.state)
         self.requests = [
-            Request(prompt_id=f"{row.prompt_id}/{row.turn}", category=row.category, tokens=row.prompt_ids)
+            Request(
+                prompt_id=f"{row.prompt_id}/{row.turn}",
+                category=row.category,
+                tokens=row.prompt_ids,
+                image_prompt=row.image_prompt,
+            )
             for row in conversations[: config.num_prompts]
         ]
         check_decodable(target, self.requests, config.decode)  # now, not at the end of the training
@@ -91,7 +96,11 @@ class HeldOutPrediction:
         self.decode, self.accelerator = config.decode, accelerator
         self.share = share_of(target.group, accelerator.state)
         self.examples = [
-            Example(row.prompt_ids + row.answer_ids[: self.decode.max_new_tokens], len(row.prompt_ids))
+            Example(
+                row.prompt_ids + row.answer_ids[: self.decode.max_new_tokens],
+                len(row.prompt_ids),
+                image_prompt=row.image_prompt,
+            )
             for row in conversations[: config.num_prompts]
         ]
 

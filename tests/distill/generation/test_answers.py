@@ -19,12 +19,12 @@ from distill.generation.answers import (
     UNREACHED,
     AnswerJob,
     answer_prompts,
-    check_given,
     existing_answers,
 )
 from distill.generation.continuation import TargetSource
 from distill.generation.make_dataset import make_dataset
 from distill.generation.prompts import Prompt, encode_prompt
+from distill.generation.sources import check_given
 from heads.inference.kv_cache import RowCache
 
 SAMPLED = AnswersConfig(temperature=0.9, top_k=200, max_new_tokens=20, batch_size=4)

@@ -105,7 +105,8 @@ def test_a_format_that_is_asked_for_goes_before_what_the_keys_say():
         ({"question": "How?"}, "gsm8k", "row 0: format gsm8k needs answer; the row has the keys question"),
         ({"task_id": "t", "prompt": " "}, None, "row 0: a turn must be a text that is not blank"),
         ({"conversations": [{"from": "human"}]}, None, r"row 0: conversations must be a list of \{from, value\}"),
-        ({"messages": [{**USER, "content": [{"type": "image_url"}]}]}, None, "a part of type image_url; only text is accepted"),
+        ({"messages": [{**USER, "content": [{"type": "image_url"}]}]}, None, "an image must be named by a path, a data URL"),
+        ({"messages": [{**USER, "content": [{"type": "video"}]}]}, None, "of user has a part of type video; texts are"),
     ],
 )
 def test_a_row_that_asks_nothing_is_refused_by_name(row, format, complaint):
