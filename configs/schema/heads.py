@@ -41,8 +41,8 @@ class LayerSettings(Settings):
 class HeadSettings(Settings):
     """Settings of every family."""
 
-    # tokens the head can propose, the most frequent in answers; None: all, or with draft_vocab_by mass as many as are expected to
-    # decode fastest
+    # tokens the head can propose, the most frequent in answers; None: all, or with draft_vocab_by mass as many as are
+    # expected to decode fastest
     draft_vocab_size: PositiveInt | None = None
     # mass: the tokens of most probability by the target over a sample of the answers, in place of the most frequent ones
     draft_vocab_by: Literal["mass"] | None = None

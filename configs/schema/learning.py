@@ -53,8 +53,8 @@ class StudentConfig(Settings):
     overrides: dict[str, bool | int | float | str] | None = None
     # A tied embedding is the largest part of a small draft: frozen by default, unless random (config, fresh).
     train_embeddings: bool = False
-    # tokens the draft can propose, the most frequent in answers; None: all, or with draft_vocab_by mass as many as are expected to
-    # decode fastest
+    # tokens the draft can propose, the most frequent in answers; None: all, or with draft_vocab_by mass as many as are
+    # expected to decode fastest
     draft_vocab_size: PositiveInt | None = None
     # mass: the tokens of most probability by the target over a sample of the answers, in place of the most frequent ones
     draft_vocab_by: Literal["mass"] | None = None
