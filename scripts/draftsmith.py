@@ -22,6 +22,7 @@ from pydantic import BaseModel
 
 from configs.runtime.command import BAD_INPUT, DONE, exit_code
 from configs.runtime.key_list import list_keys
+from configs.schema.commands.advising import AdviceConfig
 from configs.schema.commands.planning import PlanHeadsConfig
 from configs.schema.commands.refreshing import RefreshConfig
 from configs.schema.commands.release import ExportConfig, ImportConfig, PushConfig
@@ -33,6 +34,7 @@ from configs.schema.training import DistillConfig, HeadsConfig
 COMMANDS: dict[str, tuple[str, type[BaseModel] | None]] = {
     "demo": ("scripts.demo", None),
     "plan": ("scripts.plan", PlanHeadsConfig),
+    "advise": ("scripts.advise", AdviceConfig),
     "data": ("scripts.make_data", DataConfig),
     "cache": ("scripts.make_cache", CacheConfig),
     "distill": ("train.distill", DistillConfig),

@@ -18,6 +18,7 @@ import pytest
 
 from configs.runtime.loading import load_config
 from configs.runtime.yaml_reader import parse_yaml
+from configs.schema.commands.advising import AdviceConfig
 from configs.schema.commands.benchmarks import BenchHeadsConfig, ServeCheckConfig
 from configs.schema.commands.planning import PlanHeadsConfig
 from configs.schema.commands.refreshing import RefreshConfig
@@ -28,6 +29,7 @@ from configs.schema.training import DistillConfig, HeadsConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMAS = {
+    "advice": AdviceConfig,
     "bench": BenchHeadsConfig,
     "cache": CacheConfig,
     "data": DataConfig,
@@ -50,6 +52,7 @@ ENTRIES = {
     "eval/compare.py": ["one.json", "other.json"],
     "eval/predict.py": ["report.json"],
     "eval/neighbours.py": ["--set", "codebook=codes.npy", "--set", "vocab_size=64"],
+    "scripts/advise.py": ["target", "--prompts", "prompts.jsonl"],
     "scripts/make_cache.py": [],
     "scripts/make_data.py": [],
     "scripts/plan.py": [],
@@ -107,7 +110,7 @@ def config_of(words):
     return None if file is None or schema is None else load_config(schema, ROOT / file, changes)
 
 
-@pytest.mark.parametrize("document", ["first-hour", "training", "decoding", "refresh", "modalities"])
+@pytest.mark.parametrize("document", ["first-hour", "training", "decoding", "refresh", "modalities", "advice"])
 def test_every_command_in_a_document_exists(document):
     assert_commands_exist((ROOT / "docs" / f"{document}.md").read_text(encoding="utf-8"))
 

@@ -51,7 +51,7 @@ def predict_speed(
     model = CostModel(MeasuredCosts(sweep), _profile(report), answers, _longest(sweep))
     others = {each.context_tokens for each in sweep}
     return {
-        **summarise_model(model, decode.num_speculative_tokens, decode.batch_size, _mean_context(plain), others),
+        **summarise_model(model, decode.num_speculative_tokens, decode.batch_size, mean_context(plain), others),
         "sweep": [each.model_dump() for each in sweep],
         "answers": [each.model_dump() for each in answers],
     }
@@ -95,7 +95,7 @@ def _longest(sweep: Sequence[TimedRound]) -> int:
     return max(each.num_speculative_tokens for each in sweep)
 
 
-def _mean_context(plain: Sequence[Generation]) -> int:
+def mean_context(plain: Sequence[Generation]) -> int:
     """Return how many tokens stand before a committed one, on average over those that rounds committed."""
     lengths = [(len(each.prompt_tokens), len(each.tokens) - 1) for each in plain if len(each.tokens) > 1]
     total = sum(tokens * (prompt + (tokens + 1) / 2) for prompt, tokens in lengths)

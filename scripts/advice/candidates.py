@@ -1,0 +1,114 @@
+"""The trials: every combination of a family's values and of the draft vocabularies, as a recipe. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from configs.runtime.errors import ConfigError
+from configs.runtime.files import find_shipped, read_text
+from configs.runtime.yaml_reader import parse_yaml
+from configs.schema.commands.advising import AdviceConfig, FamilyTrials
+from configs.schema.commands.sweep import Setting
+from configs.schema.training import DistillConfig, HeadsConfig
+from scripts.bench.trained_runs import Recipe, TrainingRun, in_own_folder, load_changed
+
+VOCABULARY = "draft_vocab_size"
+CLASSES: dict[bool, type[HeadsConfig] | type[DistillConfig]] = {True: DistillConfig, False: HeadsConfig}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A draft to try: its family, what tells it from the family's others, and its recipe on the user's target and prompts."""
+
+    family: str
+    settings: Mapping[str, Setting]  # by the last part of their keys
+    recipe: Recipe
+
+    @property
+    def name(self) -> str:
+        """In tables and messages."""
+        return ", ".join([self.family, *(f"{key} {'all' if value is None else value}" for key, value in self.settings.items())])
+
+    def differs_in(self, other: Candidate) -> list[str]:
+        """Return what the two differ in: their family alone, or settings of the same family."""
+        if self.family != other.family:
+            return ["family"]
+        return [key for key, value in self.settings.items() if other.settings[key] != value]
+
+    def run(self, train: Path, folder: Path) -> TrainingRun:
+        """Return its training on a file of conversations."""
+        data = self.recipe.data.model_copy(update={"train": str(train)})
+        recipe = self.recipe.model_copy(update={"data": data})
+        return TrainingRun(name=self.name, recipe=in_own_folder(recipe, folder, re.sub(r"[^A-Za-z0-9]+", "-", self.name)))
+
+
+def make_candidates(config: AdviceConfig, data: Path, vocab_size: int) -> list[Candidate]:
+    """Return every trial; each family's come by turns, so that a budget that is too small leaves none of them out altogether.
+
+    Args:
+        data: folder with train.jsonl and held_out.jsonl.
+        vocab_size: the target's; larger draft vocabularies are all of it.
+
+    Raises:
+        ConfigError: a recipe cannot be read, or a value does not fit it.
+    """
+    sizes = dict.fromkeys(size if size is not None and size < vocab_size else None for size in config.draft_vocab_sizes)
+    return [
+        candidate
+        for size in sizes
+        for name, family in config.families.items()
+        for candidate in _of_family(config, name, family, size, data)
+    ]
+
+
+def full_recipe(candidate: Candidate, config: AdviceConfig, drafts: int, num_held_out: int) -> Recipe:
+    """Return the recipe of the whole training: the trial's, with the schedule of the recipe it was made of."""
+    family = config.families[candidate.family]
+    schedule = load_changed(_schema_of(family), family.recipe, {}, "").schedule
+    values = candidate.recipe.model_dump(mode="json")
+    values |= {
+        "schedule": schedule.model_dump(mode="json"),
+        "num_speculative_tokens": drafts,
+        "output": str(Path(config.output) / "train"),
+    }
+    values["held_out"] |= {"num_prompts": min(16, num_held_out)}
+    values["held_out"]["decode"] |= {"num_speculative_tokens": drafts, "max_new_tokens": config.answers.max_new_tokens}
+    if "sanity" in values:
+        values["sanity"]["enabled"] = True
+    return type(candidate.recipe).model_validate(values)
+
+
+def _of_family(config: AdviceConfig, name: str, family: FamilyTrials, size: int | None, data: Path) -> Iterator[Candidate]:
+    schema = _schema_of(family)
+    section = "student" if schema is DistillConfig else "head"
+    for values in product(*family.values.values()):
+        changes = dict(zip(family.values, values, strict=True))
+        shown = {key.rpartition(".")[2]: value for key, value in changes.items() if len(family.values[key]) > 1}
+        recipe = load_changed(schema, family.recipe, {**changes, f"{section}.{VOCABULARY}": size}, f"families.{name}.values")
+        yield Candidate(family=name, settings={**shown, VOCABULARY: size}, recipe=_as_trial(recipe, config, data))
+
+
+def _as_trial(recipe: Recipe, config: AdviceConfig, data: Path) -> Recipe:
+    """Return a recipe on the user's target and data, without what a short training has no use for."""
+    values = recipe.model_dump(mode="json")
+    values["target"] = config.target.model_dump(mode="json")
+    values["data"] |= {"train": str(data / "train.jsonl"), "held_out": str(data / "held_out.jsonl"), "cache": None}
+    values["schedule"] |= {"epochs": config.epochs, "max_steps": None, "trackers": []}
+    values["schedule"] |= {"eval_every_steps": None, "checkpoint_every_steps": None}  # so that no prompt chooses a checkpoint
+    values["held_out"] |= {"num_prompts": 1}
+    values["held_out"]["decode"] |= {"max_new_tokens": 8}
+    if "sanity" in values:
+        values |= {"sanity": {**values["sanity"], "enabled": False}, "init": None}
+    return type(recipe).model_validate(values)
+
+
+def _schema_of(family: FamilyTrials) -> type[HeadsConfig] | type[DistillConfig]:
+    path = find_shipped(family.recipe)
+    content = parse_yaml(read_text(path, "recipe"), family.recipe)
+    if not isinstance(content, dict):
+        raise ConfigError(f"families: {family.recipe} holds no recipe; name a file of configs/heads or configs/distill")
+    return CLASSES["student" in content]

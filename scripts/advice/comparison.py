@@ -1,0 +1,149 @@
+"""Ways of decoding with the advised draft, in turns on held-out prompts: chain, trees, prompt lookup, lookup before the draft.
+
+One request at a time, all ways on each. The tree is chosen on some prompts that are not measured (`scripts.bench.decode.ways`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from configs.schema.commands.advising import AdviceConfig
+from configs.schema.decoding import DecodeConfig
+from configs.schema.drafting import Path
+from configs.schema.evaluation import EvalConfig
+from distill.dataset.conversations import Conversation
+from eval.decoder.decode import decode
+from eval.decoder.records import AUTOREGRESSIVE, Timing
+from eval.measure.proposers import add_lookup
+from eval.stats.bootstrap import Interval, paired_ratio_interval, ratio_interval
+from heads.artifact import Draft
+from heads.proposers.prompt_lookup import PromptLookup
+from heads.proposers.protocol import TreeProposer
+from heads.target.loading import Target
+from scripts.bench.decode.ways import WIDE, Way, choose_paths, tree_ways
+from scripts.bench.harness import SEED, to_request
+
+CHAIN, LOOKUP, BOTH = "chain", "prompt lookup", "prompt lookup, then the draft"
+CHOOSING = 4  # prompts that the tree is chosen on
+LEAST = 2  # prompts of a category that is shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedWay:
+    """A way of decoding; ratios are of tokens a second, paired by prompt."""
+
+    name: str
+    tau: Interval
+    speedup: Interval  # to plain decoding
+    to_chain: Interval  # to the draft's chains
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """All ways; `tree` is the static one's paths, `lookup_by_category` the lookup's speed over the chain's."""
+
+    num_prompts: int
+    ways: list[ComparedWay]
+    tree: list[Path]
+    lookup_by_category: dict[str, Interval]
+
+    @property
+    def chosen(self) -> ComparedWay:
+        """The fastest of those that are faster than the chain beyond noise; the chain where none is."""
+        chain = next(each for each in self.ways if each.name == CHAIN)
+        better = [each for each in self.ways if each is not chain and (each.to_chain.low or 0.0) > 1]
+        return max(better, key=lambda each: each.speedup.point or 0.0, default=chain)
+
+
+def compare_ways(
+    target: Target,
+    draft: Draft,
+    rows: Sequence[Conversation],
+    drafts: int,
+    longest: int,
+    config: AdviceConfig,
+    allows: Callable[[float], bool],
+) -> Comparison | None:
+    """Decode as many prompts as there is time for; None with fewer than two.
+
+    Args:
+        rows: of different prompts.
+        drafts: a round of the chain.
+        longest: drafts that a round may have.
+        allows: whether there is time for so many more seconds.
+    """
+    choosing = min(CHOOSING, len(rows) // 2)
+    if len(rows) - choosing < LEAST:
+        return None
+    settings = DecodeConfig(num_speculative_tokens=drafts, max_new_tokens=config.answers.max_new_tokens)
+    ways = {
+        CHAIN: Way(rule="greedy", shape=CHAIN, proposer="", settings=settings, draft=draft.proposer),
+        LOOKUP: Way(rule="greedy", shape=LOOKUP, proposer="", settings=settings, draft=PromptLookup(target.device)),
+        BOTH: Way(
+            rule="greedy", shape=BOTH, proposer="", settings=settings, draft=add_lookup(draft.proposer, EvalConfig(), target)
+        ),
+    }
+    requests = [to_request(row) for row in rows]
+    paths: list[Path] = []
+    if isinstance(draft.proposer, TreeProposer) and longest >= len(WIDE):
+        paths = choose_paths(target, draft.proposer, requests[:choosing], settings)
+        ways |= {way.shape: way for way in tree_ways("", draft.proposer, settings, paths)}
+    timings: dict[str, list[Timing]] = {name: [] for name in (AUTOREGRESSIVE, *ways)}
+    slowest = 0.0
+    for number, request in enumerate(requests[choosing - 1 :]):
+        if not allows(slowest):
+            break
+        started = time.monotonic()
+        found = {AUTOREGRESSIVE: decode(target, [request], settings)[1]}
+        found |= {name: decode(target, [request], way.settings, way.draft, mode=name)[1] for name, way in ways.items()}
+        slowest = max(slowest, time.monotonic() - started)
+        if number and found[AUTOREGRESSIVE].num_tokens:  # the first warms up
+            for name, timing in found.items():
+                timings[name].append(timing)
+    if len(timings[CHAIN]) < LEAST:
+        return None
+    category_of = {request.prompt_id: request.category for request in requests}
+    samples = config.bootstrap_samples
+    return Comparison(
+        num_prompts=len(timings[CHAIN]),
+        ways=[
+            ComparedWay(
+                name=name,
+                tau=ratio_interval(
+                    [each.num_tokens for each in timings[name]],
+                    [each.num_rounds for each in timings[name]],
+                    samples=samples,
+                    seed=SEED,
+                ),
+                speedup=speed_ratio(timings[name], timings[AUTOREGRESSIVE], samples),
+                to_chain=speed_ratio(timings[name], timings[CHAIN], samples),
+            )
+            for name in ways
+        ],
+        tree=paths,
+        lookup_by_category=_by_category(timings, category_of, samples),
+    )
+
+
+def speed_ratio(ours: Sequence[Timing], theirs: Sequence[Timing], samples: int) -> Interval:
+    """Return our tokens a second over theirs on the same prompts in the same order."""
+    columns = [
+        column
+        for side in (theirs, ours)
+        for column in ([each.decode_seconds for each in side], [float(each.num_tokens) for each in side])
+    ]
+    return paired_ratio_interval(*columns, samples=samples, seed=SEED)
+
+
+def _by_category(timings: dict[str, list[Timing]], category_of: dict[str, str], samples: int) -> dict[str, Interval]:
+    """Return the lookup's speed over the chain's by category, where there are several and each has enough prompts."""
+    found = {}
+    for category in sorted(set(category_of.values())):
+        ours, theirs = (
+            [each for each in timings[name] if category_of[each.prompt_ids[0]] == category] for name in (LOOKUP, CHAIN)
+        )
+        if len(ours) >= LEAST:
+            found[category] = speed_ratio(ours, theirs, samples)
+    return found if len(set(category_of.values())) > 1 else {}

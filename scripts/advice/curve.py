@@ -1,0 +1,109 @@
+"""What more data would bring: a power law through tau at several sizes of the same trial, checked where there is a further one.
+
+A round of G drafts yields at most G + 1 tokens; what is missing to that falls as a power of the answer tokens trained on,
+`G + 1 - tau = c * tokens ** -exponent`, the form of the usual laws of scaling (Kaplan et al. 2020, arXiv 2001.08361). It is
+fitted by least squares on logarithms. The intervals are over prompts, the same at all sizes; another seed of training is not in
+them.
+K sizes, P prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import numpy as np
+
+from eval.stats.bootstrap import Floats, Interval, statistic_interval
+from scripts.bench.harness import SEED, Counts, columns
+
+LEAST_GAP = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurveCheck:
+    """The fit to all sizes but the last held against that one: checked where the interval of the difference has 0 in it."""
+
+    tokens: int
+    predicted: Interval
+    measured: Interval
+    difference: Interval  # measured less predicted, on the same prompts
+    verdict: Literal["checked", "off"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataCurve:
+    """The fit to all sizes.
+
+    measured: tau by answer tokens.
+    exponent: 0 where data bring nothing.
+    predicted: tau by more answer tokens than were tried.
+    check: None with fewer than three sizes.
+    """
+
+    measured: Mapping[int, Interval]
+    exponent: Interval
+    predicted: Mapping[int, Interval]
+    check: CurveCheck | None
+
+
+def fit_curve(counts: Mapping[int, Counts], most: int, *, multiples: Sequence[int] = (2, 4, 16), samples: int) -> DataCurve:
+    """Fit tau against answer tokens.
+
+    Args:
+        counts: by answer tokens, committed tokens and rounds of the same prompts in the same order; two sizes or more.
+        most: tokens that a round yields if all drafts are kept.
+        multiples: of the largest size, at which tau is predicted.
+        samples: of the bootstrap over prompts.
+
+    Raises:
+        ValueError: there are fewer than two sizes.
+    """
+    if len(counts) < 2:
+        raise ValueError(f"a curve needs two sizes or more, got {len(counts)}")
+    tokens = sorted(counts)
+    interval = partial(statistic_interval, samples=samples, seed=SEED)
+    rows = [column for size in tokens for column in columns(counts[size])]
+    check = None
+    if len(tokens) > 2:
+        *fitted, last = tokens
+        before = [column for size in fitted for column in columns(counts[size])]
+        difference = interval(lambda sums: _taus(sums)[-1] - _predict(sums[:-2], fitted, most, last), *rows)
+        holds = difference.low is None or difference.high is None or difference.low <= 0 <= difference.high
+        check = CurveCheck(
+            tokens=last,
+            predicted=interval(lambda sums: _predict(sums, fitted, most, last), *before),
+            measured=interval(lambda sums: sums[0] / sums[1], *columns(counts[last])),
+            difference=difference,
+            verdict="checked" if holds else "off",
+        )
+    return DataCurve(
+        measured={size: interval(lambda sums: sums[0] / sums[1], *columns(counts[size])) for size in tokens},
+        exponent=interval(lambda sums: -_fit(sums, tokens, most)[0], *rows),
+        predicted={
+            size: interval(partial(_predict, tokens=tokens, most=most, at=size), *rows)
+            for size in (multiple * tokens[-1] for multiple in multiples)
+        },
+        check=check,
+    )
+
+
+def _taus(sums: Floats) -> Floats:
+    taus: Floats = sums[::2] / sums[1::2]
+    return taus
+
+
+def _fit(sums: Floats, tokens: Sequence[int], most: int) -> tuple[Floats, Floats]:
+    """Return slope and mean height of the line through the logarithms; `sums` are [2 K] or [2 K, resamples]."""
+    logs_K = np.log(tokens) - np.mean(np.log(tokens))
+    gaps_K = np.log(np.maximum(most - _taus(sums), LEAST_GAP))
+    slope: Floats = np.tensordot(logs_K, gaps_K, axes=1) / np.square(logs_K).sum()
+    return slope, gaps_K.mean(axis=0)
+
+
+def _predict(sums: Floats, tokens: Sequence[int], most: int, at: int) -> Floats:
+    slope, height = _fit(sums, tokens, most)
+    predicted: Floats = most - np.exp(height + slope * (np.log(at) - np.mean(np.log(tokens))))
+    return predicted

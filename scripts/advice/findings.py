@@ -1,0 +1,207 @@
+"""What the measurements come to: the best trial, what each choice is worth, and the advice in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from configs.schema.commands.advising import AdviceConfig
+from eval.report.text import interval, number
+from eval.stats.bootstrap import Interval, paired_ratio_interval
+from scripts.advice.candidates import Candidate
+from scripts.advice.comparison import BOTH, LOOKUP, ComparedWay, Comparison
+from scripts.advice.curve import DataCurve
+from scripts.advice.halving import Rung
+from scripts.advice.measuring import TrialMeasurement, TrialSpeed
+from scripts.bench.harness import SEED, columns
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Another trial held against the best one, both on the same conversations and prompts."""
+
+    differs_in: str
+    best: str
+    other: str
+    answer_tokens: int
+    tau_ratio: Interval  # the other's over the best one's, paired by prompt
+    speedup_ratio: float  # of the predicted ones, each with its own fastest number of drafts
+    draft_seconds_ratio: float  # of a round with as many drafts as are advised
+
+
+class Findings:
+    """What an advice says.
+
+    Args:
+        config: of the advice.
+        measured: by name of the candidate and number of conversations.
+        rungs: of the halving; the best of the last one is advised.
+        curve: through the sizes of the best one.
+    """
+
+    comparison: Comparison | None = None
+
+    def __init__(
+        self,
+        config: AdviceConfig,
+        measured: Mapping[tuple[str, int], TrialMeasurement],
+        rungs: Sequence[Rung[Candidate]],
+        curve: DataCurve | None,
+    ) -> None:
+        self.config, self.measured, self.rungs, self.curve = config, measured, rungs, curve
+        self.best: Candidate = rungs[-1].ranked[0][0]
+        self.size = rungs[-1].size
+
+    @property
+    def trial(self) -> TrialMeasurement:
+        """The best trial's measurement."""
+        return self.measured[self.best.name, self.size]
+
+    @cached_property
+    def speed(self) -> TrialSpeed:
+        """Its predicted speed."""
+        return TrialSpeed(self.trial, self.config)
+
+    def drafts(self, batch: int) -> int:
+        """Return the fastest number of drafts a round for a batch."""
+        return self.speed.best(batch)[0]
+
+    @cached_property
+    def speedups(self) -> dict[int, Interval]:
+        """The predicted speedup by batch, each with its fastest number of drafts."""
+        batches = sorted({self.config.batch_size, *self.config.batches_shown})
+        return {batch: self.speed.speedup(self.drafts(batch), batch) for batch in batches}
+
+    @cached_property
+    def choices(self) -> list[Choice]:
+        """Every trial that differs from the best one in one thing, at the largest size that both were run at."""
+        found = []
+        others = {candidate.name: candidate for rung in self.rungs for candidate, _ in rung.ranked}
+        for other in others.values():
+            differs = self.best.differs_in(other)
+            if len(differs) == 1:
+                found.append(self._choice(other, differs[0]))
+        return found
+
+    def sentences(self) -> dict[str, str]:
+        """Return the advice, a sentence or two for each question."""
+        return {
+            "Draft": self._draft(),
+            "Drafts a round": self._drafts_a_round(),
+            "Tree": self._tree(),
+            "Batch": self._batch(),
+            "Prompt lookup": self._lookup(),
+            "More data": self._data(),
+        }
+
+    def _choice(self, other: Candidate, differs_in: str) -> Choice:
+        size = max(
+            rung.size for rung in self.rungs if {(self.best.name, rung.size), (other.name, rung.size)} <= self.measured.keys()
+        )
+        ours, theirs = self.measured[self.best.name, size], self.measured[other.name, size]
+        speeds = [TrialSpeed(each, self.config) for each in (theirs, ours)]
+        batch = self.config.batch_size
+        drafts = min(self.drafts(batch), theirs.longest, ours.longest)
+        faster, best = (speed.best(batch)[1] for speed in speeds)
+        return Choice(
+            differs_in=differs_in,
+            best=_value(self.best, differs_in),
+            other=_value(other, differs_in),
+            answer_tokens=ours.answer_tokens,
+            tau_ratio=paired_ratio_interval(
+                *columns(theirs.counts), *columns(ours.counts), samples=self.config.bootstrap_samples, seed=SEED
+            ),
+            speedup_ratio=faster / best,
+            draft_seconds_ratio=speeds[0].draft_share(drafts, batch) / speeds[1].draft_share(drafts, batch),
+        )
+
+    def _draft(self) -> str:
+        tau = self.trial.tau(self.config.bootstrap_samples)
+        predicted = self.speedups[self.config.batch_size]
+        text = (
+            f"train {self.best.name}. After {self.trial.answer_tokens:,} answer tokens its tau is {bounded(tau)} at "
+            f"{self.trial.longest} drafts a round, and its predicted speedup {bounded(predicted)} at batch "
+            f"{self.config.batch_size}."
+        )
+        if (predicted.high or 0.0) < 1:
+            return f"{text} So small a training does not pay: read the curve of more data below before a long one."
+        if (predicted.low or 0.0) <= 1:
+            return f"{text} Whether it pays cannot be told from these prompts."
+        return text
+
+    def _drafts_a_round(self) -> str:
+        settings = [f"{self.drafts(batch)} at batch {batch} ({bounded(each)})" for batch, each in self.speedups.items()]
+        return f"fastest by the cost model: {', '.join(settings)}."
+
+    def _tree(self) -> str:
+        if self.comparison is None:
+            return "not compared: there was no time, or too few held-out prompts."
+        trees = [each for each in self.comparison.ways if each.name.endswith("tree")]
+        if not trees:
+            return "a chain: this draft makes no trees."
+        best = max(trees, key=lambda each: each.speedup.point or 0.0)
+        against = f"the {best.name} has {bounded(best.to_chain)} of the chain's speed"
+        if (best.to_chain.low or 0.0) > 1:
+            return f"{best.name}: {against}."
+        return f"a chain: {against}, no difference that shows." if (best.to_chain.high or 2.0) > 1 else f"a chain: {against}."
+
+    def _batch(self) -> str:
+        largest = self.speed.break_even_batch()
+        if largest is None:
+            return "drafting is predicted to pay at every batch that was looked at (up to 1,024)."
+        if largest == 0:
+            return "drafting is predicted to pay at no batch."
+        beyond = max(self.config.cost.batch_sizes)
+        guess = f"; batches above {beyond} were not timed but extrapolated" if largest > beyond else ""
+        return f"drafting is predicted to pay up to a batch of {largest}; from {largest + 1} on do not speculate{guess}."
+
+    def _lookup(self) -> str:
+        if self.comparison is None:
+            return "not compared, see above."
+        lookup, both = (way_called(self.comparison, name) for name in (LOOKUP, BOTH))
+        said = [
+            f"alone it has {bounded(lookup.speedup)} of plain decoding's speed, {bounded(lookup.to_chain)} of the draft's"
+            + _verdict(lookup, "serve it until a better draft is trained"),
+            f"before the draft, {bounded(both.to_chain)} of the draft's alone" + _verdict(both, "put it before the draft"),
+        ]
+        faster = [name for name, each in self.comparison.lookup_by_category.items() if (each.low or 0.0) > 1]
+        if faster:
+            said.append(f"it is faster than the draft on prompts of {', '.join(faster)}")
+        return f"{'; '.join(said)}."
+
+    def _data(self) -> str:
+        if self.curve is None:
+            return "not fitted: the advised trial was run at one size only; a larger --budget has time for more."
+        check = self.curve.check
+        said = ", ".join(f"{bounded(tau)} at {tokens:,}" for tokens, tau in self.curve.predicted.items())
+        text = f"tau by answer tokens is expected to be {said} (now {self.trial.answer_tokens:,})."
+        if check is None:
+            return f"{text} The curve goes through two sizes, and was not checked by a further one."
+        seen = f"{bounded(check.predicted)} was predicted for {check.tokens:,}, {bounded(check.measured)} measured"
+        if check.verdict == "checked":
+            return f"{text} Checked: from the smaller sizes {seen}."
+        return f"{text} Off: from the smaller sizes {seen}, so do not rely on the curve."
+
+
+def bounded(value: Interval) -> str:
+    """Return a number with its interval."""
+    return f"{number(value.point)} {interval(value.bounds)}".rstrip()
+
+
+def way_called(comparison: Comparison, name: str) -> ComparedWay:
+    """Return a way by its name."""
+    return next(each for each in comparison.ways if each.name == name)
+
+
+def _verdict(way: ComparedWay, advice: str) -> str:
+    if (way.to_chain.low or 0.0) > 1:
+        return f": {advice}"
+    return " (slower)" if (way.to_chain.high or 2.0) < 1 else " (no difference that shows)"
+
+
+def _value(candidate: Candidate, key: str) -> str:
+    if key == "family":
+        return candidate.name
+    value = candidate.settings[key]
+    return "all" if value is None else str(value)

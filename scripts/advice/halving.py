@@ -1,0 +1,108 @@
+"""Successive halving under a budget of wall-clock time (Jamieson and Talwalkar 2016, arXiv 1502.07943).
+
+Optuna's and ray's pruners were looked at: they stop trials that report while they run, and bring a database or a cluster; here
+a trial is a training of its own length, so that its learning-rate schedule is whole. What is left is this loop.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from configs.runtime.files import read_object, write_json
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rung(Generic[C]):
+    """The trials of one size: those that ran with their scores, best first, and those that failed or found no time."""
+
+    size: int
+    ranked: list[tuple[C, float]]
+    failed: list[C]
+    not_begun: list[C]
+
+
+def successive_halving(
+    candidates: Iterable[C],
+    sizes: Sequence[int],
+    run: Callable[[C, int], float | None],
+    *,
+    keep_share: float,
+    may_begin: Callable[[C, int], bool],
+) -> list[Rung[C]]:
+    """Run all candidates at the first size, and of each size's the best share, at least one, at the next.
+
+    Args:
+        candidates: in the order in which they are to run where the budget does not suffice for all.
+        sizes: that rise.
+        run: returns a trial's score, more being better; None where it failed.
+        keep_share: of the trials that ran.
+        may_begin: whether there is time for a trial.
+
+    Returns:
+        The sizes at which at least one trial came to a score.
+    """
+    rungs: list[Rung[C]] = []
+    alive = list(candidates)
+    for size in sizes:
+        rung: Rung[C] = Rung(size=size, ranked=[], failed=[], not_begun=[])
+        for candidate in alive:
+            if not may_begin(candidate, size):
+                rung.not_begun.append(candidate)
+            elif (score := run(candidate, size)) is None:
+                rung.failed.append(candidate)
+            else:
+                rung.ranked.append((candidate, score))
+        rung.ranked.sort(key=lambda each: -each[1])
+        if not rung.ranked:
+            break
+        rungs.append(rung)
+        alive = [candidate for candidate, _ in rung.ranked[: max(1, math.ceil(keep_share * len(rung.ranked)))]]
+    return rungs
+
+
+def sizes_up_to(first: int, growth: int, most: int) -> list[int]:
+    """Return `first` and its multiples by powers of `growth` below `most`, and `most`; the last step is no small one."""
+    sizes = [first]
+    while sizes[-1] * growth <= most:
+        sizes.append(sizes[-1] * growth)
+    if sizes[-1] > most:
+        return [most]
+    return sizes if most < 1.5 * sizes[-1] else [*sizes, most]
+
+
+class TimeBudget:
+    """Wall-clock time over all sessions of a run, as kept in its folder. What was cut off before it was noted is not counted.
+
+    Args:
+        seconds: of the whole run.
+        path: of the file; values of another job are not used.
+        job: a fingerprint of all that decides what the run is about.
+        clock: in seconds.
+    """
+
+    def __init__(self, seconds: float, path: Path, job: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds, self.path, self.clock = seconds, path, clock
+        kept = read_object(path, "times of the advice") if path.is_file() else {}
+        self.kept: dict[str, Any] = kept if kept.get("job") == job else {"job": job, "spent_seconds": 0.0}
+        self._before = self.kept["spent_seconds"] - clock()
+
+    @property
+    def spent(self) -> float:
+        """Seconds since the run's beginning, without those between its sessions."""
+        return self._before + self.clock()
+
+    def allows(self, seconds: float, reserve_share: float = 0.0) -> bool:
+        """Say whether so many more seconds leave the reserve, a share of the whole, untouched."""
+        return self.spent + seconds <= self.seconds * (1 - reserve_share)
+
+    def note(self, **values: Any) -> None:
+        """Keep what was spent, and values beside it."""
+        self.kept |= {**values, "spent_seconds": self.spent}
+        write_json(self.path, self.kept)

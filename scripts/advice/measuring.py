@@ -1,0 +1,188 @@
+"""A trial's draft measured: tau, acceptance by position on held-out prompts, the times of its rounds, the speed they predict.
+
+What is measured is kept in the trial's folder. How long its rounds take does not depend on what a draft has learnt, so that the
+timing sweep is made once for all sizes of a candidate. G drafts, P prompts, S resamples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from configs.schema.commands.advising import AdviceConfig
+from configs.schema.decoding import DecodeConfig
+from distill.dataset.conversations import Conversation
+from eval.cost.expected_rounds import AcceptanceProfile, answer_lengths
+from eval.cost.model import CostModel, MeasuredCosts, RooflineCosts, RoundCosts
+from eval.cost.predict import BY_TEXT_ALONE, mean_context
+from eval.cost.timing_sweep import sweep_rounds
+from eval.decoder.decode import decode
+from eval.decoder.records import SPECULATIVE, Generation
+from eval.metrics.acceptance import count_committed, was_cut
+from eval.report.sections import AnswerLength, TimedRound
+from eval.stats.bootstrap import Floats, Interval, ratio_interval, statistic_interval
+from heads.artifact import Draft
+from heads.target.loading import Target
+from scripts.bench.harness import SEED, Counts, check_finite, columns, to_request
+
+
+class PromptAcceptance(BaseModel):
+    """What became of the drafts for one prompt."""
+
+    model_config = ConfigDict(frozen=True)
+
+    prompt_id: str
+    committed: int
+    rounds: int
+    accepted: list[int]  # by position
+    judged: list[int]  # by position: all drafts before it were accepted, and the text had not ended
+
+
+class TrialMeasurement(BaseModel):
+    """What was measured of a trial's draft."""
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: str
+    num_parameters: int
+    conversations: int  # trained on
+    answer_tokens: int  # in them
+    prompts: list[PromptAcceptance]
+    answers: list[AnswerLength]
+    context_tokens: int  # before a committed token, on average
+    sweep: list[TimedRound]
+
+    @property
+    def longest(self) -> int:
+        """Drafts of the longest rounds that were timed, and of those by which tau was measured."""
+        return max(each.num_speculative_tokens for each in self.sweep)
+
+    @property
+    def counts(self) -> Counts:
+        """Committed tokens and rounds by prompt."""
+        return [(each.committed, each.rounds) for each in self.prompts]
+
+    def tau(self, samples: int) -> Interval:
+        """Return tokens per target step in rounds of `longest` drafts."""
+        return ratio_interval(*columns(self.counts), samples=samples, seed=SEED)
+
+
+def measure_draft(
+    target: Target, draft: Draft, rows: Sequence[Conversation], config: AdviceConfig, sweep: list[TimedRound] | None
+) -> tuple[list[PromptAcceptance], list[AnswerLength], int, list[TimedRound]] | None:
+    """Return acceptance by prompt, the answers' lengths, the mean context and the timing sweep; None where nothing is drafted.
+
+    Args:
+        sweep: of the same draft, trained on fewer data; None: make it.
+
+    Raises:
+        InputError: the sweep's contexts do not fit the target's.
+        RuntimeError: the logits are not finite.
+    """
+    requests = [to_request(row) for row in rows]
+    settings = DecodeConfig(
+        num_speculative_tokens=config.cost.num_speculative_tokens, max_new_tokens=config.answers.max_new_tokens
+    )
+    text = [token for row in rows for token in (*row.prompt_ids, *row.answer_ids)]
+    sweep = sweep or sweep_rounds(target, draft.proposer, text, settings, config.cost)
+    if not sweep:
+        return None
+    longest = max(each.num_speculative_tokens for each in sweep)
+    settings = settings.model_copy(update={"num_speculative_tokens": longest})
+    generations: list[Generation] = []
+    for start in range(0, len(requests), config.decode_batch_size):
+        batch = requests[start : start + config.decode_batch_size]
+        generations += decode(target, batch, settings, draft.proposer, mode=SPECULATIVE)[0]
+    check_finite(generations, draft.metadata.kind)
+    lengths = answer_lengths(generations, settings.max_new_tokens)
+    if not lengths:
+        return None
+    return count_positions(generations, longest), lengths, mean_context(generations), sweep
+
+
+def count_positions(generations: Iterable[Generation], num_positions: int) -> list[PromptAcceptance]:
+    """Count each prompt's accepted and judged drafts by position, as `eval.metrics.acceptance` counts those of all prompts."""
+    found = []
+    for generation in generations:
+        accepted, judged = np.zeros((2, num_positions), dtype=np.int64)
+        for round_ in generation.rounds:
+            accepted[: round_.num_accepted] += 1
+            judged[: min(len(round_.drafted), round_.num_accepted + (not was_cut(round_)))] += 1
+        found.append(
+            PromptAcceptance(
+                prompt_id=generation.prompt_id,
+                committed=count_committed(generation),
+                rounds=len(generation.rounds),
+                accepted=accepted.tolist(),
+                judged=judged.tolist(),
+            )
+        )
+    return found
+
+
+class TrialSpeed:
+    """The speed that the cost model predicts for a trial's draft, on this machine or the one that is named.
+
+    The intervals are over prompts: what another minute on this machine would have timed is not in them.
+    """
+
+    def __init__(self, measured: TrialMeasurement, config: AdviceConfig) -> None:
+        self.measured, self.samples = measured, config.bootstrap_samples
+        self._costs: RoundCosts = MeasuredCosts(measured.sweep)
+        if config.hardware is not None:
+            machine = config.hardware.machine
+            self._costs = RooflineCosts(measured.sweep, machine.memory_gb_per_second * 1e9, machine.tflops * 1e12)
+
+    @cached_property
+    def model(self) -> CostModel:
+        """The cost model by the acceptance over all prompts."""
+        return self._model(np.array(self._columns).sum(axis=1))
+
+    @property
+    def conditional(self) -> list[float | None]:
+        """The share accepted at each position, of the drafts judged there."""
+        return _shares(np.array(self._columns).sum(axis=1))
+
+    def best(self, batch: int) -> tuple[int, float]:
+        """Return the fastest number of drafts for a batch and its speedup, which may be below 1."""
+        return self.model.best(batch, self.measured.context_tokens)
+
+    def speedup(self, drafts: int, batch: int) -> Interval:
+        """Return the speedup with its interval over prompts."""
+
+        def predicted(sums: Floats) -> Floats:
+            values = [
+                self._model(own).speedup(drafts, batch, self.measured.context_tokens) for own in sums.reshape(len(sums), -1).T
+            ]
+            return np.array(values) if sums.ndim > 1 else np.array(values[0])
+
+        return statistic_interval(predicted, *self._columns, samples=self.samples, seed=SEED)
+
+    def break_even_batch(self) -> int | None:
+        """Return the largest batch at which drafting pays: 0 for none, None for all that were looked at."""
+        return self.model.break_even_batch(self.measured.context_tokens)
+
+    def draft_share(self, drafts: int, batch: int) -> float:
+        """Return the seconds of drafting over those of a plain round, both as timed on this machine."""
+        context, costs = self.measured.context_tokens, MeasuredCosts(self.measured.sweep)
+        return costs.draft(drafts, batch, context) / costs.round_seconds(0, batch, context, 0.0)
+
+    @property
+    def _columns(self) -> list[list[int]]:
+        """Accepted and judged drafts [P] by position, one after another."""
+        prompts = self.measured.prompts
+        positions = range(self.measured.longest)
+        accepted = [[each.accepted[place] for each in prompts] for place in positions]
+        return accepted + [[each.judged[place] for each in prompts] for place in positions]
+
+    def _model(self, sums: Floats) -> CostModel:
+        profile = AcceptanceProfile(_shares(sums), by_text_alone=self.measured.kind in BY_TEXT_ALONE)
+        return CostModel(self._costs, profile, self.measured.answers, self.measured.longest)
+
+
+def _shares(sums: Floats) -> list[float | None]:
+    accepted_G, judged_G = np.split(sums, 2)
+    return [float(above / below) if below else None for above, below in zip(accepted_G, judged_G, strict=True)]

@@ -1,0 +1,122 @@
+"""An advice from the prompts to the page: the target answers, trials are halved, the best is decoded with, and all is said."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from configs.runtime.command import BAD_INPUT, DONE
+from configs.runtime.errors import InputError, RunFailed
+from configs.runtime.files import sha256_of
+from configs.runtime.resumable import fingerprint
+from configs.runtime.run_record import write_run_record
+from configs.schema.commands.advising import AdviceConfig
+from configs.schema.data import DataConfig
+from distill.dataset.conversations import MANIFEST, Conversation, read_conversations
+from eval.cost.timing_sweep import check_sweep
+from heads.artifact import load_draft
+from heads.target.loading import load_target
+from scripts.advice.candidates import Candidate, make_candidates
+from scripts.advice.comparison import compare_ways
+from scripts.advice.curve import DataCurve, fit_curve
+from scripts.advice.findings import Findings
+from scripts.advice.halving import Rung, TimeBudget, sizes_up_to, successive_halving
+from scripts.advice.page import write_advice
+from scripts.advice.trials import Trials
+from scripts.bench.harness import measured_rows
+from scripts.refresh_steps import commands
+
+PROBED = 32  # prompts answered first, to see how long they take
+ANSWERS = {"target", "prompts", "answers", "held_out_share", "seed"}  # settings that decide what the target answers
+
+
+def advise(config: AdviceConfig) -> int:
+    """Run what is not done of an advice and write it; return the exit code.
+
+    Raises:
+        InputError: prompts, target or a recipe cannot be used, or the prompts are too few.
+        RunFailed: no trial came to an end.
+    """
+    output = Path(config.output)
+    source = Path(config.prompts.path or "")
+    if config.prompts.source == "file" and not source.exists():
+        raise InputError(f"prompts not found: {source}; name a file of prompts, or a folder of them, with --prompts")
+    make_candidates(config, output, sys.maxsize)  # a recipe that is wrong is refused before anything is run
+    made_of = sha256_of(source) if source.is_file() else str(source)
+    job = fingerprint(config.model_dump(mode="json", include=ANSWERS), made_of)
+    budget = TimeBudget(60 * config.budget_minutes, output / "budget.json", job)
+    write_run_record(output, config)
+    data = answer_prompts(config, budget, output / "data" / job[:12])
+    rows = held_out_rows(data, config)
+    target = load_target(config.target, for_chats=True)
+    check_sweep(target, config.cost)
+    candidates = make_candidates(config, data, target.vocab_size)
+    trials = Trials(config, budget, target, rows, data)
+    sizes = sizes_up_to(config.first_conversations, config.growth, trials.num_conversations)
+    rungs = successive_halving(candidates, sizes, trials.run, keep_share=config.keep_share, may_begin=trials.may_begin)
+    if not rungs:
+        raise RunFailed("no trial came to an end: see the warnings above; raise --budget where there was no time for the first")
+    best, size = rungs[-1].ranked[0][0], rungs[-1].size
+    findings = Findings(config, trials.measured, rungs, fit(trials, best, rungs, config))
+    drafts = findings.drafts(config.batch_size)
+    draft = load_draft(str(trials.artifact(best, size)), target.identity, target.model)
+    findings.comparison = compare_ways(target, draft, rows, drafts, findings.trial.longest, config, budget.allows)
+    budget.note()
+    write_advice(findings, budget.spent, trials.num_conversations)
+    return DONE
+
+
+def answer_prompts(config: AdviceConfig, budget: TimeBudget, folder: Path) -> Path:
+    """Let the target answer as many prompts as its share of the budget suffices for; return the folder of the conversations."""
+    if not (folder / MANIFEST).is_file():
+        if "num_prompts" not in budget.kept:
+            started = time.monotonic()
+            _make_data(config, PROBED, folder.with_name(f"{folder.name}-probe"), config.output)
+            each = (time.monotonic() - started) / PROBED
+            asked = int(config.answer_share * budget.seconds / each)
+            budget.note(num_prompts=min(config.prompts.num_prompts, max(PROBED, asked)))
+        _make_data(config, budget.kept["num_prompts"], folder, config.output)
+        budget.note()
+    return folder
+
+
+def _make_data(config: AdviceConfig, num_prompts: int, folder: Path, output: str) -> None:
+    asked = DataConfig(
+        target=config.target,
+        prompts=config.prompts.model_copy(update={"num_prompts": num_prompts}),
+        answers=config.answers,
+        held_out_share=config.held_out_share,
+        seed=config.seed,
+        output=str(folder),
+    )
+    code = commands.call_with(asked, folder.name, Path(output))
+    if code == BAD_INPUT:
+        raise InputError("prompts: the target could not answer them, see above")
+    if code != DONE:
+        raise RunFailed(f"the target's answers: scripts/make_data.py ended with code {code}, see above")
+
+
+def held_out_rows(data: Path, config: AdviceConfig) -> list[Conversation]:
+    """Return the first turns of held-out prompts, but for the one that every training decodes.
+
+    Raises:
+        InputError: there are fewer than two.
+    """
+    path = data / "held_out.jsonl"
+    there = len({row.prompt_id for row in read_conversations(path)}) - 1
+    if there < 2:
+        raise InputError(
+            f"prompts: {there + 1} of those answered are held out, and at least 3 are needed; give more prompts, a larger "
+            "--budget or a larger held_out_share"
+        )
+    return [row for row in measured_rows(path, min(config.num_prompts, there), 1) if row.turn == 0]
+
+
+def fit(trials: Trials, best: Candidate, rungs: list[Rung[Candidate]], config: AdviceConfig) -> DataCurve | None:
+    """Return the curve through the best candidate's sizes; None where it was measured at one alone."""
+    measured = [trials.measured[best.name, rung.size] for rung in rungs]
+    if len(measured) < 2:
+        return None
+    counts = {each.answer_tokens: each.counts for each in measured}
+    return fit_curve(counts, measured[0].longest + 1, samples=config.bootstrap_samples)

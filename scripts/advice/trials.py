@@ -1,0 +1,134 @@
+"""The trials on disk: each is trained by the usual entry in a process of its own, and measured here; both are done once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+from configs.runtime.errors import InputError
+from configs.runtime.files import read_object, write_json, write_text
+from configs.schema.commands.advising import AdviceConfig
+from distill.dataset.conversations import Conversation
+from eval.report.sections import TimedRound
+from heads.artifact import load_draft
+from heads.target.loading import Target
+from scripts.advice.candidates import Candidate
+from scripts.advice.halving import TimeBudget
+from scripts.advice.measuring import TrialMeasurement, TrialSpeed, measure_draft
+from scripts.bench.trained_runs import TrainingRun, train_run
+
+log = logging.getLogger("draftsmith")
+MEASURED = "measured.json"  # in a trial's folder
+
+
+class Trials:
+    """Runs trials, and remembers what came of them.
+
+    Args:
+        config: of the advice.
+        budget: of wall-clock time.
+        target: that decodes.
+        rows: held-out conversations, of a prompt each.
+        data: folder with train.jsonl.
+    """
+
+    def __init__(self, config: AdviceConfig, budget: TimeBudget, target: Target, rows: list[Conversation], data: Path) -> None:
+        self.config, self.budget, self.target, self.rows, self.data = config, budget, target, rows, data
+        self.measured: dict[tuple[str, int], TrialMeasurement] = {}
+        self._seconds: dict[tuple[str, int], float] = {}
+        lines = (data / "train.jsonl").read_text(encoding="utf-8").splitlines()
+        random.Random(config.seed).shuffle(lines)  # so that the first of them are of all kinds
+        self._lines = lines
+
+    @property
+    def num_conversations(self) -> int:
+        """How many there are to train on."""
+        return len(self._lines)
+
+    def may_begin(self, candidate: Candidate, size: int) -> bool:
+        """Say whether a trial is done, or expected to end in time: by its own time at another size, else by others'."""
+        if self._read(candidate, size) is not None:
+            return True
+        own = {at: seconds for (name, at), seconds in self._seconds.items() if name == candidate.name}
+        others = {at: seconds for (_, at), seconds in self._seconds.items()}
+        known = own or others
+        expected = max((seconds * max(1.0, size / at) for at, seconds in known.items()), default=0.0)
+        return self.budget.allows(expected, self.config.comparison_share)
+
+    def run(self, candidate: Candidate, size: int) -> float | None:
+        """Return the predicted speedup of a trial; None where it cannot be trained or drafts nothing, which a warning says."""
+        kept = self._read(candidate, size)
+        if kept is None:
+            run = self._run_of(candidate, size)
+            started = time.monotonic()
+            kept = {"asked": self._asked(), **self._measure(candidate, run, size), "seconds": time.monotonic() - started}
+            write_json(run.folder / MEASURED, kept)
+            self.budget.note()
+        self._seconds[candidate.name, size] = kept["seconds"]
+        if "failed" in kept:
+            log.warning("%s on %d conversations failed: %s", candidate.name, size, kept["failed"])
+            return None
+        measured = self.measured[candidate.name, size] = TrialMeasurement.model_validate(kept["measured"])
+        drafts, speedup = TrialSpeed(measured, self.config).best(self.config.batch_size)
+        log.info(
+            "%s on %d conversations: tau %.2f, predicted speedup %.2f with %d drafts a round",
+            candidate.name,
+            size,
+            measured.tau(self.config.bootstrap_samples).point,
+            speedup,
+            drafts,
+        )
+        return speedup
+
+    def artifact(self, candidate: Candidate, size: int) -> Path:
+        """Return the draft of a trial that was run."""
+        return self._run_of(candidate, size).artifact
+
+    def _measure(self, candidate: Candidate, run: TrainingRun, size: int) -> dict[str, Any]:
+        """Train and measure; return what to keep."""
+        log.info("== trial: %s on %d conversations, %.0f s spent", candidate.name, size, self.budget.spent)
+        try:
+            if not run.is_trained:
+                train_run(run, "trial")
+            draft = load_draft(str(run.artifact), self.target.identity, self.target.model)
+            found = measure_draft(self.target, draft, self.rows, self.config, self._sweep_of(candidate))
+        except (InputError, RuntimeError) as error:  # of this candidate; what all need was checked before the first
+            return {"failed": str(error)}
+        if found is None:
+            return {"failed": "it drafted nothing"}
+        prompts, answers, context, sweep = found
+        measured = TrialMeasurement(
+            kind=draft.metadata.kind,
+            num_parameters=draft.num_parameters,
+            conversations=size,
+            answer_tokens=sum(len(json.loads(line)["answer_ids"]) for line in self._lines[:size]),
+            prompts=prompts,
+            answers=answers,
+            context_tokens=context,
+            sweep=sweep,
+        )
+        return {"measured": measured.model_dump(mode="json")}
+
+    def _run_of(self, candidate: Candidate, size: int) -> TrainingRun:
+        path = self.data / f"train-{size}.jsonl"
+        if not path.is_file():
+            write_text(path, "".join(line + "\n" for line in self._lines[:size]))
+        return candidate.run(path, Path(self.config.output) / "trials")
+
+    def _read(self, candidate: Candidate, size: int) -> dict[str, Any] | None:
+        path = self._run_of(candidate, size).folder / MEASURED
+        kept = read_object(path, "measurement of a trial") if path.is_file() else {}
+        return kept if kept.get("asked") == self._asked() else None
+
+    def _asked(self) -> dict[str, Any]:
+        """Return what decides a measurement, besides the trial."""
+        settings = self.config.model_dump(mode="json", include={"target", "cost"})
+        prompts = [row.prompt_id for row in self.rows]
+        return settings | {"prompts": prompts, "max_new_tokens": self.config.answers.max_new_tokens}
+
+    def _sweep_of(self, candidate: Candidate) -> list[TimedRound] | None:
+        return next((each.sweep for (name, _), each in self.measured.items() if name == candidate.name), None)

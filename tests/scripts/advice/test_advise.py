@@ -1,0 +1,152 @@
+"""`scripts/advise.py` on the tiny target: from prompts to a page and a recipe that loads, resumed, within its budget."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+from configs.runtime.command import BAD_INPUT, DONE, FAILED, run_command
+from configs.runtime.files import CHECKOUT
+from configs.runtime.loading import load_config
+from configs.schema.commands.advising import AdviceConfig
+from configs.schema.data import DataConfig
+from configs.schema.training import DistillConfig, HeadsConfig
+from scripts import advise, demo
+from scripts.bench import trained_runs
+from train.launch import run_distillation, run_heads
+
+TRAINING = {"heads.py": (HeadsConfig, run_heads), "distill.py": (DistillConfig, run_distillation)}
+
+
+@pytest.fixture
+def run(tiny_run, recipe, tmp_path, monkeypatch):
+    """A function that runs the command, its steps in this process; `run.ran` is which of them were started."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)
+    for name, own in (("medusa", {"head": {"kind": "medusa", "num_depths": 3}}), ("small", {"student": {"layers": [0]}})):
+        Path(f"{name}.json").write_text(json.dumps(recipe | own))
+    ran = []
+
+    def call(arguments, folder=None):
+        name = ".".join(Path(arguments[0]).relative_to(CHECKOUT).with_suffix("").parts)
+        ran.append(name)
+        return run_command(DataConfig, importlib.import_module(name).main, description="", argv=arguments[1:])
+
+    def train(entry, path):
+        schema, train_by = TRAINING[entry.name]
+        settings = load_config(schema, path)
+        ran.append(Path(settings.output).name.rpartition("-")[0])
+        return train_by(settings)
+
+    monkeypatch.setattr(demo, "run_step", call)
+    monkeypatch.setattr(trained_runs, "run_training", train)
+
+    def start(*arguments, budget="5m", prompts=str(tiny_run / "suite.jsonl"), **settings):
+        values = {
+            "target": {"dtype": "float32", "device": "cpu"},
+            "answers": {"max_new_tokens": 8},
+            "held_out_share": 0.4,
+            "families": {
+                "medusa": {"recipe": "medusa.json", "values": {"head.num_layers": [1]}},
+                "draft_lm": {"recipe": "small.json", "values": {"schedule.batch_size": [2]}},
+            },
+            "draft_vocab_sizes": [16, 1000],
+            "epochs": 1,
+            "first_conversations": 4,
+            "cost": {"num_speculative_tokens": 3, "batch_sizes": [1, 2], "context_tokens": [24], "repeats": 1},
+            "batches_shown": [1, 2],
+            "bootstrap_samples": 50,
+            "output": "out",
+        }
+        Path("config.json").write_text(json.dumps(values | settings))
+        argv = [str(tiny_run / "target"), "--prompts", prompts, "--budget", budget, "--config", "config.json", *arguments]
+        return run_command(AdviceConfig, advise.main, description="", argv=argv, add_arguments=advise.add_arguments)
+
+    start.ran = ran
+    return start
+
+
+def test_prompts_become_a_page_a_recipe_that_loads_and_a_resumed_run_repeats_nothing(run):
+    assert run() == DONE
+    found = json.loads(Path("out/advice.json").read_text())
+    first = [row for row in found["trials"] if row["conversations"] == 4]
+    names = ["medusa, draft_vocab_size 16", "draft_lm, draft_vocab_size 16", "medusa, draft_vocab_size all"]
+    assert {row["name"] for row in first} == {*names, "draft_lm, draft_vocab_size all"}
+    second = [row for row in found["trials"] if row["conversations"] > 4]
+    assert {row["name"] for row in second} == {row["name"] for row in first[:2]}
+    assert first == sorted(first, key=lambda row: -row["predicted_speedup"])
+    best = second[0]
+    assert found["advice"]["family"] == best["family"]
+    assert found["advice"]["num_speculative_tokens"] == best["num_speculative_tokens"]
+    assert found["spent_seconds"] < found["budget_seconds"] == 300
+    assert {each["differs_in"] for each in found["choices"]} >= {"draft_vocab_size", "family"}
+    assert found["data_curve"]["check"] is None
+    assert len(found["data_curve"]["measured"]) == 2
+    ways = {each["name"] for each in found["comparison"]["ways"]}
+    assert {"chain", "prompt lookup", "prompt lookup, then the draft", "static tree", "dynamic tree"} == ways
+    page = Path("out/advice.md").read_text()
+    assert all(f"**{question}**" in page for question in found["advice"]["sentences"])
+    schema = DistillConfig if found["advice"]["family"] == "draft_lm" else HeadsConfig
+    recipe = load_config(schema, "out/recipe.yaml")
+    assert recipe.num_speculative_tokens == found["advice"]["num_speculative_tokens"]
+    assert Path(recipe.data.train).is_file()
+    assert recipe.schedule.max_steps == 3  # the whole recipe's own, not the trial's
+
+    ran = list(run.ran)
+    assert ran[:2] == ["scripts.make_data", "scripts.make_data"]
+    assert len(ran) == 2 + 4 + 2
+    assert run() == DONE
+    assert run.ran == ran
+    assert json.loads(Path("out/advice.json").read_text())["trials"] == found["trials"]
+
+
+def test_a_run_killed_in_a_trial_goes_on_with_it(run, monkeypatch):
+    train = trained_runs.run_training
+
+    def killed(entry, path):
+        if len(run.ran) == 4:
+            raise KeyboardInterrupt
+        return train(entry, path)
+
+    monkeypatch.setattr(trained_runs, "run_training", killed)
+    assert run() not in (DONE, BAD_INPUT)
+    before = list(run.ran)
+    assert len(before) == 4
+    monkeypatch.setattr(trained_runs, "run_training", train)
+    assert run() == DONE
+    assert run.ran[:4] == before
+    assert len(run.ran) == 2 + 4 + 2  # none of those that had ended was begun anew
+
+
+def test_a_candidate_that_cannot_be_trained_is_named_and_the_others_go_on(run, monkeypatch):
+    train = trained_runs.run_training
+    monkeypatch.setattr(
+        trained_runs, "run_training", lambda entry, path: BAD_INPUT if entry.name == "heads.py" else train(entry, path)
+    )
+    assert run(draft_vocab_sizes=[16]) == DONE
+    found = json.loads(Path("out/advice.json").read_text())
+    assert {row["family"] for row in found["trials"]} == {"draft_lm"}
+    assert "failed: medusa, draft_vocab_size 16" in Path("out/advice.md").read_text()
+
+
+def test_a_budget_that_is_spent_begins_no_trial(run, capsys):
+    assert run(budget="0.001s") == FAILED
+    assert run.ran == ["scripts.make_data", "scripts.make_data"]
+    assert "raise --budget" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"budget": "soon"}, "--budget must be a time above 0 such as 90s, 30m or 1.5h, got soon"),
+        ({"prompts": "nowhere.jsonl"}, "prompts not found: nowhere.jsonl"),
+        ({"families": {}}, "families is empty"),
+        ({"answer_share": 0.9}, "leave no time for trials"),
+        ({"families": {"medusa": {"recipe": "medusa.json", "values": {"head.depth": [1]}}}}, "families.medusa.values"),
+    ],
+)
+def test_bad_inputs_are_one_sentence(run, capsys, settings, said):
+    assert run(**settings) == BAD_INPUT
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert said in line
