@@ -30,10 +30,11 @@ MINUTES = {"s": 1 / 60, "m": 1.0, "h": 60.0}
 
 def main(config: AdviceConfig, args: argparse.Namespace) -> int:
     """Advise; return the exit code."""
-    update: dict[str, object] = {
-        "target": config.target.model_copy(update={"name": args.target}),
-        "prompts": config.prompts.model_copy(update={"path": args.prompts}),
-    }
+    if (args.prompts is None) == (config.data is None):
+        raise InputError("give either --prompts, a file of what the target will be asked, or data, a folder of its answers")
+    update: dict[str, object] = {"target": config.target.model_copy(update={"name": args.target})}
+    if args.prompts is not None:
+        update["prompts"] = config.prompts.model_copy(update={"path": args.prompts})
     if args.budget is not None:
         update["budget_minutes"] = minutes(args.budget)
     # torch and transformers take seconds to import: a mistyped key is reported before that.
@@ -60,7 +61,7 @@ def minutes(budget: str) -> float:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's own arguments."""
     parser.add_argument("target", metavar="TARGET", help="the model to become faster: a Hub id, a folder, a .gguf file")
-    parser.add_argument("--prompts", metavar="FILE", required=True, help="what it will be asked, in random order")
+    parser.add_argument("--prompts", metavar="FILE", help="what it will be asked, in random order")
     parser.add_argument("--budget", metavar="TIME", help="wall clock for all, such as 30m or 2h (default: budget_minutes)")
 
 

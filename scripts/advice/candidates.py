@@ -96,7 +96,8 @@ def _as_trial(recipe: Recipe, config: AdviceConfig, data: Path) -> Recipe:
     """Return a recipe on the user's target and data, without what a short training has no use for."""
     values = recipe.model_dump(mode="json")
     values["target"] = config.target.model_dump(mode="json")
-    values["data"] |= {"train": str(data / "train.jsonl"), "held_out": str(data / "held_out.jsonl"), "cache": None}
+    values["data"] |= {"train": str(data / "train.jsonl"), "held_out": str(data / "held_out.jsonl")}
+    values["data"] |= {"cache": None, "max_length": config.max_length}
     values["schedule"] |= {"epochs": config.epochs, "max_steps": None, "trackers": []}
     values["schedule"] |= {"eval_every_steps": None, "checkpoint_every_steps": None}  # so that no prompt chooses a checkpoint
     values["held_out"] |= {"num_prompts": 1}

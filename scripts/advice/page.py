@@ -37,7 +37,7 @@ def to_json(findings: Findings, spent_seconds: float, num_conversations: int) ->
     return {
         "format_version": 1,
         "target": config.target.name,
-        "prompts": config.prompts.path,
+        "prompts": config.data or config.prompts.path,
         "hardware": describe_hardware(),
         "predicted_for": machine,  # None: the hardware above
         "versions": describe_versions(),
@@ -72,8 +72,9 @@ def render(findings: Findings, spent_seconds: float, num_conversations: int) -> 
     machine = "this machine" if config.hardware is None else config.hardware.preset
     parts = [
         f"# Advice for {config.target.name}",
-        f"From {num_conversations} conversations of {config.prompts.path}, {len(trial.prompts)} held-out prompts, greedy, in "
-        f"{spent_seconds / 60:.1f} of {config.budget_minutes:g} minutes. Speeds are predicted for {machine} by the cost model; "
+        f"From {num_conversations} conversations of {config.data or config.prompts.path}, {len(trial.prompts)} held-out "
+        f"prompts, greedy, in {spent_seconds / 60:.1f} of {config.budget_minutes:g} minutes. Speeds are predicted for "
+        f"{machine} by the cost model; "
         "95 % intervals are over prompts.",
         "\n".join(f"- **{question}**: {answer}" for question, answer in findings.sentences().items()),
         f"The recipe of the whole training is `{Path(config.output) / RECIPE}`.",

@@ -39,15 +39,15 @@ def advise(config: AdviceConfig) -> int:
         RunFailed: no trial came to an end.
     """
     output = Path(config.output)
-    source = Path(config.prompts.path or "")
-    if config.prompts.source == "file" and not source.exists():
-        raise InputError(f"prompts not found: {source}; name a file of prompts, or a folder of them, with --prompts")
     make_candidates(config, output, sys.maxsize)  # a recipe that is wrong is refused before anything is run
+    source = Path(config.prompts.path or "") if config.data is None else Path(config.data) / "train.jsonl"
+    if config.prompts.source == "file" and not source.exists():
+        raise InputError(f"prompts not found: {source}; name a file of prompts with --prompts, or a folder of data with data")
     made_of = sha256_of(source) if source.is_file() else str(source)
     job = fingerprint(config.model_dump(mode="json", include=ANSWERS), made_of)
     budget = TimeBudget(60 * config.budget_minutes, output / "budget.json", job)
     write_run_record(output, config)
-    data = answer_prompts(config, budget, output / "data" / job[:12])
+    data = answer_prompts(config, budget, output / "data" / job[:12]) if config.data is None else Path(config.data)
     rows = held_out_rows(data, config)
     target = load_target(config.target, for_chats=True)
     check_sweep(target, config.cost)
@@ -69,13 +69,15 @@ def advise(config: AdviceConfig) -> int:
 
 def answer_prompts(config: AdviceConfig, budget: TimeBudget, folder: Path) -> Path:
     """Let the target answer as many prompts as its share of the budget suffices for; return the folder of the conversations."""
+    probe = folder.with_name(f"{folder.name}-first")
+    if "num_prompts" not in budget.kept:
+        started = time.monotonic()
+        _make_data(config, PROBED, probe, config.output)
+        asked = int(config.answer_share * budget.seconds / (time.monotonic() - started) * PROBED)
+        budget.note(num_prompts=min(config.prompts.num_prompts, max(PROBED, asked)))
+    if budget.kept["num_prompts"] <= PROBED:
+        return probe
     if not (folder / MANIFEST).is_file():
-        if "num_prompts" not in budget.kept:
-            started = time.monotonic()
-            _make_data(config, PROBED, folder.with_name(f"{folder.name}-probe"), config.output)
-            each = (time.monotonic() - started) / PROBED
-            asked = int(config.answer_share * budget.seconds / each)
-            budget.note(num_prompts=min(config.prompts.num_prompts, max(PROBED, asked)))
         _make_data(config, budget.kept["num_prompts"], folder, config.output)
         budget.note()
     return folder

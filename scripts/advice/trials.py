@@ -11,8 +11,9 @@ from typing import Any
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_object, write_json, write_text
+from configs.runtime.resumable import fingerprint
 from configs.schema.commands.advising import AdviceConfig
-from distill.dataset.conversations import Conversation
+from distill.dataset.conversations import MANIFEST, Conversation
 from eval.report.sections import TimedRound
 from heads.artifact import load_draft
 from heads.target.loading import Target
@@ -42,7 +43,7 @@ class Trials:
         self._seconds: dict[tuple[str, int], float] = {}
         lines = (data / "train.jsonl").read_text(encoding="utf-8").splitlines()
         random.Random(config.seed).shuffle(lines)  # so that the first of them are of all kinds
-        self._lines = lines
+        self._lines, self._lines_id = lines, fingerprint(lines)[:12]
 
     @property
     def num_conversations(self) -> int:
@@ -114,8 +115,10 @@ class Trials:
         return {"measured": measured.model_dump(mode="json")}
 
     def _run_of(self, candidate: Candidate, size: int) -> TrainingRun:
-        path = self.data / f"train-{size}.jsonl"
+        folder = Path(self.config.output) / "trials" / f"data-{self._lines_id}"
+        path = folder / f"train-{size}.jsonl"
         if not path.is_file():
+            write_text(folder / MANIFEST, (self.data / MANIFEST).read_text(encoding="utf-8"))  # says who wrote them
             write_text(path, "".join(line + "\n" for line in self._lines[:size]))
         return candidate.run(path, Path(self.config.output) / "trials")
 

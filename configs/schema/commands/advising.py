@@ -43,6 +43,8 @@ class AdviceConfig(Settings):
     target: TargetConfig = TargetConfig()  # its name is the command's TARGET
     # What the draft will be asked; path is the command's --prompts, and num_prompts the most that are answered
     prompts: PromptsConfig = PromptsConfig(source="file", path="prompts.jsonl", num_prompts=4000, on_too_long="skip")
+    # A folder of scripts/make_data.py with this target's answers, which are then taken as they are, and no prompts are answered
+    data: str | None = None
     answers: AnswersConfig = AnswersConfig(max_new_tokens=64)  # the target's, which drafts are trained on
     held_out_share: BelowOne = 0.15  # of the prompts, for measuring
     budget_minutes: PositiveFloat = 30.0  # of wall clock for all; --budget of the command comes before it
@@ -51,6 +53,7 @@ class AdviceConfig(Settings):
     families: dict[str, FamilyTrials] = Field(default_factory=_default_families)
     # Tokens a draft can propose; each is tried with every combination. As many as the target has, or more, and null are all
     draft_vocab_sizes: Annotated[list[PositiveInt | None], Field(min_length=1)] = [4096, 32768]
+    max_length: PositiveInt = 1024  # tokens of a conversation in training; longer ones are cut at the end
     epochs: PositiveInt = 3  # passes of every trial over its conversations
     first_conversations: PositiveInt = 64  # of the first round of trials; each later round has `growth` times as many
     growth: Annotated[int, Field(ge=2)] = 2

@@ -52,6 +52,7 @@ def run(tiny_run, recipe, tmp_path, monkeypatch):
                 "draft_lm": {"recipe": "small.json", "values": {"schedule.batch_size": [2]}},
             },
             "draft_vocab_sizes": [16, 1000],
+            "max_length": 64,
             "epochs": 1,
             "first_conversations": 4,
             "cost": {"num_speculative_tokens": 3, "batch_sizes": [1, 2], "context_tokens": [24], "repeats": 1},
@@ -60,7 +61,8 @@ def run(tiny_run, recipe, tmp_path, monkeypatch):
             "output": "out",
         }
         Path("config.json").write_text(json.dumps(values | settings))
-        argv = [str(tiny_run / "target"), "--prompts", prompts, "--budget", budget, "--config", "config.json", *arguments]
+        asked = [] if prompts is None else ["--prompts", prompts]
+        argv = [str(tiny_run / "target"), *asked, "--budget", budget, "--config", "config.json", *arguments]
         return run_command(AdviceConfig, advise.main, description="", argv=argv, add_arguments=advise.add_arguments)
 
     start.ran = ran
@@ -119,12 +121,13 @@ def test_a_run_killed_in_a_trial_goes_on_with_it(run, monkeypatch):
     assert len(run.ran) == 2 + 4 + 2  # none of those that had ended was begun anew
 
 
-def test_a_candidate_that_cannot_be_trained_is_named_and_the_others_go_on(run, monkeypatch):
+def test_of_data_that_are_there_a_candidate_that_cannot_be_trained_is_named_and_others_go_on(run, tiny_data, monkeypatch):
     train = trained_runs.run_training
     monkeypatch.setattr(
         trained_runs, "run_training", lambda entry, path: BAD_INPUT if entry.name == "heads.py" else train(entry, path)
     )
-    assert run(draft_vocab_sizes=[16]) == DONE
+    assert run(prompts=None, data=tiny_data.output, draft_vocab_sizes=[16]) == DONE
+    assert "scripts.make_data" not in run.ran
     found = json.loads(Path("out/advice.json").read_text())
     assert {row["family"] for row in found["trials"]} == {"draft_lm"}
     assert "failed: medusa, draft_vocab_size 16" in Path("out/advice.md").read_text()
@@ -132,7 +135,7 @@ def test_a_candidate_that_cannot_be_trained_is_named_and_the_others_go_on(run, m
 
 def test_a_budget_that_is_spent_begins_no_trial(run, capsys):
     assert run(budget="0.001s") == FAILED
-    assert run.ran == ["scripts.make_data", "scripts.make_data"]
+    assert run.ran == ["scripts.make_data"]  # there is no time for more answers than the first
     assert "raise --budget" in capsys.readouterr().err
 
 
@@ -141,6 +144,7 @@ def test_a_budget_that_is_spent_begins_no_trial(run, capsys):
     [
         ({"budget": "soon"}, "--budget must be a time above 0 such as 90s, 30m or 1.5h, got soon"),
         ({"prompts": "nowhere.jsonl"}, "prompts not found: nowhere.jsonl"),
+        ({"prompts": None}, "give either --prompts, a file of what the target will be asked, or data"),
         ({"families": {}}, "families is empty"),
         ({"answer_share": 0.9}, "leave no time for trials"),
         ({"families": {"medusa": {"recipe": "medusa.json", "values": {"head.depth": [1]}}}}, "families.medusa.values"),
