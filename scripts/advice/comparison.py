@@ -1,6 +1,6 @@
 """Ways of decoding with the advised draft, in turns on held-out prompts: chain, trees, prompt lookup, lookup before the draft.
 
-One request at a time, all ways on each. The tree is chosen on some prompts that are not measured (`scripts.bench.decode.ways`).
+One request at a time, all ways on each. The tree is chosen on some prompts that are not measured (`eval.cost.tree_choice`).
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from configs.schema.commands.advising import AdviceConfig
 from configs.schema.decoding import DecodeConfig
-from configs.schema.drafting import Path
+from configs.schema.drafting import FastestTree, Path
 from configs.schema.evaluation import EvalConfig
 from distill.dataset.conversations import Conversation
+from eval.cost.tree_choice import choose_tree
 from eval.decoder.decode import decode
 from eval.decoder.records import AUTOREGRESSIVE, Timing
 from eval.measure.proposers import add_lookup
@@ -22,7 +23,7 @@ from heads.artifact import Draft
 from heads.proposers.prompt_lookup import PromptLookup
 from heads.proposers.protocol import TreeProposer
 from heads.target.loading import Target
-from scripts.bench.decode.ways import WIDE, Way, choose_paths, tree_ways
+from scripts.bench.decode.ways import Way, tree_ways
 from scripts.bench.harness import SEED, to_request
 
 CHAIN, LOOKUP, BOTH = "chain", "prompt lookup", "prompt lookup, then the draft"
@@ -87,8 +88,10 @@ def compare_ways(
     }
     requests = [to_request(row) for row in rows]
     paths: list[Path] = []
-    if isinstance(draft.proposer, TreeProposer) and longest >= len(WIDE):
-        paths = choose_paths(target, draft.proposer, requests[:choosing], settings)
+    if isinstance(draft.proposer, TreeProposer):
+        asked = FastestTree(kind="fastest")
+        wide = settings.model_copy(update={"tree": asked.measured(longest), "num_speculative_tokens": longest})
+        paths = choose_tree(target, draft.proposer, requests[:choosing], wide, asked.num_nodes).paths
         ways |= {way.shape: way for way in tree_ways("", draft.proposer, settings, paths)}
     timings: dict[str, list[Timing]] = {name: [] for name in (AUTOREGRESSIVE, *ways)}
     slowest = 0.0
