@@ -119,7 +119,7 @@ def fastest_size(curve: Tensor, target: Target, num_speculative_tokens: int) -> 
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     weights = sum(each.numel() for each in model.parameters())
     if embedding.weight is not head.weight:
-        weights -= embedding.weight.numel()  # a step reads few of its rows
+        weights -= sum(each.numel() for each in embedding.parameters())  # a step reads few of its rows
     rows_share = torch.arange(len(curve), dtype=torch.float64) * head.weight.shape[1] / weights
     draft_cost = 1 / num_blocks(model) + rows_share
     acceptance = TYPICAL_ACCEPTANCE * (1 - curve)
