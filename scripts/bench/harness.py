@@ -189,8 +189,10 @@ def write_results(
     log.info("results in %s", path)
 
 
-def add_ratios(path: str | Path, name: str, config: BaseModel, ratios: Mapping[str, Interval | float | None]) -> None:
-    """Add ratios to a results file that another benchmark wrote, and under `name` how they were measured.
+def add_ratios(
+    path: str | Path, name: str, config: BaseModel, ratios: Mapping[str, Interval | float | None], **extra: Any
+) -> None:
+    """Add ratios to a results file that another benchmark wrote, and under `name` how they were measured and what else is said.
 
     Raises:
         InputError: there is no such file.
@@ -203,6 +205,7 @@ def add_ratios(path: str | Path, name: str, config: BaseModel, ratios: Mapping[s
         "hardware": describe_hardware(),
         "versions": describe_versions(),
         "git": describe_git(),
+        **extra,
     }
     write_json(Path(path), value)
     log.info("results in %s", path)

@@ -195,6 +195,9 @@ class EngineComparisonSettings(Settings):
     tolerance: PositiveFloat = 1e-4  # largest difference of a step's loss, as a share of it
     python: str | None = None  # interpreter for DeepSpeed's engines, where it is installed elsewhere; None: this one
     seconds: PositiveInt = 600  # that one run may take
+    target: str = "embedded:smollm2-135m-instruct"  # whose memory is measured where processes share it
+    # A file of `scripts/benchmark.py scale`, which the shares of that memory are added to; None: they are not measured
+    results: str | None = "docs/results/scale.json"
 
 
 class ExchangeMemoryConfig(Settings):
