@@ -4,16 +4,18 @@
         --set hardware.preset=h100_80gb --set hardware.num_accelerators=8 --scaling
 
 Reads a recipe of `train/heads.py` or `train/distill.py` as it stands, and of the target nothing but its config: memory by part,
-the target cache, FLOPs, tokens a second, hours, which of configs/accelerate fits and why the simpler ones do not. The sections
-`hardware` and `workload` (configs/schema/commands/planning.py) come on top, by --set or in the file; `--hardware FILE` takes
-the first from a file of its own. A recipe with a section `head` is one of heads, any other of distillation. `--scaling` adds
-the step on 8, 64 and 1,024 accelerators. Where `data.train` does not exist yet, `workload` says how much there will be. How
-far plans were from measured runs is in docs/scaling.md. Writes nothing but the data file's index, beside it.
+the target cache, FLOPs, tokens a second, hours, which of configs/accelerate fits and why the simpler ones do not, what each
+takes, servers of the target's states included, and the lines that start the fastest. The sections `hardware` and `workload`
+(configs/schema/commands/planning.py) come on top, by --set or in the file; `--hardware FILE` takes the first
+from a file of its own. A recipe with a section `head` is one of heads, any other of distillation. `--scaling` adds the step
+on 8, 64 and 1,024 accelerators. Where `data.train` does not exist yet, `workload` says how much there will be. How far plans
+were from measured runs is in docs/scaling.md. Writes nothing but the data file's index, beside it.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
@@ -28,6 +30,8 @@ from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.loading import load_config
 from configs.runtime.yaml_reader import parse_yaml
 from configs.schema.commands.planning import HardwareConfig, PlanConfig, PlanDistillConfig, PlanHeadsConfig
+
+PLANNED = {"hardware", "workload"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +48,18 @@ def main(config: PlanConfig, arguments: argparse.Namespace) -> None:
         if config.hardware != HardwareConfig():
             raise ConfigError("hardware: give it once, by --hardware or by the recipe and --set, not by both")
         config = config.model_copy(update={"hardware": load_config(HardwareConfig, arguments.hardware)})
-    print(plan_page(config, with_scaling=arguments.scaling))
+    print(plan_page(config, with_scaling=arguments.scaling, options=training_options(arguments)))
+
+
+def training_options(arguments: argparse.Namespace) -> str:
+    """Return the options by which training is given this recipe, which may not have a plan's own sections there."""
+    path = arguments.config
+    content = None if path is None else parse_yaml(Path(path).read_text(encoding="utf-8"), path)
+    if isinstance(content, dict) and content.keys() & PLANNED:
+        path = "mine.yaml"  # the recipe without them
+    changes = [each for each in arguments.overrides if each.partition("=")[0].partition(".")[0] not in PLANNED]
+    options = [*([] if path is None else ["--config", path]), *(["--set", *changes] if changes else [])]
+    return shlex.join(options)
 
 
 def schema_of(argv: list[str]) -> type[PlanHeadsConfig] | type[PlanDistillConfig]:

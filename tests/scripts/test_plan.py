@@ -7,13 +7,16 @@ import pytest
 
 from configs.runtime.command import BAD_INPUT, DONE, run_command
 from configs.runtime.loading import load_config
-from configs.schema.commands.planning import PlanDistillConfig, PlanHeadsConfig
+from configs.schema.commands.planning import HardwareConfig, PlanDistillConfig, PlanHeadsConfig
 from scripts.plan import add_arguments, main, schema_of
-from train.plan.page import scaling_table
+from train.plan.launch_lines import launch_lines
+from train.plan.memory import Sharing
+from train.plan.page import scaling_table, ways_page
 from train.plan.plan import make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "scaling.md"
+WAYS = re.compile(r"<!-- ways: (\S+) -->\n\n(.*?)\n\n<!-- end -->", re.DOTALL)
 PLANS = re.compile(r"<!-- plan: (\S+) -->\n\n(.*?)\n\n<!-- end -->", re.DOTALL)
 
 
@@ -82,6 +85,51 @@ def test_a_mistake_is_one_line(argv, complaint, capsys):
 
 def test_the_documents_tables_are_what_the_command_prints():
     tables = PLANS.findall(DOCUMENT.read_text(encoding="utf-8"))
-    assert len(tables) == 2
+    ways = dict(WAYS.findall(DOCUMENT.read_text(encoding="utf-8")))
+    assert len(tables) == 3
+    assert len(ways) == 2
     for recipe, table in tables:
-        assert scaling_table(make_plan(load_config(PlanHeadsConfig, recipe)).scaled()) == table
+        plan = make_plan(load_config(PlanHeadsConfig, recipe))
+        assert scaling_table(plan.scaled()) == table
+        if recipe in ways:
+            assert ways_page(plan, "--config mine.yaml") == ways[recipe]
+
+
+def test_the_fastest_way_is_named_with_the_lines_that_start_it(capsys):
+    options = ["--config", "configs/plan/eagle3_70b.yaml", "--set", "num_speculative_tokens=4"]
+    assert run(*options, "--set", "hardware.preset=h200_141gb", "--set", "head.num_layers=4") == DONE
+    page = capsys.readouterr().out
+    given = "--config mine.yaml --set num_speculative_tokens=4 head.num_layers=4"
+    assert re.search(r"\| ddp_gpus with target.states of 2 x 2 \| 4 of 8 \| .* \| 25.1 \|", page)
+    assert "fastest: ddp_gpus with target.states of 2 x 2, 25.1 hours" in page
+    assert f"    CUDA_VISIBLE_DEVICES=4,5,6,7 PROCESSES_PER_NODE=4 scripts/cluster/node.sh train/heads.py {given} --set" in page
+
+
+@pytest.mark.parametrize(
+    ("sharing", "num_accelerators", "lines"),
+    [
+        (
+            Sharing(recipe="ddp_gpus", servers=2, server_size=2),
+            8,
+            [
+                'CUDA_VISIBLE_DEVICES=0,1 eval "$(python scripts/serve_states.py --config a.yaml --set '
+                "'target.states.urls=[http://localhost:8000/v1]' target.states.path=runs/states) --tensor-parallel-size 2\" &",
+                'CUDA_VISIBLE_DEVICES=2,3 eval "$(python scripts/serve_states.py --config a.yaml --set '
+                "'target.states.urls=[http://localhost:8001/v1]' target.states.path=runs/states) --tensor-parallel-size 2\" &",
+                "CUDA_VISIBLE_DEVICES=4,5,6,7 PROCESSES_PER_NODE=4 scripts/cluster/node.sh train/heads.py --config a.yaml "
+                "--set 'target.states.urls=[http://localhost:8000/v1,http://localhost:8001/v1]' target.states.path=runs/states",
+            ],
+        ),
+        (
+            Sharing(recipe="zero2", stage=2),
+            16,
+            [
+                "RECIPE=configs/accelerate/zero2.yaml sbatch --nodes=2 --gpus-per-node=8 scripts/cluster/slurm.sbatch "
+                "train/heads.py --config a.yaml"
+            ],
+        ),
+    ],
+)
+def test_launch_lines_start_servers_and_training_on_gpus_of_their_own(sharing, num_accelerators, lines):
+    hardware = HardwareConfig(preset="h100_80gb", num_accelerators=num_accelerators)
+    assert launch_lines(sharing, hardware, "train/heads.py", "--config a.yaml") == lines

@@ -4,13 +4,15 @@ Weights, gradients and optimiser states are counted exactly, what a step of the 
 without weights (`train.plan.step`). Sharing follows ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054, section 5): stage 1 splits
 the optimiser's states, 2 the gradients too, 3 and FSDP2 the weights too; a head's weights stay whole (`Sharing.keeps_whole`).
 They split what is trained; a target that is too large is split over the processes of a group by `target.parallel`, or spread
-over the accelerators of a node by `target.device_map`, for one process. The allocator's fragments, the engines' buffers except
-DDP's, and what interpreter and libraries take are left out.
+over the accelerators of a node by `target.device_map`, for one process, or run by servers on accelerators of their own by
+`target.states` (`train.plan.serving`). The allocator's fragments, the engines' buffers except DDP's, and what interpreter and
+libraries take are left out.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +46,7 @@ class Sharing:
     offloads_states: the optimiser's states and the float32 weights that it steps lie in the host's memory.
     group: how many processes share a target by `target.parallel`: its blocks, while the rest is whole in each.
     kind: by what they share it, `tensor` or `shard`.
+    servers, server_size: servers of its states in place of the target in each process, and accelerators of each.
     """
 
     recipe: str
@@ -55,10 +58,14 @@ class Sharing:
     offloads_states: bool = False
     group: int = 1
     kind: str = ""
+    servers: int = 0
+    server_size: int = 0
 
     @property
     def name(self) -> str:
-        """The recipe, and whether the target is split or spread beside it."""
+        """The recipe, and whether the target is split, spread or served beside it."""
+        if self.servers:
+            return f"{self.recipe} with target.states of {self.servers} x {self.server_size}"
         if self.group > 1:
             return f"{self.recipe} with target.parallel.{self.kind}={self.group}"
         alone = " --gpu_ids all" if self.several_nodes is False else ""  # the recipe's own hides all but the first
@@ -69,13 +76,18 @@ class Sharing:
         """Whether a draft LM's weights are split."""
         return self.stage >= 3
 
-    def keeps_whole(self, *, head: bool) -> tuple[bool, bool]:
+    def trainers(self, num_accelerators: int) -> int:
+        """Return how many of the accelerators train."""
+        return num_accelerators - self.servers * self.server_size
+
+    def keeps_whole(self, *, head: bool, accumulates: bool = False) -> tuple[bool, bool]:
         """Return whether weights and gradients are whole on each accelerator while a step runs.
 
-        A head is one unit (`train.tasks.head`): ZeRO-3 keeps its weights everywhere, and FSDP2 gathers all of them at once and
-        has all gradients before it splits them.
+        Of a head ZeRO-3 keeps the weights everywhere, and FSDP2 gathers what is not in its layers at once, for some families
+        all of it (`train.tasks.head`), and has all of its gradients before it splits them. Where a step `accumulates` several
+        micro-batches, FSDP2 splits gradients after the last one.
         """
-        return self.stage < 3 or head, self.stage < 2 or (head and self.recipe == FSDP2)
+        return self.stage < 3 or head, self.stage < 2 or (self.recipe == FSDP2 and (head or accumulates))
 
 
 FSDP2 = "fsdp2"
@@ -144,25 +156,28 @@ def needed_bytes(
     target_outside: int = 0,
     accelerators_per_node: int = 8,
     head: bool = False,
+    accumulates: bool = False,
 ) -> int:
     """Return the bytes on one accelerator, of a spread target the one that holds the rest as well.
 
     Args:
         target_block: bytes of the target's largest block, by which the shares of a spread target differ; of one that is shared
-            by `shard` one block is whole while it runs.
+            by `shard` one block is whole while it runs, and a draft may start from one of a target that is served.
         target_outside: bytes of its embedding, final norm and head, which each process of a group holds.
-        head: whether the draft is a head; see `Sharing.keeps_whole`.
+        head, accumulates: whether the draft is a head, and a step several micro-batches; see `Sharing.keeps_whole`.
     """
-    n = 1 if engine.several is False else num_accelerators
+    n = 1 if engine.several is False else engine.trainers(num_accelerators)
     held_by = min(n, accelerators_per_node) if engine.spreads_target else 1
     n = math.ceil(n / held_by)  # processes
     states = memory.optimizer_states / (n if engine.stage >= 1 else 1)
-    whole_weights, whole_gradients = engine.keeps_whole(head=head)
+    whole_weights, whole_gradients = engine.keeps_whole(head=head, accumulates=accumulates)
     gradients = memory.gradients / (1 if whole_gradients else n)
     weights = memory.draft_weights / (1 if whole_weights else n)
     target = memory.target_weights / held_by + (target_block if held_by > 1 or engine.kind == "shard" else 0)
     if engine.group > 1:
         target += (target_outside - memory.target_weights) * (1 - 1 / engine.group)
+    if engine.servers:
+        target = target_outside + target_block
     if engine.offloads_states:
         states, weights = 0.0, weights / 2  # what stays is the bfloat16 copy that runs
     # DDP and ZeRO copy gradients into buckets to send them; what is split is sent from where it lies.
@@ -180,8 +195,11 @@ class Fit:
     complaint: str | None
 
 
-def try_engines(config: PlanConfig, models: PlannedModels, memory: Memory) -> list[Fit]:
-    """Return the ways for this number of processes, each with the bytes it needs and the reason why it does not fit."""
+def try_engines(config: PlanConfig, models: PlannedModels, memory: Memory, served: Sequence[Sharing] = ()) -> list[Fit]:
+    """Return the ways for this number of processes, each with the bytes it needs and the reason why it does not fit.
+
+    `served` are those by servers of the target's states.
+    """
     hardware, machine = config.hardware, config.hardware.machine
     room = machine.memory_gib * GIBIBYTE * HEADROOM
     block = target_block_bytes(models.target)
@@ -189,7 +207,8 @@ def try_engines(config: PlanConfig, models: PlannedModels, memory: Memory) -> li
     several, per_node = hardware.num_accelerators > 1, hardware.accelerators_per_node
     several_nodes, head = hardware.num_accelerators > per_node, isinstance(config, PlanHeadsConfig)
     fits: list[Fit] = []
-    for engine in (*ENGINES, *_groups(config, models), *SPREADING):
+    accumulates = config.schedule.gradient_accumulation_steps > 1
+    for engine in (*ENGINES, *_groups(config, models), *SPREADING, *served):
         if engine.several not in (None, several) or engine.several_nodes not in (None, several_nodes):
             continue
         if engine.group > 1 and any(fit.engine.group > 1 and fit.complaint is None for fit in fits):
@@ -202,6 +221,7 @@ def try_engines(config: PlanConfig, models: PlannedModels, memory: Memory) -> li
             target_outside=outside,
             accelerators_per_node=per_node,
             head=head,
+            accumulates=accumulates,
         )
         complaint = None
         if needed > room:
@@ -236,7 +256,7 @@ def target_block_bytes(target: PreTrainedModel) -> int:
 def _largest_part(memory: Memory, engine: Sharing, *, head: bool) -> str:
     whole_weights, whole_gradients = engine.keeps_whole(head=head)
     parts = {
-        "the target's weights": 0 if engine.spreads_target else memory.target_weights,
+        "the target's weights": 0 if engine.spreads_target or engine.servers else memory.target_weights,
         "the optimiser's states": 0 if engine.stage >= 1 else memory.optimizer_states,
         "the gradients": memory.gradients if whole_gradients else 0,
         "the draft's weights": memory.draft_weights if whole_weights else 0,

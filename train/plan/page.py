@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from configs.schema.commands.planning import PlanConfig
+from configs.schema.commands.planning import PlanConfig, PlanHeadsConfig
+from train.plan.launch_lines import launch_lines
 from train.plan.memory import GIBIBYTE, Fit
 from train.plan.models import count, frozen_copies
 from train.plan.plan import Plan, make_plan
@@ -24,17 +25,50 @@ MEMORY_WORDS = {
 }
 
 
-def plan_page(config: PlanConfig, *, with_scaling: bool) -> str:
+def plan_page(config: PlanConfig, *, with_scaling: bool, options: str = "--config mine.yaml") -> str:
     """Return the plan of a recipe as text and tables.
+
+    Args:
+        options: by which training is given the recipe, for the launch lines.
 
     Raises:
         InputError: see `train.plan.plan.make_plan`.
     """
     plan = make_plan(config)
-    parts = [_models(plan), _memory(plan), _engines(plan), _work(plan), _time(plan)]
+    parts = [_models(plan), _memory(plan), _engines(plan), _work(plan), _time(plan), ways_page(plan, options)]
     if with_scaling:
         parts.append("Scaling, on paper\n\n" + scaling_table(plan.scaled(SIZES)))
     return "\n\n".join(parts)
+
+
+def ways_page(plan: Plan, options: str) -> str:
+    """Return what each way that fits takes, and the fastest with the lines that start it."""
+    fastest = plan.fastest
+    if fastest is None:
+        return "fastest: none fits"
+    config, n = plan.config, plan.config.hardware.num_accelerators
+    rows = [
+        (
+            _file(plan, way.fit),
+            f"{way.fit.engine.trainers(n)} of {n}",
+            f"{way.row.step_seconds_high:.3g} s",
+            _rounded(way.row.tokens_per_second_low),
+            f"{way.hours:.3g}",
+        )
+        for way in plan.ways
+    ]
+    entry = "train/heads.py" if isinstance(config, PlanHeadsConfig) else "train/distill.py"
+    lines = launch_lines(fastest.fit.engine, config.hardware, entry, options)
+    table = _table(("way that fits", "accelerators that train", "step", "tokens/s", "hours"), rows)
+    return "\n".join(
+        [
+            table,
+            "",
+            f"fastest: {_file(plan, fastest.fit)}, {fastest.hours:.3g} hours; start it by",
+            "",
+            *(f"    {each}" for each in lines),
+        ]
+    )
 
 
 def scaling_table(rows: Sequence[Scaled]) -> str:
@@ -86,7 +120,7 @@ def _engines(plan: Plan) -> str:
 
 def _file(plan: Plan, fit: Fit) -> str:
     """Return the recipe's name for this kind of machine."""
-    on_cpu = plan.config.hardware.preset == "laptop_cpu" and fit.engine.on_cpu is not None
+    on_cpu = plan.config.hardware.preset == "laptop_cpu" and fit.engine.on_cpu is not None and not fit.engine.servers
     return str(fit.engine.on_cpu) if on_cpu else fit.engine.name
 
 

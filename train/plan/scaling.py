@@ -5,8 +5,10 @@ and Yuan 2009; Rajbhandari et al. 2020, arXiv 1910.02054, section 7):
 
     DDP, ZeRO-1              2 (n - 1) / n * 4 D          reduce-scatter and all-gather of gradients or new weights, once a step
     ZeRO-2                   (A + 1) (n - 1) / n * 4 D    gradients are split after each micro-batch, weights gathered once
-    ZeRO-3, FSDP2            3 A (n - 1) / n * 4 D        weights gathered forward and backward, gradients split
-    the same, of a head      2 A (n - 1) / n * 4 D        its weights stay whole after the forward; ZeRO-3 sends less: A + 1
+    ZeRO-3                   3 A (n - 1) / n * 4 D        weights gathered forward and backward, gradients split
+    FSDP2                    (2 A + 1) (n - 1) / n * 4 D  the same, gradients split once a step; counted as ZeRO-3
+    either, of a head        (A + 1) (n - 1) / n * 4 D    its weights stay whole after the forward (FSDP2 gathers those of its
+                                                          layers in the backward too, which is not counted)
 
 A target that the g processes of a group share by `target.parallel` is run by all of them at a time, so that each does the work
 of one target; beside the draft's gradients each sends, in a micro-batch of S bytes a state, for L blocks of W bytes in all,
@@ -17,6 +19,9 @@ of one target; beside the draft's gradients each sends, in a micro-batch of S by
 A target that is spread over the g accelerators of a node by `target.device_map` belongs to one process, whose accelerators run
 its blocks one after another: a node does the work of one accelerator. In each micro-batch each hands the states on to the next,
 and the last, like every tap, back to the first; between nodes the processes go by DDP.
+
+Where servers run the target (`train.plan.serving`), the other accelerators send their gradients alone, and a step takes as
+long as the slower of the two sides.
 
 Weak scaling: every accelerator keeps its own micro-batch, and the global batch grows with n. Efficiency is the time of one
 accelerator's work over that of the step, once with nothing sent while anything is computed and once with all of it hidden
@@ -38,6 +43,7 @@ from configs.schema.commands.planning import HardwareConfig, PlanConfig, PlanHea
 from heads.target.hidden_states import blocks
 from train.plan.memory import WIDE, Sharing
 from train.plan.models import PlannedModels, count
+from train.plan.serving import Serving
 from train.plan.work import GIGA, Times
 
 SIZES = (8, 64, 1024)
@@ -45,6 +51,7 @@ MICRO = 1e-6
 DDP, ZERO2, SPLIT = "ddp, zero1", "zero2", "fsdp2, zero3"
 REPLICATED = "whole on each"
 ONE_A_NODE, SPREAD = "one process a node", "spread over the node"
+SERVED = "states of {count} x {size}"
 SHARED = "{kind} {group}"
 
 
@@ -77,8 +84,7 @@ def ring_bytes(num_bytes: float, num_accelerators: int, passes: int) -> float:
 
 def passes_of(engine: str, num_micro_batches: int, *, head: bool) -> int:
     """Return how often a step passes all weights or all gradients round the ring; see the module's docstring."""
-    a_micro_batch = 2 if head else 3
-    return {DDP: 2, ZERO2: num_micro_batches + 1, SPLIT: a_micro_batch * num_micro_batches}[engine]
+    return {DDP: 2, ZERO2: num_micro_batches + 1, SPLIT: num_micro_batches + 1 if head else 3 * num_micro_batches}[engine]
 
 
 def scale(
@@ -89,6 +95,7 @@ def scale(
     tokens_per_step: float,
     n: int,
     groups: Sequence[Sharing] = (),
+    serving: Serving | None = None,
 ) -> list[Scaled]:
     """Return a row for each engine and way of holding the target on n accelerators, whatever number the config gives.
 
@@ -96,6 +103,7 @@ def scale(
         models, times: of one accelerator's work.
         tokens_per_step: of one accelerator.
         groups: ways of sharing a target by the processes of a group.
+        serving: servers on these accelerators.
     """
     rows, head = [], isinstance(config, PlanHeadsConfig)
     accumulated, trained = config.schedule.gradient_accumulation_steps, WIDE * count(models.draft, trained=True)
@@ -106,7 +114,8 @@ def scale(
         talking = communication_seconds(sent, hardware, _num_messages(models, n, passes))
         rows.append(_scaled(n, n, engine, REPLICATED, sent, talking, times, tokens_per_step))
     rows += [_shared(config, models, hardware, trained, times, tokens_per_step, group) for group in groups]
-    return [*rows, _spread(config, models, hardware, trained, times, tokens_per_step)]
+    rows.append(_spread(config, models, hardware, trained, times, tokens_per_step))
+    return rows if serving is None else [*rows, _served(models, hardware, times, tokens_per_step, serving)]
 
 
 def communication_seconds(num_bytes: float, hardware: HardwareConfig, num_messages: int) -> float:
@@ -161,6 +170,32 @@ def _spread(
     talking += communication_seconds(shared, hardware, _num_messages(models, processes, 2))
     sent = shared + handed / max(held_by, 1)
     return _scaled(n, processes, ONE_A_NODE, SPREAD, sent, talking, times, tokens_per_step)
+
+
+def gradients_sent(models: PlannedModels, hardware: HardwareConfig, num_processes: int) -> tuple[float, float]:
+    """Return the bytes that each of so many processes under DDP sends in a step, and the seconds that takes."""
+    sent = ring_bytes(WIDE * count(models.draft, trained=True), num_processes, 2)
+    return sent, communication_seconds(sent, hardware, _num_messages(models, num_processes, 2))
+
+
+def _served(models: PlannedModels, hardware: HardwareConfig, times: Times, tokens_per_step: float, serving: Serving) -> Scaled:
+    """Return the step of training from servers; where nothing is hidden, gradients are sent while no training computes."""
+    workers, train = serving.trainers, serving.train_seconds
+    sent, talking = gradients_sent(models, hardware, workers)
+    low, high = (max(each, serving.serve_seconds) for each in (max(train, talking), train + talking))
+    return Scaled(
+        num_accelerators=hardware.num_accelerators,
+        engine=DDP,
+        target=SERVED.format(count=serving.count, size=serving.size),
+        sent_bytes=sent,
+        communication_seconds=talking,
+        step_seconds_low=low,
+        step_seconds_high=high,
+        efficiency_low=workers / hardware.num_accelerators * times.total / high,
+        efficiency_high=workers / hardware.num_accelerators * times.total / low,
+        tokens_per_second_low=workers * tokens_per_step / high,
+        tokens_per_second_high=workers * tokens_per_step / low,
+    )
 
 
 def _state_bytes(config: PlanConfig, models: PlannedModels) -> int:
