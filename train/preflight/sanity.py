@@ -203,6 +203,12 @@ def _decode(task: HeadTask, text: Example, proposer: Proposer, num_drafts: int) 
     return generation.rounds
 
 
+def written(task: HeadTask, example: Example, config: DecodeConfig) -> Sequence[int]:
+    """Return what the target answers by itself to an example's prompt."""
+    (generation,), _ = decode(task.target, [_request(example)], config)
+    return generation.tokens
+
+
 def _request(text: Example) -> Request:
     tokens = text.input_ids[: text.answer_start]
     return Request(prompt_id="sanity", category="", tokens=tokens, image_prompt=text.image_prompt)
@@ -212,8 +218,7 @@ def _own_answer(task: HeadTask, example: Example) -> Sequence[int]:
     """Return the target's answer up to the first token that the draft cannot say; the very first is not drafted."""
     longest = max(LONGEST_ANSWER, 2 * task.config.num_speculative_tokens)
     config = DecodeConfig(num_speculative_tokens=0, max_new_tokens=longest)
-    (generation,), _ = decode(task.target, [_request(example)], config)
-    answer = generation.tokens
+    answer = written(task, example, config)
     if task.vocabulary is None:
         return answer
     known = set(task.vocabulary.token_ids_W.tolist())

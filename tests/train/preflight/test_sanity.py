@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from configs.runtime.errors import ConfigError, InputError
-from distill.dataset.batches import ConversationDataset
+from distill.dataset.batches import ConversationDataset, Example
 from heads.families.eagle3 import Eagle3
 from heads.families.registry import FAMILIES
 from tests.support.family_configs import tiny_model
@@ -28,7 +28,7 @@ def check(task, rows):
 def answered(monkeypatch, answers):
     """Let the target answer so, prompt by prompt."""
     remaining = iter(answers)
-    monkeypatch.setattr(sanity, "generate", lambda target, prompts, config: [next(remaining)])
+    monkeypatch.setattr(sanity, "written", lambda task, example, config: next(remaining))
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -105,7 +105,7 @@ def test_the_text_is_the_shortest_prompt_in_the_target_s_own_words(head_task, gr
     rows[1] = dataclasses.replace(rows[1], prompt_ids=(8, 9))
     answered(monkeypatch, [[11, 12, 13, 14, 15, 16, 17, 17, 18]])
     text = choose_text(head_task(), ConversationDataset(rows, 64))
-    assert text == ((8, 9, 11, 12, 13, 14, 15, 16, 17), 2, 1)
+    assert text == Example((8, 9, 11, 12, 13, 14, 15, 16, 17), 2, 1)
 
 
 @pytest.mark.parametrize(
