@@ -140,8 +140,13 @@ def make_workers(schedule: ScheduleConfig) -> Workers | None:
 def make_training_loader(
     config: DistillConfig | HeadsConfig, dataset: ConversationDataset, workers: Workers | None = None, *, num_batches: int = 1
 ) -> DataLoader[Batch]:
-    """Return the loader of a run's batches, of which an optimiser step has `num_batches` over all processes."""
+    """Return the loader of a run's batches, of which an optimiser step has `num_batches` over all processes.
+
+    These have about as many positions, or equally many rows where the draft writes on some: on as many in all processes.
+    """
     batch_size, seed, length = config.schedule.batch_size, config.schedule.seed, config.data.row_length
+    if isinstance(config, DistillConfig) and config.policy.rewrites:
+        num_batches = 1
     if length is None:
         return make_loader(dataset, batch_size, seed=seed, workers=workers, num_batches=num_batches)
     return make_packed_loader(dataset, batch_size, pack_length=length, seed=seed, workers=workers)

@@ -174,7 +174,7 @@ class HeadsConfig(Settings):
     # An artifact of the same family and sizes, whose weights and draft vocabulary the head starts from; None: new weights.
     # A draft LM starts from one by student.init model and student.path
     init: str | None = None
-    policy: HeadPolicyConfig = HeadPolicyConfig()
+    policy: HeadPolicyConfig | None = None
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
@@ -190,7 +190,7 @@ class HeadsConfig(Settings):
 
     @model_validator(mode="after")
     def _depths_can_follow_drafts(self) -> Self:
-        if not self.policy.on_policy:
+        if self.policy is None or not self.policy.on_policy:
             return self
         if self.loss.sampled_tokens is not None:
             raise ValueError(

@@ -128,7 +128,8 @@ class BucketedBatchSampler(EpochSampler[int]):
     ) -> None:
         super().__init__(seed)
         self.lengths_N = torch.as_tensor(lengths, dtype=torch.int32)
-        self.rows = rows  # not called `batch_size`: accelerate would make all batches that large
+        self.rows = rows
+        self.batch_size = rows if num_batches == 1 else None  # accelerate fills the last batches up to it
         self.window = window
         self.num_batches = num_batches
 

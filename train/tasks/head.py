@@ -117,11 +117,10 @@ class HeadTask:
 
     def prepare(self, module: nn.Module, window: list[Batch], place: StepPlace) -> Prepared:
         """Choose, by seed and step, whether the step is one of the head's own drafts; the data stay as they are."""
-        policy, seed = self.config.policy, self.config.schedule.seed
-        on_policy = place.step >= policy.from_share * place.num_steps and random.Random(f"{seed}/{place.step}").random() < (
-            policy.on_policy
-        )
-        self._drafts = SamplingConfig(temperature=policy.temperature) if on_policy else None
+        policy, seed, self._drafts = self.config.policy, self.config.schedule.seed, None
+        if policy is not None and place.step >= policy.from_share * place.num_steps:
+            is_own = random.Random(f"{seed}/{place.step}").random() < policy.on_policy
+            self._drafts = SamplingConfig(temperature=policy.temperature) if is_own else None
         return Prepared(batches=window, sums={})
 
     def ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:

@@ -7,13 +7,14 @@ import torch
 from accelerate.data_loader import prepare_data_loader
 
 from configs.schema.training import DistillConfig
-from distill.dataset.batches import ConversationDataset, Example, collate, make_loader
+from distill.dataset.batches import ConversationDataset, Example, collate
 from distill.student.on_policy import Rewriter, RowSelection, examples_of
 from heads.modules.interface import NO_DOCUMENT
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.vocabulary import DraftVocabulary, keep_head_rows
 from heads.sampling.probabilities import token_probabilities
 from tests.support.caches import conversation
+from train.launch import make_training_loader
 
 EXAMPLES = [
     Example((7, 12, 3, 20, 21, 22, 23, 24, 25), 3, 4),
@@ -102,10 +103,11 @@ def test_a_choice_depends_on_seed_step_and_micro_batch_alone(rewriter):
 
 def test_processes_rewrite_the_same_number_of_rows_in_every_micro_batch(rewriter):
     rows = [conversation((5,) * n, (6,) * n) for n in range(1, 31)]
-    policy = rewriter(0.3, 0.2)
+    policy, phase = rewriter(0.3, 0.2), {"on_policy": 0.3, "draft_states": 0.2}
+    config = DistillConfig.model_validate({"policy": {"phases": [phase]}, "schedule": {"batch_size": 4}})
 
     def choices_of(rank):
-        loader = make_loader(ConversationDataset(rows, 64), 4, seed=0)
+        loader = make_training_loader(config, ConversationDataset(rows, 64), num_batches=2)
         loader = prepare_data_loader(loader, num_processes=2, process_index=rank, put_on_device=False)
         return [choose(policy, step, batch_size=len(batch.input_ids_BT)) for step, batch in enumerate(loader)]
 
