@@ -134,9 +134,8 @@ class TargetConfig(Settings):
     # In place of the tokenizer's own: a Jinja file; chatml; or plain, the texts alone, for base models
     chat_template: str | None = None
     guidance: GuidanceConfig | None = None  # classifier-free guidance, in data, training, decoding and checks alike; None: none
-    images: ImagesConfig | None = (
-        None  # for targets that read images, prompts with images; {}: with these defaults. None: text alone
-    )
+    # For targets that read images, prompts with images; {}: with these defaults. None: text alone
+    images: ImagesConfig | None = None
     # For a target larger than one GPU: its blocks are spread over this process's GPUs, then the CPU's memory, then the disk;
     # embedding, final norm and head stay on `device`. auto and balanced: as even as can be; sequential: fill one after another;
     # a map of module names (model.layers.0: 1; also cpu, disk): by hand, what it does not name stays on `device`.

@@ -183,11 +183,7 @@ def _choose(prompts: Sequence[Prompt], num_prompts: int | None, path: Path) -> S
 def _hash_prompts(prompts: Iterable[Prompt]) -> str:
     """Return the SHA-256 of a data set's prompts: its files may be packed anew with the same content."""
     rows = [
-        {
-            name: value
-            for name, value in asdict(prompt).items()
-            if name != "where" and (value or name not in ("tools", "images"))
-        }
+        {name: value for name, value in asdict(prompt).items() if name != "where" and (value or name not in OPTIONAL)}
         for prompt in prompts
     ]
     content = json.dumps(rows, sort_keys=True)

@@ -18,13 +18,13 @@ from eval.cost.tree_choice import choose_tree
 from eval.decoder.decode import decode
 from eval.decoder.records import AUTOREGRESSIVE, Timing
 from eval.measure.proposers import add_lookup
-from eval.stats.bootstrap import Interval, paired_ratio_interval, ratio_interval
+from eval.stats.bootstrap import Interval, ratio_interval
 from heads.artifact import Draft
 from heads.proposers.prompt_lookup import PromptLookup
 from heads.proposers.protocol import TreeProposer
 from heads.target.loading import Target
 from scripts.bench.decode.ways import Way, tree_ways
-from scripts.bench.harness import SEED, to_request
+from scripts.bench.harness import SEED, Turn, columns, speed_ratio, to_request
 
 CHAIN, LOOKUP, BOTH = "chain", "prompt lookup", "prompt lookup, then the draft"
 CHOOSING = 4  # prompts that the tree is chosen on
@@ -115,13 +115,10 @@ def compare_ways(
             ComparedWay(
                 name=name,
                 tau=ratio_interval(
-                    [each.num_tokens for each in timings[name]],
-                    [each.num_rounds for each in timings[name]],
-                    samples=samples,
-                    seed=SEED,
+                    *columns([(each.num_tokens, each.num_rounds) for each in timings[name]]), samples=samples, seed=SEED
                 ),
-                speedup=speed_ratio(timings[name], timings[AUTOREGRESSIVE], samples),
-                to_chain=speed_ratio(timings[name], timings[CHAIN], samples),
+                speedup=_faster(timings[name], timings[AUTOREGRESSIVE], samples),
+                to_chain=_faster(timings[name], timings[CHAIN], samples),
             )
             for name in ways
         ],
@@ -130,14 +127,10 @@ def compare_ways(
     )
 
 
-def speed_ratio(ours: Sequence[Timing], theirs: Sequence[Timing], samples: int) -> Interval:
+def _faster(ours: Sequence[Timing], theirs: Sequence[Timing], samples: int) -> Interval:
     """Return our tokens a second over theirs on the same prompts in the same order."""
-    columns = [
-        column
-        for side in (theirs, ours)
-        for column in ([each.decode_seconds for each in side], [float(each.num_tokens) for each in side])
-    ]
-    return paired_ratio_interval(*columns, samples=samples, seed=SEED)
+    one, other = ([[Turn(each, each.decode_seconds)] for each in side] for side in (ours, theirs))
+    return speed_ratio(one, other, lambda timing: timing.num_tokens, samples=samples)
 
 
 def _by_category(timings: dict[str, list[Timing]], category_of: dict[str, str], samples: int) -> dict[str, Interval]:
@@ -148,5 +141,5 @@ def _by_category(timings: dict[str, list[Timing]], category_of: dict[str, str], 
             [each for each in timings[name] if category_of[each.prompt_ids[0]] == category] for name in (LOOKUP, CHAIN)
         )
         if len(ours) >= LEAST:
-            found[category] = speed_ratio(ours, theirs, samples)
+            found[category] = _faster(ours, theirs, samples)
     return found if len(set(category_of.values())) > 1 else {}

@@ -18,7 +18,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -84,8 +84,9 @@ def compare_heads(config: BenchHeadsConfig) -> int:
     rows: list[dict[str, Any]] = []
     for run in runs:
         baselines = {} if rows else {PROMPT_LOOKUP: PromptLookup(target.device)}
+        sides = load_sides(config, target, run)
         for name, of_suite in requests.items():
-            rows += measure_run(config, target, of_suite, run, baselines, suite=name)
+            rows += measure_run(config, target, of_suite, run, sides, baselines, suite=name)
     rows.sort(key=lambda row: row["family"] == PROMPT_LOOKUP)
     comparisons = [*(training.rows() if training is not None else []), *attention_rows(attention)]
     kept = keep_results(Path(config.output), rows[0]["data"], {next(iter(row)) for row in comparisons})
@@ -126,27 +127,51 @@ def keep_results(path: Path, data: str, measured: Collection[str]) -> dict[str, 
     return {"rows": rows, "comparisons": comparisons, "ratios": results["ratios"], "runs": runs}
 
 
+class MeasuredDraft(NamedTuple):
+    """A draft that is measured, and what it takes (`cost_of`)."""
+
+    draft: Draft
+    cost: dict[str, Any]
+
+
+def load_sides(config: BenchHeadsConfig, target: Target, run: TrainingRun) -> dict[str, MeasuredDraft]:
+    """Return a run's draft, and the same with each number of draft tokens, the answers' most frequent, that is asked for.
+
+    Raises:
+        ConfigError: the draft is no head, or proposes no more tokens than that.
+    """
+    sides = {run.name: MeasuredDraft(load_draft(run.artifact, target.identity, target.model), cost_of(run))}
+    for size in config.draft_vocab_sizes:
+        draft, cost = load_draft(run.artifact, target.identity, target.model), dict(sides[run.name].cost)
+        head = getattr(getattr(draft.proposer, "module", None), "lm_head", None)
+        if not isinstance(head, DraftHead):
+            raise ConfigError(f"draft_vocab_sizes: {run.name} is a {draft.metadata.kind}; only heads on the target can be cut")
+        before = head.num_tokens
+        if size >= before:
+            raise ConfigError(f"draft_vocab_sizes: {run.name} proposes {before} tokens, so fewer are asked for, got {size}")
+        head.keep(frequent_answer_tokens(read_conversations(Path(run.recipe.data.train)), size, target))
+        cost["parameters"] -= (before - head.num_tokens) * head.parameters_used[0].shape[1]
+        sides[f"{run.name}, {size} draft tokens"] = MeasuredDraft(draft, cost)
+    return sides
+
+
 def measure_run(
     config: BenchHeadsConfig,
     target: Target,
     requests: Sequence[Request],
     run: TrainingRun,
+    sides: Mapping[str, MeasuredDraft],
     baselines: Mapping[str, PromptLookup],
     *,
     suite: str,
 ) -> list[dict[str, Any]]:
-    """Decode with a run's draft, alone and after a lookup, and the baselines, plain decoding in turns; return a row each."""
-    drafts = {run.name: load_draft(run.artifact, target.identity, target.model)}
-    draft, cost = drafts[run.name], {run.name: cost_of(run)}
-    for size in config.draft_vocab_sizes:
-        name = f"{run.name}, {size} draft tokens"
-        drafts[name], left_out = load_smaller(run, target, size)
-        cost[name] = cost[run.name] | {"parameters": cost[run.name]["parameters"] - left_out}
+    """Decode with a run's drafts, alone and after a lookup, and the baselines, plain decoding in turns; return a row each."""
+    draft = sides[run.name].draft
     settings = DecodeConfig(
         num_speculative_tokens=draft.metadata.num_speculative_tokens, max_new_tokens=config.max_new_tokens, batch_size=1
     )
     evaluation = EvalConfig(decode=settings, repeats=config.repeats, baselines=[])
-    proposers: dict[str, Proposer] = {name: each.proposer for name, each in drafts.items()}
+    proposers: dict[str, Proposer] = {name: side.draft.proposer for name, side in sides.items()}
     after_lookup = {f"{name} {WITH_LOOKUP}": add_lookup(each, evaluation, target) for name, each in proposers.items()}
     records = measure(target, requests, evaluation, proposers | after_lookup | dict(baselines))
     check_finite(records.generations, f"recipe {run.name}")
@@ -162,30 +187,12 @@ def measure_run(
 
     only_greedy = config.lossless.model_copy(update={"check_float32_prompts": 0})
     kind, rows = draft.metadata.kind, []
-    for name in drafts:
-        rows.append(row(kind, name, name, cost[name], config.lossless if name == run.name else only_greedy))
+    for name, side in sides.items():
+        rows.append(row(kind, name, name, side.cost, config.lossless if name == run.name else only_greedy))
         found = rows[-1]["tau"].point, rows[-1]["speedup"].point
         log.info("%s on %s: %.3f tokens per target step, %.2f times plain decoding's speed", name, suite, *found)
-        rows.append(row(f"{PROMPT_LOOKUP} + {kind}", name, f"{name} {WITH_LOOKUP}", cost[name], only_greedy))
+        rows.append(row(f"{PROMPT_LOOKUP} + {kind}", name, f"{name} {WITH_LOOKUP}", side.cost, only_greedy))
     return rows + [row(name, None, name, NO_COST, only_greedy) for name in baselines]
-
-
-def load_smaller(run: TrainingRun, target: Target, size: int) -> tuple[Draft, int]:
-    """Return a run's head with those of its draft tokens that are among the answers' `size` most frequent, and how many weights
-    it lost.
-
-    Raises:
-        ConfigError: the draft is no head, or proposes no more tokens than that.
-    """
-    draft = load_draft(run.artifact, target.identity, target.model)
-    head = getattr(getattr(draft.proposer, "module", None), "lm_head", None)
-    if not isinstance(head, DraftHead):
-        raise ConfigError(f"draft_vocab_sizes: {run.name} is a {draft.metadata.kind}; only heads on the target can be cut")
-    before = head.num_tokens
-    if size >= before:
-        raise ConfigError(f"draft_vocab_sizes: {run.name} proposes {before} tokens, so fewer are asked for, got {size}")
-    head.keep(frequent_answer_tokens(read_conversations(Path(run.recipe.data.train)), size, target))
-    return draft, (before - head.num_tokens) * head.parameters_used[0].shape[1]
 
 
 def summarise(records: Records, mode: str, num_speculative_tokens: int, samples: int) -> dict[str, Any]:

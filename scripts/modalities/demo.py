@@ -23,6 +23,7 @@ if not __package__:  # run as a script: the checkout's root takes the place of t
 from configs.runtime.command import EPILOG, Parser, exit_code
 from configs.runtime.errors import InputError
 from configs.runtime.files import folder_lock
+from configs.runtime.resumable import files_fingerprint
 from scripts.demo import GATE_ENTRY, LAUNCH, ROOT, run_steps, stop
 
 RUNS = {"images": Path("runs/demo_images"), "speech": Path("runs/demo_speech")}
@@ -46,7 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         with folder_lock(ROOT / RUNS[kind], beside=True):
             if arguments.fresh:
                 shutil.rmtree(ROOT / RUNS[kind], ignore_errors=True)
-            return run_steps(ROOT / RUNS[kind], steps(kind, wavs), pages=pages(kind), made_of=_listing(wavs))
+            return run_steps(
+                ROOT / RUNS[kind],
+                steps(kind, wavs),
+                pages=pages(kind),
+                made_of="" if wavs is None else files_fingerprint([wavs]),
+            )
 
     return exit_code(run)
 
@@ -83,12 +89,6 @@ def pages(kind: str) -> dict[str, Path]:
         "relaxed": folder / "relaxed/report.html",
         "three side by side": folder / "side_by_side.html",
     }
-
-
-def _listing(wavs: Path | None) -> str:
-    """Return the recordings' names and sizes, so that a changed folder is read again."""
-    found = [] if wavs is None else sorted(wavs.rglob("*"))
-    return "\n".join(f"{each.name} {each.stat().st_size}" for each in found if each.is_file())
 
 
 if __name__ == "__main__":

@@ -67,9 +67,8 @@ class BenchHeadsConfig(Settings):
     draft_models: list[str] = []  # of `train/distill.py`, measured beside the heads
     # Heads by the first recipe but for some keys, dotted or in sections, as {two_layers: {head.num_layers: 2}}; a row each
     variants: dict[str, dict[str, Setting]] = {}
-    draft_vocab_sizes: list[
-        PositiveInt
-    ] = []  # each head measured with these numbers of its draft tokens as well, not trained anew
+    # Numbers of its draft tokens with which each head is measured as well, not trained anew
+    draft_vocab_sizes: list[PositiveInt] = []
     runs: str = "runs/heads/bench"  # folder: what was trained, kept for the next time
     num_prompts: PositiveInt = 32  # held-out prompts decoded, the last of the file: the first chose the checkpoints
     suites: list[SuiteConfig] = [SuiteConfig(name="house", num_prompts=32)]  # decoded as well, rows of their own
