@@ -27,6 +27,7 @@ from configs.schema.commands.benchmarks import (
     BenchDistillConfig,
     BenchEvalConfig,
     BenchHeadsConfig,
+    BenchModalitiesConfig,
     BenchScaleConfig,
     BenchStatesConfig,
     CommitsConfig,
@@ -67,6 +68,12 @@ BENCHMARKS = {
         "scripts.bench.heads",
         "compare_heads",
         "every head family on one target, EAGLE-3's training beside speculators' (hours, the first time)",
+    ),
+    "modalities": Benchmark(
+        BenchModalitiesConfig,
+        "scripts.modalities.benchmark",
+        "compare_modalities",
+        "heads and draft LMs for codes of pictures and speech, strict and relaxed (after make demo-images, make demo-speech)",
     ),
     "eval": Benchmark(
         BenchEvalConfig,
@@ -159,7 +166,7 @@ def config_class(argv: Sequence[str]) -> type[Settings]:
 
 def run(argv: Sequence[str]) -> int:
     """Run the command line; return its exit code."""
-    names = "\n".join(f"  {name:8} {benchmark.help}" for name, benchmark in BENCHMARKS.items())
+    names = "\n".join(f"  {name:10} {benchmark.help}" for name, benchmark in BENCHMARKS.items())
     description = f"Run a benchmark or check:\n\n{names}"
     return run_command(config_class(argv), main, description=description, argv=argv, add_arguments=add_arguments)
 

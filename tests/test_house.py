@@ -19,7 +19,7 @@ import pytest
 from configs.runtime.loading import load_config
 from configs.runtime.yaml_reader import parse_yaml
 from configs.schema.commands.advising import AdviceConfig
-from configs.schema.commands.benchmarks import BenchHeadsConfig, ServeCheckConfig
+from configs.schema.commands.benchmarks import BenchHeadsConfig, BenchModalitiesConfig, ServeCheckConfig
 from configs.schema.commands.planning import PlanHeadsConfig
 from configs.schema.commands.refreshing import RefreshConfig
 from configs.schema.commands.sweep import SweepConfig
@@ -42,6 +42,7 @@ SCHEMAS = {
     "serve": ServeCheckConfig,
     "sweep": SweepConfig,
 }
+OF_ONE_FILE = {"configs/bench/modalities.yaml": BenchModalitiesConfig}
 OTHER_TOOLS = {"accelerate", "deepspeed"}  # their files are YAML, and checked by the tool itself
 RECIPES = sorted((ROOT / "configs").glob("*/*.yaml"))
 ENTRIES = {
@@ -71,9 +72,13 @@ def relative(path):
     return path.relative_to(ROOT).as_posix()
 
 
+def schema_of(path):
+    return OF_ONE_FILE.get(path, SCHEMAS.get(Path(path).parent.name))
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=relative)
 def test_every_recipe_loads_under_the_schema_of_its_folder_and_opens_with_its_launch_line(recipe):
-    text, schema = recipe.read_text(encoding="utf-8"), SCHEMAS.get(recipe.parent.name)
+    text, schema = recipe.read_text(encoding="utf-8"), schema_of(relative(recipe))
     if recipe.parent.name in OTHER_TOOLS:
         assert isinstance(parse_yaml(text, str(recipe)), dict)
     else:
@@ -105,7 +110,7 @@ def assert_commands_exist(text):
 def config_of(words):
     """Return the config that a command line describes, if it has one that the schemas here know."""
     file = next((word for before, word in itertools.pairwise(words) if before == "--config"), None)
-    schema = PlanHeadsConfig if "scripts/plan.py" in words else SCHEMAS.get(Path(file or "").parent.name)
+    schema = PlanHeadsConfig if "scripts/plan.py" in words else schema_of(file or "")
     changes = [word for word in words if re.match(r"[a-z]\w*(\.\w+)*=", word)]
     return None if file is None or schema is None else load_config(schema, ROOT / file, changes)
 
