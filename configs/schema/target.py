@@ -7,7 +7,7 @@ in `distill.server.states`.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -41,14 +41,32 @@ class GuidanceConfig(Settings):
         return self
 
 
-class ImagesConfig(Settings):
-    """How the images of prompts are read, by a target that reads images."""
+class MediaConfig(Settings):
+    """Where the images or sounds of prompts are, and within which limits one is read."""
+
+    what: ClassVar[str]  # is read, in messages
+    key: ClassVar[str]  # of these settings
 
     folder: str | None = None  # of relative paths, out of which none may lead; None: they stand in the working folder
-    allow_urls: bool = False  # fetch images that a prompt names by http:// or https://
+    allow_urls: bool = False  # fetch what a prompt names by http:// or https://
     max_bytes: PositiveInt = 20_000_000  # of a file, a data URL or a download
+    timeout_seconds: PositiveFloat = 20.0  # of reading one
+
+
+class ImagesConfig(MediaConfig):
+    """How the images of prompts are read, by a target that reads images."""
+
+    what, key = "image", "target.images"
+
     max_pixels: PositiveInt = 50_000_000  # width times height, before the processor makes an image smaller
-    timeout_seconds: PositiveFloat = 20.0  # of reading one image
+
+
+class AudioConfig(MediaConfig):
+    """How the sounds of prompts, WAV files, are read, by a target that reads sound."""
+
+    what, key = "sound", "target.audio"
+
+    max_seconds: PositiveFloat = 30.0  # of one sound; a longer one is refused. Qwen2-Audio reads no more
 
 
 class EngineStatesConfig(Settings):
@@ -136,6 +154,7 @@ class TargetConfig(Settings):
     guidance: GuidanceConfig | None = None  # classifier-free guidance, in data, training, decoding and checks alike; None: none
     # For targets that read images, prompts with images; {}: with these defaults. None: text alone
     images: ImagesConfig | None = None
+    audio: AudioConfig | None = None  # for targets that read sound, prompts with sounds; as images, and in their place
     # For a target larger than one GPU: its blocks are spread over this process's GPUs, then the CPU's memory, then the disk;
     # embedding, final norm and head stay on `device`. auto and balanced: as even as can be; sequential: fill one after another;
     # a map of module names (model.layers.0: 1; also cpu, disk): by hand, what it does not name stays on `device`.
@@ -166,13 +185,19 @@ class TargetConfig(Settings):
         return self
 
     @model_validator(mode="after")
-    def _images_are_read_by_plain_targets(self) -> Self:
-        others = ("guidance", "device_map", "states", "parallel")
-        found = [f"{name} null" for name in others if self.images is not None and getattr(self, name) is not None]
-        if self.images is not None and (self.forward, self.tokens) != ("transformers", "text"):
+    def _media_are_read_by_plain_targets(self) -> Self:
+        given = "images" if self.images is not None else "audio"
+        if getattr(self, given) is None:
+            return self
+        others = ("guidance", "device_map", "states", "parallel", *(["audio"] if given == "images" else []))
+        found = [f"{name} null" for name in others if getattr(self, name) is not None]
+        if (self.forward, self.tokens) != ("transformers", "text"):
             found.append("forward transformers and tokens text")
         if found:
-            raise ValueError(f"images are read by a whole target of this process: set {', '.join(found)}, or images to null")
+            raise ValueError(
+                f"{given}: prompts with them are read by a whole target of this process, one kind at a time: set "
+                f"{', '.join(found)}, or {given} to null"
+            )
         return self
 
     @model_validator(mode="after")

@@ -33,8 +33,8 @@ def local_rows(
     """
     for group in _by_length(examples, batch_size):
         batch = collate([examples[index] for index in group]).to(target.device)
-        images = batch.image_inputs(target)
-        states = read_states(target.model, batch.input_ids_BT, layout.taps or (), images=images)
+        media = batch.media_inputs(target)
+        states = read_states(target.model, batch.input_ids_BT, layout.taps or (), media=media)
         kept_BT = kept_positions(layout, batch)
         taps_ANE = [tap_BTE[kept_BT] for tap_BTE in states.taps_ABTE]
         yield group, encode(target, layout, states.final_BTE[kept_BT], chunk_size, taps_ANE)

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from configs.runtime.errors import InputError
 from distill.dataset.conversations import Conversation, row_lengths
 from distill.dataset.workers import Workers
-from heads.inference.image_inputs import ImagePrompt
-from heads.modules.interface import NO_DOCUMENT, Batch, BatchImages
+from heads.inference.media_inputs import MediaPrompt
+from heads.modules.interface import NO_DOCUMENT, Batch, BatchMedia
 
 Item = TypeVar("Item")  # a batch is a list of these: indices of conversations, or rows of them
 
@@ -34,7 +34,7 @@ class Example(NamedTuple):
     input_ids: tuple[int, ...]
     answer_start: int
     conversation: int = 0  # its place in the data file
-    image_prompt: ImagePrompt | None = None  # of a prompt with images
+    media_prompt: MediaPrompt | None = None  # of a prompt with images or sounds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class ConversationDataset(Dataset[Example]):
         number = int(self.numbers[index])
         row = self.conversations[number]
         ids = (row.prompt_ids + row.answer_ids)[: self.max_length]
-        return Example(ids, len(row.prompt_ids), number, row.image_prompt)
+        return Example(ids, len(row.prompt_ids), number, row.media_prompt)
 
     @property
     def num_labels(self) -> int:
@@ -226,5 +226,5 @@ def collate(examples: Sequence[Example]) -> Batch:
         position_ids_BT=positions_BT.contiguous(),
         document_ids_BT=torch.where(inside_BT, 0, NO_DOCUMENT),
         conversations_BC=torch.tensor([[example.conversation] for example in examples]),
-        images=BatchImages.of([example.image_prompt for example in examples]),
+        media=BatchMedia.of([example.media_prompt for example in examples]),
     )

@@ -23,7 +23,7 @@ from safetensors.numpy import save
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import json_object, read_json, sha256_of, write_bytes
-from heads.inference.image_inputs import ImagePrompt
+from heads.inference.media_inputs import SOUND, MediaPrompt, current_keys
 from heads.target.identity import TargetIdentity
 
 log = logging.getLogger("draftsmith")
@@ -66,19 +66,19 @@ class Conversation:
     answer_ids: TokenIds  # everything the target wrote, its end-of-text token included
     ended: Annotated[bool, Strict(), Field(description="true or false")]  # False: cut off at the longest length allowed
     tools: Annotated[tuple[dict[str, Any], ...], Field(description="a list of objects")] = ()  # that the assistant may call
-    # Of a prompt with images, whose places are in `prompt_ids`
-    image_prompt: Annotated[ImagePrompt | None, Field(description="an object of text and images")] = None
+    # Of a prompt with images or sounds, whose places are in `prompt_ids`
+    media_prompt: Annotated[MediaPrompt | None, Field(description="an object of text and media")] = None
 
     def to_line(self) -> str:
         """Return the row as one line of JSON, all but ASCII escaped: some readers end a line at U+2028."""
-        values = {name: value for name, value in asdict(self).items() if value or name not in ("tools", "image_prompt")}
+        values = {name: value for name, value in asdict(self).items() if value or name not in ("tools", "media_prompt")}
         return json.dumps(values) + "\n"
 
     @property
     def user_text(self) -> str:
-        """Everything the user says, one message a line, and after it the names of the images that are shown."""
+        """Everything the user says, one message a line, and after it the names of the images and sounds in it."""
         said = [message["content"] for message in self.messages if message["role"] == "user"]
-        return "\n".join([*said, *image_names(() if self.image_prompt is None else self.image_prompt.images)])
+        return "\n".join([*said, *media_names(() if self.media_prompt is None else self.media_prompt.media)])
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str) -> Conversation:
@@ -87,6 +87,7 @@ class Conversation:
         Raises:
             InputError: a field is missing or of the wrong type, or there are no prompt or answer tokens.
         """
+        values = current_keys(values)
         try:
             return _ROW.validate_python(values)
         except ValidationError as error:
@@ -203,9 +204,10 @@ def user_text_hashes(conversations: Sequence[Conversation]) -> np.ndarray:
     return np.fromiter((text_hash(row.user_text) for row in conversations), np.int64, len(conversations))
 
 
-def image_names(images: Iterable[str]) -> list[str]:
-    """Return a short name of each image, by its reference."""
-    return [f"image {text_hash(reference) % 2**64:x}" for reference in images]
+def media_names(media: Sequence[str]) -> list[str]:
+    """Return a short name of each image or sound, by its reference."""
+    kinds = ("sound" if reference.startswith(SOUND) else "image" for reference in media)
+    return [f"{kind} {text_hash(reference) % 2**64:x}" for kind, reference in zip(kinds, media, strict=True)]
 
 
 def check_held_out(train: Sequence[Conversation], held_out: Sequence[Conversation]) -> None:

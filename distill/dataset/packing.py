@@ -108,8 +108,10 @@ def collate_packed(rows: Sequence[Sequence[Example]]) -> Batch:
 def _fill(batch: Batch, row: int, examples: Sequence[Example]) -> None:
     start = 0
     for document, example in enumerate(examples):
-        if example.image_prompt is not None:
-            raise InputError(f"data.packing: conversation {example.conversation} brings images; set data.packing to null")
+        if example.media_prompt is not None:
+            raise InputError(
+                f"data.packing: conversation {example.conversation} brings images or sounds; set data.packing to null"
+            )
         if example.answer_start < 1:
             raise ValueError(f"conversation {example.conversation} has no prompt: its first token cannot be a label")
         end = start + len(example.input_ids)

@@ -22,14 +22,14 @@ from configs.schema.data import AnswersConfig
 from distill.dataset.conversations import Conversation, Message
 from distill.generation.continuation import TargetSource, TokenRow, continue_rows, request_number, up_to_end
 from distill.generation.prompts import Prompt, encode_prompt
-from heads.inference.image_inputs import placeholder_of
+from heads.inference.media_inputs import placeholder_of
 from heads.target.loading import Target
 
 # Why a turn has no answer.
 EMPTY = "empty_answer"  # it ended at once
 NO_ROOM = "no_room_in_context"  # the conversation so far fills the context of the target, or the shorter one of the server
 UNREACHED = "turn_after_a_dropped_one"
-HOLDS_A_PLACEHOLDER = "answer_holds_an_image_token"  # in the place of an image there is none in an answer
+HOLDS_A_PLACEHOLDER = "answer_holds_a_placeholder"  # in whose place there is no image or sound in an answer
 NOT_A_CONTINUATION = "answer_does_not_continue_its_prompt"  # the chat template writes the prompt differently before an answer
 
 # Continues prompts of token ids, given the number and the most new tokens of each; a reason where there is no continuation.
@@ -91,7 +91,7 @@ class Dialogue:
         if self.is_over:
             return False
         self.said = [*self.said, {"role": "user", "content": self.prompt.turns[self.turn]}]
-        self.encoded = tuple(target.encode_chat(self.said, tools=self.prompt.tools, images=self.prompt.images))
+        self.encoded = tuple(target.encode_chat(self.said, tools=self.prompt.tools, media=self.prompt.media))
         if len(self.encoded) >= target.max_positions:
             self._drop(NO_ROOM)
         return not self.is_over
@@ -269,7 +269,7 @@ class _Waiting(Iterator[TokenRow]):
                     prompt_ids=dialogue.encoded,
                     limit=min(limit, self.target.max_positions),
                     request=dialogue.request,
-                    image_prompt=self.target.image_prompt(dialogue.said, prompt.images, tools=prompt.tools),
+                    media_prompt=self.target.media_prompt(dialogue.said, prompt.media, tools=prompt.tools),
                 )
             self._over.append(dialogue)
         raise StopIteration
@@ -309,7 +309,7 @@ def _encode_existing(target: Target, prompt: Prompt, max_new_tokens: int) -> Con
     """Return a prompt's conversation, or the reason why there is none."""
     prompt_ids = encode_prompt(target, prompt)
     messages = (*prompt.messages, {"role": "assistant", "content": str(prompt.answer)})
-    whole = target.encode_chat(messages, tools=prompt.tools, answer_follows=False, images=prompt.images)
+    whole = target.encode_chat(messages, tools=prompt.tools, answer_follows=False, media=prompt.media)
     if tuple(whole[: len(prompt_ids)]) != prompt_ids:
         return NOT_A_CONTINUATION
     longest = min(prompt.max_new_tokens or max_new_tokens, target.max_positions - len(prompt_ids))
@@ -340,5 +340,5 @@ def _conversation(
         prompt_ids=prompt_ids,
         answer_ids=tuple(answer_ids),
         ended=ended,
-        image_prompt=target.image_prompt(messages[:-1], prompt.images, tools=prompt.tools),
+        media_prompt=target.media_prompt(messages[:-1], prompt.media, tools=prompt.tools),
     )

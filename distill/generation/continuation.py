@@ -20,8 +20,8 @@ from torch import Tensor
 from configs.runtime.errors import RunFailed
 from configs.schema.decoding import SamplingConfig
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache
-from heads.inference.image_inputs import ImagePrompt
 from heads.inference.kv_cache import RowCache
+from heads.inference.media_inputs import MediaPrompt
 from heads.inference.model_checks import check_rolls_back
 from heads.sampling.counter_rng import CounterRNG, Role
 from heads.sampling.probabilities import draw, token_probabilities
@@ -37,14 +37,14 @@ class TokenRow:
         prompt_ids: its first tokens, at least one.
         limit: the most tokens it may have, those of the prompt included; more than the prompt has.
         request: names its random numbers (`heads.sampling.counter_rng`), which depend on nothing else but the seed.
-        image_prompt: of a prompt with images; None: it has none.
+        media_prompt: of a prompt with media; None: it has none.
     """
 
     key: int
     prompt_ids: Sequence[int]
     limit: int
     request: int
-    image_prompt: ImagePrompt | None = None
+    media_prompt: MediaPrompt | None = None
     tokens: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -191,9 +191,9 @@ class TargetSource:
         """Put prompts into a cache, and return the hidden states `[B, T, D]`."""
         longest = max(map(len, prompts))
         padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
-        images = self.target.image_inputs([row.image_prompt for row in rows], prompts)
+        media = self.target.media_inputs([row.media_prompt for row in rows], prompts)
         ids_BT = torch.tensor(padded, device=self.device)
-        return forward_rows(self.target.model, cache, ids_BT, [0] * len(prompts), images=images)
+        return forward_rows(self.target.model, cache, ids_BT, [0] * len(prompts), media=media)
 
 
 def not_finite(target: Target) -> RunFailed:

@@ -210,7 +210,7 @@ def answer_job(
             ids = encode_prompt(target, prompt)
             lengths.append(len(ids))
             limit = [prompt.max_new_tokens] if prompt.max_new_tokens else []
-            yield [prompt.prompt_id, prompt.category, *prompt.turns, *ids, *limit, *prompt.images]
+            yield [prompt.prompt_id, prompt.category, *prompt.turns, *ids, *limit, *prompt.media]
 
     content = fingerprint_of(rows())
     if writer is not None:
@@ -287,7 +287,7 @@ def _self_seed_once(
     kept = journal.read().get(f"prompts {name}".strip())
     if kept is not None:
         prompts = [
-            Prompt(**{**values, "turns": tuple(values["turns"]), "history": (), "images": ()}) for values in kept["prompts"]
+            Prompt(**{**values, "turns": tuple(values["turns"]), "history": (), "media": ()}) for values in kept["prompts"]
         ]
         if admission is not None:
             admission.taken.update(map(everything_said, prompts))

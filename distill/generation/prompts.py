@@ -22,7 +22,7 @@ from typing import Any
 
 from configs.runtime.errors import InputError
 from configs.schema.data import PromptsConfig, SourceConfig
-from distill.dataset.conversations import Message, folded_text, image_names, text_hash
+from distill.dataset.conversations import Message, folded_text, media_names, text_hash
 from distill.generation.row_formats import detect_format, to_turns_or_messages
 from distill.generation.source_files import load_rows, read_source
 from heads.target.loading import Target
@@ -48,7 +48,7 @@ class Prompt:
     turns: tuple[str, ...]
     history: tuple[Message, ...] = ()  # what went before the first turn: a system message, earlier exchanges
     tools: tuple[dict[str, Any], ...] = ()  # that the assistant may call, as OpenAI describes them
-    images: tuple[str, ...] = ()  # paths, data URLs or URLs, in the order of their places in the texts
+    media: tuple[str, ...] = ()  # references as of `MediaPrompt`, in the order of their places in the texts
     answer: str | None = field(default=None, compare=False)  # the data set's own, ignored by comparisons
     where: str = field(default="", compare=False)  # file and line, for messages
     source: str = field(default="", compare=False)  # its name, where there are several
@@ -68,12 +68,12 @@ class Prompt:
     def user_texts(self) -> list[str]:
         """What the user has said at each turn, one message a line: `Conversation.user_text` of the rows made of it."""
         said = [message["content"] for message in self.history if message["role"] == "user"]
-        images = image_names(self.images)
-        return ["\n".join([*said, *self.turns[: number + 1], *images]) for number in range(len(self.turns))]
+        media = media_names(self.media)
+        return ["\n".join([*said, *self.turns[: number + 1], *media]) for number in range(len(self.turns))]
 
     def encoded(self, target: Target) -> list[int]:
         """Return the token ids of its first turn in the target's chat template, the assistant's turn opened."""
-        return target.encode_chat(self.messages, tools=self.tools, images=self.images)
+        return target.encode_chat(self.messages, tools=self.tools, media=self.media)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +227,7 @@ def fit_prompts(
         excess = len(prompt.encoded(target)) - target.max_positions + 1
         if excess <= 0:
             kept.append(prompt)
-        elif on_too_long == "truncate" and not prompt.images:
+        elif on_too_long == "truncate" and not prompt.media:
             kept.append(_truncated(target, prompt, excess + min(max_new_tokens, target.max_positions // 2)))
             changed[TRUNCATED] += 1
         else:
@@ -260,12 +260,12 @@ def parse_row(values: Mapping[str, Any], *, default_category: str, where: str) -
     if not isinstance(category, str):
         raise InputError(f"{where}: category must be a text, got {category!r}")
     tools = tuple(values.get("tools", ()))
-    images = tuple(image for message in values.get("messages", ()) for image in message.get("images", ()))
-    prompt_id = str(given) if given is not None else _content_id(history, turns, [*tools, *images])
+    media = tuple(each for message in values.get("messages", ()) for each in message.get("media", ()))
+    prompt_id = str(given) if given is not None else _content_id(history, turns, [*tools, *media])
     prompt = Prompt(
         prompt_id=prompt_id, category=category, turns=turns, history=history, tools=tools, answer=answer, where=where
     )
-    return replace(prompt, images=images) if images else prompt
+    return replace(prompt, media=media) if media else prompt
 
 
 def split_prompts(prompts: Sequence[Prompt], held_out_share: float) -> Split:
@@ -295,8 +295,8 @@ def split_prompts(prompts: Sequence[Prompt], held_out_share: float) -> Split:
 
 
 def _guarded(prompt: Prompt) -> Iterable[tuple[str, ...]]:
-    """Return what no prompt to train on may share with a held-out one: runs of words, or of prompts with images the images."""
-    return [(name,) for name in image_names(prompt.images)] if prompt.images else word_grams(prompt.user_text)
+    """Return what no prompt to train on may share with a held-out one: runs of words, or of prompts with media these."""
+    return [(name,) for name in media_names(prompt.media)] if prompt.media else word_grams(prompt.user_text)
 
 
 def hash_position(text: str) -> float:
@@ -347,4 +347,4 @@ def _short(value: Any) -> str:
 def everything_said(prompt: Prompt) -> str:
     """Return the text by which prompts count as duplicates: unlike the split, it tells system messages and tools apart."""
     history = [f"{message['role']}: {message['content']}" for message in prompt.history]
-    return folded_text("\n".join([*map(str, prompt.tools), *image_names(prompt.images), *history, *prompt.turns]))
+    return folded_text("\n".join([*map(str, prompt.tools), *media_names(prompt.media), *history, *prompt.turns]))

@@ -13,8 +13,10 @@
     ids                prompt_ids [sample, answer_ids], token ids; several rows of one prompt are told apart by `sample`
     column             a column that the config names: a text, a list of turns, or messages [a second one with the answer]
 
-Parts are texts and, in what the user says, images: {type: image_url, image_url: {url}} as of OpenAI, or {type: image} with url,
-path or image. The content then has an `OBJECT` in each one's place, and the message their references as `images`.
+Parts are texts and, in what the user says, images and sounds: {type: image_url, image_url: {url}} and {type: input_audio,
+input_audio: {data, format}} as of OpenAI, {type: audio_url, audio_url: {url}}, or {type: image} and {type: audio} with url,
+path, or a key of the type's name. The content then has an `OBJECT` in each one's place, and the message as `media` their
+references (`heads.inference.media_inputs.MediaPrompt`).
 
 A conversation that ends with the assistant brings the answer to its last user message. `category` and an id may stand beside
 the keys named; others are ignored.
@@ -27,6 +29,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from configs.runtime.errors import InputError
+from heads.inference.media_inputs import SOUND
 from heads.target.chat_template import OBJECT
 
 # Format -> the keys by which it is recognised, tried in this order.
@@ -42,6 +45,14 @@ KEYS = {
     "prompt_completion": ("prompt",),
     "text": ("text",),
     "ids": ("prompt_ids",),
+}
+# Type of a part -> the keys by which it names an image or a sound, tried in this order.
+REFERENCES = {
+    "image": ("image_url", "url", "path", "image"),
+    "image_url": ("image_url",),
+    "audio": ("audio_url", "url", "path", "audio"),
+    "audio_url": ("audio_url",),
+    "input_audio": ("input_audio",),
 }
 ID_KEYS = ("question_id", "id", "prompt_id", "task_id", "custom_id")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
@@ -188,27 +199,33 @@ def _plain_message(message: dict[str, Any], where: str) -> dict[str, Any]:
         return {**message, "content": ""}
     if not isinstance(content, list):
         return message
-    texts, images = [], []
+    texts, media = [], []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind == "text":
             texts.append(str(part.get("text", "")))
-        elif kind in ("image", "image_url") and message.get("role") == "user":
+        elif kind in REFERENCES and message.get("role") == "user":
             texts.append(OBJECT)
-            images.append(_reference(part, where))
+            media.append(_reference(part, kind, where))
         else:
             raise InputError(
-                f"{where}: a message of {message.get('role')} has a part of type {kind}; texts are accepted, and images of "
-                "the user"
+                f"{where}: a message of {message.get('role')} has a part of type {kind}; texts are accepted, and images and "
+                "sounds of the user"
             )
-    if images and any(OBJECT in text for text in texts if text != OBJECT):
-        raise InputError(f"{where}: a text beside images holds U+FFFC, which marks the place of one: leave it out")
-    return {**message, "content": "".join(texts)} | ({"images": images} if images else {})
+    if media and any(OBJECT in text for text in texts if text != OBJECT):
+        raise InputError(f"{where}: a text beside images or sounds holds U+FFFC, which marks the place of one: leave it out")
+    return {**message, "content": "".join(texts)} | ({"media": media} if media else {})
 
 
-def _reference(part: Mapping[str, Any], where: str) -> str:
-    given = next((part[key] for key in ("image_url", "url", "path", "image") if part.get(key)), None)
+def _reference(part: Mapping[str, Any], kind: str, where: str) -> str:
+    given = next((part[key] for key in REFERENCES[kind] if part.get(key)), None)
     reference = given.get("url") if isinstance(given, Mapping) else given
+    if kind == "input_audio" and isinstance(given, Mapping):
+        if given.get("format") != "wav":
+            raise InputError(f"{where}: a sound has format {given.get('format')!r}; wav is read")
+        reference = f"data:audio/wav;base64,{given.get('data')}"
+    is_image = kind in ("image", "image_url")
     if not isinstance(reference, str) or not reference:
-        raise InputError(f"{where}: an image must be named by a path, a data URL or a URL, got {str(given)[:60]!r}")
-    return reference
+        named = "an image must be named" if is_image else "a sound must be given as input_audio {data, format}, or named"
+        raise InputError(f"{where}: {named} by a path, a data URL or a URL, got {str(given)[:60]!r}")
+    return reference if is_image else SOUND + reference

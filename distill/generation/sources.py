@@ -38,15 +38,15 @@ def list_source(settings: PromptsConfig, *, whole: bool) -> Iterable[Prompt] | N
 
 
 def check_readable(target: Target, prompts: Sequence[Prompt], *, written_here: bool) -> None:
-    """Refuse images where others than the local target's plain decoding write the answers; warn of tools that nothing reads.
+    """Refuse media where others than the local target's plain decoding write answers; warn of tools that nothing reads.
 
     Raises:
-        InputError: a prompt, which is named, brings images.
+        InputError: a prompt, which is named, brings images or sounds.
     """
-    pictured = next((prompt for prompt in prompts if prompt.images), None)
-    if pictured is not None and not written_here:
+    with_media = next((prompt for prompt in prompts if prompt.media), None)
+    if with_media is not None and not written_here:
         raise InputError(
-            f"prompt {pictured.prompt_id} brings images, which the local target alone reads, without a draft: set "
+            f"prompt {with_media.prompt_id} brings images or sounds, which the local target alone reads, without a draft: set "
             "answers.written_by to target and answers.draft to null"
         )
     num_with_tools = sum(bool(prompt.tools) for prompt in prompts)

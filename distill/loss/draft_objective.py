@@ -39,7 +39,7 @@ def target_hidden(target: Target, batch: Batch, *, own: bool = False) -> Tensor:
 
     def read(ids_BT: Tensor, packed_positions_BT: Tensor | None) -> Tensor:
         with torch.autocast(target.device.type, enabled=False):
-            return read_documents(target.model, ids_BT, packed_positions_BT, batch.image_inputs(target))
+            return read_documents(target.model, ids_BT, packed_positions_BT, batch.media_inputs(target))
 
     return in_turns(target.group if own else None, batch.input_ids_BT, batch.packed_positions_BT, read)
 

@@ -143,11 +143,11 @@ def examples_of(batch: Batch) -> list[Example]:
     lengths = (batch.document_ids_BT != NO_DOCUMENT).sum(1).tolist()
     answer_starts = batch.loss_mask_BT.int().argmax(1).tolist()
     ids, conversations = batch.input_ids_BT.tolist(), batch.conversations_BC[:, 0].tolist()
-    images = [None] * len(ids) if batch.images is None else batch.images.rows
+    media = [None] * len(ids) if batch.media is None else batch.media.rows
     return [
-        Example(tuple(row[:length]), start, conversation, image_prompt)
-        for row, length, start, conversation, image_prompt in zip(
-            ids, lengths, answer_starts, conversations, images, strict=True
+        Example(tuple(row[:length]), start, conversation, media_prompt)
+        for row, length, start, conversation, media_prompt in zip(
+            ids, lengths, answer_starts, conversations, media, strict=True
         )
     ]
 

@@ -18,7 +18,7 @@ from eval.cost.timing_sweep import sweep_rounds
 from eval.decoder.records import Generation
 from eval.report.schema import Report
 from eval.report.sections import PredictedSection, TimedRound
-from heads.inference.image_inputs import placeholder_of
+from heads.inference.media_inputs import placeholder_of
 from heads.proposers.protocol import Proposer
 from heads.target.loading import Target
 
@@ -42,8 +42,8 @@ def predict_speed(
     if report.speed is None or not answers or not any(report.acceptance.position_conditional):
         log.warning("no draft was accepted in a run that was timed, so that no cost model can be made of it")
         return None
-    image = placeholder_of(target.model)  # forwards are timed on text: later rounds read no images
-    text = [token for each in plain for token in (*each.prompt_tokens, *each.tokens) if token != image]
+    placeholder = placeholder_of(target.model)  # forwards are timed on text: later rounds read neither images nor sounds
+    text = [token for each in plain for token in (*each.prompt_tokens, *each.tokens) if token != placeholder]
     sweep = sweep_rounds(target, proposer, text, decode, config)
     if not sweep:
         log.warning("the draft proposed nothing in the timing sweep, so that no cost model can be made of it")

@@ -27,8 +27,8 @@ from eval.decoder.row_update import RowUpdate, chain_update, tree_update
 from eval.decoder.tree_rules import TreeVerification
 from eval.decoder.verifier import Verifier, finite_rows
 from heads.inference.causal_lm import head_logits, new_cache
-from heads.inference.image_inputs import ImageInputs
 from heads.inference.int8_kv_cache import LAYERS
+from heads.inference.media_inputs import MediaInputs
 from heads.proposers.protocol import Proposal, Proposer, TargetReader, TreeProposer
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention, tree_attention, tree_from
@@ -79,12 +79,12 @@ class BatchRun:
 
     def prefill(self) -> None:
         """Read the prompts and commit each row's first token, which becomes pending. The target reads equal prompts once."""
-        text, prompts = self._text(), [(tuple(row.tokens), row.request.image_prompt) for row in self.active]
+        text, prompts = self._text(), [(tuple(row.tokens), row.request.media_prompt) for row in self.active]
         place_of = {prompt: place for place, prompt in enumerate(dict.fromkeys(prompts))}
         tokens = [tokens for tokens, _ in place_of]
         ids, places = text.uploads.rows(tokens), text.uploads.numbers([place_of[prompt] for prompt in prompts])
-        images = self.target.image_inputs([image_prompt for _, image_prompt in place_of], tokens)
-        states = self._read(ids.tensor, [0] * len(place_of), images=images)
+        media = self.target.media_inputs([media_prompt for _, media_prompt in place_of], tokens)
+        states = self._read(ids.tensor, [0] * len(place_of), media=media)
         if len(place_of) < len(prompts):
             self.cache.keep_rows(places)
             states = states.map(lambda state_BTE: state_BTE[places.tensor_B])
@@ -145,12 +145,12 @@ class BatchRun:
         ids_BT: Tensor,
         starts: Sequence[int],
         attention: TreeAttention | None = None,
-        images: ImageInputs | None = None,
+        media: MediaInputs | None = None,
     ) -> TargetStates:
         """Run the target's forward; a proposer that is part of the target runs it itself and reuses what it has computed."""
         if isinstance(self.proposer, TargetReader):
-            return self.proposer.forward_states(self.cache, ids_BT, starts, self.taps, attention, images)
-        return forward_states(self.target.model, self.cache, ids_BT, starts, self.taps, attention, images)
+            return self.proposer.forward_states(self.cache, ids_BT, starts, self.taps, attention, media)
+        return forward_states(self.target.model, self.cache, ids_BT, starts, self.taps, attention, media)
 
     def _propose(self, text: Text, room: Sequence[int], tree: Tree | DynamicTreeSpec | None) -> Proposal:
         """Return as many drafts as the row with the most room can use; none without a proposer or room."""

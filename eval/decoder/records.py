@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from heads.inference.image_inputs import ImagePrompt
+from heads.inference.media_inputs import MediaPrompt
 
 # stop: a stop string is complete; context: the target's context is full;
 # non_finite: target or draft computed NaN or infinity; error: decoding raised, e.g. out of memory;
@@ -75,7 +75,7 @@ class Generation:
     stop_reason: StopReason
     turn: int = 0  # which turn of the prompt is answered; `prompt_tokens` hold the turns before and their plain answers
     suite: str = ""  # the name of the suite that the prompt is of
-    image_prompt: ImagePrompt | None = None  # of a prompt with images
+    media_prompt: MediaPrompt | None = None  # of a prompt with images or sounds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.records import Generation, Round, StopReason
-from heads.inference.image_inputs import ImagePrompt
+from heads.inference.media_inputs import MediaPrompt
 from heads.target.loading import Target
 
 MARGIN = 8  # characters of a tail before those that may belong to a stop string
@@ -29,7 +29,7 @@ class Request:
     tokens: tuple[int, ...]
     turn: int = 0
     suite: str = ""
-    image_prompt: ImagePrompt | None = None  # of a prompt with images; `tokens` has their places
+    media_prompt: MediaPrompt | None = None  # of a prompt with images or sounds; `tokens` has their places
 
     @property
     def number(self) -> int:
@@ -115,7 +115,7 @@ class BatchRow:
             stop_reason=self.stop_reason,
             turn=self.request.turn,
             suite=self.request.suite,
-            image_prompt=self.request.image_prompt,
+            media_prompt=self.request.media_prompt,
         )
 
 

@@ -24,7 +24,7 @@ from eval.decoder.request import Request
 from eval.metrics.likelihood import answer_logits
 from eval.stats.significance import g_test
 from heads.inference.causal_lm import head_logits, read_documents
-from heads.inference.image_inputs import ImagePrompt
+from heads.inference.media_inputs import MediaPrompt
 from heads.proposers.protocol import Proposer
 from heads.sampling.probabilities import token_probabilities
 from heads.target.loading import Target
@@ -45,7 +45,7 @@ class Start(NamedTuple):
     turn: int
     text: Prefix
     num_answered: int
-    image_prompt: ImagePrompt | None = None
+    media_prompt: MediaPrompt | None = None
 
 
 @dataclass
@@ -91,7 +91,7 @@ def check_first_tokens(
     start = choose_start(target, plain, config)
     if start is None:
         return {"p_value": None, "reason": "no_answer_to_start_from", "num_samples": 0}
-    cells = find_cells(target, start.text, config, num_samples, start.image_prompt)
+    cells = find_cells(target, start.text, config, num_samples, start.media_prompt)
     answers = list(_sample(target, proposer, start, config, num_samples))
     complete = [tokens for tokens in answers if tokens is not None]
     counts = [0] * len(cells.probabilities)
@@ -132,23 +132,23 @@ def choose_start(target: Target, plain: Sequence[Generation], config: DecodeConf
         if float(open_T.max()) > most:
             position, most = int(open_T.argmax()), float(open_T.max())
             text = (*answer.prompt_tokens, *answer.tokens[:position])
-            best = Start(answer.prompt_id, answer.turn, text, position, answer.image_prompt)
+            best = Start(answer.prompt_id, answer.turn, text, position, answer.media_prompt)
     return best
 
 
 def _logits_of(target: Target, answer: Generation, size: int) -> Tensor:
-    return answer_logits(target, answer.prompt_tokens, answer.tokens[:size], answer.image_prompt)
+    return answer_logits(target, answer.prompt_tokens, answer.tokens[:size], answer.media_prompt)
 
 
 def find_cells(
-    target: Target, text: Prefix, sampling: SamplingConfig, num_samples: int, image_prompt: ImagePrompt | None = None
+    target: Target, text: Prefix, sampling: SamplingConfig, num_samples: int, media_prompt: MediaPrompt | None = None
 ) -> Cells:
     """Partition the answers to `text` by their first `DEPTH` tokens into cells that expect at least `LEAST_EXPECTED` samples.
 
     What is pooled over the whole tree becomes one cell, or joins the smallest.
     """
     cells, worth = Cells(), LEAST_EXPECTED / num_samples
-    after = partial(_distributions_after, target, text, sampling=sampling, image_prompt=image_prompt)
+    after = partial(_distributions_after, target, text, sampling=sampling, media_prompt=media_prompt)
     level: dict[Prefix, float] = {(): 1.0}
     small: list[Prefix] = []
     for depth in range(1, DEPTH + 1):
@@ -193,14 +193,14 @@ def _distributions_after(
     text: Prefix,
     prefixes: Sequence[Prefix],
     sampling: SamplingConfig,
-    image_prompt: ImagePrompt | None = None,
+    media_prompt: MediaPrompt | None = None,
 ) -> list[Tensor]:
     """Return the next token's distribution `[V]` (float64) after the text and each prefix; the prefixes are equally long."""
     distributions: list[Tensor] = []
     for start in range(0, len(prefixes), AT_ONCE):
         rows = [[*text, *prefix] for prefix in prefixes[start : start + AT_ONCE]]
-        images = target.image_inputs([image_prompt] * len(rows), rows)
-        hidden_PTD = read_documents(target.model, torch.tensor(rows, device=target.device), None, images)
+        media = target.media_inputs([media_prompt] * len(rows), rows)
+        hidden_PTD = read_documents(target.model, torch.tensor(rows, device=target.device), None, media)
         probs_PV = token_probabilities(head_logits(target.model, hidden_PTD[:, -1]), sampling).cpu().double()
         distributions += list(probs_PV / probs_PV.sum(-1, keepdim=True))
     return distributions
@@ -213,7 +213,7 @@ def _sample(
     """Yield the first tokens of each sample, `DEPTH` or more unless the answer ended; `None` for one that failed."""
     settings = config.model_copy(update={"max_new_tokens": _answer_length(config), "stop": None})
     requests = [
-        Request(prompt_id=f"{start.prompt_id}/sample {n}", category="", tokens=start.text, image_prompt=start.image_prompt)
+        Request(prompt_id=f"{start.prompt_id}/sample {n}", category="", tokens=start.text, media_prompt=start.media_prompt)
         for n in range(num_samples)
     ]
     with progress("sampling first tokens", num_samples, "samples") as advance:

@@ -120,7 +120,7 @@ def _request(generation: Generation) -> Request:
         category=generation.category,
         tokens=generation.prompt_tokens,
         turn=generation.turn,
-        image_prompt=generation.image_prompt,
+        media_prompt=generation.media_prompt,
     )
 
 
@@ -194,8 +194,8 @@ def _copied(target: Target, dtype: torch.dtype) -> Target:
     copied = move(copy.deepcopy(target.model, copies), home, dtype)
     if (guidance := guidance_of(target.model)) is not None:
         guide(copied, guidance.config)
-    images = None if target.images is None else replace(target.images, model=copied)
-    return replace(target, model=copied, images=images)
+    media = None if target.media is None else replace(target.media, model=copied)
+    return replace(target, model=copied, media=media)
 
 
 def _home_for_copy(target: Target, dtype: torch.dtype) -> torch.device:
@@ -225,7 +225,7 @@ def _gap_and_error(
     forwards, over fewer rows, may run other kernels, whose errors `tie_noise` has to cover too.
     """
     prefix = (*answer.prompt_tokens, *answer.tokens[:position])
-    exact_V, own_V = (answer_logits(each, prefix, (one,), answer.image_prompt)[0].cpu().double() for each in (exact, target))
+    exact_V, own_V = (answer_logits(each, prefix, (one,), answer.media_prompt)[0].cpu().double() for each in (exact, target))
     best_V = exact_V.topk(min(COMPARED_TOKENS, len(exact_V))).indices
     error = float((own_V - exact_V)[best_V].abs().max())
     least = torch.finfo(target.model.dtype).eps * abs(float(exact_V.max()))

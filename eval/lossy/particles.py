@@ -109,8 +109,8 @@ class ParticleRun:
         prompts = [places[0].tokens for places in self._particles]
         longest = max(map(len, prompts))
         ids_RT = self._tensor([row + [0] * (longest - len(row)) for row in prompts])
-        images = self.target.image_inputs([places[0].row.request.image_prompt for places in self._particles], prompts)
-        states = forward_states(self.target.model, self.cache, ids_RT, [0] * len(prompts), self.taps, images=images)
+        media = self.target.media_inputs([places[0].row.request.media_prompt for places in self._particles], prompts)
+        states = forward_states(self.target.model, self.cache, ids_RT, [0] * len(prompts), self.taps, media=media)
         last_R = self._tensor([[len(row) - 1] for row in prompts]).squeeze(1)
         rows_R = torch.arange(len(prompts), device=self.target.device)
         logits_RV = head_logits(self.target.model, states.final_BTE[rows_R, last_R])

@@ -21,7 +21,7 @@ from typing import IO, Any, Self
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.resumable import Journal
 from eval.decoder.records import DistributionComparison, Generation, Round, Timing
-from heads.inference.image_inputs import ImagePrompt
+from heads.inference.media_inputs import MediaPrompt, current_keys
 
 log = logging.getLogger("draftsmith")
 
@@ -174,13 +174,14 @@ def to_values(generation: Generation) -> dict[str, Any]:
         columns["laws"] = [
             None if round_.distributions is None else list(vars(round_.distributions).values()) for round_ in rounds
         ]
-    values = {name: value for name, value in vars(generation).items() if name not in ("rounds", "image_prompt")}
-    pictured = {} if generation.image_prompt is None else {"image_prompt": vars(generation.image_prompt)}
+    values = {name: value for name, value in vars(generation).items() if name not in ("rounds", "media_prompt")}
+    pictured = {} if generation.media_prompt is None else {"media_prompt": vars(generation.media_prompt)}
     return values | pictured | {"rounds": columns}
 
 
 def from_values(values: dict[str, Any]) -> Generation:
     """Return the generation that `to_values` described."""
+    values = current_keys(values)
     tokens, columns = tuple(values["tokens"]), values["rounds"]
     count = len(columns["committed"])
     ends = accumulate(columns["committed"], initial=1)  # the first token is the prefill's
@@ -210,6 +211,6 @@ def from_values(values: dict[str, Any]) -> Generation:
         for (start, end), drafted, accepted, overlap, distributions, ranks, num_nodes, by_lookup in rows
     )
     given: dict[str, Any] = {"prompt_tokens": tuple(values["prompt_tokens"]), "tokens": tokens, "rounds": rounds}
-    if (pictured := values.get("image_prompt")) is not None:
-        given["image_prompt"] = ImagePrompt(text=pictured["text"], images=tuple(pictured["images"]))
+    if (pictured := values.get("media_prompt")) is not None:
+        given["media_prompt"] = MediaPrompt(text=pictured["text"], media=tuple(pictured["media"]))
     return Generation(**{**values, **given})

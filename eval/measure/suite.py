@@ -22,7 +22,7 @@ from distill.generation.source_files import SUFFIXES, load_rows, read_source
 from heads.artifact import read_training_prompts
 from heads.target.loading import Target
 
-OPTIONAL = ("tools", "images")  # of a prompt
+OPTIONAL = ("tools", "media")  # of a prompt
 SuiteRow = tuple[str, Mapping[str, Any]]  # its name in error messages, its keys and values
 
 

@@ -61,7 +61,7 @@ class Turns:
         text = str(self.target.tokenizer.decode(list(answer.tokens), skip_special_tokens=True))
         messages = self._messages[answer.prompt_id]
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": prompt.turns[turn]}]
-        return tuple(self.target.encode_chat(messages, tools=prompt.tools, images=prompt.images))
+        return tuple(self.target.encode_chat(messages, tools=prompt.tools, media=prompt.media))
 
     def _request(self, prompt: Prompt, tokens: tuple[int, ...], turn: int) -> Request:
         return Request(
@@ -70,7 +70,7 @@ class Turns:
             tokens=tokens,
             turn=turn,
             suite=self._suite_of.get(prompt.prompt_id, ""),
-            image_prompt=self.target.image_prompt(self._messages[prompt.prompt_id], prompt.images, tools=prompt.tools),
+            media_prompt=self.target.media_prompt(self._messages[prompt.prompt_id], prompt.media, tools=prompt.tools),
         )
 
     def _lose(self, answer: Generation, prompt: Prompt, turn: int, reason: StopReason) -> list[Generation]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eval.decoder.records import Generation
 from heads.inference.causal_lm import head_logits, read_documents
-from heads.inference.image_inputs import ImagePrompt
+from heads.inference.media_inputs import MediaPrompt
 from heads.target.loading import Target
 
 
@@ -31,16 +31,16 @@ def pair_answers(plain: Sequence[Generation], speculative: Sequence[Generation])
 
 def mean_log_likelihood(target: Target, answer: Generation, temperature: float) -> float:
     """Return the target's mean log-probability of an answer's tokens, in nats, at a temperature above 0."""
-    logits_TV = answer_logits(target, answer.prompt_tokens, answer.tokens, answer.image_prompt).float() / temperature
+    logits_TV = answer_logits(target, answer.prompt_tokens, answer.tokens, answer.media_prompt).float() / temperature
     tokens_T = torch.tensor(answer.tokens, device=logits_TV.device)
     return float(logits_TV.log_softmax(-1).gather(1, tokens_T.unsqueeze(1)).cpu().double().mean())
 
 
 @torch.inference_mode()
 def answer_logits(
-    target: Target, prompt: Sequence[int], answer: Sequence[int], image_prompt: ImagePrompt | None = None
+    target: Target, prompt: Sequence[int], answer: Sequence[int], media_prompt: MediaPrompt | None = None
 ) -> Tensor:
     """Return the logits `[T, V]` from which each token of an answer came; row t is after `answer[:t]`."""
     ids_1T = torch.tensor([[*prompt, *answer[:-1]]], device=target.device)
-    hidden_1TD = read_documents(target.model, ids_1T, None, target.image_inputs([image_prompt], [prompt]))
+    hidden_1TD = read_documents(target.model, ids_1T, None, target.media_inputs([media_prompt], [prompt]))
     return head_logits(target.model, hidden_1TD[0, len(prompt) - 1 :])

@@ -27,8 +27,8 @@ from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import EarlyExitSettings
 from heads.inference.causal_lm import new_cache, registered_forward
 from heads.inference.guidance import guidance_of
-from heads.inference.image_inputs import ImageInputs
 from heads.inference.kv_cache import RowCache
+from heads.inference.media_inputs import MediaInputs
 from heads.modules.attention import causal_ranges
 from heads.modules.autoregressive import FeatureProposer, Window
 from heads.modules.checkpointing import HeadLayer
@@ -135,13 +135,13 @@ class EarlyExitChain(FeatureProposer):
         starts: Sequence[int],
         taps: Sequence[int],
         attention: TreeAttention | None = None,
-        images: ImageInputs | None = None,
+        media: MediaInputs | None = None,
     ) -> TargetStates:
         """See `heads.proposers.protocol.TargetReader`."""
         if self._shared is None:
-            return forward_states(self.module.target, cache, ids_BT, starts, taps, attention, images)
+            return forward_states(self.module.target, cache, ids_BT, starts, taps, attention, media)
         self._lent = max(starts) == 0  # prompts, of the batch that begins
-        return self._shared.forward_states(cache, ids_BT, starts, taps, attention, images)
+        return self._shared.forward_states(cache, ids_BT, starts, taps, attention, media)
 
     def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
         super().start(tokens, capacity, states)

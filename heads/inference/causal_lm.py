@@ -30,8 +30,8 @@ from heads.inference.column_positions import (
     within_context,
 )
 from heads.inference.guidance import guidance_of, twice
-from heads.inference.image_inputs import ImageInputs, check_text, read_with_images
 from heads.inference.kv_cache import RowCache, RowLayer
+from heads.inference.media_inputs import MediaInputs, check_text, read_with_media
 from heads.inference.packed_rows import knowing_packing
 from heads.inference.recurrent_cache import Place, RecurrentCache, cache_argument, find_mixers
 from heads.sampling.token_tree import TreeAttention
@@ -104,7 +104,7 @@ def forward_rows(
     ids_BT: Tensor,
     starts: Sequence[int],
     attention: TreeAttention | None = None,
-    images: ImageInputs | None = None,
+    media: MediaInputs | None = None,
 ) -> Tensor:
     """Run a causal LM's backbone on tokens that continue each row at its own position.
 
@@ -113,7 +113,7 @@ def forward_rows(
         ids_BT: token ids; column t of row b stands at position `starts[b] + t`.
         starts: first position by row. Anything cached at or after it is overwritten or masked.
         attention: the tokens are those of a tree, whose first slots are `starts`.
-        images: of the rows, all of which are read from position 0; None: they bring none.
+        media: of the rows, all of which are read from position 0; None: they bring none.
 
     Returns:
         The final, normed hidden states `[B, T, D]`; position t predicts t + 1 (`head_logits`).
@@ -125,8 +125,8 @@ def forward_rows(
     T = ids_BT.shape[1]
     _check_served(model, starts, T, attention)
     cache.place(starts, T, ids_BT.device, attention)
-    if images is not None:
-        states_BTD, cache.offsets_B = read_with_images(model, ids_BT, images, cache)
+    if media is not None:
+        states_BTD, cache.offsets_B = read_with_media(model, ids_BT, media, cache)
         return states_BTD
     check_text(model, ids_BT, starts)
     text_B1, places_T = on_device(starts, ids_BT.device).unsqueeze(1), torch.arange(T, device=ids_BT.device)
@@ -142,16 +142,16 @@ def forward_rows(
 
 
 def read_documents(
-    model: PreTrainedModel, ids_BT: Tensor, packed_positions_BT: Tensor | None, images: ImageInputs | None = None
+    model: PreTrainedModel, ids_BT: Tensor, packed_positions_BT: Tensor | None, media: MediaInputs | None = None
 ) -> Tensor:
     """Return the final, normed hidden states `[B, T, D]` of whole rows; padding stands right, where causality alone masks it.
 
     Args:
         packed_positions_BT: positions from 0 in each document; None: each row is a single one.
-        images: of the rows, which are then not packed; None: they bring none.
+        media: of the rows, which are then not packed; None: they bring none.
     """
-    if images is not None:
-        return read_with_images(model, ids_BT, images)[0]
+    if media is not None:
+        return read_with_media(model, ids_BT, media)[0]
     check_text(model, ids_BT)
     guidance = guidance_of(model)
     if guidance is not None:

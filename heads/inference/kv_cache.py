@@ -121,7 +121,7 @@ class RowCache(Cache):
         self.rows = [layer(capacity) for _ in range(num_layers)]
         super().__init__(layers=list(self.rows))
         self.capacity = capacity
-        self.offsets_B: Tensor | None = None  # by which positions after images are moved (`heads.inference.image_inputs`)
+        self.offsets_B: Tensor | None = None  # by which positions after images are moved (`heads.inference.media_inputs`)
         self._slots = _Slots(starts=[0], length=0, index=None)
 
     def moved(self, positions_BT: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from heads.inference.causal_lm import (
     refuse_forwards,
 )
 from heads.inference.column_positions import first_of_equals
-from heads.inference.image_inputs import placeholder_of
+from heads.inference.media_inputs import placeholder_of
 from heads.inference.recurrent_cache import cache_argument
 from heads.sampling.token_tree import tree_attention
 

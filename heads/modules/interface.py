@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from configs.schema.heads import HeadSettings
 from heads.device import upload
-from heads.inference.image_inputs import ImageInputs, ImagePrompt
+from heads.inference.media_inputs import MediaInputs, MediaPrompt
 from heads.proposers.protocol import Proposer
 from heads.proposers.vocabulary import DraftVocabulary
 from heads.target.hidden_states import TargetStates
@@ -42,7 +42,7 @@ class Batch(NamedTuple):
     document_ids_BT: Tensor  # int64; which document of its row a token belongs to, from 0; NO_DOCUMENT on padding
     conversations_BC: Tensor  # int64; which conversation of the data file each document is, from 0; NO_DOCUMENT beyond the last
     origin: Origin | None = None  # of a batch that was moved from the host to a device
-    images: BatchImages | None = None  # None: no row has any
+    media: BatchMedia | None = None  # None: no row has any
 
     @property
     def packed_positions_BT(self) -> Tensor | None:
@@ -75,21 +75,21 @@ class Batch(NamedTuple):
 
     def _made_of(self, tensors: Sequence[Tensor], origin: Origin | None = None) -> Batch:
         ids_BT, mask_BT, positions_BT, documents_BT, conversations_BC = tensors
-        return Batch(ids_BT, mask_BT, positions_BT, documents_BT, conversations_BC, origin, self.images)
+        return Batch(ids_BT, mask_BT, positions_BT, documents_BT, conversations_BC, origin, self.media)
 
-    def image_inputs(self, target: Target) -> ImageInputs | None:
-        """Return what the target reads of the rows' images; None where no row has any."""
-        return None if self.images is None else target.image_inputs(self.images.rows, self.on_host.input_ids_BT.tolist())
+    def media_inputs(self, target: Target) -> MediaInputs | None:
+        """Return what the target reads of the rows' media; None where no row has any."""
+        return None if self.media is None else target.media_inputs(self.media.rows, self.on_host.input_ids_BT.tolist())
 
 
 @dataclass(frozen=True)
-class BatchImages:
-    """The prompts of a batch's rows that have images, None in the place of the others. No tuple, as `Origin`."""
+class BatchMedia:
+    """The prompts of a batch's rows that have media, None in the place of the others. No tuple, as `Origin`."""
 
-    rows: tuple[ImagePrompt | None, ...]
+    rows: tuple[MediaPrompt | None, ...]
 
     @classmethod
-    def of(cls, rows: Sequence[ImagePrompt | None]) -> BatchImages | None:
+    def of(cls, rows: Sequence[MediaPrompt | None]) -> BatchMedia | None:
         """Return those of some rows; None where none has any."""
         return cls(tuple(rows)) if any(row is not None for row in rows) else None
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from configs.schema.decoding import SamplingConfig
-from heads.inference.image_inputs import ImageInputs
 from heads.inference.kv_cache import RowCache
+from heads.inference.media_inputs import MediaInputs
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention
 from heads.sampling.uploads import Uploads
@@ -145,7 +145,7 @@ class TargetReader(Proposer, Protocol):
         starts: Sequence[int],
         taps: Sequence[int],
         attention: TreeAttention | None = None,
-        images: ImageInputs | None = None,
+        media: MediaInputs | None = None,
     ) -> TargetStates:
         """Run the target on the prompts, then on each round's pending tokens and drafts; see
         `heads.target.hidden_states.forward_states`."""

@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from configs.runtime.errors import InputError
 from configs.schema.decoding import SamplingConfig
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache, read_documents
-from heads.inference.image_inputs import ImageInputs
 from heads.inference.kv_cache import RowCache
+from heads.inference.media_inputs import MediaInputs
 from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
 from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.protocol import Proposal, Tokens
@@ -80,7 +80,7 @@ class SharedBlocks:
         starts: Sequence[int],
         taps: Sequence[int],
         attention: TreeAttention | None = None,
-        images: ImageInputs | None = None,
+        media: MediaInputs | None = None,
     ) -> TargetStates:
         """Run the target (`heads.target.hidden_states.forward_states`), in a round from where drafting has left it.
 
@@ -88,7 +88,7 @@ class SharedBlocks:
             ids_BT: the prompts; or in a round, each row's pending token and its drafts.
             taps: none, or the state after the first blocks.
             attention: None; only chains are drafted.
-            images: of the prompts.
+            media: of the prompts.
 
         Raises:
             ValueError: other taps or a tree are asked for.
@@ -101,7 +101,7 @@ class SharedBlocks:
             self._cache, self._exits = ref(cache), []  # another batch; one that was interrupted may have left states
         exits, self._exits = self._exits[: ids_BT.shape[1]], []
         if not exits:
-            return forward_states(self.model, cache, ids_BT, starts, taps, images=images)
+            return forward_states(self.model, cache, ids_BT, starts, taps, media=media)
         if len(exits) < ids_BT.shape[1]:  # the last draft, which drafting had no need to read
             self._read(ids_BT[:, len(exits) :], shifted(starts, len(exits)), exits)
         exits_BTE = torch.cat(exits, 1)

@@ -11,9 +11,10 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import read_text
+from heads.inference.media_inputs import SOUND
 from heads.target.identity import TargetIdentity
 
-OBJECT = "\ufffc"  # Unicode's object replacement character: where an image stands in a user's text
+OBJECT = "\ufffc"  # Unicode's object replacement character: where an image or a sound stands in a user's text
 
 # chatml: as of Qwen, SmolLM2 and others. plain: the texts alone, a line each, for base models.
 NAMED = {
@@ -66,7 +67,8 @@ def in_template(
     tools: Sequence[Mapping[str, Any]] = (),
     answer_follows: bool = True,
     in_parts: bool = False,
-    images: int = 0,
+    media: Sequence[str] = (),
+    template: str | None = None,
 ) -> str:
     """Return the text of a conversation in the chat template.
 
@@ -75,11 +77,12 @@ def in_template(
         tools: that the assistant may call, as OpenAI describes them, for templates that show them.
         answer_follows: open the assistant's turn.
         in_parts: try lists of parts where the template leaves out a text.
-        images: how many there are; each has an `OBJECT` in a user's text.
+        media: references to images and sounds; each has an `OBJECT` in a user's text.
+        template: in place of the tokenizer's.
 
     Raises:
         InputError: the tokenizer has no chat template, or the template refuses the conversation: some know no system
-            message, some ask that user and assistant take turns; or there are not as many places for images.
+            message, some ask that user and assistant take turns; or there are not as many places for media.
     """
     name, tokenizer = target.identity.name, target.tokenizer
     if tokenizer.chat_template is None:
@@ -88,12 +91,12 @@ def in_template(
 
     def render(conversation: list[dict[str, Any]]) -> str:
         given: Any = [dict(tool) for tool in tools] or None
-        text = tokenizer.apply_chat_template(conversation, tools=given, add_generation_prompt=answer_follows, tokenize=False)
-        return str(text)
+        settings: Any = {"tools": given, "add_generation_prompt": answer_follows, "tokenize": False}
+        return str(tokenizer.apply_chat_template(conversation, chat_template=template, **settings))
 
     try:
-        if images:
-            return render(_with_images(plain, images))
+        if media:
+            return render(_with_media(plain, media))
         text = render(plain)
         said = plain[-1].get("content") or ""
         if in_parts and said.strip() not in text:  # its template may know lists of parts only
@@ -114,20 +117,27 @@ def no_chat_template(name: str) -> str:
     )
 
 
-def _with_images(conversation: Sequence[dict[str, Any]], images: int) -> list[dict[str, Any]]:
-    """Return messages whose contents are lists of parts: texts, and an image at each `OBJECT` of a user's text."""
-    messages, found = [], 0
+def _with_media(conversation: Sequence[dict[str, Any]], media: Sequence[str]) -> list[dict[str, Any]]:
+    """Return messages whose contents are lists of parts: texts, and an image or a sound at each `OBJECT` of a user's text."""
+    found = sum((each.get("content") or "").count(OBJECT) for each in conversation if each["role"] == "user")
+    if found != len(media):
+        raise InputError(
+            f"a conversation has {len(media)} images or sounds and {found} places for them (U+FFFC in its user's texts)"
+        )
+    messages, left = [], iter(media)
     for message in conversation:
         content = message.get("content") or ""
         pieces = content.split(OBJECT) if message["role"] == "user" else [content]
         parts: list[dict[str, str]] = []
         for number, piece in enumerate(pieces):
-            parts += [{"type": "image"}] * (number > 0) + [_text_part(piece)] * bool(piece)
-        found += len(pieces) - 1
+            parts += ([_media_part(next(left))] if number else []) + [_text_part(piece)] * bool(piece)
         messages.append(message | {"content": parts})
-    if found != images:
-        raise InputError(f"a conversation has {images} images and {found} places for them (U+FFFC in its user's texts)")
     return messages
+
+
+def _media_part(reference: str) -> dict[str, str]:
+    """Return what templates know a place by: some of those for sounds look for the key `audio`."""
+    return {"type": "audio", "audio": ""} if reference.startswith(SOUND) else {"type": "image"}
 
 
 def _text_part(text: str) -> dict[str, str]:

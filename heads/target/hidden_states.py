@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
 from heads.inference.causal_lm import backbone, current_forward, forward_rows, head_logits, read_documents
-from heads.inference.image_inputs import ImageInputs
 from heads.inference.kv_cache import RowCache
+from heads.inference.media_inputs import MediaInputs
 from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
 from heads.sampling.token_tree import TreeAttention
 from heads.target.block_config import attentions_per_block
@@ -178,14 +178,14 @@ def forward_states(
     starts: Sequence[int],
     taps: Sequence[int],
     attention: TreeAttention | None = None,
-    images: ImageInputs | None = None,
+    media: MediaInputs | None = None,
 ) -> TargetStates:
     """Return the target's states at tokens that continue each row (`heads.inference.causal_lm.forward_rows`).
 
     Of a guided target the final state is the guided one, and taps are those of the text with its condition, which comes first.
     """
     with tapped(model, taps) as seen:
-        final_BTE = forward_rows(model, cache, ids_BT, starts, attention, images)
+        final_BTE = forward_rows(model, cache, ids_BT, starts, attention, media)
     return TargetStates(final_BTE=final_BTE, taps_ABTE=tuple(seen[tap][: len(ids_BT)] for tap in taps))
 
 
@@ -195,11 +195,11 @@ def read_states(
     ids_BT: Tensor,
     taps: Sequence[int],
     packed_positions_BT: Tensor | None = None,
-    images: ImageInputs | None = None,
+    media: MediaInputs | None = None,
 ) -> TargetStates:
     """Return the target's states over whole rows (`heads.inference.causal_lm.read_documents`)."""
     with torch.autocast(model.device.type, enabled=False), tapped(model, taps) as seen:
-        final_BTE = read_documents(model, ids_BT, packed_positions_BT, images)
+        final_BTE = read_documents(model, ids_BT, packed_positions_BT, media)
     return TargetStates(final_BTE=final_BTE, taps_ABTE=tuple(seen[tap][: len(ids_BT)] for tap in taps))
 
 

@@ -28,16 +28,16 @@ from heads.inference.causal_lm import mixers_of
 from heads.inference.column_positions import rope_limit
 from heads.inference.compiled_forward import make_compiled
 from heads.inference.guidance import guide
-from heads.inference.image_inputs import ImageInputs, ImagePrompt
 from heads.inference.lean_forward import make_lean
+from heads.inference.media_inputs import MediaInputs, MediaPrompt
 from heads.inference.model_checks import check_split
 from heads.target.chat_template import in_template, no_chat_template, set_chat_template
 from heads.target.demo_model import PREFIX, embedded_folder, load_gguf
 from heads.target.hidden_states import TargetStates
 from heads.target.id_tokens import id_tokenizer
 from heads.target.identity import TargetIdentity, hash_chat_template, hash_tokenizer, hash_weights
-from heads.target.images.processor import ImageReader, load_reader
-from heads.target.images.reading import shown
+from heads.target.media.processor import MediaReader, load_reader
+from heads.target.media.reading import kind_of, shown
 from heads.target.placement import place_parts
 from heads.target.quantized import loader_of, quantization_of
 from heads.target.served.ends import load_ends
@@ -87,7 +87,7 @@ class Target:
             is on one.
         group: the processes that it is split over (`heads.target.split`); None: each has a target of its own.
         states_from: servers that run it (`distill.server.engine`); None: it is run here.
-        images: makes its inputs of the images of prompts; None: it reads text alone.
+        media: makes its inputs of the images or sounds of prompts; None: it reads text alone.
     """
 
     model: PreTrainedModel
@@ -97,7 +97,7 @@ class Target:
     spread_by: TargetConfig | None = None
     group: TargetGroup | None = None
     states_from: StateSource | None = None
-    images: ImageReader | None = None
+    media: MediaReader | None = None
 
     @property
     def device(self) -> torch.device:
@@ -125,20 +125,20 @@ class Target:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         answer_follows: bool = True,
-        images: Sequence[str] = (),
+        media: Sequence[str] = (),
     ) -> list[int]:
         """Return the token ids of a conversation in the chat template.
 
         Args:
             messages, tools, answer_follows: as for `heads.target.chat_template.in_template`.
-            images: references to the images of its user's texts, in order (`heads.target.images`).
+            media: references to the images or sounds in its user's texts, in order (`heads.target.media`).
 
         Raises:
-            InputError: as for `in_template`; or a text has no tokens, or an image cannot be read.
+            InputError: as for `in_template`; or a text has no tokens, or an image or a sound cannot be read.
         """
-        prompt = self.image_prompt(messages, images, tools=tools, answer_follows=answer_follows)
+        prompt = self.media_prompt(messages, media, tools=tools, answer_follows=answer_follows)
         if prompt is not None:
-            return self._reader(prompt).ids(prompt)
+            return self._reader(media).ids(prompt)
         takes_parts = self.model.config.get_text_config() is not self.model.config
         text = in_template(self, messages, tools=tools, answer_follows=answer_follows, in_parts=takes_parts)
         # The template brings its own special tokens; the tokenizer must not add another set.
@@ -150,24 +150,28 @@ class Target:
                 f"target.tokens ids a prompt is numbers from 0 to {self.vocab_size - 1}"
             ) from error
 
-    def image_prompt(self, messages: Sequence[Mapping[str, Any]], images: Sequence[str], **settings: Any) -> ImagePrompt | None:
-        """Return what a conversation's images are read by, None where it has none; arguments are those of `encode_chat`."""
-        if not images:
+    def media_prompt(self, messages: Sequence[Mapping[str, Any]], media: Sequence[str], **settings: Any) -> MediaPrompt | None:
+        """Return what a conversation's media are read by, None where it has none; arguments are those of `encode_chat`."""
+        if not media:
             return None
-        return ImagePrompt(text=in_template(self, messages, images=len(images), **settings), images=tuple(images))
+        text = in_template(self, messages, media=media, template=self._reader(media).template, **settings)
+        return MediaPrompt(text=text, media=tuple(media))
 
-    def image_inputs(self, prompts: Sequence[ImagePrompt | None], ids: Sequence[Sequence[int]]) -> ImageInputs | None:
-        """Return what the model reads beside the ids of rows that begin with these prompts; None where none has images."""
+    def media_inputs(self, prompts: Sequence[MediaPrompt | None], ids: Sequence[Sequence[int]]) -> MediaInputs | None:
+        """Return what the model reads beside the ids of rows that begin with these prompts; None where none has media."""
         first = next((prompt for prompt in prompts if prompt is not None), None)
-        return None if first is None else self._reader(first).inputs(prompts, ids)
+        return None if first is None else self._reader(first.media).inputs(prompts, ids)
 
-    def _reader(self, prompt: ImagePrompt) -> ImageReader:
-        if self.images is None:
-            raise InputError(
-                f"a prompt brings images, the first is {shown(prompt.images[0])}, and target.images is null: give {{}} there "
-                "for a target that reads images, or leave the prompt out"
-            )
-        return self.images
+    def _reader(self, media: Sequence[str]) -> MediaReader:
+        for reference in media:
+            kind = kind_of(reference)
+            if self.media is None or not isinstance(self.media.config, kind):
+                raise InputError(
+                    f"a prompt brings {kind.what} {shown(reference)}, and {kind.key} is null: give {{}} there for a target "
+                    f"that reads {kind.what}s, or leave the prompt out"
+                )
+        assert self.media is not None
+        return self.media
 
 
 def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: bool = False) -> Target:
@@ -242,7 +246,7 @@ def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: 
         eos_token_ids=_eos_token_ids(model, tokenizer),
         spread_by=None if config.device_map is None and group is None else config,
         group=group,
-        images=load_reader(path, config, model),
+        media=load_reader(path, config, model, tokenizer),
     )
 
 

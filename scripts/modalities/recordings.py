@@ -1,7 +1,4 @@
-"""WAV files, log-mel spectrograms, and sound from these again.
-
-Files are read by the standard library, which knows uncompressed ones of 8 to 32 bits.
-"""
+"""WAV files, log-mel spectrograms, and sound from these again."""
 
 from __future__ import annotations
 
@@ -13,16 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from scipy.signal import resample_poly
 from transformers.audio_utils import mel_filter_bank
 
 from configs.runtime.errors import InputError
+from heads.target.media.sounds import wav_samples
 
 RATE, WINDOW, HOP, BANDS = 8000, 256, 128, 40  # samples a second, of a frame, between frames; mel bands
 QUIET = 1e-6  # power below which everything is silence
 ROUNDS = 32  # of Griffin-Lim
 LARGEST = 2**24  # bytes of a file
-RATES = (4000, 192_000)  # samples a second that are taken
 
 
 def read_wav(path: Path, seconds: float) -> np.ndarray:
@@ -34,26 +30,7 @@ def read_wav(path: Path, seconds: float) -> np.ndarray:
     size = path.stat().st_size
     if size > LARGEST:
         raise InputError(f"{path} has {size} bytes; recordings of at most {LARGEST} are taken")
-    try:
-        with wave.open(str(path)) as file:
-            rate, width, channels = file.getframerate(), file.getsampwidth(), file.getnchannels()
-            frames = min(file.getnframes(), math.ceil(seconds * rate))
-            held = file.readframes(frames)
-    except (wave.Error, EOFError, OSError, RuntimeError) as error:
-        raise InputError(f"{path} is no uncompressed WAV file: {error or 'it ends too early'}") from error
-    if not RATES[0] <= rate <= RATES[1] or width > 4:
-        raise InputError(
-            f"{path} has {rate} samples a second of {8 * width} bits; {RATES[0]} to {RATES[1]} of 8 to 32 are taken"
-        )
-    if not held or len(held) != frames * width * channels:
-        raise InputError(f"{path} is cut off: {len(held)} bytes of sound where it names {frames * width * channels}")
-    bytes_SW: np.ndarray = np.frombuffer(held, dtype=np.uint8).reshape(-1, width)
-    if width == 1:  # the only width without a sign
-        bytes_SW = bytes_SW ^ 0x80
-    samples = np.pad(bytes_SW, ((0, 0), (4 - width, 0))).view("<i4").reshape(-1, channels).mean(1) / 2**31
-    common = math.gcd(rate, RATE)
-    resampled: np.ndarray = resample_poly(samples, RATE // common, rate // common)
-    return resampled
+    return wav_samples(path.read_bytes(), str(path), RATE, seconds)
 
 
 def wav_bytes(samples: np.ndarray) -> bytes:

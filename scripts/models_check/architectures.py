@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoModelForImageTextToText, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
@@ -24,7 +24,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from heads.target.loading import load_with
-from scripts.models_check.image_models import PICTURED
+from heads.target.model_class import auto_class
+from scripts.models_check.media_models import MEDIA_FAMILIES
 
 VOCAB_SIZE = 256
 NUM_BLOCKS = 4
@@ -132,7 +133,7 @@ LONG_ROPE = {
     "short_factor": [1.0] * 8,
     "long_factor": [1.0 + place for place in range(8)],
 } | SHORT
-# Name: the family, and what differs. The last are known as models that read images, whose text part is checked.
+# Name: the family, and what differs. The last are known as models that read images or sounds, whose text part is checked.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3, longrope": ("phi3", {"rope_parameters": LONG_ROPE}),
     "phimoe, longrope": ("phimoe", {"rope_parameters": LONG_ROPE | {"short_mscale": 1.0, "long_mscale": 1.2}}),
@@ -158,6 +159,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "aya_vision",
             "glm4v",
             "kimi_k25",
+            "qwen2_audio",
+            "glmasr",
         )
     },
 }
@@ -191,7 +194,7 @@ def default_config(name: str) -> PreTrainedConfig:
 def tiny_config(name: str) -> PreTrainedConfig:
     """Return the tiny config of a name of `names`."""
     family, changes = VARIANTS.get(name, (name, {}))
-    return _shrunk(default_config(family), PICTURED[name].changes if name in PICTURED else changes)
+    return _shrunk(default_config(family), MEDIA_FAMILIES[name].changes if name in MEDIA_FAMILIES else changes)
 
 
 def tiny_model(name: str, seed: int = 3) -> PreTrainedModel:
@@ -203,7 +206,7 @@ def tiny_model(name: str, seed: int = 3) -> PreTrainedModel:
     config = tiny_config(name)
     # With its vision part where it has one, as checkpoints do.
     has_parts = bool(config.sub_configs) and family_of(name) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    kind = AutoModelForImageTextToText if has_parts else AutoModelForCausalLM
+    kind = AutoModelForImageTextToText if has_parts else auto_class(config)
 
     def build(attention: str) -> PreTrainedModel:
         return kind.from_config(config, dtype=torch.float32, attn_implementation=attention)

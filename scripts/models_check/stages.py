@@ -53,7 +53,7 @@ from scripts.models_check.cases import (
     names_with_gradient,
     uncached_logits,
 )
-from scripts.models_check.image_stage import images
+from scripts.models_check.media_stage import media
 from scripts.models_check.scripted_drafts import ScriptedDrafts
 
 SAMPLED_TOKENS = 14
@@ -275,7 +275,7 @@ STAGES: dict[str, Callable[[Case], None]] = {
     "mtp": mtp,
     "distill": distill,
     "artifact": artifact,
-    "images": images,
+    "media": media,
     "lean": lean,
     "compiled": compiled,
 }

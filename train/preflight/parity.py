@@ -59,7 +59,7 @@ def largest_gap(task: HeadTask, module: nn.Module, text: Example, num_drafts: in
     recording = _RecordingProposer(task.family.propose(head, task.target.device))
     length = len(text.input_ids) - text.answer_start + MORE_TOKENS
     prompt = text.input_ids[: text.answer_start]
-    request = Request(prompt_id="parity", category="", tokens=prompt, image_prompt=text.image_prompt)
+    request = Request(prompt_id="parity", category="", tokens=prompt, media_prompt=text.media_prompt)
     decode(task.target, [request], DecodeConfig(num_speculative_tokens=num_drafts, max_new_tokens=length), recording)
     tolerance = TOLERANCES.get(task.target.model.dtype, TOLERANCES[torch.float32])
     gaps = [

@@ -211,7 +211,7 @@ def written(task: HeadTask, example: Example, config: DecodeConfig) -> Sequence[
 
 def _request(text: Example) -> Request:
     tokens = text.input_ids[: text.answer_start]
-    return Request(prompt_id="sanity", category="", tokens=tokens, image_prompt=text.image_prompt)
+    return Request(prompt_id="sanity", category="", tokens=tokens, media_prompt=text.media_prompt)
 
 
 def _own_answer(task: HeadTask, example: Example) -> Sequence[int]:

@@ -154,7 +154,7 @@ class HeadTask:
             return self.target.states_from.states(batch, self.taps)
 
         def read(ids_BT: Tensor, packed_positions_BT: Tensor | None) -> TargetStates:
-            return read_states(self.target.model, ids_BT, self.taps, packed_positions_BT, batch.image_inputs(self.target))
+            return read_states(self.target.model, ids_BT, self.taps, packed_positions_BT, batch.media_inputs(self.target))
 
         return in_turns(self.target.group if own else None, batch.input_ids_BT, batch.packed_positions_BT, read)
 

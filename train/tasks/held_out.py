@@ -60,7 +60,7 @@ class HeldOutDecoding:
                 prompt_id=f"{row.prompt_id}/{row.turn}",
                 category=row.category,
                 tokens=row.prompt_ids,
-                image_prompt=row.image_prompt,
+                media_prompt=row.media_prompt,
             )
             for row in conversations[: config.num_prompts]
         ]
@@ -99,7 +99,7 @@ class HeldOutPrediction:
             Example(
                 row.prompt_ids + row.answer_ids[: self.decode.max_new_tokens],
                 len(row.prompt_ids),
-                image_prompt=row.image_prompt,
+                media_prompt=row.media_prompt,
             )
             for row in conversations[: config.num_prompts]
         ]

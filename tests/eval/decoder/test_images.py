@@ -10,11 +10,11 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import StaticTree
 from configs.schema.target import ImagesConfig, TargetConfig
 from eval.decoder.decode import Request, decode
-from heads.inference.image_inputs import ImagePrompt
+from heads.inference.media_inputs import MediaPrompt
 from heads.target.chat_template import OBJECT
 from heads.target.loading import Target, load_target
 from scripts.models_check.architectures import VOCAB_SIZE, tiny_model
-from scripts.models_check.image_models import picture, save_processor
+from scripts.models_check.media_models import picture, save_processor
 from scripts.models_check.scripted_drafts import ScriptedDrafts
 
 pytest.importorskip("PIL")
@@ -48,9 +48,9 @@ def requests_of(target: Target) -> list[Request]:
     requests = []
     for number, (text, images) in enumerate(ASKED):
         messages = [{"role": "user", "content": text}]
-        tokens = tuple(target.encode_chat(messages, images=images))
-        prompt = target.image_prompt(messages, images)
-        requests.append(Request(prompt_id=str(number), category="", tokens=tokens, image_prompt=prompt))
+        tokens = tuple(target.encode_chat(messages, media=images))
+        prompt = target.media_prompt(messages, images)
+        requests.append(Request(prompt_id=str(number), category="", tokens=tokens, media_prompt=prompt))
     return requests
 
 
@@ -59,9 +59,9 @@ def reference(target: Target, request: Request) -> list[int]:
     model = tiny_model("qwen2_5_vl")
     ids_1T = torch.tensor([request.tokens])
     given = {}
-    if request.image_prompt is not None:
-        inputs = target.images.inputs([request.image_prompt], [request.tokens])
-        given = {**inputs.of_images, **inputs.of_tokens}
+    if request.media_prompt is not None:
+        inputs = target.media.inputs([request.media_prompt], [request.tokens])
+        given = {**inputs.of_media, **inputs.of_tokens}
     text_1T = model.generate(ids_1T, **given, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
     return text_1T[0, ids_1T.shape[1] :].tolist()
 
@@ -81,15 +81,15 @@ def test_greedy_tokens_are_those_of_generate_with_the_same_pictures(target: Targ
 def test_a_place_for_an_image_without_it_and_a_changed_image_are_refused(target: Target, folder: Path) -> None:
     request = requests_of(target)[0]
     config = DecodeConfig(num_speculative_tokens=0, max_new_tokens=2)
-    with pytest.raises(InputError, match="token 250, which stands for an image, and is read without one"):
+    with pytest.raises(InputError, match="token 250, which stands for an image or a sound, and is read without one"):
         decode(target, [Request(prompt_id="0", category="", tokens=request.tokens)], config)
-    assert request.image_prompt is not None
-    other = ImagePrompt(text=request.image_prompt.text.replace("w30", "w33"), images=request.image_prompt.images)
+    assert request.media_prompt is not None
+    other = MediaPrompt(text=request.media_prompt.text.replace("w30", "w33"), media=request.media_prompt.media)
     with pytest.raises(InputError, match="give other tokens than when it was made"):
-        decode(target, [Request(prompt_id="0", category="", tokens=request.tokens, image_prompt=other)], config)
+        decode(target, [Request(prompt_id="0", category="", tokens=request.tokens, media_prompt=other)], config)
 
 
 def test_images_for_a_target_without_them_are_refused(folder: Path) -> None:
     target = load_target(TargetConfig(name=str(folder), dtype="float32", device="cpu"))
-    with pytest.raises(InputError, match=r"the first is a\.png, and target\.images is null"):
-        target.encode_chat([{"role": "user", "content": f"w20 {OBJECT}"}], images=["a.png"])
+    with pytest.raises(InputError, match=r"a prompt brings image a\.png, and target\.images is null"):
+        target.encode_chat([{"role": "user", "content": f"w20 {OBJECT}"}], media=["a.png"])

@@ -1,10 +1,13 @@
 """Images that anybody may have written: what cannot be read is one sentence, and limits hold before decoding."""
 
 import base64
+import contextlib
 import io
 import struct
+import threading
 import time
 import zlib
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,8 @@ import pytest
 
 from configs.runtime.errors import InputError
 from configs.schema.target import ImagesConfig
-from heads.target.images import reading
-from heads.target.images.reading import read_image
+from heads.target.media import reading
+from heads.target.media.images import read_image
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -89,3 +92,38 @@ def test_an_image_that_takes_too_long_is_given_up(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(reading, "_bytes_of", slow)
     with pytest.raises(InputError, match=r"was not read within 0.05 s \(target.images.timeout_seconds\)"):
         read_image("a.png", ImagesConfig(timeout_seconds=0.05))
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Serves a picture, one that never ends, and a redirection."""
+
+    def do_GET(self) -> None:
+        self.send_response({"/a.png": 200, "/long.png": 200, "/moved.png": 302}.get(self.path, 404))
+        self.send_header("Location", "/a.png")
+        self.end_headers()
+        with contextlib.suppress(OSError):  # the reader hangs up
+            self.wfile.write(png() if self.path == "/a.png" else b"x" * 100_000)
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+
+def test_a_url_is_fetched_only_where_that_is_allowed_and_within_limits() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            url = f"http://127.0.0.1:{server.server_port}"
+            allowed = ImagesConfig(allow_urls=True, max_bytes=1000, timeout_seconds=10)
+            assert read_image(f"{url}/a.png", allowed).size == (4, 3)
+            for name, config, says in (
+                ("a.png", ImagesConfig(), "nothing is fetched: set target.images.allow_urls to true"),
+                ("moved.png", allowed, "was answered with status 302"),
+                ("missing.png", allowed, "was answered with status 404"),
+                ("long.png", allowed, "more bytes than target.images.max_bytes, 1000"),
+            ):
+                with pytest.raises(InputError, match=says):
+                    read_image(f"{url}/{name}", config)
+        finally:
+            server.shutdown()
+    with pytest.raises(InputError, match="could not be fetched"):
+        read_image(f"{url}/a.png", allowed)

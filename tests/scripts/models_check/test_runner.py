@@ -75,7 +75,7 @@ def test_a_name_that_transformers_does_not_have_is_refused():
 
 
 def test_a_family_that_is_right_passes_every_stage_that_is_for_it(tmp_path):
-    expected = dict.fromkeys(STAGES, "ok") | {"images": "skipped"}
+    expected = dict.fromkeys(STAGES, "ok") | {"media": "skipped"}
     assert {stage: outcome.result for stage, outcome in results_of("qwen3", tmp_path).items()} == expected
 
 
