@@ -64,8 +64,8 @@ distribution-check: setup ## 100,000 samples of the whole decoder for every rule
 slow-check: setup ## a forward compiled by the real compiler, 10,000 prompts counted (a minute or two)
 	$(PY) -m pytest -m slow -s tests/heads/inference/test_compiled_forward.py tests/eval/metrics/test_tally.py
 
-cluster-check: setup ## the job files of scripts/cluster, run with one process killed and with stand-ins for Slurm (a minute)
-	$(PY) -m pytest -m 'slow or not slow' -s tests/faults/test_cluster.py
+cluster-check: setup ## the job files of scripts/cluster, with a process or a node killed and stand-ins for Slurm (minutes)
+	$(PY) -m pytest -m 'slow or not slow' -s tests/faults/test_cluster.py tests/faults/test_elastic.py
 
 device-check: setup ## decoding, evaluation, export and training on a mock device that is not the CPU: the CPU's results, waits counted (three minutes)
 	$(PY) -m pytest -m device tests/device

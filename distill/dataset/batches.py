@@ -9,10 +9,11 @@ B batch, T positions, C conversations of a row at most, N conversations.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -120,7 +121,8 @@ class BucketedBatchSampler(EpochSampler[int]):
 
     Args:
         rows: of a batch; with several batches a step, on average.
-        num_batches: of an optimiser step, over all processes.
+        num_batches: of an optimiser step, over all processes. Where the last step of an epoch has fewer conversations, it takes
+            more of those that began it, or it would be another step with another number of processes.
     """
 
     def __init__(
@@ -134,8 +136,7 @@ class BucketedBatchSampler(EpochSampler[int]):
         self.num_batches = num_batches
 
     def __len__(self) -> int:
-        whole, left = divmod(len(self.lengths_N), self.num_batches * self.rows)
-        return whole * self.num_batches + min(self.num_batches, left)
+        return math.ceil(len(self.lengths_N) / (self.num_batches * self.rows)) * self.num_batches
 
     def __iter__(self) -> Iterator[list[int]]:
         if self.num_batches == 1:
@@ -144,8 +145,10 @@ class BucketedBatchSampler(EpochSampler[int]):
 
     def _dealt(self) -> Iterator[list[int]]:
         """Yield the batches of each step, of the conversations that are in as many buckets."""
-        buckets = self._buckets()
+        buckets, first = self._buckets(), list[int]()
         while step := [index for bucket in islice(buckets, self.num_batches) for index in bucket]:
+            first = first or step
+            step += list(islice(cycle(first), max(0, self.num_batches - len(step))))
             yield from deal(step, self.lengths_N[step].tolist(), self.num_batches)
 
     def _buckets(self) -> Iterator[list[int]]:
@@ -162,9 +165,10 @@ class BucketedBatchSampler(EpochSampler[int]):
 
     def measure(self) -> Lengths:
         """Return the size of the current epoch."""
-        positions = sum(int(self.lengths_N[batch].max()) * len(batch) for batch in self)
-        tokens = int(self.lengths_N.sum())
-        return Lengths(num_batches=len(self), num_tokens=tokens, num_padding=positions - tokens)
+        of_batches = [self.lengths_N[batch] for batch in self]
+        positions = sum(int(each.max()) * len(each) for each in of_batches)
+        tokens = sum(int(each.sum()) for each in of_batches)
+        return Lengths(num_batches=len(of_batches), num_tokens=tokens, num_padding=positions - tokens)
 
 
 def deal(rows: Sequence[int], lengths: Sequence[int], num_batches: int) -> list[list[int]]:

@@ -27,7 +27,8 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="$GRACE_SECONDS"
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 if [[ -n "$RECIPE" && "$NUM_NODES" == *:* ]]; then
-    echo "error: RECIPE=$RECIPE needs a fixed number of nodes, NUM_NODES=$NUM_NODES was given: unset RECIPE for elastic DDP" >&2
+    echo "error: RECIPE=$RECIPE needs a fixed number of nodes, NUM_NODES=$NUM_NODES was given: unset RECIPE for elastic DDP," \
+        "and set ACCELERATE_USE_FSDP=true FSDP_VERSION=2 for elastic FSDP2" >&2
     exit 2
 fi
 DRAFTSMITH_STOPPED_FILE="$(mktemp)"

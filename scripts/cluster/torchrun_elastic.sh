@@ -5,7 +5,9 @@
 # MAX_NODES nodes are there, starts all processes again, and training goes on from its last checkpoint. With MAX_NODES above
 # MIN_NODES, give schedule.micro_batches_per_step, a multiple of each number of processes that there may be: a step is then the
 # same whatever their number. Without it a step belongs to a number of processes, and a lost node has to be waited for. What is
-# lost is what was done since the last checkpoint, so write them: schedule.checkpoint_every_steps.
+# lost is what was done since the last checkpoint, so write them: schedule.checkpoint_every_steps. ACCELERATE_USE_FSDP=true
+# FSDP_VERSION=2 in front of it takes FSDP2. The others notice the loss of a node after 15 s, and wait 30 s for another one.
+# MAIN_HOST is where they find each other: if that node is lost, all end, and the same command starts again from the checkpoint.
 
 # --- placeholders -----------------------------------------------------------------------------------------------------
 MIN_NODES="${MIN_NODES:-1}"

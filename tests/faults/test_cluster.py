@@ -1,9 +1,8 @@
-"""The job files of scripts/cluster: SLURM's with stand-ins for its programs, torchrun's as it is, Kubernetes' by its fields."""
+"""The job files of scripts/cluster: SLURM's with stand-ins for its programs, Kubernetes' by its fields."""
 
 import json
 import os
 import re
-import signal
 import string
 import subprocess
 import sys
@@ -13,11 +12,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from safetensors.torch import load_file
 
 from configs.runtime.command import DONE, TERMINATED
 from configs.runtime.files import write_json
-from tests.faults.conftest import free_port, start_pair
+from tests.faults.conftest import free_port
 from train.launch import run_distillation
 from train.loop.checkpoints import list_checkpoints, read_manifest
 
@@ -199,59 +197,6 @@ def assert_ends(pid, seconds=10):
     while Path(f"/proc/{pid}").exists():
         assert time.monotonic() < until, f"process {pid} is still there"
         time.sleep(0.05)
-
-
-def test_an_elastic_launch_refuses_a_recipe_that_it_inherits(tmp_path):
-    command = ["bash", str(CLUSTER / "torchrun_elastic.sh"), "train/heads.py"]
-    variables = environment(RECIPE="configs/accelerate/zero2.yaml", PYTHON="false")
-    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=30, check=False)
-    assert ended.returncode == 2
-    assert "error: RECIPE=configs/accelerate/zero2.yaml needs a fixed number of nodes" in ended.stderr
-
-
-def workers(config):
-    """Return the process id of each rank that trains by a config."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if config.encode() in (folder / "cmdline").read_bytes():
-                variables = dict(each.partition(b"=")[::2] for each in (folder / "environ").read_bytes().split(b"\0"))
-                if b"RANK" in variables:
-                    found[int(variables[b"RANK"])] = int(folder.name)
-        except OSError:  # it has ended
-            continue
-    return found
-
-
-@pytest.mark.slow  # twenty seconds on two free cores: make cluster-check
-def test_torchrun_starts_both_processes_again_when_one_is_killed_and_nothing_is_lost(project, tmp_path, start):
-    lengths = LENGTHS | {"batch_size": 2}
-    config = written(project.distill(tmp_path / "run", **lengths), tmp_path / "recipe.yaml")
-    command = ["bash", str(CLUSTER / "torchrun_elastic.sh"), str(ROOT / "train" / "distill.py"), "--config", config]
-    said = tmp_path / "said"
-    with said.open("wb") as file:
-        run = subprocess.Popen(command, env=environment(PROCESSES_PER_NODE="2", MAX_RESTARTS="1"), stdout=file, stderr=file)
-    try:
-        deadline = time.monotonic() + 120
-        while not (tmp_path / "run" / "checkpoints" / "step-00000020").exists():
-            assert run.poll() is None, said.read_text()
-            assert time.monotonic() < deadline, said.read_text()
-            time.sleep(0.02)
-        victim = workers(config)[1]
-        os.kill(victim, signal.SIGKILL)
-        assert run.wait(150) == DONE, said.read_text()
-    finally:
-        run.terminate()
-        run.wait(60)
-    assert victim not in workers(config).values()
-    assert "resumed from" in said.read_text()
-    pair = start_pair(start, run_distillation, project.distill(tmp_path / "whole", **lengths))
-    assert [each.end() for each in pair] == [DONE, DONE], [each.said for each in pair]
-    weights, expected = (
-        load_file(tmp_path / name / "checkpoints" / "step-00000100" / "model.safetensors") for name in ("run", "whole")
-    )
-    assert weights.keys() == expected.keys()
-    assert all(weights[name].equal(expected[name]) for name in expected)
 
 
 # --- the files ----------------------------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ class TrainingEngine:
 
 
 class Fsdp2Engine(TrainingEngine):
-    """Each process holds its share of every weight; a unit of the module is unsharded while it runs.
+    """Each process holds its share of every weight, one alone all of it; a unit of the module is unsharded while it runs.
 
     Between the micro-batches of a step gradients are unsharded, as weights are in the forward: then they are sent once a step.
     """
@@ -118,9 +118,12 @@ class Fsdp2Engine(TrainingEngine):
     def prepare(self, task: Task, make: MakeOptimizer) -> tuple[nn.Module, Any, LambdaLR]:
         task = _shardable(task)
         self.copy = UnshardedCopy(task.copy_of_module())
-        mesh = init_device_mesh(self.accelerator.device.type, (self.accelerator.num_processes,))
-        for unit in [*task.units(), task.module]:
-            fully_shard(unit, mesh=mesh)
+        if self.accelerator.num_processes == 1:  # what may be left of an elastic run: whole weights, the same checkpoints
+            task.module.to(self.accelerator.device)
+        else:
+            mesh = init_device_mesh(self.accelerator.device.type, (self.accelerator.num_processes,))
+            for unit in [*task.units(), task.module]:
+                fully_shard(unit, mesh=mesh)
         self.module: nn.Module = task.module
         self.optimizer, scheduler = make(task.module)  # its parameters are others than before
         # accelerate would write the first process's share for all; hooks save these objects, which it has not prepared.
@@ -129,7 +132,8 @@ class Fsdp2Engine(TrainingEngine):
         return task.module, self.optimizer, scheduler
 
     def micro_batch(self, module: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-        cast(FSDPModule, module).set_requires_gradient_sync(last)
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(last)
         return nullcontext()
 
     def clip(self, module: nn.Module, max_norm: float) -> Tensor | float | None:

@@ -3,9 +3,9 @@
 The number of processes may change where checkpoints are unsharded (replicated weights, and FSDP2) and a step has as many
 micro-batches in all as before: `gradient_accumulation_steps` makes up for missing processes, by itself where
 `micro_batches_per_step` is given. Micro-batches are then dealt out in the same order, so the run takes the same steps up to
-rounding, except for the last step of an epoch where it has fewer conversations (or `packing`'s rows) than micro-batches, which
-accelerate fills up so that all processes have equally many. Random streams of new processes begin at the seed. DeepSpeed's
-checkpoints are not resharded.
+rounding, except where an epoch's last step has too few rows for its micro-batches and they are packed, or the draft writes on
+some: accelerate fills it up so that all processes have equally many. Random streams of new processes begin at the seed.
+DeepSpeed's checkpoints are not resharded.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def engine_name(accelerator: Accelerator) -> str:
     """Return the name by which checkpoints know how this run's processes hold weights and the optimiser's state."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return f"ZeRO-{accelerator.state.deepspeed_plugin.zero_stage}"
-    return FSDP2 if fsdp_is_requested() and accelerator.num_processes > 1 else REPLICATED
+    return FSDP2 if fsdp_is_requested() else REPLICATED
 
 
 def fsdp_is_requested() -> bool:

@@ -158,8 +158,7 @@ def weights_are_split() -> None:
 def assert_same(found: Path, expected: Path) -> None:
     """Two runs had the same losses and gradients, and the same weights in the end."""
     losses = read_losses(expected)
-    assert len(losses) == STEPS
-    assert len(set(losses)) == STEPS
+    assert len(set(losses)) == len(losses) >= STEPS
     for name in ("loss", "gradient_norm"):  # AdamW would hide a factor that all gradients are wrong by
         assert largest_difference(read_metric(found, name), read_metric(expected, name)) < TOLERANCE, name
     files = (folder / "artifact" / "model.safetensors" for folder in (found, expected))

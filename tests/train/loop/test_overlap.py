@@ -98,14 +98,17 @@ def test_a_head_of_several_units_has_the_losses_and_the_weights_of_a_whole_one(r
     torch.testing.assert_close(*map(load_file, files), rtol=0, atol=TOLERANCE)
 
 
-def test_a_run_that_loses_a_process_goes_on_with_the_same_steps(runs):
-    config = runs.config("loses-one", "distill", 2, micro_batches_per_step=2)
-    killed = runs.start(config, "ddp_cpu", before=die_at_step(5))
+@pytest.mark.parametrize("recipe", ["ddp_cpu", "fsdp2"])
+def test_a_run_that_loses_a_process_goes_on_with_the_same_steps(runs, recipe):
+    """Also where an epoch's last step has fewer conversations than micro-batches."""
+    schedule = {"micro_batches_per_step": 2, "max_steps": 12}
+    config, undisturbed = (runs.config(f"{name}-{recipe}", "distill", 2, **schedule) for name in ("loses-one", "whole"))
+    killed = runs.start(config, recipe, before=die_at_step(5))
     assert [child.end() for child in killed] == [-signal.SIGKILL] * 2
-    (alone,) = runs.start(config, None, num_processes=1)
-    assert alone.end() == DONE, alone.said[-3000:]
+    alone, whole = (runs.start(each, recipe, num_processes=1)[0] for each in (config, undisturbed))
+    assert (alone.end(), whole.end()) == (DONE, DONE), [each.said[-3000:] for each in (alone, whole)]
     assert "resumed from" in alone.said
-    assert_same(Path(config.output), runs.finished(None, "distill"))
+    assert_same(Path(config.output), Path(undisturbed.output))
 
 
 def test_a_step_is_shared_evenly_by_any_number_of_processes_that_divides_it():
