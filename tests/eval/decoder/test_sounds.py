@@ -1,12 +1,16 @@
 """Decoding with sounds in the prompt: greedy tokens are those of transformers' `generate`, given sounds that the test reads."""
 
 import base64
+import json
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoProcessor
 
+from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import StaticTree
 from configs.schema.target import TargetConfig
@@ -76,3 +80,32 @@ def test_greedy_tokens_are_those_of_generate_with_the_same_sounds(target: Target
         config = DecodeConfig(max_new_tokens=NEW_TOKENS, batch_size=4, **settings)
         found, _ = decode(target, requests, config, drafts if config.num_speculative_tokens else None)
         assert [list(each.tokens) for each in found] == expected, settings
+
+
+def test_a_sound_longer_than_the_model_reads_is_refused_and_never_cut(target: Target) -> None:
+    (Path(target.identity.name) / "longer.wav").write_bytes(sound(3, 2.5))  # the model reads 2 seconds
+    messages, references = [{"role": "user", "content": OBJECT}], [SOUND + "longer.wav"]
+    prompt, tokens = target.media_prompt(messages, references), tuple(target.encode_chat(messages, media=references))
+    request = Request(prompt_id="0", category="", tokens=tokens, media_prompt=prompt)
+    with pytest.raises(
+        InputError, match=r"Qwen2AudioForConditionalGeneration cannot read these images or sounds: .* length 200"
+    ):
+        decode(target, [request], DecodeConfig(num_speculative_tokens=0, max_new_tokens=2))
+
+
+def test_where_the_tokenizers_template_knows_no_sounds_that_of_the_processor_is_taken(target: Target, tmp_path: Path) -> None:
+    shutil.copytree(target.identity.name, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").unlink()
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    of_texts = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": of_texts}))
+    given = {"name": str(tmp_path), "dtype": "float32", "device": "cpu", "audio": {"folder": str(tmp_path)}}
+    loaded = load_target(TargetConfig.model_validate(given))
+    prompt = loaded.media_prompt([{"role": "user", "content": f"w20 {OBJECT} w30"}], [SOUND + "a.wav"])
+    assert "w20 Audio 1: <|audio_bos|><|AUDIO|><|audio_eos|>" in prompt.text
+    assert loaded.encode_chat([{"role": "user", "content": "w20 w30"}]) == [20, 30]
+
+
+def test_an_image_for_a_target_that_reads_sound_is_refused(target: Target) -> None:
+    with pytest.raises(InputError, match=r"a prompt brings image a\.png, and target\.images is null"):
+        target.encode_chat([{"role": "user", "content": OBJECT}], media=["a.png"])
