@@ -78,6 +78,20 @@ def test_greedy_tokens_are_those_of_generate_with_the_same_pictures(target: Targ
         assert [list(each.tokens) for each in found] == expected, settings
 
 
+def test_sampled_tokens_by_matching_are_those_without_drafts(target: Target) -> None:
+    requests = requests_of(target)
+    plain, chain, tree = (
+        DecodeConfig(temperature=1.0, verification="match", max_new_tokens=NEW_TOKENS, batch_size=4, **settings)
+        for settings in ({"num_speculative_tokens": 0}, {}, {"tree": StaticTree(kind="static", branching=[2, 2, 1])})
+    )
+    expected = [list(each.tokens) for each in decode(target, requests, plain)[0]]
+    drafts = ScriptedDrafts([[*each.tokens, *answer] for each, answer in zip(requests, expected, strict=True)], VOCAB_SIZE)
+    for config in (chain, tree):
+        found, _ = decode(target, requests, config, drafts)
+        assert [list(each.tokens) for each in found] == expected
+        assert any(round_.num_accepted for each in found for round_ in each.rounds)
+
+
 def test_a_place_for_an_image_without_it_and_a_changed_image_are_refused(target: Target, folder: Path) -> None:
     request = requests_of(target)[0]
     config = DecodeConfig(num_speculative_tokens=0, max_new_tokens=2)

@@ -82,6 +82,20 @@ def test_greedy_tokens_are_those_of_generate_with_the_same_sounds(target: Target
         assert [list(each.tokens) for each in found] == expected, settings
 
 
+def test_sampled_tokens_by_matching_are_those_without_drafts(target: Target) -> None:
+    requests = requests_of(target)
+    plain, chain, tree = (
+        DecodeConfig(temperature=1.0, verification="match", max_new_tokens=NEW_TOKENS, batch_size=4, **settings)
+        for settings in ({"num_speculative_tokens": 0}, {}, {"tree": StaticTree(kind="static", branching=[2, 2, 1])})
+    )
+    expected = [list(each.tokens) for each in decode(target, requests, plain)[0]]
+    drafts = ScriptedDrafts([[*each.tokens, *answer] for each, answer in zip(requests, expected, strict=True)], VOCAB_SIZE)
+    for config in (chain, tree):
+        found, _ = decode(target, requests, config, drafts)
+        assert [list(each.tokens) for each in found] == expected
+        assert any(round_.num_accepted for each in found for round_ in each.rounds)
+
+
 def test_a_sound_longer_than_the_model_reads_is_refused_and_never_cut(target: Target) -> None:
     (Path(target.identity.name) / "longer.wav").write_bytes(sound(3, 2.5))  # the model reads 2 seconds
     messages, references = [{"role": "user", "content": OBJECT}], [SOUND + "longer.wav"]
